@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, is_extxyz, open_extxyz
 from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
 from deepmd_ema.data.formats.properties import parse_choice
-from deepmd_ema.data.formats.stores import NpyStore, hdf5_stores, is_hdf5, is_there
+from deepmd_ema.data.formats.stores import Hdf5Store, NpyStore, hdf5_stores, is_hdf5, is_there
 from deepmd_ema.data.formats.system import ArrayStore, open_system, read_type_map
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, collect_problems, command, first_few
@@ -67,6 +67,11 @@ def open_systems(
     for open_one in openers:
         with collect_problems(problems):
             sources.append(open_one(spec))
+    if problems:
+        # an error may live as long as what it refers to, and whoever mends a file needs to write it
+        for store in map(_store_of, openers):
+            if isinstance(store, Hdf5Store):
+                store.close()
     DataError.raise_if_any(problems)
     if not sources:
         raise DataError(f"{where}: is empty. Name at least one folder with type.raw.")
@@ -96,8 +101,7 @@ def find_stores(path: str, rglob_patterns: Sequence[str] | None = None) -> list[
     Raises:
         DataError: if there is none.
     """
-    openers = _find(path, rglob_patterns)
-    return [one.args[0] if isinstance(one, partial) and one.func is open_system else None for one in openers]
+    return [_store_of(opener) for opener in _find(path, rglob_patterns)]
 
 
 def is_cp2k_trajectory(path: Path) -> bool:
@@ -142,6 +146,11 @@ def repeated(training: Iterable[str], validation: Iterable[str] = (), test: Iter
                 f"listed in training_data and in {kind}_data: {first_few(both)}. {kind.title()} "
                 f"errors will look too good; leave them out of one{advice}.",
             )
+
+
+def _store_of(opener: Opener) -> ArrayStore | None:
+    """Return the files of a system that ``opener`` opens; None of other formats."""
+    return opener.args[0] if isinstance(opener, partial) and opener.func is open_system else None
 
 
 def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:

@@ -14,7 +14,7 @@ import threading
 import tokenize
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,11 @@ class Hdf5Store:
         with _readable_hdf5(f"{self.name}/{file}"):
             values = np.atleast_1d(dataset[()]).ravel().tolist()
             return " ".join(v.decode() if isinstance(v, bytes) else str(v) for v in values).split()
+
+    def close(self) -> None:
+        """Close the file, with all its groups; another program may write it then."""
+        if self.group:
+            self.group.file.close()
 
     def text_files(self) -> list[Path]:
         """Return the HDF5 file, which holds the group and its small datasets."""
@@ -327,7 +332,8 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
     with _readable_hdf5(str(file), "it is truncated or not an HDF5 file"):
         root = h5py.File(file, "r")
     top = "/" + group.strip("/")
-    with _readable_hdf5(f"{file}#{top}"):
+    with ExitStack() as stack, _readable_hdf5(f"{file}#{top}"):
+        stack.callback(root.close)
         if top not in root or not isinstance(root[top], h5py.Group):
             raise DataError(f"{file}: has no group {top}. Groups of the file: {first_few(sorted(root)) or 'none'}.")
         _refuse_other_files(root[top], root.filename, f"{file}#{top}")
@@ -335,6 +341,7 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
         root[top].visititems(lambda name, item: groups.update({name: item}) if isinstance(item, h5py.Group) else None)
         # a link that leads nowhere counts: it is reported when it is read
         systems = sorted((name, group) for name, group in groups.items() if group.id.links.exists(b"type.raw"))
+        stack.pop_all()  # the systems need the file
     return [Hdf5Store(group, f"{file}#{top.rstrip('/')}/{name}".rstrip("/")) for name, group in systems]
 
 
