@@ -1,5 +1,6 @@
 """Mistakes of an input get one message each, with place, what was found, what is expected and what to do."""
 
+import json
 import re
 import time
 
@@ -192,6 +193,26 @@ def test_mixed_precision_is_accepted_with_one_line():
     config = config_from_dict(spoiled({"training.mixed_precision": given}))
     (line,) = [text for text in ignored_options(config) if text.startswith("training.mixed_precision")]
     assert line.endswith(": no effect, the precision is that of descriptor and fitting_net")
+
+
+@pytest.mark.parametrize("name", ["input.json", "input.yaml"])
+def test_comments_may_repeat(name, tmp_path):
+    text = json.dumps(GOOD)
+    comments = '{"_comment": "the first", "_comment": {"a": 1, "a": 2}, "model": {"_a": 1, "_a": 2, '
+    path = tmp_path / name
+    path.write_text(text.replace('{"model": {', comments, 1))
+    assert load_config(path) == config_from_dict(GOOD, str(path))
+
+
+def test_an_input_of_version_0_is_one_problem(tmp_path):
+    old = {"use_smooth": True, "sel_a": [12, 20], "rcut": 4.0, "filter_neuron": [4, 8], "n_neuron": [8], "seed": 1}
+    old |= {"systems": ["train"], "stop_batch": 20, "batch_size": 2, "coord_norm": True}
+    path = tmp_path / "input.json"
+    path.write_text(json.dumps(old, indent=1))
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    [problem] = caught.value.problems
+    assert problem.startswith(f"{path}: an input of DeePMD-kit 0.x, with all options at the top. Expected the sections")
 
 
 def test_an_option_given_twice_is_reported_for_each():

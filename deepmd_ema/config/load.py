@@ -11,16 +11,23 @@ from typing import Any
 from dargs.dargs import ArgumentError
 
 from deepmd_ema.config.argcheck import Field, find_mistakes, run_arguments, take_options, to_section
-from deepmd_ema.config.messages import Place, Reading, Values, in_order, section_at
+from deepmd_ema.config.messages import Place, Reading, Values, in_order, is_comment, section_at
 from deepmd_ema.config.rules import findings_of
 from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.config.schema.model import Link, ModelConfig
 from deepmd_ema.config.schema.run import RunConfig, to_dict
 from deepmd_ema.config.text import read_config_file
 from deepmd_ema.config.unsupported import without_removed
-from deepmd_ema.config.upgrade import has_tasks, is_comment, upgrade
+from deepmd_ema.config.upgrade import has_tasks, upgrade
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.findings import ERROR, Finding, inside, with_severity
+from deepmd_ema.findings import ERROR, Finding, error, inside, with_severity
+
+# options that inputs of DeePMD-kit 0.x have at the top
+_OF_VERSION_0 = frozenset({"sel_a", "filter_neuron", "n_neuron", "use_smooth", "rcut", "systems", "stop_batch"})
+_NO_SECTIONS = (
+    "an input of DeePMD-kit 0.x, with all options at the top. Expected the sections model, learning_rate, loss and "
+    "training. `dp-ema init DATA` writes an input for your data."
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,8 @@ class InputFile:
 
     @cached_property
     def _judged(self) -> tuple[RunConfig | None, list[Finding]]:
+        if len(_OF_VERSION_0.intersection(self.values if isinstance(self.values, Mapping) else ())) > 2:
+            return None, [error("", f"{self.path}: {_NO_SECTIONS}")]
         reading, links = upgrade(self.path, self.values, self.lines)
         root = run_arguments(reading.has_tasks)
         values = _accepted(root, reading)

@@ -119,6 +119,11 @@ class Reading:
         return self.moved.get((*path, key), (*outer, key))
 
 
+def is_comment(key: Any) -> bool:
+    """Whether a key is not an option: it begins with ``_``, or names the JSON Schema for an editor."""
+    return isinstance(key, str) and (key.startswith("_") or key == "$schema")
+
+
 def dotted(path: Place) -> str:
     """Return a path as people write it: ``training.training_data.systems[0]``; that of a whole input is empty."""
     text = ""

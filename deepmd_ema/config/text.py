@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepmd_ema.config.messages import Lines, Place, Values, dotted
+from deepmd_ema.config.messages import Lines, Place, Values, dotted, is_comment
 from deepmd_ema.errors import ConfigError
 
 JSON_SUFFIXES = (".json",)
@@ -87,7 +87,7 @@ def lines_of(marks: Marks, source: str, max_values: float = float("inf")) -> Lin
             raise RecursionError
         if len(lines) > max_values:  # aliases of aliases multiply the values of a text
             raise ConfigError(f"{source}: anchors that expand to more than {max_values:,} values: this is no input.")
-        if is_key and place in lines:
+        if is_key and place in lines and not any(map(is_comment, place)):
             twice.append(
                 f"{source}:{line}: {dotted(place)}: given twice, first on line {lines[place]}. Remove one of the two."
             )

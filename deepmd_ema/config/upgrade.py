@@ -11,7 +11,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepmd_ema.config.fields import options, type_names
-from deepmd_ema.config.messages import INVALID, Place, Reading, Values, close_names, dotted, path_of, section_at, show
+from deepmd_ema.config.messages import (
+    INVALID,
+    Place,
+    Reading,
+    Values,
+    close_names,
+    dotted,
+    is_comment,
+    path_of,
+    section_at,
+    show,
+)
 from deepmd_ema.config.schema.averaging import EmaShorthand, ScheduleFreeProfile
 from deepmd_ema.config.schema.bridging import method_name
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
@@ -56,11 +67,6 @@ def has_tasks(values: Any) -> bool:
     """Whether an input is one of several tasks."""
     sections = (((), "loss_dict"), (("model",), "model_dict"), (("training",), "data_dict"))
     return any(key in section_at(values, *path) for path, key in sections)
-
-
-def is_comment(key: Any) -> bool:
-    """Whether a key is not an option: it begins with ``_``, or names the JSON Schema for an editor."""
-    return isinstance(key, str) and (key.startswith("_") or key == "$schema")
 
 
 def _copied(values: Any, place: Place, reading: Reading) -> Any:
