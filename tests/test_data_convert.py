@@ -129,7 +129,7 @@ NOT_REACHED = "EDIFF was not reached: these are read, and may be wrong (2 frames
 
 
 def electronic_steps(number, last_change):
-    """Return what VASP writes of the electronic steps of an ionic step."""
+    """Return the lines that VASP writes about the electronic steps of an ionic step."""
     changes = [0.5] * (number - 1) + [last_change]
     return "".join(
         f"--- Iteration 1({k: 4d})  ---\n total energy-change (2. order) :{change:.7E}  (-0.1E-07)\n"

@@ -179,7 +179,7 @@ def test_the_logs_of_a_program_that_is_read_as_a_folder_are_looked_at(dpdata):
     assert 'electrons did not converge ("convergence has NOT been achieved", ABACUS)' in reported
 
 
-def test_an_error_of_a_reader_tells_what_the_program_says_of_its_electrons(monkeypatch):
+def test_an_error_of_a_reader_names_the_electrons_that_did_not_converge(monkeypatch):
     package = types.ModuleType("dpdata")
     package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data={})
     monkeypatch.setitem(sys.modules, "dpdata", package)

@@ -87,7 +87,7 @@ def unconverged_steps_of_vasp(path: Path, is_xml: bool) -> int:
 
 
 def _of_outcar(text: mmap.mmap) -> int:
-    tells = text[:2000].lstrip().startswith(b"vasp.") and not text[:2000].lstrip().startswith((b"vasp.4", b"vasp.5"))
+    is_sure = text[:2000].lstrip().startswith(b"vasp.") and not text[:2000].lstrip().startswith((b"vasp.4", b"vasp.5"))
     most, limit, step, change, number = 0, 0.0, 0, 0.0, 0
     is_reached = False
     for event in _VASP_EVENT.finditer(text):
@@ -100,7 +100,7 @@ def _of_outcar(text: mmap.mmap) -> int:
         elif event["limit"]:
             limit = limit or _number(event["limit"])
         elif event["reached"]:
-            is_reached = tells or step < most or change < limit
+            is_reached = is_sure or step < most or change < limit
         else:
             # without electronic steps it is a step of a machine-learned potential
             number += step > 0 and not is_reached
@@ -163,7 +163,7 @@ def _number(word: bytes) -> float:
 
 
 def _places(text: mmap.mmap, words: bytes) -> list[int]:
-    """Return where ``words`` begin in a text."""
+    """Return the places at which ``words`` begin in a text."""
     places = list[int]()
     place = text.find(words)
     while place >= 0:
