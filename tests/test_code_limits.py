@@ -71,7 +71,7 @@ MAX_TOKENS = {
     "averaging": 15_425,
     "checkpoint": 7_356,
     "cli": 9_399,
-    "config": 39_000,
+    "config": 39_300,
     "data": 52_950,
     "distributed": 8_770,
     "infer": 20_039,

@@ -199,3 +199,17 @@ def test_forces_in_a_file_that_were_not_read_are_reported(monkeypatch):
     Path("run.out").write_text("                   Forces (Hartrees/Bohr)\n")
     reported = convert_data(["run.out"], "out", file_format="gaussian/log")
     assert '  forces are in the file ("Forces (Hartrees/Bohr)") and were not read: try another --format' in reported
+
+
+def test_of_virials_and_stresses_in_one_frame_the_virials_are_read(monkeypatch):
+    """Relaxations of ABACUS have both in dpdata."""
+    package = types.ModuleType("dpdata")
+    data = {"atom_names": ["H"], "atom_types": np.zeros(1, int), "coords": np.zeros((1, 1, 3)), "energies": np.ones(1),
+            "forces": np.zeros((1, 1, 3)), "cells": 4 * np.eye(3)[None], "virials": 2.0 * np.eye(3)[None],
+            "stress": 7.0 * np.eye(3)[None]}  # fmt: skip
+    package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data=data)
+    monkeypatch.setitem(sys.modules, "dpdata", package)
+    Path("run.out").write_text("a relaxation\n")
+    convert_data(["run.out"], "out", file_format="abacus/relax")
+    [source] = open_data(["out/H1"], ["H"], ["virial"])
+    np.testing.assert_array_equal(source.frame(0).labels["virial"].reshape(3, 3), 2.0 * np.eye(3))

@@ -236,6 +236,8 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
     symbols = [element_of[data["atom_names"][number]] for number in data["atom_types"]]
     labels = {"energy": "energies", "virial": "virials", HESSIAN: "hessian"}
     known = {*labels.values(), "forces", "coords", "cells", "atom_names", "atom_types", "atom_numbs", "orig", "nopbc"}
+    if "virials" in data:
+        known.add("stress")  # the same quantity
     more = {name: value for name, value in data.items() if name not in known}
 
     def frame(k: int) -> StoredFrame:
