@@ -67,7 +67,7 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
 # A number may only fall, unless an issue names the new one; the spare 2 % are for lines that help a reader.
 SPARE = 1.02
 MAX_TOKENS = {
-    "all": 356_700,  # with units, convergence and comparisons of data, keys of what is kept, and files of ranks
+    "all": 357_100,  # with units, convergence and comparisons of data, keys of what is kept, files of ranks and models
     "averaging": 15_425,
     "checkpoint": 7_356,
     "cli": 9_399,
@@ -80,7 +80,7 @@ MAX_TOKENS = {
     "modules": 10_236,  # with findings, which have come out of config and data
     "optim": 11_403,
     "report": 28_053,
-    "training": 34_830,
+    "training": 35_250,
 }
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 

@@ -2,10 +2,13 @@
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from changed_options import MODELS_OF_TYPES, changed_sections, replaced
 from config_inputs import write
 from helpers import assert_same, tiny_input, write_system
 from test_train import load
@@ -14,17 +17,25 @@ from test_train_sharing import write_data
 from toy_models import TYPES, toy_model, write_dp
 
 from deepmd_ema import checkpoint, cli
-from deepmd_ema.config import config_from_dict
+from deepmd_ema.config import config_from_dict, model_config_from_dict
+from deepmd_ema.config.fields import plain
 from deepmd_ema.distributed.tensors import content_digest
-from deepmd_ema.errors import ConfigError
+from deepmd_ema.errors import CheckpointError, ConfigError, UserError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.element_mapping import carried_over
-from deepmd_ema.training.weights import load_pretrained
+from deepmd_ema.training.weights import Source, Start, load_pretrained, report_differences
 
 HEADS = str(Path(__file__).parent / "golden" / "peer_checkpoints" / "pt_heads.pt")
 
 
+# options that may differ from those of the file without a word
+OF_THE_RUN = {
+    "atom_ener", "data_stat_nbatch", "data_stat_protect", "finetune_bias", "finetune_head", "interpolate",
+    "model_branch_alias", "preset_out_bias", "rcond", "seed", "trainable", "type_map",
+}  # fmt: skip
+# the default has two spellings, of which null is one
+WITH_TWO_SPELLINGS = {"l_schedule", "ln_eps", "precision", "stripped_type_embedding", "temperature"}
 STILL = {"start_lr": 1e-30, "stop_lr": 1e-31}  # the weights of step 1 are those of the start
 ATTENTION = {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 4,
              "attn": 8, "attn_layer": 1, "tebd_dim": 4, "seed": 1, "set_davg_zero": False}  # fmt: skip
@@ -138,6 +149,94 @@ def test_options_that_change_what_weights_mean_are_reported(trained, desk, capsy
     del config["model"]["finetune_head"]
     assert train(config, "--finetune", trained) == 0
     assert "no training frame has an energy to fit the output bias to" in capsys.readouterr().err
+
+
+QUANTITIES = {
+    "energy": {"type": "ener", "neuron": [4]},
+    "dipole": {"type": "dipole", "neuron": [4]},
+    "polarizability": {"type": "polar", "neuron": [4]},
+    "gap[1]": {"type": "property", "property_name": "gap", "neuron": [4]},
+    "modulus[1]": {"type": "property", "property_name": "modulus", "neuron": [4]},
+    "dos[4]": {"type": "dos", "numb_dos": 4, "neuron": [4]},
+}
+
+
+@pytest.mark.parametrize("way", ["init-model", "finetune", "head", "random"])
+@pytest.mark.parametrize("here", QUANTITIES)
+@pytest.mark.parametrize("there", QUANTITIES)
+def test_a_fitting_network_of_another_quantity_is_refused(there, here, way):
+    """A gap started from an energy model with its network and a bias of -5 eV per atom: shapes agreed."""
+    saved, new = (
+        model_config_from_dict(tiny_input(["data"], model__fitting_net=QUANTITIES[name])["model"])
+        for name in (there, here)
+    )
+    place = "model" if way != "head" else "model.model_dict.new"
+    name = "" if way != "head" else "new"
+    source = Source(None, fresh_fitting=way == "random")
+    start = Start(Path("old.pt"), {name: source}, fine_tunes=way != "init-model", saved={name: saved})
+    task = SimpleNamespace(model=new, place=lambda _: place)
+    run = SimpleNamespace(tasks={name: task}, training=SimpleNamespace(seed=1))
+    if there == here or way == "random":
+        assert start.adopt_from_checkpoint(run) is run
+        return
+    expected = rf"old.pt: a model of {re.escape(there)}, and {place}.fitting_net predicts {re.escape(here)}: .*RANDOM"
+    with pytest.raises(CheckpointError, match=expected):
+        start.adopt_from_checkpoint(run)
+
+
+@pytest.mark.parametrize("name", MODELS_OF_TYPES)
+def test_a_change_of_any_option_of_a_model_is_reported(name, caplog):
+    """Options are those of the declaration: a new one is tried as well."""
+    saved = model_config_from_dict(MODELS_OF_TYPES[name])
+    report_differences(saved, saved, "model")
+    assert not caplog.records
+    silent = set()
+    for place, values in changed_sections(plain(saved), type(saved)):
+        reported = []
+        for value in values:
+            with suppress(UserError):
+                changed = model_config_from_dict(replaced(plain(saved), place, value))
+                if plain(changed) == plain(saved):
+                    continue
+                caplog.clear()
+                report_differences(saved, changed, "model")
+                reported.append(bool(caplog.records))
+        if reported and not all(reported):
+            silent.add((place[-1], any(reported)))
+    assert {name for name, _ in silent} <= {*OF_THE_RUN, *WITH_TWO_SPELLINGS}
+
+
+@pytest.mark.parametrize(("section", "value", "moved"), [
+    (("atom_exclude_types",), [0], [1]), (("pair_exclude_types",), [[0, 0]], [[1, 1]]),
+    (("descriptor", "exclude_types"), [[0, 1]], [[1, 0]]), (("fitting_net", "sel_type"), [0], [1]),
+    (("fitting_net", "scale"), [1.0, 2.0], [2.0, 1.0]),
+])  # fmt: skip
+def test_options_by_number_of_an_element_are_compared_by_its_name(section, value, moved, caplog):
+    kind = {"type": "polar", "neuron": [4]}
+    values = tiny_input(["data"], model__fitting_net=kind)["model"]
+    saved, same, other = (
+        model_config_from_dict(replaced({**values, "type_map": type_map}, section, given))
+        for type_map, given in ((["O", "H"], value), (["H", "O"], moved), (["H", "O"], value))
+    )
+    report_differences(saved, same, "model")
+    assert not caplog.records
+    report_differences(saved, other, "model")
+    assert bool(caplog.records) == (section != ("descriptor", "exclude_types"))  # a pair is the same in either order
+
+
+@pytest.mark.parametrize(("name", "value"), [("sel_type", [0]), ("scale", [1.0, 2.0])])
+def test_options_of_elements_are_not_taken_to_another_order(name, value):
+    """Dipoles moved from O to H."""
+    values = tiny_input(["data"], model__fitting_net={"type": "polar", "neuron": [4], name: value})["model"]
+    config = model_config_from_dict(values)
+    model = SimpleNamespace(type_map=config.type_map, state_dict=dict)
+    start = Start(
+        Path("old.pt"), {"": Source(SimpleNamespace(model=model))}, fine_tunes=True, config={"model": values},
+        saved={"": config},
+    )  # fmt: skip
+    assert start.model_section({"type_map": ["O", "H"]})["fitting_net"][name] == value
+    with pytest.raises(ConfigError, match=f"fitting_net.{name} of old.pt counts elements by number"):
+        start.model_section({"type_map": ["H", "O"]})
 
 
 def test_a_fresh_fitting_network_may_have_another_shape(trained, desk, capsys):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from deepmd_ema import checkpoint
 from deepmd_ema.config import ModelConfig, RunConfig, choose_head, saved_models, to_dict
-from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import differences_of, show
 from deepmd_ema.distributed.tensors import check_weights, prefix_of, whole
 from deepmd_ema.errors import CheckpointError, ConfigError
@@ -31,8 +30,19 @@ logger = logging.getLogger(__name__)
 RANDOM = "RANDOM"  # as a head: a fresh fitting network
 ONLY = "Default"  # DeePMD-kit's name for the model of a file that has one
 _CHOOSES = "--model-branch or finetune_head"
-_SHORT_RANGE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
-_OF_THE_RUN = ("trainable", "seed", "interpolate")  # options of a descriptor that do not change its features
+# Options of a model that may differ from those of the file: all others change what the weights mean, new ones as well.
+_OF_THE_RUN = frozenset({
+    "trainable", "seed", "interpolate",  # how it is trained and evaluated
+    "finetune_head", "finetune_bias", "model_branch_alias",  # what is taken from a file
+    "data_stat_nbatch", "data_stat_protect", "rcond", "atom_ener", "preset_out_bias",  # first biases and statistics
+    "type_map",  # elements are found by their names
+})  # fmt: skip
+# options that count elements: pairs of their numbers, numbers, or an entry for each
+_PAIRS = ("exclude_types", "pair_exclude_types")
+_NUMBERS = ("atom_exclude_types", "sel_type")
+_ENTRIES = ("scale",)
+_BY_NUMBER = (*_PAIRS, *_NUMBERS, *_ENTRIES, "atom_ener")
+_OF_TABLES = ("use_srtab",)  # a table of other elements has other columns
 
 
 @dataclass(frozen=True)
@@ -154,7 +164,7 @@ class Start:
         if not by_number:
             if isinstance(elements, list) and (problem := elements_problem(source.loaded.model, elements)):
                 raise CheckpointError(f"{self.path}: {problem}")
-            options = [path for n in taken for path in _paths_of(section[n], ("exclude_types", "atom_ener"), n)]
+            options = [path for n in taken for path in _paths_by_number(section[n], n)]
             by_number = f"{', '.join(options)} of {self.path} counts elements by number in" * bool(options)
         if by_number and elements != section["type_map"]:
             raise ConfigError(
@@ -202,13 +212,32 @@ class Start:
                     "Use the type_map of the file, or --finetune, which takes over the elements that both have."
                 )
             if is_new:
-                report_differences(saved, model, place)
+                is_fresh = self.fine_tunes and self.sources[name].fresh_fitting
+                if not is_fresh:
+                    self._refuse_another_quantity(saved, model, place)
+                report_differences(saved, model, place, is_fresh)
             if model.descriptor.neighbors is None and fits:
                 models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(saved.descriptor))
         config = config.with_models(models) if models else config
         if is_new or config.training.seed is not None:
             return config
         return replace(config, training=replace(config.training, seed=self.config["training"]["seed"]))
+
+    def _refuse_another_quantity(self, saved: ModelConfig, model: ModelConfig, place: str) -> None:
+        """Raise CheckpointError if the fitting network of a file predicts another quantity than that of the input.
+
+        Shapes may agree, and the network and the bias of energies would be those of a band gap.
+        """
+        there, here = saved.fitting_net.labels[0], model.fitting_net.labels[0]
+        if there == here:
+            return
+        fresh = "the descriptor alone is taken with --finetune and --model-branch RANDOM"
+        if place != "model":
+            fresh = f'the descriptor alone is taken with --finetune and "finetune_head": "RANDOM" in {place}'
+        raise CheckpointError(
+            f"{self.path}: a model of {there}, and {place}.fitting_net predicts {here}: its fitting network and bias "
+            f"are of another quantity. Use a model of {here}; {fresh}."
+        )
 
     def load_weights(self, models: ModelSet) -> None:
         """Put the weights of the file into ``models``, also into what new tasks share with those of the file.
@@ -364,28 +393,58 @@ def _named(names: Mapping[str, Sequence[str]], head: str, file: str) -> str:
     return "" if set(names) == {""} and head == ONLY else choose_head(names, head, file, _CHOOSES)
 
 
-def report_differences(saved: ModelConfig, model: ModelConfig, place: str) -> None:
+def report_differences(saved: ModelConfig, model: ModelConfig, place: str, is_fresh: bool = False) -> None:
     """Warn of options of a model that are not those of its file: weights may fit and mean another thing.
 
     Args:
         saved: section ``model`` of the file.
         model: that of the input.
         place: of the latter in the input.
+        is_fresh: whether the fitting network starts anew.
     """
+    common = [name for name in model.type_map if name in saved.type_map]
+    before, now = (_by_element(to_dict(one), one.type_map, common) for one in (saved, model))
+    if is_fresh:
+        before.pop("fitting_net", None)
+        now.pop("fitting_net", None)
     same_elements = model.type_map == saved.type_map
-    before, now = to_dict(saved), to_dict(model)
-    for path, old, new in differences_of(plain(saved.descriptor), plain(model.descriptor), f"{place}.descriptor"):
+    for path, old, new in differences_of(before, now, place):
         name = path.rpartition(".")[2]
-        # two spellings of one value; None is the default
-        is_same = {str(old), str(new)} == {"default", "float64"} or None in (old, new) or old == [new] or new == [old]
-        is_of_elements = name in ("sel", "exclude_types") and not same_elements
-        if not (name in _OF_THE_RUN or is_of_elements or is_same or new == "auto"):
+        # None of a descriptor of DeePMD-kit is the default; two spellings of one value
+        is_default = None in (old, new) and path.startswith(f"{place}.descriptor")
+        is_same = {str(old), str(new)} == {"default", "float64"} or is_default or old == [new] or new == [old]
+        if name == "sel":
+            is_same = is_same or not same_elements or new == "auto"
+        if name in _OF_TABLES:
+            if same_elements or None in (old, new):
+                logger.warning("%s is not that of the file, which acts where atoms come close", path)
+        elif not is_same:
             logger.warning("%s was %s where the weights were trained, is %s here", path, show(old, 200), show(new, 200))
-    for name in _SHORT_RANGE:
-        # a table of other elements has other columns
-        one, other = before.get(name), now.get(name)
-        if one != other and (same_elements or None in (one, other)):
-            logger.warning("%s.%s is not that of the file, which acts where atoms come close", place, name)
+
+
+def _by_element(value: Any, type_map: Sequence[str], common: Sequence[str]) -> Any:
+    """Return a section with names of elements in place of their numbers, as far as both models have them.
+
+    Options that may differ from those of the file are left out.
+    """
+    if isinstance(value, list):
+        return [_by_element(part, type_map, common) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    section = dict[str, Any]()
+    for name, part in value.items():
+        if name in _OF_THE_RUN:
+            continue
+        section[name] = _by_element(part, type_map, common)
+        if name in _PAIRS:
+            pairs = [sorted(type_map[number] for number in pair) for pair in part or ()]
+            section[name] = sorted(pair for pair in pairs if set(pair) <= set(common))
+        elif name in _NUMBERS and part is not None:
+            names = {type_map[number] for number in part}
+            section[name] = [element for element in sorted(common) if element in names]
+        elif name in _ENTRIES and isinstance(part, list):
+            section[name] = {element: part[type_map.index(element)] for element in sorted(common)}
+    return section
 
 
 def _part(values: Any, section: Any, before: Mapping[str, Any], shared: dict[str, Any]) -> Any:
@@ -404,12 +463,12 @@ def _part(values: Any, section: Any, before: Mapping[str, Any], shared: dict[str
     return part
 
 
-def _paths_of(value: Any, names: tuple[str, ...], path: str) -> Iterator[str]:
-    """Yield the paths of options of these names with a value, in a section and in those inside of it."""
+def _paths_by_number(value: Any, path: str) -> Iterator[str]:
+    """Yield the paths of options that count elements by number, in a section and in those inside of it."""
     inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, part in inside:
         place = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}"
-        if key in names and part:
+        if key in _BY_NUMBER and part and (key not in _ENTRIES or isinstance(part, list)):
             yield place
         else:
-            yield from _paths_of(part, names, place)
+            yield from _paths_by_number(part, place)

@@ -45,7 +45,7 @@ def widths_of(neuron: Sequence[int], num_inputs: int) -> list[int]:
 
 
 _branches = Check(
-    lambda v: min(v) >= 0 and len(v) == 3 if isinstance(v, list) else v >= 0,
+    lambda v: len(v) == 3 and min(v) >= 0 if isinstance(v, list) else v >= 0,
     "a whole number >= 0, or a list of three of them",
 )
 
