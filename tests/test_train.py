@@ -457,6 +457,22 @@ def test_data_under_another_path_are_no_change(tmp_path, monkeypatch, capsys):
     assert cli.main([*restart, "archive.json", "--allow-config-change"]) == 0
 
 
+def test_data_that_have_changed_under_their_path_are_reported_at_a_restart(tmp_path, monkeypatch, capsys):
+    """The run said that it was continued, with other frames."""
+    monkeypatch.chdir(tmp_path)
+    write_system("train", frames=8, natoms=6, seed=1)
+    Path("input.json").write_text(json.dumps(tiny_input(["train"], num_steps=4, training__save_freq=2)))
+    assert cli.main(["train", "input.json", "--device", "cpu"]) == 0
+    restart = ["train", "--restart", "model.ckpt-2.pt", "--device", "cpu"]
+    assert cli.main(restart) == 0
+    text = "the training data have changed since model.ckpt-2.pt was written: the restart continues with other frames"
+    assert text not in capsys.readouterr().err
+    energy = np.load("train/set.000/energy.npy")
+    np.save("train/set.000/energy.npy", energy + 1)
+    assert cli.main(restart) == 0
+    assert text in capsys.readouterr().err
+
+
 class StopIn(StopAfter):
     """Requests it before the validation of that step."""
 

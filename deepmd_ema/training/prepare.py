@@ -54,7 +54,7 @@ from deepmd_ema.model.output_bias import BiasFit, change_bias, energies_of
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.optim.build import split_by_pattern
-from deepmd_ema.training.restart import check_moved, reads_shards
+from deepmd_ema.training.restart import check_content, reads_shards
 from deepmd_ema.training.tasks import Task, build_task
 from deepmd_ema.training.weights import Start
 from deepmd_ema.utils import LIVE, seed_for, stream_of
@@ -118,7 +118,7 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
                 )
     contents = world.broadcast_from_rank0(lambda: {name: digest_of(data.train) for name, data in systems.items()})
     with world.all_ranks_ok():
-        check_moved(start, contents)
+        check_content(start, contents)
     # of rank 0: all ranks have the same frames in each part
     splits = world.broadcast_from_rank0(lambda: choose_validation(config, systems, seed, results))
     for name, split in splits.items():

@@ -59,7 +59,7 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
     """Compare the config of a run with that of the checkpoint that it continues.
 
     Returns:
-        The start, with the tasks whose training data have other paths: :func:`check_moved` compares their content.
+        The start, with the tasks whose training data have other paths: :func:`check_content` compares their content.
 
     Args:
         start: the checkpoint.
@@ -122,8 +122,10 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
     return start
 
 
-def check_moved(start: Start, contents: Mapping[str, str]) -> None:
-    """Check that training data under other paths than in the checkpoint are the same.
+def check_content(start: Start, contents: Mapping[str, str]) -> None:
+    """Compare training data with those of the checkpoint: under other paths they must be the same.
+
+    Under the same paths a warning says that they have changed since.
 
     Args:
         start: the checkpoint.
@@ -132,10 +134,21 @@ def check_moved(start: Start, contents: Mapping[str, str]) -> None:
     Raises:
         ConfigError: if they are others.
     """
-    for task, line in start.moved.items():
-        if contents[task] != start.payload["streams"][task]["content"]:
-            raise ConfigError(f"{line}. Their content is another, too.\n{_ADVICE}")
-        logger.info("%s: the same files under other paths, which is no change", line)
+    if not start.payload:
+        return
+    for task, content in contents.items():
+        # checkpoints of earlier versions do not say what the content was, and new tasks have none
+        before = start.payload["streams"].get(task, {}).get("content") or content
+        moved = start.moved.get(task)
+        if moved is None:
+            if content and content != before:  # empty: it could not be read again
+                of_task = f" of task {task}" if task else ""
+                text = "the training data%s have changed since %s was written: the restart continues with other frames"
+                logger.warning(text, of_task, start.path)
+        elif content != before:
+            raise ConfigError(f"{moved}. Their content is another, too.\n{_ADVICE}")
+        else:
+            logger.info("%s: the same files under other paths, which is no change", moved)
 
 
 def outside_outputs(config: RunConfig) -> list[str]:
