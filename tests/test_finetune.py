@@ -1,5 +1,6 @@
 """Fine-tuning: weights of a file on other data, elements and fitting networks, for one task or several."""
 
+import copy
 import json
 import re
 from contextlib import suppress
@@ -206,6 +207,18 @@ def test_a_change_of_any_option_of_a_model_is_reported(name, caplog):
         if reported and not any(reported):
             silent.add(place[-1])
     assert silent <= {*OF_THE_RUN, *WITH_TWO_SPELLINGS}
+
+
+@pytest.mark.parametrize("name", ["dpa2", "dpa3", "se_atten", "se_e2_a"])
+def test_numbers_of_neighbors_that_the_data_decide_are_no_difference(name, caplog):
+    values = copy.deepcopy(MODELS_OF_TYPES[name])
+    saved = model_config_from_dict(values)
+    sections = [part for part in (values["descriptor"], *values["descriptor"].values()) if isinstance(part, dict)]
+    for section in sections:
+        section |= dict.fromkeys({"sel", "nsel", "e_sel", "a_sel", "three_body_sel"} & section.keys(), "auto")
+    assert "auto" in [value for section in sections for value in section.values()]
+    report_differences(saved, model_config_from_dict(values), "model")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("section", "value", "moved"), [

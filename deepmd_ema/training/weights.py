@@ -411,10 +411,10 @@ def report_differences(saved: ModelConfig, model: ModelConfig, place: str, is_fr
     for path, old, new in differences_of(before, now, place):
         name = path.rpartition(".")[2]
         # None of a descriptor of DeePMD-kit is the default; two spellings of one value
-        is_default = None in (old, new) and path.startswith(f"{place}.descriptor")
-        is_same = {str(old), str(new)} == {"default", "float64"} or is_default or old == [new] or new == [old]
-        if name == "sel":
-            is_same = is_same or not same_elements or new == "auto"
+        is_same = None in (old, new) and ".descriptor." in path
+        is_same = is_same or {str(old), str(new)} == {"default", "float64"} or old == [new] or new == [old]
+        # numbers of neighbors are found in the data, or are of other elements
+        is_same = is_same or new == "auto" or (name == "sel" and not same_elements)
         if name in _OF_TABLES:
             if same_elements or None in (old, new):
                 logger.warning("%s is not that of the file, which acts where atoms come close", path)
