@@ -68,7 +68,8 @@ class InputFile:
 
     @cached_property
     def _judged(self) -> tuple[RunConfig | None, list[Finding]]:
-        if len(_OF_VERSION_0.intersection(self.values if isinstance(self.values, Mapping) else ())) > 2:
+        names = set(self.values) if isinstance(self.values, Mapping) else set()
+        if "model" not in names and len(names & _OF_VERSION_0) > 2:
             return None, [error("", f"{self.path}: {_NO_SECTIONS}")]
         reading, links = upgrade(self.path, self.values, self.lines)
         root = run_arguments(reading.has_tasks)
