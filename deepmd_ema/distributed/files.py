@@ -40,14 +40,14 @@ WATCH_S = 70.0  # that those of a run on another machine are watched for: networ
 GONE_S = 3600.0  # without a sign of life, by the clock of the file system
 SILENT_S = 300.0  # without a sign of life, by the clock of this machine, after which a reader says so
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
-NO_LOCKS = (
+UNSUPPORTED = (
     errno.ENOLCK,
     errno.ENOTSUP,
     errno.EOPNOTSUPP,
     errno.ENOSYS,
     errno.EINVAL,
     errno.EPERM,
-)  # of the file system
+)  # what a file system answers that does not have locks, links or the like
 
 
 @dataclass(frozen=True)
@@ -407,7 +407,7 @@ def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
             except OSError as error:
                 if error.errno in _BUSY:
                     raise _in_use(path, _holder(handle)) from None
-                if error.errno not in NO_LOCKS:
+                if error.errno not in UNSUPPORTED:
                     raise
                 is_sure = False
             try:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from deepmd_ema.distributed.files import NO_LOCKS, file_digest, remove, sync, taking_the_place_of
+from deepmd_ema.distributed.files import UNSUPPORTED, file_digest, remove, sync, taking_the_place_of
 
 logger = logging.getLogger(__name__)
 
 # of a file system without links (exFAT, SMB, blob storage), or of a hard link or a copy of a folder
-_NO_LINKS = (*NO_LOCKS, errno.EXDEV, errno.EMLINK, errno.EISDIR)
+_NO_LINKS = (*UNSUPPORTED, errno.EXDEV, errno.EMLINK, errno.EISDIR)
 
 
 def link(path: Path, target: Path) -> None:
