@@ -21,9 +21,9 @@ from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, labels_of
 from deepmd_ema.data.formats.system import TYPES
-from deepmd_ema.data.formats.units import BOHR, ENERGIES, LENGTHS, quantity_factor
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
 from deepmd_ema.data.split import FrameTable, split_frames
+from deepmd_ema.data.units import BOHR, ENERGIES, LENGTHS, quantity_factor
 from deepmd_ema.distributed.files import atomic_write, taking_the_place_of, writing
 from deepmd_ema.errors import DataError, UserError, collect_problems, counted, first_few
 from deepmd_ema.geometry import Array

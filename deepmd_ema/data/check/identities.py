@@ -29,18 +29,18 @@ from deepmd_ema.data.check.bonds import (
 )
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame
+from deepmd_ema.data.units import BOHR, ENERGIES, HARTREE
 from deepmd_ema.errors import counted, first_few
 from deepmd_ema.findings import Finding, warning
 from deepmd_ema.geometry import Array
 
-BOHR = 0.52917721  # angstrom
-_HARTREE = 27.211386  # eV
-_KCAL, _KJ = 23.060548, 96.485332  # kcal/mol and kJ/mol of 1 eV
+_KCAL = 1 / ENERGIES["kcal/mol"]
+_KJ = 1 / ENERGIES["kj/mol"]
 # numbers that 1 eV, 1 eV/angstrom and 1 eV of a virial have in other units; those of a stress are over the volume
-ENERGY_UNITS = {"Hartree": 1 / _HARTREE, "Rydberg": 2 / _HARTREE, "kcal/mol": _KCAL, "kJ/mol": _KJ, "meV": 1e3}
+ENERGY_UNITS = {"Hartree": 1 / HARTREE, "Rydberg": 2 / HARTREE, "kcal/mol": _KCAL, "kJ/mol": _KJ, "meV": 1e3}
 _FORCES = {
-    "Hartree/bohr": BOHR / _HARTREE,
-    "Rydberg/bohr": 2 * BOHR / _HARTREE,
+    "Hartree/bohr": BOHR / HARTREE,
+    "Rydberg/bohr": 2 * BOHR / HARTREE,
     "kcal/mol/angstrom": _KCAL,
     "kJ/mol/angstrom": _KJ,
     "kJ/mol/nm": 10 * _KJ,

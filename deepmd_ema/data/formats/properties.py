@@ -28,13 +28,13 @@ from deepmd_ema.config.labels import (
     VIRIAL,
     WEIGHTS,
 )
-from deepmd_ema.data.formats.units import (
+from deepmd_ema.data.source import BOX, COORD, Frame, ReadSpec, rows_per
+from deepmd_ema.data.units import (
     STRESS_UNIT,
     quantity_factor,
     stated_factor,
     stated_system,
 )
-from deepmd_ema.data.source import BOX, COORD, Frame, ReadSpec, rows_per
 from deepmd_ema.errors import DataError, counted, did_you_mean, first_few, show_text
 from deepmd_ema.geometry import Array
 
