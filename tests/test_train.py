@@ -458,7 +458,7 @@ def test_data_under_another_path_are_no_change(tmp_path, monkeypatch, capsys):
 
 
 def test_data_that_have_changed_under_their_path_are_reported_at_a_restart(tmp_path, monkeypatch, capsys):
-    """The run said that it was continued, with other frames."""
+    """The run was reported as continued, and had other frames."""
     monkeypatch.chdir(tmp_path)
     write_system("train", frames=8, natoms=6, seed=1)
     Path("input.json").write_text(json.dumps(tiny_input(["train"], num_steps=4, training__save_freq=2)))
