@@ -75,16 +75,24 @@ def test_a_teacher_without_a_module_is_refused_with_the_form(example, monkeypatc
     assert text in capsys.readouterr().err
 
 
-def test_parts_that_cannot_be_met_get_what_they_need(example, tmp_path):
+def test_parts_that_cannot_be_met_get_what_they_need(example, monkeypatch, tmp_path):
     metal = example.read("metal.cif")
     frames = example.simulate(tmp_path / "x-same.extxyz", metal, [(EMT, "{}")], 300.0, 0.0, 1.0)
     assert len(frames) == example.MIN_FRAMES + 1
     example.save(tmp_path / "frames.extxyz", frames)
     (tmp_path / "student").mkdir()
+    command, hours = example.command, []
+
+    def command_once(folder, *words):
+        """Run the first command, which fails: the second would measure the same steps again."""
+        hours.append(words[-1])
+        return command(folder, *words) if len(hours) == 1 else ""
+
+    monkeypatch.setattr(example, "command", command_once)
     example.propose(tmp_path / "student", 1e-6)
-    assert json.loads((tmp_path / "student/proposed.json").read_text())["training"]["numb_steps"] > 0
     log = tmp_path / "student/log.txt"
-    assert "--hours 1e-06: a step takes" in log.read_text()
+    least = re.search(r"--hours 1e-06: a step takes .* \(--hours ([\d.]+)\)", log.read_text())[1]
+    assert hours == [1e-6, pytest.approx(1.2 * float(least))]
     log.write_text("[2026-01-02 03:04:05] 100  train E 1\n")
     assert example.last_line(log) == "100  train E 1"
 
