@@ -1,6 +1,7 @@
 """Sections of models with another value of each of their options, from the declarations."""
 
 import copy
+import typing
 
 from toy_models import SECTIONS, TYPES, model_section
 
@@ -47,7 +48,17 @@ def changed_sections(section, kind, place=()):
             near = [[value[0] + 1, *value[1:]], [2 * v for v in value], *near]
         elif isinstance(value, int | float) and not isinstance(value, bool):
             near = [value + 0.001, 0.9 * value, value + 1, 2 * value, *near]
-        yield here, [candidate for candidate in near if candidate != value or type(candidate) is not type(value)]
+        others = [candidate for candidate in near if candidate != value or type(candidate) is not type(value)]
+        yield here, [candidate for candidate in others if may_take(option, candidate)]
+
+
+def may_take(option, value):
+    """Return whether an option may take a value: to read a whole section takes 100 times as long."""
+    kinds = {typing.get_origin(kind) or kind for kind in option.types}
+    if float in kinds:
+        kinds.add(int)
+    # checks of lists expect the right type of what is in them
+    return type(value) in kinds and (isinstance(value, list | dict) or not option.explain(value))
 
 
 def replaced(section, place, value):
