@@ -14,8 +14,10 @@ from helpers import tiny_input, write_system
 from infer_models import write_run
 
 from deepmd_ema import cli
+from deepmd_ema.calculator import DP
 from deepmd_ema.interop import pretrained
 from deepmd_ema.interop.pretrained import PUBLISHED, PublishedModel, download
+from deepmd_ema.training.weights import load_weights
 
 
 @pytest.fixture
@@ -138,6 +140,18 @@ def test_a_model_is_downloaded_into_a_folder(server, capsys, words):
 def test_a_name_that_is_close_to_that_of_a_model_is_named(home, capsys):
     assert cli.main(["pretrained", "DPA-3.1-3"]) == 2
     assert "DPA-3.1-3: no published model. Did you mean DPA-3.1-3M?" in capsys.readouterr().err
+
+
+def test_a_name_stands_for_a_model_wherever_one_is_read(server, home, capsys):
+    """``dp-ema show DPA-3.1-3M`` and ``DP("DPA-3.1-3M")`` said that there is no such file."""
+    server.publish("right")
+    assert cli.main(["show", "Known-1M"]) == 0
+    assert "known.pt" in capsys.readouterr().out
+    assert DP("Known-1M").implemented_properties
+    assert load_weights("Known-1M").path.name == "known.pt"
+    write_system(home / "data", frames=3)
+    assert cli.main(["init", "data", "--finetune", "Known-1M", "--steps", "5"]) == 0
+    assert server.requested == ["right"]
 
 
 @pytest.mark.slow

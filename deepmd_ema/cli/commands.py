@@ -68,6 +68,7 @@ def add_options(parser: argparse._ActionsContainer, options: Iterable[Option | G
 
 
 # those of config.presets, which takes time to import
+TRAINED = ("all", "fitting")
 MODELS, SIZES, KINDS = ("se_e2_a", "se_atten_v2", "dpa4c"), ("S", "M", "L"), ("liquid", "molecules", "solid")
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 EVALUATED = ".pt2 (machine code, which runs when it is loaded: only from whom you trust)"
@@ -126,6 +127,8 @@ COMMANDS = {
                "energies, or a property of N numbers (1) in NAME.npy", type=read.quantity),
         option("-t --type-map", "ELEMENT", "the elements, where the data have numbers only", nargs="+"),
         option("--finetune", "FILE", "fine-tune the model of this file, at a lower rate", type=read.path),
+        option("--train", None, "with --finetune: all weights (default), or those of the fitting network alone",
+               choices=TRAINED),
         option("--replay", "DATA", "with --finetune: data that the model was trained on, or frames that it has "
                "labelled (convert --labels-of), in 30 %% of the steps, so that it forgets less", type=read.path,
                nargs="+", action="extend", default=[]),

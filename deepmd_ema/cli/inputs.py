@@ -29,7 +29,7 @@ def init(args: argparse.Namespace) -> None:
     if not os.access(file.parent, os.W_OK):  # --hours measures before the file is written
         raise UserError(f"-o {file}: {file.parent} is no folder that can be written to. Make it, or name another.")
     if args.finetune is None:
-        idle = {"--replay": args.replay, "--head": args.head}
+        idle = {"--replay": args.replay, "--head": args.head, "--train": args.train}
         why = "is an option for fine-tuning. Name the model with --finetune, or leave it out."
     else:
         idle = {"--model": args.model, "--size": args.size, "--rcut": args.rcut}

@@ -133,9 +133,9 @@ def _case_embedding(run: MultiTaskRun) -> Findings:
     for key in dict.fromkeys(link.key for link in links):
         names = [link.task for link in links if link.key == key]
         models = [run.tasks[name].model for name in names if name in run.tasks]
-        # tasks that keep the energies of a file are declared to have labels of one method
-        has_one_method = all(model.finetune_bias == "keep" for model in models)
-        if len(models) > 1 and not models[0].fitting_net.dim_case_embd and not has_one_method:
+        # where the user has said what becomes of the energies of a file, he has thought of the methods of the labels
+        is_said = any(model.finetune_bias != "auto" for model in models)
+        if len(models) > 1 and not models[0].fitting_net.dim_case_embd and not is_said:
             yield warning(
                 f"model.shared_dict.{key}",
                 f": the tasks {', '.join(names)} share this network and differ only in "

@@ -22,6 +22,7 @@ from deepmd_ema.errors import CheckpointError, UserError, counted
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.interop import deepmd_kit, deepmd_pt, dp
 from deepmd_ema.interop.parts import chosen
+from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import nested
@@ -169,7 +170,8 @@ def load_model(
 
     Args:
         path: a checkpoint of any kind, of DeePMD-kit too, the folder of a run (its latest checkpoint), a ``.dp``,
-            ``.yaml`` or ``.pt2`` file, or a ``.pth``, ``.pte`` or ``.pb`` file, which an installed DeePMD-kit converts.
+            ``.yaml`` or ``.pt2`` file, or a ``.pth``, ``.pte`` or ``.pb`` file, which an installed DeePMD-kit converts;
+            or the name of a published model, which is downloaded.
         use_average: takes the averaged weights out of a training checkpoint instead of the file's own weights.
         average: which average, when the checkpoint holds several; implies ``use_average``. ``live`` is the trained
             weights.
@@ -193,7 +195,7 @@ def load_models(
     ``choose`` gets the names of the models, with their aliases, and returns those that are wanted. One without a name
     is called ``""``.
     """
-    path = Path(path)
+    path = Path(local_file(str(path)))
     wants_live = average == LIVE
     use_average, average = (False, None) if wants_live else (use_average or average is not None, average)
     if path.suffix.lower() in FROZEN_SUFFIXES:

@@ -18,6 +18,7 @@ from deepmd_ema.distributed.files import size_of
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.change_bias import describe_record
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, describe_average, load_models
+from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.table import facts, render
 from deepmd_ema.utils import LIVE
@@ -39,7 +40,7 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
     Raises:
         CheckpointError: if the file is missing, damaged or not a model.
     """
-    path, payload = Path(path), None
+    path, payload = Path(local_file(str(path))), None
     with suppress(checkpoint.DeepmdCheckpointError):
         payload = None if path.suffix.lower() in FROZEN_SUFFIXES else checkpoint.load(path)
     if payload is None:

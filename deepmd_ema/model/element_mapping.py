@@ -79,6 +79,8 @@ def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) 
         for part, module in new.named_modules()
         if isinstance(module, TypeEmbedding) and module.electrons
     }
+    # the unit of a loss is one for all elements, and so is a bias that does not distinguish them
+    of_all = {"out_std", *["out_bias"] * (not new.fitting.distinguishes_types)}
     for name, target in targets.items():
         source = _source(name, places, have, targets)
         if source is not None:
@@ -87,7 +89,7 @@ def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) 
                 if is_statistics and name.startswith(prefix):
                     values = values[:, order]
             axes = (axis for pattern, axis in _AXES if re.fullmatch(pattern, name) and name not in of_states)
-            problems += _copy(name, values, target, places, next(axes, None))
+            problems += _copy(name, values, target, places, next(axes, None), name in of_all)
     if problems:
         raise ElementsError(problems)
     return state
@@ -143,8 +145,13 @@ def _orders_of_slots(
     return orders
 
 
-def _copy(name: str, source: Tensor, target: Tensor, places: Places, axis: int | None) -> list[str]:
-    """Copy ``source`` into ``target``, by element where the dim ``axis`` counts them; return what is wrong."""
+def _copy(
+    name: str, source: Tensor, target: Tensor, places: Places, axis: int | None, is_of_all: bool = False
+) -> list[str]:
+    """Copy ``source`` into ``target``, by element where the dim ``axis`` counts them; return what is wrong.
+
+    New elements have what ``target`` has for them, or, where a number is one for all elements, that of the others.
+    """
     one, two = (list(tensor.shape) for tensor in (source, target))
     if axis is not None and len(one) == len(two):
         one[axis] = two[axis]
@@ -157,6 +164,8 @@ def _copy(name: str, source: Tensor, target: Tensor, places: Places, axis: int |
     # the weight of a type embedding (T, E) with that of its skip connection, which it has if E is T or 2 T
     skips = name.endswith(_TYPE_EMBEDDING)
     for new, old in enumerate(places):
+        if old is None and is_of_all:
+            old = next((place for place in places if place is not None), None)
         if old is not None:
             row = source.select(axis, old)
             if skips:

@@ -112,9 +112,11 @@ class Fitting(nn.Module):
     Attributes:
         skips_absent: whether nets of elements that a batch does not have are left out in evaluation. False where
             parameters are sharded: to gather a net is a collective, so every rank must evaluate all of them.
+        distinguishes_types: whether each element has an output bias of its own.
     """
 
     skips_absent = True
+    distinguishes_types = True
 
     def share_networks(self, other: Any, whose: str) -> None:
         """Take the networks of another fitting of the same section; ``whose`` names both owners for messages.

@@ -12,18 +12,22 @@ which is the same when all frames have the same number of atoms; otherwise its m
 
 The mean is not zero where the fit may not have its way: if the config fixes the energy of an element or an excluded
 element has none.
+
+A model of a file is given to data of the same method or of another one. Labels of another method, code or
+pseudopotential differ by an energy of each element, hundreds of eV, and around it little; errors of a model do not have
+this form. ``move_bias`` tells them apart.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
-from deepmd_ema.config.labels import ENERGY, LABELS
-from deepmd_ema.errors import DataError
+from deepmd_ema.config.labels import ENERGY, LABELS, POLAR
+from deepmd_ema.errors import DataError, first_few
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,6 +43,11 @@ if TYPE_CHECKING:
 Array: TypeAlias = np.ndarray
 
 _ROUNDING = 1e-10  # of numbers in double precision after a fit, relative to the labels
+_OF_ANOTHER_METHOD = 2.0  # times what a shift of each element leaves unexplained
+_LEAST_SHIFT = 0.05  # eV/atom; a model may be as wrong where it has not been trained, and evenly
+_MIN_FREEDOM = 3  # frames more than fitted numbers, to know what is left unexplained
+_MAX_SHOWN = 6  # elements whose shift is named
+AUTO, FIT, KEEP = "auto", "fit", "keep"  # of a bias that a model has
 
 
 @dataclass
@@ -97,10 +106,21 @@ class FrameEnergies:
         counts[:, list(self.config.excluded_types)] = 0
         return counts / counts.sum(1, keepdims=True).clip(1) if self.config.fitting_net.intensive else counts
 
+    @property
+    def effect(self) -> Array:
+        """What a unit of the bias of each type adds to the prediction of a frame (F, T)."""
+        return self.counts * np.broadcast_to(self.config.fitting_net.bias_effect, len(self.config.type_map))
+
+    @property
+    def weight(self) -> Array:
+        """What makes a frame's value one per atom (F,): no factor for a mean over atoms."""
+        num_atoms = self.num_atoms
+        return np.ones_like(num_atoms) if self.config.fitting_net.intensive else 1 / num_atoms
+
     def residual(self, change: Array | None = None) -> Array:
-        """Return label minus prediction (F,), eV, of the model with its bias moved by ``change`` (T,)."""
+        """Return label minus prediction (F, ...), eV, of the model with its bias moved by ``change`` (T, ...)."""
         residual = np.concatenate(self._labels) - np.concatenate(self._predicted)
-        return residual if change is None else residual - self.counts @ change
+        return residual if change is None else residual - self.effect @ change
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +140,59 @@ class BiasFit:
     undetermined: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class BiasMove:
+    """Output bias of a model of a file for data, and the difference of their labels from its predictions.
+
+    Numbers are per atom, of a mean over atoms those of a frame; of a quantity with several components root mean squares
+    over these.
+
+    Attributes:
+        bias: (T,) eV, or (T, W) of another quantity.
+        std: spread of frames around the bias, of the same shape.
+        is_moved: whether elements that the model knows have another bias than in the file.
+        shift: part of label minus prediction that another bias of these elements explains, root mean square over frames
+            with the sign of the mean.
+        spread: root mean square of what it leaves.
+        least: of a shift that is told from an error of the model.
+        change: (T,) eV, or (T, W), that explains it, also where the bias stays.
+        num_frames: that were evaluated.
+    """
+
+    bias: Array
+    std: Array
+    is_moved: bool
+    shift: float
+    spread: float
+    least: float
+    change: Array
+    num_frames: int
+
+    @property
+    def is_of_another_method(self) -> bool:
+        """Whether the labels have another reference than the model."""
+        return abs(self.shift) > max(_OF_ANOTHER_METHOD * self.spread, self.least)
+
+    def evidence(self, config: ModelConfig) -> str:
+        """Return the difference in words, such as ``energies differ by -641.5 eV/atom (spread 0.05)``."""
+        label = LABELS[config.fitting_net.labels[0]]
+        what = "energies" if label.name == ENERGY else f"labels of {label.name.partition('[')[0]}"
+        unit = label.unit
+        if not config.fitting_net.intensive:
+            unit = f"{unit}/atom" if unit else "per atom"
+        text = f"{what} differ by {f'{self.shift:.4g} {unit}'.rstrip()} (spread {self.spread:.2g})"
+        if not self.is_of_another_method:
+            return f"{text}: no other reference"
+        if self.change.ndim == 1:
+            moved = [f"{name} {change:.4g}" for name, change in zip(config.type_map, self.change) if change]
+            text += f", {first_few(moved, _MAX_SHOWN)} {label.unit}"
+        return f"{text}: another reference"
+
+
 def energies_of(model: EnergyModel | TaskModel, config: ModelConfig, batches: Iterable[Batch]) -> FrameEnergies:
     """Return the energies of all frames in ``batches`` beside those of the model with the weights it has now.
+
+    Of a model of another quantity they are its values.
 
     Args:
         model: on any device; nothing in it changes.
@@ -134,7 +205,8 @@ def energies_of(model: EnergyModel | TaskModel, config: ModelConfig, batches: It
     frames = FrameEnergies(config)
     for batch in batches:
         # without autograd the forces cost a twelfth of the energies: there is no way of its own without them
-        frames.add(batch, model(batch.to(model.out_bias.device), create_graph=False, need_virial=False)[ENERGY])
+        found = model(batch.to(model.out_bias.device), create_graph=False, need_virial=False)
+        frames.add(batch, found[config.fitting_net.labels[0]])
     return frames
 
 
@@ -161,8 +233,9 @@ def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
         residual = values - values.mean(0)
         spread = np.zeros_like(bias) + _unit_of_loss(values, residual)
         return BiasFit(bias + values.mean(0), spread, float(np.sqrt(np.mean(residual**2))))
-    target = target - frames.counts[:, known] @ bias[known]
-    return _fit(frames, target, bias, ~known, np.ones(len(frames)))
+    counts = frames.counts
+    target = target - counts[:, known] @ bias[known]
+    return _fit(frames, counts, target, bias, ~known, np.ones(len(frames)))
 
 
 def change_bias(frames: FrameEnergies, bias: Array) -> BiasFit:
@@ -177,7 +250,47 @@ def change_bias(frames: FrameEnergies, bias: Array) -> BiasFit:
     """
     assert len(frames), "no frame has an energy"
     fixed = _given_energies(frames.config)[1]
-    return _fit(frames, frames.residual(), np.array(bias, float), ~fixed, 1 / frames.num_atoms)
+    return _fit(frames, frames.effect, frames.residual(), np.array(bias, float), ~fixed, frames.weight)
+
+
+def move_bias(frames: FrameEnergies, bias: Array, std: Array, new: Iterable[str] = (), how: str = AUTO) -> BiasMove:
+    """Return the bias that a model of a file has on data.
+
+    Elements whose energy the config fixes have this energy. Elements that the file does not have get what the model
+    leaves unexplained. Those that it has are moved if this explains much more than it leaves: labels of another method.
+
+    Args:
+        frames: at least one, with the values that the model gives with ``bias``.
+        bias: (T,) eV, or (T, W) of another quantity, of the model now.
+        std: of the same shape, spread of values of frames in the data that the model was trained on.
+        new: elements that the file does not have.
+        how: ``fit`` moves known elements, ``keep`` does not, ``auto`` decides.
+    """
+    assert len(frames), "no frame has a label"
+    config, effect, weight = frames.config, frames.effect, frames.weight
+    given, fixed = _given_energies(config)
+    start = bias.copy()
+    start[fixed] = given[fixed]
+    residual = frames.residual(start - bias)
+    if POLAR in config.fitting_net.labels:  # its bias is a multiple of the unit matrix
+        diagonal = residual.reshape(-1, 3, 3).trace(axis1=1, axis2=2) / 3
+        residual = diagonal[:, None] * np.eye(3).ravel()
+    free = ~fixed & effect.any(0)
+    is_new = np.isin(config.type_map, list(new)) & config.fitting_net.distinguish_types
+    kept, moved = (_fit(frames, effect, residual, start, of, weight) for of in (free & is_new, free))
+    left, rest = ((weight * (residual - effect @ (fit.bias - start)).T).T for fit in (kept, moved))
+    columns = effect[:, free] if config.fitting_net.distinguish_types else effect[:, free].sum(1, keepdims=True)
+    freedom = len(frames) - np.linalg.matrix_rank(columns)
+    width = np.prod(rest.shape[1:])
+    spread = float(np.sqrt((rest**2).sum() / width / max(freedom, 1)))
+    if freedom < _MIN_FREEDOM:  # a few frames are explained by any numbers
+        spread = max(spread, float(np.mean(std) * np.mean(weight)))
+    shift = float(np.sqrt(np.mean((left - rest) ** 2)) * np.sign((left - rest).mean()))
+    least = _LEAST_SHIFT if ENERGY in config.fitting_net.labels else 0.0
+    found = BiasMove(kept.bias, kept.std, False, shift, spread, least, moved.bias - start, len(frames))
+    if how == FIT or (how == AUTO and found.is_of_another_method):
+        return replace(found, bias=moved.bias, std=moved.std, is_moved=True)
+    return found
 
 
 def fixed_elements(config: ModelConfig) -> tuple[str, ...]:
@@ -186,24 +299,27 @@ def fixed_elements(config: ModelConfig) -> tuple[str, ...]:
     return tuple(name for name, given in zip(config.type_map, known) if given)
 
 
-def _fit(frames: FrameEnergies, target: Array, start: Array, free: Array, weight: Array) -> BiasFit:
-    """Add to ``start`` (T,), where ``free``, the energies that explain ``target`` (F,) best."""
-    config, counts = frames.config, frames.counts
+def _fit(frames: FrameEnergies, counts: Array, target: Array, start: Array, free: Array, weight: Array) -> BiasFit:
+    """Add to ``start`` (T,), where ``free``, the energies that explain ``target`` (F,) by ``counts`` (F, T) best."""
+    config = frames.config
     change = np.zeros_like(start)
+    columns = counts[:, free]
+    if not config.fitting_net.distinguish_types:
+        columns = columns.sum(1, keepdims=True)
     change[free], _, rank, _ = np.linalg.lstsq(
-        counts[:, free] * weight[:, None], (target.T * weight).T, rcond=config.fitting_net.rcond
+        columns * weight[:, None], (target.T * weight).T, rcond=config.fitting_net.rcond
     )
     residual = target - counts @ change
     spread = residual.std(0)
     if config.fitting_net.loss == "property":
         spread = _unit_of_loss(target, residual)
-    per_atom = residual if frames.config.fitting_net.intensive else (residual.T / frames.num_atoms).T
+    per_atom = (residual.T * frames.weight).T
     seen = [t for t in np.flatnonzero(free) if counts[:, t].any()]
     return BiasFit(
         start + change,
         np.zeros_like(start) + spread,
         rmse_per_atom=float(np.sqrt(np.mean(per_atom**2))),
-        undetermined=tuple(config.type_map[t] for t in seen) if rank < len(seen) else (),
+        undetermined=tuple(config.type_map[t] for t in seen) if rank < min(len(seen), columns.shape[1]) else (),
     )
 
 

@@ -22,12 +22,13 @@ from deepmd_ema.config.text import JSON_SUFFIXES
 from deepmd_ema.data.check.bonds import COVALENT_RADII
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.formats.discover import open_systems
+from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
-from deepmd_ema.data.source import Frame, ReadSpec, evenly_spaced
+from deepmd_ema.data.source import Frame, FrameSource, ReadSpec, evenly_spaced
 from deepmd_ema.errors import DataError, UserError, command, counted
 from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, load_model
-from deepmd_ema.interop.pretrained import local_file
+from deepmd_ema.model.output_bias import AUTO, FIT, KEEP, energies_of, move_bias
 from deepmd_ema.report.table import duration
 from deepmd_ema.training.estimate import Cost, measure_steps
 from deepmd_ema.utils import __version__
@@ -48,6 +49,9 @@ _SLOWER = 0.1  # of the rate of a model that starts from its seed
 _LABELS = {"e": ENERGY, "f": FORCE, "v": VIRIAL}
 _NAMED = {"type_map": "elements", "descriptor": "descriptor", "fitting_net": "fitting"}  # parts that tasks share
 _OF_START = ("finetune_head", "finetune_bias")
+ALL = "all"
+_TRAINED = {ALL: "all weights", "fitting": "its fitting network alone"}
+_BIAS = {AUTO: "decided then", FIT: "moved", KEEP: "kept"}
 _OF_TASK = ("training_data", "validation_data", "validation_fraction")
 
 
@@ -69,6 +73,7 @@ class Wishes:
         device: on which the run is going to be.
         finetune: file of the model that is trained further; model, size and rcut have no effect then.
         head: which model of that file, if it holds several.
+        train: what of it is trained: ``all``, or ``fitting``, its fitting network.
         replay: data that this model was trained on, which it is to keep to.
     """
 
@@ -85,6 +90,7 @@ class Wishes:
     device: str | None = None
     finetune: str | None = None
     head: str | None = None
+    train: str = ALL
     replay: Sequence[str] = ()
 
     def data_section(self) -> dict[str, Any]:
@@ -123,6 +129,7 @@ class Proposal:
     """
 
     def __init__(self, wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Data | None) -> None:
+        bias, why_bias = _bias_of_start(source, data.sample, data.predicted) if source is not None else ("", "")
         type_map, presets = wishes.type_map or (), read_preset(MODELS)
         name = wishes.model or ("se_e2_a" if len(type_map) <= _MAX_ELEMENTS else "se_atten_v2")
         preset = presets.get(name, presets["se_e2_a"])  # of a model that init does not make
@@ -145,10 +152,14 @@ class Proposal:
             model = {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": fitting}
             of_model = f"{descriptor['type']} {wishes.size}"
         else:
-            model, start_lr = _model_section(source, list(type_map), wishes.head), _rounded(start_lr * _SLOWER)
+            model, start_lr = (
+                _model_section(source, list(type_map), wishes.head, wishes.train),
+                _rounded(start_lr * _SLOWER),
+            )
             if wishes.property is not None and source.model.labels != data.predicted:
                 model |= {"fitting_net": fitting, "finetune_head": "RANDOM"}
-            of_model = f"{source.config.descriptor.type} of {wishes.finetune}"
+            model |= {"finetune_bias": bias} if bias else {}
+            of_model = f"{source.config.descriptor.type} of {wishes.finetune}, {_TRAINED[wishes.train]}"
         section["training_data"]["batch_size"] = "auto"
         if not wishes.validation and not data.is_split:
             del section["validation_fraction"]
@@ -188,7 +199,7 @@ class Proposal:
             "size": wishes.size, "about": preset["about"], "most": data.wider[0], "more": data.wider[1],
             "wider": f"{wishes.rcut * _WIDER:.3g}", "why": common["why"], "kind": kind, "about_kind": recipe["about"],
             "why_split": data.why_split, "window": window, "events": _EVENTS,
-            "file": source.info.path if source is not None else "",
+            "file": source.info.path if source is not None else "", "why_bias": why_bias,
         }  # fmt: skip
         parts = ["of_all", "of_new_model" if source is None else "of_fine_tuning", *["of_replay"] * (old is not None)]
         self.why = why = {path: text.format(**known) for part in parts for path, text in reasons[part].items()}
@@ -215,6 +226,7 @@ class Proposal:
             f"Written by dp-ema init {__version__}. Try others: dp-ema init --help; every option: dp-ema doc.",
             f"Data: {kind} ({why_kind}); labels: {labels}.",
             f"Model: {of_model}. {values['optimizer']['type']}, rate {start_lr:g}, {steps:,} steps.",
+            *([f"Output bias: {why_bias}: {_BIAS[bias]}."] if bias else []),
         ]
 
     def text(self, file: Path) -> str:
@@ -240,7 +252,7 @@ def propose(wishes: Wishes) -> Proposal:
         elements = [SYMBOLS[k] for k in np.flatnonzero(sum(scans))]
     source = None
     if wishes.finetune is not None:
-        source = load_model(local_file(wishes.finetune), head=wishes.head)
+        source = load_model(wishes.finetune, head=wishes.head)
         if source.config.type != "standard":
             raise UserError(
                 f"--finetune {wishes.finetune}: is of model.type {source.config.type}, and init writes inputs of one "
@@ -272,7 +284,8 @@ class _Data:
 
     Attributes:
         kind: of most of the frames.
-        frames: how many of the frames that were looked at are of this kind.
+        sample: the frames that were looked at.
+        frames: how many of them are of this kind.
         labels: names of labels that training frames have.
         report: of the checks.
         predicted: names of labels that the model predicts.
@@ -306,8 +319,8 @@ class _Data:
         self.report = check_task(config.task(None), data[""])
         self.labels = {name for scan in self.report.training for name, n in scan.label_frames.items() if n}
         self.report.raise_problems()
-        sample = evenly_spaced(data[""].train, _SAMPLE)
-        frames = [source.frame(k) for source in sample for k in range(source.num_frames)]
+        self.sample = evenly_spaced(data[""].train, _SAMPLE)
+        frames = [source.frame(k) for source in self.sample for k in range(source.num_frames)]
         votes = Counter(_kind_of(frame, type_map) for frame in frames)
         self.kind, number = votes.most_common(1)[0]
         self.frames = f"{number} of {len(frames)}"
@@ -357,13 +370,38 @@ def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:
     return "molecules" if number == 1 or volume / len(frame.atom_type) > _ROOMY else "liquid"
 
 
-def _model_section(source: LoadedModel, type_map: Sequence[str], head: str | None) -> dict[str, Any]:
+def _model_section(source: LoadedModel, type_map: Sequence[str], head: str | None, trained: str) -> dict[str, Any]:
     """Return the section ``model`` that fine-tunes the model of a file."""
     config = source.config
-    parts = {"type_map": type_map, "descriptor": _changed(config.descriptor)}
-    parts["fitting_net"] = _changed(config.fitting_net)
+    descriptor, fitting = _changed(config.descriptor), _changed(config.fitting_net)
+    parts = {"type_map": type_map, "descriptor": descriptor, "fitting_net": fitting}
+    fitting.pop("trainable", None)
+    for part in descriptor.get("list", [descriptor]):
+        part.pop("trainable", None)
+        part |= {"trainable": False} if trained != ALL else {}
     others = {n: v for n, v in _changed(config).items() if n not in (*parts, *_OF_START, "type")}
-    return {**parts, **others, "finetune_head": head or "Default", "finetune_bias": "keep"}
+    return {**parts, **others, "finetune_head": head or "Default"}
+
+
+def _bias_of_start(source: LoadedModel, sample: Sequence[FrameSource], predicted: Sequence[str]) -> tuple[str, str]:
+    """Return the option ``finetune_bias`` and its reason, from errors of the model of a file on some frames.
+
+    Frames with elements that the model does not know are left out. Both are empty if the fitting network starts anew.
+    """
+    config, model = source.config, source.model
+    fitting = config.fitting_net
+    if fitting.labels != tuple(predicted) or not np.any(fitting.bias_effect):
+        return "", ""
+    known = len(config.type_map)
+    chosen = [[k for k in range(one.num_frames) if one.frame(k).atom_type.max() < known] for one in sample]
+    if fitting.numb_fparam or fitting.numb_aparam or not any(chosen):
+        return AUTO, "errors of the model before the first step will tell"
+    frames = energies_of(model, config, sequential_batches(sample, model.layout, frames=chosen))
+    if not len(frames):
+        return AUTO, "no labels to compare"
+    shape = (known, *frames.residual().shape[1:])
+    move = move_bias(frames, model.out_bias.numpy().reshape(shape), model.out_std.numpy().reshape(shape))
+    return (FIT if move.is_moved else KEEP), f"{move.evidence(config)}, on {counted(len(frames), 'frame')}"
 
 
 def _changed(section: Any) -> dict[str, Any]:
@@ -382,12 +420,13 @@ def _with_replay(values: Mapping[str, Any], systems: Sequence[str], old: _Data) 
     """Return an input of fine-tuning with the tasks ``new`` and ``old``, which have one model."""
     model, training = dict(values["model"]), dict(values["training"])
     shared = {key: model.pop(name) for name, key in _NAMED.items()}
-    task = _NAMED | {name: model.pop(name) for name in _OF_START}
+    task = _NAMED | {name: model.pop(name) for name in _OF_START if name in model}
+    kept = {**task, "finetune_bias": KEEP} if "finetune_bias" in task else task
     new = {name: training.pop(name) for name in _OF_TASK if name in training}
     old_data: dict[str, Any] = {"training_data": {**new["training_data"], "systems": list(systems)}}
     old_data |= {"validation_fraction": _FRACTION} if old.is_split else {}
     result = {
-        "model": {"shared_dict": shared, "model_dict": {"new": task, "old": dict(task)}, **model},
+        "model": {"shared_dict": shared, "model_dict": {"new": task, "old": dict(kept)}, **model},
         **{name: values[name] for name in ("optimizer", "learning_rate")},
         "loss_dict": {"new": values["loss"], "old": dict(values["loss"])},
         "training": {

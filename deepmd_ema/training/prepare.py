@@ -50,7 +50,7 @@ from deepmd_ema.findings import ERROR, Finding, with_severity
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet, TaskModel
-from deepmd_ema.model.output_bias import BiasFit, change_bias, energies_of
+from deepmd_ema.model.output_bias import KEEP, BiasFit, change_bias, energies_of, move_bias
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.optim.build import split_by_pattern
@@ -62,6 +62,7 @@ from deepmd_ema.utils import LIVE, seed_for, stream_of
 logger = logging.getLogger(__name__)
 
 MAX_FRAMES = 10_000  # of a fit after training: few numbers are fitted, more frames would only take longer
+_MAX_EVIDENCE = 100  # frames that show whether labels are of another method
 MAX_ATOMS_AT_ONCE = 512  # in a batch whose energies are evaluated: dpa4 takes 3 MB for each
 
 
@@ -187,7 +188,7 @@ def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[st
     """Put the weights of a file into the models, or statistics beside those of the seed, and return them."""
     # the file may not have all means, spreads and biases: of new tasks, elements or fitting networks
     if run.config.tasks.keys() - start.saved.keys() or any(
-        source.fresh_fitting or set(run.config.tasks[name].model.type_map) - set(start.saved[name].type_map)
+        source.fresh_fitting or start.new_elements(name, run.config.tasks[name].model.type_map)
         for name, source in start.sources.items()
         if name in run.config.tasks
     ):
@@ -199,18 +200,45 @@ def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[st
             for line in statistics.lines():
                 logger.debug("%s%s", f"task {name}: " * bool(name), line)
     start.load_weights(run.models)
-    for name, task in run.tasks.items():
-        if start.fits_bias(name) and task.config.model.finetune_bias == "fit" and ENERGY in task.model.labels:
-            model, batches = task.model, _statistics_batches(task, run.seed, num_ranks)
-            of_task = f" of task {name}" * bool(name)
-            fit = _fit_bias(task, model, batches, f"{of_task} moved by a fit of label minus prediction")
-            if fit is None:
-                text = "no training frame%s has an energy to fit the output bias to: it stays as in the file"
-                logger.warning(text, of_task)
-            else:
-                model.out_bias.copy_(torch.from_numpy(fit.bias).view_as(model.out_bias))
-                model.out_std.copy_(torch.from_numpy(fit.std).view_as(model.out_std))
+    for task in run.tasks.values():
+        _move_bias(run, task, start, num_ranks)
     return run.models.state_dict()
+
+
+def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> None:
+    """Give a model of a file the output bias that its data need, and say what they show."""
+    model, config = task.model, task.config.model
+    how = start.moves_bias(task.name, config.finetune_bias)
+    if how is None or not np.any(config.fitting_net.bias_effect):
+        return
+    of_task, file = f"task {task.name}: " * bool(task.name), start.path
+    new = start.new_elements(task.name, model.type_map)
+    if how != KEEP or new:
+        batches = _statistics_batches(task, run.seed, num_ranks)
+    else:  # nothing is fitted
+        chosen = chosen_frames(task.config, task.train, run.seed, _MAX_EVIDENCE)
+        batches = sequential_batches(task.train, model.layout, task.cache, MAX_ATOMS_AT_ONCE, frames=chosen)
+    frames = energies_of(model, config, batches)
+    if not len(frames):
+        if start.fine_tunes:
+            text = "%sno training frame has a label to compare the output bias with: it stays as in %s"
+            logger.warning(text, of_task, file)
+        return
+    shape = (len(config.type_map), *frames.residual().shape[1:])
+    bias, std = (of.numpy().reshape(shape) for of in (model.out_bias, model.out_std))
+    found = move_bias(frames, bias, std, new, how)
+    text = f"{of_task}{found.evidence(config)}, on {counted(found.num_frames, 'training frame')}"
+    if start.fine_tunes:
+        model.out_bias.copy_(torch.from_numpy(found.bias).view_as(model.out_bias))
+        if ENERGY in model.labels and found.is_moved:  # the spread of a property is the unit of its network
+            model.out_std.copy_(torch.from_numpy(found.std).view_as(model.out_std))
+    if how == KEEP and found.is_of_another_method:
+        place = task.config.place("model")
+        remedy = f'{place}.finetune_bias = "fit"' if start.fine_tunes else "--finetune in place of --init-model"
+        text += f". The output bias stays as in {file}, and weights would have to learn the shift; {remedy} moves it."
+        logger.warning("%s", text)
+    elif start.fine_tunes:
+        logger.info("%s: the output bias %s", text, "was moved" if found.is_moved else f"stays as in {file}")
 
 
 def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:

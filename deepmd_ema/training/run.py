@@ -79,12 +79,14 @@ def run_training(
         raise TypeError(f"run_training: {', '.join(options)} belongs into the request")
     launch = find_launch() if launch is None else launch
     with keeping_warnings() as warnings, open_world(request.device, launch) as world, ExitStack() as held:
+        files: dict[str, Any] = {"finetune": request.finetune, "init_model": request.init_model}
+        files = {name: file for name, file in files.items() if file is not None}
         with world.all_ranks_ok(world.long_timeout_group):
-            if request.finetune is not None and world.local_rank == 0:
-                local_file(request.finetune)  # one process of each machine downloads
+            if world.local_rank == 0:  # one process of each machine downloads
+                files = {name: local_file(file) for name, file in files.items()}
         with world.all_ranks_ok():
-            if request.finetune is not None and (source := local_file(request.finetune)) != request.finetune:
-                request = replace(request, finetune=source)
+            files = {name: local_file(file) for name, file in files.items()}
+            request = replace(request, **files)
             start, config = load_start(request, launch, world)
         check_same_start(start, config, world)
 

@@ -23,6 +23,7 @@ from deepmd_ema.interop.pretrained import check_digest
 from deepmd_ema.model.element_mapping import ElementsError, carried_over, elements_problem
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet, nested
+from deepmd_ema.model.output_bias import AUTO, KEEP
 from deepmd_ema.utils import __version__
 
 logger = logging.getLogger(__name__)
@@ -52,12 +53,12 @@ class Source:
     Attributes:
         loaded: the model.
         fresh_fitting: whether the fitting network starts anew.
-        keeps_bias: whether the output bias stays as in the file: the task of the same name is trained further.
+        continues: whether the task of the same name is trained further, whose output bias stays as in the file.
     """
 
     loaded: LoadedModel
     fresh_fitting: bool = False
-    keeps_bias: bool = False
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,21 @@ class Start:
     step: int = 0
     moved: Mapping[str, str] = field(default_factory=dict)
 
-    def fits_bias(self, task: str) -> bool:
-        """Whether the output bias of a task is moved to the data before the first step."""
-        return self.fine_tunes and not (self.sources[task].fresh_fitting or self.sources[task].keeps_bias)
+    def moves_bias(self, task: str, choice: str) -> str | None:
+        """Return how the output bias of a task is moved to the data before the first step; None: it is of the data.
+
+        Args:
+            task: its name.
+            choice: its option ``finetune_bias``.
+        """
+        if task not in self.sources or self.sources[task].fresh_fitting:
+            return None
+        is_same = not self.fine_tunes or (choice == AUTO and self.sources[task].continues)
+        return KEEP if is_same else choice
+
+    def new_elements(self, task: str, type_map: Sequence[str]) -> list[str]:
+        """Return the elements of a task that the model of the file does not have."""
+        return [name for name in type_map if name not in self.saved[task].type_map]
 
     def min_nbor_dist(self, task: str, in_data: float | None) -> float | None:
         """Return the nearest pair that the model of a task has seen, angstrom: in its data, or as the file records."""
@@ -293,7 +306,7 @@ class Start:
                 raise CheckpointError("\n  ".join([*lines, advice + last])) from error
         for task, model in by_task.items():
             source = self.sources[task]
-            new = [name for name in model.type_map if name not in self.saved[task].type_map]
+            new = self.new_elements(task, model.type_map)
             logger.info(
                 "fine-tuning %s%s: %s; %s; fitting network %s", f"task {task} from " * bool(task), self.path,
                 source.loaded.info.describe(), f"new elements {' '.join(new)}" if new else "no new elements",
@@ -305,7 +318,9 @@ class Start:
         # that model, with which the network was trained; of two from the same model that which keeps its bias, or the
         # first.
         taken: dict[int, set[int]] = {}
-        for task in sorted(by_task, key=lambda task: (self.sources[task].fresh_fitting, self.fits_bias(task))):
+        for task in sorted(
+            by_task, key=lambda task: (self.sources[task].fresh_fitting, not self.sources[task].continues)
+        ):
             fitting = by_task[task].fitting
             cases = taken.setdefault(id(next(iter(fitting.blocks()), (fitting,))[0]), set())
             case = next(n for n in (fitting.case, *range(len(cases) + 1)) if n not in cases)

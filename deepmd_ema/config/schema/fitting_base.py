@@ -93,6 +93,11 @@ class FittingOptions:
         rcond, atom_ener, sel_type, intensive, distinguish_types = None, (), None, False, True
 
     @property
+    def bias_effect(self) -> float | list[float]:
+        """What a unit of the output bias adds to the value of an atom, for all elements or each; 0: nothing."""
+        return 1.0
+
+    @property
     def metrics(self) -> Names:
         """Letters of the errors in tables."""
         return tuple(error.metric for name in self.labels for error in LABELS[name].errors if error.metric)

@@ -74,10 +74,11 @@ class ModelConfig:
         "own, for `--finetune`: without it a task starts from the model of its name, or has a fresh fitting network.",
     )
     finetune_bias: str = option(
-        "fit",
+        "auto",
         "`fit` moves the output bias to the data at a start with `--finetune`; `keep` takes that of the file, for "
-        "data of the same method. No effect in other runs. A task that starts from the model of its name keeps it.",
-        choices=("fit", "keep"),
+        "data of the same method; `auto` moves it where label minus prediction is a shift of each element, except in "
+        "a task that starts from the model of its name. No effect in other runs.",
+        choices=("auto", "fit", "keep"),
     )
 
     if TYPE_CHECKING:

@@ -42,7 +42,7 @@ class QuantityFitting(EnergyFitting):
     ) -> None:
         self.section, self.dim_equivariants = config, dim_equivariants
         self.width = math.prod(LABELS[config.labels[0]].shape)
-        self.is_mean = config.intensive
+        self.is_mean, self.distinguishes_types = config.intensive, config.distinguish_types
         self.num_out = self._num_out()
         super().__init__(config, dim_in, num_types, seed, mixed_types)
 
@@ -83,7 +83,7 @@ class InvariantFitting(QuantityFitting):
     def values(self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor) -> Tensor:
         """Return the values of the atoms (A, W) float64."""
         kind = batch.atom_type
-        if not self.section.distinguish_types:
+        if not self.distinguishes_types:
             kind = torch.zeros_like(kind)
         out = self.outputs(features, batch).double()
         return (out * std[kind] if self.section.type == "property" else out) + bias[kind]

@@ -39,6 +39,11 @@ class DipoleFittingConfig(FittingOptions):
         None, alias=("dipole_type",), also=(int,), convert=_as_list, check=_types, doc=_SELECTED.format("dipole")
     )
 
+    @property
+    def bias_effect(self) -> float | list[float]:
+        """A vector has no bias that turns with the atoms."""
+        return 0.0
+
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
         """Yield errors of lists that do not fit to the elements."""
         yield from super().findings(type_map)
@@ -65,6 +70,11 @@ class PolarFittingConfig(DipoleFittingConfig):
     shift_diag: bool = option(
         True, doc="Whether the mean of the diagonal for each element is added, which is taken from the data."
     )
+
+    @property
+    def bias_effect(self) -> float | list[float]:
+        """The bias of the diagonal is multiplied like the network."""
+        return self.scale if self.shift_diag else 0.0
 
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
         """Yield errors of lists that do not fit to the elements."""
