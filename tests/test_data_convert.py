@@ -267,6 +267,15 @@ def test_validation_is_of_every_kind_that_the_files_name_and_the_same_for_a_seed
     assert len(read_all("out/train")) == 25
 
 
+@pytest.mark.parametrize("words", [["-o", "out.extxyz", "a.extxyz"], ["a.extxyz", "out.extxyz"]])
+def test_the_output_is_named_last_or_as_of_other_commands(words, capsys):
+    write_kinds("a.extxyz")
+    assert main(["convert", *words]) == 0
+    assert len(read_all("out.extxyz")) == 31
+    assert main(["convert", "a.extxyz"]) == 2
+    assert "convert a.extxyz: no output is named" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("inputs", "options", "message"), [
     (["a.xyz"], {"validation": 1.5}, "--validation 1.5: expected a share"),
     (["a.xyz"], {"file_format": "nothing"}, "--format nothing: ASE has no such format"),

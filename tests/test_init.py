@@ -10,7 +10,7 @@ import yaml
 from helpers import toy_frame, write_system
 
 from deepmd_ema.cli.main import main
-from deepmd_ema.config import load_config, to_dict
+from deepmd_ema.config import config_from_dict, config_warnings, load_config, to_dict
 from deepmd_ema.config.presets import KINDS, MODELS, SIZES, read_preset
 from deepmd_ema.data.run import open_run
 from deepmd_ema.report import propose as proposal
@@ -81,6 +81,14 @@ def test_the_kind_of_data_is_found_and_its_input_trains(kind):
     assert values["model"]["type_map"] == (["Cu"] if kind == "solid" else ["H", "O"])
     assert main(["train", "input.yaml"]) == 0
     assert {"model.ckpt-3.pt", "model_ema.ckpt-3.pt", "val_ema.log"} <= {f.name for f in Path().iterdir()}
+
+
+def test_an_input_of_any_length_has_no_warning(tmp_path):
+    """The average of a run of 15 steps was over 10 of them, for which ``check`` warns."""
+    data = str(write_system(tmp_path / "data", frames=8))
+    for steps in (5, 15, 49, 50, 399, 1000):
+        values = propose(Wishes([data], steps=steps)).values
+        assert not config_warnings(config_from_dict(values), steps, {"": 1.0}), steps
 
 
 @pytest.mark.parametrize("name", read_preset(MODELS))

@@ -279,8 +279,9 @@ COMMANDS = {
         option("input", "IN", "a model: a .pt of dp-ema or DeePMD-kit, the folder of a run, a .dp, a .yaml; or data: "
                "what `train` reads (folders, a.xyz#energy=REF_energy), and files that ASE reads", type=read.path,
                nargs="+"),
-        option("output", "OUT", "of a model: a .dp, a .yaml, a .pt2, a .pt (see --to), or a .pth (written by an "
-               "installed DeePMD-kit); of data: a new folder, or a new .xyz or .extxyz", type=read.path),
+        option("-o --output", "OUT", "what is written, without -o the last of IN: of a model a .dp, a .yaml, a .pt2, "
+               "a .pt (see --to), or a .pth (by an installed DeePMD-kit); of data a new folder, or a new .xyz or "
+               ".extxyz", type=read.path),
         Group((
             option("--to", None, "whose .pt is written: a file of dp-ema with the weights of a model (default), or a "
                    "checkpoint of DeePMD-kit (backend pt) with all models of IN, or that of --head",

@@ -80,6 +80,10 @@ def convert(args: argparse.Namespace) -> None:
     """Write the files and print lines about the content that was read and written."""
     from deepmd_ema.data.convert import convert_data, is_data
 
+    if args.output is None:
+        if len(args.input) < 2:
+            raise UserError(f"convert {args.input[0]}: no output is named. Name it after the input, or with -o.")
+        args.output = args.input.pop()
     takes_data = args.format is not None or any(is_data(name, args.output) for name in args.input)
     refused, kind = (_OF_MODELS, "models, and these are data") if takes_data else (
         _OF_DATA, f"data, and {args.input[0]} is a model or does not exist")  # fmt: skip

@@ -41,6 +41,7 @@ _WIDER = 4 / 3  # a larger cutoff, whose number of neighbors is stated
 _FRACTION = 0.1  # of the frames, for validation
 _EVENTS = 10  # validations, and checkpoints, in a run
 _WINDOW = 40  # a run has so many lengths of its average
+_LEAST_WINDOWS = 6  # of a short one; with less than 5 an average lags behind
 _MIN_STEPS = 100
 _MAX_ELEMENTS = 4  # of se_e2_a, which has networks for each element
 _MAX_LINE = 110
@@ -136,7 +137,7 @@ class Proposal:
         recipes, kind, size = read_preset(preset["recipes"]), wishes.kind or data.kind, preset["sizes"][wishes.size]
         recipe = {**recipes[kind], **preset.get("instead", {}).get(kind, {})}
         common, steps = recipes["common"], wishes.steps or recipe["steps"]
-        window = max(10, steps // _WINDOW)
+        window = max(1, min(max(10, steps // _WINDOW), steps // _LEAST_WINDOWS))
         # type and rcut come first
         descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}
         if "rcut_smth" in descriptor:
