@@ -63,6 +63,18 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
     assert not is_development or dated not in headings
 
 
+def test_the_recipe_of_conda_has_the_version_and_the_requirements_of_the_package():
+    import deepmd_ema
+
+    recipe = yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text())
+    assert recipe["context"]["version"] == deepmd_ema.__version__.partition(".dev")[0]
+    project = (ROOT / "pyproject.toml").read_text()
+    (block,) = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)
+    named = {*re.findall('"(.*)"', block), *re.findall('^requires-(python) = "(>=.*)"', project, re.M)}
+    wanted = {"".join(one).replace("torch>", "pytorch>") for one in named}
+    assert {line.replace(" ", "") for line in recipe["requirements"]["run"]} == wanted
+
+
 # tokens of code, which no formatting changes: names, numbers, texts and operators, without comments and docstrings.
 # A number may only fall, unless an issue names the new one; the spare 2 % are for lines that help a reader.
 SPARE = 1.02

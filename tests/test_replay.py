@@ -1,6 +1,7 @@
 """Fine-tuning that keeps to old data: the input of ``dp-ema init --replay``, labels of a model, biases that stay."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -99,3 +100,20 @@ def test_the_bias_is_kept_where_the_input_says_so(desk, capsys, choice):
     if same:
         assert main(["train", "input.json", "--finetune", "old.pt", "--head", "RANDOM"]) == 2
         assert 'model.finetune_bias = "keep": the fitting network starts anew' in capsys.readouterr().err
+
+
+def test_the_fitting_network_alone_is_trained_where_it_is_asked_for(desk, capsys):
+    assert main(["init", "new", "--train", "fitting"]) == 2
+    assert "init --train: is an option for fine-tuning" in capsys.readouterr().err
+    assert write_input("--train", "fitting") == 0
+    assert "its fitting network alone" in capsys.readouterr().out
+    assert main(["train", "input.yaml", "--finetune", "old.pt"]) == 0
+    before, after = load("old.pt")["model"], load("model.ckpt.pt")["model"]
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name for name in moved if name.endswith("weight")} == {
+        n for n in before if re.fullmatch(r"fitting.*weight", n)
+    }
+    # a file of such a run is trained as a whole again
+    Path("input.yaml").unlink()
+    assert main(["init", "new", "--finetune", "model.ckpt.pt", "--steps", "8"]) == 0
+    assert load_config("input.yaml").task(None).model.descriptor.trainable is True

@@ -156,6 +156,7 @@ class BiasMove:
         spread: root mean square of what it leaves.
         least: of a shift that is told from an error of the model.
         change: (T,) eV, or (T, W), that explains it, also where the bias stays.
+        is_unique: whether the compositions determine the change of each element.
         num_frames: that were evaluated.
     """
 
@@ -166,6 +167,7 @@ class BiasMove:
     spread: float
     least: float
     change: Array
+    is_unique: bool
     num_frames: int
 
     @property
@@ -183,7 +185,7 @@ class BiasMove:
         text = f"{what} differ by {f'{self.shift:.4g} {unit}'.rstrip()} (spread {self.spread:.2g})"
         if not self.is_of_another_method:
             return f"{text}: no other reference"
-        if self.change.ndim == 1:
+        if self.change.ndim == 1 and self.is_unique:
             moved = [f"{name} {change:.4g}" for name, change in zip(config.type_map, self.change) if change]
             text += f", {first_few(moved, _MAX_SHOWN)} {label.unit}"
         return f"{text}: another reference"
@@ -287,7 +289,9 @@ def move_bias(frames: FrameEnergies, bias: Array, std: Array, new: Iterable[str]
         spread = max(spread, float(np.mean(std) * np.mean(weight)))
     shift = float(np.sqrt(np.mean((left - rest) ** 2)) * np.sign((left - rest).mean()))
     least = _LEAST_SHIFT if ENERGY in config.fitting_net.labels else 0.0
-    found = BiasMove(kept.bias, kept.std, False, shift, spread, least, moved.bias - start, len(frames))
+    found = BiasMove(
+        kept.bias, kept.std, False, shift, spread, least, moved.bias - start, not moved.undetermined, len(frames)
+    )
     if how == FIT or (how == AUTO and found.is_of_another_method):
         return replace(found, bias=moved.bias, std=moved.std, is_moved=True)
     return found
