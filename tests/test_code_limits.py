@@ -130,8 +130,15 @@ def test_no_more_functions_than_today_are_entered_before_the_first_step(tmp_path
     del values["training"]["ema_decay"]
     (tmp_path / "input.json").write_text(json.dumps(values | {"training": values["training"] | {"numb_steps": 2}}))
     (tmp_path / "data").symlink_to(ROOT / "examples" / "water" / "data")
-    command = [sys.executable, ROOT / "tests" / "first_step.py", "input.json"]
+    command = [sys.executable, ROOT / "tests" / "first_step.py", "input.json", "--list"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    functions, files, depth = map(int, run.stdout.split())
-    assert (functions <= MAX_FUNCTIONS, files <= MAX_FILES, depth <= MAX_DEPTH) == (True, True, True), run.stdout
+    *entered, numbers = run.stdout.splitlines()
+    functions, files, depth = map(int, numbers.split())
+    assert (functions <= MAX_FUNCTIONS, files <= MAX_FILES, depth <= MAX_DEPTH) == (True, True, True), numbers
+    # the page of architecture names some of them in their order
+    names = [(path, name) for path, _, name in map(str.split, entered)]
+    text = (ROOT / "doc" / "architecture.md").read_text()
+    stops = re.findall(r"^\d+\. `([\w/]+\.py)`: `(\w+)`: ", text, re.M)
+    assert len(stops) > 20
+    assert [names.index(stop) for stop in stops] == sorted(names.index(stop) for stop in stops)
