@@ -286,8 +286,9 @@ def test_the_best_of_each_task_is_named_by_an_error_of_its_own(tmp_path, monkeyp
 def test_the_details_are_those_of_the_average_that_is_named(runs, capsys):
     remarks = report(capsys, "run")
     assert remarks == ["Details are of the average ema; --average shows another: slow."]
-    assert report(capsys, "run", "--average", "slow") == []
+    assert report(capsys, "run", "--average", "slow", "--title", "Water & <ice>") == []
     assert "6 validation frames, weights slow." in Page().text
+    assert "<h1>Water &amp; &lt;ice&gt;</h1>" in Page().source
     assert main(["report", "run", "--average", "fast"]) == 2
     assert "no average is called 'fast'. Give --average one of: ema, slow." in capsys.readouterr().err
 

@@ -243,6 +243,7 @@ COMMANDS = {
         option("-n --numb-test", "N", "most frames of the validation, test and training data each (0: all, and as "
                "many for training as for validation)", type=read.frames, default=0),
         option("--average", "NAME", "the average of which details are shown (the first one)"),
+        option("--title", "TEXT", "of the page (name of the folder)"),
         DEVICE,
     )),
     "posthoc": Command("evaluate", "the average of any length or shape, from the snapshots of a run", (

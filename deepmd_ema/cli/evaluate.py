@@ -98,7 +98,7 @@ def report(args: argparse.Namespace) -> None:
         from deepmd_ema.report.page import write_report
 
     systems = args.systems if args.system else ()
-    remarks = write_report(args.folder, args.output, args.numb_test, args.device, args.average, systems)
+    remarks = write_report(args.folder, args.output, args.numb_test, args.device, args.average, systems, args.title)
     say("\n".join([f"wrote {args.output}", *remarks]))
 
 

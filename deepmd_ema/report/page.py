@@ -71,6 +71,7 @@ def write_report(
     device: str | None = None,
     average: str | None = None,
     systems: Sequence[str] = (),
+    title: str | None = None,
 ) -> list[str]:
     """Write the page about a run, which may still be training or have been interrupted; return what it lacks, and why.
 
@@ -82,6 +83,7 @@ def write_report(
         device: on which the model is evaluated.
         average: the average of which details are shown; the first one if None, the live weights if there is none.
         systems: test data of a run of one task, in place of those of its input.
+        title: of the page; the name of the folder if None.
 
     Raises:
         UserError: if there is no training checkpoint, or a file that is no page is there.
@@ -91,6 +93,7 @@ def write_report(
 
     check_output(output, "-o", HTML)
     page = _Page(Path(run), num_frames, device, average, systems)
+    page.title = page.title if title is None else title
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as scratch:
         body = "\n".join(page.parts(Path(scratch)))
     # its style is for screens of any width and for paper; pictures are drawn once, and inverted in dark mode
