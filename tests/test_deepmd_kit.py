@@ -12,6 +12,7 @@ from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 
 COPIES = """
+assert "DP_BACKEND" not in os.environ  # by which `dp` would call dp-ema
 if words == ["--version"]:
     print("DeePMD-kit v3.2.0")
 elif words[0] == "convert-backend":
@@ -33,7 +34,7 @@ def program(tmp_path, monkeypatch):
 
     def write(text):
         path = folder / "dp"
-        path.write_text(f"#!{sys.executable}\nimport shutil, sys\nwords = sys.argv[1:]\n{text}\n")
+        path.write_text(f"#!{sys.executable}\nimport os, shutil, sys\nwords = sys.argv[1:]\n{text}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return path
 
@@ -52,7 +53,8 @@ def names(folder):
     return sorted(p.name for p in folder.iterdir())
 
 
-def test_a_pth_is_written_and_read_through_a_program_on_the_path(home, program, capsys):
+def test_a_pth_is_written_and_read_through_a_program_on_the_path(home, program, capsys, monkeypatch):
+    monkeypatch.setenv("DP_BACKEND", "ema")
     path = program(COPIES)
     assert cli.main(["--pt", "freeze", "--use-ema"]) == 0
     assert f"written by DeePMD-kit 3.2.0 ({path}) from the .dp file that was compared" in capsys.readouterr().out

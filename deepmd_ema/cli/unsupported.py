@@ -14,7 +14,7 @@ OPTIONS = {
     },
     "freeze": {
         "--hessian": "the .dp file holds the whole model; what is evaluated is up to its reader",
-        "-n -w": "node names are of TensorFlow",
+        "-n --node-names -w --nvnmd-weight": "node names and NVNMD are of TensorFlow",
     },
     "compress": {
         "-s --step -e --extrapolate -f --frequency": "tables have the number of terms that their error bound requires",
@@ -38,6 +38,7 @@ OPTIONS = {
     },
 }
 COMMANDS = {
+    **dict.fromkeys(("transfer", "convert-from", "train-nvnmd"), "it is of the backend TensorFlow"),
     "doc-train-input": "use `dp-ema doc`, or `dp-ema doc --json-schema`",
     "convert-backend": "`dp-ema convert IN OUT` writes .dp, .yaml and .pt files; DeePMD-kit makes the others of a .dp",
     "eval-desc": "not here yet",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -54,7 +55,7 @@ class DeepmdKit:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"model{path.suffix}"
             command = [self.command, *(word.format(file) for word in words)]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
+            done = _run(command, folder)
             if done.returncode or not file.is_file():
                 shown = " ".join([PROGRAM, *(word.format(path) for word in words)])
                 raise UserError(f"{path}: `{shown}` of {self} failed: {_last_lines(done.stderr or done.stdout)}")
@@ -81,7 +82,7 @@ def find_deepmd_kit(path: Path, program: str | None = None) -> DeepmdKit:
         )
     command = str(Path(command).absolute())
     try:
-        done = subprocess.run([command, "--version"], capture_output=True, text=True, errors="replace", check=False)
+        done = _run([command, "--version"])
     except OSError as error:
         raise UserError(f"{path}: {command} cannot be run ({error.strerror}). {INSTALL}.") from error
     version = re.search(r"DeePMD-kit v(\S+)", done.stdout + done.stderr)
@@ -105,6 +106,14 @@ def copy_with_task_dim(source: Path, target: Path) -> None:
                 method = rb"  def get_task_dim(\1) -> int:\n    return 3\n\g<0>"
                 content = re.sub(rb"(?m)^  def get_type_map\((.*?)\)", method, content, count=1)
             new.writestr(name, content)
+
+
+def _run(command: Sequence[str], folder: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run DeePMD-kit with its own backends; with ``DP_BACKEND=ema`` it would call dp-ema again."""
+    environment = {name: value for name, value in os.environ.items() if name != "DP_BACKEND"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False
+    )
 
 
 def _last_lines(text: str) -> str:

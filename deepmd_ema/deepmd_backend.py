@@ -1,0 +1,128 @@
+"""The backend ``ema`` of DeePMD-kit's command ``dp``, which finds it by an entry point; nothing else imports this."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sysconfig
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+# the classes below are subclasses of DeePMD-kit's: there is no later moment to import them
+from deepmd.backend.backend import Backend
+from deepmd.backend.pt_expt import PyTorchExportableBackend
+from deepmd.backend.pytorch import PyTorchBackend
+
+_CLAIM = 3  # on a file; those of DeePMD-kit's own backends are 1 and 2
+
+
+class TrainedHere:
+    """A backend whose commands ``train``, ``freeze``, ``compress`` and ``change-bias`` are those of dp-ema."""
+
+    option = "--pt"  # sets the suffix of frozen files
+
+    def entry_point_hook(self, args: argparse.Namespace) -> None:
+        """Run what ``dp`` has parsed, and end the process with the exit code of dp-ema."""
+        from deepmd.main import main_parser
+
+        from deepmd_ema.cli.main import build_parser, main
+
+        known = {name for action in _actions(build_parser([args.command]), args) for name in action.option_strings}
+        words = [self.option, args.command, "--log-level", logging.getLevelName(args.log_level)]
+        for action in _actions(main_parser(), args):
+            value = getattr(args, action.dest, action.default)
+            if value == action.default or action.dest == "log_level":
+                continue
+            # a long name means the same in both programs; dp-ema refuses by its name one that it does not have
+            names = [name for name in action.option_strings if name.startswith("--")]
+            words += [name for name in names if name in known][:1] or names[:1]
+            if action.nargs != 0:
+                words += map(str, value if isinstance(value, list) else [value])
+        # the `dp` that writes a .pth is this one, on the PATH or not
+        os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+        raise SystemExit(main(words))
+
+
+@Backend.register("ema")
+class EmaBackend(TrainedHere, PyTorchBackend):
+    """The backend ``ema``, to which files of dp-ema belong by their content; data are read by the backend ``pt``."""
+
+    name = "ema"
+
+    @classmethod
+    def match_filename(cls, filename: str) -> int:
+        """Return the claim on a ``.pt``: one of dp-ema, or a name without a file, to which only dp-ema converts."""
+        path = Path(filename)
+        if path.suffix.lower() != ".pt" or not path.exists():
+            return _CLAIM * (path.suffix.lower() == ".pt")
+        import torch
+
+        try:
+            payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception:  # whatever is in it, another backend has to say so
+            return 0
+        return _CLAIM * (isinstance(payload, dict) and {"format", "kind"} <= payload.keys())
+
+    @property
+    def deep_eval(self) -> type:
+        """Return the evaluator of the backend ``pt``, for which a file becomes a checkpoint of DeePMD-kit."""
+        evaluator: Any = super().deep_eval
+
+        class DeepEval(evaluator):
+            def __init__(self, model_file: str, *args: Any, **options: Any) -> None:
+                with TemporaryDirectory() as folder:
+                    super().__init__(_converted(model_file, f"{folder}/model.pt", True), *args, **options)
+
+        return DeepEval
+
+    @staticmethod
+    def serialize_hook(model_file: str) -> dict[str, Any]:
+        """Return the model of a file, as DeePMD-kit's other backends write it."""
+        from deepmd_ema.infer.load import load_model
+        from deepmd_ema.interop.dp import file_tree
+
+        loaded = load_model(model_file)
+        info = loaded.info
+        return file_tree(loaded.model, loaded.config, info.min_nbor_dist, info.as_dict(), for_deepmd=True)
+
+    @staticmethod
+    def deserialize_hook(model_file: str, data: dict[str, Any]) -> None:
+        """Write a file of dp-ema from what ``serialize_hook`` of any backend returns."""
+        from deepmd.dpmodel.utils.serialization import save_dp_model
+
+        with TemporaryDirectory() as folder:
+            save_dp_model(f"{folder}/model.dp", data)
+            _converted(f"{folder}/model.dp", model_file)
+
+
+class _PyTorch(TrainedHere, PyTorchBackend):
+    """The backend ``pt`` where ``DP_BACKEND`` is ``ema``."""
+
+
+class _Exportable(TrainedHere, PyTorchExportableBackend):
+    """The backend ``pt-expt`` where ``DP_BACKEND`` is ``ema``."""
+
+    option = "--pt-expt"
+
+
+if os.environ.get("DP_BACKEND", "").lower() == "ema":  # DP-GEN and dpgen2 write `dp --pt`, which hides the variable
+    for kind, keys in ((_PyTorch, ("pt", "pytorch")), (_Exportable, ("pt-expt", "pytorch-exportable"))):
+        for key in keys:
+            Backend.register(key)(kind)
+
+
+def _actions(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[argparse.Action]:
+    """Return the options and arguments of the command; none if the parser does not have it."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return commands.choices[args.command]._actions if args.command in commands.choices else []
+
+
+def _converted(source: str, target: str, for_deepmd: bool = False) -> str:
+    """Write a file as ``dp-ema convert`` does, and return its name."""
+    from deepmd_ema.infer.load import load_models
+    from deepmd_ema.interop.freeze import convert
+
+    convert(load_models(source), target, for_deepmd)
+    return target
