@@ -182,3 +182,23 @@ def test_files_of_other_programs_are_converted_first_and_the_input_trains(capsys
     assert training["validation_data"]["systems"] == ["test_validation"]
     data = open_run(load_config("input.yaml"))[""]
     assert [system.num_frames for system in (*data.train, *data.valid)] == [8, 1, 2]
+
+
+def test_test_data_are_converted_and_evaluated_after_the_last_step(capsys):
+    write_traj("md.traj", *range(1, 5))
+    write_traj("held_out.traj", 9, 10)
+    assert main(["init", "md.traj", "--test", "held_out.traj", "--validation", "md.traj", "--steps", "2"]) == 0
+    assert "converted held_out.traj to held_out_test, as" in capsys.readouterr().out
+    assert "  # evaluated once, after the last step\n" in Path("input.yaml").read_text()
+    validating = yaml.safe_load(Path("input.yaml").read_text())["validating"]
+    assert validating["test_data"] == {"systems": ["held_out_test"]}
+    assert [system.num_frames for system in open_run(load_config("input.yaml"))[""].test] == [2]
+
+
+def test_mistakes_in_test_data_are_those_of_the_command(capsys):
+    write_extxyz("data.xyz", [copper(np.random.default_rng(seed)) for seed in range(4)])
+    symbols, coord, cell = copper(np.random.default_rng(9))
+    write_extxyz("held_out.xyz", [(["Ni", *symbols[1:]], coord, cell)])
+    assert main(["init", "data.xyz", "--test", "held_out.xyz"]) == 2
+    assert "held_out.xyz" in capsys.readouterr().err
+    assert not Path("input.yaml").exists()

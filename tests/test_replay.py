@@ -44,11 +44,12 @@ def write_input(*options):
 def test_the_input_has_one_model_for_new_and_old_data_and_trains_from_the_file(desk, capsys):
     assert main(["init", "new", "--finetune", "nothing.pt"]) == 2
     assert "nothing.pt" in capsys.readouterr().err
-    assert write_input("--replay", "old", "--validation", "valid") == 0
+    assert write_input("--replay", "old", "--validation", "valid", "--test", "valid") == 0
     assert "dp-ema train --finetune old.pt input.yaml" in capsys.readouterr().out
     config = load_config("input.yaml")
     assert [link.key for link in config.links if link.task == "old"] == ["elements", "descriptor", "fitting"]
     assert config.training.model_prob == {"new": 0.7, "old": 0.3}
+    assert {task: data.systems for task, data in config.validating.test_data_dict.items()} == {"new": ["valid"]}
     assert not [text for text in config_warnings(config) if "share this network" in text]
     assert main(["train", "input.yaml", "--finetune", "old.pt"]) == 0
     said = capsys.readouterr().err

@@ -117,6 +117,8 @@ COMMANDS = {
                default="input.yaml"),
         option("--validation", "DATA", "validation data (default: a tenth of the frames, near copies kept together)",
                type=read.path, nargs="+", action="extend", default=[]),
+        option("--test", "DATA", "test data, evaluated once, after the last step", type=read.path, nargs="+",
+               action="extend", default=[]),
         option("--model", None, "which model (default: se_e2_a for up to 4 elements, else se_atten_v2)",
                choices=MODELS),
         option("--size", None, "of the model (M)", choices=SIZES),
@@ -197,6 +199,8 @@ COMMANDS = {
         Group((systems(), DATAFILE, VALID_DATA)),
         option("-n --numb-test", "N", "frames of each system, from its first (0: all)", type=read.frames, default=0),
         option("-d --detail-file", "PREFIX", "write PREFIX.e.out, .f.out, .v.out, ... per frame", type=read.file),
+        option("-o --output", "FILE", "a new .extxyz: all frames with predictions as ASE names them (energy, forces, "
+               "stress), and labels as REF_energy, REF_forces, REF_stress", type=read.file),
         switch("-a --atomic", "test atomic energies as well"),
         option("--plot", "PNG", "parity plots (parity.png)", type=read.file, nargs="?", const="parity.png"),
         switch("--compile", "compile the model first: for many frames; needs g++"),

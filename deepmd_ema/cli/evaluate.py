@@ -28,11 +28,13 @@ def test(args: argparse.Namespace) -> None:
         raise UserError([f"{problem} Add it, or leave this out." for problem in problems])
     keep_freed_memory()
     with loading():
-        from deepmd_ema.infer.evaluate import measure, refuse_details
+        from deepmd_ema.infer.evaluate import measure, refuse_details, refuse_frames
         from deepmd_ema.infer.physics import PhysicsOptions, measure_physics
 
     if args.detail_file is not None:
         refuse_details(args.detail_file)
+    if args.output is not None:
+        refuse_frames(args.output)
     if args.plot is not None:
         from deepmd_ema.report.plots import picture_file
 
@@ -49,6 +51,7 @@ def test(args: argparse.Namespace) -> None:
     elif physics is not None:
         say(physics.text())
     written = [] if args.detail_file is None else report.write_details(args.detail_file)
+    written += [] if args.output is None else [report.write_frames(args.output)]
     written += [] if args.plot is None else [report.plot(args.plot)]
     if written:
         (say_error if args.json else say)(f"wrote {', '.join(map(str, written))}")

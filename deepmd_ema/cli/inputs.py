@@ -39,7 +39,7 @@ def init(args: argparse.Namespace) -> None:
     with loading():
         from deepmd_ema.report.propose import Wishes, propose
     given = {wish.name: getattr(args, wish.name) for wish in fields(Wishes)}
-    for name, ending in (("systems", "data"), ("validation", "validation"), ("replay", "replay")):
+    for name, ending in (("systems", "data"), ("validation", "validation"), ("test", "test"), ("replay", "replay")):
         given[name] = _converted(given[name], file, ending, args.format, args.units)
     proposal = propose(Wishes(**{name: value for name, value in given.items() if value is not None}))
     with atomic_write(file) as part:

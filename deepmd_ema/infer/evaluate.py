@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,10 +19,12 @@ from tqdm import tqdm
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.labels import (
+    APARAM,
     ATOM_ENERGY,
     ATOM_PREF,
     ENERGY,
     FORCE,
+    FPARAM,
     HESSIAN,
     LABELS,
     METRICS,
@@ -35,9 +38,10 @@ from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats.discover import open_systems, repeated, stored_type_map
-from deepmd_ema.data.formats.properties import KIND_NAMES, describe_singles
+from deepmd_ema.data.formats.extxyz import REFERENCE, XYZ_SUFFIXES, frame_text
+from deepmd_ema.data.formats.properties import KIND_NAMES, STRESS, describe_singles
 from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batches
-from deepmd_ema.data.source import FrameSource, ReadSpec
+from deepmd_ema.data.source import BOX, COORD, FrameSource, ReadSpec
 from deepmd_ema.distributed.files import TABLE, atomic_write, check_output
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.findings import Finding
@@ -180,6 +184,30 @@ class ErrorReport:
                 if any(label.name in frame.label for frame in frames):
                     written.append(_write_table(Path(f"{prefix}.{quantity.name}.out"), frames, label, quantity))
         return written
+
+    def write_frames(self, path: str | Path) -> Path:
+        """Write all frames as extended XYZ, with predictions under the names of ASE and labels as ``REF_energy``, ...
+
+        Of a periodic frame there is the stress in place of the virial, in eV/angstrom^3, positive under tension.
+        """
+        kinds = self._kinds
+        with atomic_write(path, "Choose another -o.") as part, part.open("w", encoding="utf-8") as file:
+            for result in self.frames:
+                system, number = result.source
+                frame = self.systems[system].frame(number)
+                arrays = {COORD: frame.coord, BOX: frame.box, FPARAM: frame.fparam, APARAM: frame.aparam}
+                for prefix, values in (("", result.prediction), (REFERENCE, result.label)):
+                    for name, value in values.items():
+                        if LABELS[name].per_atom and name not in (FORCE, *result.label):
+                            continue  # a share of an atom would be taken for a label when the file is read
+                        if name == VIRIAL and result.volume is not None:
+                            arrays[prefix + STRESS] = -value / result.volume
+                        else:
+                            arrays[prefix + name] = value
+                symbols = [self.type_map[k] for k in result.atom_type]
+                present = {name: array for name, array in arrays.items() if array is not None}
+                file.write(frame_text(symbols, present, kinds[result.source]))
+        return Path(path)
 
     def plot(self, path: str | Path) -> Path:
         """Draw predictions against labels and return the path of the figure."""
@@ -338,6 +366,19 @@ def refuse_details(prefix: str | Path) -> None:
     """
     for name in QUANTITIES:
         check_output(f"{prefix}.{name}.out", "-d", TABLE)
+
+
+def refuse_frames(path: str) -> None:
+    """Check that :meth:`ErrorReport.write_frames` can write a new file.
+
+    Raises:
+        UserError: if the name is of another kind of file, or a file is there, which may be data.
+    """
+    if Path(path).suffix.lower() not in XYZ_SUFFIXES:
+        raise UserError(f"-o {path}: expected a file that ends in {' or '.join(XYZ_SUFFIXES)}.")
+    if os.path.lexists(path):
+        raise UserError(f"-o {path}: exists, and may be data. Name another file, or remove it.")
+    check_output(path, "-o", None)
 
 
 def open_labelled(

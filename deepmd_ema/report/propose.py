@@ -63,6 +63,7 @@ class Wishes:
     Attributes:
         systems: training data, as ``training_data.systems``.
         validation: validation data; empty to split frames off.
+        test: test data, as ``validating.test_data.systems``; empty without.
         model: name of a preset.
         size: S, M or L.
         kind: of the data.
@@ -80,6 +81,7 @@ class Wishes:
 
     systems: Sequence[str]
     validation: Sequence[str] = ()
+    test: Sequence[str] = ()
     model: str | None = None
     size: str = "M"
     kind: Kind | None = None
@@ -100,6 +102,10 @@ class Wishes:
         if self.validation:
             return {**section, "validation_data": {"systems": list(self.validation)}}
         return {**section, "validation_fraction": _FRACTION}
+
+    def test_section(self) -> dict[str, Any]:
+        """Return the part of the section ``validating`` that names the test data."""
+        return {"test_data": {"systems": list(self.test)}} if self.test else {}
 
     def fitting_section(self) -> dict[str, Any]:
         """Return the options of the fitting network that say what is predicted."""
@@ -195,6 +201,8 @@ class Proposal:
                 "validation_metric": f"{LABELS[metrics[0]].errors[-1].metric}:RMSE",
                 "full_val_start": 0.0,
             }
+        if wishes.test:
+            values["validating"] = values.get("validating", {}) | wishes.test_section()
         reasons = read_preset(REASONS)
         known = {
             "size": wishes.size, "about": preset["about"], "most": data.wider[0], "more": data.wider[1],
@@ -265,7 +273,7 @@ def propose(wishes: Wishes) -> Proposal:
     wishes = replace(wishes, type_map=elements)
     try:
         data = _Data(wishes)
-        old = _Data(replace(wishes, systems=wishes.replay, validation=())) if wishes.replay else None
+        old = _Data(replace(wishes, systems=wishes.replay, validation=(), test=())) if wishes.replay else None
     except DataError as error:  # there is no input that has a type_map yet
         raise DataError(problem.replace("model.type_map", "-t") for problem in error.problems) from None
     proposal = Proposal(wishes, data, source, old)
@@ -306,6 +314,7 @@ class _Data:
             "loss": _loss_section(wishes.property or ENERGY),
             "learning_rate": {"start_lr": 1e-3, "stop_lr": 1e-5},
             "training": {**wishes.data_section(), "numb_steps": 1, "seed": 1},
+            "validating": wishes.test_section(),
         }
         config = config_from_dict(values, "init")
         data, self.predicted = open_run(config), config.task(None).model.fitting_net.labels
@@ -436,7 +445,10 @@ def _with_replay(values: Mapping[str, Any], systems: Sequence[str], old: _Data) 
             **training,
         },
     }
-    return result | {name: value for name, value in values.items() if name not in (*result, "loss")}
+    validating = dict(values.get("validating", {}))
+    if "test_data" in validating:
+        validating["test_data_dict"] = {"new": validating.pop("test_data")}
+    return {**result, "validating": validating} if validating else result
 
 
 def _steps_in(seconds: float, cost: Cost) -> int:

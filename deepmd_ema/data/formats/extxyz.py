@@ -14,6 +14,7 @@ from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY_WEIGHT, FORCE, FORCE_WEIGHT, VIRIAL, VIRIAL_WEIGHT, WEIGHT
 from deepmd_ema.data.formats.properties import (
     KIND_NAMES,
+    STRESS,
     Inventory,
     StoredFrame,
     in_angstrom,
@@ -33,6 +34,7 @@ _WRITTEN_NAMES = {
     COORD: "pos", FORCE: "forces", ATOM_ENERGY: "energies", ENERGY_WEIGHT: "config_energy_weight",
     FORCE_WEIGHT: "config_forces_weight", VIRIAL_WEIGHT: "config_virials_weight",
 }  # fmt: skip
+REFERENCE = "REF_"  # before the names of labels in a file that has predictions under the usual names
 _SPECIAL = ("lattice", "properties", "pbc")  # names that may have capital letters
 _PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
 # what a comment line consists of: words, and names with a value that may be quoted or in brackets
@@ -154,7 +156,8 @@ def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = 
     Args:
         symbols: (N,) names of elements.
         arrays: float64 arrays by name: ``coord`` (N, 3) and, where the frame has them, ``box`` (3, 3), labels,
-            ``fparam`` and ``aparam``, in the shapes of :class:`~deepmd_ema.data.source.Frame`.
+            ``fparam`` and ``aparam``, in the shapes of :class:`~deepmd_ema.data.source.Frame`; ``stress`` (9,), in
+            eV/angstrom^3, positive under tension; and any of them with ``REFERENCE`` before its name.
         kind: kind of calculation; empty without one.
 
     Raises:
@@ -169,12 +172,15 @@ def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = 
     if (box := arrays.get(BOX)) is not None:
         head.append(f'Lattice="{_numbers(box)}"')
     for name, array in arrays.items():
-        written = _WRITTEN_NAMES.get(name, name)
-        if rows_per(name) == "atom":
+        known = name.removeprefix(REFERENCE)
+        of_label = known.partition("[")[0]  # without the width
+        written = name.removesuffix(known) + _WRITTEN_NAMES.get(of_label, of_label)
+        if rows_per(known) == "atom":
             columns.append(array.reshape(len(symbols), -1).astype(object))
             properties.append(f"{written}:R:{columns[-1].shape[1]}")
         elif name != BOX:
-            value = array.reshape(3, 3).T if name == VIRIAL else array  # column by column, as it is read
+            # column by column, as it is read
+            value = array.reshape(3, 3).T if name in (VIRIAL, STRESS) else array
             head.append(f"{written}={_quoted(_numbers(value))}")
     if kind:
         head.append(f"{KIND_NAMES[0]}={_quoted(kind)}")
