@@ -17,6 +17,7 @@ from deepmd_ema.distributed import files, links
 from deepmd_ema.distributed.files import (
     CSV,
     JSON,
+    MODEL_FILE,
     PICTURE,
     atomic_write,
     check_output,
@@ -297,3 +298,16 @@ def test_a_full_disk_is_no_file_system_without_links(tmp_path, without):
     without(errno.ENOSPC, "symlink")
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         links.link(tmp_path / "model.pt", tmp_path / "model-2.pt")
+
+
+def test_a_frozen_model_is_written_over_but_no_checkpoint(tmp_path):
+    import torch
+
+    layer = torch.nn.Linear(2, 3)
+    torch.jit.save(torch.jit.script(layer), tmp_path / "frozen.pth")
+    torch.export.save(torch.export.export(layer, (torch.ones(1, 2),)), tmp_path / "frozen.pt2")
+    torch.save({"model": layer.state_dict()}, tmp_path / "model.pth")
+    for name in ("frozen.pth", "frozen.pt2"):  # the second is a .pte of DeePMD-kit
+        refuse_to_lose(tmp_path / name, "-o", MODEL_FILE)
+    with pytest.raises(UserError, match="not a frozen model"):
+        refuse_to_lose(tmp_path / "model.pth", "-o", MODEL_FILE)

@@ -69,8 +69,9 @@ TABLE = Kind("a table that begins with #", re.compile(rb"#"))
 CSV = Kind("a table of `dp-ema posthoc`", re.compile(rb"weights,kind,"))
 HTML = Kind("an HTML page", re.compile(rb"\s*<!doctype html", re.IGNORECASE))
 LOG = Kind("a log of dp-ema", re.compile(rb"\[\d{4}-\d\d-\d\d "))
-# HDF5, a package whose first entry is compiled code, or the keys of a tree in YAML
-_MODEL_HEAD = rb"\x89HDF|PK\x03\x04.{26}[^/]{1,200}/data/aotinductor/|.{0,4000}(@class|@version|@variables|software:)"
+# HDF5, the keys of a tree in YAML, or an archive by its first entry: compiled code, TorchScript, torch.export
+_ARCHIVE_HEAD = rb"PK\x03\x04.{26}[^/]{1,200}/data/(aotinductor/|0|weights/)"
+_MODEL_HEAD = rb"\x89HDF|" + _ARCHIVE_HEAD + rb"|.{0,4000}(@class|@version|@variables|software:)"
 MODEL_FILE = Kind("a frozen model", re.compile(_MODEL_HEAD, re.DOTALL))
 # PNG, PDF, PostScript, SVG, JPEG, TIFF of both kinds, WebP, PGF
 PICTURE = Kind("a picture", re.compile(rb"\x89PNG|%PDF|%!PS|<\?xml|\xff\xd8|II\*\0|MM\0\*|RIFF|%% Creator"))

@@ -33,7 +33,7 @@ LINES = [
     ("torchrun --nproc_per_node=2 --no-python dp --ema train input.json --skip-neighbor-stat", 0, "model.ckpt.pt"),
     ("torchrun --no-python dp --ema train input.json", 0, "model.ckpt.pt"),
     ("dp --ema freeze -o frozen_model.pth", 0, "frozen_model.pth"),
-    ("dp --ema freeze", 0, "frozen_model.pth"),
+    ("dp --ema freeze", 0, "frozen_model.pth"),  # over the older one
     ("dp --ema freeze -o model.pth", 0, "model.pth"),
     ("dp --ema freeze -c model.ckpt.pt -o frozen_model", 0, "frozen_model.pth"),
     ("dp --ema freeze -c . -o frozen_model.pth --hessian", 2, ""),
@@ -89,6 +89,8 @@ def home(tmp_path_factory):
     """A folder with data, inputs, and the model of a run and of one of two tasks."""
     folder = tmp_path_factory.mktemp("dp")
     shutil.copytree(DATA / "validation", folder / "data")
+    energy, types = np.load(folder / "data/set.000/energy.npy"), np.loadtxt(folder / "data/type.raw")
+    np.save(folder / "data/set.000/atom_ener.npy", np.repeat(energy[:, None] / len(types), len(types), axis=1))
     model = {"type_map": ["O", "H"], "descriptor": {"type": "se_e2_a", "sel": [46, 92], "rcut": 4.0, "rcut_smth": 0.5,
              "neuron": [4, 8], "axis_neuron": 4}, "fitting_net": {"neuron": [8, 8]}}  # fmt: skip
     of_run = {"numb_steps": 4, "disp_freq": 2, "save_freq": 2}
