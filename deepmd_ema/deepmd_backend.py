@@ -27,17 +27,16 @@ class TrainedHere:
         """Run what ``dp`` has parsed, and end the process with the exit code of dp-ema."""
         from deepmd.main import main_parser
 
-        from deepmd_ema.cli.main import build_parser, main
+        from deepmd_ema.cli.main import main
 
-        known = {name for action in _actions(build_parser([args.command]), args) for name in action.option_strings}
+        (commands,) = (a for a in main_parser()._actions if isinstance(a, argparse._SubParsersAction))
         words = [self.option, args.command, "--log-level", logging.getLevelName(args.log_level)]
-        for action in _actions(main_parser(), args):
+        for action in commands.choices[args.command]._actions:
             value = getattr(args, action.dest, action.default)
             if value == action.default or action.dest == "log_level":
                 continue
-            # a long name means the same in both programs; dp-ema refuses by its name one that it does not have
-            names = [name for name in action.option_strings if name.startswith("--")]
-            words += [name for name in names if name in known][:1] or names[:1]
+            # a long name means the same in both programs, and dp-ema refuses one that it does not have
+            words += [name for name in action.option_strings if name.startswith("--")][:1]
             if action.nargs != 0:
                 words += map(str, value if isinstance(value, list) else [value])
         # the `dp` that writes a .pth is this one, on the PATH or not
@@ -97,26 +96,14 @@ class EmaBackend(TrainedHere, PyTorchBackend):
             _converted(f"{folder}/model.dp", model_file)
 
 
-class _PyTorch(TrainedHere, PyTorchBackend):
-    """The backend ``pt`` where ``DP_BACKEND`` is ``ema``."""
-
-
-class _Exportable(TrainedHere, PyTorchExportableBackend):
-    """The backend ``pt-expt`` where ``DP_BACKEND`` is ``ema``."""
-
-    option = "--pt-expt"
-
-
 if os.environ.get("DP_BACKEND", "").lower() == "ema":  # DP-GEN and dpgen2 write `dp --pt`, which hides the variable
-    for kind, keys in ((_PyTorch, ("pt", "pytorch")), (_Exportable, ("pt-expt", "pytorch-exportable"))):
-        for key in keys:
+    for replaced, names in (
+        (PyTorchBackend, ("pt", "pytorch")),
+        (PyTorchExportableBackend, ("pt-expt", "pytorch-exportable")),
+    ):
+        kind = type(replaced.__name__, (TrainedHere, replaced), {"option": f"--{names[0]}"})
+        for key in names:
             Backend.register(key)(kind)
-
-
-def _actions(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[argparse.Action]:
-    """Return the options and arguments of the command; none if the parser does not have it."""
-    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return commands.choices[args.command]._actions if args.command in commands.choices else []
 
 
 def _converted(source: str, target: str, for_deepmd: bool = False) -> str:

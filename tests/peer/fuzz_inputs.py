@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def compare(peer: str, every: list) -> None:
-    """Print how often the schema of DeePMD-kit says the same, and the messages where it does not."""
+    """Print the number of inputs on which both schemas agree, and the messages of the others."""
     lines = "".join(json.dumps(values) + "\n" for values, *_ in every)
     done = subprocess.run([f"{peer}/bin/python", "-c", PEER], input=lines, capture_output=True, text=True, check=False)
     answers = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('"')]
