@@ -108,8 +108,12 @@ if os.environ.get("DP_BACKEND", "").lower() == "ema":  # DP-GEN and dpgen2 write
 
 def _converted(source: str, target: str, for_deepmd: bool = False) -> str:
     """Write a file as ``dp-ema convert`` does, and return its name."""
+    from deepmd_ema.errors import CheckpointError
     from deepmd_ema.infer.load import load_models
     from deepmd_ema.interop.freeze import convert
 
-    convert(load_models(source), target, for_deepmd)
+    try:
+        convert(load_models(source), target, for_deepmd)
+    except CheckpointError as error:
+        raise CheckpointError([text.replace(target, str(source)) for text in error.problems]) from None
     return target

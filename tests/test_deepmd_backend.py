@@ -14,6 +14,7 @@ from helpers import tiny_input
 from infer_models import write_run
 
 from deepmd_ema.cli import models, train
+from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.tree_files import write_tree
 
@@ -186,6 +187,9 @@ def test_its_files_are_those_of_other_backends_by_a_tree(load, tmp_path, monkeyp
     assert all(torch.equal(value, again[name]) for name, value in weights.items())
     evaluator = backend().deep_eval("model.ckpt.pt", head="H2O")
     assert evaluator.options == {"head": "H2O"}
+    monkeypatch.setattr("deepmd_ema.interop.freeze._only_here", lambda *_: "DeePMD-kit has no such model")
+    with pytest.raises(CheckpointError, match=r"^model.ckpt.pt: DeePMD-kit has no such model"):
+        backend().deep_eval("model.ckpt.pt")
     assert "_extra_state" in evaluator.content.get("model", evaluator.content)
 
 

