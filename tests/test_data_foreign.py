@@ -1,5 +1,6 @@
 """Files of programs that ASE does not read: by dpdata, where it is installed."""
 
+import logging
 import sys
 import types
 import warnings
@@ -213,3 +214,123 @@ def test_of_virials_and_stresses_in_one_frame_the_virials_are_read(monkeypatch):
     convert_data(["run.out"], "out", file_format="abacus/relax")
     [source] = open_data(["out/H1"], ["H"], ["virial"])
     np.testing.assert_array_equal(source.frame(0).labels["virial"].reshape(3, 3), 2.0 * np.eye(3))
+
+
+def parts(name, *ends):
+    return {f"{name}.{end}": "\n" for end in ends}
+
+
+INPUT = {"run/INPUT": "INPUT_PARAMETERS\ncalculation {}\n", "run/OUT.x/running_{}.log": "   ABACUS v3.2\n"}
+QE, AMBER, OPENMX = (
+    parts("run.1/oh-md", "in", "pos", "for", "evp", "cel"),
+    parts("heat", "parm7", "nc", "mdfrc", "mden"),
+    parts("Methane", "md", "dat"),
+)
+MANY = "head\n" * 6000
+
+
+@pytest.mark.parametrize(
+    ("files", "given", "name", "passed"),
+    [
+        (QE, "run.1/oh-md", "qe/cp/traj", "run.1/oh-md"),
+        (QE, "run.1/oh-md.pos", "qe/cp/traj", "run.1/oh-md"),
+        (QE, "run.1/oh-md.cel", "qe/cp/traj", "run.1/oh-md"),
+        (AMBER, "heat", "amber/md", "heat"),
+        (AMBER, "heat.mden", "amber/md", "heat"),
+        (OPENMX, "Methane.dat", "openmx/md", "Methane"),
+        (INPUT, "run", "abacus/{}", "run"),
+        (INPUT, "run/INPUT", "abacus/{}", "run"),
+        (INPUT, "run/OUT.x/running_{}.log", "abacus/{}", "run"),
+        ({"d/dftb_pin.hsd": "", "d/detailed.out": " iSCC Total electronic   Diff electronic\n"}, "d/detailed.out",
+         "dftbplus", ("d/dftb_pin.hsd", "d/detailed.out")),
+        ({"d/w-pos-1.xyz": TRAJECTORY, "d/cp2k.log": OUTPUT}, "d/cp2k.log", "cp2k/aimd_output", "d"),
+        ({"a.log": "   WELCOME TO SIESTA\n"}, "a.log", "siesta/output", "a.log"),
+        ({"a.log": f"Siesta Version: 4\n{MANY}  Begin MD step = 1\n"}, "a.log", "siesta/aimd_output", "a.log"),
+        ({"M": "  72 atoms,Iteration (fs) = 0.1E+01, Etot\n"}, "M", "pwmat/movement", "M"),
+        ({"a.fchk": "water\nFreq RB3LYP\nNumber of atoms            I      3\n"}, "a.fchk", "gaussian/fchk", "a.fchk"),
+        ({"sqm.out": "          AMBER SQM VERSION 19\n"}, "sqm.out", "sqm/out", "sqm.out"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["md", "scf"])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_outputs_that_ase_does_not_read_go_to_dpdata(monkeypatch, files, given, name, passed, kind, is_named):
+    calls = []
+
+    def read(path, fmt):
+        calls.append((path, fmt))
+        raise ValueError("no frames")
+
+    monkeypatch.setitem(sys.modules, "dpdata", types.SimpleNamespace(LabeledSystem=read))
+    given, name = given.format(kind), name.format(kind)
+    for file, text in files.items():
+        place = Path(file.format(kind))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text.replace("{}", kind))
+    with pytest.raises(DataError, match=rf"{given}: cannot be read by dpdata as {name} \(no frames\)"):
+        convert_data([given], "out", file_format=name if is_named else None)
+    assert calls == [(passed, name)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason", "option"),
+    [
+        ("OUTCAR", " vasp.6.4.2\n", "ASE as vasp-out (Incomplete OUTCAR)", "vasp/outcar"),
+        ("vasprun.xml", "<modeling>\n", "ASE as vasp-xml (", "vasp/xml"),
+        ("md.log", f" Invoking FHI-aims ...\n{MANY} Molecular dynamics\n", "ASE as aims-output (", "fhi_aims/md"),
+    ],
+)
+def test_a_file_that_ase_cannot_read_names_the_format_of_dpdata(name, text, reason, option):
+    Path(name).write_text(text)
+    with pytest.raises(DataError) as caught:
+        convert_data([name], "out")
+    assert str(caught.value).startswith(f"{name}: cannot be read by {reason}")
+    assert str(caught.value).endswith(f"dpdata may read it: --format {option}.")
+
+
+def test_files_that_a_format_needs_are_named():
+    with pytest.raises(DataError, match="oh-md: no such file"):
+        convert_data(["oh-md"], "out")
+    Path("d").mkdir()
+    Path("d/dftb_pin.hsd").write_text("Geometry = GenFormat {\n 2 S\n Si\n")
+    with pytest.raises(DataError, match=r"dftb_pin\.hsd: is periodic, and dpdata does not read the cell"):
+        convert_data(["d"], "out", file_format="dftbplus")
+
+
+@pytest.mark.parametrize("name", ["forces", "stress", "virials"])
+def test_an_array_of_dpdata_without_frames_is_none(monkeypatch, name):
+    """Calculations of ABACUS without forces, or without stresses, are such."""
+    data = {"atom_names": ["H"], "atom_types": np.zeros(2, int), "coords": np.array([[[0, 0, 0], [0, 0, 0.7]]]),
+            "energies": np.ones(1), "cells": 4 * np.eye(3)[None], name: np.zeros((0, 3, 3))}  # fmt: skip
+    package = types.SimpleNamespace(LabeledSystem=lambda path, fmt: types.SimpleNamespace(data=data))
+    monkeypatch.setitem(sys.modules, "dpdata", package)
+    Path("run.out").write_text("a calculation\n")
+    assert "  reads energy" in convert_data(["run.out"], "out", file_format="abacus/scf")
+
+
+def test_a_reader_that_lacks_a_package_names_it(monkeypatch):
+    def read(path, fmt):
+        raise ModuleNotFoundError("No module named 'parmed'", name="parmed")
+
+    monkeypatch.setitem(sys.modules, "dpdata", types.SimpleNamespace(LabeledSystem=read))
+    Path("run.out").write_text("a calculation\n")
+    with pytest.raises(DataError, match=r"with the package parmed, which is not installed: pip install parmed"):
+        convert_data(["run.out"], "out", file_format="amber/md")
+
+
+def test_what_a_reader_logs_and_turned_molecules_of_gaussian_are_reported(monkeypatch, capfd):
+    data = {"atom_names": ["H"], "atom_types": np.zeros(1, int), "coords": np.zeros((1, 1, 3)), "nopbc": True,
+            "energies": np.ones(1), "cells": np.zeros((1, 3, 3)), "forces": np.zeros((1, 1, 3))}  # fmt: skip
+
+    def read(path, fmt):
+        logging.getLogger("ase").warning("positions are of another orientation")
+        return types.SimpleNamespace(data=data)
+
+    monkeypatch.setitem(sys.modules, "dpdata", types.SimpleNamespace(LabeledSystem=read))
+    text = "  Standard orientation:\n  Forces (Hartrees/Bohr)\n"
+    Path("run.out").write_text(text)
+    reported = "\n".join(convert_data(["run.out"], "out", file_format="gaussian/log"))
+    assert "dpdata as gaussian/log says: positions are of another orientation" in reported
+    assert "warning: positions are of Gaussian's standard orientation, and forces of that of the input" in reported
+    assert capfd.readouterr() == ("", "")
+    Path("run.out").write_text(f"  Input orientation:\n{text}")
+    assert "warning" not in "\n".join(convert_data(["run.out"], "out2", file_format="gaussian/log"))

@@ -1,5 +1,6 @@
 """Reading deepmd/npy, deepmd/npy/mixed and HDF5; one message about a file that does not fit, is damaged or absurd."""
 
+import fcntl
 import re
 import shutil
 import struct
@@ -377,6 +378,18 @@ def test_hdf5_that_lacks_something_is_reported(system, name):
         assert re.search("a link to what does not exist|is a group|holds no data|cannot be read as HDF5", problem), (
             problem
         )
+
+
+def test_hdf5_that_another_program_writes_is_reported(system):
+    path = hdf5(system)
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as HDF5 does in the other program
+        with pytest.raises(DataError) as caught:
+            open_data([path], ["O", "H"])
+    assert str(caught.value) == (
+        f"systems[0]: {path}: another program has it open for writing. Wait until it has closed it, or set "
+        "HDF5_USE_FILE_LOCKING=FALSE if it does not write any more."
+    )
 
 
 def test_hdf5_of_which_a_part_was_never_written_is_reported(system):

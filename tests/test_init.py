@@ -143,7 +143,7 @@ def test_a_slab_is_a_solid_and_a_molecule_alone_in_a_small_cell_is_a_molecule(va
     ("unlabelled", "no label of the loss is present"),
     ("missing", "data.extxyz: no such file or folder"),
     ("foreign",
-     "OUTCAR: cannot be read by ASE as vasp-out (Incomplete OUTCAR). Is it complete? Name its format: --format vasp"),
+     "OUTCAR: cannot be read by ASE as vasp-out (Incomplete OUTCAR). Is it complete? dpdata may read it: "),
 ])  # fmt: skip
 def test_data_that_nothing_can_be_learned_from_end_in_one_message(content, message, capsys):
     rng = np.random.default_rng(0)

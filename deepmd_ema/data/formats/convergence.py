@@ -37,6 +37,10 @@ _FORCE_TABLES = (
     b"ATOMIC FORCES in [a.u.]",
     b"DFT ENERGY GRADIENTS",
     b"siesta: Atomic forces (eV/Ang)",
+    b"TOTAL-FORCE (eV/Angst",
+    b"Forces in eV/Ang:",
+    b"Gradient of SCF Energy",
+    b"Total Gradient:",
 )
 _VASP_EVENT = re.compile(
     rb"Iteration +\d+\( *(?P<step>\d+)\)"
@@ -51,12 +55,13 @@ _XML_EVENT = re.compile(
 )
 
 
-def notes_of_output(path: Path, has_forces: bool) -> Iterator[tuple[str, int]]:
+def notes_of_output(path: Path, has_forces: bool, other: str = "another --format") -> Iterator[tuple[str, int]]:
     """Yield remarks on what the program says in an output, with the number of steps they are about.
 
     Args:
         path: file, or folder with the output of a program that is read as a folder.
         has_forces: whether the reader found forces.
+        other: option that may find them.
     """
     files = [path] if path.is_file() else [*path.glob("OUT.*/running_*.log"), *path.glob("*.log")]
     for file in files:
@@ -71,9 +76,13 @@ def notes_of_output(path: Path, has_forces: bool) -> Iterator[tuple[str, int]]:
                     yield _describe(words, program), numbers[words]
             if number := _gaussian_failures(text):
                 yield _describe(_GAUSSIAN_FAILURE.decode(), "Gaussian"), number
+            is_turned = text.find(b"Standard orientation:") >= 0 > text.find(b"Input orientation:")
+            if is_turned and text.find(b"Forces (Hartrees/Bohr)") >= 0:
+                turned = "warning: positions are of Gaussian's standard orientation, and forces of that of the input"
+                yield f"{turned}, which may be turned. Compute with Geom=PrintInputOrient or NoSymm", 0
             tables = [] if has_forces else [words.decode() for words in _FORCE_TABLES if text.find(words) >= 0]
             if tables:
-                yield f'forces are in the file ("{tables[0]}") and were not read: try another --format', 0
+                yield f'forces are in the file ("{tables[0]}") and were not read: try {other}', 0
 
 
 def unconverged_steps_of_vasp(path: Path, is_xml: bool) -> int:

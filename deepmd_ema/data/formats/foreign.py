@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import warnings
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ import numpy as np
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.labels import FORCE, HESSIAN
 from deepmd_ema.data.formats.convergence import notes_of_output, unconverged_steps_of_vasp
-from deepmd_ema.data.formats.discover import find_stores, is_cp2k_trajectory, split_address
+from deepmd_ema.data.formats.discover import find_stores, split_address
 from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
 from deepmd_ema.data.formats.lmdb import is_lmdb, lmdb_frames
+from deepmd_ema.data.formats.programs import Output, argument_of, is_of_dpdata, recognized
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, in_angstrom, parse_choice
-from deepmd_ema.data.formats.stores import is_hdf5, is_there
+from deepmd_ema.data.formats.stores import is_hdf5
 from deepmd_ema.data.formats.system import backups_of, system_frames
 from deepmd_ema.errors import DataError
 
@@ -28,10 +30,6 @@ if TYPE_CHECKING:
 
 _MAX_PROBLEMS = 5
 _MAX_REASON_CHARACTERS = 1000  # letters of what another program says
-# in the first bytes of files that ASE does not read: the program, and the format of dpdata
-_SIGNATURES = ((b"CP2K|", "CP2K", "cp2k/output"), (b"Psi4: An Open-Source", "Psi4", "psi4/out"))
-_RUNNER = re.compile(rb"\s*(?:(?:[#!]|comment)[^\n]*\n\s*)*begin\b")  # also with blanks, which ASE does not expect
-_HEAD_BYTES = 20_000
 _TAIL_BYTES = 100_000  # with the end of a file
 # names of ASE and dpdata for formats whose numbers have one unit of length and one of energy, which the readers take
 # for these; the others are outputs of programs with units of their own, which they know
@@ -65,7 +63,8 @@ def stored_parts(address: str, file_format: str | None) -> Iterator[tuple[str, I
         DataError: if the file cannot be read, or some frames cannot be used.
     """
     path, choice = split_address(address)
-    if file_format is None and (path.is_dir() or is_hdf5(path)) and not is_lmdb(path):
+    output = recognized(path)
+    if file_format is None and output is None and (path.is_dir() or is_hdf5(path)) and not is_lmdb(path):
         for store in find_stores(address):
             if store is not None:
                 inventory = Inventory()
@@ -73,21 +72,22 @@ def stored_parts(address: str, file_format: str | None) -> Iterator[tuple[str, I
                 yield store.name, inventory, _all_frames(store.name, system_frames(store), inventory)
         return
     inventory = Inventory(parse_choice(choice))
-    if not is_there(path):
-        raise DataError(f"{path}: no such file.")
+    name = file_format or ("" if output is None or output.name_of_ase else output.name)
+    place = argument_of(path, name)
     if path.is_file() and not path.stat().st_size:  # ASE would make a new data base of it
         raise DataError(f"{path}: is empty.")
-    output = path.parent if path.is_file() and is_cp2k_trajectory(path) else path
     try:
-        stored = _all_frames(str(path), _frames(path, file_format, inventory), inventory)
+        stored = _all_frames(str(path), _frames(path, name, output, inventory), inventory)
     except DataError as error:
-        notes = [f"{path}: {text}" for text, _ in notes_of_output(output, has_forces=True)]
+        texts = [text for text, _ in notes_of_output(place, has_forces=True)]
+        notes = [f"{path}: {text}" for text in texts if text.startswith("electrons")]
         raise DataError([*error.problems, *notes]) from None
     if inventory.reader != "dp-ema":
+        other = "another --format" if output is None or name == output.name else f"--format {output.name}"
         # not |=, which drops remarks on the whole file
-        inventory.other.update(dict(notes_of_output(output, FORCE in inventory.read)))
-        if path.is_file():
-            _note_what_vasp_left_out(path, inventory)
+        inventory.other.update(dict(notes_of_output(place, FORCE in inventory.read, other)))
+        if output is not None and output.program == "VASP":
+            _note_what_vasp_left_out(path, output.name == "vasp/xml", inventory)
     yield address, inventory, stored
 
 
@@ -108,54 +108,47 @@ def _all_frames(name: str, frames: Iterator[StoredFrame], inventory: Inventory) 
     return stored
 
 
-def _frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterator[StoredFrame]:
-    """Return the frames of a file; what a user should know of them goes to ``inventory``."""
-    if file_format is not None:
-        if "/" in file_format or file_format == "n2p2":
-            return _dpdata_frames(path, file_format, inventory)
-        return _ase_frames(path, file_format, inventory)
+def _frames(path: Path, name: str, output: Output | None, inventory: Inventory) -> Iterator[StoredFrame]:
+    """Return the frames of a file; what a user should know of them goes to ``inventory``.
+
+    Args:
+        path: of the file.
+        name: of the format, if the user has given it or ASE does not read it; else empty.
+        output: what the file is, where something shows it.
+        inventory: of the file.
+    """
+    if output is not None and name == output.name:
+        try:
+            return _dpdata_frames(path, name, inventory)
+        except ModuleNotFoundError:
+            what = f"{path}: is an output of {output.program}, which dpdata reads as {name}"
+            raise DataError(f"{what}, and dpdata is not installed: pip install dpdata.") from None
+    if name:
+        return _dpdata_frames(path, name, inventory) if is_of_dpdata(name) else _ase_frames(path, name, inventory)
     if is_lmdb(path):
         return lmdb_frames(path)
-    is_trajectory = path.is_file() and is_cp2k_trajectory(path)
-    if is_extxyz(path) and not is_trajectory:
+    if is_extxyz(path):
         return map(read_block, (block for _, block in blocks(path)))
-    # outputs that ASE does not read, or takes for those of another program: what they are, and the format of dpdata
-    known = [("a trajectory of CP2K", "cp2k/aimd_output")] if is_trajectory else []
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    known += [(f"an output of {program}", name) for mark, program, name in _SIGNATURES if mark in head]
-    if known:
-        if is_trajectory and len(list(path.parent.glob("*pos*.xyz"))) > 1:
-            raise DataError(f"{path}: dpdata reads one trajectory of CP2K in a folder. Move the others away.")
-        what, name = known[0]
-        try:
-            return _dpdata_frames(path.parent if is_trajectory else path, name, inventory)
-        except ModuleNotFoundError:
-            text = f"{path}: is {what}, which dpdata reads, and dpdata is not installed: pip install dpdata."
-            raise DataError(text) from None
     try:
-        format_of_ase = "runnerdata" if _RUNNER.match(head) else None
-        if _is_vasp(head):  # whatever the name of the file is
-            format_of_ase = "vasp-xml" if b"<modeling" in head else "vasp-out"
-        return _ase_frames(path, format_of_ase, inventory)
+        return _ase_frames(path, "" if output is None else output.name_of_ase, inventory)
     except DataError as error:
-        more = ""
-        if not _is_vasp(head):
-            try:
-                return _dpdata_frames(path, "auto", inventory)
-            except ModuleNotFoundError:
-                more = " dpdata, which reads formats that ASE does not, is not installed: pip install dpdata."
-            except DataError:
-                pass
-        raise DataError(f"{error}{more}") from None
+        if output is not None:
+            raise DataError(f"{error} dpdata may read it: --format {output.name}.") from None
+        try:
+            return _dpdata_frames(path, "auto", inventory)
+        except ModuleNotFoundError:
+            more = "dpdata, which reads formats that ASE does not, is not installed: pip install dpdata."
+            raise DataError(f"{error} {more}") from None
+        except DataError:
+            raise error from None
 
 
-def _ase_frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterator[StoredFrame]:
+def _ase_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
     from ase.db import connect
     from ase.io import iread
     from ase.io.formats import filetype, ioformats
 
-    if file_format is not None and file_format not in ioformats:
+    if file_format and file_format not in ioformats:
         raise DataError(f"--format {file_format}: ASE has no such format; `ase info --formats` lists them.")
     with _readable(path, f"ASE{f' as {file_format}' if file_format else ''}", inventory):
         name = file_format or ("db" if path.suffix == ".db" else filetype(str(path)))
@@ -179,19 +172,11 @@ def _ase_frames(path: Path, file_format: str | None, inventory: Inventory) -> It
     return (_of_atoms(atoms, inventory) for atoms in every)
 
 
-def _is_vasp(head: bytes) -> bool:
-    return b"<modeling" in head[:2000] or head[:2000].lstrip().startswith(b"vasp.")
-
-
-def _note_what_vasp_left_out(path: Path, inventory: Inventory) -> None:
+def _note_what_vasp_left_out(path: Path, is_xml: bool, inventory: Inventory) -> None:
     """Note what readers pass over in a file of VASP: a last frame that is cut off, energies that did not converge."""
     with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         tail = file.read()
-    if not _is_vasp(head):
-        return
-    is_xml = b"<modeling" in head[:2000]
     if (b"</modeling>" if is_xml else b"General timing and accounting") not in tail:
         inventory.other["the end of the file is missing: a frame that was not finished is left out"] = 0
     if number := unconverged_steps_of_vasp(path, is_xml):
@@ -221,15 +206,20 @@ def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
 def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
     import dpdata
 
+    place = argument_of(path, file_format)
+    files = (f"{place}/dftb_pin.hsd", f"{place}/detailed.out") if file_format == "dftbplus" else str(place)
     with _readable(path, f"dpdata as {file_format}", inventory):
-        data = dpdata.LabeledSystem(str(path), fmt=file_format).data
+        data = dpdata.LabeledSystem(files, fmt=file_format).data
         if not len(data.get("coords", ())):
             raise ValueError("it has no frames")
+    # forces and stresses that an output does not have are arrays without frames
+    data = {name: value for name, value in data.items() if np.size(value)}
     name = path.name.rpartition(".")[2].lower() if file_format == "auto" else file_format
     inventory.reader, inventory.units = f"dpdata as {name}", _UNITS.get(name)
     element_of = {}  # of each kind of atoms
     for name in data["atom_names"]:
-        kind = _KIND.fullmatch(name)
+        # names of AMBER are those of its force field
+        kind = _KIND.fullmatch(name) if file_format != "amber/md" else None
         element_of[name] = kind[1] if kind and kind[1] in SYMBOLS else name
     if kinds := [f"{name} as {element}" for name, element in element_of.items() if name != element]:
         inventory.other[f"kinds of atoms are read as elements: {', '.join(kinds)}"] = 0
@@ -255,6 +245,8 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
 def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
     """Turn whatever the readers of some hundred formats raise into a message, and what they print into remarks."""
     printed = io.StringIO()
+    log = logging.StreamHandler(printed)
+    logging.getLogger().addHandler(log)
     try:
         with warnings.catch_warnings(record=True) as caught, redirect_stdout(printed):
             warnings.simplefilter("always")
@@ -263,14 +255,17 @@ def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
         for text in dict.fromkeys(" ".join(line.split()) for line in (*said, *printed.getvalue().splitlines())):
             if text:
                 inventory.other[f"{reader} says: {_shortened(text)}"] = 0
-    except ModuleNotFoundError:
-        raise
+    except ModuleNotFoundError as error:
+        needs = f"{path}: {reader} reads it with the package {error.name}, which is not installed"
+        raise DataError(f"{needs}: pip install {error.name}.") from error
     except Exception as error:
         reason = _shortened(" ".join(str(error).split())) or type(error).__name__
-        raise DataError(
-            f"{path}: cannot be read by {reader} ({reason}). Is it complete? Name its format: --format "
-            "vasp-out, vasp-xml, db (of ASE), cp2k/output (of dpdata) or another."
-        ) from error
+        advice = "Is it complete?"
+        if " as " not in reader:
+            advice += " Name its format: --format vasp-out, vasp-xml, db (of ASE), cp2k/output (of dpdata) or another."
+        raise DataError(f"{path}: cannot be read by {reader} ({reason}). {advice}") from error
+    finally:
+        logging.getLogger().removeHandler(log)
 
 
 def _shortened(text: str) -> str:

@@ -329,8 +329,14 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
     """
     import h5py
 
-    with _readable_hdf5(str(file), "it is truncated or not an HDF5 file"):
-        root = h5py.File(file, "r")
+    try:
+        with _readable_hdf5(str(file), "it is truncated or not an HDF5 file"):
+            root = h5py.File(file, "r")
+    except DataError as error:
+        if isinstance(error.__cause__, BlockingIOError):  # of the lock of HDF5
+            advice = "Wait until it has closed it, or set HDF5_USE_FILE_LOCKING=FALSE if it does not write any more."
+            raise DataError(f"{file}: another program has it open for writing. {advice}") from error
+        raise
     top = "/" + group.strip("/")
     with ExitStack() as stack, _readable_hdf5(f"{file}#{top}"):
         stack.callback(root.close)
@@ -359,5 +365,5 @@ def readable_as(kind: str, name: str, failures: tuple[type[Exception], ...]) -> 
     try:
         yield
     except failures as error:
-        reason = " ".join(str(error.args[0] if error.args else error).split()) or type(error).__name__
+        reason = " ".join(str(error.args[-1] if error.args else error).split()) or type(error).__name__
         raise DataError(f"{name}: cannot be read as {kind} ({reason[:_MAX_REASON_CHARACTERS]}).") from error

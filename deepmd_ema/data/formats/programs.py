@@ -1,0 +1,128 @@
+"""Outputs of other programs: their program, the name of their format in dpdata, and the path that dpdata takes."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from deepmd_ema.data.formats.discover import is_cp2k_trajectory
+from deepmd_ema.data.formats.extxyz import is_extxyz
+from deepmd_ema.data.formats.lmdb import is_lmdb
+from deepmd_ema.data.formats.stores import is_there
+from deepmd_ema.errors import DataError
+
+_HEAD_BYTES = 20_000
+
+
+class Output(NamedTuple):
+    """The program that has written a file, and the names of its format.
+
+    Attributes:
+        program: for messages.
+        name: of dpdata.
+        name_of_ase: empty where ASE does not read the format, or takes it for another one.
+    """
+
+    program: str
+    name: str
+    name_of_ase: str = ""
+
+
+# words in the first bytes of a file
+_MARKS = {
+    rb"CP2K\|": Output("CP2K", "cp2k/output"),
+    rb"Psi4: An Open-Source": Output("Psi4", "psi4/out"),
+    rb"AMBER SQM VERSION": Output("AMBER", "sqm/out"),
+    rb"WELCOME TO ABACUS|ABACUS v\d|\AINPUT_PARAMETERS|\AMDSTEP:": Output("ABACUS", "abacus/scf"),
+    rb"WELCOME TO SIESTA|\ASiesta Version": Output("SIESTA", "siesta/output"),
+    rb"\A *\d+ atoms, *Iteration": Output("PWmat", "pwmat/movement"),
+    rb"\A *\d+\s+time= *\S+ \(fs\) +Energy=|^ *System\.Name\s": Output("OpenMX", "openmx/md"),
+    rb"^Number of atoms +I +\d": Output("Gaussian", "gaussian/fchk"),
+    rb"iSCC Total electronic|^Total Mermin free energy": Output("DFTB+", "dftbplus"),
+    rb"\A.{,2000}<modeling": Output("VASP", "vasp/xml", "vasp-xml"),
+    rb"\A\s*vasp\.": Output("VASP", "vasp/outcar", "vasp-out"),
+    rb"Invoking FHI-aims": Output("FHI-aims", "fhi_aims/scf", "aims-output"),
+    rb"Entering Gaussian System": Output("Gaussian", "gaussian/log", "gaussian-out"),
+    rb"Program PWSCF": Output("Quantum ESPRESSO", "qe/pw/scf", "espresso-out"),
+    rb"\* +O +R +C +A +\*": Output("ORCA", "orca/spout", "orca-output"),
+    # also with blanks, which ASE does not expect
+    rb"\A\s*(?:(?:[#!]|comment)[^\n]*\n\s*)*begin\b": Output("RuNNer", "n2p2", "runnerdata"),
+}
+# formats of a trajectory, by words anywhere in the output
+_TRAJECTORIES = {"siesta/output": ("siesta/aimd_output", b"Begin MD step"),
+                 "fhi_aims/scf": ("fhi_aims/md", b"Molecular dynamics")}  # fmt: skip
+# formats of several files with one name: ends that all have
+_PARTS = {"qe/cp/traj": ("in", "pos", "for", "evp"), "amber/md": ("parm7", "nc", "mdfrc"), "openmx/md": ("md", "dat")}
+_MORE_ENDS = ("cel", "str", "mden", "mdout")  # that some have
+_ABACUS = {"md": "abacus/md", "relax": "abacus/relax", "cell-relax": "abacus/relax"}
+_PLAIN_NAMES = ("n2p2", "dftbplus", "movement", "mlmd", "outcar")  # of dpdata, without a slash
+
+
+def is_of_dpdata(file_format: str) -> bool:
+    """Whether a name of a format is one of dpdata, not of ASE."""
+    return "/" in file_format or file_format in _PLAIN_NAMES
+
+
+def recognized(path: Path) -> Output | None:
+    """Return the program and format of a file, a folder, or files of one name; None where nothing shows them."""
+    for name, ends in _PARTS.items():
+        prefix = path.with_suffix("") if path.suffix[1:] in ends + _MORE_ENDS else path
+        if all(Path(f"{prefix}.{end}").is_file() for end in ends):
+            return Output(name, name)
+    if is_lmdb(path):
+        return None
+    if path.is_dir():
+        return recognized(path / "INPUT") if any(path.glob("OUT.*")) else None
+    if not path.is_file():
+        return None
+    if is_cp2k_trajectory(path):
+        return Output("CP2K", "cp2k/aimd_output")
+    if is_extxyz(path):
+        return None
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    matching = (one for mark, one in _MARKS.items() if re.search(mark, head, re.DOTALL | re.MULTILINE))
+    output = next(matching, None)
+    if output is None:
+        return None
+    name = output.name
+    if name == "abacus/scf":
+        input_file = argument_of(path, name) / "INPUT"
+        text = input_file.read_text(errors="replace") if input_file.is_file() else ""
+        kind = re.search(r"^running_(.+)\.log|^\s*calculation\s+(\S+)", f"{path.name}\n{text}", re.MULTILINE)
+        name = _ABACUS.get((kind[1] or kind[2]) if kind else "", name)
+    elif name in _TRAJECTORIES:
+        of_trajectory, words = _TRAJECTORIES[name]
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(words) >= 0:
+                name = of_trajectory
+    elif name == "cp2k/output" and path.suffix == ".log" and any(path.parent.glob("*pos*.xyz")):
+        name = "cp2k/aimd_output"
+    return output._replace(name=name)
+
+
+def argument_of(path: Path, name: str) -> Path:
+    """Return the path that dpdata takes for a file, a folder, or files of one name; ``path`` for ASE.
+
+    Raises:
+        DataError: if it does not exist, or dpdata would read a part of it.
+    """
+    if name in _PARTS:
+        return path.with_suffix("") if path.is_file() else path
+    if not is_there(path):
+        raise DataError(f"{path}: no such file.")
+    folder = path if path.is_dir() else path.parent
+    if name.startswith("abacus/"):
+        return folder.parent if folder.name.startswith("OUT.") else folder
+    if name == "cp2k/aimd_output":
+        if len(list(folder.glob("*pos*.xyz"))) > 1:
+            raise DataError(f"{path}: dpdata reads one trajectory of CP2K in a folder. Move the others away.")
+        return folder
+    if name == "dftbplus":
+        geometry = folder / "dftb_pin.hsd"
+        if geometry.is_file() and re.search(rb"GenFormat\s*\{\s*\d+\s+[SFsf]\b", geometry.read_bytes()):
+            raise DataError(f"{geometry}: is periodic, and dpdata does not read the cell. Write extended XYZ with ASE.")
+        return folder
+    return path
