@@ -143,6 +143,28 @@ def test_all_labels_with_several_names_are_in_one_line_with_the_commonest_names(
     assert source.frame(0).labels["energy"] == -2
 
 
+@pytest.mark.parametrize(("label", "stored"), [
+    ("gap", "gap"), ("gap", "REF_gap"), ("gap", "Gap"), ("Gap", "Gap"), ("Gap", "dft_Gap"), ("ref_gap", "ref_gap"),
+    ("band_gap", "band-gap"),
+])  # fmt: skip
+def test_names_of_a_property_are_found_as_those_of_energies_are(write_text, label, stored):
+    source = open_one(write_text(text(**{stored: 1.5}, dft_energy=2)), labels=[f"{label}[1]"])
+    assert source.frame(0).labels == {f"{label}[1]": 1.5}
+    # what is not read may have several names
+    assert source.notes == [f"reads {label}[1] from {stored}", "does not read dft_energy, energy, forces"]
+
+
+def test_a_name_of_another_origin_is_no_property(write_text):
+    assert open_one(write_text(text(gap=1.5)), labels=["ref_gap[1]"]).frame(0).labels == {}
+
+
+@pytest.mark.parametrize("key", ["gap", "gap[1]"])
+def test_names_of_a_property_can_be_chosen(write_text, key):
+    name = write_text(text(ref_gap=1, dft_gap=2))
+    assert problems_of(name, labels=["gap[1]"]).endswith("such as a.xyz#gap[1]=dft_gap.")
+    assert open_one(f"{name}#{key}=ref_gap", labels=["gap[1]"]).frame(0).labels == {"gap[1]": 1}
+
+
 @pytest.mark.parametrize(("frames", "message"), [
     ([text(), text(energy="abc")], "frame 1 (from 0): energy: is 'abc', expected numbers."),
     ([text(virial="1 2 3")], "virial: has 3 numbers, expected 9 (3x3) or 6"),

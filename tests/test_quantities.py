@@ -390,7 +390,8 @@ WRONG = [
     (DIPOLE, {"model.fitting_net.type": "polar", "model.fitting_net.scale": [1.0]},
      "model.fitting_net.scale = [1.0]: has length 1, expected 2, one for each of type_map"),
     *((GAP, {"model.fitting_net.property_name": name}, f"model.fitting_net.property_name = {json.dumps(name)}: exp")
-      for name in ("force", "atomic_weight", "coord", "dos", "atom_gap", "a b")),
+      for name in ("force", "atomic_weight", "coord", "coords", "cells", "energies", "virials", "dos", "atom_gap",
+                   "a b")),
     (GAP, {"loss.loss_func": "rmse", "training.accumulate": 2}, 'training.accumulate = 2: loss_func "rmse" ... Use 1,'),
 ]  # fmt: skip
 

@@ -28,6 +28,8 @@ WEIGHTS = (WEIGHT, ENERGY_WEIGHT, FORCE_WEIGHT, VIRIAL_WEIGHT)  # of a frame in 
 # keys of conditions: what an energy depends on beside positions and elements
 FPARAM = "fparam"  # (F, P) frame parameters, any unit
 APARAM = "aparam"  # (A, Q) atomic parameters, any unit
+# names of the arrays of dpdata and of DeePMD-kit's LMDB data, and those of their files in a set
+NAMES_OF_DPDATA = {"coords": "coord", "cells": "box", "energies": ENERGY, "forces": FORCE, "virials": VIRIAL}
 GPA = 160.2176634  # in one eV/angstrom^3
 
 

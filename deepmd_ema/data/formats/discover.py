@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeAlias
 
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, is_extxyz, open_extxyz
 from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
-from deepmd_ema.data.formats.properties import parse_choice
 from deepmd_ema.data.formats.stores import Hdf5Store, NpyStore, hdf5_stores, is_hdf5, is_there
 from deepmd_ema.data.formats.system import ArrayStore, open_system, read_type_map
 from deepmd_ema.data.source import FrameSource, ReadSpec
@@ -39,7 +38,7 @@ class Format(NamedTuple):
 FORMATS = [
     Format(is_lmdb, find_lmdb),
     Format(is_hdf5, lambda file, group: [partial(open_system, store) for store in hdf5_stores(file, group)]),
-    Format(is_extxyz, lambda file, choice: [partial(open_extxyz, file, parse_choice(choice))]),
+    Format(is_extxyz, lambda file, choice: [partial(open_extxyz, file, choice)]),
 ]
 
 

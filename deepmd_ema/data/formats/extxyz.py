@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY_WEIGHT, FORCE, FORCE_WEIGHT, VIRIAL, VIRIAL_WEIGHT, WEIGHT
+from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY_WEIGHT, FORCE, FORCE_WEIGHT, VIRIAL, VIRIAL_WEIGHT
 from deepmd_ema.data.formats.properties import (
     KIND_NAMES,
     STRESS,
@@ -21,6 +21,7 @@ from deepmd_ema.data.formats.properties import (
     kind_of,
     make_frame,
     numbers,
+    parse_choice,
 )
 from deepmd_ema.data.formats.stores import is_there, readable
 from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, rows_per
@@ -86,19 +87,21 @@ def is_extxyz(path: Path) -> bool:
     return path.suffix.lower() in XYZ_SUFFIXES and path.exists() and not path.is_dir()
 
 
-def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzFile:
+def open_extxyz(path: Path, choice: str, spec: ReadSpec) -> ExtxyzFile:
     """Return the frames of a file, after reading all of it once.
 
     Args:
         path: of the file.
-        given: names chosen by the user, of ``parse_choice``.
+        choice: names chosen by the user, for ``parse_choice``.
         spec: what to read.
 
     Raises:
         DataError: with the first problems of the file, each with its frame.
     """
+    given = parse_choice(choice, spec.labels)
     name = str(path) + "#" * bool(given) + ",".join(f"{what}={key}" for what, key in given.items())
-    inventory = Inventory(given, takes_weights=WEIGHT in spec.labels, labels=spec.labels)
+    conditions = [name for name, number in spec.num_conditions.items() if number]
+    inventory = Inventory(given, wanted={*spec.labels, *conditions})
     starts, sizes, kinds, problems = list[int](), list[int](), list[str](), list[str]()
     for start, block in blocks(path):
         with collect_problems(problems, f"{name}: frame {len(starts)} (from 0): "):

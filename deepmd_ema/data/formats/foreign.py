@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.labels import FORCE, HESSIAN
+from deepmd_ema.config.labels import FORCE, NAMES_OF_DPDATA
 from deepmd_ema.data.formats.convergence import notes_of_output, unconverged_steps_of_vasp
 from deepmd_ema.data.formats.discover import find_stores, split_address
 from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
@@ -224,14 +224,13 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
     if kinds := [f"{name} as {element}" for name, element in element_of.items() if name != element]:
         inventory.other[f"kinds of atoms are read as elements: {', '.join(kinds)}"] = 0
     symbols = [element_of[data["atom_names"][number]] for number in data["atom_types"]]
-    labels = {"energy": "energies", "virial": "virials", HESSIAN: "hessian"}
-    known = {*labels.values(), "forces", "coords", "cells", "atom_names", "atom_types", "atom_numbs", "orig", "nopbc"}
+    known = {*NAMES_OF_DPDATA, "atom_names", "atom_types", "atom_numbs", "orig", "nopbc"}
     if "virials" in data:
         known.add("stress")  # the same quantity
     more = {name: value for name, value in data.items() if name not in known}
 
     def frame(k: int) -> StoredFrame:
-        per_frame = {name: data[key][k] for name, key in labels.items() if key in data}
+        per_frame = {NAMES_OF_DPDATA[name]: data[name][k] for name in ("energies", "virials") if name in data}
         # what belongs to each frame has a row for it: parameters, and labels that dpdata does not know
         per_frame |= {n: v[k] if np.shape(v)[:1] == np.shape(data["coords"])[:1] else v for n, v in more.items()}
         per_atom = {"forces": data["forces"][k]} if "forces" in data else {}

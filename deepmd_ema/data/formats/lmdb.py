@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.labels import APARAM, FPARAM, HESSIAN, LABELS
+from deepmd_ema.config.labels import APARAM, FPARAM, HESSIAN, LABELS, NAMES_OF_DPDATA
 from deepmd_ema.data.check_cache import recall_or_find
 from deepmd_ema.data.formats.properties import StoredFrame, make_frame
 from deepmd_ema.data.formats.stores import is_there, readable_as
@@ -25,8 +25,7 @@ from deepmd_ema.errors import DataError, collect_problems, counted, first_few, s
 from deepmd_ema.geometry import Array
 
 _ATYPE, _META, _KIND = "atype", "__metadata__", "DeePMD-kit's LMDB"
-_PLURALS = {"coords": COORD, "cells": BOX, "energies": "energy", "forces": "force", "virials": "virial"}
-_NAME_OF = {**_PLURALS, "atom_types": _ATYPE, **{f: n for n, label in LABELS.items() for f in label.files}}
+_NAME_OF = {**NAMES_OF_DPDATA, "atom_types": _ATYPE, **{f: n for n, label in LABELS.items() for f in label.files}}
 _DESCRIBE = {"natoms", "real_natoms_vec", "atom_numbs", "atom_names", "orig", "fid"}  # say nothing that is not known
 _MAX_PROBLEMS = 5
 

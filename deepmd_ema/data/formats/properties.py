@@ -108,23 +108,21 @@ class Inventory:
 
     Attributes:
         given: chosen by the user: label, ``stress``, ``fparam`` or ``aparam`` to the name in the file.
-        takes_weights: whether weights of frames are read.
-        labels: those that are read under the names of their files alone.
+        wanted: labels, ``fparam`` and ``aparam`` that are read; None: all but those whose width a model sets.
         num_frames: frames seen.
         read: by what is read, the number of frames that have it under each name.
         both: number of frames that have a virial and a stress.
         left: number of frames that have each name that is not read.
         kinds: by the name under which frames name their kind of calculation, the number of frames of each kind.
         other: further remarks, with the number of frames they are about; 0 of the whole file.
-        unused: weights of frames that are not read.
+        unused: what frames have that is not wanted.
         states_units: whether frames name the units of their numbers.
         reader: the program that reads the file, and the name that it has for the format.
         units: units of length and energy that this reader takes the numbers for; None for those that the format says.
     """
 
     given: Mapping[str, str] = field(default_factory=dict)
-    takes_weights: bool = True
-    labels: Sequence[str] = ()
+    wanted: Collection[str] | None = None
     num_frames: int = 0
     read: dict[str, Counter[str]] = field(default_factory=dict)
     both: int = 0
@@ -147,21 +145,22 @@ class Inventory:
         if key in self._names:
             return self._names[key]
         found = {}
-        own = {name: LABELS[name].files for name in self.labels if name not in _NAMES}
-        for what, names in {**_NAMES, **own}.items():
+        for what, names in _names_of(self.wanted or ()).items():
             stored = sorted(key[rows_per(what) == "atom"])
             if what in self.given:
                 known = [name for name in stored if name == self.given[what]]
             elif _OTHER.get(what) in self.given:
                 continue
             else:
-                plain = {name: _ORIGIN.sub("", name.lower()).replace("-", "_") for name in stored}
-                known = [name for name in stored if plain[name] in names]
+                usual = set(map(str.lower, names))
+                plain = {name: name.lower().replace("-", "_") for name in stored}
+                known = [name for name in stored if usual & {plain[name], _ORIGIN.sub("", plain[name])}]
                 if what == ENERGY and not known:
-                    known = [name for name in stored if plain[name] == _FREE]
-            if known and what in WEIGHTS and not self.takes_weights and what not in self.given:
-                self.unused.add(what)
-                continue
+                    known = [name for name in stored if _ORIGIN.sub("", plain[name]) == _FREE]
+                label = VIRIAL if what == STRESS else what
+                if known and self.wanted is not None and label not in self.wanted:
+                    self.unused.add(what)
+                    continue
             if known:
                 found[what] = known
         self._names[key] = found
@@ -262,8 +261,17 @@ def describe_singles(kinds: Sequence[str]) -> str:
     return f"{' or '.join(KIND_NAMES)} names single frames and no groups ({values:,} values in {named:,} frames)"
 
 
-def parse_choice(text: str) -> dict[str, str]:
+def _names_of(wanted: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Return the usual names of all labels, and those of the labels in ``wanted`` whose width a model sets."""
+    return _NAMES | {name: LABELS[name].files for name in wanted if name not in _NAMES}
+
+
+def parse_choice(text: str, wanted: Collection[str] = ()) -> dict[str, str]:
     """Return the names after ``#`` in ``train.extxyz#energy=REF_energy,force=REF_forces``.
+
+    Args:
+        text: after ``#``.
+        wanted: labels that are read.
 
     Raises:
         DataError: if it is anything else.
@@ -271,7 +279,7 @@ def parse_choice(text: str) -> dict[str, str]:
     choice = {}
     for part in filter(None, text.split(",")):
         what, equal, name = (word.strip() for word in part.partition("="))
-        keys = [key for key, names in _NAMES.items() if what.lower() in (key, *names)]
+        keys = [key for key, names in _names_of(wanted).items() if {what, what.lower()} & {key, *names}]
         if not equal or not name or not keys:
             raise DataError(f"#{text}: {part!r} is not understood. Expected e.g. energy=REF_energy,force=REF_forces.")
         choice[keys[0]] = name

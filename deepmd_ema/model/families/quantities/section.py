@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deepmd_ema.config.fields import Check, option, positive_int
-from deepmd_ema.config.labels import APARAM, ATOM_DIPOLE, ATOM_POLAR, DIPOLE, DOS, FPARAM, LABELS, POLAR
+from deepmd_ema.config.labels import (
+    APARAM,
+    ATOM_DIPOLE,
+    ATOM_POLAR,
+    DIPOLE,
+    DOS,
+    FPARAM,
+    LABELS,
+    NAMES_OF_DPDATA,
+    POLAR,
+)
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.fitting_base import FittingOptions
 from deepmd_ema.findings import Finding
@@ -23,7 +33,8 @@ _SELECTED = "Types whose atoms have a {0}, as `model.atom_exclude_types` names t
 _SELECTED += "may then have rows of these atoms only. DeePMD-kit's torch backends ignore it."
 
 
-_TAKEN = {"coord", "box", FPARAM, APARAM, *LABELS, *(file for label in LABELS.values() for file in label.files)}
+_TAKEN = {"coord", "box", "atom_types", "atype", *NAMES_OF_DPDATA, FPARAM, APARAM}
+_TAKEN |= {name for label in LABELS.values() for name in (label.name, *label.files)}
 
 
 @dataclass(frozen=True, kw_only=True)
