@@ -123,6 +123,35 @@ def test_data_without_any_label_cannot_be_trained_on(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("stored", "shape", "predicted", "in_loss", "options"),
+    [
+        ("dos", (20,), ("dos[20]", "atom_dos[20]"), "atom_dos[20]", "start_pref_dos and limit_pref_dos"),
+        ("atom_dos", (120,), ("dos[20]", "atom_dos[20]"), "dos[20]", "start_pref_ados and limit_pref_ados"),
+        ("dipole", (3,), ("dipole", "atom_dipole"), "atom_dipole", "pref"),
+        ("atom_polarizability", (54,), ("polarizability", "atom_polarizability"), "polarizability", "pref_atomic"),
+        ("virial", (9,), ("energy", "force", "virial"), "energy", "start_pref_v and limit_pref_v"),
+    ],
+)
+def test_labels_without_a_weight_are_named_with_their_options(tmp_path, stored, shape, predicted, in_loss, options):
+    path = write_system(tmp_path / "w", energy=False, force=False, virial=False, sets=1, natoms=6, frames=4)
+    np.save(path / "set.000" / f"{stored}.npy", np.ones((4, *shape)))
+    systems = open_data([str(path)], ELEMENTS, predicted)
+    report = check_systems(systems, [], ELEMENTS, SeE2AConfig(rcut=4.0, sel="auto"), [in_loss])
+    assert report.problems[-1].endswith(
+        f"there is nothing to learn. {stored}.npy is there: the loss learns it with {options} above 0."
+    )
+    assert not any("the loss has a prefactor for it" in text for text in report.warnings)
+
+
+def test_files_of_other_names_are_listed_where_nothing_can_be_learned(tmp_path):
+    path = write_system(tmp_path / "w", energy=False, force=False, virial=False, sets=1)
+    np.save(path / "set.000" / "band_gap.npy", np.ones(4))
+    systems = open_data([str(path)], ELEMENTS, ["gap[1]", "atom_gap[1]"])
+    report = check_systems(systems, [], ELEMENTS, SeE2AConfig(rcut=4.0, sel="auto"), ["gap[1]"])
+    assert report.problems[-1].endswith(f"there is nothing to learn. {path} has band_gap.npy.")
+
+
 def test_a_sel_too_small_is_a_warning_with_the_numbers_needed(water):
     found = check(["water"]).neighbors
     a, b = found.max_neighbors

@@ -190,7 +190,8 @@ class _Labels(dict[str, Label]):
         prefix, kind, width = found.groups("")
         errors = (_DOS_ERRORS if kind == DOS else _PROPERTY_ERRORS)[bool(prefix)]
         files = (f"atom_{kind}", f"atomic_{kind}") if prefix else (kind,)
-        return Label(name, "", errors[0].unit, files, (int(width),), per_atom=bool(prefix), errors=errors)
+        symbol = errors[0].name if kind == DOS else ""
+        return Label(name, symbol, errors[0].unit, files, (int(width),), per_atom=bool(prefix), errors=errors)
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or str(name).endswith("]")

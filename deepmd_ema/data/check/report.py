@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -184,11 +185,10 @@ def check_systems(
             if math.isfinite(near.min_distance):
                 report.closest = name_of(searched, int(near.frame_min.argmin()))
     if labels and not any(scan.label_frames.get(label) for scan in report.training for label in labels):
-        files = ", ".join(f"{LABELS[label].files[0]}.npy" for label in labels)
-        text = f": no label of the loss is present in any system ({files}): there is nothing to learn."
-        findings.append(error("training data", text))
-    for part, scans in report.parts.items():
-        findings += _label_warnings(scans, labels, part)
+        findings.append(_nothing_to_learn(report.training, labels))
+    else:
+        for part, scans in report.parts.items():
+            findings += _label_warnings(scans, labels, part)
     findings += _unread_warnings(every)
     has_virials = any(VIRIAL in scan.label_frames for scan in report.training)
     if (ENERGY in labels or FORCE in labels) and not has_virials:
@@ -284,6 +284,24 @@ def _neighbor_warnings(
             f" = {limit} is too small: an atom has up to {needs} neighbors "
             f"within {rcut:g} angstrom, and {jumps}. Use {option} {enough} or more, or auto.",
         )
+
+
+def _nothing_to_learn(scans: Sequence[SystemScan], labels: Sequence[str]) -> Finding:
+    """Return an error about training data without a label of the loss, with the weights of those that are there."""
+    files = ", ".join(f"{LABELS[label].files[0]}.npy" for label in labels)
+    text = f": no label of the loss is present in any system ({files}): there is nothing to learn."
+    for name in dict.fromkeys(name for scan in scans for name in scan.label_frames):
+        label = LABELS[name]
+        options = "pref_atomic" if label.per_atom else "pref"
+        if label.symbol:
+            options = f"start_pref_{label.symbol} and limit_pref_{label.symbol}"
+        elif not label.unit:  # weights of frames, and properties of atoms, which no loss learns
+            continue
+        text += f" {label.files[0]}.npy is there: the loss learns it with {options} above 0."
+    others = {path.name for scan in scans[:1] for path in Path(scan.system.whole.name).glob("set.*/*.npy")}
+    if not scans[0].label_frames and (others := others - {"coord.npy", "box.npy"}):
+        text += f" {scans[0].system.whole.name} has {', '.join(sorted(others))}."
+    return error("training data", text)
 
 
 def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: str) -> Iterator[Finding]:
