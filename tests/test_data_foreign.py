@@ -334,3 +334,24 @@ def test_what_a_reader_logs_and_turned_molecules_of_gaussian_are_reported(monkey
     assert capfd.readouterr() == ("", "")
     Path("run.out").write_text(f"  Input orientation:\n{text}")
     assert "warning" not in "\n".join(convert_data(["run.out"], "out2", file_format="gaussian/log"))
+
+
+def test_dpdata_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dpdata", None)
+    Path("sqm.out").write_text("          AMBER SQM VERSION 19\n")
+    with pytest.raises(DataError, match=r"sqm.out: dpdata, which reads sqm/out, is not installed: pip install dpdata"):
+        convert_data(["sqm.out"], "out")
+
+
+def test_files_of_one_name_are_data_for_both_commands(monkeypatch, capsys):
+    from deepmd_ema.cli.main import main
+
+    data = {"atom_names": ["H"], "atom_types": np.zeros(2, int), "coords": np.array([[[0, 0, 0], [0, 0, 0.7]]] * 12),
+            "energies": np.ones(12), "cells": np.tile(4 * np.eye(3), (12, 1, 1))}  # fmt: skip
+    package = types.SimpleNamespace(LabeledSystem=lambda path, fmt: types.SimpleNamespace(data=data))
+    monkeypatch.setitem(sys.modules, "dpdata", package)
+    for file in parts("oh-md", "in", "pos", "for", "evp"):
+        Path(file).write_text("\n")
+    assert main(["convert", "oh-md", "out"]) == 0
+    assert main(["init", "oh-md"]) == 0
+    assert "converted oh-md to oh-md_data" in capsys.readouterr().out

@@ -202,3 +202,76 @@ def test_mistakes_in_test_data_are_those_of_the_command(capsys):
     assert main(["init", "data.xyz", "--test", "held_out.xyz"]) == 2
     assert "held_out.xyz" in capsys.readouterr().err
     assert not Path("input.yaml").exists()
+
+
+def write_tensors(folder, elements, counts, selected, label="atomic_dipole", frames=4):
+    """Write a system with rows of a tensor of the atoms of some elements."""
+    types = np.repeat(np.arange(len(elements)), counts)
+    rng, part = np.random.default_rng(0), Path(folder, "set.000")
+    part.mkdir(parents=True)
+    np.savetxt(Path(folder, "type.raw"), types, fmt="%d")
+    Path(folder, "type_map.raw").write_text("\n".join(elements))
+    places = np.array(list(product(range(6), repeat=3)))[: len(types)]
+    coord = 2 * places + rng.normal(scale=0.1, size=(frames, len(types), 3))
+    np.save(part / "coord.npy", coord.reshape(frames, -1))
+    np.save(part / "box.npy", np.tile(12 * np.eye(3).ravel(), (frames, 1)))
+    atoms = np.isin(types, [elements.index(name) for name in selected])
+    width = 3 if "dipole" in label else 9
+    rows = rng.normal(size=(frames, len(types), width))
+    np.save(part / f"{label}.npy", rows[:, atoms].reshape(frames, -1))
+    return rows, atoms
+
+
+@pytest.mark.parametrize("label", ["atomic_dipole", "atom_polarizability"])
+@pytest.mark.parametrize("elements", [["O", "H", "Na"], ["Na", "H", "O"]])
+@pytest.mark.parametrize("selected", [["O"], ["H", "Na"], ["H", "Na", "O"]])
+def test_elements_with_tensors_are_found_by_their_rows_in_all_systems(label, elements, selected):
+    # the numbers of rows of one of them alone would be those of O or of Na
+    second = {"O": 3, "H": 4, "Na": 1}
+    data = {"a": {"O": 2, "H": 4, "Na": 2}, "b": second}
+    rows = {
+        name: write_tensors(name, elements, [of[e] for e in elements], selected, label) for name, of in data.items()
+    }
+    quantity = "dipole" if "dipole" in label else "polarizability"
+    assert main(["init", "a", "b", "--property", quantity]) == 0
+    config = load_config("input.yaml")
+    model = config.task(None).model
+    chosen = model.fitting_net.sel_type
+    assert sorted(model.type_map[k] for k in chosen or range(3)) == selected
+    assert (chosen is None) == (len(selected) == 3)
+    of_run = open_run(config)[""].train
+    for source in of_run:
+        stored, atoms = rows[source.name]
+        label_read = source.frame(1).labels[f"atom_{quantity}"].reshape(stored[1].shape)
+        np.testing.assert_array_equal(label_read, np.where(atoms[:, None], stored[1], 0))
+    assert main(["convert", "a", "b", "all.xyz"]) == 0
+
+
+def test_elements_with_tensors_that_are_not_clear_must_be_named(capsys):
+    write_tensors("a", ["Na", "Cl"], [4, 4], ["Cl"])
+    for words in (["init", "a", "--property", "dipole"], ["convert", "a", "out"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err == (
+            "dp-ema: a/set.000/atomic_dipole.npy: has rows of 4 of 8 atoms, which may be those of one of: Cl, Na. "
+            "Name the elements, such as --sel-type Cl.\n"
+        )
+    assert main(["init", "a", "--property", "dipole", "--sel-type", "Cl"]) == 0
+    assert load_config("input.yaml").task(None).model.fitting_net.sel_type == [1]
+    assert main(["convert", "a", "out", "--sel-type", "Cl"]) == 0
+    assert "tensors are those of Cl (--sel-type), and 0 of other atoms" in capsys.readouterr().out
+    stored = np.load("a/set.000/atomic_dipole.npy").reshape(4, 4, 3)
+    written = np.load("out/Cl4Na4/set.000/atom_dipole.npy").reshape(4, 8, 3)
+    np.testing.assert_array_equal(written, np.concatenate([np.zeros((4, 4, 3)), stored], axis=1))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--property", "dipole", "--sel-type", "K"], "init --sel-type K: "),
+        (["--sel-type", "Cl"], "init --sel-type: is an option for --property dipole and polarizability. Leave it out."),
+    ],
+)
+def test_elements_with_tensors_that_do_not_fit_are_refused(words, message, capsys):
+    write_tensors("a", ["Na", "Cl"], [4, 4], ["Cl"])
+    assert main(["init", "a", *words]) == 2
+    assert message in capsys.readouterr().err

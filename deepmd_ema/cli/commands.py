@@ -87,6 +87,8 @@ WEIGHTS = (
     option("--average --profile", "NAME", "which average, when there are several; implies --use-ema"),
     HEAD,
 )
+SEL_TYPE = option("--sel-type", "ELEMENT", "the elements whose atoms alone have rows in atomic_dipole.npy and "
+                  "atomic_polarizability.npy (default: found by the number of rows)", nargs="+")
 FOREIGN = (
     option("--format", "NAME", "of ASE (vasp-out, vasp-xml, db, ...) or dpdata (cp2k/output, ...)"),
     option("--units", "LENGTH,ENERGY", "of the numbers in the files, such as bohr,hartree, in place of those that "
@@ -127,6 +129,7 @@ COMMANDS = {
         option("--rcut", "R", "cutoff radius in angstrom (6)", type=read.positive),
         option("--property", "NAME[:N]", "what is predicted instead of energies: dipole, polarizability, dos:N with N "
                "energies, or a property of N numbers (1) in NAME.npy", type=read.quantity),
+        SEL_TYPE,
         option("-t --type-map", "ELEMENT", "the elements, where the data have numbers only", nargs="+"),
         option("--finetune", "FILE", "fine-tune the model of this file, at a lower rate", type=read.path),
         option("--train", None, "with --finetune: all weights (default), or those of the fitting network alone",
@@ -300,7 +303,7 @@ COMMANDS = {
                    type=read.share),
             option("--seed", "N", "of the random choice of these frames (1)", type=read.seed),
             switch("--mixed", "one system for all frames of one size (real_atom_types.npy), not per composition"),
-            *FOREIGN,
+            SEL_TYPE, *FOREIGN,
         ), "data"),
     ), keeps_log=True),
     "pretrained": Command("models", "list published models that can be fine-tuned, or download one", (

@@ -65,7 +65,8 @@ def _converted(paths: Sequence[str], file: Path, ending: str, file_format: str |
         UserError: if the folder is there, or files cannot be read.
     """
     from deepmd_ema.data.convert import convert_data
-    from deepmd_ema.data.formats.discover import needs_conversion, split_address
+    from deepmd_ema.data.formats.discover import split_address
+    from deepmd_ema.data.formats.programs import needs_conversion
 
     foreign = [path for path in paths if file_format or units or needs_conversion(path)]
     if not foreign:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # of the files that `dp freeze` writes where the output has no suffix
 BACKEND_SUFFIXES = {"pytorch": ".pth", "pytorch-exportable": ".pte", None: ".dp"}
 _OF_MODELS = ("to", "head", "use_ema", "average", "dp")
-_OF_DATA = ("labels_of", "validation", "mixed", "format", "units", "seed")
+_OF_DATA = ("labels_of", "validation", "mixed", "format", "units", "seed", "sel_type")
 
 
 def freeze(args: argparse.Namespace) -> None:
@@ -95,7 +95,15 @@ def convert(args: argparse.Namespace) -> None:
         seed = 1 if args.seed is None else args.seed
         predict = None if args.labels_of is None else _predictor(args)
         lines = convert_data(
-            args.input, args.output, args.validation or 0.0, args.mixed, args.format, seed, predict, args.units
+            args.input,
+            args.output,
+            args.validation or 0.0,
+            args.mixed,
+            args.format,
+            seed,
+            predict,
+            args.units,
+            args.sel_type,
         )
         say("\n".join(lines))
     else:

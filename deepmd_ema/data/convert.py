@@ -16,9 +16,10 @@ import numpy as np
 
 from deepmd_ema.config.labels import APARAM, FORCE, FPARAM, LABELS, WEIGHTS
 from deepmd_ema.data.check.bonds import LONG, SHORT, bond_radii, nearest_neighbors
-from deepmd_ema.data.formats.discover import repeated, split_address
+from deepmd_ema.data.formats.discover import repeated, selected_elements, split_address
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts
+from deepmd_ema.data.formats.programs import needs_conversion, recognized
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, labels_of
 from deepmd_ema.data.formats.system import TYPES
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
@@ -44,7 +45,8 @@ def is_data(path: str, output: str) -> bool:
     file = split_address(path)[0]
     if is_xyz(output) or file.suffix.lower() in XYZ_SUFFIXES:
         return True
-    return file.exists() and (Path(output) if file.is_dir() else file).suffix.lower() not in _MODELS
+    is_model = (Path(output) if file.is_dir() else file).suffix.lower() in _MODELS
+    return not is_model and (file.exists() or recognized(file) is not None)
 
 
 def is_xyz(output: str) -> bool:
@@ -71,6 +73,7 @@ def convert_data(
     seed: int = 1,
     predict: Predictor | None = None,
     units: str | None = None,
+    selected: Sequence[str] | None = None,
 ) -> list[str]:
     """Write frames as ``deepmd/npy`` folders or extended XYZ and return what was read, left out and written, in lines.
 
@@ -86,6 +89,7 @@ def convert_data(
         seed: of the choice of validation frames.
         predict: gives the labels that are written in place of those of the inputs; None: these are written.
         units: of length and energy in the inputs, such as ``bohr,hartree``; None for those that the reader assumes.
+        selected: elements whose atoms alone have rows in tensors of atoms; None to find them by the numbers of rows.
 
     Raises:
         UserError: if the output exists, the share is none, or the units are not known.
@@ -106,7 +110,10 @@ def convert_data(
             f"--units {units}: expected a length ({', '.join(LENGTHS)}) and an energy (eV, hartree, rydberg, "
             "kcal/mol, kJ/mol), such as bohr,hartree."
         )
-    frames, lines = _read(inputs, file_format, predict, units)
+    if selected is None and file_format is None:
+        stored = [path for path in inputs if split_address(path)[0].exists() and not needs_conversion(path)]
+        selected = selected_elements(stored)
+    frames, lines = _read(inputs, file_format, predict, units, selected)
     if not frames:
         read_by = "; ".join(dict.fromkeys(line.strip() for line in lines if line.startswith("  by ")))
         bad = "".join(f" {line.strip()}." for line in lines if line.startswith("  warning: left out"))
@@ -140,7 +147,11 @@ def convert_data(
 
 
 def _read(
-    inputs: Sequence[str], file_format: str | None, predict: Predictor | None, units: str | None
+    inputs: Sequence[str],
+    file_format: str | None,
+    predict: Predictor | None,
+    units: str | None,
+    selected: Sequence[str] | None,
 ) -> tuple[list[_Labelled], list[str]]:
     """Return the frames with energies or forces of all files, and remarks on each file."""
     frames, lines, problems, names, num_empty = list[_Labelled](), list[str](), list[str](), list[str](), 0
@@ -148,7 +159,8 @@ def _read(
     for given in inputs:
         with collect_problems(problems):
             # numbers are unique, as each part adds a line or more
-            for number, (name, inventory, stored) in enumerate(stored_parts(given, file_format), len(lines)):
+            parts = stored_parts(given, file_format, selected)
+            for number, (name, inventory, stored) in enumerate(parts, len(lines)):
                 names.append(name)
                 num_atoms = counted(sum(len(frame.symbols) for frame in stored), "atom")
                 lines.append(f"read {name}: {counted(inventory.num_frames, 'frame')}, {num_atoms}")

@@ -21,11 +21,11 @@ from deepmd_ema.config.presets import MODELS, REASONS, Kind, read_preset
 from deepmd_ema.config.text import JSON_SUFFIXES
 from deepmd_ema.data.check.bonds import COVALENT_RADII
 from deepmd_ema.data.check.scan import scan_system
-from deepmd_ema.data.formats.discover import open_systems
+from deepmd_ema.data.formats.discover import open_systems, selected_elements
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
 from deepmd_ema.data.source import Frame, FrameSource, ReadSpec, evenly_spaced
-from deepmd_ema.errors import DataError, UserError, command, counted
+from deepmd_ema.errors import DataError, UserError, command, counted, did_you_mean
 from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.model.output_bias import AUTO, FIT, KEEP, energies_of, move_bias
@@ -69,6 +69,7 @@ class Wishes:
         kind: of the data.
         rcut: cutoff radius, angstrom.
         property: name and width of what is predicted instead of energies, such as ``dipole`` or ``dos[250]``.
+        sel_type: elements whose atoms have the tensors that are predicted; None for those that have rows.
         type_map: elements.
         steps: of the run.
         hours: of the run on this machine.
@@ -87,6 +88,7 @@ class Wishes:
     kind: Kind | None = None
     rcut: float = 6.0
     property: str | None = None
+    sel_type: Sequence[str] | None = None
     type_map: Sequence[str] | None = None
     steps: int | None = None
     hours: float | None = None
@@ -113,7 +115,10 @@ class Wishes:
             return {}
         kind, _, width = self.property.removesuffix("]").partition("[")
         if kind in (DIPOLE, POLAR):
-            return {"type": "polar" if kind == POLAR else kind}
+            section: dict[str, Any] = {"type": "polar" if kind == POLAR else kind}
+            if self.sel_type:
+                section["sel_type"] = [k for k, name in enumerate(self.type_map or ()) if name in self.sel_type]
+            return section
         if kind == DOS:
             return {"type": DOS, "numb_dos": int(width)}
         return {"type": "property", "property_name": kind, "task_dim": int(width), "intensive": True}
@@ -272,6 +277,13 @@ def propose(wishes: Wishes) -> Proposal:
         wishes = replace(wishes, rcut=source.config.descriptor.cutoff, model=source.config.descriptor.type)
     wishes = replace(wishes, type_map=elements)
     try:
+        if wishes.property in (DIPOLE, POLAR) and wishes.sel_type is None:
+            wishes = replace(wishes, sel_type=selected_elements([*wishes.systems, *wishes.validation], elements))
+        for name in wishes.sel_type or ():
+            if wishes.property not in (DIPOLE, POLAR):
+                raise UserError("init --sel-type: is an option for --property dipole and polarizability. Leave it out.")
+            if name not in elements:
+                raise UserError(f"init --sel-type {name}: {did_you_mean(name, elements)}")
         data = _Data(wishes)
         old = _Data(replace(wishes, systems=wishes.replay, validation=(), test=())) if wishes.replay else None
     except DataError as error:  # there is no input that has a type_map yet

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
+from itertools import combinations, product
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from deepmd_ema.config.labels import ATOM_DIPOLE, ATOM_POLAR, LABELS
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, is_extxyz, open_extxyz
 from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
 from deepmd_ema.data.formats.stores import Hdf5Store, NpyStore, hdf5_stores, is_hdf5, is_there
@@ -103,6 +107,48 @@ def find_stores(path: str, rglob_patterns: Sequence[str] | None = None) -> list[
     return [_store_of(opener) for opener in _find(path, rglob_patterns)]
 
 
+def selected_elements(paths: Iterable[str], type_map: Sequence[str] = ()) -> tuple[str, ...] | None:
+    """Return the elements whose atoms alone have rows in tensors of atoms, by the numbers of rows; None if all have.
+
+    Args:
+        paths: what ``train`` reads.
+        type_map: elements of systems that name none.
+
+    Raises:
+        DataError: if several choices of elements have these numbers of atoms, or a system cannot be opened.
+    """
+    found = list[tuple[str, Counter[str], float]]()  # name, atoms of each element, and rows of each array
+    for store in (store for path in paths for store in find_stores(path) if store is not None):
+        names = read_type_map(store) or type_map
+        system = open_system(store, ReadSpec(names))
+        if system.atom_type is None:
+            continue
+        counts = Counter(names[number] for number in system.atom_type.tolist())
+        for part, label in product(system.sets, (LABELS[ATOM_DIPOLE], LABELS[ATOM_POLAR])):
+            for file in label.files:
+                array = store.array(f"{part.name.removeprefix(store.name)[1:]}/{file}.npy")
+                if array is not None:
+                    rows = math.prod(array.shape) / part.num_frames / math.prod(label.shape)
+                    found.append((array.name, counts, rows))
+    if all(counts.total() == rows for _, counts, rows in found):
+        return None
+    elements = sorted({element for _, counts, _ in found for element in counts})
+    choices = [
+        chosen
+        for number in range(1, len(elements))
+        for chosen in combinations(elements, number)
+        if all(sum(map(counts.__getitem__, chosen)) == rows for _, counts, rows in found)
+    ]
+    if len(choices) > 1:
+        name, counts, rows = found[0]
+        listed = first_few(list(map(" ".join, choices)), 3)
+        raise DataError(
+            f"{name}: has rows of {rows:g} of {counts.total()} atoms, which may be those of one of: {listed}. Name "
+            f"the elements, such as --sel-type {' '.join(choices[0])}."
+        )
+    return choices[0] if choices else None
+
+
 def is_cp2k_trajectory(path: Path) -> bool:
     """Whether a file is named and begins as the trajectories of CP2K do."""
     if not re.fullmatch(r".+-(pos|frc|vel)-\d+\.xyz", path.name):
@@ -110,12 +156,6 @@ def is_cp2k_trajectory(path: Path) -> bool:
     with path.open("rb") as file:
         file.readline(100)
         return re.match(rb"\s*i\s*=\s*\d+\s*,.*\bE\s*=", file.readline(1000)) is not None
-
-
-def needs_conversion(path: str) -> bool:
-    """Whether ``path`` is a file that ``dp-ema convert`` may read and training does not."""
-    file = split_address(path)[0]
-    return file.is_file() and (is_cp2k_trajectory(file) or not any(one.claims(file) for one in FORMATS))
 
 
 def split_address(path: str) -> tuple[Path, str]:

@@ -6,15 +6,15 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.labels import FORCE, NAMES_OF_DPDATA
+from deepmd_ema.config.labels import ATOM_DIPOLE, ATOM_POLAR, FORCE, NAMES_OF_DPDATA
 from deepmd_ema.data.formats.convergence import notes_of_output, unconverged_steps_of_vasp
 from deepmd_ema.data.formats.discover import find_stores, split_address
 from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
@@ -51,13 +51,16 @@ _OPEN_IN_PART = (
 )
 
 
-def stored_parts(address: str, file_format: str | None) -> Iterator[tuple[str, Inventory, list[StoredFrame]]]:
+def stored_parts(
+    address: str, file_format: str | None, selected: Sequence[str] | None = None
+) -> Iterator[tuple[str, Inventory, list[StoredFrame]]]:
     """Yield name, content and all frames of an input, of each system where it has several.
 
     Args:
         address: what ``train`` reads, or a file that ASE or dpdata reads; after ``#`` the names to read in a file.
         file_format: of ASE (``vasp-out``, ``vasp-xml``, ``db``, ...) or, with a ``/`` in it and ``n2p2``, of dpdata
             (``cp2k/output``, ...); found from the name and the content when not given; dpdata reads what ASE cannot.
+        selected: elements whose atoms alone have rows in tensors of atoms; None if all have.
 
     Raises:
         DataError: if the file cannot be read, or some frames cannot be used.
@@ -66,10 +69,14 @@ def stored_parts(address: str, file_format: str | None) -> Iterator[tuple[str, I
     output = recognized(path)
     if file_format is None and output is None and (path.is_dir() or is_hdf5(path)) and not is_lmdb(path):
         for store in find_stores(address):
-            if store is not None:
-                inventory = Inventory()
-                inventory.other.update(dict.fromkeys(backups_of(store), 0))
-                yield store.name, inventory, _all_frames(store.name, system_frames(store), inventory)
+            if store is None:
+                continue
+            inventory = Inventory()
+            inventory.other.update(dict.fromkeys(backups_of(store), 0))
+            stored = _all_frames(store.name, system_frames(store, selected), inventory)
+            if selected and {ATOM_DIPOLE, ATOM_POLAR} & inventory.read.keys():
+                inventory.other[f"tensors are those of {' '.join(selected)} (--sel-type), and 0 of other atoms"] = 0
+            yield store.name, inventory, stored
         return
     inventory = Inventory(parse_choice(choice))
     name = file_format or ("" if output is None or output.name_of_ase else output.name)
@@ -86,7 +93,7 @@ def stored_parts(address: str, file_format: str | None) -> Iterator[tuple[str, I
         other = "another --format" if output is None or name == output.name else f"--format {output.name}"
         # not |=, which drops remarks on the whole file
         inventory.other.update(dict(notes_of_output(place, FORCE in inventory.read, other)))
-        if output is not None and output.program == "VASP":
+        if output is not None and output.name.startswith("vasp/"):
             _note_what_vasp_left_out(path, output.name == "vasp/xml", inventory)
     yield address, inventory, stored
 
@@ -117,14 +124,10 @@ def _frames(path: Path, name: str, output: Output | None, inventory: Inventory) 
         output: what the file is, where something shows it.
         inventory: of the file.
     """
-    if output is not None and name == output.name:
-        try:
-            return _dpdata_frames(path, name, inventory)
-        except ModuleNotFoundError:
-            what = f"{path}: is an output of {output.program}, which dpdata reads as {name}"
-            raise DataError(f"{what}, and dpdata is not installed: pip install dpdata.") from None
+    if is_of_dpdata(name):
+        return _dpdata_frames(path, name, inventory)
     if name:
-        return _dpdata_frames(path, name, inventory) if is_of_dpdata(name) else _ase_frames(path, name, inventory)
+        return _ase_frames(path, name, inventory)
     if is_lmdb(path):
         return lmdb_frames(path)
     if is_extxyz(path):
@@ -134,13 +137,9 @@ def _frames(path: Path, name: str, output: Output | None, inventory: Inventory) 
     except DataError as error:
         if output is not None:
             raise DataError(f"{error} dpdata may read it: --format {output.name}.") from None
-        try:
+        with suppress(DataError):
             return _dpdata_frames(path, "auto", inventory)
-        except ModuleNotFoundError:
-            more = "dpdata, which reads formats that ASE does not, is not installed: pip install dpdata."
-            raise DataError(f"{error} {more}") from None
-        except DataError:
-            raise error from None
+        raise
 
 
 def _ase_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
@@ -204,8 +203,10 @@ def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
 
 
 def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
-    import dpdata
-
+    try:
+        import dpdata
+    except ModuleNotFoundError:
+        raise DataError(f"{path}: dpdata, which reads {file_format}, is not installed: pip install dpdata.") from None
     place = argument_of(path, file_format)
     files = (f"{place}/dftb_pin.hsd", f"{place}/detailed.out") if file_format == "dftbplus" else str(place)
     with _readable(path, f"dpdata as {file_format}", inventory):

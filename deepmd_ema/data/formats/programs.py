@@ -1,4 +1,4 @@
-"""Outputs of other programs: their program, the name of their format in dpdata, and the path that dpdata takes."""
+"""Outputs of other programs: the names of their formats in dpdata and ASE, and the path that dpdata takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from deepmd_ema.data.formats.discover import is_cp2k_trajectory
+from deepmd_ema.data.formats.discover import FORMATS, is_cp2k_trajectory, split_address
 from deepmd_ema.data.formats.extxyz import is_extxyz
 from deepmd_ema.data.formats.lmdb import is_lmdb
 from deepmd_ema.data.formats.stores import is_there
@@ -17,38 +17,36 @@ _HEAD_BYTES = 20_000
 
 
 class Output(NamedTuple):
-    """The program that has written a file, and the names of its format.
+    """The names of the format of an output.
 
     Attributes:
-        program: for messages.
         name: of dpdata.
         name_of_ase: empty where ASE does not read the format, or takes it for another one.
     """
 
-    program: str
     name: str
     name_of_ase: str = ""
 
 
 # words in the first bytes of a file
 _MARKS = {
-    rb"CP2K\|": Output("CP2K", "cp2k/output"),
-    rb"Psi4: An Open-Source": Output("Psi4", "psi4/out"),
-    rb"AMBER SQM VERSION": Output("AMBER", "sqm/out"),
-    rb"WELCOME TO ABACUS|ABACUS v\d|\AINPUT_PARAMETERS|\AMDSTEP:": Output("ABACUS", "abacus/scf"),
-    rb"WELCOME TO SIESTA|\ASiesta Version": Output("SIESTA", "siesta/output"),
-    rb"\A *\d+ atoms, *Iteration": Output("PWmat", "pwmat/movement"),
-    rb"\A *\d+\s+time= *\S+ \(fs\) +Energy=|^ *System\.Name\s": Output("OpenMX", "openmx/md"),
-    rb"^Number of atoms +I +\d": Output("Gaussian", "gaussian/fchk"),
-    rb"iSCC Total electronic|^Total Mermin free energy": Output("DFTB+", "dftbplus"),
-    rb"\A.{,2000}<modeling": Output("VASP", "vasp/xml", "vasp-xml"),
-    rb"\A\s*vasp\.": Output("VASP", "vasp/outcar", "vasp-out"),
-    rb"Invoking FHI-aims": Output("FHI-aims", "fhi_aims/scf", "aims-output"),
-    rb"Entering Gaussian System": Output("Gaussian", "gaussian/log", "gaussian-out"),
-    rb"Program PWSCF": Output("Quantum ESPRESSO", "qe/pw/scf", "espresso-out"),
-    rb"\* +O +R +C +A +\*": Output("ORCA", "orca/spout", "orca-output"),
+    rb"CP2K\|": Output("cp2k/output"),
+    rb"Psi4: An Open-Source": Output("psi4/out"),
+    rb"AMBER SQM VERSION": Output("sqm/out"),
+    rb"WELCOME TO ABACUS|ABACUS v\d|\AINPUT_PARAMETERS|\AMDSTEP:": Output("abacus/scf"),
+    rb"WELCOME TO SIESTA|\ASiesta Version": Output("siesta/output"),
+    rb"\A *\d+ atoms, *Iteration": Output("pwmat/movement"),
+    rb"\A *\d+\s+time= *\S+ \(fs\) +Energy=|^ *System\.Name\s": Output("openmx/md"),
+    rb"^Number of atoms +I +\d": Output("gaussian/fchk"),
+    rb"iSCC Total electronic|^Total Mermin free energy": Output("dftbplus"),
+    rb"\A.{,2000}<modeling": Output("vasp/xml", "vasp-xml"),
+    rb"\A\s*vasp\.": Output("vasp/outcar", "vasp-out"),
+    rb"Invoking FHI-aims": Output("fhi_aims/scf", "aims-output"),
+    rb"Entering Gaussian System": Output("gaussian/log", "gaussian-out"),
+    rb"Program PWSCF": Output("qe/pw/scf", "espresso-out"),
+    rb"\* +O +R +C +A +\*": Output("orca/spout", "orca-output"),
     # also with blanks, which ASE does not expect
-    rb"\A\s*(?:(?:[#!]|comment)[^\n]*\n\s*)*begin\b": Output("RuNNer", "n2p2", "runnerdata"),
+    rb"\A\s*(?:(?:[#!]|comment)[^\n]*\n\s*)*begin\b": Output("n2p2", "runnerdata"),
 }
 # formats of a trajectory, by words anywhere in the output
 _TRAJECTORIES = {"siesta/output": ("siesta/aimd_output", b"Begin MD step"),
@@ -65,12 +63,18 @@ def is_of_dpdata(file_format: str) -> bool:
     return "/" in file_format or file_format in _PLAIN_NAMES
 
 
+def needs_conversion(path: str) -> bool:
+    """Whether ``path`` is what ``dp-ema convert`` may read and training does not."""
+    file = split_address(path)[0]
+    return recognized(file) is not None or (file.is_file() and not any(one.claims(file) for one in FORMATS))
+
+
 def recognized(path: Path) -> Output | None:
-    """Return the program and format of a file, a folder, or files of one name; None where nothing shows them."""
+    """Return the format of a file, a folder, or files of one name; None where nothing shows it."""
     for name, ends in _PARTS.items():
         prefix = path.with_suffix("") if path.suffix[1:] in ends + _MORE_ENDS else path
         if all(Path(f"{prefix}.{end}").is_file() for end in ends):
-            return Output(name, name)
+            return Output(name)
     if is_lmdb(path):
         return None
     if path.is_dir():
@@ -78,7 +82,7 @@ def recognized(path: Path) -> Output | None:
     if not path.is_file():
         return None
     if is_cp2k_trajectory(path):
-        return Output("CP2K", "cp2k/aimd_output")
+        return Output("cp2k/aimd_output")
     if is_extxyz(path):
         return None
     with path.open("rb") as file:

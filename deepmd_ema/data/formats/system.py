@@ -265,8 +265,12 @@ def _open_set(
     return FrameSet(f"{store.name}/{name}", first, frames, arrays) if len(problems) == before else None
 
 
-def system_frames(store: ArrayStore) -> Iterator[StoredFrame]:
+def system_frames(store: ArrayStore, selected: Sequence[str] | None = None) -> Iterator[StoredFrame]:
     """Yield the frames of a system with all labels and parameters that it has, without virtual atoms.
+
+    Args:
+        store: its files.
+        selected: elements whose atoms alone may have rows in labels of atoms, where the others are 0.
 
     Raises:
         DataError: with all problems of its files, or if it names no elements.
@@ -281,7 +285,7 @@ def system_frames(store: ArrayStore) -> Iterator[StoredFrame]:
         if array and coord:
             rows = max(1, math.prod(coord.shape) // (3 * natoms)) * (natoms if name == APARAM else 1)
             widths[name] = max(widths[name], math.prod(array.shape) // rows)
-    system = open_system(store, ReadSpec(names, tuple(LABELS), widths[FPARAM], widths[APARAM]))
+    system = open_system(store, ReadSpec(names, tuple(LABELS), widths[FPARAM], widths[APARAM], selected=selected))
     for frame in map(system.frame, range(system.num_frames)):
         arrays = {**frame.labels, FPARAM: frame.fparam, APARAM: frame.aparam}
         per_atom, per_frame = (
