@@ -127,7 +127,7 @@ def test_a_frame_alone_is_judged_by_the_spread_in_the_data_of_the_file(std, is_m
 
 @pytest.mark.parametrize("distinguish", [True, False])
 @pytest.mark.parametrize("type_map", [["C", "O", "H"], ["O", "C", "H"], ["H", "O", "C"]])
-def test_a_new_element_changes_nothing_of_a_property_wherever_it_stands(type_map, distinguish):
+def test_a_new_element_changes_nothing_of_a_property_at_any_place(type_map, distinguish):
     """Predictions were 99.9 in place of 10.97, and the unit of the loss was that of the new data."""
     fitting = {**GAP, "distinguish_types": distinguish}
     old, new = (
@@ -172,11 +172,11 @@ def base(tmp_path_factory):
 def test_what_init_writes_follows_from_the_errors_of_the_model(
     base, tmp_path, monkeypatch, capsys, data, choice, words
 ):
-    """Input said ``keep`` whatever the labels were: forces went from 252 to 4,369 meV/angstrom."""
+    """The input had ``keep`` whatever the labels were: forces went from 252 to 4,369 meV/angstrom."""
     monkeypatch.chdir(base)
     target = tmp_path / "input.yaml"
     assert main(["init", data, "--finetune", "old.pt", "--steps", "2", "-o", str(target)]) == 0
-    assert words in (said := capsys.readouterr().out)
+    assert words in (printed := capsys.readouterr().out)
     assert words in target.read_text()
     assert load_config(str(target)).task(None).model.finetune_bias == choice
     replay = ["--replay", "same", "-o", str(tmp_path / "replay.yaml")]
@@ -184,30 +184,30 @@ def test_what_init_writes_follows_from_the_errors_of_the_model(
     models = load_config(str(tmp_path / "replay.yaml")).tasks
     assert {name: task.model.finetune_bias for name, task in models.items()} == {"new": choice, "old": "keep"}
     if data == "other":  # 12 atoms
-        assert f"energies differ by {SHIFTS[np.loadtxt('other/type.raw', dtype=int)].mean():.3g}" in said
+        assert f"energies differ by {SHIFTS[np.loadtxt('other/type.raw', dtype=int)].mean():.3g}" in printed
 
 
-@pytest.mark.parametrize(("data", "options", "said"), [
+@pytest.mark.parametrize(("data", "options", "message"), [
     ("same", {}, ": no other reference, on 10 training frames: the output bias stays as in old.pt"),
     ("other", {}, ": another reference, on 10 training frames: the output bias was moved"),
     ("other", {"model__finetune_bias": "keep"}, 'model.finetune_bias = "fit" moves it'),
     ("other", {"start": "--init-model"}, "--finetune in place of --init-model moves it"),
     ("same", {"start": "--init-model"}, ""),
 ])  # fmt: skip
-def test_a_start_says_whether_the_labels_are_of_another_method(here, base, capsys, data, options, said):
+def test_a_start_reports_whether_the_labels_are_of_another_method(here, base, capsys, data, options, message):
     for name in (data, "old.pt"):
         Path(name).symlink_to(base / name)
     way = options.pop("start", "--finetune")
     Path("input.json").write_text(json.dumps(tiny_input([data], num_steps=1, **options)))
     assert main(["train", "input.json", way, "old.pt"]) == 0
     err = capsys.readouterr().err
-    assert said in err if said else "reference" not in err
+    assert message in err if message else "reference" not in err
     before, after = (load(file)["model"]["out_bias"] for file in ("old.pt", "model.ckpt-1.pt"))
-    assert torch.equal(before, after) == ("was moved" not in said)
+    assert torch.equal(before, after) == ("was moved" not in message)
 
 
 def test_a_preset_holds_in_fine_tuning(here, base):
-    """Its bias was that of the file, while a warning said that the preset holds."""
+    """Its bias was that of the file, while a warning stated that the preset holds."""
     for name in ("same", "old.pt"):
         Path(name).symlink_to(base / name)
     values = tiny_input(["same"], num_steps=1, model__preset_out_bias={"energy": [-90.0, None]})

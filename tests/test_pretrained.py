@@ -142,8 +142,8 @@ def test_a_name_that_is_close_to_that_of_a_model_is_named(home, capsys):
     assert "DPA-3.1-3: no published model. Did you mean DPA-3.1-3M?" in capsys.readouterr().err
 
 
-def test_a_name_stands_for_a_model_wherever_one_is_read(server, home, capsys):
-    """``dp-ema show DPA-3.1-3M`` and ``DP("DPA-3.1-3M")`` said that there is no such file."""
+def test_a_name_is_taken_for_its_file_by_all_that_read_a_model(server, home, capsys):
+    """``dp-ema show DPA-3.1-3M`` and ``DP("DPA-3.1-3M")`` ended with "no such file"."""
     server.publish("right")
     assert cli.main(["show", "Known-1M"]) == 0
     assert "known.pt" in capsys.readouterr().out

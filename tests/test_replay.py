@@ -103,7 +103,7 @@ def test_the_bias_is_kept_where_the_input_says_so(desk, capsys, choice):
         assert 'model.finetune_bias = "keep": the fitting network starts anew' in capsys.readouterr().err
 
 
-def test_the_fitting_network_alone_is_trained_where_it_is_asked_for(desk, capsys):
+def test_the_fitting_network_alone_is_trained_where_it_is_requested(desk, capsys):
     assert main(["init", "new", "--train", "fitting"]) == 2
     assert "init --train: is an option for fine-tuning" in capsys.readouterr().err
     assert write_input("--train", "fitting") == 0

@@ -28,7 +28,8 @@ def test(args: argparse.Namespace) -> None:
         raise UserError([f"{problem} Add it, or leave this out." for problem in problems])
     keep_freed_memory()
     with loading():
-        from deepmd_ema.infer.evaluate import measure, refuse_details, refuse_frames
+        from deepmd_ema.infer.error_files import refuse_details, refuse_frames
+        from deepmd_ema.infer.evaluate import measure
         from deepmd_ema.infer.physics import PhysicsOptions, measure_physics
 
     if args.detail_file is not None:

@@ -133,9 +133,9 @@ def _case_embedding(run: MultiTaskRun) -> Findings:
     for key in dict.fromkeys(link.key for link in links):
         names = [link.task for link in links if link.key == key]
         models = [run.tasks[name].model for name in names if name in run.tasks]
-        # where the user has said what becomes of the energies of a file, he has thought of the methods of the labels
-        is_said = any(model.finetune_bias != "auto" for model in models)
-        if len(models) > 1 and not models[0].fitting_net.dim_case_embd and not is_said:
+        # a user who chooses what becomes of the energies of a file has thought of the methods of the labels
+        is_chosen = any(model.finetune_bias != "auto" for model in models)
+        if len(models) > 1 and not models[0].fitting_net.dim_case_embd and not is_chosen:
             yield warning(
                 f"model.shared_dict.{key}",
                 f": the tasks {', '.join(names)} share this network and differ only in "

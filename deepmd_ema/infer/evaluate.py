@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,22 +29,21 @@ from deepmd_ema.config.labels import (
     METRICS,
     QUANTITIES,
     VIRIAL,
-    Label,
-    Quantity,
 )
 from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats.discover import open_systems, repeated, stored_type_map
-from deepmd_ema.data.formats.extxyz import REFERENCE, XYZ_SUFFIXES, frame_text
+from deepmd_ema.data.formats.extxyz import REFERENCE, frame_text
 from deepmd_ema.data.formats.properties import KIND_NAMES, STRESS, describe_singles
 from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.source import BOX, COORD, FrameSource, ReadSpec
-from deepmd_ema.distributed.files import TABLE, atomic_write, check_output
+from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.findings import Finding
 from deepmd_ema.geometry import neighbor_statistics
+from deepmd_ema.infer.error_files import axes_of, write_table
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import SAME_PLACE, describe_short_pair
 from deepmd_ema.model.compiler import Compiler, pad_for
@@ -60,12 +58,6 @@ logger = logging.getLogger(__name__)
 WORST = 10  # frames shown at the end
 MAX_GROUPS = 20  # rows of a table of compositions or kinds of calculation
 _LINE = "# " + "-" * 47 + " "
-
-
-def _axes(label: Label) -> list[str]:
-    """Return the names of the components of a label; of properties and densities of states numbers."""
-    known = {(): [""], (3,): [*"xyz"], (9,): [a + b for a in "xyz" for b in "xyz"]}
-    return [str(k) for k in range(label.shape[0])] if label.name.endswith("]") else known[label.shape]
 
 
 @dataclass(frozen=True)
@@ -182,7 +174,7 @@ class ErrorReport:
                 frames = [f for f in self.frames if quantity.per != "volume" or f.volume is not None]
                 frames = [f for f in frames if not label.per_pair or label.name in f.label]
                 if any(label.name in frame.label for frame in frames):
-                    written.append(_write_table(Path(f"{prefix}.{quantity.name}.out"), frames, label, quantity))
+                    written.append(write_table(Path(f"{prefix}.{quantity.name}.out"), frames, label, quantity))
         return written
 
     def write_frames(self, path: str | Path) -> Path:
@@ -228,7 +220,7 @@ class ErrorReport:
         for name in derived if labelled.keys() & {*derived} else labelled:
             label = LABELS[name]
             quantity = next((error for error in label.errors if error.per == "atom"), label.errors[0])
-            axes = [""] if name in derived or len(_axes(label)) > 9 else _axes(label)
+            axes = [""] if name in derived or len(axes_of(label)) > 9 else axes_of(label)
             sides = []
             for of in (attrgetter("label"), attrgetter("prediction")):
                 of_atoms = label.per_atom and self.frames[0].counted is not None
@@ -356,29 +348,6 @@ def predict(
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, opened)
     _refuse_non_finite(report, loaded)
     return report
-
-
-def refuse_details(prefix: str | Path) -> None:
-    """Check that :meth:`ErrorReport.write_details` would write over nothing but its own files.
-
-    Raises:
-        UserError: if a file of another kind is there.
-    """
-    for name in QUANTITIES:
-        check_output(f"{prefix}.{name}.out", "-d", TABLE)
-
-
-def refuse_frames(path: str) -> None:
-    """Check that :meth:`ErrorReport.write_frames` can write a new file.
-
-    Raises:
-        UserError: if the name is of another kind of file, or a file is there, which may be data.
-    """
-    if Path(path).suffix.lower() not in XYZ_SUFFIXES:
-        raise UserError(f"-o {path}: expected a file that ends in {' or '.join(XYZ_SUFFIXES)}.")
-    if os.path.lexists(path):
-        raise UserError(f"-o {path}: exists, and may be data. Name another file, or remove it.")
-    check_output(path, "-o", None)
 
 
 def open_labelled(
@@ -514,22 +483,3 @@ def _error_lines(errors: Errors) -> list[str]:
             title = f"{quantity.title:<6s} {kind.upper()}{'/Natoms' * (quantity.per == 'atom')}"
             lines += [] if math.isnan(value) else [f"{title:<18s} : {value:e} {unit}".rstrip()]
     return lines
-
-
-def _write_table(path: Path, frames: Sequence[FrameResult], label: Label, quantity: Quantity) -> Path:
-    per_volume, axes = quantity.per == "volume", _axes(label)
-    symbol, unit = ("s", f" ({quantity.unit_symbol})") if per_volume else (label.symbol or quantity.name, "")
-    columns = " ".join(f"{kind}_{symbol}{axis}" for kind in ("data", "pred") for axis in axes)
-    blocks: dict[str, list[NDArray[Any]]] = {}
-    for frame in frames:
-        # stress is the opposite of the virial per volume
-        scale = {"atom": frame.size, "volume": -(frame.volume or 0.0)}.get(quantity.per, 1)
-        predicted = (frame.prediction[label.name] / scale).reshape(-1, len(axes))
-        known = np.full_like(predicted, np.nan)
-        if label.name in frame.label:
-            known = (frame.label[label.name] / scale).reshape(-1, len(axes))
-        blocks.setdefault(frame.source[0], []).append(np.hstack([known, predicted]))
-    with atomic_write(path, "Choose another -d.") as part, part.open("w", encoding="utf-8", errors="replace") as file:
-        for system, rows in blocks.items():
-            np.savetxt(file, np.vstack(rows), header=f"{system}{unit}: {columns}")
-    return path

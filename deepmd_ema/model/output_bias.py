@@ -15,7 +15,7 @@ element has none.
 
 A model of a file is given to data of the same method or of another one. Labels of another method, code or
 pseudopotential differ by an energy of each element, hundreds of eV, and around it little; errors of a model do not have
-this form. ``move_bias`` tells them apart.
+this form. ``move_bias`` distinguishes them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Array: TypeAlias = np.ndarray
 
 _ROUNDING = 1e-10  # of numbers in double precision after a fit, relative to the labels
 _OF_ANOTHER_METHOD = 2.0  # times what a shift of each element leaves unexplained
-_LEAST_SHIFT = 0.05  # eV/atom; a model may be as wrong where it has not been trained, and evenly
+_MIN_SHIFT = 0.05  # eV/atom; a model may be as wrong where it has not been trained, and evenly
 _MIN_FREEDOM = 3  # frames more than fitted numbers, to know what is left unexplained
 _MAX_SHOWN = 6  # elements whose shift is named
 AUTO, FIT, KEEP = "auto", "fit", "keep"  # of a bias that a model has
@@ -108,12 +108,12 @@ class FrameEnergies:
 
     @property
     def effect(self) -> Array:
-        """What a unit of the bias of each type adds to the prediction of a frame (F, T)."""
+        """Change of the prediction of a frame per unit of the bias of each type (F, T)."""
         return self.counts * np.broadcast_to(self.config.fitting_net.bias_effect, len(self.config.type_map))
 
     @property
     def weight(self) -> Array:
-        """What makes a frame's value one per atom (F,): no factor for a mean over atoms."""
+        """Factor that makes a value of a frame one per atom (F,): 1 for a mean over atoms."""
         num_atoms = self.num_atoms
         return np.ones_like(num_atoms) if self.config.fitting_net.intensive else 1 / num_atoms
 
@@ -154,7 +154,7 @@ class BiasMove:
         shift: part of label minus prediction that another bias of these elements explains, root mean square over frames
             with the sign of the mean.
         spread: root mean square of what it leaves.
-        least: of a shift that is told from an error of the model.
+        least: of a shift that is distinguished from an error of the model.
         change: (T,) eV, or (T, W), that explains it, also where the bias stays.
         is_unique: whether the compositions determine the change of each element.
         num_frames: that were evaluated.
@@ -176,7 +176,7 @@ class BiasMove:
         return abs(self.shift) > max(_OF_ANOTHER_METHOD * self.spread, self.least)
 
     def evidence(self, config: ModelConfig) -> str:
-        """Return the difference in words, such as ``energies differ by -641.5 eV/atom (spread 0.05)``."""
+        """Return the difference as text, such as ``energies differ by -641.5 eV/atom (spread 0.05)``."""
         label = LABELS[config.fitting_net.labels[0]]
         what = "energies" if label.name == ENERGY else f"labels of {label.name.partition('[')[0]}"
         unit = label.unit
@@ -288,7 +288,7 @@ def move_bias(frames: FrameEnergies, bias: Array, std: Array, new: Iterable[str]
     if freedom < _MIN_FREEDOM:  # a few frames are explained by any numbers
         spread = max(spread, float(np.mean(std) * np.mean(weight)))
     shift = float(np.sqrt(np.mean((left - rest) ** 2)) * np.sign((left - rest).mean()))
-    least = _LEAST_SHIFT if ENERGY in config.fitting_net.labels else 0.0
+    least = _MIN_SHIFT if ENERGY in config.fitting_net.labels else 0.0
     found = BiasMove(
         kept.bias, kept.std, False, shift, spread, least, moved.bias - start, not moved.undetermined, len(frames)
     )

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -15,7 +15,6 @@ import numpy as np
 
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.fields import plain
 from deepmd_ema.config.labels import DIPOLE, DOS, ENERGY, FORCE, LABELS, POLAR, VIRIAL
 from deepmd_ema.config.presets import MODELS, REASONS, Kind, read_preset
 from deepmd_ema.config.text import JSON_SUFFIXES
@@ -29,6 +28,7 @@ from deepmd_ema.errors import DataError, UserError, command, counted, did_you_me
 from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.model.output_bias import AUTO, FIT, KEEP, energies_of, move_bias
+from deepmd_ema.report.fine_tuning import ALL, FRACTION, TRAINED, model_section, with_replay
 from deepmd_ema.report.table import duration
 from deepmd_ema.training.estimate import Cost, measure_steps
 from deepmd_ema.utils import __version__
@@ -38,22 +38,15 @@ _SAME_PLACE = 0.1  # angstrom; an image of an atom is farther away
 _ROOMY = 60.0  # angstrom^3 per atom above which a cell is mostly empty
 _SAMPLE = 30  # frames that are looked at
 _WIDER = 4 / 3  # a larger cutoff, whose number of neighbors is stated
-_FRACTION = 0.1  # of the frames, for validation
 _EVENTS = 10  # validations, and checkpoints, in a run
 _WINDOW = 40  # a run has so many lengths of its average
-_LEAST_WINDOWS = 6  # of a short one; with less than 5 an average lags behind
+_MIN_WINDOWS = 6  # of a short one; with less than 5 an average lags behind
 _MIN_STEPS = 100
 _MAX_ELEMENTS = 4  # of se_e2_a, which has networks for each element
 _MAX_LINE = 110
-_REPLAYED = 0.3  # share of the steps that old data have
 _SLOWER = 0.1  # of the rate of a model that starts from its seed
 _LABELS = {"e": ENERGY, "f": FORCE, "v": VIRIAL}
-_NAMED = {"type_map": "elements", "descriptor": "descriptor", "fitting_net": "fitting"}  # parts that tasks share
-_OF_START = ("finetune_head", "finetune_bias")
-ALL = "all"
-_TRAINED = {ALL: "all weights", "fitting": "its fitting network alone"}
 _BIAS = {AUTO: "decided then", FIT: "moved", KEEP: "kept"}
-_OF_TASK = ("training_data", "validation_data", "validation_fraction")
 
 
 @dataclass(frozen=True)
@@ -103,7 +96,7 @@ class Wishes:
         section: dict[str, Any] = {"training_data": {"systems": list(self.systems)}}
         if self.validation:
             return {**section, "validation_data": {"systems": list(self.validation)}}
-        return {**section, "validation_fraction": _FRACTION}
+        return {**section, "validation_fraction": FRACTION}
 
     def test_section(self) -> dict[str, Any]:
         """Return the part of the section ``validating`` that names the test data."""
@@ -148,7 +141,7 @@ class Proposal:
         recipes, kind, size = read_preset(preset["recipes"]), wishes.kind or data.kind, preset["sizes"][wishes.size]
         recipe = {**recipes[kind], **preset.get("instead", {}).get(kind, {})}
         common, steps = recipes["common"], wishes.steps or recipe["steps"]
-        window = max(1, min(max(10, steps // _WINDOW), steps // _LEAST_WINDOWS))
+        window = max(1, min(max(10, steps // _WINDOW), steps // _MIN_WINDOWS))
         # type and rcut come first
         descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}
         if "rcut_smth" in descriptor:
@@ -164,14 +157,12 @@ class Proposal:
             model = {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": fitting}
             of_model = f"{descriptor['type']} {wishes.size}"
         else:
-            model, start_lr = (
-                _model_section(source, list(type_map), wishes.head, wishes.train),
-                _rounded(start_lr * _SLOWER),
-            )
+            model = model_section(source.config, list(type_map), wishes.head, wishes.train)
+            start_lr = _rounded(start_lr * _SLOWER)
             if wishes.property is not None and source.model.labels != data.predicted:
                 model |= {"fitting_net": fitting, "finetune_head": "RANDOM"}
             model |= {"finetune_bias": bias} if bias else {}
-            of_model = f"{source.config.descriptor.type} of {wishes.finetune}, {_TRAINED[wishes.train]}"
+            of_model = f"{source.config.descriptor.type} of {wishes.finetune}, {TRAINED[wishes.train]}"
         section["training_data"]["batch_size"] = "auto"
         if not wishes.validation and not data.is_split:
             del section["validation_fraction"]
@@ -235,7 +226,7 @@ class Proposal:
             self.warnings.append(f"no validation frames: {data.why_split}")
         if old is not None:
             self.warnings += [f"old data: {line}" for line in old.report.warnings]
-        self.values = values if old is None else _with_replay(values, wishes.replay, old)
+        self.values = values if old is None else with_replay(values, wishes.replay, old.is_split)
         self.head = [
             f"Written by dp-ema init {__version__}. Try others: dp-ema init --help; every option: dp-ema doc.",
             f"Data: {kind} ({why_kind}); labels: {labels}.",
@@ -392,19 +383,6 @@ def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:
     return "molecules" if number == 1 or volume / len(frame.atom_type) > _ROOMY else "liquid"
 
 
-def _model_section(source: LoadedModel, type_map: Sequence[str], head: str | None, trained: str) -> dict[str, Any]:
-    """Return the section ``model`` that fine-tunes the model of a file."""
-    config = source.config
-    descriptor, fitting = _changed(config.descriptor), _changed(config.fitting_net)
-    parts = {"type_map": type_map, "descriptor": descriptor, "fitting_net": fitting}
-    fitting.pop("trainable", None)
-    for part in descriptor.get("list", [descriptor]):
-        part.pop("trainable", None)
-        part |= {"trainable": False} if trained != ALL else {}
-    others = {n: v for n, v in _changed(config).items() if n not in (*parts, *_OF_START, "type")}
-    return {**parts, **others, "finetune_head": head or "Default"}
-
-
 def _bias_of_start(source: LoadedModel, sample: Sequence[FrameSource], predicted: Sequence[str]) -> tuple[str, str]:
     """Return the option ``finetune_bias`` and its reason, from errors of the model of a file on some frames.
 
@@ -417,7 +395,7 @@ def _bias_of_start(source: LoadedModel, sample: Sequence[FrameSource], predicted
     known = len(config.type_map)
     chosen = [[k for k in range(one.num_frames) if one.frame(k).atom_type.max() < known] for one in sample]
     if fitting.numb_fparam or fitting.numb_aparam or not any(chosen):
-        return AUTO, "errors of the model before the first step will tell"
+        return AUTO, "errors of the model before the first step decide"
     frames = energies_of(model, config, sequential_batches(sample, model.layout, frames=chosen))
     if not len(frames):
         return AUTO, "no labels to compare"
@@ -426,41 +404,8 @@ def _bias_of_start(source: LoadedModel, sample: Sequence[FrameSource], predicted
     return (FIT if move.is_moved else KEEP), f"{move.evidence(config)}, on {counted(len(frames), 'frame')}"
 
 
-def _changed(section: Any) -> dict[str, Any]:
-    """Return the options of a section that have no default or another value."""
-    defaults = {
-        f.name: plain(f.default_factory() if f.default_factory is not MISSING else f.default) for f in fields(section)
-    }
-    return {name: value for name, value in plain(section).items() if name not in defaults or value != defaults[name]}
-
-
 def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def _with_replay(values: Mapping[str, Any], systems: Sequence[str], old: _Data) -> dict[str, Any]:
-    """Return an input of fine-tuning with the tasks ``new`` and ``old``, which have one model."""
-    model, training = dict(values["model"]), dict(values["training"])
-    shared = {key: model.pop(name) for name, key in _NAMED.items()}
-    task = _NAMED | {name: model.pop(name) for name in _OF_START if name in model}
-    kept = {**task, "finetune_bias": KEEP} if "finetune_bias" in task else task
-    new = {name: training.pop(name) for name in _OF_TASK if name in training}
-    old_data: dict[str, Any] = {"training_data": {**new["training_data"], "systems": list(systems)}}
-    old_data |= {"validation_fraction": _FRACTION} if old.is_split else {}
-    result = {
-        "model": {"shared_dict": shared, "model_dict": {"new": task, "old": dict(kept)}, **model},
-        **{name: values[name] for name in ("optimizer", "learning_rate")},
-        "loss_dict": {"new": values["loss"], "old": dict(values["loss"])},
-        "training": {
-            "data_dict": {"new": new, "old": old_data},
-            "model_prob": {"new": 1 - _REPLAYED, "old": _REPLAYED},
-            **training,
-        },
-    }
-    validating = dict(values.get("validating", {}))
-    if "test_data" in validating:
-        validating["test_data_dict"] = {"new": validating.pop("test_data")}
-    return {**result, "validating": validating} if validating else result
 
 
 def _steps_in(seconds: float, cost: Cost) -> int:

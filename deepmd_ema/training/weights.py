@@ -88,7 +88,7 @@ class Start:
     moved: Mapping[str, str] = field(default_factory=dict)
 
     def moves_bias(self, task: str, choice: str) -> str | None:
-        """Return how the output bias of a task is moved to the data before the first step; None: it is of the data.
+        """Return the way in which the output bias of a task is moved to the data at the start; None: it is fresh.
 
         Args:
             task: its name.

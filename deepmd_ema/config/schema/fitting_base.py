@@ -94,7 +94,7 @@ class FittingOptions:
 
     @property
     def bias_effect(self) -> float | list[float]:
-        """What a unit of the output bias adds to the value of an atom, for all elements or each; 0: nothing."""
+        """Change of the value of an atom per unit of the output bias, for all elements or each; 0: there is none."""
         return 1.0
 
     @property
