@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from infer_models import write_run
 
@@ -146,6 +147,22 @@ def test_the_page_of_a_run_has_every_error_of_energies_with_its_unit_and_the_let
         assert not quantity.metric or re.search(rf"\b{quantity.metric}\b", others)
 
 
+def run_blocks(text, name):
+    """Execute the Python and the commands of a page in order; JSON is `input.json`. Return the names of Python."""
+    names = {}
+    for language, code in re.findall(r"^```(python|sh|json)\n(.*?)^```", text, flags=re.M | re.S):
+        if language == "python":
+            names = {}
+            exec(compile(code, name, "exec"), names)
+        elif language == "json":
+            Path("input.json").write_text(code)
+        else:
+            for line in code.splitlines():
+                command, *words = shlex.split(line)
+                assert (command, cli.main(words)) == ("dp-ema", 0), line
+    return names
+
+
 SMALLER = {  # what the tutorial shows -> what is executed, in seconds instead of minutes
     "range(20)": "range(4)",
     "dynamics.run(25)": "dynamics.run(2)",
@@ -163,17 +180,60 @@ def test_every_step_of_the_tutorial_runs_and_its_potential_conserves_energy(here
     for long, short in SMALLER.items():
         assert long in text
         text = text.replace(long, short)
-    for language, code in re.findall(r"^```(python|sh)\n(.*?)^```", text, flags=re.M | re.S):
-        if language == "python":
-            exec(compile(code, "doc/tutorial.md", "exec"), {})
-            continue
-        for line in code.splitlines():
-            command, *words = shlex.split(line)
-            assert (command, cli.main(words)) == ("dp-ema", 0), line
+    run_blocks(text, "doc/tutorial.md")
     assert {"report.html", "parity.png", "copper.dp"} <= set(os.listdir())
     total = [float(found) for found in re.findall(r"total energy (\S+) meV/atom", capsys.readouterr().out)]
     assert len(total) == 2
     assert max(map(abs, total)) < 1.0
+
+
+SMALLER_USES = {
+    "dynamics.run(50)": "dynamics.run(1)",
+    '"numb_steps": 500': '"numb_steps": 20',
+    "--steps 1000": "--steps 2",
+}
+USES = dict(part.split("\n", 1) for part in (ROOT / "doc" / "examples_of_use.md").read_text().split("\n## ")[1:])
+
+
+def run_use(title):
+    text = USES[title]
+    for long, short in SMALLER_USES.items():
+        text = text.replace(long, short)
+    assert all(code.count("\n") <= 20 for code in re.findall(r"^```\w+\n(.*?)^```", text, flags=re.M | re.S))
+    return run_blocks(text, title)
+
+
+def test_labels_of_selected_atoms_are_those_of_the_example(here, capsys):
+    run_use("Dipoles of some elements")
+    errors = np.loadtxt("val.log", ndmin=2)
+    assert errors[-1, 4] < 0.1  # e*angstrom, RMSE of W after 20 steps; 0.6 at the first
+
+
+def test_pressure_of_the_example_is_minus_the_derivative_of_the_energy(trained, capsys):
+    pytest.importorskip("ase")
+    from ase.units import GPa
+
+    atoms = run_use("Constant pressure with ASE")["atoms"]
+    printed = float(re.findall(r"pressure (\S+) GPa", capsys.readouterr().out)[-1])
+    kinetic = 2 / 3 * atoms.get_kinetic_energy() / atoms.get_volume()
+    energies, volumes = [], []
+    for scale in (0.999, 1.001):
+        strained = atoms.copy()
+        strained.calc = atoms.calc
+        strained.set_cell(atoms.cell * scale, scale_atoms=True)
+        energies.append(strained.get_potential_energy())
+        volumes.append(strained.get_volume())
+    pressure = kinetic - (energies[1] - energies[0]) / (volumes[1] - volumes[0])
+    assert printed == pytest.approx(pressure / GPa, abs=0.01)
+
+
+def test_the_example_of_frozen_atoms_trains_on_weighted_forces_alone(here, capsys):
+    pytest.importorskip("ase")
+    run_use("A surface with frozen atoms")
+    loss = json.loads(Path("out.json").read_text())["loss"]
+    assert loss["start_pref_pf"] == loss["limit_pref_pf"] > 0
+    assert loss["start_pref_f"] == loss["limit_pref_f"] == 0
+    assert "Q_RMSE" in Path("val.log").read_text()
 
 
 @pytest.mark.parametrize("name", ["README.md", "doc/averaging.md", "doc/potential.md"])
