@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shlex
 from importlib import import_module
 from importlib.util import find_spec
@@ -92,6 +93,12 @@ def test_every_option_that_a_page_names_is_in_the_manual(page):
     known |= {f"training.{name}" for name in TrainingConfig.without_effect}
     named = re.findall(rf"`((?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+)[` =]", page.read_text())
     assert [name for name in named if name not in known and not re.search(r"\.(pt|pth|dp|dcp|md)$", name)] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "doc" / "manual").glob("*.md")), ids=lambda page: page.stem)
+def test_the_manual_has_the_options_as_they_are_declared(page):
+    with_options = runpy.run_path(str(ROOT / "doc" / "site" / "manual_pages.py"))["with_options"]
+    assert page.read_text() == with_options(page.read_text()), "run python doc/site/manual_pages.py"
 
 
 def test_the_contents_of_a_folder_name_every_page():

@@ -1,10 +1,7 @@
 """A directive that writes the manual of the options of an input from their declarations.
 
-A page of the manual names its part, and what other pages have of it::
-
-    ```{options} model
-    :without: model.descriptor
-    ```
+It takes the place of the Markdown of the options on the pages of the manual (manual_pages.py), for other readers than
+the site.
 
 Each option has an anchor, its dotted path. Code on any page that is such a path with a dot links there. An option that
 is on no page is a warning.
@@ -18,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from docutils import nodes
+from manual_pages import OPTIONS, children, entries_of
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -41,10 +39,7 @@ class Options(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the sections."""
         topic, left_out = self.arguments[0], self.options.get("without", [])
-        chosen = [e for e in manual_entries() if _is_in(e, topic) and not any(_is_in(e, part) for part in left_out)]
-        if not chosen:
-            raise self.error(f"no option is under {topic}")
-        return self._sections(topic, chosen)
+        return self._sections(topic, entries_of(topic, left_out))
 
     def _sections(self, place: str, entries: Sequence[Entry]) -> list[nodes.Node]:
         """Return what ``place`` itself is, its options, and a section for each of them that has options of its own."""
@@ -52,8 +47,8 @@ class Options(SphinxDirective):
         found: list[nodes.Node] = [*self._about(own[0], nodes.paragraph(ids=[self._anchor(own[0])]))] if own else []
         options = nodes.definition_list(classes=["options"])
         sections = []
-        for child, inside in _children(place, entries):
-            if len(inside) > 1 or (inside[0].option is None and not child.endswith(".type")):
+        for child, inside, is_section in children(place, entries):
+            if is_section:
                 title = nodes.title("", "", nodes.literal("", child, classes=["own"]))
                 sections.append(nodes.section("", title, *self._sections(child, inside), ids=[f"in-{_id(child)}"]))
                 continue
@@ -80,10 +75,6 @@ class Options(SphinxDirective):
         return _id(entry.path)
 
 
-def _is_in(entry: Entry, place: str) -> bool:
-    return re.match(rf"{re.escape(place)}($|[.[])", entry.path) is not None
-
-
 @cache
 def _paths() -> frozenset[str]:
     return frozenset(path for entry in manual_entries() for path in (entry.path, entry.plain_path))
@@ -94,20 +85,20 @@ def _id(path: str) -> str:
     return re.sub(r"\[(.*?)]", r".\1", path)
 
 
-def _children(place: str, entries: Sequence[Entry]) -> Iterator[tuple[str, list[Entry]]]:
-    """Yield the paths directly under ``place``, each with the entries at or under it."""
-    found: dict[str, list[Entry]] = {}
-    for entry in entries:
-        below = re.match(r"\.?[^.[]+|\[[^]]*]", entry.path.removeprefix(place)) if entry.path != place else None
-        if below:
-            found.setdefault(place + below[0], []).append(entry)
-    yield from found.items()
-
-
 def _inline(text: str) -> list[nodes.Node]:
     """Return text in which `code` is marked."""
     parts = _CODE.split(text)
     return [nodes.literal("", part) if k % 2 else nodes.Text(part) for k, part in enumerate(parts) if part]
+
+
+def use_directive(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put the directive in the place of the Markdown of the options."""
+
+    def directive(found: re.Match[str]) -> str:
+        without = [f":without: {found[2]}"] if found[2] else []
+        return "\n".join([f"```{{options}} {found[1]}", *without, "```"])
+
+    source[0] = OPTIONS.sub(directive, source[0])
 
 
 def link_options(app: Sphinx, doctree: nodes.document) -> None:
@@ -133,6 +124,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Add the directive."""
     app.add_directive("options", Options)
     app.add_object_type(KIND, KIND, objname="option of the input")
+    app.connect("source-read", use_directive)
     app.connect("doctree-read", link_options)
     app.connect("env-check-consistency", check_all_shown)
     return {"parallel_read_safe": False}
