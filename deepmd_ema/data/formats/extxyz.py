@@ -101,7 +101,7 @@ def open_extxyz(path: Path, choice: str, spec: ReadSpec) -> ExtxyzFile:
     given = parse_choice(choice, spec.labels)
     name = str(path) + "#" * bool(given) + ",".join(f"{what}={key}" for what, key in given.items())
     conditions = [name for name, number in spec.num_conditions.items() if number]
-    inventory = Inventory(given, wanted={*spec.labels, *conditions})
+    inventory = Inventory(given, wanted=[*spec.labels, *conditions])  # in one order on all ranks
     starts, sizes, kinds, problems = list[int](), list[int](), list[str](), list[str]()
     for start, block in blocks(path):
         with collect_problems(problems, f"{name}: frame {len(starts)} (from 0): "):
