@@ -9,7 +9,6 @@ from scratch for as many steps. Inputs are those of ``dp-ema init``, without val
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import read, write
 from ase.md.langevin import Langevin
 from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
-from common import statistics
+from common import publish, statistics
 
 from deepmd_ema.cli import main as dp_ema
 from deepmd_ema.infer.evaluate import measure
@@ -154,6 +153,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs, which are kept")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--output", type=Path, help="also write the page here")
     options = parser.parse_args()
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ def main() -> None:
     take_new(work, options.clone)
     words = [str(work / "old.extxyz"), "--model", "dpa4c", "--steps", "12000"]
     base = run(work / "base", words, [], 1, {})
-    print("| way | frames | 300 K | 600 K | old |\n|---|---|---|---|---|")
+    lines = ["| way | frames | 300 K | 600 K | old |", "|---|---|---|---|---|"]
     for way in options.ways:
         for size in SIZES:
             found = [measure_way(work, base, way, size, seed, options.steps) for seed in SEEDS]
@@ -170,8 +170,8 @@ def main() -> None:
             for data in found[0]:
                 parts = zip(*(one[data] for one in found))
                 cells.append(" / ".join(f"{statistics.median(v):.3g} ({min(v):.3g}-{max(v):.3g})" for v in parts))
-            print(f"| {way} | {size} | {' | '.join(cells)} |", flush=True)
-            (work / f"{way}_{size}.json").write_text(json.dumps(found))
+            lines.append(f"| {way} | {size} | {' | '.join(cells)} |")
+    publish("\n".join(lines), options.output)
 
 
 if __name__ == "__main__":
