@@ -28,9 +28,9 @@ def test(args: argparse.Namespace) -> None:
         raise UserError([f"{problem} Add it, or leave this out." for problem in problems])
     keep_freed_memory()
     with loading():
-        from deepmd_ema.infer.error_files import refuse_details, refuse_frames
-        from deepmd_ema.infer.evaluate import measure
+        from deepmd_ema.infer.evaluate import measure, refuse_details
         from deepmd_ema.infer.physics import PhysicsOptions, measure_physics
+        from deepmd_ema.infer.predicted_frames import refuse_frames, write_frames
 
     if args.detail_file is not None:
         refuse_details(args.detail_file)
@@ -52,7 +52,7 @@ def test(args: argparse.Namespace) -> None:
     elif physics is not None:
         say(physics.text())
     written = [] if args.detail_file is None else report.write_details(args.detail_file)
-    written += [] if args.output is None else [report.write_frames(args.output)]
+    written += [] if args.output is None else [write_frames(report, args.output)]
     written += [] if args.plot is None else [report.plot(args.plot)]
     if written:
         (say_error if args.json else say)(f"wrote {', '.join(map(str, written))}")

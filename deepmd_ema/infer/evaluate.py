@@ -18,32 +18,30 @@ from tqdm import tqdm
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.labels import (
-    APARAM,
     ATOM_ENERGY,
     ATOM_PREF,
     ENERGY,
     FORCE,
-    FPARAM,
     HESSIAN,
     LABELS,
     METRICS,
     QUANTITIES,
     VIRIAL,
+    Label,
+    Quantity,
 )
 from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats.discover import open_systems, repeated, stored_type_map
-from deepmd_ema.data.formats.extxyz import REFERENCE, frame_text
-from deepmd_ema.data.formats.properties import KIND_NAMES, STRESS, describe_singles
+from deepmd_ema.data.formats.properties import KIND_NAMES, describe_singles
 from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batches
-from deepmd_ema.data.source import BOX, COORD, FrameSource, ReadSpec
-from deepmd_ema.distributed.files import atomic_write
+from deepmd_ema.data.source import FrameSource, ReadSpec
+from deepmd_ema.distributed.files import TABLE, atomic_write, check_output
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.findings import Finding
 from deepmd_ema.geometry import neighbor_statistics
-from deepmd_ema.infer.error_files import axes_of, write_table
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import SAME_PLACE, describe_short_pair
 from deepmd_ema.model.compiler import Compiler, pad_for
@@ -58,6 +56,12 @@ logger = logging.getLogger(__name__)
 WORST = 10  # frames shown at the end
 MAX_GROUPS = 20  # rows of a table of compositions or kinds of calculation
 _LINE = "# " + "-" * 47 + " "
+
+
+def _axes(label: Label) -> list[str]:
+    """Return the names of the components of a label; of properties and densities of states numbers."""
+    known = {(): [""], (3,): [*"xyz"], (9,): [a + b for a in "xyz" for b in "xyz"]}
+    return [str(k) for k in range(label.shape[0])] if label.name.endswith("]") else known[label.shape]
 
 
 @dataclass(frozen=True)
@@ -95,13 +99,13 @@ class ErrorReport:
     @property
     def by_kind(self) -> dict[str, Errors]:
         """Errors of each kind of calculation; ``none`` is a frame that names none, or all if names are of frames."""
-        kinds = self._kinds
+        kinds = self.kinds
         if describe_singles(list(kinds.values())):
             return {"none": self.total}
         return group_frames(self.frames, lambda frame: kinds[frame.source] or "none")
 
     @property
-    def _kinds(self) -> dict[tuple[str, int], str]:
+    def kinds(self) -> dict[tuple[str, int], str]:
         """Kind of calculation of each frame by system and number; empty where it names none."""
         kinds = {name: source.kinds for name, source in self.systems.items()}
         return {f.source: k[f.source[1]] if (k := kinds[f.source[0]]) else "" for f in self.frames}
@@ -137,7 +141,7 @@ class ErrorReport:
             lines[-1:] = [f"# RMS of the labels: {shown}", _LINE]
         for table in (*self.groups(), self.forces_by_element(), self.worst()):
             lines += [*render(table, "# "), _LINE] if table.rows else []
-        if singles := describe_singles(list(self._kinds.values())):
+        if singles := describe_singles(list(self.kinds.values())):
             lines += [f"# {singles}", _LINE]
         return "\n".join(lines)
 
@@ -174,32 +178,8 @@ class ErrorReport:
                 frames = [f for f in self.frames if quantity.per != "volume" or f.volume is not None]
                 frames = [f for f in frames if not label.per_pair or label.name in f.label]
                 if any(label.name in frame.label for frame in frames):
-                    written.append(write_table(Path(f"{prefix}.{quantity.name}.out"), frames, label, quantity))
+                    written.append(_write_table(Path(f"{prefix}.{quantity.name}.out"), frames, label, quantity))
         return written
-
-    def write_frames(self, path: str | Path) -> Path:
-        """Write all frames as extended XYZ, with predictions under the names of ASE and labels as ``REF_energy``, ...
-
-        Of a periodic frame there is the stress in place of the virial, in eV/angstrom^3, positive under tension.
-        """
-        kinds = self._kinds
-        with atomic_write(path, "Choose another -o.") as part, part.open("w", encoding="utf-8") as file:
-            for result in self.frames:
-                system, number = result.source
-                frame = self.systems[system].frame(number)
-                arrays = {COORD: frame.coord, BOX: frame.box, FPARAM: frame.fparam, APARAM: frame.aparam}
-                for prefix, values in (("", result.prediction), (REFERENCE, result.label)):
-                    for name, value in values.items():
-                        if LABELS[name].per_atom and name not in (FORCE, *result.label):
-                            continue  # a share of an atom would be taken for a label when the file is read
-                        if name == VIRIAL and result.volume is not None:
-                            arrays[prefix + STRESS] = -value / result.volume
-                        else:
-                            arrays[prefix + name] = value
-                symbols = [self.type_map[k] for k in result.atom_type]
-                present = {name: array for name, array in arrays.items() if array is not None}
-                file.write(frame_text(symbols, present, kinds[result.source]))
-        return Path(path)
 
     def plot(self, path: str | Path) -> Path:
         """Draw predictions against labels and return the path of the figure."""
@@ -220,7 +200,7 @@ class ErrorReport:
         for name in derived if labelled.keys() & {*derived} else labelled:
             label = LABELS[name]
             quantity = next((error for error in label.errors if error.per == "atom"), label.errors[0])
-            axes = [""] if name in derived or len(axes_of(label)) > 9 else axes_of(label)
+            axes = [""] if name in derived or len(_axes(label)) > 9 else _axes(label)
             sides = []
             for of in (attrgetter("label"), attrgetter("prediction")):
                 of_atoms = label.per_atom and self.frames[0].counted is not None
@@ -348,6 +328,16 @@ def predict(
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, opened)
     _refuse_non_finite(report, loaded)
     return report
+
+
+def refuse_details(prefix: str | Path) -> None:
+    """Check that :meth:`ErrorReport.write_details` would write over nothing but its own files.
+
+    Raises:
+        UserError: if a file of another kind is there.
+    """
+    for name in QUANTITIES:
+        check_output(f"{prefix}.{name}.out", "-d", TABLE)
 
 
 def open_labelled(
@@ -483,3 +473,22 @@ def _error_lines(errors: Errors) -> list[str]:
             title = f"{quantity.title:<6s} {kind.upper()}{'/Natoms' * (quantity.per == 'atom')}"
             lines += [] if math.isnan(value) else [f"{title:<18s} : {value:e} {unit}".rstrip()]
     return lines
+
+
+def _write_table(path: Path, frames: Sequence[FrameResult], label: Label, quantity: Quantity) -> Path:
+    per_volume, axes = quantity.per == "volume", _axes(label)
+    symbol, unit = ("s", f" ({quantity.unit_symbol})") if per_volume else (label.symbol or quantity.name, "")
+    columns = " ".join(f"{kind}_{symbol}{axis}" for kind in ("data", "pred") for axis in axes)
+    blocks: dict[str, list[NDArray[Any]]] = {}
+    for frame in frames:
+        # stress is the opposite of the virial per volume
+        scale = {"atom": frame.size, "volume": -(frame.volume or 0.0)}.get(quantity.per, 1)
+        predicted = (frame.prediction[label.name] / scale).reshape(-1, len(axes))
+        known = np.full_like(predicted, np.nan)
+        if label.name in frame.label:
+            known = (frame.label[label.name] / scale).reshape(-1, len(axes))
+        blocks.setdefault(frame.source[0], []).append(np.hstack([known, predicted]))
+    with atomic_write(path, "Choose another -d.") as part, part.open("w", encoding="utf-8", errors="replace") as file:
+        for system, rows in blocks.items():
+            np.savetxt(file, np.vstack(rows), header=f"{system}{unit}: {columns}")
+    return path
