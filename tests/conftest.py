@@ -7,6 +7,8 @@ import sys
 import threading
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# of torch: where sizes are symbols a look-up takes longer than the computation, and compiling twice as long
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 import pytest
 from helpers import SPACING, trains_in, write_system

@@ -52,8 +52,7 @@ def assert_trained(folder, forked):
     "command",
     [
         "torchrun --nproc_per_node=2 dp-ema train input.json",
-        "torchrun --nproc_per_node=2 -m deepmd_ema train input.json",
-        "dp-ema train input.json --nproc-per-node 2",
+        "dp-ema train input.json --nproc-per-node 2",  # which becomes torchrun -m deepmd_ema
     ],
 )
 def test_torchrun_starts_a_run(folder, forked, monkeypatch, command):
