@@ -69,6 +69,50 @@ def test_gradients_of_batches_add_up_to_that_of_all_their_frames(name, frames_of
     torch.testing.assert_close(forces, batch.in_file_order(prediction["force"].grad), rtol=SAME_MATH, atol=0)
 
 
+class OneOfTwo:
+    """In the place of a world: a rank of two, which knows what the other one adds to each sum."""
+
+    size, device = 2, torch.device("cpu")
+
+    def __init__(self, others=(0, 0)):
+        self.own, self.others = [], iter(others)
+
+    def all_reduce_sum(self, value):
+        self.own.append(value)
+        return value + next(self.others)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_batches_of_two_ranks_have_the_gradient_and_the_errors_of_all_their_frames(name):
+    """Ranks have other numbers of frames with a label; the mean of their gradients is that of one process."""
+    labelled, guess = frames_of_different_sizes()
+    config = Config(**LOSSES[name])
+
+    def of_batches(world, numbers):
+        loss, batches = EnergyLoss(config, 1e-3, World()), []
+        loss.world = world
+        for frames in numbers:
+            batch = flat_batch([labelled[k] for k in frames], names=config.labels(()))
+            batches.append((batch, predicted([guess[k] for k in frames], batch)))
+        whole = LossOverBatches(loss, [batch for batch, _ in batches], 7e-4)
+        for batch, prediction in batches:
+            prediction["energy"].requires_grad_()
+            whole.add(prediction, batch).backward()
+        gradients = torch.cat([prediction["energy"].grad for _, prediction in batches])
+        return gradients, {key: value.item() for key, value in whole.displayed().items()}
+
+    parts = ([[0], [1]], [[2], [3]])
+    solo = [OneOfTwo() for _ in parts]
+    for world, numbers in zip(solo, parts):
+        of_batches(world, numbers)
+    ranks = [of_batches(OneOfTwo(other.own), numbers) for other, numbers in zip(reversed(solo), parts)]
+    expected, errors = of_batches(World(), [[0, 1, 2, 3]])
+    found = torch.cat([gradients for gradients, _ in ranks]) / 2
+    torch.testing.assert_close(found, expected, rtol=SAME_MATH, atol=0)
+    for _, shown in ranks:
+        assert shown == pytest.approx(errors, rel=SAME_MATH, nan_ok=True)
+
+
 @pytest.fixture(scope="module")
 def systems(tmp_path_factory):
     """Six frames of three sizes: two with all labels, two open ones without virials, two with energies only."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import FullDisk, tiny_input, write_system
+from helpers import FullDisk, tiny_input, validated, write_system
 from test_data_npy import to_hdf5
 
 from deepmd_ema import checkpoint, cli
@@ -507,6 +507,28 @@ def test_whatever_a_file_holds_a_command_ends_with_a_result_or_one_message(desk,
             assert "Traceback" not in reported.text
             assert len(reported.text.splitlines()) < 60 or reported.code == GOOD
         shutil.rmtree("out", ignore_errors=True)
+
+
+@pytest.mark.parametrize(("path", "value"), [
+    ("streams.", 1e300), ("streams..frames", ...), ("averages.profiles.ema.updates", "x"),
+    ("averages.profiles.ema.weights", ...), ("optimizer.state", None), ("display.sums", {"rmse": 1}),
+    ("interpolation.terms", -1), ("best.live", -1), ("best.live.records", None),
+])  # fmt: skip
+def test_what_a_restart_cannot_read_is_the_fault_of_the_file(desk, path, value):
+    if path.startswith("best"):
+        desk.write(num_steps=LAST, **validated(2))
+        assert desk.run("train", "input.json").code == GOOD
+    content = part = checkpoint.load("model.ckpt-4.pt")
+    name, *above, last = path.split(".")
+    for key in (name, *above):
+        part = part[key]
+    part.pop(last) if value is ... else part.update({last: value})
+    checkpoint.save("model.ckpt-4.pt", content)
+    reported = desk.run("train", "--restart", "model.ckpt-4.pt")
+    assert reported.code == USER
+    part_of_file = "best or early_stop" if name == "best" else name
+    pattern = rf"model\.ckpt-4\.pt: {part_of_file} is not as dp-ema writes it \(\w+Error: .*\)\. Another program has"
+    assert re.search(pattern, reported.text), reported.text
 
 
 TAMPERED = [None, "x", -1, 10**30, float("nan"), [1, "x"], {"x": 1}, torch.zeros(2, 3)]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from helpers import toy_frame
 from infer_models import write_run
 
@@ -34,6 +35,15 @@ def test_a_frozen_file_computes_what_the_checkpoint_computes(run, tmp_path, suff
     frozen = freeze(load_model(run[0], use_average=use_average), tmp_path / f"m{suffix}")
     assert max(frozen.difference.values()) == 0
     np.testing.assert_array_equal(predict(frozen.path), predict(run[1] if use_average else run[0]))
+
+
+def test_weights_that_are_not_finite_are_the_fault_of_the_checkpoint(run, tmp_path):
+    """The frozen file was called another model, to be reported."""
+    loaded = load_model(run[0])
+    with torch.no_grad():
+        loaded.model.fitting.nets[0].layers[0].bias[0] = torch.inf
+    with pytest.raises(CheckpointError, match=r"model.ckpt-7.pt: damaged, fitting.nets.0.layers.0.bias is not finite"):
+        freeze(loaded, tmp_path / "m.dp")
 
 
 def test_a_frozen_file_says_which_weights_it_holds(run, tmp_path):

@@ -89,6 +89,19 @@ def test_elements_of_the_file_keep_their_weights_and_new_ones_get_their_own(trai
     assert float(new["descriptor.block.stddev"][0, 0, 0]) not in (0.1, 1.0)  # Na: measured
 
 
+def test_the_nearest_pair_is_that_of_the_file_or_of_the_data(trained, desk):
+    """It was that of the file, so that frames as near as the new data were called an extrapolation."""
+    content, config = checkpoint.load(trained), input_of(["O", "H"], steps=1)
+    write_system("data", frames=4, seed=5)
+    found = []
+    for name, nearest in (("near.pt", 0.1), ("far.pt", 9.0)):
+        checkpoint.save(name, {**content, "min_nbor_dist": nearest})
+        assert train(config, "--init-model", name) == 0
+        found.append(checkpoint.load("model.ckpt-1.pt")["min_nbor_dist"])
+    assert train(config) == 0
+    assert found == [0.1, checkpoint.load("model.ckpt-1.pt")["min_nbor_dist"]]
+
+
 def test_the_bias_is_moved_to_the_data_and_a_restart_is_exact(trained, desk, capsys):
     config = input_of(["H", "O", "Na"], steps=4, training__enable_ema=True, model__finetune_bias="fit")
     assert train(config, "--finetune", trained) == 0

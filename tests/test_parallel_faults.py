@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import json
+import os
 import re
 import socket
 import time
@@ -20,7 +21,7 @@ from test_train import load
 from deepmd_ema.cli import main
 from deepmd_ema.distributed import rendezvous
 from deepmd_ema.distributed.launch import find_launch
-from deepmd_ema.errors import UserError
+from deepmd_ema.errors import RankLostError, Terminated, UserError
 from deepmd_ema.training.trainer import Callback
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"), pytest.mark.timeout(480)]
@@ -272,3 +273,20 @@ def test_a_rank_that_holds_another_weight_ends_the_run_unsaved(tmp_path, water_l
     ):  # fmt: skip
         assert words in ended[0].message
     assert [file.name for file in tmp_path.glob("model.ckpt-*.pt")] == ["model.ckpt-2.pt"] * (noticed > 0)
+
+
+@pytest.mark.parametrize(("error", "reported"), [
+    (Terminated(), "stopped by SIGTERM outside the training steps; nothing was saved; rank 0 has ended; if it left no"),
+    (RankLostError("lost"), "rank 0 has ended; if it left no message, it was killed."),
+])  # fmt: skip
+def test_a_rank_that_was_stopped_says_so_where_rank_0_is_gone(monkeypatch, error, reported):
+    """SIGTERM to all ranks at their start was told as the end of rank 0."""
+    for name, value in launcher_environment(1, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    address = {"host_name": "127.0.0.1", "port": int(os.environ["MASTER_PORT"])}
+    store = torch.distributed.TCPStore(**address, is_master=True, wait_for_workers=False)
+    meeting = rendezvous.Rendezvous(find_launch())
+    del store
+    report = meeting.report_of(error)
+    assert type(report) is type(error)
+    assert str(report).startswith(reported)

@@ -195,6 +195,16 @@ def validated_on(data):
     return {"config": changed}
 
 
+def not_a_number(payload):
+    """Return the weights of a file with one that is not a number."""
+    name = "fitting.nets.0.layers.0.bias"
+    return {**payload["model"], name: torch.full_like(payload["model"][name], torch.nan)}
+
+
+def without_age(payload):
+    return {name: fact for name, fact in payload["average"].items() if name != "mean_age"}
+
+
 P05, P10, LAST = "snapshots/model_p05.ckpt-60.pt", "snapshots/model_p10.ckpt-40.pt", "model.ckpt-400.pt"
 
 
@@ -217,6 +227,10 @@ P05, P10, LAST = "snapshots/model_p05.ckpt-60.pt", "snapshots/model_p10.ckpt-40.
         ),
         (flip_a_bit, [], "model_p10.ckpt-40.pt: damaged"),
         ((P10, {"model": lambda p: {**p["model"], p["averaged"][0]: torch.zeros(3, 3)}}), [], "of another shape"),
+        ((P05, {"model": not_a_number}), [], "05.ckpt-60.pt: damaged, fitting.nets.0.layers.0.bias is not finite"),
+        ((LAST, {"model": not_a_number}), [], "t-400.pt: damaged, fitting.nets.0.layers.0.bias is not finite"),
+        ((P05, {"average": without_age}), [], "60.pt: its content is not as dp-ema writes it (KeyError: 'mean_age')"),
+        ((LAST, {"averages": {"steps": 400, "profiles": {"p05": 3}}}), [], "400.pt: its content is not"),
         ((P05, {"averaged": lambda p: p["averaged"][1:]}), [], "model_p05.ckpt-60.pt: other tensors were averaged"),
         (
             (P05, {"average": lambda p: {**p["average"], "should_update": "every_second"}}), [],

@@ -67,7 +67,10 @@ def test_rows_are_the_errors_of_the_files_and_the_run_is_the_same(start, systems
         def on_end(self, trainer):
             left.update({name: tensor.clone() for name, tensor in trainer.validator.models.state_dict().items()})
 
-    folder, plain = start("tested", 10, with_test(systems["test"]), callback=Look()), start("plain", 10)
+    # each with a bias of its own, and with the best of several files
+    options = {"training__change_bias_after_training": True, "validating__max_best_ckpt": 3}
+    folder = start("tested", 10, {**options, **with_test(systems["test"])}, callback=Look())
+    plain = start("plain", 10, options)
     assert_same(left, dict(load(folder / "model.ckpt-10.pt")["model"]))
     found = status_of(folder, capsys)
     assert tuple(found) == ROWS
@@ -76,7 +79,7 @@ def test_rows_are_the_errors_of_the_files_and_the_run_is_the_same(start, systems
     assert any("test" in line and "best ema, step" in line for line in caplog.text.splitlines())
     for name in ("model.ckpt-10.pt", "model_ema.ckpt-10.pt"):
         one, other = load(folder / name), load(plain / name)
-        for key in {"model", "averages", "optimizer", "streams"} & one.keys():
+        for key in {"refitted", "model", "averages", "optimizer", "streams"} & one.keys():
             assert_same(one[key], other[key])
 
 

@@ -205,7 +205,8 @@ class Average:
             text = "average %s: %s was not averaged before and starts from its live value"
             logger.info(text, profile.name, ", ".join(seeded))
         # files of 0.1.0 have the mean age only
-        self.set_counts(saved["updates"], saved.get("mean_step", state["steps"] - saved["mean_age"]))
+        mean_step = float(saved.get("mean_step", state["steps"] - saved["mean_age"]))
+        self.set_counts(int(saved["updates"]), mean_step)
 
 
 def host_decay(profile: Profile, updates: int) -> float:

@@ -1,6 +1,14 @@
 """Model files, single and sharded; the names that others use."""
 
-from deepmd_ema.checkpoint.content import FORMAT, choose_profile, payload_head, refitted, weights_in
+from deepmd_ema.checkpoint.content import (
+    FORMAT,
+    choose_profile,
+    payload_head,
+    reading,
+    refitted,
+    require_finite,
+    weights_in,
+)
 from deepmd_ema.checkpoint.file import (
     DeepmdCheckpointError,
     load,
@@ -13,5 +21,5 @@ from deepmd_ema.checkpoint.file import (
 
 __all__ = [
     "FORMAT", "DeepmdCheckpointError", "choose_profile", "load", "load_shards", "payload_head",
-    "refitted", "refuse_to_replace", "require_training", "resolve", "save", "weights_in",
+    "reading", "refitted", "refuse_to_replace", "require_finite", "require_training", "resolve", "save", "weights_in",
 ]  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ _OPTIONAL: dict[str, Any] = {
     **dict.fromkeys(("average", "best", "early_stop", "interpolation", "refitted", "refitted_bias", "bias"), dict),
 }  # fmt: skip
 _MISSING = object()
+_CHANGED = "Another program has changed it, or it was not made by a run: take another file."
 _MAX_COUNT = 1 << 62  # numpy and torch compute with 64 bits
 
 
@@ -92,9 +94,32 @@ def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"{path}: not a file of kind {kind} as dp-ema writes it: {first_few(problems, 5)}. Another program has "
-            "changed it, or it was not made by a run: take another file."
+            f"{path}: not a file of kind {kind} as dp-ema writes it: {first_few(problems, 5)}. {_CHANGED}"
         )
+
+
+@contextmanager
+def reading(path: str | Path, part: str = "its content") -> Iterator[None]:
+    """Report what fails because of a part of a file as the fault of the file: :func:`check_content` knows no details.
+
+    Raises:
+        CheckpointError: naming the part.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path}: {part} is not as dp-ema writes it ({reason}). {_CHANGED}") from error
+
+
+def require_finite(weights: Mapping[str, Tensor], path: str | Path) -> None:
+    """Check that weights of a file are finite, as those that a run writes are.
+
+    Raises:
+        CheckpointError: naming those that are not.
+    """
+    if names := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+        raise CheckpointError(f"{path}: damaged, {first_few(names, 5)} is not finite. Take another file.")
 
 
 def _describe(value: Any) -> str:

@@ -129,9 +129,14 @@ class Rendezvous:
         except RuntimeError:  # it was closed in between
             pass
         # Rank 0 held the store and has ended: nobody can report more, but one message is enough.
-        if lost:
-            return RankLostError("rank 0 has ended; if it left no message, it was killed.") if rank == 1 else None
-        return error
+        if not lost:
+            return error
+        if rank != 1:
+            return None
+        text = "rank 0 has ended; if it left no message, it was killed."
+        if isinstance(error, Terminated):  # as all ranks were, or by a launcher that ends those that are left
+            return Terminated(f"{error}; {text}", error.signal_number)
+        return RankLostError(text)
 
     def _lost_error(self, error: BaseException) -> BaseException:
         """Return the report of a rank that lost others, which have ended without a message."""

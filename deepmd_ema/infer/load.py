@@ -205,7 +205,9 @@ def load_models(
     else:
         path = checkpoint.resolve(path)
         try:
-            found = _load_checkpoint(path, checkpoint.load(path), use_average, average, choose)
+            payload = checkpoint.load(path)
+            with checkpoint.reading(path):
+                found = _load_checkpoint(path, payload, use_average, average, choose)
         except checkpoint.DeepmdCheckpointError as error:
             return _load_deepmd(path, error.content, use_average, average, choose)
     info = next(iter(found.models.values())).info
@@ -256,7 +258,8 @@ def _load_checkpoint(
     found = {}
     for head in chosen:
         model = models.by_task[head].eval()
-        model.min_nbor_dist = distances.get(head)
+        nearest = distances.get(head)
+        model.min_nbor_dist = None if nearest is None else float(nearest)
         info = Provenance(path, payload["kind"], name, payload["step"], facts, model.min_nbor_dist,
                           f"dp-ema {payload['version']}", saved.runs[head],
                           changes.get(head, {}), head)  # fmt: skip

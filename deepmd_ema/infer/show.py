@@ -62,7 +62,8 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
         return as_text(config)
     title = f"{path}: {KINDS[kind]} of {version}, {size_of(path) / 1e6:.2f} MB"
     run = [(name, text) for name, text in _run(config) if name not in dict(model)]
-    rows = [*weights, *model, _size(tensors), *state, *run, ("config", "--config prints all of it")]
+    with checkpoint.reading(path):
+        rows = [*weights, *model, _size(tensors), *state, *run, ("config", "--config prints all of it")]
     return "\n".join(render(facts(title, rows), "  "))
 
 

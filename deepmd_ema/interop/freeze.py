@@ -158,6 +158,7 @@ def freeze(
     if path.suffix not in (*SUFFIXES, *deepmd_kit.SUFFIXES):
         path = path.with_name(f"{path.name}.dp")
     check_output(path, option, MODEL_FILE, [info.path])
+    checkpoint.require_finite(loaded.model.state_dict(), info.path)
     only_here, compiled = _only_here(path, loaded.model, loaded.config), path.suffix == COMPILED_SUFFIX
     _refuse_options(path, device, compress, program)
     kind = loaded.config.fitting_net.type

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import to_dict
@@ -111,7 +112,8 @@ class Trainer:
         first = world.broadcast_from_rank0(lambda: {task.name: task.train_loader.batch(0) for task in self.tasks})
         batches = {name: batch.to(world.device) for name, batch in first.items()}
         state = start.payload.get("interpolation", start.payload.get("splines", {}))  # as it was called in 0.1.0
-        self.interpolation = InterpolationControl(models, world, batches, state)
+        with checkpoint.reading(start.path, "interpolation") if state else nullcontext():
+            self.interpolation = InterpolationControl(models, world, batches, state)
 
         # before the models are sharded: one rank may then compile while others wait for its code
         self.products, in_validation = contexts_of_products(config, models, world.device)
@@ -167,7 +169,7 @@ class Trainer:
                 "restart after step %d of %s: weights, optimizer, averages, order of frames, learning rate and logs "
                 "are continued", start.step, start.path,
             )  # fmt: skip
-            self.load_state_dict(start.step, state_of_tasks(start, models, self.tasks.state_dict()))
+            self.load_state_dict(start)
         models.train()
 
     def run(self) -> None:
@@ -372,8 +374,11 @@ class Trainer:
             **self.validator.state_dict(),
         }
 
-    def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continue after ``step``: the next step is the one that an uninterrupted run would have taken."""
+    def load_state_dict(self, start: Start) -> None:
+        """Continue after the step of a checkpoint: the next one is that which an uninterrupted run would have taken."""
+        path, step = start.path, start.step
+        with checkpoint.reading(path):
+            state = state_of_tasks(start, self.validator.models, self.tasks.state_dict())
         self.step = self._saved = step
         if step >= self.num_steps:
             logger.warning(
@@ -381,19 +386,24 @@ class Trainer:
                 step, self.num_steps,
             )  # fmt: skip
         if self.bank.names or not state.get("averages"):
-            self.bank.load_state_dict(state.get("averages"), step)
+            with checkpoint.reading(path, "averages"):
+                self.bank.load_state_dict(state.get("averages"), step)
         else:
             logger.info(
                 "averaging is off in this run (training.averaging): the raw weights are trained on, and the averages "
                 "of the checkpoint (%s) are left behind",
                 ", ".join(state["averages"]["profiles"]),
             )
-        self.take_step.load_state_dict(state["optimizer"])
-        self.tasks.load_state_dict(state["streams"])
-        self.reporter.load_state_dict(state["display"], step)
+        with checkpoint.reading(path, "optimizer"):
+            self.take_step.load_state_dict(state["optimizer"])
+        with checkpoint.reading(path, "streams"):
+            self.tasks.load_state_dict(state["streams"])
+        with checkpoint.reading(path, "display"):
+            self.reporter.load_state_dict(state["display"], step)
         self._validation_pending = bool(state["validation_pending"] and self.validator.rows)
         # a validation that was broken off is made again
-        self.validator.load_state_dict(state, step - self._validation_pending)
+        with checkpoint.reading(path, "best or early_stop"):
+            self.validator.load_state_dict(state, step - self._validation_pending)
         if (why := self.validator.stopped_early) and step < self.num_steps:
             self.record.early_end, self.num_steps = why, step
             logger.warning(

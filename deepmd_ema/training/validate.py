@@ -352,7 +352,7 @@ class EarlyStop:
             text = "validating.early_stop: %s counts now, %s before: its full validations are counted anew"
             logger.warning(text, self._metric, state["metric"])
             return
-        self.waited = state["waited"]
+        self.waited = int(state["waited"])
         for row in rows:
             if record := _of_row(state["improvements"], row):
                 self.improvements[row] = (float(record[0]), int(record[1]))

@@ -111,7 +111,7 @@ class Start:
         if task not in self.sources:
             return in_data
         before = self.sources[task].loaded.info.min_nbor_dist
-        return min((d for d in (in_data, before) if d is not None), default=None) if self.fine_tunes else before
+        return min((d for d in (in_data, before) if d is not None), default=None)
 
     def run_id(self, config: RunConfig) -> str:
         """Return the identifier of this trajectory of weights: the same config and start always give the same."""

@@ -108,7 +108,10 @@ def run_posthoc(
     best, best_score = -1, math.inf
     best_weights: Mapping[str, Tensor] = {}
     made = ((_row_of(one), weights) for one, weights in zip(found.combinations, combine(run, found.combinations)))
-    tracked = list(_tracked(run))
+    with checkpoint.reading(run.reference):
+        tracked = list(_tracked(run))
+    for _, weights in tracked:
+        checkpoint.require_finite(weights, run.reference)
     total = len(tracked) + len(found.combinations)
     for row, weights in tqdm(chain(tracked, made), total=total, unit=" models", disable=None, leave=False):
         models.load_state_dict(weights)

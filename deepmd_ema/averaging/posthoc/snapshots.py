@@ -160,9 +160,11 @@ def _read_all(place: Path, payload: Mapping[str, Any], newest: Path) -> tuple[li
     left_out: dict[str, list[str]] = {}  # files by reason
     problems: list[str] = []
     for path in sorted(path for suffix in SUFFIXES for path in place.glob(f"*{suffix}")):
-        with collect_problems(problems):
+        with collect_problems(problems), checkpoint.reading(path):
             facts = checkpoint.load(path)
-            shapes = {name: tuple(tensor.shape) for name, tensor in facts.pop("model").items()}
+            model = facts.pop("model")
+            checkpoint.require_finite(model, path)
+            shapes = {name: tuple(tensor.shape) for name, tensor in model.items()}
             average, step = facts.get("average", {}), facts["step"]
             if facts["kind"] != "snapshot" or facts.get("run") != payload.get("run"):
                 left_out.setdefault("of another run", []).append(path.name)
@@ -175,7 +177,7 @@ def _read_all(place: Path, payload: Mapping[str, Any], newest: Path) -> tuple[li
                 # counted while it was averaged: differs if the settings were others in some part of the run
                 mean_age = track.mean_age() + step - track.end
                 if math.isclose(average["mean_age"], mean_age, rel_tol=1e-6, abs_tol=1e-3):
-                    averaged = frozenset(facts["averaged"])
+                    averaged = frozenset(map(str, facts["averaged"]))
                     found.append(Snapshot(path, step, facts["weights"], track, averaged, shapes))
                 else:
                     left_out.setdefault("of averages whose settings were changed at a restart", []).append(path.name)
