@@ -35,8 +35,7 @@ SMALL = {"neuron": [2], "axis_neuron": 2, "nlayers": 1}
 ONE_SIDE = {"type_one_side": True}
 SMALLER = {
     "dpa2": {"use_three_body": False},
-    "dpa4": {"n_blocks": 1, "mixing_layers": 1, "lmax": 1},
-    "dpa4c": {"lmax": 1},
+    "dpa4": {"n_blocks": 1, "mixing_layers": 1},
     "hybrid": {
         "list": [
             SECTIONS["se_e2_a"] | {"neuron": [2], "axis_neuron": 2} | ONE_SIDE,
