@@ -280,7 +280,7 @@ def test_a_rank_that_holds_another_weight_ends_the_run_unsaved(tmp_path, water_l
     (RankLostError("lost"), "rank 0 has ended; if it left no message, it was killed."),
 ])  # fmt: skip
 def test_a_rank_that_was_stopped_says_so_where_rank_0_is_gone(monkeypatch, error, reported):
-    """SIGTERM to all ranks at their start was told as the end of rank 0."""
+    """SIGTERM to all ranks at their start was reported as the end of rank 0."""
     for name, value in launcher_environment(1, 2, free_port()).items():
         monkeypatch.setenv(name, value)
     address = {"host_name": "127.0.0.1", "port": int(os.environ["MASTER_PORT"])}

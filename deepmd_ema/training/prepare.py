@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
@@ -119,7 +118,7 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
                     "read the same frames: use a folder that they share, or copy it to each machine again."
                 )
     contents = world.broadcast_from_rank0(lambda: {name: digest_of(data.train) for name, data in systems.items()})
-    with world.all_ranks_ok(), checkpoint.reading(start.path, "streams"):
+    with world.all_ranks_ok():
         check_content(start, contents)
     # of rank 0: all ranks have the same frames in each part
     splits = world.broadcast_from_rank0(lambda: choose_validation(config, systems, seed, results))

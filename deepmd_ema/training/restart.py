@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepmd_ema import checkpoint
 from deepmd_ema.config import RunConfig, as_launched, read_input, saved_config, saved_models, to_dict
 from deepmd_ema.config.messages import differences_of, of_one_task, show, without_tasks
 from deepmd_ema.config.outputs import outside_paths
@@ -136,9 +137,11 @@ def check_content(start: Start, contents: Mapping[str, str]) -> None:
     """
     if not start.payload:
         return
+    with checkpoint.reading(start.path, "streams"):
+        streams = {task: stream.get("content") for task, stream in start.payload["streams"].items()}
     for task, content in contents.items():
         # checkpoints of earlier versions do not say what the content was, and new tasks have none
-        before = start.payload["streams"].get(task, {}).get("content") or content
+        before = streams.get(task) or content
         moved = start.moved.get(task)
         if moved is None:
             if content and content != before:  # empty: it could not be read again
