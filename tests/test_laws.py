@@ -295,12 +295,11 @@ OPTIONS = {
     "narrow": {"neuron": [2, 4], "axis_neuron": 2},
 }
 # with every option that the descriptors share; the variants as they are
-every_option = pytest.mark.parametrize(
-    ("descriptor", "option"), [*product(sorted(DESCRIPTORS), sorted(OPTIONS)), *((name, "tanh") for name in VARIANTS)]
-)
+EVERY_OPTION = [*product(sorted(DESCRIPTORS), sorted(OPTIONS)), *((name, "tanh") for name in VARIANTS)]
 
 
-@every_option
+# with gelu the test below has the features of these frames and their gradients
+@pytest.mark.parametrize(("descriptor", "option"), [case for case in EVERY_OPTION if not case[1].endswith("gelu")])
 def test_frames_may_lack_elements_or_neighbors(descriptor, option):
     """A batch in which no atom had a neighbor of some element ended with "cannot reshape tensor of 0 elements"."""
     _, model = toy_model(descriptor, OPTIONS[option])
@@ -320,7 +319,7 @@ def test_frames_may_lack_elements_or_neighbors(descriptor, option):
         close(beside["energy"][: len(quiet["energy"])], quiet["energy"])
 
 
-@every_option
+@pytest.mark.parametrize(("descriptor", "option"), EVERY_OPTION)
 def test_the_written_out_gradient_is_that_of_automatic_differentiation(descriptor, option):
     """Features, their vector-Jacobian product, and the parameter gradients of both, against ``torch.func.vjp``."""
     _, model = toy_model(descriptor, OPTIONS[option])
@@ -514,9 +513,9 @@ LEFT_OUT = [*product(QUANTITIES, [{"atom_exclude_types": [1]}]), *product(["dipo
 
 
 @torch.no_grad()
-def quantity_model(quantity, descriptor="se_e2_a", **changes):
+def quantity_model(quantity, descriptor="se_e2_a", more=None, **changes):
     """Return a model of a quantity with twice as many neighbors as the toy models have."""
-    more = more_neighbors(model_section(descriptor)["descriptor"])
+    more = more_neighbors(model_section(descriptor)["descriptor"]) | (more or {})
     _, model = toy_model(descriptor, more, QUANTITIES[quantity][0], **changes)
     model.out_std.copy_(torch.linspace(0.5, 2, model.out_std.numel()).view_as(model.out_std))
     return model
@@ -577,7 +576,7 @@ def test_atoms_of_types_that_are_left_out_have_nothing_and_are_not_counted(quant
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
 def test_parameter_gradients_of_a_quantity_are_right(quantity):
-    model = quantity_model(quantity)
+    model = quantity_model(quantity, more={"type_one_side": True})  # a third of the networks
     batch, generator = (
         batch_of(model, frame("triclinic", natoms=5), frame("open", 1, 4)),
         torch.Generator().manual_seed(1),

@@ -30,7 +30,10 @@ from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.extended_model import ExtendedModel
 
 TYPES = np.array([1, 0, 2, 1, 1, 0, 2, 0, 1])
-SMALL = {"model__descriptor__neuron": [2], "model__descriptor__axis_neuron": 1, "model__fitting_net__neuron": [2]}
+SMALL = {
+    "model__descriptor__neuron": [2], "model__descriptor__axis_neuron": 1, "model__descriptor__type_one_side": True,
+    "model__fitting_net__neuron": [2],
+}  # fmt: skip
 
 # torch's own warnings; compiling takes a minute or more
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
@@ -250,8 +253,9 @@ def test_code_of_an_old_torch_that_does_not_compile_is_made_again_without_vector
 
 
 def test_a_file_with_tables_says_so_and_computes_what_the_networks_do_at_any_distance(tmp_path, capsys):
-    # of few networks, and without angles: a third of the time to compile
+    # of few networks, and without angles: a fifth of the time to compile
     descriptor = {"type": "se_e2_r", "sel": [46, 92], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2]}
+    descriptor["type_one_side"] = True
     run = write_run(tmp_path / "run", model__descriptor=descriptor, model__fitting_net__neuron=[2])
     path = tmp_path / "tables.pt2"
     words = ["freeze", "-c", str(run[0]), "-o", str(path), "--device", "cpu", "--compress"]
