@@ -243,7 +243,7 @@ def test_an_error_that_is_not_the_compilers_is_raised_and_nothing_is_refused(cap
     _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
     batch = next(batches_of(model.train()))
     compiler = Compiler(TRACED)
-    monkeypatch.setattr(model.fitting, "forward", fail)
+    monkeypatch.setattr(model.descriptor, "forward", fail)
     with pytest.raises(ZeroDivisionError, match="of the model"):
         compiler(model, batch)
     assert not warnings_of(caplog)
