@@ -2,7 +2,7 @@
 
 usage: python benchmarks/lammps.py --lammps DIR --cache FOLDER [--only NAME ...] [--output PAGE]
 
-DIR has DeePMD-kit, its LAMMPS and MPI (doc/potential.md). Each model is trained for some hundred steps
+DIR has DeePMD-kit, its LAMMPS and MPI (doc/lammps.md). Each model is trained for some hundred steps
 on the water example, so that its statistics are those of data and its forces keep molecules together, and frozen as
 ``.pt2`` and as ``.pth``; these files stay in FOLDER, because compiling takes minutes. Then LAMMPS evaluates one
 triclinic cell of 96 atoms on one rank and on two, which is compared with ``deepmd_ema.Potential`` of the checkpoint,

@@ -23,7 +23,7 @@ from deepmd_ema.interop import pt2
 from deepmd_ema.interop.deepmd_kit import copy_with_task_dim
 
 ROOT = Path(__file__).resolve().parents[1]
-LAMMPS = os.environ.get("DP_LAMMPS")  # an environment with DeePMD-kit 3.2.0, its LAMMPS and dp-ema: doc/potential.md
+LAMMPS = os.environ.get("DP_LAMMPS")  # an environment with DeePMD-kit 3.2.0, its LAMMPS and dp-ema: doc/lammps.md
 BAR = 1.6021765e6  # of an eV/angstrom^3, as LAMMPS has it
 SMALL = {"model__descriptor__neuron": [2], "model__descriptor__axis_neuron": 1, "model__fitting_net__neuron": [2]}
 
