@@ -364,6 +364,12 @@ def main() -> int:
             raise ValueError(f"--hours {args.hours:g}: expected at least {MIN_HOURS:g}, for two trainings.")
         with ProcessPoolExecutor(args.workers, get_context("spawn"), start_process) as pool:
             try:
+                # Processes are started before Ctrl-C is possible: one that is interrupted while it starts is in no
+                # list of those to be killed, and would work on for minutes.
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                started = [pool.submit(os.getpid) for _ in range(args.workers)]
+                wait(started)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 print(Distillation(args, pool).end())
             except BaseException:
                 # the pool would wait for what they do; without them it gives its semaphores back
