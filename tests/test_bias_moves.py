@@ -1,6 +1,8 @@
 """The output bias of a model of a file on data: a shift of each element is moved, an error of a model is not."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from deepmd_ema.cli import main
 from deepmd_ema.config import load_config, model_config_from_dict
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.element_mapping import carried_over
-from deepmd_ema.model.output_bias import FrameEnergies, move_bias
+from deepmd_ema.model.output_bias import FrameEnergies, move_bias, with_given_energies
 
 ELEMENTS = ["O", "H", "C"]
 GAP = {"type": "property", "property_name": "gap", "neuron": [4]}
@@ -106,8 +108,9 @@ def test_new_elements_explain_what_the_known_ones_leave(kind, how):
 
 def test_energies_that_the_input_gives_hold_and_the_others_are_fitted():
     """A preset was ignored: the bias of an element stayed as in the file."""
-    bias, shift = np.array([-400.0, -10.0, -90.0]), np.array([-30.0, -3.0, 7.0])
+    shift = np.array([-30.0, 0.0, 7.0])
     frames = gathered("energy", shift, 0.0, preset_out_bias={"energy": [None, -13.0, None]})
+    bias = with_given_energies(frames.config, np.array([-400.0, -10.0, -90.0]))
     for how, others in (("auto", shift), ("fit", shift), ("keep", 0 * shift)):
         found = move_bias(frames, bias, np.ones(3), how=how)
         np.testing.assert_allclose(found.bias, [bias[0] + others[0], -13.0, bias[2] + others[2]], atol=1e-9)
@@ -206,13 +209,38 @@ def test_a_start_reports_whether_the_labels_are_of_another_method(here, base, ca
     assert torch.equal(before, after) == ("was moved" not in message)
 
 
-def test_a_preset_holds_in_fine_tuning(here, base):
+@pytest.mark.parametrize("way", ["--finetune", "--init-model"])
+def test_a_preset_holds_in_fine_tuning_and_is_named_elsewhere(here, base, capsys, way):
     """Its bias was that of the file, while a warning stated that the preset holds."""
     for name in ("same", "old.pt"):
         Path(name).symlink_to(base / name)
     values = tiny_input(["same"], num_steps=1, model__preset_out_bias={"energy": [-90.0, None]})
     values["model"]["descriptor"]["set_davg_zero"] = True
     Path("input.json").write_text(json.dumps(values))
-    assert main(["train", "input.json", "--finetune", "old.pt"]) == 0
+    assert main(["train", "input.json", way, "old.pt"]) == 0
     after = load("model.ckpt-1.pt")["model"]["out_bias"].flatten()
-    assert after[0] == -90.0
+    err = capsys.readouterr().err
+    assert (after[0] == -90.0) == (way == "--finetune")
+    assert ("energies that the input gives for O have no effect with --init-model" in err) == (after[0] != -90.0)
+    assert way == "--finetune" or "another reference" not in err
+
+
+def test_energies_of_weight_0_are_in_no_bias(here, base, capsys):
+    """A placeholder of 0 eV moved the bias by 2 eV per atom, of a new model and of one that is fine-tuned."""
+    shutil.copytree(base / "same", "same")
+    energy = np.load("same/set.000/energy.npy")
+    weight = np.arange(10) >= 4
+    np.save("same/set.000/energy.npy", np.where(weight, energy, 0.0))
+    np.save("same/set.000/energy_weight.npy", weight.astype(float))
+    Path("old.pt").symlink_to(base / "old.pt")
+    values = tiny_input(["same"], num_steps=1, model__finetune_bias="fit", training__change_bias_after_training=True)
+    values["training"]["training_data"]["frame_weights"] = True
+    Path("input.json").write_text(json.dumps(values))
+    assert main(["train", "input.json", "--finetune", "old.pt"]) == 0
+    assert re.search(r"differ by \S+ eV/atom \(spread 0.0\d+\).*, on 6 training frames", capsys.readouterr().err)
+    assert main(["train", "input.json"]) == 0
+    bias = load("model.ckpt-1.pt")["model"]["out_bias"].flatten()
+    composition = np.bincount(np.loadtxt("same/type.raw", dtype=int))
+    assert abs(composition @ bias.numpy() - energy[4:].mean()) < 0.5
+    fitted = load("model.ckpt-1.pt")["refitted"]["live"]["out_bias"].flatten()
+    assert abs(composition @ fitted.numpy() - energy[4:].mean()) < 2.0

@@ -25,6 +25,8 @@ ENERGY_WEIGHT = "energy_weight"
 FORCE_WEIGHT = "force_weight"
 VIRIAL_WEIGHT = "virial_weight"
 WEIGHTS = (WEIGHT, ENERGY_WEIGHT, FORCE_WEIGHT, VIRIAL_WEIGHT)  # of a frame in the loss, no targets
+# weight of one label of a frame, which multiplies that of the frame
+WEIGHT_OF = {ENERGY: ENERGY_WEIGHT, FORCE: FORCE_WEIGHT, VIRIAL: VIRIAL_WEIGHT}
 # keys of conditions: what an energy depends on beside positions and elements
 FPARAM = "fparam"  # (F, P) frame parameters, any unit
 APARAM = "aparam"  # (A, Q) atomic parameters, any unit

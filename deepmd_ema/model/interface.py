@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.config.labels import WEIGHT, WEIGHT_OF
 
 # A atoms, K neighbor slots, D features
 Sums: TypeAlias = Mapping[str, np.ndarray]
@@ -152,6 +153,15 @@ def mean_and_spread(sums: np.ndarray, smallest: float) -> tuple[np.ndarray, np.n
     mean = sums[:, 1] / count
     variance = np.maximum(sums[:, 2] / count - mean**2, 0)
     return mean, np.maximum(np.sqrt(variance), smallest)
+
+
+def label_weight(batch: Batch, name: str) -> Tensor:
+    """Return the weight of a label in each frame (F,), 0 without the label; without weights what ``has_label`` has."""
+    weight = batch.has_label[name]
+    for kind in (WEIGHT, WEIGHT_OF.get(name, "")):
+        if kind in batch.labels:
+            weight = weight * batch.labels[kind].where(batch.has_label[kind] > 0, 1.0)
+    return weight
 
 
 def sum_by_type(per_atom: Tensor, batch: Batch) -> np.ndarray:

@@ -28,6 +28,7 @@ import torch
 
 from deepmd_ema.config.labels import ENERGY, LABELS, POLAR
 from deepmd_ema.errors import DataError, first_few
+from deepmd_ema.model.interface import label_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,7 +67,7 @@ class FrameEnergies:
     _predicted: list[Array] = field(default_factory=list)
 
     def add(self, batch: Batch, predicted: Tensor | None = None) -> None:
-        """Take in the labels of a batch, and what a model gives for it: (F,) eV.
+        """Take in the labels of a batch that have a weight, and what a model gives for them: (F,) eV.
 
         Raises:
             DataError: if the model gives no finite energy for a frame.
@@ -75,7 +76,7 @@ class FrameEnergies:
         if name not in batch.labels:
             return
         num_types = len(self.config.type_map)
-        seen = batch.has_label[name].numpy() > 0
+        seen = label_weight(batch, name).numpy() > 0
         cell = batch.atom_frame * num_types + batch.atom_type
         counts = torch.bincount(cell, minlength=batch.num_frames * num_types)
         self._counts.append(counts.view(-1, num_types).numpy()[seen].astype(float))
@@ -132,12 +133,14 @@ class BiasFit:
         std: of the same shape, spread over frames of the energy that it leaves unexplained, eV; ones without energies.
         rmse_per_atom: root mean square of the same, eV/atom (of a mean over atoms, of this), or None without energies.
         undetermined: elements whose energies the compositions do not determine separately.
+        rank: how many numbers the frames determine for each component.
     """
 
     bias: Array
     std: Array
     rmse_per_atom: float | None = None
     undetermined: tuple[str, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,7 +261,7 @@ def change_bias(frames: FrameEnergies, bias: Array) -> BiasFit:
 def move_bias(frames: FrameEnergies, bias: Array, std: Array, new: Iterable[str] = (), how: str = AUTO) -> BiasMove:
     """Return the bias that a model of a file has on data.
 
-    Elements whose energy the config fixes have this energy. Elements that the file does not have get what the model
+    Elements whose energy the config fixes stay as they are. Elements that the file does not have get what the model
     leaves unexplained. Those that it has are moved if this explains much more than it leaves: labels of another method.
 
     Args:
@@ -270,30 +273,34 @@ def move_bias(frames: FrameEnergies, bias: Array, std: Array, new: Iterable[str]
     """
     assert len(frames), "no frame has a label"
     config, effect, weight = frames.config, frames.effect, frames.weight
-    given, fixed = _given_energies(config)
-    start = bias.copy()
-    start[fixed] = given[fixed]
-    residual = frames.residual(start - bias)
+    residual = frames.residual()
     if POLAR in config.fitting_net.labels:  # its bias is a multiple of the unit matrix
         diagonal = residual.reshape(-1, 3, 3).trace(axis1=1, axis2=2) / 3
         residual = diagonal[:, None] * np.eye(3).ravel()
-    free = ~fixed & effect.any(0)
+    free = ~_given_energies(config)[1] & effect.any(0)
     is_new = np.isin(config.type_map, list(new)) & config.fitting_net.distinguish_types
-    kept, moved = (_fit(frames, effect, residual, start, of, weight) for of in (free & is_new, free))
-    left, rest = ((weight * (residual - effect @ (fit.bias - start)).T).T for fit in (kept, moved))
-    columns = effect[:, free] if config.fitting_net.distinguish_types else effect[:, free].sum(1, keepdims=True)
-    freedom = len(frames) - np.linalg.matrix_rank(columns)
-    width = np.prod(rest.shape[1:])
-    spread = float(np.sqrt((rest**2).sum() / width / max(freedom, 1)))
+    kept = _fit(frames, effect, residual, bias, free & is_new, weight)
+    moved = _fit(frames, effect, residual, bias, free, weight)
+    left, rest = ((weight * (residual - effect @ (fit.bias - bias)).T).T for fit in (kept, moved))
+    freedom = len(frames) - moved.rank
+    spread = float(np.sqrt((rest**2).sum(0).mean() / max(freedom, 1)))
     if freedom < _MIN_FREEDOM:  # a few frames are explained by any numbers
         spread = max(spread, float(np.mean(std) * np.mean(weight)))
     shift = float(np.sqrt(np.mean((left - rest) ** 2)) * np.sign((left - rest).mean()))
     least = _MIN_SHIFT if ENERGY in config.fitting_net.labels else 0.0
     found = BiasMove(
-        kept.bias, kept.std, False, shift, spread, least, moved.bias - start, not moved.undetermined, len(frames)
+        kept.bias, kept.std, False, shift, spread, least, moved.bias - bias, not moved.undetermined, len(frames)
     )
     if how == FIT or (how == AUTO and found.is_of_another_method):
         return replace(found, bias=moved.bias, std=moved.std, is_moved=True)
+    return found
+
+
+def with_given_energies(config: ModelConfig, bias: Array) -> Array:
+    """Return ``bias`` (T, ...) with the energies that the config gives (``preset_out_bias``, ``atom_ener``)."""
+    given, fixed = _given_energies(config)
+    found = bias.copy()
+    found[fixed] = given[fixed]
     return found
 
 
@@ -324,6 +331,7 @@ def _fit(frames: FrameEnergies, counts: Array, target: Array, start: Array, free
         np.zeros_like(start) + spread,
         rmse_per_atom=float(np.sqrt(np.mean(per_atom**2))),
         undetermined=tuple(config.type_map[t] for t in seen) if rank < min(len(seen), columns.shape[1]) else (),
+        rank=int(rank),
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ENERGY, FPARAM, LABELS
-from deepmd_ema.model.interface import sum_by_type
+from deepmd_ema.model.interface import label_weight, sum_by_type
 from deepmd_ema.model.output_bias import BiasFit, FrameEnergies, set_bias
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def collect_statistics(model: EnergyModel, config: ModelConfig, batches: Iterabl
                     _accumulate(conditions, {name: np.stack([count, values.sum(0), (values**2).sum(0)], 1)})
             if of_atom in batch.labels:
                 value = batch.labels[of_atom]
-                has_label = batch.has_label[of_atom][batch.atom_frame].view(-1, *[1] * (value.dim() - 1))
+                is_used = (label_weight(batch, of_atom) > 0).double()
+                has_label = is_used[batch.atom_frame].view(-1, *[1] * (value.dim() - 1))
                 parts = has_label.expand_as(value), has_label * value, has_label * value**2
                 atomic += sum_by_type(torch.stack(parts, 1), batch)
     finally:

@@ -16,18 +16,15 @@ from deepmd_ema.config.labels import (
     ATOM_PREF,
     ATOM_WEIGHT,
     ENERGY,
-    ENERGY_WEIGHT,
     FORCE,
-    FORCE_WEIGHT,
     HESSIAN,
     LABELS,
     VIRIAL,
-    VIRIAL_WEIGHT,
-    WEIGHT,
 )
 from deepmd_ema.distributed.tensors import on_device
 from deepmd_ema.distributed.world import World
 from deepmd_ema.model.energy import frame_sums
+from deepmd_ema.model.interface import label_weight
 from deepmd_ema.model.quantity import SPREAD
 
 if TYPE_CHECKING:
@@ -40,8 +37,6 @@ ROOT = "rmse"  # column of the root of the loss
 
 Term: TypeAlias = "Callable[[Mapping[str, Tensor], Batch], _Sums]"
 """From predictions for a batch, and the batch, to the sums of one term."""
-
-_WEIGHT_OF = {ENERGY: ENERGY_WEIGHT, FORCE: FORCE_WEIGHT, VIRIAL: VIRIAL_WEIGHT}
 
 
 class Loss:
@@ -421,11 +416,7 @@ def _label(batch: Batch, name: str) -> tuple[Tensor, Tensor, Tensor]:
     Without the label in the batch all are zeros; without weights in the batch the last two are one tensor.
     """
     if name in batch.labels:
-        weight = has_label = batch.has_label[name]
-        for one in (WEIGHT, _WEIGHT_OF.get(name, "")):
-            if one in batch.labels:
-                weight = weight * batch.labels[one].where(batch.has_label[one] > 0, 1.0)
-        return batch.labels[name], has_label, weight
+        return batch.labels[name], batch.has_label[name], label_weight(batch, name)
     has_label = torch.zeros(batch.num_frames, dtype=torch.float64, device=batch.num_atoms.device)
     label = LABELS[name]
     rows = len(batch.atom_type if label.per_atom else has_label)

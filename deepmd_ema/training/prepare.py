@@ -19,7 +19,7 @@ from torch import Tensor
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
-from deepmd_ema.config.labels import ENERGY
+from deepmd_ema.config.labels import ENERGY, LABELS
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
@@ -50,7 +50,15 @@ from deepmd_ema.findings import ERROR, Finding, with_severity
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet, TaskModel
-from deepmd_ema.model.output_bias import KEEP, BiasFit, change_bias, energies_of, move_bias
+from deepmd_ema.model.output_bias import (
+    KEEP,
+    BiasFit,
+    change_bias,
+    energies_of,
+    fixed_elements,
+    move_bias,
+    with_given_energies,
+)
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.optim.build import split_by_pattern
@@ -211,7 +219,16 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
     how = start.moves_bias(task.name, config.finetune_bias)
     if how is None or not np.any(config.fitting_net.bias_effect):
         return
-    of_task, file = f"task {task.name}: " * bool(task.name), start.path
+    of_task = f"task {task.name}: " if task.name else ""
+    file = start.path
+    bias = model.out_bias.numpy().reshape(len(config.type_map), *LABELS[model.labels[0]].shape)
+    given = with_given_energies(config, bias)
+    if start.fine_tunes:
+        model.out_bias.copy_(torch.from_numpy(given).view_as(model.out_bias))
+    elif not np.allclose(given, bias):
+        names = ", ".join(fixed_elements(config))
+        text = "%sthe energies that the input gives for %s have no effect with --init-model: they are those of %s"
+        logger.warning(text, of_task, names, file)
     new = start.new_elements(task.name, model.type_map)
     if how != KEEP or new:
         batches = _statistics_batches(task, run.seed, num_ranks)
@@ -224,9 +241,7 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
             text = "%sno training frame has a label to compare the output bias with: it stays as in %s"
             logger.warning(text, of_task, file)
         return
-    shape = (len(config.type_map), *frames.residual().shape[1:])
-    bias, std = (of.numpy().reshape(shape) for of in (model.out_bias, model.out_std))
-    found = move_bias(frames, bias, std, new, how)
+    found = move_bias(frames, bias, model.out_std.numpy().reshape(bias.shape), new, how)
     text = f"{of_task}{found.evidence(config)}, on {counted(found.num_frames, 'training frame')}"
     if start.fine_tunes:
         model.out_bias.copy_(torch.from_numpy(found.bias).view_as(model.out_bias))
