@@ -262,6 +262,12 @@ def test_elements_with_tensors_that_are_not_clear_must_be_named(capsys):
     stored = np.load("a/set.000/atomic_dipole.npy").reshape(4, 4, 3)
     written = np.load("out/Cl4Na4/set.000/atom_dipole.npy").reshape(4, 8, 3)
     np.testing.assert_array_equal(written, np.concatenate([np.zeros((4, 4, 3)), stored], axis=1))
+    # the zeros of the others were learned without a word
+    for options in ([], ["--sel-type", "Cl"]):
+        Path("input.yaml").unlink()
+        assert main(["init", "out", "--property", "dipole", *options]) == 0
+        words = "warning: atom_dipole: is 0 for all atoms of Na in 4 frames. If these have none, name the others: "
+        assert (f"{words}model.fitting_net.sel_type = [1]." in capsys.readouterr().out) == (not options)
 
 
 @pytest.mark.parametrize(

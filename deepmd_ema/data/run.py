@@ -19,6 +19,7 @@ import numpy as np
 from deepmd_ema.config.data_options import data_options
 from deepmd_ema.config.labels import FORCE, WEIGHTS
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
+from deepmd_ema.data.check.suspects import elements_without_tensors
 from deepmd_ema.data.check_cache import recall_or_find
 from deepmd_ema.data.formats.discover import open_systems, repeated, split_address
 from deepmd_ema.data.sampler import Sampler
@@ -368,6 +369,8 @@ def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iter
                 f"{weights.min():.4g} to {weights.max():.4g}, "
                 f"mean {weights.mean():.4g}, zero in {zero}",
             )
+    excluded = task.model.excluded_types
+    yield from elements_without_tensors(report.training, task.labels, task.model.type_map, excluded)
     bridging = task.model.bridging
     nearest = report.neighbors.min_distance if report.neighbors is not None else math.inf
     nearest_in_use = max(options.min_pair_dist, nearest)

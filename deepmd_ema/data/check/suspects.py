@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepmd_ema.config.labels import ENERGY, FORCE, LABELS, VIRIAL
+from deepmd_ema.config.labels import ATOM_DIPOLE, ATOM_POLAR, ENERGY, FORCE, LABELS, VIRIAL
 from deepmd_ema.data.check.bonds import COVALENT_RADII
 from deepmd_ema.data.check.identities import ENERGY_UNITS
 from deepmd_ema.data.check.scan import SystemScan
-from deepmd_ema.data.source import Frame, FrameSource
+from deepmd_ema.data.source import Frame, FrameSource, evenly_spaced
 from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.findings import ERROR, WARNING, Finding, note, warning
 from deepmd_ema.geometry import Array, find_pairs_once
 
+_TENSORS_LOOKED_AT = 30  # frames
 OUTLIER_SIGMAS = 15.0  # robust standard deviations of a system; strained cells are many from those at rest
 OUTLIER_ENERGY = 0.2  # eV/atom; a smaller residual is no outlier: near copies have no spread
 FAR_ENERGY = 1.0  # eV/atom; a larger residual is one
@@ -363,6 +364,35 @@ def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
                 name,
                 f": {label} is {values} in all {num_frames:,} frames, a placeholder. "
                 f"Remove set.*/{LABELS[label].files[0]}.npy, or compute it again.",
+            )
+
+
+def elements_without_tensors(
+    scans: Sequence[SystemScan], labels: Sequence[str], type_map: Sequence[str], excluded: Set[int]
+) -> Iterator[Finding]:
+    """Yield warnings about elements of which all atoms have a tensor of exactly 0, as those that have none are written.
+
+    Args:
+        scans: of training systems.
+        labels: of the loss.
+        type_map: the model's elements.
+        excluded: types whose atoms have no tensor in the model.
+    """
+    for label in (ATOM_DIPOLE, ATOM_POLAR):
+        systems = [scan.system for scan in scans if label in labels and scan.label_frames.get(label)]
+        present, known, number = set[int](), set[int](), 0
+        for source in evenly_spaced(systems, _TENSORS_LOOKED_AT):
+            for frame in map(source.frame, range(source.num_frames)):
+                if label in frame.labels:
+                    is_known = frame.labels[label].reshape(frame.num_atoms, -1).any(1)
+                    present |= set(frame.atom_type.tolist())
+                    known |= set(frame.atom_type[is_known].tolist())
+                    number += 1
+        if known and (absent := sorted(present - known - excluded)):
+            yield warning(
+                label,
+                f": is 0 for all atoms of {', '.join(type_map[k] for k in absent)} in {counted(number, 'frame')}. If "
+                f"these have none, name the others: model.fitting_net.sel_type = {sorted(known)}.",
             )
 
 
