@@ -79,6 +79,12 @@ class Check:
     wants: str
 
 
+def even_places(number: int, most: int) -> list[int]:
+    """Return at most ``most`` of the places 0 to ``number`` - 1, evenly spaced from the first to the last."""
+    most = min(most, number)
+    return [round(k * (number - 1) / max(most - 1, 1)) for k in range(most)]
+
+
 def is_number(value: Any) -> bool:
     """Whether a value is a number; true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)

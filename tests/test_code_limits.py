@@ -81,11 +81,11 @@ SPARE = 1.02
 MAX_TOKENS = {
     "all": 363_100,  # with units, convergence and comparisons of data, keys of what is kept, files of ranks and
     # models; fine-tuning by evidence, the backend of dp
-    "averaging": 15_425,
+    "averaging": 15_325,
     "checkpoint": 7_430,
     "cli": 9_500,
     "config": 39_350,
-    "data": 54_500,
+    "data": 54_600,
     "distributed": 8_790,
     "infer": 20_250,
     "interop": 22_534,

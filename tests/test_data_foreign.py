@@ -339,7 +339,7 @@ def test_what_a_reader_logs_and_turned_molecules_of_gaussian_are_reported(monkey
 def test_dpdata_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "dpdata", None)
     Path("sqm.out").write_text("          AMBER SQM VERSION 19\n")
-    with pytest.raises(DataError, match=r"sqm.out: dpdata, which reads sqm/out, is not installed: pip install dpdata"):
+    with pytest.raises(DataError, match=r"sqm.out: dpdata as sqm/out needs the package dpdata, which is not installed: pip install dpdata"):
         convert_data(["sqm.out"], "out")
 
 

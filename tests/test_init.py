@@ -266,7 +266,7 @@ def test_elements_with_tensors_that_are_not_clear_must_be_named(capsys):
     for options in ([], ["--sel-type", "Cl"]):
         Path("input.yaml").unlink()
         assert main(["init", "out", "--property", "dipole", *options]) == 0
-        words = "warning: atom_dipole: is 0 for all atoms of Na in 4 frames. If these have none, name the others: "
+        words = "warning: atom_dipole: is 0 for all atoms of Na. If these have none, set "
         assert (f"{words}model.fitting_net.sel_type = [1]." in capsys.readouterr().out) == (not options)
 
 

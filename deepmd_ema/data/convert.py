@@ -28,6 +28,7 @@ from deepmd_ema.data.units import BOHR, ENERGIES, LENGTHS, quantity_factor
 from deepmd_ema.distributed.files import atomic_write, taking_the_place_of, writing
 from deepmd_ema.errors import DataError, UserError, collect_problems, counted, first_few
 from deepmd_ema.geometry import Array
+from deepmd_ema.utils import even_places
 
 _MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo", ".savedmodel", ".jax")
 Predictor: TypeAlias = Callable[[StoredFrame, "Array | None", "Array | None"], Mapping[str, Array]]
@@ -235,7 +236,7 @@ def _factors(
 def _nearest_atoms(stored: Sequence[StoredFrame]) -> float:
     """Return the median distance of an atom to the nearest other in sums of covalent radii; 1 where none is near."""
     nearest = list[float]()
-    for k in np.linspace(0, len(stored) - 1, min(len(stored), _MAX_LOOKED)).astype(int).tolist():
+    for k in even_places(len(stored), _MAX_LOOKED):
         atoms = nearest_neighbors(stored[k].coord, stored[k].box, bond_radii(stored[k].symbols))
         nearest += [scaled for scaled, *_ in atoms]
     return float(np.median(nearest)) if nearest else 1.0

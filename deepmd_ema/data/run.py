@@ -358,7 +358,7 @@ def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iter
             f"Expected weight or config_weight in extended XYZ, or {names}.",
         )
     for name in WEIGHTS if options.frame_weights else ():
-        chunks = [chunk.arrays for source in data.train for chunk in source.chunks((name,))]
+        chunks = (chunk.arrays for source in data.train for chunk in source.chunks((name,)))
         parts = [arrays[name] for arrays in chunks if name in arrays]
         if parts:
             weights = np.concatenate(parts)

@@ -13,6 +13,7 @@ import numpy as np
 
 from deepmd_ema.config.labels import APARAM, ENERGY, FPARAM, LABELS, WEIGHTS
 from deepmd_ema.geometry import Array
+from deepmd_ema.utils import even_places
 
 if TYPE_CHECKING:
     from deepmd_ema.config import ModelConfig
@@ -243,7 +244,7 @@ def evenly_spaced(sources: Sequence[FrameSource], most: int) -> list[FrameSource
     ends = np.cumsum([source.num_frames for source in sources])
     if not len(ends) or ends[-1] <= most:
         return list(sources)
-    chosen = np.linspace(0, ends[-1] - 1, most).round().astype(np.int64)
+    chosen = np.array(even_places(int(ends[-1]), most), np.int64)
     parts = np.split(chosen, np.searchsorted(chosen, ends[:-1]))
     starts = [0, *ends[:-1].tolist()]
     return [FrameSubset(source, part - start) for source, part, start in zip(sources, parts, starts) if len(part)]

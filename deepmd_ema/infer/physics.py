@@ -19,6 +19,7 @@ from deepmd_ema.infer.evaluate import ErrorReport
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential, Prediction
 from deepmd_ema.report.table import Column, Table, render
+from deepmd_ema.utils import even_places
 
 # N atoms, T types, P points of a scan
 
@@ -191,7 +192,7 @@ def measure_physics(
     """
     loaded, number = load_model(model, use_average, average, head), len(errors.frames)
     loaded.require_energies("--physics")
-    places = np.unique(np.linspace(0, number - 1, min(MAX_FRAMES, number)).round().astype(int))
+    places = even_places(number, MAX_FRAMES)
     sources = [errors.frames[place].source for place in places]
     frames = [errors.systems[system].frame(frame) for system, frame in sources]
     return physics_of(Potential(loaded, device), frames, options)

@@ -160,7 +160,6 @@ class BiasMove:
         least: of a shift that is distinguished from an error of the model.
         change: (T,) eV, or (T, W), that explains it, also where the bias stays.
         is_unique: whether the compositions determine the change of each element.
-        num_frames: that were evaluated.
     """
 
     bias: Array
@@ -171,7 +170,6 @@ class BiasMove:
     least: float
     change: Array
     is_unique: bool
-    num_frames: int
 
     @property
     def is_of_another_method(self) -> bool:
@@ -271,7 +269,6 @@ def move_bias(frames: FrameEnergies, bias: Array, std: Array, new: Iterable[str]
         new: elements that the file does not have.
         how: ``fit`` moves known elements, ``keep`` does not, ``auto`` decides.
     """
-    assert len(frames), "no frame has a label"
     config, effect, weight = frames.config, frames.effect, frames.weight
     residual = frames.residual()
     if POLAR in config.fitting_net.labels:  # its bias is a multiple of the unit matrix
@@ -288,9 +285,7 @@ def move_bias(frames: FrameEnergies, bias: Array, std: Array, new: Iterable[str]
         spread = max(spread, float(np.mean(std) * np.mean(weight)))
     shift = float(np.sqrt(np.mean((left - rest) ** 2)) * np.sign((left - rest).mean()))
     least = _MIN_SHIFT if ENERGY in config.fitting_net.labels else 0.0
-    found = BiasMove(
-        kept.bias, kept.std, False, shift, spread, least, moved.bias - bias, not moved.undetermined, len(frames)
-    )
+    found = BiasMove(kept.bias, kept.std, False, shift, spread, least, moved.bias - bias, not moved.undetermined)
     if how == FIT or (how == AUTO and found.is_of_another_method):
         return replace(found, bias=moved.bias, std=moved.std, is_moved=True)
     return found
@@ -331,7 +326,7 @@ def _fit(frames: FrameEnergies, counts: Array, target: Array, start: Array, free
         np.zeros_like(start) + spread,
         rmse_per_atom=float(np.sqrt(np.mean(per_atom**2))),
         undetermined=tuple(config.type_map[t] for t in seen) if rank < min(len(seen), columns.shape[1]) else (),
-        rank=int(rank),
+        rank=rank,
     )
 
 

@@ -226,9 +226,8 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
     if start.fine_tunes:
         model.out_bias.copy_(torch.from_numpy(given).view_as(model.out_bias))
     elif not np.allclose(given, bias):
-        names = ", ".join(fixed_elements(config))
         text = "%sthe energies that the input gives for %s have no effect with --init-model: they are those of %s"
-        logger.warning(text, of_task, names, file)
+        logger.warning(text, of_task, ", ".join(fixed_elements(config)), file)
     new = start.new_elements(task.name, model.type_map)
     if how != KEEP or new:
         batches = _statistics_batches(task, run.seed, num_ranks)
@@ -242,7 +241,7 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
             logger.warning(text, of_task, file)
         return
     found = move_bias(frames, bias, model.out_std.numpy().reshape(bias.shape), new, how)
-    text = f"{of_task}{found.evidence(config)}, on {counted(found.num_frames, 'training frame')}"
+    text = f"{of_task}{found.evidence(config)}, on {counted(len(frames), 'training frame')}"
     if start.fine_tunes:
         model.out_bias.copy_(torch.from_numpy(found.bias).view_as(model.out_bias))
         if ENERGY in model.labels and found.is_moved:  # the spread of a property is the unit of its network

@@ -33,6 +33,7 @@ from deepmd_ema.data.units import BOHR, ENERGIES, HARTREE
 from deepmd_ema.errors import counted, first_few
 from deepmd_ema.findings import Finding, warning
 from deepmd_ema.geometry import Array
+from deepmd_ema.utils import even_places
 
 _KCAL = 1 / ENERGIES["kcal/mol"]
 _KJ = 1 / ENERGIES["kj/mol"]
@@ -153,12 +154,11 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
     groups = list(_groups(scans))
     most = min(len(groups), _MAX_SYSTEMS)
     report = UnitReport(num_systems=most, num_all=len(groups))
-    for k in np.linspace(0, len(groups) - 1, most).round().astype(int) if groups else ():
+    for k in even_places(len(groups), most):
         name, places = groups[k]
         frames = [scan.system.frame(index) for scan, index in places]
         frames = [_without_unknown_forces(f) if ATOM_PREF in f.labels else f for f in frames]
-        searched = np.unique(np.linspace(0, len(frames) - 1, _SEARCHED).round().astype(int))
-        sample = [frames[k] for k in searched.tolist()]
+        sample = [frames[k] for k in even_places(len(frames), _SEARCHED)]
         length, texts, is_known = _judge_lengths(sample, type_map)
         bonds = [] if texts else misplaced_types(sample, type_map)
         if bonds:
@@ -204,8 +204,8 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
             continue
         atoms = max(int(scan.type_counts.sum(axis=1).max(initial=1)) for scan in own)
         runs = max(min(_MAX_FRAMES, _MAX_ATOMS // atoms) // _RUN, 2)
-        starts = np.linspace(0, len(usable) - _RUN, runs).round().astype(int)
-        yield name, [usable[k] for k in np.unique(starts[:, None] + np.arange(_RUN)).tolist()]
+        starts = even_places(len(usable) - _RUN + 1, runs)
+        yield name, [usable[k] for k in np.unique(np.add.outer(starts, np.arange(_RUN))).tolist()]
     for places in filter(None, small.values()):
         others = len({scan.system.whole.name for scan, _ in places}) - 1
         more = f" and {counted(others, 'more system')} of few frames" if others else ""

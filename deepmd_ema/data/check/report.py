@@ -298,9 +298,10 @@ def _nothing_to_learn(scans: Sequence[SystemScan], labels: Sequence[str]) -> Fin
         elif not label.unit:  # weights of frames, and properties of atoms, which no loss learns
             continue
         text += f" {label.files[0]}.npy is there: the loss learns it with {options} above 0."
-    others = {path.name for scan in scans[:1] for path in Path(scan.system.whole.name).glob("set.*/*.npy")}
-    if not scans[0].label_frames and (others := others - {"coord.npy", "box.npy"}):
-        text += f" {scans[0].system.whole.name} has {', '.join(sorted(others))}."
+    folder = scans[0].system.whole.name
+    others = {path.name for path in Path(folder).glob("set.*/*.npy")} - {"coord.npy", "box.npy"}
+    if others and not scans[0].label_frames:
+        text += f" {folder} has {', '.join(sorted(others))}."
     return error("training data", text)
 
 

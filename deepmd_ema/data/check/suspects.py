@@ -16,6 +16,7 @@ from deepmd_ema.data.source import Frame, FrameSource, evenly_spaced
 from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.findings import ERROR, WARNING, Finding, note, warning
 from deepmd_ema.geometry import Array, find_pairs_once
+from deepmd_ema.utils import even_places
 
 _TENSORS_LOOKED_AT = 30  # frames
 OUTLIER_SIGMAS = 15.0  # robust standard deviations of a system; strained cells are many from those at rest
@@ -272,7 +273,7 @@ def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Susp
         usual = np.setdiff1d(np.flatnonzero(size <= OUTLIER_FORCE), list(scan.bad_frames))
         if 0 < len(large) <= max(1, _SEVERAL * len(size)) and len(usual):
             # large forces of right frames come from atoms near each other, as in rattled cells beside relaxed ones
-            usual = usual[np.unique(np.linspace(0, len(usual) - 1, _NUM_USUAL).astype(int))]
+            usual = usual[even_places(len(usual), _NUM_USUAL)]
             contacts = np.median([_contacts(scan.system.frame(k), radii) for k in usual.tolist()], axis=0)
             for k in large[np.argsort(-size[large])][:_MAX_SEARCHED].tolist():
                 nearer = 1.0 if k in scan.bad_frames else (_contacts(scan.system.frame(k), radii) / contacts).min()
@@ -346,7 +347,7 @@ def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
     """
     num_frames, name = scan.system.num_frames, scan.system.name
     if FORCE in scan.ranges and scan.ranges[FORCE].size == 0:
-        frames = [scan.system.frame(k) for k in np.unique(np.linspace(0, num_frames - 1, 8).astype(int)).tolist()]
+        frames = [scan.system.frame(k) for k in even_places(num_frames, 8)]
         if not scan.bad_frames and not all(map(forces_vanish, frames)):
             yield Finding(
                 ERROR if FORCE in labels else WARNING,
@@ -380,20 +381,15 @@ def elements_without_tensors(
     """
     for label in (ATOM_DIPOLE, ATOM_POLAR):
         systems = [scan.system for scan in scans if label in labels and scan.label_frames.get(label)]
-        present, known, number = set[int](), set[int](), 0
-        for source in evenly_spaced(systems, _TENSORS_LOOKED_AT):
-            for frame in map(source.frame, range(source.num_frames)):
-                if label in frame.labels:
-                    is_known = frame.labels[label].reshape(frame.num_atoms, -1).any(1)
-                    present |= set(frame.atom_type.tolist())
-                    known |= set(frame.atom_type[is_known].tolist())
-                    number += 1
-        if known and (absent := sorted(present - known - excluded)):
-            yield warning(
-                label,
-                f": is 0 for all atoms of {', '.join(type_map[k] for k in absent)} in {counted(number, 'frame')}. If "
-                f"these have none, name the others: model.fitting_net.sel_type = {sorted(known)}.",
-            )
+        sources = evenly_spaced(systems, _TENSORS_LOOKED_AT)
+        frames = [frame for source in sources for frame in map(source.frame, range(source.num_frames))]
+        frames = [frame for frame in frames if label in frame.labels]
+        present = {k for frame in frames for k in frame.atom_type.tolist()}
+        known = {k for frame in frames for k in frame.atom_type[frame.labels[label].any(1)].tolist()}
+        absent = [type_map[k] for k in sorted(present - known - excluded)]
+        if known and absent:
+            text = f": is 0 for all atoms of {', '.join(absent)}. If these have none, set"
+            yield warning(label, f"{text} model.fitting_net.sel_type = {sorted(known)}.")
 
 
 def zero_forces(scans: Sequence[SystemScan]) -> Suspects:

@@ -130,12 +130,10 @@ def selected_elements(paths: Iterable[str], type_map: Sequence[str] = ()) -> tup
                 if array is not None:
                     rows = math.prod(array.shape) / part.num_frames / math.prod(label.shape)
                     found.append((array.name, counts, rows))
-    if all(counts.total() == rows for _, counts, rows in found):
-        return None
     elements = sorted({element for _, counts, _ in found for element in counts})
     choices = [
         chosen
-        for number in range(1, len(elements))
+        for number in range(1, len(elements) + 1)
         for chosen in combinations(elements, number)
         if all(sum(map(counts.__getitem__, chosen)) == rows for _, counts, rows in found)
     ]
@@ -146,7 +144,7 @@ def selected_elements(paths: Iterable[str], type_map: Sequence[str] = ()) -> tup
             f"{name}: has rows of {rows:g} of {counts.total()} atoms, which may be those of one of: {listed}. Name "
             f"the elements, such as --sel-type {' '.join(choices[0])}."
         )
-    return choices[0] if choices else None
+    return choices[0] if choices and len(choices[0]) < len(elements) else None
 
 
 def is_cp2k_trajectory(path: Path) -> bool:

@@ -86,8 +86,8 @@ def stored_parts(
     try:
         stored = _all_frames(str(path), _frames(path, name, output, inventory), inventory)
     except DataError as error:
-        texts = [text for text, _ in notes_of_output(place, has_forces=True)]
-        notes = [f"{path}: {text}" for text in texts if text.startswith("electrons")]
+        said = notes_of_output(place, has_forces=True)
+        notes = [f"{path}: {text}" for text, _ in said if text.startswith("electrons")]
         raise DataError([*error.problems, *notes]) from None
     if inventory.reader != "dp-ema":
         other = "another --format" if output is None or name == output.name else f"--format {output.name}"
@@ -203,13 +203,11 @@ def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
 
 
 def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
-    try:
-        import dpdata
-    except ModuleNotFoundError:
-        raise DataError(f"{path}: dpdata, which reads {file_format}, is not installed: pip install dpdata.") from None
     place = argument_of(path, file_format)
     files = (f"{place}/dftb_pin.hsd", f"{place}/detailed.out") if file_format == "dftbplus" else str(place)
     with _readable(path, f"dpdata as {file_format}", inventory):
+        import dpdata
+
         data = dpdata.LabeledSystem(files, fmt=file_format).data
         if not len(data.get("coords", ())):
             raise ValueError("it has no frames")
@@ -256,7 +254,7 @@ def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
             if text:
                 inventory.other[f"{reader} says: {_shortened(text)}"] = 0
     except ModuleNotFoundError as error:
-        needs = f"{path}: {reader} reads it with the package {error.name}, which is not installed"
+        needs = f"{path}: {reader} needs the package {error.name}, which is not installed"
         raise DataError(f"{needs}: pip install {error.name}.") from error
     except Exception as error:
         reason = _shortened(" ".join(str(error).split())) or type(error).__name__

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from deepmd_ema.data.formats.discover import FORMATS, is_cp2k_trajectory, split_address
 from deepmd_ema.data.formats.extxyz import is_extxyz
-from deepmd_ema.data.formats.lmdb import is_lmdb
 from deepmd_ema.data.formats.stores import is_there
 from deepmd_ema.errors import DataError
 
@@ -75,15 +74,11 @@ def recognized(path: Path) -> Output | None:
         prefix = path.with_suffix("") if path.suffix[1:] in ends + _MORE_ENDS else path
         if all(Path(f"{prefix}.{end}").is_file() for end in ends):
             return Output(name)
-    if is_lmdb(path):
-        return None
     if path.is_dir():
         return recognized(path / "INPUT") if any(path.glob("OUT.*")) else None
-    if not path.is_file():
-        return None
-    if is_cp2k_trajectory(path):
+    if path.is_file() and is_cp2k_trajectory(path):
         return Output("cp2k/aimd_output")
-    if is_extxyz(path):
+    if not path.is_file() or is_extxyz(path):
         return None
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
