@@ -73,6 +73,16 @@ def test_a_shift_is_moved_and_an_error_is_not(kind, size, noise):
     assert ": another reference" in kept.evidence(frames.config)
 
 
+def test_a_bias_that_is_one_for_all_moves_with_elements_that_the_data_lack():
+    """Predictions take it from the first element."""
+    frames = gathered("one for all", 0 * shift_of("one for all", 1.0), 0.01)
+    frames._counts[0][:, 0] = 0
+    frames._labels[0] = frames._predicted[0] + 40.0 * frames.counts.sum(1, keepdims=True)
+    found = move_bias(frames, np.zeros((3, 1)), np.ones((3, 1)))
+    assert found.is_moved
+    np.testing.assert_allclose(found.bias, 40.0)
+
+
 @pytest.mark.parametrize(("size", "is_moved"), [(0.03, False), (0.08, True)])
 def test_an_even_error_of_a_model_is_no_shift_of_energies(size, is_moved):
     """Of frames of a phase of its own a model is wrong by nearly the same."""

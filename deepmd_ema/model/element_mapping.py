@@ -80,7 +80,7 @@ def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) 
         if isinstance(module, TypeEmbedding) and module.electrons
     }
     # the unit of a loss is one for all elements, and so is a bias that does not distinguish them
-    of_all = {"out_std", *["out_bias"] * (not new.fitting.distinguishes_types)}
+    of_all = {"out_std"} if new.fitting.distinguishes_types else {"out_std", "out_bias"}
     for name, target in targets.items():
         source = _source(name, places, have, targets)
         if source is not None:

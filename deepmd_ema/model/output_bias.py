@@ -110,7 +110,7 @@ class FrameEnergies:
     @property
     def effect(self) -> Array:
         """Change of the prediction of a frame per unit of the bias of each type (F, T)."""
-        return self.counts * np.broadcast_to(self.config.fitting_net.bias_effect, len(self.config.type_map))
+        return self.counts * np.asarray(self.config.fitting_net.bias_effect)
 
     @property
     def weight(self) -> Array:
@@ -157,7 +157,7 @@ class BiasMove:
         shift: part of label minus prediction that another bias of these elements explains, root mean square over frames
             with the sign of the mean.
         spread: root mean square of what it leaves.
-        least: of a shift that is distinguished from an error of the model.
+        is_of_another_method: whether the labels have another reference than the model.
         change: (T,) eV, or (T, W), that explains it, also where the bias stays.
         is_unique: whether the compositions determine the change of each element.
     """
@@ -167,14 +167,9 @@ class BiasMove:
     is_moved: bool
     shift: float
     spread: float
-    least: float
+    is_of_another_method: bool
     change: Array
     is_unique: bool
-
-    @property
-    def is_of_another_method(self) -> bool:
-        """Whether the labels have another reference than the model."""
-        return abs(self.shift) > max(_OF_ANOTHER_METHOD * self.spread, self.least)
 
     def evidence(self, config: ModelConfig) -> str:
         """Return the difference as text, such as ``energies differ by -641.5 eV/atom (spread 0.05)``."""
@@ -274,29 +269,39 @@ def move_bias(frames: FrameEnergies, bias: Array, std: Array, new: Iterable[str]
     if POLAR in config.fitting_net.labels:  # its bias is a multiple of the unit matrix
         diagonal = residual.reshape(-1, 3, 3).trace(axis1=1, axis2=2) / 3
         residual = diagonal[:, None] * np.eye(3).ravel()
-    free = ~_given_energies(config)[1] & effect.any(0)
+    free = ~_given_energies(config)[1]
     is_new = np.isin(config.type_map, list(new)) & config.fitting_net.distinguish_types
     kept = _fit(frames, effect, residual, bias, free & is_new, weight)
     moved = _fit(frames, effect, residual, bias, free, weight)
-    left, rest = ((weight * (residual - effect @ (fit.bias - bias)).T).T for fit in (kept, moved))
+    per_atom = weight.reshape(-1, *[1] * (residual.ndim - 1))
+    left = per_atom * (residual - effect @ (kept.bias - bias))  # with the bias of the file for known elements
+    rest = per_atom * (residual - effect @ (moved.bias - bias))
     freedom = len(frames) - moved.rank
     spread = float(np.sqrt((rest**2).sum(0).mean() / max(freedom, 1)))
     if freedom < _MIN_FREEDOM:  # a few frames are explained by any numbers
         spread = max(spread, float(np.mean(std) * np.mean(weight)))
-    shift = float(np.sqrt(np.mean((left - rest) ** 2)) * np.sign((left - rest).mean()))
+    explained = left - rest
+    shift = float(np.sqrt(np.mean(explained**2)) * np.sign(explained.mean()))
     least = _MIN_SHIFT if ENERGY in config.fitting_net.labels else 0.0
-    found = BiasMove(kept.bias, kept.std, False, shift, spread, least, moved.bias - bias, not moved.undetermined)
-    if how == FIT or (how == AUTO and found.is_of_another_method):
-        return replace(found, bias=moved.bias, std=moved.std, is_moved=True)
-    return found
+    move = BiasMove(
+        bias=kept.bias,
+        std=kept.std,
+        is_moved=False,
+        shift=shift,
+        spread=spread,
+        is_of_another_method=abs(shift) > max(_OF_ANOTHER_METHOD * spread, least),
+        change=moved.bias - bias,
+        is_unique=not moved.undetermined,
+    )
+    if how == FIT or (how == AUTO and move.is_of_another_method):
+        return replace(move, bias=moved.bias, std=moved.std, is_moved=True)
+    return move
 
 
 def with_given_energies(config: ModelConfig, bias: Array) -> Array:
     """Return ``bias`` (T, ...) with the energies that the config gives (``preset_out_bias``, ``atom_ener``)."""
     given, fixed = _given_energies(config)
-    found = bias.copy()
-    found[fixed] = given[fixed]
-    return found
+    return np.where(fixed, given, bias) if fixed.any() else bias
 
 
 def fixed_elements(config: ModelConfig) -> tuple[str, ...]:

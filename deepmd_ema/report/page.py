@@ -93,7 +93,8 @@ def write_report(
 
     check_output(output, "-o", HTML)
     page = _Page(Path(run), num_frames, device, average, systems)
-    page.title = page.title if title is None else title
+    if title is not None:
+        page.title = title
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as scratch:
         body = "\n".join(page.parts(Path(scratch)))
     # its style is for screens of any width and for paper; pictures are drawn once, and inverted in dark mode

@@ -134,7 +134,7 @@ class Proposal:
     """
 
     def __init__(self, wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Data | None) -> None:
-        bias, why_bias = _bias_of_start(source, data.sample, data.predicted) if source is not None else ("", "")
+        bias, why_bias = data.bias
         type_map, presets = wishes.type_map or (), read_preset(MODELS)
         name = wishes.model or ("se_e2_a" if len(type_map) <= _MAX_ELEMENTS else "se_atten_v2")
         preset = presets.get(name, presets["se_e2_a"])  # of a model that init does not make
@@ -275,7 +275,7 @@ def propose(wishes: Wishes) -> Proposal:
                 raise UserError("init --sel-type: is an option for --property dipole and polarizability. Leave it out.")
             if name not in elements:
                 raise UserError(f"init --sel-type {name}: {did_you_mean(name, elements)}")
-        data = _Data(wishes)
+        data = _Data(wishes, source)
         old = _Data(replace(wishes, systems=wishes.replay, validation=(), test=())) if wishes.replay else None
     except DataError as error:  # there is no input that has a type_map yet
         raise DataError(problem.replace("model.type_map", "-t") for problem in error.problems) from None
@@ -293,8 +293,10 @@ class _Data:
 
     Args:
         wishes: which data, and the cutoff.
+        source: the model that is fine-tuned; None for a new one.
 
     Attributes:
+        bias: option ``finetune_bias`` and its reason; both are empty for a new model.
         kind: of most of the frames.
         sample: the frames that were looked at.
         frames: how many of them are of this kind.
@@ -309,7 +311,7 @@ class _Data:
         DataError: with every mistake that would end a run.
     """
 
-    def __init__(self, wishes: Wishes) -> None:
+    def __init__(self, wishes: Wishes, source: LoadedModel | None = None) -> None:
         type_map = wishes.type_map or ()
         descriptor = {"type": "se_e2_a", "rcut": wishes.rcut, "rcut_smth": min(0.5, wishes.rcut / 2)}
         values = {  # nothing of the model is trained
@@ -333,7 +335,8 @@ class _Data:
         self.labels = {name for scan in self.report.training for name, n in scan.label_frames.items() if n}
         self.report.raise_problems()
         self.sample = evenly_spaced(data[""].train, _SAMPLE)
-        frames = [source.frame(k) for source in self.sample for k in range(source.num_frames)]
+        frames = [part.frame(k) for part in self.sample for k in range(part.num_frames)]
+        self.bias = ("", "") if source is None else _bias_of_start(source, self.sample, self.predicted)
         votes = Counter(_kind_of(frame, type_map) for frame in frames)
         self.kind, number = votes.most_common(1)[0]
         self.frames = f"{number} of {len(frames)}"

@@ -240,19 +240,19 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
             text = "%sno training frame has a label to compare the output bias with: it stays as in %s"
             logger.warning(text, of_task, file)
         return
-    found = move_bias(frames, bias, model.out_std.numpy().reshape(bias.shape), new, how)
-    text = f"{of_task}{found.evidence(config)}, on {counted(len(frames), 'training frame')}"
+    move = move_bias(frames, bias, model.out_std.numpy().reshape(bias.shape), new, how)
+    text = f"{of_task}{move.evidence(config)}, on {counted(len(frames), 'training frame')}"
     if start.fine_tunes:
-        model.out_bias.copy_(torch.from_numpy(found.bias).view_as(model.out_bias))
-        if ENERGY in model.labels and found.is_moved:  # the spread of a property is the unit of its network
-            model.out_std.copy_(torch.from_numpy(found.std).view_as(model.out_std))
-    if how == KEEP and found.is_of_another_method:
+        model.out_bias.copy_(torch.from_numpy(move.bias).view_as(model.out_bias))
+        if ENERGY in model.labels and move.is_moved:  # the spread of a property is the unit of its network
+            model.out_std.copy_(torch.from_numpy(move.std).view_as(model.out_std))
+    if how == KEEP and move.is_of_another_method:
         place = task.config.place("model")
         remedy = f'{place}.finetune_bias = "fit"' if start.fine_tunes else "--finetune in place of --init-model"
         text += f". The output bias stays as in {file}, and weights would have to learn the shift; {remedy} moves it."
         logger.warning("%s", text)
     elif start.fine_tunes:
-        logger.info("%s: the output bias %s", text, "was moved" if found.is_moved else f"stays as in {file}")
+        logger.info("%s: the output bias %s", text, "was moved" if move.is_moved else f"stays as in {file}")
 
 
 def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
