@@ -98,7 +98,9 @@ class Run:
     def read(self, name: str) -> dict[str, Any] | None:
         """Return a result if the run has it and it is of this config, wherever the data lay."""
         made_from, file = self.folder / "input.json", self.folder / name
-        if not file.exists() or _without_places(json.loads(made_from.read_text())) != _without_places(self.config):
+        if not file.exists() or _without_places(
+            json.loads(made_from.read_text())
+        ) != _without_places(self.config):
             return None
         return json.loads(file.read_text())
 
@@ -124,7 +126,9 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, default=common.RUNS / "averaging_worth", help="folder of the runs")
+    parser.add_argument(
+        "--work", type=Path, default=common.RUNS / "averaging_worth", help="folder of the runs"
+    )
     parser.add_argument("--output", type=Path, help="also write the page here")
     parser.add_argument(
         "--plot",
@@ -135,7 +139,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=EXAMPLES)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, help="steps instead of those of the inputs, at least 20")
+    parser.add_argument(
+        "--steps", type=int, help="steps instead of those of the inputs, at least 20"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -147,7 +153,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def _make_run(args: argparse.Namespace, example: str, schedule: str, seed: int) -> Run:
-    config = common.with_seed(common.read_input(common.ROOT / "examples" / example / "input.json", None), seed)
+    config = common.with_seed(
+        common.read_input(common.ROOT / "examples" / example / "input.json", None), seed
+    )
     training, validating = config["training"], config["validating"]
     steps = training["numb_steps"] = args.steps or training["numb_steps"]
     for key in [key for key in training if "ema" in key]:
@@ -157,7 +165,9 @@ def _make_run(args: argparse.Namespace, example: str, schedule: str, seed: int) 
     training |= {"averaging": list(bank(steps).values()), "save_freq": steps, "max_ckpt_keep": 1}
     every = steps // NUM_VALIDATIONS
     validating |= {"full_validation": True, "validation_freq": every, "save_best": False}
-    validating["full_val_start"] = steps - (NUM_VALIDATIONS - 1) * every  # so that the last step is validated
+    validating["full_val_start"] = (
+        steps - (NUM_VALIDATIONS - 1) * every
+    )  # so that the last step is validated
     validating.pop("ema_full_validation", None)
     return Run(example, schedule, seed, args.work / f"{example}-{schedule}-{seed}", config)
 
@@ -184,13 +194,17 @@ def _train(program: common.Program, env: dict[str, str], run: Run) -> str | None
         return None
     common.write_input(run.folder, run.config)
     common.run_text(program, run.folder, env, "train", "input.json", "-l", "train.log")
-    files = {LIVE: "val.log"} | {words: f"val_{section['name']}.log" for words, section in bank(run.steps).items()}
+    files = {LIVE: "val.log"} | {
+        words: f"val_{section['name']}.log" for words, section in bank(run.steps).items()
+    }
     curves = {words: Curve(run.folder / file) for words, file in files.items()}
     errors = {
         words: {
             name: curve.columns[column].tolist()
             for name, column in COLUMNS.items()
-            if not any(value != value for value in curve.columns[column].tolist())  # nan: no such label
+            if not any(
+                value != value for value in curve.columns[column].tolist()
+            )  # nan: no such label
         }
         for words, curve in curves.items()
     }
@@ -225,7 +239,10 @@ def _read_lengths(table: Path) -> list[dict[str, str]]:
 
 def _errors_of(row: dict[str, str]) -> dict[str, float]:
     """Return the errors of a row of the table of lengths, those that the data have labels for."""
-    found = {name: next(v for k, v in row.items() if k.startswith(f"rmse_{name[0]}_")) for name in COLUMNS}
+    found = {
+        name: next(v for k, v in row.items() if k.startswith(f"rmse_{name[0]}_"))
+        for name in COLUMNS
+    }
     return {name: float(value) for name, value in found.items() if value != "nan"}
 
 
@@ -249,7 +266,9 @@ def _page(runs: Sequence[Run], finished: Sequence[Run], args: argparse.Namespace
         parts.append(f"Not finished: {'; '.join(missing)}.")
     for (example, schedule), group in groups.items():
         seeds = ", ".join(str(run.seed) for run in group)
-        parts.append(f"## {example}, {schedule} learning rate\n\n{group[0].steps} steps, seeds {seeds}.")
+        parts.append(
+            f"## {example}, {schedule} learning rate\n\n{group[0].steps} steps, seeds {seeds}."
+        )
         parts += [_errors_table(group), _lowest(group)]
     parts += _lengths_part(finished)
     return "\n\n".join(parts)
@@ -258,7 +277,10 @@ def _page(runs: Sequence[Run], finished: Sequence[Run], args: argparse.Namespace
 def _final(run: Run) -> dict[str, dict[str, float]]:
     """Return the errors after the last step by weights and quantity, with the best length if it was looked for."""
     found = run.read("errors.json")["errors"]
-    final = {words: {name: values[-1] for name, values in errors.items()} for words, errors in found.items()}
+    final = {
+        words: {name: values[-1] for name, values in errors.items()}
+        for words, errors in found.items()
+    }
     lengths = run.read("posthoc.json")
     if lengths is not None:
         final[BEST] = lengths["best"]["errors"]
@@ -274,7 +296,9 @@ def _errors_table(group: Sequence[Run]) -> str:
     rows = []
     for words in [LIVE, *bank(group[0].steps), BEST]:
         have = [final for final in finals if words in final]
-        cells = [words if len(have) == len(finals) else f"{words} ({len(have)} of {len(finals)} runs)"]
+        cells = [
+            words if len(have) == len(finals) else f"{words} ({len(have)} of {len(finals)} runs)"
+        ]
         for name in quantities if have else ():
             values = [final[words][name] for final in have]
             ratio = statistics.median(final[words][name] / final[LIVE][name] for final in have)
@@ -290,7 +314,8 @@ def _lowest(group: Sequence[Run]) -> str:
     lines = []
     for name in finals[0][LIVE]:
         medians = {
-            words: statistics.median(final[words][name] for final in finals) for words in (LIVE, *bank(group[0].steps))
+            words: statistics.median(final[words][name] for final in finals)
+            for words in (LIVE, *bank(group[0].steps))
         }
         best, worst = min(medians, key=medians.get), max(medians, key=medians.get)
         lines.append(
@@ -307,13 +332,30 @@ def _lengths_part(finished: Sequence[Run]) -> list[str]:
         found = run.read("posthoc.json")
         if found is not None:
             lowest = {
-                name: min(zip(values, found["curve"]["sigma_rel"])) for name, values in found["curve"]["errors"].items()
+                name: min(zip(values, found["curve"]["sigma_rel"]))
+                for name, values in found["curve"]["errors"].items()
             }
-            by_quantity = ", ".join(f"{name} {sigma:.3f} ({value:.4g})" for name, (value, sigma) in lowest.items())
-            rows.append([run.example, run.schedule, str(run.seed), f"{found['best']['sigma_rel']:.3f}", by_quantity])
+            by_quantity = ", ".join(
+                f"{name} {sigma:.3f} ({value:.4g})" for name, (value, sigma) in lowest.items()
+            )
+            rows.append(
+                [
+                    run.example,
+                    run.schedule,
+                    str(run.seed),
+                    f"{found['best']['sigma_rel']:.3f}",
+                    by_quantity,
+                ]
+            )
     if not rows:
         return []
-    header = ["example", "learning rate", "seed", "sigma_rel picked", "lowest by quantity: sigma_rel (RMSE)"]
+    header = [
+        "example",
+        "learning rate",
+        "seed",
+        "sigma_rel picked",
+        "lowest by quantity: sigma_rel (RMSE)",
+    ]
     return ["## Lengths found after training", common.table(header, rows)]
 
 
@@ -339,7 +381,9 @@ def _draw(groups: dict[str, list[Run]], picture: Path, draw) -> None:
 
     with plt.rc_context(fname=STYLE):
         size = (4.2 * len(groups), 7)
-        figure, axes = plt.subplots(2, len(groups), figsize=size, squeeze=False, layout="constrained")
+        figure, axes = plt.subplots(
+            2, len(groups), figsize=size, squeeze=False, layout="constrained"
+        )
         for column, (title, group) in zip(axes.T, groups.items()):
             column[0].set_title(title)
             for axis, name in zip(column, ("force", "energy")):
@@ -347,7 +391,11 @@ def _draw(groups: dict[str, list[Run]], picture: Path, draw) -> None:
                 axis.set(yscale="log", ylabel=f"{name} RMSE, {UNITS[name]}")
                 axis.yaxis.set_major_formatter(LogFormatter())
                 axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-        lines = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}
+        lines = {
+            label: line
+            for axis in axes.flat
+            for line, label in zip(*axis.get_legend_handles_labels())
+        }
         figure.legend(lines.values(), lines, loc="outside lower center", ncols=6)
         picture.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(picture)
@@ -369,9 +417,18 @@ def _draw_lengths(axis, group: Sequence[Run], name: str) -> None:
         final, found = _final(run), run.read("posthoc.json")
         if found is not None:
             curve = found["curve"]
-            axis.plot(curve["sigma_rel"], curve["errors"][name], color=color, label=f"seed {run.seed}, of snapshots")
+            axis.plot(
+                curve["sigma_rel"],
+                curve["errors"][name],
+                color=color,
+                label=f"seed {run.seed}, of snapshots",
+            )
         axis.axhline(final[LIVE][name], color=color, ls=":", lw=1, label=f"seed {run.seed}, live")
-        tracked = [(s["sigma_rel"], final[words][name]) for words, s in bank(run.steps).items() if "sigma_rel" in s]
+        tracked = [
+            (s["sigma_rel"], final[words][name])
+            for words, s in bank(run.steps).items()
+            if "sigma_rel" in s
+        ]
         axis.plot(*zip(*tracked), "o", color=color, ms=4, label=f"seed {run.seed}, tracked")
     axis.set(xlabel="sigma_rel")
 

@@ -74,13 +74,21 @@ class HaltedRun:
     size: int = 0
 
     @classmethod
-    def start(cls, command: list[str], folder: Path, config: dict, env: dict[str, str]) -> HaltedRun:
+    def start(
+        cls, command: list[str], folder: Path, config: dict, env: dict[str, str]
+    ) -> HaltedRun:
         """Start ``command train`` on an input in a new folder; it runs until :meth:`halt`."""
         write_input(folder, config)
         with (folder / "train.log").open("w") as log:
             words = [*command, "train", "input.json", "--skip-neighbor-stat"]
             process = subprocess.Popen(
-                words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=_end_with_parent
+                words,
+                cwd=folder,
+                env=env,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         return cls(folder, process)
 
@@ -141,7 +149,9 @@ def programs(peer: str | None) -> dict[str, Program]:
     found = {"ours": Program("dp-ema", (sys.executable, "-m", "deepmd_ema"), sys.executable)}
     if peer is not None:
         folder = Path(peer).resolve()
-        found["peer"] = Program("dp --pt", (str(folder / "bin" / "dp"), "--pt"), str(folder / "bin" / "python"))
+        found["peer"] = Program(
+            "dp --pt", (str(folder / "bin" / "dp"), "--pt"), str(folder / "bin" / "python")
+        )
     return found
 
 
@@ -166,11 +176,19 @@ def environment(threads: int, device: str) -> dict[str, str]:
 
 def add_common_options(parser) -> None:
     """Add the options of every benchmark."""
-    parser.add_argument("--peer", metavar="DIR", help="virtual environment of DeePMD-kit; without it only we run")
-    parser.add_argument("--input", type=Path, default=EXAMPLE / "input.json", help="input to start from")
+    parser.add_argument(
+        "--peer", metavar="DIR", help="virtual environment of DeePMD-kit; without it only we run"
+    )
+    parser.add_argument(
+        "--input", type=Path, default=EXAMPLE / "input.json", help="input to start from"
+    )
     parser.add_argument("--data", nargs="+", help="training systems instead of those of the input")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each program")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where both programs run")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each program"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where both programs run"
+    )
     parser.add_argument("--work", type=Path, default=RUNS, help="folder of the runs")
     parser.add_argument("--output", type=Path, help="also write the page here")
 
@@ -194,7 +212,14 @@ def bare(config: dict) -> dict:
     """Return a copy without validation and averages, which writes no checkpoint on the way."""
     config = copy.deepcopy(config)
     training = config["training"]
-    for key in ("validation_data", "enable_ema", "ema_decay", "ema_ckpt_keep", "ema_warmup", "averaging"):
+    for key in (
+        "validation_data",
+        "enable_ema",
+        "ema_decay",
+        "ema_ckpt_keep",
+        "ema_warmup",
+        "averaging",
+    ):
         training.pop(key, None)
     config.pop("validating", None)
     training["save_freq"] = 10**8
@@ -227,7 +252,11 @@ def with_numeric_sel(config: dict) -> dict:
     if not isinstance(descriptor["sel"], str):
         return copy.deepcopy(config)
     type_map = config["model"]["type_map"]
-    frames = ((c, b, t) for s in config["training"]["training_data"]["systems"] for c, b, t in _frames(s, type_map))
+    frames = (
+        (c, b, t)
+        for s in config["training"]["training_data"]["systems"]
+        for c, b, t in _frames(s, type_map)
+    )
     found = neighbor_statistics(frames, descriptor["rcut"], len(type_map))
     config = copy.deepcopy(config)
     sel = auto_sel(found.max_neighbors, descriptor["sel"])
@@ -238,7 +267,11 @@ def with_numeric_sel(config: dict) -> dict:
 def count_frames(config: dict) -> int:
     """Return the number of training frames."""
     type_map = config["model"]["type_map"]
-    return sum(1 for system in config["training"]["training_data"]["systems"] for _ in _frames(system, type_map))
+    return sum(
+        1
+        for system in config["training"]["training_data"]["systems"]
+        for _ in _frames(system, type_map)
+    )
 
 
 def write_input(folder: Path, config: dict) -> None:
@@ -260,7 +293,11 @@ def train(program: Program, folder: Path, env: dict[str, str], *options: str) ->
     start = time.perf_counter()
     with log.open("w") as out:
         run = subprocess.Popen(
-            [*program.command, "train", "input.json", *options], cwd=folder, env=env, stdout=out, stderr=out
+            [*program.command, "train", "input.json", *options],
+            cwd=folder,
+            env=env,
+            stdout=out,
+            stderr=out,
         )
         size = 0
         while run.poll() is None:
@@ -288,7 +325,9 @@ def note_rows(lcurve: Path, size: int, rows: dict[int, float]) -> int:
     return now_size
 
 
-def write_system(folder: Path, types: np.ndarray, names: list[str], arrays: dict[str, np.ndarray]) -> None:
+def write_system(
+    folder: Path, types: np.ndarray, names: list[str], arrays: dict[str, np.ndarray]
+) -> None:
     """Write frames of one system; without the array ``box`` it is open."""
     (folder / "set.000").mkdir(parents=True)
     np.savetxt(folder / "type.raw", types, fmt="%d")
@@ -299,7 +338,9 @@ def write_system(folder: Path, types: np.ndarray, names: list[str], arrays: dict
         np.save(folder / "set.000" / f"{name}.npy", values.reshape(len(values), -1))
 
 
-def write_repeated(system: Path, folder: Path, times: tuple[int, int, int], most: int | None = None) -> None:
+def write_repeated(
+    system: Path, folder: Path, times: tuple[int, int, int], most: int | None = None
+) -> None:
     """Write the frames of a periodic system with each cell several times, and what follows for labels.
 
     Args:
@@ -308,13 +349,22 @@ def write_repeated(system: Path, folder: Path, times: tuple[int, int, int], most
         times: how often the cell is repeated along its three vectors.
         most: take no more frames than this.
     """
-    arrays = {file.stem: np.load(file)[:most] for file in sorted((system / "set.000").glob("*.npy"))}
-    kinds, names = np.loadtxt(system / "type.raw", dtype=int), (system / "type_map.raw").read_text().split()
+    arrays = {
+        file.stem: np.load(file)[:most] for file in sorted((system / "set.000").glob("*.npy"))
+    }
+    kinds, names = (
+        np.loadtxt(system / "type.raw", dtype=int),
+        (system / "type_map.raw").read_text().split(),
+    )
     coord, box = arrays["coord"].reshape(-1, len(kinds), 3), arrays["box"].reshape(-1, 3, 3)
     number = int(np.prod(times))
     shifts = np.array(list(np.ndindex(*times)))
     images = coord[:, None] + (shifts @ box)[:, :, None]  # frames, copies, atoms, 3
-    more = {"coord": images, "box": box * np.array(times)[:, None], "force": np.tile(arrays["force"], number)}
+    more = {
+        "coord": images,
+        "box": box * np.array(times)[:, None],
+        "force": np.tile(arrays["force"], number),
+    }
     more |= {name: number * arrays[name] for name in ("energy", "virial")}
     write_system(folder, np.tile(kinds, number), names, more)
 
@@ -328,11 +378,18 @@ def read_errors(text: str) -> dict[str, float]:
 def run_text(program: Program, folder: Path, env: dict[str, str], *arguments: str) -> str:
     """Run a sub-command in ``folder`` and return what it printed; a failure ends the benchmark and shows it."""
     done = subprocess.run(
-        [*program.command, *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False
+        [*program.command, *arguments],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     text = done.stdout + done.stderr
     if done.returncode:
-        raise SystemExit(f"{program.name} {' '.join(arguments)} failed in {folder}:\n{text[-3000:]}")
+        raise SystemExit(
+            f"{program.name} {' '.join(arguments)} failed in {folder}:\n{text[-3000:]}"
+        )
     return text
 
 
@@ -361,7 +418,11 @@ def median_and_each(values: Sequence[float]) -> str:
 def format_ratio(one: list[float], other: list[float]) -> str:
     """Return the median of the ratios of pairs, with the least and the largest."""
     ratios = [a / b for a, b in zip(one, other)]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+    return (
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        if ratios
+        else ""
+    )
 
 
 def publish(page: str, output: Path | None) -> None:
@@ -391,7 +452,9 @@ def _networks(config: dict) -> list[dict]:
 
 def _torch_version(python: str) -> str:
     code = "import torch; print(torch.__version__)"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def _frames(system: str, type_map: list[str]):

@@ -64,7 +64,9 @@ def label_old(folder: Path) -> None:
             atoms = molecule(name)
             atoms.calc = TBLite(method="GFN2-xTB", verbosity=0, accuracy=0.1)
             MaxwellBoltzmannDistribution(atoms, temperature_K=2 * temperature, rng=rng)
-            dynamics = Langevin(atoms, units.fs, temperature_K=temperature, friction=0.02 / units.fs, rng=rng)
+            dynamics = Langevin(
+                atoms, units.fs, temperature_K=temperature, friction=0.02 / units.fs, rng=rng
+            )
             dynamics.run(EQUILIBRATION)
             for _ in range(FRAMES):
                 dynamics.run(SPACING)
@@ -88,7 +90,9 @@ def take_new(folder: Path, clone: Path) -> None:
         write(folder / f"test_{temperature}.extxyz", tested)
 
 
-def run(folder: Path, words: list[str], start: list[str], seed: int, change: dict[str, Any]) -> Path:
+def run(
+    folder: Path, words: list[str], start: list[str], seed: int, change: dict[str, Any]
+) -> Path:
     """Train in a folder with the input of ``dp-ema init`` and return the averaged weights, which are kept."""
     if found := list(folder.glob("model_ema.ckpt-*.pt")):
         return found[0]
@@ -105,11 +109,15 @@ def run(folder: Path, words: list[str], start: list[str], seed: int, change: dic
     training["disp_file"] = str(folder / "lcurve.out")
     values["optimizer"] |= change
     (folder / "input.yaml").write_text(yaml.safe_dump(values))
-    assert dp_ema(["train", str(folder / "input.yaml"), *start, "-o", str(folder / "out.json")]) == 0
+    assert (
+        dp_ema(["train", str(folder / "input.yaml"), *start, "-o", str(folder / "out.json")]) == 0
+    )
     return next(folder.glob("model_ema.ckpt-*.pt"))
 
 
-def errors(file: Path, data: Path, head: str | None, is_shifted: bool = False) -> tuple[float, float]:
+def errors(
+    file: Path, data: Path, head: str | None, is_shifted: bool = False
+) -> tuple[float, float]:
     """Return the RMSE of energies, meV/atom, and of forces, meV/angstrom.
 
     Args:
@@ -119,27 +127,38 @@ def errors(file: Path, data: Path, head: str | None, is_shifted: bool = False) -
         is_shifted: whether the model has energies of another method, so that a shift of each element is no error.
     """
     frames = measure(file, [str(data)], head=head).frames
-    energy = np.array([(f.label["energy"] - f.prediction["energy"]) / f.num_atoms for f in frames]).ravel()
+    energy = np.array(
+        [(f.label["energy"] - f.prediction["energy"]) / f.num_atoms for f in frames]
+    ).ravel()
     if is_shifted:
         every = [atoms.get_chemical_symbols() for atoms in read(data, ":")]
-        shares = np.array([[symbols.count(name) / len(symbols) for name in "HCO"] for symbols in every])
+        shares = np.array(
+            [[symbols.count(name) / len(symbols) for name in "HCO"] for symbols in every]
+        )
         energy = energy - shares @ np.linalg.lstsq(shares, energy, rcond=None)[0]
     force = np.concatenate([np.ravel(f.label["force"] - f.prediction["force"]) for f in frames])
     rms = [1000 * float(np.sqrt(np.mean(values**2))) for values in (energy, force)]
     return rms[0], rms[1]
 
 
-def measure_way(work: Path, base: Path, way: str, size: int, seed: int, steps: int) -> dict[str, tuple[float, float]]:
+def measure_way(
+    work: Path, base: Path, way: str, size: int, seed: int, steps: int
+) -> dict[str, tuple[float, float]]:
     """Return the errors of one run by the data on which they are."""
     words = [str(work / f"new_{size}_{seed}.extxyz"), "--steps", str(steps)]
     start = [] if way == "scratch" else ["--finetune", str(base)]
     words += start or ["--model", "dpa4c"]
-    words += ["--train", "fitting"] * (way == "fitting") + ["--replay", str(work / "old.extxyz")] * (way == "replay")
+    words += ["--train", "fitting"] * (way == "fitting") + [
+        "--replay",
+        str(work / "old.extxyz"),
+    ] * (way == "replay")
     change = {"groups": [{"pattern": "*descriptor.*", "lr_scale": 0.1}]} if way == "low" else {}
     model = run(work / f"{way}_{size}_{seed}_{steps}", words, start, seed + 1, change)
     is_replay = way == "replay"
     found = {
-        f"{temperature} K": errors(model, work / f"test_{temperature}.extxyz", "new" if is_replay else None)
+        f"{temperature} K": errors(
+            model, work / f"test_{temperature}.extxyz", "new" if is_replay else None
+        )
         for temperature in (300, 600)
     }
     old = errors(model, work / "old_test.extxyz", "old" if is_replay else None, is_shifted=True)
@@ -150,7 +169,9 @@ def main() -> None:
     """Print a table with the median of the seeds and their range."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clone", type=Path, required=True, help="of BOTNet-datasets")
-    parser.add_argument("--work", type=Path, required=True, help="folder of the runs, which are kept")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder of the runs, which are kept"
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--output", type=Path, help="also write the page here")
@@ -169,7 +190,11 @@ def main() -> None:
             cells = list[str]()
             for data in found[0]:
                 parts = zip(*(one[data] for one in found))
-                cells.append(" / ".join(f"{statistics.median(v):.3g} ({min(v):.3g}-{max(v):.3g})" for v in parts))
+                cells.append(
+                    " / ".join(
+                        f"{statistics.median(v):.3g} ({min(v):.3g}-{max(v):.3g})" for v in parts
+                    )
+                )
             lines.append(f"| {way} | {size} | {' | '.join(cells)} |")
     publish("\n".join(lines), options.output)
 

@@ -44,12 +44,22 @@ UNITS = "meV/atom, meV/angstrom, meV/angstrom^3"
 def main() -> None:
     """Train what is missing, and print the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sources", type=Path, required=True, help="folder with the clones of init_sets.py")
+    parser.add_argument(
+        "--sources", type=Path, required=True, help="folder with the clones of init_sets.py"
+    )
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--seconds", type=float, default=180, help="processor time of each run (180)")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="which sets (all)")
-    parser.add_argument("--beside", choices=(OLD, *OPTIMIZERS), default=OLD, help=f"the other input ({OLD})")
-    parser.add_argument("--rate", type=float, default=0.03, help="learning rate of the other optimizer (0.03)")
+    parser.add_argument(
+        "--seconds", type=float, default=180, help="processor time of each run (180)"
+    )
+    parser.add_argument(
+        "--sets", nargs="+", choices=SETS, default=list(SETS), help="which sets (all)"
+    )
+    parser.add_argument(
+        "--beside", choices=(OLD, *OPTIMIZERS), default=OLD, help=f"the other input ({OLD})"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=0.03, help="learning rate of the other optimizer (0.03)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of both runs (1)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run (1)")
     parser.add_argument("--output", type=Path, help="also write the page here")
@@ -71,7 +81,10 @@ def _train_both(args: argparse.Namespace, name: str) -> None:
     data = SETS[name].write(args.sources, args.work / "data" / name)
     _, short = _propose(folders[INIT], data, PROBE[0], args)
     values = {INIT: short, args.beside: _other(short, args)}
-    probes = {recipe: _with_steps(one, PROBE[1], often=PROBE[0]) | {"validating": {}} for recipe, one in values.items()}
+    probes = {
+        recipe: _with_steps(one, PROBE[1], often=PROBE[0]) | {"validating": {}}
+        for recipe, one in values.items()
+    }
     rows = {recipe: run.rows for recipe, run in _train_together(folders, probes, args).items()}
     steps = {
         recipe: int(args.seconds * (PROBE[1] - PROBE[0]) / (cpu[PROBE[1]] - cpu[PROBE[0]]))
@@ -79,7 +92,9 @@ def _train_both(args: argparse.Namespace, name: str) -> None:
     }
     printed, values[INIT] = _propose(folders[INIT], data, steps[INIT], args)
     if args.beside != OLD:
-        values[args.beside] = _other(_propose(folders[INIT], data, steps[args.beside], args)[1], args)
+        values[args.beside] = _other(
+            _propose(folders[INIT], data, steps[args.beside], args)[1], args
+        )
     values = {recipe: _with_steps(one, steps[recipe]) for recipe, one in values.items()}
     for recipe, run in _train_together(folders, values, args).items():
         average = "schedule_free" if recipe == FREE else "ema"
@@ -87,9 +102,18 @@ def _train_both(args: argparse.Namespace, name: str) -> None:
             LIVE: _errors(folders[recipe], data, "", args),
             AVERAGED: _errors(folders[recipe], data, f"_{average}", args),
         }
-        result = {"printed": printed, "values": values[recipe], "wall_s": run.wall, "cpu_s": run.cpu, "errors": errors}
+        result = {
+            "printed": printed,
+            "values": values[recipe],
+            "wall_s": run.wall,
+            "cpu_s": run.cpu,
+            "errors": errors,
+        }
         (folders[recipe] / "result.json").write_text(json.dumps(result, indent=2))
-        print(f"{name}, {recipe}: {steps[recipe]} steps, {run.wall:.0f} s, CPU {run.cpu:.0f} s, {errors}", flush=True)
+        print(
+            f"{name}, {recipe}: {steps[recipe]} steps, {run.wall:.0f} s, CPU {run.cpu:.0f} s, {errors}",
+            flush=True,
+        )
 
 
 def _train_together(
@@ -101,7 +125,9 @@ def _train_together(
         return dict(zip(folders, runs))
 
 
-def _propose(folder: Path, data: str, steps: int, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+def _propose(
+    folder: Path, data: str, steps: int, args: argparse.Namespace
+) -> tuple[str, dict[str, Any]]:
     """Return the output of ``init`` and the input."""
     (folder / "input.yaml").unlink(missing_ok=True)
     printed = _call(folder, args, "init", data, "--steps", str(steps))
@@ -115,7 +141,10 @@ def _with_steps(values: dict[str, Any], steps: int, often: int | None = None) ->
     often = often or max(1, steps // VALIDATIONS)
     training = values["training"] | {"numb_steps": steps, "save_freq": often, "disp_freq": often}
     validating = values.get("validating", {})
-    return values | {"training": training, "validating": validating and validating | {"validation_freq": often}}
+    return values | {
+        "training": training,
+        "validating": validating and validating | {"validation_freq": often},
+    }
 
 
 @dataclass(frozen=True)
@@ -158,7 +187,9 @@ def _processor_seconds(pid: int) -> float:
 def _call(folder: Path, args: argparse.Namespace, *words: str) -> str:
     """Return the output of a command."""
     env = environment(args.threads, "cpu")
-    done = subprocess.run([*COMMAND, *words], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*COMMAND, *words], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{folder}: {' '.join(words)}\n{done.stderr}")
     return done.stdout + done.stderr
@@ -173,7 +204,13 @@ def _old_input(values: dict[str, Any]) -> dict[str, Any]:
     loss = {"start_pref_e": 0.02, "limit_pref_e": 1, "start_pref_f": 1000, "limit_pref_f": 1}
     if "start_pref_v" in values["loss"]:
         loss |= {"start_pref_v": 0.02, "limit_pref_v": 1}
-    descriptor = {"type": "se_e2_a", "rcut": 6.0, "rcut_smth": 0.5, "neuron": [25, 50, 100], "axis_neuron": 16}
+    descriptor = {
+        "type": "se_e2_a",
+        "rcut": 6.0,
+        "rcut_smth": 0.5,
+        "neuron": [25, 50, 100],
+        "axis_neuron": 16,
+    }
     kept = ("training_data", "validation_fraction", "seed")
     return {
         "model": {
@@ -183,7 +220,8 @@ def _old_input(values: dict[str, Any]) -> dict[str, Any]:
         },
         "learning_rate": {"type": "exp", "start_lr": 0.001, "stop_lr": 1e-6},
         "loss": loss,
-        "training": {key: values["training"][key] for key in kept if key in values["training"]} | {"enable_ema": True},
+        "training": {key: values["training"][key] for key in kept if key in values["training"]}
+        | {"enable_ema": True},
         "validating": values.get("validating", {}),
     }
 
@@ -195,14 +233,20 @@ def _other(values: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     schedule = values["learning_rate"]
     decay = 1 if args.beside == FREE else schedule["stop_lr"] / schedule["start_lr"]
     own = {"optimizer": {"type": args.beside, "weight_decay": 0, **OPTIMIZERS[args.beside]}}
-    return values | own | {"learning_rate": schedule | {"start_lr": args.rate, "stop_lr": args.rate * decay}}
+    return (
+        values
+        | own
+        | {"learning_rate": schedule | {"start_lr": args.rate, "stop_lr": args.rate * decay}}
+    )
 
 
 def _errors(folder: Path, data: str, suffix: str, args: argparse.Namespace) -> dict[str, float]:
     """Return the last RMSE on the validation frames, or those on all frames where there are none, in units of meV."""
     log = folder / f"val{suffix}.log"
     if log.exists():
-        row = [line for line in log.read_text().splitlines() if not line.startswith("#")][-1].split()
+        row = [line for line in log.read_text().splitlines() if not line.startswith("#")][
+            -1
+        ].split()
         found = dict(zip(("energy", "force", "stress"), map(float, row[2::2])))
     else:
         text = _call(folder, args, "test", "-m", f"model{suffix}.ckpt.pt", "-s", data)
@@ -227,9 +271,30 @@ def _page(args: argparse.Namespace) -> str:
             if (name, recipe) in results:
                 found = results[name, recipe]
                 steps = found["values"]["training"]["numb_steps"]
-                live, ema = (" / ".join(f"{v:.3g}" for v in found["errors"][w].values()) for w in (LIVE, AVERAGED))
-                errors.append([name, recipe, f"{steps:,}", f"{found['wall_s']:.0f}, {found['cpu_s']:.0f}", live, ema])
-    head = ["set", "system", "kind", "model", "rate, lr_adjust", "prefactors e, f, v", "steps", "validation frames"]
+                live, ema = (
+                    " / ".join(f"{v:.3g}" for v in found["errors"][w].values())
+                    for w in (LIVE, AVERAGED)
+                )
+                errors.append(
+                    [
+                        name,
+                        recipe,
+                        f"{steps:,}",
+                        f"{found['wall_s']:.0f}, {found['cpu_s']:.0f}",
+                        live,
+                        ema,
+                    ]
+                )
+    head = [
+        "set",
+        "system",
+        "kind",
+        "model",
+        "rate, lr_adjust",
+        "prefactors e, f, v",
+        "steps",
+        "validation frames",
+    ]
     return "\n\n".join(
         [
             f"# `dp-ema init` on sets of different kinds, {today()}",
@@ -247,7 +312,10 @@ def _choices(result: dict[str, Any]) -> list[str]:
     values = result["values"]
     kind = re.search(r"Data: (\w+)", result["printed"])[1]
     loss, training = values["loss"], values["training"]
-    prefactors = [f"{loss[f'start_pref_{letter}']:g}" if f"start_pref_{letter}" in loss else "-" for letter in "efv"]
+    prefactors = [
+        f"{loss[f'start_pref_{letter}']:g}" if f"start_pref_{letter}" in loss else "-"
+        for letter in "efv"
+    ]
     rate = f"{values['learning_rate']['start_lr']:g}, {values['optimizer']['lr_adjust']:g}"
     frames = "0.1" if "validation_fraction" in training else "none"
     return [

@@ -65,7 +65,11 @@ def documents(file: Path) -> Iterator[Atoms]:
             pbc=True,
         )
         pressure = np.array(outputs.get("stress", outputs.get("virial_stress")), dtype=float)
-        labels = {"energy": outputs["energy"], "forces": outputs["forces"], "stress": -KBAR * pressure[FROM_VASP]}
+        labels = {
+            "energy": outputs["energy"],
+            "forces": outputs["forces"],
+            "stress": -KBAR * pressure[FROM_VASP],
+        }
         atoms.calc = SinglePointCalculator(atoms, **labels)
         yield atoms
 
@@ -85,7 +89,9 @@ def _surfaces(sources: Path) -> list[Atoms]:
 def _slabs(_sources: Path) -> list[Atoms]:
     rng, frames = np.random.default_rng(1), []
     for k in range(300):
-        atoms = fcc111("Cu", [(2, 2, 4), (3, 3, 3), (2, 3, 5)][k % 3], a=3.8, vacuum=rng.uniform(5, 8))
+        atoms = fcc111(
+            "Cu", [(2, 2, 4), (3, 3, 3), (2, 3, 5)][k % 3], a=3.8, vacuum=rng.uniform(5, 8)
+        )
         atoms.pbc, atoms.info = True, {}
         atoms.symbols = rng.choice(["Cu", "Ni", "Au"], len(atoms))
         if k % 2:
@@ -94,7 +100,11 @@ def _slabs(_sources: Path) -> list[Atoms]:
         atoms.set_cell(atoms.cell @ strain, scale_atoms=True)
         atoms.rattle(0.12, rng=rng)
         atoms.calc = EMT()
-        labels = {"energy": atoms.get_potential_energy(), "forces": atoms.get_forces(), "stress": atoms.get_stress()}
+        labels = {
+            "energy": atoms.get_potential_energy(),
+            "forces": atoms.get_forces(),
+            "stress": atoms.get_stress(),
+        }
         atoms.calc = SinglePointCalculator(atoms, **labels)
         frames.append(atoms)
     return frames
@@ -104,7 +114,8 @@ def _ten_elements(sources: Path) -> list[Atoms]:
     files = [f"mlearn/data/{element}/training.json" for element in ("Si", "Ge", "Li")]
     files += [f"snap/NbMoTaW/training/{metal}_AIMD.json" for metal in METALS]
     files += [
-        f"snap/{name}.json" for name in ("Cu/training/AIMD", "Ni-Mo/training/Ni3Mo_Elastic", "Li3N/training/Elastic")
+        f"snap/{name}.json"
+        for name in ("Cu/training/AIMD", "Ni-Mo/training/Ni3Mo_Elastic", "Li3N/training/Elastic")
     ]
     frames = [list(documents(sources / file)) for file in files]
     return [atoms for some in frames for atoms in some[:: max(1, len(some) // 40)]]
@@ -121,7 +132,9 @@ SETS = {
         lambda sources: read(sources / "BOTNet-datasets/dataset_acac/train_300K.xyz", ":"),
     ),
     "molecules": TrainingSet(
-        "eight molecules without a cell, GFN2-xTB", "molecules", lambda _: ROOT / "examples/molecules/data"
+        "eight molecules without a cell, GFN2-xTB",
+        "molecules",
+        lambda _: ROOT / "examples/molecules/data",
     ),
     "water": TrainingSet(
         "water without virials, 192 atoms, DFT",
@@ -144,6 +157,10 @@ SETS = {
     "alloys": TrainingSet("alloys of Nb, Mo, Ta, W; DFT", "solid", _alloys),
     "slabs": TrainingSet("slabs of Cu, Ni, Au with vacancies, EMT of ASE", "solid", _slabs),
     "surfaces": TrainingSet("relaxed surfaces of Nb, Mo, Ta, W, Ni, Cu; DFT", "solid", _surfaces),
-    "one_frame": TrainingSet("one frame of silicon; errors on this frame; DFT", "solid", _one_frame),
-    "ten_elements": TrainingSet("Si, Ge, Li, Li3N, Ni3Mo, Nb, Mo, Ta, W, Cu; DFT", "solid", _ten_elements),
+    "one_frame": TrainingSet(
+        "one frame of silicon; errors on this frame; DFT", "solid", _one_frame
+    ),
+    "ten_elements": TrainingSet(
+        "Si, Ge, Li, Li3N, Ni3Mo, Nb, Mo, Ta, W, Cu; DFT", "solid", _ten_elements
+    ),
 }

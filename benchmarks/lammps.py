@@ -38,7 +38,9 @@ PS_PER_STEP = 0.0001  # these models heat up: longer steps would be too long aft
 SHORT_STEPS = 20
 WARM_STEPS, TIMED_STEPS, TURNS = 10, 40, 3  # the first steps of a .pth are slower
 BAR = 1.6021765e6  # of an eV/angstrom^3, as LAMMPS has it; 1.602176634e6 is exact
-SHEAR = np.array([[1.0, 0.0, 0.0], [0.02, 1.0, 0.0], [-0.015, 0.03, 1.0]])  # all six pressures differ from zero
+SHEAR = np.array(
+    [[1.0, 0.0, 0.0], [0.02, 1.0, 0.0], [-0.015, 0.03, 1.0]]
+)  # all six pressures differ from zero
 
 INPUT = """units metal
 boundary p p p
@@ -91,10 +93,24 @@ class Run:
 def main() -> None:
     """Make the models, run LAMMPS and print the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lammps", metavar="DIR", type=Path, required=True, help="environment with lmp, dp and mpirun")
-    parser.add_argument("--cache", metavar="FOLDER", type=Path, required=True, help="of the models, which stay there")
+    parser.add_argument(
+        "--lammps",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="environment with lmp, dp and mpirun",
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="FOLDER",
+        type=Path,
+        required=True,
+        help="of the models, which stay there",
+    )
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), help="models")
-    parser.add_argument("--prepare", action="store_true", help="make the models, and do not run LAMMPS")
+    parser.add_argument(
+        "--prepare", action="store_true", help="make the models, and do not run LAMMPS"
+    )
     parser.add_argument("--output", type=Path, help="also write the page here")
     args = parser.parse_args()
     # what is needed first comes after minutes of compiling
@@ -115,7 +131,10 @@ def prepare(name: str, folder: Path, lammps: Path) -> None:
     env = common.environment(1, "cpu")
     ours = common.programs(None)["ours"]
     config = common.bare(common.read_input(common.EXAMPLE / "input.json", None))
-    config["model"] |= {"descriptor": copy.deepcopy(MODELS[name]), "fitting_net": {"neuron": FITTING, "seed": 1}}
+    config["model"] |= {
+        "descriptor": copy.deepcopy(MODELS[name]),
+        "fitting_net": {"neuron": FITTING, "seed": 1},
+    }
     config = common.with_precision(config, "float64")
     config["training"] |= {"numb_steps": TRAINED_STEPS if name == TRAINED else STEPS}
     checkpoint = folder / "model.ckpt.pt"
@@ -126,7 +145,15 @@ def prepare(name: str, folder: Path, lammps: Path) -> None:
     if not (folder / "model.pt2").exists():
         common.run_text(ours, folder, env, *freeze, str(folder / "model.pt2"), "--device", "cpu")
     if not (folder / "model.pth").exists():
-        common.run_text(ours, folder, env, *freeze, str(folder / "model.pth"), "--dp", str(lammps / "bin" / "dp"))
+        common.run_text(
+            ours,
+            folder,
+            env,
+            *freeze,
+            str(folder / "model.pth"),
+            "--dp",
+            str(lammps / "bin" / "dp"),
+        )
     print(f"{name}: ready", file=sys.stderr, flush=True)
 
 
@@ -189,12 +216,28 @@ def write_data(path: Path) -> None:
     kinds, coord, cell = frame()
     sides = [f"0 {cell[k, k]:.17g} {'xyz'[k]}lo {'xyz'[k]}hi" for k in range(3)]
     tilts = f"{cell[1, 0]:.17g} {cell[2, 0]:.17g} {cell[2, 1]:.17g} xy xz yz"
-    atoms = [f"{k + 1} {kind + 1} {x:.17g} {y:.17g} {z:.17g}" for k, (kind, (x, y, z)) in enumerate(zip(kinds, coord))]
-    head = ["water", "", f"{len(kinds)} atoms", "2 atom types", "", *sides, tilts, "", "Atoms # atomic", ""]
+    atoms = [
+        f"{k + 1} {kind + 1} {x:.17g} {y:.17g} {z:.17g}"
+        for k, (kind, (x, y, z)) in enumerate(zip(kinds, coord))
+    ]
+    head = [
+        "water",
+        "",
+        f"{len(kinds)} atoms",
+        "2 atom types",
+        "",
+        *sides,
+        tilts,
+        "",
+        "Atoms # atomic",
+        "",
+    ]
     path.write_text("\n".join([*head, *atoms, ""]))
 
 
-def run_lammps(place: Place, model: str, steps: list[int], ranks: int = 1, has_map: bool = True) -> Run:
+def run_lammps(
+    place: Place, model: str, steps: list[int], ranks: int = 1, has_map: bool = True
+) -> Run:
     """Run LAMMPS from the frame; the times are those of the last of several ``steps``."""
     folder, lammps = place.folder, place.lammps
     write_data(folder / "water.data")
@@ -211,10 +254,16 @@ def run_lammps(place: Place, model: str, steps: list[int], ranks: int = 1, has_m
     # at the end of several ranks printed lines may be lost
     out = done.stdout + done.stderr + (folder / "log.lammps").read_text() * (done.returncode != 0)
     if done.returncode or "ERROR" in out:
-        said = re.search(r"(?:DeePMD-kit Error|ERROR[^:]*): (?!DeePMD)(.*?)(?: \(/project|$)", out, flags=re.M)
+        said = re.search(
+            r"(?:DeePMD-kit Error|ERROR[^:]*): (?!DeePMD)(.*?)(?: \(/project|$)", out, flags=re.M
+        )
         return Run(said[1] if said else f"exit code {done.returncode}", np.empty(0), np.empty(0))
-    numbers = [line.split() for line in out.splitlines() if re.match(r"\s+\d+(\s+[-+.\de]+){9}\s*$", line)]
-    seconds, share = (float(re.findall(p, out)[-1]) for p in (r"Loop time of (\S+) on", r"([\d.]+)% CPU use"))
+    numbers = [
+        line.split() for line in out.splitlines() if re.match(r"\s+\d+(\s+[-+.\de]+){9}\s*$", line)
+    ]
+    seconds, share = (
+        float(re.findall(p, out)[-1]) for p in (r"Loop time of (\S+) on", r"([\d.]+)% CPU use")
+    )
     force = np.loadtxt(folder / "forces.txt", skiprows=9, max_rows=len(frame()[0]))[:, 4:]
     ms = 1000 * seconds / max(1, steps[-1])
     return Run("", np.array(numbers, float), force, ms, ms * share / 100)
@@ -229,14 +278,20 @@ def drift(rows: np.ndarray, num_atoms: int) -> dict[str, float]:
     """Return the slope of a line through the total energies and what is left, meV/atom, and the last temperature."""
     ps, energy = rows[:, 0] * PS_PER_STEP, 1000 * rows[:, 2] / num_atoms
     line = np.polyfit(ps, energy, 1)
-    return {"drift": line[0], "spread": float((energy - np.polyval(line, ps)).std()), "temperature": rows[-1, 3]}
+    return {
+        "drift": line[0],
+        "spread": float((energy - np.polyval(line, ps)).std()),
+        "temperature": rows[-1, 3],
+    }
 
 
 def page(found: list[dict], lammps: Path) -> str:
     """Return the page."""
     kinds = len(frame()[0])
     code = "import torch; print(torch.__version__)"
-    torch_there = subprocess.run([lammps / "bin" / "python", "-c", code], capture_output=True, text=True, check=True)
+    torch_there = subprocess.run(
+        [lammps / "bin" / "python", "-c", code], capture_output=True, text=True, check=True
+    )
     import torch
 
     lines = [f"# Frozen models in LAMMPS, {common.today()}", "",
@@ -245,7 +300,12 @@ def page(found: list[dict], lammps: Path) -> str:
              f"with torch {torch.__version__}. Each model: its section of `benchmarks/models.json` (or `MODELS` of the "
              f"program), fitting net {FITTING}, float64, {STEPS} steps of the water example ({TRAINED_STEPS} of "
              f"`{TRAINED}`). One triclinic cell of {kinds} atoms of water; one thread per rank, CPU.", ""]  # fmt: skip
-    for title, part in (("Numbers", _numbers), ("NVE", _nve), ("Ranks and the atom map", _ranks), ("Time", _time)):
+    for title, part in (
+        ("Numbers", _numbers),
+        ("NVE", _nve),
+        ("Ranks and the atom map", _ranks),
+        ("Time", _time),
+    ):
         lines += [f"## {title}", "", *part(found), ""]
     return "\n".join(lines)
 
@@ -256,9 +316,15 @@ def _numbers(found: list[dict]) -> list[str]:
         f"number. Pressure: the six components without the kinetic part, 1 eV/angstrom^3 = {BAR:.8g} bar as LAMMPS has "
         "it, 8e-8 less than the exact number."
     )
-    header = ["model", *(f"`{s}` {q}" for s in (".pt2", ".pth") for q in ("energy", "force", "pressure"))]
+    header = [
+        "model",
+        *(f"`{s}` {q}" for s in (".pt2", ".pth") for q in ("energy", "force", "pressure")),
+    ]
     rows = [
-        [m["name"], *(_number(m[file].get(q)) for file in FILES for q in ("energy", "force", "pressure"))]
+        [
+            m["name"],
+            *(_number(m[file].get(q)) for file in FILES for q in ("energy", "force", "pressure")),
+        ]
         for m in found
     ]
     return [text, "", common.table(header, rows)]
@@ -272,7 +338,12 @@ def _nve(found: list[dict]) -> list[str]:
     )
     header = ["model", "drift, meV/atom/ps", "spread, meV/atom", "temperature at the end, K"]
     rows = [
-        [m["name"], f"{m[FILES[0]]['drift']:+.4f}", f"{m[FILES[0]]['spread']:.4f}", f"{m[FILES[0]]['temperature']:.0f}"]
+        [
+            m["name"],
+            f"{m[FILES[0]]['drift']:+.4f}",
+            f"{m[FILES[0]]['spread']:.4f}",
+            f"{m[FILES[0]]['temperature']:.0f}",
+        ]
         for m in found
     ]
     return [text, "", common.table(header, rows)]
@@ -293,9 +364,14 @@ def _ranks(found: list[dict]) -> list[str]:
             messages.append(results[run])
         return "refused (" + "abcdef"[messages.index(results[run])] + ")"
 
-    header = ["model", *(f"`{s}` {q}" for s in (".pt2", ".pth") for q in ("two ranks", "after steps", "no map"))]
+    header = [
+        "model",
+        *(f"`{s}` {q}" for s in (".pt2", ".pth") for q in ("two ranks", "after steps", "no map")),
+    ]
     columns = (("two", "force_two"), ("two", "energy_two"), ("no_map", "force_no_map"))
-    rows = [[m["name"], *(cell(m[file], *names) for file in FILES for names in columns)] for m in found]
+    rows = [
+        [m["name"], *(cell(m[file], *names) for file in FILES for names in columns)] for m in found
+    ]
     said = [f'- ({"abcdef"[k]}) "{message}"' for k, message in enumerate(messages)]
     return [text, "", common.table(header, rows), "", *said]
 
@@ -305,12 +381,26 @@ def _time(found: list[dict]) -> list[str]:
         f"Median of {TURNS} runs of {TIMED_STEPS} steps after {WARM_STEPS}, both files in turns, one rank. CPU time of "
         "the process; the machine was shared with other work, so that wall times say little."
     )
-    header = ["model", "`.pt2`, ms/step", "`.pth`, ms/step", "`.pt2`, steps/s", "times as fast (range)"]
+    header = [
+        "model",
+        "`.pt2`, ms/step",
+        "`.pth`, ms/step",
+        "`.pt2`, steps/s",
+        "times as fast (range)",
+    ]
     rows = []
     for m in found:
         one, two = (m[file]["cpu_ms"] for file in FILES)
         fast, slow = statistics.median(one), statistics.median(two)
-        rows.append([m["name"], f"{fast:.1f}", f"{slow:.1f}", f"{1000 / fast:.0f}", common.format_ratio(two, one)])
+        rows.append(
+            [
+                m["name"],
+                f"{fast:.1f}",
+                f"{slow:.1f}",
+                f"{1000 / fast:.0f}",
+                common.format_ratio(two, one),
+            ]
+        )
     return [text, "", common.table(header, rows)]
 
 

@@ -98,12 +98,19 @@ def _start(args) -> dict[str, MdRun]:
 
     common.RUNS.mkdir(exist_ok=True)
     plain = freeze(load_model(args.model), common.RUNS / "nve.dp").path
-    compiled = args.pt2 or freeze(load_model(args.model), common.RUNS / "nve.pt2", device="cpu").path
-    jobs = {"dp-ema, .dp": (OURS, plain, sys.executable), "dp-ema, .pt2": (OURS, compiled, sys.executable)}
+    compiled = (
+        args.pt2 or freeze(load_model(args.model), common.RUNS / "nve.pt2", device="cpu").path
+    )
+    jobs = {
+        "dp-ema, .dp": (OURS, plain, sys.executable),
+        "dp-ema, .pt2": (OURS, compiled, sys.executable),
+    }
     if args.peer is not None:
         folder = Path(args.peer).resolve() / "bin"
         other = plain.with_suffix(".pth")
-        subprocess.run([folder / "dp", "convert-backend", plain, other], check=True, capture_output=True)
+        subprocess.run(
+            [folder / "dp", "convert-backend", plain, other], check=True, capture_output=True
+        )
         jobs["DeePMD-kit, .pth"] = (PEER, other, str(folder / "python"))
         jobs["DeePMD-kit, the same .pt2"] = (PEER, compiled, str(folder / "python"))
     runs = {}
@@ -120,7 +127,12 @@ def _row(name: str, times: dict[str, list[float]], energies: dict[str, list[floa
     median, first = (statistics.median(times[which]) for which in (name, next(iter(times))))
     speed = f"{1e3 * median:.1f} ({1e3 * min(times[name]):.1f})"
     moved = f"{mine[-1] - reference[-1]:.1e}"
-    numbers = f"{1 / median:.1f}", f"{first / median:.2f}", f"{1e3 * slope / 192:+.4f}", f"{1e3 * mine.std() / 192:.4f}"
+    numbers = (
+        f"{1 / median:.1f}",
+        f"{first / median:.2f}",
+        f"{1e3 * slope / 192:+.4f}",
+        f"{1e3 * mine.std() / 192:.4f}",
+    )
     return [name, speed, *numbers, moved]
 
 
@@ -171,7 +183,12 @@ class MdRun:
         command = [python, "-c", CHILD.replace("{module}", module)]
         with log.open("w") as out:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, env=env
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
+                env=env,
             )
         self._log = log
         atoms = water()

@@ -29,7 +29,10 @@ import numpy as np
 
 BUDGETS = (500, 1000, 2000)
 TUNING_SEED, TUNING_STEPS = 11, 400
-AVERAGES = [{"name": "p05", "type": "power", "sigma_rel": 0.05}, {"name": "p10", "type": "power", "sigma_rel": 0.1}]
+AVERAGES = [
+    {"name": "p05", "type": "power", "sigma_rel": 0.05},
+    {"name": "p10", "type": "power", "sigma_rel": 0.1},
+]
 POINT = [{"name": "schedule_free", "type": "schedule_free"}]
 HALF = {"type": "wsd", "decay_type": "linear", "decay_phase_ratio": 0.5, "stop_lr_ratio": 0.01}
 CONSTANT = {"type": "wsd", "decay_type": "linear", "stop_lr_ratio": 1.0}
@@ -51,7 +54,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "AdamWScheduleFree, r 4": {"optimizer": {**FREE, "adam_beta1": 0.98, "r": 4}, "learning_rate": CONSTANT,
                                "rates": RATES, "without_end": True, "averaging": POINT},
 }  # fmt: skip
-SMALL = {"rcut": 4.5, "rcut_smth": 0.5, "neuron": [8, 16, 32], "axis_neuron": 8, "precision": "float32", "sel": "auto"}
+SMALL = {
+    "rcut": 4.5,
+    "rcut_smth": 0.5,
+    "neuron": [8, 16, 32],
+    "axis_neuron": 8,
+    "precision": "float32",
+    "sel": "auto",
+}
 # the constant prefactors are those that the ramp of an example has in the middle of a decay by ten
 MIDDLE = math.sqrt(0.1)
 WARMUP = {"warmup_steps": 20}
@@ -107,26 +117,40 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sources", type=Path, help="folder with the clones of init_sets.py, for acac and alloys")
+    parser.add_argument(
+        "--sources", type=Path, help="folder with the clones of init_sets.py, for acac and alloys"
+    )
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["water", "molecules", "nicu"])
     parser.add_argument("--recipes", type=Path, metavar="FILE", help="JSON file with more recipes")
-    parser.add_argument("--only", nargs="+", metavar="RECIPE", help="names of the recipes that are measured")
-    parser.add_argument("--budgets", nargs="+", type=int, default=BUDGETS, help="steps, multiples of the first")
+    parser.add_argument(
+        "--only", nargs="+", metavar="RECIPE", help="names of the recipes that are measured"
+    )
+    parser.add_argument(
+        "--budgets", nargs="+", type=int, default=BUDGETS, help="steps, multiples of the first"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--work", type=Path, default=common.RUNS / "optimizers", help="folder of the runs")
+    parser.add_argument(
+        "--work", type=Path, default=common.RUNS / "optimizers", help="folder of the runs"
+    )
     parser.add_argument("--output", type=Path, help="also write the page here")
     parser.add_argument(
-        "--quick", action="store_true", help="one set, seed and rate, 30 and 60 steps: tries the program"
+        "--quick",
+        action="store_true",
+        help="one set, seed and rate, 30 and 60 steps: tries the program",
     )
     args = parser.parse_args()
     recipes = RECIPES | (json.loads(args.recipes.read_text()) if args.recipes else {})
     if unknown := set(args.only or ()) - recipes.keys():
         parser.error(f"--only: {'; '.join(sorted(unknown))} unknown. Known: {'; '.join(recipes)}.")
-    args.recipes = {name: recipe for name, recipe in recipes.items() if name in (args.only or recipes)}
+    args.recipes = {
+        name: recipe for name, recipe in recipes.items() if name in (args.only or recipes)
+    }
     args.tuning = TUNING_STEPS
     if args.quick:
         args.sets, args.seeds, args.budgets, args.tuning = args.sets[:1], [1], [30, 60], 30
-        args.recipes = {name: recipe | {"rates": recipe["rates"][:1]} for name, recipe in args.recipes.items()}
+        args.recipes = {
+            name: recipe | {"rates": recipe["rates"][:1]} for name, recipe in args.recipes.items()
+        }
     if any(budget % args.budgets[0] for budget in args.budgets):
         parser.error("--budgets: expected multiples of the first.")
     if args.sources is None and {"acac", "alloys"} & set(args.sets):
@@ -144,32 +168,57 @@ def _part_of_set(name: str, args: argparse.Namespace) -> list[str]:
             found = _result(name, title, recipe, rate, TUNING_SEED, args.tuning, args, "choose")
             errors |= {(rate, weights): rows[-1][1:] for weights, rows in found["errors"].items()}
         rate, weights = min(
-            errors, key=lambda key: math.prod(errors[key]) if all(np.isfinite(errors[key])) else math.inf
+            errors,
+            key=lambda key: math.prod(errors[key]) if all(np.isfinite(errors[key])) else math.inf,
         )
-        best = {rate: min((errors[key] for key in errors if key[0] == rate), key=math.prod) for rate in recipe["rates"]}
-        tuning.append([title, *(f"{r:g}: {e:.3g} / {f:.4g}" for r, (e, f) in best.items()), f"{rate:g}, {weights}"])
+        best = {
+            rate: min((errors[key] for key in errors if key[0] == rate), key=math.prod)
+            for rate in recipe["rates"]
+        }
+        tuning.append(
+            [
+                title,
+                *(f"{r:g}: {e:.3g} / {f:.4g}" for r, (e, f) in best.items()),
+                f"{rate:g}, {weights}",
+            ]
+        )
         measured[title] = _measure(name, title, recipe | {"rate": rate, "weights": weights}, args)
     width = max(map(len, tuning))
     tuning = [[*row[:-1], *[""] * (width - len(row)), row[-1]] for row in tuning]
-    lowest = {(b, k): min(_median(of[b], k) for of in measured.values()) for b in args.budgets for k in range(2)}
+    lowest = {
+        (b, k): min(_median(of[b], k) for of in measured.values())
+        for b in args.budgets
+        for k in range(2)
+    }
     rows = [
         [title, f"{budget:,}", f"{statistics.median(one.seconds for one in of[budget]):.0f}",
          *(_cell(of[budget], k, lowest[budget, k]) for k in range(2))]
         for title, of in measured.items() for budget in args.budgets
     ]  # fmt: skip
     first = next(iter(measured))
-    header = ["recipe", *(f"{quantity.split(',')[0]}: {unit}" for quantity in QUANTITIES for unit in ("steps", "s"))]
+    header = [
+        "recipe",
+        *(
+            f"{quantity.split(',')[0]}: {unit}"
+            for quantity in QUANTITIES
+            for unit in ("steps", "s")
+        ),
+    ]
     return [
         f"## {name}",
         "Choice of the rate, energy meV/atom / force meV/angstrom of the best weights:",
         common.table(["recipe", *[""] * (width - 2), "chosen"], tuning),
         common.table(["recipe", "steps", "s", *QUANTITIES], rows),
         f"Steps and seconds to the errors of the longest run of {first}, between lengths on a line of the logarithms:",
-        common.table(header, [[title, *_to_targets(of, measured[first])] for title, of in measured.items()]),
+        common.table(
+            header, [[title, *_to_targets(of, measured[first])] for title, of in measured.items()]
+        ),
     ]
 
 
-def _measure(name: str, title: str, recipe: dict[str, Any], args: argparse.Namespace) -> dict[int, list[Measured]]:
+def _measure(
+    name: str, title: str, recipe: dict[str, Any], args: argparse.Namespace
+) -> dict[int, list[Measured]]:
     """Return seconds and errors of a recipe with its chosen rate, by length, one entry for each seed."""
     found: dict[int, list[Measured]] = {budget: [] for budget in args.budgets}
     for seed in args.seeds:
@@ -198,8 +247,15 @@ def _result(
     config = _make_input(name, recipe, rate, seed, args.work / "data" / name, part)
     freq = args.budgets[0] if recipe.get("without_end") and part == "test" else steps
     config["training"] |= {"numb_steps": steps, "save_freq": steps, "disp_freq": steps}
-    config["validating"] = {"full_validation": True, "validation_freq": freq, "full_val_start": 0.0, "max_best_ckpt": 1}
-    folder = args.work / name / f"{title}-{rate:g}-{seed}-{steps}".replace(", ", "-").replace(" ", "_")
+    config["validating"] = {
+        "full_validation": True,
+        "validation_freq": freq,
+        "full_val_start": 0.0,
+        "max_best_ckpt": 1,
+    }
+    folder = (
+        args.work / name / f"{title}-{rate:g}-{seed}-{steps}".replace(", ", "-").replace(" ", "_")
+    )
     done = folder / "done.json"
     if done.exists() and (found := json.loads(done.read_text()))["config"] == config:
         return found
@@ -213,7 +269,9 @@ def _result(
     seconds, errors = time.process_time() - began, {}
     for file in folder.glob("val*.log"):
         rows = np.loadtxt(file, ndmin=2)  # step, energy MAE and RMSE, force MAE and RMSE, ...
-        errors[file.stem.removeprefix("val").removeprefix("_") or "live"] = rows[:, [0, 2, 4]].tolist()
+        errors[file.stem.removeprefix("val").removeprefix("_") or "live"] = rows[
+            :, [0, 2, 4]
+        ].tolist()
     for file in folder.glob("*.pt"):
         file.unlink()
     done.write_text(json.dumps({"config": config, "cpu_s": seconds, "errors": errors}))
@@ -221,7 +279,9 @@ def _result(
     return json.loads(done.read_text())
 
 
-def _make_input(name: str, recipe: dict[str, Any], rate: float, seed: int, data: Path, part: str) -> dict[str, Any]:
+def _make_input(
+    name: str, recipe: dict[str, Any], rate: float, seed: int, data: Path, part: str
+) -> dict[str, Any]:
     given = SETS[name]
     config = json.loads((common.ROOT / "examples" / given.example / "input.json").read_text())
     config["model"]["type_map"] = given.elements
@@ -230,12 +290,20 @@ def _make_input(name: str, recipe: dict[str, Any], rate: float, seed: int, data:
     loss = config["loss"] | {"start_pref_v": 0, "limit_pref_v": 0}
     for term in ("e", "f"):
         start, limit = loss[f"start_pref_{term}"], loss[f"limit_pref_{term}"]
-        loss |= dict.fromkeys((f"start_pref_{term}", f"limit_pref_{term}"), limit + (start - limit) * MIDDLE)
+        loss |= dict.fromkeys(
+            (f"start_pref_{term}", f"limit_pref_{term}"), limit + (start - limit) * MIDDLE
+        )
     config |= {"loss": loss, "optimizer": recipe["optimizer"]}
     config["learning_rate"] = {"start_lr": rate, **WARMUP, **recipe["learning_rate"]}
     config["training"] = {
-        "training_data": {"systems": sorted(map(str, (data / "train").iterdir())), "batch_size": given.batch_size},
-        "validation_data": {"systems": sorted(map(str, (data / part).iterdir())), "batch_size": given.batch_size},
+        "training_data": {
+            "systems": sorted(map(str, (data / "train").iterdir())),
+            "batch_size": given.batch_size,
+        },
+        "validation_data": {
+            "systems": sorted(map(str, (data / part).iterdir())),
+            "batch_size": given.batch_size,
+        },
         "averaging": [one | {"full_validation": True} for one in recipe.get("averaging", AVERAGES)],
     }
     return common.with_seed(config, seed)
@@ -305,8 +373,16 @@ def _write_nicu(folder: Path) -> None:
                 cell = sites.cell.array * constant @ (np.eye(3) + rng.uniform(-0.03, 0.03, (3, 3)))
                 coord = rng.permutation(sites.get_scaled_positions()) @ cell
                 coord += rng.uniform(0.02, 0.18) * rng.normal(size=coord.shape)
-                frame = Atoms([("Ni", "Cu")[kind] for kind in kinds], coord, cell=cell, pbc=True, calculator=EMT())
-                for key, value in zip(arrays, (coord, cell, frame.get_potential_energy(), frame.get_forces())):
+                frame = Atoms(
+                    [("Ni", "Cu")[kind] for kind in kinds],
+                    coord,
+                    cell=cell,
+                    pbc=True,
+                    calculator=EMT(),
+                )
+                for key, value in zip(
+                    arrays, (coord, cell, frame.get_potential_energy(), frame.get_forces())
+                ):
                     arrays[key].append(value)
             found = {key: np.array(values) for key, values in arrays.items()}
             common.write_system(folder / part / str(copper), kinds, ["Ni", "Cu"], found)
@@ -328,7 +404,9 @@ def _write_alloys(sources: Path, folder: Path) -> None:
 
     frames = PUBLIC["alloys"].frames(sources)
     others = frames[::5]
-    _write_frames(folder, [frame for n, frame in enumerate(frames) if n % 5], others[::2], others[1::2])
+    _write_frames(
+        folder, [frame for n, frame in enumerate(frames) if n % 5], others[::2], others[1::2]
+    )
 
 
 def _write_frames(folder: Path, *parts: list[Any]) -> None:
@@ -341,7 +419,12 @@ def _write_frames(folder: Path, *parts: list[Any]) -> None:
 
 SETS = {
     "water": Data("water", ["O", "H"], 1, lambda _, folder: _write_example("water", 6, folder)),
-    "molecules": Data("molecules", ["C", "H", "N", "O"], 4, lambda _, folder: _write_example("molecules", 1, folder)),
+    "molecules": Data(
+        "molecules",
+        ["C", "H", "N", "O"],
+        4,
+        lambda _, folder: _write_example("molecules", 1, folder),
+    ),
     "nicu": Data("water", ["Ni", "Cu"], 2, lambda _, folder: _write_nicu(folder)),
     "acac": Data("molecules", ["H", "C", "O"], 4, _write_acac),
     "alloys": Data("water", ["Nb", "Mo", "Ta", "W"], 2, _write_alloys),

@@ -41,17 +41,25 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("memory", "speed"))
     common.add_common_options(parser)
-    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks (memory: 4; speed: 1 2)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", help="numbers of ranks (memory: 4; speed: 1 2)"
+    )
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES)
-    parser.add_argument("--width", type=int, default=2400, help="memory: neurons of each layer of the fitting nets")
+    parser.add_argument(
+        "--width", type=int, default=2400, help="memory: neurons of each layer of the fitting nets"
+    )
     parser.add_argument("--steps", type=int, default=60, help="speed: steps that are timed")
-    parser.add_argument("--rounds", type=int, default=3, help="speed: interleaved launches of each case")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="speed: interleaved launches of each case"
+    )
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def _memory(args: argparse.Namespace) -> str:
-    config = common.with_precision(common.with_numeric_sel(common.read_input(args.input, args.data)), "float32")
+    config = common.with_precision(
+        common.with_numeric_sel(common.read_input(args.input, args.data)), "float32"
+    )
     config = common.bare(config)
     config["model"]["fitting_net"]["neuron"] = [args.width] * 3
     narrow = {"decay": 0.999, "dtype": "float32"}  # as wide as the weights
@@ -102,7 +110,15 @@ def _speed(args: argparse.Namespace) -> str:
         seconds = statistics.median(f["seconds"] for f in found)
         exchange = statistics.median(f["exchange"] for f in found)
         frames = number / seconds
-        rows.append([str(number), str(stage), f"{1 / seconds:.1f}", f"{frames:.1f}", f"{100 * exchange:.0f} %"])
+        rows.append(
+            [
+                str(number),
+                str(stage),
+                f"{1 / seconds:.1f}",
+                f"{frames:.1f}",
+                f"{100 * exchange:.0f} %",
+            ]
+        )
         print(" | ".join(rows[-1]), flush=True)
     text = (
         f"Water example, one frame of 96 atoms per rank and step, float64; median over {args.rounds} interleaved "
@@ -111,10 +127,14 @@ def _speed(args: argparse.Namespace) -> str:
         f"{common.machine(common.programs(None), args.threads, args.device)}."
     )
     header = ["ranks", "zero_stage", "steps/s", "frames/s", "exchange"]
-    return "\n\n".join([f"# Steps per second on several ranks, {common.today()}", text, common.table(header, rows)])
+    return "\n\n".join(
+        [f"# Steps per second on several ranks, {common.today()}", text, common.table(header, rows)]
+    )
 
 
-def _launch(args: argparse.Namespace, config: dict, stage: int, number: int, name: str) -> list[dict]:
+def _launch(
+    args: argparse.Namespace, config: dict, stage: int, number: int, name: str
+) -> list[dict]:
     """Run one case and return what each rank has found."""
     config = json.loads(json.dumps(config))
     config["training"]["zero_stage"] = stage
@@ -124,7 +144,9 @@ def _launch(args: argparse.Namespace, config: dict, stage: int, number: int, nam
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}", __file__,
         args.what, "--rank-of", str(folder), "--steps", str(args.steps), "--device", args.device,
     ]  # fmt: skip
-    env = common.environment(args.threads if number == 1 else max(1, args.threads // number), args.device)
+    env = common.environment(
+        args.threads if number == 1 else max(1, args.threads // number), args.device
+    )
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{(done.stdout + done.stderr)[-3000:]}")
@@ -172,7 +194,9 @@ def _bytes_of(trainer, args: argparse.Namespace) -> dict:
 def _local_bytes(tensors: list) -> int:
     """Return the bytes of the storages behind ``tensors`` on this process, each counted once."""
     local = [getattr(t, "_local_tensor", t) for t in tensors]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values()
+    )
 
 
 def _times_of(trainer, args: argparse.Namespace) -> dict:
@@ -191,7 +215,14 @@ def _times_of(trainer, args: argparse.Namespace) -> dict:
         for _ in range(10):
             trainer.advance()
         whole = time.perf_counter() - began
-    waiting = sum(e.cpu_time_total for e in profiled.key_averages() if e.key.startswith(("gloo:", "nccl:"))) / 1e6
+    waiting = (
+        sum(
+            e.cpu_time_total
+            for e in profiled.key_averages()
+            if e.key.startswith(("gloo:", "nccl:"))
+        )
+        / 1e6
+    )
     return {"seconds": statistics.median(seconds), "exchange": min(1.0, waiting / whole)}
 
 

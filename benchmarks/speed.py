@@ -49,7 +49,9 @@ STAGES = ("step", "growth", "start", "validation", "checkpoint", "md")
 ROW_S = 0.3  # between two rows of lcurve.out, about
 ROW_ATOMS = 1536  # between two rows of lcurve.out, while the time of a step is not known
 MEMORY_SHARE = 0.8  # of the available memory, which other programs use too
-PERIOD = 24  # steps between two validations or checkpoints: the files of one are written before the next
+PERIOD = (
+    24  # steps between two validations or checkpoints: the files of one are written before the next
+)
 MD_TRAINING = 200  # steps
 QUICK = {"kinds": ["se_e2_a, 96 atoms"], "precision": ["float64"], "batch": [1], "atoms": [96, 192],
          "turns": 2, "seconds": 0.5, "repeats": 1}  # fmt: skip
@@ -72,33 +74,56 @@ def main() -> None:
     for stage, (measure, its_cases) in stages.items():
         for case in its_cases:
             smaller = [
-                r for (s, c), r in found.items() if (s, c.name, c.precision) == ("growth", case.name, case.precision)
+                r
+                for (s, c), r in found.items()
+                if (s, c.name, c.precision) == ("growth", case.name, case.precision)
             ]
-            able = [r for r in runners if stage != "growth" or not any(r.name in one["failed"] for one in smaller)]
+            able = [
+                r
+                for r in runners
+                if stage != "growth" or not any(r.name in one["failed"] for one in smaller)
+            ]
             result = _result(stage, case, able, measure, args)
             if result is not None:
                 found[stage, case] = result
     common.publish(speed_page.page(found, runners, args), args.output)
     if args.output is not None and any(stage == "growth" for stage, _ in found):
-        speed_page.plot_growth(found, runners, args.output.with_name(f"{args.output.stem}-growth.png"))
+        speed_page.plot_growth(
+            found, runners, args.output.with_name(f"{args.output.stem}-growth.png")
+        )
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     common.add_common_options(parser)
     speed_cases.add_case_options(parser)
-    parser.add_argument("--stage", nargs="*", default=list(STAGES), choices=STAGES, help="what is measured now")
+    parser.add_argument(
+        "--stage", nargs="*", default=list(STAGES), choices=STAGES, help="what is measured now"
+    )
     parser.add_argument("--turns", type=int, default=5, help="of each program")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, after one row to wake up")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="of a turn, after one row to wake up"
+    )
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall",
                         help="of steps and growth: processor for a CPU that other programs use too")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=3, help="pairs of whole runs: start, validation, checkpoint")
     parser.add_argument(
-        "--memory", type=float, metavar="GB", help="that each may take on a CPU; 4/5 of what is available"
+        "--repeats", type=int, default=3, help="pairs of whole runs: start, validation, checkpoint"
     )
-    parser.add_argument("--wait", type=float, default=1500.0, help="seconds that a program has to begin")
-    parser.add_argument("--quick", action="store_true", help="one small model, few turns: about two minutes")
-    parser.set_defaults(threads=1, stat_batches=10, memory=round(MEMORY_SHARE * _available_memory() / 1e9, 1))
+    parser.add_argument(
+        "--memory",
+        type=float,
+        metavar="GB",
+        help="that each may take on a CPU; 4/5 of what is available",
+    )
+    parser.add_argument(
+        "--wait", type=float, default=1500.0, help="seconds that a program has to begin"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one small model, few turns: about two minutes"
+    )
+    parser.set_defaults(
+        threads=1, stat_batches=10, memory=round(MEMORY_SHARE * _available_memory() / 1e9, 1)
+    )
     args = parser.parse_args()
     if args.quick:
         for name, value in QUICK.items():
@@ -126,7 +151,11 @@ def _result(
         before = set(known["programs"]) if known else set()
         again = [runner for runner in speed_cases.RUNNERS if runner.name in before - wanted]
         known = measure(case, [*runners, *again], _in_folder(args, folder))
-        known |= {"programs": sorted(wanted | before), "load": os.getloadavg()[0], "clock": args.clock}
+        known |= {
+            "programs": sorted(wanted | before),
+            "load": os.getloadavg()[0],
+            "clock": args.clock,
+        }
         file.write_text(json.dumps(known))
         print(stage, *case.words, {k: v for k, v in known.items() if k != "times"}, flush=True)
     return known
@@ -138,7 +167,9 @@ def _in_folder(args: argparse.Namespace, folder: Path) -> argparse.Namespace:
     return args
 
 
-def _write(case: Case, runner: Runner, args: argparse.Namespace, config: dict[str, Any], name: str = "") -> Path:
+def _write(
+    case: Case, runner: Runner, args: argparse.Namespace, config: dict[str, Any], name: str = ""
+) -> Path:
     folder = args.folder / (runner.name + name)
     common.write_input(folder, speed_cases.runner_input(config, case, runner, args.caches))
     return folder
@@ -147,7 +178,9 @@ def _write(case: Case, runner: Runner, args: argparse.Namespace, config: dict[st
 # --- training steps that take turns
 
 
-def _steps(case: Case, runners: list[Runner], args: argparse.Namespace, interval: int | None = None) -> dict[str, Any]:
+def _steps(
+    case: Case, runners: list[Runner], args: argparse.Namespace, interval: int | None = None
+) -> dict[str, Any]:
     """Return seconds per step in the turns of each program, seconds that each took to begin, and its peak memory."""
     runs: dict[str, common.HaltedRun] = {}
     times: dict[str, list[float]] = {}
@@ -166,8 +199,12 @@ def _steps(case: Case, runners: list[Runner], args: argparse.Namespace, interval
                         runs[name].wait_for(epoch if runner.ours else 0, start + args.wait)
                         runs[name].halt()
                     elif name not in failed:
-                        seconds = runs[name].turn(args.seconds if turn else 0.0, args.wait, args.clock)
-                        times.setdefault(name, []).extend([seconds] if turn else [])  # the first one wakes up
+                        seconds = runs[name].turn(
+                            args.seconds if turn else 0.0, args.wait, args.clock
+                        )
+                        times.setdefault(name, []).extend(
+                            [seconds] if turn else []
+                        )  # the first one wakes up
                 except (RuntimeError, TimeoutError) as error:
                     failed[name] = str(error) or f"no step within {args.wait:.0f} s"
                     times.pop(name, None)
@@ -208,7 +245,9 @@ def _start(case: Case, runner: Runner, args: argparse.Namespace, interval: int) 
     program = common.programs(args.peer)["ours" if runner.ours else "peer"]
     command = runner.command(common.programs(args.peer))
     if args.device == "cuda":
-        command = common.printing_memory(program, runner.backend)  # the device is full before the host is
+        command = common.printing_memory(
+            program, runner.backend
+        )  # the device is full before the host is
     else:
         command = ["prlimit", f"--data={round(1e9 * args.memory)}", *command]
     return common.HaltedRun.start(command, args.folder / runner.name, config, env)
@@ -234,12 +273,18 @@ def _starts(_case: Case, runners: list[Runner], args: argparse.Namespace) -> dic
     """Return seconds to the first row, with all statistics, with those of the neighbors given, and with all given."""
     config = common.bare(common.read_input(args.input, args.data))
     config["training"] |= {"numb_steps": 1, "disp_freq": 1}
-    compileall.compile_dir(common.ROOT / "deepmd_ema", quiet=2)  # as an installation does, that of the peer too
+    compileall.compile_dir(
+        common.ROOT / "deepmd_ema", quiet=2
+    )  # as an installation does, that of the peer too
     everything = copy.deepcopy(config)
     everything["model"]["descriptor"]["sel"] = "auto"
     numeric = common.with_numeric_sel(everything)
     cached = speed_cases.with_options(numeric, {"training.stat_file": "../stat.hdf5"})
-    kinds = {"numbers": numeric} if args.quick else {"all": everything, "numbers": numeric, "stored": cached}
+    kinds = (
+        {"numbers": numeric}
+        if args.quick
+        else {"all": everything, "numbers": numeric, "stored": cached}
+    )
     found, times = common.programs(args.peer), {}
     # one process of each program: what a run is started with makes no difference
     chosen = {runner.ours: runner for runner in reversed(runners)}.values()
@@ -249,7 +294,9 @@ def _starts(_case: Case, runners: list[Runner], args: argparse.Namespace) -> dic
                 folder = args.folder / runner.name / kind
                 options = [] if kind == "all" else ["--skip-neighbor-stat"]
                 command, env = runner.command(found), common.environment(args.threads, args.device)
-                program = common.Program(runner.title, tuple(command), found["ours" if runner.ours else "peer"].python)
+                program = common.Program(
+                    runner.title, tuple(command), found["ours" if runner.ours else "peer"].python
+                )
                 common.write_input(folder, value)
                 if kind == "stored" and not (folder.parent / "stat.hdf5").exists():
                     common.train(program, folder, env, *options)
@@ -266,7 +313,12 @@ def _validation(case: Case, runners: list[Runner], args: argparse.Namespace) -> 
     system = speed_cases.system_of(source, case.times, args.work)
     more = {
         "training.validation_data": {"systems": [str(system)], "batch_size": 1, "numb_btch": 1},
-        "validating": {"full_validation": True, "validation_freq": PERIOD, "save_best": False, "full_val_start": 0.0},
+        "validating": {
+            "full_validation": True,
+            "validation_freq": PERIOD,
+            "save_best": False,
+            "full_val_start": 0.0,
+        },
     }
     frames = common.count_frames({"model": {"type_map": ["O", "H"]},
                                   "training": {"training_data": {"systems": [str(system)]}}})  # fmt: skip
@@ -275,7 +327,9 @@ def _validation(case: Case, runners: list[Runner], args: argparse.Namespace) -> 
 
 def _checkpoint(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
     """Return seconds by which a checkpoint with an average makes a step longer."""
-    return _more_of_a_step(case, runners, args, {"training.save_freq": PERIOD, "training.enable_ema": True})
+    return _more_of_a_step(
+        case, runners, args, {"training.save_freq": PERIOD, "training.enable_ema": True}
+    )
 
 
 def _more_of_a_step(
@@ -311,7 +365,9 @@ def _extra(rows: dict[int, float], period: int) -> tuple[float, float]:
     that of n: both intervals count.
     """
     last = max(rows)
-    spent = {step: rows[step + 1] - rows[step] for step in range(2, last)}  # the first step is slower
+    spent = {
+        step: rows[step + 1] - rows[step] for step in range(2, last)
+    }  # the first step is slower
     due = [step for step in range(period, last, period) if step in spent]
     usual = statistics.median(spent[s] for s in spent if s not in due and s + 1 not in due)
     return statistics.median(spent[s] + spent[s - 1] - 2 * usual for s in due), usual
@@ -358,10 +414,20 @@ def _md(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str
 def _trained_shortly(case: Case, runner: Runner, args: argparse.Namespace) -> Path:
     """Return a run of a few steps, after which atoms do not fall into each other, as with random weights they do."""
     config = speed_cases.input_of(case, args, disp_freq=MD_TRAINING, numb_steps=MD_TRAINING)
-    config["learning_rate"] = {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-4, "decay_steps": MD_TRAINING // 10}
+    config["learning_rate"] = {
+        "type": "exp",
+        "start_lr": 1e-3,
+        "stop_lr": 1e-4,
+        "decay_steps": MD_TRAINING // 10,
+    }
     folder = _write(case, runner, args, config, "-run")
     program = common.Program(runner.title, tuple(runner.command(common.programs(args.peer))), "")
-    common.train(program, folder, speed_cases.runner_environment(args, runner, args.caches), "--skip-neighbor-stat")
+    common.train(
+        program,
+        folder,
+        speed_cases.runner_environment(args, runner, args.caches),
+        "--skip-neighbor-stat",
+    )
     return folder
 
 

@@ -52,7 +52,9 @@ class Case:
     @property
     def file_name(self) -> str:
         """Name of its results."""
-        return f"{self.name}-{self.precision}-{self.batch}-{self.atoms}".replace(", ", "-").replace(" ", "_")
+        return f"{self.name}-{self.precision}-{self.batch}-{self.atoms}".replace(", ", "-").replace(
+            " ", "_"
+        )
 
     @property
     def words(self) -> list[str]:
@@ -80,7 +82,9 @@ class Runner:
 
     def command(self, found: dict[str, common.Program]) -> list[str]:
         """Return the first words of its command line."""
-        return list(found["ours"].command) if self.ours else [found["peer"].command[0], self.backend]
+        return (
+            list(found["ours"].command) if self.ours else [found["peer"].command[0], self.backend]
+        )
 
 
 COMPILED = {"training.enable_compile": True}
@@ -95,11 +99,19 @@ RUNNERS = [
 
 def add_case_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose what is measured."""
-    parser.add_argument("--kinds", nargs="+", help=f"names in {MODELS.name} and {CASES.name}; all if not given")
-    parser.add_argument("--precision", nargs="+", default=["float64", "float32"], choices=("float64", "float32"))
+    parser.add_argument(
+        "--kinds", nargs="+", help=f"names in {MODELS.name} and {CASES.name}; all if not given"
+    )
+    parser.add_argument(
+        "--precision", nargs="+", default=["float64", "float32"], choices=("float64", "float32")
+    )
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], help="frames per step")
-    parser.add_argument("--atoms", nargs="+", type=int, default=[192, 768, 1536, 5184, 12288], help="stage growth")
-    parser.add_argument("--programs", nargs="+", default=["eager", "pt"], choices=[r.name for r in RUNNERS])
+    parser.add_argument(
+        "--atoms", nargs="+", type=int, default=[192, 768, 1536, 5184, 12288], help="stage growth"
+    )
+    parser.add_argument(
+        "--programs", nargs="+", default=["eager", "pt"], choices=[r.name for r in RUNNERS]
+    )
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME:KEY=VALUE[,KEY=VALUE]",
         help="one more way to run dp-ema, with options of its input, as always:model.descriptor.interpolate=always",
@@ -116,14 +128,19 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
             raise SystemExit(f'--kinds "{kind}" is unknown. Known: {", ".join(known)}.')
         one = known[kind]
         shape = models[one["model"]], one.get("fitting", FITTING), tuple(one.get("times", DOUBLED))
-        found += [Case(kind, *shape, p, n, one.get("set", {})) for p in args.precision for n in args.batch]
+        found += [
+            Case(kind, *shape, p, n, one.get("set", {})) for p in args.precision for n in args.batch
+        ]
     return found
 
 
 def growth_cases(args: argparse.Namespace) -> list[Case]:
     """Return a case for each model, precision and number of atoms, with the first batch size."""
     args = argparse.Namespace(
-        kinds=args.kinds or GROWING, precision=args.precision, batch=args.batch[:1], atoms=args.atoms
+        kinds=args.kinds or GROWING,
+        precision=args.precision,
+        batch=args.batch[:1],
+        atoms=args.atoms,
     )
     return [replace(case, times=times_of(n)) for case in cases_of(args) for n in sorted(args.atoms)]
 
@@ -132,7 +149,9 @@ def times_of(atoms: int) -> tuple[int, int, int]:
     """Return the repetitions of the cells of the example for a number of atoms, in a shape near a cube."""
     cells, rest = divmod(atoms, CELL_ATOMS)
     if rest or not cells:
-        raise SystemExit(f"--atoms {atoms}: expected multiples of {CELL_ATOMS}, the atoms of a cell of the example.")
+        raise SystemExit(
+            f"--atoms {atoms}: expected multiples of {CELL_ATOMS}, the atoms of a cell of the example."
+        )
     divisors = [n for n in range(1, cells + 1) if cells % n == 0]
     shapes = [(cells // b // c, b, c) for c in divisors for b in divisors if cells % (b * c) == 0]
     return min(shapes, key=lambda shape: (sum(shape), -shape[0], -shape[1]))
@@ -147,7 +166,11 @@ def runners_of(args: argparse.Namespace) -> list[Runner]:
         options = dict(pair.partition("=")[::2] for pair in rest.split(",") if pair)
         if not options or "" in options:
             raise SystemExit(f'--set "{word}": expected NAME:KEY=VALUE[,KEY=VALUE].')
-        extra.append(Runner(name, f"dp-ema, {name}", True, {key: _value(text) for key, text in options.items()}))
+        extra.append(
+            Runner(
+                name, f"dp-ema, {name}", True, {key: _value(text) for key, text in options.items()}
+            )
+        )
     ours = [runner for runner in named if runner.ours] + extra
     return ours + [runner for runner in named if not runner.ours and args.peer is not None]
 
@@ -162,10 +185,21 @@ def input_of(case: Case, args: argparse.Namespace, **training: Any) -> dict[str,
     """
     config = common.bare(common.read_input(args.input, args.data))
     system = system_of(config["training"]["training_data"]["systems"][0], case.times, args.work)
-    config["training"] |= {"numb_steps": 10**7, "training_data": {"systems": [str(system)], "batch_size": case.batch}}
+    config["training"] |= {
+        "numb_steps": 10**7,
+        "training_data": {"systems": [str(system)], "batch_size": case.batch},
+    }
     config["training"] |= training
-    config["learning_rate"] = {"type": "exp", "start_lr": 1e-4, "stop_lr": 1e-5, "decay_steps": 10**5}
-    config["model"] |= {"descriptor": copy.deepcopy(case.descriptor), "fitting_net": copy.deepcopy(case.fitting)}
+    config["learning_rate"] = {
+        "type": "exp",
+        "start_lr": 1e-4,
+        "stop_lr": 1e-5,
+        "decay_steps": 10**5,
+    }
+    config["model"] |= {
+        "descriptor": copy.deepcopy(case.descriptor),
+        "fitting_net": copy.deepcopy(case.fitting),
+    }
     return common.with_precision(config, case.precision)
 
 
@@ -174,7 +208,9 @@ def system_of(source: str, times: tuple[int, int, int], work: Path) -> Path:
     folder = work.resolve() / "speed" / "data" / f"{Path(source).name}-{'x'.join(map(str, times))}"
     if not folder.exists():
         cells = times[0] * times[1] * times[2]
-        common.write_repeated(Path(source), folder, times, min(MAX_FRAMES, max(8, MAX_ATOMS // (CELL_ATOMS * cells))))
+        common.write_repeated(
+            Path(source), folder, times, min(MAX_FRAMES, max(8, MAX_ATOMS // (CELL_ATOMS * cells)))
+        )
     return folder
 
 
@@ -193,7 +229,9 @@ def with_options(config: dict[str, Any], *options: dict[str, Any]) -> dict[str, 
     return config
 
 
-def runner_input(config: dict[str, Any], case: Case, runner: Runner, caches: Path) -> dict[str, Any]:
+def runner_input(
+    config: dict[str, Any], case: Case, runner: Runner, caches: Path
+) -> dict[str, Any]:
     """Return the input of one program; dp-ema keeps compiled code below ``caches``."""
     config = with_options(config, case.own if runner.ours else {}, runner.options)
     if runner.ours and config["training"].get("enable_compile"):

@@ -15,7 +15,10 @@ Found = dict[tuple[str, Case], dict[str, Any]]
 Table = tuple[list[str], list[list[str]]]
 CASE = ["model", "precision", "batch", "atoms"]
 MEMORY_ERRORS = r"out of memory|(?:can't|unable to|cannot) allocate|MemoryError|bad_alloc"
-MEMORY = {"cpu": "Largest resident size of the main process", "cuda": "Most that torch has allocated"}
+MEMORY = {
+    "cpu": "Largest resident size of the main process",
+    "cuda": "Most that torch has allocated",
+}
 SPREAD = "Ratios are medians of the ratios of turns or pairs, with the least and the largest; above 1 dp-ema is faster."
 
 
@@ -27,8 +30,16 @@ def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
         ("Peak memory of these runs", _memory_note(args.device), _memory_rows),
         ("Growth with the atoms of a frame", _growth_note(found, args.device), _growth_rows),
         ("Start of a run", "Seconds from the command to the first row, medians.", _start_rows),
-        ("Full validation", "Frames per second; the time by which a step takes longer.", _validation_rows),
-        ("Checkpoints", "Time by which a step that is saved takes longer, with one average.", _checkpoint_rows),
+        (
+            "Full validation",
+            "Frames per second; the time by which a step takes longer.",
+            _validation_rows,
+        ),
+        (
+            "Checkpoints",
+            "Time by which a step that is saved takes longer, with one average.",
+            _checkpoint_rows,
+        ),
         ("Molecular dynamics", "Steps per second in ASE, 192 atoms.", _md_rows),
     ):
         header, rows = make(found, runners)
@@ -77,7 +88,9 @@ def _table(found: Found, stage: str, runners: list[Runner], unit: str, cells: An
     for case, result in _chosen(found, stage):
         medians = _medians(result["times"])
         shown = [cells(medians[r.name], result) if r.name in medians else "" for r in runners]
-        rows.append([*case.words, *shown, *_ratios(result["times"], runners), f"{result['load']:.1f}"])
+        rows.append(
+            [*case.words, *shown, *_ratios(result["times"], runners), f"{result['load']:.1f}"]
+        )
     header = [*CASE, *(f"{r.title}, {unit}" for r in runners), *_ratio_titles(runners), "load"]
     return header, rows
 
@@ -99,7 +112,9 @@ def _memory_rows(found: Found, runners: list[Runner]) -> Table:
         shown = [f"{memory[r.name] / 1e6:.0f}" if r.name in memory else "" for r in runners]
         peers = [memory[r.name] for r in runners if not r.ours and r.name in memory]
         ratios = [
-            f"{min(peers) / memory[r.name]:.2f}" if peers and memory.get(r.name) else "" for r in runners if r.ours
+            f"{min(peers) / memory[r.name]:.2f}" if peers and memory.get(r.name) else ""
+            for r in runners
+            if r.ours
         ]
         rows.append([*case.words, *shown, *ratios])
     return [*CASE, *(r.title for r in runners), *_ratio_titles(runners)], rows
@@ -123,7 +138,9 @@ def _growth_rows(found: Found, runners: list[Runner]) -> Table:
             else f"{1000 * medians[r.name]:.1f}; {memory[r.name] / 1e9:.2f}" if r.name in medians else "-"
             for r in runners
         ]  # fmt: skip
-        rows.append([*case.words, *shown, *_ratios(result["times"], runners), f"{result['load']:.1f}"])
+        rows.append(
+            [*case.words, *shown, *_ratios(result["times"], runners), f"{result['load']:.1f}"]
+        )
     return [*CASE, *(f"{r.title}, ms; GB" for r in runners), *_ratio_titles(runners), "load"], rows
 
 
@@ -133,7 +150,10 @@ def _reason(text: str) -> str:
         return text.strip().splitlines()[-1][:80]
     requested = re.findall(r"allocate ([\d.]+) (bytes|[KMGT]iB)", text)
     units = ("bytes", "KiB", "MiB", "GiB", "TiB")
-    words = [f"{float(number) * 1024 ** units.index(unit) / 1e9:.1f} GB" for number, unit in requested[-1:]]
+    words = [
+        f"{float(number) * 1024 ** units.index(unit) / 1e9:.1f} GB"
+        for number, unit in requested[-1:]
+    ]
     return "out of memory" + "".join(f" ({size} more requested)" for size in words)
 
 
@@ -147,13 +167,22 @@ def plot_growth(found: Found, runners: list[Runner], file: Path) -> None:
     lines: dict[tuple[str, str, Runner], list[tuple[int, float, float]]] = {}
     for case, result in _chosen(found, "growth"):
         for runner in (r for r in runners if result["times"].get(r.name)):
-            numbers = statistics.median(result["times"][runner.name]), result["memory"][runner.name] / 1e9
+            numbers = (
+                statistics.median(result["times"][runner.name]),
+                result["memory"][runner.name] / 1e9,
+            )
             lines.setdefault((case.name, case.precision, runner), []).append((case.atoms, *numbers))
     for k, (panel, label) in enumerate(zip(panels, ("seconds of a step", "peak memory, GB"))):
         for (name, precision, runner), points in lines.items():
-            panel.loglog(*zip(*[(p[0], p[1 + k]) for p in points]), "o-", label=f"{runner.title}: {name}, {precision}")
+            panel.loglog(
+                *zip(*[(p[0], p[1 + k]) for p in points]),
+                "o-",
+                label=f"{runner.title}: {name}, {precision}",
+            )
         panel.set(xlabel="atoms of a frame", ylabel=label)
-        panel.set_xticks(atoms := sorted({point[0] for points in lines.values() for point in points}), atoms)
+        panel.set_xticks(
+            atoms := sorted({point[0] for points in lines.values() for point in points}), atoms
+        )
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter("{x:g}")
         for axis in (panel.xaxis, panel.yaxis):
@@ -174,7 +203,10 @@ def _start_rows(found: Found, runners: list[Runner]) -> Table:
             rows.append([runner.title, str(result["frames"]), *parts, f"{at['numbers']:.2f}"])
         ours, peers = ([t for r, t in known.items() if r.ours is which] for which in (True, False))
         if ours and peers:
-            ratios = [common.format_ratio(peers[0].get(k, []), ours[0].get(k, [])) for k in ("all", "numbers")]
+            ratios = [
+                common.format_ratio(peers[0].get(k, []), ours[0].get(k, []))
+                for k in ("all", "numbers")
+            ]
             rows.append(["DeePMD-kit / dp-ema", "", "", "", *ratios])
     header = ["", "frames", "neighbor statistics, s", "descriptor and bias, s", "with all statistics, s",
               "sel in numbers, s"]  # fmt: skip
@@ -183,7 +215,11 @@ def _start_rows(found: Found, runners: list[Runner]) -> Table:
 
 def _validation_rows(found: Found, runners: list[Runner]) -> Table:
     return _table(
-        found, "validation", runners, "frames/s", lambda seconds, r: f"{r['frames'] / max(seconds, 1e-9):.1f}"
+        found,
+        "validation",
+        runners,
+        "frames/s",
+        lambda seconds, r: f"{r['frames'] / max(seconds, 1e-9):.1f}",
     )
 
 
@@ -213,6 +249,12 @@ def _md_rows(found: Found, runners: list[Runner]) -> Table:
             if own:
                 ratio = common.format_ratio(peer, own) if own is not peer else ""
                 rows.append(
-                    [*case.words[:2], title, f"{1 / statistics.median(own):.1f}", ratio, f"{result['load']:.1f}"]
+                    [
+                        *case.words[:2],
+                        title,
+                        f"{1 / statistics.median(own):.1f}",
+                        ratio,
+                        f"{result['load']:.1f}",
+                    ]
                 )
     return [*CASE[:2], "", "steps/s", "dp --pt / this", "load"], rows

@@ -46,10 +46,20 @@ def main() -> None:
             _note(found, "targets", (name, seed, target), args, config, _trained_peer)
             _note(found, "reach", (name, seed, f"same-{target}"), args, config, _trained_same)
         for recipe in recipes["precisions"]:
-            _note(found, "reach", (name, seed, recipe), args, _our_input(name, seed, recipe, recipes), _trained_here)
+            _note(
+                found,
+                "reach",
+                (name, seed, recipe),
+                args,
+                _our_input(name, seed, recipe, recipes),
+                _trained_here,
+            )
     for turn, (name, seed) in enumerate(keys):
         jobs = [(("peer",), _peer_input(name, seed, "own", recipes), _timed_peer)]
-        jobs += [((recipe,), _our_input(name, seed, recipe, recipes), _timed_here) for recipe in recipes["precisions"]]
+        jobs += [
+            ((recipe,), _our_input(name, seed, recipe, recipes), _timed_here)
+            for recipe in recipes["precisions"]
+        ]
         for key, config, measure in jobs[:: -1 if turn % 2 else 1]:
             _note(found, "time", (name, seed, *key), args, config, measure)
     common.publish(_page(found, recipes, args), args.output)
@@ -60,12 +70,23 @@ def _arguments() -> argparse.Namespace:
     common.add_common_options(parser)
     parser.add_argument("--sets", nargs="+", default=["water", "molecules"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=TARGETS, help="trained by DeePMD-kit")
-    parser.add_argument("--stage", nargs="*", default=list(STAGES), choices=STAGES, help="what is measured now")
+    parser.add_argument(
+        "--targets", nargs="*", default=list(TARGETS), choices=TARGETS, help="trained by DeePMD-kit"
+    )
+    parser.add_argument(
+        "--stage", nargs="*", default=list(STAGES), choices=STAGES, help="what is measured now"
+    )
     return parser.parse_args()
 
 
-def _note(found: Any, stage: str, key: tuple[Any, ...], args: argparse.Namespace, config: Any, measure: Any) -> None:
+def _note(
+    found: Any,
+    stage: str,
+    key: tuple[Any, ...],
+    args: argparse.Namespace,
+    config: Any,
+    measure: Any,
+) -> None:
     """Enter the result of a run, which is made if its stage is chosen and it does not exist."""
     folder = args.work.resolve() / "time_to_accuracy" / "-".join(map(str, (stage, *key)))
     file = folder / "result.json"
@@ -79,7 +100,9 @@ def _note(found: Any, stage: str, key: tuple[Any, ...], args: argparse.Namespace
 
 
 def _example(name: str, seed: int) -> dict[str, Any]:
-    config = common.with_numeric_sel(common.read_input(common.ROOT / "examples" / name / "input.json", None))
+    config = common.with_numeric_sel(
+        common.read_input(common.ROOT / "examples" / name / "input.json", None)
+    )
     return common.with_seed(common.bare(config), seed)
 
 
@@ -90,18 +113,29 @@ def _peer_input(name: str, seed: int, target: str, recipes: dict[str, Any]) -> d
 
 
 def _our_input(name: str, seed: int, recipe: str, recipes: dict[str, Any]) -> dict[str, Any]:
-    return with_options(_example(name, seed), recipes["recipe"], recipes["sets"][name], recipes["precisions"][recipe])
+    return with_options(
+        _example(name, seed),
+        recipes["recipe"],
+        recipes["sets"][name],
+        recipes["precisions"][recipe],
+    )
 
 
-def _trained_peer(folder: Path, config: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
+def _trained_peer(
+    folder: Path, config: dict[str, Any], args: argparse.Namespace
+) -> dict[str, float]:
     return _train_and_test("peer", "model.ckpt.pt", folder, config, args)
 
 
-def _trained_here(folder: Path, config: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
+def _trained_here(
+    folder: Path, config: dict[str, Any], args: argparse.Namespace
+) -> dict[str, float]:
     return _train_and_test("ours", "model_ema.ckpt.pt", folder, config, args)
 
 
-def _trained_same(folder: Path, config: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
+def _trained_same(
+    folder: Path, config: dict[str, Any], args: argparse.Namespace
+) -> dict[str, float]:
     return _train_and_test("ours", "model.ckpt.pt", folder, config, args)
 
 
@@ -112,7 +146,9 @@ def _train_and_test(
     program, env = common.programs(args.peer)[key], common.environment(args.threads, args.device)
     common.train(program, folder, env, "--skip-neighbor-stat")
     (folder / "systems.txt").write_text("\n".join(_validation_systems(config)) + "\n")
-    errors = common.read_errors(common.run_text(program, folder, env, "test", "-m", model, "-f", "systems.txt"))
+    errors = common.read_errors(
+        common.run_text(program, folder, env, "test", "-m", model, "-f", "systems.txt")
+    )
     return {name: 1000 * value for name, value in errors.items()}
 
 
@@ -122,10 +158,15 @@ def _validation_systems(config: dict[str, Any]) -> list[str]:
     return sorted(str(system) for system in data.glob("validation*"))
 
 
-def _timed_here(folder: Path, _config: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
+def _timed_here(
+    folder: Path, _config: dict[str, Any], args: argparse.Namespace
+) -> dict[str, float]:
     program, env = common.programs(None)["ours"], common.environment(args.threads, args.device)
     watched = common.train(program, folder, env)
-    return {"seconds": watched.end - watched.start, "start": min(watched.rows.values()) - watched.start}
+    return {
+        "seconds": watched.end - watched.start,
+        "start": min(watched.rows.values()) - watched.start,
+    }
 
 
 def _timed_peer(folder: Path, config: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
@@ -138,7 +179,11 @@ def _timed_peer(folder: Path, config: dict[str, Any], args: argparse.Namespace) 
     (folder / "input.json").write_text(json.dumps(config, indent=2))  # by which a result is known
     per_step = (watched.rows[PEER_STEPS] - watched.rows[2 * PEER_ROW]) / (PEER_STEPS - 2 * PEER_ROW)
     start = min(watched.rows.values()) - watched.start
-    return {"seconds": watched.end - watched.start + (steps - PEER_STEPS) * per_step, "start": start, "step": per_step}
+    return {
+        "seconds": watched.end - watched.start + (steps - PEER_STEPS) * per_step,
+        "start": start,
+        "step": per_step,
+    }
 
 
 # --- page
@@ -161,18 +206,40 @@ def _page(found: dict[str, Any], recipes: dict[str, Any], args: argparse.Namespa
             numbers = [found["targets"].get((name, seed, target)) for seed in args.seeds]
             seconds = [found["time"].get((name, seed, "peer")) for seed in args.seeds]
             steps = _example(name, 1)["training"]["numb_steps"]
-            rows.append([f"dp --pt, {target}", str(steps), *_cells(numbers, UNITS), *_cells(seconds, TIMES), "", ""])
+            rows.append(
+                [
+                    f"dp --pt, {target}",
+                    str(steps),
+                    *_cells(numbers, UNITS),
+                    *_cells(seconds, TIMES),
+                    "",
+                    "",
+                ]
+            )
             numbers = [found["reach"].get((name, seed, f"same-{target}")) for seed in args.seeds]
-            rows.append([f"dp-ema, {target}", str(steps), *_cells(numbers, UNITS), *[""] * (len(TIMES) + 2)])
+            rows.append(
+                [f"dp-ema, {target}", str(steps), *_cells(numbers, UNITS), *[""] * (len(TIMES) + 2)]
+            )
         for recipe in recipes["precisions"]:
             numbers = [found["reach"].get((name, seed, recipe)) for seed in args.seeds]
             seconds = [found["time"].get((name, seed, recipe)) for seed in args.seeds]
             steps = recipes["sets"][name]["training.numb_steps"]
-            row = [f"dp-ema, {recipe}", str(steps), *_cells(numbers, UNITS), *_cells(seconds, TIMES)]
-            rows.append([*row, _ratio(found, name, recipe, args), _reached(found, name, recipe, args)])
+            row = [
+                f"dp-ema, {recipe}",
+                str(steps),
+                *_cells(numbers, UNITS),
+                *_cells(seconds, TIMES),
+            ]
+            rows.append(
+                [*row, _ratio(found, name, recipe, args), _reached(found, name, recipe, args)]
+            )
         words = [*(f"{quantity}, {unit}" for quantity, unit in UNITS.items()), *TIMES.values()]
         header = ["run", "steps", *words, "dp --pt / dp-ema", "seeds that reach it"]
-        parts += [f"## {name}", f"dp-ema: {json.dumps(recipes['sets'][name])}", common.table(header, rows)]
+        parts += [
+            f"## {name}",
+            f"dp-ema: {json.dumps(recipes['sets'][name])}",
+            common.table(header, rows),
+        ]
     return "\n\n".join(parts)
 
 
@@ -183,8 +250,12 @@ def _cells(results: list[dict[str, float] | None], names: Any) -> list[str]:
 
 def _ratio(found: dict[str, Any], name: str, recipe: str, args: argparse.Namespace) -> str:
     """Return by how much longer DeePMD-kit takes; the time of its steps does not depend on the target."""
-    times = [[found["time"].get((name, seed, key)) for seed in args.seeds] for key in ("peer", recipe)]
-    pairs = [(theirs["seconds"], ours["seconds"]) for theirs, ours in zip(*times) if theirs and ours]
+    times = [
+        [found["time"].get((name, seed, key)) for seed in args.seeds] for key in ("peer", recipe)
+    ]
+    pairs = [
+        (theirs["seconds"], ours["seconds"]) for theirs, ours in zip(*times) if theirs and ours
+    ]
     return common.format_ratio(*zip(*pairs)) if pairs else ""
 
 
@@ -192,9 +263,14 @@ def _reached(found: dict[str, Any], name: str, recipe: str, args: argparse.Names
     """Return of how many seeds both errors are no larger than those of DeePMD-kit with the same seed."""
     words = []
     for target in args.targets:
-        pairs = [(found["reach"].get((name, s, recipe)), found["targets"].get((name, s, target))) for s in args.seeds]
+        pairs = [
+            (found["reach"].get((name, s, recipe)), found["targets"].get((name, s, target)))
+            for s in args.seeds
+        ]
         known = [(ours, theirs) for ours, theirs in pairs if ours and theirs]
-        number = sum(all(ours[quantity] <= theirs[quantity] for quantity in UNITS) for ours, theirs in known)
+        number = sum(
+            all(ours[quantity] <= theirs[quantity] for quantity in UNITS) for ours, theirs in known
+        )
         words.append(f"{target} {number} of {len(known)}")
     return ", ".join(words)
 

@@ -13,7 +13,9 @@ def main() -> int:
     if rank in ("0", "1") and os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS")) != "1":
         # a launcher ends the ranks that are left when one was killed, which may be rank 0, also while they are loading
         def end(number: int, frame: FrameType | None) -> None:
-            os.write(2, f"dp-ema (rank {rank}): stopped by {signal.Signals(number).name}\n".encode())
+            os.write(
+                2, f"dp-ema (rank {rank}): stopped by {signal.Signals(number).name}\n".encode()
+            )
             os._exit(128 + number)
 
         signal.signal(signal.SIGTERM, end)

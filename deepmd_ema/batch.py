@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT = 256  # bytes, of each tensor of a packed batch: as torch aligns tensors on a GPU, which kernels make use of
-_HOST_FIELDS = ("type_counts", "slots", "type_slots", "inner", "sizes")  # of a batch: computations depend on them
+_HOST_FIELDS = (
+    "type_counts",
+    "slots",
+    "type_slots",
+    "inner",
+    "sizes",
+)  # of a batch: computations depend on them
 _MARKS = ("frames", "padding", "num_dummies")  # nothing on the device depends on them
 _MAPPINGS = ("labels", "has_label", "conditions")
 
@@ -157,13 +163,19 @@ class Batch:
         Excluded pairs are not in the list and do not count for ``most``. For less than all of them the batch must hold
         one section sorted by distance (``by_type=False``); the result is differentiable by ``vector``.
         """
-        assert len(self.slots) == 1 or rcut is most is None, "a prefix by distance needs one section of neighbors"
+        assert len(self.slots) == 1 or rcut is most is None, (
+            "a prefix by distance needs one section of neighbors"
+        )
         num_atoms, total = self.neighbor.shape
-        trimmed = [slots for cutoff, number, slots in self.inner if (cutoff, number) == (rcut, most)]
+        trimmed = [
+            slots for cutoff, number, slots in self.inner if (cutoff, number) == (rcut, most)
+        ]
         width = trimmed[0] if trimmed else total if most is None else min(most, total)
         vector = self.vector[:, :width]
         distance = torch.linalg.vector_norm(vector.detach(), dim=-1)
-        near = self.occupied[:, :width] if rcut is None else distance < rcut  # empty slots are at 2 * rcut of the list
+        near = (
+            self.occupied[:, :width] if rcut is None else distance < rcut
+        )  # empty slots are at 2 * rcut of the list
         # where each slot of the list went, for `reverse`: also slot A * K, which is none
         none = num_atoms * width
         place = torch.arange(none, device=near.device).view(num_atoms, width)
@@ -199,8 +211,12 @@ class Batch:
         On the host it may be page-locked (``pin``), for a copy to a GPU that runs beside the step.
         """
         layout = PackedLayout.of(self)
-        data = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.vector.device, pin_memory=pin)
-        for (_, _, view), (_, _, tensor) in zip(_tensors(layout.view(data)), _tensors(self), strict=True):
+        data = torch.empty(
+            layout.num_bytes, dtype=torch.uint8, device=self.vector.device, pin_memory=pin
+        )
+        for (_, _, view), (_, _, tensor) in zip(
+            _tensors(layout.view(data)), _tensors(self), strict=True
+        ):
             view.copy_(tensor)
         return PackedBatch(layout, data, {name: getattr(self, name) for name in _MARKS})
 

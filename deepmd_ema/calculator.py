@@ -21,12 +21,19 @@ try:
     # the class below is a subclass of ASE's: there is no later moment to import it
     from ase.calculators.calculator import Calculator, all_changes
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("deepmd_ema.calculator needs ASE: pip install 'dp-ema[ase]'", name="ase") from error
+    raise ModuleNotFoundError(
+        "deepmd_ema.calculator needs ASE: pip install 'dp-ema[ase]'", name="ase"
+    ) from error
 
 if TYPE_CHECKING:
     from ase import Atoms
 
-_WATCHED = ("positions", "numbers", "initial_charges", "initial_magmoms")  # arrays that ASE compares
+_WATCHED = (
+    "positions",
+    "numbers",
+    "initial_charges",
+    "initial_magmoms",
+)  # arrays that ASE compares
 _MEMORY_KEPT = 512 << 20  # bytes, for the next step
 
 
@@ -66,16 +73,22 @@ class DP(Calculator):
         **parameters: Any,
     ) -> None:
         if not 0 <= skin < math.inf:
-            raise UserError(f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step.")
+            raise UserError(
+                f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step."
+            )
         # documented as unsafe beside other threads, but they only read the two numbers that are set here
         keep_freed_memory(_MEMORY_KEPT)
         super().__init__(**parameters)
         self._lock = RLock()
         self._neighbors = KeptPairs(skin) if skin else None
         self._conditions: dict[str, Any] = {}
-        self.potential = model if isinstance(model, Potential) else Potential(model, device=device, head=head)
+        self.potential = (
+            model if isinstance(model, Potential) else Potential(model, device=device, head=head)
+        )
         if not self.potential.predicts_energies:
-            self.implemented_properties = [self.potential.config.fitting_net.labels[0].partition("[")[0]]
+            self.implemented_properties = [
+                self.potential.config.fitting_net.labels[0].partition("[")[0]
+            ]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without the lock."""
@@ -87,7 +100,9 @@ class DP(Calculator):
         vars(self).update(state)
         self._lock = RLock()
 
-    def get_property(self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True) -> Any:
+    def get_property(
+        self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
+    ) -> Any:
         """Return a result for ``atoms``; one thread at a time, because another one may ask for other atoms."""
         with self._lock:
             return super().get_property(name, atoms, allow_calculation)
@@ -162,9 +177,15 @@ class DP(Calculator):
         for name, number in self.potential.num_conditions.items():
             value = self.parameters[name]
             found[name] = atoms.info.get(name) if value is None and number else value
-            if found[name] is None and number and not (name == FPARAM and self.potential.default_fparam):
+            if (
+                found[name] is None
+                and number
+                and not (name == FPARAM and self.potential.default_fparam)
+            ):
                 what = f"this model needs {counted(number, 'number')} per {'frame' if name == FPARAM else 'atom'}"
-                raise UserError(f'{name}: {what}. Set atoms.info["{name}"], or give DP(..., {name}=...).')
+                raise UserError(
+                    f'{name}: {what}. Set atoms.info["{name}"], or give DP(..., {name}=...).'
+                )
         return found
 
     def _is_same(self, atoms: Atoms) -> bool:
@@ -172,11 +193,16 @@ class DP(Calculator):
         last = self.atoms
         if last is None:
             return False
-        if not (np.array_equal(last.pbc, atoms.pbc) and np.array_equal(last.cell.array, atoms.cell.array)):
+        if not (
+            np.array_equal(last.pbc, atoms.pbc)
+            and np.array_equal(last.cell.array, atoms.cell.array)
+        ):
             return False
         for name in _WATCHED:
             before, now = last.arrays.get(name), atoms.arrays.get(name)
-            if before is not now and (before is None or now is None or not np.array_equal(before, now)):
+            if before is not now and (
+                before is None or now is None or not np.array_equal(before, now)
+            ):
                 return False
         return True
 

@@ -29,7 +29,9 @@ class TrainedHere:
 
         from deepmd_ema.cli.main import main
 
-        (commands,) = (a for a in main_parser()._actions if isinstance(a, argparse._SubParsersAction))
+        (commands,) = (
+            a for a in main_parser()._actions if isinstance(a, argparse._SubParsersAction)
+        )
         words = [self.option, args.command, "--log-level", logging.getLevelName(args.log_level)]
         for action in commands.choices[args.command]._actions:
             value = getattr(args, action.dest, action.default)
@@ -40,7 +42,9 @@ class TrainedHere:
             if action.nargs != 0:
                 words += map(str, value if isinstance(value, list) else [value])
         # the `dp` that writes a .pth is this one, on the PATH or not
-        os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+        os.environ["PATH"] = os.pathsep.join(
+            [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
+        )
         raise SystemExit(main(words))
 
 
@@ -72,7 +76,9 @@ class EmaBackend(TrainedHere, PyTorchBackend):
         class DeepEval(evaluator):
             def __init__(self, model_file: str, *args: Any, **options: Any) -> None:
                 with TemporaryDirectory() as folder:
-                    super().__init__(_converted(model_file, f"{folder}/model.pt", True), *args, **options)
+                    super().__init__(
+                        _converted(model_file, f"{folder}/model.pt", True), *args, **options
+                    )
 
         return DeepEval
 
@@ -84,7 +90,9 @@ class EmaBackend(TrainedHere, PyTorchBackend):
 
         loaded = load_model(model_file)
         info = loaded.info
-        return file_tree(loaded.model, loaded.config, info.min_nbor_dist, info.as_dict(), for_deepmd=True)
+        return file_tree(
+            loaded.model, loaded.config, info.min_nbor_dist, info.as_dict(), for_deepmd=True
+        )
 
     @staticmethod
     def deserialize_hook(model_file: str, data: dict[str, Any]) -> None:
@@ -96,7 +104,9 @@ class EmaBackend(TrainedHere, PyTorchBackend):
             _converted(f"{folder}/model.dp", model_file)
 
 
-if os.environ.get("DP_BACKEND", "").lower() == "ema":  # DP-GEN and dpgen2 write `dp --pt`, which hides the variable
+if (
+    os.environ.get("DP_BACKEND", "").lower() == "ema"
+):  # DP-GEN and dpgen2 write `dp --pt`, which hides the variable
     for replaced, names in (
         (PyTorchBackend, ("pt", "pytorch")),
         (PyTorchExportableBackend, ("pt-expt", "pytorch-exportable")),
@@ -115,5 +125,7 @@ def _converted(source: str, target: str, for_deepmd: bool = False) -> str:
     try:
         convert(load_models(source), target, for_deepmd)
     except CheckpointError as error:
-        raise CheckpointError([text.replace(target, str(source)) for text in error.problems]) from None
+        raise CheckpointError(
+            [text.replace(target, str(source)) for text in error.problems]
+        ) from None
     return target

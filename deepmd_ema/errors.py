@@ -29,7 +29,9 @@ class UserError(Exception):
 
     def __init__(self, problems: str | Iterable[str | Finding]) -> None:
         entries = [problems] if isinstance(problems, str) else list(problems)
-        self.findings = [Finding(ERROR, "", entry) if isinstance(entry, str) else entry for entry in entries]
+        self.findings = [
+            Finding(ERROR, "", entry) if isinstance(entry, str) else entry for entry in entries
+        ]
         self.problems = [str(finding) for finding in self.findings]
         super().__init__("\n".join(self.problems))
 
@@ -100,7 +102,9 @@ class Terminated(KeyboardInterrupt):
     def __init__(self, message: str = "", signal_number: int = signal.SIGTERM) -> None:
         self.signal_number = signal_number
         name = signal.Signals(signal_number).name
-        super().__init__(message or f"stopped by {name} outside the training steps; nothing was saved")
+        super().__init__(
+            message or f"stopped by {name} outside the training steps; nothing was saved"
+        )
 
 
 _MAX_PATH_CHARACTERS = 300  # letters of a path in a message
@@ -113,11 +117,19 @@ _TO_DO = {
     errno.ENAMETOOLONG: "A name has at most 255 bytes and a path 4,096: choose a shorter one.",
     errno.ELOOP: "It is a link, which is not followed here, or a link that leads back to itself: remove it.",
     errno.ENOENT: "Make the folder, or correct the name.",
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "There is a file where a folder is expected: correct the name."),
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EEXIST),
+        "There is a file where a folder is expected: correct the name.",
+    ),
     errno.EISDIR: "There is a folder where a file is expected: give the name of a file.",
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Too many files are open: raise the limit of `ulimit -n`."),
+    **dict.fromkeys(
+        (errno.EMFILE, errno.ENFILE), "Too many files are open: raise the limit of `ulimit -n`."
+    ),
     errno.EFBIG: "Raise the limit of `ulimit -f`, or choose a file system that takes larger files.",
-    **dict.fromkeys((errno.EIO, errno.ESTALE), "The disk or the network file system fails: see the system's log."),
+    **dict.fromkeys(
+        (errno.EIO, errno.ESTALE),
+        "The disk or the network file system fails: see the system's log.",
+    ),
 }
 
 
@@ -128,7 +140,11 @@ def os_error_message(error: OSError) -> str | None:
     place = ""
     if isinstance(error.filename, str | bytes):
         name = os.fsdecode(error.filename)
-        place = f"{name}: " if len(name) <= _MAX_PATH_CHARACTERS else f"{name[:_MAX_PATH_CHARACTERS]}...: "
+        place = (
+            f"{name}: "
+            if len(name) <= _MAX_PATH_CHARACTERS
+            else f"{name[:_MAX_PATH_CHARACTERS]}...: "
+        )
     return f"{place}{reason_of(error)}. {_advice(error)}".rstrip()
 
 
@@ -137,7 +153,9 @@ def errno_of(error: BaseException | None) -> int | None:
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return error.errno
-        if found := re.search(r"errno = (\d+)|unable to .*\((\d+)\)", str(error)):  # in the texts of HDF5 and torch
+        if found := re.search(
+            r"errno = (\d+)|unable to .*\((\d+)\)", str(error)
+        ):  # in the texts of HDF5 and torch
             return int(found[1] or found[2])
         error = error.__cause__ or error.__context__
     return None
@@ -163,7 +181,9 @@ def is_out_of_memory(error: BaseException) -> bool:
         "Resource temporarily unavailable|failed to map"
     )
     kinds = (RuntimeError, ImportError)  # of a library that does not fit
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    ):
         return True
     return isinstance(error, kinds) and bool(re.search(said, str(error)))
 
@@ -183,7 +203,9 @@ def _advice(error: BaseException) -> str:
 
 
 @contextmanager
-def collect_problems(problems: list[str], place: str = "", kind: type[UserError] = UserError) -> Iterator[None]:
+def collect_problems(
+    problems: list[str], place: str = "", kind: type[UserError] = UserError
+) -> Iterator[None]:
     """Add the problems of an error of a ``kind`` raised inside to ``problems``, each after ``place``, and continue."""
     try:
         yield
@@ -195,7 +217,10 @@ def did_you_mean(found: str, known: Sequence[str]) -> str:
     """Return ``Did you mean X? Known: A, B.`` with the close matches of ``found``, or only the known names."""
     by_lower = {name.lower(): name for name in reversed(known)}
     close = get_close_matches(found.lower(), list(by_lower), n=1, cutoff=0.6)
-    return "".join(f"Did you mean {by_lower[name]}? " for name in close) + f"Known: {', '.join(known)}."
+    return (
+        "".join(f"Did you mean {by_lower[name]}? " for name in close)
+        + f"Known: {', '.join(known)}."
+    )
 
 
 def show_text(text: str, most: int = 60) -> str:
@@ -234,7 +259,9 @@ _CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u206
 _CONTROL_BUT_COLORS = re.compile(rf"(?!\x1b\[(?:{RED}|{YELLOW}|0)m){_CONTROL.pattern}")
 _SPACE = "\x1f"  # in place of spaces at which lines must not break
 # the time of a line of the log; spaces, and a number of a list or the name of a row of two columns
-_START = re.compile(r"(\[\d{4}-\d\d-\d\d [\d:]{8}\] |\d\d:\d\d:\d\d )?( *(?:\d+\. |\S+(?: \S+){0,4} {2,})?)")
+_START = re.compile(
+    r"(\[\d{4}-\d\d-\d\d [\d:]{8}\] |\d\d:\d\d:\d\d )?( *(?:\d+\. |\S+(?: \S+){0,4} {2,})?)"
+)
 
 
 def width_of(stream: TextIO) -> int | None:

@@ -35,7 +35,9 @@ def small_int(bound: int) -> type[np.integer]:
     return np.uint8 if bound <= 1 << 8 else np.uint16 if bound <= 1 << 16 else np.int32
 
 
-FrameGeometry: TypeAlias = tuple[Array, Array | None, Array]  # coord (N, 3), box (3, 3) or None, types (N,)
+FrameGeometry: TypeAlias = tuple[
+    Array, Array | None, Array
+]  # coord (N, 3), box (3, 3) or None, types (N,)
 
 MAX_POSITION = 1e6  # angstrom; positions and cells beyond it are no atoms, and the grid of the search overflows
 NEAR_ORIGIN = 1e4  # angstrom; open frames within it have no faults
@@ -43,15 +45,15 @@ _MAX_EXTENT = 1e5  # angstrom, of an open frame and of an edge of a cell, for th
 _FLAT_CELL = 1e-6  # volume over product of the lengths
 _MAX_IMAGES = 1e5  # of a cell within the cutoff; a primitive cell at 12 angstrom has 5,000
 _MAX_NEIGHBORS = 1e4  # of an atom; diamond, the densest solid, has them within 24 angstrom
-_MAX_DENSE_DISTANCES = 1.5e5  # of atoms to images near the cell: of 96 atoms of water at 6 angstrom there are 1e5
+_MAX_DENSE_DISTANCES = (
+    1.5e5  # of atoms to images near the cell: of 96 atoms of water at 6 angstrom there are 1e5
+)
 # multiplications that OpenBLAS leaves to one thread; its others would spin beside those of torch
 _MAX_SINGLE_THREAD_PRODUCTS = 1 << 18
 _ROUNDING = 1e-9  # relative, of bounds that may take in a little too much
 _FRAMES_PER_THREAD = 16
 _TOO_FAR = "a position of {value:.3g} angstrom, expected less than {most:g}. Is the file damaged?"
-_TOO_WIDE = (
-    "the atoms of this open system are {value:.3g} angstrom apart, expected less than {most:g}. Is the file damaged?"
-)
+_TOO_WIDE = "the atoms of this open system are {value:.3g} angstrom apart, expected less than {most:g}. Is the file damaged?"
 _TOO_LONG = "an edge of the cell is {value:.3g} angstrom long ({cell}), expected at most {most:g}."
 _TOO_THIN = (
     "the cell is {height:.3g} angstrom thin ({cell}): {value:.2g} images of it lie within the cutoff of {rcut:g} "
@@ -62,8 +64,12 @@ _TOO_DENSE = (
     "the cell of {volume:.3g} angstrom^3 ({cell}) is so small that an atom has {value:.2g} neighbors within the cutoff "
     "of {rcut:g} angstrom, expected at most {most:g}. Lengths are in angstrom; are they given in nm?"
 )
-_FLAT = "the cell has no volume ({cell}). For open boundaries add an empty file nopbc to the system."
-_FRAMES_AT_ONCE = 64  # frames handed to the threads at a time, so that a data set need not fit in memory
+_FLAT = (
+    "the cell has no volume ({cell}). For open boundaries add an empty file nopbc to the system."
+)
+_FRAMES_AT_ONCE = (
+    64  # frames handed to the threads at a time, so that a data set need not fit in memory
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,11 @@ class NeighborStatistics:
         """Return these statistics with the larger numbers of neighbors of both data sets, of the same types."""
         few, many = sorted((self.by_rank, other.by_rank), key=len)
         by_rank = np.concatenate([np.minimum(few, many[: len(few)]), many[len(few) :]])
-        return replace(self, max_neighbors=tuple(map(max, self.max_neighbors, other.max_neighbors)), by_rank=by_rank)
+        return replace(
+            self,
+            max_neighbors=tuple(map(max, self.max_neighbors, other.max_neighbors)),
+            by_rank=by_rank,
+        )
 
     def within(self, rcut: float) -> NeighborStatistics:
         """Return the numbers of neighbors nearer than ``rcut``; those of one type are upper bounds if it is shorter."""
@@ -176,7 +186,9 @@ def find_pairs_of_molecules(coord: Array, sizes: Array, rcut: float) -> Pairs:
     vector = np.take(coord, j, axis=0) - np.take(coord, i, axis=0)
     distance = np.sqrt(np.einsum("pk,pk->p", vector, vector))
     near = np.flatnonzero((distance < rcut) & (i != j))
-    return _sorted_pairs(i[near], j[near], np.zeros((len(near), 3), np.int32), distance[near], len(coord))
+    return _sorted_pairs(
+        i[near], j[near], np.zeros((len(near), 3), np.int32), distance[near], len(coord)
+    )
 
 
 class KeptPairs:
@@ -191,7 +203,9 @@ class KeptPairs:
 
     def __init__(self, skin: float) -> None:
         self.skin = skin
-        self._searched: tuple[Array, Array | None, float] | None = None  # positions, cell and cutoff of the search
+        self._searched: tuple[Array, Array | None, float] | None = (
+            None  # positions, cell and cutoff of the search
+        )
         self._pairs: Pairs | None = None
         self._offset: Array | float = 0.0  # (P, 3) shifts of the pairs in angstrom
 
@@ -201,13 +215,17 @@ class KeptPairs:
         vector = coord[kept.j] - coord[kept.i] + self._offset
         distance = np.sqrt(np.einsum("pk,pk->p", vector, vector))
         near = np.flatnonzero(distance < rcut)
-        return _sorted_pairs(kept.i[near], kept.j[near], kept.shift[near], distance[near], len(coord))
+        return _sorted_pairs(
+            kept.i[near], kept.j[near], kept.shift[near], distance[near], len(coord)
+        )
 
     def reaching(self, coord: Array, box: Array | None, rcut: float) -> Pairs:
         """Return those pairs and more, up to the skin farther, as they were found: the same object until a search."""
         if self._pairs is not None and self._searched is not None:
             start, cell, reach = self._searched
-            is_same_cell = cell is box or (cell is not None and box is not None and np.array_equal(cell, box))
+            is_same_cell = cell is box or (
+                cell is not None and box is not None and np.array_equal(cell, box)
+            )
             if reach == rcut and start.shape == coord.shape and is_same_cell:
                 moved = np.square(coord - start).sum(axis=1).max(initial=0.0)
                 if moved <= (0.5 * self.skin) ** 2:  # not so of nan
@@ -219,7 +237,9 @@ class KeptPairs:
         return pairs
 
 
-def find_pairs_once(coord: Array, box: Array | None, rcut: float) -> tuple[Array, Array, Array, Array]:
+def find_pairs_once(
+    coord: Array, box: Array | None, rcut: float
+) -> tuple[Array, Array, Array, Array]:
     """Return each pair closer than ``rcut`` once, in any order: atoms i and j, (P, 3) vectors to j, and distances.
 
     Arguments and errors are those of ``find_pairs``.
@@ -264,7 +284,9 @@ def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float)
 
 
 def _refuse_faults(coord: Array, box: Array | None, rcut: float) -> None:
-    faults = frame_faults(coord[None], None if box is None else box[None], np.array([len(coord)]), rcut)
+    faults = frame_faults(
+        coord[None], None if box is None else box[None], np.array([len(coord)]), rcut
+    )
     if faults:
         raise DataError(faults[0])
 
@@ -283,16 +305,24 @@ def neighbor_statistics(
     whole: NeighborStatistics | None = None
     frame_min, frame_pair = list[float](), list[Array]()
     # of the cores that this process may use, unknown on macOS
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     remaining = iter(frames)
     with ThreadPoolExecutor(threads or min(4, cores)) as pool:
         while chunk := list(islice(remaining, _FRAMES_AT_ONCE)):
             # a thread that has many frames seldom waits for the lock of Python
-            parts = [chunk[k : k + _FRAMES_PER_THREAD] for k in range(0, len(chunk), _FRAMES_PER_THREAD)]
-            of_parts = pool.map(lambda part: [_frame_statistics(frame, rcut, num_types) for frame in part], parts)
+            parts = [
+                chunk[k : k + _FRAMES_PER_THREAD] for k in range(0, len(chunk), _FRAMES_PER_THREAD)
+            ]
+            of_parts = pool.map(
+                lambda part: [_frame_statistics(frame, rcut, num_types) for frame in part], parts
+            )
             for one in chain.from_iterable(of_parts):
                 if whole is not None:
-                    one = replace(one.with_counts_of(whole), nearest=np.minimum(whole.nearest, one.nearest))
+                    one = replace(
+                        one.with_counts_of(whole), nearest=np.minimum(whole.nearest, one.nearest)
+                    )
                 whole = one
                 frame_min.append(one.frame_min[0])
                 frame_pair.append(one.frame_pair[0])
@@ -310,15 +340,24 @@ def _by_atom(i: Array, j: Array, shift: Array, distance: Array, natoms: int) -> 
     """Return pairs that are sorted by distance."""
     order = stable_argsort(i, natoms)
     tied = (np.diff(distance[order]) == 0) & (np.diff(i[order]) == 0)
-    if tied.any():  # as in a perfect crystal: the order must not depend on how the pairs were searched
+    if (
+        tied.any()
+    ):  # as in a perfect crystal: the order must not depend on how the pairs were searched
         order = np.lexsort((*shift.T, j, distance, i))
-    return Pairs(i[order], j[order], np.take(shift, order, axis=0), nearest=float(distance.min(initial=np.inf)))
+    return Pairs(
+        i[order],
+        j[order],
+        np.take(shift, order, axis=0),
+        nearest=float(distance.min(initial=np.inf)),
+    )
 
 
 def _statistics_without_pairs(num_types: int) -> NeighborStatistics:
     """Return the statistics of one frame in which no pair is inside the cutoff."""
     nearest = np.full((num_types, num_types), np.inf)
-    return NeighborStatistics((0,) * num_types, np.empty(0), nearest, np.array([np.inf]), np.array([[-1, -1]]))
+    return NeighborStatistics(
+        (0,) * num_types, np.empty(0), nearest, np.array([np.inf]), np.array([[-1, -1]])
+    )
 
 
 def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> NeighborStatistics:
@@ -357,7 +396,10 @@ def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> tu
     """Return quantities of vesin (Pairs, Shifts, vectors D, distances) of each pair once, in any order."""
     if box is not None and 0 < len(coord) <= _MAX_DENSE_DISTANCES**0.5:
         heights = 1 / np.linalg.norm(np.linalg.inv(box), axis=0)
-        if heights.max() < 2 * rcut and len(coord) ** 2 * (1 + 2 * rcut / heights).prod() < _MAX_DENSE_DISTANCES:
+        if (
+            heights.max() < 2 * rcut
+            and len(coord) ** 2 * (1 + 2 * rcut / heights).prod() < _MAX_DENSE_DISTANCES
+        ):
             found = _search_dense(coord, box, rcut, heights)
             return tuple(found[quantity] for quantity in quantities)
     if box is None:  # a cutoff far beyond an open system would be searched in steps of its size
@@ -369,7 +411,9 @@ def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> tu
         periodic=box is not None,
         quantities=quantities,
     )
-    return tuple(a if a.dtype.kind == "f" or a.dtype == np.int32 else a.astype(np.int64) for a in arrays)
+    return tuple(
+        a if a.dtype.kind == "f" or a.dtype == np.int32 else a.astype(np.int64) for a in arrays
+    )
 
 
 def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict[str, Array]:
@@ -383,7 +427,9 @@ def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict
     reach = rcut / heights + _ROUNDING
     ranges = (np.arange(-most, most + 1.0) for most in np.ceil(reach))
     images = np.stack(np.meshgrid(*ranges, indexing="ij"), -1).reshape(-1, 3)
-    images = images[len(images) // 2 :]  # the cell itself, and one of each two images that are opposite
+    images = images[
+        len(images) // 2 :
+    ]  # the cell itself, and one of each two images that are opposite
     moved = place + images[:, None]
     inside = (moved >= place.min(0) - reach) & (moved <= place.max(0) + reach)
     image, other = np.nonzero(inside.all(-1))
@@ -396,7 +442,9 @@ def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict
     rows = max(1, _MAX_SINGLE_THREAD_PRODUCTS // max(1, right.size))
     for first in range(0, len(start), rows):
         np.matmul(left[first : first + rows], right.T, out=square[first : first + rows])
-    square[:, : len(coord)][np.tri(len(coord), dtype=bool)] = math.inf  # in the cell itself each pair occurs twice
+    square[:, : len(coord)][np.tri(len(coord), dtype=bool)] = (
+        math.inf
+    )  # in the cell itself each pair occurs twice
     i, k = np.divmod(np.flatnonzero(square < rcut**2 * (1 + _ROUNDING)), len(end))
     j = other[k]
     shift = (images[image] - cell[other])[k] + cell[i]

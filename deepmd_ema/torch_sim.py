@@ -71,11 +71,17 @@ class DPModel(ModelInterface):
     ) -> None:
         super().__init__()
         if not 0 <= skin < math.inf:
-            raise UserError(f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step.")
+            raise UserError(
+                f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step."
+            )
         where = None if device is None else str(device)
-        self.potential = model if isinstance(model, Potential) else Potential(model, device=where, head=head)
+        self.potential = (
+            model if isinstance(model, Potential) else Potential(model, device=where, head=head)
+        )
         if not self.potential.predicts_energies:
-            raise UserError(f"{self.potential.info.path}: does not predict energies and forces, which torch-sim needs.")
+            raise UserError(
+                f"{self.potential.info.path}: does not predict energies and forces, which torch-sim needs."
+            )
         for name, number in self.potential.num_conditions.items():
             if number and (name == "aparam" or not self.potential.default_fparam):
                 raise UserError(
@@ -130,7 +136,9 @@ class DPModel(ModelInterface):
         if self.compute_stress:
             volumes = torch.linalg.det(state.row_vector_cell.detach().to(self._dtype)).abs()
             virials = torch.stack([tensor(one.virial[0]).view(3, 3) for one in found])
-            results["stress"] = -virials / volumes[:, None, None] if periodic else torch.zeros_like(virials)
+            results["stress"] = (
+                -virials / volumes[:, None, None] if periodic else torch.zeros_like(virials)
+            )
         return results
 
     def _types(self, atomic_numbers: Tensor) -> Any:
@@ -139,5 +147,7 @@ class DPModel(ModelInterface):
         if (types < 0).any():
             number = int(atomic_numbers[types < 0][0])
             name = SYMBOLS[number - 1] if 0 < number <= len(SYMBOLS) else f"atomic number {number}"
-            raise UserError(f"{name}: is not an element of the model, which has {' '.join(self.potential.type_map)}.")
+            raise UserError(
+                f"{name}: is not an element of the model, which has {' '.join(self.potential.type_map)}."
+            )
         return types.numpy()

@@ -30,7 +30,12 @@ def stream_of(name: str, task: str) -> str:
     return f"{name} of {task}" if task else name
 
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4  # of malloc.h of the GNU C library
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = (
+    -1,
+    -2,
+    -3,
+    -4,
+)  # of malloc.h of the GNU C library
 _MAX_THRESHOLD = 32 << 20  # that it accepts, bytes
 
 
@@ -54,12 +59,16 @@ def keep_freed_memory(most: int | None = None) -> bool:
     if most is not None:
         return bool(mallopt(_M_MMAP_THRESHOLD, _MAX_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, most))
     # no blocks of their own, which are always given back, and no giving back of the end of the heap
-    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1) and mallopt(_M_TOP_PAD, 64 << 20))
+    return bool(
+        mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1) and mallopt(_M_TOP_PAD, 64 << 20)
+    )
 
 
 def peak_memory() -> int:
     """Return the largest memory that this process has had, bytes; 0 where the system does not say."""
-    with suppress(OSError):  # getrusage counts what the parent had when it started this process, on Linux
+    with suppress(
+        OSError
+    ):  # getrusage counts what the parent had when it started this process, on Linux
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return 1024 * int(line.split()[1])

@@ -41,7 +41,13 @@ include_patterns = [
     "examples/distill/README.md",
     "configs/README.md",
 ]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "options"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "options",
+]
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # as a forge makes them
@@ -53,7 +59,10 @@ napoleon_attr_annotations = False
 napoleon_use_ivar = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!deepmd_ema\.).*"),  # names of other packages: a build needs no network
-    ("py:class", r"deepmd_ema\.(distributed|infer\.load|training\.trainer)\..*"),  # internal, in public signatures
+    (
+        "py:class",
+        r"deepmd_ema\.(distributed|infer\.load|training\.trainer)\..*",
+    ),  # internal, in public signatures
 ]
 
 templates_path = ["site"]
@@ -77,8 +86,13 @@ def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
     folder, blocks = posixpath.dirname(docname), []
     for part in re.split(r"^(?=## )", source[0], flags=re.M):
         heading = part.partition("\n")[0]
-        caption = heading.removeprefix("## ") if docname == root_doc and heading.startswith("## ") else ""
-        pages = [f"{text} </{posixpath.normpath(posixpath.join(folder, page))}>" for text, page in _ROW.findall(part)]
+        caption = (
+            heading.removeprefix("## ") if docname == root_doc and heading.startswith("## ") else ""
+        )
+        pages = [
+            f"{text} </{posixpath.normpath(posixpath.join(folder, page))}>"
+            for text, page in _ROW.findall(part)
+        ]
         blocks += [_toctree([f":caption: {caption}"] * bool(caption), pages)] * bool(pages)
     source[0] += "\n" + "\n".join(blocks)
 
@@ -90,7 +104,9 @@ def _toctree(options: list[str], pages: list[str]) -> str:
 def write_math(translator: Any, node: nodes.math | nodes.math_block) -> None:
     """Write a formula as MathML, which browsers show without a script."""
     try:
-        translator.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
+        translator.body.append(
+            tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block))
+        )
     except MathError as error:
         logger.warning("%s: %s", node.astext(), error, location=node)
     raise nodes.SkipNode

@@ -91,7 +91,9 @@ def weights_of_steps(profile, num_steps, skipped=()):
 @contextmanager
 def on_device():
     """Inside, the fate of a step is known to the device only, as on a GPU."""
-    with mock.patch.object(AverageBank, "update", lambda bank, ok=None, epoch=None: bank.apply(bank.begin(epoch), ok)):
+    with mock.patch.object(
+        AverageBank, "update", lambda bank, ok=None, epoch=None: bank.apply(bank.begin(epoch), ok)
+    ):
         yield
 
 

@@ -39,16 +39,23 @@ def changed_sections(section, kind, place=()):
                 if isinstance(inner, dict):
                     name = inner.get("type", option.default_type)
                     inside = next(
-                        (one for one in option.sections if getattr(one, "type", None) == name), option.sections[0]
+                        (one for one in option.sections if getattr(one, "type", None) == name),
+                        option.sections[0],
                     )
-                    yield from changed_sections(inner, inside, here if part is None else (*here, part))
+                    yield from changed_sections(
+                        inner, inside, here if part is None else (*here, part)
+                    )
             continue
         near = [*option.choices, *POOL]
         if isinstance(value, list) and value and not isinstance(value[0], list | dict | str | None):
             near = [[value[0] + 1, *value[1:]], [2 * v for v in value], *near]
         elif isinstance(value, int | float) and not isinstance(value, bool):
             near = [value + 0.001, 0.9 * value, value + 1, 2 * value, *near]
-        others = [candidate for candidate in near if candidate != value or type(candidate) is not type(value)]
+        others = [
+            candidate
+            for candidate in near
+            if candidate != value or type(candidate) is not type(value)
+        ]
         yield here, [candidate for candidate in others if may_take(option, candidate)]
 
 

@@ -12,7 +12,13 @@ from deepmd_ema.errors import ConfigError
 GOOD = {
     "model": {
         "type_map": ["O", "H"],
-        "descriptor": {"type": "se_e2_a", "sel": [46, 92], "rcut": 6.0, "rcut_smth": 0.5, "neuron": [10, 20, 40]},
+        "descriptor": {
+            "type": "se_e2_a",
+            "sel": [46, 92],
+            "rcut": 6.0,
+            "rcut_smth": 0.5,
+            "neuron": [10, 20, 40],
+        },
         "fitting_net": {"neuron": [20, 20]},
     },
     "learning_rate": {"type": "exp", "start_lr": 0.001, "stop_lr": 1e-8},

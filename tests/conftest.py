@@ -30,7 +30,9 @@ def _nothing_is_left_behind():
     if current is not None:
         os.environ["PYTEST_CURRENT_TEST"] = current
     changed = {
-        k for k in {*left, *environment} if left.get(k) != environment.get(k) and not k.lstrip("_").startswith("TORCH")
+        k
+        for k in {*left, *environment}
+        if left.get(k) != environment.get(k) and not k.lstrip("_").startswith("TORCH")
     }
     assert not changed, f"the test changed the environment: {changed}"
     started = [t for t in threading.enumerate() if t not in threads and t.name.startswith("dp-ema")]
@@ -79,26 +81,38 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture(scope="session")
 def water_like(tmp_path_factory):
     """A periodic system: 16 frames of 12 atoms (O, H), two sets, all labels."""
-    return write_system(tmp_path_factory.mktemp("data") / "water_like", frames=16, natoms=12, seed=1, sets=2)
+    return write_system(
+        tmp_path_factory.mktemp("data") / "water_like", frames=16, natoms=12, seed=1, sets=2
+    )
 
 
 @pytest.fixture(scope="session")
 def water_like_valid(tmp_path_factory):
     """Validation frames of the same kind as ``water_like``: 6 frames."""
-    return write_system(tmp_path_factory.mktemp("data") / "water_like_valid", frames=6, natoms=12, seed=2)
+    return write_system(
+        tmp_path_factory.mktemp("data") / "water_like_valid", frames=6, natoms=12, seed=2
+    )
 
 
 @pytest.fixture(scope="session")
 def open_like(tmp_path_factory):
     """An open system (nopbc) of another size: 9 frames of 7 atoms, energies and forces only."""
-    return write_system(tmp_path_factory.mktemp("data") / "open_like", frames=9, natoms=7, seed=3, pbc=False)
+    return write_system(
+        tmp_path_factory.mktemp("data") / "open_like", frames=9, natoms=7, seed=3, pbc=False
+    )
 
 
 @pytest.fixture(scope="session")
 def mixed_like(tmp_path_factory):
     """A deepmd/npy/mixed system: 10 periodic frames of 10 real and 2 virtual atoms."""
     return write_system(
-        tmp_path_factory.mktemp("data") / "mixed_like", frames=10, natoms=10, seed=4, mixed=True, virtual=2, sets=2
+        tmp_path_factory.mktemp("data") / "mixed_like",
+        frames=10,
+        natoms=10,
+        seed=4,
+        mixed=True,
+        virtual=2,
+        sets=2,
     )
 
 
@@ -108,7 +122,9 @@ def start(request, tmp_path, monkeypatch, water_like, water_like_valid):
 
     It is called as start(name, num_steps, options, **how).
     """
-    return trains_in(tmp_path, monkeypatch, ([water_like], [water_like_valid]), request.module.OPTIONS)
+    return trains_in(
+        tmp_path, monkeypatch, ([water_like], [water_like_valid]), request.module.OPTIONS
+    )
 
 
 # modules that start processes, compile, kill, or train for seconds: `-m "not slow"` leaves them out
@@ -141,10 +157,18 @@ def pytest_collection_modifyitems(items):
     pretended = torch.cuda.is_available() and torch.version.cuda is None
     for item in items:
         model = item.callspec.params.get("descriptor") if hasattr(item, "callspec") else None
-        if item.module.__name__ in SLOW_MODULES or item.originalname in SLOW_LAWS or str(model) in VARIANTS:
+        if (
+            item.module.__name__ in SLOW_MODULES
+            or item.originalname in SLOW_LAWS
+            or str(model) in VARIANTS
+        ):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="no GPU: python tests/pretend_cuda -m pytest -m gpu pretends one"))
+            item.add_marker(
+                pytest.mark.skip(
+                    reason="no GPU: python tests/pretend_cuda -m pytest -m gpu pretends one"
+                )
+            )
         elif pretended and (real := item.get_closest_marker("real_gpu")):
             item.add_marker(pytest.mark.skip(reason=f"needs a real GPU: {real.args[0]}"))
         elif not pretended and item.get_closest_marker("pretended_gpu"):

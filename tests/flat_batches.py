@@ -6,7 +6,9 @@ import torch
 from deepmd_ema.batch import Batch
 from deepmd_ema.config.labels import LABELS
 
-COMPARED = tuple(name for name, label in LABELS.items() if label.symbol)  # of energies and what follows from them
+COMPARED = tuple(
+    name for name, label in LABELS.items() if label.symbol
+)  # of energies and what follows from them
 
 
 def flat_batch(frames, num_types=2, names=COMPARED):
@@ -20,7 +22,9 @@ def flat_batch(frames, num_types=2, names=COMPARED):
     labels, found = {}, {}
     for name in names:
         labels[name] = torch.tensor(join(frames, name, order))
-        found[name] = torch.tensor([float(f.get(name) is not None) for f in frames], dtype=torch.float64)
+        found[name] = torch.tensor(
+            [float(f.get(name) is not None) for f in frames], dtype=torch.float64
+        )
     none = torch.zeros(len(types), 0, dtype=torch.int64)
     boxes = [np.zeros((3, 3)) if f.get("box") is None else f["box"] for f in frames]
     return Batch(
@@ -48,7 +52,9 @@ def join(frames, name, order):
     parts = []
     for f in frames:
         empty = np.zeros(LABELS[name].shape_of(len(f["types"])))
-        parts.append(np.asarray(empty if f.get(name) is None else f[name], float).reshape(empty.shape))
+        parts.append(
+            np.asarray(empty if f.get(name) is None else f[name], float).reshape(empty.shape)
+        )
     return np.concatenate(parts)[order] if LABELS[name].per_atom else np.concatenate(parts)
 
 

@@ -19,7 +19,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DEEPMD_KIT = ["deepmd-kit==3.2.0", "mpich"]  # its libraries need that of MPI, which its wheel does not name
+DEEPMD_KIT = [
+    "deepmd-kit==3.2.0",
+    "mpich",
+]  # its libraries need that of MPI, which its wheel does not name
 TESTS = ["pytest", "pytest-timeout", "pytest-xdist"]
 # of DPA-4 and its neighbors; they require torch, whose requirements cannot be resolved for another machine
 WITH_TORCH = ["e3nn", "opt-einsum", "opt-einsum-fx", "vesin-torch"]
@@ -33,10 +36,16 @@ def main():
     """Write the wheels, and print their names, sizes, and the packages that were left out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="of the wheels")
-    parser.add_argument("--present", type=Path, help="names of the packages of the machine, one a line")
+    parser.add_argument(
+        "--present", type=Path, help="names of the packages of the machine, one a line"
+    )
     parser.add_argument("--python", default="3.12", help="version of the machine")
-    parser.add_argument("--limit", type=float, default=64.0, metavar="MB", help="size of all wheels")
-    parser.add_argument("--install", type=Path, metavar="TO", help="install the wheels of the folder there instead")
+    parser.add_argument(
+        "--limit", type=float, default=64.0, metavar="MB", help="size of all wheels"
+    )
+    parser.add_argument(
+        "--install", type=Path, metavar="TO", help="install the wheels of the folder there instead"
+    )
     args = parser.parse_args()
     if args.install:
         install(args.folder, args.install)
@@ -48,7 +57,9 @@ def main():
         wanted += ["--platform", platform]
 
     packages = resolve([*requirements(), *DEEPMD_KIT, *TESTS], wanted)
-    missing = [f"{name}=={version}" for name, version in packages.items() if name not in present - ALWAYS]
+    missing = [
+        f"{name}=={version}" for name, version in packages.items() if name not in present - ALWAYS
+    ]
     missing += [name for name in WITH_TORCH if name not in present]
     args.folder.mkdir(parents=True, exist_ok=True)
     for old in args.folder.glob("*.whl"):
@@ -59,16 +70,28 @@ def main():
     for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
         print(f"{size:8.2f} MB  {name}")
     print(f"{sum(sizes.values()):8.2f} MB  {len(sizes)} wheels")
-    print(f"Taken from the machine: {', '.join(sorted(packages.keys() & present - ALWAYS))}, torch.")
+    print(
+        f"Taken from the machine: {', '.join(sorted(packages.keys() & present - ALWAYS))}, torch."
+    )
     if sum(sizes.values()) > args.limit:
-        sys.exit(f"{args.folder}: {sum(sizes.values()):.1f} MB of wheels, at most {args.limit:.0f} MB can travel.")
+        sys.exit(
+            f"{args.folder}: {sum(sizes.values()):.1f} MB of wheels, at most {args.limit:.0f} MB can travel."
+        )
 
 
 def install(folder, place):
     """Install the wheels of ``folder`` into ``place``/packages, with the libraries that pip leaves out there."""
     wheels = sorted(folder.glob("*.whl"))
     packages = place / "packages"
-    options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(packages)]
+    options = [
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        "--no-cache-dir",
+        "--upgrade",
+        "--target",
+        str(packages),
+    ]
     pip("install", *options, *map(str, wheels))
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
@@ -95,12 +118,16 @@ def resolve(names, wanted):
         words = ["--dry-run", "--ignore-installed", "--target", folder, "--report", str(report)]
         pip("install", *words, *wanted, "-c", str(ROOT / "constraints.txt"), *names)
         entries = json.loads(report.read_text())["install"]
-        return {normalize(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in entries}
+        return {
+            normalize(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in entries
+        }
 
 
 def pip(*words):
     """Run pip, and end with its message if it fails."""
-    done = subprocess.run([sys.executable, "-m", "pip", "-q", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "-q", *words], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"pip {words[0]} failed:\n{done.stderr.strip()}")
 

@@ -27,9 +27,20 @@ from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 
 IS_PRETENDED = torch.version.cuda is None
-FIRST_COUNTED, COUNTED = 5, 2  # steps: the first ones make the buffers of the optimizer and of the averages
+FIRST_COUNTED, COUNTED = (
+    5,
+    2,
+)  # steps: the first ones make the buffers of the optimizer and of the averages
 PACKAGE = str(Path(deepmd_ema.__file__).parent)
-NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view"}
+NO_KERNEL = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "_unsafe_view",
+}
 # a CUDA device adds in any order, so the last bits of the sums may change from run to run. Not `index_add`: it is the
 # derivative of `index_select` over `reverse`, which has each place once (deepmd_ema/model/ops/gather.py)
 ATOMIC_ADDITIONS = {"index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "index_reduce",
@@ -54,7 +65,11 @@ STEPS = {
     "se_e2_a, clipping": (*ONE_SIDED, EMA | {"training__gradient_max_norm": 1.0}, 543),
     "se_e2_a, AdaMuon": (*ONE_SIDED, EMA | {"optimizer": {"type": "AdaMuon"}}, 621),
     "se_e2_a, HybridMuon": (*ONE_SIDED, EMA | {"optimizer": {"type": "HybridMuon"}}, 686),
-    "se_e2_a, groups of AdamW": (*ONE_SIDED, EMA | {"optimizer": {"type": "AdamW", "groups": GROUPS}}, 542),
+    "se_e2_a, groups of AdamW": (
+        *ONE_SIDED,
+        EMA | {"optimizer": {"type": "AdamW", "groups": GROUPS}},
+        542,
+    ),
     "se_e2_a, three batches a step": (*ONE_SIDED, EMA | {"training__accumulate": 3}, 1643),
     "se_e2_a, LKF": (*ONE_SIDED, EMA | {"optimizer": {"type": "LKF"}}, 2776),
     "se_e2_r": ("se_e2_r", {}, EMA, 553),
@@ -97,9 +112,14 @@ class StepCounts:
 
     def describe(self):
         """Return the counts by part and by operation, and the lines that waited."""
-        lines = [f"{self.kernels} kernels, {self.waits.total()} waits", "by part: " + _listed(self.parts)]
+        lines = [
+            f"{self.kernels} kernels, {self.waits.total()} waits",
+            "by part: " + _listed(self.parts),
+        ]
         lines += ["by operation: " + _listed(self.operations)]
-        return "\n".join([*lines, *(f"wait {number}: {place}" for place, number in self.waits.most_common())])
+        return "\n".join(
+            [*lines, *(f"wait {number}: {place}" for place, number in self.waits.most_common())]
+        )
 
 
 class KernelCounter(TorchDispatchMode):
@@ -111,7 +131,9 @@ class KernelCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         schema = function._schema
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        is_view = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+        )
         name = schema.name.partition("::")[2]
         if not is_view and name not in NO_KERNEL:
             self.counts.operations[name] += 1
@@ -127,7 +149,9 @@ class CountedSteps(Callback):
 
     @contextmanager
     def during(self, trainer, phase):
-        if phase != "step" or not 0 <= trainer.step + 1 - FIRST_COUNTED < COUNTED:  # the last one saves, and waits
+        if (
+            phase != "step" or not 0 <= trainer.step + 1 - FIRST_COUNTED < COUNTED
+        ):  # the last one saves, and waits
             yield
             return
         with counted_waits() as waits, KernelCounter() as counter:
@@ -147,7 +171,9 @@ def counted_waits():
 
         with pretend_cuda.counted_waits() as seen:
             yield waits
-        waits.update({f"{operation}: {lines}": number for (operation, lines), number in seen.places.items()})
+        waits.update(
+            {f"{operation}: {lines}": number for (operation, lines), number in seen.places.items()}
+        )
     else:
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -181,7 +207,9 @@ def _input(folder, descriptor, changes, options):
     config = tiny_input([data], num_steps=num_steps, **rare, **options)
     if config.get("optimizer", {}).get("type") == "LKF":
         del config["loss"]
-    config["model"] = model_section(descriptor, changes, {"neuron": [12, 12, 12], "resnet_dt": True})
+    config["model"] = model_section(
+        descriptor, changes, {"neuron": [12, 12, 12], "resnet_dt": True}
+    )
     config["model"]["type_map"] = TYPES[:2]
     _keep_two_elements(config["model"])
     return config
@@ -215,15 +243,22 @@ def _listed(counts, most=None):
 
 def main(names):
     """Print the table of the steps with these names, or of all."""
-    COVALENT_RADII.update({"O": SPACING / 2, "H": SPACING / 2})  # as in tests: the atoms of toy data touch
-    print("| training step | kernels | by part | waits | most frequent operations |\n| --- | ---: | --- | ---: | --- |")
+    COVALENT_RADII.update(
+        {"O": SPACING / 2, "H": SPACING / 2}
+    )  # as in tests: the atoms of toy data touch
+    print(
+        "| training step | kernels | by part | waits | most frequent operations |\n| --- | ---: | --- | ---: | --- |"
+    )
     with tempfile.TemporaryDirectory() as work:
         for number, name in enumerate(names or STEPS):
             counts = count_step(Path(work) / str(number), name)
             waits = "; ".join(f"{n}: {place}" for place, n in counts.waits.items()) or "0"
             most = _listed(counts.operations, 8)
             most += f"; without a fixed order: {', '.join(counts.atomic)}" * bool(counts.atomic)
-            print(f"| {name} | {counts.kernels} | {_listed(counts.parts)} | {waits} | {most} |", flush=True)
+            print(
+                f"| {name} | {counts.kernels} | {_listed(counts.parts)} | {waits} | {most} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

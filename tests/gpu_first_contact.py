@@ -76,7 +76,18 @@ class Running:
 def pytest_part(name, title, files, chosen, limit, *, beside=False):
     """Return a part of tests; warnings of other packages, which only a GPU shows, are no failures."""
     workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)) // 2)
-    words = ["-m", "pytest", "-rfEs", "--tb=short", "-p", "no:cacheprovider", "-W", "default", "-m", "gpu"]
+    words = [
+        "-m",
+        "pytest",
+        "-rfEs",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "default",
+        "-m",
+        "gpu",
+    ]
     words += ["-n", str(workers)] * (workers > 1)
     words += [f"tests/test_gpu{file}.py" for file in files]
     if chosen:
@@ -95,11 +106,30 @@ def parts_of(peer=None, work=None, cache=None, device="cuda"):
     places = [*of_peer, *(["--work", work] if work else []), *(["--cache", cache] if cache else [])]
     places += [] if device == "cuda" else ["--device", device]
     eager = ["--ways", "eager", "graphs", "pt", "pt_expt"]
-    compiled = ["--ways", "compiled", "compiled_graphs", "pt_compiled", "pt_expt_compiled", "--part", "speed"]
+    compiled = [
+        "--ways",
+        "compiled",
+        "compiled_graphs",
+        "pt_compiled",
+        "pt_expt_compiled",
+        "--part",
+        "speed",
+    ]
 
     def speed(name, limit, kinds, frames, ways, wait):
         title = f"steps of {', '.join(kinds)} with {frames} frames in turns"
-        words = ["--part", "speed", "--kinds", *kinds, "--frames", frames, *ways, "--wait", wait, *places]
+        words = [
+            "--part",
+            "speed",
+            "--kinds",
+            *kinds,
+            "--frames",
+            frames,
+            *ways,
+            "--wait",
+            wait,
+            *places,
+        ]
         return measured(name, title, limit, "gpu_speed", *words)
 
     numbers = "copies_of_a_step or numbers_and_gradients or parameters_of"
@@ -170,7 +200,9 @@ def start(part, folder, logs, limit):
         words += ["--results", str(folder / FILE_NAME)]
     log = logs / f"{part.name}.log"
     with log.open("w") as out:
-        process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
     return Running(part, process, log, time.monotonic() + limit)
 
 
@@ -189,10 +221,17 @@ def wait_for(running, folder, results):
         seconds = round(time.monotonic() - run.began, 1)
         command = shlex.join(["python", *run.part.words])
         with (folder / "log.txt").open("a") as log:
-            log.write(f"\n===== {run.part.name}: {error or 'ended'}, {seconds} s: {command}\n{output}\n")
+            log.write(
+                f"\n===== {run.part.name}: {error or 'ended'}, {seconds} s: {command}\n{output}\n"
+            )
         lines = output.splitlines()
         summary = re.sub(r"^=+ | =+$", "", lines[-1]) if lines and not run.part.adds_rows else ""
-        values = {"title": run.part.title, "seconds": seconds, "command": command, "summary": summary[:200]}
+        values = {
+            "title": run.part.title,
+            "seconds": seconds,
+            "command": command,
+            "summary": summary[:200],
+        }
         if error:
             values |= {"error": error, "output": "\n".join(lines[-MAX_LINES:])[-3000:]}
         results.add([run.part.name], **values)
@@ -201,7 +240,11 @@ def wait_for(running, folder, results):
 
 def kill(pid):
     """End a process and what it has started, also in sessions of their own, as ranks are."""
-    children = [int(c) for file in Path(f"/proc/{pid}/task").glob("*/children") for c in file.read_text().split()]
+    children = [
+        int(c)
+        for file in Path(f"/proc/{pid}/task").glob("*/children")
+        for c in file.read_text().split()
+    ]
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     for child in children:
@@ -211,12 +254,25 @@ def kill(pid):
 def main():
     """Run the chosen parts; return 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("gpu_first_contact"), help="folder of results and page")
-    parser.add_argument("--peer", help="python of an environment with DeePMD-kit; without it only dp-ema is measured")
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu_first_contact"), help="folder of results and page"
+    )
+    parser.add_argument(
+        "--peer",
+        help="python of an environment with DeePMD-kit; without it only dp-ema is measured",
+    )
     parser.add_argument("--minutes", type=float, default=10.0, help="for all parts of this call")
-    parser.add_argument("--parts", nargs="+", choices=[part.name for part in parts_of()], help="all if not given")
-    parser.add_argument("--cache", type=Path, help="folder of compiled code, for a further call; removed if not given")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="of the speed in turns")
+    parser.add_argument(
+        "--parts", nargs="+", choices=[part.name for part in parts_of()], help="all if not given"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        help="folder of compiled code, for a further call; removed if not given",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="of the speed in turns"
+    )
     args = parser.parse_args()
     output, cache = args.output.resolve(), args.cache and str(args.cache.resolve())
     with tempfile.TemporaryDirectory() as work:
@@ -227,8 +283,14 @@ def main():
         run_parts(chosen, output, args.minutes)
     rows = Results(output / FILE_NAME).rows().values()
     failed = [row["key"][0] for row in rows if row["part"] == "parts" and row.get("error")]
-    missing = [part.name for part in chosen if ("parts", part.name) not in Results(output / FILE_NAME).rows()]
-    print(f"{output / 'page.md'}. Failed: {' '.join(failed) or 'none'}. Not run: {' '.join(missing) or 'none'}.")
+    missing = [
+        part.name
+        for part in chosen
+        if ("parts", part.name) not in Results(output / FILE_NAME).rows()
+    ]
+    print(
+        f"{output / 'page.md'}. Failed: {' '.join(failed) or 'none'}. Not run: {' '.join(missing) or 'none'}."
+    )
     return int(bool(failed))
 
 

@@ -27,7 +27,15 @@ MAX_ERROR = 160  # characters of an error in a table
 def write(results, page):
     """Write all tables to the file ``page``."""
     rows = results.rows()
-    sections = [versions(rows), speed(rows), kernels(rows), growth(rows), inference(rows), bits(rows), parts(rows)]
+    sections = [
+        versions(rows),
+        speed(rows),
+        kernels(rows),
+        growth(rows),
+        inference(rows),
+        bits(rows),
+        parts(rows),
+    ]
     text = "\n\n".join(section for section in sections if section) + "\n"
     unfinished = page.with_suffix(".part")
     unfinished.write_text(text)
@@ -67,7 +75,13 @@ def speed(rows):
     text = "Medians of turns. The last column is the fastest way of DeePMD-kit over the fastest of dp-ema."
     lines = ["## Steps beside DeePMD-kit, ms", "", f"On {'; '.join(machines)}. {text}", ""]
     lines += [table([*head, "times as fast"], times), ""]
-    lines += ["## Memory of these runs, MB that torch had allocated at most", "", table(head, memory), "", *errors]
+    lines += [
+        "## Memory of these runs, MB that torch had allocated at most",
+        "",
+        table(head, memory),
+        "",
+        *errors,
+    ]
     return "\n".join(lines).strip()
 
 
@@ -85,13 +99,35 @@ def kernels(rows):
         counts = [f"{row['kernels']:.0f}", f"{row['gflops']:.1f}", f"{row['gbytes']:.2f}"]
         body.append([kind, str(frames), *cells, f"{share:.2f}", *counts])
         for name, ms, limit, calls in row["operations"][:NUM_OPERATIONS]:
-            operations.append([kind, str(frames), f"`{name}`", str(calls), number(ms), number(limit)])
-    rates = {name: ceilings[name] / 1e12 for name in ("bandwidth", "float32", "tf32", "float64", "bfloat16")}
+            operations.append(
+                [kind, str(frames), f"`{name}`", str(calls), number(ms), number(limit)]
+            )
+    rates = {
+        name: ceilings[name] / 1e12
+        for name in ("bandwidth", "float32", "tf32", "float64", "bfloat16")
+    }
     listed = ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items())
-    head = ["model", "frames", "step, ms", "kernels, ms", "limit, ms", "limit / kernels", "kernels", "GFLOP", "GB"]
+    head = [
+        "model",
+        "frames",
+        "step, ms",
+        "kernels, ms",
+        "limit, ms",
+        "limit / kernels",
+        "kernels",
+        "GFLOP",
+        "GB",
+    ]
     lines = ["## Kernels of an eager step beside the limit of the card", ""]
-    lines += [f"Measured: TB/s of a copy and TFLOP/s of products: {listed}.", "", table(head, body), ""]
-    lines += [table(["model", "frames", "operation", "calls", "kernels, ms", "limit, ms"], operations)]
+    lines += [
+        f"Measured: TB/s of a copy and TFLOP/s of products: {listed}.",
+        "",
+        table(head, body),
+        "",
+    ]
+    lines += [
+        table(["model", "frames", "operation", "calls", "kernels, ms", "limit, ms"], operations)
+    ]
     return "\n".join(lines)
 
 
@@ -102,7 +138,12 @@ def growth(rows):
         kind, precision, atoms = row["key"]
         cells = [short(row.get("error") or row.get("full", "")), "", "", ""]
         if "ms" in row:
-            cells = [number(row["ms"]), f"{row['memory'] / 1e9:.2f}", f"{row['bytes_per_atom'] / 1e3:.1f}", row["way"]]
+            cells = [
+                number(row["ms"]),
+                f"{row['memory'] / 1e9:.2f}",
+                f"{row['bytes_per_atom'] / 1e3:.1f}",
+                row["way"],
+            ]
         body.append([kind, precision, f"{atoms:,}", *cells])
     if not body:
         return ""
@@ -119,7 +160,15 @@ def inference(rows):
             body.append([row["key"][0], "", short(row["error"]), "", "", ""])
         for size in sizes:
             times = [number(row[f"{name}_ms_{size}"]) for name in ("eager", "pt2")]
-            body.append([row["key"][0], size, *times, f"{row[f'force_error_{size}']:.1e}", f"{row['freeze_s']:.0f}"])
+            body.append(
+                [
+                    row["key"][0],
+                    size,
+                    *times,
+                    f"{row[f'force_error_{size}']:.1e}",
+                    f"{row['freeze_s']:.0f}",
+                ]
+            )
     if not body:
         return ""
     head = ["model", "atoms", "checkpoint, ms", ".pt2, ms", "difference of forces", "freeze, s"]
@@ -130,7 +179,11 @@ def bits(rows):
     """Return the table of products with fewer bits."""
     body = []
     for row in of_part(rows, "bits"):
-        cells = [short(row["error"]), ""] if row.get("error") else [number(row["ms"]), f"{row['gradient_error']:.1e}"]
+        cells = (
+            [short(row["error"]), ""]
+            if row.get("error")
+            else [number(row["ms"]), f"{row['gradient_error']:.1e}"]
+        )
         body.append([*row["key"], *cells])
     if not body:
         return ""
@@ -144,8 +197,17 @@ def parts(rows):
     for row in of_part(rows, "parts"):
         state = row.get("error") or row.get("summary") or "measured"
         body.append([row["key"][0], row["title"], state, f"{row['seconds']:.0f}"])
-    failed = [f"- {row['key'][0]}: `{row['command']}`" for row in of_part(rows, "parts") if row.get("error")]
-    return "## Parts\n\n" + table(["part", "content", "result", "seconds"], body) + "\n\n" + "\n".join(failed)
+    failed = [
+        f"- {row['key'][0]}: `{row['command']}`"
+        for row in of_part(rows, "parts")
+        if row.get("error")
+    ]
+    return (
+        "## Parts\n\n"
+        + table(["part", "content", "result", "seconds"], body)
+        + "\n\n"
+        + "\n".join(failed)
+    )
 
 
 def of_part(rows, part):

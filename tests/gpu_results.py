@@ -33,7 +33,9 @@ class Results:
             out.write(line)
             out.flush()
             os.fsync(out.fileno())
-        shown = ", ".join(f"{name} {value}" for name, value in values.items() if name != "operations")
+        shown = ", ".join(
+            f"{name} {value}" for name, value in values.items() if name != "operations"
+        )
         print(f"{self.part} {' '.join(map(str, key))}: {shown[:400]}", flush=True)
 
     def has(self, key):
@@ -72,5 +74,7 @@ def describe_machine():
     """Return the card and the versions, which stand in each row that compares times."""
     import torch
 
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
+    card = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
+    )
     return f"{card}, torch {torch.__version__}"

@@ -28,18 +28,33 @@ WAYS = [
     Runner("pt", "`dp --pt`", False, {}, "--pt"),
     Runner("pt_expt", "`dp --pt-expt`", False, {}, "--pt-expt"),
     Runner("compiled", "dp-ema, compiled", True, COMPILED),
-    Runner("compiled_graphs", "dp-ema, compiled, CUDA graphs", True, COMPILED | {"training.cuda_graphs": True}),
+    Runner(
+        "compiled_graphs",
+        "dp-ema, compiled, CUDA graphs",
+        True,
+        COMPILED | {"training.cuda_graphs": True},
+    ),
     Runner("pt_compiled", "`dp --pt`, compiled", False, {"model.use_compile": True}, "--pt"),
-    Runner("pt_expt_compiled", "`dp --pt-expt`, compiled", False, {"training.enable_compile": True}, "--pt-expt"),
+    Runner(
+        "pt_expt_compiled",
+        "`dp --pt-expt`, compiled",
+        False,
+        {"training.enable_compile": True},
+        "--pt-expt",
+    ),
 ]
 # DeePMD-kit 3.2.0: dpa4c has no `pt`, and there only dpa4 is compiled
 MISSING = {("dpa4c", "pt"), ("dpa4c", "pt_compiled")}
 PT_COMPILES = {"dpa4"}
-MODEL_TYPES = {("dpa4", "--pt"): {"model.type": "dpa4"}}  # which `pt` does not infer from the descriptor
+MODEL_TYPES = {
+    ("dpa4", "--pt"): {"model.type": "dpa4"}
+}  # which `pt` does not infer from the descriptor
 KINDS = ("se_e2_a", "dpa4c", "dpa3", "dpa4", "se_atten, 2 layers", "dpa2")
 ROW_STEPS = {1: 10, 8: 5}  # steps between two rows of lcurve.out, by frames
 FIRST_STEPS = 40  # of DeePMD-kit, before the first turn
-COMPILE_THREADS = 3  # processes in which torch compiles kernels, of each run; a dozen runs compile at once
+COMPILE_THREADS = (
+    3  # processes in which torch compiles kernels, of each run; a dozen runs compile at once
+)
 POLL_S = 0.01
 MAX_ERROR = 600  # characters of a log that a row keeps
 
@@ -79,19 +94,30 @@ def main():
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, "speed")
-    parser.add_argument("--peer", help="python of an environment with DeePMD-kit; without it only dp-ema is measured")
+    parser.add_argument(
+        "--peer",
+        help="python of an environment with DeePMD-kit; without it only dp-ema is measured",
+    )
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
-    parser.add_argument("--frames", nargs="+", type=int, default=[8, 1], help="of 192 atoms, in a step")
+    parser.add_argument(
+        "--frames", nargs="+", type=int, default=[8, 1], help="of 192 atoms, in a step"
+    )
     parser.add_argument("--precision", nargs="+", default=["float32"])
-    parser.add_argument("--ways", nargs="+", default=[w.name for w in WAYS], choices=[w.name for w in WAYS])
+    parser.add_argument(
+        "--ways", nargs="+", default=[w.name for w in WAYS], choices=[w.name for w in WAYS]
+    )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.6, help="of a turn")
-    parser.add_argument("--wait", type=float, default=90.0, help="seconds that all runs have to begin")
+    parser.add_argument(
+        "--wait", type=float, default=90.0, help="seconds that all runs have to begin"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--threads", type=int, default=4, help="of each run")
     parser.add_argument("--stat-batches", type=int, default=10)
     parser.add_argument("--work", type=Path, default=common.RUNS, help="folder of the runs")
-    parser.add_argument("--cache", type=Path, help="folder of compiled code; in --work if not given")
+    parser.add_argument(
+        "--cache", type=Path, help="folder of compiled code; in --work if not given"
+    )
     args = parser.parse_args()
     args.batch, args.input, args.data = args.frames, common.EXAMPLE / "input.json", None
     args.cache = (args.cache or args.work / "compiled").resolve()
@@ -105,7 +131,12 @@ def start_all(args, results):
         for way in WAYS:
             key = [case.name, case.precision, case.batch, way.name]
             cannot_compile = way.name == "pt_compiled" and case.name not in PT_COMPILES
-            if way.name not in args.ways or (case.name, way.name) in MISSING or cannot_compile or results.has(key):
+            if (
+                way.name not in args.ways
+                or (case.name, way.name) in MISSING
+                or cannot_compile
+                or results.has(key)
+            ):
                 continue
             if way.ours or args.peer:
                 runs.append(start(case, way, key, args))
@@ -128,7 +159,9 @@ def start(case, way, key, args):
     program = common.Program(way.title, (), sys.executable if way.ours else args.peer)
     folder = args.work / "runs" / f"{case.file_name}-{way.name}"
     command = common.printing_memory(program, way.backend)
-    return Run(key, way, first, common.HaltedRun.start(command, folder, config, env), time.perf_counter())
+    return Run(
+        key, way, first, common.HaltedRun.start(command, folder, config, env), time.perf_counter()
+    )
 
 
 def wait_for_all(runs, args, results):

@@ -46,7 +46,9 @@ IS_PRETENDED = torch.version.cuda is None  # which is as slow as a CPU: only lit
 TIMED, PROFILED = (2, 1) if IS_PRETENDED else (20, 3)
 CAPTURING = 24  # steps at least, until the shapes of all batches have been captured
 MAX_OPERATIONS = 12  # of a step, in a row
-GROWING = (192, 384) if IS_PRETENDED else (192, 768, 3072, 12288, 24576, 49152, 98304, 196608, 393216)
+GROWING = (
+    (192, 384) if IS_PRETENDED else (192, 768, 3072, 12288, 24576, 49152, 98304, 196608, 393216)
+)
 INFERRED = (192,) if IS_PRETENDED else (192, 1536, 12288)
 SIDE = 256 if IS_PRETENDED else 8192  # of the matrices whose product is timed
 COPIED = 1 << 20 if IS_PRETENDED else 1 << 30  # bytes
@@ -56,13 +58,25 @@ PRECISIONS = {  # ways to round the factors of products
     "TF32": {"training.enable_tf32": True},
     "bfloat16": {"model.descriptor.use_amp": True},  # of DPA-4 alone
 }
-PEER = "import deepmd, torch; print('DeePMD-kit', deepmd.__version__, 'with torch', torch.__version__)"
+PEER = (
+    "import deepmd, torch; print('DeePMD-kit', deepmd.__version__, 'with torch', torch.__version__)"
+)
 # what the profiler calls operations by which others are done
 SAME = dict.fromkeys(("_to_copy", "clone", "contiguous", "cat"), "copy_")
-SAME |= dict.fromkeys(("new_zeros", "zeros", "zeros_like", "zero_", "ones", "ones_like", "full", "full_like"), "fill_")
+SAME |= dict.fromkeys(
+    ("new_zeros", "zeros", "zeros_like", "zero_", "ones", "ones_like", "full", "full_like"), "fill_"
+)
 SAME |= {"cat": "cat", "new_ones": "fill_", "scalar_tensor": "fill_"}
 GATHERS = {"index", "index_select", "gather", "embedding"}  # read no more than they write
-NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view"}
+NO_KERNEL = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "_unsafe_view",
+}
 
 
 class Watch(Callback):
@@ -91,7 +105,9 @@ class Watch(Callback):
     def after_update(self, trainer):
         if trainer.step == 1:
             named = trainer.prepared.models.named_parameters()
-            self.gradients = {name: p.grad.double().cpu() for name, p in named if p.grad is not None}
+            self.gradients = {
+                name: p.grad.double().cpu() for name, p in named if p.grad is not None
+            }
 
     def after_step(self, trainer):
         number = trainer.step - self.epoch
@@ -120,12 +136,22 @@ class Watch(Callback):
             if event.device_type == DeviceType.CUDA:
                 number += event.count
                 total += event.self_device_time_total / 1e6
-            elif event.key in ("cudaLaunchKernel", "cuLaunchKernel", "cuLaunchKernelEx", "cudaLaunchKernelExC"):
+            elif event.key in (
+                "cudaLaunchKernel",
+                "cuLaunchKernel",
+                "cuLaunchKernelEx",
+                "cudaLaunchKernelExC",
+            ):
                 launches += event.count
             elif event.self_device_time_total > 0:
                 name = event.key.partition("::")[2] or event.key
                 seconds[SAME.get(name, name)] += event.self_device_time_total / 1e6 / self.profiled
-        return total / self.profiled, dict(seconds), number / self.profiled, launches / self.profiled
+        return (
+            total / self.profiled,
+            dict(seconds),
+            number / self.profiled,
+            launches / self.profiled,
+        )
 
 
 class Limits(TorchDispatchMode):
@@ -139,32 +165,48 @@ class Limits(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         schema = function._schema
         name = schema.name.partition("::")[2]
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        tensors = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_cuda]
+        is_view = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+        )
+        tensors = [
+            t
+            for t in torch.utils._pytree.tree_leaves(result)
+            if isinstance(t, torch.Tensor) and t.is_cuda
+        ]
         if is_view or name in NO_KERNEL or not tensors:
             return result
         inputs = torch.utils._pytree.tree_leaves((args, kwargs))
         inputs = [t for t in inputs if isinstance(t, torch.Tensor) and t.is_cuda]
         if name in GATHERS:
             inputs = [*tensors[:1], *inputs[1:]]
-        size = sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in (*inputs, *tensors))
+        size = sum(
+            min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
+            for t in (*inputs, *tensors)
+        )
         formula = flop_registry.get(function._overloadpacket)
         flops = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
-        self.calls[SAME.get(name, name)].append((flops, size, str(tensors[0].dtype).removeprefix("torch.")))
+        self.calls[SAME.get(name, name)].append(
+            (flops, size, str(tensors[0].dtype).removeprefix("torch."))
+        )
         return result
 
     def seconds(self, ceilings):
         """Return the seconds that the card needs by operation."""
         found = {}
         for name, calls in self.calls.items():
-            rates = ((flops / ceilings.get(dtype, ceilings["float32"]), size) for flops, size, dtype in calls)
+            rates = (
+                (flops / ceilings.get(dtype, ceilings["float32"]), size)
+                for flops, size, dtype in calls
+            )
             found[name] = sum(max(product, size / ceilings["bandwidth"]) for product, size in rates)
         return found
 
 
 def case_of(kind, precision, frames, atoms=192):
     """Return a case of the benchmarks."""
-    (case,) = speed_cases.cases_of(argparse.Namespace(kinds=[kind], precision=[precision], batch=[frames]))
+    (case,) = speed_cases.cases_of(
+        argparse.Namespace(kinds=[kind], precision=[precision], batch=[frames])
+    )
     return case if atoms == 192 else replace(case, times=speed_cases.times_of(atoms))
 
 
@@ -179,7 +221,12 @@ def train(case, watch, options, work):
     common.write_input(folder, config)
     os.chdir(folder)
     try:
-        run_training("input.json", device="cuda", skip_neighbor_stat=True, **({"callback": watch} if watch else {}))
+        run_training(
+            "input.json",
+            device="cuda",
+            skip_neighbor_stat=True,
+            **({"callback": watch} if watch else {}),
+        )
     finally:
         os.chdir(before)
     return folder
@@ -218,8 +265,17 @@ def print_versions(args, results):
         f"dp-ema {__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN "
         f"{torch.backends.cudnn.version()}, Python {platform.python_version()}, {cores} cores",
     ]
-    smi = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit", "--format=csv"]
-    for command in (smi, ["g++", "-dumpfullversion"], ["nvcc", "--version"], [args.peer or "", "-c", PEER]):
+    smi = [
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit",
+        "--format=csv",
+    ]
+    for command in (
+        smi,
+        ["g++", "-dumpfullversion"],
+        ["nvcc", "--version"],
+        [args.peer or "", "-c", PEER],
+    ):
         if shutil.which(command[0]) is None:
             lines.append(f"{command[0] or 'DeePMD-kit'}: not found")
             continue
@@ -264,15 +320,24 @@ def measure_kernels(args, results):
     ceilings = measure_ceilings(results)
 
     def one(case, work):
-        watch = Watch(2 if IS_PRETENDED else max(8, speed_cases.MAX_FRAMES // case.batch), profiled=PROFILED)
+        watch = Watch(
+            2 if IS_PRETENDED else max(8, speed_cases.MAX_FRAMES // case.batch), profiled=PROFILED
+        )
         train(case, watch, EAGER, work)
         total, seconds, number, launches = watch.kernels()
         limits = watch.limits.seconds(ceilings)
         flops = sum(flops for calls in watch.limits.calls.values() for flops, _, _ in calls)
         size = sum(size for calls in watch.limits.calls.values() for _, size, _ in calls)
-        order = sorted({*seconds, *limits}, key=lambda name: -seconds.get(name, 0.0))[:MAX_OPERATIONS]
+        order = sorted({*seconds, *limits}, key=lambda name: -seconds.get(name, 0.0))[
+            :MAX_OPERATIONS
+        ]
         operations = [
-            [name, 1e3 * seconds.get(name, 0.0), 1e3 * limits.get(name, 0.0), len(watch.limits.calls.get(name, []))]
+            [
+                name,
+                1e3 * seconds.get(name, 0.0),
+                1e3 * limits.get(name, 0.0),
+                len(watch.limits.calls.get(name, [])),
+            ]
             for name in order
         ]
         return {
@@ -288,7 +353,11 @@ def measure_kernels(args, results):
         }
 
     for kind, frames in itertools.product(args.kinds, (8,) if IS_PRETENDED else (8, 1)):
-        measure(results, [kind, "float32", frames], lambda work, c=(kind, "float32", frames): one(case_of(*c), work))
+        measure(
+            results,
+            [kind, "float32", frames],
+            lambda work, c=(kind, "float32", frames): one(case_of(*c), work),
+        )
 
 
 def measure_growth(args, results):
@@ -303,12 +372,21 @@ def measure_growth(args, results):
             return {"full": str(error).splitlines()[0][:200]}
         way = "eager" if is_large else "CUDA graphs"
         size = watch.memory
-        return {"ms": 1e3 * watch.seconds, "memory": size, "bytes_per_atom": size / case.atoms, "way": way}
+        return {
+            "ms": 1e3 * watch.seconds,
+            "memory": size,
+            "bytes_per_atom": size / case.atoms,
+            "way": way,
+        }
 
     for kind in args.kinds:
         for atoms in GROWING:
             key = [kind, "float32", atoms]
-            measure(results, key, lambda work, kind=kind, n=atoms: one(case_of(kind, "float32", 1, n), work))
+            measure(
+                results,
+                key,
+                lambda work, kind=kind, n=atoms: one(case_of(kind, "float32", 1, n), work),
+            )
             if "ms" not in results.rows()[("growth", *key)]:
                 break
 
@@ -322,14 +400,19 @@ def measure_inference(args, results):
         began = time.perf_counter()
         freeze(load_model(checkpoint), compiled, device="cuda")
         values = {"freeze_s": time.perf_counter() - began, "mb": compiled.stat().st_size / 1e6}
-        potentials = {name: Potential(file, device="cuda") for name, file in (("eager", checkpoint), ("pt2", compiled))}
+        potentials = {
+            name: Potential(file, device="cuda")
+            for name, file in (("eager", checkpoint), ("pt2", compiled))
+        }
         for atoms in INFERRED:
             frame = frame_of(atoms, work)
             found = {name: potential.evaluate(*frame) for name, potential in potentials.items()}
             error = abs(found["pt2"].force - found["eager"].force).max()
             values[f"force_error_{atoms}"] = float(error / abs(found["eager"].force).max())
             for name, potential in potentials.items():
-                seconds = seconds_of(lambda potential=potential, frame=frame: potential.evaluate(*frame), repeats=5)
+                seconds = seconds_of(
+                    lambda potential=potential, frame=frame: potential.evaluate(*frame), repeats=5
+                )
                 values[f"{name}_ms_{atoms}"] = 1e3 * seconds
         return values
 
@@ -341,7 +424,9 @@ def frame_of(atoms, work):
     """Return coordinates, types and cell of a frame of water."""
     import numpy as np
 
-    source = common.read_input(common.EXAMPLE / "input.json", None)["training"]["training_data"]["systems"][0]
+    source = common.read_input(common.EXAMPLE / "input.json", None)["training"]["training_data"][
+        "systems"
+    ][0]
     system = speed_cases.system_of(source, speed_cases.times_of(atoms), work)
     coord, box = (np.load(system / "set.000" / f"{name}.npy")[0] for name in ("coord", "box"))
     return coord.reshape(-1, 3), np.loadtxt(system / "type.raw", dtype=int), box.reshape(3, 3)
@@ -355,7 +440,9 @@ def measure_bits(args, results):
         train(case, first, EAGER | options, work)
         if not exact:
             exact.update(first.gradients)
-        difference = sum(float((g - exact[name]).square().sum()) for name, g in first.gradients.items())
+        difference = sum(
+            float((g - exact[name]).square().sum()) for name, g in first.gradients.items()
+        )
         norm = sum(float(g.square().sum()) for g in exact.values())
         timed = Watch(2 if IS_PRETENDED else CAPTURING)
         train(case, timed, options, work)
@@ -372,7 +459,12 @@ def measure_bits(args, results):
             if kind == "dpa4":  # whose default is bfloat16
                 options.setdefault("model.descriptor.use_amp", False)
             case = case_of(kind, "float32", 8)
-            measure(results, [kind, name], lambda work, c=case, o=options, e=exact: one(c, o, e, work), again=True)
+            measure(
+                results,
+                [kind, name],
+                lambda work, c=case, o=options, e=exact: one(c, o, e, work),
+                again=True,
+            )
 
 
 WHAT = {
@@ -393,7 +485,9 @@ def main():
     args = parser.parse_args()
     results = Results(args.results, args.part or args.what)
     WHAT[args.what](args, results)
-    return int(any(row.get("error") for row in results.rows().values() if row["part"] == results.part))
+    return int(
+        any(row.get("error") for row in results.rows().values() if row["part"] == results.part)
+    )
 
 
 if __name__ == "__main__":

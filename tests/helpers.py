@@ -27,16 +27,24 @@ def toy_labels(coord, types, box=None):
     """
     coord, types = np.asarray(coord, float), np.asarray(types)
     natoms = len(types)
-    shifts = np.zeros((1, 3)) if box is None else _image_shifts(np.asarray(box, float).reshape(3, 3))
-    vector = coord[None, :, None, :] + shifts[None, None] - coord[:, None, None, :]  # (N, N, S, 3), j's image minus i
+    shifts = (
+        np.zeros((1, 3)) if box is None else _image_shifts(np.asarray(box, float).reshape(3, 3))
+    )
+    vector = (
+        coord[None, :, None, :] + shifts[None, None] - coord[:, None, None, :]
+    )  # (N, N, S, 3), j's image minus i
     distance = np.linalg.norm(vector, axis=-1)
     near = (distance < TOY_RCUT) & (distance > 1e-9)
     i, j, s = np.nonzero(near)
     r, d = distance[i, j, s], vector[i, j, s]
     pair_energy, slope = _morse(r, types[i], types[j])
-    atom_energy = 0.5 * np.bincount(i, weights=pair_energy, minlength=natoms) + ELEMENT_ENERGY * (types + 1)
+    atom_energy = 0.5 * np.bincount(i, weights=pair_energy, minlength=natoms) + ELEMENT_ENERGY * (
+        types + 1
+    )
     force = np.zeros((natoms, 3))
-    np.add.at(force, i, (slope / r)[:, None] * d)  # the full list has each pair twice: once for each end
+    np.add.at(
+        force, i, (slope / r)[:, None] * d
+    )  # the full list has each pair twice: once for each end
     virial = -0.5 * np.einsum("p,pa,pb->ab", slope / r, d, d)
     return atom_energy.sum(), force, virial.reshape(9), atom_energy
 
@@ -55,7 +63,9 @@ def toy_hessian(coord, types, box=None, step=1e-4):
 def toy_frame(rng, natoms=12, num_types=2, pbc=True, jitter=0.25, triclinic=True):
     """Return coord (N, 3), types (N,), box (3, 3) or None: a jittered lattice with the types in turn."""
     grid = _grid(natoms)
-    sites = np.stack(np.meshgrid(*[np.arange(g) for g in grid], indexing="ij"), -1).reshape(-1, 3)[:natoms]
+    sites = np.stack(np.meshgrid(*[np.arange(g) for g in grid], indexing="ij"), -1).reshape(-1, 3)[
+        :natoms
+    ]
     box = np.diag(np.array(grid, float) * SPACING)
     if triclinic:
         box[1, 0], box[2, 0], box[2, 1] = 0.3, -0.2, 0.4
@@ -76,7 +86,10 @@ def write_system(
     """
     path, rng = Path(path), np.random.default_rng(seed)
     num_types = num_types or len(elements)
-    records = [_record(rng, natoms, num_types, pbc, jitter, triclinic, mixed, virtual) for _ in range(frames)]
+    records = [
+        _record(rng, natoms, num_types, pbc, jitter, triclinic, mixed, virtual)
+        for _ in range(frames)
+    ]
     path.mkdir(parents=True, exist_ok=True)
     total = natoms + virtual
     types = np.zeros(total, int) if mixed else records[0]["types"]
@@ -89,7 +102,11 @@ def write_system(
         folder = path / f"set.{number:03d}"
         folder.mkdir(exist_ok=True)
         arrays = {"coord": [records[k]["coord"].ravel() for k in chunk]}
-        arrays |= {name: [np.ravel(records[k][name]) for k in chunk] for name, want in wanted.items() if want}
+        arrays |= {
+            name: [np.ravel(records[k][name]) for k in chunk]
+            for name, want in wanted.items()
+            if want
+        }
         if pbc:
             arrays["box"] = [records[k]["box"].ravel() for k in chunk]
         if hessian:
@@ -102,9 +119,14 @@ def write_system(
             arrays["aparam"] = rng.normal(size=(len(chunk), total * aparam))
         for name, value in arrays.items():
             array = np.asarray(value)
-            np.save(folder / f"{name}.npy", (array.ravel() if name == "energy" else array).astype(dtype))
+            np.save(
+                folder / f"{name}.npy", (array.ravel() if name == "energy" else array).astype(dtype)
+            )
         if mixed:
-            np.save(folder / "real_atom_types.npy", np.array([records[k]["types"] for k in chunk], np.int32))
+            np.save(
+                folder / "real_atom_types.npy",
+                np.array([records[k]["types"] for k in chunk], np.int32),
+            )
     return path
 
 
@@ -238,11 +260,20 @@ def training_parts():
 
 def checkpoint_payload(step=3, kind="training", weights="live", value=0.0, **more):
     """Return a checkpoint of three tensors: the numbers 0 to 5, zeros, and ``step + value``."""
-    model = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.zeros(2, dtype=torch.float64)}
+    model = {
+        "a.weight": torch.arange(6.0).view(2, 3),
+        "a.bias": torch.zeros(2, dtype=torch.float64),
+    }
     head = {"format": FORMAT, "version": "0.1.0", "kind": kind, "weights": weights, "step": step}
     parts = training_parts() if kind == "training" else {"average": {}} if kind == "average" else {}
     config = {"model": {"type_map": ["O"]}, "training": {"seed": 1}}
-    return {**head, "config": config, "model": {**model, "w": torch.full((50,), step + value)}, **parts, **more}
+    return {
+        **head,
+        "config": config,
+        "model": {**model, "w": torch.full((50,), step + value)},
+        **parts,
+        **more,
+    }
 
 
 def assert_same(a, b, path=""):
@@ -277,7 +308,9 @@ def assert_same_files(left, right):
     assert names[0] == names[1]
     for name in names[0]:
         if name.endswith(".pt"):
-            assert_same(*(torch.load(folder / name, weights_only=True) for folder in (left, right)), name)
+            assert_same(
+                *(torch.load(folder / name, weights_only=True) for folder in (left, right)), name
+            )
         else:
             assert (left / name).read_bytes() == (right / name).read_bytes(), name
     return names[0]
@@ -293,7 +326,9 @@ def _record(rng, natoms, num_types, pbc, jitter, triclinic, mixed, virtual):
         order = rng.permutation(natoms + virtual)
         fill = {"coord": rng.uniform(0, SPACING, (virtual, 3)), "types": np.full(virtual, -1),
                 "force": np.zeros((virtual, 3)), "atom_ener": np.zeros(virtual)}  # fmt: skip
-        record = {name: np.concatenate([value, fill[name]])[order] for name, value in record.items()}
+        record = {
+            name: np.concatenate([value, fill[name]])[order] for name, value in record.items()
+        }
     return record | {"energy": energy, "virial": virial, "box": box}
 
 
@@ -302,7 +337,9 @@ def _hessian_of(record):
     real = np.flatnonzero(record["types"] >= 0)
     places = (3 * real[:, None] + np.arange(3)).ravel()
     whole = np.full((3 * len(record["types"]),) * 2, np.nan)
-    whole[np.ix_(places, places)] = toy_hessian(record["coord"][real], record["types"][real], record["box"])
+    whole[np.ix_(places, places)] = toy_hessian(
+        record["coord"][real], record["types"][real], record["box"]
+    )
     return whole
 
 

@@ -47,7 +47,9 @@ def let_slots_differ(model, seed=11):
 
 def tiny_config(**changes):
     """Return the config of a tiny run; no file has to exist."""
-    return config_from_dict(tiny_input(["train"], ["valid"], **{"training__enable_ema": True, **changes}))
+    return config_from_dict(
+        tiny_input(["train"], ["valid"], **{"training__enable_ema": True, **changes})
+    )
 
 
 def write_run(folder, *, averages=True, seed=0, **changes):

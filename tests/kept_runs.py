@@ -26,11 +26,25 @@ KEPT = ("p05", "p10")
 def profiles(**common):
     """Return the averages of ``AVERAGING``, one of equal weights, and one that does not begin in the run."""
     powers = [PowerProfile.from_sigma_rel(f"p{s:02d}", s / 100, **common) for s in (5, 10, 7)]
-    return [*powers, EmaProfile("fast", decay=0.9), SwaProfile("flat"), SwaProfile("late", start_step=10**6)]
+    return [
+        *powers,
+        EmaProfile("fast", decay=0.9),
+        SwaProfile("flat"),
+        SwaProfile("late", start_step=10**6),
+    ]
 
 
 def write_kept_run(
-    folder, validation, *, steps=400, every=20, run="run-1", seed=0, size=0.002, training=None, **common
+    folder,
+    validation,
+    *,
+    steps=400,
+    every=20,
+    run="run-1",
+    seed=0,
+    size=0.002,
+    training=None,
+    **common,
 ):
     """Write the training checkpoint and the snapshots of a run into ``folder`` and return the folder.
 
@@ -39,7 +53,9 @@ def write_kept_run(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     relative = [os.path.relpath(system, folder) for system in validation or ()]
-    values = tiny_input(["train"], relative or None, training__averaging=AVERAGING, training__numb_steps=steps)
+    values = tiny_input(
+        ["train"], relative or None, training__averaging=AVERAGING, training__numb_steps=steps
+    )
     config = config_from_dict(values)
     (folder / "input.json").write_text(json.dumps(values))
     model, generator = random_model(config, seed), torch.Generator().manual_seed(seed)
@@ -54,7 +70,9 @@ def write_kept_run(
         for name in KEPT if step % every == 0 else ():
             if bank.info(name)["updates"]:
                 path = folder / "snapshots" / f"model_{name}.ckpt-{step}.pt"
-                checkpoint.save(path, narrowed(payloads.snapshot(name, step), dict(model.named_buffers())))
+                checkpoint.save(
+                    path, narrowed(payloads.snapshot(name, step), dict(model.named_buffers()))
+                )
     more = {**training_parts(), **(training or {})}
     checkpoint.save(folder / f"model.ckpt-{steps}.pt", payloads.training(steps, lambda *_: more))
     (folder / "checkpoint").write_text(f"model.ckpt-{steps}.pt\n")

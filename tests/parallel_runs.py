@@ -59,7 +59,11 @@ def run_ranks(size, function, *args, limit=LIMIT_S, may_fail=False):
             process.close()
         for end in ends:
             end.close()
-    bad = [f"rank {rank}: {e.error}: {e.message}" for rank, e in enumerate(found) if e.error is not None]
+    bad = [
+        f"rank {rank}: {e.error}: {e.message}"
+        for rank, e in enumerate(found)
+        if e.error is not None
+    ]
     assert may_fail or not bad, "\n".join(bad)
     return found
 
@@ -127,7 +131,10 @@ def _holdings(trainer):
     held = {"live": [local_shard(p) for p in trainer.saver.builder.models.parameters()]}
     held |= {name: bank[name].tensors for name in bank.names}
     return {
-        "digests": {name: content_digest([t.detach().cpu() for t in tensors]) for name, tensors in held.items()},
+        "digests": {
+            name: content_digest([t.detach().cpu() for t in tensors])
+            for name, tensors in held.items()
+        },
         "elements": {name: sum(t.numel() for t in tensors) for name, tensors in held.items()},
         "facts": {name: bank.info(name) for name in bank.names},
     }

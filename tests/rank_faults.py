@@ -20,7 +20,12 @@ from parallel_runs import PRELOADED
 LAST, SAVE_EVERY, AT_STEP = 20, 10, 12
 HELD_UP_S = 1.5
 STAMP = "fault"  # file that is made when the fault happens
-SPOKEN = ("dp-ema", "stopped by", "This should", "  1. ")  # how the lines begin that a run ends with
+SPOKEN = (
+    "dp-ema",
+    "stopped by",
+    "This should",
+    "  1. ",
+)  # how the lines begin that a run ends with
 
 
 def make_run(folder, stage=0, **changes):
@@ -240,9 +245,13 @@ _die = _send(signal.SIGKILL)
 FAULTS = {
     "fail": lambda: _after_step(_raise),
     "die": lambda: _after_step(_die),
-    "hang": lambda: _after_step(lambda: time.sleep(1e6)),  # as the main thread does in a collective of NCCL
+    "hang": lambda: _after_step(
+        lambda: time.sleep(1e6)
+    ),  # as the main thread does in a collective of NCCL
     "die_early": lambda: _at_start(_die),
-    "be_terminated_at_start": lambda: _at_start(_send(signal.SIGTERM)),  # as by torchrun when another rank has ended
+    "be_terminated_at_start": lambda: _at_start(
+        _send(signal.SIGTERM)
+    ),  # as by torchrun when another rank has ended
     "ask_to_stop": lambda: _after_step(_send(signal.SIGTERM)),
     "ask_in_validation": lambda: _in_validation(_send(signal.SIGTERM)),
     "ask_often": lambda: _after_step(_send(signal.SIGINT, 2)),  # as torchrun and the terminal do

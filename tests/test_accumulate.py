@@ -28,7 +28,12 @@ LOSSES = {
     "intensive": {**ALL, "intensive_ener_virial": True, "use_default_pf": True},
     "relative": {**ALL, "relative_f": 0.3},
 }
-LACKING = [(), ("force", "hessian"), ("energy", "virial", "atom_pref"), ("atom_energy", "virial", "force", "hessian")]
+LACKING = [
+    (),
+    ("force", "hessian"),
+    ("energy", "virial", "atom_pref"),
+    ("atom_energy", "virial", "force", "hessian"),
+]
 
 
 def frames_of_different_sizes():
@@ -36,11 +41,15 @@ def frames_of_different_sizes():
     rng = np.random.default_rng(1)
     sizes = (2, 7, 4, 3)
     complete = [random_frame(rng, n) for n in sizes]
-    labelled = [{k: v for k, v in f.items() if k not in lacking} for f, lacking in zip(complete, LACKING)]
+    labelled = [
+        {k: v for k, v in f.items() if k not in lacking} for f, lacking in zip(complete, LACKING)
+    ]
     return labelled, [random_frame(rng, n, types=f["types"]) for n, f in zip(sizes, labelled)]
 
 
-@pytest.mark.parametrize("frames_of_parts", [([0, 1], [2], [3]), ([0], [2])])  # the latter: one frame has an energy
+@pytest.mark.parametrize(
+    "frames_of_parts", [([0, 1], [2], [3]), ([0], [2])]
+)  # the latter: one frame has an energy
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_batches_add_up_to_that_of_all_their_frames(name, frames_of_parts):
     labelled, guess = frames_of_different_sizes()
@@ -49,7 +58,9 @@ def test_gradients_of_batches_add_up_to_that_of_all_their_frames(name, frames_of
 
     def evaluated(frames):
         batch = flat_batch([labelled[k] for k in frames], names=config.labels(()))
-        return batch, {k: v.requires_grad_() for k, v in predicted([guess[k] for k in frames], batch).items()}
+        return batch, {
+            k: v.requires_grad_() for k, v in predicted([guess[k] for k in frames], batch).items()
+        }
 
     batch, prediction = evaluated([k for frames in frames_of_parts for k in frames])
     total, shown = loss(prediction, batch, 7e-4)
@@ -66,7 +77,9 @@ def test_gradients_of_batches_add_up_to_that_of_all_their_frames(name, frames_of
     gradient = torch.cat([own["energy"].grad for _, own in parts])
     torch.testing.assert_close(gradient, prediction["energy"].grad, rtol=SAME_MATH, atol=0)
     forces = torch.cat([part.in_file_order(own["force"].grad) for part, own in parts])
-    torch.testing.assert_close(forces, batch.in_file_order(prediction["force"].grad), rtol=SAME_MATH, atol=0)
+    torch.testing.assert_close(
+        forces, batch.in_file_order(prediction["force"].grad), rtol=SAME_MATH, atol=0
+    )
 
 
 class OneOfTwo:
@@ -105,7 +118,9 @@ def test_batches_of_two_ranks_have_the_gradient_and_the_errors_of_all_their_fram
     solo = [OneOfTwo() for _ in parts]
     for world, numbers in zip(solo, parts):
         of_batches(world, numbers)
-    ranks = [of_batches(OneOfTwo(other.own), numbers) for other, numbers in zip(reversed(solo), parts)]
+    ranks = [
+        of_batches(OneOfTwo(other.own), numbers) for other, numbers in zip(reversed(solo), parts)
+    ]
     expected, errors = of_batches(World(), [[0, 1, 2, 3]])
     found = torch.cat([gradients for gradients, _ in ranks]) / 2
     torch.testing.assert_close(found, expected, rtol=SAME_MATH, atol=0)
@@ -137,7 +152,10 @@ def start(tmp_path, monkeypatch, systems, water_like_valid):
     train = trains_in(tmp_path, monkeypatch, (systems, [water_like_valid]), OPTIONS)
 
     def run(name, batch_size, accumulate, options=None, num_steps=6, **how):
-        chosen = {"training__training_data__batch_size": batch_size, "training__accumulate": accumulate}
+        chosen = {
+            "training__training_data__batch_size": batch_size,
+            "training__accumulate": accumulate,
+        }
         return train(name, num_steps, {**chosen, **(options or {})}, **how)
 
     return run
@@ -151,8 +169,12 @@ def parts_of(folder, step):
 
 def test_a_step_of_three_batches_is_one_of_a_batch_with_all_their_frames(start):
     once, thrice = start("once", "mixed:6", 1), start("thrice", "mixed:2", 3)
-    assert_near(parts_of(thrice, 1), parts_of(once, 1), SAME_MATH)  # moments of the first step are the gradient
-    assert_near(parts_of(thrice, 6), parts_of(once, 6), ROUNDING)  # and averages are updated once per step
+    assert_near(
+        parts_of(thrice, 1), parts_of(once, 1), SAME_MATH
+    )  # moments of the first step are the gradient
+    assert_near(
+        parts_of(thrice, 6), parts_of(once, 6), ROUNDING
+    )  # and averages are updated once per step
     for name in ("lcurve.out", "lcurve_slow.out"):
         rows = [np.genfromtxt(folder / name, skip_header=2) for folder in (thrice, once)]
         np.testing.assert_allclose(*rows, rtol=2e-3, atol=1e-6)  # of three digits
@@ -172,23 +194,34 @@ def test_a_restart_continues_to_the_last_bit(start):
 
 def test_another_number_of_batches_at_a_restart_is_refused_or_reported(start, caplog):
     start("run", "mixed:2", 3, num_steps=2)
-    with pytest.raises(ConfigError, match=r"training\.accumulate: 3 in the checkpoint, 2 in the input"):
+    with pytest.raises(
+        ConfigError, match=r"training\.accumulate: 3 in the checkpoint, 2 in the input"
+    ):
         start("run", "mixed:2", 2, restart="model.ckpt.pt")
     with caplog.at_level("WARNING"):
         start("run", "mixed:2", 2, restart="model.ckpt.pt", allow_config_change=True)
-    assert "a step has 4 frames on average now, over all ranks together, and had 6 when" in caplog.text
+    assert (
+        "a step has 4 frames on average now, over all ranks together, and had 6 when" in caplog.text
+    )
     assert load("model.ckpt-6.pt")["streams"][""]["frames"] == 2 * 3 + 4 * 2
 
 
-def test_a_batch_that_is_not_finite_skips_the_update_and_all_frames_of_the_step_are_named(start, monkeypatch):
+def test_a_batch_that_is_not_finite_skips_the_update_and_all_frames_of_the_step_are_named(
+    start, monkeypatch
+):
     add, seen = EnergyLoss.sums, []
 
     def spoiled(self, prediction, batch):
         seen.append(batch.frames)
-        return [part * (torch.nan if len(seen) == 2 * 3 + 2 else 1) for part in add(self, prediction, batch)]
+        return [
+            part * (torch.nan if len(seen) == 2 * 3 + 2 else 1)
+            for part in add(self, prediction, batch)
+        ]
 
     monkeypatch.setattr(EnergyLoss, "sums", spoiled)
-    with pytest.raises(DivergedError, match=r"step 3: the loss or a gradient is not finite") as caught:
+    with pytest.raises(
+        DivergedError, match=r"step 3: the loss or a gradient is not finite"
+    ) as caught:
         start("run", "mixed:2", 3, {"training__averaging": [], "training__disp_training": False})
     frames = {f"{system} frame {k}" for frames in seen[6:9] for system, k in frames}
     assert (len(seen), len(frames)) == (9, 6)
@@ -197,7 +230,10 @@ def test_a_batch_that_is_not_finite_skips_the_update_and_all_frames_of_the_step_
 
 
 def test_lengths_and_frames_are_those_of_steps_of_several_batches(start, caplog):
-    options = {"training__numb_epoch": 4, "training__averaging": [{"name": "late", "decay": 0.9, "start_epoch": 2}]}
+    options = {
+        "training__numb_epoch": 4,
+        "training__averaging": [{"name": "late", "decay": 0.9, "start_epoch": 2}],
+    }
     with caplog.at_level("INFO"):
         start("run", "mixed:2", 2, options, num_steps=None)
     assert load("model.ckpt.pt")["step"] == 6  # 4 epochs of 3 batches, 2 in each step

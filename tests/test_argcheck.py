@@ -18,7 +18,13 @@ from dargs.json_schema import generate_json_schema
 from helpers import tiny_input
 
 from deepmd_ema import cli
-from deepmd_ema.config import config_from_dict, gen_args, ignored_options, load_config, run_arguments
+from deepmd_ema.config import (
+    config_from_dict,
+    gen_args,
+    ignored_options,
+    load_config,
+    run_arguments,
+)
 from deepmd_ema.config.argcheck import find_mistakes, take_options
 from deepmd_ema.config.upgrade import upgrade
 from deepmd_ema.errors import ConfigError
@@ -33,7 +39,13 @@ VALUES = [
 
 def places(values, path=()):
     """Yield the container and the key of each value in nested sections and lists."""
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    items = (
+        values.items()
+        if isinstance(values, dict)
+        else enumerate(values)
+        if isinstance(values, list)
+        else ()
+    )
     for key, value in items:
         yield values, key
         yield from places(value, (*path, key))
@@ -58,7 +70,9 @@ def mutated(values, rng):
             other, name = rng.choice(every)
             section[str(name)] = copy.deepcopy(other[name])
         else:
-            section[rng.choice(("type", "sel", "numb_steps", "stop_batch", "neuron", "systems"))] = rng.choice(VALUES)
+            section[
+                rng.choice(("type", "sel", "numb_steps", "stop_batch", "neuron", "systems"))
+            ] = rng.choice(VALUES)
     return values
 
 
@@ -137,20 +151,40 @@ def test_a_wrong_option_does_not_hide_wrong_data(tmp_path, monkeypatch, capsys, 
 
 def test_programs_of_dargs_know_the_schema(tmp_path):
     file = write(tmp_path, GOOD)
-    command = [sys.executable, "-m", "dargs", "check", "-f", "deepmd_ema.config.run_arguments", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "dargs",
+        "check",
+        "-f",
+        "deepmd_ema.config.run_arguments",
+        str(file),
+    ]
     subprocess.run(command, check=True)
     file = write(tmp_path, spoiled({"training.numb_stepss": 1}))
     done = subprocess.run([*command[:-1], str(file)], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "numb_stepss" in done.stderr
-    command = [sys.executable, "-m", "dargs", "doc", "deepmd_ema.config.run_arguments", "input/training/ema_decay"]
-    assert "Decay per step" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    command = [
+        sys.executable,
+        "-m",
+        "dargs",
+        "doc",
+        "deepmd_ema.config.run_arguments",
+        "input/training/ema_decay",
+    ]
+    assert (
+        "Decay per step"
+        in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    )
     assert [argument.name for argument in gen_args()] == [*run_arguments().sub_fields]
     assert generate_json_schema(run_arguments())["properties"].keys() >= GOOD.keys()
 
 
 def test_comments_of_any_kind_may_stand_anywhere(tmp_path):
-    text = yaml.safe_dump(spoiled({"_a": {"b": [1]}, "training._c": 2, "model.descriptor._d": None}))
+    text = yaml.safe_dump(
+        spoiled({"_a": {"b": [1]}, "training._c": 2, "model.descriptor._d": None})
+    )
     assert load_config(write(tmp_path, text, "input.yaml")).training.numb_steps == 2000
 
 
@@ -159,7 +193,10 @@ def test_a_task_may_have_the_name_of_a_method_of_dict():
     values = {
         "model": {"model_dict": {"items": model}},
         "learning_rate": {"start_lr": 0.001},
-        "training": {"data_dict": {"items": {"training_data": {"systems": ["data"]}}}, "numb_steps": 5},
+        "training": {
+            "data_dict": {"items": {"training_data": {"systems": ["data"]}}},
+            "numb_steps": 5,
+        },
     }
     assert ignored_options(config_from_dict(values)) == [
         'model.model_dict.items.fitting_net.layer_name = ["a"]: no effect, layers are not shared by name',

@@ -47,7 +47,9 @@ def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     assert bank.names == ("ema", "slow", "p1", "flat")
     assert bank.info("ema")["updates"] == 100
     assert bank.info("slow")["updates"] == 10
-    assert_same(copies(published), {name: tensor.float() for name, tensor in bank.weights("p1").items()})
+    assert_same(
+        copies(published), {name: tensor.float() for name, tensor in bank.weights("p1").items()}
+    )
 
 
 def test_copy_to_publishes_an_average_into_a_module_of_the_same_shape():
@@ -56,7 +58,10 @@ def test_copy_to_publishes_an_average_into_a_module_of_the_same_shape():
     train(net, bank, range(1))
     other = Net(dtype=torch.float32)
     bank.copy_to("ema", other, task="water")
-    averages = {name: bank.weights("ema")[f"water.{name}"].to(value.dtype) for name, value in copies(other).items()}
+    averages = {
+        name: bank.weights("ema")[f"water.{name}"].to(value.dtype)
+        for name, value in copies(other).items()
+    }
     assert_same(copies(other), averages)
     with pytest.raises(CheckpointError, match=r"first.weight is \(2, 3\) there, \(5, 3\) here"):
         bank.copy_to("ema", other, task="ice")
@@ -80,7 +85,9 @@ def test_importing_averages_imports_neither_the_trainer_nor_what_reads_data():
         "import sys, torch; before = set(sys.modules); import deepmd_ema.averaging; "
         "print(*sorted(set(sys.modules) - before))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {name.partition(".")[0] for name in found} & HEAVY
     packages = {name.split(".")[1] for name in found if name.startswith("deepmd_ema.")}
     assert packages == PACKAGES
@@ -126,7 +133,10 @@ def test_a_parameter_that_is_switched_on_starts_from_its_live_value(net, caplog)
 def test_a_tensor_shared_by_tasks_has_one_average_and_a_task_may_be_idle_come_and_go(profile):
     water, ice = make_net(), Net()
     ice.first = water.first
-    bank, apart = AverageBank({"water": water, "ice": ice}, [profile]), AverageBank(water, [profile])
+    bank, apart = (
+        AverageBank({"water": water, "ice": ice}, [profile]),
+        AverageBank(water, [profile]),
+    )
     idle = copies(ice)
     for step in range(50):
         move(water, step)
@@ -134,14 +144,19 @@ def test_a_tensor_shared_by_tasks_has_one_average_and_a_task_may_be_idle_come_an
         apart.update()
     weights, alone = bank.weights("ema"), apart.weights("ema")
     assert len(bank["ema"].tensors) == 6
-    assert_same({n.removeprefix("water."): t for n, t in weights.items() if n.startswith("water.")}, alone)
+    assert_same(
+        {n.removeprefix("water."): t for n, t in weights.items() if n.startswith("water.")}, alone
+    )
     of_ice = {n: t for n, t in weights.items() if n.startswith("ice.")}
     assert torch.equal(of_ice["ice.first.weight"], alone["first.weight"])
     assert torch.equal(of_ice["ice.second.weight"], idle["second.weight"])  # without a drift
     saved = bank.state_dict()
     of_file = saved["profiles"]["ema"]["weights"]
     assert of_file["water.first.weight"] is of_file["ice.first.weight"]
-    removed, added = AverageBank({"ice": ice}, [profile]), AverageBank({"water": water, "ice": ice}, [profile])
+    removed, added = (
+        AverageBank({"ice": ice}, [profile]),
+        AverageBank({"water": water, "ice": ice}, [profile]),
+    )
     removed.load_state_dict(saved)
     assert_same(removed.weights("ema"), of_ice)
     added.load_state_dict(removed.state_dict())
@@ -163,7 +178,9 @@ def test_buffers_are_averaged_on_request_and_integers_never(net):
     live = copies(net)
     weights = bank.weights("ema")
     assert torch.allclose(
-        weights["mean"], reduce(lambda average, mean: 0.9 * average + 0.1 * mean, history), rtol=1e-13
+        weights["mean"],
+        reduce(lambda average, mean: 0.9 * average + 0.1 * mean, history),
+        rtol=1e-13,
     )
     assert torch.equal(weights["atomic_number"], live["atomic_number"])
     assert weights["atomic_number"].dtype == torch.int64
@@ -217,7 +234,11 @@ def test_every_setting_that_changed_is_warned_of_and_counts_from_now_on(net, cap
     bank = AverageBank(net, [PowerProfile("p", 3.0), EmaProfile("e", 0.9), PLAIN])
     train(net, bank, range(5))
     state = bank.state_dict()
-    others = [PowerProfile("p", 6.0, update_every=2), SwaProfile("e"), EmaProfile("ema", 0.5, warmup=False)]
+    others = [
+        PowerProfile("p", 6.0, update_every=2),
+        SwaProfile("e"),
+        EmaProfile("ema", 0.5, warmup=False),
+    ]
     again = AverageBank(net, others)
     again.load_state_dict(state)
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -245,7 +266,9 @@ def sharded_references(tmp_path):
     """Two equal networks, the first of them sharded over one process."""
     from torch.distributed.fsdp import fully_shard
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         net, reference = make_net(), make_net()

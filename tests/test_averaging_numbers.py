@@ -38,15 +38,24 @@ def net():
 
 def test_an_average_is_never_narrower_than_its_weights():
     for weights in ("float64", "bfloat16"):
-        bank = AverageBank(make_net(dtype=getattr(torch, weights)), [replace(PLAIN, dtype="float32")])
-        assert {t.dtype for t in bank["ema"].tensors} == {torch.float64 if weights == "float64" else torch.float32}
+        bank = AverageBank(
+            make_net(dtype=getattr(torch, weights)), [replace(PLAIN, dtype="float32")]
+        )
+        assert {t.dtype for t in bank["ema"].tensors} == {
+            torch.float64 if weights == "float64" else torch.float32
+        }
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_constant_parameter_keeps_its_bits(dtype, where):
     net = Net(dtype=dtype)
-    others = [EmaProfile("fast", 0.5), PowerProfile("p", 3.0), SwaProfile("flat"), SwaProfile("wide", dtype="float64")]
+    others = [
+        EmaProfile("fast", 0.5),
+        PowerProfile("p", 3.0),
+        SwaProfile("flat"),
+        SwaProfile("wide", dtype="float64"),
+    ]
     bank = AverageBank(net, [EmaProfile("ema", 0.999), *others])
     live = copies(net)
     with on_device() if where == "device" else nullcontext():
@@ -115,9 +124,18 @@ def test_every_formula_gives_the_same_on_host_and_device(profile):
 
 
 @pytest.mark.parametrize("at_once", [1, 200])
-def test_averages_that_are_updated_in_parts_have_the_bits_of_those_updated_at_once(at_once, monkeypatch):
-    more = {"narrow": {"dtype": "float32"}, "every_second": {"update_every": 2, "buffers": "average"}, "other": {}}
-    profiles, net = [EmaProfile(name, 0.9, **options) for name, options in more.items()], make_net(dtype=torch.bfloat16)
+def test_averages_that_are_updated_in_parts_have_the_bits_of_those_updated_at_once(
+    at_once, monkeypatch
+):
+    more = {
+        "narrow": {"dtype": "float32"},
+        "every_second": {"update_every": 2, "buffers": "average"},
+        "other": {},
+    }
+    profiles, net = (
+        [EmaProfile(name, 0.9, **options) for name, options in more.items()],
+        make_net(dtype=torch.bfloat16),
+    )
     whole = AverageBank(net, profiles)
     monkeypatch.setattr(storage, "_AT_ONCE", at_once)
     parts = AverageBank(net, profiles)
@@ -136,7 +154,11 @@ def test_the_fate_of_a_step_is_never_read_by_the_host(net, profile):
         bank.update(torch.ones(()))
         bank.update(torch.zeros(()))
     assert seen.names
-    assert not [name for name in seen.names if "_local_scalar_dense" in name or "item" in name or "nonzero" in name]
+    assert not [
+        name
+        for name in seen.names
+        if "_local_scalar_dense" in name or "item" in name or "nonzero" in name
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "rate"), [(torch.float32, 1e-3), (torch.bfloat16, 0.02)])
@@ -144,7 +166,9 @@ def test_an_average_of_narrow_weights_does_not_stay_behind_in_a_run_that_decays(
     """In float32 it lost 7 to 10 % of its distance from the live weights: updates fell below its rounding."""
     generator, decay = torch.Generator().manual_seed(0), 0.9999
     net = Net(width=40, dtype=dtype)
-    bank = AverageBank(net, [EmaProfile("default", decay), EmaProfile("narrow", decay, dtype="float32")])
+    bank = AverageBank(
+        net, [EmaProfile("default", decay), EmaProfile("narrow", decay, dtype="float32")]
+    )
     expected, steps = net.first.weight.detach().double().clone(), 12_000
     with torch.no_grad():
         for step in range(steps):
@@ -154,7 +178,9 @@ def test_an_average_of_narrow_weights_does_not_stay_behind_in_a_run_that_decays(
             share = 1 - min(decay, (1 + step) / (10 + step))
             expected.lerp_(net.first.weight.double(), share)
     distance = (net.first.weight.double() - expected).norm()
-    default, narrow = (bank.weights(name)["first.weight"].double() - expected for name in bank.names)
+    default, narrow = (
+        bank.weights(name)["first.weight"].double() - expected for name in bank.names
+    )
     assert default.norm() < 1e-8 * distance
     assert narrow.abs().max() < 1e-4
     assert narrow.norm() > 0.01 * distance  # what the option costs
@@ -202,9 +228,13 @@ def test_a_second_signal_in_an_exchange_is_delivered_although_the_first_raises(n
     assert_same(copies(net), live)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Guards may run slower")  # of torch, on Python 3.13.0
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:Guards may run slower"
+)  # of torch, on Python 3.13.0
 def test_a_compiled_model_sees_the_swap_without_compiling_again(net):
-    compiled = torch.compile(net, backend=(backend := mock.Mock(side_effect=lambda graph, _: graph.forward)))
+    compiled = torch.compile(
+        net, backend=(backend := mock.Mock(side_effect=lambda graph, _: graph.forward))
+    )
     bank, x = AverageBank(compiled, [PLAIN]), torch.ones(2, 3, dtype=torch.float64)
     with torch.no_grad():
         compiled(x)
@@ -221,7 +251,9 @@ def test_names_are_those_of_the_bare_model_whatever_wraps_it(net):
     bank = AverageBank(wrapped, [PLAIN])
     assert sorted(bank.weights("ema")) == sorted(net.state_dict())
     inside = nn.ModuleDict({"module": torch.compile(net, backend="eager"), "last": nn.Linear(1, 1)})
-    assert {"module.first.weight", "last.weight"} < AverageBank(inside, [PLAIN]).weights("ema").keys()
+    assert {"module.first.weight", "last.weight"} < AverageBank(inside, [PLAIN]).weights(
+        "ema"
+    ).keys()
 
 
 def test_a_model_without_trained_parameters_is_an_error(net):
@@ -244,7 +276,10 @@ def test_live_weights_averages_and_states_are_the_same_bits_inside_and_after_a_s
             assert_same(copies(net), {n: t.to(live[n].dtype) for n, t in averages["ema"].items()})
             assert_same(bank.weights("live"), live)
             for name in bank.names:
-                assert_same(bank.state_dict()["profiles"][name]["weights"], state["profiles"][name]["weights"])
+                assert_same(
+                    bank.state_dict()["profiles"][name]["weights"],
+                    state["profiles"][name]["weights"],
+                )
                 assert_same(bank.weights(name), averages[name])
         assert_same(copies(net), live)
         assert_same(bank.weights("ema"), averages["ema"])
@@ -257,7 +292,12 @@ def test_what_would_mix_live_and_averaged_weights_is_refused_inside_a_swap(net):
     train(net, bank, [0])
     state, live = bank.state_dict(), copies(net)
     with bank.swapped_in("ema"):
-        for act in (bank.update, bank.rebind, lambda: bank.load_state_dict(state), lambda: pickle.dumps(bank)):
+        for act in (
+            bank.update,
+            bank.rebind,
+            lambda: bank.load_state_dict(state),
+            lambda: pickle.dumps(bank),
+        ):
             with pytest.raises(AssertionError, match="while an average is swapped in"):
                 act()
         with pytest.raises(RuntimeError, match="'slow' cannot be swapped in: 'ema' is already"):

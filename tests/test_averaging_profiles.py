@@ -9,7 +9,14 @@ import pytest
 import torch
 from averaging_nets import EveryOther, make_net, move, weights_of_steps
 
-from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile, gamma_of, sigma_rel_of
+from deepmd_ema.averaging import (
+    AverageBank,
+    EmaProfile,
+    PowerProfile,
+    SwaProfile,
+    gamma_of,
+    sigma_rel_of,
+)
 from deepmd_ema.errors import ConfigError
 
 SAME_MATH = 1e-13
@@ -43,7 +50,10 @@ FORMULAS = {
     "half-life": (EmaProfile.from_half_life("e", 7, warmup=False), lambda t: 0.5 ** (1 / 7)),
     "warm-up": (EmaProfile("e", 0.6), lambda t: min(0.6, (1 + t) / (10 + t))),
     "power": (PowerProfile("e", 2.5), lambda t: (t / (t + 1)) ** 3.5),
-    "power of the paper": (PowerProfile.from_sigma_rel("e", 0.1), lambda t: (t / (t + 1)) ** (gamma_of(0.1) + 1)),
+    "power of the paper": (
+        PowerProfile.from_sigma_rel("e", 0.1),
+        lambda t: (t / (t + 1)) ** (gamma_of(0.1) + 1),
+    ),
     "equal": (SwaProfile("e"), lambda t: t / (t + 1)),
 }
 
@@ -63,13 +73,17 @@ def test_an_average_has_the_weights_and_the_mean_age_of_its_formula(name, start,
         expected[step] += 1 - decay
     assert torch.allclose(weights, expected, rtol=1e-12, atol=1e-15)
     assert float(weights.sum()) == pytest.approx(1, rel=SAME_MATH)
-    assert info["mean_age"] == pytest.approx(float(weights @ (num_steps - torch.arange(num_steps + 1.0).double())))
+    assert info["mean_age"] == pytest.approx(
+        float(weights @ (num_steps - torch.arange(num_steps + 1.0).double()))
+    )
     assert info["updates"] == 37 // every
     before, _ = weights_of_steps(profile, max(start - 1, 0))
     assert before[-1] == 1
 
 
-@pytest.mark.parametrize("profile", [EmaProfile("e", 0.9, warmup=False), PowerProfile("e", 3.0), SwaProfile("e")])
+@pytest.mark.parametrize(
+    "profile", [EmaProfile("e", 0.9, warmup=False), PowerProfile("e", 3.0), SwaProfile("e")]
+)
 def test_D6_skipped_steps_count_nothing_and_the_others_sum_to_one(profile):
     skipped = (1, 4, 5, 11)
     weights, info = weights_of_steps(profile, 20, skipped)
@@ -78,11 +92,16 @@ def test_D6_skipped_steps_count_nothing_and_the_others_sum_to_one(profile):
     good = [step for step in range(21) if step not in skipped]
     assert torch.equal(weights[good], plain)
     assert float(weights.sum()) == pytest.approx(1, rel=SAME_MATH)
-    assert info["mean_age"] == pytest.approx(float((weights * (20 - torch.arange(21))).sum()), rel=SAME_MATH)
+    assert info["mean_age"] == pytest.approx(
+        float((weights * (20 - torch.arange(21))).sum()), rel=SAME_MATH
+    )
 
 
 def test_a_start_in_epochs_after_any_run_is_never():
-    assert EmaProfile("e", half_life=1, half_life_unit="epochs").in_steps({"epochs": 2}).decay == 0.5**0.5
+    assert (
+        EmaProfile("e", half_life=1, half_life_unit="epochs").in_steps({"epochs": 2}).decay
+        == 0.5**0.5
+    )
     late = SwaProfile("s", start_epoch=1e300).in_steps({"epochs": 20.0})
     assert late.start_epoch is None
     assert not late.is_due(10**17)

@@ -92,7 +92,9 @@ class Desk:
 def systems(tmp_path_factory):
     """Training and validation data."""
     home = tmp_path_factory.mktemp("systems")
-    return write_system(home / "data", frames=8, seed=1, sets=2), write_system(home / "valid", frames=3, seed=2)
+    return write_system(home / "data", frames=8, seed=1, sets=2), write_system(
+        home / "valid", frames=3, seed=2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +212,13 @@ def test_ranks_and_ports_that_are_no_numbers_are_reported(clean, monkeypatch, en
 def test_numbers_of_frames_and_names_of_outputs_are_checked(clean):
     for words in ("test -m m.pt -n -5", "change-bias m.pt -n ²", "test -m m.pt -n 1.5"):
         clean.run(*words.split()).must_say("expected a number of frames, 0 for all")
-    for words in ("freeze -o", "plot val.log -o", "train input.json -o", "test --plot", "train input.json -l"):
+    for words in (
+        "freeze -o",
+        "plot val.log -o",
+        "train input.json -o",
+        "test --plot",
+        "train input.json -l",
+    ):
         clean.run(*words.split(), "").must_say("'': expected the name of a file")
 
 
@@ -220,7 +228,9 @@ def test_a_pipe_among_the_data_is_reported_and_not_waited_for(clean, name):
     file = Path("data", name)
     file.unlink()
     os.mkfifo(file)
-    clean.run("check", "input.json").must_say(f"data/{name}: is a pipe or a device, expected a file.")
+    clean.run("check", "input.json").must_say(
+        f"data/{name}: is a pipe or a device, expected a file."
+    )
 
 
 def test_advice_names_the_input_as_it_is_called(clean):
@@ -295,9 +305,12 @@ def test_a_file_that_a_run_cannot_start_from_is_reported_and_nothing_is_touched(
 def test_a_restart_of_a_finished_run_says_that_nothing_is_left(desk):
     desk.write(num_steps=LAST, training__save_freq=2)
     desk.train("--restart", "model.ckpt.pt").must_say(
-        "WARNING: step 4 is the last of 4 already: nothing is left to train. Raise training.numb_steps", code=GOOD
+        "WARNING: step 4 is the last of 4 already: nothing is left to train. Raise training.numb_steps",
+        code=GOOD,
     )
-    desk.run("show", "model.ckpt.pt", "--json").must_say("prints the status of a run. Give its folder, or leave --json")
+    desk.run("show", "model.ckpt.pt", "--json").must_say(
+        "prints the status of a run. Give its folder, or leave --json"
+    )
 
 
 def test_statistics_are_not_added_to_data(clean):
@@ -310,7 +323,8 @@ def test_statistics_are_not_added_to_data(clean):
 def test_a_restart_on_data_that_have_grown_says_so(desk):
     shutil.copytree("data/set.000", "data/set.002")
     desk.train("--restart", "model.ckpt.pt").must_say(
-        "WARNING: the training data have 12 frames now and had 8 when the checkpoint was written", code=GOOD
+        "WARNING: the training data have 12 frames now and had 8 when the checkpoint was written",
+        code=GOOD,
     )
 
 
@@ -318,7 +332,9 @@ def test_a_restart_on_data_that_have_grown_says_so(desk):
 
 
 @pytest.mark.parametrize("files_that_fit", [0, 1])
-def test_a_full_disk_is_reported_and_the_old_checkpoint_stays_usable(desk, monkeypatch, files_that_fit):
+def test_a_full_disk_is_reported_and_the_old_checkpoint_stays_usable(
+    desk, monkeypatch, files_that_fit
+):
     kept, save, written = Path("model.ckpt-4.pt").read_bytes(), torch.save, []
 
     def save_while_there_is_space(content, file):
@@ -362,7 +378,11 @@ def test_a_place_that_cannot_be_written_is_reported_before_anything_is_trained(c
 
 
 def everything(folder="."):
-    return {str(p): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file() and not p.is_symlink()}
+    return {
+        str(p): p.read_bytes()
+        for p in Path(folder).rglob("*")
+        if p.is_file() and not p.is_symlink()
+    }
 
 
 NOT_OVERWRITTEN = {
@@ -390,7 +410,9 @@ def test_two_runs_in_one_folder_are_refused_with_process_and_machine(desk):
     with locked([Path.cwd() / LOCK]):
         reported = desk.train()
         reported.must_say(
-            "another run writes here", f"process {os.getpid()} on {socket.gethostname()}", "another folder"
+            "another run writes here",
+            f"process {os.getpid()} on {socket.gethostname()}",
+            "another folder",
         )
     assert everything() == before
 
@@ -399,10 +421,16 @@ def test_a_forgotten_restart_loses_nothing_and_is_reported_before_the_first_step
     before = everything()
     reported = desk.train()
     reported.must_say(
-        "there were files of an earlier run, up to step 4: moved to earlier-1.", "use --restart", code=GOOD
+        "there were files of an earlier run, up to step 4: moved to earlier-1.",
+        "use --restart",
+        code=GOOD,
     )
     assert reported.text.index("moved to earlier-1") < reported.text.index("1  train")
-    ran = [name for name in before if name.endswith((".pt", ".out", ".log", "out.json")) or name == "checkpoint"]
+    ran = [
+        name
+        for name in before
+        if name.endswith((".pt", ".out", ".log", "out.json")) or name == "checkpoint"
+    ]
     assert len(ran) > 5
     after = everything()
     for name in ran:
@@ -483,10 +511,18 @@ def damaged(content):
         yield content[: int(part * len(content))].ljust(len(content), b"\0")
     for seed in range(8):
         rng, spoiled = np.random.default_rng(seed), bytearray(content)
-        for place in rng.integers(0, len(content) if seed % 2 else min(len(content), 2048), 1 + seed):
+        for place in rng.integers(
+            0, len(content) if seed % 2 else min(len(content), 2048), 1 + seed
+        ):
             spoiled[place] = int(rng.integers(256))
         yield bytes(spoiled)
-    yield from (b"words\n" * 9, b"\xff\xfe\0", b"[" * 50_000, pickle.dumps({"model": {}}), b"gone.pt\nmodel.ckpt-2.pt")
+    yield from (
+        b"words\n" * 9,
+        b"\xff\xfe\0",
+        b"[" * 50_000,
+        pickle.dumps({"model": {}}),
+        b"gone.pt\nmodel.ckpt-2.pt",
+    )
 
 
 @pytest.mark.slow
@@ -541,7 +577,9 @@ TAMPERED = [None, "x", -1, 10**30, float("nan"), [1, "x"], {"x": 1}, torch.zeros
     "config.model", "config.training", "config.model.descriptor", "config.model.descriptor.sel",
     "model.out_bias", "averages.steps",
 ])  # fmt: skip
-def test_a_part_of_a_checkpoint_that_is_gone_or_of_another_kind_ends_no_command_with_a_traceback(desk, path):
+def test_a_part_of_a_checkpoint_that_is_gone_or_of_another_kind_ends_no_command_with_a_traceback(
+    desk, path
+):
     whole = checkpoint.load("model.ckpt-4.pt")
     *above, last = path.split(".")
     for number, value in enumerate([..., *TAMPERED]):

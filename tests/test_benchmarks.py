@@ -12,20 +12,31 @@ NIGHTLY = {  # the smallest forms, and a line of their pages
         ["--quick", "--stage", "step", "growth", "start", "validation", "checkpoint"],
         "| se_e2_a, 96 atoms |",
     ),
-    "parallel.py": (["speed", "--ranks", "1", "2", "--stages", "0", "2", "--steps", "10", "--rounds", "1"], "| 2 |"),
+    "parallel.py": (
+        ["speed", "--ranks", "1", "2", "--stages", "0", "2", "--steps", "10", "--rounds", "1"],
+        "| 2 |",
+    ),
     "averaging_worth.py": (
         ["--examples", "water", "--schedules", "constant", "--seeds", "1", "--steps", "40"],
         "| live",
     ),
-    "time_to_accuracy.py": (["--targets", "--stage", "reach", "--sets", "water", "--seeds", "1"], "dp-ema, float64"),
-    "init_recipes.py": (["--sets", "water_virial", "--seconds", "5", "--sources", "."], "water_virial"),
+    "time_to_accuracy.py": (
+        ["--targets", "--stage", "reach", "--sets", "water", "--seeds", "1"],
+        "dp-ema, float64",
+    ),
+    "init_recipes.py": (
+        ["--sets", "water_virial", "--seconds", "5", "--sources", "."],
+        "water_virial",
+    ),
 }
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 PROGRAMS = {path.name for path in FOLDER.glob("*.py") if "parse_args()" in path.read_text()}
 
 
 def output_of(program, *words):
-    done = subprocess.run([sys.executable, FOLDER / program, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, FOLDER / program, *words], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -53,6 +64,8 @@ def test_the_benchmark_of_dynamics_runs_to_its_page(tmp_path):
     config["training"] |= {"numb_steps": 40, "save_freq": 40}
     (tmp_path / "input.json").write_text(json.dumps(config))
     (tmp_path / "data").symlink_to(FOLDER.parent / "examples" / "water" / "data")
-    subprocess.run([sys.executable, "-m", "deepmd_ema", "train", "input.json"], cwd=tmp_path, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "deepmd_ema", "train", "input.json"], cwd=tmp_path, check=True
+    )
     words = ("--steps", "40", "--block", "20")
     assert "| dp-ema, .pt2 |" in output_of("md.py", str(tmp_path / "model.ckpt.pt"), *words)

@@ -37,7 +37,9 @@ def shift_energies(system):
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shifted")
     return [
-        shift_energies(write_system(folder / f"{k}", frames=6, natoms=natoms, seed=k, num_types=num_types))
+        shift_energies(
+            write_system(folder / f"{k}", frames=6, natoms=natoms, seed=k, num_types=num_types)
+        )
         for k, (natoms, num_types) in enumerate(SIZES)
     ]
 
@@ -120,7 +122,9 @@ def test_a_fit_that_is_ended_early_costs_no_step_of_the_run(tmp_path, data, monk
     def fail(*_):
         raise KeyboardInterrupt
 
-    whole = checkpoint.load(train(tmp_path / "whole", data, monkeypatch, num_steps=7, **REFIT) / "model.ckpt-7.pt")
+    whole = checkpoint.load(
+        train(tmp_path / "whole", data, monkeypatch, num_steps=7, **REFIT) / "model.ckpt-7.pt"
+    )
     folder = tmp_path / "run"
     with monkeypatch.context() as broken:
         broken.setattr("deepmd_ema.training.trainer.refit_bias", fail)
@@ -152,11 +156,16 @@ def prepared(systems, **changes):
 def test_many_frames_give_a_sample_of_every_system(data, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     run = prepared(data)
-    assert chosen_frames(run.tasks[""].config, run.tasks[""].train, run.seed, 24) == [list(range(6))] * 4
+    assert (
+        chosen_frames(run.tasks[""].config, run.tasks[""].train, run.seed, 24)
+        == [list(range(6))] * 4
+    )
     chosen = chosen_frames(run.tasks[""].config, run.tasks[""].train, run.seed, 10)
     assert sorted(map(len, chosen)) == [2, 2, 3, 3]
     assert all(frames == sorted(set(frames)) and set(frames) <= set(range(6)) for frames in chosen)
-    assert chosen == chosen_frames(run.tasks[""].config, prepared(data).tasks[""].train, run.seed, 10)
+    assert chosen == chosen_frames(
+        run.tasks[""].config, prepared(data).tasks[""].train, run.seed, 10
+    )
     monkeypatch.setattr("deepmd_ema.training.prepare.MAX_FRAMES", 10)
     with caplog.at_level(logging.INFO):
         refit_bias(run, AverageBank(run.models.by_task, []))
@@ -164,7 +173,9 @@ def test_many_frames_give_a_sample_of_every_system(data, tmp_path, monkeypatch, 
     assert "meV/atom before, 0 after" in caplog.text
 
 
-def test_without_energies_there_is_nothing_to_fit_and_a_warning_says_so(tmp_path, monkeypatch, caplog):
+def test_without_energies_there_is_nothing_to_fit_and_a_warning_says_so(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.chdir(tmp_path)
     system = write_system(tmp_path / "forces", frames=2, energy=False)
     run = prepared([system], loss__start_pref_e=0, loss__limit_pref_e=0)

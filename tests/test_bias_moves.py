@@ -27,18 +27,38 @@ KINDS = {
     "dos": {"type": "dos", "numb_dos": 4, "neuron": [4]},
     "polar": {"type": "polar", "neuron": [4], "scale": [2.0, 0.5, 1.0]},
 }
-MIXED = {"type": "se_atten", "sel": 20, "rcut": 4.0, "neuron": [2, 4], "axis_neuron": 2, "attn_layer": 0}
-SHAPES = {"energy": (), "gap": (1,), "magnetization": (2,), "one for all": (1,), "dos": (4,), "polar": (9,)}
+MIXED = {
+    "type": "se_atten",
+    "sel": 20,
+    "rcut": 4.0,
+    "neuron": [2, 4],
+    "axis_neuron": 2,
+    "attn_layer": 0,
+}
+SHAPES = {
+    "energy": (),
+    "gap": (1,),
+    "magnetization": (2,),
+    "one for all": (1,),
+    "dos": (4,),
+    "polar": (9,),
+}
 
 
 def gathered(kind, shift, noise, frames=20, seed=0, **model):
     """Return frames whose labels differ from the predictions by ``shift`` (T, ...) of the bias, and ``noise``."""
     rng, shape = np.random.default_rng(seed), SHAPES[kind]
-    values = tiny_input(["data"], type_map=ELEMENTS, model__fitting_net=KINDS[kind])["model"] | model
+    values = (
+        tiny_input(["data"], type_map=ELEMENTS, model__fitting_net=KINDS[kind])["model"] | model
+    )
     found = FrameEnergies(model_config_from_dict(values))
     found._counts.append(rng.integers(1, 9, (frames, 3)).astype(float))
     found._predicted.append(rng.normal(size=(frames, *shape)))
-    noise = noise * rng.normal(size=(frames, *shape)) * (1 if found.config.fitting_net.intensive else 15)
+    noise = (
+        noise
+        * rng.normal(size=(frames, *shape))
+        * (1 if found.config.fitting_net.intensive else 15)
+    )
     found._labels.append(found._predicted[0] + found.effect @ shift + noise)
     return found
 
@@ -98,9 +118,14 @@ def test_the_order_of_the_elements_does_not_matter(kind):
     other._counts[0] = other._counts[0][:, order]
     if kind == "polar":
         fitting = {**KINDS[kind], "scale": [KINDS[kind]["scale"][k] for k in order]}
-        other.config = model_config_from_dict(tiny_input(["x"], type_map=ELEMENTS, model__fitting_net=fitting)["model"])
+        other.config = model_config_from_dict(
+            tiny_input(["x"], type_map=ELEMENTS, model__fitting_net=fitting)["model"]
+        )
     for how in ("fit", "keep"):
-        here, there = (move_bias(*of, std, new, how) for *of, new in ((frames, bias, "C"), (other, bias[order], "O")))
+        here, there = (
+            move_bias(*of, std, new, how)
+            for *of, new in ((frames, bias, "C"), (other, bias[order], "O"))
+        )
         np.testing.assert_allclose(here.bias[order], there.bias, rtol=1e-9)
 
 
@@ -123,7 +148,9 @@ def test_energies_that_the_input_gives_hold_and_the_others_are_fitted():
     bias = with_given_energies(frames.config, np.array([-400.0, -10.0, -90.0]))
     for how, others in (("auto", shift), ("fit", shift), ("keep", 0 * shift)):
         found = move_bias(frames, bias, np.ones(3), how=how)
-        np.testing.assert_allclose(found.bias, [bias[0] + others[0], -13.0, bias[2] + others[2]], atol=1e-9)
+        np.testing.assert_allclose(
+            found.bias, [bias[0] + others[0], -13.0, bias[2] + others[2]], atol=1e-9
+        )
 
 
 def test_excluded_elements_keep_their_bias():
@@ -144,7 +171,12 @@ def test_a_new_element_changes_nothing_of_a_property_at_any_place(type_map, dist
     """Predictions were 99.9 in place of 10.97, and the unit of the loss was that of the new data."""
     fitting = {**GAP, "distinguish_types": distinguish}
     old, new = (
-        build_model(model_config_from_dict({"type_map": elements, "descriptor": MIXED, "fitting_net": fitting}), 1)
+        build_model(
+            model_config_from_dict(
+                {"type_map": elements, "descriptor": MIXED, "fitting_net": fitting}
+            ),
+            1,
+        )
         for elements in (["O", "H"], type_map)
     )
     old.out_std.fill_(3.0)
@@ -195,9 +227,15 @@ def test_what_init_writes_follows_from_the_errors_of_the_model(
     replay = ["--replay", "same", "-o", str(tmp_path / "replay.yaml")]
     assert main(["init", data, "--finetune", "old.pt", "--steps", "2", *replay]) == 0
     models = load_config(str(tmp_path / "replay.yaml")).tasks
-    assert {name: task.model.finetune_bias for name, task in models.items()} == {"new": choice, "old": "keep"}
+    assert {name: task.model.finetune_bias for name, task in models.items()} == {
+        "new": choice,
+        "old": "keep",
+    }
     if data == "other":  # 12 atoms
-        assert f"energies differ by {SHIFTS[np.loadtxt('other/type.raw', dtype=int)].mean():.3g}" in printed
+        assert (
+            f"energies differ by {SHIFTS[np.loadtxt('other/type.raw', dtype=int)].mean():.3g}"
+            in printed
+        )
 
 
 @pytest.mark.parametrize(("data", "options", "message"), [
@@ -207,7 +245,9 @@ def test_what_init_writes_follows_from_the_errors_of_the_model(
     ("other", {"start": "--init-model"}, "--finetune in place of --init-model moves it"),
     ("same", {"start": "--init-model"}, ""),
 ])  # fmt: skip
-def test_a_start_reports_whether_the_labels_are_of_another_method(here, base, capsys, data, options, message):
+def test_a_start_reports_whether_the_labels_are_of_another_method(
+    here, base, capsys, data, options, message
+):
     for name in (data, "old.pt"):
         Path(name).symlink_to(base / name)
     way = options.pop("start", "--finetune")
@@ -231,7 +271,9 @@ def test_a_preset_holds_in_fine_tuning_and_is_named_elsewhere(here, base, capsys
     after = load("model.ckpt-1.pt")["model"]["out_bias"].flatten()
     err = capsys.readouterr().err
     assert (after[0] == -90.0) == (way == "--finetune")
-    assert ("energies that the input gives for O have no effect with --init-model" in err) == (after[0] != -90.0)
+    assert ("energies that the input gives for O have no effect with --init-model" in err) == (
+        after[0] != -90.0
+    )
     assert way == "--finetune" or "another reference" not in err
 
 
@@ -243,11 +285,15 @@ def test_energies_of_weight_0_are_in_no_bias(here, base, capsys):
     np.save("same/set.000/energy.npy", np.where(weight, energy, 0.0))
     np.save("same/set.000/energy_weight.npy", weight.astype(float))
     Path("old.pt").symlink_to(base / "old.pt")
-    values = tiny_input(["same"], num_steps=1, model__finetune_bias="fit", training__change_bias_after_training=True)
+    values = tiny_input(
+        ["same"], num_steps=1, model__finetune_bias="fit", training__change_bias_after_training=True
+    )
     values["training"]["training_data"]["frame_weights"] = True
     Path("input.json").write_text(json.dumps(values))
     assert main(["train", "input.json", "--finetune", "old.pt"]) == 0
-    assert re.search(r"differ by \S+ eV/atom \(spread 0.0\d+\).*, on 6 training frames", capsys.readouterr().err)
+    assert re.search(
+        r"differ by \S+ eV/atom \(spread 0.0\d+\).*, on 6 training frames", capsys.readouterr().err
+    )
     assert main(["train", "input.json"]) == 0
     bias = load("model.ckpt-1.pt")["model"]["out_bias"].flatten()
     composition = np.bincount(np.loadtxt("same/type.raw", dtype=int))

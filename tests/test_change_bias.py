@@ -58,11 +58,15 @@ def test_the_mean_residual_per_atom_of_the_new_file_is_zero(run, data, tmp_path,
     after = residuals(out, data)
     assert abs(before.mean()) > 0.1
     assert abs(after.mean()) < ZERO
-    spread = np.std([energy for energy, _ in errors_of(out, data)])  # of whole energies, as statistics have it
+    spread = np.std(
+        [energy for energy, _ in errors_of(out, data)]
+    )  # of whole energies, as statistics have it
     np.testing.assert_allclose(load_model(out).model.out_std, spread, rtol=1e-9)
     assert source.read_bytes() == content
     weights = [load_model(file).model.state_dict() for file in (source, out)]
-    assert_same(*({n: t for n, t in one.items() if n not in ("out_bias", "out_std")} for one in weights))
+    assert_same(
+        *({n: t for n, t in one.items() if n not in ("out_bias", "out_std")} for one in weights)
+    )
     text = capsys.readouterr().out
     assert f"moved by a fit of label minus prediction, 12 frames of {data}" in text
     assert f"mean {1000 * before.mean():.6g} before, 0 after" in text
@@ -76,7 +80,11 @@ def test_the_mean_residual_per_atom_of_the_new_file_is_zero(run, data, tmp_path,
 
 def test_an_average_of_a_checkpoint_is_changed_with_its_own_weights(run, data, tmp_path):
     out, beside = tmp_path / "one.pt", tmp_path / "two.pt"
-    assert change(run[0], "-s", data, "-o", out, "--use-ema") == change(run[1], "-s", data, "-o", beside) == 0
+    assert (
+        change(run[0], "-s", data, "-o", out, "--use-ema")
+        == change(run[1], "-s", data, "-o", beside)
+        == 0
+    )
     assert_same(checkpoint.load(out)["model"], checkpoint.load(beside)["model"])
     assert abs(residuals(out, data).mean()) < ZERO
     info = load_model(out).info
@@ -84,9 +92,13 @@ def test_an_average_of_a_checkpoint_is_changed_with_its_own_weights(run, data, t
     assert info.describe() == load_model(run[1]).info.describe()
 
 
-def test_the_file_says_what_was_changed_and_so_does_what_is_frozen_of_it(run, data, tmp_path, capsys):
+def test_the_file_says_what_was_changed_and_so_does_what_is_frozen_of_it(
+    run, data, tmp_path, capsys
+):
     out = tmp_path / "new.pt"
-    assert change(run[0], "-s", data / "water", data / "oxygen", "-n", 2, "-m", "set", "-o", out) == 0
+    assert (
+        change(run[0], "-s", data / "water", data / "oxygen", "-n", 2, "-m", "set", "-o", out) == 0
+    )
     frozen = freeze(load_model(out), tmp_path / "new.dp").path
     record = {"mode": "set", "frames": 4, "source": f"{data / 'water'}, {data / 'oxygen'}"}
     assert checkpoint.load(out)["bias"] == record
@@ -94,9 +106,15 @@ def test_the_file_says_what_was_changed_and_so_does_what_is_frozen_of_it(run, da
     capsys.readouterr()
     for path in (out, frozen):
         assert cli.main(["show", str(path)]) == 0
-        assert f"  bias           set to a fit of the labels, 4 frames of {data / 'water'}, " in capsys.readouterr().out
+        assert (
+            f"  bias           set to a fit of the labels, 4 frames of {data / 'water'}, "
+            in capsys.readouterr().out
+        )
     assert change(frozen, "-b", "-1", "-2", "-o", tmp_path / "again.dp") == 0
-    assert load_model(tmp_path / "again.dp").info.bias == {"mode": "given", "source": "values given"}
+    assert load_model(tmp_path / "again.dp").info.bias == {
+        "mode": "given",
+        "source": "values given",
+    }
     assert cli.main(["show", str(run[0])]) == 0
     assert "  bias  " not in capsys.readouterr().out.split("wrote")[-1]
 
@@ -153,18 +171,29 @@ def test_elements_that_the_data_do_not_hold_or_report_apart_are_named(run, data,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-b", "1"], r"-b: 1 value, expected one for each of the 2 elements of the model, in this order: O H."),
+        (
+            ["-b", "1"],
+            r"-b: 1 value, expected one for each of the 2 elements of the model, in this order: O H.",
+        ),
         (["-b", "1", "nan"], "-b: H nan: expected finite energies in eV."),
-        (["-b", "1", "2", "-m", "set"], "-b: the bias is what you give; -m and -n are for a fit to data."),
+        (
+            ["-b", "1", "2", "-m", "set"],
+            "-b: the bias is what you give; -m and -n are for a fit to data.",
+        ),
         (["-n", "-3"], "'-3': expected a number of frames, 0 for all."),
         (["-s", "nowhere"], "nowhere: no such file or folder"),
         (["-f", "nowhere"], "nowhere: cannot be read"),
         (["-b", "1", "2", "-o", "new.dp"], "-o new.dp: expected a name that ends in .pt, as "),
         (["-b", "1", "2", "-o", "no/new.pt"], "-o no/new.pt: the folder no is not there."),
-        (["-b", "1", "2", "--profile", "slow"], "no average is called 'slow'. Give --average one of: ema"),
+        (
+            ["-b", "1", "2", "--profile", "slow"],
+            "no average is called 'slow'. Give --average one of: ema",
+        ),
     ],
 )
-def test_a_mistake_is_named_and_nothing_is_written(run, tmp_path, monkeypatch, capsys, words, message):
+def test_a_mistake_is_named_and_nothing_is_written(
+    run, tmp_path, monkeypatch, capsys, words, message
+):
     monkeypatch.chdir(tmp_path)
     before = sorted(p.name for p in run[0].parent.iterdir())
     assert change(run[0], *words) == 2

@@ -48,10 +48,15 @@ def test_a_damaged_file_is_named_with_the_newest_intact_one_before_it(here, how)
         checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
     spoil(here / "model.ckpt-3.pt", how)
     spoil(here / "model.ckpt-2.pt", "cut")
-    with pytest.raises(CheckpointError, match=r"model.ckpt-3.pt: damaged, .*\bmodel.ckpt-1.pt: continue from that one"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model.ckpt-3.pt: damaged, .*\bmodel.ckpt-1.pt: continue from that one",
+    ):
         checkpoint.load("model.ckpt-3.pt")
     os.remove("model.ckpt-1.pt")
-    with pytest.raises(CheckpointError, match=r"damaged.* There is no older intact checkpoint beside it"):
+    with pytest.raises(
+        CheckpointError, match=r"damaged.* There is no older intact checkpoint beside it"
+    ):
         checkpoint.load(here / "model.ckpt-2.pt")
 
 
@@ -59,12 +64,26 @@ def test_a_damaged_file_is_named_with_the_newest_intact_one_before_it(here, how)
     ("place", "error", "phrase"),
     [
         ("torch.load", MemoryError(), "out of memory"),
-        ("torch.load", RuntimeError("unable to mmap 8 bytes from <x>: Cannot allocate memory (12)"), "out of memory"),
-        ("torch.load", OSError(errno.EMFILE, "many"), "Too many open files). Too many files are open: raise the limit"),
-        ("zipfile.ZipFile.testzip", OSError(errno.EIO, "bad"), "Input/output error). The disk or the network file"),
+        (
+            "torch.load",
+            RuntimeError("unable to mmap 8 bytes from <x>: Cannot allocate memory (12)"),
+            "out of memory",
+        ),
+        (
+            "torch.load",
+            OSError(errno.EMFILE, "many"),
+            "Too many open files). Too many files are open: raise the limit",
+        ),
+        (
+            "zipfile.ZipFile.testzip",
+            OSError(errno.EIO, "bad"),
+            "Input/output error). The disk or the network file",
+        ),
     ],
 )
-def test_what_the_system_refuses_while_reading_is_no_damage(here, monkeypatch, place, error, phrase):
+def test_what_the_system_refuses_while_reading_is_no_damage(
+    here, monkeypatch, place, error, phrase
+):
     for step in (1, 2):
         checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
     monkeypatch.setattr(place, Mock(side_effect=error))
@@ -75,7 +94,9 @@ def test_what_the_system_refuses_while_reading_is_no_damage(here, monkeypatch, p
 
 
 def test_a_missing_file_lists_what_is_there(here):
-    with pytest.raises(CheckpointError, match=r"model.ckpt.pt: no such file. There is no checkpoint in"):
+    with pytest.raises(
+        CheckpointError, match=r"model.ckpt.pt: no such file. There is no checkpoint in"
+    ):
         checkpoint.load("model.ckpt.pt")
     for step in (2, 10):
         checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
@@ -87,7 +108,9 @@ def test_a_missing_file_lists_what_is_there(here):
     for link in ("model.ckpt.pt", "model.ckpt"):  # a file system without links has none
         assert checkpoint.resolve(link) == Path("model.ckpt-10.pt")
     (here / "model.ckpt.pt").symlink_to("model.ckpt-9.pt")
-    with pytest.raises(CheckpointError, match=r"links to model.ckpt-9.pt, which is missing. Available"):
+    with pytest.raises(
+        CheckpointError, match=r"links to model.ckpt-9.pt, which is missing. Available"
+    ):
         checkpoint.load("model.ckpt.pt")
     (here / "checkpoint").write_text("model.ckpt-9.pt")
     with pytest.raises(CheckpointError, match=r"names model.ckpt-9.pt, which is missing"):
@@ -98,12 +121,17 @@ def test_a_missing_file_lists_what_is_there(here):
         (b"", "names nothing, which is missing"),
     ):
         (here / "checkpoint").write_bytes(content)
-        with pytest.raises(CheckpointError, match=rf"checkpoint: {phrase}.*Available in .: model.ckpt-10.pt"):
+        with pytest.raises(
+            CheckpointError, match=rf"checkpoint: {phrase}.*Available in .: model.ckpt-10.pt"
+        ):
             checkpoint.load(".")
 
 
 def test_files_of_other_programs_are_recognised(here):
-    torch.save({"model": {"_extra_state": {"model_params": {}}, "model.Default.x": torch.zeros(1)}}, "dp.pt")
+    torch.save(
+        {"model": {"_extra_state": {"model_params": {}}, "model.Default.x": torch.zeros(1)}},
+        "dp.pt",
+    )
     torch.save({"weight": torch.zeros(1)}, "plain.pt")
     torch.save({"x": pytest.MonkeyPatch}, "code.pt")
     (here / "text.pt").write_text("hello")
@@ -128,12 +156,23 @@ def test_files_of_other_programs_are_recognised(here):
 
 def test_a_restart_from_an_average_or_a_best_file_names_the_file_to_use(here):
     average = payload(7, "average", "ema")
-    save_together(7, [(CheckpointSeries("model.ckpt"), payload(7)), (CheckpointSeries("model.ckpt", "_ema"), average)])
+    save_together(
+        7,
+        [
+            (CheckpointSeries("model.ckpt"), payload(7)),
+            (CheckpointSeries("model.ckpt", "_ema"), average),
+        ],
+    )
     checkpoint.require_training(checkpoint.load("model.ckpt.pt"), "model.ckpt.pt")
-    with pytest.raises(CheckpointError, match=r"average weights .* of step 7.*--restart model.ckpt-7.pt.*--init-model"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"average weights .* of step 7.*--restart model.ckpt-7.pt.*--init-model",
+    ):
         checkpoint.require_training(average, "model_ema.ckpt.pt")
     for stem in ("best", "best_ice_ema"):  # the last one of a task
-        with pytest.raises(CheckpointError, match=r"best weights.* of step 4 .*--restart model.ckpt-7.pt"):
+        with pytest.raises(
+            CheckpointError, match=r"best weights.* of step 4 .*--restart model.ckpt-7.pt"
+        ):
             checkpoint.require_training(payload(4, "best", "live"), f"{stem}.ckpt-4.t-1.pt")
     os.remove("model.ckpt-7.pt")
     with pytest.raises(CheckpointError, match=r"Use a training checkpoint \(model.ckpt-\*.pt\)"):
@@ -142,7 +181,12 @@ def test_a_restart_from_an_average_or_a_best_file_names_the_file_to_use(here):
 
 def test_weights_of_another_model_are_listed_in_one_message():
     expected = {"kept": (2,), "lost": (3,), "net.layers.0.weight": (1, 4), "wide": (5, 5)}
-    found = {"kept": (2,), "net.layers.0.matrix": torch.zeros(1, 4), "wide": torch.zeros(5, 6), "odd": torch.zeros(7)}
+    found = {
+        "kept": (2,),
+        "net.layers.0.matrix": torch.zeros(1, 4),
+        "wide": torch.zeros(5, 6),
+        "odd": torch.zeros(7),
+    }
     check_weights({"kept": [2]}, {"kept": torch.zeros(2)}, "x.pt")
     with pytest.raises(CheckpointError) as caught:
         check_weights(expected, found, "x.pt")
@@ -157,7 +201,9 @@ def test_weights_of_another_model_are_listed_in_one_message():
 
 
 def names(folder, pattern="*"):
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob(pattern) if p.is_file() or p.is_symlink())
+    return sorted(
+        str(p.relative_to(folder)) for p in folder.rglob(pattern) if p.is_file() or p.is_symlink()
+    )
 
 
 def test_names_links_and_pointer_are_those_of_deepmd_kit(here):
@@ -172,7 +218,15 @@ def test_names_links_and_pointer_are_those_of_deepmd_kit(here):
     )
     assert os.readlink("out/mm.ckpt.pt") == "../ck/sub/mm.ckpt-12.pt"
     assert (here / "checkpoint").read_text() == "ck/sub/mm.ckpt-12.pt"
-    for way in ("out/mm.ckpt.pt", "out/mm.ckpt", "ck/sub/mm.ckpt-12", "ck/sub/mm.ckpt-12.pt", ".", "checkpoint", here):
+    for way in (
+        "out/mm.ckpt.pt",
+        "out/mm.ckpt",
+        "ck/sub/mm.ckpt-12",
+        "ck/sub/mm.ckpt-12.pt",
+        ".",
+        "checkpoint",
+        here,
+    ):
         assert checkpoint.resolve(way).resolve() == (here / "ck/sub/mm.ckpt-12.pt").resolve()
         assert checkpoint.load(way)["step"] == 12
 
@@ -247,7 +301,11 @@ def test_half_written_files_of_killed_processes_are_swept_and_those_of_living_on
         f"m.pt.ffffffff-{dead.pid}-{token}.part",
         f"x.{dead.pid}.part",
     ]
-    for name in (*stay, old, *(f"{name}.{mine}-{dead.pid}-{token}.part" for name in ("model.ckpt-3.pt", "checkpoint"))):
+    for name in (
+        *stay,
+        old,
+        *(f"{name}.{mine}-{dead.pid}-{token}.part" for name in ("model.ckpt-3.pt", "checkpoint")),
+    ):
         Path(name).write_text("x")
     os.utime(old, (1e9, 1e9))
     save_together(4, [(CheckpointSeries("model.ckpt", start=0), payload(4))])
@@ -257,7 +315,9 @@ def test_half_written_files_of_killed_processes_are_swept_and_those_of_living_on
 def save_step(step, best, value, series):
     submit(best, value, step)
     content = payload(step, best={"live": best.state_dict()})
-    save_together(step, [(series[0], content), (series[1], payload(step, "average", "ema"))], [best])
+    save_together(
+        step, [(series[0], content), (series[1], payload(step, "average", "ema"))], [best]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -266,7 +326,10 @@ def test_a_kill_at_every_write_leaves_a_consistent_pair(tmp_path, monkeypatch):
         folder = tmp_path / str(at)
         folder.mkdir()
         monkeypatch.chdir(folder)
-        series = [CheckpointSeries("model.ckpt", suffix, keep=keep, start=0) for suffix, keep in (("", 2), ("_ema", 1))]
+        series = [
+            CheckpointSeries("model.ckpt", suffix, keep=keep, start=0)
+            for suffix, keep in (("", 2), ("_ema", 1))
+        ]
         best = BestFiles("best", ".", 1, "E:MAE")
         for step in (5, 10):
             save_step(step, best, 10 / step, series)
@@ -280,7 +343,11 @@ def test_a_kill_at_every_write_leaves_a_consistent_pair(tmp_path, monkeypatch):
         again = BestFiles("best", ".", 1, "E:MAE")
         again.load_state_dict(newest["best"]["live"])
         ((_, kept),) = again.records
-        assert checkpoint.load(again.path(kept))["step"] == checkpoint.load("best.ckpt.pt")["step"] == step
+        assert (
+            checkpoint.load(again.path(kept))["step"]
+            == checkpoint.load("best.ckpt.pt")["step"]
+            == step
+        )
         save_step(20, again, 0.5, series)
         assert " ".join(names(folder)) == (
             "best.ckpt-20.t-1.pt best.ckpt.pt checkpoint model.ckpt-10.pt model.ckpt-20.pt model.ckpt.pt "
@@ -308,7 +375,9 @@ def submit(best, value, step):
     return kept
 
 
-def test_best_files_carry_their_rank_and_the_link_leads_to_the_best_one_of_either_format(here, best):
+def test_best_files_carry_their_rank_and_the_link_leads_to_the_best_one_of_either_format(
+    here, best
+):
     for value, step, first in [(5.0, 4, 4), (3.0, 8, 8), (9.0, 10, 8), (4.0, 12, 8)]:
         assert submit(best, value, step) == (step != 10)
         assert os.readlink("best.ckpt.pt") == f"best.ckpt-{first}.t-1.pt"
@@ -333,7 +402,9 @@ def test_of_equal_values_the_earlier_one_stays_ahead_and_nan_is_never_kept(here,
     assert best.records == [(1.0, 1), (1.0, 4)]
 
 
-def test_the_best_so_far_survives_a_restart_and_what_was_pushed_out_stays_until_a_checkpoint_knows(here):
+def test_the_best_so_far_survives_a_restart_and_what_was_pushed_out_stays_until_a_checkpoint_knows(
+    here,
+):
     best = BestFiles("best", ".", 1, "E:MAE")
     submit(best, 2.0, 4)
     best.prune()

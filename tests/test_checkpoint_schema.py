@@ -24,7 +24,9 @@ pytestmark = pytest.mark.timeout(300)
 JUNK = (None, "text", -1, 1e300, [], {}, [1, "a"], {"a": 1}, True, 2**70)
 
 
-ALIASES = "".join(f"{c}: &{c} [{', '.join(['*' + p] * 9)}]\n" for p, c in zip("abcdefgh", "bcdefghi"))
+ALIASES = "".join(
+    f"{c}: &{c} [{', '.join(['*' + p] * 9)}]\n" for p, c in zip("abcdefgh", "bcdefghi")
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +36,22 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tree(run, tmp_path_factory):
-    return read_tree(freeze(load_model(run[0], use_average=True), tmp_path_factory.mktemp("frozen") / "m.dp").path)
+    return read_tree(
+        freeze(
+            load_model(run[0], use_average=True), tmp_path_factory.mktemp("frozen") / "m.dp"
+        ).path
+    )
 
 
 def places(tree, above=()):
     """Yield the place of every part of nested dictionaries and lists; of many that are alike the first two only."""
-    inside = list(tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ())
+    inside = list(
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in inside[:2] if isinstance(tree, list) else inside:
         yield (*above, key)
         yield from places(value, (*above, key))
@@ -56,7 +68,9 @@ def test_a_checkpoint_that_lacks_a_part_is_reported_with_its_name(run, tmp_path,
         (no_number, "model.descriptor.mean is .*expected a tensor"),
     ):
         checkpoint.save(path, content)
-        with pytest.raises(CheckpointError, match=rf"m.pt: not a file of kind training as dp-ema writes it: {said}"):
+        with pytest.raises(
+            CheckpointError, match=rf"m.pt: not a file of kind training as dp-ema writes it: {said}"
+        ):
             checkpoint.load(path)
 
 
@@ -69,7 +83,9 @@ def reported(use, path):
     return path.name
 
 
-def test_whatever_part_of_a_frozen_model_is_missing_or_of_another_type_it_is_read_or_reported(tree, tmp_path):
+def test_whatever_part_of_a_frozen_model_is_missing_or_of_another_type_it_is_read_or_reported(
+    tree, tmp_path
+):
     path, draw = tmp_path / "m.dp", random.Random(1)
     for place in places(tree):
         of_config = place[0] == "model_def_script" and len(place) > 3
@@ -79,7 +95,11 @@ def test_whatever_part_of_a_frozen_model_is_missing_or_of_another_type_it_is_rea
         *above, last = place
         spoiled = copy.deepcopy(tree)
         owner = functools.reduce(operator.getitem, above, spoiled)
-        owner[last] = draw.choice(JUNK) if "@variables" not in place else draw.choice([torch.zeros(3).numpy(), None])
+        owner[last] = (
+            draw.choice(JUNK)
+            if "@variables" not in place
+            else draw.choice([torch.zeros(3).numpy(), None])
+        )
         if draw.random() < 0.4:
             del owner[last]
         write_tree(path, spoiled)
@@ -115,7 +135,9 @@ def test_an_array_that_says_to_be_larger_than_its_file_is_not_read(tree, tmp_pat
     with h5py.File(path, "r+") as file:
         del file["variable_0001"]
         file.create_dataset("variable_0001", shape=(1 << 33,), dtype="f8")
-    with pytest.raises(CheckpointError, match=r"/variable_0001 says that it is larger than the file can hold"):
+    with pytest.raises(
+        CheckpointError, match=r"/variable_0001 says that it is larger than the file can hold"
+    ):
         load_model(path)
 
 
@@ -154,7 +176,11 @@ def test_content_that_was_changed_under_right_checksums_is_refused(run, tmp_path
 
 def test_a_digest_reports_content_apart_and_nothing_else():
     one = {"a": torch.arange(3.0), "b": [1, 2.0, "x", None, True], "c": {"d": np.float64(2)}}
-    same = {"a": torch.arange(6.0).view(3, 2)[:, 0] / 2, "b": (1, 2.0, "x", None, True), "c": {"d": np.array(2.0)}}
+    same = {
+        "a": torch.arange(6.0).view(3, 2)[:, 0] / 2,
+        "b": (1, 2.0, "x", None, True),
+        "c": {"d": np.array(2.0)},
+    }
     assert content_digest(one) == content_digest(same)
     others = [
         {**one, "a": torch.arange(3.0).double()},
@@ -178,7 +204,10 @@ def test_a_frozen_model_whose_facts_or_numbers_were_changed_is_refused(run, froz
 
     assert b"mean_age" in frozen.read_bytes()
     frozen.write_bytes(frozen.read_bytes().replace(b"mean_age", b"mean_agf", 1))
-    with pytest.raises(CheckpointError, match=r"damaged, its content is not what was written.*Freeze the model again"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"damaged, its content is not what was written.*Freeze the model again",
+    ):
         load_model(frozen)
     path = freeze(load_model(run[0]), frozen.with_name("numbers.dp")).path
     with h5py.File(path, "r+") as file:
@@ -205,7 +234,10 @@ def test_what_average_a_file_holds_survives_what_deepmd_kit_keeps_of_it(frozen):
     tree["software"] = "deepmd-kit"
     write_tree(frozen, tree)
     info = load_model(frozen).info
-    assert info.describe() == "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+    assert (
+        info.describe()
+        == "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+    )
     assert list(info.config) == ["model"]
     del tree["model_def_script"]["dp_ema"]
     write_tree(frozen, tree)

@@ -19,7 +19,9 @@ from deepmd_ema.report.curves import Curve
 
 
 def run_python(*words, **options):
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=60, **options
+    )
 
 
 def test_the_command_line_loads_nothing_heavy():
@@ -108,9 +110,13 @@ def test_an_error_becomes_a_message_and_an_exit_code(monkeypatch, error, code, m
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("words", [["--debug", "show", "x"], ["show", "--debug", "x"], ["show", "x", "--debug"]])
+@pytest.mark.parametrize(
+    "words", [["--debug", "show", "x"], ["show", "--debug", "x"], ["show", "x", "--debug"]]
+)
 def test_debug_shows_the_traceback_wherever_it_is(monkeypatch, words, capsys):
-    monkeypatch.setattr("deepmd_ema.cli.models.show", Mock(side_effect=ZeroDivisionError("by zero")))
+    monkeypatch.setattr(
+        "deepmd_ema.cli.models.show", Mock(side_effect=ZeroDivisionError("by zero"))
+    )
     assert cli.main(words) == 1
     err = capsys.readouterr().err
     assert "Traceback (most recent call last)" in err
@@ -121,7 +127,9 @@ def test_a_reader_that_leaves_early_is_no_error():
     code = "import sys; from deepmd_ema import cli; " \
            "from deepmd_ema.cli import models; models.show = lambda args: print('x\\n' * 200000); " \
            "sys.exit(cli.main(['show', 'x']))"  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     process.stdout.readline()
     process.stdout.close()
     err = process.stderr.read()
@@ -144,10 +152,14 @@ def test_check_without_torch_still_checks_the_options(tmp_path):
     assert "torch" not in result.stderr
     result = run_python("-m", "deepmd_ema", "show", "x.pt", cwd=tmp_path, env=environ)
     assert result.returncode == 2
-    assert result.stderr.startswith("dp-ema: this needs torch, which is not installed. pip install torch")
+    assert result.stderr.startswith(
+        "dp-ema: this needs torch, which is not installed. pip install torch"
+    )
 
 
-@pytest.mark.parametrize("words", [["check", "input.json"], ["doc"], ["show", "model.ckpt.pt"], ["plot", "."]])
+@pytest.mark.parametrize(
+    "words", [["check", "input.json"], ["doc"], ["show", "model.ckpt.pt"], ["plot", "."]]
+)
 def test_a_command_without_a_log_refuses_a_file_for_it(words, capsys):
     """The file was not written, without a message."""
     for place in (0, len(words)):
@@ -176,7 +188,9 @@ def run(tmp_path_factory, water_like, water_like_valid):
 
 
 @pytest.mark.parametrize("weights", ["live", "ema"])
-def test_the_best_file_gives_its_logged_metric_again_to_the_last_bit(run, water_like_valid, weights):
+def test_the_best_file_gives_its_logged_metric_again_to_the_last_bit(
+    run, water_like_valid, weights
+):
     payload = checkpoint.load(run / "model.ckpt.pt")
     value, step = payload["best"][weights]["records"][0]
     suffix = "" if weights == "live" else "_ema"
@@ -185,11 +199,15 @@ def test_the_best_file_gives_its_logged_metric_again_to_the_last_bit(run, water_
 
 
 @pytest.mark.parametrize("use_average", [False, True])
-def test_the_log_the_test_and_the_frozen_file_say_the_same(run, water_like_valid, tmp_path, monkeypatch, use_average):
+def test_the_log_the_test_and_the_frozen_file_say_the_same(
+    run, water_like_valid, tmp_path, monkeypatch, use_average
+):
     monkeypatch.chdir(run)
     words = ["freeze", "-o", str(tmp_path / "m.dp"), *(["--use-ema"] if use_average else [])]
     assert cli.main(words) == 0
-    inside = measure(run / "model.ckpt.pt", [water_like_valid], use_average=use_average).total.summary()
+    inside = measure(
+        run / "model.ckpt.pt", [water_like_valid], use_average=use_average
+    ).total.summary()
     frozen = measure(tmp_path / "m.dp", [water_like_valid]).total.summary()
     assert str(inside) == str(frozen)
     log = Curve(run / ("val_ema.log" if use_average else "val.log"))
@@ -207,7 +225,9 @@ def shell(line, folder, **environ):
 def test_a_full_disk_under_the_results_is_reported(run, water_like_valid, words):
     done = shell(f"{words.format(water_like_valid)} > /dev/full", run)
     assert done.returncode == 2
-    assert re.fullmatch(rb"dp-ema: .*No space left on device.*Make room on the disk.*\n", done.stderr)
+    assert re.fullmatch(
+        rb"dp-ema: .*No space left on device.*Make room on the disk.*\n", done.stderr
+    )
 
 
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>/dev/full"])
@@ -217,7 +237,10 @@ def test_a_run_continues_without_its_terminal(run, tmp_path, streams):
     assert done.returncode == 0, done.stderr
     assert b"Traceback" not in done.stderr
     assert checkpoint.load(tmp_path / "model.ckpt.pt")["step"] == STEPS
-    for file in ("lcurve.out", "out.json"):  # nothing else was written into the files that took their numbers
+    for file in (
+        "lcurve.out",
+        "out.json",
+    ):  # nothing else was written into the files that took their numbers
         assert (tmp_path / file).read_bytes() == (run / file).read_bytes()
 
 

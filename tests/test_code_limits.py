@@ -45,7 +45,9 @@ def excesses(path):
         if isinstance(node, ast.FunctionDef) and body_length(node) > MAX_FUNCTION_LINES:
             yield f"{name}:{node.lineno}: {node.name} has {body_length(node)} lines"
         if isinstance(node, ast.ClassDef):
-            methods = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name != "__init__"]
+            methods = [
+                n for n in node.body if isinstance(n, ast.FunctionDef) and n.name != "__init__"
+            ]
             if len(methods) > MAX_METHODS:
                 yield f"{name}:{node.lineno}: class {node.name} has {len(methods)} methods"
 
@@ -70,7 +72,10 @@ def test_the_recipe_of_conda_has_the_version_and_the_requirements_of_the_package
     assert recipe["context"]["version"] == deepmd_ema.__version__.partition(".dev")[0]
     project = (ROOT / "pyproject.toml").read_text()
     (block,) = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)
-    named = {*re.findall('"(.*)"', block), *re.findall('^requires-(python) = "(>=.*)"', project, re.M)}
+    named = {
+        *re.findall('"(.*)"', block),
+        *re.findall('^requires-(python) = "(>=.*)"', project, re.M),
+    }
     wanted = {"".join(one).replace("torch>", "pytorch>") for one in named}
     assert {line.replace(" ", "") for line in recipe["requirements"]["run"]} == wanted
 
@@ -95,13 +100,23 @@ MAX_TOKENS = {
     "report": 28_450,
     "training": 35_740,
 }
-LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+LAYOUT = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 
 
 def tokens_of_code(source):
     docstrings = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return sum(token.type not in LAYOUT and token.start[0] not in docstrings for token in tokens)
@@ -127,16 +142,26 @@ MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 590, 109, 8
 @pytest.mark.slow
 def test_no_more_functions_than_today_are_entered_before_the_first_step(tmp_path):
     values = json.loads((ROOT / "examples" / "water" / "input.json").read_text())
-    del values["validating"], values["training"]["validation_data"], values["training"]["enable_ema"]
+    del (
+        values["validating"],
+        values["training"]["validation_data"],
+        values["training"]["enable_ema"],
+    )
     del values["training"]["ema_decay"]
-    (tmp_path / "input.json").write_text(json.dumps(values | {"training": values["training"] | {"numb_steps": 2}}))
+    (tmp_path / "input.json").write_text(
+        json.dumps(values | {"training": values["training"] | {"numb_steps": 2}})
+    )
     (tmp_path / "data").symlink_to(ROOT / "examples" / "water" / "data")
     command = [sys.executable, ROOT / "tests" / "first_step.py", "input.json", "--list"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     *entered, numbers = run.stdout.splitlines()
     functions, files, depth = map(int, numbers.split())
-    assert (functions <= MAX_FUNCTIONS, files <= MAX_FILES, depth <= MAX_DEPTH) == (True, True, True), numbers
+    assert (functions <= MAX_FUNCTIONS, files <= MAX_FILES, depth <= MAX_DEPTH) == (
+        True,
+        True,
+        True,
+    ), numbers
     # the page of architecture names some of them in their order
     names = [(path, name) for path, _, name in map(str.split, entered)]
     text = (ROOT / "doc" / "architecture.md").read_text()

@@ -28,7 +28,10 @@ from deepmd_ema.model.compiler import Compiler, pad_for
 from deepmd_ema.model.energy import run
 from deepmd_ema.training.loss import EnergyLoss
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # dynamo's own; compiling takes time
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(600),
+]  # dynamo's own; compiling takes time
 
 SMALL = {"neuron": [2], "axis_neuron": 2, "nlayers": 1}
 # without the block of se_e3_tebd, and with fewer networks: the time to trace a graph grows with their number
@@ -54,7 +57,12 @@ WAYS = {
     "nothing": [],
 }
 # elements of the atoms, and the cell: sizes 0 and 1 and equal numbers are where torch makes graphs of their own
-FRAMES = [((0, 0, 1, 1, 2, 2), TRICLINIC), ((1, 0, 1, 1, 2), TRICLINIC), ((1,), None), ((0, 2, 2, 0), None)]
+FRAMES = [
+    ((0, 0, 1, 1, 2, 2), TRICLINIC),
+    ((1, 0, 1, 1, 2), TRICLINIC),
+    ((1,), None),
+    ((0, 2, 2, 0), None),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +77,15 @@ def fresh_graphs():
 def batches_of(model):
     rng = np.random.default_rng(0)
     for types, box in FRAMES:
-        labels = {"energy": rng.normal(), "force": rng.normal(size=(len(types), 3)), "virial": rng.normal(size=9)}
+        labels = {
+            "energy": rng.normal(),
+            "force": rng.normal(size=(len(types), 3)),
+            "virial": rng.normal(size=9),
+        }
         conditions = {"fparam": rng.normal(size=1), "aparam": rng.normal(size=(len(types), 2))}
-        yield batch_of(model, (toy_atoms(1, len(types))[0], types, box), labels=labels, **conditions)
+        yield batch_of(
+            model, (toy_atoms(1, len(types))[0], types, box), labels=labels, **conditions
+        )
 
 
 def outputs_loss_and_gradients(call, model, batch):
@@ -97,7 +111,10 @@ def two_tasks(descriptor, way):
         for part, level in WAYS[way]
         if not level or hasattr(models[task].descriptor, "type_embedding")
     ]
-    share_parts(models, [Link(link.task, link.part, link.key, link.level * (link.task == "ice")) for link in links])
+    share_parts(
+        models,
+        [Link(link.task, link.part, link.key, link.level * (link.task == "ice")) for link in links],
+    )
     with torch.no_grad():
         for number, model in enumerate(models.values()):
             model.out_bias += number
@@ -106,7 +123,9 @@ def two_tasks(descriptor, way):
 
 
 # se_atten_v2 is se_atten with other options; se_e2_a and se_e3 are parts of the hybrid one; other tests have se_e2_r
-@pytest.mark.parametrize("descriptor", sorted({*DESCRIPTORS} - {"se_atten", "se_e2_a", "se_e2_r", "se_e3"}))
+@pytest.mark.parametrize(
+    "descriptor", sorted({*DESCRIPTORS} - {"se_atten", "se_e2_a", "se_e2_r", "se_e3"})
+)
 def test_tasks_of_one_structure_share_one_graph_for_all_sizes_however_they_share_parts(descriptor):
     compiler = Compiler(TRACED)
     for way in WAYS:
@@ -121,11 +140,15 @@ def test_tasks_of_one_structure_share_one_graph_for_all_sizes_however_they_share
     assert [graph.purpose for graph in compiler.graphs] == ["training"]
     assert counters["stats"]["unique_graphs"] == 1
     if torch.__version__ < "2.14":  # which looks at the numbers of dpa4c twice
-        assert [metrics.restart_reasons for metrics in get_compilation_metrics()] == [set()]  # traced once
+        assert [metrics.restart_reasons for metrics in get_compilation_metrics()] == [
+            set()
+        ]  # traced once
 
 
 @pytest.mark.parametrize(("packed", "dynamic"), [(True, False), (False, True)])
-def test_batches_padded_and_packed_ahead_share_a_graph_and_have_the_loss_of_the_batch(packed, dynamic, monkeypatch):
+def test_batches_padded_and_packed_ahead_share_a_graph_and_have_the_loss_of_the_batch(
+    packed, dynamic, monkeypatch
+):
     compiler = Compiler(CompileConfig(backend="aot_eager", dynamic=dynamic))
     _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
     loss = EnergyLoss(LOSS, 0.01, World())
@@ -136,7 +159,13 @@ def test_batches_padded_and_packed_ahead_share_a_graph_and_have_the_loss_of_the_
         found = []
         for call, one in ((compiler, padded), (run, batch)):
             total, shown = loss(call(model, one), one, 0.005)
-            found.append([total.detach(), *shown.values(), *torch.autograd.grad(total, list(model.parameters()))])
+            found.append(
+                [
+                    total.detach(),
+                    *shown.values(),
+                    *torch.autograd.grad(total, list(model.parameters())),
+                ]
+            )
         assert_same(*found)
     assert len(compiler.graphs) == 1 if dynamic else len(compiler.graphs) <= 2
     # finite numbers of compiled code are not computed again
@@ -145,13 +174,25 @@ def test_batches_padded_and_packed_ahead_share_a_graph_and_have_the_loss_of_the_
 
 
 TINY = {
-    "model__descriptor": {"type": "se_e2_r", "sel": [20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2], **ONE_SIDE},
+    "model__descriptor": {
+        "type": "se_e2_r",
+        "sel": [20, 20],
+        "rcut": 4.0,
+        "rcut_smth": 1.0,
+        "neuron": [2],
+        **ONE_SIDE,
+    },
     "model__fitting_net": {"neuron": [2]},
     "training__compile_options": {"backend": "aot_eager"},
     "training__enable_ema": True,
     "training__save_freq": 3,
     "training__disp_freq": 2,
-    "validating": {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0},
+    "validating": {
+        "full_validation": True,
+        "ema_full_validation": True,
+        "validation_freq": 3,
+        "full_val_start": 0,
+    },
 }
 
 
@@ -168,7 +209,9 @@ def train(folder, *arguments, **changes):
     """Train in a folder of its own and return the last checkpoints, live and averaged."""
     folder.mkdir(exist_ok=True)
     systems = [folder.parent / f"train_{n}" for n in (0, 1)]
-    write(folder, tiny_input(systems, [folder.parent / "validation"], num_steps=6, **(TINY | changes)))
+    write(
+        folder, tiny_input(systems, [folder.parent / "validation"], num_steps=6, **(TINY | changes))
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert cli.main(["train", *arguments, "input.json"]) == 0
@@ -181,7 +224,9 @@ def test_a_run_is_the_eager_one_to_rounding_and_a_restart_of_it_is_bitwise(desk,
     whole = train(desk / "whole", training__enable_compile=True)
     assert_same([*whole[0]["model"].values(), *whole[1]["model"].values()],
                 [*eager[0]["model"].values(), *eager[1]["model"].values()])  # fmt: skip
-    assert (desk / "whole" / "val_ema.log").read_text() == (desk / "eager" / "val_ema.log").read_text()
+    assert (desk / "whole" / "val_ema.log").read_text() == (
+        desk / "eager" / "val_ema.log"
+    ).read_text()
     torch._dynamo.reset()
     first = str(desk / "whole" / "model.ckpt-3.pt")
     parts = train(desk / "parts", "--restart", first, training__enable_compile=True)
@@ -194,7 +239,9 @@ def test_a_run_is_the_eager_one_to_rounding_and_a_restart_of_it_is_bitwise(desk,
 
 def warnings_of(caplog):
     return [
-        r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "evaluated eagerly" in r.getMessage()
+        r.getMessage()
+        for r in caplog.records
+        if r.levelname == "WARNING" and "evaluated eagerly" in r.getMessage()
     ]
 
 
@@ -203,7 +250,9 @@ def no_code(graph, inputs):
 
 
 @pytest.mark.parametrize("backend", [wrong_forces, no_code])
-def test_a_run_whose_compiled_code_is_wrong_or_not_made_warns_once_and_is_the_eager_run(desk, caplog, backend):
+def test_a_run_whose_compiled_code_is_wrong_or_not_made_warns_once_and_is_the_eager_run(
+    desk, caplog, backend
+):
     eager = train(desk / "eager")
     caplog.clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -216,13 +265,18 @@ def test_a_run_whose_compiled_code_is_wrong_or_not_made_warns_once_and_is_the_ea
     if backend is no_code:
         assert "could not compile the model (NotImplementedError: " in warning
     else:
-        assert re.search(r"force -?0 instead of -?0\.\d+ \(difference [01]\..* of 0\.\d+; rounding gives less", warning)
+        assert re.search(
+            r"force -?0 instead of -?0\.\d+ \(difference [01]\..* of 0\.\d+; rounding gives less",
+            warning,
+        )
     assert warning.endswith("Steps and validation are evaluated eagerly.")
     assert "compiled  " not in caplog.text
 
 
 @pytest.mark.parametrize("backend", [wrong_forces, no_code])
-def test_a_later_graph_that_is_wrong_or_not_made_leaves_the_run_eager_with_one_warning(caplog, backend):
+def test_a_later_graph_that_is_wrong_or_not_made_leaves_the_run_eager_with_one_warning(
+    caplog, backend
+):
     """A graph for each size: the first is right, the second is not. A graph that was not made ended the run."""
     _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
     first, second, *_ = batches_of(model.train())
@@ -253,7 +307,10 @@ def test_an_error_that_is_not_the_compilers_is_raised_and_nothing_is_refused(cap
 def test_gradients_by_parameters_are_compared():
     def wrong(graph, inputs):
         def evaluate(*args):
-            return [x.detach() + 2 * (x - x.detach()) if x.requires_grad else x for x in graph.forward(*args)]
+            return [
+                x.detach() + 2 * (x - x.detach()) if x.requires_grad else x
+                for x in graph.forward(*args)
+            ]
 
         return evaluate
 
@@ -287,7 +344,9 @@ WITHOUT_GRADIENT = re.compile(r"layers\.[12]\.(edge|angle)_(self|update|angle|an
 
 
 @pytest.mark.parametrize("descriptor", sorted(DESCRIPTORS))
-def test_wrong_code_of_a_fresh_model_is_refused_whatever_parameter_it_is_about(descriptor, monkeypatch, caplog):
+def test_wrong_code_of_a_fresh_model_is_refused_whatever_parameter_it_is_about(
+    descriptor, monkeypatch, caplog
+):
     """Weights that begin at 0 left most gradients of dpa4 at 0, so that code without them passed."""
     changes = SHORT if descriptor == "dpa3" else {**SHORT, "nlayers": 2}
     model = build_model(model_config_from_dict(model_section(descriptor, changes, NET)), 3)
@@ -311,10 +370,14 @@ def test_wrong_code_of_a_fresh_model_is_refused_whatever_parameter_it_is_about(d
     for name in names:
         monkeypatch.setattr(torch, "compile", Distorted(name, factor_of_gradient=1.5))
         reason = Compiler(TRACED).trace(model.train(), batch)
-        assert reason.startswith(f"code compiled by torch {torch.__version__} gives other numbers: gradient by "), name
+        assert reason.startswith(
+            f"code compiled by torch {torch.__version__} gives other numbers: gradient by "
+        ), name
         monkeypatch.setattr(torch, "compile", Distorted(name, factor=3.0))
         is_refused = "gives other numbers" in Compiler(TRACED).trace(model.eval(), batch)
-        assert is_refused or name.endswith("message_node_grid_product.scalar_gate.weight"), name  # of 1e-9
+        assert is_refused or name.endswith("message_node_grid_product.scalar_gate.weight"), (
+            name
+        )  # of 1e-9
     monkeypatch.setattr(torch, "compile", Distorted(names[0]))
     assert [Compiler(TRACED).trace(model.train(mode), batch) for mode in (True, False)] == ["", ""]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -359,7 +422,10 @@ def test_steps_are_compared_once_more_after_20_and_validation_where_it_is_due(mo
 
 def test_numbers_that_are_not_finite_are_a_difference_on_either_side(monkeypatch, caplog):
     def code(model, batch):
-        return {name: value * (torch.nan if name == "energy" else 1.0) for name, value in run(model, batch).items()}
+        return {
+            name: value * (torch.nan if name == "energy" else 1.0)
+            for name, value in run(model, batch).items()
+        }
 
     compiler, model, batch = small_compiler(monkeypatch, code)
     assert "gives other numbers: energy nan instead of" in compiler.trace(model, batch)
@@ -381,8 +447,13 @@ def test_in_reduced_precision_the_bound_is_what_eager_numbers_lose(factor, monke
 
     def rounded(model, batch):
         out = run(model, batch)
-        noise = {n: 2**-9 * reduced[0] * torch.randn(v.shape, generator=generator).to(v) for n, v in out.items()}
-        return {name: value + noise[name] * value.detach().abs().amax() for name, value in out.items()}
+        noise = {
+            n: 2**-9 * reduced[0] * torch.randn(v.shape, generator=generator).to(v)
+            for n, v in out.items()
+        }
+        return {
+            name: value + noise[name] * value.detach().abs().amax() for name, value in out.items()
+        }
 
     def code(model, batch):
         out = rounded(model, batch)
@@ -422,7 +493,13 @@ def test_full_precision_is_that_of_the_parameters_and_ends(monkeypatch):
 def test_errors_of_a_compiled_model_are_those_of_the_eager_one(desk, capsys, caplog, monkeypatch):
     train(desk / "run")
     monkeypatch.setattr(evaluating, "CompileConfig", lambda: TRACED)
-    command = ["test", "-m", str(desk / "run" / "model_ema.ckpt.pt"), "-s", str(desk / "validation")]
+    command = [
+        "test",
+        "-m",
+        str(desk / "run" / "model_ema.ckpt.pt"),
+        "-s",
+        str(desk / "validation"),
+    ]
     found = []
     for more in ([], ["--compile"]):
         capsys.readouterr()

@@ -21,8 +21,15 @@ FILES = ("model", "model_ema")
 
 def input_of(data, stage, compiled):
     """Return an input of two tasks that share a descriptor, one without virials, with frames of other sizes."""
-    sections = {n: {t: {"systems": [str(data / f"{t}{n}")], "batch_size": 2} for t in ("water", "ice")} for n in (1, 2)}
-    model = {"type_map": "elements", "descriptor": "radial", "fitting_net": {"neuron": [3], "dim_case_embd": 2}}
+    sections = {
+        n: {t: {"systems": [str(data / f"{t}{n}")], "batch_size": 2} for t in ("water", "ice")}
+        for n in (1, 2)
+    }
+    model = {
+        "type_map": "elements",
+        "descriptor": "radial",
+        "fitting_net": {"neuron": [3], "dim_case_embd": 2},
+    }
     return {
         "model": {
             "shared_dict": {
@@ -45,12 +52,16 @@ def input_of(data, stage, compiled):
 
 
 def ends_of(folder):
-    return {name: torch.load(folder / f"{name}.ckpt-{LAST}.pt", weights_only=True) for name in FILES}
+    return {
+        name: torch.load(folder / f"{name}.ckpt-{LAST}.pt", weights_only=True) for name in FILES
+    }
 
 
 def rows_of(folder):
     tables = sorted([*folder.glob("lcurve*.out"), *folder.glob("val*.log")])
-    return {path.name: [r for r in path.read_text().splitlines() if r[:1] != "#"] for path in tables}
+    return {
+        path.name: [r for r in path.read_text().splitlines() if r[:1] != "#"] for path in tables
+    }
 
 
 def test_a_compiled_run_of_two_ranks_is_the_eager_one_and_restarts_bitwise(tmp_path):
@@ -61,7 +72,12 @@ def test_a_compiled_run_of_two_ranks_is_the_eager_one_and_restarts_bitwise(tmp_p
     for k, task in enumerate(("water", "ice")):
         for n in (1, 2):
             write_system(
-                tmp_path / f"{task}{n}", frames=4, natoms=4 + 3 * k, seed=10 * k + n, virial=k == 1, num_types=1
+                tmp_path / f"{task}{n}",
+                frames=4,
+                natoms=4 + 3 * k,
+                seed=10 * k + n,
+                virial=k == 1,
+                num_types=1,
             )
     eager, whole, restarted = (tmp_path / name for name in ("eager", "whole", "restarted"))
     train(eager, 2, input_of(tmp_path, 0, False))
@@ -86,7 +102,10 @@ def test_a_compiled_run_of_two_ranks_is_the_eager_one_and_restarts_bitwise(tmp_p
     assert rows == rows_of(eager)
     assert len(rows) == 5
     for name, later in rows_of(restarted).items():
-        assert later[-HALF if name == "lcurve.out" else -1 :] == rows[name][-HALF if name == "lcurve.out" else -1 :]
+        assert (
+            later[-HALF if name == "lcurve.out" else -1 :]
+            == rows[name][-HALF if name == "lcurve.out" else -1 :]
+        )
 
 
 def no_code(graph, inputs):
@@ -119,8 +138,12 @@ def train_with_wrong_code_on_rank_1(folder):
     return train_here(folder, {})
 
 
-@pytest.mark.parametrize("function", [train_with_wrong_code_on_rank_1, train_with_no_later_code_on_rank_1])
-def test_where_the_code_of_one_rank_is_wrong_or_later_not_made_all_ranks_are_eager(tmp_path, function):
+@pytest.mark.parametrize(
+    "function", [train_with_wrong_code_on_rank_1, train_with_no_later_code_on_rank_1]
+)
+def test_where_the_code_of_one_rank_is_wrong_or_later_not_made_all_ranks_are_eager(
+    tmp_path, function
+):
     for task in ("water", "ice"):
         for n in (1, 2):
             write_system(tmp_path / f"{task}{n}", frames=4, natoms=4, seed=n, num_types=1)
@@ -129,12 +152,18 @@ def test_where_the_code_of_one_rank_is_wrong_or_later_not_made_all_ranks_are_eag
     wrong.mkdir()
     (wrong / "input.json").write_text(json.dumps(input_of(tmp_path, 0, True)))
     ranks = run_ranks(2, function, str(wrong))
-    lines = [line for line in ranks[0].log.splitlines() if "Steps and validation are evaluated eagerly." in line]
+    lines = [
+        line
+        for line in ranks[0].log.splitlines()
+        if "Steps and validation are evaluated eagerly." in line
+    ]
     assert len(lines) == 1
     later = function is train_with_no_later_code_on_rank_1
     assert ("could not compile the model (NotImplementedError: " if later else "force") in lines[0]
     for name in FILES:
-        for key, weight in ends_of(eager)[name]["model"].items():  # the first step of rank 0 was compiled
+        for key, weight in ends_of(eager)[name][
+            "model"
+        ].items():  # the first step of rank 0 was compiled
             torch.testing.assert_close(
                 ends_of(wrong)[name]["model"][key], weight, rtol=1e-10 * later, atol=1e-10 * later
             )

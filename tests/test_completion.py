@@ -25,7 +25,9 @@ def test_the_script_of_every_shell_has_commands_and_options(shell, capsys):
     (["in"], "init"), (["train", "--re"], "--restart"), (["train", "wat"], "water.json"),
     (["init", "--size", ""], "S M L"),
 ])  # fmt: skip
-def test_bash_completes_commands_options_values_and_files(words, expected, tmp_path, monkeypatch, capsys):
+def test_bash_completes_commands_options_values_and_files(
+    words, expected, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     Path("water.json").touch()
     assert main(["completion", "bash"]) == 0
@@ -36,7 +38,9 @@ def test_bash_completes_commands_options_values_and_files(words, expected, tmp_p
         f"source ./script; COMP_WORDS=({line}); COMP_CWORD={len(words)}; "
         f'_shtab_dp_ema dp-ema "{words[-1]}" "{before}"; echo "${{COMPREPLY[@]}}"'
     )
-    found = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    found = subprocess.run(
+        ["bash", "-c", ask], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
     assert found.stdout.strip() == expected, found.stderr
 
 

@@ -24,7 +24,9 @@ from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 ROOT = Path(__file__).parents[1]
 READY = sorted(f for f in (ROOT / "configs").iterdir() if f.suffix in (".json", ".yaml"))
-EXAMPLES = sorted(f for each in ("*", "infrared/*") for f in (ROOT / "examples").glob(f"{each}/input.json"))
+EXAMPLES = sorted(
+    f for each in ("*", "infrared/*") for f in (ROOT / "examples").glob(f"{each}/input.json")
+)
 
 # from `normalize` of DeePMD-kit 3.2.0 (deepmd.utils.argcheck) for an input with required keys only; what its torch
 # backends do not use for se_e2_a and ener is left out here
@@ -69,7 +71,11 @@ PEER_LEFT_ALONE = {
 REQUIRED_ONLY = {
     "model": {"type_map": ["O", "H"], "descriptor": {"type": "se_e2_a"}, "fitting_net": {}},
     "learning_rate": {"start_lr": 0.001},
-    "training": {"training_data": {"systems": "data"}, "validation_data": {"systems": "validation"}, "numb_steps": 10},
+    "training": {
+        "training_data": {"systems": "data"},
+        "validation_data": {"systems": "validation"},
+        "numb_steps": 10,
+    },
 }
 
 
@@ -104,7 +110,11 @@ def test_what_deepmd_kit_normalized_is_read_back_the_same():
 
 
 def test_a_config_survives_the_way_through_json():
-    for values in (GOOD, REQUIRED_ONLY, spoiled({"learning_rate.type": "wsd", "optimizer": {"type": "AdamW"}})):
+    for values in (
+        GOOD,
+        REQUIRED_ONLY,
+        spoiled({"learning_rate.type": "wsd", "optimizer": {"type": "AdamW"}}),
+    ):
         config = config_from_dict(values)
         assert config_from_dict(json.loads(json.dumps(to_dict(config)))) == config
         assert model_config_from_dict(to_dict(config.model)) == config.model
@@ -132,8 +142,15 @@ def test_aliases_stand_for_the_canonical_keys():
 
 
 def test_keys_that_begin_with_an_underscore_are_comments():
-    changes = {"_note": 1, "model._note": [], "model.descriptor._note": {}, "training.training_data._x": "y"}
-    assert config_from_dict(spoiled({**changes, "$schema": "schema.json"})) == config_from_dict(GOOD)
+    changes = {
+        "_note": 1,
+        "model._note": [],
+        "model.descriptor._note": {},
+        "training.training_data._x": "y",
+    }
+    assert config_from_dict(spoiled({**changes, "$schema": "schema.json"})) == config_from_dict(
+        GOOD
+    )
 
 
 # ---- older inputs
@@ -159,10 +176,14 @@ def test_an_input_of_version_1_is_read_with_a_note_for_each_change():
     assert config.training.training_data.systems == ["data"]
     assert config.optimizer == AdamWConfig(adam_beta1=0.8)
     assert config.learning_rate.warmup_steps == 20
-    assert "training.numb_test has no effect and was left out: validation is set by validation_data.numb_btch now" in (
-        " ".join(config.notes)
+    assert (
+        "training.numb_test has no effect and was left out: validation is set by validation_data.numb_btch now"
+        in (" ".join(config.notes))
     )
-    assert "training.warmup_steps was moved to learning_rate.warmup_steps, its place today." in config.notes
+    assert (
+        "training.warmup_steps was moved to learning_rate.warmup_steps, its place today."
+        in config.notes
+    )
     assert len(config.notes) == 7
 
 
@@ -203,7 +224,9 @@ WITHOUT_EFFECT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "message"), WITHOUT_EFFECT, ids=lambda v: v if isinstance(v, str) else None)
+@pytest.mark.parametrize(
+    ("changes", "message"), WITHOUT_EFFECT, ids=lambda v: v if isinstance(v, str) else None
+)
 def test_an_option_without_effect_is_listed(changes, message):
     found = ignored_options(config_from_dict(spoiled(changes)))
     assert any(line.startswith(message) for line in found), found
@@ -211,14 +234,22 @@ def test_an_option_without_effect_is_listed(changes, message):
 
 def test_what_is_too_long_for_the_run_is_warned_about():
     (found,) = config_warnings(config_from_dict(GOOD))
-    assert found.startswith("learning_rate.decay_steps = 5000: not less than the 2,000 steps of the decay; 100 is used")
-    by_epochs = spoiled({"training.enable_ema": True, "training.numb_steps": REMOVE, "training.numb_epoch": 5})
+    assert found.startswith(
+        "learning_rate.decay_steps = 5000: not less than the 2,000 steps of the decay; 100 is used"
+    )
+    by_epochs = spoiled(
+        {"training.enable_ema": True, "training.numb_steps": REMOVE, "training.numb_epoch": 5}
+    )
     assert config_warnings(config_from_dict(by_epochs)) == []
     assert len(config_warnings(config_from_dict(by_epochs), num_steps=2000)) == 2
 
 
 def test_the_summary_says_what_the_input_requests():
-    changes = {"training.enable_ema": True, "training.ema_decay": 0.99, "validating.ema_full_validation": True}
+    changes = {
+        "training.enable_ema": True,
+        "training.ema_decay": 0.99,
+        "validating.ema_full_validation": True,
+    }
     lines = [f"{name}  {text}" for name, text in config_summary(config_from_dict(spoiled(changes)))]
     text = "\n".join(lines)
     for phrase in (
@@ -228,12 +259,30 @@ def test_the_summary_says_what_the_input_requests():
     ):  # fmt: skip
         assert phrase in text
     assert all(len(line) < 140 for line in lines)
-    wsd = spoiled({"learning_rate.type": "wsd", "learning_rate.warmup_steps": 5, "training.validation_data": REMOVE})
+    wsd = spoiled(
+        {
+            "learning_rate.type": "wsd",
+            "learning_rate.warmup_steps": 5,
+            "training.validation_data": REMOVE,
+        }
+    )
     text = "\n".join(text for _, text in config_summary(config_from_dict(wsd)))
     assert "rises to 0.001 in 5 steps, stays, and falls with its inverse linear to" in text
     assert "none (training.validation_data is missing)" in text
-    rate = spoiled({"learning_rate": {"type": "invsqrt", "start_lr": 1e-3, "stop_lr": 1e-6, "decay_phase_ratio": 0.1}})
-    assert "falls as the inverse square root of the step" in config_from_dict(rate).learning_rate.summary()
+    rate = spoiled(
+        {
+            "learning_rate": {
+                "type": "invsqrt",
+                "start_lr": 1e-3,
+                "stop_lr": 1e-6,
+                "decay_phase_ratio": 0.1,
+            }
+        }
+    )
+    assert (
+        "falls as the inverse square root of the step"
+        in config_from_dict(rate).learning_rate.summary()
+    )
 
 
 # ---- files
@@ -269,13 +318,19 @@ def test_a_ready_input_is_good_and_wastes_no_option(path):
     assert path in EXAMPLES or config_warnings(config) == []
     data = [config.training.training_data, config.training.validation_data]
     for system in [s for d in data if d is not None for s in d.systems]:
-        assert system.startswith("../deepmd-kit/") or (path.parent / system).exists(), system  # a clone
+        assert system.startswith("../deepmd-kit/") or (path.parent / system).exists(), (
+            system
+        )  # a clone
 
 
 def test_the_config_loads_quickly_and_without_torch_and_numpy():
     code = "import sys; from deepmd_ema.config import load_config; load_config(sys.argv[1]); "
     code += "print({'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", code, str(READY[0])], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code, str(READY[0])],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert done.stdout.strip() == "set()"

@@ -6,7 +6,13 @@ import pytest
 from config_inputs import REMOVE, assert_refused, spoiled, write
 from test_config_errors import assert_refused_by_dargs
 
-from deepmd_ema.config import config_from_dict, config_summary, config_warnings, load_config, to_dict
+from deepmd_ema.config import (
+    config_from_dict,
+    config_summary,
+    config_warnings,
+    load_config,
+    to_dict,
+)
 from deepmd_ema.config.schema.averaging import EmaProfile, PowerProfile, SwaProfile
 from deepmd_ema.errors import ConfigError
 
@@ -17,7 +23,10 @@ FLAT = {"type": "swa", "name": "flat"}
 
 def bank(*entries, **changes):
     """Return a good input with these averages; ``changes`` are of other options, ``training__numb_steps=5``."""
-    return spoiled({"training.averaging": list(entries)} | {k.replace("__", "."): v for k, v in changes.items()})
+    return spoiled(
+        {"training.averaging": list(entries)}
+        | {k.replace("__", "."): v for k, v in changes.items()}
+    )
 
 
 def bank_of(*entries, **changes):
@@ -34,27 +43,45 @@ def test_an_average_has_these_defaults():
         update_every=1, device="live", dtype="float64", layout="local_shard", buffers="copy", full_validation=False,
         lcurve=False, ckpt_keep=None,
     )  # fmt: skip
-    assert bank_of(POWER) == [PowerProfile(name="p1", sigma_rel=0.05, gamma=None, snapshots=False, snapshot_freq=None)]
+    assert bank_of(POWER) == [
+        PowerProfile(name="p1", sigma_rel=0.05, gamma=None, snapshots=False, snapshot_freq=None)
+    ]
     assert bank_of({"name": "flat", "type": "swa", "start_step": 5}) == [
         SwaProfile(name="flat", start_step=5, snapshots=False, snapshot_freq=None)
     ]
 
 
 def test_the_short_form_is_an_entry_named_ema_before_the_others():
-    config = config_from_dict(bank(POWER, {"type": "swa", "name": "flat"}, training__enable_ema=True))
-    assert config.training.averaging == [EmaProfile(name="ema", decay=0.999), *bank_of(POWER), *bank_of(FLAT)]
+    config = config_from_dict(
+        bank(POWER, {"type": "swa", "name": "flat"}, training__enable_ema=True)
+    )
+    assert config.training.averaging == [
+        EmaProfile(name="ema", decay=0.999),
+        *bank_of(POWER),
+        *bank_of(FLAT),
+    ]
     changes = {"ema_decay": 0.9, "ema_warmup": False, "ema_ckpt_keep": 3, "enable_ema": True}
     (average,) = config_from_dict(
-        spoiled({f"training.{k}": v for k, v in changes.items()} | {"validating.ema_full_validation": True})
+        spoiled(
+            {f"training.{k}": v for k, v in changes.items()}
+            | {"validating.ema_full_validation": True}
+        )
     ).training.averaging
-    assert average == EmaProfile(name="ema", decay=0.9, warmup=False, ckpt_keep=3, full_validation=True)
+    assert average == EmaProfile(
+        name="ema", decay=0.9, warmup=False, ckpt_keep=3, full_validation=True
+    )
 
 
 def test_the_normalized_config_has_the_short_form_as_an_entry_and_is_read_back_the_same():
-    config = config_from_dict(bank(SLOW, training__enable_ema=True, validating__ema_full_validation=True))
+    config = config_from_dict(
+        bank(SLOW, training__enable_ema=True, validating__ema_full_validation=True)
+    )
     written = json.loads(json.dumps(to_dict(config)))
     assert [entry["name"] for entry in written["training"]["averaging"]] == ["ema", "slow"]
-    assert not {"enable_ema", "ema_decay", "ema_full_validation"} & {*written["training"], *written["validating"]}
+    assert not {"enable_ema", "ema_decay", "ema_full_validation"} & {
+        *written["training"],
+        *written["validating"],
+    }
     assert config_from_dict(written) == config
 
 
@@ -157,7 +184,9 @@ def test_a_half_life_is_measured_in_steps_before_it_is_warned_about():
     (found,) = warned(epochs, steps_per={"epochs": 100, "frames": 0.5})
     assert "half_life = 3 epochs: the average is over about 433 steps" in found
     assert found.endswith("Try 1.39.")
-    (found,) = warned({**epochs, "half_life": 1000, "half_life_unit": "frames"}, steps_per={"frames": 0.5})
+    (found,) = warned(
+        {**epochs, "half_life": 1000, "half_life_unit": "frames"}, steps_per={"frames": 0.5}
+    )
     assert "half_life = 1000 frames: the average is over about 722 steps" in found
 
 
@@ -176,7 +205,10 @@ def test_an_average_that_never_starts_is_warned_about():
 
 
 def test_too_few_snapshots_are_warned_about_with_a_frequency_that_is_enough():
-    two = [{**POWER, "snapshots": True, "snapshot_freq": 400}, {"type": "swa", "name": "flat", "snapshots": True}]
+    two = [
+        {**POWER, "snapshots": True, "snapshot_freq": 400},
+        {"type": "swa", "name": "flat", "snapshots": True},
+    ]
     (found,) = warned(*two)
     assert found == (
         "training.averaging[1].snapshots: 2 snapshots in the run of 2,000 steps (save_freq = 1000), too few for "
@@ -187,7 +219,10 @@ def test_too_few_snapshots_are_warned_about_with_a_frequency_that_is_enough():
     assert warned(*two, training__save_freq=0) == []
     two[1]["start_step"] = 1900
     (found,) = warned(*two)
-    assert "averaging[1].snapshots: 1 snapshot in the run of 2,000 steps (snapshot_freq = 250)" in found
+    assert (
+        "averaging[1].snapshots: 1 snapshot in the run of 2,000 steps (snapshot_freq = 250)"
+        in found
+    )
     assert found.endswith('Try "snapshot_freq": 12.')
 
 
@@ -213,7 +248,14 @@ def summary(*entries, steps_per=None, **changes):
 def test_the_summary_has_a_line_for_each_average():
     assert summary() == ["none"]
     lines = summary(
-        {**SLOW, "warmup": False, "start_step": 50, "update_every": 4, "device": "cpu", "dtype": "float32"},
+        {
+            **SLOW,
+            "warmup": False,
+            "start_step": 50,
+            "update_every": 4,
+            "device": "cpu",
+            "dtype": "float32",
+        },
         {"name": "half", "half_life": 2.5, "half_life_unit": "epochs", "start_epoch": 1.5},
         {**POWER, "snapshots": True},
         {"type": "power", "name": "p0", "gamma": 0, "snapshots": True, "snapshot_freq": 250},

@@ -156,8 +156,12 @@ BROKEN = [
 
 def assert_refused_by_dargs(values):
     """Other tools read the declaration for dargs, which judges single values as dp-ema does."""
-    with pytest.raises((ArgumentError, TypeError, AttributeError)):  # it expects texts as keys, and sections
-        run_arguments().check_value(run_arguments().normalize_value(values, trim_pattern="_*"), strict=True)
+    with pytest.raises(
+        (ArgumentError, TypeError, AttributeError)
+    ):  # it expects texts as keys, and sections
+        run_arguments().check_value(
+            run_arguments().normalize_value(values, trim_pattern="_*"), strict=True
+        )
 
 
 @pytest.mark.parametrize(("changes", "text"), WRONG, ids=[text for _, text in WRONG])
@@ -191,28 +195,41 @@ def test_a_broken_rule_has_a_message(changes, text):
 def test_mixed_precision_is_accepted_with_one_line():
     given = {"compute_prec": "float16", "output_prec": "float32"}
     config = config_from_dict(spoiled({"training.mixed_precision": given}))
-    (line,) = [text for text in ignored_options(config) if text.startswith("training.mixed_precision")]
+    (line,) = [
+        text for text in ignored_options(config) if text.startswith("training.mixed_precision")
+    ]
     assert line.endswith(": no effect, the precision is that of descriptor and fitting_net")
 
 
 @pytest.mark.parametrize("name", ["input.json", "input.yaml"])
 def test_comments_may_repeat(name, tmp_path):
     text = json.dumps(GOOD)
-    comments = '{"_comment": "the first", "_comment": {"a": 1, "a": 2}, "model": {"_a": 1, "_a": 2, '
+    comments = (
+        '{"_comment": "the first", "_comment": {"a": 1, "a": 2}, "model": {"_a": 1, "_a": 2, '
+    )
     path = tmp_path / name
     path.write_text(text.replace('{"model": {', comments, 1))
     assert load_config(path) == config_from_dict(GOOD, str(path))
 
 
 def test_an_input_of_version_0_is_one_problem(tmp_path):
-    old = {"use_smooth": True, "sel_a": [12, 20], "rcut": 4.0, "filter_neuron": [4, 8], "n_neuron": [8], "seed": 1}
+    old = {
+        "use_smooth": True,
+        "sel_a": [12, 20],
+        "rcut": 4.0,
+        "filter_neuron": [4, 8],
+        "n_neuron": [8],
+        "seed": 1,
+    }
     old |= {"systems": ["train"], "stop_batch": 20, "batch_size": 2, "coord_norm": True}
     path = tmp_path / "input.json"
     path.write_text(json.dumps(old, indent=1))
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     [problem] = caught.value.problems
-    assert problem.startswith(f"{path}: an input of DeePMD-kit 0.x, with all options at the top. Expected the sections")
+    assert problem.startswith(
+        f"{path}: an input of DeePMD-kit 0.x, with all options at the top. Expected the sections"
+    )
 
 
 def test_an_option_given_twice_is_reported_for_each():
@@ -259,7 +276,8 @@ def test_sharing_out_in_a_process_that_no_launcher_started_is_stage_0_with_a_not
 def test_the_kalman_filter_on_several_processes_is_refused_at_the_start():
     config = config_from_dict(spoiled({"optimizer": {"type": "LKF"}}))
     with pytest.raises(
-        ConfigError, match=r'^<dict>: optimizer.type = "LKF": .* one process only, and 2 were launched\.'
+        ConfigError,
+        match=r'^<dict>: optimizer.type = "LKF": .* one process only, and 2 were launched\.',
     ):
         as_launched(config, launched=True, num_ranks=2)
     assert as_launched(config, launched=True, num_ranks=1) == config
@@ -321,5 +339,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         load_config(tmp_path / "inputt.json")
     with pytest.raises(ConfigError, match=r"is a folder, expected a \.json, \.yaml or \.yml file"):
         load_config(tmp_path)
-    with pytest.raises(ConfigError, match=r"input\.toml: expected a file that ends in \.json, \.yaml or \.yml"):
+    with pytest.raises(
+        ConfigError, match=r"input\.toml: expected a file that ends in \.json, \.yaml or \.yml"
+    ):
         load_config(write(tmp_path, "a = 1", "input.toml"))

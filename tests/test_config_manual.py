@@ -48,7 +48,9 @@ def fits(value, schema):
 
 def is_of(value, kind):
     if kind in ("number", "integer"):
-        return isinstance(value, int if kind == "integer" else (int, float)) and not isinstance(value, bool)
+        return isinstance(value, int if kind == "integer" else (int, float)) and not isinstance(
+            value, bool
+        )
     return isinstance(value, KINDS[kind])
 
 
@@ -92,21 +94,31 @@ def test_the_manual_names_aliases_units_and_defaults():
     ("trainin.ema_decay", "training.ema_decay."), ("rcut_smooth", "model.descriptor.rcut_smth"),
 ])  # fmt: skip
 def test_a_topic_that_is_nearly_right_gets_the_whole_path(topic, suggested):
-    with pytest.raises(ConfigError, match=re.escape(f"doc {topic}: no such option. Try {suggested}")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"doc {topic}: no such option. Try {suggested}")
+    ):
         manual(topic)
 
 
 def test_an_option_is_found_by_its_name_or_alias_alone():
     assert manual("ema_decay").startswith("training.ema_decay\n")
     words = manual("ema").splitlines()
-    assert {"training.enable_ema", "training.ema_decay", "validating.ema_full_validation"} <= set(words)
+    assert {"training.enable_ema", "training.ema_decay", "validating.ema_full_validation"} <= set(
+        words
+    )
     assert manual("stop_batch").startswith("training.numb_steps\n")
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.*ml")) + sorted(CONFIGS.glob("*.json")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", sorted(CONFIGS.glob("*.*ml")) + sorted(CONFIGS.glob("*.json")), ids=lambda p: p.name
+)
 def test_ready_inputs_fit_the_schema(path):
     text = path.read_text()
-    values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(re.sub(r"\b1e-", "1.0e-", text))
+    values = (
+        json.loads(text)
+        if path.suffix == ".json"
+        else yaml.safe_load(re.sub(r"\b1e-", "1.0e-", text))
+    )
     assert fits(values, json_schema())
 
 

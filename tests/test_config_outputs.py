@@ -17,7 +17,11 @@ def schedule_of(num_steps, **changes):
     (5, None, 100, 10, 5), (5, 0.25, 100, 10, 3), (5, 0.5, 100, 0, 1),
 ])  # fmt: skip
 def test_a_keep_ratio_is_a_share_of_all_checkpoints_of_the_run(most, ratio, num_steps, every, kept):
-    options = {"training__max_ckpt_keep": most, "training__ckpt_keep_ratio": ratio, "training__save_freq": every}
+    options = {
+        "training__max_ckpt_keep": most,
+        "training__ckpt_keep_ratio": ratio,
+        "training__save_freq": every,
+    }
     assert schedule_of(num_steps, **options).num_kept() == kept
     assert schedule_of(num_steps, **options).num_kept(2) == (2 if ratio is None else kept)
 

@@ -7,7 +7,13 @@ import pytest
 from config_inputs import GOOD, assert_refused, problems_of, write
 from helpers import changed
 
-from deepmd_ema.config import config_from_dict, config_summary, config_warnings, load_config, to_dict
+from deepmd_ema.config import (
+    config_from_dict,
+    config_summary,
+    config_warnings,
+    load_config,
+    to_dict,
+)
 
 DPA = {"type": "se_atten", "sel": 40, "attn_layer": 0}
 NET = {"neuron": [8, 8]}
@@ -28,7 +34,10 @@ def tasks(**changes):
         "loss_dict": {"water": {"start_pref_e": 0.02}, "ice": {"start_pref_e": 0.2}},
         "training": {
             "data_dict": {
-                "water": {"training_data": {"systems": ["water"]}, "validation_data": {"systems": ["more_water"]}},
+                "water": {
+                    "training_data": {"systems": ["water"]},
+                    "validation_data": {"systems": ["more_water"]},
+                },
                 "ice": {"training_data": {"systems": ["ice"]}},
             },
             "numb_steps": 100,
@@ -66,8 +75,15 @@ def test_the_normalized_input_shares_the_same_parts():
 
 
 def test_what_tasks_have_alike_is_reported_once_and_what_they_share_is_reported():
-    values = tasks(model__model_dict__ice__fitting_net={"neuron": [4]}, model__model_dict__ice__descriptor="dpa:1")
-    rows = [row for row in config_summary(config_from_dict(values)) if row[0] in ("elements", "fitting", "shared")]
+    values = tasks(
+        model__model_dict__ice__fitting_net={"neuron": [4]},
+        model__model_dict__ice__descriptor="dpa:1",
+    )
+    rows = [
+        row
+        for row in config_summary(config_from_dict(values))
+        if row[0] in ("elements", "fitting", "shared")
+    ]
     assert rows == [
         ("elements", "water, ice: O H"),
         ("fitting", "water: ener, neuron 8-8, float64"),
@@ -100,16 +116,26 @@ def test_tasks_that_share_a_fitting_net_and_are_not_distinguished_are_warned_abo
 
 def test_an_input_without_any_task_has_one_message():
     found = problems_of(tasks(model__model_dict={}, model__shared_dict={}))
-    assert found == ["input.json: model.model_dict: there is no task. Add the model of each, by its name."]
+    assert found == [
+        "input.json: model.model_dict: there is no task. Add the model of each, by its name."
+    ]
 
 
 def test_mistakes_in_a_shared_part_are_reported_once_and_where_the_input_has_it(tmp_path):
-    values = tasks(model__shared_dict__dpa={**DPA, "rcutt": 5.0, "neuron": "many"}, model__data_stat_nbatch=-1)
+    values = tasks(
+        model__shared_dict__dpa={**DPA, "rcutt": 5.0, "neuron": "many"}, model__data_stat_nbatch=-1
+    )
     path = write(tmp_path, values)
     with pytest.raises(Exception, match="rcutt") as caught:
         load_config(path)
-    places = [line.partition(": ")[2].split(" = ")[0].split(":")[0] for line in caught.value.problems]
-    assert sorted(places) == ["model.data_stat_nbatch", "model.shared_dict.dpa.neuron", "model.shared_dict.dpa.rcutt"]
+    places = [
+        line.partition(": ")[2].split(" = ")[0].split(":")[0] for line in caught.value.problems
+    ]
+    assert sorted(places) == [
+        "model.data_stat_nbatch",
+        "model.shared_dict.dpa.neuron",
+        "model.shared_dict.dpa.rcutt",
+    ]
     lines = {k + 1: text for k, text in enumerate(path.read_text().splitlines())}
     (line,) = [p for p in caught.value.problems if "rcutt" in p]
     assert '"rcutt"' in lines[int(line.split(":")[1])]

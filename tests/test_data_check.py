@@ -20,7 +20,10 @@ LABELS = ("energy", "force", "virial")
 
 
 def check(training, validation=(), type_map=ELEMENTS, labels=LABELS, sel="auto", **arguments):
-    opened = [open_data([str(p) for p in paths], type_map, labels) if paths else [] for paths in (training, validation)]
+    opened = [
+        open_data([str(p) for p in paths], type_map, labels) if paths else []
+        for paths in (training, validation)
+    ]
     return check_systems(*opened, type_map, SeE2AConfig(rcut=4.0, sel=sel), labels, **arguments)
 
 
@@ -95,7 +98,12 @@ def test_atoms_that_are_too_close_are_reported_with_their_places_in_the_file(tmp
     file = path / "set.000" / "coord.npy"
     types = np.load(path / "set.000" / "real_atom_types.npy")
     a, b = np.flatnonzero(types[2] >= 0)[[1, 4]]
-    edit(file, lambda c: c.__setitem__((2, slice(3 * b, 3 * b + 3)), c[2, 3 * a : 3 * a + 3] + [0.1, 0, 0]))
+    edit(
+        file,
+        lambda c: c.__setitem__(
+            (2, slice(3 * b, 3 * b + 3)), c[2, 3 * a : 3 * a + 3] + [0.1, 0, 0]
+        ),
+    )
     [problem] = check([path]).problems
     expected = [f"{file}: frame 2 (of 4, from 0): atoms {j} ({ELEMENTS[types[2, j]]}) and {k} "
                 f"({ELEMENTS[types[2, k]]}) are 0.100 angstrom apart, expected at least 0.3. Remove the frame"
@@ -126,15 +134,37 @@ def test_data_without_any_label_cannot_be_trained_on(tmp_path):
 @pytest.mark.parametrize(
     ("stored", "shape", "predicted", "in_loss", "options"),
     [
-        ("dos", (20,), ("dos[20]", "atom_dos[20]"), "atom_dos[20]", "start_pref_dos and limit_pref_dos"),
-        ("atom_dos", (120,), ("dos[20]", "atom_dos[20]"), "dos[20]", "start_pref_ados and limit_pref_ados"),
+        (
+            "dos",
+            (20,),
+            ("dos[20]", "atom_dos[20]"),
+            "atom_dos[20]",
+            "start_pref_dos and limit_pref_dos",
+        ),
+        (
+            "atom_dos",
+            (120,),
+            ("dos[20]", "atom_dos[20]"),
+            "dos[20]",
+            "start_pref_ados and limit_pref_ados",
+        ),
         ("dipole", (3,), ("dipole", "atom_dipole"), "atom_dipole", "pref"),
-        ("atom_polarizability", (54,), ("polarizability", "atom_polarizability"), "polarizability", "pref_atomic"),
+        (
+            "atom_polarizability",
+            (54,),
+            ("polarizability", "atom_polarizability"),
+            "polarizability",
+            "pref_atomic",
+        ),
         ("virial", (9,), ("energy", "force", "virial"), "energy", "start_pref_v and limit_pref_v"),
     ],
 )
-def test_labels_without_a_weight_are_named_with_their_options(tmp_path, stored, shape, predicted, in_loss, options):
-    path = write_system(tmp_path / "w", energy=False, force=False, virial=False, sets=1, natoms=6, frames=4)
+def test_labels_without_a_weight_are_named_with_their_options(
+    tmp_path, stored, shape, predicted, in_loss, options
+):
+    path = write_system(
+        tmp_path / "w", energy=False, force=False, virial=False, sets=1, natoms=6, frames=4
+    )
     np.save(path / "set.000" / f"{stored}.npy", np.ones((4, *shape)))
     systems = open_data([str(path)], ELEMENTS, predicted)
     report = check_systems(systems, [], ELEMENTS, SeE2AConfig(rcut=4.0, sel="auto"), [in_loss])
@@ -164,7 +194,9 @@ def test_a_sel_too_small_is_a_warning_with_the_numbers_needed(water):
 
 def test_shorter_lists_of_neighbors_that_are_too_small_are_a_warning_each(water):
     opened = open_data(["water"], ELEMENTS, LABELS)
-    flow = RepflowConfig(e_rcut=4.0, e_rcut_smth=1.0, e_sel=200, a_rcut=3.0, a_rcut_smth=1.0, a_sel=2)
+    flow = RepflowConfig(
+        e_rcut=4.0, e_rcut_smth=1.0, e_sel=200, a_rcut=3.0, a_rcut_smth=1.0, a_sel=2
+    )
     report = check_systems(opened, [], ELEMENTS, DPA3Config(repflow=flow), LABELS)
     most = report.neighbors.max_within(3.0)
     assert 2 < most < report.neighbors.max_total
@@ -177,7 +209,10 @@ def test_shorter_lists_of_neighbors_that_are_too_small_are_a_warning_each(water)
 def test_elements_that_no_training_frame_has_are_a_warning(water):
     write_system("more", frames=5, seed=7, elements=("O", "C"))
     warnings = check(["water"], ["more"], type_map=["O", "H", "C", "Xe"]).warnings
-    assert warnings[0] == "type_map has C, Xe, but no training frame does: their networks stay untrained."
+    assert (
+        warnings[0]
+        == "type_map has C, Xe, but no training frame does: their networks stay untrained."
+    )
     assert warnings[1] == "validation frames have C, but no training frame does."
 
 
@@ -225,7 +260,9 @@ def test_an_isolated_atom_is_no_outlier_beside_a_crystal_of_its_element(tmp_path
     for number in range(20):
         head = 'Lattice="4 0 0 0 4 0 0 0 4" Properties=species:S:1:pos:R:3 pbc="T T T"'
         lines += ["8", f"{head} energy={-40 + 0.01 * number}"]
-        lines += [f"O {x:.8f} {y:.8f} {z:.8f}" for x, y, z in sites + rng.normal(0, 0.05, sites.shape)]
+        lines += [
+            f"O {x:.8f} {y:.8f} {z:.8f}" for x, y, z in sites + rng.normal(0, 0.05, sites.shape)
+        ]
     lines += ["1", 'Properties=species:S:1:pos:R:3 pbc="F F F" energy=0.0', "O 0.0 0.0 0.0"]
     path = tmp_path / "oxygen.xyz"
     path.write_text("\n".join(lines) + "\n")
@@ -238,7 +275,9 @@ def test_a_system_that_is_listed_twice_has_no_copies(water):
     assert not any("of another" in text for text in check(["water", "water"]).warnings)
     shutil.copytree("water", "again")
     [warning] = check(["water", "again"]).warnings
-    assert warning.startswith("12 training frames are copies of another (first: again frame 0 is water frame 0)")
+    assert warning.startswith(
+        "12 training frames are copies of another (first: again frame 0 is water frame 0)"
+    )
 
 
 HARTREE = 27.211386
@@ -258,7 +297,8 @@ OTHER_SYSTEMS = [
 def test_a_system_of_another_unit_or_code_is_named(tmp_path, sizes, zero, energy, force, words):
     """Training started 51,500 meV/atom off, after "No warnings"."""
     systems = [
-        write_system(tmp_path / str(k), frames=8, seed=k, natoms=size, virial=False) for k, size in enumerate(sizes)
+        write_system(tmp_path / str(k), frames=8, seed=k, natoms=size, virial=False)
+        for k, size in enumerate(sizes)
     ]
     common = zero if energy != 1 else 0
     for path, size in zip(systems, sizes):
@@ -268,11 +308,17 @@ def test_a_system_of_another_unit_or_code_is_named(tmp_path, sizes, zero, energy
     edit(odd / "set.000" / "energy.npy", partial(shift, by=(zero - common) * sizes[-1]))
     edit(odd / "set.000" / "energy.npy", lambda e: np.multiply(e, energy, out=e))
     edit(odd / "set.000" / "force.npy", lambda f: np.multiply(f, force, out=f))
-    [warning] = [line for line in check(systems).warnings if "do not fit the energies per element" in line]
+    [warning] = [
+        line for line in check(systems).warnings if "do not fit the energies per element" in line
+    ]
     assert f"of the others: {odd} (" in warning
     assert words in warning
     assert "RMS force " in warning
-    [beside] = [line for line in check(systems[:-1], [odd]).warnings if "do not fit the energies per element" in line]
+    [beside] = [
+        line
+        for line in check(systems[:-1], [odd]).warnings
+        if "do not fit the energies per element" in line
+    ]
     assert f"of the others: {odd} (" in beside
 
 
@@ -294,14 +340,18 @@ def test_systems_of_large_forces_and_isolated_atoms_are_not_of_another_code(tmp_
     edit(near / "set.000" / "force.npy", lambda f: np.multiply(f, 500, out=f))
     atom = write_system(tmp_path / "atom", frames=4, natoms=1, pbc=False)
     edit(atom / "set.000" / "energy.npy", partial(shift, by=300))
-    assert not [line for line in check([*bulk, near, atom]).warnings if "do not fit the energies" in line]
+    assert not [
+        line for line in check([*bulk, near, atom]).warnings if "do not fit the energies" in line
+    ]
 
 
 def test_frames_of_three_are_judged_and_those_of_several_kinds_are_not(tmp_path):
     """Of 60 right frames 24 were "far from the others", and one frame with 2,000 eV/angstrom passed."""
     few = write_system(tmp_path / "few", frames=3, seed=1)
     edit(few / "set.000" / "energy.npy", lambda e: e.__setitem__(1, e[1] - 40))
-    edit(few / "set.000" / "force.npy", lambda f: f.__setitem__(2, 2000 / np.abs(f[2]).max() * f[2]))
+    edit(
+        few / "set.000" / "force.npy", lambda f: f.__setitem__(2, 2000 / np.abs(f[2]).max() * f[2])
+    )
     energy, force = check([few]).warnings
     assert f"{few} frame 1 (-3." in energy
     assert f"{few} frame 2 (2000 eV/angstrom)" in force
@@ -318,7 +368,10 @@ def test_large_forces_of_atoms_near_each_other_are_no_outliers(tmp_path):
     for name, factor in (("rattled", 0.55), ("spike", 1.0)):
         path = write_system(tmp_path / name, frames=20, seed=1)
         edit(path / "set.000" / "force.npy", lambda f: f.__imul__(0.01 / np.abs(f).max()))
-        edit(path / "set.000" / "force.npy", lambda f: f.__setitem__(4, f[4] * 40 / np.abs(f[4]).max()))
+        edit(
+            path / "set.000" / "force.npy",
+            lambda f: f.__setitem__(4, f[4] * 40 / np.abs(f[4]).max()),
+        )
         frame = open_data([str(path)], ELEMENTS, ["force"])[0].frame(4)
         i, _, vector, distance = find_pairs_once(frame.coord, frame.box, 4.0)
         pair = distance.argmin()
@@ -333,11 +386,20 @@ def test_forces_that_are_zero_are_a_problem_unless_symmetry_explains_them(tmp_pa
     path = write_system(tmp_path / "w", frames=6, natoms=8, seed=1)
     edit(path / "set.000" / "force.npy", put(slice(None), 0.0))
     [problem] = check([path]).problems
-    assert problem.startswith(f"{path}: all forces are zero, which the positions do not explain. Remove set.*/force")
-    crystal = write_system(tmp_path / "c", frames=6, natoms=8, seed=1, jitter=0.0, triclinic=False, elements=("O",))
+    assert problem.startswith(
+        f"{path}: all forces are zero, which the positions do not explain. Remove set.*/force"
+    )
+    crystal = write_system(
+        tmp_path / "c", frames=6, natoms=8, seed=1, jitter=0.0, triclinic=False, elements=("O",)
+    )
     edit(crystal / "set.000" / "force.npy", put(slice(None), 0.0))
-    edit(crystal / "set.000" / "box.npy", lambda box: box.__imul__(np.linspace(0.9, 1.1, 6)[:, None]))
-    edit(crystal / "set.000" / "coord.npy", lambda coord: coord.__imul__(np.linspace(0.9, 1.1, 6)[:, None]))
+    edit(
+        crystal / "set.000" / "box.npy", lambda box: box.__imul__(np.linspace(0.9, 1.1, 6)[:, None])
+    )
+    edit(
+        crystal / "set.000" / "coord.npy",
+        lambda coord: coord.__imul__(np.linspace(0.9, 1.1, 6)[:, None]),
+    )
     assert check([crystal], type_map=["O"]).problems == []
 
 
@@ -367,18 +429,27 @@ def test_forces_of_weight_zero_are_not_judged(tmp_path):
 
 def test_pressures_without_virials_and_in_one_cell_mean_nothing(tmp_path):
     """A model of such data had pressures of 55 to 75 GPa."""
-    first, second = (write_system(tmp_path / name, frames=4, seed=k, virial=False) for k, name in enumerate("ab"))
+    first, second = (
+        write_system(tmp_path / name, frames=4, seed=k, virial=False) for k, name in enumerate("ab")
+    )
 
     def notes(*systems, labels=LABELS):
         return [line for line in check(systems, labels=labels).notes if "pressures" in line]
 
     [note] = notes(first, second)
-    assert note.startswith("no virials, and one cell in all training frames: pressures and stresses of the model mean")
+    assert note.startswith(
+        "no virials, and one cell in all training frames: pressures and stresses of the model mean"
+    )
     assert notes(write_system(tmp_path / "v", frames=4)) == []
-    assert len(notes(tmp_path / "v", labels=("energy", "force"))) == 1  # the loss does not read them
+    assert (
+        len(notes(tmp_path / "v", labels=("energy", "force"))) == 1
+    )  # the loss does not read them
     assert notes(write_system(tmp_path / "open", frames=4, pbc=False)) == []
     assert notes(first, write_system(tmp_path / "larger", frames=4, natoms=18, virial=False)) == []
-    edit(second / "set.000" / "box.npy", lambda box: box.__imul__(np.linspace(0.99, 1.01, 4)[:, None]))
+    edit(
+        second / "set.000" / "box.npy",
+        lambda box: box.__imul__(np.linspace(0.99, 1.01, 4)[:, None]),
+    )
     assert notes(second) == []
 
 
@@ -411,4 +482,7 @@ def test_training_frames_that_stand_twice_are_counted(water):
     for file in water.glob("set.*/*.npy"):
         edit(file, lambda a: a.__setitem__(3, a[1]))
     [warning] = check(["water"]).warnings
-    assert warning == "3 training frames are copies of another (first: water frame 3 is water frame 1)."
+    assert (
+        warning
+        == "3 training frames are copies of another (first: water frame 3 is water frame 1)."
+    )

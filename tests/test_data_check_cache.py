@@ -43,7 +43,9 @@ def test_a_second_check_reads_no_array_and_finds_the_same(place, monkeypatch):
     for name in ("min_distance", "max_neighbors", "max_total"):
         assert getattr(second.neighbors, name) == getattr(first.neighbors, name)
     for name in ("by_rank", "nearest"):
-        np.testing.assert_array_equal(getattr(second.neighbors, name), getattr(first.neighbors, name))
+        np.testing.assert_array_equal(
+            getattr(second.neighbors, name), getattr(first.neighbors, name)
+        )
 
 
 def put_nan_keeping_times():
@@ -135,7 +137,9 @@ def test_a_second_run_from_the_same_statistics_is_the_same_run(place, monkeypatc
     curves = []
     for number in range(2):
         if number:
-            monkeypatch.setattr(DeepmdSystem, "chunks", lambda *_: pytest.fail("all frames are read"))
+            monkeypatch.setattr(
+                DeepmdSystem, "chunks", lambda *_: pytest.fail("all frames are read")
+            )
         assert main(["train", "input.json", "--device", "cpu", "-v", "DEBUG"]) == 0
         assert ("s (this content was checked before: 20" in capsys.readouterr().err) is bool(number)
         curves.append(Path("lcurve.out").read_text())
@@ -151,9 +155,7 @@ def test_statistics_of_other_options_are_computed_anew_or_refused(place, capsys)
     reason = "it is of other options: model.pair_exclude_types = [], now [[0, 1]]"
     change_input(training__stat_file_mode="read")
     assert main(["train", "input.json", "--device", "cpu"]) == 2
-    expected = (
-        'training.stat_file = "statistics" does not hold the statistics of this model, and stat_file_mode is "read"'
-    )
+    expected = 'training.stat_file = "statistics" does not hold the statistics of this model, and stat_file_mode is "read"'
     assert f"{expected}: {reason}. Use " in " ".join(capsys.readouterr().err.split())
     change_input(training__stat_file_mode="update")
     for is_new in (True, False):

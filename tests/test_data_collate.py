@@ -25,7 +25,12 @@ def make_frame(seed, natoms=12, pbc=True, index=0, **labels):
     return Frame(coord, types, box, values | labels, source=("toy", index))
 
 
-FRAMES = [make_frame(0), make_frame(1, 7, pbc=False, index=1), make_frame(2, 1, index=2), make_frame(3, 20, index=3)]
+FRAMES = [
+    make_frame(0),
+    make_frame(1, 7, pbc=False, index=1),
+    make_frame(2, 1, index=2),
+    make_frame(3, 20, index=3),
+]
 
 
 def expected_neighbors(frame, atom, layout):
@@ -64,7 +69,9 @@ def check_batch(batch, frames, layout):
             for slot, (_, expected) in enumerate(wanted):
                 np.testing.assert_allclose(vector[slot], expected, atol=1e-12)
             assert (neighbor[len(wanted) :] == row).all()
-            np.testing.assert_array_equal(np.linalg.norm(vector[len(wanted) :], axis=1), 2 * layout.rcut)
+            np.testing.assert_array_equal(
+                np.linalg.norm(vector[len(wanted) :], axis=1), 2 * layout.rcut
+            )
 
 
 LAYOUTS = {
@@ -103,9 +110,15 @@ def test_slots_are_trimmed_rounded_up_and_never_above_sel():
     for frame in frames:
         pairs = find_pairs(frame.coord, frame.box, RCUT)
         for atom in range(frame.num_atoms):
-            most = np.maximum(most, np.bincount(frame.atom_type[pairs.j[pairs.i == atom]], minlength=3))
-    expected = [min(sel, -(-min(n, sel) // round_to) * round_to) for n, sel in zip(most, layout.sel)]
-    assert collate([pair_frame(f, layout, round_to=round_to) for f in frames], layout).slots == tuple(expected)
+            most = np.maximum(
+                most, np.bincount(frame.atom_type[pairs.j[pairs.i == atom]], minlength=3)
+            )
+    expected = [
+        min(sel, -(-min(n, sel) // round_to) * round_to) for n, sel in zip(most, layout.sel)
+    ]
+    assert collate(
+        [pair_frame(f, layout, round_to=round_to) for f in frames], layout
+    ).slots == tuple(expected)
 
 
 def test_prepared_frames_and_kept_pairs_make_the_same_batch():
@@ -134,14 +147,22 @@ def test_labels_follow_their_atoms_and_missing_ones_are_not_found():
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_molecules_paired_together_are_bitwise_those_paired_one_by_one(name):
-    molecules = [make_frame(k, size, pbc=False, index=k) for k, size in enumerate((9, 1, 12, 9, 64, 2))]
-    line = Frame(np.arange(12.0).reshape(4, 3), np.array([0, 2, 2, 1]), labels={"energy": np.array(1.0)})  # ties
+    molecules = [
+        make_frame(k, size, pbc=False, index=k) for k, size in enumerate((9, 1, 12, 9, 64, 2))
+    ]
+    line = Frame(
+        np.arange(12.0).reshape(4, 3), np.array([0, 2, 2, 1]), labels={"energy": np.array(1.0)}
+    )  # ties
     frames = [*molecules, line]
     together = collate(frames, LAYOUTS[name], ["energy", "force", "virial"])
-    one_by_one = collate([pair_frame(f, LAYOUTS[name]) for f in frames], LAYOUTS[name], ["energy", "force", "virial"])
+    one_by_one = collate(
+        [pair_frame(f, LAYOUTS[name]) for f in frames], LAYOUTS[name], ["energy", "force", "virial"]
+    )
     assert together.frames == one_by_one.frames
     for item in (item for item in fields(together) if item.name != "frames"):
-        torch.testing.assert_close(getattr(together, item.name), getattr(one_by_one, item.name), rtol=0, atol=0)
+        torch.testing.assert_close(
+            getattr(together, item.name), getattr(one_by_one, item.name), rtol=0, atol=0
+        )
 
 
 @pytest.mark.parametrize("cells", [1000, 100_000])

@@ -26,7 +26,11 @@ def read_all(path, labels=LABELS):
         for k in range(source.num_frames):
             frame = source.frame(k)
             rows = np.column_stack([frame.atom_type, frame.coord, frame.labels["force"]])
-            others = {name: value for name, value in frame.labels.items() if name not in ("force", "atom_energy")}
+            others = {
+                name: value
+                for name, value in frame.labels.items()
+                if name not in ("force", "atom_energy")
+            }
             found.append((rows[np.lexsort(rows.T[::-1])], frame.box, others))
     return found
 
@@ -68,7 +72,10 @@ def test_frames_come_back(name, mixed):
     assert_holds("out", read(name, ":"))
     reported = "\n".join(lines)
     assert f"read {name}: 12 frames" in reported
-    assert "= -volume * stress (stress in eV/angstrom^3, positive under tension, as in ASE) in 10 frames" in reported
+    assert (
+        "= -volume * stress (stress in eV/angstrom^3, positive under tension, as in ASE) in 10 frames"
+        in reported
+    )
     assert ("kind_of_frame" in reported) == name.endswith(".db")
     folders = [path.parent.name for path in Path("out").rglob("type.raw")]
     assert all(folder.removesuffix("_open").isdigit() == mixed for folder in folders)
@@ -80,7 +87,10 @@ def outcar(steps=2, ended=True, converged=True, energies=(-10.0, -10.5)):
     """Return the atoms that ASE reads from an OUTCAR: two H and one O in a cube of 4 angstrom."""
     out = [" vasp.6.3.0 20Jan22 complex"]
     out += [f" POTCAR:    PAW_PBE {e} 01Jan2001" for e in ("O", "H", "O", "H")]
-    out += ["   ISPIN  =      2    spin polarized calculation?", "   ions per type =               1   2"]
+    out += [
+        "   ISPIN  =      2    spin polarized calculation?",
+        "   ions per type =               1   2",
+    ]
     for k in range(steps):
         out += [f"--- Iteration {k + 1}(   1)  ---"]
         out += ["------ aborting loop because EDIFF is reached ------"] * converged
@@ -94,7 +104,10 @@ def outcar(steps=2, ended=True, converged=True, energies=(-10.0, -10.5)):
         out += ["  FREE ENERGIE OF THE ION-ELECTRON SYSTEM (eV)", "  ---",
                 f"  free  energy   TOTEN  =   {free - k} eV", "",
                 f"  energy  without entropy=   {free}  energy(sigma->0) =   {zero - k}"]  # fmt: skip
-    return "\n".join(out + [" General timing and accounting informations for this job:"] * ended) + "\n"
+    return (
+        "\n".join(out + [" General timing and accounting informations for this job:"] * ended)
+        + "\n"
+    )
 
 
 def test_an_outcar_with_constraints_smearing_and_spin():
@@ -104,13 +117,20 @@ def test_an_outcar_with_constraints_smearing_and_spin():
         "0 0 0 F F F\n0 0 0.25 T T T\n0 0 0.5 T T T\n"
     )
     reported = "\n".join(convert_data(["OUTCAR"], "out"))
-    assert "free_energy differs, and forces belong to it: FILE#energy=free_energy reads it (2 frames)" in reported
+    assert (
+        "free_energy differs, and forces belong to it: FILE#energy=free_energy reads it (2 frames)"
+        in reported
+    )
     assert "constraints are not applied: forces are those that were computed (2 frames)" in reported
     assert "does not read free_energy, magmom" in reported
     first, second = sorted(read_all("out"), key=lambda found: -found[2]["energy"])
     assert [first[2]["energy"], second[2]["energy"]] == [-10.5, -11.5]
-    assert first[0][0].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.2, -0.3])  # of the atom that is held
-    virial = np.array([[10, 1, 3], [1, 20, 2], [3, 2, 30]]) * 64 / KBAR  # positive under compression
+    assert first[0][0].tolist() == pytest.approx(
+        [0, 0, 0, 0, 0.1, 0.2, -0.3]
+    )  # of the atom that is held
+    virial = (
+        np.array([[10, 1, 3], [1, 20, 2], [3, 2, 30]]) * 64 / KBAR
+    )  # positive under compression
     np.testing.assert_allclose(first[2]["virial"].reshape(3, 3), virial, rtol=1e-6)
     reported = "\n".join(convert_data(["OUTCAR#energy=free_energy"], "free"))
     assert "differs" not in reported
@@ -143,10 +163,11 @@ def test_steps_of_vasp_5_that_took_all_electronic_steps_are_reported(version, is
     head, *parts = text.split("--- Iteration")
     # the third has converged in its last step
     counts = [(20, 1e-3), (9, 1e-7), (20, 1e-7), (20, 2e-6)]
-    steps = [electronic_steps(*count) + part.partition("\n")[2] for count, part in zip(counts, parts, strict=True)]
-    limits = (
-        "   NELM   =     20;   NELMIN=  2; NELMDL= -5     # of ELM steps\n   EDIFF  = 0.1E-05   stopping-criterion\n"
-    )
+    steps = [
+        electronic_steps(*count) + part.partition("\n")[2]
+        for count, part in zip(counts, parts, strict=True)
+    ]
+    limits = "   NELM   =     20;   NELMIN=  2; NELMDL= -5     # of ELM steps\n   EDIFF  = 0.1E-05   stopping-criterion\n"
     Path("OUTCAR").write_text(head + limits + "".join(steps))
     assert (NOT_REACHED in "\n".join(convert_data(["OUTCAR"], "out"))) == is_reported
 
@@ -160,9 +181,19 @@ def test_steps_of_a_machine_learned_potential_in_vasp_have_no_electrons():
 def vasprun(counts, last_change=1e-3, energies=(-10.0, -10.5, -11.0)):
     """Return a vasprun.xml with a step for each number of electronic steps."""
     cell = '<crystal><varray name="basis"><v>4 0 0</v><v>0 4 0</v><v>0 0 4</v></varray></crystal>'
-    out = ['<?xml version="1.0" encoding="ISO-8859-1"?>', "<modeling>", '<parameters><i type="int" name="NELM"> 20</i>']
-    out += ['<i name="EDIFF"> 0.00000100</i><i type="int" name="NELM"> 1</i></parameters>', "<atominfo>"]
-    out += ['<atoms> 2 </atoms><types> 1 </types><array name="atoms"><set>', *["<rc><c>H </c><c> 1 </c></rc>"] * 2]
+    out = [
+        '<?xml version="1.0" encoding="ISO-8859-1"?>',
+        "<modeling>",
+        '<parameters><i type="int" name="NELM"> 20</i>',
+    ]
+    out += [
+        '<i name="EDIFF"> 0.00000100</i><i type="int" name="NELM"> 1</i></parameters>',
+        "<atominfo>",
+    ]
+    out += [
+        '<atoms> 2 </atoms><types> 1 </types><array name="atoms"><set>',
+        *["<rc><c>H </c><c> 1 </c></rc>"] * 2,
+    ]
     out += ["</set></array></atominfo>"]
     out.append('<kpoints><varray name="kpointlist"><v>0 0 0</v></varray>')
     out.append('<varray name="weights"><v>1</v></varray></kpoints>')
@@ -175,10 +206,16 @@ def vasprun(counts, last_change=1e-3, energies=(-10.0, -10.5, -11.0)):
         for k in range(count):
             value = energy if k == count - 1 else energy + last_change
             out.append(
-                "<scstep><energy>" + "".join(f'<i name="{n}"> {value} </i>' for n in names) + "</energy></scstep>"
+                "<scstep><energy>"
+                + "".join(f'<i name="{n}"> {value} </i>' for n in names)
+                + "</energy></scstep>"
             )
         out += [f"<structure>{place}", f'<varray name="forces">{rows}', "<energy>"]
-        out += [*(f'<i name="{n}"> {energy:.8f} </i>' for n in names), "</energy>", "</calculation>"]
+        out += [
+            *(f'<i name="{n}"> {energy:.8f} </i>' for n in names),
+            "</energy>",
+            "</calculation>",
+        ]
     return "\n".join([*out, "</modeling>"])
 
 
@@ -191,11 +228,17 @@ def test_steps_in_a_vasprun_that_took_all_electronic_steps_are_reported():
 
 def test_frames_with_numbers_that_are_not_finite_are_left_out_by_name():
     # VASP writes nan where a step of its electrons has failed
-    Path("energies.xml").write_text(vasprun((2, 2, 2)).replace("-10.50000000", "nan").replace(" -10.5 ", " nan "))
+    Path("energies.xml").write_text(
+        vasprun((2, 2, 2)).replace("-10.50000000", "nan").replace(" -10.5 ", " nan ")
+    )
     reported = "\n".join(convert_data(["energies.xml"], "out"))
-    assert "warning: left out, since numbers are not finite: 1 frame (from 0): 1 (energy)" in reported
+    assert (
+        "warning: left out, since numbers are not finite: 1 frame (from 0): 1 (energy)" in reported
+    )
     assert len(read_all("out")) == 2
-    Path("only.xyz").write_text('1\nenergy=nan Properties=species:S:1:pos:R:3 pbc="F F F"\nH 0 0 0\n')
+    Path("only.xyz").write_text(
+        '1\nenergy=nan Properties=species:S:1:pos:R:3 pbc="F F F"\nH 0 0 0\n'
+    )
     words = r"warning: left out, since numbers are not finite: 1 frame \(from 0\): 0 \(energy\)"
     with pytest.raises(DataError, match=words):
         convert_data(["only.xyz"], "out3")
@@ -206,7 +249,9 @@ EVERY_LABEL = ("energy", "force", "virial", "atom_energy", "atom_pref", "hessian
 
 def assert_same_frames(name, origins, spec):
     """Check that a file has every number of other data bit for bit, in their order of frames and atoms."""
-    [own], sources = (open_data(paths, list(TYPES), EVERY_LABEL, **spec) for paths in ([name], origins))
+    [own], sources = (
+        open_data(paths, list(TYPES), EVERY_LABEL, **spec) for paths in ([name], origins)
+    )
     frames = [source.frame(k) for source in sources for k in range(source.num_frames)]
     assert own.num_frames == len(frames)
     for k, expected in enumerate(frames):
@@ -221,7 +266,14 @@ def assert_same_frames(name, origins, spec):
 
 def write_everything():
     """Write three systems with every label and parameter: plain, open, and mixed with virtual atoms."""
-    options = {"frames": 6, "atom_ener": True, "atom_pref": True, "hessian": True, "fparam": 2, "aparam": 3}
+    options = {
+        "frames": 6,
+        "atom_ener": True,
+        "atom_pref": True,
+        "hessian": True,
+        "fparam": 2,
+        "aparam": 3,
+    }
     write_system("folders/plain", natoms=6, seed=1, sets=2, **options)
     write_system("folders/open", natoms=4, seed=2, pbc=False, **options)
     write_system("folders/mixed", natoms=5, seed=3, mixed=True, virtual=2, **options)
@@ -315,7 +367,9 @@ def test_the_command_refuses_what_it_cannot_do(words, message, capsys):
 
 def test_frames_without_labels_are_counted():
     bare = text(energy=None, Properties="species:S:1:pos:R:3", rows="O 0 0 0\nH 0 0 1\n")
-    Path("a.xyz").write_text(text() + bare + text(energy=None) + text(rows="H 0 0 0 1 2 3\nO 0 0 1 4 5 6\n"))
+    Path("a.xyz").write_text(
+        text() + bare + text(energy=None) + text(rows="H 0 0 0 1 2 3\nO 0 0 1 4 5 6\n")
+    )
     lines = convert_data(["a.xyz"], "out")
     assert "left out: 1 frame without energy and forces" in lines
     assert "the atoms of a frame are sorted by element: O H" in lines

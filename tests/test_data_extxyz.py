@@ -47,8 +47,16 @@ def write_toy(path, *args, **options):
 
 def text(rows="O 0 0 0 1 2 3\nH 0 0 1 4 5 6\n", natoms=2, **head):
     """Return one frame in extended XYZ."""
-    values = {"Lattice": "9 0 0 0 9 0 0 0 9", "Properties": "species:S:1:pos:R:3:forces:R:3", "energy": -1.5} | head
-    return f"{natoms}\n" + " ".join(f'{k}="{v}"' for k, v in values.items() if v is not None) + f"\n{rows}"
+    values = {
+        "Lattice": "9 0 0 0 9 0 0 0 9",
+        "Properties": "species:S:1:pos:R:3:forces:R:3",
+        "energy": -1.5,
+    } | head
+    return (
+        f"{natoms}\n"
+        + " ".join(f'{k}="{v}"' for k, v in values.items() if v is not None)
+        + f"\n{rows}"
+    )
 
 
 @pytest.fixture
@@ -77,7 +85,9 @@ def test_frames_are_those_that_ase_reads(tmp_path):
     from ase.io import read
 
     write_toy(tmp_path / "a.extxyz", 12, num_types=3)
-    source: FrameSource = open_one(str(tmp_path / "a.extxyz"), ("H", "C", "O"), (*LABELS, "atom_energy"))
+    source: FrameSource = open_one(
+        str(tmp_path / "a.extxyz"), ("H", "C", "O"), (*LABELS, "atom_energy")
+    )
     expected = read(tmp_path / "a.extxyz", ":")
     assert source.num_frames == 12
     assert len({*source.frame_sizes.tolist()}) > 3
@@ -92,7 +102,9 @@ def test_frames_are_those_that_ase_reads(tmp_path):
         if frame.box is not None:
             np.testing.assert_array_equal(frame.box, atoms.cell.array)
             stress = -frame.labels["virial"].reshape(3, 3) / atoms.get_volume()
-            np.testing.assert_allclose(stress, atoms.get_stress(voigt=False), rtol=1e-12, atol=1e-15)
+            np.testing.assert_allclose(
+                stress, atoms.get_stress(voigt=False), rtol=1e-12, atol=1e-15
+            )
         assert source.where(k) == (str(tmp_path / "a.extxyz"), k, 12)
 
 
@@ -104,7 +116,9 @@ def test_frames_are_those_that_ase_reads(tmp_path):
 ])  # fmt: skip
 def test_virials_and_stresses_by_their_usual_names(write_text, head, virial):
     name = write_text(text(**head))
-    assert open_one(name).frame(0).labels["virial"].tolist() == pytest.approx(list(virial), rel=1e-14)
+    assert open_one(name).frame(0).labels["virial"].tolist() == pytest.approx(
+        list(virial), rel=1e-14
+    )
 
 
 def test_names_are_found_chosen_and_reported_once(write_text):
@@ -112,7 +126,15 @@ def test_names_are_found_chosen_and_reported_once(write_text):
         Properties="species:S:1:pos:R:3:REF_forces:R:3:mace_forces:R:3:charge:R:1", energy=None, REF_energy=-2,
         mace_energy=-3, config_type="bulk water", stress="0 0 0 0 0 0 0 0 0")  # fmt: skip
     source = open_one(
-        write_text(frame, text(Lattice=None, energy=None, Properties="species:S:1:pos:R:3", rows="O 0 0 0\nH 0 0 1\n"))
+        write_text(
+            frame,
+            text(
+                Lattice=None,
+                energy=None,
+                Properties="species:S:1:pos:R:3",
+                rows="O 0 0 0\nH 0 0 1\n",
+            ),
+        )
     )
     assert source.frame(0).labels["energy"] == -2
     assert source.frame(0).labels["force"].tolist() == [[1, 2, 3], [4, 5, 6]]
@@ -129,8 +151,17 @@ def test_names_are_found_chosen_and_reported_once(write_text):
 
 
 def test_all_labels_with_several_names_are_in_one_line_with_the_commonest_names(write_text):
-    rows, properties = "O 0 0 0 1 2 3 1 2 3\nH 0 0 1 4 5 6 4 5 6\n", "species:S:1:pos:R:3:forces:R:3:REF_forces:R:3"
-    full = {"rows": rows, "Properties": properties, "REF_energy": -2, "virial": "0 " * 9, "REF_stress": "0 " * 9}
+    rows, properties = (
+        "O 0 0 0 1 2 3 1 2 3\nH 0 0 1 4 5 6 4 5 6\n",
+        "species:S:1:pos:R:3:forces:R:3:REF_forces:R:3",
+    )
+    full = {
+        "rows": rows,
+        "Properties": properties,
+        "REF_energy": -2,
+        "virial": "0 " * 9,
+        "REF_stress": "0 " * 9,
+    }
     found = problems_of(write_text(*[text(**full)] * 2, text(), text()))
     assert found == (
         "a.xyz: energy may be REF_energy (2 frames) or energy (4 frames); force may be REF_forces (2 frames) or forces "
@@ -151,7 +182,10 @@ def test_names_of_a_property_are_found_as_those_of_energies_are(write_text, labe
     source = open_one(write_text(text(**{stored: 1.5}, dft_energy=2)), labels=[f"{label}[1]"])
     assert source.frame(0).labels == {f"{label}[1]": 1.5}
     # what is not read may have several names
-    assert source.notes == [f"reads {label}[1] from {stored}", "does not read dft_energy, energy, forces"]
+    assert source.notes == [
+        f"reads {label}[1] from {stored}",
+        "does not read dft_energy, energy, forces",
+    ]
 
 
 def test_a_name_of_another_origin_is_no_property(write_text):
@@ -191,9 +225,14 @@ def test_faults_are_reported_with_file_and_frame(write_text, frames, message):
 
 def test_damaged_bytes_are_reported(write_text):
     good = text().encode()
-    assert "is not UTF-8 text" in problems_of(write_text(good.replace(b"species", b"sp\xffcies"), mode="wb"))
+    assert "is not UTF-8 text" in problems_of(
+        write_text(good.replace(b"species", b"sp\xffcies"), mode="wb")
+    )
     binary = write_text(np.ones(50_000).tobytes(), mode="wb")
-    assert problems_of(binary) == "a.xyz: line 1: is not text, expected the number of atoms of frame 0."
+    assert (
+        problems_of(binary)
+        == "a.xyz: line 1: is not text, expected the number of atoms of frame 0."
+    )
 
 
 @pytest.mark.parametrize(("choice", "message"), [
@@ -219,7 +258,9 @@ def test_parameters_are_read_and_missed(write_text):
     assert open_one(name, numb_fparam=1, default_fparam=[3.0]).frame(0).fparam.tolist() == [3.0]
 
 
-def test_a_run_on_a_file_is_checked_trained_validated_tested_and_restarted_bitwise(tmp_path, monkeypatch, capsys):
+def test_a_run_on_a_file_is_checked_trained_validated_tested_and_restarted_bitwise(
+    tmp_path, monkeypatch, capsys
+):
     write_toy(tmp_path / "train.extxyz", 14)
     write_toy(tmp_path / "valid.extxyz", 4, seed=1)
     (tmp_path / "run").mkdir()
@@ -255,7 +296,10 @@ def test_isolated_atoms_fix_the_energies_of_elements_that_one_composition_leaves
 
     single = {"O": -2040.0, "H": -13.5}
     rng = np.random.default_rng(0)
-    water = [Atoms("OH2", [[0, 0, 0], [1, 0, 0], [0, 1, 0]] + 0.05 * rng.normal(size=(3, 3))) for _ in range(60)]
+    water = [
+        Atoms("OH2", [[0, 0, 0], [1, 0, 0], [0, 1, 0]] + 0.05 * rng.normal(size=(3, 3)))
+        for _ in range(60)
+    ]
     frames = [labelled(atoms, single["O"] + 2 * single["H"] - 9.0) for atoms in water]
     frames += [labelled(Atoms(symbol, [[0, 0, 0]]), energy) for symbol, energy in single.items()]
     # a crystal of one atom is not isolated
@@ -266,21 +310,31 @@ def test_isolated_atoms_fix_the_energies_of_elements_that_one_composition_leaves
     Path("input.json").write_text(json.dumps(config))
     assert main(["train", "input.json"]) == 0
     bias = torch.load("model.ckpt.pt", weights_only=True)["model"]["out_bias"].ravel().numpy()
-    counts, energies = [[1, 2]] * 2 + [[1, 0], [0, 1]], [single["O"] + 2 * single["H"] - 9.0] * 2 + [*single.values()]
-    np.testing.assert_allclose(bias, np.linalg.lstsq(np.array(counts, float), energies, rcond=None)[0], rtol=1e-12)
+    counts, energies = (
+        [[1, 2]] * 2 + [[1, 0], [0, 1]],
+        [single["O"] + 2 * single["H"] - 9.0] * 2 + [*single.values()],
+    )
+    np.testing.assert_allclose(
+        bias, np.linalg.lstsq(np.array(counts, float), energies, rcond=None)[0], rtol=1e-12
+    )
     assert np.all(np.abs(bias - [*single.values()]) < 5)
 
 
 def test_isolated_atoms_offer_the_energies_of_the_elements(tmp_path):
     atoms = [f'1\nenergy={energy} pbc="F F F" Properties=species:S:1:pos:R:3:forces:R:3\n{symbol} 0 0 0 0 0 0\n'
              for symbol, energy in (("O", -432.5), ("H", -13.5))]  # fmt: skip
-    (tmp_path / "a.xyz").write_text("".join([*(text(energy=-440 - k / 9) for k in range(9)), *atoms]))
+    (tmp_path / "a.xyz").write_text(
+        "".join([*(text(energy=-440 - k / 9) for k in range(9)), *atoms])
+    )
     source = open_one(str(tmp_path / "a.xyz"))
     report = check_systems([source], [], ["O", "H"], SeE2AConfig(rcut=4.0, sel="auto"), LABELS)
     assert not [w for w in report.warnings if "far from the others" in w]
     [note] = [note for note in report.notes if "isolated atom" in note]
     assert note.startswith("2 frames of one isolated atom (first: ")
-    assert "model.fitting_net.atom_ener = [-432.5, -13.5] (eV; needs set_davg_zero and many more" in note
+    assert (
+        "model.fitting_net.atom_ener = [-432.5, -13.5] (eV; needs set_davg_zero and many more"
+        in note
+    )
 
 
 def test_a_folder_of_files_says_their_names(write_text, tmp_path):
@@ -300,7 +354,13 @@ VOLUME = 9.0**3
 @pytest.mark.parametrize(
     ("stated", "length", "energy", "force", "stress"),
     [
-        ({"energy_units": "Hartree", "forces_units": "Hartree/Bohr"}, 1, HARTREE, HARTREE / BOHR, 1),
+        (
+            {"energy_units": "Hartree", "forces_units": "Hartree/Bohr"},
+            1,
+            HARTREE,
+            HARTREE / BOHR,
+            1,
+        ),
         (
             {"energy-unit": "au", "force-unit": "a.u.", "stress-unit": "GPa"},
             1,
@@ -337,7 +397,9 @@ def test_units_that_a_file_states_are_converted(write_text, stated, length, ener
     if has_stress:
         np.testing.assert_allclose(frame.labels["virial"][8], -3 * stress * VOLUME * length**3)
     notes = "\n".join(system.notes)
-    assert notes.count("converted to eV and angstrom") == (not length == energy == force == stress == 1)
+    assert notes.count("converted to eV and angstrom") == (
+        not length == energy == force == stress == 1
+    )
     if "time_unit" not in stated:
         assert "does not read" not in notes
 
@@ -345,11 +407,23 @@ def test_units_that_a_file_states_are_converted(write_text, stated, length, ener
 @pytest.mark.parametrize(
     ("stated", "expected"),
     [
-        ({"energy_unit": "nonsense"}, "energy_unit = 'nonsense': is not a known unit of a quantity in eV. Known: eV, "),
+        (
+            {"energy_unit": "nonsense"},
+            "energy_unit = 'nonsense': is not a known unit of a quantity in eV. Known: eV, ",
+        ),
         ({"energy_unit": "eV/atom"}, "energy_unit = 'eV/atom': is not a known unit"),
-        ({"units": "lj"}, "units = 'lj': is not a known unit of a quantity in eV. Known: eV, hartree"),
-        ({"force_units": "GPa"}, "force_units = 'GPa': is not a known unit of a quantity in eV/angstrom. "),
-        ({"position_units": "inch"}, "position_units = 'inch': is not a known unit of a quantity in angstrom. "),
+        (
+            {"units": "lj"},
+            "units = 'lj': is not a known unit of a quantity in eV. Known: eV, hartree",
+        ),
+        (
+            {"force_units": "GPa"},
+            "force_units = 'GPa': is not a known unit of a quantity in eV/angstrom. ",
+        ),
+        (
+            {"position_units": "inch"},
+            "position_units = 'inch': is not a known unit of a quantity in angstrom. ",
+        ),
         (
             {"energy_unit": "Ha"},
             "energy_unit = Ha, and the unit of forces is not stated. Add forces_unit, such as eV/ang",
@@ -359,7 +433,10 @@ def test_units_that_a_file_states_are_converted(write_text, stated, length, ener
             "force_unit = Ha/bohr, and the unit of energy is not stated. Add energy_unit, such",
         ),
         ({"length_unit": "bohr"}, "length_unit = bohr, and the unit of forces is not stated."),
-        ({"pos_unit": "bohr", "cell_unit": "nm"}, "cell_unit = nm and pos_unit = bohr: expected one unit of lengths."),
+        (
+            {"pos_unit": "bohr", "cell_unit": "nm"},
+            "cell_unit = nm and pos_unit = bohr: expected one unit of lengths.",
+        ),
     ],
 )
 def test_units_that_are_not_known_are_errors(write_text, stated, expected):
@@ -370,7 +447,14 @@ def test_units_that_are_not_known_are_errors(write_text, stated, expected):
 
 def test_the_unit_of_the_name_that_is_read_is_taken(write_text):
     path = write_text(
-        text(energy=None, REF_energy="-2", REF_energy_unit="hartree", forces_unit="eV/A", MP2="7", MP2_unit="eV")
+        text(
+            energy=None,
+            REF_energy="-2",
+            REF_energy_unit="hartree",
+            forces_unit="eV/A",
+            MP2="7",
+            MP2_unit="eV",
+        )
     )
     frame = open_data([path], ["O", "H"], LABELS)[0].frame(0)
     assert frame.labels["energy"] == pytest.approx(-2 * HARTREE)

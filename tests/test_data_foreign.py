@@ -53,7 +53,9 @@ def test_an_output_of_cp2k_is_known_by_its_content_and_read_by_dpdata(dpdata, ca
     assert "  dpdata as cp2k/output says: a line for the screen" in reported
     assert "numpy changes" not in "\n".join(reported)
     assert capfd.readouterr() == ("", "")
-    with pytest.raises(DataError, match=r"md.out: is read by dpdata as cp2k/output, which knows the units: nearest"):
+    with pytest.raises(
+        DataError, match=r"md.out: is read by dpdata as cp2k/output, which knows the units: nearest"
+    ):
         convert_data(["md.out"], "out2", units="bohr,hartree")
 
 
@@ -63,19 +65,27 @@ TRAJECTORY = "       3\n i =        0, time =        0.000, E =       -17.0\n  O
 @pytest.mark.parametrize("name", ["w-pos-1.xyz", "w-frc-1.xyz"])
 def test_a_trajectory_of_cp2k_as_training_data_is_to_be_converted(name):
     Path(name).write_text(TRAJECTORY)
-    with pytest.raises(DataError, match=rf"{name}: is a trajectory of CP2K. Make folders of it first: dp-ema convert"):
+    with pytest.raises(
+        DataError,
+        match=rf"{name}: is a trajectory of CP2K. Make folders of it first: dp-ema convert",
+    ):
         open_data([name], ["O", "H"], ("energy", "force"))
 
 
 def write_runner(path, length=1.0, energy=1.0):
     """Write two frames of copper for RuNNer, in other units by the numbers of an angstrom and an eV."""
-    cell, basis = 3.6 * np.eye(3), 3.6 * np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0.01]])
+    cell, basis = (
+        3.6 * np.eye(3),
+        3.6 * np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0.01]]),
+    )
     lines = []
     for k in range(2):
         lines += ["begin", *("lattice " + " ".join(map(str, row * length)) for row in cell)]
         for place in basis:
             force = (k + 1) * place * energy / length
-            lines.append(f"atom {' '.join(map(str, place * length))} Cu 0 0 {' '.join(map(str, force))}")
+            lines.append(
+                f"atom {' '.join(map(str, place * length))} Cu 0 0 {' '.join(map(str, force))}"
+            )
         lines += [f"energy {-3.0 * energy}", "charge 0", "end"]
     Path(path).write_text("\n".join(lines) + "\n")
     return basis
@@ -96,7 +106,9 @@ def test_data_of_runner_are_read_in_bohr_and_hartree_where_distances_agree():
     assert "  by ASE as runnerdata, in bohr and hartree" in convert_data(["input.data"], "out")
     assert_is_copper("out", basis)
     text = Path("input.data").read_text()
-    Path("input.data.Cu").write_text(f"# copper\n\n {text}")  # as RuNNerDecom writes it, which ASE does not recognize
+    Path("input.data.Cu").write_text(
+        f"# copper\n\n {text}"
+    )  # as RuNNerDecom writes it, which ASE does not recognize
     convert_data(["input.data.Cu"], "again")
     assert_is_copper("again", basis)
 
@@ -114,7 +126,9 @@ def test_data_of_runner_in_angstrom_need_their_units():
     assert "  by ASE as runnerdata, in Angstrom and EV (--units), not bohr and hartree" in reported
     assert_is_copper("out", basis)
     convert_data(["input.data"], "as_said", units="bohr,hartree")
-    assert open_data(["as_said"], ["Cu"])[0].frame(0).box[0, 0] == pytest.approx(3.6 * BOHR, rel=1e-7)
+    assert open_data(["as_said"], ["Cu"])[0].frame(0).box[0, 0] == pytest.approx(
+        3.6 * BOHR, rel=1e-7
+    )
 
 
 @pytest.mark.parametrize("name", ["a.traj", "a.xyz"])
@@ -133,7 +147,8 @@ def test_units_change_every_array_of_a_file(name):
     assert f"  by {reader}, in bohr and kcal/mol (--units), not angstrom and eV" in reported
     kcal = 4.184 / 96.48533212331
     plain, frame = (
-        open_data([folder], ["Cu"], ("energy", "force", "virial"))[0].frame(0) for folder in ("plain", "out")
+        open_data([folder], ["Cu"], ("energy", "force", "virial"))[0].frame(0)
+        for folder in ("plain", "out")
     )
     np.testing.assert_allclose(frame.coord, plain.coord * BOHR, rtol=1e-12)
     np.testing.assert_allclose(frame.box, 3.6 * np.eye(3), rtol=1e-12)
@@ -148,7 +163,10 @@ def test_units_change_every_array_of_a_file(name):
         ("ABACUS", " convergence has NOT been achieved!"),
         ("ABACUS", " !! convergence has not been achieved @_@"),
         ("ABACUS", " !!SCF IS NOT CONVERGED!!"),
-        ("CASTEP", " *Warning* max. SCF cycles performed but system has not reached the groundstate."),
+        (
+            "CASTEP",
+            " *Warning* max. SCF cycles performed but system has not reached the groundstate.",
+        ),
         ("CP2K", "  *** SCF run NOT converged ***"),
         ("CP2K", " *** WARNING in qs_scf.F:542 :: SCF run NOT converged ***"),
         ("FHI-aims", "  ** WARNING! SELF-CONSISTENCY CYCLE DID NOT CONVERGE"),
@@ -159,7 +177,9 @@ def test_units_change_every_array_of_a_file(name):
         ("SIESTA", "SCF_NOT_CONV: SCF did not converge  in maximum number of steps."),
     ],
 )
-def test_electrons_that_did_not_converge_are_reported_in_the_words_of_the_program(dpdata, program, line):
+def test_electrons_that_did_not_converge_are_reported_in_the_words_of_the_program(
+    dpdata, program, line
+):
     Path("run.out").write_text(f"head\n{line}\n more\n{line}\nend\n")
     if program == "Gaussian":
         done = " SCF Done:  E(RB3LYP) =  -1.0     A.U. after   65 cycles\n"
@@ -167,9 +187,15 @@ def test_electrons_that_did_not_converge_are_reported_in_the_words_of_the_progra
         # in the second step another method has converged after the first
         steps = [f"{line}\n{done}", f"{line}\n{done}{done}", done, f"{line}\n{done}"]
         Path("run.out").write_text(forces.join([*steps, ""]))
-    [reported] = [text for text in convert_data(["run.out"], "out", file_format="any/thing") if "converge" in text]
+    [reported] = [
+        text
+        for text in convert_data(["run.out"], "out", file_format="any/thing")
+        if "converge" in text
+    ]
     assert reported.startswith('  electrons did not converge ("')
-    assert reported.endswith(f", {program}): these frames, where they are read, may be wrong (2 frames)")
+    assert reported.endswith(
+        f", {program}): these frames, where they are read, may be wrong (2 frames)"
+    )
 
 
 def test_the_logs_of_a_program_that_is_read_as_a_folder_are_looked_at(dpdata):
@@ -199,7 +225,10 @@ def test_forces_in_a_file_that_were_not_read_are_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "dpdata", package)
     Path("run.out").write_text("                   Forces (Hartrees/Bohr)\n")
     reported = convert_data(["run.out"], "out", file_format="gaussian/log")
-    assert '  forces are in the file ("Forces (Hartrees/Bohr)") and were not read: try another --format' in reported
+    assert (
+        '  forces are in the file ("Forces (Hartrees/Bohr)") and were not read: try another --format'
+        in reported
+    )
 
 
 def test_of_virials_and_stresses_in_one_frame_the_virials_are_read(monkeypatch):
@@ -220,7 +249,10 @@ def parts(name, *ends):
     return {f"{name}.{end}": "\n" for end in ends}
 
 
-INPUT = {"run/INPUT": "INPUT_PARAMETERS\ncalculation {}\n", "run/OUT.x/running_{}.log": "   ABACUS v3.2\n"}
+INPUT = {
+    "run/INPUT": "INPUT_PARAMETERS\ncalculation {}\n",
+    "run/OUT.x/running_{}.log": "   ABACUS v3.2\n",
+}
 QE, AMBER, OPENMX = (
     parts("run.1/oh-md", "in", "pos", "for", "evp", "cel"),
     parts("heat", "parm7", "nc", "mdfrc", "mden"),
@@ -253,7 +285,9 @@ MANY = "head\n" * 6000
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["md", "scf"])
 @pytest.mark.parametrize("is_named", [False, True])
-def test_outputs_that_ase_does_not_read_go_to_dpdata(monkeypatch, files, given, name, passed, kind, is_named):
+def test_outputs_that_ase_does_not_read_go_to_dpdata(
+    monkeypatch, files, given, name, passed, kind, is_named
+):
     calls = []
 
     def read(path, fmt):
@@ -266,7 +300,9 @@ def test_outputs_that_ase_does_not_read_go_to_dpdata(monkeypatch, files, given, 
         place = Path(file.format(kind))
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text.replace("{}", kind))
-    with pytest.raises(DataError, match=rf"{given}: cannot be read by dpdata as {name} \(no frames\)"):
+    with pytest.raises(
+        DataError, match=rf"{given}: cannot be read by dpdata as {name} \(no frames\)"
+    ):
         convert_data([given], "out", file_format=name if is_named else None)
     assert calls == [(passed, name)]
 
@@ -276,7 +312,12 @@ def test_outputs_that_ase_does_not_read_go_to_dpdata(monkeypatch, files, given, 
     [
         ("OUTCAR", " vasp.6.4.2\n", "ASE as vasp-out (Incomplete OUTCAR)", "vasp/outcar"),
         ("vasprun.xml", "<modeling>\n", "ASE as vasp-xml (", "vasp/xml"),
-        ("md.log", f" Invoking FHI-aims ...\n{MANY} Molecular dynamics\n", "ASE as aims-output (", "fhi_aims/md"),
+        (
+            "md.log",
+            f" Invoking FHI-aims ...\n{MANY} Molecular dynamics\n",
+            "ASE as aims-output (",
+            "fhi_aims/md",
+        ),
     ],
 )
 def test_a_file_that_ase_cannot_read_names_the_format_of_dpdata(name, text, reason, option):
@@ -292,7 +333,9 @@ def test_files_that_a_format_needs_are_named():
         convert_data(["oh-md"], "out")
     Path("d").mkdir()
     Path("d/dftb_pin.hsd").write_text("Geometry = GenFormat {\n 2 S\n Si\n")
-    with pytest.raises(DataError, match=r"dftb_pin\.hsd: is periodic, and dpdata does not read the cell"):
+    with pytest.raises(
+        DataError, match=r"dftb_pin\.hsd: is periodic, and dpdata does not read the cell"
+    ):
         convert_data(["d"], "out", file_format="dftbplus")
 
 
@@ -301,7 +344,9 @@ def test_an_array_of_dpdata_without_frames_is_none(monkeypatch, name):
     """Calculations of ABACUS without forces, or without stresses, are such."""
     data = {"atom_names": ["H"], "atom_types": np.zeros(2, int), "coords": np.array([[[0, 0, 0], [0, 0, 0.7]]]),
             "energies": np.ones(1), "cells": 4 * np.eye(3)[None], name: np.zeros((0, 3, 3))}  # fmt: skip
-    package = types.SimpleNamespace(LabeledSystem=lambda path, fmt: types.SimpleNamespace(data=data))
+    package = types.SimpleNamespace(
+        LabeledSystem=lambda path, fmt: types.SimpleNamespace(data=data)
+    )
     monkeypatch.setitem(sys.modules, "dpdata", package)
     Path("run.out").write_text("a calculation\n")
     assert "  reads energy" in convert_data(["run.out"], "out", file_format="abacus/scf")
@@ -313,7 +358,9 @@ def test_a_reader_that_lacks_a_package_names_it(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "dpdata", types.SimpleNamespace(LabeledSystem=read))
     Path("run.out").write_text("a calculation\n")
-    with pytest.raises(DataError, match=r"needs the package parmed, which is not installed: pip install parmed"):
+    with pytest.raises(
+        DataError, match=r"needs the package parmed, which is not installed: pip install parmed"
+    ):
         convert_data(["run.out"], "out", file_format="amber/md")
 
 
@@ -330,7 +377,10 @@ def test_what_a_reader_logs_and_turned_molecules_of_gaussian_are_reported(monkey
     Path("run.out").write_text(text)
     reported = "\n".join(convert_data(["run.out"], "out", file_format="gaussian/log"))
     assert "dpdata as gaussian/log says: positions are of another orientation" in reported
-    assert "warning: positions are of Gaussian's standard orientation, and forces of that of the input" in reported
+    assert (
+        "warning: positions are of Gaussian's standard orientation, and forces of that of the input"
+        in reported
+    )
     assert capfd.readouterr() == ("", "")
     Path("run.out").write_text(f"  Input orientation:\n{text}")
     assert "warning" not in "\n".join(convert_data(["run.out"], "out2", file_format="gaussian/log"))
@@ -351,7 +401,9 @@ def test_files_of_one_name_are_data_for_both_commands(monkeypatch, capsys):
 
     data = {"atom_names": ["H"], "atom_types": np.zeros(2, int), "coords": np.array([[[0, 0, 0], [0, 0, 0.7]]] * 12),
             "energies": np.ones(12), "cells": np.tile(4 * np.eye(3), (12, 1, 1))}  # fmt: skip
-    package = types.SimpleNamespace(LabeledSystem=lambda path, fmt: types.SimpleNamespace(data=data))
+    package = types.SimpleNamespace(
+        LabeledSystem=lambda path, fmt: types.SimpleNamespace(data=data)
+    )
     monkeypatch.setitem(sys.modules, "dpdata", package)
     for file in parts("oh-md", "in", "pos", "for", "evp"):
         Path(file).write_text("\n")

@@ -44,7 +44,11 @@ def molecules(num, seed=1, size=0.05, energy=1, force=1, virial=1):
         turn *= np.linalg.det(turn)  # a rotation
         moved = (coord + rng.normal(0, size, coord.shape)) @ turn + rng.normal(size=3)
         e, f, w, _ = toy_labels(moved, types)
-        frames.append(Frame(moved, types, None, {"energy": e * energy, "force": f * force, "virial": w * virial}))
+        frames.append(
+            Frame(
+                moved, types, None, {"energy": e * energy, "force": f * force, "virial": w * virial}
+            )
+        )
     return frames
 
 
@@ -54,7 +58,9 @@ def stored(path, frames, virial=True, names=("O", "H")):
     folder.mkdir(parents=True)
     np.savetxt(path / "type.raw", frames[0].atom_type, fmt="%d")
     (path / "type_map.raw").write_text("\n".join(names) + "\n")
-    arrays = {name: [np.ravel(frame.labels[name]) for frame in frames] for name in LABELS[: 2 + virial]}
+    arrays = {
+        name: [np.ravel(frame.labels[name]) for frame in frames] for name in LABELS[: 2 + virial]
+    }
     arrays |= {"coord": [frame.coord.ravel() for frame in frames]}
     if frames[0].box is None:
         (path / "nopbc").touch()
@@ -78,7 +84,9 @@ def report_of(*systems, names=("O", "H")):
     ({"virial": "stress"}, "the virials look like a stress in eV/angstrom^3"),
     ({"energy": 1 / HARTREE, "virial": 1 / HARTREE}, "the energies and virials look like Hartree"),
 ])  # fmt: skip
-def test_of_three_quantities_the_one_that_does_not_fit_the_others_is_named(tmp_path, factors, words):
+def test_of_three_quantities_the_one_that_does_not_fit_the_others_is_named(
+    tmp_path, factors, words
+):
     """Of Si and Ge, stresses in kbar, in GPa and with the wrong sign passed without a word."""
     if factors.get("virial") == "stress":
         factors = {"virial": -1 / abs(np.linalg.det(crystal(1)[0].box))}
@@ -101,7 +109,10 @@ def test_of_three_quantities_the_one_that_does_not_fit_the_others_is_named(tmp_p
 def test_of_two_quantities_both_are_named(tmp_path, make, factors, words):
     options = {"strains": False} if make is crystal else {}
     [warning] = map(
-        str, report_of(stored(tmp_path / "s", make(24, **factors, **options), virial=False)).units.findings()
+        str,
+        report_of(
+            stored(tmp_path / "s", make(24, **factors, **options), virial=False)
+        ).units.findings(),
     )
     assert words in warning
 
@@ -120,7 +131,9 @@ def test_a_shift_of_all_atoms_by_half_a_cell_changes_no_ratio():
     rng = np.random.default_rng(3)
     shifted = []
     for number, frame in enumerate(frames):
-        inside = frame.coord @ np.linalg.inv(frame.box) + 0.5 * (number % 2) + rng.normal(0, 1e-3, 3)
+        inside = (
+            frame.coord @ np.linalg.inv(frame.box) + 0.5 * (number % 2) + rng.normal(0, 1e-3, 3)
+        )
         shifted.append(Frame((inside % 1.0) @ frame.box, frame.atom_type, frame.box, frame.labels))
     assert ratios_of(shifted).force == pytest.approx(ratios_of(frames).force, rel=1e-6)
 
@@ -137,7 +150,9 @@ def test_right_data_are_quiet():
     ({"virial": -1}, "the virials have the wrong sign"), ({"force": -1}, "the forces have the wrong sign"),
 ])  # fmt: skip
 def test_open_systems_hold_virials_against_forces(tmp_path, factors, words):
-    [warning] = map(str, report_of(stored(tmp_path / "s", molecules(24, **factors))).units.findings())
+    [warning] = map(
+        str, report_of(stored(tmp_path / "s", molecules(24, **factors))).units.findings()
+    )
     assert words in warning
     assert "times the sum of positions and forces" in warning
 
@@ -147,7 +162,10 @@ def test_forces_that_were_moved_by_a_frame_or_sorted_are_found(tmp_path):
     before = [Frame(f.coord, f.atom_type, f.box, f.labels | {"force": g.labels["force"]})
               for f, g in zip(frames, frames[-1:] + frames[:-1])]  # fmt: skip
     order = np.argsort(frames[0].atom_type, kind="stable")
-    by_type = [Frame(f.coord, f.atom_type, f.box, f.labels | {"force": f.labels["force"][order]}) for f in frames]
+    by_type = [
+        Frame(f.coord, f.atom_type, f.box, f.labels | {"force": f.labels["force"][order]})
+        for f in frames
+    ]
     for name, wrong, place in (
         ("before", before, "the frame before"), ("by_type", by_type, "atoms in the order of their types")
     ):  # fmt: skip
@@ -178,8 +196,16 @@ WATER_ORDERS = [
     (lambda types: np.sort(types), ["O", "H"], "nearest neighbors O and O are "),
     (lambda types: np.sort(types)[::-1], ["O", "H"], "hydrogen atoms"),
     (lambda types: np.random.default_rng(3).permutation(types), ["O", "H"], "hydrogen atoms"),
-    (lambda types: 1 - types, ["O", "H"], "100 % of the hydrogen atoms of a frame (the median of 8) have two"),
-    (lambda types: types, ["H", "O"], "100 % of the hydrogen atoms of a frame (the median of 8) have two"),
+    (
+        lambda types: 1 - types,
+        ["O", "H"],
+        "100 % of the hydrogen atoms of a frame (the median of 8) have two",
+    ),
+    (
+        lambda types: types,
+        ["H", "O"],
+        "100 % of the hydrogen atoms of a frame (the median of 8) have two",
+    ),
 ]
 
 
@@ -195,7 +221,13 @@ def water_frames(number):
             coord.append(3.1 * np.array(site) + bonds @ turn + rng.normal(0, 0.03, (3, 3)))
         labels = {"energy": 0.0, "force": np.zeros((12, 3)), "virial": np.zeros(9)}
         frames.append(
-            Frame(np.concatenate(coord), np.tile([0, 1, 1], 4), np.diag([6.2, 6.2, 4.0]), labels, source=("s", k))
+            Frame(
+                np.concatenate(coord),
+                np.tile([0, 1, 1], 4),
+                np.diag([6.2, 6.2, 4.0]),
+                labels,
+                source=("s", k),
+            )
         )
     return frames
 
@@ -233,11 +265,17 @@ def test_short_bonds_and_atoms_in_random_places_are_in_their_order():
     """N2 has the shortest bond of two such atoms, and U=O and Cr2 are shorter than their radii."""
     rng = np.random.default_rng(5)
     names = ["N", "U", "O", "Cr", "H"]
-    molecules = {(0, 0, 4, 4): [0, 1.1, 4, 4.74], (1, 2, 2): [0, 1.76, -1.76], (3, 3, 2): [0, 1.68, 4]}
+    molecules = {
+        (0, 0, 4, 4): [0, 1.1, 4, 4.74],
+        (1, 2, 2): [0, 1.76, -1.76],
+        (3, 3, 2): [0, 1.68, 4],
+    }
     for types, places in molecules.items():
         coord = np.outer(places, [1.0, 0, 0])
         frames = [
-            Frame(coord + rng.normal(0, 0.02, coord.shape), np.array(types), None, {}, source=("s", k))
+            Frame(
+                coord + rng.normal(0, 0.02, coord.shape), np.array(types), None, {}, source=("s", k)
+            )
             for k in range(8)
         ]
         assert misplaced_types(frames, names) == []
@@ -258,7 +296,10 @@ def test_short_bonds_and_atoms_in_random_places_are_in_their_order():
     assert len(misplaced_types(at_rest, ["C", "O", "H"])) == 1
     grid = np.stack(np.meshgrid(*[1.3 * np.arange(4)] * 3), -1).reshape(-1, 3)
     types = np.tile([0, 2], 32)
-    frames = [Frame(grid + rng.normal(0, 0.3, grid.shape), types, None, {}, source=("s", k)) for k in range(8)]
+    frames = [
+        Frame(grid + rng.normal(0, 0.3, grid.shape), types, None, {}, source=("s", k))
+        for k in range(8)
+    ]
     assert misplaced_types(frames, names) == []
 
 
@@ -274,7 +315,10 @@ def test_what_cannot_be_verified_is_said(tmp_path):
 @pytest.mark.parametrize("strains", [False, True])
 def test_crystals_that_were_turned_or_mirrored_give_the_ratios_of_those_that_were_not(strains):
     """The mean of two such cells is singular, and `check` ended with a LinAlgError."""
-    frames, turn = crystal(24, strains=strains), np.array([[0.0, 1, 0], [1, 0, 0], [0, 0, -1]])  # about 110
+    frames, turn = (
+        crystal(24, strains=strains),
+        np.array([[0.0, 1, 0], [1, 0, 0], [0, 0, -1]]),
+    )  # about 110
     turned = []
     for frame in frames[::2]:
         virial = turn.T @ frame.labels["virial"].reshape(3, 3) @ turn
@@ -294,13 +338,18 @@ def test_virials_far_from_the_size_of_the_forces_are_reported(tmp_path, factor, 
     report = report_of(stored(tmp_path / "s", crystal(12, size=0.3, strains=False, virial=factor)))
     [warning] = map(str, report.units.findings())
     assert words in warning
-    assert "times the change of the forces times the spacing of atoms, expected 0.03 to 3. Expected eV" in warning
+    assert (
+        "times the change of the forces times the spacing of atoms, expected 0.03 to 3. Expected eV"
+        in warning
+    )
     assert report.units.verified["virials"] == 0
 
 
 def test_virials_of_open_systems_that_are_placeholders_are_found(tmp_path):
     """A virial.npy of ones or zeros was trained on."""
-    frames = [Frame(f.coord, f.atom_type, None, f.labels | {"virial": np.ones(9)}) for f in molecules(24)]
+    frames = [
+        Frame(f.coord, f.atom_type, None, f.labels | {"virial": np.ones(9)}) for f in molecules(24)
+    ]
     warnings = report_of(stored(tmp_path / "s", frames)).warnings
     assert any("the virials are placeholders, or another quantity" in text for text in warnings)
 
@@ -308,7 +357,9 @@ def test_virials_of_open_systems_that_are_placeholders_are_found(tmp_path):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("number", [0, 6, 12])
 @pytest.mark.parametrize("make", [crystal, molecules])
-def test_atoms_in_one_place_are_reported_and_no_logarithm_of_their_ratios_is_taken(tmp_path, make, number):
+def test_atoms_in_one_place_are_reported_and_no_logarithm_of_their_ratios_is_taken(
+    tmp_path, make, number
+):
     """`test`, `model-devi`, `report -s` and `init` ended with "math domain error"."""
     frames = make(13)
     for frame in frames[: number + 1]:

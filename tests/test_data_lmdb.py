@@ -17,13 +17,20 @@ def toy_records(num_frames=8, seed=0, virtual=False):
     for k in range(num_frames):
         coord, types, box = toy_frame(rng, int(rng.integers(4, 13)), pbc=k % 4 != 3)
         energy, force, virial, _ = toy_labels(coord, types, box)
-        record = {"coords": coord, "atom_types": types.astype(np.int32), "energies": np.array([energy])}
+        record = {
+            "coords": coord,
+            "atom_types": types.astype(np.int32),
+            "energies": np.array([energy]),
+        }
         record["forces"] = force
         if box is not None:
             record |= {"cells": box, "virials": virial.reshape(3, 3)}
         if virtual:
             record["atom_types"] = np.append(record["atom_types"], -1)
-            record |= {name: np.concatenate([record[name], np.zeros((1, 3))]) for name in ("coords", "forces")}
+            record |= {
+                name: np.concatenate([record[name], np.zeros((1, 3))])
+                for name in ("coords", "forces")
+            }
         out.append(record)
     return out
 
@@ -34,7 +41,11 @@ def write_lmdb(path, records, keys="012d", **meta):
     def encoded(value):
         if not isinstance(value, np.ndarray):
             return value
-        return {"type": str(value.dtype), "shape": list(value.shape), "data": np.ascontiguousarray(value).tobytes()}
+        return {
+            "type": str(value.dtype),
+            "shape": list(value.shape),
+            "data": np.ascontiguousarray(value).tobytes(),
+        }
 
     described = {"frame_idx_fmt": "012d", "type_map": ["O", "H"], "system_info": {"natoms": [2, 2]}}
     described |= {"nframes": len(records), **meta}

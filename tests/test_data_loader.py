@@ -24,7 +24,9 @@ def systems(water_like, open_like, mixed_like):
 
 
 def make_sampler(systems, seed=1, **arguments):
-    return Sampler([s.num_frames for s in systems], [s.natoms for s in systems], 2, seed=seed, **arguments)
+    return Sampler(
+        [s.num_frames for s in systems], [s.natoms for s in systems], 2, seed=seed, **arguments
+    )
 
 
 def assert_same(a, b):
@@ -35,7 +37,9 @@ def assert_same(a, b):
             assert one.keys() == other.keys()
             assert all(torch.equal(one[key], other[key]) for key in one), f.name
         else:
-            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, f.name
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, (
+                f.name
+            )
 
 
 def test_a_loader_started_at_a_position_continues_as_one_that_ran_there(systems):
@@ -45,7 +49,9 @@ def test_a_loader_started_at_a_position_continues_as_one_that_ran_there(systems)
         assert running.position == 60
     for start in (1, 17, 18, 41):
         fresh = open_data([s.name for s in systems], ["O", "H"], LABELS)
-        with closing(Loader(fresh, make_sampler(fresh), LAYOUT, start=start, labels=LABELS, prefetch=1)) as resumed:
+        with closing(
+            Loader(fresh, make_sampler(fresh), LAYOUT, start=start, labels=LABELS, prefetch=1)
+        ) as resumed:
             for expected in batches[start : start + 10]:
                 assert_same(next(resumed), expected)
             assert resumed.position == start + 10
@@ -108,7 +114,8 @@ def test_sequential_batches_have_all_frames_in_order_and_few_atoms(systems, max_
 def test_ranks_share_sequential_batches(systems):
     whole = [b.frames for b in sequential_batches(systems, LAYOUT, max_atoms=30)]
     shares = [
-        [b.frames for b in sequential_batches(systems, LAYOUT, max_atoms=30, rank=r, world_size=3)] for r in range(3)
+        [b.frames for b in sequential_batches(systems, LAYOUT, max_atoms=30, rank=r, world_size=3)]
+        for r in range(3)
     ]
     assert [shares[n % 3][n // 3] for n in range(len(whole))] == whole
 
@@ -119,9 +126,14 @@ def test_a_packed_batch_is_the_batch_in_one_aligned_buffer(systems):
         packed = batch.pack()
         made = packed.to(torch.device("cpu"))
         assert_same(made, batch)
-        assert {t.untyped_storage().data_ptr() for t in (made.vector, made.periodic, *made.labels.values())} == {
-            packed.data.data_ptr()
-        }
-        assert all(place.start * place.dtype.itemsize % ALIGNMENT == 0 for place in packed.layout.tensors)
-        assert all(tensor.is_contiguous() for tensor in (made.vector, made.coord, made.labels["force"]))
+        assert {
+            t.untyped_storage().data_ptr()
+            for t in (made.vector, made.periodic, *made.labels.values())
+        } == {packed.data.data_ptr()}
+        assert all(
+            place.start * place.dtype.itemsize % ALIGNMENT == 0 for place in packed.layout.tensors
+        )
+        assert all(
+            tensor.is_contiguous() for tensor in (made.vector, made.coord, made.labels["force"])
+        )
         assert_same(packed.as_padding().to(torch.device("cpu")), batch.as_padding())

@@ -21,7 +21,9 @@ def problems_of(*paths, rcut=4.0, **spec):
     """Return the messages of opening and checking."""
     try:
         opened = open_data([str(path) for path in paths], ["O", "H"], LABELS[:3], **spec)
-        return check_systems(opened, [], ["O", "H"], SeE2AConfig(rcut=rcut, sel="auto"), LABELS[:3]).problems
+        return check_systems(
+            opened, [], ["O", "H"], SeE2AConfig(rcut=rcut, sel="auto"), LABELS[:3]
+        ).problems
     except DataError as error:
         return error.problems
 
@@ -53,18 +55,37 @@ def system(here):
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_frames_have_the_numbers_of_the_files_in_order_of_the_sets(tmp_path, dtype):
     more = {"atom_ener": True, "atom_pref": True, "fparam": 2, "aparam": 3, "dtype": dtype}
-    path = write_system(tmp_path / "w", elements=("H", "O"), frames=7, natoms=5, seed=2, sets=3, **more)
+    path = write_system(
+        tmp_path / "w", elements=("H", "O"), frames=7, natoms=5, seed=2, sets=3, **more
+    )
     [system] = open_data(str(path), ["C", "O", "N", "H"], LABELS, numb_fparam=2, numb_aparam=3)
-    assert (system.num_frames, system.natoms, system.periodic, system.atom_type is None) == (7, 5, True, False)
+    assert (system.num_frames, system.natoms, system.periodic, system.atom_type is None) == (
+        7,
+        5,
+        True,
+        False,
+    )
 
     def stored(name, k, *shape):
-        return np.concatenate([np.load(path / f"set.00{s}" / f"{name}.npy") for s in range(3)])[k].reshape(shape)
+        return np.concatenate([np.load(path / f"set.00{s}" / f"{name}.npy") for s in range(3)])[
+            k
+        ].reshape(shape)
 
     for k in range(7):
         frame = system.frame(k)
-        assert (frame.source, frame.coord.dtype, tuple(frame.labels)) == ((str(path), k), np.float64, LABELS)
+        assert (frame.source, frame.coord.dtype, tuple(frame.labels)) == (
+            (str(path), k),
+            np.float64,
+            LABELS,
+        )
         assert frame.atom_type.tolist() == [3, 1, 3, 1, 3]
-        found = {"coord": frame.coord, "box": frame.box, "fparam": frame.fparam, "aparam": frame.aparam, **frame.labels}
+        found = {
+            "coord": frame.coord,
+            "box": frame.box,
+            "fparam": frame.fparam,
+            "aparam": frame.aparam,
+            **frame.labels,
+        }
         shapes = {"coord": (5, 3), "box": (3, 3), "energy": (), "force": (5, 3), "virial": (9,), "atom_energy": (5,),
                   "atom_pref": (5,), "fparam": (2,), "aparam": (5, 3)}  # fmt: skip
         for name, shape in shapes.items():
@@ -76,7 +97,16 @@ def test_frames_have_the_numbers_of_the_files_in_order_of_the_sets(tmp_path, dty
 
 
 def test_mixed_frames_lose_their_virtual_atoms_and_keep_their_own_types(tmp_path):
-    path = write_system(tmp_path / "m", frames=5, natoms=7, seed=3, elements=("H", "O"), mixed=True, virtual=3, sets=2)
+    path = write_system(
+        tmp_path / "m",
+        frames=5,
+        natoms=7,
+        seed=3,
+        elements=("H", "O"),
+        mixed=True,
+        virtual=3,
+        sets=2,
+    )
     [system] = open_data([str(path)], ["O", "H"], ("energy", "force"))
     assert system.atom_type is None
     assert system.natoms == 10
@@ -94,7 +124,9 @@ def test_mixed_frames_lose_their_virtual_atoms_and_keep_their_own_types(tmp_path
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_single_frame_that_was_saved_without_its_axis_is_read(tmp_path, mixed):
-    path = write_system(tmp_path / "w", frames=1, natoms=5, mixed=mixed, atom_ener=True, fparam=2, aparam=1)
+    path = write_system(
+        tmp_path / "w", frames=1, natoms=5, mixed=mixed, atom_ener=True, fparam=2, aparam=1
+    )
     parameters = {"numb_fparam": 2, "numb_aparam": 1}
     expected = open_data([str(path)], ["O", "H"], LABELS, **parameters)[0].frame(0)
     for file in (path / "set.000").iterdir():
@@ -115,7 +147,9 @@ def test_a_set_that_is_a_backup_is_left_out_and_named(tmp_path):
         [system] = open_data([str(place)], ["O", "H"], LABELS)
         assert system.num_frames == 3
         [warning] = system.warnings
-        assert warning.endswith(": left out, since their names end as those of backups do: set.000.bak.")
+        assert warning.endswith(
+            ": left out, since their names end as those of backups do: set.000.bak."
+        )
 
 
 def test_parents_are_searched_at_any_depth_in_order_and_links_do_not_loop(tmp_path):
@@ -123,7 +157,9 @@ def test_parents_are_searched_at_any_depth_in_order_and_links_do_not_loop(tmp_pa
         write_system(tmp_path / name, frames=1, natoms=3)
     (tmp_path / "a" / "loop").symlink_to(tmp_path, target_is_directory=True)
     found = open_data([str(tmp_path)], ["O", "H"])
-    assert [s.name for s in found] == [str(tmp_path / n) for n in ("a/deep/er/y", "a/x", "b", "c/z")]
+    assert [s.name for s in found] == [
+        str(tmp_path / n) for n in ("a/deep/er/y", "a/x", "b", "c/z")
+    ]
     some = open_data([str(tmp_path)], ["O", "H"], rglob_patterns=["c/*", "b"])
     assert [s.name for s in some] == [str(tmp_path / n) for n in ("b", "c/z")]
 
@@ -217,7 +253,10 @@ def test_a_file_that_is_no_array_is_reported(system, content, message):
 
 def test_missing_parameters_name_the_option(system):
     found = problems_of("water", numb_fparam=1, numb_aparam=2)
-    assert "water/set.000/fparam.npy: missing. numb_fparam = 1 needs it, unless default_fparam is given." in found
+    assert (
+        "water/set.000/fparam.npy: missing. numb_fparam = 1 needs it, unless default_fparam is given."
+        in found
+    )
     assert "water/set.001/aparam.npy: missing. numb_aparam = 2 needs it." in found
 
 
@@ -261,7 +300,9 @@ def test_a_link_that_leads_nowhere_is_no_absence(system, file):
     (system / file).unlink(missing_ok=True)
     (system / file).symlink_to("/gone/away")
     [problem] = problems_of("water")
-    where = "" if "/" in file else "systems[0]: "  # those of the folder are seen while it is searched
+    where = (
+        "" if "/" in file else "systems[0]: "
+    )  # those of the folder are seen while it is searched
     assert problem == (
         f"{where}water/{file}: is a link to /gone/away, which does not exist. Restore its target, or remove the link."
     )
@@ -354,7 +395,9 @@ def test_hdf5_data_that_are_in_another_file_are_refused(system, damage, name):
         damage(file, f"w/{name}")
     others = {linked: Path("other.h5").resolve(), OUTSIDE["virtual"]: "other.h5"}
     refers = f"refers to the file {others.get(damage, 'secret')}"
-    assert problems_of(path) == [f"data.h5#/w/{name}: {refers}. Expected data in data.h5 itself: write them there."]
+    assert problems_of(path) == [
+        f"data.h5#/w/{name}: {refers}. Expected data in data.h5 itself: write them there."
+    ]
 
 
 @pytest.mark.parametrize("name", ["type.raw", "set.000/energy.npy", "set.000/coord.npy"])
@@ -375,9 +418,9 @@ def test_hdf5_that_lacks_something_is_reported(system, name):
             damage(file["w"])
         problem = problems_of(path)[0]
         assert f"data.h5#/w/{name}" in problem
-        assert re.search("a link to what does not exist|is a group|holds no data|cannot be read as HDF5", problem), (
-            problem
-        )
+        assert re.search(
+            "a link to what does not exist|is a group|holds no data|cannot be read as HDF5", problem
+        ), problem
 
 
 def test_hdf5_that_another_program_writes_is_reported(system):
@@ -400,10 +443,14 @@ def test_hdf5_of_which_a_part_was_never_written_is_reported(system):
     with h5py.File(path, "a") as file:
         data = file["w/set.000/force.npy"][()]
         del file["w/set.000/force.npy"]
-        file.create_dataset("w/set.000/force.npy", data.shape, "f8", chunks=(1, data.shape[1]))[:1] = data[:1]
+        file.create_dataset("w/set.000/force.npy", data.shape, "f8", chunks=(1, data.shape[1]))[
+            :1
+        ] = data[:1]
     [problem] = problems_of(path)
     assert problem.startswith("data.h5#/w/set.000/force.npy: has shape (")
-    assert f"and 1 of its {len(data)} chunks were written. Was the file written completely?" in problem
+    assert (
+        f"and 1 of its {len(data)} chunks were written. Was the file written completely?" in problem
+    )
 
 
 def test_hdf5_with_damaged_bytes_is_reported(system):
@@ -419,4 +466,6 @@ def test_hdf5_with_damaged_bytes_is_reported(system):
     assert start in content
     Path(path).write_bytes(content.replace(start, b"\xff" * 8 + start[8:]))
     [problem] = problems_of(path)
-    assert problem.startswith("data.h5#/w/set.000/force.npy: cannot be read as HDF5: the file is damaged")
+    assert problem.startswith(
+        "data.h5#/w/set.000/force.npy: cannot be read as HDF5: the file is damaged"
+    )

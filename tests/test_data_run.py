@@ -37,7 +37,9 @@ def write_data_base(path, energy):
     pytest.importorskip("lmdb")
     from test_data_lmdb import toy_records, write_lmdb
 
-    write_lmdb(path, [{**record, "energies": record["energies"] + energy} for record in toy_records(4)])
+    write_lmdb(
+        path, [{**record, "energies": record["energies"] + energy} for record in toy_records(4)]
+    )
 
 
 def write_frames(path, energy):
@@ -48,7 +50,9 @@ def write_frames(path, energy):
     ("plain", write_npy, "set.000/energy.npy"), ("a.h5", write_hdf5, "a.h5"),
     ("a.lmdb", write_data_base, "data.mdb"), ("a.extxyz", write_frames, "a.extxyz"),
 ])  # fmt: skip
-def test_copies_of_data_are_equal_and_a_changed_label_is_found(tmp_path, monkeypatch, name, write, files):
+def test_copies_of_data_are_equal_and_a_changed_label_is_found(
+    tmp_path, monkeypatch, name, write, files
+):
     found = []
     for rank, energy in enumerate((0.0, 0.0, 0.5)):
         (tmp_path / str(rank)).mkdir()
@@ -73,11 +77,16 @@ def with_close_atoms(folder, frames, distance, **how):
 def test_frames_with_atoms_closer_than_min_pair_dist_are_left_out_of_training(tmp_path, water_like):
     close = with_close_atoms(tmp_path / "close", [1, 4], 0.2)
     assert len(checked(config_from_dict(tiny_input([water_like, close])))[2].problems) == 2
-    options = {"training__training_data__min_pair_dist": 0.21, "training__training_data__batch_size": [2, 3]}
+    options = {
+        "training__training_data__min_pair_dist": 0.21,
+        "training__training_data__batch_size": [2, 3],
+    }
     config = config_from_dict(tiny_input([water_like, close], **options))
     _, data, report = checked(config)
     assert [source.num_frames for source in data[""].train] == [16, 4]
-    assert [data[""].train[1].frame(k).source for k in range(4)] == [(str(close), k) for k in (0, 2, 3, 5)]
+    assert [data[""].train[1].frame(k).source for k in range(4)] == [
+        (str(close), k) for k in (0, 2, 3, 5)
+    ]
     assert report.problems == []
     text = f"{close}: leaves out 2 of 6 frames: two atoms are closer than min_pair_dist = 0.21 angstrom"
     assert text in report.notes
@@ -86,7 +95,9 @@ def test_frames_with_atoms_closer_than_min_pair_dist_are_left_out_of_training(tm
     assert (data[""].train[0].num_frames, report.problems) == (6, [])
 
 
-def test_systems_without_a_frame_that_is_left_are_reported_where_options_count_them(tmp_path, water_like, caplog):
+def test_systems_without_a_frame_that_is_left_are_reported_where_options_count_them(
+    tmp_path, water_like, caplog
+):
     close = with_close_atoms(tmp_path / "close", slice(None), 0.2)
     options = {"training__training_data__min_pair_dist": 0.3}
     _, data, _ = checked(config_from_dict(tiny_input([water_like, close], **options)))
@@ -96,7 +107,10 @@ def test_systems_without_a_frame_that_is_left_are_reported_where_options_count_t
     with pytest.raises(DataError, match=re.escape(f"{lost}. Use a smaller distance.")):
         open_run(config_from_dict(tiny_input([close], **options)))
     options["training__training_data__sys_probs"] = [0.5, 0.5]
-    with pytest.raises(DataError, match=re.escape(f"{lost}, and batch_size, sys_probs or auto_prob counts systems.")):
+    with pytest.raises(
+        DataError,
+        match=re.escape(f"{lost}, and batch_size, sys_probs or auto_prob counts systems."),
+    ):
         open_run(config_from_dict(tiny_input([water_like, close], **options)))
 
 
@@ -113,6 +127,8 @@ def test_a_system_that_is_listed_twice_is_named_as_such(here):
     *_, report = checked(config_from_dict(tiny_input(["all/a", "all/a"])))
     assert not any("copies of another" in text for text in report.warnings)
     *_, report = checked(config_from_dict(tiny_input(["all/a"], ["all/../all/a"])))
-    assert report.warnings[0].startswith("listed in training_data and in validation_data: all/a. Validation errors")
+    assert report.warnings[0].startswith(
+        "listed in training_data and in validation_data: all/a. Validation errors"
+    )
     *_, report = checked(config_from_dict(tiny_input(["all/a"], ["all/b"])))
     assert not any(text.startswith("listed") for text in report.warnings)

@@ -14,7 +14,9 @@ FRAMES, ATOMS = (17, 5, 8), (10, 20, 3)
 
 def frames_of_epoch(sampler, epoch):
     length = sampler.batches_per_epoch
-    return [frame for n in range(epoch * length, (epoch + 1) * length) for frame in sampler.batch(n)]
+    return [
+        frame for n in range(epoch * length, (epoch + 1) * length) for frame in sampler.batch(n)
+    ]
 
 
 def system_of(batch):
@@ -23,7 +25,9 @@ def system_of(batch):
     return system
 
 
-@pytest.mark.parametrize("batch_size", [3, [2, 1, 8], "auto", "max:30", "mixed:4", "mix:32", "mix:2"])
+@pytest.mark.parametrize(
+    "batch_size", [3, [2, 1, 8], "auto", "max:30", "mixed:4", "mix:32", "mix:2"]
+)
 def test_an_epoch_has_every_frame_exactly_once(batch_size):
     sampler = Sampler(FRAMES, ATOMS, batch_size, seed=4)
     every = sorted((i, f) for i, n in enumerate(FRAMES) for f in range(n))
@@ -55,7 +59,9 @@ def test_the_order_never_changes_between_versions():
 @pytest.mark.parametrize(("world", "size"), [(2, 1), (2, 3), (3, 2), (4, 1)])
 def test_ranks_share_the_batches_of_one_process_with_a_larger_batch(world, size, form):
     whole = Sampler(FRAMES, ATOMS, form(size * world), seed=3)
-    ranks = [Sampler(FRAMES, ATOMS, form(size), seed=3, rank=r, world_size=world) for r in range(world)]
+    ranks = [
+        Sampler(FRAMES, ATOMS, form(size), seed=3, rank=r, world_size=world) for r in range(world)
+    ]
     assert {r.batches_per_epoch for r in ranks} == {whole.batches_per_epoch}
     for n in range(3 * whole.batches_per_epoch):
         together = whole.batch(n)
@@ -128,7 +134,9 @@ def test_a_wrong_rule_is_reported(arguments, message):
         Sampler(FRAMES, ATOMS, **arguments)
     with pytest.raises(DataError, match="every system has more atoms"):
         Sampler(FRAMES, ATOMS, "filter:2")
-    left_out = 'batch_size = "filter:10": left out are 1 of 3 systems, of more than 10 atoms a frame.'
+    left_out = (
+        'batch_size = "filter:10": left out are 1 of 3 systems, of more than 10 atoms a frame.'
+    )
     [finding] = Sampler(FRAMES, ATOMS, "filter:10").findings
     assert str(finding) == left_out
 
@@ -137,7 +145,10 @@ def test_a_wrong_rule_is_reported(arguments, message):
 
 
 def atoms_of(batch, natoms=ATOMS):
-    sizes = [natoms[system] if isinstance(natoms[system], int) else natoms[system][frame] for system, frame in batch]
+    sizes = [
+        natoms[system] if isinstance(natoms[system], int) else natoms[system][frame]
+        for system, frame in batch
+    ]
     return [int(size) for size in sizes]
 
 
@@ -145,7 +156,9 @@ def atoms_of(batch, natoms=ATOMS):
 def test_no_rank_has_more_atoms_than_mix_allows_unless_one_frame_has(world):
     natoms = (10, 20, 3, np.arange(60) % 45 + 1)
     frames = (*FRAMES, 60)
-    ranks = [Sampler(frames, natoms, "mix:40", seed=3, rank=r, world_size=world) for r in range(world)]
+    ranks = [
+        Sampler(frames, natoms, "mix:40", seed=3, rank=r, world_size=world) for r in range(world)
+    ]
     batches = [r.batch(n) for n in range(5 * ranks[0].batches_per_epoch) for r in ranks]
     for atoms in (atoms_of(batch, natoms) for batch in batches):
         assert sum(atoms) <= 40 or len(atoms) == 1

@@ -12,7 +12,9 @@ from deepmd_ema.errors import DataError
 
 def chunk_of(coords, types, box=None, force=None):
     coords = np.asarray(coords, float)
-    arrays = {COORD: coords} | ({} if box is None else {BOX: np.tile(np.ravel(box), (len(coords), 1))})
+    arrays = {COORD: coords} | (
+        {} if box is None else {BOX: np.tile(np.ravel(box), (len(coords), 1))}
+    )
     if force is not None:
         arrays[FORCE] = np.full(coords.shape, float(force))
     return Chunk(0, np.tile(np.asarray(types), (len(coords), 1)), arrays)
@@ -45,10 +47,17 @@ def rng():
 
 
 def test_each_kind_is_split_at_the_fraction_and_a_kind_with_one_structure_is_for_training(rng):
-    parts = [("a", thermal(rng, n), kind) for kind, n in (("bulk", 60), ("surface", 20), ("only", 1), ("bulk", 40))]
+    parts = [
+        ("a", thermal(rng, n), kind)
+        for kind, n in (("bulk", 60), ("surface", 20), ("only", 1), ("bulk", 40))
+    ]
     split = split_frames(table_of(*parts), 0.1, 1)
     kinds = np.repeat(["bulk", "surface", "only", "bulk"], [60, 20, 1, 40])
-    assert {kind: int(split.mask[kinds == kind].sum()) for kind in set(kinds)} == {"bulk": 10, "surface": 2, "only": 0}
+    assert {kind: int(split.mask[kinds == kind].sum()) for kind in set(kinds)} == {
+        "bulk": 10,
+        "surface": 2,
+        "only": 0,
+    }
     assert split.lines[:3] == [
         "validation: 12 of 121 frames (fraction 0.1, seed 1)",
         "  by config_type or group: bulk 10 of 100, surface 2 of 20",
@@ -120,7 +129,10 @@ def test_frames_whose_elements_are_exchanged_are_no_copies(rng, pbc):
 
 def test_parts_whose_forces_differ_by_two_are_reported(rng):
     coord, types, box = zip(*(toy_frame(rng) for _ in range(10)))
-    parts = [("a", chunk_of([coord[k]], types[k], box[k], force=1.0 + 9 * (k == 4)), "") for k in range(10)]
+    parts = [
+        ("a", chunk_of([coord[k]], types[k], box[k], force=1.0 + 9 * (k == 4)), "")
+        for k in range(10)
+    ]
     found = [split_frames(table_of(*parts), 0.1, seed) for seed in range(60)]
     for split in found:
         assert any(split.findings()) == bool(split.mask[4] or (~split.mask)[4])
@@ -133,5 +145,7 @@ def test_parts_whose_forces_differ_by_two_are_reported(rng):
 
 def test_frames_that_leave_a_part_empty_are_refused(rng):
     coord, types, box = toy_frame(rng)
-    with pytest.raises(DataError, match=r"20 frames of 1 different structure leave none for one of the parts"):
+    with pytest.raises(
+        DataError, match=r"20 frames of 1 different structure leave none for one of the parts"
+    ):
         split_frames(table_of(("a", chunk_of([coord] * 20, types, box), "")), 0.1, 1)

@@ -56,9 +56,16 @@ def parser():
     log.add_argument("-v", "--log-level", default="INFO")
     log.add_argument("-l", "--log-path", default=None)
     of_train = commands.add_parser("train", parents=[log])
-    of_train.add_argument("-m", "--mpi-log", default="master", choices=("master", "collect", "workers"))
+    of_train.add_argument(
+        "-m", "--mpi-log", default="master", choices=("master", "collect", "workers")
+    )
     of_train.add_argument("INPUT")
-    for short, name in (("-i", "--init-model"), ("-r", "--restart"), ("-f", "--init-frz-model"), ("-t", "--finetune")):
+    for short, name in (
+        ("-i", "--init-model"),
+        ("-r", "--restart"),
+        ("-f", "--init-frz-model"),
+        ("-t", "--finetune"),
+    ):
         of_train.add_argument(short, name, default=None)
     of_train.add_argument("-o", "--output", default="out.json")
     of_train.add_argument("--model-branch", default="")
@@ -134,7 +141,9 @@ def received(monkeypatch):
     ("freeze -c a.pt -o b.pth --head H2O", {"checkpoint": "a.pt", "output": "b.pth", "head": "H2O"}),
     ("change-bias a.pt -b -92.5 -0.5 -o b.pt", {"input": "a.pt", "bias_value": [-92.5, -0.5], "output": "b.pt"}),
 ])  # fmt: skip
-def test_what_dp_has_parsed_reaches_the_command(words, expected, load, received, tmp_path, monkeypatch):
+def test_what_dp_has_parsed_reaches_the_command(
+    words, expected, load, received, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert dp(load(), *words.split()) == 0
     (args,) = received
@@ -172,8 +181,12 @@ def test_a_file_belongs_to_the_backend_by_its_content(load, tmp_path, monkeypatc
     Path("frozen.pth").write_text("")
     strongest = 2  # claim of DeePMD-kit's own backends
     assert backend.match_filename("model.ckpt.pt") > strongest
-    assert backend.match_filename(Path("new.pt")) > strongest  # `dp convert-backend model.dp new.pt`
-    assert [backend.match_filename(name) for name in ("theirs.pt", "text.pt", "frozen.pth", "new.dp")] == [0] * 4
+    assert (
+        backend.match_filename(Path("new.pt")) > strongest
+    )  # `dp convert-backend model.dp new.pt`
+    assert [
+        backend.match_filename(name) for name in ("theirs.pt", "text.pt", "frozen.pth", "new.dp")
+    ] == [0] * 4
 
 
 def test_its_files_are_those_of_other_backends_by_a_tree(load, tmp_path, monkeypatch):
@@ -181,26 +194,36 @@ def test_its_files_are_those_of_other_backends_by_a_tree(load, tmp_path, monkeyp
     write_run(tmp_path, model__descriptor__interpolate="never")
     backend = load()["ema"]
     tree = backend.serialize_hook("model.ckpt.pt")
-    assert "interpolate" not in tree["model_def_script"]["descriptor"]  # from which DeePMD-kit builds a model
+    assert (
+        "interpolate" not in tree["model_def_script"]["descriptor"]
+    )  # from which DeePMD-kit builds a model
     backend.deserialize_hook("again.pt", tree)
     weights, again = (load_model(name).model.state_dict() for name in ("model.ckpt.pt", "again.pt"))
     assert all(torch.equal(value, again[name]) for name, value in weights.items())
     evaluator = backend().deep_eval("model.ckpt.pt", head="H2O")
     assert evaluator.options == {"head": "H2O"}
-    monkeypatch.setattr("deepmd_ema.interop.freeze._only_here", lambda *_: "DeePMD-kit has no such model")
+    monkeypatch.setattr(
+        "deepmd_ema.interop.freeze._only_here", lambda *_: "DeePMD-kit has no such model"
+    )
     with pytest.raises(CheckpointError, match=r"^model.ckpt.pt: DeePMD-kit has no such model"):
         backend().deep_eval("model.ckpt.pt")
     assert "_extra_state" in evaluator.content.get("model", evaluator.content)
 
 
-@pytest.mark.parametrize(("value", "taken"), [(None, False), ("pt", False), ("ema", True), ("EMA", True)])
-def test_the_variable_alone_also_takes_the_place_of_torch_backends(value, taken, load, received, monkeypatch):
+@pytest.mark.parametrize(
+    ("value", "taken"), [(None, False), ("pt", False), ("ema", True), ("EMA", True)]
+)
+def test_the_variable_alone_also_takes_the_place_of_torch_backends(
+    value, taken, load, received, monkeypatch
+):
     monkeypatch.delenv("DP_BACKEND", raising=False)
     if value is not None:
         monkeypatch.setenv("DP_BACKEND", value)
     backends = load()
     assert [backends[name] is not PyTorchBackend for name in BUILT_IN] == [taken] * 4
-    for name, suffix in (("pt", "pytorch"), ("pytorch-exportable", "pytorch-exportable")) if taken else ():
+    for name, suffix in (
+        (("pt", "pytorch"), ("pytorch-exportable", "pytorch-exportable")) if taken else ()
+    ):
         assert dp({"ema": backends[name]}, "freeze") == 0
         assert received[-1].backend == suffix
         assert backends[name].deep_eval is Evaluator  # `dp --pt test` reads what it read

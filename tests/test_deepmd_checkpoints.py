@@ -17,7 +17,16 @@ from infer_models import write_run
 from test_interchange import VARIANTS as OPTIONS
 from test_interchange import same_bits
 from test_train_sharing import input_of
-from toy_models import SECTIONS, TABLE, TRICLINIC, VARIANTS, evaluate, toy_atoms, toy_model, write_dp
+from toy_models import (
+    SECTIONS,
+    TABLE,
+    TRICLINIC,
+    VARIANTS,
+    evaluate,
+    toy_atoms,
+    toy_model,
+    write_dp,
+)
 
 from deepmd_ema import cli
 from deepmd_ema.errors import CheckpointError
@@ -26,7 +35,9 @@ from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interop.deepmd_pt import write_deepmd_pt
 
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
-needs_peer = pytest.mark.skipif(PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0")
+needs_peer = pytest.mark.skipif(
+    PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0"
+)
 SAME_MATH = 1e-10
 FILES = Path(__file__).parent / "golden" / "peer_checkpoints"  # made_by: make.py there
 MODELS = {
@@ -90,7 +101,9 @@ def test_convert_writes_the_same_model(name, suffix, tmp_path, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"read {FILES / name}.pt: DeePMD-kit, elements O H, se_")
     assert said[1].startswith(f"wrote {out}: live weights of step 4, from {FILES / name}.pt")
-    assert said[2].startswith("read back and compared on two made-up frames, largest differences: energy 0.0e+00 eV, ")
+    assert said[2].startswith(
+        "read back and compared on two made-up frames, largest differences: energy 0.0e+00 eV, "
+    )
     assert convert(out, out) == 2
     assert "which the command reads" in capsys.readouterr().err
 
@@ -106,7 +119,11 @@ def test_convert_goes_around_without_a_change(tmp_path):
         assert (last.info.weights, last.info.step) == (first.info.weights, first.info.step)
         same_bits(last.model, first.model)
     theirs = tmp_path / "theirs.pt"
-    assert convert(run, theirs, "--to", "deepmd") == convert(run, theirs, "--to", "deepmd", "--use-ema") == 0
+    assert (
+        convert(run, theirs, "--to", "deepmd")
+        == convert(run, theirs, "--to", "deepmd", "--use-ema")
+        == 0
+    )
     assert convert(theirs, tmp_path / "back.pt") == 0
     same_bits(load_model(tmp_path / "back.pt").model, load_model(averaged).model)
     assert load_model(tmp_path / "back.pt").info.average == load_model(theirs).info.average
@@ -115,24 +132,45 @@ def test_convert_goes_around_without_a_change(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["pt_heads.pt", "out.dp"], "several models; which? It has water, ice: choose one with --head"),
+        (
+            ["pt_heads.pt", "out.dp"],
+            "several models; which? It has water, ice: choose one with --head",
+        ),
         (["pt_heads.pt", "out.dp", "--head", "steam"], "no head 'steam'. It has water, ice"),
         (["pt.pt", "out.dp", "--head", "water"], "so there is no head 'water'"),
         (["pt_ema.pt", "out.dp", "--use-ema"], "without averaged weights"),
         (["pt.pt", "out.dp", "--average", "slow"], "no average is called 'slow'"),
-        (["pt.pt", "out.savedmodel"], "OUT out.savedmodel: dp-ema writes files. Write out.dp, then `dp convert"),
-        (["pt.pt", "out.dp", "--dp", "dp"], "--dp dp: out.dp is written without DeePMD-kit. Leave it out."),
+        (
+            ["pt.pt", "out.savedmodel"],
+            "OUT out.savedmodel: dp-ema writes files. Write out.dp, then `dp convert",
+        ),
+        (
+            ["pt.pt", "out.dp", "--dp", "dp"],
+            "--dp dp: out.dp is written without DeePMD-kit. Leave it out.",
+        ),
         (["pt.pt", "out"], "OUT out: expected a name that ends in .dp, .yaml, .yml, .pt2 or .pt"),
         (["pt.pt", "away/out.pt", "--to", "deepmd"], "the folder away is not there"),
         (["pt.pt", "text.dp"], "OUT text.dp: a file is there that is not a frozen model"),
         (["pt.pt", "text.pt"], "OUT text.pt: a file is there that"),
         (["pt.pt", "ckpt.pt"], "OUT ckpt.pt: a file of kind training"),
         (["nothing.pt", "out.dp"], "no such file"),
-        (["pt.pt", "x.dp", "--to", "deepmd"], "--to deepmd: chooses between files .pt, and OUT is x.dp. Leave it out."),
-        (["pt.pt", "x.pt", "--to", "deepmd", "--dp", "dp"], "--dp dp: x.pt is written without DeePMD-kit. Leave it"),
-        (["pt.pt", "theirs.pt", "--to", "deepmd"], "that is no model file of dp-ema. Choose another OUT"),
+        (
+            ["pt.pt", "x.dp", "--to", "deepmd"],
+            "--to deepmd: chooses between files .pt, and OUT is x.dp. Leave it out.",
+        ),
+        (
+            ["pt.pt", "x.pt", "--to", "deepmd", "--dp", "dp"],
+            "--dp dp: x.pt is written without DeePMD-kit. Leave it",
+        ),
+        (
+            ["pt.pt", "theirs.pt", "--to", "deepmd"],
+            "that is no model file of dp-ema. Choose another OUT",
+        ),
         (["pt.pt", "x.pt", "--to", "torch"], "argument --to: invalid choice: 'torch'"),
-        (["train.xyz", "x", "--to", "deepmd"], "convert --to: is an option for models, and these are data"),
+        (
+            ["train.xyz", "x", "--to", "deepmd"],
+            "convert --to: is an option for models, and these are data",
+        ),
     ],
 )
 def test_what_convert_cannot_do_is_a_message(words, message, tmp_path, monkeypatch, capsys):
@@ -154,11 +192,20 @@ FIRST = "model.Default.atomic_model.descriptor.sea.filter_layers.networks.0.laye
     ("change", "message"),
     [
         (lambda m: m.pop(FIRST), r"missing: descriptor.embeddings.networks.0.layers.0.w"),
-        (lambda m: m.update({FIRST + "2": torch.ones(2)}), r"not of this model: .*layers.0.matrix2"),
+        (
+            lambda m: m.update({FIRST + "2": torch.ones(2)}),
+            r"not of this model: .*layers.0.matrix2",
+        ),
         (lambda m: m.update({FIRST: torch.ones(2, 2)}), r"shape \(2, 2\), expected \(1, 4\)"),
-        (lambda m: m["_extra_state"].pop("model_params"), "without the section `model` of its input"),
+        (
+            lambda m: m["_extra_state"].pop("model_params"),
+            "without the section `model` of its input",
+        ),
         (lambda m: m["_extra_state"]["model_params"]["descriptor"].update(type="dpa9"), '"dpa9"'),
-        (lambda m: m["_extra_state"]["model_params"].update(use_srtab="t.txt"), r"'t\.txt' is the name of a file"),
+        (
+            lambda m: m["_extra_state"]["model_params"].update(use_srtab="t.txt"),
+            r"'t\.txt' is the name of a file",
+        ),
         (lambda m: m.update(more=Path("x")), r"could run any program.*dp convert-backend"),
     ],
 )
@@ -171,16 +218,28 @@ def test_a_checkpoint_that_does_not_fit_is_a_message(change, message, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pt", "pt_expt"])
-def test_a_run_starts_from_the_weights_of_a_checkpoint_of_deepmd_kit(name, tmp_path, monkeypatch, capsys):
+def test_a_run_starts_from_the_weights_of_a_checkpoint_of_deepmd_kit(
+    name, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     write_system("data", frames=4, seed=1)
     loaded = load_model(FILES / f"{name}.pt")
-    config = tiny_input(["data"], num_steps=1, learning_rate={"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31})
+    config = tiny_input(
+        ["data"], num_steps=1, learning_rate={"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31}
+    )
     Path("input.json").write_text(json.dumps({**config, "model": loaded.info.config["model"]}))
-    assert cli.main(["train", "input.json", "--init-model", str(FILES / f"{name}.pt"), "--device", "cpu"]) == 0
+    assert (
+        cli.main(
+            ["train", "input.json", "--init-model", str(FILES / f"{name}.pt"), "--device", "cpu"]
+        )
+        == 0
+    )
     same_bits(load_model("model.ckpt-1.pt").model, loaded.model)
     assert f"weights of {FILES / name}.pt (live, step 4)" in capsys.readouterr().err
-    assert cli.main(["train", "input.json", "--restart", str(FILES / f"{name}.pt"), "--device", "cpu"]) == 2
+    assert (
+        cli.main(["train", "input.json", "--restart", str(FILES / f"{name}.pt"), "--device", "cpu"])
+        == 2
+    )
     assert "a checkpoint of DeePMD-kit" in capsys.readouterr().err
 
 
@@ -208,7 +267,11 @@ def test_a_model_comes_back_to_the_bit(name, tmp_path):
     assert loaded.info.describe() == "live weights of step 3"
     assert loaded.config.type == config.type
     assert loaded.config.use_srtab == config.use_srtab
-    assert_known_options(torch.load(tmp_path / "model.pt", weights_only=True)["model"]["_extra_state"]["model_params"])
+    assert_known_options(
+        torch.load(tmp_path / "model.pt", weights_only=True)["model"]["_extra_state"][
+            "model_params"
+        ]
+    )
 
 
 def assert_known_options(part):
@@ -245,16 +308,23 @@ def test_a_checkpoint_of_deepmd_kit_is_written_as_it_was(tmp_path):
     for name in ("pt", "pt_hybrid", "pt_heads"):
         out = tmp_path / f"{name}.pt"
         assert convert(FILES / f"{name}.pt", out, "--to", "deepmd") == 0
-        theirs, ours = (torch.load(path, weights_only=True)["model"] for path in (FILES / f"{name}.pt", out))
+        theirs, ours = (
+            torch.load(path, weights_only=True)["model"] for path in (FILES / f"{name}.pt", out)
+        )
         assert set(ours) == set(theirs)
         for key, value in theirs.items():
             if key != "_extra_state":
                 assert torch.equal(ours[key], value), key
                 assert ours[key].dtype == value.dtype, key
-        assert ours["_extra_state"]["train_infos"]["step"] == theirs["_extra_state"]["train_infos"]["step"]
+        assert (
+            ours["_extra_state"]["train_infos"]["step"]
+            == theirs["_extra_state"]["train_infos"]["step"]
+        )
 
 
-def test_types_without_dipoles_are_excluded_in_checkpoints_of_deepmd_kit_whose_sel_type_has_no_effect(tmp_path):
+def test_types_without_dipoles_are_excluded_in_checkpoints_of_deepmd_kit_whose_sel_type_has_no_effect(
+    tmp_path,
+):
     """Its torch backends ignore ``sel_type``: dipoles of the other types were added in DeePMD-kit."""
     config, model = toy_model(fitting_changes={"type": "dipole", "sel_type": [0]})
     path = tmp_path / "model.pt"
@@ -344,12 +414,25 @@ def test_commands_of_deepmd_kit_take_a_checkpoint(average, tmp_path, monkeypatch
     # the bias alone is another one, also where dp-ema reads the file
     dp("change-bias", "x.pt", "-s", "data", "-o", "changed.pt")
     changed = load_model("changed.pt").model.state_dict()
-    others = {key for key, value in loaded.model.state_dict().items() if not torch.equal(changed[key], value)}
+    others = {
+        key
+        for key, value in loaded.model.state_dict().items()
+        if not torch.equal(changed[key], value)
+    }
     assert "out_bias" in others <= {"out_bias", "out_std"}
     for option in ("--init-model", "--finetune"):
-        dp("train", "input.json", option, "x.pt", "--skip-neighbor-stat", *["--use-pretrain-script"] * (not average))
+        dp(
+            "train",
+            "input.json",
+            option,
+            "x.pt",
+            "--skip-neighbor-stat",
+            *["--use-pretrain-script"] * (not average),
+        )
         assert load_model("model.ckpt-2.pt").info.step == 2
-    subprocess.run([Path(PEER) / "bin" / "python", "-c", FROZEN_SCRIPT], check=True, stdout=sys.stderr)
+    subprocess.run(
+        [Path(PEER) / "bin" / "python", "-c", FROZEN_SCRIPT], check=True, stdout=sys.stderr
+    )
     ours, theirs = evaluate(loaded.model, (coord, types, TRICLINIC)), np.load("out.npz")
     for key in ("energy", "force", "virial", "atom_energy"):
         reference = theirs[key].reshape(ours[key].shape)

@@ -34,7 +34,9 @@ def program(tmp_path, monkeypatch):
 
     def write(text):
         path = folder / "dp"
-        path.write_text(f"#!{sys.executable}\nimport os, shutil, sys\nwords = sys.argv[1:]\n{text}\n")
+        path.write_text(
+            f"#!{sys.executable}\nimport os, shutil, sys\nwords = sys.argv[1:]\n{text}\n"
+        )
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return path
 
@@ -53,25 +55,42 @@ def names(folder):
     return sorted(p.name for p in folder.iterdir())
 
 
-def test_a_pth_is_written_and_read_through_a_program_on_the_path(home, program, capsys, monkeypatch):
+def test_a_pth_is_written_and_read_through_a_program_on_the_path(
+    home, program, capsys, monkeypatch
+):
     monkeypatch.setenv("DP_BACKEND", "ema")
     path = program(COPIES)
     assert cli.main(["--pt", "freeze", "--use-ema"]) == 0
-    assert f"written by DeePMD-kit 3.2.0 ({path}) from the .dp file that was compared" in capsys.readouterr().out
+    assert (
+        f"written by DeePMD-kit 3.2.0 ({path}) from the .dp file that was compared"
+        in capsys.readouterr().out
+    )
     assert cli.main(["convert", "frozen_model.pth", "again.dp"]) == 0
     assert cli.main(["show", "frozen_model.pth"]) == 0
     assert "averaged weights (ema) of step 7" in capsys.readouterr().out
     known, found = load_model(home, use_average=True).model, load_model("again.dp").model
-    assert all((a == b).all() for a, b in zip(known.state_dict().values(), found.state_dict().values(), strict=True))
+    assert all(
+        (a == b).all()
+        for a, b in zip(known.state_dict().values(), found.state_dict().values(), strict=True)
+    )
     assert Potential("frozen_model.pth", device="cpu").info.path.name == "frozen_model.pth"
     assert cli.main(["--pt", "compress"]) == 0
-    assert "frozen_model_compressed.pth: frozen_model.pth with tables of DeePMD-kit" in capsys.readouterr().out
-    assert (home / "frozen_model_compressed.pth").read_bytes() == (home / "frozen_model.pth").read_bytes()
+    assert (
+        "frozen_model_compressed.pth: frozen_model.pth with tables of DeePMD-kit"
+        in capsys.readouterr().out
+    )
+    assert (home / "frozen_model_compressed.pth").read_bytes() == (
+        home / "frozen_model.pth"
+    ).read_bytes()
 
 
 def test_the_program_may_be_named(home, program, tmp_path):
     path = shutil.move(program(COPIES), tmp_path / "dp-3.2")
-    for words in (["freeze", "-o", "a.pth"], ["convert", ".", "b.pth"], ["compress", "-i", "a.pth", "-o", "c.pth"]):
+    for words in (
+        ["freeze", "-o", "a.pth"],
+        ["convert", ".", "b.pth"],
+        ["compress", "-i", "a.pth", "-o", "c.pth"],
+    ):
         assert cli.main([*words, "--dp", str(path)]) == 0
     assert {"a.pth", "b.pth", "c.pth"} <= set(names(home))
 
@@ -79,12 +98,28 @@ def test_the_program_may_be_named(home, program, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words", "phrase"),
     [
-        (None, [], "there is no `dp` on the PATH. Install it (pip install 'deepmd-kit[torch]==3.2.0'"),
+        (
+            None,
+            [],
+            "there is no `dp` on the PATH. Install it (pip install 'deepmd-kit[torch]==3.2.0'",
+        ),
         (None, ["--dp", "nowhere/dp"], "--dp nowhere/dp is no program. Install it"),
         (None, [], "or use a .pt2 file, which LAMMPS with DeePMD-kit 3.2 reads as well"),
-        (OTHER, [], "dp --version does not say that it is DeePMD-kit: Data Parallel 1.0. Install it"),
-        (FAILS, [], "m.pth` of DeePMD-kit 3.2.0 ({program}) failed: Traceback line 1 No such operator"),
-        ("sys.exit(0) if words[0] != '--version' else print('DeePMD-kit v3.2.0')", [], "failed: it printed nothing"),
+        (
+            OTHER,
+            [],
+            "dp --version does not say that it is DeePMD-kit: Data Parallel 1.0. Install it",
+        ),
+        (
+            FAILS,
+            [],
+            "m.pth` of DeePMD-kit 3.2.0 ({program}) failed: Traceback line 1 No such operator",
+        ),
+        (
+            "sys.exit(0) if words[0] != '--version' else print('DeePMD-kit v3.2.0')",
+            [],
+            "failed: it printed nothing",
+        ),
     ],
 )
 def test_without_a_deepmd_kit_that_works_there_is_one_message_and_no_file(

@@ -37,7 +37,10 @@ def test_rounds_label_where_students_disagree_and_are_not_repeated(example, monk
         new = example.read("out/round-1/labels.extxyz", ":")
         assert first == example.read("out/round-2/frames.extxyz", ":")
         assert first[: len(first) - len(new)] == example.read("out/round-1/frames.extxyz", ":")
-        assert np.abs(new[0].get_forces() - example.evaluate(new[0], (EMT, "{}")).get_forces()).max() < 1e-6
+        assert (
+            np.abs(new[0].get_forces() - example.evaluate(new[0], (EMT, "{}")).get_forces()).max()
+            < 1e-6
+        )
         times = {path: path.stat().st_mtime for path in Path("out").rglob("*.extxyz")}
         assert example.Distillation(args, pool).rounds() == first
         assert {path: path.stat().st_mtime for path in Path("out").rglob("*.extxyz")} == times
@@ -53,14 +56,22 @@ def test_a_student_is_trained_with_its_seed(example, tmp_path):
     example.save(tmp_path / "frames.extxyz", frames)
     source = example.train(tmp_path / "student", 2, example.MIN_TRAINING)
     assert json.loads(Path("student/input.json").read_text())["training"]["seed"] == 2
-    assert np.abs(example.evaluate(frames[-1], source).get_forces() - frames[-1].get_forces()).max() < 0.3
+    assert (
+        np.abs(example.evaluate(frames[-1], source).get_forces() - frames[-1].get_forces()).max()
+        < 0.3
+    )
 
 
 @pytest.mark.parametrize(
     ("element", "hours", "text"),
-    [("Fe", "1", "EMT.*Fe"), ("Al", "1e-5", "--hours 1e-05: expected at least 0.05, for two trainings.")],
+    [
+        ("Fe", "1", "EMT.*Fe"),
+        ("Al", "1e-5", "--hours 1e-05: expected at least 0.05, for two trainings."),
+    ],
 )
-def test_a_teacher_that_fails_and_too_little_time_are_one_line(example, monkeypatch, capsys, element, hours, text):
+def test_a_teacher_that_fails_and_too_little_time_are_one_line(
+    example, monkeypatch, capsys, element, hours, text
+):
     build.bulk(element).write("bulk.cif")
     words = ["bulk.cif", "--teacher", EMT, "--temperature", "300", "--hours", hours, "-o", "out"]
     monkeypatch.setattr(sys, "argv", ["distill.py", *words])
@@ -101,7 +112,9 @@ def test_parts_that_cannot_be_met_get_what_they_need(example, monkeypatch, tmp_p
 def test_a_stopped_run_leaves_no_semaphore(example, tmp_path):
     program = Path(example.__file__)
     words = [sys.executable, program, "metal.cif", "--teacher", EMT, "-o", "out", "--workers", "2"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         deadline = time.monotonic() + 120
         while not (tmp_path / "out/settings.json").exists() and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -25,7 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def call(folder, *words, **environment):
     found = subprocess.run(
-        [*map(str, words)], cwd=folder, capture_output=True, text=True, timeout=100, env={**os.environ, **environment}
+        [*map(str, words)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, **environment},
     )
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
@@ -45,7 +50,9 @@ def wheel(tmp_path_factory):
     call(ROOT, *build, "sdist")
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        archive.extractall(
+            folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+        )
     call(folder / sdist.name.removesuffix(".tar.gz"), *build, "wheel")
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -57,7 +64,9 @@ def installed(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
-    packages = Path(call(folder, python, "-c", "import site; print(site.getsitepackages()[0])").strip())
+    packages = Path(
+        call(folder, python, "-c", "import site; print(site.getsitepackages()[0])").strip()
+    )
     # the .pth files in these folders are not read, so that an editable installation of the repository is not found
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
     pip = (sys.executable, "-m", "pip", "--python", python)
@@ -69,7 +78,12 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert package_files() <= names
-    files = ("py.typed", "config/presets/models.yaml", "report/page.html", "report/plots.mplstyle")  # read at run time
+    files = (
+        "py.typed",
+        "config/presets/models.yaml",
+        "report/page.html",
+        "report/plots.mplstyle",
+    )  # read at run time
     assert {f"deepmd_ema/{name}" for name in files} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert {name.split("/")[0].split("-")[0] for name in names} <= {"deepmd_ema", "dp_ema"}

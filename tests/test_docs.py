@@ -49,14 +49,18 @@ def headings(page):
 def commands(page):
     """Return the arguments of every ``dp-ema ...`` in the code of a page, in blocks, indented lines and backticks."""
     text = page.read_text()
-    code = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.M | re.S) + re.findall(r"^ {4}.*$", text, flags=re.M)
+    code = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.M | re.S) + re.findall(
+        r"^ {4}.*$", text, flags=re.M
+    )
     code += re.findall(r"`([^`]+)`", without_code(text))
     found = re.findall(r"\bdp-ema((?: +[^\s#|&>;\\,]+)*)", "\n".join(code))
     return [words.split() for words in found if words.split()]
 
 
 def options_of_the_manual():
-    return {re.sub(r"\[[^]]*\]", "", line) for line in manual().splitlines() if re.match(r"[a-z]", line)}
+    return {
+        re.sub(r"\[[^]]*\]", "", line) for line in manual().splitlines() if re.match(r"[a-z]", line)
+    }
 
 
 @every_page
@@ -72,7 +76,9 @@ def test_every_link_of_a_page_leads_somewhere(page):
 
 @every_page
 def test_every_command_of_a_page_exists_with_its_options(page):
-    parsers = next(action for action in cli.build_parser()._actions if action.dest == "command").choices
+    parsers = next(
+        action for action in cli.build_parser()._actions if action.dest == "command"
+    ).choices
     for words in commands(page):
         words = words[words[0] in ("--pt", "--pt-expt") :]
         if words[0].startswith('"'):  # of a script that hands its words on
@@ -82,20 +88,30 @@ def test_every_command_of_a_page_exists_with_its_options(page):
             continue
         assert words[0] in cli.COMMANDS, words
         known = {name for action in parsers[words[0]]._actions for name in action.option_strings}
-        known |= {name for name, why in OPTIONS.get(words[0], {}).items() if why.startswith("was removed")}
+        known |= {
+            name for name, why in OPTIONS.get(words[0], {}).items() if why.startswith("was removed")
+        }
         given = {word.split("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)}
         assert given <= known, words
 
 
 @every_page
 def test_every_option_that_a_page_names_is_in_the_manual(page):
-    known = options_of_the_manual() | {f"{section}.{name}" for section, own in REMOVED.items() for name in own}
+    known = options_of_the_manual() | {
+        f"{section}.{name}" for section, own in REMOVED.items() for name in own
+    }
     known |= {f"training.{name}" for name in TrainingConfig.without_effect}
     named = re.findall(rf"`((?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+)[` =]", page.read_text())
-    assert [name for name in named if name not in known and not re.search(r"\.(pt|pth|dp|dcp|md)$", name)] == []
+    assert [
+        name
+        for name in named
+        if name not in known and not re.search(r"\.(pt|pth|dp|dcp|md)$", name)
+    ] == []
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "doc" / "manual").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "doc" / "manual").glob("*.md")), ids=lambda page: page.stem
+)
 def test_the_manual_has_the_options_as_they_are_declared(page):
     with_options = runpy.run_path(str(ROOT / "doc" / "site" / "manual_pages.py"))["with_options"]
     assert page.read_text() == with_options(page.read_text()), "run python doc/site/manual_pages.py"
@@ -104,11 +120,19 @@ def test_the_manual_has_the_options_as_they_are_declared(page):
 def test_the_contents_of_a_folder_name_every_page():
     pages = [page for page in (ROOT / "doc").rglob("*.md") if page.name != "README.md"]
     folders = [page.parent for page in (ROOT / "doc").glob("*/README.md")]
-    assert [page for page in pages if f"({page.name})" not in (page.parent / "README.md").read_text()] == []
-    assert [page for page in folders if f"({page.name}/README.md)" not in (ROOT / "doc/README.md").read_text()] == []
+    assert [
+        page for page in pages if f"({page.name})" not in (page.parent / "README.md").read_text()
+    ] == []
+    assert [
+        page
+        for page in folders
+        if f"({page.name}/README.md)" not in (ROOT / "doc/README.md").read_text()
+    ] == []
     text = (ROOT / "benchmarks" / "README.md").read_text()
     results = (ROOT / "benchmarks" / "results").iterdir()
-    assert [page for page in results if page.suffix == ".md" and f"(results/{page.name})" not in text] == []
+    assert [
+        page for page in results if page.suffix == ".md" and f"(results/{page.name})" not in text
+    ] == []
 
 
 @every_page
@@ -119,14 +143,18 @@ def test_every_input_on_a_page_is_good_and_wastes_no_option(page):
         assert config.notes == ()
 
 
-@pytest.mark.parametrize("package", sorted(p.stem for p in PROGRAM.iterdir() if not p.name.startswith(("_", "py."))))
+@pytest.mark.parametrize(
+    "package", sorted(p.stem for p in PROGRAM.iterdir() if not p.name.startswith(("_", "py.")))
+)
 def test_the_architecture_names_every_package(package):
     assert f"`{package}`" in (ROOT / "doc" / "architecture.md").read_text()
 
 
 def test_the_layers_of_the_architecture_are_those_that_are_checked():
     settings = (ROOT / "pyproject.toml").read_text()
-    checked = re.findall(r'^  "(.*)",$', settings[settings.index("layers = [") :].partition("]")[0], flags=re.M)
+    checked = re.findall(
+        r'^  "(.*)",$', settings[settings.index("layers = [") :].partition("]")[0], flags=re.M
+    )
     assert blocks(ROOT / "doc" / "architecture.md", "text")[0].splitlines() == checked
 
 
@@ -137,14 +165,18 @@ def trained(tmp_path, monkeypatch):
     write_run(folder)
     os.symlink("model_ema.ckpt-7.pt", folder / "model_ema.ckpt.pt")
     os.symlink(ROOT / "examples" / "water" / "data", folder / "data")
-    os.symlink(ROOT / "tests" / "golden" / "quantities" / "dipole_se_atten.dp", folder / "dipole.dp")
+    os.symlink(
+        ROOT / "tests" / "golden" / "quantities" / "dipole_se_atten.dp", folder / "dipole.dp"
+    )
     monkeypatch.chdir(folder)
     assert cli.main(["freeze", "--use-ema", "-o", "water.dp", "-v", "ERROR"]) == 0
     return folder
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES.values(), ids=QUANTITIES)
-def test_the_page_of_a_run_has_every_error_of_energies_with_its_unit_and_the_letters_of_others(quantity):
+def test_the_page_of_a_run_has_every_error_of_energies_with_its_unit_and_the_letters_of_others(
+    quantity,
+):
     text = (ROOT / "doc" / "running.md").read_text()
     rows = re.findall(r"^\| *(\w?) *\| `(\w+)` \|.*\| (\S+) \|$", text, flags=re.M)
     others = re.search("^Models of .other quantities.*?\n\n", text, flags=re.M | re.S)[0]
@@ -189,7 +221,10 @@ def test_every_step_of_the_tutorial_runs_and_its_potential_conserves_energy(here
         text = text.replace(long, short)
     run_blocks(text, "doc/tutorial.md")
     assert {"report.html", "parity.png", "copper.dp"} <= set(os.listdir())
-    total = [float(found) for found in re.findall(r"total energy (\S+) meV/atom", capsys.readouterr().out)]
+    total = [
+        float(found)
+        for found in re.findall(r"total energy (\S+) meV/atom", capsys.readouterr().out)
+    ]
     assert len(total) == 2
     assert max(map(abs, total)) < 1.0
 
@@ -199,14 +234,20 @@ SMALLER_USES = {
     '"numb_steps": 500': '"numb_steps": 20',
     "--steps 1000": "--steps 2",
 }
-USES = dict(part.split("\n", 1) for part in (ROOT / "doc" / "examples_of_use.md").read_text().split("\n## ")[1:])
+USES = dict(
+    part.split("\n", 1)
+    for part in (ROOT / "doc" / "examples_of_use.md").read_text().split("\n## ")[1:]
+)
 
 
 def run_use(title):
     text = USES[title]
     for long, short in SMALLER_USES.items():
         text = text.replace(long, short)
-    assert all(code.count("\n") <= 20 for code in re.findall(r"^```\w+\n(.*?)^```", text, flags=re.M | re.S))
+    assert all(
+        code.count("\n") <= 20
+        for code in re.findall(r"^```\w+\n(.*?)^```", text, flags=re.M | re.S)
+    )
     return run_blocks(text, title)
 
 

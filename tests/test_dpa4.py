@@ -18,7 +18,11 @@ from deepmd_ema.model.ops.operations import REFERENCE, use_operations
 
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
 CASES = {kind: json.loads((GOLDEN / f"{kind}.json").read_text()) for kind in ("dpa4", "dpa4c")}
-SAME_MATH, SERIES, GRADIENTS = 1e-11, 1e-9, 1e-8  # relative; SERIES: what tables of polynomials may have
+SAME_MATH, SERIES, GRADIENTS = (
+    1e-11,
+    1e-9,
+    1e-8,
+)  # relative; SERIES: what tables of polynomials may have
 RENAMED = {
     "dpa4": (
         ("descriptor.layers.", "descriptor.blocks."), ("so2_conv.mixing.", "so2_conv."),
@@ -55,7 +59,9 @@ def model_of(kind, name):
 
 def assert_close(found, expected, error=SAME_MATH):
     expected = torch.as_tensor(expected, dtype=torch.float64)
-    assert float((torch.as_tensor(found).detach() - expected).abs().max()) <= error * float(expected.abs().max())
+    assert float((torch.as_tensor(found).detach() - expected).abs().max()) <= error * float(
+        expected.abs().max()
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +86,10 @@ def test_numbers_and_gradients_are_those_of_deepmd_kit(kind, name, way):
     for key, value in zip(("energy", "force", "virial"), found):
         assert_close(value, expected[key], error)
     gradients = torch.autograd.grad(loss_of(*found), list(named.values()), materialize_grads=True)
-    ours, theirs = (torch.tensor(one) for one in (projections(dict(zip(named, gradients))), expected["gradients"]))
+    ours, theirs = (
+        torch.tensor(one)
+        for one in (projections(dict(zip(named, gradients))), expected["gradients"])
+    )
     torch.testing.assert_close(ours, theirs, rtol=GRADIENTS, atol=error * float(theirs.abs().max()))
 
 
@@ -119,7 +128,9 @@ def test_blocks_are_computed_in_bfloat16_in_training_on_a_gpu(use_amp):
     batch = batch_of(model, (*toy_atoms(), TRICLINIC))
     expected = model(batch, create_graph=False)["energy"]
     model, there = model.to("cuda"), batch.to(torch.device("cuda"))
-    in_validation = float((model.eval()(there, create_graph=False)["energy"].cpu() - expected).abs().max())
+    in_validation = float(
+        (model.eval()(there, create_graph=False)["energy"].cpu() - expected).abs().max()
+    )
     in_training = float((model.train()(there)["energy"].detach().cpu() - expected).abs().max())
     assert in_validation < 1e-4
     assert (1e-4 < in_training < 1e-1) == use_amp

@@ -22,15 +22,37 @@ SMALL = {
     "channels": 4, "n_radial": 4, "lmax": 2, "n_blocks": 2, "mixing_layers": 2, "rcut": 4.0, "ffn_neurons": 4,
     "precision": "float64",
 }  # fmt: skip
-BRIDGED = {"bridging_method": "zbl", "bridging_r_inner": 0.9, "bridging_r_outer": 1.7, "atom_exclude_types": [1]}
+BRIDGED = {
+    "bridging_method": "zbl",
+    "bridging_r_inner": 0.9,
+    "bridging_r_outer": 1.7,
+    "atom_exclude_types": [1],
+}
 # options that have arrays of their own
 CASES = {
     "defaults": {},
     "no_blocks": {"n_blocks": 0},
     "norms": {"so2_norm": True, "layer_scale": True, "mlp_bias": True, "sandwich_norm": [True] * 4},
-    "heads": {"n_focus": 2, "n_atten_head": 2, "atten_v_proj": True, "atten_o_proj": True, "atten_f_mix": True},
-    "wide": {"extra_node_l": 1, "mmax": 2, "message_node_so3": True, "ffn_so3_grid": True, "so3_readout": "mlp"},
-    "plain": {"use_env_seed": False, "radial_so2_mode": "none", "s2_activation": [False, False], "n_atten_head": 0},
+    "heads": {
+        "n_focus": 2,
+        "n_atten_head": 2,
+        "atten_v_proj": True,
+        "atten_o_proj": True,
+        "atten_f_mix": True,
+    },
+    "wide": {
+        "extra_node_l": 1,
+        "mmax": 2,
+        "message_node_so3": True,
+        "ffn_so3_grid": True,
+        "so3_readout": "mlp",
+    },
+    "plain": {
+        "use_env_seed": False,
+        "radial_so2_mode": "none",
+        "s2_activation": [False, False],
+        "n_atten_head": 0,
+    },
 }
 ATOMS = (np.random.default_rng(4).uniform(0, 4, (7, 3)), [0, 1, 1, 0, 1, 2, 2], None)
 
@@ -47,7 +69,9 @@ def made(changes=None, fitting=None, **more):
     model, generator = build_model(config, 0).eval(), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2
+            )
         model.out_bias.copy_(torch.tensor([-3.0, -1.0, 0.5]).view(1, 3, 1))
     return config, model
 
@@ -55,7 +79,10 @@ def made(changes=None, fitting=None, **more):
 @pytest.mark.parametrize("suffix", [".dp", ".yaml", ".pt"])
 @pytest.mark.parametrize("case", [*CASES, "bridged"])
 def test_a_file_gives_back_the_bits(tmp_path, case, suffix):
-    bridged = {"exclude_types": [[0, 2]]}, {"dim_case_embd": 2, "case_film_embd": True, "numb_fparam": 1}
+    bridged = (
+        {"exclude_types": [[0, 2]]},
+        {"dim_case_embd": 2, "case_film_embd": True, "numb_fparam": 1},
+    )
     config, model = made(*bridged, **BRIDGED) if case == "bridged" else made(CASES[case])
     if case == "bridged":
         model.fitting.set_case(1)
@@ -78,17 +105,26 @@ def test_a_file_gives_back_the_bits(tmp_path, case, suffix):
 def test_files_of_deepmd_kit_give_its_energies_forces_and_virials(name):
     expected = NUMBERS[name]
     loaded = load_model(GOLDEN / name)
-    batch = batch_of(loaded.model, (expected["coord"], expected["types"], np.array(expected["box"])))
+    batch = batch_of(
+        loaded.model, (expected["coord"], expected["types"], np.array(expected["box"]))
+    )
     found = loaded.model(batch)
     assert float(found["energy"][0]) == pytest.approx(expected["energy"], rel=1e-10)
     force, virial = np.array(expected["force"]), np.array(expected["virial"])
-    np.testing.assert_allclose(batch.in_file_order(found["force"]).detach(), force, atol=1e-10 * np.abs(force).max())
-    np.testing.assert_allclose(found["virial"][0].detach(), virial, atol=1e-10 * np.abs(virial).max())
+    np.testing.assert_allclose(
+        batch.in_file_order(found["force"]).detach(), force, atol=1e-10 * np.abs(force).max()
+    )
+    np.testing.assert_allclose(
+        found["virial"][0].detach(), virial, atol=1e-10 * np.abs(virial).max()
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in NUMBERS if name.endswith(".pt")])
 def test_arrays_that_follow_from_options_are_written_as_deepmd_kit_writes_them(tmp_path, name):
-    loaded, theirs = load_model(GOLDEN / name), torch.load(GOLDEN / name, weights_only=True)["model"]
+    loaded, theirs = (
+        load_model(GOLDEN / name),
+        torch.load(GOLDEN / name, weights_only=True)["model"],
+    )
     write_deepmd_pt(tmp_path / "a.pt", {"": (loaded.config, loaded.model, {})})
     ours = torch.load(tmp_path / "a.pt", weights_only=True)["model"]
     assert set(ours) == set(theirs)
@@ -124,5 +160,8 @@ def test_parameters_end_as_those_of_deepmd_kit_by_which_hybrid_muon_chooses(case
     in_tree = DPA4Tree(DPA4Config).write(model.descriptor, config)["@variables"]
     theirs = dict(zip(model.descriptor.state_dict(), in_tree))
     for name, _ in model.descriptor.named_parameters():
-        own, other = ([part for part in path.split(".") if not part.isdigit()] for path in (name, theirs[name]))
+        own, other = (
+            [part for part in path.split(".") if not part.isdigit()]
+            for path in (name, theirs[name])
+        )
         assert own[-1] == other[-1]

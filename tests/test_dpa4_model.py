@@ -14,13 +14,23 @@ SMALL = {"channels": 8, "n_blocks": 1, "lmax": 1, "mixing_layers": 1, "rcut": 4.
 
 
 def section(**changes):
-    return {"type": "dpa4", "type_map": ["O", "H"], "descriptor": SMALL, "fitting_net": {}, **changes}
+    return {
+        "type": "dpa4",
+        "type_map": ["O", "H"],
+        "descriptor": SMALL,
+        "fitting_net": {},
+        **changes,
+    }
 
 
 @pytest.mark.parametrize("name", ["dpa4", "DPA4", "SeZM", "sezm"])
 def test_its_parts_need_no_type(name):
     config = model_config_from_dict(section(type=name))
-    assert (config.type, config.descriptor.type, config.fitting_net.type) == ("dpa4", "dpa4", "dpa4_ener")
+    assert (config.type, config.descriptor.type, config.fitting_net.type) == (
+        "dpa4",
+        "dpa4",
+        "dpa4_ener",
+    )
     assert model_config_from_dict(to_dict(config)) == config
 
 
@@ -37,19 +47,35 @@ def as_sum(inner=None, learned=None, **changes):
         {"type": "dpa4", "descriptor": SMALL, "fitting_net": {}, **(learned or {})},
         {"type": "inner_potential", "mode": "zbl", "r_inner": 0.4, "r_outer": 0.9, **(inner or {})},
     ]
-    return {"type": "linear_ener", "weights": "sum", "type_map": ["O", "H"], "models": parts, **changes}
+    return {
+        "type": "linear_ener",
+        "weights": "sum",
+        "type_map": ["O", "H"],
+        "models": parts,
+        **changes,
+    }
 
 
 def test_a_sum_with_an_inner_potential_is_the_model_with_bridging():
     bridging = {"bridging_method": "zbl", "bridging_r_inner": 0.4, "bridging_r_outer": 0.9}
     expected = model_config_from_dict(section(**bridging))
     assert model_config_from_dict(as_sum()) == expected
-    assert model_config_from_dict(as_sum(data_stat_nbatch=10, learned={"type_map": ["O", "H"]})) == expected
+    assert (
+        model_config_from_dict(as_sum(data_stat_nbatch=10, learned={"type_map": ["O", "H"]}))
+        == expected
+    )
     assert model_config_from_dict(section(type="standard", descriptor={"type": "dpa4", **SMALL},
                                           fitting_net={"type": "dpa4_ener"}, **bridging)) == expected  # fmt: skip
-    excluded = model_config_from_dict(as_sum(pair_exclude_types=[[0, 1]], learned={"pair_exclude_types": []}))
+    excluded = model_config_from_dict(
+        as_sum(pair_exclude_types=[[0, 1]], learned={"pair_exclude_types": []})
+    )
     assert excluded.pair_exclude_types == [[0, 1]]
-    assert model_config_from_dict(as_sum(data_stat_nbatch=7, learned={"data_stat_nbatch": 10})).data_stat_nbatch == 7
+    assert (
+        model_config_from_dict(
+            as_sum(data_stat_nbatch=7, learned={"data_stat_nbatch": 10})
+        ).data_stat_nbatch
+        == 7
+    )
 
 
 def test_a_run_reads_such_a_sum_with_its_switches_and_says_so():
@@ -81,7 +107,11 @@ def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so(caplog):
     caplog.set_level("INFO")
     line = "no effect on a CPU, which multiplies in the precision of the parameters"
     for model, more, said in (
-        (section(descriptor={**SMALL, "use_amp": True}), {}, f"model.descriptor.use_amp = true: {line}"),
+        (
+            section(descriptor={**SMALL, "use_amp": True}),
+            {},
+            f"model.descriptor.use_amp = true: {line}",
+        ),
         (section(), {"validating.amp_infer": True}, f"validating.amp_infer = true: {line}"),
         (section(), {}, None),  # the default is no request
     ):
@@ -90,7 +120,9 @@ def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so(caplog):
         for device in ("cpu", "cuda"):
             caplog.clear()
             validating = contexts_of_products(config, built, torch.device(device))[1]
-            assert [record.getMessage() for record in caplog.records] == [said] * (device == "cpu" and said is not None)
+            assert [record.getMessage() for record in caplog.records] == [said] * (
+                device == "cpu" and said is not None
+            )
             with validating():
                 assert built.descriptor.infers_in_bfloat16 == (device == "cuda" and bool(more))
             assert not built.descriptor.infers_in_bfloat16
@@ -99,7 +131,9 @@ def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so(caplog):
 def test_a_standard_model_of_its_parts_is_the_model():
     parts = {"descriptor": {"type": "dpa4", **SMALL}, "fitting_net": {"type": "dpa4_ener"}}
     saved = {"use_srtab": None, "smin_alpha": 0.1, "sw_rmin": None, "sw_rmax": None}
-    assert model_config_from_dict(section(type="standard", **parts, **saved)) == model_config_from_dict(section())
+    assert model_config_from_dict(
+        section(type="standard", **parts, **saved)
+    ) == model_config_from_dict(section())
     other = section(type="standard", **{**parts, "fitting_net": {"type": "ener"}})
     assert model_config_from_dict(other).type == "standard"
     table = {**TABLE, "use_srtab": [row[:4] for row in TABLE["use_srtab"]]}

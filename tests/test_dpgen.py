@@ -60,7 +60,12 @@ def sh(folder, line):
     found = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     environment = {**os.environ, "PATH": path, "PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        ["/bin/sh", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        ["/bin/sh", "-c", line],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -78,19 +83,27 @@ def test_an_iteration_trains_freezes_compresses_and_the_next_one_starts_from_its
     done = sh(task, training_line("--pt", " --skip-neighbor-stat"))
     assert done.returncode == 0, done.stderr
     assert "backend pytorch: accepted, dp-ema has one backend" in done.stderr
-    assert {"lcurve.out", "checkpoint", "model.ckpt.pt"} <= names(task)  # which are sent back beside train.log
+    assert {"lcurve.out", "checkpoint", "model.ckpt.pt"} <= names(
+        task
+    )  # which are sent back beside train.log
     for line in ("dp-ema --pt freeze", "dp-ema --pt compress"):
         done = sh(task, line)
         assert done.returncode == 0, done.stderr
     assert {"frozen_model.pth", "frozen_model_compressed.pth"} <= names(task)
 
     before = (task / "lcurve.out").read_bytes()
-    again = sh(task, training_line("--pt"))  # a job that is submitted once more continues, and there is nothing left
+    again = sh(
+        task, training_line("--pt")
+    )  # a job that is submitted once more continues, and there is nothing left
     assert again.returncode == 0, again.stderr
     assert (task / "lcurve.out").read_bytes() == before
 
     later = task.parent / "001"
-    for name, start in (("model.ckpt", "--init-model"), ("init.pth", "--init-frz-model"), ("init.pth", "--finetune")):
+    for name, start in (
+        ("model.ckpt", "--init-model"),
+        ("init.pth", "--init-frz-model"),
+        ("init.pth", "--finetune"),
+    ):
         (later / "old").mkdir(parents=True)
         (later / "old" / "model.ckpt.pt").symlink_to(task / "model.ckpt.pt")
         (later / "old" / "init.pth").symlink_to(task / "frozen_model.pth")

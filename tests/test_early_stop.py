@@ -28,7 +28,12 @@ VALIDATED = {
     "early_stop": STOP,
 }  # fmt: skip
 BANK = [{"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True, "snapshot_freq": 7}]
-OPTIONS = {"training__enable_ema": True, "training__save_freq": 0, "training__averaging": BANK, "validating": VALIDATED}
+OPTIONS = {
+    "training__enable_ema": True,
+    "training__save_freq": 0,
+    "training__averaging": BANK,
+    "validating": VALIDATED,
+}
 LIVE, EMA = ("live", ""), ("ema", "")
 
 
@@ -52,7 +57,9 @@ def test_the_count_begins_anew_at_an_error_that_is_lower_by_more_than_min_delta(
     assert fed([{LIVE: v} for v in (1.0, 0.9, 0.95, 0.9)]).is_met
     assert not fed([{LIVE: v} for v in (1.0, 0.9, 0.95, 0.89)]).is_met
     assert fed([{LIVE: v} for v in (1.0, 0.95, 0.91)], min_delta=0.1).is_met
-    assert not fed([{LIVE: v} for v in (1.0, 0.95, 0.89)], min_delta=0.1).is_met  # compared with 1, not with 0.95
+    assert not fed(
+        [{LIVE: v} for v in (1.0, 0.95, 0.89)], min_delta=0.1
+    ).is_met  # compared with 1, not with 0.95
 
 
 def test_the_improvement_of_one_of_several_rows_is_enough_unless_one_is_chosen():
@@ -93,11 +100,19 @@ def step_of(folder):
     return checkpoint.load(folder)["step"]
 
 
-def test_a_run_that_no_longer_improves_ends_as_after_its_last_step_and_continues_with_more_patience_only(start, caplog):
+def test_a_run_that_no_longer_improves_ends_as_after_its_last_step_and_continues_with_more_patience_only(
+    start, caplog
+):
     folder = start("run", STEPS, {"training__change_bias_after_training": True})
-    assert f"early stop after step {END} of {STEPS}: F:RMSE has not fallen by more than" in caplog.text
+    assert (
+        f"early stop after step {END} of {STEPS}: F:RMSE has not fallen by more than" in caplog.text
+    )
     payload = checkpoint.load(folder)
-    assert (payload["step"], payload["early_stop"]["waited"], bool(payload["refitted"])) == (END, 3, True)
+    assert (payload["step"], payload["early_stop"]["waited"], bool(payload["refitted"])) == (
+        END,
+        3,
+        True,
+    )
     names = {path.name for path in Path().rglob("*.pt")}
     assert {f"model_ema.ckpt-{END}.pt", f"model_p05.ckpt-{END}.pt", "model_p05.ckpt-7.pt"} <= names
     assert (Path("snapshots") / f"model_p05.ckpt-{END}.pt").exists()
@@ -111,13 +126,19 @@ def test_a_run_that_no_longer_improves_ends_as_after_its_last_step_and_continues
 
 
 @pytest.mark.parametrize(("step", "in_validation"), [(5, False), (8, True), (END, True)])
-def test_the_restart_of_a_run_that_was_out_of_time_ends_as_the_unbroken_run_does(start, caplog, step, in_validation):
+def test_the_restart_of_a_run_that_was_out_of_time_ends_as_the_unbroken_run_does(
+    start, caplog, step, in_validation
+):
     parts = start("parts", STEPS, callback=OutOfTime(step, in_validation))
     assert step_of(parts) == step
     if step != END:
-        assert f"after step {step} of {STEPS}, as the time is over; everything is saved" in caplog.text
+        assert (
+            f"after step {step} of {STEPS}, as the time is over; everything is saved" in caplog.text
+        )
         assert "dp-ema train --restart model.ckpt.pt" in caplog.text
-    assert step_of(start("parts", STEPS, restart="model.ckpt.pt", max_time=1e6)) == END  # with time of its own
+    assert (
+        step_of(start("parts", STEPS, restart="model.ckpt.pt", max_time=1e6)) == END
+    )  # with time of its own
     whole = start("whole", STEPS)
     for folder in (parts, whole):  # a break leaves its own checkpoint and last snapshot
         for file in folder.rglob(f"*-{step}.pt"):
@@ -133,18 +154,39 @@ def test_a_run_that_takes_its_last_step_when_the_time_is_over_has_ended(start, c
 
 
 def test_a_time_has_a_unit_or_colons(capsys):
-    times = {"300s": 300, "90m": 5400, "23.5h": 84600, "2d": 172800, "0:01:30": 90, "1-00:00:10": 86410}
+    times = {
+        "300s": 300,
+        "90m": 5400,
+        "23.5h": 84600,
+        "2d": 172800,
+        "0:01:30": 90,
+        "1-00:00:10": 86410,
+    }
     for text, seconds in times.items():
-        assert build_parser().parse_args(["train", "input.json", "--max-time", text]).max_time == seconds
+        assert (
+            build_parser().parse_args(["train", "input.json", "--max-time", text]).max_time
+            == seconds
+        )
     for text in ("300", "0s", "-1h", "90:00", "1:2:3", "h", "inf", "9" * 400 + "-0:00:00"):
         assert cli.main(["train", "input.json", f"--max-time={text}"]) == 2
-        assert "expected a time above 0 with its unit (300s, 90m, 23.5h, 2d), or hours:min" in capsys.readouterr().err
+        assert (
+            "expected a time above 0 with its unit (300s, 90m, 23.5h, 2d), or hours:min"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.slow
-def test_ranks_stop_early_at_the_same_step_and_their_restart_keeps_it(tmp_path, water_like, water_like_valid):
-    options = {"training__zero_stage": 3, "training__checkpoint_format": "sharded", "training__enable_ema": True}
-    values = tiny_input([water_like], [water_like_valid], num_steps=STEPS, validating=VALIDATED, **options)
+def test_ranks_stop_early_at_the_same_step_and_their_restart_keeps_it(
+    tmp_path, water_like, water_like_valid
+):
+    options = {
+        "training__zero_stage": 3,
+        "training__checkpoint_format": "sharded",
+        "training__enable_ema": True,
+    }
+    values = tiny_input(
+        [water_like], [water_like_valid], num_steps=STEPS, validating=VALIDATED, **options
+    )
     train(tmp_path, 2, values)
     assert checkpoint.load(tmp_path)["early_stop"]["waited"] == STOP["patience"]
     train(tmp_path, 2, restart="model.ckpt.dcp")

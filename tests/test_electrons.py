@@ -21,5 +21,8 @@ def test_the_table_is_that_of_deepmd_kit():
 @pytest.mark.parametrize("descriptor", ["se_atten", "se_atten_v2", "se_e3_tebd"])
 def test_names_that_are_no_elements_are_refused(descriptor):
     section = {"type": descriptor, "sel": 8, "use_econf_tebd": True}
-    with pytest.raises(ConfigError, match=r"use_econf_tebd = true: type_map has \"OW\", expected symbols of elements"):
+    with pytest.raises(
+        ConfigError,
+        match=r"use_econf_tebd = true: type_map has \"OW\", expected symbols of elements",
+    ):
         model_config_from_dict({"type_map": ["OW", "H"], "descriptor": section, "fitting_net": {}})

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from toy_models import SECTIONS, TRICLINIC, TYPES, disturb, evaluate, model_section, toy_atoms, toy_model
+from toy_models import (
+    SECTIONS,
+    TRICLINIC,
+    TYPES,
+    disturb,
+    evaluate,
+    model_section,
+    toy_atoms,
+    toy_model,
+)
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.model.build import build_model
@@ -54,7 +63,10 @@ def test_fewer_and_more_elements_leave_the_energies_of_the_others(descriptor, ty
     old = toy_model(descriptor)[1]
     new = model_of(descriptor, type_map)
     if any("embeddings.1." in name for name in old.state_dict()):  # a network for each element
-        with pytest.raises(ElementsError, match=f"elements O H Na there, {' '.join(type_map)} here: .*same elements"):
+        with pytest.raises(
+            ElementsError,
+            match=f"elements O H Na there, {' '.join(type_map)} here: .*same elements",
+        ):
             carried_over(old, new)
         return
     before = {name: value.clone() for name, value in new.state_dict().items()}

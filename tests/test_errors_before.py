@@ -29,7 +29,10 @@ def base(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         (folder / "pretrained").mkdir()
         patch.chdir(folder / "pretrained")
-        run_training(config_of(2, training__training_data={"systems": ["../old"], "batch_size": 2}), device="cpu")
+        run_training(
+            config_of(2, training__training_data={"systems": ["../old"], "batch_size": 2}),
+            device="cpu",
+        )
     return folder
 
 
@@ -48,16 +51,26 @@ def start(base, tmp_path, monkeypatch):
         for part in ("training_data", "validation_data"):
             if part in config["training"]:
                 systems = config["training"][part]["systems"]
-                config["training"][part]["systems"] = [str(base / Path(system).name) for system in systems]
+                config["training"][part]["systems"] = [
+                    str(base / Path(system).name) for system in systems
+                ]
         monkeypatch.chdir(folder)
-        return run_training(config, **{"device": "cpu", "finetune": str(base / "pretrained" / "model.ckpt.pt"), **how})
+        return run_training(
+            config,
+            **{"device": "cpu", "finetune": str(base / "pretrained" / "model.ckpt.pt"), **how},
+        )
 
     return run
 
 
 def lines_of(caplog, words):
     """Return the lines that were logged with ``words``, those of tables one by one."""
-    return [line for record in caplog.records for line in record.getMessage().splitlines() if words in line]
+    return [
+        line
+        for record in caplog.records
+        for line in record.getMessage().splitlines()
+        if words in line
+    ]
 
 
 @pytest.mark.parametrize("way", ["finetune", "init_model"])
@@ -72,7 +85,8 @@ def test_the_table_and_the_last_lines_have_the_errors_before_and_after(start, ca
     trained = start(config_of())
     [title] = [record for record in caplog.records if TITLE in record.getMessage()]
     heads, units, row = [
-        record.getMessage().split() for record in caplog.records[caplog.records.index(title) + 1 :][:3]
+        record.getMessage().split()
+        for record in caplog.records[caplog.records.index(title) + 1 :][:3]
     ]
     assert (heads[:3], units[:2]) == (["frames", "Energy", "Force"], ["meV/atom", "meV/Å"])
     assert row[0] == "4"
@@ -80,8 +94,14 @@ def test_the_table_and_the_last_lines_have_the_errors_before_and_after(start, ca
     assert [line.split()[1] for line in ends] == ["live,", "ema,"]
     for line, weights in zip(ends, ("live", "ema")):
         shown = re.search(r": E (\S+) / (\S+) -> (\S+) / (\S+) meV/atom", line).groups()
-        values = [of[f"E:{kind}"] for of in (trained.before[""], trained.errors[weights]) for kind in ("MAE", "RMSE")]
-        assert [float(number) for number in shown] == pytest.approx([1000 * value for value in values], rel=1e-4)
+        values = [
+            of[f"E:{kind}"]
+            for of in (trained.before[""], trained.errors[weights])
+            for kind in ("MAE", "RMSE")
+        ]
+        assert [float(number) for number in shown] == pytest.approx(
+            [1000 * value for value in values], rel=1e-4
+        )
         assert list(shown[:2]) == [row[1], row[3]]
 
 
@@ -95,7 +115,12 @@ def test_a_restart_ends_with_the_errors_before_of_the_first_start(start, caplog)
 
 
 @pytest.mark.parametrize(
-    "config", [config_of(validating={}), config_of(validating={**ON, "full_val_start": 1}), tiny_input(["../new"])]
+    "config",
+    [
+        config_of(validating={}),
+        config_of(validating={**ON, "full_val_start": 1}),
+        tiny_input(["../new"]),
+    ],
 )
 def test_without_full_validation_nothing_is_measured(start, caplog, config):
     assert start(config).before == {}

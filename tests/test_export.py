@@ -42,7 +42,10 @@ def test_weights_that_are_not_finite_are_the_fault_of_the_checkpoint(run, tmp_pa
     loaded = load_model(run[0])
     with torch.no_grad():
         loaded.model.fitting.nets[0].layers[0].bias[0] = torch.inf
-    with pytest.raises(CheckpointError, match=r"model.ckpt-7.pt: damaged, fitting.nets.0.layers.0.bias is not finite"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model.ckpt-7.pt: damaged, fitting.nets.0.layers.0.bias is not finite",
+    ):
         freeze(loaded, tmp_path / "m.dp")
 
 
@@ -65,7 +68,12 @@ def test_the_command_freezes_the_newest_checkpoint_of_a_folder(run, tmp_path, mo
     monkeypatch.chdir(run[0].parent)
     assert cli.main(["freeze", "-o", str(tmp_path / "live")]) == 0
     assert cli.main(["freeze", "--use-ema", "-o", str(tmp_path / "ema.dp")]) == 0
-    assert cli.main(["freeze", "--profile", "ema", "-c", "model.ckpt", "-o", str(tmp_path / "profile.dp")]) == 0
+    assert (
+        cli.main(
+            ["freeze", "--profile", "ema", "-c", "model.ckpt", "-o", str(tmp_path / "profile.dp")]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "live.dp: live weights of step 7, from model.ckpt-7.pt" in out
     assert "averaged weights (ema) of step 7: decay 0.99" in out
@@ -81,7 +89,9 @@ def test_the_command_freezes_the_newest_checkpoint_of_a_folder(run, tmp_path, mo
 def test_pressures_of_a_model_without_virials_are_named(run, tmp_path, changes, is_said):
     loaded = load_model(run[0])
     config = {name: value for name, value in loaded.info.config.items() if name != "loss"}
-    info = replace(loaded.info, config={**config, **changes}, head="b" if "loss_dict" in changes else "")
+    info = replace(
+        loaded.info, config={**config, **changes}, head="b" if "loss_dict" in changes else ""
+    )
     text = freeze(replace(loaded, info=info), tmp_path / "m.dp").text()
     said = "trained without virials: pressures and stresses mean nothing if all training frames had one cell"
     assert (said in text.splitlines()) == is_said
@@ -98,7 +108,9 @@ def test_a_file_that_came_out_wrong_is_not_kept(run, tmp_path, monkeypatch):
 
     true = dp.read_dp
     monkeypatch.setattr(dp, "read_dp", bent)
-    with pytest.raises(CheckpointError, match=r"differs from the checkpoint by 8.0e-03 in energy.*was not kept"):
+    with pytest.raises(
+        CheckpointError, match=r"differs from the checkpoint by 8.0e-03 in energy.*was not kept"
+    ):
         freeze(load_model(run[1]), old)
     assert old.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["m.dp"]
@@ -107,14 +119,18 @@ def test_a_file_that_came_out_wrong_is_not_kept(run, tmp_path, monkeypatch):
 def test_a_missing_folder_and_a_foreign_suffix_are_refused(run, tmp_path):
     with pytest.raises(UserError, match=r"the folder .*nowhere is not there"):
         freeze(load_model(run[0]), tmp_path / "nowhere" / "m.dp")
-    with pytest.raises(UserError, match=r"Write .*m.dp, then `dp convert-backend .*m.dp .*m.savedmodel`"):
+    with pytest.raises(
+        UserError, match=r"Write .*m.dp, then `dp convert-backend .*m.dp .*m.savedmodel`"
+    ):
         freeze(load_model(run[0]), tmp_path / "m.savedmodel")
 
 
 def test_a_disk_that_fills_up_while_freezing_is_reported_and_ends_nothing(tmp_path):
     """HDF5 ended the process by a signal when its file could not grow."""
     path, _ = write_run(tmp_path)
-    command = f"ulimit -f 1; exec {sys.executable} -m deepmd_ema freeze -c {path} -o {tmp_path / 'm.dp'}"
+    command = (
+        f"ulimit -f 1; exec {sys.executable} -m deepmd_ema freeze -c {path} -o {tmp_path / 'm.dp'}"
+    )
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100)
     assert done.returncode == 2, done.stderr
     assert "m.dp: cannot be written (" in done.stderr

@@ -31,7 +31,17 @@ from deepmd_ema.utils import seed_for
 
 def test_a_seed_depends_on_the_stream_and_its_numbers_only():
     assert seed_for("frames", 1) == seed_for("frames", 1)
-    assert len({seed_for("frames", 1), seed_for("frames", 2), seed_for("weights", 1), seed_for("frames", 1, 0)}) == 4
+    assert (
+        len(
+            {
+                seed_for("frames", 1),
+                seed_for("frames", 2),
+                seed_for("weights", 1),
+                seed_for("frames", 1, 0),
+            }
+        )
+        == 4
+    )
     assert 0 <= seed_for("frames", 1) < 2**63
 
 
@@ -86,32 +96,52 @@ def test_a_name_that_is_too_long_or_a_folder_is_refused_before_the_work(tmp_path
     (tmp_path / "folder").mkdir()
     with atomic_write(tmp_path / ("é" * 127)) as part:
         part.write_text("new")
-    for name, phrase in (("x" * 256, "File name too long"), ("folder", "Is a directory"), ("no/x", "No such file")):
-        with pytest.raises(WriteError, match=rf"{name}: cannot be written \({phrase}"), atomic_write(tmp_path / name):
+    for name, phrase in (
+        ("x" * 256, "File name too long"),
+        ("folder", "Is a directory"),
+        ("no/x", "No such file"),
+    ):
+        with (
+            pytest.raises(WriteError, match=rf"{name}: cannot be written \({phrase}"),
+            atomic_write(tmp_path / name),
+        ):
             pytest.fail("the work was begun")
 
 
 def test_only_a_file_of_the_same_kind_is_written_over(tmp_path):
-    contents = {"model.pt": b"PK\3\4", "input.yaml": b"model: {}", "empty": b"", "old.png": b"\x89PNG\r\n"}
+    contents = {
+        "model.pt": b"PK\3\4",
+        "input.yaml": b"model: {}",
+        "empty": b"",
+        "old.png": b"\x89PNG\r\n",
+    }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     for name in ("empty", "old.png", "not_there"):
         refuse_to_lose(tmp_path / name, "--x", PICTURE)
     refuse_to_lose("/dev/null", "--x", CSV)
     for name in ("model.pt", "input.yaml", "old.png"):
-        with pytest.raises(UserError, match=rf"--x .*{name}: a file is there that is not {CSV.name}"):
+        with pytest.raises(
+            UserError, match=rf"--x .*{name}: a file is there that is not {CSV.name}"
+        ):
             refuse_to_lose(tmp_path / name, "--x", CSV)
     (tmp_path / "input.json").write_text("{}")
     (tmp_path / "link.json").symlink_to("input.json")
     refuse_to_lose(tmp_path / "link.json", "-o", JSON)
-    with pytest.raises(UserError, match=r"-o .*link.json: this is .*input.json, which the command reads"):
+    with pytest.raises(
+        UserError, match=r"-o .*link.json: this is .*input.json, which the command reads"
+    ):
         refuse_to_lose(tmp_path / "link.json", "-o", JSON, [None, tmp_path / "input.json"])
 
 
 def test_a_place_that_cannot_be_written_is_reported_before_the_work(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"^-o .*x.json: the folder .*gone is not there. Make it, or choose"):
+    with pytest.raises(
+        UserError, match=r"^-o .*x.json: the folder .*gone is not there. Make it, or choose"
+    ):
         check_output(tmp_path / "gone" / "x.json", "-o", JSON)
-    with pytest.raises(WriteError, match=r": cannot be written \(Is a directory.*Or choose another -o\.$"):
+    with pytest.raises(
+        WriteError, match=r": cannot be written \(Is a directory.*Or choose another -o\.$"
+    ):
         check_output(tmp_path, "-o", JSON)
 
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -129,7 +159,9 @@ def test_an_error_of_the_system_is_a_message_where_the_user_can_act():
         (errno.EMFILE, "x: Too many open files. Too many files are open: raise"),
     ):
         assert os_error_message(OSError(number, os.strerror(number), "x")).startswith(phrase)
-    assert os_error_message(OSError(errno.ENOSPC, "")).startswith("No space left on device. Make room")
+    assert os_error_message(OSError(errno.ENOSPC, "")).startswith(
+        "No space left on device. Make room"
+    )
     assert os_error_message(OSError(errno.ECHILD, "")) is None
 
 
@@ -139,7 +171,9 @@ def lock(tmp_path):
 
 
 def write_lock(lock, machine="ffffffff", pid=7, host="node12"):
-    lock.write_text(json.dumps({"machine": machine, "host": host, "pid": pid, "since": "2026-01-02 03:04:05"}))
+    lock.write_text(
+        json.dumps({"machine": machine, "host": host, "pid": pid, "since": "2026-01-02 03:04:05"})
+    )
 
 
 HOLD = """
@@ -154,7 +188,9 @@ with locked([Path(sys.argv[1])]):
 
 def test_a_second_run_names_the_first_and_takes_its_lock_at_once_when_it_is_killed(lock, caplog):
     caplog.set_level("INFO")
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "held\n"
     try:
         said = rf"another run writes here \(process {process.pid} on .*another folder"
@@ -172,7 +208,10 @@ def test_a_second_run_names_the_first_and_takes_its_lock_at_once_when_it_is_kill
 
 def test_a_lock_that_is_a_link_is_refused_by_name(lock, tmp_path):
     lock.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"dp-ema\.lock.*It is a link, which is not followed here"), locked([lock]):
+    with (
+        pytest.raises(UserError, match=r"dp-ema\.lock.*It is a link, which is not followed here"),
+        locked([lock]),
+    ):
         pass
     assert not (tmp_path / "elsewhere").exists()
 
@@ -187,7 +226,9 @@ def test_of_several_places_none_is_held_if_one_cannot_be(lock, tmp_path):
 
 def test_a_run_on_another_machine_is_reported_by_its_signs_of_life(lock, monkeypatch):
     monkeypatch.setattr(files, "BEAT_S", 0.05)
-    monkeypatch.setattr(files, "WATCH_S", 30)  # it ends with the first sign, however late that comes
+    monkeypatch.setattr(
+        files, "WATCH_S", 30
+    )  # it ends with the first sign, however late that comes
     write_lock(lock)
     ended = threading.Event()
     handle = os.open(lock, os.O_RDWR)
@@ -211,7 +252,10 @@ def test_the_clock_of_this_machine_does_not_decide_whether_another_run_lives(loc
     write_lock(lock)
     monkeypatch.setattr(time, "time", lambda: now() + 3600 * 48)
     monkeypatch.setattr(files, "_shows_life", lambda path: not watched.append(path))
-    with pytest.raises(UserError, match=r"another run writes here .process 7 on node12"), locked([lock]):
+    with (
+        pytest.raises(UserError, match=r"another run writes here .process 7 on node12"),
+        locked([lock]),
+    ):
         pytest.fail("both run")
     assert watched == [lock]
     os.utime(lock, (1e9, 1e9))  # an old one is taken without waiting
@@ -219,7 +263,9 @@ def test_the_clock_of_this_machine_does_not_decide_whether_another_run_lives(loc
         assert watched == [lock]
 
 
-def test_without_locks_of_the_file_system_processes_of_this_machine_are_requested(lock, monkeypatch):
+def test_without_locks_of_the_file_system_processes_of_this_machine_are_requested(
+    lock, monkeypatch
+):
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "")))
     write_lock(lock, this_machine(), os.getppid(), "here")
     with pytest.raises(UserError, match=f"process {os.getppid()} on here"), locked([lock]):
@@ -264,7 +310,8 @@ def without(monkeypatch):
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
 @pytest.mark.parametrize(
-    ("refused", "way"), [(["symlink"], "hard links are used"), (["symlink", "link"], "copies are used")]
+    ("refused", "way"),
+    [(["symlink"], "hard links are used"), (["symlink", "link"], "copies are used")],
 )
 def test_without_symbolic_links_there_are_hard_links_or_copies_and_one_warning(
     tmp_path, without, caplog, code, refused, way
@@ -276,7 +323,11 @@ def test_without_symbolic_links_there_are_hard_links_or_copies_and_one_warning(
         links.link(link, tmp_path / f"model-{step}.pt")
         assert link.read_text() == f"{step}"
         assert links.is_copy(link)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model-1.pt", "model-2.pt", "model.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model-1.pt",
+        "model-2.pt",
+        "model.pt",
+    ]
     expected = f"{tmp_path}: the file system refuses symbolic links ({os.strerror(code)}): {way}."
     assert [r.getMessage() for r in caplog.records] == [expected]
     link.unlink()

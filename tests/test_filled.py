@@ -11,7 +11,14 @@ from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, toy_atoms, toy_m
 from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.distributed.world import World
-from deepmd_ema.model.dummy_atoms import at_least_two, fill, pad, to_eighth, to_half_octave, to_prime
+from deepmd_ema.model.dummy_atoms import (
+    at_least_two,
+    fill,
+    pad,
+    to_eighth,
+    to_half_octave,
+    to_prime,
+)
 from deepmd_ema.model.metrics import Errors
 from deepmd_ema.training.loss import EnergyLoss
 
@@ -31,14 +38,18 @@ BATCHES = {
 
 
 def batch_with(model, kinds, seed=0, **conditions):
-    frames = [(toy_atoms(seed + k, len(types))[0], types, box) for k, (types, box) in enumerate(kinds)]
+    frames = [
+        (toy_atoms(seed + k, len(types))[0], types, box) for k, (types, box) in enumerate(kinds)
+    ]
     return batch_of(model, *frames, **conditions)
 
 
 def outputs_and_gradients(model, batch, take=lambda out: out):
     out = take(model(batch, create_graph=True))
     total = sum((1 + k) * value.square().sum() for k, value in enumerate(out.values()))
-    grads = torch.autograd.grad(total, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    grads = torch.autograd.grad(
+        total, list(model.parameters()), allow_unused=True, materialize_grads=True
+    )
     return [*(value.detach() for value in out.values()), *grads]
 
 
@@ -51,7 +62,9 @@ def test_filling_changes_no_prediction_and_no_gradient(kind, up):
         batch = batch_with(model, kinds)
         filled = fill(batch, model.layout, ROUNDS[up]())
         for found, expected in zip(
-            outputs_and_gradients(model, filled.batch, filled.take), outputs_and_gradients(model, batch), strict=True
+            outputs_and_gradients(model, filled.batch, filled.take),
+            outputs_and_gradients(model, batch),
+            strict=True,
         ):
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
@@ -62,7 +75,9 @@ def labelled(batch, names, seed=5):
     has_label = torch.ones(batch.num_frames, dtype=torch.float64)
     has_label[1:2] = 0
     shapes = {name: LABELS[name].shape_of(*batch.sizes) for name in names}
-    labels = {name: torch.from_numpy(np.abs(rng.normal(size=shape))) for name, shape in shapes.items()}
+    labels = {
+        name: torch.from_numpy(np.abs(rng.normal(size=shape))) for name, shape in shapes.items()
+    }
     return replace(batch, labels=labels, has_label=dict.fromkeys(names, has_label))
 
 
@@ -75,20 +90,28 @@ LOSSES = {
     "intensive": {"intensive_ener_virial": True},
     "default weights": {"use_default_pf": True},
 }
-PREFACTORS = {f"{when}_pref_{symbol}": 2 for when in ("start", "limit") for symbol in ("e", "f", "v", "ae", "pf")}
+PREFACTORS = {
+    f"{when}_pref_{symbol}": 2
+    for when in ("start", "limit")
+    for symbol in ("e", "f", "v", "ae", "pf")
+}
 PLAIN = ("energy", "force", "virial", "atom_energy", "atom_pref")
 
 
 @pytest.mark.parametrize("options", LOSSES)
 @pytest.mark.parametrize("name", BATCHES)
-def test_the_loss_of_a_padded_batch_its_gradient_and_what_is_displayed_are_those_of_the_batch(name, options):
+def test_the_loss_of_a_padded_batch_its_gradient_and_what_is_displayed_are_those_of_the_batch(
+    name, options
+):
     _, model = toy_model("se_e2_a", {"neuron": [2, 4]}, {"neuron": [4]})
     loss = EnergyLoss(EnerLossConfig(**PREFACTORS, **LOSSES[options]), 1e-3, World())
     batch = labelled(batch_with(model, BATCHES[name]), PLAIN)
     found = []
     for one in (batch, *(pad(batch, model.layout, up()) for up in ROUNDS.values())):
         total, shown = loss(model(one, create_graph=True), one, 5e-4)
-        found.append([total.detach(), *shown.values(), *torch.autograd.grad(total, list(model.parameters()))])
+        found.append(
+            [total.detach(), *shown.values(), *torch.autograd.grad(total, list(model.parameters()))]
+        )
     for of_padded in found[1:]:
         for value, expected in zip(of_padded, found[0], strict=True):
             torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-11)
@@ -110,7 +133,9 @@ def test_the_errors_of_a_padded_batch_and_of_its_frames_are_those_of_the_batch(n
         assert one.label.keys() == other.label.keys()
         np.testing.assert_array_equal(one.atom_type, other.atom_type)
         for key in other.prediction:
-            np.testing.assert_allclose(one.prediction[key], other.prediction[key], rtol=1e-11, atol=1e-11)
+            np.testing.assert_allclose(
+                one.prediction[key], other.prediction[key], rtol=1e-11, atol=1e-11
+            )
 
 
 def test_a_batch_with_second_derivatives_as_a_label_is_not_padded():

@@ -43,7 +43,9 @@ ATTENTION = {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neur
 
 
 def input_of(elements, *, steps=2, descriptor=ATTENTION, **changes):
-    config = tiny_input(["data"], num_steps=steps, type_map=elements, training__save_freq=2, **changes)
+    config = tiny_input(
+        ["data"], num_steps=steps, type_map=elements, training__save_freq=2, **changes
+    )
     config["model"]["descriptor"] = dict(descriptor)
     return config
 
@@ -76,15 +78,26 @@ def test_elements_of_the_file_keep_their_weights_and_new_ones_get_their_own(trai
     config = input_of(["Na", "H", "O"], steps=1, learning_rate=STILL)
     assert train(config, "--finetune", trained) == 0
     said = capsys.readouterr().err
-    assert f"fine-tuning {trained}: live weights of step 2; new elements Na; fitting network of the file" in said
+    assert (
+        f"fine-tuning {trained}: live weights of step 2; new elements Na; fitting network of the file"
+        in said
+    )
     old, new = checkpoint.load(trained)["model"], checkpoint.load("model.ckpt-1.pt")["model"]
-    for name in ("descriptor.block.mean", "descriptor.block.stddev", "descriptor.type_embedding.net.layers.0.weight"):
+    for name in (
+        "descriptor.block.mean",
+        "descriptor.block.stddev",
+        "descriptor.type_embedding.net.layers.0.weight",
+    ):
         there, here = old[name].flatten(1), new[name].flatten(1)
-        if "type_embedding" in name:  # its skip connection adds the identity, of another size, to the weight
+        if (
+            "type_embedding" in name
+        ):  # its skip connection adds the identity, of another size, to the weight
             there = there + torch.eye(2).repeat(1, 2)
         torch.testing.assert_close(here[[2, 1]], there, rtol=1e-14, atol=1e-14)
     for name, value in old.items():
-        if name.startswith(("fitting.nets", "descriptor.block.embedding", "descriptor.block.layers")):
+        if name.startswith(
+            ("fitting.nets", "descriptor.block.embedding", "descriptor.block.layers")
+        ):
             torch.testing.assert_close(new[name], value, rtol=1e-14, atol=1e-14)
     assert float(new["descriptor.block.stddev"][0, 0, 0]) not in (0.1, 1.0)  # Na: measured
 
@@ -103,9 +116,14 @@ def test_the_nearest_pair_is_that_of_the_file_or_of_the_data(trained, desk):
 
 
 def test_the_bias_is_moved_to_the_data_and_a_restart_is_exact(trained, desk, capsys):
-    config = input_of(["H", "O", "Na"], steps=4, training__enable_ema=True, model__finetune_bias="fit")
+    config = input_of(
+        ["H", "O", "Na"], steps=4, training__enable_ema=True, model__finetune_bias="fit"
+    )
     assert train(config, "--finetune", trained) == 0
-    assert re.search(r"energies differ by .*, on 4 training frames: the output bias was moved", capsys.readouterr().err)
+    assert re.search(
+        r"energies differ by .*, on 4 training frames: the output bias was moved",
+        capsys.readouterr().err,
+    )
     straight = checkpoint.load("model.ckpt-4.pt")
     assert train(config, "--restart", "model.ckpt-2.pt") == 0
     again = checkpoint.load("model.ckpt-4.pt")
@@ -115,7 +133,11 @@ def test_the_bias_is_moved_to_the_data_and_a_restart_is_exact(trained, desk, cap
 
 def test_the_model_section_is_taken_from_the_file(trained, desk, capsys):
     config = input_of(["H", "O", "Na"])
-    config["model"] = {"type_map": ["H", "O", "Na"], "descriptor": {"trainable": False}, "fitting_net": {}}
+    config["model"] = {
+        "type_map": ["H", "O", "Na"],
+        "descriptor": {"trainable": False},
+        "fitting_net": {},
+    }
     options = ["--finetune", trained, "--use-pretrain-script"]
     assert train(config, *options) == 0
     used = json.loads(Path("out.json").read_text())["model"]
@@ -136,7 +158,10 @@ def test_types_that_a_part_of_a_hybrid_excludes_are_not_taken_to_other_elements(
     config, model = toy_model("hybrid", {"exclude_types": [[0, 1]]})
     write_dp(tmp_path / "model.dp", model, config)
     start = load_pretrained(str(tmp_path / "model.dp"))
-    with pytest.raises(ConfigError, match=r"descriptor.list\[0\].exclude_types, descriptor.list\[1\].exclude_types of"):
+    with pytest.raises(
+        ConfigError,
+        match=r"descriptor.list\[0\].exclude_types, descriptor.list\[1\].exclude_types of",
+    ):
         start.model_section({"type_map": TYPES[::-1]})
 
 
@@ -156,10 +181,15 @@ def test_options_that_change_what_weights_mean_are_reported(trained, desk, capsy
     assert train(config, "--restart", "model.ckpt-1.pt") == 0
     assert "where the weights were trained" not in capsys.readouterr().err
     assert train(config) == 0
-    assert 'model.finetune_head = "water": no effect without --finetune or --init-model' in capsys.readouterr().err
+    assert (
+        'model.finetune_head = "water": no effect without --finetune or --init-model'
+        in capsys.readouterr().err
+    )
     del config["model"]["finetune_head"]
     assert train(config, "--finetune", trained) == 0
-    assert "no training frame has a label to compare the output bias with" in capsys.readouterr().err
+    assert (
+        "no training frame has a label to compare the output bias with" in capsys.readouterr().err
+    )
 
 
 QUANTITIES = {
@@ -184,7 +214,9 @@ def test_a_fitting_network_of_another_quantity_is_refused(there, here, way):
     place = "model" if way != "head" else "model.model_dict.new"
     name = "" if way != "head" else "new"
     source = Source(None, fresh_fitting=way == "random")
-    start = Start(Path("old.pt"), {name: source}, fine_tunes=way != "init-model", saved={name: saved})
+    start = Start(
+        Path("old.pt"), {name: source}, fine_tunes=way != "init-model", saved={name: saved}
+    )
     task = SimpleNamespace(model=new, place=lambda _: place)
     run = SimpleNamespace(tasks={name: task}, training=SimpleNamespace(seed=1))
     if there == here or way == "random":
@@ -223,9 +255,15 @@ def test_a_change_of_any_option_of_a_model_is_reported(name, caplog):
 def test_numbers_of_neighbors_that_the_data_decide_are_no_difference(name, caplog):
     values = copy.deepcopy(MODELS_OF_TYPES[name])
     saved = model_config_from_dict(values)
-    sections = [part for part in (values["descriptor"], *values["descriptor"].values()) if isinstance(part, dict)]
+    sections = [
+        part
+        for part in (values["descriptor"], *values["descriptor"].values())
+        if isinstance(part, dict)
+    ]
     for section in sections:
-        section |= dict.fromkeys({"sel", "nsel", "e_sel", "a_sel", "three_body_sel"} & section.keys(), "auto")
+        section |= dict.fromkeys(
+            {"sel", "nsel", "e_sel", "a_sel", "three_body_sel"} & section.keys(), "auto"
+        )
     assert "auto" in [value for section in sections for value in section.values()]
     report_differences(saved, model_config_from_dict(values), "model")
     assert not caplog.records
@@ -246,13 +284,17 @@ def test_options_by_number_of_an_element_are_compared_by_its_name(section, value
     report_differences(saved, same, "model")
     assert not caplog.records
     report_differences(saved, other, "model")
-    assert bool(caplog.records) == (section != ("descriptor", "exclude_types"))  # a pair is the same in either order
+    assert bool(caplog.records) == (
+        section != ("descriptor", "exclude_types")
+    )  # a pair is the same in either order
 
 
 @pytest.mark.parametrize(("name", "value"), [("sel_type", [0]), ("scale", [1.0, 2.0])])
 def test_options_of_elements_are_not_taken_to_another_order(name, value):
     """Dipoles moved from O to H."""
-    values = tiny_input(["data"], model__fitting_net={"type": "polar", "neuron": [4], name: value})["model"]
+    values = tiny_input(["data"], model__fitting_net={"type": "polar", "neuron": [4], name: value})[
+        "model"
+    ]
     config = model_config_from_dict(values)
     model = SimpleNamespace(type_map=config.type_map, state_dict=dict)
     start = Start(
@@ -260,7 +302,9 @@ def test_options_of_elements_are_not_taken_to_another_order(name, value):
         saved={"": config},
     )  # fmt: skip
     assert start.model_section({"type_map": ["O", "H"]})["fitting_net"][name] == value
-    with pytest.raises(ConfigError, match=f"fitting_net.{name} of old.pt counts elements by number"):
+    with pytest.raises(
+        ConfigError, match=f"fitting_net.{name} of old.pt counts elements by number"
+    ):
         start.model_section({"type_map": ["H", "O"]})
 
 
@@ -285,10 +329,16 @@ def test_a_head_of_a_multi_task_file_is_fine_tuned(desk):
     assert train(config, "--finetune", HEADS, "--model-branch", "ice") == 0
     of_command_line = checkpoint.load("model.ckpt-1.pt")["model"]
     expected = carried_over(loaded.model, build_model(config_from_dict(config).model))
-    assert all(torch.equal(of_command_line[n], value) for n, value in expected.items() if n.endswith("weight"))
+    assert all(
+        torch.equal(of_command_line[n], value)
+        for n, value in expected.items()
+        if n.endswith("weight")
+    )
     config["model"]["finetune_head"] = "ice"
     assert train(config, "--finetune", HEADS) == 0
-    assert content_digest(checkpoint.load("model.ckpt-1.pt")["model"]) == content_digest(of_command_line)
+    assert content_digest(checkpoint.load("model.ckpt-1.pt")["model"]) == content_digest(
+        of_command_line
+    )
 
 
 def test_without_a_head_the_fitting_network_of_a_multi_task_file_is_fresh(desk, capsys):
@@ -297,11 +347,21 @@ def test_without_a_head_the_fitting_network_of_a_multi_task_file_is_fresh(desk, 
     write_system("data", frames=4, seed=5, elements=("H", "O"))
     assert train(config, "--finetune", HEADS, "--use-pretrain-script") == 0
     said = capsys.readouterr().err
-    assert f"{HEADS} holds water, ice: no --model-branch chooses one, so the fitting network starts anew" in said
+    assert (
+        f"{HEADS} holds water, ice: no --model-branch chooses one, so the fitting network starts anew"
+        in said
+    )
     assert json.loads(Path("out.json").read_text())["model"]["fitting_net"]["neuron"] == [5]
 
 
-BY_TYPE = {"type": "se_e2_a", "sel": [24, 24], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 4}
+BY_TYPE = {
+    "type": "se_e2_a",
+    "sel": [24, 24],
+    "rcut": 4.0,
+    "rcut_smth": 1.0,
+    "neuron": [4, 8],
+    "axis_neuron": 4,
+}
 
 
 @pytest.mark.parametrize(
@@ -338,10 +398,21 @@ def test_a_descriptor_without_a_type_embedding_takes_another_order_only(desk, ca
     config["model"]["descriptor"]["sel"] = [20, 24]
     assert train(config, "-t", "first.pt") == 0
     capsys.readouterr()
-    assert train(input_of(["Na", "H", "O"], descriptor={**BY_TYPE, "sel": [9, 24, 24]}), "-t", "first.pt") == 2
+    assert (
+        train(
+            input_of(["Na", "H", "O"], descriptor={**BY_TYPE, "sel": [9, 24, 24]}), "-t", "first.pt"
+        )
+        == 2
+    )
     said = capsys.readouterr().err
-    assert "first.pt: elements O H there, Na H O here: its descriptor has networks for each element" in said
-    assert "No option changes that. Train from the start, or fine-tune a model with a type embedding" in said
+    assert (
+        "first.pt: elements O H there, Na H O here: its descriptor has networks for each element"
+        in said
+    )
+    assert (
+        "No option changes that. Train from the start, or fine-tune a model with a type embedding"
+        in said
+    )
 
 
 def test_a_frozen_model_is_fine_tuned_with_the_sel_of_the_file(trained, desk, capsys):
@@ -398,7 +469,11 @@ def start(*given, **how):
 
 
 def of(task, weights):
-    return {name.removeprefix(f"{task}."): value for name, value in weights.items() if name.startswith(f"{task}.")}
+    return {
+        name.removeprefix(f"{task}."): value
+        for name, value in weights.items()
+        if name.startswith(f"{task}.")
+    }
 
 
 def without(names, weights):
@@ -410,13 +485,17 @@ def test_each_task_starts_from_the_model_that_it_names(runs, desk, capsys):
     after = start("nothing", "--finetune", str(runs / "nothing.pt"), water="ice", ice="water")
     said = capsys.readouterr().err
     assert "fine-tuning task water from" in said
-    assert re.search("task ice: energies differ by .* another reference, .* the output bias was moved", said)
+    assert re.search(
+        "task ice: energies differ by .* another reference, .* the output bias was moved", said
+    )
     for task, head in (("water", "ice"), ("ice", "water")):
         assert_same(without(OF_TASK, of(task, after)), without(OF_TASK, of(head, before)))
         assert not torch.equal(of(task, after)["out_bias"], of(head, before)["out_bias"])
 
 
-def test_a_task_without_a_head_continues_from_the_model_of_its_name_and_another_is_fresh(runs, desk, capsys):
+def test_a_task_without_a_head_continues_from_the_model_of_its_name_and_another_is_fresh(
+    runs, desk, capsys
+):
     def rename(values):
         for section in (values["model"]["model_dict"], values["training"]["data_dict"]):
             section["steam"] = section.pop("ice")
@@ -453,13 +532,27 @@ def test_the_sections_of_a_file_are_taken_for_several_tasks(desk):
         "shared_dict": {"elements": ["H", "O"], "any": {"trainable": False}},
         "model_dict": {"water": {**task, "fitting_net": {}}, "ice": fresh},
     }
-    after = start("nothing", "--finetune", HEADS, "--use-pretrain-script", change=lambda v: v.update(model=section))
-    expected, out = load_model(HEADS, head="water"), json.loads(Path("out.json").read_text())["model"]
-    assert out["shared_dict"]["any"] == {**expected.info.config["model"]["descriptor"], "trainable": False}
+    after = start(
+        "nothing",
+        "--finetune",
+        HEADS,
+        "--use-pretrain-script",
+        change=lambda v: v.update(model=section),
+    )
+    expected, out = (
+        load_model(HEADS, head="water"),
+        json.loads(Path("out.json").read_text())["model"],
+    )
+    assert out["shared_dict"]["any"] == {
+        **expected.info.config["model"]["descriptor"],
+        "trainable": False,
+    }
     assert out["model_dict"]["water"]["fitting_net"] == expected.info.config["model"]["fitting_net"]
     assert out["model_dict"]["ice"]["fitting_net"]["neuron"] == [5]
     back = [expected.model.type_map.index(element) for element in ("H", "O")]
-    assert torch.equal(of("water", after)["out_bias"], expected.model.out_bias[:, back])  # as in the file
+    assert torch.equal(
+        of("water", after)["out_bias"], expected.model.out_bias[:, back]
+    )  # as in the file
 
 
 def test_tasks_start_from_all_models_of_a_checkpoint_of_deepmd_kit(desk):
@@ -471,22 +564,37 @@ def test_tasks_start_from_all_models_of_a_checkpoint_of_deepmd_kit(desk):
         for head, section in sections.items()
     }
     model = {"shared_dict": shared, "model_dict": models}
-    after = start("nothing", "--init-model", HEADS, change=lambda values: values.update(model=model))
+    after = start(
+        "nothing", "--init-model", HEADS, change=lambda values: values.update(model=model)
+    )
     for head, one in loaded.items():
-        assert_same(without({"out_std"}, of(head, after)), without({"out_std"}, dict(one.model.state_dict())))
+        assert_same(
+            without({"out_std"}, of(head, after)),
+            without({"out_std"}, dict(one.model.state_dict())),
+        )
 
 
 @pytest.mark.parametrize(
     ("heads", "options", "message"),
     [
-        ({}, ["--finetune", "nothing.pt", "--model-branch", "ice"], "input.json has several tasks. Name"),
+        (
+            {},
+            ["--finetune", "nothing.pt", "--model-branch", "ice"],
+            "input.json has several tasks. Name",
+        ),
         ({"ice": "steam"}, ["--finetune", "nothing.pt"], "no head 'steam'. It has water, ice"),
         ({"ice": "water"}, ["--finetune", "one.pt"], "so there is no head 'water'"),
         ({}, ["--init-model", HEADS, "--use-pretrain-script"], "does not say what they share"),
-        ({}, ["--init-model", "one.pt"], "one model without a name, and none for water, ice of the input"),
+        (
+            {},
+            ["--init-model", "one.pt"],
+            "one model without a name, and none for water, ice of the input",
+        ),
     ],
 )
-def test_what_several_tasks_cannot_start_from_is_a_message(heads, options, message, runs, desk, capsys):
+def test_what_several_tasks_cannot_start_from_is_a_message(
+    heads, options, message, runs, desk, capsys
+):
     assert train_tasks("nothing", options[0], str(runs / options[1]), *options[2:], **heads) == 2
     said = capsys.readouterr().err
     assert message in said

@@ -22,14 +22,24 @@ from deepmd_ema.training.run import run_training
 
 SAME_MATH = 1e-12
 OF_TERM = {"e": "energy_weight", "f": "force_weight", "pf": "force_weight", "v": "virial_weight"}
-LABEL_OF = {"e": "energy", "f": "force", "pf": "force", "v": "virial", "ae": "atom_energy", "h": "hessian"}
+LABEL_OF = {
+    "e": "energy",
+    "f": "force",
+    "pf": "force",
+    "v": "virial",
+    "ae": "atom_energy",
+    "h": "hessian",
+}
 
 
 def weighted_frames():
     """Return frames of four sizes with some of the weights, and predictions for them."""
     rng = np.random.default_rng(3)
     sizes, kept = (2, 7, 4, 3), (WEIGHTS, (WEIGHT,), (), ("energy_weight", "virial_weight"))
-    labelled = [random_frame(rng, n) | {name: rng.uniform(0, 3) for name in own} for n, own in zip(sizes, kept)]
+    labelled = [
+        random_frame(rng, n) | {name: rng.uniform(0, 3) for name in own}
+        for n, own in zip(sizes, kept)
+    ]
     del labelled[1]["energy"], labelled[2]["force"]
     labelled[3]["weight"] = 0.0
     return labelled, [random_frame(rng, n, types=f["types"]) for n, f in zip(sizes, labelled)]
@@ -47,15 +57,28 @@ def test_the_loss_is_the_weighted_sum_of_single_frames_over_the_number_that_has_
     config, expected = Config(**LOSSES[name]), 0.0
     loss = EnergyLoss(config, 1e-3, World())
     batch, prediction, (total, shown) = evaluated(loss, labelled, guess)
-    gradients = {"energy": np.zeros(len(labelled)), "force": [np.zeros((len(f["types"]), 3)) for f in labelled]}
+    gradients = {
+        "energy": np.zeros(len(labelled)),
+        "force": [np.zeros((len(f["types"]), 3)) for f in labelled],
+    }
     for term in loss.terms:
-        zeros = {f"{at}_pref_{other}": 0.0 for other in loss.terms if other != term for at in ("start", "limit")}
+        zeros = {
+            f"{at}_pref_{other}": 0.0
+            for other in loss.terms
+            if other != term
+            for at in ("start", "limit")
+        }
         own = EnergyLoss(Config(**{**vars(config), **zeros}), 1e-3, World())
         having = [k for k, f in enumerate(labelled) if LABEL_OF[term] in f]
         per_atom = LABEL_OF[term] in ("force", "atom_energy")
         rows = [len(labelled[k]["types"]) if per_atom else 1 for k in having]
         for k, number in zip(having, rows):
-            weight = labelled[k].get("weight", 1.0) * labelled[k].get(OF_TERM.get(term), 1.0) * number / sum(rows)
+            weight = (
+                labelled[k].get("weight", 1.0)
+                * labelled[k].get(OF_TERM.get(term), 1.0)
+                * number
+                / sum(rows)
+            )
             alone, values, (of_frame, _) = evaluated(own, [labelled[k]], [guess[k]], COMPARED)
             of_frame.backward()
             expected += weight * of_frame.item()
@@ -67,10 +90,14 @@ def test_the_loss_is_the_weighted_sum_of_single_frames_over_the_number_that_has_
     total.backward()
     np.testing.assert_allclose(prediction["energy"].grad, gradients["energy"], rtol=SAME_MATH)
     forces = batch.in_file_order(prediction["force"].grad)
-    np.testing.assert_allclose(forces, np.concatenate(gradients["force"]), rtol=SAME_MATH, atol=1e-14)
+    np.testing.assert_allclose(
+        forces, np.concatenate(gradients["force"]), rtol=SAME_MATH, atol=1e-14
+    )
     plain = evaluated(loss, labelled, guess, COMPARED)[2][1]
     for key in shown.keys() - {"rmse"}:
-        assert shown[key].item() == pytest.approx(plain[key].item(), rel=SAME_MATH), "displayed errors have no weights"
+        assert shown[key].item() == pytest.approx(plain[key].item(), rel=SAME_MATH), (
+            "displayed errors have no weights"
+        )
     assert shown["rmse"].item() == pytest.approx(np.sqrt(expected), rel=SAME_MATH)
 
 
@@ -90,7 +117,10 @@ def test_batches_that_are_added_up_or_filled_up_have_the_loss_of_one(name):
 def spoil(path, number=3):
     """Give a system weights: the forces of some frames are wrong, and weigh nothing."""
     rng, part = np.random.default_rng(8), path / "set.000"
-    force, weights = np.load(part / "force.npy"), rng.uniform(0.5, 2, len(np.load(part / "coord.npy")))
+    force, weights = (
+        np.load(part / "force.npy"),
+        rng.uniform(0.5, 2, len(np.load(part / "coord.npy"))),
+    )
     bad = rng.permutation(len(force))[:number]
     force_weight = np.ones(len(force))
     force_weight[bad] = 0
@@ -99,13 +129,24 @@ def spoil(path, number=3):
     return force, bad
 
 
-FORMS = {"fixed": (2, 1), "auto": ("auto:20", 1), "mixed": ("mixed:3", 1), "accumulate": ("mixed:2", 2)}
-OPTIONS = {"training__training_data__frame_weights": True, "model__descriptor__interpolate": "never"}
+FORMS = {
+    "fixed": (2, 1),
+    "auto": ("auto:20", 1),
+    "mixed": ("mixed:3", 1),
+    "accumulate": ("mixed:2", 2),
+}
+OPTIONS = {
+    "training__training_data__frame_weights": True,
+    "model__descriptor__interpolate": "never",
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forces_of_weight_zero_change_no_bit_of_a_run(tmp_path, monkeypatch, form):
-    systems = [write_system(tmp_path / name, 5, n, seed=n, mixed=name == "b") for name, n in (("a", 6), ("b", 9))]
+    systems = [
+        write_system(tmp_path / name, 5, n, seed=n, mixed=name == "b")
+        for name, n in (("a", 6), ("b", 9))
+    ]
     models, (size, several) = [], FORMS[form]
     for add in (0.0, 5.0, None):
         for path in systems:
@@ -120,13 +161,20 @@ def test_forces_of_weight_zero_change_no_bit_of_a_run(tmp_path, monkeypatch, for
         monkeypatch.chdir(folder)
         config = tiny_input(systems, num_steps=4, **OPTIONS, training__accumulate=several)
         config["training"]["training_data"]["batch_size"] = size
-        models.append(run_training(config, device="cpu") and load(folder / "model.ckpt-4.pt")["model"])
+        models.append(
+            run_training(config, device="cpu") and load(folder / "model.ckpt-4.pt")["model"]
+        )
     first, spoiled, without = models
     assert all(torch.equal(first[name], spoiled[name]) for name in first)
     assert not all(torch.equal(spoiled[name], without[name]) for name in first)
 
 
-MACE = {"config_weight": 0.5, "config_energy_weight": 2.0, "config_forces_weight": 0.25, "config_stress_weight": 3.0}
+MACE = {
+    "config_weight": 0.5,
+    "config_energy_weight": 2.0,
+    "config_forces_weight": 0.25,
+    "config_stress_weight": 3.0,
+}
 READ = dict(zip(WEIGHTS, MACE.values()))
 
 
@@ -135,7 +183,10 @@ def write_xyz(path, weights):
     lines = []
     for k, own in enumerate(({}, weights)):
         about = "".join(f" {name}={value}" for name, value in own.items())
-        lines += ["2", f'energy={k - 3} Properties=species:S:1:pos:R:3:forces:R:3 pbc="F F F"{about}']
+        lines += [
+            "2",
+            f'energy={k - 3} Properties=species:S:1:pos:R:3:forces:R:3 pbc="F F F"{about}',
+        ]
         lines += ["O 0 0 0 0.1 0 0", f"H 0 0 {0.96 + 0.05 * k} -0.1 0 0"]
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -143,11 +194,21 @@ def write_xyz(path, weights):
 
 def test_a_run_with_weights_of_atoms_has_a_column_of_weighted_forces(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
-    data = [[write_system(tmp_path / name, frames=6, natoms=8, seed=k, atom_pref=True)] for k, name in enumerate("tv")]
-    options = {"loss__start_pref_f": 0, "loss__limit_pref_f": 0, "loss__start_pref_pf": 1000, "loss__limit_pref_pf": 1}
+    data = [
+        [write_system(tmp_path / name, frames=6, natoms=8, seed=k, atom_pref=True)]
+        for k, name in enumerate("tv")
+    ]
+    options = {
+        "loss__start_pref_f": 0,
+        "loss__limit_pref_f": 0,
+        "loss__start_pref_pf": 1000,
+        "loss__limit_pref_pf": 1,
+    }
     validating = {"full_validation": True, "validation_freq": 2, "full_val_start": 0}
     folder = trains_in(tmp_path, monkeypatch, data, {**options, "validating": validating})("run", 4)
-    head, *rows = [line.split() for line in (folder / "val.log").read_text().splitlines() if line.strip()]
+    head, *rows = [
+        line.split() for line in (folder / "val.log").read_text().splitlines() if line.strip()
+    ]
     assert head[-2:] == ["Q_MAE(meV/Å)", "Q_RMSE(meV/Å)"]
     measured = measure(folder / "model.ckpt.pt", data[1], device="cpu")
     last = [row for row in rows if row[0] == "4"][-1]
@@ -163,7 +224,9 @@ def test_names_of_mace_and_gpumd_are_read_and_kept_by_convert(tmp_path):
     convert_data([str(tmp_path / "npy")], str(tmp_path / "b.xyz"))
     for name in ("a.xyz", "npy", "mixed", "b.xyz"):
         frames = [
-            s.frame(k) for s in open_data([str(tmp_path / name)], ["O", "H"], WEIGHTS) for k in range(s.num_frames)
+            s.frame(k)
+            for s in open_data([str(tmp_path / name)], ["O", "H"], WEIGHTS)
+            for k in range(s.num_frames)
         ]
         found = [{w: float(v) for w, v in frame.labels.items()} for frame in frames]
         assert sorted(found, key=len) == [{}, READ], name
@@ -182,14 +245,19 @@ def check(tmp_path, monkeypatch, capsys, systems, **options):
 def test_weights_that_are_not_used_are_named_once(tmp_path, monkeypatch, capsys):
     path = write_system(tmp_path / "w", frames=4)
     np.save(path / "set.000" / "weight.npy", np.ones(4))
-    xyz = write_xyz(tmp_path / "a.xyz", {**MACE, "weight": 2})  # two names are no mistake where neither is read
+    xyz = write_xyz(
+        tmp_path / "a.xyz", {**MACE, "weight": 2}
+    )  # two names are no mistake where neither is read
     code, said = check(tmp_path, monkeypatch, capsys, [path, xyz])
     assert code == 0
     line = f"frame_weights is false: the weights of frames in 2 of 2 systems (first: {path}) are not used"
     assert said.count(line) == 1
     code, said = check(tmp_path, monkeypatch, capsys, [path, xyz], **OPTIONS)
     assert code == 2
-    assert "weight may be config_weight (1 frame) or weight (1 frame). Say which after the name of the file" in said
+    assert (
+        "weight may be config_weight (1 frame) or weight (1 frame). Say which after the name of the file"
+        in said
+    )
     code, said = check(tmp_path, monkeypatch, capsys, [path, f"{xyz}#weight=weight"], **OPTIONS)
     assert code == 0
     assert "not used" not in said

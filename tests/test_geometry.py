@@ -35,7 +35,9 @@ def brute_pairs(coord, box, rcut, reach=9):
 def test_pairs_are_those_of_a_brute_force_search(box, natoms, most, monkeypatch):
     """By either kind of search; sorted by atom, then distance."""
     monkeypatch.setattr(geometry, "_MAX_DENSE_DISTANCES", most)
-    coord = np.random.default_rng(natoms).uniform(-6, 8, (natoms, 3))  # many atoms lie outside of the cell
+    coord = np.random.default_rng(natoms).uniform(
+        -6, 8, (natoms, 3)
+    )  # many atoms lie outside of the cell
     coord[0] = 0.0  # on a corner of the cell
     pairs = find_pairs(coord, box, RCUT)
     found = list(zip(pairs.i.tolist(), pairs.j.tolist(), *pairs.shift.T.tolist()))
@@ -52,11 +54,15 @@ def searches(monkeypatch):
     """The cutoffs of the searches that are made."""
     made = []
     plain = geometry._search
-    monkeypatch.setattr(geometry, "_search", lambda *words, **more: made.append(words[2]) or plain(*words, **more))
+    monkeypatch.setattr(
+        geometry, "_search", lambda *words, **more: made.append(words[2]) or plain(*words, **more)
+    )
     return made
 
 
-@pytest.mark.parametrize("box", [None, TRICLINIC, np.eye(3) * 12.0], ids=["open", "triclinic", "large"])
+@pytest.mark.parametrize(
+    "box", [None, TRICLINIC, np.eye(3) * 12.0], ids=["open", "triclinic", "large"]
+)
 def test_kept_pairs_are_those_of_a_search_while_the_atoms_move(box, searches):
     rng = np.random.default_rng(2)
     coord, kept = rng.uniform(-6, 8, (7, 3)), KeptPairs(0.6)
@@ -74,7 +80,10 @@ def test_kept_pairs_are_those_of_a_search_while_the_atoms_move(box, searches):
 
 def test_statistics_are_those_of_the_brute_force_pairs():
     rng = np.random.default_rng(5)
-    frames = [(rng.uniform(0, 5, (n, 3)), box, np.arange(n) % 3) for n, box in [(6, TRICLINIC), (9, None), (1, None)]]
+    frames = [
+        (rng.uniform(0, 5, (n, 3)), box, np.arange(n) % 3)
+        for n, box in [(6, TRICLINIC), (9, None), (1, None)]
+    ]
     statistics = neighbor_statistics(iter(frames), RCUT, 4)
     most, total, nearest, per_frame = np.zeros(4, int), 0, np.full((4, 4), np.inf), []
     for coord, box, types in frames:

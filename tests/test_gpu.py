@@ -24,7 +24,10 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid, mixed_like):
         folder.mkdir(exist_ok=True)
         monkeypatch.chdir(folder)
         config = tiny_input(
-            [water_like, mixed_like], [water_like_valid], num_steps=num_steps, **{**WITH_AVERAGES, **(options or {})}
+            [water_like, mixed_like],
+            [water_like_valid],
+            num_steps=num_steps,
+            **{**WITH_AVERAGES, **(options or {})},
         )
         (folder / "input.json").write_text(json.dumps(config))
         run_training("input.json", device=device, **how)
@@ -35,7 +38,10 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid, mixed_like):
 
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 def test_a_restart_on_a_gpu_continues_to_the_last_bit(start, precision):
-    options = {"model__descriptor__precision": precision, "model__fitting_net__precision": precision}
+    options = {
+        "model__descriptor__precision": precision,
+        "model__fitting_net__precision": precision,
+    }
     whole = start("whole", 20, options)
     with pytest.raises(Interrupted, match="SIGTERM"):
         start("parts", 20, options, callback=StopAfter(7))
@@ -47,10 +53,18 @@ def test_a_restart_on_a_gpu_continues_to_the_last_bit(start, precision):
 
 @pytest.mark.real_gpu("products in TF32")
 def test_tf32_rounds_training_steps_and_nothing_else(start):
-    options = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}
-    options["model__fitting_net__neuron"] = [64, 64]  # for matrices of 8 x 8 cuBLAS may choose a kernel without TF32
+    options = {
+        "model__descriptor__precision": "float32",
+        "model__fitting_net__precision": "float32",
+    }
+    options["model__fitting_net__neuron"] = [
+        64,
+        64,
+    ]  # for matrices of 8 x 8 cuBLAS may choose a kernel without TF32
     exact = load(start("exact", 5, options) / "model.ckpt-5.pt")["model"]
-    rounded = load(start("rounded", 5, {**options, "training__enable_tf32": True}) / "model.ckpt-5.pt")["model"]
+    rounded = load(
+        start("rounded", 5, {**options, "training__enable_tf32": True}) / "model.ckpt-5.pt"
+    )["model"]
     assert any(not torch.equal(exact[name], rounded[name]) for name in exact)
     assert all(torch.allclose(exact[name], rounded[name], rtol=1e-2, atol=1e-2) for name in exact)
     assert torch.get_float32_matmul_precision() == "highest"
@@ -66,9 +80,19 @@ def test_ranks_that_talk_through_nccl_train_to_the_numbers_of_one_process(start,
     config["training"] |= {"zero_stage": stage}
     config["training"]["training_data"]["batch_size"] = 2
     (folder / "input.json").write_text(json.dumps(config))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+    ]
     done = subprocess.run(
-        [*launcher, "-m", "deepmd_ema", "train", "input.json"], cwd=folder, capture_output=True, text=True, timeout=250
+        [*launcher, "-m", "deepmd_ema", "train", "input.json"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("model.ckpt-20.pt", "model_ema.ckpt-20.pt"):
@@ -78,7 +102,9 @@ def test_ranks_that_talk_through_nccl_train_to_the_numbers_of_one_process(start,
 
 @pytest.mark.real_gpu("Triton")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead", "dynamic": False}], ids=["default", "CUDA graphs"])
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "reduce-overhead", "dynamic": False}], ids=["default", "CUDA graphs"]
+)
 def test_compiled_code_trains_to_the_numbers_of_eager_steps(start, tmp_path, options):
     compiled = {"training__enable_compile": True, "training__compile_options": options}
     eager, whole = start("eager", 6), start("compiled", 6, compiled)

@@ -20,7 +20,9 @@ def test_a_step_has_no_more_kernels_than_in_the_table_and_no_wait(name, tmp_path
 @pytest.fixture
 def start(tmp_path, monkeypatch, water_like):
     """Return a function that trains on the GPU in a folder of its own."""
-    return trains_in(tmp_path, monkeypatch, [[water_like]], {"training__disp_freq": 100}, device="cuda")
+    return trains_in(
+        tmp_path, monkeypatch, [[water_like]], {"training__disp_freq": 100}, device="cuda"
+    )
 
 
 class ReadsAWeight(Callback):

@@ -52,7 +52,9 @@ def test_a_rank_that_sees_one_gpu_takes_it_whatever_its_number(visible):
 
 def test_more_local_ranks_than_gpus_are_refused_with_both_numbers(visible):
     visible(2)
-    with pytest.raises(UserError, match=r"no GPU for local rank 2, this machine shows 2 GPUs\. Start 2 processes"):
+    with pytest.raises(
+        UserError, match=r"no GPU for local rank 2, this machine shows 2 GPUs\. Start 2 processes"
+    ):
         select_device("cuda", 2)
 
 
@@ -63,9 +65,15 @@ def test_a_fault_of_nccl_itself_is_no_lost_rank_and_is_shown():
     ]
     for text in own:
         assert not is_peer_lost(dist.DistBackendError(text))
-    assert cause_of(dist.DistBackendError(DUPLICATE)).startswith("Duplicate GPU detected : rank 0 and rank 1")
+    assert cause_of(dist.DistBackendError(DUPLICATE)).startswith(
+        "Duplicate GPU detected : rank 0 and rank 1"
+    )
     assert cause_of(RuntimeError("first\nsecond")) == "first"
-    for text in (REMOTE, "NCCL communicator was aborted on rank 1.", "Watchdog caught collective operation timeout"):
+    for text in (
+        REMOTE,
+        "NCCL communicator was aborted on rank 1.",
+        "Watchdog caught collective operation timeout",
+    ):
         assert is_peer_lost(dist.DistBackendError(text))
     assert is_peer_lost(dist.DistNetworkError("Connection reset"))
     assert is_peer_lost(RankLostError("gone"))
@@ -77,7 +85,9 @@ def test_two_tasks_that_see_one_gpu_each_train(tmp_path):
     folder, port = make_run(tmp_path / "run"), free_port()
     words = [sys.executable, "-m", "deepmd_ema", *ON_GPU]
     ranks = [
-        subprocess.Popen(words, cwd=folder, env=_environment(k, port), stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            words, cwd=folder, env=_environment(k, port), stderr=subprocess.PIPE, text=True
+        )
         for k in range(2)
     ]
     ends = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
@@ -111,5 +121,11 @@ def test_a_killed_rank_ends_the_others_that_wait_in_a_collective_for_ever(tmp_pa
 
 
 def _environment(rank, port, devices=1):
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | launcher_environment(rank, 2, port) | {"PRETEND_CUDA_DEVICES": str(devices), "PYTHONPATH": path}
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    return (
+        os.environ
+        | launcher_environment(rank, 2, port)
+        | {"PRETEND_CUDA_DEVICES": str(devices), "PYTHONPATH": path}
+    )

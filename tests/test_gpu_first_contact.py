@@ -35,7 +35,11 @@ def test_parts_that_failed_or_hung_leave_their_rows_and_run_again_in_a_second_ca
         code = ROW.format(name=name, mark=str(tmp_path / name)) + f"if first: {then}"
         return python(name, code, limit, adds_rows=True)
 
-    parts = [part("raises", "raise ValueError('7 GiB')"), part("hangs", WAITS, 4.0), part("ends", "pass")]
+    parts = [
+        part("raises", "raise ValueError('7 GiB')"),
+        part("hangs", WAITS, 4.0),
+        part("ends", "pass"),
+    ]
     run_parts(parts, tmp_path, minutes=1)
     assert states(tmp_path) == {"raises": "exit code 1", "hangs": "no end after 4 s", "ends": ""}
     page = (tmp_path / "page.md").read_text()
@@ -61,7 +65,9 @@ def test_a_part_is_killed_with_all_that_it_has_started(tmp_path):
 
 
 def test_parts_beside_others_run_at_once_and_the_last_one_ends_them(tmp_path):
-    parts = [python(str(number), "import time; time.sleep(4)", beside=number < 3) for number in range(4)]
+    parts = [
+        python(str(number), "import time; time.sleep(4)", beside=number < 3) for number in range(4)
+    ]
     start = time.monotonic()
     run_parts(parts, tmp_path, minutes=1)
     assert time.monotonic() - start < 12
@@ -88,7 +94,11 @@ def test_the_page_has_the_ratio_of_the_fastest_ways_and_the_errors_of_others(tmp
     results = Results(tmp_path / FILE_NAME, "speed")
     for way, ms in {"eager": 8.0, "graphs": 2.0, "pt": 20.0, "pt_expt": 9.0}.items():
         results.add(["dpa3", "float32", 8, way], ms=ms, turns=[ms], memory=5e8, machine="card")
-    results.add(["dpa3", "float32", 8, "compiled"], error="first\nRuntimeError: no | compiler", machine="card")
+    results.add(
+        ["dpa3", "float32", 8, "compiled"],
+        error="first\nRuntimeError: no | compiler",
+        machine="card",
+    )
     gpu_page.write(results, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
     assert "| dpa3 | float32 | 8 | 8 | 2 |  |  | 20 |  | 9 |  | 4.50 |" in page
@@ -98,10 +108,15 @@ def test_the_page_has_the_ratio_of_the_fastest_ways_and_the_errors_of_others(tmp
 @pytest.mark.parametrize("part", parts_of("python", "work"), ids=lambda part: part.name)
 def test_a_part_names_files_and_tests_that_exist(part):
     files = [word for word in part.words if word.endswith(".py")]
-    names = re.findall(r"^def (test_\w+)", "".join((ROOT / file).read_text() for file in files), re.MULTILINE)
+    names = re.findall(
+        r"^def (test_\w+)", "".join((ROOT / file).read_text() for file in files), re.MULTILINE
+    )
     assert files
     if part.words[-2] == "-k":
-        assert all(any(word in name for name in names) for word in re.findall(r"\w{4,}|pt2", part.words[-1]))
+        assert all(
+            any(word in name for name in names)
+            for word in re.findall(r"\w{4,}|pt2", part.words[-1])
+        )
 
 
 def test_the_archive_leaves_torch_to_the_machine():

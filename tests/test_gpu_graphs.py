@@ -35,7 +35,9 @@ class Calls(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        shown = tree_map(lambda a: (a.dtype, a.shape) if isinstance(a, torch.Tensor) else a, (args, kwargs or {}))
+        shown = tree_map(
+            lambda a: (a.dtype, a.shape) if isinstance(a, torch.Tensor) else a, (args, kwargs or {})
+        )
         if function.namespace == "aten":
             self.calls.append((str(function), str(shown)))
         return function(*args, **(kwargs or {}))
@@ -83,7 +85,9 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid, mixed_like):
         folder.mkdir(exist_ok=True)
         monkeypatch.chdir(folder)
         chosen = {**WITH_AVERAGES, "training__cuda_graphs": graphs, **(options or {})}
-        config = tiny_input([water_like, mixed_like], [water_like_valid], num_steps=num_steps, **chosen)
+        config = tiny_input(
+            [water_like, mixed_like], [water_like_valid], num_steps=num_steps, **chosen
+        )
         (folder / "input.json").write_text(json.dumps(config))
         run_training("input.json", device="cuda", **how)
         return folder
@@ -120,12 +124,19 @@ def assert_same_run(a, b):
         SEVERAL,
         {"optimizer": {"type": "HybridMuon"}, "training__gradient_max_norm": 1.0},
         {"optimizer": {"type": "AdaMuon"}, "model__descriptor__precision": "float32"},
-        {"optimizer": {"type": "AdamW", "groups": [{"pattern": "descriptor.*", "lr_scale": 0.3, "weight_decay": 0}]}},
+        {
+            "optimizer": {
+                "type": "AdamW",
+                "groups": [{"pattern": "descriptor.*", "lr_scale": 0.3, "weight_decay": 0}],
+            }
+        },
         {"optimizer": {"type": "AdamWScheduleFree"}},
     ],
     ids=["Adam", "several averages", "HybridMuon", "AdaMuon", "groups", "schedule-free"],
 )
-def test_captured_steps_have_the_bits_of_eager_ones_while_shapes_change(start, monkeypatch, options):
+def test_captured_steps_have_the_bits_of_eager_ones_while_shapes_change(
+    start, monkeypatch, options
+):
     watch = Watch()
     graphed = start("graphed", options, callback=watch)
     assert watch.graphs >= 3
@@ -137,9 +148,13 @@ def test_captured_steps_have_the_bits_of_eager_ones_while_shapes_change(start, m
 
 def test_what_a_run_keeps_stays_in_its_place_and_steps_leave_no_memory_behind(start):
     watch = Watch()
-    start("run", {"training__disp_freq": 1000, "validating__full_validation": False}, callback=watch)
+    start(
+        "run", {"training__disp_freq": 1000, "validating__full_validation": False}, callback=watch
+    )
     assert all(addresses == watch.addresses[0] for addresses in watch.addresses)
-    assert len(set(watch.allocated[STEPS // 2 :])) <= watch.graphs + 1  # gradients of one shape or another
+    assert (
+        len(set(watch.allocated[STEPS // 2 :])) <= watch.graphs + 1
+    )  # gradients of one shape or another
 
 
 def test_a_restart_with_graphs_continues_to_the_last_bit(start):
@@ -152,7 +167,11 @@ def test_a_restart_with_graphs_continues_to_the_last_bit(start):
 def test_a_step_that_is_not_finite_is_skipped_in_a_graph_too(start):
     from deepmd_ema.errors import DivergedError
 
-    options = {"learning_rate__start_lr": 1e200, "learning_rate__stop_lr": 1e199, "training__save_freq": 4}
+    options = {
+        "learning_rate__start_lr": 1e200,
+        "learning_rate__stop_lr": 1e199,
+        "training__save_freq": 4,
+    }
     with pytest.raises(DivergedError, match=r"step \d+: .* frame \d+"):
         start("run", options)
 
@@ -170,7 +189,9 @@ class FreezesAWeight(Callback):
             self.graphs[trainer.step] = len(trainer.graphs._graphs)
 
 
-def test_averages_that_are_bound_anew_are_updated_eagerly_before_they_are_captured(start, monkeypatch):
+def test_averages_that_are_bound_anew_are_updated_eagerly_before_they_are_captured(
+    start, monkeypatch
+):
     freezes = FreezesAWeight()
     graphed = start("graphed", callback=freezes)
     assert freezes.graphs[25] > 0
@@ -198,7 +219,10 @@ def test_a_step_that_cannot_be_captured_stays_eager(start, monkeypatch, caplog):
     ("options", "why"),
     [
         ({"training__accumulate": 2}, "a step of several batches (training.accumulate) would be"),
-        ({"optimizer": {"type": "LKF"}, "loss": {"type": "ener"}}, "LKF draws numbers on the host in each step."),
+        (
+            {"optimizer": {"type": "LKF"}, "loss": {"type": "ener"}},
+            "LKF draws numbers on the host in each step.",
+        ),
     ],
 )
 def test_steps_that_no_graph_can_hold_stay_eager(start, caplog, options, why):

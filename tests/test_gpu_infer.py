@@ -47,7 +47,9 @@ def both(function):
 
 def assert_results(found, expected):
     for name in RESULTS:
-        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), **SAME_MATH, err_msg=name)
+        np.testing.assert_allclose(
+            getattr(found, name), getattr(expected, name), **SAME_MATH, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,7 +64,11 @@ def test_a_potential_on_a_gpu_has_the_results_of_the_cpu(tmp_path, monkeypatch, 
     rng = np.random.default_rng(3)
     for pbc in (True, False):
         made = [toy_frame(rng, 12, pbc=pbc) for _ in range(3)]
-        frames = np.stack([m[0] for m in made]), made[0][1], np.stack([m[2] for m in made]) if pbc else None
+        frames = (
+            np.stack([m[0] for m in made]),
+            made[0][1],
+            np.stack([m[2] for m in made]) if pbc else None,
+        )
         assert_results(gpu.evaluate(*frames), cpu.evaluate(*frames))
 
 
@@ -103,12 +109,21 @@ def test_posthoc_averages_are_ranked_as_on_the_cpu(tmp_path, water_like_valid):
 
     def ranked(device):
         files = {"output": tmp_path / f"{device}.pt", "plot": tmp_path / f"{device}.png"}
-        report = run_posthoc(kept, ["0.06", "0.07"], table=tmp_path / f"{device}.csv", device=device, say=str, **files)
+        report = run_posthoc(
+            kept,
+            ["0.06", "0.07"],
+            table=tmp_path / f"{device}.csv",
+            device=device,
+            say=str,
+            **files,
+        )
         return report, load_model(files["output"]).model.state_dict()
 
     (cpu, weights), (gpu, found) = both(ranked)
     assert gpu.chosen.name == cpu.chosen.name
-    assert gpu.chosen.errors.metric("F:RMSE") == pytest.approx(cpu.chosen.errors.metric("F:RMSE"), rel=1e-9)
+    assert gpu.chosen.errors.metric("F:RMSE") == pytest.approx(
+        cpu.chosen.errors.metric("F:RMSE"), rel=1e-9
+    )
     for name, value in weights.items():
         torch.testing.assert_close(found[name], value, **SAME_MATH)
 
@@ -124,4 +139,6 @@ def test_a_pt2_that_is_frozen_for_a_gpu_has_the_results_of_its_checkpoint(tmp_pa
     for frame in frames:
         found, expected = compiled.evaluate(*frame), plain.evaluate(*frame)
         for name in RESULTS:
-            np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-10, atol=1e-10)
+            np.testing.assert_allclose(
+                getattr(found, name), getattr(expected, name), rtol=1e-10, atol=1e-10
+            )

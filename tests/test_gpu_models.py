@@ -24,7 +24,9 @@ def numbers_of(model, batch, device, need_hessian=False, counted=counted_waits):
         out = own(batch, need_hessian=need_hessian)
         sum((value * (k + 1)).square().sum() for k, value in enumerate(out.values())).backward()
     found = {name: value.detach().cpu() for name, value in out.items()}
-    return found | {name: p.grad.cpu() for name, p in own.named_parameters() if p.grad is not None}, waits
+    return found | {
+        name: p.grad.cpu() for name, p in own.named_parameters() if p.grad is not None
+    }, waits
 
 
 def assert_same_numbers(found, expected):
@@ -43,7 +45,9 @@ def test_a_model_on_a_gpu_has_the_numbers_and_gradients_of_the_cpu(name):
     coord, types = toy_atoms()
     batch = batch_of(model, (coord, types, TRICLINIC), (coord[:7], types[:7], None))
     counted = nullcontext if name in ON_CPUS_ONLY else counted_waits
-    (cpu, _), (gpu, waits) = (numbers_of(model, batch, device, counted=counted) for device in ("cpu", "cuda"))
+    (cpu, _), (gpu, waits) = (
+        numbers_of(model, batch, device, counted=counted) for device in ("cpu", "cuda")
+    )
     assert {"energy", "force", "virial"} < cpu.keys()
     assert_same_numbers(gpu, cpu)
     assert not waits
@@ -55,7 +59,9 @@ def test_hessians_and_their_gradients_on_a_gpu_are_those_of_the_cpu(name):
     _, model = make(*words)
     coord, types = toy_atoms(natoms=4)
     batch = batch_of(model, (coord, types, TRICLINIC), (coord[:3], types[:3], None))
-    (cpu, _), (gpu, waits) = (numbers_of(model, batch, device, need_hessian=True) for device in ("cpu", "cuda"))
+    (cpu, _), (gpu, waits) = (
+        numbers_of(model, batch, device, need_hessian=True) for device in ("cpu", "cuda")
+    )
     assert "hessian" in cpu
     assert_same_numbers(gpu, cpu)
     assert not waits
@@ -64,7 +70,10 @@ def test_hessians_and_their_gradients_on_a_gpu_are_those_of_the_cpu(name):
 def test_parameters_of_frames_and_atoms_are_those_of_the_cpu():
     _, model = toy_model("se_e2_a", {}, {"numb_fparam": 2, "numb_aparam": 1})
     coord, types = toy_atoms()
-    conditions = {"fparam": np.array([0.2, -0.4]), "aparam": np.linspace(-1, 1, len(coord))[:, None]}
+    conditions = {
+        "fparam": np.array([0.2, -0.4]),
+        "aparam": np.linspace(-1, 1, len(coord))[:, None],
+    }
     batch = batch_of(model, (coord, types, TRICLINIC), **conditions)
     (cpu, _), (gpu, waits) = (numbers_of(model, batch, device) for device in ("cpu", "cuda"))
     assert_same_numbers(gpu, cpu)

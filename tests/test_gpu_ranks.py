@@ -20,11 +20,20 @@ from deepmd_ema.training.trainer import Callback
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 HALF = STEPS // 2
-ROUNDING = 1e-7  # of the largest number of a tensor, after all steps: rates of Adam on CUDA are in float32
+ROUNDING = (
+    1e-7  # of the largest number of a tensor, after all steps: rates of Adam on CUDA are in float32
+)
 STAGES = (0, 1, 2, 3)
-OTHER = [((0, 2), (3, 2)), ((3, 2), (0, 1)), ((1, 2), (2, 2)), ((2, 2), (1, 2)), ((0, 1), (3, 2))]  # (stage, ranks)
+OTHER = [
+    ((0, 2), (3, 2)),
+    ((3, 2), (0, 1)),
+    ((1, 2), (2, 2)),
+    ((2, 2), (1, 2)),
+    ((0, 1), (3, 2)),
+]  # (stage, ranks)
 two_gpus = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="two GPUs: python tests/pretend_cuda -m pytest -m gpu pretends them"
+    torch.cuda.device_count() < 2,
+    reason="two GPUs: python tests/pretend_cuda -m pytest -m gpu pretends them",
 )
 
 
@@ -35,7 +44,11 @@ def made(tmp_path_factory, water_like, water_like_valid):
 
     @cache
     def run(place, origin=None, num_steps=STEPS, device="cuda"):
-        folder, (stage, ranks), how = base / f"{place}{origin}{num_steps}{device}", place, {"device": device}
+        folder, (stage, ranks), how = (
+            base / f"{place}{origin}{num_steps}{device}",
+            place,
+            {"device": device},
+        )
         config = config_of([water_like], water_like_valid, stage, ranks, WITH_BANK, num_steps)
         if origin is not None:
             shutil.copytree(run(origin), folder, symlinks=True)
@@ -64,7 +77,12 @@ def test_two_gpus_train_as_one_process_on_a_cpu_with_all_the_frames(made, stage)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_restart_on_two_gpus_continues_to_the_last_bit(made, stage):
     names = assert_same_files(made((stage, 2)), made((stage, 2), (stage, 2)))
-    assert {"lcurve_slow.out", "val_p05.log", "snapshots/model_p05.ckpt-20.pt", "model_whole.ckpt-20.pt"} <= names
+    assert {
+        "lcurve_slow.out",
+        "val_p05.log",
+        "snapshots/model_p05.ckpt-20.pt",
+        "model_whole.ckpt-20.pt",
+    } <= names
 
 
 @two_gpus
@@ -72,7 +90,10 @@ def test_a_restart_on_two_gpus_continues_to_the_last_bit(made, stage):
 def test_a_checkpoint_of_gpus_is_the_same_bits_at_another_stage_on_other_ranks(made, origin, place):
     before, after = made(origin), made(place, origin, HALF)
     averages = ["ema", *(entry["name"] for entry in BANK)]
-    for name in (f"model.ckpt-{HALF}.pt", *(f"model_{average}.ckpt-{HALF}.pt" for average in averages)):
+    for name in (
+        f"model.ckpt-{HALF}.pt",
+        *(f"model_{average}.ckpt-{HALF}.pt" for average in averages),
+    ):
         old, new = load(before / name), load(after / name)
         for part in ("config", "num_steps", "digest"):  # the digest is of the other two as well
             del old[part], new[part]
@@ -102,9 +123,18 @@ def waits_here(folder):
 
 @two_gpus
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_of_two_ranks_does_not_wait_for_the_gpu(tmp_path, water_like, water_like_valid, stage):
+def test_a_step_of_two_ranks_does_not_wait_for_the_gpu(
+    tmp_path, water_like, water_like_valid, stage
+):
     rare = {f"training__{name}_freq": 100 for name in ("disp", "save")}
-    config = config_of([water_like], water_like_valid, stage, 2, {"training__enable_ema": True, **rare}, num_steps=9)
+    config = config_of(
+        [water_like],
+        water_like_valid,
+        stage,
+        2,
+        {"training__enable_ema": True, **rare},
+        num_steps=9,
+    )
     (tmp_path / "input.json").write_text(json.dumps(config))
     for rank, ended in enumerate(run_ranks(2, waits_here, str(tmp_path))):
         assert ended.value == ({f"cuda:{rank}"}, {})

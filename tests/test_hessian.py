@@ -5,7 +5,15 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, open_data, tiny_input, toy_frame, toy_hessian, toy_labels, write_system
+from helpers import (
+    assert_same,
+    open_data,
+    tiny_input,
+    toy_frame,
+    toy_hessian,
+    toy_labels,
+    write_system,
+)
 
 from deepmd_ema.cli import main
 from deepmd_ema.data.check.scan import scan_system
@@ -71,7 +79,9 @@ def test_hessians_of_extended_xyz_and_of_what_is_made_of_it(tmp_path, capsys):
     systems = open_data([str(tmp_path / "npy")], ["O", "H"], LABELS)
     assert sorted(system.frame(0).num_atoms for system in systems) == [3, 5]
     for system in systems:
-        assert (np.diff(system.frame(0).atom_type) >= 0).all(), "sorted by element, and its Hessian with it"
+        assert (np.diff(system.frame(0).atom_type) >= 0).all(), (
+            "sorted by element, and its Hessian with it"
+        )
         assert_hessians(system)
 
 
@@ -81,7 +91,9 @@ def test_a_hessian_of_another_number_of_atoms_is_refused(data, tmp_path):
         open_data([str(tmp_path / "a.xyz")], ["O", "H"], LABELS)
     path = write_system(tmp_path / "w", frames=2, natoms=4)
     np.save(path / "set.000" / "hessian.npy", np.zeros((2, 12)))
-    with pytest.raises(DataError, match=r"hessian.npy: shape \(2, 12\), expected \(2, 144\) for 4 atoms"):
+    with pytest.raises(
+        DataError, match=r"hessian.npy: shape \(2, 12\), expected \(2, 144\) for 4 atoms"
+    ):
         open_data([str(path)], ["O", "H"], LABELS)
 
 
@@ -92,25 +104,38 @@ def train(folder, monkeypatch, config, *options):
     assert main(["train", "input.json", "--device", "cpu", *options]) == 0
 
 
-def test_training_lowers_the_error_of_hessians_and_restarts_bitwise(data, tmp_path, monkeypatch, capsys):
+def test_training_lowers_the_error_of_hessians_and_restarts_bitwise(
+    data, tmp_path, monkeypatch, capsys
+):
     systems = [data / "cell", data / "mixed", data / "without"]
     rates = {"type": "exp", "start_lr": 5e-3, "stop_lr": 1e-3, "decay_steps": 10}
-    options = {"training__enable_ema": True, "loss__type": "ener_hess", "loss__start_pref_f": 1, **WEIGHTS}
+    options = {
+        "training__enable_ema": True,
+        "loss__type": "ener_hess",
+        "loss__start_pref_f": 1,
+        **WEIGHTS,
+    }
     config = tiny_input(systems, [data / "cell"], num_steps=30, learning_rate=rates, **options)
     train(tmp_path / "whole", monkeypatch, config)
     header, *_ = (tmp_path / "whole" / "lcurve.out").read_text().splitlines()
     columns = header.lstrip("# ").split()
     assert columns[columns.index("rmse_h_val") + 1] == "rmse_h_trn"
     rows = np.loadtxt(tmp_path / "whole" / "lcurve.out")
-    assert ((rows[:, columns.index("rmse_h_val")] > 0.1) & (rows[:, columns.index("rmse_h_val")] < 2)).all()
+    assert (
+        (rows[:, columns.index("rmse_h_val")] > 0.1) & (rows[:, columns.index("rmse_h_val")] < 2)
+    ).all()
     train(tmp_path / "parts", monkeypatch, config, "--restart", "../whole/model.ckpt-10.pt")
     for name in ("model.ckpt-30.pt", "model_ema.ckpt-30.pt"):
-        whole, parts = (torch.load(tmp_path / f / name, weights_only=True)["model"] for f in ("whole", "parts"))
+        whole, parts = (
+            torch.load(tmp_path / f / name, weights_only=True)["model"] for f in ("whole", "parts")
+        )
         assert_same(whole, parts)
 
     report = measure(tmp_path / "whole" / "model.ckpt.pt", systems)
     assert f"Hessian MAE        : {report.total.summary()['mae_h']:e} eV/Å^2" in report.text()
-    errors = {name.rpartition("/")[2]: one.summary()["rmse_h"] for name, one in report.by_system.items()}
+    errors = {
+        name.rpartition("/")[2]: one.summary()["rmse_h"] for name, one in report.by_system.items()
+    }
     assert np.isnan(errors["without"])
     start = measure(tmp_path / "whole" / "model.ckpt-10.pt", [data / "cell"])
     assert errors["cell"] < 0.98 * start.total.summary()["rmse_h"]

@@ -34,8 +34,12 @@ def test_results_are_those_of_the_python_interface(atoms, potential):
 
 
 def test_forces_and_stress_are_derivatives(atoms):
-    np.testing.assert_allclose(atoms.get_forces(), numerical.calculate_numerical_forces(atoms, eps=1e-4), atol=1e-6)
-    np.testing.assert_allclose(atoms.get_stress(), numerical.calculate_numerical_stress(atoms, eps=1e-5), atol=1e-7)
+    np.testing.assert_allclose(
+        atoms.get_forces(), numerical.calculate_numerical_forces(atoms, eps=1e-4), atol=1e-6
+    )
+    np.testing.assert_allclose(
+        atoms.get_stress(), numerical.calculate_numerical_stress(atoms, eps=1e-5), atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("change", [
@@ -59,25 +63,35 @@ def test_an_open_system_has_no_stress_and_other_atoms_are_refused(atoms, potenti
     with pytest.raises(NotImplementedError, match="stress"):
         atoms.get_stress()
     atoms.pbc = (True, True, False)
-    with pytest.raises(UserError, match=r"periodic in some directions only.*vacuum of more than 4 angstrom"):
+    with pytest.raises(
+        UserError, match=r"periodic in some directions only.*vacuum of more than 4 angstrom"
+    ):
         atoms.get_potential_energy()
     with pytest.raises(UserError, match=r"skin = .*expected a length in angstrom"):
         DP(potential, skin=float("nan"))
     atoms.symbols[0] = "Na"
-    with pytest.raises(UserError, match=r"the element Na of the atoms is not in the model. Known: O, H"):
+    with pytest.raises(
+        UserError, match=r"the element Na of the atoms is not in the model. Known: O, H"
+    ):
         atoms.get_potential_energy()
 
 
 def test_parameters_are_taken_from_info(tmp_path, atoms):
     """`atoms.info["fparam"]`, which DeePMD-kit's calculator reads, was ignored."""
-    path, _ = write_run(tmp_path, model__fitting_net__numb_fparam=1, model__fitting_net__numb_aparam=2)
+    path, _ = write_run(
+        tmp_path, model__fitting_net__numb_fparam=1, model__fitting_net__numb_aparam=2
+    )
     aparam = np.linspace(0, 1, 2 * NATOMS).reshape(NATOMS, 2)
     atoms.calc = DP(path, fparam=[0.3], aparam=aparam)
     first = atoms.get_potential_energy()
     atoms.calc = DP(atoms.calc.potential)
-    with pytest.raises(UserError, match=r'needs 1 number per frame. Set atoms.info\["fparam"\], or give'):
+    with pytest.raises(
+        UserError, match=r'needs 1 number per frame. Set atoms.info\["fparam"\], or give'
+    ):
         atoms.get_potential_energy()
-    with pytest.raises(UserError, match=r"heads: models take no such parameter\. Known: fparam, aparam"):
+    with pytest.raises(
+        UserError, match=r"heads: models take no such parameter\. Known: fparam, aparam"
+    ):
         DP(atoms.calc.potential, heads="water")
     atoms.info |= {"fparam": [0.3], "aparam": aparam}
     assert atoms.get_potential_energy() == first
@@ -92,11 +106,16 @@ def test_what_the_model_was_not_trained_for_is_said_once(tmp_path, atoms, caplog
     atoms.calc = DP(path, device="cpu")
     atoms.get_potential_energy()
     (text,) = [r.getMessage() for r in caplog.records]
-    assert re.match(r"an atom has up to \[\d+, \d+\] neighbors within 4 angstrom, and the model keeps \[1, 24\]", text)
+    assert re.match(
+        r"an atom has up to \[\d+, \d+\] neighbors within 4 angstrom, and the model keeps \[1, 24\]",
+        text,
+    )
     atoms.positions[1] = atoms.positions[0] + [0.5, 0, 0]
     atoms.get_potential_energy()
     (_, text) = [r.getMessage() for r in caplog.records]
-    assert text.startswith("two atoms are 0.500 angstrom apart, and the nearest pair of the training data 0.900")
+    assert text.startswith(
+        "two atoms are 0.500 angstrom apart, and the nearest pair of the training data 0.900"
+    )
     atoms.rattle(0.01, seed=1)
     atoms.get_potential_energy()
     assert len(caplog.records) == 2

@@ -27,7 +27,11 @@ def data(tmp_path_factory):
 
 
 def prediction(energy, force, virial):
-    return {"energy": np.array(energy), "force": np.array(force, float), "virial": np.array(virial, float)}
+    return {
+        "energy": np.array(energy),
+        "force": np.array(force, float),
+        "virial": np.array(virial, float),
+    }
 
 
 def test_the_numbers_of_two_models_are_those_of_the_formulas():
@@ -37,8 +41,12 @@ def test_the_numbers_of_two_models_are_those_of_the_formulas():
     numbers, atoms = frame_deviation([one, two], None, DeviationOptions())
     np.testing.assert_allclose(atoms, [3, 5])
     np.testing.assert_allclose(numbers, [1, 0.5, np.sqrt(1 + 8 * 0.25) / 3, 5, 3, 4, 0.5])
-    numbers, atoms = frame_deviation([one, two], None, DeviationOptions(relative=0.5, relative_v=2.0))
-    np.testing.assert_allclose(atoms, [3 / (np.hypot(1, 3) + 0.5), 5 / (np.linalg.norm([4, 2, 3]) + 0.5)])
+    numbers, atoms = frame_deviation(
+        [one, two], None, DeviationOptions(relative=0.5, relative_v=2.0)
+    )
+    np.testing.assert_allclose(
+        atoms, [3 / (np.hypot(1, 3) + 0.5), 5 / (np.linalg.norm([4, 2, 3]) + 0.5)]
+    )
     mean = (np.arange(9) + np.where(np.arange(9) == 0, 2, 1)) / 2
     np.testing.assert_allclose(numbers[0], 1 / (np.linalg.norm(mean) + 2.0))
     label = {"energy": np.array(2.0), "force": one["force"]}
@@ -50,17 +58,30 @@ def test_the_numbers_of_two_models_are_those_of_the_formulas():
 def test_averages_of_one_run_are_models(runs, data):
     live, ema = runs[0]
     by_file = measure_deviation([live, ema], [data], device="cpu")
-    both = measure_deviation([live.parent, runs[1][0].parent], [data], averages=["ema"], device="cpu")
+    both = measure_deviation(
+        [live.parent, runs[1][0].parent], [data], averages=["ema"], device="cpu"
+    )
     assert ["live" in word for word in by_file.models] == [True, False]
     assert all("averaged weights (ema)" in word for word in both.models)
     by_name = measure_deviation([live.parent], [data], averages=["live", "ema"], device="cpu")
     for system, rows in by_file.systems.items():
         np.testing.assert_array_equal(by_name.systems[system], rows)
-    assert by_file.systems.keys() == both.systems.keys() == {str(data / "open"), str(data / "water")}
+    assert (
+        by_file.systems.keys() == both.systems.keys() == {str(data / "open"), str(data / "water")}
+    )
 
 
 def test_the_file_is_that_of_deepmd_kit(here, runs, data, capsys):
-    words = ["model-devi", "-m", *(str(run[0]) for run in runs), "-s", str(data), "--atomic", "--device", "cpu"]
+    words = [
+        "model-devi",
+        "-m",
+        *(str(run[0]) for run in runs),
+        "-s",
+        str(data),
+        "--atomic",
+        "--device",
+        "cpu",
+    ]
     assert cli.main(words) == 0
     assert "wrote model_devi.out" in capsys.readouterr().out
     lines = Path("model_devi.out").read_text().splitlines()
@@ -86,7 +107,21 @@ def test_a_wrong_request_is_reported(runs, data, tmp_path, capsys, words, messag
     other = write_run(tmp_path, model__type_map=["H", "O"])[0]
     places = {"A": str(runs[0][0]), "B": str(runs[1][0]), "C": str(other), "E": str(runs[0][1])}
     words = [places.get(word, word) for word in words]
-    assert cli.main(["model-devi", *words, "-s", str(data), "-o", str(tmp_path / "x.out"), "--device", "cpu"]) == 2
+    assert (
+        cli.main(
+            [
+                "model-devi",
+                *words,
+                "-s",
+                str(data),
+                "-o",
+                str(tmp_path / "x.out"),
+                "--device",
+                "cpu",
+            ]
+        )
+        == 2
+    )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x.out").exists()
 

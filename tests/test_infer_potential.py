@@ -45,7 +45,9 @@ def potential_of(*toy, **changes):
 
 def same(one, two, tolerance=EXACT):
     for name in ("energy", "force", "virial", "atom_energy"):
-        np.testing.assert_allclose(getattr(one, name), getattr(two, name), **tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            getattr(one, name), getattr(two, name), **tolerance, err_msg=name
+        )
 
 
 def test_every_accepted_shape_means_the_same(potential, frames, monkeypatch):
@@ -83,7 +85,9 @@ def test_a_wrong_array_gets_one_message(potential, arguments, message):
 
 def test_parameters_of_frames_and_atoms_reach_the_model(tmp_path, frames):
     coord, types, box = frames
-    path, _ = write_run(tmp_path, model__fitting_net__numb_fparam=2, model__fitting_net__numb_aparam=1)
+    path, _ = write_run(
+        tmp_path, model__fitting_net__numb_fparam=2, model__fitting_net__numb_aparam=1
+    )
     potential = Potential(path)
     frame, atom = np.arange(6.0).reshape(3, 2), np.linspace(0, 1, 3 * NATOMS).reshape(3, NATOMS, 1)
     found = potential.evaluate(coord, types, box, frame, atom)
@@ -114,13 +118,25 @@ def test_the_average_of_a_training_checkpoint_is_the_averaged_file(run, frames, 
     live, averaged = run
     inside = load_model(live, use_average=True)
     same(Potential(inside).evaluate(*frames), Potential(averaged).evaluate(*frames))
-    assert abs(Potential(live).evaluate(*frames).energy - Potential(inside).evaluate(*frames).energy).max() > 1e-6
-    text = "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+    assert (
+        abs(
+            Potential(live).evaluate(*frames).energy - Potential(inside).evaluate(*frames).energy
+        ).max()
+        > 1e-6
+    )
+    text = (
+        "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+    )
     assert inside.info.describe() == load_model(averaged).info.describe() == text
     assert load_model(live).info.describe() == "live weights of step 7"
-    with pytest.raises(CheckpointError, match=r"no averaged weights in this checkpoint: training.enable_ema was false"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no averaged weights in this checkpoint: training.enable_ema was false",
+    ):
         load_model(write_run(tmp_path, averages=False)[0], use_average=True)
-    with pytest.raises(CheckpointError, match=r"no average is called 'slow'. Give --average one of: ema"):
+    with pytest.raises(
+        CheckpointError, match=r"no average is called 'slow'. Give --average one of: ema"
+    ):
         load_model(live, average="slow")
     with pytest.raises(CheckpointError, match="holds the weights 'ema', not the average 'slow'"):
         load_model(averaged, average="slow")
@@ -135,7 +151,9 @@ def test_atoms_in_one_place_or_nearer_than_a_table_begins_are_named(potential, f
         with pytest.raises(UserError, match=words):
             potential.evaluate(coord, types, box, kept=kept)
     table = potential_of("se_e2_a", **TABLE)
-    with pytest.raises(UserError, match=r"\) are 0.25 angstrom apart, and the table of .* covers 0.3 to 4 angstrom"):
+    with pytest.raises(
+        UserError, match=r"\) are 0.25 angstrom apart, and the table of .* covers 0.3 to 4 angstrom"
+    ):
         table.evaluate([[0.0, 0, 0], [0.25, 0, 0]], [0, 1])
     assert np.isfinite(table.evaluate([[0.0, 0, 0], [0.35, 0, 0]], [0, 1]).energy).all()
     with pytest.raises(UserError, match=r"atom 0 \(O\) and an image of it are 0.29 angstrom apart"):
@@ -151,7 +169,14 @@ def test_numbers_that_are_not_finite_are_reported(run, frames):
 
 # ---- neighbors that are kept between frames
 
-ATTENTION = {"type": "se_atten", "rcut": 4.0, "rcut_smth": 0.5, "sel": 100, "neuron": [4, 8], "attn_layer": 0}
+ATTENTION = {
+    "type": "se_atten",
+    "rcut": 4.0,
+    "rcut_smth": 0.5,
+    "sel": 100,
+    "neuron": [4, 8],
+    "attn_layer": 0,
+}
 KEPT = {
     "by_type": {},
     "by_distance": {"model__descriptor": ATTENTION},
@@ -182,27 +207,35 @@ def test_whatever_changes_between_two_frames_is_noticed(tmp_path, case):
         ):  # fmt: skip
             for one, (c, t, b) in ((kept, frame), (other, (coord, types, box))):
                 found, fresh = potential.evaluate(c, t, b, kept=one), potential.evaluate(c, t, b)
-                same(found, fresh, {"rtol": 0, "atol": 1e-12 * max(1.0, np.abs(fresh.energy).max())})
+                same(
+                    found, fresh, {"rtol": 0, "atol": 1e-12 * max(1.0, np.abs(fresh.energy).max())}
+                )
 
 
 # ---- copies, threads, processes
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
+)
 @pytest.mark.parametrize("descriptor", ["se_e2_a", "dpa2"])
 def test_a_potential_that_was_used_can_be_copied(descriptor, make):
     """Neither could be pickled, and tables that dpa2 makes inside torch.func could not be copied."""
     potential, kept = potential_of(descriptor, {"interpolate": "always"}), KeptPairs(1.0)
     frame = (*toy_atoms(0, 9), TRICLINIC)
     known = potential.evaluate(*frame, kept=kept)
-    assert all(interpolation.tables.made for interpolation in interpolations_of(potential._model).values())
+    assert all(
+        interpolation.tables.made for interpolation in interpolations_of(potential._model).values()
+    )
     made = make(potential)
     same(made.evaluate(*frame, kept=make(kept)), known)
     made._model.out_bias.add_(1.0)
     same(potential.evaluate(*frame, kept=kept), known)
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu"), lambda: torch.device("meta")])
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, lambda: torch.autocast("cpu"), lambda: torch.device("meta")]
+)
 def test_modes_of_torch_change_nothing(tmp_path, mode):
     single = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}
     path, _ = write_run(tmp_path, model__descriptor__interpolate="always", **single)
@@ -220,7 +253,10 @@ def test_four_threads_with_one_potential_get_the_numbers_of_one(interpolate):
     shared = potential_of("se_e2_a", {"interpolate": interpolate})
     systems = [[(coord + 0.01 * step, types, TRICLINIC) for step in range(8)]
                for coord, types in map(toy_atoms, range(4))]  # fmt: skip
-    known = [[potential_of("se_e2_a", {"interpolate": interpolate}).evaluate(*f) for f in one] for one in systems]
+    known = [
+        [potential_of("se_e2_a", {"interpolate": interpolate}).evaluate(*f) for f in one]
+        for one in systems
+    ]
     begin = threading.Barrier(4)
 
     def evaluate(frames):
@@ -256,6 +292,8 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_that_forks_evaluates_with_one_thread(run):
     """It waited for threads that only its parent has."""
-    done = subprocess.run([sys.executable, "-c", FORKED, run[0]], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, run[0]], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     assert "torch computes with one thread here. Start processes with" in done.stderr

@@ -12,17 +12,24 @@ from deepmd_ema.interop.freeze import freeze
 
 
 def row(text, name):
-    return next(line.split(None, 1)[1] for line in text.splitlines() if line.startswith(f"  {name}"))
+    return next(
+        line.split(None, 1)[1] for line in text.splitlines() if line.startswith(f"  {name}")
+    )
 
 
 def test_a_training_checkpoint_is_described(run):
     averaged = describe(run[1])
-    assert row(averaged, "weights") == "average ema: decay 0.99, 7 updates, looks back 4.5 steps on average, step 7"
+    assert (
+        row(averaged, "weights")
+        == "average ema: decay 0.99, 7 updates, looks back 4.5 steps on average, step 7"
+    )
     assert "restart" not in averaged
     text = describe(run[0])
     assert text.splitlines()[0].startswith(f"{run[0]}: training checkpoint of dp-ema 0")
     assert row(text, "weights") == "live, step 7"
-    average = "ema: decay 0.99, 7 updates, looks back 4.5 steps on average (freeze it with --use-ema)"
+    average = (
+        "ema: decay 0.99, 7 updates, looks back 4.5 steps on average (freeze it with --use-ema)"
+    )
     assert row(text, "average ") == average
     assert row(text, "elements") == "O H"
     assert row(text, "descriptor") == (
@@ -39,7 +46,9 @@ def test_a_training_checkpoint_is_described(run):
 def test_a_frozen_file_is_described(run, tmp_path):
     text = describe(freeze(load_model(run[0], use_average=True), tmp_path / "m.dp").path)
     assert "frozen model of dp-ema 0" in text
-    weights = "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+    weights = (
+        "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+    )
     assert row(text, "weights") == weights
     assert row(text, "sizes") == row(describe(run[0]), "sizes")
 

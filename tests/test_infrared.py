@@ -17,7 +17,9 @@ def test_a_dipole_that_oscillates_has_one_band_with_the_strength_of_theory():
     dipole = np.stack([np.cos(omega * time), 0 * time, 0 * time], axis=1)
     wavenumber, absorption = example.spectrum(dipole, 1.0, volume=1000.0, temperature=300.0)
     assert wavenumber[absorption.argmax()] == pytest.approx(3400, abs=2)
-    assert np.ptp(wavenumber[absorption > absorption.max() / 2]) == pytest.approx(example.WIDTH, abs=4)
+    assert np.ptp(wavenumber[absorption > absorption.max() / 2]) == pytest.approx(
+        example.WIDTH, abs=4
+    )
     # mean square of the derivative times beta / (12 c^2 V epsilon_0), integrated over wavenumbers, 1/m^2
     square = (units._e * 1e5 * omega) ** 2 / 2
     strength = square / (12 * units._c**2 * 1e-27 * units._eps0 * units._k * 300)

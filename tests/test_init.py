@@ -31,7 +31,11 @@ def write_extxyz(path, frames, labels=True):
     """Write (symbols, positions, cell or None) with made-up energies and forces."""
     rng, lines = np.random.default_rng(3), []
     for symbols, coord, cell in frames:
-        box = f'Lattice="{" ".join(map(str, np.ravel(cell)))}" pbc="T T T" ' if cell is not None else 'pbc="F F F" '
+        box = (
+            f'Lattice="{" ".join(map(str, np.ravel(cell)))}" pbc="T T T" '
+            if cell is not None
+            else 'pbc="F F F" '
+        )
         energy, columns = (f"energy={rng.normal()} ", ":forces:R:3") if labels else ("", "")
         lines += [str(len(symbols)), f"{box}{energy}Properties=species:S:1:pos:R:3{columns}"]
         forces = rng.normal(size=coord.shape) if labels else np.zeros((len(coord), 0))
@@ -80,7 +84,9 @@ def test_the_kind_of_data_is_found_and_its_input_trains(kind):
     assert values["loss"]["start_pref_e"] == rates["prefactors"]["e"]
     assert values["model"]["type_map"] == (["Cu"] if kind == "solid" else ["H", "O"])
     assert main(["train", "input.yaml"]) == 0
-    assert {"model.ckpt-3.pt", "model_ema.ckpt-3.pt", "val_ema.log"} <= {f.name for f in Path().iterdir()}
+    assert {"model.ckpt-3.pt", "model_ema.ckpt-3.pt", "val_ema.log"} <= {
+        f.name for f in Path().iterdir()
+    }
 
 
 def test_an_input_of_any_length_has_no_warning(tmp_path):
@@ -103,11 +109,15 @@ def test_every_model_and_size_can_be_trained(name, size, tmp_path):
     assert main(["train", "solid.yaml"]) == 0
 
 
-def test_steps_fill_the_time_and_too_little_time_or_a_file_that_is_there_is_reported(monkeypatch, tmp_path, capsys):
+def test_steps_fill_the_time_and_too_little_time_or_a_file_that_is_there_is_reported(
+    monkeypatch, tmp_path, capsys
+):
     data = str(write_system(tmp_path / "data", frames=8))
     monkeypatch.setattr(proposal, "measure_steps", lambda config, device: COST)
     found = propose(Wishes([data], [data], hours=1.0))
-    assert found.values["training"]["numb_steps"] == 7100  # (3600 - 10 - 10 * 1) / 0.5, in two digits
+    assert (
+        found.values["training"]["numb_steps"] == 7100
+    )  # (3600 - 10 - 10 * 1) / 0.5, in two digits
     assert "0.5 s per step" in found.why["training.numb_steps"]
     assert found.values["validating"]["validation_freq"] == 710
 
@@ -130,9 +140,15 @@ def test_a_slab_is_a_solid_and_a_molecule_alone_in_a_small_cell_is_a_molecule(va
     rng = np.random.default_rng(1)
     symbols, coord, cell = copper(rng)
     cell[2, 2] += vacuum  # 40: more than 60 cubic angstrom for each atom
-    write_extxyz("slab.extxyz", [(symbols, coord + rng.normal(scale=0.02, size=coord.shape), cell) for _ in range(12)])
+    write_extxyz(
+        "slab.extxyz",
+        [(symbols, coord + rng.normal(scale=0.02, size=coord.shape), cell) for _ in range(12)],
+    )
     water = np.array([[0, 0, 0], [0.96, 0, 0], [-0.24, 0.93, 0]])
-    small = [(["O", "H", "H"], water + rng.normal(scale=0.02, size=(3, 3)), 5 * np.eye(3)) for _ in range(12)]
+    small = [
+        (["O", "H", "H"], water + rng.normal(scale=0.02, size=(3, 3)), 5 * np.eye(3))
+        for _ in range(12)
+    ]
     write_extxyz("molecule.extxyz", small)
     slab, molecule = (propose(Wishes([f"{name}.extxyz"])).head[1] for name in ("slab", "molecule"))
     assert slab.startswith("Data: solid (bonds continue from cell to cell, in 11 of 11")
@@ -173,9 +189,17 @@ def test_files_of_other_programs_are_converted_first_and_the_input_trains(capsys
     write_traj("more.traj", *range(5, 9))
     write_traj("test.traj", 9, 10)
     write_extxyz("old.xyz", [copper(np.random.default_rng(11))])
-    assert main(["init", "md.traj", "old.xyz", "more.traj", "--validation", "test.traj", "--steps", "2"]) == 0
+    assert (
+        main(
+            ["init", "md.traj", "old.xyz", "more.traj", "--validation", "test.traj", "--steps", "2"]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
-    assert "converted md.traj, more.traj to md_data, as `dp-ema convert` does\n  read md.traj: 4 frames" in said
+    assert (
+        "converted md.traj, more.traj to md_data, as `dp-ema convert` does\n  read md.traj: 4 frames"
+        in said
+    )
     assert "converted test.traj to test_validation, as" in said
     training = yaml.safe_load(Path("input.yaml").read_text())["training"]
     assert training["training_data"]["systems"] == ["md_data", "old.xyz"]
@@ -187,7 +211,21 @@ def test_files_of_other_programs_are_converted_first_and_the_input_trains(capsys
 def test_test_data_are_converted_and_evaluated_after_the_last_step(capsys):
     write_traj("md.traj", *range(1, 5))
     write_traj("held_out.traj", 9, 10)
-    assert main(["init", "md.traj", "--test", "held_out.traj", "--validation", "md.traj", "--steps", "2"]) == 0
+    assert (
+        main(
+            [
+                "init",
+                "md.traj",
+                "--test",
+                "held_out.traj",
+                "--validation",
+                "md.traj",
+                "--steps",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert "converted held_out.traj to held_out_test, as" in capsys.readouterr().out
     assert "  # evaluated once, after the last step\n" in Path("input.yaml").read_text()
     validating = yaml.safe_load(Path("input.yaml").read_text())["validating"]
@@ -230,7 +268,8 @@ def test_elements_with_tensors_are_found_by_their_rows_in_all_systems(label, ele
     second = {"O": 3, "H": 4, "Na": 1}
     data = {"a": {"O": 2, "H": 4, "Na": 2}, "b": second}
     rows = {
-        name: write_tensors(name, elements, [of[e] for e in elements], selected, label) for name, of in data.items()
+        name: write_tensors(name, elements, [of[e] for e in elements], selected, label)
+        for name, of in data.items()
     }
     quantity = "dipole" if "dipole" in label else "polarizability"
     assert main(["init", "a", "b", "--property", quantity]) == 0
@@ -267,14 +306,19 @@ def test_elements_with_tensors_that_are_not_clear_must_be_named(capsys):
         Path("input.yaml").unlink()
         assert main(["init", "out", "--property", "dipole", *options]) == 0
         words = "warning: atom_dipole: is 0 for all atoms of Na. If these have none, set "
-        assert (f"{words}model.fitting_net.sel_type = [1]." in capsys.readouterr().out) == (not options)
+        assert (f"{words}model.fitting_net.sel_type = [1]." in capsys.readouterr().out) == (
+            not options
+        )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--property", "dipole", "--sel-type", "K"], "init --sel-type K: "),
-        (["--sel-type", "Cl"], "init --sel-type: is an option for --property dipole and polarizability. Leave it out."),
+        (
+            ["--sel-type", "Cl"],
+            "init --sel-type: is an option for --property dipole and polarizability. Leave it out.",
+        ),
     ],
 )
 def test_elements_with_tensors_that_do_not_fit_are_refused(words, message, capsys):

@@ -70,7 +70,9 @@ def test_a_file_of_deepmd_kit_written_again_holds_the_same_entries(name, tmp_pat
     assert info["dp_ema"] == {}
     write_dp(tmp_path / "ours.dp", model, config)
     theirs, ours = (tree_of(path) for path in (GOLDEN / f"{name}.dp", tmp_path / "ours.dp"))
-    assert missing_or_other(theirs["model"], ours["model"]) == OTHERWISE.get(name, ["/fitting/atom_ener"])
+    assert missing_or_other(theirs["model"], ours["model"]) == OTHERWISE.get(
+        name, ["/fitting/atom_ener"]
+    )
     assert set(theirs) - {"time"} <= set(ours)
 
 
@@ -98,7 +100,11 @@ def tree_of(path):
                 return {k: resolved(v) for k, v in value.items()}
             if isinstance(value, list):
                 return [resolved(v) for v in value]
-            return file[value][()] if isinstance(value, str) and value.startswith("/variable_") else value
+            return (
+                file[value][()]
+                if isinstance(value, str) and value.startswith("/variable_")
+                else value
+            )
 
         return resolved(json.loads(file.attrs["json"]))
 

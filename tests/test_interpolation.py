@@ -79,7 +79,13 @@ def test_no_derivative_of_a_series_of_tanh_nets_is_off_by_more_than_is_accepted(
     source = np.random.default_rng(seed)
     for _ in range(8):
         neuron = [[4, 8], [25, 50, 100], [10, 10, 20]][source.integers(3)]
-        net = Network([1, *neuron], "tanh", timestep=False, dtype=torch.float64, seed=int(source.integers(1 << 30)))
+        net = Network(
+            [1, *neuron],
+            "tanh",
+            timestep=False,
+            dtype=torch.float64,
+            seed=int(source.integers(1 << 30)),
+        )
         with torch.no_grad():
             for layer in net.layers:
                 layer.weight *= float(10 ** source.uniform(-1, 0.7))
@@ -87,12 +93,16 @@ def test_no_derivative_of_a_series_of_tanh_nets_is_off_by_more_than_is_accepted(
             net.layers[0].weight[0, 0] *= float(10 ** source.uniform(0, 1.5))
             net.layers[1].weight[0] *= float(10 ** source.uniform(-6, 0))
         low = float(source.uniform(-3, 1))
-        s = torch.linspace(low, low + float(10 ** source.uniform(-1, 1.2)), 3001, dtype=torch.float64)
+        s = torch.linspace(
+            low, low + float(10 ** source.uniform(-1, 1.2)), 3001, dtype=torch.float64
+        )
         interpolation = Interpolation("always", precision)
         interpolation.use(int(source.choice([16, 32, 48, 96])))
         found = interpolation(torch.ones(len(s), 1, 1, dtype=torch.float64), s[:, None], net)
         expected = net.value_and_derivative(s[:, None])[1]
-        assert (slopes_of(found) - expected).abs().max() <= MAX_ERROR[precision] * expected.abs().max()
+        assert (slopes_of(found) - expected).abs().max() <= MAX_ERROR[
+            precision
+        ] * expected.abs().max()
 
 
 def slopes_of(found):
@@ -126,8 +136,13 @@ def test_a_net_with_a_kink_is_evaluated_directly_with_a_warning(caplog):
     assert interpolation.terms == 0
 
 
-def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start, monkeypatch, caplog):
-    monkeypatch.setattr("deepmd_ema.training.trainer.InterpolationControl", partial(InterpolationControl, interval=7))
+def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(
+    start, monkeypatch, caplog
+):
+    monkeypatch.setattr(
+        "deepmd_ema.training.trainer.InterpolationControl",
+        partial(InterpolationControl, interval=7),
+    )
     caplog.set_level(logging.DEBUG)
     direct = start("direct", 20, {"model__descriptor__interpolate": "never"})
     assert "embedding networks: evaluated for each pair of atoms" in caplog.text
@@ -147,16 +162,23 @@ def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start
     assert_same(load(whole / "model_ema.ckpt-20.pt"), load(parts / "model_ema.ckpt-20.pt"))
 
 
-def test_ranks_agree_on_the_knots_where_each_has_frames_of_its_own(tmp_path, water_like, water_like_valid):
+def test_ranks_agree_on_the_knots_where_each_has_frames_of_its_own(
+    tmp_path, water_like, water_like_valid
+):
     config = config_of([water_like], water_like_valid, 3, 2, ALWAYS, num_steps=101)
     train(tmp_path, 2, config)
     saved = load(tmp_path / "model.ckpt-101.pt")["interpolation"]
     assert all(n > 0 for n in saved["terms"].values())
 
 
-def test_a_validation_has_the_numbers_of_a_test_to_the_last_bit_though_weights_move_fast(start, water_like_valid):
+def test_a_validation_has_the_numbers_of_a_test_to_the_last_bit_though_weights_move_fast(
+    start, water_like_valid
+):
     """The terms were chosen for the first batch and weights, and neither an average nor a validation frame is it."""
-    fast = {"learning_rate": {"type": "exp", "start_lr": 0.05, "stop_lr": 0.04}, "validating__max_best_ckpt": 5}
+    fast = {
+        "learning_rate": {"type": "exp", "start_lr": 0.05, "stop_lr": 0.04},
+        "validating__max_best_ckpt": 5,
+    }
     folder = start("run", 20, ALWAYS | fast)
     for weights, suffix in (("live", ""), ("ema", "_ema")):
         for value, step in load(folder / "model.ckpt-20.pt")["best"][weights]["records"]:
@@ -170,7 +192,8 @@ def test_a_validation_has_the_numbers_of_a_test_to_the_last_bit_though_weights_m
 )
 def test_former_names_of_the_option_and_of_its_state_in_checkpoints_are_read(old, new):
     known, old_name = (
-        model_config_from_dict(model_section(descriptor_changes={"interpolate": one})) for one in (new, old)
+        model_config_from_dict(model_section(descriptor_changes={"interpolate": one}))
+        for one in (new, old)
     )
     assert old_name == known
     assert known.descriptor.interpolate == new
@@ -204,17 +227,27 @@ def test_energies_and_forces_from_tables_are_those_of_the_nets_also_of_pairs_tha
     model(batch)  # makes the tables
     for key, value in model(batch).items():
         assert (value - direct[key]).abs().max() < 1e-11 * direct[key].abs().max(), key
-    made = [series for interpolation in interpolations_of(model).values() for series in interpolation.tables.made]
+    made = [
+        series
+        for interpolation in interpolations_of(model).values()
+        for series in interpolation.tables.made
+    ]
     assert made
     assert all(series.error <= MAX_ERROR[torch.float64] / MARGIN for series in made)
 
 
 def potential_of(config, model):
-    return Potential(LoadedModel(model.eval(), config, Provenance(Path("model"), "weights")), device="cpu")
+    return Potential(
+        LoadedModel(model.eval(), config, Provenance(Path("model"), "weights")), device="cpu"
+    )
 
 
-@pytest.mark.parametrize(("nearest", "used"), [(None, 2), (2.5, 3)])  # a steep net needs a long table, of nearer pairs
-def test_a_potential_reads_tables_where_there_are_many_pairs_with_the_numbers_of_its_nets(nearest, used):
+@pytest.mark.parametrize(
+    ("nearest", "used"), [(None, 2), (2.5, 3)]
+)  # a steep net needs a long table, of nearer pairs
+def test_a_potential_reads_tables_where_there_are_many_pairs_with_the_numbers_of_its_nets(
+    nearest, used
+):
     found = {}
     few, many = (toy_atoms(1, natoms) for natoms in (3, 40))
     for choice in ("auto", "never"):
@@ -226,7 +259,9 @@ def test_a_potential_reads_tables_where_there_are_many_pairs_with_the_numbers_of
         potential.evaluate(*few)
         assert interpolation.tables is None or not interpolation.tables.made
         found[choice] = potential.evaluate(*many, CELL)
-        assert (interpolation.tables is not None and len(interpolation.tables.made) == used) == (choice == "auto")
+        assert (interpolation.tables is not None and len(interpolation.tables.made) == used) == (
+            choice == "auto"
+        )
     for name, error in (("force", 1e-9), ("energy", 1e-11)):
         tables, nets = (getattr(found[choice], name) for choice in ("auto", "never"))
         assert np.abs(tables - nets).max() < error * np.abs(nets).max()
@@ -239,13 +274,21 @@ def test_forces_are_those_of_the_weights_of_now(descriptor):
     model = toy_model(descriptor, {"interpolate": "always"})
     potential = potential_of(*model)
     before = potential.evaluate(*frame).force
-    weights = [p for n, p in model[1].named_parameters() if ".embedding" in n and n.endswith("weight")]  # not of types
-    for change in (lambda p: p.data.mul_(1.1), lambda p: np.multiply(p.detach().numpy(), 1.1, out=p.detach().numpy())):
+    weights = [
+        p for n, p in model[1].named_parameters() if ".embedding" in n and n.endswith("weight")
+    ]  # not of types
+    for change in (
+        lambda p: p.data.mul_(1.1),
+        lambda p: np.multiply(p.detach().numpy(), 1.1, out=p.detach().numpy()),
+    ):
         for weight in weights:
             change(weight)
         direct = toy_model(descriptor, {"interpolate": "never"})
         direct[1].load_state_dict(model[1].state_dict())
-        known, found = potential_of(*direct).evaluate(*frame).force, potential.evaluate(*frame).force
+        known, found = (
+            potential_of(*direct).evaluate(*frame).force,
+            potential.evaluate(*frame).force,
+        )
         assert np.abs(before - known).max() > 1e-2 * np.abs(known).max()
         np.testing.assert_allclose(found, known, rtol=0, atol=1e-8 * np.abs(known).max())
         before = found

@@ -182,7 +182,9 @@ def test_a_run_that_is_killed_at_any_write_restarts_to_the_same_end(stand, monke
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("at", [1, 7, 13, 19])  # of 21 writes
-def test_a_kill_while_training_is_a_step_ahead_of_the_writer_restarts_to_the_same_end(stand, monkeypatch, at):
+def test_a_kill_while_training_is_a_step_ahead_of_the_writer_restarts_to_the_same_end(
+    stand, monkeypatch, at
+):
     parts = stand / f"ahead_{at}"
     shutil.copytree(stand / "before", parts, symlinks=True)
     monkeypatch.chdir(parts)
@@ -193,13 +195,21 @@ def test_a_kill_while_training_is_a_step_ahead_of_the_writer_restarts_to_the_sam
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_run_that_is_killed_again_and_again_from_its_first_write_on_ends_as_an_unbroken_one(stand, monkeypatch):
+def test_a_run_that_is_killed_again_and_again_from_its_first_write_on_ends_as_an_unbroken_one(
+    stand, monkeypatch
+):
     parts = stand / "again"
     parts.mkdir()
     shutil.copy(stand / "whole" / "input.json", parts)
     monkeypatch.chdir(parts)
     starts = []
-    for at in (1, 20, 40, 14, 25):  # of some 50 writes until the first checkpoint can be restarted from
+    for at in (
+        1,
+        20,
+        40,
+        14,
+        25,
+    ):  # of some 50 writes until the first checkpoint can be restarted from
         starts.append(newest())
         assert train_and_die(at, callback=lambda _: None)
     assert starts == [None, None, None, "model.ckpt.pt", "model.ckpt.pt"]
@@ -207,7 +217,9 @@ def test_a_run_that_is_killed_again_and_again_from_its_first_write_on_ends_as_an
 
 
 SNAPSHOTS = {"name": "p", "type": "power", "sigma_rel": 0.2, "snapshots": True, "snapshot_freq": 2}
-OPTIONS = validated(2, training__averaging=[SNAPSHOTS], training__disp_freq=1, training__save_freq=2)
+OPTIONS = validated(
+    2, training__averaging=[SNAPSHOTS], training__disp_freq=1, training__save_freq=2
+)
 
 
 class HeldUp(Callback):

@@ -23,15 +23,23 @@ from deepmd_ema.interop import pt2
 from deepmd_ema.interop.deepmd_kit import copy_with_task_dim
 
 ROOT = Path(__file__).resolve().parents[1]
-LAMMPS = os.environ.get("DP_LAMMPS")  # an environment with DeePMD-kit 3.2.0, its LAMMPS and dp-ema: doc/lammps.md
+LAMMPS = os.environ.get(
+    "DP_LAMMPS"
+)  # an environment with DeePMD-kit 3.2.0, its LAMMPS and dp-ema: doc/lammps.md
 BAR = 1.6021765e6  # of an eV/angstrom^3, as LAMMPS has it
-SMALL = {"model__descriptor__neuron": [2], "model__descriptor__axis_neuron": 1, "model__fitting_net__neuron": [2]}
+SMALL = {
+    "model__descriptor__neuron": [2],
+    "model__descriptor__axis_neuron": 1,
+    "model__fitting_net__neuron": [2],
+}
 
 
 def in_lammps(test):
     """Mark a test that runs LAMMPS."""
     for mark in (
-        pytest.mark.skipif(LAMMPS is None, reason="DP_LAMMPS is not set: an environment with DeePMD-kit's LAMMPS"),
+        pytest.mark.skipif(
+            LAMMPS is None, reason="DP_LAMMPS is not set: an environment with DeePMD-kit's LAMMPS"
+        ),
         pytest.mark.slow,
         pytest.mark.timeout(900),
     ):
@@ -41,7 +49,9 @@ def in_lammps(test):
 
 def lines_of(descriptor, path="m.pt2", **changes):
     config, model = toy_model(descriptor, **changes)
-    return export.format_lammps_lines(Path(path), LoadedModel(model, config, Provenance(Path("x.pt"), "weights")))
+    return export.format_lammps_lines(
+        Path(path), LoadedModel(model, config, Provenance(Path("x.pt"), "weights"))
+    )
 
 
 def test_the_elements_are_in_the_order_of_the_type_map():
@@ -59,18 +69,29 @@ def test_compiled_models_that_pass_messages_need_a_map_of_atoms_and_run_on_one_r
     passes = descriptor in ("dpa2", "dpa3", "dpa4", "hybrid_of_messages")
     compiled, other = lines_of(descriptor), lines_of(descriptor, "m.pth")
     assert ("atom_modify  map yes  # before the box is defined" in compiled) == passes
-    assert ("in LAMMPS on one rank; for several: dp-ema freeze -o m.pth (tried: " in compiled) == passes
+    assert (
+        "in LAMMPS on one rank; for several: dp-ema freeze -o m.pth (tried: " in compiled
+    ) == passes
     assert "atom_modify" not in other
     assert "one rank" not in other
 
 
 def test_dipoles_are_computed_beside_a_pair_style_that_reaches_as_far():
-    found = lines_of("se_e2_a", "run/w.pth", fitting_changes={"type": "dipole"}, type_map=["Na", "O", "H"])
+    found = lines_of(
+        "se_e2_a", "run/w.pth", fitting_changes={"type": "dipole"}, type_map=["Na", "O", "H"]
+    )
     assert [line.split() for line in found.splitlines()[1:]] == [
         ["units", "metal"],
         ["pair_style", "zero", "4", *["#", "or", "another", "one", "that", "reaches", "as", "far"]],
         ["pair_coeff", "*", "*"],
-        ["compute", "ID", "all", "deeptensor/atom", "run/w.pth", *["#", "atom", "types:", "Na", "O", "H"]],
+        [
+            "compute",
+            "ID",
+            "all",
+            "deeptensor/atom",
+            "run/w.pth",
+            *["#", "atom", "types:", "Na", "O", "H"],
+        ],
     ]
     assert not lines_of("dpa3", "w.pth", fitting_changes={"type": "dipole"})
     assert not lines_of("se_e2_a", "w.pth", fitting_changes={"type": "polar"})
@@ -94,11 +115,21 @@ def test_a_file_of_dipoles_has_the_method_that_lammps_calls(tmp_path):
 def test_the_printed_lines_compute_our_dipoles_in_lammps(tmp_path, capsys):
     config, model = toy_model(fitting_changes={"type": "dipole", "sel_type": [0]})
     write_dp(tmp_path / "m.dp", model, config)
-    words = ["freeze", "-c", str(tmp_path / "m.dp"), "-o", str(tmp_path / "m.pth"), "--dp", f"{LAMMPS}/bin/dp"]
+    words = [
+        "freeze",
+        "-c",
+        str(tmp_path / "m.dp"),
+        "-o",
+        str(tmp_path / "m.pth"),
+        "--dp",
+        f"{LAMMPS}/bin/dp",
+    ]
     assert cli.main(words) == 0
     coord, types, box = toy_frame(np.random.default_rng(0), 12)
     known = Potential(tmp_path / "m.dp", device="cpu").evaluate(coord, types, box).atom_dipole[0]
-    units, pair_style, after = capsys.readouterr().out.partition("in LAMMPS")[2].partition("pair_style")
+    units, pair_style, after = (
+        capsys.readouterr().out.partition("in LAMMPS")[2].partition("pair_style")
+    )
     (tmp_path / "frame").write_text(data_file(coord, types, box, len(config.type_map)))
     columns = " ".join(f"c_ID[{k}]" for k in (1, 2, 3))
     (tmp_path / "in").write_text(
@@ -112,7 +143,9 @@ def test_the_printed_lines_compute_our_dipoles_in_lammps(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("version", ["2.8.0+cpu", "2.9.1+cu128"])
-def test_a_torch_that_cannot_compile_is_refused_before_anything_is_compiled(tmp_path, monkeypatch, capsys, version):
+def test_a_torch_that_cannot_compile_is_refused_before_anything_is_compiled(
+    tmp_path, monkeypatch, capsys, version
+):
     """The compiler failed after a minute, with a line of its own."""
     run, path = write_run(tmp_path / "run"), tmp_path / "m.pt2"
     monkeypatch.setattr(export, "_with_tables", None)
@@ -130,8 +163,13 @@ def test_a_torch_that_cannot_compile_is_refused_before_anything_is_compiled(tmp_
 @pytest.mark.filterwarnings("ignore")  # torch's own, of compiling
 def test_the_printed_lines_run_in_lammps_with_our_numbers_on_one_rank_and_two(tmp_path, capsys):
     run = write_run(tmp_path / "run", **SMALL)
-    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2"), "--device", "cpu"]) == 0
-    assert_same_numbers(tmp_path, capsys.readouterr().out, run[0], *toy_frame(np.random.default_rng(0), 12))
+    assert (
+        cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2"), "--device", "cpu"])
+        == 0
+    )
+    assert_same_numbers(
+        tmp_path, capsys.readouterr().out, run[0], *toy_frame(np.random.default_rng(0), 12)
+    )
 
 
 @in_lammps
@@ -145,13 +183,17 @@ def test_one_environment_goes_from_training_to_lammps(tmp_path):
     def printed(*words):
         places = {"PATH": f"{LAMMPS}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         command = [f"{LAMMPS}/bin/python", "-m", "deepmd_ema", *words]
-        done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **places}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, **places}, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     printed("train", "input.json")
     system = tmp_path / "data" / "validation"
-    coord, box = (np.load(system / "set.000" / f"{name}.npy")[0].reshape(-1, 3) for name in ("coord", "box"))
+    coord, box = (
+        np.load(system / "set.000" / f"{name}.npy")[0].reshape(-1, 3) for name in ("coord", "box")
+    )
     frame = coord, np.loadtxt(system / "type.raw", dtype=int), box
     for name in ("water.pth", "water.pt2"):
         lines = printed("freeze", "--use-ema", "-o", name)
@@ -175,7 +217,9 @@ def assert_same_numbers(folder, printed, model, coord, types, box):
         np.testing.assert_allclose(energy, float(np.ravel(known.energy)[0]), rtol=1e-10)
         np.testing.assert_allclose([p_xx, p_xz], virial[0, [0, 2]] / volume * BAR, rtol=1e-8)
         force = np.loadtxt(folder / "forces", skiprows=9)[:, 1:]
-        np.testing.assert_allclose(force, known.force[0], rtol=0, atol=1e-10 * np.abs(known.force).max())
+        np.testing.assert_allclose(
+            force, known.force[0], rtol=0, atol=1e-10 * np.abs(known.force).max()
+        )
 
 
 def data_file(coord, numbers, box, num_types):
@@ -183,9 +227,21 @@ def data_file(coord, numbers, box, num_types):
     sides = [f"0 {box[k, k]:.17g} {'xyz'[k]}lo {'xyz'[k]}hi" for k in range(3)]
     tilts = f"{box[1, 0]:.17g} {box[2, 0]:.17g} {box[2, 1]:.17g} xy xz yz"
     atoms = [
-        f"{k + 1} {n + 1} " + " ".join(f"{x:.17g}" for x in site) for k, (n, site) in enumerate(zip(numbers, coord))
+        f"{k + 1} {n + 1} " + " ".join(f"{x:.17g}" for x in site)
+        for k, (n, site) in enumerate(zip(numbers, coord))
     ]
-    head = ["toy", "", f"{len(coord)} atoms", f"{num_types} atom types", "", *sides, tilts, "", "Atoms # atomic", ""]
+    head = [
+        "toy",
+        "",
+        f"{len(coord)} atoms",
+        f"{num_types} atom types",
+        "",
+        *sides,
+        tilts,
+        "",
+        "Atoms # atomic",
+        "",
+    ]
     return "\n".join([*head, *atoms, ""])
 
 

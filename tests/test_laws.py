@@ -40,7 +40,9 @@ every_descriptor = pytest.mark.parametrize("descriptor", sorted(DESCRIPTORS))
 every_model = pytest.mark.parametrize("descriptor", [*sorted(DESCRIPTORS), *VARIANTS])
 
 # the energy of close atoms ends at the cutoff of the descriptor, as DeePMD-kit's does
-every_smooth_model = pytest.mark.parametrize("descriptor", sorted({*DESCRIPTORS, *VARIANTS} - {"dpa4_bridged"}))
+every_smooth_model = pytest.mark.parametrize(
+    "descriptor", sorted({*DESCRIPTORS, *VARIANTS} - {"dpa4_bridged"})
+)
 
 
 def every_model_in(*cells):
@@ -83,8 +85,14 @@ def test_forces_and_virials_turn_with_the_frame(descriptor):
     _, model = toy_model(descriptor)
     frames = [frame(cell) for cell in CELLS]
     here = evaluate(model, *frames)
-    for turn in [rotation(), *([] if descriptor in CHIRAL else [-rotation(2)])]:  # the second one mirrors as well
-        there = evaluate(model, *((c @ turn, types, None if box is None else box @ turn) for c, types, box in frames))
+    for turn in [
+        rotation(),
+        *([] if descriptor in CHIRAL else [-rotation(2)]),
+    ]:  # the second one mirrors as well
+        there = evaluate(
+            model,
+            *((c @ turn, types, None if box is None else box @ turn) for c, types, box in frames),
+        )
         close(there["energy"], here["energy"])
         close(there["force"], here["force"] @ turn)
         close(there["virial"].reshape(-1, 3, 3), turn.T @ here["virial"].reshape(-1, 3, 3) @ turn)
@@ -101,15 +109,23 @@ def test_a_frame_may_be_written_in_any_way(descriptor):
         close(together[name], np.concatenate([a[name] for a in alone]))
     close(together["energy"], np.array([a["atom_energy"].sum() for a in alone]))
     for (coord, types, box), here in zip(frames, alone):
-        moved = coord + [0.7, -9.2, 5.9] + rng.integers(-3, 4, coord.shape) @ (np.zeros((3, 3)) if box is None else box)
+        moved = (
+            coord
+            + [0.7, -9.2, 5.9]
+            + rng.integers(-3, 4, coord.shape) @ (np.zeros((3, 3)) if box is None else box)
+        )
         order = rng.permutation(len(types))
         there = evaluate(model, (moved[order], types[order], box))
         for name in ("energy", "virial"):
-            close(there[name], here[name], 1e-10)  # up to 30 angstrom away, coordinates have fewer digits
+            close(
+                there[name], here[name], 1e-10
+            )  # up to 30 angstrom away, coordinates have fewer digits
         for name in ("atom_energy", "force"):
             close(there[name], here[name][order], 1e-10)
     (coord, types, box), one = frames[0], alone[0]
-    two = evaluate(model, (np.concatenate([coord, coord + box[1]]), np.tile(types, 2), box * [[1], [2], [1]]))
+    two = evaluate(
+        model, (np.concatenate([coord, coord + box[1]]), np.tile(types, 2), box * [[1], [2], [1]])
+    )
     close(two["energy"], 2 * one["energy"])
     close(two["virial"], 2 * one["virial"])
     close(two["force"], np.tile(one["force"], (2, 1)))
@@ -121,7 +137,9 @@ def test_the_hessian_is_minus_the_derivative_of_the_forces_and_symmetric(descrip
     _, model = toy_model(descriptor)
     coord, types, box = frame(cell, natoms=4)
     moves = STEP * np.concatenate([np.eye(12), -np.eye(12)]).reshape(24, 4, 3)
-    up, down = evaluate(model, *((coord + move, types, box) for move in moves))["force"].reshape(2, 12, 12)
+    up, down = evaluate(model, *((coord + move, types, box) for move in moves))["force"].reshape(
+        2, 12, 12
+    )
     batch = batch_of(model, frame("triclinic", 1, 3), (coord, types, box))
     quiet, out = model(batch), model(batch, need_hessian=True)
     found = out["hessian"][81:].view(12, 12).numpy()
@@ -130,7 +148,9 @@ def test_the_hessian_is_minus_the_derivative_of_the_forces_and_symmetric(descrip
     assert np.abs(found).max() > 1e-3
     close(found, (down - up) / (2 * STEP), DIFFERENCES)
     close(found, found.T)
-    close(found.reshape(4, 3, 12).sum(0), 0 * found[:3])  # nothing changes as all atoms move together
+    close(
+        found.reshape(4, 3, 12).sum(0), 0 * found[:3]
+    )  # nothing changes as all atoms move together
 
 
 @every_model_in(*CELLS)
@@ -138,7 +158,9 @@ def test_forces_are_the_derivative_of_the_energy(descriptor, cell):
     _, model = toy_model(descriptor)
     coord, types, box = frame(cell, natoms=6)
     moves = STEP * np.eye(coord.size).reshape(-1, *coord.shape)
-    numerical = -slopes(model, [(coord + move, types, box) for move in (*moves, *-moves)]).reshape(coord.shape)
+    numerical = -slopes(model, [(coord + move, types, box) for move in (*moves, *-moves)]).reshape(
+        coord.shape
+    )
     found = evaluate(model, (coord, types, box))["force"]
     assert np.abs(found).max() > 1e-3
     close(found, numerical, DIFFERENCES)
@@ -172,7 +194,9 @@ def test_energy_and_forces_are_smooth_where_a_neighbor_crosses_the_cutoff(descri
 
 
 @every_smooth_model
-def test_energy_and_forces_continue_smoothly_where_an_atom_among_others_crosses_a_cutoff(descriptor):
+def test_energy_and_forces_continue_smoothly_where_an_atom_among_others_crosses_a_cutoff(
+    descriptor,
+):
     """Every cutoff of the model; the atom that crosses it has nearer neighbors, and so has the one that it leaves."""
     _, model = toy_model(descriptor)
     coord, types = toy_atoms(0, 6)
@@ -180,16 +204,26 @@ def test_energy_and_forces_continue_smoothly_where_an_atom_among_others_crosses_
     away /= np.linalg.norm(away)
     for cutoff in cutoffs(model):
         # as far from one atom as the cutoff, with another one beside it on the way
-        ends = [np.vstack([coord, coord[0] + 1.3 * away, coord[0] + (cutoff + s) * away]) for s in (-GAP, GAP)]
+        ends = [
+            np.vstack([coord, coord[0] + 1.3 * away, coord[0] + (cutoff + s) * away])
+            for s in (-GAP, GAP)
+        ]
         near, far = (evaluate(model, (c, [*types, 2, 1], None)) for c in ends)
         for name in ("energy", "atom_energy", "force"):
-            assert abs(near[name] - far[name]).max() < 100 * GAP * max(1, abs(near["force"]).max()), (cutoff, name)
+            assert abs(near[name] - far[name]).max() < 100 * GAP * max(
+                1, abs(near["force"]).max()
+            ), (cutoff, name)
 
 
 def cutoffs(model):
     """Return the distances at which something ends in the model."""
-    layouts = [model.layout, *(p.layout(frozenset()) for p in getattr(model.descriptor, "descriptors", []))]
-    return sorted({one.rcut for one in layouts} | {rcut for one in layouts for rcut, _ in one.inner})
+    layouts = [
+        model.layout,
+        *(p.layout(frozenset()) for p in getattr(model.descriptor, "descriptors", [])),
+    ]
+    return sorted(
+        {one.rcut for one in layouts} | {rcut for one in layouts for rcut, _ in one.inner}
+    )
 
 
 @every_model
@@ -197,7 +231,9 @@ def test_the_number_of_empty_slots_does_not_matter(descriptor):
     _, model = toy_model(descriptor)
     coord, types, _ = frame()
     one = Frame(coord, types.astype(np.int64), None)
-    few, many = (collate([pair_frame(one, model.layout, round_to=slots)], model.layout) for slots in (1, 60))
+    few, many = (
+        collate([pair_frame(one, model.layout, round_to=slots)], model.layout) for slots in (1, 60)
+    )
     assert sum(few.slots) < sum(many.slots)
     expected = model(few)
     for name, value in model(many).items():
@@ -244,10 +280,15 @@ def test_parameter_gradients_of_a_loss_of_all_outputs_are_right(descriptor, thir
     _, model = toy_model(descriptor, changes[third])
     batch = batch_of(model, frame("triclinic", natoms=5), frame("open", 1, 4))
     generator = torch.Generator().manual_seed(1)
-    weights = {name: torch.randn(v.shape, generator=generator, dtype=v.dtype) for name, v in model(batch).items()}
+    weights = {
+        name: torch.randn(v.shape, generator=generator, dtype=v.dtype)
+        for name, v in model(batch).items()
+    }
 
     def loss():
-        return sum((weights[name] * value).sum() for name, value in model(batch, create_graph=True).items())
+        return sum(
+            (weights[name] * value).sum() for name, value in model(batch, create_graph=True).items()
+        )
 
     assert_parameter_gradients(model, loss, slice(third, None, 3))
 
@@ -261,7 +302,9 @@ def test_parameter_gradients_of_the_hessian_are_right(descriptor):
     weights = torch.randn(81 + 36, generator=generator, dtype=torch.float64)
 
     def loss(create_graph=False):
-        return (weights * model(batch, create_graph=create_graph, need_hessian=True)["hessian"]).sum()
+        return (
+            weights * model(batch, create_graph=create_graph, need_hessian=True)["hessian"]
+        ).sum()
 
     loss(create_graph=True).backward()
     used = [p for p in model.parameters() if p.grad is not None]
@@ -283,8 +326,14 @@ def test_parameter_gradients_of_the_hessian_are_right(descriptor):
 LONELY = {
     "one_element": [([[0.0, 0, 0], [1.5, 0, 0], [0, 1.2, 0]], [1, 1, 1], None)],
     "no_neighbors": [([[0.0, 0, 0]], [1], None)],
-    "several_without_neighbors": [([[0.0, 0, 0], [40.0, 0, 0]], [0, 2], None), ([[0.0, 0, 0]], [1], 50 * np.eye(3))],
-    "one_without_neighbors": [([[0.0, 0, 0], [1.5, 0, 0]], [0, 1], None), ([[0.0, 0, 0]], [2], None)],
+    "several_without_neighbors": [
+        ([[0.0, 0, 0], [40.0, 0, 0]], [0, 2], None),
+        ([[0.0, 0, 0]], [1], 50 * np.eye(3)),
+    ],
+    "one_without_neighbors": [
+        ([[0.0, 0, 0], [1.5, 0, 0]], [0, 1], None),
+        ([[0.0, 0, 0]], [2], None),
+    ],
 }
 OPTIONS = {
     "tanh": {},
@@ -295,11 +344,16 @@ OPTIONS = {
     "narrow": {"neuron": [2, 4], "axis_neuron": 2},
 }
 # with every option that the descriptors share; the variants as they are
-EVERY_OPTION = [*product(sorted(DESCRIPTORS), sorted(OPTIONS)), *((name, "tanh") for name in VARIANTS)]
+EVERY_OPTION = [
+    *product(sorted(DESCRIPTORS), sorted(OPTIONS)),
+    *((name, "tanh") for name in VARIANTS),
+]
 
 
 # with gelu the test below has the features of these frames and their gradients
-@pytest.mark.parametrize(("descriptor", "option"), [case for case in EVERY_OPTION if not case[1].endswith("gelu")])
+@pytest.mark.parametrize(
+    ("descriptor", "option"), [case for case in EVERY_OPTION if not case[1].endswith("gelu")]
+)
 def test_frames_may_lack_elements_or_neighbors(descriptor, option):
     """A batch in which no atom had a neighbor of some element ended with "cannot reshape tensor of 0 elements"."""
     _, model = toy_model(descriptor, OPTIONS[option])
@@ -329,7 +383,9 @@ def test_the_written_out_gradient_is_that_of_automatic_differentiation(descripto
 
 ROUGH = {"smooth": False}
 ONE_TERM = {f"update_g1_has_{term}": False for term in ("conv", "drrd", "grrg", "attn")}
-SUMS_ONLY = {f"update_{what}": False for what in ("g1_has_attn", "g2_has_attn", "g2_has_g1g1", "h2")}  # has a kernel
+SUMS_ONLY = {
+    f"update_{what}": False for what in ("g1_has_attn", "g2_has_attn", "g2_has_g1g1", "h2")
+}  # has a kernel
 # options of one descriptor, as changes of its small section
 OWN_OPTIONS = {
     "dpa2": [
@@ -363,7 +419,8 @@ OWN_OPTIONS = {
 
 @pytest.mark.parametrize("portion", [None, 7])
 @pytest.mark.parametrize(
-    ("descriptor", "number"), [(name, k) for name, of in OWN_OPTIONS.items() for k in range(len(of))]
+    ("descriptor", "number"),
+    [(name, k) for name, of in OWN_OPTIONS.items() for k in range(len(of))],
 )
 def test_every_option_of_a_descriptor_has_right_derivatives_and_is_in_its_tree(
     descriptor, number, portion, monkeypatch
@@ -377,13 +434,25 @@ def test_every_option_of_a_descriptor_has_right_derivatives_and_is_in_its_tree(
     grown = [(coord + s * move, np.eye(3) + s * strain) for s in (STEP, -STEP)]
     found = evaluate(model, (coord, types, box))
     by_rule = (found["force"] * move).sum() + (found["virial"].reshape(3, 3) * strain).sum()
-    close(by_rule, -slopes(model, [(c @ grow, types, box @ grow) for c, grow in grown])[0], 10 * DIFFERENCES)
-    assert_gradient_is_automatic(model.descriptor.requires_grad_(), batch_of(model, frame(), frame("open", 1, 4)))
+    close(
+        by_rule,
+        -slopes(model, [(c @ grow, types, box @ grow) for c, grow in grown])[0],
+        10 * DIFFERENCES,
+    )
+    assert_gradient_is_automatic(
+        model.descriptor.requires_grad_(), batch_of(model, frame(), frame("open", 1, 4))
+    )
     tree = model_tree(model, config)
     again = model_from_tree(config_from_tree({"model": tree}), tree)
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True)
+    )
     one = Frame(coord, types.astype(np.int64), None)
-    few, many = (model(collate([pair_frame(one, model.layout, round_to=slots)], model.layout)) for slots in (1, 60))
+    few, many = (
+        model(collate([pair_frame(one, model.layout, round_to=slots)], model.layout))
+        for slots in (1, 60)
+    )
     for name, value in few.items():
         close(many[name].numpy(), value.numpy())
     out = model.train()(batch_of(model, frame(natoms=4)))
@@ -400,11 +469,17 @@ def assert_gradient_is_automatic(part, batch):
         grad = vjp(weights)
         further = torch.randn(grad.shape, generator=generator, dtype=grad.dtype)
         total = (features * weights).sum() + (grad * further).sum()
-        return [features, grad, *torch.autograd.grad(total, list(part.parameters()), materialize_grads=True)]
+        return [
+            features,
+            grad,
+            *torch.autograd.grad(total, list(part.parameters()), materialize_grads=True),
+        ]
 
     def automatic():
         reference = with_operations(part, REFERENCE)
-        features, vjp = torch.func.vjp(lambda v: reference(replace(batch, vector=v))[0], batch.vector)
+        features, vjp = torch.func.vjp(
+            lambda v: reference(replace(batch, vector=v))[0], batch.vector
+        )
         return features, lambda grad: vjp(grad)[0]
 
     for ours, expected in zip(results(lambda: part(batch)), results(automatic), strict=True):
@@ -447,11 +522,15 @@ def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(d
 
 
 @every_descriptor
-@pytest.mark.parametrize("changes", [{}, {"exclude_types": [[0, 1]], "tebd_input_mode": "strip", "smooth": False}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"exclude_types": [[0, 1]], "tebd_input_mode": "strip", "smooth": False}]
+)
 def test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it(descriptor, changes):
     """On the device ``meta`` a tensor of another device, or a number that is requested, is an error."""
     net = {"dim_case_embd": 2} if changes else {}
-    _, model = toy_model(descriptor, changes, net, **TABLE, **({"atom_exclude_types": [1]} if changes else {}))
+    _, model = toy_model(
+        descriptor, changes, net, **TABLE, **({"atom_exclude_types": [1]} if changes else {})
+    )
     batch = batch_of(model, frame(natoms=4), frame("open", 1, 3)).to(torch.device("meta"))
     make = torch.tensor
 
@@ -490,7 +569,10 @@ QUANTITIES = {
         {"type": "property", "property_name": "gap", "intensive": True, "task_dim": 2},
         lambda value, _: value,
     ),
-    "extensive": ({"type": "property", "property_name": "m", "distinguish_types": False}, unchanged),
+    "extensive": (
+        {"type": "property", "property_name": "m", "distinguish_types": False},
+        unchanged,
+    ),
     "dos": ({"type": "dos", "numb_dos": 4}, unchanged),
 }
 WITH_VECTORS = [
@@ -509,7 +591,10 @@ every_quantity = pytest.mark.parametrize(
         *product(["property", "extensive"], ("se_e2_a", "dpa4")),
     ],
 )
-LEFT_OUT = [*product(QUANTITIES, [{"atom_exclude_types": [1]}]), *product(["dipole", "polar"], [{"sel_type": [0, 2]}])]
+LEFT_OUT = [
+    *product(QUANTITIES, [{"atom_exclude_types": [1]}]),
+    *product(["dipole", "polar"], [{"sel_type": [0, 2]}]),
+]
 
 
 @torch.no_grad()
@@ -527,7 +612,10 @@ def test_a_quantity_turns_with_the_frame_or_stays(quantity, descriptor):
     frames = [frame(cell) for cell in CELLS]
     here = evaluate(model, *frames)
     for turn in [rotation(), *([] if descriptor in CHIRAL else [-rotation(2)])]:
-        there = evaluate(model, *((c @ turn, types, None if box is None else box @ turn) for c, types, box in frames))
+        there = evaluate(
+            model,
+            *((c @ turn, types, None if box is None else box @ turn) for c, types, box in frames),
+        )
         for name in model.labels:
             assert np.abs(here[name]).max() > 1e-3
             close(there[name], turns(here[name], turn))
@@ -539,12 +627,17 @@ def test_a_quantity_does_not_depend_on_how_its_frame_is_written(quantity, descri
     model = quantity_model(quantity, descriptor)
     (coord, types, box), order = frame(), np.random.default_rng(4).permutation(9)
     whole, atomic = model.labels
-    here, there = evaluate(model, (coord, types, box)), evaluate(model, (coord[order], types[order], box))
+    here, there = (
+        evaluate(model, (coord, types, box)),
+        evaluate(model, (coord[order], types[order], box)),
+    )
     close(there[whole], here[whole])
     close(there[atomic], here[atomic][order])
     is_mean = quantity == "property"
     close(here[whole][0], here[atomic].mean(0) if is_mean else here[atomic].sum(0))
-    double = evaluate(model, (np.concatenate([coord, coord + box[1]]), np.tile(types, 2), box * [[1], [2], [1]]))
+    double = evaluate(
+        model, (np.concatenate([coord, coord + box[1]]), np.tile(types, 2), box * [[1], [2], [1]])
+    )
     close(double[whole], here[whole] if is_mean else 2 * here[whole])
     close(double[atomic], np.tile(here[atomic], (2, 1)))
 
@@ -555,16 +648,26 @@ def test_a_quantity_is_smooth_where_an_atom_crosses_a_cutoff(quantity, descripto
     away = coord[0] - coord.mean(0)
     away /= np.linalg.norm(away)
     for cutoff in cutoffs(model):
-        ends = [np.vstack([coord, coord[0] + 1.3 * away, coord[0] + (cutoff + s) * away]) for s in (-GAP, GAP)]
+        ends = [
+            np.vstack([coord, coord[0] + 1.3 * away, coord[0] + (cutoff + s) * away])
+            for s in (-GAP, GAP)
+        ]
         near, far = (evaluate(model, (c, [*types, 2, 1], None)) for c in ends)
         for name in model.labels:
-            assert abs(near[name] - far[name]).max() < 100 * GAP * max(1, abs(near[name]).max()), (cutoff, name)
+            assert abs(near[name] - far[name]).max() < 100 * GAP * max(1, abs(near[name]).max()), (
+                cutoff,
+                name,
+            )
 
 
 @pytest.mark.parametrize(("quantity", "how"), LEFT_OUT)
 def test_atoms_of_types_that_are_left_out_have_nothing_and_are_not_counted(quantity, how):
     section = QUANTITIES[quantity][0]
-    _, part = toy_model("se_e2_a", {}, section | how) if "sel_type" in how else toy_model("se_e2_a", {}, section, **how)
+    _, part = (
+        toy_model("se_e2_a", {}, section | how)
+        if "sel_type" in how
+        else toy_model("se_e2_a", {}, section, **how)
+    )
     _, all_types = toy_model("se_e2_a", {}, section)
     (coord, types, box), (whole, atomic) = frame(), part.labels
     found, expected = (evaluate(model, (coord, types, box)) for model in (part, all_types))
@@ -581,7 +684,10 @@ def test_parameter_gradients_of_a_quantity_are_right(quantity):
         batch_of(model, frame("triclinic", natoms=5), frame("open", 1, 4)),
         torch.Generator().manual_seed(1),
     )
-    weights = {n: torch.randn(v.shape, generator=generator, dtype=v.dtype) for n, v in model(batch).items()}
+    weights = {
+        n: torch.randn(v.shape, generator=generator, dtype=v.dtype) for n, v in model(batch).items()
+    }
     assert_parameter_gradients(
-        model, lambda: sum((weights[n] * model(batch, create_graph=True)[n]).sum() for n in model.labels)
+        model,
+        lambda: sum((weights[n] * model(batch, create_graph=True)[n]).sum() for n in model.labels),
     )

@@ -41,7 +41,13 @@ WEIGHTS = [0.6, -0.3, 1.7]
 
 
 def section(models=(*NETWORKS, TABLE), weights=WEIGHTS, **changes):
-    return {"type": "linear_ener", "type_map": TYPES, "models": list(models), "weights": weights, **changes}
+    return {
+        "type": "linear_ener",
+        "type_map": TYPES,
+        "models": list(models),
+        "weights": weights,
+        **changes,
+    }
 
 
 def linear(*args, seed=3, **changes):
@@ -57,7 +63,9 @@ def test_words_are_weights(weights, numbers):
     """The sum itself is that of DeePMD-kit: test_model_golden."""
     named, given = (linear(weights=one)[1] for one in (weights, numbers))
     for frame in FRAMES:
-        np.testing.assert_allclose(evaluate(named, frame)["force"], evaluate(given, frame)["force"], atol=SAME_MATH)
+        np.testing.assert_allclose(
+            evaluate(named, frame)["force"], evaluate(given, frame)["force"], atol=SAME_MATH
+        )
 
 
 def test_parts_are_given_the_statistics_that_they_have_alone():
@@ -72,7 +80,10 @@ def test_parts_are_given_the_statistics_that_they_have_alone():
 
 
 def test_frame_parameters_go_to_the_parts_that_read_them():
-    conditioned = {**NETWORKS[0], "fitting_net": FIT | {"numb_fparam": 2, "default_fparam": [0.1, 0.2]}}
+    conditioned = {
+        **NETWORKS[0],
+        "fitting_net": FIT | {"numb_fparam": 2, "default_fparam": [0.1, 0.2]},
+    }
     config, model = linear((NETWORKS[1], conditioned, TABLE))
     assert (config.fitting_net.numb_fparam, config.fitting_net.default_fparam) == (2, [0.1, 0.2])
     one, two, default = (evaluate(model, FRAMES[0], **more)["energy"] for more in (
@@ -87,12 +98,18 @@ def test_a_table_of_other_elements_is_read_by_their_names():
     _, here = linear()
     names = ["Na", "C", "H", "O"]
     pairs = [(a, b) for n, a in enumerate(names) for b in names[n:]]
-    own = {frozenset((a, b)): 1 + k for k, (a, b) in enumerate((a, b) for n, a in enumerate(TYPES) for b in TYPES[n:])}
+    own = {
+        frozenset((a, b)): 1 + k
+        for k, (a, b) in enumerate((a, b) for n, a in enumerate(TYPES) for b in TYPES[n:])
+    }
     table = [
-        [row[0], *(row[own[frozenset(p)]] if "C" not in p else 9.0 * (row[1] != 0) for p in pairs)] for row in rows()
+        [row[0], *(row[own[frozenset(p)]] if "C" not in p else 9.0 * (row[1] != 0) for p in pairs)]
+        for row in rows()
     ]
     _, there = linear((*NETWORKS, {**TABLE, "type_map": names, "tab_file": table}))
-    np.testing.assert_array_equal(evaluate(here, FRAMES[0])["force"], evaluate(there, FRAMES[0])["force"])
+    np.testing.assert_array_equal(
+        evaluate(here, FRAMES[0])["force"], evaluate(there, FRAMES[0])["force"]
+    )
 
 
 def test_the_number_of_neighbors_of_each_part_is_counted_inside_its_cutoff(tmp_path):
@@ -120,7 +137,10 @@ def desk(tmp_path, monkeypatch):
     write_system("data", frames=4, seed=1)
     np.savetxt("table.txt", rows(num_types=2))
     config = tiny_input(["data"], num_steps=4, training__save_freq=2, training__enable_ema=True)
-    network = {"descriptor": SECTIONS["se_atten"] | {"sel": "auto", "attn_layer": 0}, "fitting_net": FIT}
+    network = {
+        "descriptor": SECTIONS["se_atten"] | {"sel": "auto", "attn_layer": 0},
+        "fitting_net": FIT,
+    }
     parts = [network, {"type": "pairtab", "tab_file": "table.txt", "rcut": 4.8, "sel": 534}]
     config["model"] = section(parts, "sum", type_map=["O", "H"])
     Path("input.json").write_text(json.dumps(config))

@@ -64,8 +64,14 @@ def test_a_logger_gets_the_rows_of_every_file_under_names_that_say_which(values)
     steps = points()
     assert steps["lr"] == steps["train/live/rmse_f"] == steps["batch/half/rmse_e"] == [1, 2, 4, 6]
     assert steps["val/live/rmse_f"] == steps["val/half/mae_e_peratom"] == [3, 6]
-    logged = {name: value for _, of_step in lines("log") for name, value in of_step.items()}  # of the last step
-    header, *rows = [line for line in Path("lcurve_half.out").read_text().splitlines() if "If there is" not in line]
+    logged = {
+        name: value for _, of_step in lines("log") for name, value in of_step.items()
+    }  # of the last step
+    header, *rows = [
+        line
+        for line in Path("lcurve_half.out").read_text().splitlines()
+        if "If there is" not in line
+    ]
     last = dict(zip(header.split()[1:], map(float, rows[-1].split())))
     assert logged["batch/half/rmse_f"] == pytest.approx(last["rmse_f_val"], rel=1e-2)
     assert logged["train/half/rmse_f"] == pytest.approx(last["rmse_f_trn"], rel=1e-2)
@@ -84,9 +90,15 @@ def test_a_restart_continues_what_was_logged_and_repeats_nothing(values):
 
 
 def test_the_class_of_the_documentation_logs_a_run(values, tmp_path):
-    source = next(text for text in blocks(ARCHITECTURE, "python") if "LinesLogger" in text).replace('"lines"', '"text"')
+    source = next(text for text in blocks(ARCHITECTURE, "python") if "LinesLogger" in text).replace(
+        '"lines"', '"text"'
+    )
     install(
-        tmp_path / "site", "text", {"text": "text_logger:LinesLogger"}, group="deepmd_ema.loggers", text_logger=source
+        tmp_path / "site",
+        "text",
+        {"text": "text_logger:LinesLogger"},
+        group="deepmd_ema.loggers",
+        text_logger=source,
     )
     values["training"]["loggers"] = [{"type": "text", "path": "mine.txt"}]
     train(values, device="cpu")
@@ -131,13 +143,23 @@ def test_a_logger_gets_the_status_of_the_run_at_its_end(values, error, raised, s
 def test_the_tags_of_tensorboard_are_those_of_deepmd_kit(values):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = {"tensorboard": True, "tensorboard_log_dir": "board", "tensorboard_freq": 3, "loggers": []}
+    board = {
+        "tensorboard": True,
+        "tensorboard_log_dir": "board",
+        "tensorboard_freq": 3,
+        "loggers": [],
+    }
     values["training"] |= board
     train(values, device="cpu")
     train(values, restart="model.ckpt-2.pt", device="cpu")
     found = EventAccumulator("board").Reload()
     tags = set(found.Tags()["scalars"])
-    assert {"Default/lr", "Default/rmse_f", "validation/live/rmse_f", "validation/half/mae_e_peratom"} <= tags
+    assert {
+        "Default/lr",
+        "Default/rmse_f",
+        "validation/live/rmse_f",
+        "validation/half/mae_e_peratom",
+    } <= tags
     assert [event.step for event in found.Scalars("Default/rmse_f")] == [1, 3, 6]
     assert not Path(".dp-ema.logged").exists()
 
@@ -185,7 +207,11 @@ def test_a_run_of_wandb_is_continued_by_its_id(values, monkeypatch):
     _stub(monkeypatch, "wandb", init=init)
     values["training"]["loggers"] = [{"type": "wandb", "project": "water", "mode": "offline"}]
     train(values, device="cpu")
-    train(values | {"training": values["training"] | {"numb_steps": 8}}, restart="model.ckpt-6.pt", device="cpu")
+    train(
+        values | {"training": values["training"] | {"numb_steps": 8}},
+        restart="model.ckpt-6.pt",
+        device="cpu",
+    )
     starts = [options for name, _, options in calls if name == "init"]
     assert [(o["id"], o["resume"], o["project"], o["mode"]) for o in starts] == [
         (None, None, "water", "offline"),
@@ -201,12 +227,18 @@ def test_a_run_of_mlflow_is_continued_by_its_id(values, monkeypatch):
     calls = []
     client = _Service(calls, get_experiment_by_name=lambda name: None)
     client.create_experiment = lambda name: f"experiment of {name}"
-    client.create_run = lambda of, run_name: SimpleNamespace(info=SimpleNamespace(run_id=f"{of}, {run_name}"))
+    client.create_run = lambda of, run_name: SimpleNamespace(
+        info=SimpleNamespace(run_id=f"{of}, {run_name}")
+    )
     _stub(monkeypatch, "mlflow", MlflowClient=lambda uri: client)
     _stub(monkeypatch, "mlflow.entities", Param=lambda *of: of, Metric=lambda *of: of)
     values["training"]["loggers"] = [{"type": "mlflow", "experiment": "water", "name": "first"}]
     train(values, device="cpu")
-    train(values | {"training": values["training"] | {"numb_steps": 8}}, restart="model.ckpt-6.pt", device="cpu")
+    train(
+        values | {"training": values["training"] | {"numb_steps": 8}},
+        restart="model.ckpt-6.pt",
+        device="cpu",
+    )
     run = "experiment of water, first"
     batches = [(args, options) for name, args, options in calls if name == "log_batch"]
     assert {args[0] for args, _ in batches} == {run}

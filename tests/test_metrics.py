@@ -7,7 +7,13 @@ import pytest
 import torch
 from flat_batches import flat_batch, predicted, random_frame
 
-from deepmd_ema.model.metrics import Errors, evaluate, force_errors_by_type, group_frames, worst_frames
+from deepmd_ema.model.metrics import (
+    Errors,
+    evaluate,
+    force_errors_by_type,
+    group_frames,
+    worst_frames,
+)
 
 BOX = np.array([[4.0, 0, 0], [0.6, 4.3, 0], [-0.4, 0.8, 4.2]])
 SIZES = (3, 6, 4)
@@ -27,14 +33,21 @@ class Parrot(torch.nn.Module):
 
 def frames_and_guesses(seed=0, boxes=(BOX, 1.5 * BOX, None)):
     rng = np.random.default_rng(seed)
-    labelled = [random_frame(rng, n, box, source=(f"system{k % 2}", k)) for k, (n, box) in enumerate(zip(SIZES, boxes))]
-    guesses = [random_frame(rng, n, types=f["types"], box=f["box"]) for n, f in zip(SIZES, labelled)]
+    labelled = [
+        random_frame(rng, n, box, source=(f"system{k % 2}", k))
+        for k, (n, box) in enumerate(zip(SIZES, boxes))
+    ]
+    guesses = [
+        random_frame(rng, n, types=f["types"], box=f["box"]) for n, f in zip(SIZES, labelled)
+    ]
     return labelled, guesses
 
 
 def measure(labelled, guesses, per_batch=2, **options):
     batches = [flat_batch(labelled[k : k + per_batch]) for k in range(0, len(labelled), per_batch)]
-    predictions = [predicted(guesses[k * per_batch : (k + 1) * per_batch], b) for k, b in enumerate(batches)]
+    predictions = [
+        predicted(guesses[k * per_batch : (k + 1) * per_batch], b) for k, b in enumerate(batches)
+    ]
     return evaluate(Parrot(predictions), batches, torch.device("cpu"), **options)
 
 
@@ -57,7 +70,9 @@ def test_every_error_equals_its_plain_formula():
     }
     for name, values in expected.items():
         assert found[f"mae_{name}"] == pytest.approx(np.mean(np.abs(values)), rel=1e-13), name
-        assert found[f"rmse_{name}"] == pytest.approx(np.sqrt(np.mean(np.square(values))), rel=1e-13), name
+        assert found[f"rmse_{name}"] == pytest.approx(
+            np.sqrt(np.mean(np.square(values))), rel=1e-13
+        ), name
     assert (found["num_frames"], found["num_atoms"]) == (3, 13)
 
 
@@ -106,6 +121,8 @@ def test_frames_group_by_system_rank_by_error_and_split_by_element():
     types = np.concatenate([f["types"] for f in labelled])
     difference = np.concatenate([g["force"] - f["force"] for f, g in zip(labelled, guesses)])
     for kind in (0, 1):
-        assert by_type[kind].metric("F:MAE") == pytest.approx(np.abs(difference[types == kind]).mean())
+        assert by_type[kind].metric("F:MAE") == pytest.approx(
+            np.abs(difference[types == kind]).mean()
+        )
         assert by_type[kind].summary()["num_atoms"] == (types == kind).sum()
     assert math.isnan(by_type[2].metric("F:MAE"))

@@ -22,7 +22,9 @@ VALIDATED = {
 @pytest.fixture(scope="module")
 def atomic(tmp_path_factory):
     """6 frames of 9 atoms with atomic energies."""
-    return write_system(tmp_path_factory.mktemp("data") / "atomic", frames=6, natoms=9, seed=8, atom_ener=True)
+    return write_system(
+        tmp_path_factory.mktemp("data") / "atomic", frames=6, natoms=9, seed=8, atom_ener=True
+    )
 
 
 @pytest.fixture
@@ -68,9 +70,17 @@ def test_a_restart_continues_to_the_last_bit(start, rule, auto_prob):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_follow_one_process_with_a_batch_of_all_their_frames(tmp_path, monkeypatch, systems, stage):
+def test_ranks_follow_one_process_with_a_batch_of_all_their_frames(
+    tmp_path, monkeypatch, systems, stage
+):
     start = trains_in(tmp_path, monkeypatch, (systems, systems), VALIDATED)
     alone = start("alone", 9, with_rule("mixed:4"))
-    config = tiny_input(systems, systems, num_steps=9, **VALIDATED, **with_rule("mixed:2", training__zero_stage=stage))
+    config = tiny_input(
+        systems,
+        systems,
+        num_steps=9,
+        **VALIDATED,
+        **with_rule("mixed:2", training__zero_stage=stage),
+    )
     train_on_ranks(tmp_path / "ranks", 2, config)
     assert_same_run(alone, tmp_path / "ranks")

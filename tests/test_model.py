@@ -50,7 +50,9 @@ def test_the_derivative_of_an_activation_function_is_its_derivative(name):
 
 
 def test_an_isolated_atom_has_the_energy_given_in_the_config():
-    _, model = toy_model(descriptor_changes={"set_davg_zero": True}, fitting_changes={"atom_ener": [-1.5, None, 0.0]})
+    _, model = toy_model(
+        descriptor_changes={"set_davg_zero": True}, fitting_changes={"atom_ener": [-1.5, None, 0.0]}
+    )
     model.descriptor.mean.zero_()
     model.fitting.bias_atom_e.zero_()
     out = evaluate(model, *(([[0.0, 0, 0]], [t], None) for t in range(3)))
@@ -85,7 +87,12 @@ def test_seeds_of_the_parts_come_before_the_seed_of_the_run():
     config = model_config_from_dict(model_section())
     own = replace(config, descriptor=replace(config.descriptor, seed=4))
     one, two = build_model(own, 1).state_dict(), build_model(own, 2).state_dict()
-    assert torch.equal(one["descriptor.embeddings.0.layers.0.weight"], two["descriptor.embeddings.0.layers.0.weight"])
-    assert not torch.equal(one["fitting.nets.0.layers.0.weight"], two["fitting.nets.0.layers.0.weight"])
+    assert torch.equal(
+        one["descriptor.embeddings.0.layers.0.weight"],
+        two["descriptor.embeddings.0.layers.0.weight"],
+    )
+    assert not torch.equal(
+        one["fitting.nets.0.layers.0.weight"], two["fitting.nets.0.layers.0.weight"]
+    )
     nets = [one[f"descriptor.embeddings.{k}.layers.0.weight"] for k in range(9)]
     assert not torch.equal(nets[0], nets[1])

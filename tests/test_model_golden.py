@@ -56,10 +56,17 @@ def swap_equal_distances(batch, rcut, swaps):
 
 def with_order_of_the_peer(model, batch, atom_energy):
     """Return ``batch`` with images at equal distances in the order that gives the peer's atomic energies best."""
-    orders = [swap_equal_distances(batch, model.layout.rcut, s) for s in itertools.product((False, True), repeat=3)]
-    wrong = torch.stack([(model(replace(batch, vector=v))["atom_energy"] - atom_energy).abs() for v in orders])
+    orders = [
+        swap_equal_distances(batch, model.layout.rcut, s)
+        for s in itertools.product((False, True), repeat=3)
+    ]
+    wrong = torch.stack(
+        [(model(replace(batch, vector=v))["atom_energy"] - atom_energy).abs() for v in orders]
+    )
     best = wrong.argmin(0)
-    return replace(batch, vector=torch.stack([orders[k][atom] for atom, k in enumerate(best.tolist())]))
+    return replace(
+        batch, vector=torch.stack([orders[k][atom] for atom, k in enumerate(best.tolist())])
+    )
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -83,7 +90,10 @@ def test_the_slots_of_a_batch_do_not_matter(golden):
     config, model, _ = golden
     frames = frames_of("molecule", config.fitting_net)
     few = collate(frames, model.layout)
-    many = collate([pair_frame(frame, model.layout, round_to=max(model.layout.sel)) for frame in frames], model.layout)
+    many = collate(
+        [pair_frame(frame, model.layout, round_to=max(model.layout.sel)) for frame in frames],
+        model.layout,
+    )
     assert sum(few.slots) < sum(many.slots) == sum(model.layout.sel)
     for name, value in model(few).items():
         torch.testing.assert_close(model(many)[name], value, rtol=1e-12, atol=1e-12)

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from helpers import tiny_input
 from test_linear import FIT, NETWORKS, TABLE, WEIGHTS, rows, section
-from toy_models import FLOW, REPFORMER, REPINIT, TRICLINIC, batch_of, model_section, toy_atoms, toy_model
+from toy_models import (
+    FLOW,
+    REPFORMER,
+    REPINIT,
+    TRICLINIC,
+    batch_of,
+    model_section,
+    toy_atoms,
+    toy_model,
+)
 from toy_models import TABLE as SHORT
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict
@@ -18,45 +27,149 @@ from deepmd_ema.geometry import neighbor_statistics
 # changes of the descriptor, changes of the model, and the message
 OF_DESCRIPTORS = {
     "dpa2": [
-        ({"repinit": {**REPINIT, "rcut_smth": 5.0}}, {}, "repinit.rcut_smth = 5: expected less than rcut = 4"),
-        ({"repinit": {**REPINIT, "axis_neuron": 20}}, {}, "repinit.axis_neuron = 20: expected at most 16"),
-        ({"repinit": {**REPINIT, "three_body_rcut": 4.5}}, {}, "three_body_rcut = 4.5: expected at most rcut = 4"),
-        ({"three_body_rcut_smth": 3.5}, {}, "repinit.three_body_rcut_smth = 3.5: expected less than three_"),
-        ({"three_body_sel": 50}, {}, "repinit.three_body_sel = 50: expected at most repformer.nsel = 40"),
-        ({"repinit": {**REPINIT, "nsel": "some"}}, {}, 'repinit.nsel = "some": expected a whole number > 0'),
-        ({"repformer": {**REPFORMER, "rcut": 4.0}}, {}, "repformer.rcut = 4: expected less than repinit.rcut = 4"),
-        ({"repformer": {**REPFORMER, "nsel": 60}}, {}, "repformer.nsel = 60: expected less than repinit.nsel = 60"),
-        ({"repformer": {**REPFORMER, "nsel": 70}}, {}, "repformer.nsel = 70: expected at most repinit.nsel = 60"),
-        ({"repformer": {**REPFORMER, "axis_neuron": 7}}, {}, "repformer.axis_neuron = 7: expected at most g2_dim = 6"),
-        ({"update_g1_has_grrg": False, "update_g1_has_drrd": False}, {}, "the layer of all terms would have no input"),
+        (
+            {"repinit": {**REPINIT, "rcut_smth": 5.0}},
+            {},
+            "repinit.rcut_smth = 5: expected less than rcut = 4",
+        ),
+        (
+            {"repinit": {**REPINIT, "axis_neuron": 20}},
+            {},
+            "repinit.axis_neuron = 20: expected at most 16",
+        ),
+        (
+            {"repinit": {**REPINIT, "three_body_rcut": 4.5}},
+            {},
+            "three_body_rcut = 4.5: expected at most rcut = 4",
+        ),
+        (
+            {"three_body_rcut_smth": 3.5},
+            {},
+            "repinit.three_body_rcut_smth = 3.5: expected less than three_",
+        ),
+        (
+            {"three_body_sel": 50},
+            {},
+            "repinit.three_body_sel = 50: expected at most repformer.nsel = 40",
+        ),
+        (
+            {"repinit": {**REPINIT, "nsel": "some"}},
+            {},
+            'repinit.nsel = "some": expected a whole number > 0',
+        ),
+        (
+            {"repformer": {**REPFORMER, "rcut": 4.0}},
+            {},
+            "repformer.rcut = 4: expected less than repinit.rcut = 4",
+        ),
+        (
+            {"repformer": {**REPFORMER, "nsel": 60}},
+            {},
+            "repformer.nsel = 60: expected less than repinit.nsel = 60",
+        ),
+        (
+            {"repformer": {**REPFORMER, "nsel": 70}},
+            {},
+            "repformer.nsel = 70: expected at most repinit.nsel = 60",
+        ),
+        (
+            {"repformer": {**REPFORMER, "axis_neuron": 7}},
+            {},
+            "repformer.axis_neuron = 7: expected at most g2_dim = 6",
+        ),
+        (
+            {"update_g1_has_grrg": False, "update_g1_has_drrd": False},
+            {},
+            "the layer of all terms would have no input",
+        ),
         ({"update_style": "res"}, {}, 'repformer.update_style = "res"'),
         ({"exclude_types": [[0, 3]]}, {}, "exclude_types: type 3 does not exist"),
     ],
     "dpa3": [
-        ({"a_rcut_smth": 3.0}, {}, "descriptor.repflow.a_rcut_smth = 3: expected less than a_rcut = 3"),
+        (
+            {"a_rcut_smth": 3.0},
+            {},
+            "descriptor.repflow.a_rcut_smth = 3: expected less than a_rcut = 3",
+        ),
         ({"a_rcut": 5.0}, {}, "descriptor.repflow.a_rcut = 5: expected at most e_rcut = 4"),
         ({"a_sel": 61}, {}, "descriptor.repflow.a_sel = 61: expected at most e_sel = 60"),
         ({"e_sel": "many"}, {}, 'repflow.e_sel = "many": expected a whole number > 0'),
-        ({"axis_neuron": 7}, {}, "axis_neuron = 7: expected at most 6, the smaller of n_dim and e_dim"),
-        ({"a_compress_rate": 3}, {}, "a_compress_rate = 3: expected a number of which twice divides a_dim = 4"),
-        ({"a_compress_rate": 1, "a_compress_use_split": True, "a_compress_e_rate": 4}, {}, "e_dim = 6: expected at"),
-        ({"use_dynamic_sel": True, "smooth_edge_update": False}, {}, "use_dynamic_sel = true: needs smooth"),
-        ({"sequential_update": True, "update_style": "res_avg"}, {}, "sequential_update = true: needs update_style"),
-        ({"sequential_update": True, "update_angle": False}, {}, "sequential_update = true: needs update_angle"),
-        ({"use_exp_switch": True, "e_rcut_smth": 0.0}, {}, "e_rcut_smth = 0: use_exp_switch divides by it"),
-        ({"add_chg_spin_ebd": True}, {}, "add_chg_spin_ebd = true: expected false: charge and spin"),
-        ({"default_chg_spin": [0.0, 1.0]}, {}, "default_chg_spin = [0.0, 1.0]: expected null: charge and spin"),
+        (
+            {"axis_neuron": 7},
+            {},
+            "axis_neuron = 7: expected at most 6, the smaller of n_dim and e_dim",
+        ),
+        (
+            {"a_compress_rate": 3},
+            {},
+            "a_compress_rate = 3: expected a number of which twice divides a_dim = 4",
+        ),
+        (
+            {"a_compress_rate": 1, "a_compress_use_split": True, "a_compress_e_rate": 4},
+            {},
+            "e_dim = 6: expected at",
+        ),
+        (
+            {"use_dynamic_sel": True, "smooth_edge_update": False},
+            {},
+            "use_dynamic_sel = true: needs smooth",
+        ),
+        (
+            {"sequential_update": True, "update_style": "res_avg"},
+            {},
+            "sequential_update = true: needs update_style",
+        ),
+        (
+            {"sequential_update": True, "update_angle": False},
+            {},
+            "sequential_update = true: needs update_angle",
+        ),
+        (
+            {"use_exp_switch": True, "e_rcut_smth": 0.0},
+            {},
+            "e_rcut_smth = 0: use_exp_switch divides by it",
+        ),
+        (
+            {"add_chg_spin_ebd": True},
+            {},
+            "add_chg_spin_ebd = true: expected false: charge and spin",
+        ),
+        (
+            {"default_chg_spin": [0.0, 1.0]},
+            {},
+            "default_chg_spin = [0.0, 1.0]: expected null: charge and spin",
+        ),
     ],
     "se_atten": [
-        ({}, {"use_srtab": "missing.txt"}, 'use_srtab = "missing.txt": expected a readable text file'),
+        (
+            {},
+            {"use_srtab": "missing.txt"},
+            'use_srtab = "missing.txt": expected a readable text file',
+        ),
         ({}, {**SHORT, "use_srtab": [[1.0, 2.0], [2.0, 1.0]]}, "at least three rows"),
         ({}, {**SHORT, "use_srtab": [[1.0, 2.0], [2.0, 1.0], [4.0, 0.0]]}, "even steps"),
-        ({}, {**SHORT, "use_srtab": [row[:4] for row in SHORT["use_srtab"]]}, "energies of 3 pairs, expected 6"),
-        ({}, {**SHORT, "use_srtab": SHORT["use_srtab"][:50]}, "with energies that are not 0, and rcut is 4"),
+        (
+            {},
+            {**SHORT, "use_srtab": [row[:4] for row in SHORT["use_srtab"]]},
+            "energies of 3 pairs, expected 6",
+        ),
+        (
+            {},
+            {**SHORT, "use_srtab": SHORT["use_srtab"][:50]},
+            "with energies that are not 0, and rcut is 4",
+        ),
         ({}, {**SHORT, "sw_rmin": None}, "model.sw_rmin: required beside use_srtab"),
         ({}, {**SHORT, "sw_rmax": 0.5}, "expected more than sw_rmin = 0.7, at most rcut = 4"),
-        ({"interpolate": "sometimes"}, {}, 'interpolate = "sometimes": unknown. Known: auto, always, never'),
-        ({"activation_function": "tahn"}, {}, 'activation_function = "tahn": unknown. Did you mean tanh?'),
+        (
+            {"interpolate": "sometimes"},
+            {},
+            'interpolate = "sometimes": unknown. Known: auto, always, never',
+        ),
+        (
+            {"activation_function": "tahn"},
+            {},
+            'activation_function = "tahn": unknown. Did you mean tanh?',
+        ),
     ],
     "dpa4": [
         ({}, {"bridging_method": "lj"}, 'bridging_method = "lj": expected "zbl", or "none".'),
@@ -66,15 +179,30 @@ OF_DESCRIPTORS = {
             "bridging_r_outer = 0.8: expected more than bridging",
         ),
         ({}, {"bridging_method": "zbl", "bridging_r_outer": 5}, "at most rcut = 4 (angstrom)"),
-        ({}, {"bridging_method": "zbl", "type_map": ["O", "H", "X"]}, "X is no element, whose charge zbl needs."),
-        ({}, {"bridging_method": "zbl", **SHORT}, "model.use_srtab: bridging_method is given too, and both act at"),
+        (
+            {},
+            {"bridging_method": "zbl", "type_map": ["O", "H", "X"]},
+            "X is no element, whose charge zbl needs.",
+        ),
+        (
+            {},
+            {"bridging_method": "zbl", **SHORT},
+            "model.use_srtab: bridging_method is given too, and both act at",
+        ),
     ],
-    "se_e2_a": [({}, {"bridging_method": "zbl"}, "the descriptor se_e2_a does not have it, nor in DeePMD-kit.")],
+    "se_e2_a": [
+        (
+            {},
+            {"bridging_method": "zbl"},
+            "the descriptor se_e2_a does not have it, nor in DeePMD-kit.",
+        )
+    ],
 }
 
 
 @pytest.mark.parametrize(
-    ("descriptor", "number"), [(name, k) for name, of in OF_DESCRIPTORS.items() for k in range(len(of))]
+    ("descriptor", "number"),
+    [(name, k) for name, of in OF_DESCRIPTORS.items() for k in range(len(of))],
 )
 def test_what_does_not_fit_together_is_named(descriptor, number):
     changes, of_model, phrase = OF_DESCRIPTORS[descriptor][number]
@@ -117,7 +245,9 @@ def test_options_without_effect_are_listed():
     lines = [
         line.removeprefix("model.descriptor.")
         for name, parts in descriptors.items()
-        for line in ignored_options(config_from_dict(tiny_input(["data"], model__descriptor={"type": name, **parts})))
+        for line in ignored_options(
+            config_from_dict(tiny_input(["data"], model__descriptor={"type": name, **parts}))
+        )
     ]
     assert {
         "repinit.three_body_rcut = 3.0: no effect, use_three_body is false",
@@ -138,10 +268,17 @@ def test_numbers_of_neighbors_are_counted_at_the_cutoff_of_each_part():
     descriptor = model_config_from_dict(model_section("dpa2", auto)).descriptor
     assert descriptor.neighbors is None
     counted = descriptor.with_neighbors(found)
-    assert (counted.repinit.nsel, counted.repformer.nsel, counted.repinit.three_body_sel) == (56, 24, 20)
+    assert (counted.repinit.nsel, counted.repformer.nsel, counted.repinit.three_body_sel) == (
+        56,
+        24,
+        20,
+    )
     assert counted.neighbors == (56,)
     assert descriptor.with_neighbors_of(counted) == counted
-    assert list(counted.inner_neighbors()) == [("repinit.three_body_sel", 3.0, 20), ("repformer.nsel", 3.2, 24)]
+    assert list(counted.inner_neighbors()) == [
+        ("repinit.three_body_sel", 3.0, 20),
+        ("repformer.nsel", 3.2, 24),
+    ]
     few = descriptor.with_neighbors(SimpleNamespace(max_total=0, max_within=lambda rcut: 0))
     # as in small molecules: still one more where it looks farther
     assert texts_of(ERROR, few.findings(["O", "H", "Na"])) == []
@@ -157,10 +294,15 @@ def test_auto_counts_neighbors_within_each_cutoff():
     assert [found.max_within(rcut) for rcut in (4.0, 3.0)] == most
     assert found.max_total == most[0]
     for e_sel, a_sel, ratios in (("auto", "auto:1.5", (1.1, 1.5)), (90, "auto", (None, 1.1))):
-        config = model_config_from_dict(model_section("dpa3", {"e_sel": e_sel, "a_sel": a_sel})).descriptor
+        config = model_config_from_dict(
+            model_section("dpa3", {"e_sel": e_sel, "a_sel": a_sel})
+        ).descriptor
         assert config.neighbors is None
         flow = config.with_neighbors(found).repflow
-        wanted = [90 if ratio is None else 4 * int(np.ceil(int(n * ratio) / 4)) for n, ratio in zip(most, ratios)]
+        wanted = [
+            90 if ratio is None else 4 * int(np.ceil(int(n * ratio) / 4))
+            for n, ratio in zip(most, ratios)
+        ]
         assert [flow.e_sel, flow.a_sel] == wanted
 
 

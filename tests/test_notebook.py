@@ -12,7 +12,11 @@ import pytest
 import deepmd_ema
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "water"
-CODE = [cell for cell in json.loads((EXAMPLE / "python.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]
+CODE = [
+    cell
+    for cell in json.loads((EXAMPLE / "python.ipynb").read_text())["cells"]
+    if cell["cell_type"] == "code"
+]
 
 
 def test_the_notebook_is_stored_without_outputs():
@@ -27,10 +31,18 @@ def test_the_cells_of_the_notebook_run(tmp_path):
         pytest.importorskip(package)
     (tmp_path / "data").symlink_to(EXAMPLE / "data")
     (tmp_path / "cells.py").write_text("\n".join("".join(cell["source"]) for cell in CODE))
-    environ = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(Path(deepmd_ema.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "cells.py"], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    environ = {
+        **os.environ,
+        "MPLBACKEND": "Agg",
+        "PYTHONPATH": str(Path(deepmd_ema.__file__).parents[1]),
+    }
+    done = subprocess.run(
+        [sys.executable, "cells.py"], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    found = re.search(r"force RMSE: ([\d.]+) meV/angstrom, of the training: ([\d.]+)\n", done.stdout)
+    found = re.search(
+        r"force RMSE: ([\d.]+) meV/angstrom, of the training: ([\d.]+)\n", done.stdout
+    )
     assert found[1] == found[2]
     assert float(found[1]) < 300  # the spread of the forces is 840
     drift = re.search(r"drift in 20 steps: (-?[\d.]+) meV/atom", done.stdout)

@@ -28,7 +28,9 @@ def batch_by_distance(*cells, natoms=9):
 
 
 def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).requires_grad_()
 
 
 def close(a, b):
@@ -47,9 +49,16 @@ def test_activations_have_the_second_derivatives_of_the_reference(name, monkeypa
     x, function, results = draw(12, 8), activation(name), []
     weight = draw(*x.shape, seed=7)
     for ops in (CPU, REFERENCE):
-        _, vjp = torch.func.vjp(lambda x, ops=ops: ops.activated(torch.tanh(x * weight), function), x)
+        _, vjp = torch.func.vjp(
+            lambda x, ops=ops: ops.activated(torch.tanh(x * weight), function), x
+        )
         (grad,) = vjp(draw(*x.shape, seed=8).detach())
-        results.append([grad, *torch.autograd.grad((grad * draw(*x.shape, seed=9).detach()).sum(), [x, weight])])
+        results.append(
+            [
+                grad,
+                *torch.autograd.grad((grad * draw(*x.shape, seed=9).detach()).sum(), [x, weight]),
+            ]
+        )
     for cpu, reference in zip(*results, strict=True):
         close(cpu, reference)
     assert torch.autograd.gradgradcheck(lambda x: CPU.activated(x, function), (draw(2, 3),))
@@ -80,7 +89,9 @@ def test_sums_over_neighbors_do_not_depend_on_the_number_of_threads():
     neighbor = torch.randint(64, (512, 40), generator=torch.Generator().manual_seed(0))
     order = neighbor.flatten().argsort(stable=True)
     slots = order.split(neighbor.flatten().bincount(minlength=64).tolist())
-    reverse = torch.nn.utils.rnn.pad_sequence(list(slots), batch_first=True, padding_value=neighbor.numel())
+    reverse = torch.nn.utils.rnn.pad_sequence(
+        list(slots), batch_first=True, padding_value=neighbor.numel()
+    )
     node, grad = torch.zeros(64, 32, requires_grad=True), torch.randn(512, 40, 32) * 1e3
     gradients, sums = [], []
     threads = torch.get_num_threads()
@@ -95,7 +106,9 @@ def test_sums_over_neighbors_do_not_depend_on_the_number_of_threads():
 
 
 @pytest.mark.parametrize("cells", [["triclinic"], ["tiny", "open"], ["open"]])
-@pytest.mark.parametrize(("rcut", "most"), [(4.0, None), (3.0, None), (4.0, 5), (2.2, 5), (3.0, 500), (0.1, 7)])
+@pytest.mark.parametrize(
+    ("rcut", "most"), [(4.0, None), (3.0, None), (4.0, 5), (2.2, 5), (3.0, 500), (0.1, 7)]
+)
 def test_a_view_holds_the_nearest_neighbors_within_its_cutoff(cells, rcut, most):
     batch = batch_by_distance(*cells)
     neighborhood = batch.within(rcut, most)
@@ -107,8 +120,15 @@ def test_a_view_holds_the_nearest_neighbors_within_its_cutoff(cells, rcut, most)
     uses = [[] for _ in range(num_atoms)]
     for i in range(num_atoms):
         wanted = [k for k in range(total) if distance[i, k] < rcut][:most]
-        assert torch.nonzero(neighborhood.mask[i]).ravel().tolist() == wanted == list(range(len(wanted)))
-        assert neighborhood.neighbor[i, neighborhood.mask[i]].tolist() == batch.neighbor[i, wanted].tolist()
+        assert (
+            torch.nonzero(neighborhood.mask[i]).ravel().tolist()
+            == wanted
+            == list(range(len(wanted)))
+        )
+        assert (
+            neighborhood.neighbor[i, neighborhood.mask[i]].tolist()
+            == batch.neighbor[i, wanted].tolist()
+        )
         for k in wanted:
             uses[int(batch.neighbor[i, k])].append(i * width + k)
     assert (neighborhood.neighbor[~neighborhood.mask] == num_atoms).all()
@@ -126,6 +146,8 @@ def test_the_exponential_switch_has_a_derivative_however_early_it_begins(dtype):
     assert (value[r > 0.2] < 1e-8).all()
     assert torch.isfinite(slope).all()
     assert (slope <= 0).all()
-    at_end, _ = exponential_switch_and_derivative(torch.tensor([8.0, 8.5, 100.0], dtype=dtype), 8.0, 7.0)
+    at_end, _ = exponential_switch_and_derivative(
+        torch.tensor([8.0, 8.5, 100.0], dtype=dtype), 8.0, 7.0
+    )
     assert at_end[0] > 0
     assert (at_end == at_end[0]).all()

@@ -36,12 +36,17 @@ def numbered(golden, prefix):
 
 
 def parameters(golden):
-    return [(f"p{k}", nn.Parameter(value.clone())) for k, value in enumerate(numbered(golden, "filter/w/"))]
+    return [
+        (f"p{k}", nn.Parameter(value.clone()))
+        for k, value in enumerate(numbered(golden, "filter/w/"))
+    ]
 
 
 def measurement(golden, k):
     divisor = golden[f"filter/divisor/{k}"]
-    gradients = [golden[f"filter/g/{i}/{k}"] / divisor for i in range(len(numbered(golden, "filter/w/")))]
+    gradients = [
+        golden[f"filter/g/{i}/{k}"] / divisor for i in range(len(numbered(golden, "filter/w/")))
+    ]
     return gradients, golden[f"filter/error/{k}"]
 
 
@@ -50,7 +55,9 @@ def everything(named, lkf):
     return [p.detach().clone() for _, p in named] + [state["memory"], *state["covariances"]]
 
 
-def test_updates_are_those_of_deepmd_kit_also_after_one_called_off_and_from_a_saved_state(golden, tmp_path):
+def test_updates_are_those_of_deepmd_kit_also_after_one_called_off_and_from_a_saved_state(
+    golden, tmp_path
+):
     named = parameters(golden)
     lkf = LKF(named, BLOCK)
     for k in range(2):
@@ -65,8 +72,12 @@ def test_updates_are_those_of_deepmd_kit_also_after_one_called_off_and_from_a_sa
     for k in range(2, 5):
         lkf.update(*measurement(golden, k), GOOD)
         restored.update(*measurement(golden, k), GOOD)
-    assert all(torch.equal(a, b) for a, b in zip(everything(named, lkf), everything(others, restored)))
-    for (name, p), start, after in zip(named, numbered(golden, "filter/w/"), numbered(golden, "filter/after/")):
+    assert all(
+        torch.equal(a, b) for a, b in zip(everything(named, lkf), everything(others, restored))
+    )
+    for (name, p), start, after in zip(
+        named, numbered(golden, "filter/w/"), numbered(golden, "filter/after/")
+    ):
         assert (p.detach() - start).abs().max() > 1e4 * PEER
         assert (p.detach() - after).abs().max() < PEER, name
 
@@ -74,7 +85,9 @@ def test_updates_are_those_of_deepmd_kit_also_after_one_called_off_and_from_a_sa
 def test_covariances_stay_symmetric_to_the_last_bit():
     generator, dtype = torch.Generator().manual_seed(2), torch.float32
     sizes = (7, 64, 33)
-    lkf = LKF([(f"p{k}", nn.Parameter(torch.zeros(n, dtype=dtype))) for k, n in enumerate(sizes)], 64)
+    lkf = LKF(
+        [(f"p{k}", nn.Parameter(torch.zeros(n, dtype=dtype))) for k, n in enumerate(sizes)], 64
+    )
     for _ in range(20):
         gradients = [torch.randn(n, generator=generator, dtype=dtype) for n in sizes]
         lkf.update(gradients, torch.tensor(0.1), GOOD)
@@ -90,11 +103,15 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(golden):
     state = lkf.state_dict()
     fresh = LKF(parameters(golden), 12)
     before = everything([], fresh)
-    with pytest.raises(CheckpointError, match=r"blocks of up to 10 weights, optimizer\.kf_blocksize makes"):
+    with pytest.raises(
+        CheckpointError, match=r"blocks of up to 10 weights, optimizer\.kf_blocksize makes"
+    ):
         fresh.load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"it is of Adam, optimizer\.type is LKF"):
         fresh.load_state_dict({"type": "Adam", "state": {}})
-    renamed = dict(state, parameters={("other" if k == "p0" else k): v for k, v in state["parameters"].items()})
+    renamed = dict(
+        state, parameters={("other" if k == "p0" else k): v for k, v in state["parameters"].items()}
+    )
     with pytest.raises(CheckpointError, match="other parameters than this model's: other, p0"):
         fresh.load_state_dict(renamed)
     assert all(torch.equal(a, b) for a, b in zip(before, everything([], fresh)))
@@ -112,7 +129,11 @@ OPTIONS = NO_VIRIAL = {"loss__start_pref_v": 0, "loss__limit_pref_v": 0}
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_go_down_and_a_restart_is_the_same_run_to_the_last_bit(kind, start):
-    rates = {"learning_rate__start_lr": 0.02, "learning_rate__stop_lr": 1e-3, "training__disp_freq": 1}
+    rates = {
+        "learning_rate__start_lr": 0.02,
+        "learning_rate__stop_lr": 1e-3,
+        "training__disp_freq": 1,
+    }
     options = {"optimizer": KINDS[kind], "training__save_freq": 30, **rates}
     folder = start("run", 60, options)
     rows, whole = np.genfromtxt(folder / "lcurve.out", names=True), load("model.ckpt-60.pt")
@@ -155,12 +176,21 @@ def measured(golden):
     batch = as_batch(golden["wrapper/energy"], golden["wrapper/force"])
     counts = torch.stack(numbered(golden, "wrapper/counts/"))
     atoms = counts.shape[1]
-    numbers = torch.stack([(torch.repeat_interleave(torch.arange(atoms), c) + 0.5) / atoms for c in counts])
-    return model, batch, numbers, {name: golden[f"wrapper/after/{name}"] for name in ("energy", "force")}
+    numbers = torch.stack(
+        [(torch.repeat_interleave(torch.arange(atoms), c) + 0.5) / atoms for c in counts]
+    )
+    return (
+        model,
+        batch,
+        numbers,
+        {name: golden[f"wrapper/after/{name}"] for name in ("energy", "force")},
+    )
 
 
 def kalman_step(model, **factors):
-    optimizer = LKFConfig(kf_blocksize=100, **(factors or {"kf_start_pref_e": 1.5, "kf_limit_pref_e": 1.5}))
+    optimizer = LKFConfig(
+        kf_blocksize=100, **(factors or {"kf_start_pref_e": 1.5, "kf_limit_pref_e": 1.5})
+    )
     config = SimpleNamespace(optimizer=optimizer, learning_rate=ExpScheduleConfig(start_lr=1.0))
     model.tasks_of_parameters = lambda: {name: [""] for name, _ in model.named_parameters()}
     loss = EnergyLoss(EnerLossConfig(), 1.0, World())
@@ -170,7 +200,11 @@ def kalman_step(model, **factors):
 
 def test_a_step_of_the_kalman_filter_is_that_of_deepmd_kit(measured, monkeypatch):
     model, batch, numbers, after = measured
-    factors = {f"kf_{when}_pref_{term}": c for when in ("start", "limit") for term, c in (("e", 1.5), ("f", 3.0))}
+    factors = {
+        f"kf_{when}_pref_{term}": c
+        for when in ("start", "limit")
+        for term, c in (("e", 1.5), ("f", 3.0))
+    }
     task, step = kalman_step(model, **factors)
     monkeypatch.setattr(step, "_draws", lambda *_: numbers)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -222,7 +256,8 @@ def test_nothing_changes_after_an_update_that_was_not_finite(measured, poison):
     tasks = SimpleNamespace(draw=lambda _: task)
     task.frames_of_step = lambda back: [("water", 3)]
     with pytest.raises(
-        DivergedError, match=r"step 1.*water frame 3.*were not updated by that step after its first update"
+        DivergedError,
+        match=r"step 1.*water frame 3.*were not updated by that step after its first update",
     ) as e:
         step.raise_if_diverged(tasks, 2, World())
     assert "lower optimizer.kf_start_pref_e" in str(e.value)

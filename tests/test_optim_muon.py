@@ -31,10 +31,16 @@ def parameters(dtype=torch.float64):
     with np.load(GOLDEN / "steps.npz") as file:
         arrays = {name: torch.tensor(file[name]) for name in file.files}
     start = {
-        name[2:]: nn.Parameter(value.to(dtype, copy=True)) for name, value in arrays.items() if name.startswith("w/")
+        name[2:]: nn.Parameter(value.to(dtype, copy=True))
+        for name, value in arrays.items()
+        if name.startswith("w/")
     }
     steps = 1 + max(int(name.rpartition("/")[2]) for name in arrays if name.startswith("g/"))
-    return start, [{name: arrays[f"g/{name}/{k}"].to(dtype) for name in start} for k in range(steps)], arrays
+    return (
+        start,
+        [{name: arrays[f"g/{name}/{k}"].to(dtype) for name in start} for k in range(steps)],
+        arrays,
+    )
 
 
 def take(optimizer, named, gradients, lr=LR, found_inf=0.0):

@@ -21,18 +21,28 @@ from deepmd_ema.optim.schedule import build_schedule
 
 SAME_MATH = 1e-13
 OPTIMIZER = {"type": "AdamWScheduleFree", "adam_beta1": 0.8, "r": 1.5}
-CONSTANT = {"learning_rate__start_lr": 0.01, "learning_rate__stop_lr": 0.01, "learning_rate__warmup_steps": 5}
+CONSTANT = {
+    "learning_rate__start_lr": 0.01,
+    "learning_rate__stop_lr": 0.01,
+    "learning_rate__warmup_steps": 5,
+}
 
 
 def network():
     generator = torch.Generator().manual_seed(2)
     shapes = {"weight": (4, 3), "bias": (3,), "single": (1,)}
-    return {name: nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for name, s in shapes.items()}
+    return {
+        name: nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64))
+        for name, s in shapes.items()
+    }
 
 
 def gradients_of(step, named):
     generator = torch.Generator().manual_seed(100 + step)
-    return {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in named.items()}
+    return {
+        name: torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        for name, p in named.items()
+    }
 
 
 def weights_of(rates, r):
@@ -66,10 +76,17 @@ def test_x_y_and_z_are_those_of_the_paper(decay, r, warmup, first):
     named = network()
     bank = AverageBank(
         nn.ParameterDict(named),
-        [ScheduleFreeProfile("x", adam_beta1=0.85, warmup_steps=warmup, warmup_start_factor=first, r=r)],
+        [
+            ScheduleFreeProfile(
+                "x", adam_beta1=0.85, warmup_steps=warmup, warmup_start_factor=first, r=r
+            )
+        ],
     )
     optimizer = build_optimizer(config, named, warmup=(warmup, first))
-    rates, gradients = [rate(step) for step in range(30)], [gradients_of(step, named) for step in range(30)]
+    rates, gradients = (
+        [rate(step) for step in range(30)],
+        [gradients_of(step, named) for step in range(30)],
+    )
     for step in range(30):
         gradients[step]["bias"] = None if step % 3 == 1 else gradients[step]["bias"]  # another task
         for name, p in named.items():
@@ -79,10 +96,14 @@ def test_x_y_and_z_are_those_of_the_paper(decay, r, warmup, first):
         bank.update()
     averaged = bank.weights("x")
     for name, p in named.items():
-        expected = reference(network()[name].detach(), rates, [g[name] for g in gradients], 0.85, 0.99, decay, r)
+        expected = reference(
+            network()[name].detach(), rates, [g[name] for g in gradients], 0.85, 0.99, decay, r
+        )
         found = {"x": averaged[name], "y": p.detach(), "z": optimizer.state[p]["z"]}
         for point, value in found.items():
-            torch.testing.assert_close(value, expected[point], rtol=SAME_MATH, atol=SAME_MATH, msg=f"{name} {point}")
+            torch.testing.assert_close(
+                value, expected[point], rtol=SAME_MATH, atol=SAME_MATH, msg=f"{name} {point}"
+            )
         assert (averaged[name] - p).abs().max() > (1e-3 if r < 5 else 1e-4)
 
 
@@ -92,9 +113,13 @@ def test_the_averaged_point_is_added_to_the_averages_of_an_input_once():
     *others, last = config.training.averaging
     assert (last.type, last.name) == ("schedule_free", "schedule_free")
     assert last.full_validation == config.validating.full_validation
-    assert [a.type for a in others] == [a.type for a in config_from_dict(spoiled({})).training.averaging]
+    assert [a.type for a in others] == [
+        a.type for a in config_from_dict(spoiled({})).training.averaging
+    ]
     own = {**values, "training.averaging": [{"name": "x", "type": "schedule_free", "lcurve": True}]}
-    found = [a for a in config_from_dict(spoiled(own)).training.averaging if a.type == "schedule_free"]
+    found = [
+        a for a in config_from_dict(spoiled(own)).training.averaging if a.type == "schedule_free"
+    ]
     assert [(a.name, a.lcurve) for a in found] == [("x", True)]
 
 
@@ -112,11 +137,19 @@ def test_a_rate_that_falls_is_warned_about(kind, stop, warned):
 @pytest.fixture
 def start(tmp_path, monkeypatch, water_like, water_like_valid):
     """Return a function that trains in a folder of its own: start(name, num_steps, options, **how)."""
-    return trains_in(tmp_path, monkeypatch, ([water_like], [water_like_valid]), {"optimizer": OPTIMIZER, **CONSTANT})
+    return trains_in(
+        tmp_path,
+        monkeypatch,
+        ([water_like], [water_like_valid]),
+        {"optimizer": OPTIMIZER, **CONSTANT},
+    )
 
 
 def test_the_averaged_point_is_saved_and_validated_and_continues_under_other_names(start):
-    points = [{"name": "a", "decay": 0.9}, {"name": "b", "type": "schedule_free", "full_validation": True}]
+    points = [
+        {"name": "a", "decay": 0.9},
+        {"name": "b", "type": "schedule_free", "full_validation": True},
+    ]
     options = {"validating__full_validation": True, "validating__validation_freq": 10}
     start("run", 20, {"training__averaging": points, **options})
     whole, x = load("model.ckpt-20.pt"), load("model_b.ckpt-20.pt")["model"]
@@ -126,7 +159,9 @@ def test_the_averaged_point_is_saved_and_validated_and_continues_under_other_nam
         assert not torch.equal(x[name], whole["model"][name])
     assert Path("val_b.log").read_text() != Path("val.log").read_text()
     assert list(Path().glob("best_b.ckpt-*"))
-    points = [{"name": name, "type": "schedule_free"} for name in ("a", "c")]  # a was another average
+    points = [
+        {"name": name, "type": "schedule_free"} for name in ("a", "c")
+    ]  # a was another average
     start("run", 20, {"training__averaging": points, **options}, restart="model.ckpt-10.pt")
     again = load("model.ckpt-20.pt")
     for part in ("model", "optimizer"):

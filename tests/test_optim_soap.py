@@ -23,12 +23,18 @@ def network():
     generator = torch.Generator().manual_seed(4)
     shapes = {"a": (6, 4), "b": (6, 4), "wide": (3, 9), "cube": (3, 2, 4), "thin": (1, 5, 3)}
     shapes |= {"bias": (7,), "col": (5, 1)}
-    return {name: nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for name, s in shapes.items()}
+    return {
+        name: nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64))
+        for name, s in shapes.items()
+    }
 
 
 def gradients_of(step, named):
     generator = torch.Generator().manual_seed(50 + step)
-    return {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in named.items()}
+    return {
+        name: torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        for name, p in named.items()
+    }
 
 
 def take(optimizer, named, number, found_inf=0.0):
@@ -56,7 +62,9 @@ def reference(weights, gradients, frequency, longest=1000):
             bases = []
             for side, basis in zip(sides, (u, v)):
                 ridge = 1e-6 * side.trace() / len(side) * torch.eye(len(side), dtype=w.dtype)
-                bases.append(basis if len(side) > longest else torch.linalg.qr((side + ridge) @ basis)[0])
+                bases.append(
+                    basis if len(side) > longest else torch.linalg.qr((side + ridge) @ basis)[0]
+                )
             u, v = bases
     return w.reshape(weights.shape), u, v
 
@@ -72,7 +80,9 @@ def test_matrices_are_updated_by_the_algorithm(frequency, longest):
     for name in ("a", "b", "wide", "cube", "thin"):
         gradients = [gradients_of(number, named)[name] for number in range(1, 14)]
         expected, u, v = reference(network()[name].detach(), gradients, frequency, longest)
-        torch.testing.assert_close(named[name].detach(), expected, rtol=SAME_MATH, atol=SAME_MATH, msg=name)
+        torch.testing.assert_close(
+            named[name].detach(), expected, rtol=SAME_MATH, atol=SAME_MATH, msg=name
+        )
         for side, basis in (("left", u), ("right", v)):
             assert (side in optimizer.state[named[name]]) == (len(basis) <= longest)
             if len(basis) <= longest:
@@ -105,7 +115,10 @@ def test_steps_with_soap_are_not_launched_as_cuda_graphs():
 def test_steps_of_one_rank_that_shards_are_not_launched_as_cuda_graphs(stage):
     config = config_from_dict(spoiled({"training.zero_stage": stage}))
     world = SimpleNamespace(device=torch.device("cuda"), size=1)
-    assert why_no_graphs(config, world) == "a step at zero_stage 1 to 3 has collectives, also with one rank"
+    assert (
+        why_no_graphs(config, world)
+        == "a step at zero_stage 1 to 3 has collectives, also with one rank"
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +132,9 @@ def test_steps_of_one_rank_that_shards_are_not_launched_as_cuda_graphs(stage):
         (None, {"training.cuda_graphs": True}, True),
     ],
 )
-def test_steps_on_a_gpu_are_launched_as_cuda_graphs_where_nothing_forbids_it(monkeypatch, cuda, options, launches):
+def test_steps_on_a_gpu_are_launched_as_cuda_graphs_where_nothing_forbids_it(
+    monkeypatch, cuda, options, launches
+):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     config = config_from_dict(spoiled(options))
     assert launches_graphs(config, SimpleNamespace(device=torch.device("cuda"), size=1)) is launches

@@ -6,7 +6,14 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, assert_same_files, files_of_run, tiny_input, validated, write_system
+from helpers import (
+    assert_same,
+    assert_same_files,
+    files_of_run,
+    tiny_input,
+    validated,
+    write_system,
+)
 from parallel_runs import train
 from test_train import load
 from toy_models import SECTIONS, TABLE
@@ -18,9 +25,22 @@ GLOBAL_BATCH = 6  # of 16 frames: the last batch has 4, which 3 ranks share as 2
 STEPS = 20
 BANK = [
     {"name": "slow", "decay": 0.95, "full_validation": True, "lcurve": True},
-    {"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True, "snapshot_freq": 8, "full_validation": True},
+    {
+        "name": "p05",
+        "type": "power",
+        "sigma_rel": 0.05,
+        "snapshots": True,
+        "snapshot_freq": 8,
+        "full_validation": True,
+    },
     {"name": "flat", "type": "swa", "start_step": 4, "update_every": 2, "device": "cpu"},
-    {"name": "whole", "half_life": 24, "half_life_unit": "frames", "layout": "full_tensor", "full_validation": True},
+    {
+        "name": "whole",
+        "half_life": 24,
+        "half_life_unit": "frames",
+        "layout": "full_tensor",
+        "full_validation": True,
+    },
 ]
 # all best files stay, so that a restart from the middle finds those of its time
 WITH_BANK = validated(
@@ -34,18 +54,33 @@ MIXED = {
     "training__ema_decay": 0.9, "training__gradient_max_norm": 0.5, "training__disp_avg": True,
     "training__change_bias_after_training": True, "training__numb_epoch": 2,
 }  # fmt: skip
-VALIDATED = {"validating__full_validation": True, "validating__validation_freq": 3, "validating__full_val_start": 0}
+VALIDATED = {
+    "validating__full_validation": True,
+    "validating__validation_freq": 3,
+    "validating__full_val_start": 0,
+}
 LOSSES = {
-    "frozen": {"model__descriptor__trainable": False, "loss__use_huber": True, "loss__huber_delta": 0.1},
+    "frozen": {
+        "model__descriptor__trainable": False,
+        "loss__use_huber": True,
+        "loss__huber_delta": 0.1,
+    },
     "mae": {"loss__loss_func": "mae", "model__fitting_net__trainable": [True, False, True]},
-    "atoms": {"loss__start_pref_ae": 1, "loss__limit_pref_ae": 1, "loss__start_pref_pf": 1, "loss__limit_pref_pf": 1},
+    "atoms": {
+        "loss__start_pref_ae": 1,
+        "loss__limit_pref_ae": 1,
+        "loss__start_pref_pf": 1,
+        "loss__limit_pref_pf": 1,
+    },
 }
 HESSIANS = {"loss__start_pref_h": 2, "loss__limit_pref_h": 1}
 # messages, and a table of pair energies, whose buffers are neither sharded nor saved
 MESSAGES = {
     "model__descriptor": SECTIONS["dpa3"] | {"seed": 1},
     **{f"model__{name}": value for name, value in TABLE.items()},
-    "model__use_srtab": [[row[k] for k in (0, 1, 2, 4)] for row in TABLE["use_srtab"]],  # the pairs of O and H
+    "model__use_srtab": [
+        [row[k] for k in (0, 1, 2, 4)] for row in TABLE["use_srtab"]
+    ],  # the pairs of O and H
     "training__enable_ema": True,
     "training__save_freq": 3,
 }
@@ -53,7 +88,10 @@ MESSAGES = {
 
 OPTIMIZED = {"model__fitting_net__neuron": [7, 7], "training__enable_ema": True, "training__gradient_max_norm": 0.5,
              "training__save_freq": 4}  # fmt: skip
-GROUPS = [{"pattern": "fitting.*.bias", "lr_scale": 3, "weight_decay": 0}, {"pattern": "descriptor.*", "lr_scale": 0.1}]
+GROUPS = [
+    {"pattern": "fitting.*.bias", "lr_scale": 3, "weight_decay": 0},
+    {"pattern": "descriptor.*", "lr_scale": 0.1},
+]
 OPTIMIZERS = {
     "AdamW": {"weight_decay": 0.05, "groups": GROUPS},  # with steps of several batches
     "AdaMuon": {},
@@ -87,7 +125,13 @@ def config_of(systems, valid, stage, ranks, options, num_steps=STEPS, batch=GLOB
 def odd(tmp_path_factory):
     """Frames of 10 atoms: all kinds in the even ones, oxygen alone in the odd ones."""
     system = write_system(
-        tmp_path_factory.mktemp("data") / "odd", frames=10, natoms=10, seed=6, mixed=True, atom_ener=True, hessian=True
+        tmp_path_factory.mktemp("data") / "odd",
+        frames=10,
+        natoms=10,
+        seed=6,
+        mixed=True,
+        atom_ener=True,
+        hessian=True,
     )
     file = system / "set.000" / "real_atom_types.npy"
     types = np.load(file)
@@ -99,7 +143,9 @@ def odd(tmp_path_factory):
 @pytest.fixture(scope="module")
 def lone(tmp_path_factory):
     """8 open frames: 2 are left for the last batch, of which a third rank only repeats one."""
-    return write_system(tmp_path_factory.mktemp("data") / "lone", frames=8, natoms=7, seed=3, pbc=False)
+    return write_system(
+        tmp_path_factory.mktemp("data") / "lone", frames=8, natoms=7, seed=3, pbc=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +158,10 @@ def run(tmp_path_factory, request, water_like_valid):
 
     @cache
     def made(kind, stage, ranks, origin=None, num_steps=None):
-        folder, (steps, names, options) = base / f"{kind}-{stage}-{ranks}-{origin}-{num_steps}", KINDS[kind]
+        folder, (steps, names, options) = (
+            base / f"{kind}-{stage}-{ranks}-{origin}-{num_steps}",
+            KINDS[kind],
+        )
         systems = [request.getfixturevalue(name) for name in names]
         config = config_of(systems, water_like_valid, stage, ranks, options, num_steps or steps)
         if kind == "AdamW":
@@ -167,7 +216,9 @@ def assert_same_run(left, right, tolerance=1e-9):
             rows = [(f / name).read_text().split() for f in (left, right)]
             assert len(rows[0]) == len(rows[1]), name
             for a, b in zip(*rows):
-                assert a == b or np.isclose(float(a), float(b), rtol=2e-3, atol=1e-6, equal_nan=True), name
+                assert a == b or np.isclose(
+                    float(a), float(b), rtol=2e-3, atol=1e-6, equal_nan=True
+                ), name
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 3), (1, 3), (2, 3), (3, 3), (1, 2), (3, 2)])
@@ -176,7 +227,14 @@ def test_F4_every_stage_follows_one_process_with_all_the_frames(run, stage, rank
     assert_same_run(folder, run("bank", 0, 1)[0])
     assert_same_run(folder, run("bank", 0, ranks)[0], tolerance=1e-12)
     names = {path.name for path in folder.iterdir()}
-    assert {"val.log", "val_ema.log", "val_slow.log", "lcurve_slow.out", "model_whole.ckpt-20.pt", "snapshots"} <= names
+    assert {
+        "val.log",
+        "val_ema.log",
+        "val_slow.log",
+        "lcurve_slow.out",
+        "model_whole.ckpt-20.pt",
+        "snapshots",
+    } <= names
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 3), (3, 2), (3, 3)])
@@ -189,14 +247,17 @@ def test_uneven_batches_missing_elements_clipping_and_bias_follow_one_process(ru
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage"), [*((kind, 3) for kind in LOSSES), ("hessian", 1), ("messages", 2), ("messages", 3)]
+    ("kind", "stage"),
+    [*((kind, 3) for kind in LOSSES), ("hessian", 1), ("messages", 2), ("messages", 3)],
 )
 def test_losses_hessians_frozen_parts_and_messages_follow_one_process(run, kind, stage):
     assert_same_run(run(kind, stage, 2)[0], run(kind, 0, 1)[0])
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_ranks_hold_the_parts_that_are_promised_agree_on_the_rest_and_take_part_in_everything(run, stage):
+def test_ranks_hold_the_parts_that_are_promised_agree_on_the_rest_and_take_part_in_everything(
+    run, stage
+):
     _, held = run("bank", stage, 3)
     count = run("bank", 0, 2)[1][0]["elements"]["live"]
     for name in held[0]["elements"]:
@@ -209,14 +270,18 @@ def test_ranks_hold_the_parts_that_are_promised_agree_on_the_rest_and_take_part_
             assert len({h["digests"][name] for h in held}) == 1
     assert held[0]["counts"]["validated", "slow"] == STEPS // 5
     assert held[0]["counts"]["written", "flat"] == 2
-    assert held[0]["facts"]["whole"]["decay"] == pytest.approx(0.5 ** (16 / 3 / 24))  # 16 frames in 3 steps
+    assert held[0]["facts"]["whole"]["decay"] == pytest.approx(
+        0.5 ** (16 / 3 / 24)
+    )  # 16 frames in 3 steps
     assert all(h["counts"] == held[0]["counts"] and h["facts"] == held[0]["facts"] for h in held)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_optimizer_follows_one_process_with_all_the_frames(run, kind, stage):
-    assert_same_run(run(kind, stage, 2)[0], run(kind, 0, 1)[0], 1e-6)  # moments of Adam beside Muon are in float32
+    assert_same_run(
+        run(kind, stage, 2)[0], run(kind, 0, 1)[0], 1e-6
+    )  # moments of Adam beside Muon are in float32
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -226,10 +291,14 @@ def test_a_run_continues_at_another_stage_with_the_state_of_its_optimizer(run, k
 
 def test_the_kalman_filter_is_refused_on_several_processes(tmp_path, water_like, water_like_valid):
     options = {"optimizer": {"type": "LKF"}, "loss__start_pref_v": 0, "loss__limit_pref_v": 0}
-    ended = train(tmp_path, 2, config_of([water_like], water_like_valid, 0, 2, options), may_fail=True)
+    ended = train(
+        tmp_path, 2, config_of([water_like], water_like_valid, 0, 2, options), may_fail=True
+    )
     first, second = sorted(ended, key=lambda end: end.error)
     assert (first.error, second.error) == ("ConfigError", "ReportedElsewhere")
-    assert 'optimizer.type = "LKF": trains in one process only, and 2 were launched' in first.message
+    assert (
+        'optimizer.type = "LKF": trains in one process only, and 2 were launched' in first.message
+    )
     assert not list(tmp_path.glob("*.pt"))
 
 
@@ -239,11 +308,18 @@ OTHER = [((0, 2), (3, 3)), ((3, 3), (0, 1)), ((2, 2), (1, 3)), ((1, 2), (2, 2))]
 @pytest.mark.parametrize("place", [(0, 2), (1, 2), (2, 2), (3, 3)], ids=str)
 def test_a_restart_on_the_same_ranks_continues_to_the_last_bit(run, place):
     names = assert_same_files(run("bank", *place)[0], run("bank", *place, place)[0])
-    assert {"lcurve_slow.out", "val_p05.log", "snapshots/model_p05.ckpt-20.pt", "model_whole.ckpt-20.pt"} <= names
+    assert {
+        "lcurve_slow.out",
+        "val_p05.log",
+        "snapshots/model_p05.ckpt-20.pt",
+        "model_whole.ckpt-20.pt",
+    } <= names
 
 
 @pytest.mark.parametrize(("origin", "place"), OTHER, ids=str)
-def test_a_checkpoint_is_the_same_bits_after_loading_at_another_stage_on_other_ranks(run, origin, place):
+def test_a_checkpoint_is_the_same_bits_after_loading_at_another_stage_on_other_ranks(
+    run, origin, place
+):
     (before, _), (after, _) = run("bank", *origin), run("bank", *place, origin, STEPS // 2)
     for name in ("model", "model_ema", *(f"model_{entry['name']}" for entry in BANK)):
         old, new = (load(folder / f"{name}.ckpt-{STEPS // 2}.pt") for folder in (before, after))

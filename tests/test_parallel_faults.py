@@ -15,7 +15,16 @@ import pytest
 import torch
 from helpers import tiny_input, validated
 from parallel_runs import free_port, launcher_environment, run_ranks, train, train_here
-from rank_faults import AT_STEP, HELD_UP_S, LAST, SAVE_EVERY, last_words, make_run, start_rank, wait_for
+from rank_faults import (
+    AT_STEP,
+    HELD_UP_S,
+    LAST,
+    SAVE_EVERY,
+    last_words,
+    make_run,
+    start_rank,
+    wait_for,
+)
 from test_train import load
 
 from deepmd_ema.cli import main
@@ -24,7 +33,10 @@ from deepmd_ema.distributed.launch import find_launch
 from deepmd_ema.errors import RankLostError, Terminated, UserError
 from deepmd_ema.training.trainer import Callback
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"), pytest.mark.timeout(480)]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+    pytest.mark.timeout(480),
+]
 
 LIMIT_S = 100  # from the start, on a machine that is busy with other things; a fault that is not noticed takes minutes
 
@@ -50,7 +62,10 @@ def assert_continues(folder, step):
     assert not list(folder.glob("*.part*"))
     assert load(folder / "model.ckpt.pt")["step"] == step
     (folder / "reported.txt").unlink()
-    port, words = free_port(), ("train", "input.json", "--device", "cpu", "--restart", "model.ckpt.pt")
+    port, words = (
+        free_port(),
+        ("train", "input.json", "--device", "cpu", "--restart", "model.ckpt.pt"),
+    )
     pids = [start_rank(folder, launcher_environment(k, 2, port), "", words) for k in range(2)]
     assert wait_for(pids, LIMIT_S) == [0, 0], (folder / "reported.txt").read_text()
     assert last_words(folder) == []
@@ -60,7 +75,9 @@ def assert_continues(folder, step):
 SAVED = AT_STEP // SAVE_EVERY * SAVE_EVERY
 
 
-OTHER_DATA = rf"dp-ema \(rank 1\): rank 1 on {re.escape(socket.gethostname())} has other data than rank 0: "
+OTHER_DATA = (
+    rf"dp-ema \(rank 1\): rank 1 on {re.escape(socket.gethostname())} has other data than rank 0: "
+)
 STOPPED = r"stopped by (SIGTERM|SIGINT) after step {} of 20; everything is saved. Continue with"
 USABLE = rf"cannot be written .*model.ckpt-{SAVED}.pt is whole and still usable"
 # faults of the ranks, changes of the input -> exit codes, the only message, the step from which the run continues
@@ -92,7 +109,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_on_one_rank_ends_all_with_one_message_and_leaves_a_run_that_continues(tmp_path, monkeypatch, name):
+def test_a_fault_on_one_rank_ends_all_with_one_message_and_leaves_a_run_that_continues(
+    tmp_path, monkeypatch, name
+):
     """However late the rank speaks that knows why; what no rank can say is not waited for."""
     faults, changes, codes, message, step = FAULTS[name]
     monkeypatch.setattr(rendezvous, "PEER_ERROR_S", 0.3 if -9 in codes else HELD_UP_S / 3)
@@ -111,7 +130,11 @@ def test_a_fault_on_one_rank_ends_all_with_one_message_and_leaves_a_run_that_con
 @pytest.mark.parametrize(
     ("option", "fault", "difference"),
     [
-        ("--restart", "have_other_moments", r"step 10, sha256 \w{16} here, step 10, sha256 \w{16} on rank 0"),
+        (
+            "--restart",
+            "have_other_moments",
+            r"step 10, sha256 \w{16} here, step 10, sha256 \w{16} on rank 0",
+        ),
         ("--restart", "have_another_step", "step 20, sha256 .* here, step 10, sha256 .* on rank 0"),
         ("--init-model", "have_another_step", "sha256 .* here, sha256 .* on rank 0"),
         ("--finetune", "have_another_step", "sha256 .* here, sha256 .* on rank 0"),
@@ -125,10 +148,16 @@ def test_ranks_that_start_from_other_files_say_so_before_the_first_step(
     assert main(["train", "input.json", "--device", "cpu"]) == 0
     Path(f"model.ckpt-{SAVE_EVERY}.pt").rename("start.pt")
     port, words = free_port(), ("train", "input.json", "--device", "cpu", option, "start.pt")
-    pids = [start_rank(folder, launcher_environment(k, 2, port), of, words) for k, of in enumerate(("", fault))]
+    pids = [
+        start_rank(folder, launcher_environment(k, 2, port), of, words)
+        for k, of in enumerate(("", fault))
+    ]
     assert wait_for(pids, LIMIT_S) == [1, 2]
     (line,) = last_words(folder)
-    assert re.search(rf"rank 1 on .* starts from another start.pt than rank 0: {difference}. All ranks must read", line)
+    assert re.search(
+        rf"rank 1 on .* starts from another start.pt than rank 0: {difference}. All ranks must read",
+        line,
+    )
 
 
 def test_torchrun_is_reported_what_the_rank_reports_that_knows_why(tmp_path):
@@ -191,7 +220,9 @@ def test_a_port_in_use_is_named(tmp_path):
     assert "address already in use). MASTER_ADDR and MASTER_PORT must be" in line
 
 
-def test_sharing_out_without_a_launcher_shares_nothing_out_and_says_so(tmp_path, monkeypatch, capsys):
+def test_sharing_out_without_a_launcher_shares_nothing_out_and_says_so(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(make_run(tmp_path / "run", stage=2))
     assert main(["train", "input.json"]) == 0
     said = "training.zero_stage = 2: no launcher has started this process, which trains with 0"
@@ -207,7 +238,9 @@ def most_memory(folder):
     from deepmd_ema.training.trainer import Callback
 
     growth = {}
-    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
+    ctypes.CDLL(None).mallopt(
+        -3, 65536
+    )  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
 
     class Measure(Callback):
         @contextmanager
@@ -231,8 +264,12 @@ def resident(what):
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no way to ask for the largest memory")
-def test_a_rank_that_writes_nothing_never_takes_the_memory_of_a_whole_model(tmp_path, water_like, water_like_valid):
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="no way to ask for the largest memory"
+)
+def test_a_rank_that_writes_nothing_never_takes_the_memory_of_a_whole_model(
+    tmp_path, water_like, water_like_valid
+):
     config = tiny_input(
         [water_like], [water_like_valid], num_steps=4, type_map=("O", "H", "C", "N"), training__zero_stage=3,
         model__fitting_net__neuron=[1000, 1000], **validated(4),
@@ -257,14 +294,20 @@ class Drift(Callback):
 
     def after_update(self, trainer):
         if trainer.step == self.step and trainer.world.rank == self.rank:
-            weight = dict(trainer.saver.builder.models.named_parameters())["fitting.nets.1.layers.0.weight"]
+            weight = dict(trainer.saver.builder.models.named_parameters())[
+                "fitting.nets.1.layers.0.weight"
+            ]
             with torch.no_grad():
                 weight.copy_(torch.nextafter(weight, weight + 1))
 
 
 @pytest.mark.parametrize(("stage", "rank", "at", "noticed"), [(0, 2, 3, 4), (0, 1, 0, 0)])
-def test_a_rank_that_holds_another_weight_ends_the_run_unsaved(tmp_path, water_like, stage, rank, at, noticed):
-    config = tiny_input([water_like], num_steps=6, training__zero_stage=stage, training__save_freq=2)
+def test_a_rank_that_holds_another_weight_ends_the_run_unsaved(
+    tmp_path, water_like, stage, rank, at, noticed
+):
+    config = tiny_input(
+        [water_like], num_steps=6, training__zero_stage=stage, training__save_freq=2
+    )
     ended = train(tmp_path, 3 if rank == 2 else 2, config, may_fail=True, callback=Drift(rank, at))
     assert [e.error for e in ended] == ["UserError"] + ["ReportedElsewhere"] * (len(ended) - 1)
     for words in (
@@ -272,7 +315,9 @@ def test_a_rank_that_holds_another_weight_ends_the_run_unsaved(tmp_path, water_l
         "training.zero_stage 1",
     ):  # fmt: skip
         assert words in ended[0].message
-    assert [file.name for file in tmp_path.glob("model.ckpt-*.pt")] == ["model.ckpt-2.pt"] * (noticed > 0)
+    assert [file.name for file in tmp_path.glob("model.ckpt-*.pt")] == ["model.ckpt-2.pt"] * (
+        noticed > 0
+    )
 
 
 @pytest.mark.parametrize(("error", "reported"), [

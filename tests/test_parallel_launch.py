@@ -35,7 +35,9 @@ def forked(tmp_path_factory, water_like):
 def folder(tmp_path, monkeypatch, water_like):
     """The folder of an input, where a launcher finds this package and the command ``dp-ema``."""
     (tmp_path / "input.json").write_text(json.dumps(config(water_like)))
-    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
@@ -43,7 +45,9 @@ def folder(tmp_path, monkeypatch, water_like):
 
 
 def assert_trained(folder, forked):
-    left, right = (torch.load(f / f"model.ckpt-{STEPS}.pt", weights_only=True) for f in (folder, forked))
+    left, right = (
+        torch.load(f / f"model.ckpt-{STEPS}.pt", weights_only=True) for f in (folder, forked)
+    )
     assert_same(left, right)
     assert (folder / "lcurve.out").read_bytes() == (forked / "lcurve.out").read_bytes()
 
@@ -69,10 +73,17 @@ def test_torchrun_starts_a_run(folder, forked, monkeypatch, command):
 
 def test_the_environment_of_srun_starts_a_run(folder, forked):
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2"}
-    words, ranks = [sys.executable, "-m", "deepmd_ema", "train", "input.json", "--device", "cpu"], []
+    words, ranks = (
+        [sys.executable, "-m", "deepmd_ema", "train", "input.json", "--device", "cpu"],
+        [],
+    )
     for rank in range(2):
         env = {**os.environ, **meeting, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
-        ranks.append(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env))
+        ranks.append(
+            subprocess.Popen(
+                words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
+            )
+        )
     try:
         said = [rank.communicate(timeout=400)[1] for rank in ranks]
     finally:
@@ -85,16 +96,34 @@ def test_the_environment_of_srun_starts_a_run(folder, forked):
 def test_processes_that_cannot_be_started_are_one_message(folder, monkeypatch, capsys):
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("torchrun was started"))
     for number, gpus, more, phrase in (
-        ("gpu", 0, [], "--nproc-per-node gpu: there is no GPU here, or --device cpu is given. Give a number"),
-        ("gpu", 4, ["--device", "cpu"], "--nproc-per-node gpu: there is no GPU here, or --device cpu is given."),
-        ("3", 2, [], "--nproc-per-node 3: there are 2 GPUs here. Give 2 or fewer, or --device cpu."),
+        (
+            "gpu",
+            0,
+            [],
+            "--nproc-per-node gpu: there is no GPU here, or --device cpu is given. Give a number",
+        ),
+        (
+            "gpu",
+            4,
+            ["--device", "cpu"],
+            "--nproc-per-node gpu: there is no GPU here, or --device cpu is given.",
+        ),
+        (
+            "3",
+            2,
+            [],
+            "--nproc-per-node 3: there are 2 GPUs here. Give 2 or fewer, or --device cpu.",
+        ),
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert cli.main(["train", "input.json", "--nproc-per-node", number, *more]) == 2
         assert phrase in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert cli.main(["train", "input.json", "--nproc-per-node", "2"]) == 2
-    assert "--nproc-per-node 2: a launcher has started this process already. Leave it out." in capsys.readouterr().err
+    assert (
+        "--nproc-per-node 2: a launcher has started this process already. Leave it out."
+        in capsys.readouterr().err
+    )
 
 
 def test_torchrun_gets_the_command_without_the_option(folder, monkeypatch):
@@ -104,8 +133,16 @@ def test_torchrun_gets_the_command_without_the_option(folder, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         with pytest.raises(SystemExit):
             cli.main(["--pt", "train", f"--nproc-per-node={number}", "input.json", "-o", "x.json"])
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={size}",
+        ]
         command = [*launcher, "-m", "deepmd_ema", "--pt", "train", "input.json", "-o", "x.json"]
         program, words, environ = started.pop()
         assert (program, words) == (sys.executable, command)
-        assert {"SIGTERM", "SIGINT", "SIGUSR1", "SIGXCPU"} < {*environ["PET_SIGNALS_TO_HANDLE"].split(",")}
+        assert {"SIGTERM", "SIGINT", "SIGUSR1", "SIGXCPU"} < {
+            *environ["PET_SIGNALS_TO_HANDLE"].split(",")
+        }

@@ -63,7 +63,9 @@ class PairModel:
             np.add.at(force, j, -push)
             energies.append(energy.sum())
             forces.append(force)
-        return Prediction(np.array(energies), np.array(forces), np.zeros((len(energies), 9)), np.zeros((1, 1)))
+        return Prediction(
+            np.array(energies), np.array(forces), np.zeros((len(energies), 9)), np.zeros((1, 1))
+        )
 
 
 def line(*places):
@@ -77,7 +79,9 @@ def line(*places):
 
 
 def test_velocity_verlet_keeps_the_energy_of_a_conservative_model():
-    found = run_dynamics(Surface(PairModel(), line(0, 2.1, 4.2)), np.zeros((1, 1)), 300.0, 1.0, 300, 3)
+    found = run_dynamics(
+        Surface(PairModel(), line(0, 2.1, 4.2)), np.zeros((1, 1)), 300.0, 1.0, 300, 3
+    )
     assert not found.failure
     assert found.time == pytest.approx(0.3)
     assert abs(found.drift) < 1e-3
@@ -86,7 +90,15 @@ def test_velocity_verlet_keeps_the_energy_of_a_conservative_model():
 
 def test_a_run_with_a_wall_lasts_and_one_with_a_hole_fails_with_its_reason():
     good, bad = (
-        run_dynamics(Surface(PairModel(pair), line(0, 2.1, 4.2)), np.array([[1.2]]), 600.0, 1.0, 300, 3, FRICTION)
+        run_dynamics(
+            Surface(PairModel(pair), line(0, 2.1, 4.2)),
+            np.array([[1.2]]),
+            600.0,
+            1.0,
+            300,
+            3,
+            FRICTION,
+        )
         for pair in (morse, with_hole)
     )
     assert (good.failure, good.time) == ("", pytest.approx(0.3))
@@ -125,11 +137,17 @@ def test_the_report_names_what_fails():
     for steps, verdict in ((50, None), (PhysicsOptions().md_steps, True)):
         good = physics_of(PairModel(rcut=12.0), frames, PhysicsOptions(md_steps=steps))
         assert steps != 50 or not good.failed
-        assert ("the dynamics are too short for a verdict, which takes 1 ps" in good.text()) == (verdict is None)
-        verdicts = [row.ok for row in good.rows if row.quantity.startswith(("NVE", "time to failure"))]
+        assert ("the dynamics are too short for a verdict, which takes 1 ps" in good.text()) == (
+            verdict is None
+        )
+        verdicts = [
+            row.ok for row in good.rows if row.quantity.startswith(("NVE", "time to failure"))
+        ]
         assert all((ok is None) == (verdict is None) for ok in verdicts)
     bad = physics_of(PairModel(with_bump), frames, PhysicsOptions(md_steps=50))
-    assert any(row.quantity == "extrema beyond one well, Cu-Cu" and row.value == 2 for row in bad.failed)
+    assert any(
+        row.quantity == "extrema beyond one well, Cu-Cu" and row.value == 2 for row in bad.failed
+    )
     assert "FAILED" in bad.text()
 
 
@@ -151,13 +169,23 @@ def test_the_command_prints_a_table_with_limits_or_one_document(tested):
     code, out, _ = tested("--physics", "--md-steps", "20", "--temperature", "100")
     assert code == 0
     table = out[out.index("# physics of the model, at frame 0 of data") :]
-    for quantity in ("NVE energy drift", "time to failure at 200 K", "energy jump at the cutoff", "extrema beyond"):
+    for quantity in (
+        "NVE energy drift",
+        "time to failure at 200 K",
+        "energy jump at the cutoff",
+        "extrema beyond",
+    ):
         assert quantity in table
     code, out, _ = tested("--physics", "--md-steps", "20", "--time-step", "0.25", "--json")
     found = json.loads(out)
     assert code == 0
     assert found["errors"]["num_frames"] == 3
-    assert found["physics"]["run"] == {"temperature": 300.0, "time_step": 0.25, "steps": 20, "seed": 1}
+    assert found["physics"]["run"] == {
+        "temperature": 300.0,
+        "time_step": 0.25,
+        "steps": 20,
+        "seed": 1,
+    }
     assert {row["ok"] for row in found["physics"]["rows"]} <= {True, False, None}
     assert json.loads(tested("--json")[1])["physics"] is None
     code, _, err = tested("--temperature", "400")

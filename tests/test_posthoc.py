@@ -37,7 +37,10 @@ def copy(run, tmp_path):
 def change(path, **changes):
     """Change entries of a file; a function gets what the file holds."""
     payload = checkpoint.load(path)
-    checkpoint.save(path, payload | {key: new(payload) if callable(new) else new for key, new in changes.items()})
+    checkpoint.save(
+        path,
+        payload | {key: new(payload) if callable(new) else new for key, new in changes.items()},
+    )
 
 
 def flat(weights, names):
@@ -51,7 +54,9 @@ def test_the_best_length_is_ranked_written_and_said(run, tmp_path, monkeypatch, 
     said = capsys.readouterr()
     assert not said.err
     assert f"{run}: step 400, 40 snapshots of p05 (sigma_rel 0.05), p10 (sigma_rel 0.1)" in said.out
-    assert re.search(r"combined: condition \S+; sigma_rel that the snapshots can give: 0\.0\d+ to 0\.2", said.out)
+    assert re.search(
+        r"combined: condition \S+; sigma_rel that the snapshots can give: 0\.0\d+ to 0\.2", said.out
+    )
     assert "errors on 6 frames of 1 system" in said.out
     with (run / "posthoc.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -73,8 +78,12 @@ def test_the_best_length_is_ranked_written_and_said(run, tmp_path, monkeypatch, 
     assert (run / "posthoc.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_written_file_is_the_best_by_the_metric_and_has_the_errors_of_its_row(run, tmp_path, water_like_valid):
-    report = run_posthoc(run, ["0.04:0.2:5"], metric="f:mae", output=tmp_path / "m.pt", say=lambda _: None)
+def test_the_written_file_is_the_best_by_the_metric_and_has_the_errors_of_its_row(
+    run, tmp_path, water_like_valid
+):
+    report = run_posthoc(
+        run, ["0.04:0.2:5"], metric="f:mae", output=tmp_path / "m.pt", say=lambda _: None
+    )
     made = [row.errors.metric("F:MAE") for row in report.rows if row.kind == "posthoc"]
     assert len(made) == 5
     assert report.scores()[report.best] == min(made)
@@ -88,17 +97,26 @@ def test_a_length_that_was_also_tracked_agrees_in_weights_and_errors(run):
     found = find_combinations(kept.tracks, [0.07, 0.05], kept.step)
     made, same = combine(kept, found.combinations)
     bank = kept.payload["averages"]["profiles"]
-    live, direct = flat(kept.payload["model"], kept.averaged), flat(bank["p07"]["weights"], kept.averaged)
+    live, direct = (
+        flat(kept.payload["model"], kept.averaged),
+        flat(bank["p07"]["weights"], kept.averaged),
+    )
     difference = (flat(made, kept.averaged) - direct).norm()
     assert 0 < difference < 5e-4 * direct.norm()
     assert difference < found.combinations[0].residual * (direct - live).norm()
-    assert flat(same, kept.averaged) == pytest.approx(flat(bank["p05"]["weights"], kept.averaged).numpy(), rel=FLOAT32)
+    assert flat(same, kept.averaged) == pytest.approx(
+        flat(bank["p05"]["weights"], kept.averaged).numpy(), rel=FLOAT32
+    )
     report = run_posthoc(run, [0.07], say=lambda _: None)
     tracked = next(row for row in report.rows if row.name == "p07")
-    assert report.chosen.errors.metric("F:RMSE") == pytest.approx(tracked.errors.metric("F:RMSE"), rel=2e-3)
+    assert report.chosen.errors.metric("F:RMSE") == pytest.approx(
+        tracked.errors.metric("F:RMSE"), rel=2e-3
+    )
     assert report.chosen.mean_age == pytest.approx(tracked.mean_age, rel=1e-9)
     kept = find_snapshots(run, step=200)  # what is not averaged is that of the last step
-    (weights,) = combine(kept, find_combinations(kept.tracks, [0.07], 200).combinations, most_bytes=1)
+    (weights,) = combine(
+        kept, find_combinations(kept.tracks, [0.07], 200).combinations, most_bytes=1
+    )
     assert weights["out_bias"].flatten().tolist() == pytest.approx([-0.2, -0.2])
     assert {weights[name].dtype for name in kept.averaged} == {torch.float64}
 
@@ -109,7 +127,9 @@ def test_the_file_is_a_model_for_every_reader(run, tmp_path, water_like, capsys,
     capsys.readouterr()
     assert cli.main(["show", str(path)]) == 0
     said = capsys.readouterr().out
-    assert "average posthoc: sigma_rel 0.06, gamma 13.63, made of 40 snapshots, looks back 25" in said
+    assert (
+        "average posthoc: sigma_rel 0.06, gamma 13.63, made of 40 snapshots, looks back 25" in said
+    )
     assert cli.main(["freeze", "-c", str(path), "-o", str(tmp_path / "m.dp")]) == 0
     frozen = load_model(tmp_path / "m.dp")
     assert frozen.info.average["sigma_rel"] == pytest.approx(0.06)
@@ -148,17 +168,42 @@ def test_lengths_are_numbers_and_ranges_and_shapes_are_names_with_or_without_a_p
     assert parse_sigma_rels(["0.1", "0.03", "0.03"]) == [0.03, 0.1]
     assert parse_sigma_rels(["0.02:0.2:3"]) == [0.02, pytest.approx(math.sqrt(0.004)), 0.2]
     assert len(parse_sigma_rels(["0.02:0.2"])) == 9
-    assert parse_shapes(["1-sqrt:1", "linear:0.1", "1-sqrt:1.0"]) == [("1-sqrt", 1), ("linear", 0.1)]
+    assert parse_shapes(["1-sqrt:1", "linear:0.1", "1-sqrt:1.0"]) == [
+        ("1-sqrt", 1),
+        ("linear", 0.1),
+    ]
     assert parse_shapes(["none"]) == []
-    wrong = ["0.3", "-0.1", "0.1:0.2:1000", "x", "0.2:0.1", "0.1:0.2:1", "0.1:0.2:2.5", "0.1:0.2:3:4", "nan", ""]
+    wrong = [
+        "0.3",
+        "-0.1",
+        "0.1:0.2:1000",
+        "x",
+        "0.2:0.1",
+        "0.1:0.2:1",
+        "0.1:0.2:2.5",
+        "0.1:0.2:3:4",
+        "nan",
+        "",
+    ]
     with pytest.raises(UserError) as caught:
         parse_sigma_rels([*wrong, "0.05"])
     assert len(caught.value.problems) == len(wrong)
-    assert caught.value.problems[0].startswith("--sigma-rel 0.3: expected a number above 0 and at most 0.2886")
+    assert caught.value.problems[0].startswith(
+        "--sigma-rel 0.3: expected a number above 0 and at most 0.2886"
+    )
 
 
-def test_lengths_and_decays_are_ranked_together_and_the_file_says_its_shape_and_part(run, tmp_path, capsys):
-    options = ["-o", str(tmp_path / "m.pt"), "--plot", str(tmp_path / "m.png"), "--table", str(tmp_path / "m.csv")]
+def test_lengths_and_decays_are_ranked_together_and_the_file_says_its_shape_and_part(
+    run, tmp_path, capsys
+):
+    options = [
+        "-o",
+        str(tmp_path / "m.pt"),
+        "--plot",
+        str(tmp_path / "m.png"),
+        "--table",
+        str(tmp_path / "m.csv"),
+    ]
     assert cli.main(["posthoc", str(run), "--shapes", "linear:0.2", "1-sqrt:0.4", *options]) == 0
     said = capsys.readouterr().out
     with (tmp_path / "m.csv").open() as file:
@@ -169,10 +214,18 @@ def test_lengths_and_decays_are_ranked_together_and_the_file_says_its_shape_and_
     ]
     (chosen,) = [row for row in rows if row["chosen"] == "1"]
     assert float(chosen["score_overall"]) == min(float(row["score_overall"]) for row in rows)
-    (line,) = [line for line in said.splitlines() if line.startswith("best length, and best decay of each shape: ")]
+    (line,) = [
+        line
+        for line in said.splitlines()
+        if line.startswith("best length, and best decay of each shape: ")
+    ]
     assert line.index(chosen["weights"]) == min(line.index(row["weights"]) for row in rows)
     average = checkpoint.load(tmp_path / "m.pt")["average"]
-    assert (average["type"], average["shape"], average["part"]) == ("decay", chosen["shape"], float(chosen["part"]))
+    assert (average["type"], average["shape"], average["part"]) == (
+        "decay",
+        chosen["shape"],
+        float(chosen["part"]),
+    )
     assert cli.main(["show", str(tmp_path / "m.pt")]) == 0
     assert f"{chosen['shape']} decay of the learning rate, over the last" in capsys.readouterr().out
 
@@ -205,7 +258,11 @@ def without_age(payload):
     return {name: fact for name, fact in payload["average"].items() if name != "mean_age"}
 
 
-P05, P10, LAST = "snapshots/model_p05.ckpt-60.pt", "snapshots/model_p10.ckpt-40.pt", "model.ckpt-400.pt"
+P05, P10, LAST = (
+    "snapshots/model_p05.ckpt-60.pt",
+    "snapshots/model_p10.ckpt-40.pt",
+    "model.ckpt-400.pt",
+)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +297,9 @@ P05, P10, LAST = "snapshots/model_p05.ckpt-60.pt", "snapshots/model_p10.ckpt-40.
         ((LAST, validated_on(None)), [], "no training.validation_data to rank averages with. Give systems"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_reported_before_the_work_and_nothing_is_written_over(copy, capsys, spoil, words, phrase):
+def test_what_is_wrong_is_reported_before_the_work_and_nothing_is_written_over(
+    copy, capsys, spoil, words, phrase
+):
     """`-o model.ckpt.pt` put weights in place of the link to the newest checkpoint: no restart could continue."""
     (copy / "model.ckpt.pt").symlink_to("model.ckpt-400.pt")
     if isinstance(spoil, tuple):
@@ -249,7 +308,9 @@ def test_what_is_wrong_is_reported_before_the_work_and_nothing_is_written_over(c
         spoil(copy)
     before = sorted(path.name for path in copy.iterdir())
     words = ["--sigma-rel", "0.06", *words] if words[:1] != ["--sigma-rel"] else words
-    assert cli.main(["posthoc", str(copy), *(word.replace("RUN", str(copy)) for word in words)]) == 2
+    assert (
+        cli.main(["posthoc", str(copy), *(word.replace("RUN", str(copy)) for word in words)]) == 2
+    )
     said = capsys.readouterr()
     assert phrase in said.err
     assert "Traceback" not in said.err + said.out
@@ -257,9 +318,25 @@ def test_what_is_wrong_is_reported_before_the_work_and_nothing_is_written_over(c
     assert (copy / "model.ckpt.pt").is_symlink()
 
 
-def test_the_data_of_the_run_are_not_needed_where_others_are_given(copy, tmp_path, water_like_valid, capsys):
+def test_the_data_of_the_run_are_not_needed_where_others_are_given(
+    copy, tmp_path, water_like_valid, capsys
+):
     change(copy / LAST, **validated_on(None))
     assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.06", "-s", str(water_like_valid)]) == 0
-    (tmp_path / "other.json").write_text(json.dumps(tiny_input([water_like_valid], [water_like_valid])))
-    assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.06", "--valid-data", str(tmp_path / "other.json")]) == 0
+    (tmp_path / "other.json").write_text(
+        json.dumps(tiny_input([water_like_valid], [water_like_valid]))
+    )
+    assert (
+        cli.main(
+            [
+                "posthoc",
+                str(copy),
+                "--sigma-rel",
+                "0.06",
+                "--valid-data",
+                str(tmp_path / "other.json"),
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.count("errors on 6 frames") == 2

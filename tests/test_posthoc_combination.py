@@ -26,7 +26,9 @@ NODES = (60, 70, 90, 95, 100)
 def every_tenth(steps, *sigma_rels, count=10, start=0, every=1):
     """Return averages kept ``count`` times up to ``steps``."""
     each = (steps - start) // every // count
-    return [Track(gamma_of(s), each * n, start, every) for n in range(1, count + 1) for s in sigma_rels]
+    return [
+        Track(gamma_of(s), each * n, start, every) for n in range(1, count + 1) for s in sigma_rels
+    ]
 
 
 def test_the_shares_of_a_long_run_keep_their_digits():
@@ -40,7 +42,9 @@ def test_the_shares_of_a_long_run_keep_their_digits():
 @pytest.mark.parametrize("settings", [{}, {"start_step": 101, "update_every": 7}])
 @pytest.mark.parametrize("profile", [PowerProfile.from_sigma_rel, SwaProfile])
 def test_tracks_say_what_the_bank_has_averaged(profile, settings):
-    weights, info = weights_of_steps(profile("a", *([0.08] if profile != SwaProfile else []), **settings), 310)
+    weights, info = weights_of_steps(
+        profile("a", *([0.08] if profile != SwaProfile else []), **settings), 310
+    )
     track, expected = Track.of(info, 310), np.zeros(311)
     expected[track.start + track.every : track.end + 1 : track.every] = shares_of(track)
     assert weights.numpy() == pytest.approx(expected, abs=1e-12)
@@ -50,14 +54,20 @@ def test_tracks_say_what_the_bank_has_averaged(profile, settings):
 def made_and_wanted(tracks, one):
     """Return the distance of a combination from its average on a random walk, and that of the average from the end."""
     walk = np.cumsum(np.random.default_rng(1).normal(size=(tracks[-1].end, 20)), 0)
-    averages = [shares_of(t) @ walk[t.start + t.every - 1 : t.end : t.every] for t in (*tracks, one.target)]
-    return np.linalg.norm(one.coefficients @ averages[:-1] - averages[-1]), np.linalg.norm(averages[-1] - walk[-1])
+    averages = [
+        shares_of(t) @ walk[t.start + t.every - 1 : t.end : t.every] for t in (*tracks, one.target)
+    ]
+    return np.linalg.norm(one.coefficients @ averages[:-1] - averages[-1]), np.linalg.norm(
+        averages[-1] - walk[-1]
+    )
 
 
 @pytest.mark.parametrize(("start", "every"), [(0, 1), (4, 3)])
 def test_a_combination_differs_from_the_average_of_its_width_by_its_residual(start, every):
     tracks = every_tenth(start + 3000 * every, 0.05, 0.10, count=20, start=start, every=every)
-    *made, same = find_combinations([*tracks, *tracks], [0.03, 0.07, 0.2, 0.05], tracks[-1].end).combinations
+    *made, same = find_combinations(
+        [*tracks, *tracks], [0.03, 0.07, 0.2, 0.05], tracks[-1].end
+    ).combinations
     for one in made:
         error, distance = made_and_wanted([*tracks, *tracks], one)
         assert error < one.residual * distance

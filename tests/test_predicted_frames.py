@@ -25,7 +25,12 @@ def file(run, tmp_path_factory):
     write_system(root / "b_open", frames=1, natoms=5, seed=2, pbc=False)
     write_system(root / "c_mixed", frames=2, natoms=6, seed=3, mixed=True, virtual=2)
     systems = [root / name for name in ("a_cell", "b_open", "c_mixed")]
-    assert cli.main(["test", "-m", str(run[0]), "-s", *map(str, systems), "-o", str(root / "out.extxyz")]) == 0
+    assert (
+        cli.main(
+            ["test", "-m", str(run[0]), "-s", *map(str, systems), "-o", str(root / "out.extxyz")]
+        )
+        == 0
+    )
     return root / "out.extxyz", measure(run[0], systems)
 
 
@@ -35,7 +40,9 @@ def test_ase_reads_the_predictions_as_results_of_the_calculator(run, file):
     for frame in frames:
         again = frame.copy()
         again.calc = calculator
-        assert frame.get_potential_energy() == pytest.approx(again.get_potential_energy(), rel=SAME_MATH)
+        assert frame.get_potential_energy() == pytest.approx(
+            again.get_potential_energy(), rel=SAME_MATH
+        )
         np.testing.assert_allclose(frame.get_forces(), again.get_forces(), atol=SAME_MATH)
         if frame.pbc.all():
             np.testing.assert_allclose(frame.get_stress(), again.get_stress(), atol=SAME_MATH)
@@ -52,7 +59,9 @@ def test_ase_has_the_labels_beside_them(file):
     forces = np.load(folders[0] / "force.npy")
     assert [frame.arrays["REF_forces"].ravel().tolist() for frame in frames[:2]] == forces.tolist()
     for frame, virial in zip(frames, np.load(folders[0] / "virial.npy")):
-        np.testing.assert_allclose(frame.info["REF_stress"], -virial / frame.get_volume(), rtol=SAME_MATH)
+        np.testing.assert_allclose(
+            frame.info["REF_stress"], -virial / frame.get_volume(), rtol=SAME_MATH
+        )
     assert "REF_stress" not in frames[2].info
 
 
@@ -63,12 +72,17 @@ def test_a_file_that_is_read_again_gives_the_errors_of_its_labels_or_none(suffix
     for name in ("rmse_e", "rmse_f", "rmse_v", "rmse_s", "num_frames"):
         expected = file[1].total.summary()[name] if not suffix or name == "num_frames" else 0
         # the virial of the open frame is not in the file, as it has none
-        assert again.total.summary()[name] == pytest.approx(expected, rel=SAME_MATH, abs=SAME_MATH), name
+        assert again.total.summary()[name] == pytest.approx(
+            expected, rel=SAME_MATH, abs=SAME_MATH
+        ), name
 
 
 def test_the_file_does_not_choose_which_are_the_labels(file, tmp_path, capsys):
     assert cli.main(["convert", str(file[0]), str(tmp_path / "data")]) == 2
-    assert f"such as {file[0]}#energy=REF_energy,force=REF_forces,stress=REF_stress" in capsys.readouterr().err
+    assert (
+        f"such as {file[0]}#energy=REF_energy,force=REF_forces,stress=REF_stress"
+        in capsys.readouterr().err
+    )
     assert cli.main(["convert", f"{file[0]}{LABELS}", str(tmp_path / "data.xyz")]) == 0
     assert "atom_energy" not in capsys.readouterr().out  # shares of atoms that have no label
 
@@ -90,7 +104,9 @@ def test_energies_of_atoms_are_there_where_they_are_labels(run, tmp_path, monkey
     assert cli.main(["test", "-m", str(run[0]), "-s", "data", "-a", "-o", "out.extxyz"]) == 0
     frame = read("out.extxyz")
     assert frame.get_potential_energies().sum() == pytest.approx(frame.get_potential_energy())
-    assert frame.arrays["REF_energies"].tolist() == np.load("data/set.000/atom_ener.npy")[0].tolist()
+    assert (
+        frame.arrays["REF_energies"].tolist() == np.load("data/set.000/atom_ener.npy")[0].tolist()
+    )
 
 
 def test_another_quantity_has_its_name(tmp_path, monkeypatch):

@@ -19,7 +19,9 @@ def test_operations_that_mix_devices_are_refused():
         on_device + on_host
     with pytest.raises(RuntimeError, match="cuda:0 and cuda:1"):
         on_device + torch.ones(3, device="cuda:1")
-    assert torch.equal((on_device + torch.tensor(2.0)).cpu(), torch.full((3,), 3.0))  # a number of the host
+    assert torch.equal(
+        (on_device + torch.tensor(2.0)).cpu(), torch.full((3,), 3.0)
+    )  # a number of the host
 
 
 def test_a_wait_is_counted_with_its_line_and_refused_where_none_is_allowed():
@@ -29,7 +31,13 @@ def test_a_wait_is_counted_with_its_line_and_refused_where_none_is_allowed():
     assert found.waits == {"item": 1}
     assert list(found.places) == [("item", "a thread of autograd or of torch")]
     torch.cuda.set_sync_debug_mode("error")
-    for wait in (total.item, total.cpu, lambda: torch.ones(2).to("cuda"), total.nonzero, torch.cuda.synchronize):
+    for wait in (
+        total.item,
+        total.cpu,
+        lambda: torch.ones(2).to("cuda"),
+        total.nonzero,
+        torch.cuda.synchronize,
+    ):
         with pytest.raises(RuntimeError, match="synchronizing"):
             wait()
     torch.ones(2).pin_memory().to("cuda", non_blocking=True)

@@ -32,9 +32,16 @@ def test_every_model_has_addresses_and_a_digest(home, capsys):
     out = capsys.readouterr().out
     assert len(PUBLISHED) == 10
     for model in PUBLISHED:
-        assert f"{model.name} ({model.descriptor})\n  file    {model.file}\n  from    {model.urls[0]}\n" in out
+        assert (
+            f"{model.name} ({model.descriptor})\n  file    {model.file}\n  from    {model.urls[0]}\n"
+            in out
+        )
         assert len(bytes.fromhex(model.sha256)) == 32
-        assert {urlsplit(url).netloc for url in model.urls} == {"huggingface.co", "hf-mirror.com", "modelscope.cn"}
+        assert {urlsplit(url).netloc for url in model.urls} == {
+            "huggingface.co",
+            "hf-mirror.com",
+            "modelscope.cn",
+        }
     assert sum(model.name.startswith("DPA4-") for model in PUBLISHED) == 5
     assert "here" not in out
     assert list(home.iterdir()) == []
@@ -47,7 +54,10 @@ def test_a_file_with_the_name_of_a_model_and_other_content_is_refused_before_a_r
     for words in (["pretrained"], ["train", "input.json", "--finetune", "DPA-3.1-3M.pt"]):
         assert cli.main(words) == 2
         err = capsys.readouterr().err
-        assert f"DPA-3.1-3M.pt: has the name of the published model DPA-3.1-3M and another sha256: {digest}, exp" in err
+        assert (
+            f"DPA-3.1-3M.pt: has the name of the published model DPA-3.1-3M and another sha256: {digest}, exp"
+            in err
+        )
         assert "a file of your own needs another name" in err
 
 
@@ -88,7 +98,9 @@ def server(home, monkeypatch):
 
         def publish(*paths):
             urls = tuple(f"http://127.0.0.1:{server.server_port}/{path}" for path in paths)
-            model = PublishedModel("Known-1M", "se_e2_a", "known.pt", urls, hashlib.sha256(content).hexdigest())
+            model = PublishedModel(
+                "Known-1M", "se_e2_a", "known.pt", urls, hashlib.sha256(content).hexdigest()
+            )
             monkeypatch.setattr(pretrained, "PUBLISHED", (model,))
 
         server.publish = publish
@@ -109,7 +121,9 @@ def server(home, monkeypatch):
         ("slow", "slower than 10 kB/s"),
     ],
 )
-def test_a_download_that_fails_is_one_line_and_leaves_nothing(server, capsys, monkeypatch, kind, reason):
+def test_a_download_that_fails_is_one_line_and_leaves_nothing(
+    server, capsys, monkeypatch, kind, reason
+):
     monkeypatch.setattr(pretrained, "MAX_BYTES", 1_000_000)
     monkeypatch.setattr(pretrained, "RATE_INTERVAL_S", 0.2)
     server.publish(kind)
@@ -160,6 +174,8 @@ def test_fine_tuning_downloads_a_model_by_its_name(server, home, capsys):
     write_system(home / "data", frames=3)
     Path("input.json").write_text(json.dumps(tiny_input(["data"], num_steps=1)))
     words = ["--finetune", "Known-1M", "--use-pretrain-script"]
-    assert cli.main(["train", "input.json", "--device", "cpu", *words]) == 0, capsys.readouterr().err
+    assert cli.main(["train", "input.json", "--device", "cpu", *words]) == 0, (
+        capsys.readouterr().err
+    )
     assert server.requested == ["right"]
     assert (pretrained.DOWNLOADS / "known.pt").is_file()

@@ -46,7 +46,9 @@ def with_images(coord, types, box, reach, seed):
     rows = [np.flatnonzero(pairs.i == i) for i in range(natoms)]
     nlist = np.full((natoms, max(map(len, rows)) + 2), -1)
     for i, mine in enumerate(rows):
-        nlist[i, rng.permutation(nlist.shape[1])[: len(mine)]] = natoms + mine  # every neighbor is an image of its own
+        nlist[i, rng.permutation(nlist.shape[1])[: len(mine)]] = (
+            natoms + mine
+        )  # every neighbor is an image of its own
     extended = np.concatenate([coord, coord[pairs.j] + pairs.shift @ box])
     mapping = np.concatenate([np.arange(natoms), pairs.j])
     return [torch.as_tensor(a)[None] for a in (extended, types[mapping], nlist, mapping)]
@@ -114,7 +116,9 @@ def test_frames_that_follow_each_other_keep_their_images(tmp_path, as_if_compile
             np.testing.assert_allclose(getattr(found, name), value, rtol=1e-12, atol=1e-12)
         lists.add(id(other._images.pairs))
         coord = coord + rng.uniform(-0.05, 0.05, coord.shape)
-    assert 3 <= len(lists) <= 11 or not skin  # kept for some steps, and found again as the cell changes
+    assert (
+        3 <= len(lists) <= 11 or not skin
+    )  # kept for some steps, and found again as the cell changes
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +135,9 @@ def compiled(run, tmp_path_factory):
 def arrays_of(potential, seed, natoms, periodic=True):
     coord, types, box = toy_frame(np.random.default_rng(seed), natoms)
     found = potential.evaluate(coord, types, box if periodic else None)
-    return np.concatenate([found.energy, found.force.ravel(), found.virial.ravel(), found.atom_energy.ravel()])
+    return np.concatenate(
+        [found.energy, found.force.ravel(), found.virial.ravel(), found.atom_energy.ravel()]
+    )
 
 
 def test_it_computes_what_the_checkpoint_computes_for_any_number_of_atoms(run, compiled):
@@ -158,7 +164,9 @@ def test_it_says_which_weights_it_holds_and_gives_them_back(run, compiled, tmp_p
     )
 
 
-def test_a_terminal_shows_which_part_of_compiling_is_done_and_since_when(run, tmp_path, monkeypatch):
+def test_a_terminal_shows_which_part_of_compiling_is_done_and_since_when(
+    run, tmp_path, monkeypatch
+):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -172,7 +180,13 @@ def test_a_terminal_shows_which_part_of_compiling_is_done_and_since_when(run, tm
     loaded, shown = load_model(run[0]), []
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr(sys, "stderr", stream)
-        pt2.write_pt2(tmp_path / "m.pt2", loaded.model, loaded.config, {"model_def_script": {}}, torch.device("cpu"))
+        pt2.write_pt2(
+            tmp_path / "m.pt2",
+            loaded.model,
+            loaded.config,
+            {"model_def_script": {}},
+            torch.device("cpu"),
+        )
         shown.append(stream.getvalue())
     assert f"{tmp_path / 'm.pt2'}: compiling (2 of 3)  00:02" in shown[0]
     assert not shown[0].rpartition("\r")[0].rpartition("\r")[2].strip()  # the line is gone
@@ -197,7 +211,9 @@ def test_a_file_that_was_cut_short_or_changed_is_an_error(compiled, tmp_path):
     place = len(content) // 2  # inside of the machine code
     changed.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     for path in (short, changed):
-        with pytest.raises(CheckpointError, match=f"{path.name}: .*[Ff]reeze the model again|{path.name}: damaged"):
+        with pytest.raises(
+            CheckpointError, match=f"{path.name}: .*[Ff]reeze the model again|{path.name}: damaged"
+        ):
             Potential(path)
 
 
@@ -208,7 +224,9 @@ def test_without_a_compiler_the_message_says_what_to_install(run, tmp_path, caps
     assert not (tmp_path / "m.pt2").exists()
 
 
-def test_where_torch_cannot_compile_the_message_says_what_and_what_to_do(run, tmp_path, monkeypatch, capsys):
+def test_where_torch_cannot_compile_the_message_says_what_and_what_to_do(
+    run, tmp_path, monkeypatch, capsys
+):
     """There was a line of torch's and nothing else."""
 
     def requests(self, batch):
@@ -218,7 +236,8 @@ def test_where_torch_cannot_compile_the_message_says_what_and_what_to_do(run, tm
     assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 1
     said = capsys.readouterr().err
     assert re.search(
-        r"cannot compile this model \(se_e2_a, model/families/se_e2_a/module.py line \d+\). Write a .dp", said
+        r"cannot compile this model \(se_e2_a, model/families/se_e2_a/module.py line \d+\). Write a .dp",
+        said,
     )
     assert "data-dependent" in said
     assert "Run again with --debug" in said
@@ -234,7 +253,9 @@ def test_code_of_an_old_torch_that_does_not_compile_is_made_again_without_vector
     def compiling(*_, inductor_configs, package_path, **__):
         tried.append(inductor_configs.get("cpp.simdlen"))
         if tried[-1] is None:
-            raise CppCompileError(["g++"], "a.cpp:1:1: error: ‘tmp47’ was not declared in this scope")
+            raise CppCompileError(
+                ["g++"], "a.cpp:1:1: error: ‘tmp47’ was not declared in this scope"
+            )
         zipfile.ZipFile(package_path, "w").close()
 
     as_if_compiled(run[0])
@@ -243,16 +264,29 @@ def test_code_of_an_old_torch_that_does_not_compile_is_made_again_without_vector
     said = []
     for options, code in (({}, 2), ({"cpp.max_horizontal_fusion_size": 1}, 0)):
         monkeypatch.setattr(pt2, "CODE_OPTIONS", options)
-        assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2"), "--device", "cpu"]) == code
+        assert (
+            cli.main(
+                ["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2"), "--device", "cpu"]
+            )
+            == code
+        )
         said.append(capsys.readouterr())
     assert tried == [None, None, 1]
     assert "‘tmp47’ was not declared" in said[0].err
-    assert f"compiling it without vectors, of which torch {torch.__version__} makes wrong code" in said[1].err
-    assert f"without vector instructions, of which torch {torch.__version__} makes wrong code: " in said[1].out
+    assert (
+        f"compiling it without vectors, of which torch {torch.__version__} makes wrong code"
+        in said[1].err
+    )
+    assert (
+        f"without vector instructions, of which torch {torch.__version__} makes wrong code: "
+        in said[1].out
+    )
     assert "an evaluation of se_atten took 1.2 times as long" in said[1].out
 
 
-def test_a_file_with_tables_says_so_and_computes_what_the_networks_do_at_any_distance(tmp_path, capsys):
+def test_a_file_with_tables_says_so_and_computes_what_the_networks_do_at_any_distance(
+    tmp_path, capsys
+):
     # of few networks, and without angles: a fifth of the time to compile
     descriptor = {"type": "se_e2_r", "sel": [46, 92], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2]}
     descriptor["type_one_side"] = True
@@ -261,7 +295,10 @@ def test_a_file_with_tables_says_so_and_computes_what_the_networks_do_at_any_dis
     words = ["freeze", "-c", str(run[0]), "-o", str(path), "--device", "cpu", "--compress"]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
-    assert re.search(r"embedding networks as \d+ tables of at most \d+ terms, derivatives within \S+ of the", said)
+    assert re.search(
+        r"embedding networks as \d+ tables of at most \d+ terms, derivatives within \S+ of the",
+        said,
+    )
     least = 0.9 * load_model(run[0]).info.min_nbor_dist
     assert f"pairs nearer than {least:.2f} angstrom by the networks" in said
     known, found = Potential(run[0], device="cpu"), Potential(path)
@@ -271,7 +308,9 @@ def test_a_file_with_tables_says_so_and_computes_what_the_networks_do_at_any_dis
             coord[1] = coord[0] + [0.0, distance, 0.0]
             one, two = (potential.evaluate(coord, types, box) for potential in (known, found))
             for name, value in vars(one).items():
-                np.testing.assert_allclose(getattr(two, name), value, rtol=0, atol=1e-8 * abs(value).max())
+                np.testing.assert_allclose(
+                    getattr(two, name), value, rtol=0, atol=1e-8 * abs(value).max()
+                )
 
 
 def test_tables_are_refused_where_they_would_be_ignored(run, tmp_path, capsys):
@@ -279,9 +318,13 @@ def test_tables_are_refused_where_they_would_be_ignored(run, tmp_path, capsys):
     for option in ("--compress", "--no-compress"):
         assert cli.main(["freeze", "-c", str(run[0]), option, "-o", path]) == 2
         assert f"{option}: {path} holds the networks themselves" in capsys.readouterr().err
-    with pytest.raises(UserError, match="--compress: tables are for CPUs, and this is compiled for cuda"):
+    with pytest.raises(
+        UserError, match="--compress: tables are for CPUs, and this is compiled for cuda"
+    ):
         export._with_tables(load_model(run[0]), torch.device("cuda"), True)
     config, model = toy_model("se_e3")
     loaded = LoadedModel(model.eval(), config, Provenance(tmp_path, "weights"))
-    with pytest.raises(UserError, match="--compress: the descriptor se_e3 has no network of one distance alone"):
+    with pytest.raises(
+        UserError, match="--compress: the descriptor se_e3 has no network of one distance alone"
+    ):
         export._with_tables(loaded, torch.device("cpu"), True)

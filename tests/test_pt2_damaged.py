@@ -21,7 +21,10 @@ def members(tmp_path_factory):
     config, model = toy_model("se_e2_a")
     path = tmp_path_factory.mktemp("model") / "a.dp"
     write_dp(path, model, config)
-    return {FACTS: json.dumps({"dp_ema_device": "cpu"}), PACKAGED_TREE: packaged_text(read_tree(path))}
+    return {
+        FACTS: json.dumps({"dp_ema_device": "cpu"}),
+        PACKAGED_TREE: packaged_text(read_tree(path)),
+    }
 
 
 def written(path, members):
@@ -36,16 +39,22 @@ def written(path, members):
 def test_two_members_of_one_name_are_refused(tmp_path, members, name):
     """One program would read the first, another the last."""
     path = written(tmp_path / "a.pt2", [*members.items(), (name, "{}")])
-    with pytest.raises(CheckpointError, match=f"a.pt2: damaged, it holds '{name}' twice. Freeze the model again"):
+    with pytest.raises(
+        CheckpointError, match=f"a.pt2: damaged, it holds '{name}' twice. Freeze the model again"
+    ):
         read_dp(path)
 
 
-@pytest.mark.parametrize("name", ["/tmp/a", "../a", "model/data/aotinductor/model/../../../../a", "model\\..\\a"])
+@pytest.mark.parametrize(
+    "name", ["/tmp/a", "../a", "model/data/aotinductor/model/../../../../a", "model\\..\\a"]
+)
 def test_members_outside_of_the_package_are_refused(tmp_path, members, name):
     """torch unpacks them where their names say."""
     path = written(tmp_path / "a.pt2", [*members.items(), (name, "x")])
     for load in (read_dp, load_compiled):
-        with pytest.raises(CheckpointError, match=r"would be written outside of the folder .*Do not use this file"):
+        with pytest.raises(
+            CheckpointError, match=r"would be written outside of the folder .*Do not use this file"
+        ):
             load(path)
 
 
@@ -55,7 +64,9 @@ def test_sizes_that_the_file_cannot_hold_are_refused(tmp_path, members):
     last = content.rfind(b"PK\x01\x02")
     content[last + 20 : last + 28] = b"\xf0\xff\xff\xff" * 2
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="its members say that they are larger than the file can hold"):
+    with pytest.raises(
+        CheckpointError, match="its members say that they are larger than the file can hold"
+    ):
         read_dp(path)
 
 

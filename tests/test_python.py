@@ -10,7 +10,12 @@ from helpers import assert_same_files, tiny_input, write_system
 
 from deepmd_ema import Potential, train
 
-VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
+VALIDATED = {
+    "full_validation": True,
+    "ema_full_validation": True,
+    "validation_freq": 3,
+    "full_val_start": 0.0,
+}
 
 
 @pytest.fixture
@@ -18,7 +23,12 @@ def config(here, tmp_path):
     """Values of an input with an average and full validation."""
     data = str(write_system(tmp_path / "data", frames=8))
     return tiny_input(
-        [data], [data], num_steps=6, training__enable_ema=True, training__save_freq=3, validating=VALIDATED
+        [data],
+        [data],
+        num_steps=6,
+        training__enable_ema=True,
+        training__save_freq=3,
+        validating=VALIDATED,
     )
 
 
@@ -47,11 +57,20 @@ def test_what_is_returned_names_files_that_hold_the_errors_it_states(config):
     assert set(found.averages) == {"ema"}
     assert set(found.best) == set(found.errors) == {"live", "ema"}
     for file in (found.checkpoint, *found.averages.values(), *found.best.values()):
-        assert Potential(file).evaluate([[0.0, 0.0, 0.0], [0.0, 0.0, 1.5]], ["O", "H"], None).energy.shape == (1,)
-    rows = [line.split() for line in Path("val_ema.log").read_text().splitlines() if not line.startswith("#")]
+        assert Potential(file).evaluate(
+            [[0.0, 0.0, 0.0], [0.0, 0.0, 1.5]], ["O", "H"], None
+        ).energy.shape == (1,)
+    rows = [
+        line.split()
+        for line in Path("val_ema.log").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     step, *numbers = map(float, rows[-1])
     assert step == 6
-    assert any(number == pytest.approx(1000 * found.errors["ema"]["F:RMSE"], rel=1e-2) for number in numbers)
+    assert any(
+        number == pytest.approx(1000 * found.errors["ema"]["F:RMSE"], rel=1e-2)
+        for number in numbers
+    )
 
 
 def test_a_restart_from_python_names_the_file_that_continues_it(config, caplog):

@@ -35,7 +35,11 @@ from deepmd_ema.model.statistics import collect_statistics
 from deepmd_ema.training.loss import LOSSES, LossOverBatches
 
 GOLDEN = Path(__file__).parent / "golden" / "quantities"  # made_by: see golden/README.md
-DPA4_UNUSED = ("config/sel/0", "config/use_amp", "config/random_gamma")  # entries of files of DPA-4 without effect
+DPA4_UNUSED = (
+    "config/sel/0",
+    "config/use_amp",
+    "config/random_gamma",
+)  # entries of files of DPA-4 without effect
 MODELS = sorted(file.stem for file in GOLDEN.glob("*.dp"))
 SAME_MATH = 1e-10
 FLOAT32_COUNTS = 1e-7  # DeePMD-kit divides displayed errors by numbers of atoms in float32
@@ -47,12 +51,20 @@ def close(found, expected, tolerance=SAME_MATH):
 
 def frames_of(stored, system=""):
     """Return the frames that a golden file holds, with their parameters."""
-    arrays = {key.removeprefix(system): value for key, value in stored.items() if key.startswith(system)}
+    arrays = {
+        key.removeprefix(system): value for key, value in stored.items() if key.startswith(system)
+    }
     number = len(arrays["coord"])
     types = np.broadcast_to(arrays["atype"], arrays["coord"].shape[:2]).astype(np.int64)
     cells = arrays["box"].reshape(-1, 3, 3) if "box" in arrays else [None] * number
-    more = [{key: arrays[key][k] for key in ("fparam", "aparam") if key in arrays} for k in range(number)]
-    return [Frame(coord, t, box, **one) for coord, t, box, one in zip(arrays["coord"], types, cells, more)]
+    more = [
+        {key: arrays[key][k] for key in ("fparam", "aparam") if key in arrays}
+        for k in range(number)
+    ]
+    return [
+        Frame(coord, t, box, **one)
+        for coord, t, box, one in zip(arrays["coord"], types, cells, more)
+    ]
 
 
 def assert_values(model, stored, system=""):
@@ -80,7 +92,10 @@ def test_a_model_is_written_as_deepmd_kit_writes_it_and_comes_back_to_the_bit(go
     name, config, model = golden
     write_dp(tmp_path / "model.dp", model, config)
     same_bits(read_dp(tmp_path / "model.dp")[1], model)
-    ours, theirs = (dict(leaves(read_tree(file)["model"])) for file in (tmp_path / "model.dp", GOLDEN / f"{name}.dp"))
+    ours, theirs = (
+        dict(leaves(read_tree(file)["model"]))
+        for file in (tmp_path / "model.dp", GOLDEN / f"{name}.dp")
+    )
     unused = {place for place in {*ours, *theirs} if place.endswith(DPA4_UNUSED)}
     assert set(ours) - unused == set(theirs) - unused
     for place in set(theirs) - unused:
@@ -93,7 +108,13 @@ def test_a_model_is_written_as_deepmd_kit_writes_it_and_comes_back_to_the_bit(go
 
 def leaves(tree, place=""):
     """Yield place and value of what a tree holds."""
-    parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    parts = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in parts:
         yield from leaves(value, f"{place}/{key}")
     if not parts:
@@ -101,7 +122,9 @@ def leaves(tree, place=""):
 
 
 def test_a_checkpoint_of_deepmd_kit_gives_its_dipoles():
-    assert_values(load_model(GOLDEN / "checkpoint.pt").model, dict(np.load(GOLDEN / "checkpoint.npz")))
+    assert_values(
+        load_model(GOLDEN / "checkpoint.pt").model, dict(np.load(GOLDEN / "checkpoint.npz"))
+    )
 
 
 # ---- losses
@@ -118,10 +141,14 @@ NOT_OURS = {*OF_MODEL, "tensor_size", "label_name", "starter_learning_rate"}
 def loss_of(kind, options, fitting, world=None, excluded=()):
     """Return the loss of a model with the section ``fitting_net``, and the names of what it compares."""
     model = {"model__fitting_net": fitting, "model__atom_exclude_types": [*excluded]}
-    (task,) = (run := config_from_dict(tiny_input(["data"], loss={"type": kind, **options}, **model))).tasks.values()
+    (task,) = (
+        run := config_from_dict(tiny_input(["data"], loss={"type": kind, **options}, **model))
+    ).tasks.values()
     ranks = task.metric(run.validating.validation_metric).quantity
     assert any(ranks == error.metric for name in task.labels for error in LABELS[name].errors)
-    return LOSSES[kind](task.loss, 1e-3, world or World(), task.model), task.model.fitting_net.labels
+    return LOSSES[kind](
+        task.loss, 1e-3, world or World(), task.model
+    ), task.model.fitting_net.labels
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -129,14 +156,19 @@ def test_losses_and_displayed_values_are_those_of_deepmd_kit(number):
     """Of frames, of atoms, of those that a mask leaves, with a label missing, with weights of atoms."""
     case = CASES[number]
     options, kind = case["options"], KINDS[case["loss"]]
-    fitting = {"type": kind} | {OF_MODEL[name]: value for name, value in options.items() if name in OF_MODEL}
+    fitting = {"type": kind} | {
+        OF_MODEL[name]: value for name, value in options.items() if name in OF_MODEL
+    }
     mask = np.array(case["prediction"].pop("mask", np.ones((2, 4))))
     own = {name: value for name, value in options.items() if name not in NOT_OURS}
     loss, names = loss_of(kind, own, fitting, excluded=[1] * (not mask.all()))
     labels = dict(zip([*names, "atom_weight"], case["label"].values()))
     missing = [name for name, has_label in zip(names, case["find"]) if not has_label]
     frames = [
-        {"types": 1 - mask[k].astype(int), **{n: np.array(v[k]) for n, v in labels.items() if n not in missing}}
+        {
+            "types": 1 - mask[k].astype(int),
+            **{n: np.array(v[k]) for n, v in labels.items() if n not in missing},
+        }
         for k in range(2)
     ]
     batch = flat_batch(frames, names=loss.labels)
@@ -171,9 +203,17 @@ def labelled(names, chosen):
     rng, frames = np.random.default_rng(7), []
     for k, natoms in enumerate((2, 5, 4, 3)):
         about = {"types": rng.integers(0, 2, natoms)}
-        draws = [{n: rng.normal(size=LABELS[n].shape_in_frame(natoms)) for n in (*names, "atom_weight")} for _ in "pl"]
+        draws = [
+            {n: rng.normal(size=LABELS[n].shape_in_frame(natoms)) for n in (*names, "atom_weight")}
+            for _ in "pl"
+        ]
         lacking = {1: names[0], 2: names[-1]}.get(k)
-        frames.append(({**about, **draws[0]}, {**about, **{n: v for n, v in draws[1].items() if n != lacking}}))
+        frames.append(
+            (
+                {**about, **draws[0]},
+                {**about, **{n: v for n, v in draws[1].items() if n != lacking}},
+            )
+        )
     return [frames[k] for k in chosen]
 
 
@@ -182,13 +222,23 @@ def evaluated(loss, names, chosen):
     guesses, labels = zip(*labelled(names, chosen))
     prediction = flat_batch(guesses, names=names).labels
     prediction[SPREAD] = torch.full((1, 1), 0.6, dtype=torch.float64)
-    return flat_batch(labels, names=loss.labels), {name: v.requires_grad_() for name, v in prediction.items()}
+    return flat_batch(labels, names=loss.labels), {
+        name: v.requires_grad_() for name, v in prediction.items()
+    }
 
 
 def gradients(parts, names):
     """Return the gradients by the predictions for batches, of their atoms in the order of the files."""
-    grads = [(name, batch, p[name].grad) for name in names for batch, p in parts if p[name].grad is not None]
-    return [(b.in_file_order(grad) if LABELS[name].per_atom else grad).numpy() for name, b, grad in grads]
+    grads = [
+        (name, batch, p[name].grad)
+        for name in names
+        for batch, p in parts
+        if p[name].grad is not None
+    ]
+    return [
+        (b.in_file_order(grad) if LABELS[name].per_atom else grad).numpy()
+        for name, b, grad in grads
+    ]
 
 
 def measured(name, chosen, world=None):
@@ -197,7 +247,12 @@ def measured(name, chosen, world=None):
     batch, prediction = evaluated(loss, names, chosen)
     total, shown = loss(prediction, batch, 7e-4)
     total.backward()
-    return loss, names, {key: value.item() for key, value in shown.items()}, gradients([(batch, prediction)], names)
+    return (
+        loss,
+        names,
+        {key: value.item() for key, value in shown.items()},
+        gradients([(batch, prediction)], names),
+    )
 
 
 def on_rank(name):
@@ -212,7 +267,9 @@ def test_batches_of_a_step_add_up_to_one_with_all_their_frames(name):
     parts = [evaluated(loss, names, chosen) for chosen in ([0], [1, 2], [3])]
     whole = LossOverBatches(loss, [batch for batch, _ in parts], 7e-4)
     sum(whole.add(prediction, batch) for batch, prediction in parts).backward()
-    assert {key: value.item() for key, value in whole.displayed().items()} == pytest.approx(shown, rel=SAME_MATH)
+    assert {key: value.item() for key, value in whole.displayed().items()} == pytest.approx(
+        shown, rel=SAME_MATH
+    )
     assert_gradients(gradients(parts, names), expected)
 
 
@@ -228,7 +285,9 @@ def test_two_ranks_have_the_loss_and_the_gradient_of_one_batch(name):
 
 
 def assert_gradients(found, expected):
-    np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), rtol=SAME_MATH, atol=1e-14)
+    np.testing.assert_allclose(
+        np.concatenate(found), np.concatenate(expected), rtol=SAME_MATH, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize(("kind", "options", "fitting"), [
@@ -243,7 +302,10 @@ def test_atoms_of_an_excluded_element_do_not_count_in_the_loss_of_atoms(kind, op
     types = [np.array([0, 1, 0, 1, 1]), np.array([1, 0, 0])]
     shapes = [LABELS[name].shape_in_frame(len(of)) for of in types]
     weights = (0.5, 3.0)
-    frames = [{"types": of, name: rng.normal(size=s), "weight": w} for of, s, w in zip(types, shapes, weights)]
+    frames = [
+        {"types": of, name: rng.normal(size=s), "weight": w}
+        for of, s, w in zip(types, shapes, weights)
+    ]
     batch = flat_batch(frames, names=(*loss.labels, "weight"))
     error = torch.tensor(rng.normal(size=batch.labels[name].shape))
     prediction = {name: batch.labels[name] + error}
@@ -251,9 +313,13 @@ def test_atoms_of_an_excluded_element_do_not_count_in_the_loss_of_atoms(kind, op
     counted = (batch.atom_type == 0).double()
     squares = error.square().mean(1)
     weight = torch.tensor(weights, dtype=torch.float64)[batch.atom_frame] * counted
-    assert total.item() == pytest.approx(float((weight * squares).sum() / counted.sum()), rel=SAME_MATH)
+    assert total.item() == pytest.approx(
+        float((weight * squares).sum() / counted.sum()), rel=SAME_MATH
+    )
     mean = float((counted * squares).sum() / counted.sum())
-    assert next(v for k, v in shown.items() if "local" in k or "ados" in k).item() == pytest.approx(mean**0.5)
+    assert next(v for k, v in shown.items() if "local" in k or "ados" in k).item() == pytest.approx(
+        mean**0.5
+    )
     # metrics of atoms are over the same ones
     measured = Errors()
     measured.add({**prediction, COUNTED: counted}, batch)
@@ -267,7 +333,9 @@ STATISTICS = dict(np.load(GOLDEN / "statistics.npz"))
 # a bias that the input gives is for energies only; a type without labels of atoms is fitted to what the means of the
 # others leave of those of frames, in DeePMD-kit as if these were not known
 OTHERS = ("property_preset", "dos_missing_type")
-SETS = {name: case for name, case in json.loads(str(STATISTICS["cases"])).items() if name not in OTHERS}
+SETS = {
+    name: case for name, case in json.loads(str(STATISTICS["cases"])).items() if name not in OTHERS
+}
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -275,18 +343,32 @@ def test_biases_and_spreads_are_those_of_deepmd_kit(name):
     label, with_frames, with_atoms, options = SETS[name]
     about = {"property_name": "band", "task_dim": 2, "intensive": options.get("intensive", False)}
     about |= {"type": "property", "distinguish_types": options.get("stats_distinguish_types", True)}
-    fitting = {"polarizability": {"type": "polar"}, "dos": {"type": "dos", "numb_dos": 4}, "band": about}[label]
-    section = {"type_map": ["O", "H", "Na"], "descriptor": SECTIONS["se_e2_a"], "fitting_net": fitting}
+    fitting = {
+        "polarizability": {"type": "polar"},
+        "dos": {"type": "dos", "numb_dos": 4},
+        "band": about,
+    }[label]
+    section = {
+        "type_map": ["O", "H", "Na"],
+        "descriptor": SECTIONS["se_e2_a"],
+        "fitting_net": fitting,
+    }
     config = model_config_from_dict({**section, "atom_exclude_types": options.get("exclude", [])})
     model, (of_frame, of_atom) = build_model(config), config.fitting_net.labels
     batches = []
     for system in sorted({*with_frames, *with_atoms}):
         types = STATISTICS[f"{system}_atype"]
         chosen = {of_frame: with_frames, of_atom: with_atoms}
-        files = {of_frame: STATISTICS[f"{system}_{label}"], of_atom: STATISTICS[f"{system}_atom_{label}"]}
+        files = {
+            of_frame: STATISTICS[f"{system}_{label}"],
+            of_atom: STATISTICS[f"{system}_atom_{label}"],
+        }
         files = {key: rows for key, rows in files.items() if system in chosen[key]}
         places = 1.3 * np.stack(np.unravel_index(np.arange(types.shape[1]), (2, 2, 2)), 1)
-        frames = [Frame(places, t, None, {n: rows[k] for n, rows in files.items()}) for k, t in enumerate(types)]
+        frames = [
+            Frame(places, t, None, {n: rows[k] for n, rows in files.items()})
+            for k, t in enumerate(types)
+        ]
         batches.append(collate(frames, model.layout))
     found = collect_statistics(model, config, batches)
     close(found.fit.bias, STATISTICS[f"{name}_bias"])
@@ -314,9 +396,15 @@ LAWS = {
 @pytest.mark.parametrize("excluded", ["", "H"])
 @pytest.mark.parametrize("elements", [["OHH", "OHHH", "OHHNa", "H"], ["OHH"]])
 @pytest.mark.parametrize("name", LAWS)
-def test_a_model_without_network_explains_labels_that_are_sums_over_its_atoms(name, elements, excluded, type_map):
+def test_a_model_without_network_explains_labels_that_are_sums_over_its_atoms(
+    name, elements, excluded, type_map
+):
     values, options = LAWS[name]
-    fitting = {"type": "property", "property_name": "band", "task_dim": 2} if "numb_dos" not in options else {}
+    fitting = (
+        {"type": "property", "property_name": "band", "task_dim": 2}
+        if "numb_dos" not in options
+        else {}
+    )
     fitting = options if options.get("type") else {**fitting, **options}
     fitting = fitting if name != "energy" else {}
     section = {"type_map": type_map, "descriptor": SECTIONS["se_e2_a"], "fitting_net": fitting}
@@ -337,7 +425,9 @@ def test_a_model_without_network_explains_labels_that_are_sums_over_its_atoms(na
     model.apply_statistics(collect_statistics(model, config, [batch]))
     for parameter in model.fitting.parameters():
         parameter.data.zero_()
-    np.testing.assert_allclose(model(batch)[of_frame].detach(), batch.labels[of_frame], rtol=0, atol=SAME_MATH)
+    np.testing.assert_allclose(
+        model(batch)[of_frame].detach(), batch.labels[of_frame], rtol=0, atol=SAME_MATH
+    )
     if config.fitting_net.type == "property":
         # the bias explains all, so that the unit of the loss is that of the labels
         assert (model.out_std == 1).all()
@@ -347,10 +437,16 @@ def test_a_model_without_network_explains_labels_that_are_sums_over_its_atoms(na
 def test_the_loss_of_a_property_without_spread_is_finite(function):
     fitting = {"type": "property", "property_name": "band", "task_dim": 2}
     loss, (label, _) = loss_of("property", {"loss_func": function}, fitting)
-    section = {"type_map": ["O", "H", "Na"], "descriptor": SECTIONS["se_e2_a"], "fitting_net": fitting}
+    section = {
+        "type_map": ["O", "H", "Na"],
+        "descriptor": SECTIONS["se_e2_a"],
+        "fitting_net": fitting,
+    }
     model_config = model_config_from_dict(section)
     model = build_model(model_config)
-    batch = collate([Frame(np.eye(3), np.zeros(3, int), None, {label: np.array([3.0, 0.0])})], model.layout)
+    batch = collate(
+        [Frame(np.eye(3), np.zeros(3, int), None, {label: np.array([3.0, 0.0])})], model.layout
+    )
     model.apply_statistics(collect_statistics(model, model_config, [batch]))
     for spread in (model.out_std.clone(), torch.zeros_like(model.out_std)):
         model.out_std.copy_(spread)
@@ -362,10 +458,20 @@ def test_the_loss_of_a_property_without_spread_is_finite(function):
 
 # ---- mistakes and data
 
-DIPOLE = {"model.fitting_net.type": "dipole", "loss": {"type": "tensor", "pref": 1, "pref_atomic": 0}}
-GAP = {"model.fitting_net": {"type": "property", "property_name": "gap"}, "loss": {"type": "property"}}
+DIPOLE = {
+    "model.fitting_net.type": "dipole",
+    "loss": {"type": "tensor", "pref": 1, "pref_atomic": 0},
+}
+GAP = {
+    "model.fitting_net": {"type": "property", "property_name": "gap"},
+    "loss": {"type": "property"},
+}
 VALIDATED = {"validating.full_validation": True}
-TABLE = {"model.use_srtab": [[r, 0, 0, 0] for r in (1, 2, 3)], "model.sw_rmin": 1, "model.sw_rmax": 2}
+TABLE = {
+    "model.use_srtab": [[r, 0, 0, 0] for r in (1, 2, 3)],
+    "model.sw_rmin": 1,
+    "model.sw_rmax": 2,
+}
 # an input, how it is spoiled, the only message
 WRONG = [
     (DIPOLE, {"loss": {}}, 'loss.type = "ener": expected "loss": {"type": "tensor", "pref": 1, "pref_atomic": 0}'),
@@ -406,7 +512,9 @@ def test_labels_of_atoms_may_have_rows_of_the_selected_ones_only(is_hdf5, tmp_pa
     system = write_system(tmp_path / "data", frames=3, natoms=5)
     is_oxygen, file = np.loadtxt(system / "type.raw") == 0, system / "set.000" / "atomic_dipole.npy"
     atomic = np.random.default_rng(0).normal(size=(3, 5, 3)) * is_oxygen[:, None]
-    section = spoiled({**copy.deepcopy(DIPOLE), "model.type_map": ["H", "O"], "model.fitting_net.sel_type": 1})["model"]
+    section = spoiled(
+        {**copy.deepcopy(DIPOLE), "model.type_map": ["H", "O"], "model.fitting_net.sel_type": 1}
+    )["model"]
     spec = ReadSpec.of_model(model_config_from_dict(section), ("dipole", "atom_dipole"))
     for rows in (atomic, atomic[:, is_oxygen]):
         np.save(file, rows.reshape(3, -1))

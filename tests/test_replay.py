@@ -47,22 +47,35 @@ def test_the_input_has_one_model_for_new_and_old_data_and_trains_from_the_file(d
     assert write_input("--replay", "old", "--validation", "valid", "--test", "valid") == 0
     assert "dp-ema train --finetune old.pt input.yaml" in capsys.readouterr().out
     config = load_config("input.yaml")
-    assert [link.key for link in config.links if link.task == "old"] == ["elements", "descriptor", "fitting"]
+    assert [link.key for link in config.links if link.task == "old"] == [
+        "elements",
+        "descriptor",
+        "fitting",
+    ]
     assert config.training.model_prob == {"new": 0.7, "old": 0.3}
-    assert {task: data.systems for task, data in config.validating.test_data_dict.items()} == {"new": ["valid"]}
+    assert {task: data.systems for task, data in config.validating.test_data_dict.items()} == {
+        "new": ["valid"]
+    }
     assert not [text for text in config_warnings(config) if "share this network" in text]
     assert main(["train", "input.yaml", "--finetune", "old.pt"]) == 0
     said = capsys.readouterr().err
     table = said.partition("errors before the first step")[2].splitlines()
     assert [line.split()[2] for line in table[3:5]] == ["new", "old"]
     weights = load("model.ckpt.pt")["model"]
-    of = {task: {n.removeprefix(task): t for n, t in weights.items() if n.startswith(task)} for task in ("new", "old")}
-    assert not torch.equal(*(of[task].pop(".out_bias") for task in of))  # the labels of toys differ by a shift
+    of = {
+        task: {n.removeprefix(task): t for n, t in weights.items() if n.startswith(task)}
+        for task in ("new", "old")
+    }
+    assert not torch.equal(
+        *(of[task].pop(".out_bias") for task in of)
+    )  # the labels of toys differ by a shift
     assert not torch.equal(*(of[task].pop(".out_std") for task in of))
     assert_same(of["new"], of["old"])
     before = load("old.pt")["model"]
     torch.testing.assert_close(weights["old.out_bias"], before["out_bias"], rtol=0, atol=0)
-    assert not torch.equal(weights["new.fitting.nets.0.layers.0.weight"], before["fitting.nets.0.layers.0.weight"])
+    assert not torch.equal(
+        weights["new.fitting.nets.0.layers.0.weight"], before["fitting.nets.0.layers.0.weight"]
+    )
     assert main(["freeze", "--head", "new", "-o", "new.dp"]) == 0
 
 
@@ -83,8 +96,14 @@ def test_labels_of_a_model_are_its_predictions_whatever_the_labels_of_the_frames
     assert main(["convert", "bare", "labelled", "--labels-of", "old.pt"]) == 0
     assert "labels of old.pt: live weights of step 10" in capsys.readouterr().out
     (system,) = Path("labelled").iterdir()
-    arrays = {name: np.load(system / f"set.000/{name}.npy") for name in ("coord", "box", "energy", "force", "virial")}
-    types = [(system / "type_map.raw").read_text().split()[k] for k in np.loadtxt(system / "type.raw", dtype=int)]
+    arrays = {
+        name: np.load(system / f"set.000/{name}.npy")
+        for name in ("coord", "box", "energy", "force", "virial")
+    }
+    types = [
+        (system / "type_map.raw").read_text().split()[k]
+        for k in np.loadtxt(system / "type.raw", dtype=int)
+    ]
     found = Potential("old.pt").evaluate(arrays["coord"], types, arrays["box"])
     for name in ("energy", "force", "virial"):
         value = getattr(found, name)
@@ -96,11 +115,16 @@ def test_the_bias_is_kept_where_the_input_says_so(desk, capsys, choice):
     config = tiny_input(["new"], num_steps=1, model__finetune_bias=choice)
     Path("input.json").write_text(json.dumps(config))
     assert main(["train", "input.json", "--finetune", "old.pt"]) == 0
-    same = torch.equal(load("model.ckpt-1.pt")["model"]["out_bias"], load("old.pt")["model"]["out_bias"])
+    same = torch.equal(
+        load("model.ckpt-1.pt")["model"]["out_bias"], load("old.pt")["model"]["out_bias"]
+    )
     assert same == (choice == "keep")
     if same:
         assert main(["train", "input.json", "--finetune", "old.pt", "--head", "RANDOM"]) == 2
-        assert 'model.finetune_bias = "keep": the fitting network starts anew' in capsys.readouterr().err
+        assert (
+            'model.finetune_bias = "keep": the fitting network starts anew'
+            in capsys.readouterr().err
+        )
 
 
 def test_the_fitting_network_alone_is_trained_where_it_is_requested(desk, capsys):

@@ -55,7 +55,9 @@ def write_lcurve(file, text, steps=()):
 
 def write_validation(log, text, steps=()):
     for line in text.splitlines():
-        if line.startswith("# saved") and (not steps or int(line.split("ckpt-")[1].split(".")[0]) in steps):
+        if line.startswith("# saved") and (
+            not steps or int(line.split("ckpt-")[1].split(".")[0]) in steps
+        ):
             metric, value = line.split("(")[1].split()[0], float(line.split("= ")[1].split()[0])
             log.write_best(line.split()[4], metric, value / 1000)
         elif not line.startswith("#"):
@@ -81,12 +83,31 @@ def test_val_log_has_the_bytes_of_deepmd_kit(here, text):
 def test_the_columns_of_tasks_have_the_bytes_that_deepmd_kit_writes(here):
     """Tasks stand in their own order; one without validation data has columns of training only."""
     file = LcurveFile("lcurve.out", {"water": ["rmse_f", "rmse"], "ice": ["rmse"]}, {"water"})
-    file.write(100, 1e-3, {"water": {"rmse": 1.0, "rmse_f": 2.0}, "ice": {"rmse": 3.0}}, {"water": {"rmse": 4.0}})
-    names = [("rmse_val_water", "rmse_trn_water"), ("rmse_f_val_water", "rmse_f_trn_water"), ("rmse_trn_ice",)]
+    file.write(
+        100,
+        1e-3,
+        {"water": {"rmse": 1.0, "rmse_f": 2.0}, "ice": {"rmse": 3.0}},
+        {"water": {"rmse": 4.0}},
+    )
+    names = [
+        ("rmse_val_water", "rmse_trn_water"),
+        ("rmse_f_val_water", "rmse_f_trn_water"),
+        ("rmse_trn_ice",),
+    ]
     values = [("   4.00e+00", "   1.00e+00"), ("        nan", "   2.00e+00"), ("   3.00e+00",)]
     header, _, row = (here / "lcurve.out").read_text().splitlines()
-    assert header == "# step " + "".join("  " + "".join(f" {n:>11}" for n in pair) for pair in names) + "   lr      "
-    assert row == "    100" + "".join("  " + "".join(f" {v}" for v in pair) for pair in values) + "    1.0e-03"
+    assert (
+        header
+        == "# step "
+        + "".join("  " + "".join(f" {n:>11}" for n in pair) for pair in names)
+        + "   lr      "
+    )
+    assert (
+        row
+        == "    100"
+        + "".join("  " + "".join(f" {v}" for v in pair) for pair in values)
+        + "    1.0e-03"
+    )
 
 
 def test_rows_after_the_restored_step_are_cut_and_written_again_under_one_header(here):
@@ -155,8 +176,14 @@ def test_each_of_several_tasks_has_a_line_of_its_own(caplog, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     progress = Progress(100, RunTimes(), interactive=True)
     progress.advance(1)
-    errors = {"water": {"rmse": 2.0, "rmse_e": 1.0, "rmse_ae": 0.5}, "ice": {"rmse": 3.0, "rmse_f": 3e-4}, "steam": {}}
-    progress.show(1, 1e-3, {"train": errors, "valid": {"water": {}, "ice": {"rmse_v": 4.0}}, "ema": errors})
+    errors = {
+        "water": {"rmse": 2.0, "rmse_e": 1.0, "rmse_ae": 0.5},
+        "ice": {"rmse": 3.0, "rmse_f": 3e-4},
+        "steam": {},
+    }
+    progress.show(
+        1, 1e-3, {"train": errors, "valid": {"water": {}, "ice": {"rmse_v": 4.0}}, "ema": errors}
+    )
     progress.close()
     assert [r.getMessage() for r in caplog.records] == [
         "  1  water  train E 1000 ae 500  ema E 1000 ae 500  lr 1.0e-03",
@@ -195,7 +222,10 @@ def test_the_bar_shows_the_first_average_or_live_weights_and_each_task(monkeypat
     progress.show_validation(30, {"live": Given([1, 2, 3, 1234.5, 5, 6])})
     assert bar_text(monkeypatch, progress).endswith("40/100, live F 1230 meV/Å")
     progress = Progress(100, RunTimes(), interactive=True)
-    rows = {f"{task} {name}": k for k, (name, task) in enumerate(product(("live", "ema", "swa"), ("ice", "water")))}
+    rows = {
+        f"{task} {name}": k
+        for k, (name, task) in enumerate(product(("live", "ema", "swa"), ("ice", "water")))
+    }
     progress.show_validation(30, {name: Given([1, 2, 3, k, 5, 6]) for name, k in rows.items()})
     assert bar_text(monkeypatch, progress).endswith("40/100, ema F ice 2.00, water 3.00 meV/Å")
 
@@ -219,9 +249,14 @@ def test_without_a_terminal_a_line_comes_every_minute_that_has_no_row(caplog, cl
 def test_a_full_validation_is_one_line_for_each_task_with_stars_at_the_best(caplog):
     caplog.set_level(logging.INFO)
     progress = Progress(10, RunTimes(), interactive=False)
-    results = {"live": Given([94, 115.17, 896, 1103, "nan", "nan"]), "ema": Given([1, 2, 3, 4, 5, 6])}
+    results = {
+        "live": Given([94, 115.17, 896, 1103, "nan", "nan"]),
+        "ema": Given([1, 2, 3, 4, 5, 6]),
+    }
     progress.show_validation(4, results, ["ema"])
-    progress.show_validation(10, {f"ice {name}": errors for name, errors in results.items()}, ["ice live"])
+    progress.show_validation(
+        10, {f"ice {name}": errors for name, errors in results.items()}, ["ice live"]
+    )
     assert [r.getMessage() for r in caplog.records] == [
         " 4  full  live E 115 F 1100  ema* E 2.00 F 4.00",
         "10  ice  full  live* E 115 F 1100  ema E 2.00 F 4.00",
@@ -264,7 +299,9 @@ def test_the_time_of_an_interval_is_split_by_category(clock, caplog):
         clock[0] += 70
         assert times.split() == "data 30 % | step 0 % | validation 0 % | checkpoint 0 %"
     assert caplog.text.count("30 % of the time was spent waiting for data") == 1
-    assert times.waiting_share() == (2 + 4 + 2 * 30) / (404 - 2)  # the first batch is a part of the start
+    assert times.waiting_share() == (2 + 4 + 2 * 30) / (
+        404 - 2
+    )  # the first batch is a part of the start
 
 
 def test_numbers_have_an_exponent_only_where_a_run_has_failed():

@@ -32,13 +32,17 @@ def run(tmp_path):
     folder.mkdir()
     (folder / "lcurve.out").write_text(LCURVE_TEXT)
     (folder / "val.log").write_text(VAL_TEXT, encoding="utf-8")
-    (folder / "val_ema.log").write_text(VAL_TEXT.replace("best.ckpt", "best_ema.ckpt"), encoding="utf-8")
+    (folder / "val_ema.log").write_text(
+        VAL_TEXT.replace("best.ckpt", "best_ema.ckpt"), encoding="utf-8"
+    )
     return folder
 
 
 def test_files_of_tasks_know_their_task_and_weights(tmp_path):
     """By the names of tasks: ice_ih_ema could be an average of ice."""
-    (tmp_path / "out.json").write_text(json.dumps({"model": {"model_dict": {"ice": {}, "ice_ih": {}}}}))
+    (tmp_path / "out.json").write_text(
+        json.dumps({"model": {"model_dict": {"ice": {}, "ice_ih": {}}}})
+    )
     rows = LCURVE_TEXT.splitlines()
     names = [f"{name}_{task}" for task in ("ice", "ice_ih") for name in rows[0].split()[2:-1]]
     values = [[*row.split()[:-1], *row.split()[1:-1], row.split()[-1]] for row in rows[2:]]
@@ -90,7 +94,9 @@ def test_before_the_first_full_validation_the_learning_curve_is_drawn_and_what_i
     (run / "out.json").write_text(json.dumps(config | {"validating": validated}))
     (run / "val.log").write_text(VAL_TEXT.partition("  50 ")[0], encoding="utf-8")
     (run / "val_ema.log").unlink()
-    for number, files in enumerate(([run], [run / name for name in ("lcurve.out", "val.log", "val_ema.log")])):
+    for number, files in enumerate(
+        ([run], [run / name for name in ("lcurve.out", "val.log", "val_ema.log")])
+    ):
         assert plot_curves(files, tmp_path / f"{number}.png").read_bytes()[:4] == PNG
         assert f"not drawn: {run / 'val.log'}: has a header but no rows yet" in caplog.text
         assert f"not drawn: {run / 'val_ema.log'}: cannot be read: No such file" in caplog.text
@@ -108,20 +114,26 @@ def test_the_folder_of_a_run_is_drawn_with_all_its_curves(run, tmp_path):
     assert [path.name for path in curve_files(run)] == ["rows.out", "val.log"]
     assert plot_curves([run], tmp_path / "all.png").read_bytes()[:4] == PNG
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"empty: no lcurve.out or val.log in this folder. Give the folder of a run"):
+    with pytest.raises(
+        UserError, match=r"empty: no lcurve.out or val.log in this folder. Give the folder of a run"
+    ):
         plot_curves([tmp_path / "empty"], tmp_path / "x.png")
 
 
 def test_nothing_of_a_figure_lies_beyond_its_edges(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure")
     seen, save = [], figure.Figure.savefig
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *a, **k: (seen.append(self), save(self, *a, **k)))
+    monkeypatch.setattr(
+        figure.Figure, "savefig", lambda self, *a, **k: (seen.append(self), save(self, *a, **k))
+    )
     runs = [tmp_path / f"a_run_with_a_long_name_{n}" / "of_water" for n in range(3)]
     for folder in runs:
         folder.mkdir(parents=True)
         (folder / "lcurve.out").write_text(LCURVE_TEXT)
         for name in ("", "_half_life_of_300_steps", "_equal_weights_from_epoch_2"):
-            (folder / f"val{name}.log").write_text(VAL_TEXT.replace("best.ckpt", f"best{name}.ckpt"), encoding="utf-8")
+            (folder / f"val{name}.log").write_text(
+                VAL_TEXT.replace("best.ckpt", f"best{name}.ckpt"), encoding="utf-8"
+            )
     for drawn in (runs, runs[:1]):
         plot_curves(drawn, tmp_path / "x.png")
     label = 10000.0 * np.random.default_rng(0).normal(size=400) - 7000000.0
@@ -139,6 +151,8 @@ def test_nothing_of_a_figure_lies_beyond_its_edges(tmp_path, monkeypatch):
 
 def test_curves_without_a_finite_error_are_refused(here, tmp_path):
     (tmp_path / "lcurve.out").write_text("# step rmse_trn lr\n1 nan nan\n2 inf inf\n")
-    with pytest.raises(UserError, match=r"lcurve\.out: nothing to draw, no number of an error is finite"):
+    with pytest.raises(
+        UserError, match=r"lcurve\.out: nothing to draw, no number of an error is finite"
+    ):
         plot_curves(["lcurve.out"], "curves.png")
     assert not (tmp_path / "curves.png").exists()

@@ -12,7 +12,18 @@ from deepmd_ema.cli.main import main
 
 VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 4, "full_val_start": 0.0,
              "max_best_ckpt": 2}  # fmt: skip
-KEYS = ["format", "version", "input", "problems", "warnings", "without_effect", "notes", "plan", "data", "cost"]
+KEYS = [
+    "format",
+    "version",
+    "input",
+    "problems",
+    "warnings",
+    "without_effect",
+    "notes",
+    "plan",
+    "data",
+    "cost",
+]
 
 
 @pytest.fixture
@@ -22,8 +33,15 @@ def write(here):
     write_system("valid", frames=5, seed=2)
 
     def write(**changes):
-        options = {"num_steps": 12, "training__save_freq": 3, "training__enable_ema": True, "validating": VALIDATED}
-        Path("input.json").write_text(json.dumps(tiny_input(["data"], ["valid"], **(options | changes)), indent=1))
+        options = {
+            "num_steps": 12,
+            "training__save_freq": 3,
+            "training__enable_ema": True,
+            "validating": VALIDATED,
+        }
+        Path("input.json").write_text(
+            json.dumps(tiny_input(["data"], ["valid"], **(options | changes)), indent=1)
+        )
 
     return write
 
@@ -40,13 +58,17 @@ def test_sections_come_in_order_and_warnings_last(write, capsys):
     write(validating=VALIDATED | {"tf32_infer": True}, training__ema_decay=0.999)
     assert main(["check", "input.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    heads = [re.split(r"[:(]", line)[0].strip() for line in lines if line and not line.startswith(" ")]
+    heads = [
+        re.split(r"[:(]", line)[0].strip() for line in lines if line and not line.startswith(" ")
+    ]
     assert heads == [
         "input.json", "Training data", "Validation data", "Elements", "Checks of the data", "Plan", "Cost",
         "1 option without effect", "1 warning", "next",
     ]  # fmt: skip
     assert lines[-1] == "next: dp-ema train input.json"
-    assert lines[-3].startswith("  1. training.ema_decay = 0.999: the average is over about 1,000 steps")
+    assert lines[-3].startswith(
+        "  1. training.ema_decay = 0.999: the average is over about 1,000 steps"
+    )
     assert max(map(len, lines[: lines.index("Plan")])) <= 110
 
 
@@ -63,8 +85,16 @@ def test_the_document_has_the_same_keys_whatever_is_wrong(write, capsys):
     bad = reported(capsys, code=2)
     assert list(bad) == KEYS
     [unknown] = [p for p in bad["problems"] if p["path"] == "training.no_such"]
-    assert Path("input.json").read_text().splitlines()[unknown["line"] - 1].strip().startswith('"no_such"')
-    assert unknown["message"].startswith(f"input.json:{unknown['line']}: training.no_such: unknown key.")
+    assert (
+        Path("input.json")
+        .read_text()
+        .splitlines()[unknown["line"] - 1]
+        .strip()
+        .startswith('"no_such"')
+    )
+    assert unknown["message"].startswith(
+        f"input.json:{unknown['line']}: training.no_such: unknown key."
+    )
 
 
 def test_problems_of_the_data_are_in_the_document(write, capsys):
@@ -84,9 +114,16 @@ def test_numbers_of_the_document_are_those_of_the_data(write, capsys):
     found = reported(capsys)
     [task] = found["data"]
     data, valid = task["systems"]
-    assert (data["part"], data["frames"], data["periodic_frames"], valid["part"]) == ("training", 12, 12, "validation")
+    assert (data["part"], data["frames"], data["periodic_frames"], valid["part"]) == (
+        "training",
+        12,
+        12,
+        "validation",
+    )
     force = np.load("data/set.000/force.npy")
-    assert data["labels"]["force"]["rms_eV_per_angstrom"] == pytest.approx(np.sqrt((force**2).mean()))
+    assert data["labels"]["force"]["rms_eV_per_angstrom"] == pytest.approx(
+        np.sqrt((force**2).mean())
+    )
     energy = np.load("data/set.000/energy.npy") / 12
     assert data["labels"]["energy"]["min_eV_per_atom"] == pytest.approx(energy.min())
     assert [row["element"] for row in task["elements"]] == ["O", "H"]
@@ -98,5 +135,7 @@ def test_numbers_of_the_document_are_those_of_the_data(write, capsys):
     assert sum(row["training_atoms"] for row in task["elements"]) == 144
     assert task["checks"]["duplicates"] == {"frames": 0, "of_frames": 12, "example": None}
     assert found["plan"]["num_steps"] == 12
-    assert found["plan"]["tasks"][0]["epochs"] == pytest.approx(12 / found["plan"]["tasks"][0]["batches_per_epoch"])
+    assert found["plan"]["tasks"][0]["epochs"] == pytest.approx(
+        12 / found["plan"]["tasks"][0]["batches_per_epoch"]
+    )
     assert "NaN" not in json.dumps(found)

@@ -41,15 +41,33 @@ def trained(tmp_path_factory):
     write_system(root / "other", frames=6, seed=5, natoms=8, pbc=False)
     train_in(root / "run", one_task())
     single = tiny_input(["../data"])
-    task = {"type_map": ["O", "H"], "descriptor": "d", "fitting_net": single["model"]["fitting_net"]}
+    task = {
+        "type_map": ["O", "H"],
+        "descriptor": "d",
+        "fitting_net": single["model"]["fitting_net"],
+    }
     data = {name: {"training_data": {"systems": [f"../{of}"]}, "validation_data": {"systems": [f"../{of}"]}}
             for name, of in (("ice", "data"), ("gas", "other"))}  # fmt: skip
-    training = {name: value for name, value in single["training"].items() if name != "training_data"}
+    training = {
+        name: value for name, value in single["training"].items() if name != "training_data"
+    }
     several = {
-        "model": {"shared_dict": {"d": single["model"]["descriptor"]}, "model_dict": {"ice": task, "gas": task}},
+        "model": {
+            "shared_dict": {"d": single["model"]["descriptor"]},
+            "model_dict": {"ice": task, "gas": task},
+        },
         "learning_rate": single["learning_rate"],
-        "loss_dict": {"ice": single["loss"], "gas": {"start_pref_e": 1, "limit_pref_e": 1, "start_pref_f": 1}},
-        "training": {**training, "data_dict": data, "numb_steps": 6, "enable_ema": True, "disp_freq": 2},
+        "loss_dict": {
+            "ice": single["loss"],
+            "gas": {"start_pref_e": 1, "limit_pref_e": 1, "start_pref_f": 1},
+        },
+        "training": {
+            **training,
+            "data_dict": data,
+            "numb_steps": 6,
+            "enable_ema": True,
+            "disp_freq": 2,
+        },
         "validating": {**VALIDATED, "ema_full_validation": True},
     }
     train_in(root / "tasks", several)
@@ -59,7 +77,10 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(trained):
     """The page of the first of them."""
-    assert main(["report", str(trained / "run"), "-o", str(trained / "page.html"), "--device", "cpu"]) == 0
+    assert (
+        main(["report", str(trained / "run"), "-o", str(trained / "page.html"), "--device", "cpu"])
+        == 0
+    )
     return Page(trained / "page.html")
 
 
@@ -84,7 +105,14 @@ class Page(HTMLParser):
 
     def __init__(self, path="page.html"):
         super().__init__()
-        self.open, self.tables, self.images, self.ids, self.links, self.text = [], [], [], set(), [], ""
+        self.open, self.tables, self.images, self.ids, self.links, self.text = (
+            [],
+            [],
+            [],
+            set(),
+            [],
+            "",
+        )
         self.source = Path(path).read_text(encoding="utf-8")
         self.feed(self.source)
         assert not self.open, self.open
@@ -123,7 +151,9 @@ def test_the_page_has_the_errors_of_the_last_validation_and_needs_nothing_else(t
     table = page.table("6 validation frames")
     assert table["6 validation frames"] == ["live", "emaaveraged", "slowaveraged", "labelsRMS"]
     last = [
-        line.split() for line in (trained / "run/val_ema.log").read_text().splitlines() if not line.startswith("#")
+        line.split()
+        for line in (trained / "run/val_ema.log").read_text().splitlines()
+        if not line.startswith("#")
     ][-1]
     for row, column in [("Energy MAE, meV/atom", 1), ("Energy RMSE, meV/atom", 2), ("Force MAE, meV/Å", 3),
                         ("Force RMSE, meV/Å", 4), ("Stress RMSE, meV/Å³", 6)]:  # fmt: skip
@@ -131,13 +161,16 @@ def test_the_page_has_the_errors_of_the_last_validation_and_needs_nothing_else(t
     assert table["Stress RMSE, GPa"][1] == significant(0.1602176634 * float(last[6]), 3)
     assert "<h1>run</h1>" in page.source
     rows = page.table("weights, frames")
-    assert {f"{name}, {part}" for name in ("live", "ema", "slow") for part in ("validation", "training")} < rows.keys()
+    assert {
+        f"{name}, {part}" for name in ("live", "ema", "slow") for part in ("validation", "training")
+    } < rows.keys()
     assert rows["ema, validation"][0] == rows["ema, training"][0] == "6"
     assert all(link.startswith(("data:image/", "#")) for link in page.links)
     assert {link[1:] for link in page.links if link.startswith("#")} <= page.ids
     assert len(page.source) < 2e6
     assert (
-        "Potential se_e2_a for O, H, trained on 18 frames of 1 system, validated on 6 frames of 1 system." in page.text
+        "Potential se_e2_a for O, H, trained on 18 frames of 1 system, validated on 6 frames of 1 system."
+        in page.text
     )
 
 
@@ -152,17 +185,29 @@ def test_errors_are_those_of_the_test_of_the_same_frames(runs, capsys):
     assert table["Energy RMSE, meV/atom"][1] == significant(1000 * tested.total.metric("E:RMSE"), 3)
     assert table["Force RMSE, meV/Å"][1] == significant(1000 * tested.total.metric("F:RMSE"), 3)
     assert "Virial RMSE, meV/atom" not in table  # open frames have none
-    assert table["6 validation frames"][1] == "slowaveraged"  # the chosen one is beside the live weights
+    assert (
+        table["6 validation frames"][1] == "slowaveraged"
+    )  # the chosen one is beside the live weights
 
 
 def test_virials_have_validation_curves_where_the_volumes_are_alike(trained, page, runs, capsys):
     """Rows of val.log have the stress; another metric would change its columns, which are DeePMD-kit's."""
-    rows = [line.split() for line in (trained / "run/val_ema.log").read_text().splitlines() if line[0] != "#"]
-    volume = float(re.search(r"Virial: errors of stresses times the mean volume, ([\d.]+) Å³/atom", page.text)[1])
+    rows = [
+        line.split()
+        for line in (trained / "run/val_ema.log").read_text().splitlines()
+        if line[0] != "#"
+    ]
+    volume = float(
+        re.search(r"Virial: errors of stresses times the mean volume, ([\d.]+) Å³/atom", page.text)[
+            1
+        ]
+    )
     [words] = [text for text in page.images if text.startswith("Virial RMSE over steps: live ")]
     shown = float(re.search(r"ema ([\d.]+) meV/atom at the end", words)[1])
     assert shown == pytest.approx(volume * float(rows[-1][6]), rel=1e-2)
-    assert shown == pytest.approx(float(page.table("6 validation frames")["Virial RMSE, meV/atom"][1]), rel=0.1)
+    assert shown == pytest.approx(
+        float(page.table("6 validation frames")["Virial RMSE, meV/atom"][1]), rel=0.1
+    )
     for path in (runs / "data").glob("set.*/box.npy"):
         box = np.load(path)
         np.save(path, box * np.linspace(1, 1.3, len(box)).reshape(-1, 1))
@@ -176,7 +221,9 @@ def test_virials_have_validation_curves_where_the_volumes_are_alike(trained, pag
 def test_test_data_are_those_of_the_option(runs, capsys):
     report(capsys, "run", "-s", "other")
     page, tested = Page(), measure("run", ["other"], use_average=True, average="slow").total
-    assert page.table("6 test frames")["Force RMSE, meV/Å"][2] == significant(1000 * tested.metric("F:RMSE"), 3)
+    assert page.table("6 test frames")["Force RMSE, meV/Å"][2] == significant(
+        1000 * tested.metric("F:RMSE"), 3
+    )
     assert "6 test frames, weights ema." in page.text
     report(capsys, "run", "-s", "data", "-n", "4")
     assert "4 test frames" in Page().tables[1][0]
@@ -201,7 +248,14 @@ def test_deviations_are_relative_distances_from_the_live_weights(trained, page):
 
 
 def test_times_add_up_to_that_of_the_run(runs, capsys):
-    seconds = {"start": 10.0, "data": 20.0, "step": 100.0, "forward": 30.0, "backward": 40.0, "optimizer": 20.0}
+    seconds = {
+        "start": 10.0,
+        "data": 20.0,
+        "step": 100.0,
+        "forward": 30.0,
+        "backward": 40.0,
+        "optimizer": 20.0,
+    }
     change_record(runs / "run", elapsed=200.0, seconds=seconds | {"validation": 50.0})
     report(capsys, "run")
     table = Page().table("part")
@@ -238,24 +292,37 @@ HEADINGS = {"dipole": "Dipole", "polar": "Polarizability", "property": "Gap", "d
 
 
 @pytest.mark.parametrize("kind", QUANTITIES)
-def test_a_model_of_another_quantity_has_its_errors_parity_and_worst_frames(kind, tmp_path, monkeypatch, capsys):
+def test_a_model_of_another_quantity_has_its_errors_parity_and_worst_frames(
+    kind, tmp_path, monkeypatch, capsys
+):
     """The tables were empty, and there was no parity: names of energies, forces and virials were written there."""
     monkeypatch.chdir(tmp_path)
-    data = [write_labelled(tmp_path / name, seed) for seed, name in enumerate(("a", "valid", "unseen"))]
+    data = [
+        write_labelled(tmp_path / name, seed) for seed, name in enumerate(("a", "valid", "unseen"))
+    ]
     values = tiny_input([data[0]], [data[1]], num_steps=4, validating=VALIDATED, **RUNS[kind][0])
     train_in(tmp_path / "run", values)
     report(capsys, "run", "-s", "unseen")
     page = Page()
     assert "<h1>run</h1>" in page.source
-    assert f"{HEADINGS[kind]} model se_e2_a for O, H, trained on 6 frames of 1 system" in page.source
+    assert (
+        f"{HEADINGS[kind]} model se_e2_a for O, H, trained on 6 frames of 1 system" in page.source
+    )
     for part, system in (("validation", data[1]), ("test", data[2])):
         table = page.table(f"6 {part} frames")
         measured = measure("run/model.ckpt.pt", [system], device="cpu")
         for row, letter in zip(QUANTITIES[kind], RUNS[kind][1]):
             error = measured.total.metric(f"{letter}:RMSE")
-            rms = np.sqrt(np.mean([np.mean(label_of(frame, letter) ** 2) for frame in measured.frames]))
+            rms = np.sqrt(
+                np.mean([np.mean(label_of(frame, letter) ** 2) for frame in measured.frames])
+            )
             assert table[row] == [significant(error, 3), significant(rms, 3)]
-    names = {"dipole": "Dipole x", "polar": "Polarizability xx", "property": "Property 0", "dos": "Density of states 0"}
+    names = {
+        "dipole": "Dipole x",
+        "polar": "Polarizability xx",
+        "property": "Property 0",
+        "dos": "Density of states 0",
+    }
     assert sum(image.startswith(names[kind]) for image in page.images) == 2
     assert "frames of largest" in page.text
     best = re.search(r"best.*?live: (\w) MAE [\d.]+ ?(\S*) at step", page.text, re.DOTALL)
@@ -290,13 +357,18 @@ def test_the_details_are_those_of_the_average_that_is_named(runs, capsys):
     assert "6 validation frames, weights slow." in Page().text
     assert "<h1>Water &amp; &lt;ice&gt;</h1>" in Page().source
     assert main(["report", "run", "--average", "fast"]) == 2
-    assert "no average is called 'fast'. Give --average one of: ema, slow." in capsys.readouterr().err
+    assert (
+        "no average is called 'fast'. Give --average one of: ema, slow." in capsys.readouterr().err
+    )
 
 
 def test_an_interrupted_run_is_called_so(runs, capsys):
     change_record(runs / "tasks", ended="interrupted by SIGTERM", step=5)
     [line] = report(capsys, "tasks")
-    assert line == "Status: interrupted (by SIGTERM), step 6 of 6 (100 %). The checkpoint is of step 6."
+    assert (
+        line
+        == "Status: interrupted (by SIGTERM), step 6 of 6 (100 %). The checkpoint is of step 6."
+    )
     assert line in Page().text
     for file in ("checkpoint", "model.ckpt.pt"):
         Path("tasks", file).unlink()
@@ -310,7 +382,9 @@ def test_an_interrupted_run_is_called_so(runs, capsys):
 def test_data_that_have_moved_leave_the_errors_of_the_last_validation(runs, capsys):
     shutil.rmtree("data")
     [line, _] = report(capsys, "run")
-    assert line.startswith("The errors of single frames are missing: training.training_data.systems")
+    assert line.startswith(
+        "The errors of single frames are missing: training.training_data.systems"
+    )
     assert str(runs / "data") in line
     page = Page()
     assert line in page.text

@@ -39,7 +39,9 @@ WHOLE = [{"name": "whole", "type": "swa", "layout": "full_tensor"}]
 def payload(step=1):
     """Return a training checkpoint in which some tensors are to be distributed, and the same with whole tensors."""
     moment, none = torch.full((2, 3), float(step)), torch.zeros(0, 3)
-    whole = checkpoint_payload(step, optimizer={"type": "Adam", "state": {"w": {"exp_avg": moment}}})
+    whole = checkpoint_payload(
+        step, optimizer={"type": "Adam", "state": {"w": {"exp_avg": moment}}}
+    )
     weight, own = whole["model"]["a.weight"] + step, OwnRows(0, 1, HostCopies())
     whole["model"] |= {"w": weight, "again": weight, "none": none}
     same, state = own.owned(weight), {"w": {"exp_avg": own.owned(moment)}}
@@ -60,7 +62,9 @@ def damage(path, at=-40):
 
 def test_rows_that_every_rank_holds_are_shared_out_without_gaps():
     small, large = torch.randn(5, 3), torch.randn(4099, 3)
-    of_small, parts = ([OwnRows(rank, 4, HostCopies())(t) for rank in range(4)] for t in (small, large))
+    of_small, parts = (
+        [OwnRows(rank, 4, HostCopies())(t) for rank in range(4)] for t in (small, large)
+    )
     assert all(torch.equal(part, small) for part in of_small)  # rank 0 writes all of it
     assert all(part.part.untyped_storage().nbytes() == part.part.nbytes for part in parts)
     assert torch.equal(torch.cat([part.part for part in parts]), large)
@@ -79,7 +83,10 @@ CHANGED, MISSING = "{} is not what was written", "incomplete: {} missing"
     ],
 )  # fmt: skip
 def test_a_damaged_folder_is_reported_with_the_one_before(tmp_path, capsys, file, change, says):
-    older, newest = write(tmp_path / "model.ckpt-1.dcp"), write(tmp_path / "model.ckpt-2.dcp", step=2)
+    older, newest = (
+        write(tmp_path / "model.ckpt-1.dcp"),
+        write(tmp_path / "model.ckpt-2.dcp", step=2),
+    )
     change(newest / file)
     assert main(["show", str(newest)]) == 2
     said = capsys.readouterr().err
@@ -105,8 +112,12 @@ def test_a_table_of_tensors_cannot_run_a_program(tmp_path):
 
 
 def test_a_folder_that_a_rank_cannot_see_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr("deepmd_ema.checkpoint.sharded._make_part", lambda path: path.with_name("elsewhere"))
-    with pytest.raises(CheckpointError, match=r"rank 0 does not see the folder.*a folder that all ranks share"):
+    monkeypatch.setattr(
+        "deepmd_ema.checkpoint.sharded._make_part", lambda path: path.with_name("elsewhere")
+    )
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 does not see the folder.*a folder that all ranks share"
+    ):
         write(tmp_path / "model.ckpt-1.dcp")
 
 
@@ -145,7 +156,12 @@ def run(data):
 
     @cache
     def made(stage, ranks, origin=None, form="sharded", num_steps=STEPS, whole=False, **more):
-        options = {**OPTIONS, "training__zero_stage": stage, "training__checkpoint_format": form, **more}
+        options = {
+            **OPTIONS,
+            "training__zero_stage": stage,
+            "training__checkpoint_format": form,
+            **more,
+        }
         options["training__averaging"] = [*OPTIONS["training__averaging"], *WHOLE * whole]
         config = tiny_input([data / "data"], [data / "valid"], num_steps=num_steps, **options)
         for section in ("training_data", "validation_data"):
@@ -165,7 +181,9 @@ def restart_and_count(folder, start):
     os.chdir(folder)
     rows, read = [], sharded._read_rows
     with (
-        mock.patch.object(sharded, "_read_rows", lambda *given: rows.append(read(*given)) or rows[-1]),
+        mock.patch.object(
+            sharded, "_read_rows", lambda *given: rows.append(read(*given)) or rows[-1]
+        ),
         mock.patch.object(tensors, "all_gather_rows", wraps=tensors.all_gather_rows) as gather,
     ):
         run_training("input.json", device="cpu", restart=start)
@@ -177,14 +195,22 @@ def contents(folder, form="dcp"):
     found = {}
     for path in sorted([*folder.glob(f"*.{form}"), *folder.glob(f"snapshots/*.{form}")]):
         content = checkpoint.load(path)
-        found[path.stem] = {name: part for name, part in content.items() if name not in ("config", "run")}
+        found[path.stem] = {
+            name: part for name, part in content.items() if name not in ("config", "run")
+        }
     return found
 
 
 def test_every_file_of_a_run_has_the_content_of_a_gathered_one(run):
     sharded, gathered = contents(run(0, 1)), contents(run(0, 1, form="gathered"), "pt")
     assert sharded.keys() == gathered.keys()
-    assert {"model.ckpt-4", "model_ema.ckpt-4", "model_p05.ckpt-2", "best.ckpt-4.t-1", "model.ckpt"} <= sharded.keys()
+    assert {
+        "model.ckpt-4",
+        "model_ema.ckpt-4",
+        "model_p05.ckpt-2",
+        "best.ckpt-4.t-1",
+        "model.ckpt",
+    } <= sharded.keys()
     assert_same(sharded, gathered)
 
 
@@ -203,7 +229,10 @@ def test_a_restart_at_stage_3_is_bitwise_and_no_rank_gathers_a_tensor_to_save_or
     for read, gathered in counts:
         assert gathered == 0
         assert read < 0.6 * total  # rows of 7 are 4 and 3
-    sizes = [(again / f"model.ckpt-{STEPS}.dcp" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    sizes = [
+        (again / f"model.ckpt-{STEPS}.dcp" / f"__{rank}_0.distcp").stat().st_size
+        for rank in range(2)
+    ]
     assert max(sizes) < 0.6 * sum(sizes)
     assert_same_run(whole, again)
 
@@ -232,35 +261,80 @@ def test_every_command_reads_a_sharded_checkpoint(run, data, tmp_path, monkeypat
         out = tmp_path / form
         out.mkdir()
         for words in (
-            ["freeze", "-c", f"{folder}/model.ckpt.{form}", "--average", "p05", "-o", f"{out}/model.dp"],
+            [
+                "freeze",
+                "-c",
+                f"{folder}/model.ckpt.{form}",
+                "--average",
+                "p05",
+                "-o",
+                f"{out}/model.dp",
+            ],
             ["convert", f"{folder}/best.ckpt-{STEPS}.t-1.{form}", f"{out}/best.pt"],
-            ["test", "-m", f"{folder}/model_ema.ckpt.{form}", "-s", f"{data}/valid", "-d", f"{out}/detail"],
+            [
+                "test",
+                "-m",
+                f"{folder}/model_ema.ckpt.{form}",
+                "-s",
+                f"{data}/valid",
+                "-d",
+                f"{out}/detail",
+            ],
             ["show", f"{folder}/model.ckpt.{form}"],
-            ["change-bias", f"{folder}/model.ckpt.{form}", "-b", "-3", "-6", "-o", f"{out}/bias.pt"],
-            ["posthoc", str(folder), "--valid-data", f"{folder}/input.json", "-o", f"{out}/posthoc.pt"],
+            [
+                "change-bias",
+                f"{folder}/model.ckpt.{form}",
+                "-b",
+                "-3",
+                "-6",
+                "-o",
+                f"{out}/bias.pt",
+            ],
+            [
+                "posthoc",
+                str(folder),
+                "--valid-data",
+                f"{folder}/input.json",
+                "-o",
+                f"{out}/posthoc.pt",
+            ],
         ):
             assert main(words) == 0, (words, capsys.readouterr().err)
     names = sorted(path.name for path in (tmp_path / "pt").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "dcp").iterdir())
     for name in ("model.dp", "best.pt", "bias.pt", "posthoc.pt"):
-        models = [load_models(tmp_path / form / name).models[""].model.state_dict() for form in ("dcp", "pt")]
+        models = [
+            load_models(tmp_path / form / name).models[""].model.state_dict()
+            for form in ("dcp", "pt")
+        ]
         assert_same(*models)
 
 
-def test_a_new_run_starts_from_sharded_weights_and_sets_the_folders_of_an_earlier_one_aside(run, tmp_path, monkeypatch):
+def test_a_new_run_starts_from_sharded_weights_and_sets_the_folders_of_an_earlier_one_aside(
+    run, tmp_path, monkeypatch
+):
     shutil.copytree(run(0, 1), tmp_path / "run", symlinks=True)
     before = contents(tmp_path / "run")
     monkeypatch.chdir(tmp_path / "run")
     run_training("input.json", device="cpu", init_model=str(run(0, 1) / "model_ema.ckpt.dcp"))
     assert_same(contents(tmp_path / "run" / "earlier-1"), before)
-    assert checkpoint.load("earlier-1")["step"] == checkpoint.load(".")["step"] == STEPS  # by its pointer
+    assert (
+        checkpoint.load("earlier-1")["step"] == checkpoint.load(".")["step"] == STEPS
+    )  # by its pointer
 
 
 def test_old_folders_are_removed_and_best_ones_stay(run):
-    options = {"training__save_freq": 1, "training__max_ckpt_keep": 2, "validating__max_best_ckpt": 1}
+    options = {
+        "training__save_freq": 1,
+        "training__max_ckpt_keep": 2,
+        "validating__max_best_ckpt": 1,
+    }
     folder = run(0, 1, **options)
     names = {path.name for path in folder.glob("*.dcp") if not path.is_symlink()}
-    assert {name for name in names if name.startswith("model.")} == {"model.ckpt-3.dcp", "model.ckpt-4.dcp"}
+    assert {name for name in names if name.startswith("model.")} == {
+        "model.ckpt-3.dcp",
+        "model.ckpt-4.dcp",
+    }
     assert len([name for name in names if name.startswith("best.")]) == 1
     assert len(list(folder.glob("snapshots/*.dcp"))) == STEPS
     assert not [path for path in folder.rglob("*") if ".part" in path.name]

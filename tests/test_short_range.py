@@ -50,7 +50,9 @@ def test_the_network_alone_counts_far_away_and_the_table_alone_nearby():
     np.testing.assert_array_equal(evaluate(model, far)["energy"], evaluate(network, far)["energy"])
     bias = model.out_bias.view(-1)[:2].numpy()
     table = {round(row[0], 6): row[1:] for row in TABLE["use_srtab"]}
-    np.testing.assert_allclose(evaluate(model, NEAR)["energy"], bias.sum() + table[0.5][1], rtol=1e-12)
+    np.testing.assert_allclose(
+        evaluate(model, NEAR)["energy"], bias.sum() + table[0.5][1], rtol=1e-12
+    )
     assert np.isnan(evaluate(model, ([[0.0, 0, 0], [0.29, 0, 0]], [0, 1], None))["energy"]).all()
 
 
@@ -64,7 +66,9 @@ def test_a_frozen_model_gives_the_same_bits(tmp_path, suffix):
     assert all(np.array_equal(here[name], there[name]) for name in here)
     assert (again.sw_rmin, again.sw_rmax, again.smin_alpha) == (0.7, 2.2, 0.15)
     write_dp(tmp_path / f"b{suffix}", loaded, again)
-    once, twice = (read_tree(tmp_path / f"{name}{suffix}")["model"]["models"][1]["tab"] for name in "ab")
+    once, twice = (
+        read_tree(tmp_path / f"{name}{suffix}")["model"]["models"][1]["tab"] for name in "ab"
+    )
     assert np.array_equal(once["@variables"]["tab_data"], twice["@variables"]["tab_data"])
 
 
@@ -73,20 +77,27 @@ def test_a_frozen_model_gives_the_same_bits(tmp_path, suffix):
     (lambda model: model["models"][1].update(rcut=9.0), "extrapolated"),
     (lambda model: model["models"][0].update(atom_exclude_types=[1]), "excludes types"),
 ])  # fmt: skip
-def test_what_a_blended_model_of_another_program_may_have_beside_is_refused(tmp_path, change, phrase):
+def test_what_a_blended_model_of_another_program_may_have_beside_is_refused(
+    tmp_path, change, phrase
+):
     config, model = toy_model("se_atten", **TABLE)
     assert_tree_refused(tmp_path, config, model, change, phrase)
 
 
 def test_the_config_holds_the_rows_of_the_file(tmp_path):
     np.savetxt(tmp_path / "table.txt", TABLE["use_srtab"], header="r O-O O-H O-Na H-H H-Na Na-Na")
-    config = model_config_from_dict(model_section("se_atten", **{**TABLE, "use_srtab": str(tmp_path / "table.txt")}))
+    config = model_config_from_dict(
+        model_section("se_atten", **{**TABLE, "use_srtab": str(tmp_path / "table.txt")})
+    )
     np.testing.assert_allclose(config.use_srtab, TABLE["use_srtab"], rtol=1e-15)
     (tmp_path / "table.txt").unlink()
     again = model_config_from_dict(to_dict(config))
     assert again == config
     assert build_model(again).short_range is not None
-    assert ("short range", "table from 0.3 to 2.4 angstrom, off from 0.7 to 2.2") in config.summary()
+    assert (
+        "short range",
+        "table from 0.3 to 2.4 angstrom, off from 0.7 to 2.2",
+    ) in config.summary()
 
 
 @pytest.mark.parametrize(("descriptor", "only_here"), [("se_e2_a", True), ("se_atten", False)])
@@ -94,7 +105,9 @@ def test_a_frozen_model_that_only_dp_ema_reads_says_so(tmp_path, descriptor, onl
     config, model = toy_model(descriptor, **TABLE)
     write_dp(tmp_path / "a.dp", model, config)
     text = freeze(load_model(tmp_path / "a.dp"), tmp_path / "b.dp").text()
-    assert ("does not read it: it has use_srtab for descriptors of mixed types only" in text) == only_here
+    assert (
+        "does not read it: it has use_srtab for descriptors of mixed types only" in text
+    ) == only_here
 
 
 # ---- bridging_method
@@ -105,7 +118,9 @@ def test_distances_weights_and_gates_are_those_of_deepmd_kit():
     value, slope = clamped_distance(distance, WINDOW)
     np.testing.assert_allclose(value, PEER["clamped"], rtol=SAME_MATH)
     np.testing.assert_allclose(slope, PEER["slope"], rtol=0, atol=1e-12)
-    np.testing.assert_allclose(pair_switch(distance, WINDOW), PEER["switch"], rtol=0, atol=SAME_MATH)
+    np.testing.assert_allclose(
+        pair_switch(distance, WINDOW), PEER["switch"], rtol=0, atol=SAME_MATH
+    )
     gates = PEER["gate"]
     lengths = torch.full((3, 3), 8.0, dtype=torch.float64)
     slots = [(atom, gates["source"][:n].count(atom)) for n, atom in enumerate(gates["source"])]
@@ -126,14 +141,24 @@ def test_pair_energies_and_their_slopes_are_those_of_deepmd_kit():
     for i, one in enumerate(kinds):
         for j, other in enumerate(kinds):
             object.__setattr__(batch, "atom_type", torch.tensor([i, j]))
-            for distance, energy, slope in zip(*PEER["pairs"][f"{one}-{other}"].values(), strict=True):
-                found = energies(batch, torch.full(batch.neighbor.shape, distance, dtype=torch.float64), batch.occupied)
-                assert [float(part[0, here]) for part in found[:2]] == pytest.approx([2 * energy, 2 * slope], rel=1e-12)
+            for distance, energy, slope in zip(
+                *PEER["pairs"][f"{one}-{other}"].values(), strict=True
+            ):
+                found = energies(
+                    batch,
+                    torch.full(batch.neighbor.shape, distance, dtype=torch.float64),
+                    batch.occupied,
+                )
+                assert [float(part[0, here]) for part in found[:2]] == pytest.approx(
+                    [2 * energy, 2 * slope], rel=1e-12
+                )
 
 
 @pytest.mark.parametrize("changes", [{"atom_exclude_types": [1]}, {"pair_exclude_types": [[0, 1]]}])
 def test_excluded_atoms_have_no_pair_energy(changes):
-    of_all, of_some = (evaluate(toy_model("dpa4_bridged", **more)[1], NEAR)[ENERGY][0] for more in ({}, changes))
+    of_all, of_some = (
+        evaluate(toy_model("dpa4_bridged", **more)[1], NEAR)[ENERGY][0] for more in ({}, changes)
+    )
     assert of_all > 30 + of_some
 
 
@@ -148,7 +173,9 @@ def test_the_method_may_be_in_capitals_and_none_is_none(method):
 def test_close_atoms_are_a_warning_in_data_of_a_bridged_model_and_a_problem_in_others(tmp_path):
     def report_of(system, **options):
         config = config_from_dict(
-            tiny_input([system], model__descriptor=SECTIONS["dpa4"], model__fitting_net={}, **options)
+            tiny_input(
+                [system], model__descriptor=SECTIONS["dpa4"], model__fitting_net={}, **options
+            )
         )
         return check_task(config.tasks[""], open_run(config)[""])
 
@@ -161,5 +188,8 @@ def test_close_atoms_are_a_warning_in_data_of_a_bridged_model_and_a_problem_in_o
     assert [line for line in found.warnings if line.startswith(text)]
     found = report_of(close, **bridged, training__training_data__min_pair_dist=0.5)
     assert not [line for line in found.warnings if "bridging" in line]
-    assert f"{close}: leaves out 2 of 6 frames: two atoms are closer than min_pair_dist = 0.5 angstrom" in found.notes
+    assert (
+        f"{close}: leaves out 2 of 6 frames: two atoms are closer than min_pair_dist = 0.5 angstrom"
+        in found.notes
+    )
     assert len(report_of(with_close_atoms(tmp_path / "same", [2], 0.001), **bridged).problems) == 1

@@ -47,14 +47,20 @@ def test_a_program_without_memory_for_a_frame_is_shown_and_not_tried_with_larger
              "--programs", "pt", "pt_expt", "--peer", folder.parent, "--work", tmp_path, "--memory", "1",
              "--turns", "1", "--seconds", "0.1", "--output", tmp_path / "speed.md"]  # fmt: skip
     subprocess.run([sys.executable, FOLDER / "speed.py", *words], check=True, capture_output=True)
-    rows = [line.split(" | ") for line in (tmp_path / "speed.md").read_text().splitlines() if "| se_e2_a |" in line]
+    rows = [
+        line.split(" | ")
+        for line in (tmp_path / "speed.md").read_text().splitlines()
+        if "| se_e2_a |" in line
+    ]
     (_, _, _, atoms, *cells, _), failed, skipped = rows
     assert atoms == "96"
     assert all(float(cell.split(";")[0]) > 10 for cell in cells)
     assert failed[3:6] == ["192", "out of memory (35.0 GB more requested)", "out of memory"]
     assert skipped[3:6] == ["288", "-", "-"]
     assert (tmp_path / "speed-growth.png").exists()
-    (config,) = tmp_path.rglob("*-96/pt/input.json")  # of several batches DeePMD-kit makes one list of neighbors
+    (config,) = tmp_path.rglob(
+        "*-96/pt/input.json"
+    )  # of several batches DeePMD-kit makes one list of neighbors
     assert json.loads(config.read_text())["model"]["data_stat_nbatch"] == 1
 
 

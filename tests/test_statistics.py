@@ -31,7 +31,10 @@ SAME_MATH = 1e-10
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {name: write_system(tmp_path_factory.mktemp("stat") / name, **about) for name, about in SYSTEMS.items()}
+    return {
+        name: write_system(tmp_path_factory.mktemp("stat") / name, **about)
+        for name, about in SYSTEMS.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +130,9 @@ def test_means_spreads_and_biases_reach_the_buffers(folders):
 
 def test_energies_of_isolated_atoms_given_in_the_config_are_the_bias(folders):
     section = CASES["preset"]["model"] | {"fitting_net": {"neuron": [4], "atom_ener": [-3.2, None]}}
-    config = model_config_from_dict({key: value for key, value in section.items() if key != "preset_out_bias"})
+    config = model_config_from_dict(
+        {key: value for key, value in section.items() if key != "preset_out_bias"}
+    )
     frames = list(frames_of(folders["a"]))
     found = collected(config, frames)
     assert found.fit.bias[0] == -3.2
@@ -167,7 +172,9 @@ def test_a_stat_file_has_the_layout_of_deepmd_kit(folders, golden, tmp_path):
     write_stat_file(tmp_path / "stat", config, found)
     root = tmp_path / "stat" / "O H"
     (environment,) = (path for path in root.iterdir() if path.is_dir())
-    assert environment.name == "60e96730d1720ee920fe21fdfbe81bbea79dc3aa"  # of DeePMD-kit for these options
+    assert (
+        environment.name == "60e96730d1720ee920fe21fdfbe81bbea79dc3aa"
+    )  # of DeePMD-kit for these options
     for name in ("r_0", "r_1", "a_0", "a_1"):
         with (environment / name).open("rb") as stream:
             close(np.load(stream), golden[f"plain/{name}"])
@@ -183,8 +190,13 @@ def test_a_stat_file_of_other_options_is_not_taken(folders, tmp_path):
     longer = replace(config, descriptor=replace(config.descriptor, rcut=4.5))
     excluded = replace(config, descriptor=replace(config.descriptor, exclude_types=[[0, 1]]))
     with_fparam = replace(config, fitting_net=replace(config.fitting_net, numb_fparam=1))
-    assert read(tmp_path / "stat", longer) == "it is of other options: model.descriptor.rcut = 4.0, now 4.5"
-    assert read(tmp_path / "stat", excluded).endswith("model.descriptor.exclude_types = [], now [[0, 1]]")
+    assert (
+        read(tmp_path / "stat", longer)
+        == "it is of other options: model.descriptor.rcut = 4.0, now 4.5"
+    )
+    assert read(tmp_path / "stat", excluded).endswith(
+        "model.descriptor.exclude_types = [], now [[0, 1]]"
+    )
     assert read(tmp_path / "stat", with_fparam).endswith("model.fitting_net.numb_fparam = 0, now 1")
     wider = replace(config, fitting_net=replace(config.fitting_net, neuron=[7]))
     for same in (config, wider):
@@ -196,7 +208,9 @@ def test_a_stat_file_of_an_earlier_version_is_made_anew(folders, tmp_path):
     write_stat_file(tmp_path / "stat", config, found)
     with (tmp_path / "stat" / "O H" / SETTINGS).open("wb") as stream:
         np.save(stream, np.array([json.dumps({"rcut": 4.0}).encode()]))
-    assert read(tmp_path / "stat", config).startswith("it was written by an earlier version of dp-ema")
+    assert read(tmp_path / "stat", config).startswith(
+        "it was written by an earlier version of dp-ema"
+    )
 
 
 @pytest.mark.parametrize("kind", ["property", "dos"])
@@ -276,7 +290,9 @@ def test_a_stat_file_is_not_taken_where_an_option_changes_the_statistics(name, t
         for value in values:
             with suppress(UserError):
                 other = model_config_from_dict(replaced(plain(config), place, value))
-                if plain(other) == plain(config) or any(finding.severity == ERROR for finding in other.findings()):
+                if plain(other) == plain(config) or any(
+                    finding.severity == ERROR for finding in other.findings()
+                ):
                     continue
                 found = collected(other, labelled(other))
                 accepted += 1
@@ -299,5 +315,7 @@ def test_a_damaged_stat_file_is_named(folders, tmp_path):
     (tmp_path / "stat" / "O H" / "bias_atom_energy").write_bytes(b"\x93NUMPY")
     (tmp_path / "stat.h5").write_bytes(b"not HDF5")
     for name in ("stat", "stat.h5"):
-        with pytest.raises(DataError, match=rf"{name}: statistics that cannot be read .* Remove it"):
+        with pytest.raises(
+            DataError, match=rf"{name}: statistics that cannot be read .* Remove it"
+        ):
             read(tmp_path / name, config)

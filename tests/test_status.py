@@ -21,7 +21,12 @@ from deepmd_ema.report.status import RunStatus
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.weights import load_restart
 
-VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
+VALIDATED = {
+    "full_validation": True,
+    "ema_full_validation": True,
+    "validation_freq": 3,
+    "full_val_start": 0.0,
+}
 
 
 def train_in(folder, values, **options):
@@ -54,7 +59,12 @@ def runs(here, trained, tmp_path):
 
 
 def take_lock(folder, pid, machine=None):
-    holder = {"machine": machine or this_machine(), "host": "here", "pid": pid, "since": "2026-01-01 00:00:00"}
+    holder = {
+        "machine": machine or this_machine(),
+        "host": "here",
+        "pid": pid,
+        "since": "2026-01-01 00:00:00",
+    }
     (folder / LOCK).write_text(json.dumps(holder))
 
 
@@ -77,11 +87,16 @@ def test_a_finished_run_shows_its_errors_files_and_time(runs, capsys):
     assert names[:4] == ["time", "last", "validation", "validation"]
     last = (runs / "whole" / "val_ema.log").read_text().splitlines()
     force = [line.split()[4] for line in last if not line.startswith("#")][-1]
-    assert f"RMSE {float(force):.4g}"[:9] in next(row for name, row in rows if row.startswith("ema, step 6"))
+    assert f"RMSE {float(force):.4g}"[:9] in next(
+        row for name, row in rows if row.startswith("ema, step 6")
+    )
     rows = (runs / "whole" / "lcurve.out").read_text().splitlines()
     column = rows[0].lstrip("# ").split().index("rmse_f_trn")
     force = 1000 * float(rows[-1].split()[column])
-    assert f" F {force:.3g}" in text.partition("single batches, meV and Å: train E ")[2].partition(";")[0]
+    assert (
+        f" F {force:.3g}"
+        in text.partition("single batches, meV and Å: train E ")[2].partition(";")[0]
+    )
     assert "model.ckpt-6.pt" in text
     assert "ema: model_ema.ckpt-6.pt, 6 updates, mean age" in text
     assert "so far" not in text
@@ -90,7 +105,12 @@ def test_a_finished_run_shows_its_errors_files_and_time(runs, capsys):
 def test_json_holds_the_same_without_nan(runs, capsys):
     assert main(["show", "whole", "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
-    assert (found["state"], found["step"], found["num_steps"], found["left"]) == ("ended", 6, 6, None)
+    assert (found["state"], found["step"], found["num_steps"], found["left"]) == (
+        "ended",
+        6,
+        6,
+        None,
+    )
     assert found["validation"]["ema"]["step"] == found["last_row"]["step"] == 6
     assert found["best"]["ema"][found["metric"]] <= found["validation"]["ema"][found["metric"]]
     assert found["checkpoint"] == "model.ckpt-6.pt"
@@ -98,12 +118,16 @@ def test_json_holds_the_same_without_nan(runs, capsys):
 
 
 def test_an_interrupted_run_differs_from_a_killed_one(runs, capsys):
-    assert shown(capsys, "stopped").startswith("stopped: interrupted (by SIGTERM), step 4 of 6 (67 %)\n")
+    assert shown(capsys, "stopped").startswith(
+        "stopped: interrupted (by SIGTERM), step 4 of 6 (67 %)\n"
+    )
     change_record(runs / "stopped", ended="")
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     take_lock(runs / "stopped", gone.pid)
-    assert shown(capsys, "stopped").startswith("stopped: killed (without a last entry in its record), step 4 of 6")
+    assert shown(capsys, "stopped").startswith(
+        "stopped: killed (without a last entry in its record), step 4 of 6"
+    )
 
 
 def test_a_run_that_trains_has_a_time_left_that_runs_down(runs, capsys):
@@ -134,13 +158,13 @@ def test_nothing_is_changed_and_half_written_lines_do_no_harm(runs, capsys):
     text = shown(capsys, folder)
     assert "last row    step 4" in text
     assert "ema, step 3" in text
-    assert {path: (path.stat().st_mtime_ns, path.lstat().st_ino) for path in folder.iterdir()} == before
+    assert {
+        path: (path.stat().st_mtime_ns, path.lstat().st_ino) for path in folder.iterdir()
+    } == before
 
 
 def test_the_status_of_a_run_needs_no_torch(runs):
-    code = (
-        "import sys; from deepmd_ema.cli.main import main; sys.exit(main(['show', 'whole']) or 'torch' in sys.modules)"
-    )
+    code = "import sys; from deepmd_ema.cli.main import main; sys.exit(main(['show', 'whole']) or 'torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

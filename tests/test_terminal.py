@@ -98,7 +98,9 @@ def test_only_the_colors_of_this_program_remain_and_only_where_they_are_shown():
     text = f"{colored('1 warning', YELLOW, Terminal())}: a\tb {ESCAPE}\nand more"
     clean = f"\\x1b[33m1 warning\\x1b[0m: a\tb {SHOWN}\nand more"
     assert printable(text) == printable(text, io.StringIO()) == clean
-    assert printable(text, Terminal()) == clean.replace("\\x1b[33m", "\x1b[33m").replace("\\x1b[0m", "\x1b[0m")
+    assert printable(text, Terminal()) == clean.replace("\\x1b[33m", "\x1b[33m").replace(
+        "\\x1b[0m", "\x1b[0m"
+    )
 
 
 def test_a_name_in_a_file_of_another_does_not_steer_the_terminal(monkeypatch, tmp_path, capsys):
@@ -127,7 +129,9 @@ def test_a_name_in_a_file_of_another_does_not_steer_the_terminal(monkeypatch, tm
         out, err = capsys.readouterr()
         text = out + err
         assert not set("\x1b\x07\u202e") & set(text), words
-        assert SHOWN in text or words[0] in ("train", "neighbor-stat"), words  # which name no file here
+        assert SHOWN in text or words[0] in ("train", "neighbor-stat"), (
+            words
+        )  # which name no file here
 
 
 def test_commands_print_by_the_function_that_filters():

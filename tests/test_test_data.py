@@ -31,7 +31,10 @@ SAME = 1e-9  # of errors of other batches
 def systems(tmp_path_factory):
     folder = tmp_path_factory.mktemp("systems")
     sizes = (("train", 8, 12), ("valid", 4, 12), ("test", 5, 10))
-    return {name: write_system(folder / name, frames, natoms, seed=natoms + frames) for name, frames, natoms in sizes}
+    return {
+        name: write_system(folder / name, frames, natoms, seed=natoms + frames)
+        for name, frames, natoms in sizes
+    }
 
 
 @pytest.fixture
@@ -55,7 +58,10 @@ def assert_errors_are_those_of(folder, found, test, files=FILES):
         errors = measure(folder / file, [test], device="cpu").total
         for metric in ("E:MAE", "E:RMSE", "F:RMSE", "V:MAE"):
             column = next(key for key in found[row] if key.startswith(metric.replace(":", "_")))
-            assert found[row][column] == pytest.approx(1000 * errors.metric(metric), rel=SAME), (row, metric)
+            assert found[row][column] == pytest.approx(1000 * errors.metric(metric), rel=SAME), (
+                row,
+                metric,
+            )
         assert found[row]["step"] == checkpoint.load(folder / file)["step"]
 
 
@@ -65,7 +71,12 @@ def test_rows_are_the_errors_of_the_files_and_the_run_is_the_same(start, systems
 
     class Look(Callback):
         def on_end(self, trainer):
-            left.update({name: tensor.clone() for name, tensor in trainer.validator.models.state_dict().items()})
+            left.update(
+                {
+                    name: tensor.clone()
+                    for name, tensor in trainer.validator.models.state_dict().items()
+                }
+            )
 
     # each with a bias of its own, and with the best of several files
     options = {"training__change_bias_after_training": True, "validating__max_best_ckpt": 3}
@@ -130,8 +141,12 @@ def test_a_stop_in_the_test_is_continued_by_a_restart(start, systems, capsys):
     ({"systems": ["nowhere"]}, "validating.test_data.systems[0]: nowhere: no such file or folder"),
     ({"batch_size": 2}, "validating.test_data.systems: required, but missing"),
 ])  # fmt: skip
-def test_wrong_test_data_are_reported_before_the_first_step(here, tmp_path, capsys, systems, change, message):
-    (tmp_path / "input.json").write_text(json.dumps(tiny_input([systems["train"]], validating__test_data=change)))
+def test_wrong_test_data_are_reported_before_the_first_step(
+    here, tmp_path, capsys, systems, change, message
+):
+    (tmp_path / "input.json").write_text(
+        json.dumps(tiny_input([systems["train"]], validating__test_data=change))
+    )
     for command in ("check", "train"):
         assert cli.main([command, "input.json"]) == 2
         said = capsys.readouterr()
@@ -139,10 +154,14 @@ def test_wrong_test_data_are_reported_before_the_first_step(here, tmp_path, caps
     assert not (tmp_path / "lcurve.out").exists()
 
 
-def test_test_frames_that_are_training_frames_or_near_them_are_named(here, tmp_path, capsys, systems):
+def test_test_frames_that_are_training_frames_or_near_them_are_named(
+    here, tmp_path, capsys, systems
+):
     same, near = (shutil.copytree(systems["train"], tmp_path / name) for name in ("same", "near"))
     for file in near.rglob("coord.npy"):
-        np.save(file, np.load(file) + 1e-5)  # another frame in single precision, and no other structure
+        np.save(
+            file, np.load(file) + 1e-5
+        )  # another frame in single precision, and no other structure
     config = tiny_input([systems["train"]], [systems["valid"]], **with_test(same, near))
     (tmp_path / "input.json").write_text(json.dumps(config))
     assert cli.main(["check", "input.json"]) == 0
@@ -154,6 +173,8 @@ def test_test_frames_that_are_training_frames_or_near_them_are_named(here, tmp_p
     assert "test errors will look too good. Take test frames from other trajectories." in said
     assert cli.main(["check", "input.json", "--json"]) == 0
     [data] = json.loads(capsys.readouterr().out)["data"]
-    assert [system["suspicious_frames"] for system in data["systems"] if system["part"] == "test"] == [8, 8]
+    assert [
+        system["suspicious_frames"] for system in data["systems"] if system["part"] == "test"
+    ] == [8, 8]
     assert data["checks"]["in_training_and_test"]["frames"] == 8
     assert data["checks"]["test_near_training_frames"]["frames"] == 16

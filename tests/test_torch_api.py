@@ -31,5 +31,7 @@ def test_the_number_of_a_backward_pass_differs_from_pass_to_pass_and_is_minus_on
     y.register_hook(lambda _: seen.append(backward_pass()))
     y.backward(retain_graph=True)
     y.backward()
-    assert len(set(seen)) == 2, f"torch {torch.__version__}: torch._C._current_graph_task_id is another, or gone"
+    assert len(set(seen)) == 2, (
+        f"torch {torch.__version__}: torch._C._current_graph_task_id is another, or gone"
+    )
     assert backward_pass() == -1

@@ -46,7 +46,9 @@ def test_it_fulfils_the_interface_of_torch_sim(tmp_path, skin):
 @pytest.mark.parametrize("pbc", [True, False])
 @pytest.mark.parametrize("skin", [0.0, 1.0])
 @pytest.mark.parametrize("at_once", [16, 1024])
-def test_systems_of_any_sizes_have_the_results_that_they_have_alone(potential, monkeypatch, pbc, skin, at_once):
+def test_systems_of_any_sizes_have_the_results_that_they_have_alone(
+    potential, monkeypatch, pbc, skin, at_once
+):
     """Also where the atoms move, systems leave the state or change their places, and batches are small."""
     monkeypatch.setitem(ATOMS_AT_ONCE, "cpu", at_once)
     monkeypatch.setattr(potentials, "MAX_ATOMS_SHARING", 20)
@@ -62,11 +64,16 @@ def test_systems_of_any_sizes_have_the_results_that_they_have_alone(potential, m
             atoms.positions += rng.uniform(-0.1, 0.1, atoms.positions.shape)
         found = model(state_of(systems))
         known = [
-            potential.evaluate(a.positions, a.get_chemical_symbols(), a.cell.array if pbc else None) for a in systems
+            potential.evaluate(a.positions, a.get_chemical_symbols(), a.cell.array if pbc else None)
+            for a in systems
         ]
         np.testing.assert_allclose(found["energy"], [one.energy[0] for one in known], rtol=1e-12)
-        np.testing.assert_allclose(found["forces"], np.concatenate([one.force[0] for one in known]), atol=1e-11)
-        stress = [-one.virial.reshape(3, 3) / a.get_volume() * pbc for one, a in zip(known, systems)]
+        np.testing.assert_allclose(
+            found["forces"], np.concatenate([one.force[0] for one in known]), atol=1e-11
+        )
+        stress = [
+            -one.virial.reshape(3, 3) / a.get_volume() * pbc for one, a in zip(known, systems)
+        ]
         np.testing.assert_allclose(found["stress"], stress, atol=1e-12)
 
 
@@ -76,7 +83,9 @@ def test_what_it_cannot_evaluate_is_one_message(potential, tmp_path):
         model(state_of([atoms_of(5, 0, elements=["O", "Fe"])]))
     state = state_of([atoms_of(5, 0)])
     state.pbc = torch.tensor([True, True, False])
-    with pytest.raises(UserError, match=r"^pbc: periodic in some directions only. Expected all of them, or none\.$"):
+    with pytest.raises(
+        UserError, match=r"^pbc: periodic in some directions only. Expected all of them, or none\.$"
+    ):
         model(state)
     near = [atoms_of(5, 0), atoms_of(5, 1)]
     near[1].positions[3] = near[1].positions[0]
@@ -87,12 +96,17 @@ def test_what_it_cannot_evaluate_is_one_message(potential, tmp_path):
     with pytest.raises(UserError, match="skin = -1: expected a length in angstrom"):
         DPModel(potential, skin=-1)
     path = write_run(tmp_path, model__fitting_net__numb_aparam=1)[0]
-    with pytest.raises(UserError, match=r"the model takes aparam \(1 numbers\), which torch-sim does not have"):
+    with pytest.raises(
+        UserError, match=r"the model takes aparam \(1 numbers\), which torch-sim does not have"
+    ):
         DPModel(path)
 
 
 def test_without_torch_sim_the_import_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_sim", None)
     monkeypatch.delitem(sys.modules, "deepmd_ema.torch_sim")
-    with pytest.raises(ModuleNotFoundError, match=r"deepmd_ema.torch_sim needs torch-sim: pip install 'dp-ema\[torch-"):
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=r"deepmd_ema.torch_sim needs torch-sim: pip install 'dp-ema\[torch-",
+    ):
         importlib.import_module("deepmd_ema.torch_sim")

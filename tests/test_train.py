@@ -61,9 +61,17 @@ def load(path):
     return torch.load(path, weights_only=True)
 
 
-@pytest.mark.parametrize(("num_steps", "rate", "rows"), [(60, 0.01, 0), (60, 30.0, 20), (3, 30.0, 2)])
-def test_a_run_that_learns_nothing_is_warned_about_once_with_both_errors(start, caplog, num_steps, rate, rows):
-    start("run", num_steps, {"learning_rate__start_lr": rate, "learning_rate__stop_lr": rate, "training__disp_freq": 1})
+@pytest.mark.parametrize(
+    ("num_steps", "rate", "rows"), [(60, 0.01, 0), (60, 30.0, 20), (3, 30.0, 2)]
+)
+def test_a_run_that_learns_nothing_is_warned_about_once_with_both_errors(
+    start, caplog, num_steps, rate, rows
+):
+    start(
+        "run",
+        num_steps,
+        {"learning_rate__start_lr": rate, "learning_rate__stop_lr": rate, "training__disp_freq": 1},
+    )
     said = [text for text in caplog.messages if "nothing is learned" in text]
     assert len(said) == bool(rows)
     for text in said:
@@ -76,7 +84,13 @@ def test_a_run_that_learns_nothing_is_warned_about_once_with_both_errors(start, 
 def test_a_new_run_writes_through_no_link_that_is_in_its_folder(start, tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "run").mkdir()
-    for name in ("checkpoint", "model.ckpt-4.pt", "model_ema.ckpt-4.pt", "best.ckpt-4.t-1.pt", "model.ckpt-99.pt"):
+    for name in (
+        "checkpoint",
+        "model.ckpt-4.pt",
+        "model_ema.ckpt-4.pt",
+        "best.ckpt-4.t-1.pt",
+        "model.ckpt-99.pt",
+    ):
         (tmp_path / "theirs" / name).write_bytes(b"no path\0\xff")
         (tmp_path / "run" / name).symlink_to(tmp_path / "theirs" / name)
     start("run", num_steps=4)
@@ -97,8 +111,12 @@ def test_a_run_writes_the_files_that_a_user_of_deepmd_kit_expects(whole):
     assert rows["rmse_f_val"][-1] < rows["rmse_f_val"][0]
 
 
-@pytest.mark.parametrize("schedule", [{"type": "exp", "stop_lr": 1e-6}, {"type": "invsqrt"}], ids=str)
-def test_a_run_of_no_steps_writes_its_starting_point_and_can_be_checked(tmp_path, monkeypatch, capsys, schedule):
+@pytest.mark.parametrize(
+    "schedule", [{"type": "exp", "stop_lr": 1e-6}, {"type": "invsqrt"}], ids=str
+)
+def test_a_run_of_no_steps_writes_its_starting_point_and_can_be_checked(
+    tmp_path, monkeypatch, capsys, schedule
+):
     monkeypatch.chdir(tmp_path)
     write_system("data", frames=3)
     rate = {**schedule, "start_lr": 1e-3, "warmup_steps": 3}
@@ -117,7 +135,10 @@ def test_a_restart_with_or_without_the_input_continues_to_the_last_bit(whole, st
     """Also a second one from that checkpoint: no row that the first has written is there twice."""
     step, callback = where, StopAfter(where)
     if where == "in a validation":
-        step, callback = 8, InAveragedPassOfStep8(lambda trainer: trainer.stop.request(signal.SIGTERM))
+        step, callback = (
+            8,
+            InAveragedPassOfStep8(lambda trainer: trainer.stop.request(signal.SIGTERM)),
+        )
     with pytest.raises(Interrupted, match=rf"after step {step} of 20"):
         start("parts", callback=callback)
     values = json.loads(Path("input.json").read_text())
@@ -128,21 +149,31 @@ def test_a_restart_with_or_without_the_input_continues_to_the_last_bit(whole, st
         caplog.clear()
         run_training(input_file, restart=f"model.ckpt-{step}.pt", device="cpu")
         written = {path.name for path in Path().glob("*.*") if path.is_file()} - {"run_record.json"}
-        assert {"model.ckpt-20.pt", "model_ema.ckpt-20.pt", "best_ema.ckpt.pt", "lcurve.out", "val_ema.log"} < written
+        assert {
+            "model.ckpt-20.pt",
+            "model_ema.ckpt-20.pt",
+            "best_ema.ckpt.pt",
+            "lcurve.out",
+            "val_ema.log",
+        } < written
         for name in written - {f"model.ckpt-{step}.pt", f"model_ema.ckpt-{step}.pt"}:
             assert Path(name).read_bytes() == (whole / name).read_bytes(), name
         assert "is not read" not in caplog.text
         assert "no effect" not in caplog.text or input_file
 
 
-def test_a_restart_without_an_input_says_how_that_of_the_folder_differs(whole, start, caplog, capsys):
+def test_a_restart_without_an_input_says_how_that_of_the_folder_differs(
+    whole, start, caplog, capsys
+):
     with pytest.raises(Interrupted):
         start("parts", callback=StopAfter(8))
     given = json.loads(Path("input.json").read_text())
     given["learning_rate"]["start_lr"], given["training"]["numb_steps"] = 5e-3, 30
     Path("input.json").write_text(json.dumps(given))
     assert cli.main(["train", "--restart", "model.ckpt.pt", "--device", "cpu"]) == 0
-    line = next(record.getMessage() for record in caplog.records if "is not read" in record.getMessage())
+    line = next(
+        record.getMessage() for record in caplog.records if "is not read" in record.getMessage()
+    )
     assert line == (
         "input.json is not read, the config of model.ckpt.pt counts. The former differs: learning_rate.start_lr = "
         "0.005 (checkpoint: 0.001), training.numb_steps = 30 (checkpoint: 20). `dp-ema train --restart model.ckpt.pt "
@@ -159,7 +190,11 @@ def test_without_an_input_that_of_the_folder_is_trained(start, capsys):
     assert os.readlink("earlier-1/best_ema.ckpt.pt") == "best_ema.ckpt-2.t-1.pt"
     Path("input.json").unlink()
     capsys.readouterr()
-    for words in (["train"], ["train", "--init-model", "model.ckpt.pt"], ["train", "--finetune", "model.ckpt.pt"]):
+    for words in (
+        ["train"],
+        ["train", "--init-model", "model.ckpt.pt"],
+        ["train", "--finetune", "model.ckpt.pt"],
+    ):
         assert cli.main(words) == 2
         assert capsys.readouterr().err == (
             "dp-ema: no input is given, and this folder has no input.json. Name the file: `dp-ema train INPUT`. "
@@ -174,9 +209,13 @@ def test_rows_are_on_the_disk_before_a_checkpoint_that_follows_them(start, monke
     def noted(event, call):
         return lambda *given: events.append(event(*given)) or call(*given)
 
-    flushed = noted(lambda handle: ("flushed", Path(os.readlink(f"/proc/self/fd/{handle}")).name), fsync)
+    flushed = noted(
+        lambda handle: ("flushed", Path(os.readlink(f"/proc/self/fd/{handle}")).name), fsync
+    )
     monkeypatch.setattr(os, "fsync", flushed)
-    monkeypatch.setattr(curves.RowTable, "_add", noted(lambda table, _: ("row", table.path.name), add))
+    monkeypatch.setattr(
+        curves.RowTable, "_add", noted(lambda table, _: ("row", table.path.name), add)
+    )
     monkeypatch.setattr(os, "replace", noted(lambda _, new: ("moved", Path(new).name), move))
     start("run", 20)
     waiting, saved = set(), 0
@@ -211,13 +250,20 @@ def test_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step(st
 
     class Look(InAveragedPassOfStep8):
         def after_update(self, trainer):
-            seen[trainer.step] = {"live": trainer.bank.weights("live"), "ema": trainer.bank.weights("ema")}
+            seen[trainer.step] = {
+                "live": trainer.bank.weights("live"),
+                "ema": trainer.bank.weights("ema"),
+            }
 
         def on_start(self, trainer):
             self.trainer = trainer
 
     look = Look(act or (lambda _: None))
-    options = {"training__save_freq": 3, "training__max_ckpt_keep": 0, "validating__max_best_ckpt": 9}
+    options = {
+        "training__save_freq": 3,
+        "training__max_ckpt_keep": 0,
+        "validating__max_best_ckpt": 9,
+    }
     with pytest.raises(error) if error is not None else nullcontext():
         start("run", 12, options, callback=look)
     written = {path: load(path) for path in map(str, Path.cwd().glob("*.ckpt-*.pt"))}
@@ -227,7 +273,9 @@ def test_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step(st
             kept = content["averages"]["profiles"]["ema"]["weights"]
             assert_same(kept, {name: seen[content["step"]]["ema"][name] for name in kept}, path)
     for kind, weights in (("training", "live"), ("average", "ema")):
-        assert {c["step"] for c in written.values() if (c["kind"], c["weights"]) == (kind, weights)} == saved
+        assert {
+            c["step"] for c in written.values() if (c["kind"], c["weights"]) == (kind, weights)
+        } == saved
     for weights in ("live", "ema"):
         assert any((c["kind"], c["weights"]) == ("best", weights) for c in written.values())
     last = seen[max(seen)]
@@ -266,7 +314,9 @@ def test_averaging_switched_on_at_a_restart_starts_from_the_live_weights(start, 
     assert average["average"]["mean_age"] == pytest.approx(0.1)
     assert not torch.equal(flat(loaded), flat(live))
     for name, tensor in average["model"].items():  # the first update of a warm-up
-        assert torch.allclose(tensor, 0.1 * loaded[name] + 0.9 * live[name], rtol=1e-12, atol=1e-15), name
+        assert torch.allclose(
+            tensor, 0.1 * loaded[name] + 0.9 * live[name], rtol=1e-12, atol=1e-15
+        ), name
 
 
 def test_averaging_switched_off_at_a_restart_leaves_the_raw_weights(whole, start, caplog):
@@ -283,7 +333,11 @@ def test_averaging_switched_off_at_a_restart_leaves_the_raw_weights(whole, start
 
 
 def test_a_non_finite_loss_stops_the_run_with_step_and_frames_and_no_bad_checkpoint(start):
-    wild = {"learning_rate__start_lr": 1e200, "learning_rate__stop_lr": 1e199, "training__save_freq": 1}
+    wild = {
+        "learning_rate__start_lr": 1e200,
+        "learning_rate__stop_lr": 1e199,
+        "training__save_freq": 1,
+    }
     with pytest.raises(DivergedError, match=r"step \d+: .*water_like.* frame \d+"):
         start("run", 60, {**wild, "training__max_ckpt_keep": 0})
     for file in Path().glob("model.ckpt-*"):
@@ -321,14 +375,18 @@ def rows_after(folder, number=0):
         (signal.SIG_DFL, signal.SIGINT),
     ],
 )
-def test_a_signal_saves_the_current_step_and_says_how_to_continue(tmp_path, water_like, inherited, sent):
+def test_a_signal_saves_the_current_step_and_says_how_to_continue(
+    tmp_path, water_like, inherited, sent
+):
     """A run under nohup inherits that SIGHUP is ignored, and outlives its terminal."""
     config = tiny_input([water_like], num_steps=100000, training__save_freq=100000)
     (tmp_path / "input.json").write_text(json.dumps(config))
     words = [sys.executable, "-m", "deepmd_ema", "train", "input.json", "--device", "cpu"]
     before = signal.signal(signal.SIGHUP, inherited)
     try:
-        process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
     finally:
         signal.signal(signal.SIGHUP, before)
     try:
@@ -358,14 +416,18 @@ def test_a_signal_that_a_script_ignores_stays_ignored():
 
 
 @pytest.mark.parametrize("refused", [["symlink"], ["symlink", "link"]])
-def test_a_run_without_symbolic_links_restarts_and_freezes(tmp_path, water_like, monkeypatch, caplog, refused):
+def test_a_run_without_symbolic_links_restarts_and_freezes(
+    tmp_path, water_like, monkeypatch, caplog, refused
+):
     def refuse(source, *_, **__):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM), source)
 
     for name in refused:
         monkeypatch.setattr(os, name, refuse)
     monkeypatch.chdir(tmp_path)
-    values = tiny_input([water_like], [water_like], num_steps=4, training__save_freq=2, **validated(2))
+    values = tiny_input(
+        [water_like], [water_like], num_steps=4, training__save_freq=2, **validated(2)
+    )
     Path("input.json").write_text(json.dumps(values))
     assert cli.main(["train", "input.json", "--device", "cpu"]) == 0
     assert load(tmp_path / "model.ckpt.pt")["step"] == 4
@@ -414,13 +476,19 @@ def test_a_run_that_writes_elsewhere_names_its_input_in_the_command_that_continu
 ):
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
-    values = tiny_input([water_like], num_steps=6, training__save_ckpt=str(tmp_path / "far" / "model.ckpt"))
+    values = tiny_input(
+        [water_like], num_steps=6, training__save_ckpt=str(tmp_path / "far" / "model.ckpt")
+    )
     Path("input.json").write_text(json.dumps(values))
-    with pytest.raises(Interrupted, match=r"dp-ema train --restart \S+far/model.ckpt.pt input.json$"):
+    with pytest.raises(
+        Interrupted, match=r"dp-ema train --restart \S+far/model.ckpt.pt input.json$"
+    ):
         run_training("input.json", device="cpu", callback=StopAfter(3))
     link = str(tmp_path / "far" / "model.ckpt.pt")
     assert cli.main(["train", "--restart", link, "input.json", "--device", "cpu"]) == 0
-    values["training"]["save_ckpt"] = str(tmp_path / "run" / "sub" / "model.ckpt")  # absolute, inside
+    values["training"]["save_ckpt"] = str(
+        tmp_path / "run" / "sub" / "model.ckpt"
+    )  # absolute, inside
     Path("input.json").write_text(json.dumps(values))
     assert cli.main(["train", "input.json", "--device", "cpu"]) == 0
     assert cli.main(["train", "--restart", "sub/model.ckpt.pt", "--device", "cpu"]) == 0
@@ -431,7 +499,9 @@ def test_data_under_another_path_are_no_change(tmp_path, monkeypatch, capsys):
     write_system("scratch/train", frames=8, natoms=6, seed=1)
     write_system("scratch/valid", frames=4, natoms=6, seed=2)
     for place in ("scratch", "archive"):
-        values = tiny_input([f"{place}/train"], [f"{place}/valid"], num_steps=4, training__save_freq=2)
+        values = tiny_input(
+            [f"{place}/train"], [f"{place}/valid"], num_steps=4, training__save_freq=2
+        )
         Path(f"{place}.json").write_text(json.dumps(values))
     assert cli.main(["train", "scratch.json", "--device", "cpu"]) == 0
     expected = load(tmp_path / "model.ckpt-4.pt")
@@ -440,7 +510,10 @@ def test_data_under_another_path_are_no_change(tmp_path, monkeypatch, capsys):
     restart = ["train", "--restart", "model.ckpt-2.pt", "--device", "cpu"]
     assert cli.main(restart) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "give an input with their new paths: `dp-ema train --restart model.ckpt-2.pt input.json`." in said
+    assert (
+        "give an input with their new paths: `dp-ema train --restart model.ckpt-2.pt input.json`."
+        in said
+    )
     assert cli.main([*restart, "archive.json"]) == 0
     line = "systems: [scratch/train] in the checkpoint, [archive/train] in the input: the same files under other paths"
     said = " ".join(capsys.readouterr().err.replace('"', "").split())
@@ -453,15 +526,22 @@ def test_data_under_another_path_are_no_change(tmp_path, monkeypatch, capsys):
     np.save("archive/train/set.000/force.npy", forces)
     assert cli.main([*restart, "archive.json"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "Their content is another, too. A restart continues the same run. Put this back, or say" in said
+    assert (
+        "Their content is another, too. A restart continues the same run. Put this back, or say"
+        in said
+    )
     assert cli.main([*restart, "archive.json", "--allow-config-change"]) == 0
 
 
-def test_data_that_have_changed_under_their_path_are_reported_at_a_restart(tmp_path, monkeypatch, capsys):
+def test_data_that_have_changed_under_their_path_are_reported_at_a_restart(
+    tmp_path, monkeypatch, capsys
+):
     """The run was reported as continued, and had other frames."""
     monkeypatch.chdir(tmp_path)
     write_system("train", frames=8, natoms=6, seed=1)
-    Path("input.json").write_text(json.dumps(tiny_input(["train"], num_steps=4, training__save_freq=2)))
+    Path("input.json").write_text(
+        json.dumps(tiny_input(["train"], num_steps=4, training__save_freq=2))
+    )
     assert cli.main(["train", "input.json", "--device", "cpu"]) == 0
     restart = ["train", "--restart", "model.ckpt-2.pt", "--device", "cpu"]
     assert cli.main(restart) == 0
@@ -531,22 +611,31 @@ def rows_of(folder):
 @pytest.fixture
 def start_without_forces(tmp_path, monkeypatch):
     """Return a function that trains on one system with forces and one without, each a batch; and the systems."""
-    data = [write_system(tmp_path / f"forces {force}", frames=4, seed=force, force=force) for force in (True, False)]
+    data = [
+        write_system(tmp_path / f"forces {force}", frames=4, seed=force, force=force)
+        for force in (True, False)
+    ]
     options = {f"training__{part}__batch_size": 4 for part in ("training_data", "validation_data")}
     return trains_in(tmp_path, monkeypatch, (data, data), options), data
 
 
-def test_a_batch_without_a_label_does_not_count_in_the_displayed_mean_of_its_error(start_without_forces):
+def test_a_batch_without_a_label_does_not_count_in_the_displayed_mean_of_its_error(
+    start_without_forces,
+):
     start, (with_forces, _) = start_without_forces
     every_step = {"training__disp_freq": 1}
     both = rows_of(start("both", 4, {**every_step, "training__validation_data__numb_btch": 2}))
-    one = rows_of(start("one", 4, {**every_step, "training__validation_data__systems": [str(with_forces)]}))
+    one = rows_of(
+        start("one", 4, {**every_step, "training__validation_data__systems": [str(with_forces)]})
+    )
     assert np.isnan(both["rmse_f_trn"]).sum() == 2  # such a batch alone has none
     assert np.isfinite(both["rmse_f_val"]).all()
     assert both["rmse_f_val"] == pytest.approx(one["rmse_f_val"])
 
 
-def test_an_average_over_steps_is_over_those_that_have_the_label_and_continues_at_a_restart(start_without_forces):
+def test_an_average_over_steps_is_over_those_that_have_the_label_and_continues_at_a_restart(
+    start_without_forces,
+):
     start, _ = start_without_forces
     steps = rows_of(start("steps", 8, {"training__disp_freq": 1}))
     options = {"training__disp_freq": 4, "training__disp_avg": True}

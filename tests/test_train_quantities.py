@@ -41,10 +41,19 @@ def write_labelled(path, seed):
     """Write frames with every label, made of the forces: vectors that are larger for hydrogen, and products of them."""
     frames, natoms = 6, 8
     folder = write_system(path, frames=frames, natoms=natoms, seed=seed) / "set.000"
-    atomic = 0.3 * np.load(folder / "force.npy").reshape(frames, natoms, 3) * (1 + np.arange(natoms)[:, None] % 2)
+    atomic = (
+        0.3
+        * np.load(folder / "force.npy").reshape(frames, natoms, 3)
+        * (1 + np.arange(natoms)[:, None] % 2)
+    )
     tensor = np.einsum("fna,fnb->fnab", atomic, atomic).reshape(frames, natoms, 9)
     wide = np.concatenate([atomic**2, atomic[..., :1]], 2)
-    for name, values in {"dipole": atomic, "polarizability": tensor, "dos": wide, "gap": wide[..., :2]}.items():
+    for name, values in {
+        "dipole": atomic,
+        "polarizability": tensor,
+        "dos": wide,
+        "gap": wide[..., :2],
+    }.items():
         np.save(folder / f"{name}.npy", values.sum(1))
         np.save(folder / f"atomic_{name}.npy", values.reshape(frames, -1))
     return path
@@ -64,19 +73,26 @@ def rows_of(file):
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_run_ranks_by_the_errors_of_its_quantity_and_a_restart_is_bitwise(kind, data, tmp_path, monkeypatch, capsys):
+def test_a_run_ranks_by_the_errors_of_its_quantity_and_a_restart_is_bitwise(
+    kind, data, tmp_path, monkeypatch, capsys
+):
     options, letters, columns = RUNS[kind]
     start = trains_in(tmp_path, monkeypatch, data, {**COMMON, **options})
     whole = start("whole", STEPS)
     for log, best in (("val.log", "best"), ("val_ema.log", "best_ema")):
         head, rows = rows_of(whole / log)
-        assert [name.partition("(")[0] for name in head[1:]] == [f"{q}_{e}" for q in letters for e in ("MAE", "RMSE")]
+        assert [name.partition("(")[0] for name in head[1:]] == [
+            f"{q}_{e}" for q in letters for e in ("MAE", "RMSE")
+        ]
         assert (rows[:, 0] == [4, 8, 12]).all()
         assert np.isfinite(rows).all()
         lowest = min((row[1], int(row[0])) for row in rows)[1]
         assert (whole / f"{best}.ckpt.pt").resolve().name.startswith(f"{best}.ckpt-{lowest}.")
     names, rows = rows_of(whole / "lcurve.out")
-    assert {f"{column}_{part}" for column in columns for part in ("trn", "val")} == set(names) - {"step", "lr"}
+    assert {f"{column}_{part}" for column in columns for part in ("trn", "val")} == set(names) - {
+        "step",
+        "lr",
+    }
     assert rows[-1][names.index(f"{min(columns)}_trn")] > 0
     with pytest.raises(Interrupted, match=f"after step 6 of {STEPS}"):
         start("parts", STEPS, callback=StopAfter(6))
@@ -87,16 +103,22 @@ def test_a_run_ranks_by_the_errors_of_its_quantity_and_a_restart_is_bitwise(kind
 def assert_same_end(whole, parts):
     """The last checkpoints and all tables of two runs are the same to the bit; best files have the same names."""
     for name in ("model", "model_ema"):
-        assert_same(load(whole / f"{name}.ckpt-{STEPS}.pt"), load(parts / f"{name}.ckpt-{STEPS}.pt"), name)
+        assert_same(
+            load(whole / f"{name}.ckpt-{STEPS}.pt"), load(parts / f"{name}.ckpt-{STEPS}.pt"), name
+        )
     for file in (*whole.glob("*.out"), *whole.glob("val*.log")):
         assert file.read_bytes() == (parts / file.name).read_bytes(), file.name
-    assert {file.name for file in whole.glob("best*")} == {file.name for file in parts.glob("best*")}
+    assert {file.name for file in whole.glob("best*")} == {
+        file.name for file in parts.glob("best*")
+    }
 
 
 def test_a_run_of_dipoles_learns_them(data, tmp_path, monkeypatch):
     rates = {"type": "exp", "start_lr": 0.02, "stop_lr": 1e-3, "decay_steps": 75}
     options = {**RUNS["dipole"][0], "model__fitting_net__neuron": [7, 7], "learning_rate": rates}
-    names, rows = rows_of(trains_in(tmp_path, monkeypatch, data, options)("run", 150) / "lcurve.out")
+    names, rows = rows_of(
+        trains_in(tmp_path, monkeypatch, data, options)("run", 150) / "lcurve.out"
+    )
     first, last = rows[[0, -1], names.index("rmse_local_dipole_val")]
     assert last < 0.3 * first
 
@@ -110,7 +132,11 @@ def ranks(data, tmp_path_factory):
     def run(stage, restarted=False):
         folder, options = base / f"{stage}{restarted}", {**COMMON, **RUNS["dipole"][0]}
         options |= {"training__zero_stage": stage, "training__training_data__batch_size": 1}
-        how = {"origin": run(0), "restart": "model.ckpt-4.pt", "allow_config_change": stage > 0} if restarted else {}
+        how = (
+            {"origin": run(0), "restart": "model.ckpt-4.pt", "allow_config_change": stage > 0}
+            if restarted
+            else {}
+        )
         train_ranks(folder, 2, tiny_input(*data, num_steps=STEPS, **options), **how)
         return folder
 
@@ -124,8 +150,15 @@ def test_ranks_continue_at_every_stage_as_one_does_at_stage_0(ranks, stage):
 
 def with_energies(data, **changes):
     """Return an input of two tasks, energies and dipoles, that share their descriptor."""
-    common = {**COMMON, "validating__max_best_ckpt": 1, "validating__validation_metric": "W:MAE", **changes}
-    inputs = {task: tiny_input(*data, num_steps=STEPS, **common, **more) for task, more in OF_TASK.items()}
+    common = {
+        **COMMON,
+        "validating__max_best_ckpt": 1,
+        "validating__validation_metric": "W:MAE",
+        **changes,
+    }
+    inputs = {
+        task: tiny_input(*data, num_steps=STEPS, **common, **more) for task, more in OF_TASK.items()
+    }
     values = joined(inputs)
     parts = values["model"]["model_dict"]
     values["model"]["shared_dict"] = {"elements": ["O", "H"], "near": parts["energy"]["descriptor"]}
@@ -148,7 +181,9 @@ def test_energies_and_dipoles_share_a_descriptor(data, tmp_path, monkeypatch):
     whole = start("whole")
     for task, letters in (("energy", "EFS"), ("dipole", "DW")):
         head, _ = rows_of(whole / f"val_{task}.log")
-        assert [name.partition("(")[0] for name in head[1::2]] == [f"{letter}_MAE" for letter in letters]
+        assert [name.partition("(")[0] for name in head[1::2]] == [
+            f"{letter}_MAE" for letter in letters
+        ]
     with pytest.raises(Interrupted):
         start("parts", callback=StopAfter(6))
     assert_same_end(whole, start("parts", restart="model.ckpt.pt"))

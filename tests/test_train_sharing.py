@@ -28,7 +28,10 @@ WAYS = {
     "all": (["dpa", "dpa"], ["net", "net"]),
     "the fitting network": ([DPA, DPA], ["net", "net"]),
     "the type embedding": (["dpa", "dpa:1"], [NET, NET]),
-    "a part of a hybrid": ([{"type": "hybrid", "list": ["dpa", {**DPA, "rcut": 3.0}]}, "dpa"], [NET, NET]),
+    "a part of a hybrid": (
+        [{"type": "hybrid", "list": ["dpa", {**DPA, "rcut": 3.0}]}, "dpa"],
+        [NET, NET],
+    ),
     "nothing": ([DPA, DPA], [NET, NET]),
 }
 
@@ -75,7 +78,11 @@ def shared_names(weights):
     own = {task: {n.removeprefix(f"{task}."): t for n, t in weights.items() if n.startswith(f"{task}.")}
            for task in ("water", "ice")}  # fmt: skip
     both = own["water"].keys() & own["ice"].keys()
-    return {n for n in both if own["water"][n].is_floating_point() and torch.equal(own["water"][n], own["ice"][n])}
+    return {
+        n
+        for n in both
+        if own["water"][n].is_floating_point() and torch.equal(own["water"][n], own["ice"][n])
+    }
 
 
 @pytest.mark.parametrize("way", list(WAYS))
@@ -89,7 +96,9 @@ def test_what_is_shared_stays_equal_and_what_is_not_goes_apart(way, desk, capsys
         shared = shared_names(load(desk / file)["model"])
         nets = {n for n in shared if n.startswith("fitting.nets")}
         embedding = {n for n in shared if "type_embedding" in n}
-        rest = {n for n in shared if n.startswith("descriptor") and n.endswith("weight")} - embedding
+        rest = {
+            n for n in shared if n.startswith("descriptor") and n.endswith("weight")
+        } - embedding
         assert bool(nets) == (way in ("all", "the fitting network"))
         assert bool(embedding) == (way in ("all", "the type embedding"))
         assert bool(rest) == (way == "all")
@@ -97,7 +106,10 @@ def test_what_is_shared_stays_equal_and_what_is_not_goes_apart(way, desk, capsys
             weights = load(desk / file)["model"]
             first, second = "water.descriptor.parts.0.", "ice.descriptor."
             same = {n.removeprefix(first): t for n, t in weights.items() if n.startswith(first)}
-            assert_same(same, {n.removeprefix(second): t for n, t in weights.items() if n.startswith(second)})
+            assert_same(
+                same,
+                {n.removeprefix(second): t for n, t in weights.items() if n.startswith(second)},
+            )
         assert "out_bias" not in shared
         assert "fitting.case_embd" not in shared
 
@@ -138,15 +150,24 @@ def test_each_head_is_a_model_of_its_own_live_and_averaged(at_run):
 
 def test_the_energies_of_one_head_change_in_a_file_of_all(at_run, capsys):
     before = load("model.ckpt-8.pt")["model"]
-    assert cli.main(["change-bias", "model.ckpt.pt", "-s", "ice2", "--head", "ICE", "-o", "one.pt"]) == 0
+    assert (
+        cli.main(["change-bias", "model.ckpt.pt", "-s", "ice2", "--head", "ICE", "-o", "one.pt"])
+        == 0
+    )
     said = capsys.readouterr().out
     assert "model.ckpt.pt: ice, live weights of step 8\noutput bias: moved by a fit" in said
     assert "wrote one.pt, in which water stays as it is" in said
     after = load("one.pt")["model"]
     own = {"ice.out_bias", "ice.out_std"}
-    assert_same({n: v for n, v in after.items() if n not in own}, {n: v for n, v in before.items() if n not in own})
+    assert_same(
+        {n: v for n, v in after.items() if n not in own},
+        {n: v for n, v in before.items() if n not in own},
+    )
     assert not torch.equal(after["ice.out_bias"], before["ice.out_bias"])
-    assert cli.main(["change-bias", "one.pt", "-b", "-3", "-2", "--head", "water", "-o", "both.pt"]) == 0
+    assert (
+        cli.main(["change-bias", "one.pt", "-b", "-3", "-2", "--head", "water", "-o", "both.pt"])
+        == 0
+    )
     capsys.readouterr()
     assert cli.main(["show", "both.pt"]) == 0
     said = capsys.readouterr().out
@@ -166,19 +187,27 @@ def test_without_a_head_the_message_names_them(at_run, capsys):
     alone = "of several tasks (ice, water), and the input has one task"
     for words, phrase in (
         (["train", "--restart", "model.ckpt.pt", "one.json"], alone),
-        (["train", "--init-model", "model.ckpt.pt", "--head", "steam", "one.json"], "--model-branch or finetune_head."),
+        (
+            ["train", "--init-model", "model.ckpt.pt", "--head", "steam", "one.json"],
+            "--model-branch or finetune_head.",
+        ),
         (["freeze"], which),
         (["test", "-m", "model.ckpt.pt", "-s", "ice2"], which),
         (["change-bias", "model.ckpt.pt"], which),
     ):
         assert cli.main(words) == 2
         assert phrase in capsys.readouterr().err
-    assert cli.main(["test", "-m", "model.ckpt.pt", "--head", "ICE", "--valid-data", "input.json"]) == 0
+    assert (
+        cli.main(["test", "-m", "model.ckpt.pt", "--head", "ICE", "--valid-data", "input.json"])
+        == 0
+    )
     assert "model.ckpt.pt: ice, live weights of step 8" in capsys.readouterr().out
 
 
 def test_averages_found_after_training_are_ranked_by_the_errors_of_a_task(desk, capsys):
-    averages = [{"name": f"p{n}", "type": "power", "sigma_rel": n / 100, "snapshots": True} for n in (5, 10)]
+    averages = [
+        {"name": f"p{n}", "type": "power", "sigma_rel": n / 100, "snapshots": True} for n in (5, 10)
+    ]
     values = input_of("all", averaging=averages, numb_steps=24, save_freq=2, save_dir="files")
     del values["training"]["enable_ema"], values["training"]["ema_decay"]
     write(desk, values)
@@ -188,7 +217,9 @@ def test_averages_found_after_training_are_ranked_by_the_errors_of_a_task(desk, 
     assert cli.main(["posthoc", ".", "--head", "ice"]) == 0
     made = load_model("model_posthoc.pt", head="water")
     assert made.info.weights == "posthoc"
-    assert shared_names(load(desk / "model_posthoc.pt")["model"]) >= {"fitting.nets.0.layers.0.weight"}
+    assert shared_names(load(desk / "model_posthoc.pt")["model"]) >= {
+        "fitting.nets.0.layers.0.weight"
+    }
 
 
 def test_epochs_of_each_task_give_the_length_and_the_shares(desk, capsys):
@@ -204,12 +235,16 @@ def with_steam(values):
     values = copy.deepcopy(values)
     steam = copy.deepcopy(values["model"]["model_dict"]["water"])
     values["model"]["model_dict"] = {"steam": steam, **values["model"]["model_dict"]}
-    values["training"]["data_dict"]["steam"] = {"training_data": {"systems": ["ice2"], "batch_size": 1}}
+    values["training"]["data_dict"]["steam"] = {
+        "training_data": {"systems": ["ice2"], "batch_size": 1}
+    }
     values["training"]["model_prob"]["steam"] = 0
     return values
 
 
-@pytest.mark.parametrize(("way", "change"), [("all", "added"), ("all", "removed"), ("nothing", "removed")])
+@pytest.mark.parametrize(
+    ("way", "change"), [("all", "added"), ("all", "removed"), ("nothing", "removed")]
+)
 def test_tasks_that_stay_continue_bitwise_when_another_comes_or_goes(way, change, desk, capsys):
     # room for a third case
     few = json.loads(json.dumps(input_of(way)).replace('"dim_case_embd": 2', '"dim_case_embd": 3'))
@@ -220,16 +255,26 @@ def test_tasks_that_stay_continue_bitwise_when_another_comes_or_goes(way, change
     assert cli.main(["train", "input.json"]) == 0
     whole = {name: load(desk / name) for name in ("model.ckpt-8.pt", "model_ema.ckpt-8.pt")}
     assert cli.main(["train", "--restart", "model.ckpt-4.pt", "after.json"]) == 2
-    assert f"task steam: {'new' if change == 'added' else 'in the checkpoint only'}" in capsys.readouterr().err
-    assert cli.main(["train", "--restart", "model.ckpt-4.pt", "after.json", "--allow-config-change"]) == 0
+    assert (
+        f"task steam: {'new' if change == 'added' else 'in the checkpoint only'}"
+        in capsys.readouterr().err
+    )
+    assert (
+        cli.main(["train", "--restart", "model.ckpt-4.pt", "after.json", "--allow-config-change"])
+        == 0
+    )
     for name, unbroken in whole.items():
         now = load(desk / name)
         stay = [n for n in now["model"] if n.startswith(("water.", "ice."))]
-        assert_same({n: now["model"][n] for n in stay}, {n: unbroken["model"][n] for n in stay}, name)
+        assert_same(
+            {n: now["model"][n] for n in stay}, {n: unbroken["model"][n] for n in stay}, name
+        )
     cases = [now["model"][f"{task}.fitting.case_embd"] for task in after["model"]["model_dict"]]
     assert len({int(case.argmax()) for case in cases}) == len(cases)
     if change == "added":
-        first, second = (now["model"][f"{task}.descriptor.block.mean"] for task in ("steam", "water"))
+        first, second = (
+            now["model"][f"{task}.descriptor.block.mean"] for task in ("steam", "water")
+        )
         assert torch.equal(first, second)
 
 
@@ -249,7 +294,12 @@ def config_of(way, kind, **training):
 
 @pytest.mark.parametrize(
     ("way", "kind", "stage"),
-    [("all", "Adam", 3), ("the type embedding", "Adam", 3), ("all", "AdaMuon", 1), ("all", "HybridMuon", 2)],
+    [
+        ("all", "Adam", 3),
+        ("the type embedding", "Adam", 3),
+        ("all", "AdaMuon", 1),
+        ("all", "HybridMuon", 2),
+    ],
 )
 def test_two_ranks_train_what_tasks_share_as_one_process_does(tmp_path, way, kind, stage):
     """With all in common stages 2 and 3 had failed."""
@@ -279,13 +329,17 @@ def test_a_restart_with_shared_parts_is_the_same_run_to_the_last_bit(kind):
     for part in ("model", "optimizer", "averages"):
         assert_same(whole[part], again[part])
     for name in first:
-        assert not (name.endswith("weight") and torch.equal(first[name], whole["model"][name])), name
+        assert not (name.endswith("weight") and torch.equal(first[name], whole["model"][name])), (
+            name
+        )
 
 
 def test_weights_of_other_tasks_share_no_block_and_stay_as_they_are():
     tasks = {"shared": ["a", "b"], "own": ["a"], "other": ["b"]}
     parameters = {name: torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in tasks}
-    alone = {name: torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in ("shared", "own")}
+    alone = {
+        name: torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in ("shared", "own")
+    }
     both, one = LKF(parameters.items(), 100, tasks), LKF(alone.items(), 3)
     assert [len(c) for c in both.state_dict()["covariances"]] == [3, 3, 3]
     generator = torch.Generator().manual_seed(0)
@@ -294,7 +348,10 @@ def test_weights_of_other_tasks_share_no_block_and_stay_as_they_are():
         error = torch.tensor(0.3, dtype=torch.float64)
         both.update(gradients, error, torch.ones(()), "a")
         one.update(gradients, error, torch.ones(()))
-    assert_same({name: parameters[name].detach() for name in alone}, {n: p.detach() for n, p in alone.items()})
+    assert_same(
+        {name: parameters[name].detach() for name in alone},
+        {n: p.detach() for n, p in alone.items()},
+    )
     assert torch.equal(parameters["other"], torch.ones(3, dtype=torch.float64))
     *_, untouched = both.state_dict()["covariances"]
     assert torch.equal(untouched, torch.eye(3, dtype=torch.float64))
@@ -304,8 +361,15 @@ def test_weights_of_other_tasks_share_no_block_and_stay_as_they_are():
 def test_covariances_do_not_continue_with_other_tasks(capsys):
     values = config_of("all", "LKF", numb_steps=2, save_freq=2)
     trained(values)
-    for section in (values["model"]["model_dict"], values["training"]["data_dict"], values["training"]["model_prob"]):
+    for section in (
+        values["model"]["model_dict"],
+        values["training"]["data_dict"],
+        values["training"]["model_prob"],
+    ):
         del section["ice"]
     write(Path(), values)
-    assert cli.main(["train", "input.json", "--restart", "model.ckpt-2.pt", "--allow-config-change"]) == 2
+    assert (
+        cli.main(["train", "input.json", "--restart", "model.ckpt-2.pt", "--allow-config-change"])
+        == 2
+    )
     assert 'optimizer.type = "LKF": its covariances are of blocks' in capsys.readouterr().err

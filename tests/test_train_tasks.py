@@ -38,14 +38,18 @@ def write_data(folder):
     """Write two systems of each task, the second to validate on."""
     for k in (1, 2):
         write_system(folder / f"water{k}", frames=6, natoms=6, seed=k)
-        write_system(folder / f"salt{k}", frames=5, natoms=9, elements=("Na", "Cl", "O"), seed=k + 5)
+        write_system(
+            folder / f"salt{k}", frames=5, natoms=9, elements=("Na", "Cl", "O"), seed=k + 5
+        )
     return folder
 
 
 def input_of_two_tasks(data, **changes):
     """Return the input of two tasks: two elements and virials, and three elements without."""
     inputs = {
-        name: tiny_input([data / f"{name}1"], [data / f"{name}2"], **{**COMMON, **of_task, **changes})
+        name: tiny_input(
+            [data / f"{name}1"], [data / f"{name}2"], **{**COMMON, **of_task, **changes}
+        )
         for name, of_task in OF_TASK.items()
     }
     return joined(inputs)
@@ -104,7 +108,11 @@ def test_two_ranks_train_two_tasks_as_one_process_does(tmp_path, stage):
     data = write_data(tmp_path / "data")
     for name, ranks, zero_stage in (("alone", 1, 0), ("shared", 2, stage)):
         sizes = {f"training__{section}__batch_size": 2 // ranks for section in DATA}
-        train_ranks(tmp_path / name, ranks, input_of_two_tasks(data, training__zero_stage=zero_stage, **sizes))
+        train_ranks(
+            tmp_path / name,
+            ranks,
+            input_of_two_tasks(data, training__zero_stage=zero_stage, **sizes),
+        )
     assert_same_run(tmp_path / "alone", tmp_path / "shared")
 
 
@@ -122,7 +130,9 @@ def test_a_step_of_one_task_leaves_the_model_of_the_other_as_it_is(train):
     train("run", callback=Look())
     assert {task for task, _ in seen[1:]} == {"water", "salt"}
     for (_, before), (task, after) in pairwise(seen):
-        assert {name.partition(".")[0] for name in after if not torch.equal(before[name], after[name])} == {task}
+        assert {
+            name.partition(".")[0] for name in after if not torch.equal(before[name], after[name])
+        } == {task}
 
 
 def test_problems_of_the_data_of_all_tasks_are_reported_at_once(tmp_path, monkeypatch):

@@ -23,7 +23,10 @@ from deepmd_ema.training.weights import Start
 
 
 def write_npy():
-    return [write_system("a", frames=12, natoms=6, sets=3), write_system("b", frames=9, natoms=8, seed=1, pbc=False)]
+    return [
+        write_system("a", frames=12, natoms=6, sets=3),
+        write_system("b", frames=9, natoms=8, seed=1, pbc=False),
+    ]
 
 
 def write_mixed():
@@ -49,7 +52,13 @@ def write_data_base():
     return ["data.lmdb"]
 
 
-FORMATS = {"npy": write_npy, "mixed": write_mixed, "hdf5": write_hdf5, "extxyz": write_extxyz, "lmdb": write_data_base}
+FORMATS = {
+    "npy": write_npy,
+    "mixed": write_mixed,
+    "hdf5": write_hdf5,
+    "extxyz": write_extxyz,
+    "lmdb": write_data_base,
+}
 
 
 def parts(config, seed=3, memories=None):
@@ -58,11 +67,17 @@ def parts(config, seed=3, memories=None):
 
 
 def energies_of(sources):
-    return [float(source.frame(k).labels["energy"]) for source in sources for k in range(source.num_frames)]
+    return [
+        float(source.frame(k).labels["energy"])
+        for source in sources
+        for k in range(source.num_frames)
+    ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_frame_of_every_format_is_in_one_part_and_reads_as_before(tmp_path, monkeypatch, name):
+def test_every_frame_of_every_format_is_in_one_part_and_reads_as_before(
+    tmp_path, monkeypatch, name
+):
     monkeypatch.chdir(tmp_path)
     config = config_from_dict(tiny_input(FORMATS[name](), training__validation_fraction=0.2))
     (whole, _), (train_part, valid_part) = (of_run[""][:2] for of_run in parts(config))
@@ -94,8 +109,14 @@ class Parts(Callback):
 
     def on_start(self, trainer):
         [task] = trainer.tasks
-        self.valid = {s.frame(k).source for s in trainer.validator.tasks[""].valid for k in range(s.num_frames)}
-        self.displayed = {s.frame(k).source for s in task.display_loader.systems for k in range(s.num_frames)}
+        self.valid = {
+            s.frame(k).source
+            for s in trainer.validator.tasks[""].valid
+            for k in range(s.num_frames)
+        }
+        self.displayed = {
+            s.frame(k).source for s in task.display_loader.systems for k in range(s.num_frames)
+        }
         self.loader, self.first = task.train_loader, task.train_loader.position
 
     def after_step(self, trainer):
@@ -136,7 +157,10 @@ def test_statistics_are_of_training_frames_only(start, tmp_path):
     (tmp_path / "t.extxyz").write_text("".join(f for f, c in zip(frames, chosen) if not c))
     options = {"training__training_data__batch_size": 25, "model__data_stat_nbatch": 100}
     split = start("split", 1, options)
-    alone = {"training__training_data__systems": [str(tmp_path / "t.extxyz")], "training__validation_fraction": None}
+    alone = {
+        "training__training_data__systems": [str(tmp_path / "t.extxyz")],
+        "training__validation_fraction": None,
+    }
     alone |= {"validating__full_validation": False, "validating__ema_full_validation": False}
     other = start("alone", 1, {**options, **alone})
     one, two = (torch.load(folder / "model.ckpt.pt")["model"] for folder in (split, other))
@@ -158,7 +182,9 @@ def test_a_choice_for_another_model_is_made_anew(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fraction", [0, 0.5])
 def test_wrong_fractions_are_refused(fraction):
-    with pytest.raises(ConfigError, match=rf"validation_fraction = {fraction}: expected a number > 0 and < 0.5"):
+    with pytest.raises(
+        ConfigError, match=rf"validation_fraction = {fraction}: expected a number > 0 and < 0.5"
+    ):
         config_from_dict(tiny_input(["a"], training__validation_fraction=fraction))
 
 
@@ -167,13 +193,17 @@ def test_check_says_that_a_run_without_a_seed_draws_one(tmp_path, monkeypatch, c
     config = tiny_input(write_extxyz(), training__validation_fraction=0.2, training__seed=None)
     Path("input.json").write_text(json.dumps(config))
     assert cli.main(["check", "input.json"]) == 0
-    assert "training.seed is not given: a run draws one, and chooses other frames" in capsys.readouterr().out
+    assert (
+        "training.seed is not given: a run draws one, and chooses other frames"
+        in capsys.readouterr().out
+    )
 
 
 def test_another_fraction_at_a_restart_is_another_run():
     """Frames of validation would come into training, and best files would be of other frames."""
     before, now = (
-        config_from_dict(tiny_input(["data"], training__validation_fraction=fraction)) for fraction in (0.2, 0.3)
+        config_from_dict(tiny_input(["data"], training__validation_fraction=fraction))
+        for fraction in (0.2, 0.3)
     )
     start = Start(path=Path("model.ckpt.pt"), config=to_dict(before), saved={"": before.model})
     check_resumable(start, before, False)

@@ -46,7 +46,10 @@ def findings(path: Path) -> Iterator[str]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NAME:
             for pattern, instead in NAMES.items():
-                if re.search(pattern, token.string if pattern.startswith("^_*(MOST") else token.string.lower()):
+                if re.search(
+                    pattern,
+                    token.string if pattern.startswith("^_*(MOST") else token.string.lower(),
+                ):
                     yield f"{where}:{token.start[0]}: name {token.string}: {instead}"
         elif token.type == tokenize.COMMENT:
             yield from _words(token.string, f"{where}:{token.start[0]}")
@@ -63,7 +66,11 @@ def findings(path: Path) -> Iterator[str]:
                     if re.match(pattern, docstring):
                         yield f"{line}: docstring begins with {re.match(pattern, docstring)[0]!r}: {instead}"
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docstrings
+        ):
             yield from _words(node.value, f"{where}:{node.lineno}")
 
 
@@ -76,15 +83,21 @@ def _words(text: str, line: str) -> Iterator[str]:
 def files_of(names: tuple[str, ...] | list[str]) -> list[Path]:
     """Return the Python files at or below paths."""
     paths = [Path(name) if Path(name).is_absolute() else ROOT / name for name in names]
-    return sorted(file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py")))
+    return sorted(
+        file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))
+    )
 
 
 def test_names_and_sentences_have_no_private_vocabulary():
-    found = [text for path in files_of(CHECKED) if path != Path(__file__) for text in findings(path)]
+    found = [
+        text for path in files_of(CHECKED) if path != Path(__file__) for text in findings(path)
+    ]
     assert not found, "\n".join(found)
 
 
-_COMMAND = re.compile(rf"(?<!by )\b(dp-ema|dp|dp --pt) ({'|'.join([*COMMANDS, 'convert-backend'])})( [^.`]*)? $")
+_COMMAND = re.compile(
+    rf"(?<!by )\b(dp-ema|dp|dp --pt) ({'|'.join([*COMMANDS, 'convert-backend'])})( [^.`]*)? $"
+)
 
 
 def unquoted_commands(text: str) -> Iterator[int]:
@@ -98,7 +111,11 @@ def unquoted_commands(text: str) -> Iterator[int]:
 
 
 def test_commands_in_messages_quote_their_words_for_a_shell():
-    found = [f"{path}:{line}" for path in files_of(["deepmd_ema"]) for line in unquoted_commands(path.read_text())]
+    found = [
+        f"{path}:{line}"
+        for path in files_of(["deepmd_ema"])
+        for line in unquoted_commands(path.read_text())
+    ]
     assert not found, "\n".join([*found, "errors.command(...) quotes words"])
 
 

@@ -23,7 +23,13 @@ TYPES = ["O", "H", "Na"]
 _SE_ATTEN = {
     "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16], "axis_neuron": 4, "attn": 8, "tebd_dim": 4,
 }  # fmt: skip
-_SE_E2_A = {"sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16], "axis_neuron": 4}
+_SE_E2_A = {
+    "sel": [20, 20, 20],
+    "rcut": 4.0,
+    "rcut_smth": 1.0,
+    "neuron": [4, 8, 16],
+    "axis_neuron": 4,
+}
 _SE_E3_TEBD = {"sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2, 4, 8], "tebd_dim": 4}
 REPINIT = {
     "rcut": 4.0, "rcut_smth": 1.0, "nsel": 60, "neuron": [4, 8, 16], "axis_neuron": 4, "tebd_dim": 4,
@@ -58,7 +64,10 @@ _EXAMPLES = {
     "se_e3": {"sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2, 4, 8]},
     "se_e3_tebd": _SE_E3_TEBD,
 }  # fmt: skip
-SECTIONS = {name: {"type": name, **_EXAMPLES.get(name, family.example)} for name, family in DESCRIPTORS.items()}
+SECTIONS = {
+    name: {"type": name, **_EXAMPLES.get(name, family.example)}
+    for name, family in DESCRIPTORS.items()
+}
 
 
 def _repulsion(last=2.4, step=0.02):
@@ -79,7 +88,11 @@ VARIANTS = {
     "se_e3_tebd_strip": ("se_e3_tebd", {"tebd_input_mode": "strip"}, {}),
     "dpa2_strip_two_bodies": ("dpa2", {"tebd_input_mode": "strip", "use_three_body": False}, {}),
     "dpa3_dynamic": ("dpa3", {"use_dynamic_sel": True, "sel_reduce_factor": 3.5}, {}),
-    "dpa3_exponential": ("dpa3", {"use_exp_switch": True, "e_rcut_smth": 3.3, "a_rcut_smth": 2.5}, {}),
+    "dpa3_exponential": (
+        "dpa3",
+        {"use_exp_switch": True, "e_rcut_smth": 3.3, "a_rcut_smth": 2.5},
+        {},
+    ),
     "dpa3_no_angles": ("dpa3", {"update_angle": False}, {}),
     "hybrid_by_type": (
         "hybrid",
@@ -97,7 +110,12 @@ VARIANTS = {
     ),
     "se_atten_interpolated_strip": (
         "se_atten",
-        {"interpolate": "always", "attn_layer": 0, "tebd_input_mode": "strip", "smooth_type_embedding": False},
+        {
+            "interpolate": "always",
+            "attn_layer": 0,
+            "tebd_input_mode": "strip",
+            "smooth_type_embedding": False,
+        },
         {},
     ),
     "se_atten_v2_interpolated": ("se_atten_v2", {"interpolate": "always", "attn_layer": 0}, {}),
@@ -108,7 +126,12 @@ VARIANTS = {
     "dpa4_bridged": (
         "dpa4",
         {},
-        {"bridging_method": "zbl", "bridging_r_inner": 0.9, "bridging_r_outer": 2.2, "fitting_net": FLOAT64_NET},
+        {
+            "bridging_method": "zbl",
+            "bridging_r_inner": 0.9,
+            "bridging_r_outer": 2.2,
+            "fitting_net": FLOAT64_NET,
+        },
     ),
 }
 
@@ -149,7 +172,10 @@ def _kind_of(option, section):
     """Return the class of a section that the key ``type`` chooses."""
     name = section.get("type", option.default_type)
     kinds = option.sections if option.by_type else ()
-    return next((kind for kind in kinds if name in (kind.type, *getattr(kind, "aliases", ()))), option.sections[0])
+    return next(
+        (kind for kind in kinds if name in (kind.type, *getattr(kind, "aliases", ()))),
+        option.sections[0],
+    )
 
 
 def _changed(kind, section, changes):
@@ -157,14 +183,24 @@ def _changed(kind, section, changes):
     keys = [key for option in input_options(kind) for key in option.keys]
     section = section | {name: value for name, value in changes.items() if name in keys}
     for o in (o for o in options(kind) if o.sections and o.name in section):
-        parts = [_changed(_kind_of(o, part), part, changes) for part in section[o.name]] if o.many else None
-        section = section | {o.name: parts or _changed(_kind_of(o, section[o.name]), section[o.name], changes)}
+        parts = (
+            [_changed(_kind_of(o, part), part, changes) for part in section[o.name]]
+            if o.many
+            else None
+        )
+        section = section | {
+            o.name: parts or _changed(_kind_of(o, section[o.name]), section[o.name], changes)
+        }
     return section
 
 
-def toy_model(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, seed=3, **changes):
+def toy_model(
+    descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, seed=3, **changes
+):
     """Return (config, model) with statistics and biases that a wrong formula cannot hide behind."""
-    config = model_config_from_dict(model_section(descriptor, descriptor_changes, fitting_changes, **changes))
+    config = model_config_from_dict(
+        model_section(descriptor, descriptor_changes, fitting_changes, **changes)
+    )
     model = build_model(config, seed).eval()
     for module in model.modules():  # which a training run chooses
         if isinstance(module, Interpolation) and module.choice == "always":
@@ -183,7 +219,9 @@ def disturb(model, seed=5):
 
     for parameter in model.parameters():
         if parameter.numel() and not parameter.any():
-            parameter.copy_((4 * draw(parameter) - 2) * parameter.shape[-2 if parameter.ndim > 1 else 0] ** -0.5)
+            parameter.copy_(
+                (4 * draw(parameter) - 2) * parameter.shape[-2 if parameter.ndim > 1 else 0] ** -0.5
+            )
     for name, buffer in model.named_buffers():
         leaf = name.rpartition(".")[2]
         if leaf in ("feature_mean", "feature_spread"):
@@ -204,7 +242,11 @@ def disturb(model, seed=5):
 
 def _owner(descriptor, buffer):
     """Return the part of a hybrid that has the buffer, or the descriptor itself."""
-    return next(part for part in getattr(descriptor, "parts", [descriptor]) if any(buffer is b for b in part.buffers()))
+    return next(
+        part
+        for part in getattr(descriptor, "parts", [descriptor])
+        if any(buffer is b for b in part.buffers())
+    )
 
 
 def _mean_stays_zero(section):
@@ -260,7 +302,9 @@ def assert_parameter_gradients(model, loss, chosen=slice(None)):
                 ends.append(float(loss()))
                 parameter.sub_(direction, alpha=step)
         expected = (ends[0] - ends[1]) / 2e-5
-        assert abs(expected - float((parameter.grad * direction).sum())) < 1e-6 * max(1.0, abs(expected)), name
+        assert abs(expected - float((parameter.grad * direction).sum())) < 1e-6 * max(
+            1.0, abs(expected)
+        ), name
 
 
 def write_dp(path, model, config, **facts):

@@ -42,7 +42,21 @@ A bank can be pickled, also for a process that is spawned. ``bank.info(name)`` r
 """
 
 from deepmd_ema.averaging.bank import AverageBank
-from deepmd_ema.config.schema.averaging import EmaProfile, PowerProfile, SwaProfile, gamma_of, sigma_rel_of
+from deepmd_ema.config.schema.averaging import (
+    EmaProfile,
+    PowerProfile,
+    SwaProfile,
+    gamma_of,
+    sigma_rel_of,
+)
 from deepmd_ema.config.schema.profile import Profile
 
-__all__ = ["AverageBank", "EmaProfile", "PowerProfile", "Profile", "SwaProfile", "gamma_of", "sigma_rel_of"]
+__all__ = [
+    "AverageBank",
+    "EmaProfile",
+    "PowerProfile",
+    "Profile",
+    "SwaProfile",
+    "gamma_of",
+    "sigma_rel_of",
+]

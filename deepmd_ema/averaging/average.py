@@ -11,7 +11,13 @@ from torch import Tensor
 
 from deepmd_ema.averaging.storage import Binding, Buffer, Shard, Staging, lerp, needs_staging
 from deepmd_ema.config.schema.profile import Profile
-from deepmd_ema.distributed.tensors import StoredTensor, check_weights, full_tensor, on_device, whole
+from deepmd_ema.distributed.tensors import (
+    StoredTensor,
+    check_weights,
+    full_tensor,
+    on_device,
+    whole,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +56,26 @@ class Average:
         for i, shard in enumerate(shards):
             live = shard.local
             home = torch.device("cpu") if profile.device == "cpu" else live.device
-            dtype = torch.promote_types(live.dtype, torch.promote_types(torch.float32, getattr(torch, profile.dtype)))
-            members.setdefault((live.device, live.dtype, home, dtype, self._gathered[i]), []).append(i)
+            dtype = torch.promote_types(
+                live.dtype, torch.promote_types(torch.float32, getattr(torch, profile.dtype))
+            )
+            members.setdefault(
+                (live.device, live.dtype, home, dtype, self._gathered[i]), []
+            ).append(i)
         self.buffers = [
             Buffer([shards[i] for i in chosen], home, dtype, gathered)
             for (_, _, home, dtype, gathered), chosen in members.items()
         ]
-        views = {i: view for b, chosen in zip(self.buffers, members.values()) for i, view in zip(chosen, b.views)}
+        views = {
+            i: view
+            for b, chosen in zip(self.buffers, members.values())
+            for i, view in zip(chosen, b.views)
+        }
         self.tensors = [views[i] for i in range(len(shards))]
         self.staging = Staging(self.buffers) if needs_staging(self.buffers) else None
-        self._done = 0  # shards whose average is in the weights; swap_out() undoes these after a failure
+        self._done = (
+            0  # shards whose average is in the weights; swap_out() undoes these after a failure
+        )
         self._aside: dict[int, Tensor] = {}  # live weights that did not fit into an average
 
     @property
@@ -70,7 +86,10 @@ class Average:
     @property
     def num_bytes(self) -> int:
         """Memory on this process, with staging."""
-        flats = [*(b.flat for b in self.buffers), *(self.staging.flats if self.staging is not None else ())]
+        flats = [
+            *(b.flat for b in self.buffers),
+            *(self.staging.flats if self.staging is not None else ()),
+        ]
         return sum(flat.nbytes for flat in flats)
 
     @property
@@ -132,7 +151,9 @@ class Average:
     def live(self, i: int) -> Tensor:
         """Return the raw weights of shard ``i``, wherever they are now, sharded as the parameter is."""
         shard = self.shards[i]
-        return shard.as_tensor(self._aside.get(i, self.tensors[i]) if i < self._done else shard.local)
+        return shard.as_tensor(
+            self._aside.get(i, self.tensors[i]) if i < self._done else shard.local
+        )
 
     @torch.no_grad()
     def swap_in(self) -> None:
@@ -141,7 +162,9 @@ class Average:
             return  # it still is the live weights
         self.flush()
         for i, (shard, mine) in enumerate(zip(self.shards, self.tensors)):
-            if mine.dtype == shard.local.dtype and not self._gathered[i]:  # else rounding would lose the average
+            if (
+                mine.dtype == shard.local.dtype and not self._gathered[i]
+            ):  # else rounding would lose the average
                 _swap(shard.local, mine)
             else:
                 self._aside[i] = shard.local.detach().to(mine.device, copy=True)
@@ -166,18 +189,29 @@ class Average:
         for i, shard in enumerate(self.shards):
             k = next((index[name] for name in shard.names if name in index), None)
             if k is not None and shard.is_sharded == previous.shards[k].is_sharded:
-                self.tensors[i].copy_(previous.tensors[k])  # the same part of the tensor: no communication
+                self.tensors[i].copy_(
+                    previous.tensors[k]
+                )  # the same part of the tensor: no communication
             else:
                 self.set_tensor(i, None if k is None else full_tensor(previous.as_tensor(k)))
 
-    def load(self, state: Mapping[str, Any], saved: Mapping[str, Any], tasks: Iterable[str], binding: Binding) -> None:
+    def load(
+        self,
+        state: Mapping[str, Any],
+        saved: Mapping[str, Any],
+        tasks: Iterable[str],
+        binding: Binding,
+    ) -> None:
         """Continue ``saved``, an average in ``state`` of a bank. Every rank must call this when weights are sharded.
 
         Raises:
             CheckpointError: naming tensors that are missing, extra, renamed or of another shape.
         """
         profile = self.profile
-        now, before = profile.settings(), {"type": "ema", **saved}  # files of 0.1.0 have no other type
+        now, before = (
+            profile.settings(),
+            {"type": "ema", **saved},
+        )  # files of 0.1.0 have no other type
         for key in now if now["type"] == before["type"] else ("type",):
             if before.get(key, now[key]) != now[key]:
                 what = "was of type" if key == "type" else f"{key} was"
@@ -187,7 +221,10 @@ class Average:
         dropped = {*binding.frozen, *binding.floating_buffers} - set(self.tensor_names)
         weights = {name: tensor for name, tensor in saved["weights"].items() if name not in dropped}
         # every averaged tensor must be there, but those that were frozen or live, and those of new tasks
-        new = {*state["frozen"], *(binding.floating_buffers if saved.get("buffers", "copy") == "copy" else ())}
+        new = {
+            *state["frozen"],
+            *(binding.floating_buffers if saved.get("buffers", "copy") == "copy" else ()),
+        }
         new_tasks, old_tasks = (
             tuple(f"{task}." for task in set(some) - set(others) if task)
             for some, others in ((tasks, state["tasks"]), (state["tasks"], tasks))
@@ -197,7 +234,9 @@ class Average:
         for shard, names in zip(self.shards, sources):
             if names or not any(name in new or name.startswith(new_tasks) for name in shard.names):
                 expected |= dict.fromkeys(names or shard.names[:1], shard.shape)
-        of_tasks = {name: tensor for name, tensor in weights.items() if not name.startswith(old_tasks)}
+        of_tasks = {
+            name: tensor for name, tensor in weights.items() if not name.startswith(old_tasks)
+        }
         check_weights(expected, of_tasks, f"average {profile.name!r} of the checkpoint")
         for i, names in enumerate(sources):
             self.set_tensor(i, weights[names[0]] if names else None)
@@ -216,7 +255,11 @@ def host_decay(profile: Profile, updates: int) -> float:
 
 
 def count_on_device(
-    averages: Sequence[Average], counts: Tensor, due: Sequence[Average], step: int | Tensor, good: Tensor | None
+    averages: Sequence[Average],
+    counts: Tensor,
+    due: Sequence[Average],
+    step: int | Tensor,
+    good: Tensor | None,
 ) -> list[Tensor]:
     """Do :meth:`Average.count` on the device for the averages that are due, and nothing for the others.
 
@@ -246,7 +289,10 @@ def count_on_device(
         start_late = any(profile.start_step > 0 for profile in profiles)
         done = (updates.clamp(min=0) if start_late else updates).unbind()
         found = [profile.decay_of_update(number) for profile, number in zip(profiles, done)]
-        decays = [d if isinstance(d, Tensor) else torch.full_like(number, d) for d, number in zip(found, done)]
+        decays = [
+            d if isinstance(d, Tensor) else torch.full_like(number, d)
+            for d, number in zip(found, done)
+        ]
         decay = torch.stack(decays) if len(decays) > 1 else decays[0].unsqueeze(0)
         if start_late:
             decay = torch.where(updates < 0, 0.0, decay)

@@ -18,7 +18,13 @@ from deepmd_ema.averaging.storage import Binding, Shard, canonical, lerp, lerp_o
 from deepmd_ema.config.schema.averaging import CustomAverage, ScheduleFreeProfile
 from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.distributed.launch import END_SIGNALS, handling
-from deepmd_ema.distributed.tensors import Take, WholeTensors, check_weights, prefix_of, settle_shards
+from deepmd_ema.distributed.tensors import (
+    Take,
+    WholeTensors,
+    check_weights,
+    prefix_of,
+    settle_shards,
+)
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.utils import LIVE
 
@@ -49,7 +55,10 @@ class AverageBank:
     """
 
     def __init__(
-        self, modules: nn.Module | Mapping[str, nn.Module], profiles: Sequence[Profile], around: nn.Module | None = None
+        self,
+        modules: nn.Module | Mapping[str, nn.Module],
+        profiles: Sequence[Profile],
+        around: nn.Module | None = None,
     ) -> None:
         self._modules = {"": modules} if isinstance(modules, nn.Module) else dict(modules)
         self._around = around
@@ -58,7 +67,9 @@ class AverageBank:
         self._profiles = tuple(profile.in_steps({"steps": 1.0}) for profile in profiles)
         names = [p.name for p in self._profiles]
         if len(set(names)) < len(names):
-            raise ConfigError(f"averages {', '.join(names)}: the names must differ, files are named after them.")
+            raise ConfigError(
+                f"averages {', '.join(names)}: the names must differ, files are named after them."
+            )
         self._steps = 0
         self._averages: dict[str, Average] = {}
         self.num_bindings = 0
@@ -104,7 +115,9 @@ class AverageBank:
         if self._binding.is_stale():
             self.rebind()
         self._steps += 1
-        return tuple(name for name, a in self._averages.items() if a.profile.is_due(self._steps, epoch))
+        return tuple(
+            name for name, a in self._averages.items() if a.profile.is_due(self._steps, epoch)
+        )
 
     def apply(self, due: Sequence[str], ok: Tensor | None, step: Tensor | None = None) -> None:
         """Update averages that are due.
@@ -116,7 +129,9 @@ class AverageBank:
                 used then, and all memory that is kept is changed in place.
         """
         near = []
-        with torch.set_grad_enabled(False):  # 1 us less than torch.no_grad(), 1 % of an update of a small model
+        with torch.set_grad_enabled(
+            False
+        ):  # 1 us less than torch.no_grad(), 1 % of an update of a small model
             for average in (self._averages[name] for name in due):
                 if average.staging is None:
                     near.append(average)
@@ -130,7 +145,11 @@ class AverageBank:
                 good = None if ok is None else ok.detach() > 0
                 number = self._steps if step is None else step
                 shares = count_on_device(self._near, self._counts, near, number, good)
-                moves = [(buffer, share) for average, share in zip(near, shares) for buffer in average.buffers]
+                moves = [
+                    (buffer, share)
+                    for average, share in zip(near, shares)
+                    for buffer in average.buffers
+                ]
                 lerp_on_device(moves, good)
 
     @contextmanager
@@ -146,7 +165,9 @@ class AverageBank:
             yield
             return
         if self._swapped is not None:
-            raise RuntimeError(f"average {name!r} cannot be swapped in: {self._swapped.profile.name!r} is already")
+            raise RuntimeError(
+                f"average {name!r} cannot be swapped in: {self._swapped.profile.name!r} is already"
+            )
         average = self._averages[name]
         modules = list(self._modules.values()) if self._around is None else [self._around]
         try:
@@ -191,7 +212,9 @@ class AverageBank:
             CheckpointError: if names or shapes differ.
         """
         prefix = prefix_of(task)
-        found = {n.removeprefix(prefix): t for n, t in self.weights(name).items() if n.startswith(prefix)}
+        found = {
+            n.removeprefix(prefix): t for n, t in self.weights(name).items() if n.startswith(prefix)
+        }
         target = {canonical(n): t for n, t in unwrap(module).state_dict(keep_vars=True).items()}
         check_weights({n: tuple(t.shape) for n, t in target.items()}, found, f"average {name!r}")
         for n, tensor in target.items():
@@ -252,7 +275,9 @@ class AverageBank:
         self._steps = state["steps"] if state is not None else step
         for name in saved_profiles:
             if name not in self._averages:
-                logger.info("the average %s of the checkpoint is not tracked any more in this run", name)
+                logger.info(
+                    "the average %s of the checkpoint is not tracked any more in this run", name
+                )
         kind = ScheduleFreeProfile.type
         point = next((of for of in saved_profiles.values() if of.get("type") == kind), None)
         for name, average in self._averages.items():
@@ -262,7 +287,9 @@ class AverageBank:
                 saved = point
             if state is None or saved is None:
                 average.seed(self._steps)
-                logger.info("the checkpoint has no average %s: it starts from the loaded weights", name)
+                logger.info(
+                    "the checkpoint has no average %s: it starts from the loaded weights", name
+                )
             else:
                 average.load(state, saved, self._modules, self._binding)
 
@@ -274,10 +301,15 @@ class AverageBank:
         were moved to another device or replaced.
         """
         assert self._swapped is None, "rebind() while an average is swapped in"
-        self._binding = Binding(self._modules, buffers=any(p.buffers == "average" for p in self._profiles))
+        self._binding = Binding(
+            self._modules, buffers=any(p.buffers == "average" for p in self._profiles)
+        )
         averages = {}
         for profile in self._profiles:
-            shards = [*self._binding.shards, *(self._binding.buffers if profile.buffers == "average" else [])]
+            shards = [
+                *self._binding.shards,
+                *(self._binding.buffers if profile.buffers == "average" else []),
+            ]
             average = averages[profile.name] = Average(profile, shards)
             if profile.name in self._averages:
                 average.carry_over(self._averages[profile.name])
@@ -290,7 +322,9 @@ class AverageBank:
         # numbers of updates and mean steps, once they are counted on the device
         self._counts = torch.zeros(len(self._near), 2, dtype=torch.float64, device=device)
 
-    def _taken(self, average: Average | None, shards: Sequence[Shard], take: Take) -> dict[str, Any]:
+    def _taken(
+        self, average: Average | None, shards: Sequence[Shard], take: Take
+    ) -> dict[str, Any]:
         """Return ``shards`` as this rank saves them, by every name of each; nothing where ``take`` keeps nothing.
 
         Every rank must call this when weights are sharded.
@@ -301,12 +335,19 @@ class AverageBank:
             take: what is saved of a tensor.
         """
         # by first name; later entries take the place of earlier ones
-        reads: dict[str, Callable[[], Tensor]] = {s.names[0]: partial(s.as_tensor, s.local) for s in shards}
+        reads: dict[str, Callable[[], Tensor]] = {
+            s.names[0]: partial(s.as_tensor, s.local) for s in shards
+        }
         if (swapped := self._swapped) is not None:
-            reads |= {shard.names[0]: partial(swapped.live, i) for i, shard in enumerate(swapped.shards)}
+            reads |= {
+                shard.names[0]: partial(swapped.live, i) for i, shard in enumerate(swapped.shards)
+            }
         if average is not None and average.started:
             average.flush()
-            reads |= {shard.names[0]: partial(average.as_tensor, i) for i, shard in enumerate(average.shards)}
+            reads |= {
+                shard.names[0]: partial(average.as_tensor, i)
+                for i, shard in enumerate(average.shards)
+            }
         found: dict[str, Any] = {}
         for shard in shards:
             kept = take(reads[shard.names[0]]())

@@ -15,10 +15,14 @@ from deepmd_ema.distributed import tensors
 from deepmd_ema.distributed.tensors import StoredTensor, local_shard, place_of, prefix_of
 
 T = TypeVar("T")
-_INNER_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_INNER_WRAPPER = re.compile(
+    r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 _requires_grad = attrgetter("requires_grad")
 _ALIGN = 64  # elements between the starts of two tensors in a flat buffer, so that vector loads stay aligned
-_AT_ONCE = 1 << 17  # elements of live weights that are widened and averaged together: they stay in the cache of a core
+_AT_ONCE = (
+    1 << 17
+)  # elements of live weights that are widened and averaged together: they stay in the cache of a core
 
 
 class Binding:
@@ -112,7 +116,9 @@ class Buffer:
         key: the same in buffers of the same live tensors, device and precision.
     """
 
-    def __init__(self, shards: Sequence[Shard], home: torch.device, dtype: torch.dtype, gathered: bool) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], home: torch.device, dtype: torch.dtype, gathered: bool
+    ) -> None:
         self.shapes = [shard.shape if gathered else tuple(shard.local.shape) for shard in shards]
         self.flat = _flat(self.shapes, dtype, home)
         self.views = _views(self.flat, self.shapes)
@@ -126,7 +132,11 @@ class Buffer:
 
     def live(self) -> list[Tensor]:
         """Return the live tensors that belong to ``views``. A collective when gathered."""
-        return [shard.full_tensor(shard.local) for shard in self._shards] if self._gathered else self._local
+        return (
+            [shard.full_tensor(shard.local) for shard in self._shards]
+            if self._gathered
+            else self._local
+        )
 
     def live_parts(self, live: list[Tensor]) -> Iterator[list[Tensor]]:
         """Yield ``live`` in the precision of the averages, as ``parts``; use each before the next is made."""
@@ -173,13 +183,17 @@ class Staging:
             self._good.fill_(1)
         else:
             self._good.copy_(ok.detach(), non_blocking=True)
-        sources = {b.source.device for b in self._buffers} | ({ok.device} if ok is not None else set())
+        sources = {b.source.device for b in self._buffers} | (
+            {ok.device} if ok is not None else set()
+        )
         for buffer, flat in zip(self._buffers, self.flats):
             # gathered on the device first: one copy to the host instead of one for each tensor
             gathered = torch.zeros_like(flat, device=buffer.source.device)
             torch._foreach_copy_(_views(gathered, buffer.shapes), buffer.live())
             flat.copy_(gathered, non_blocking=True)
-        self._events = [torch.cuda.current_stream(d).record_event() for d in sources if d.type == "cuda"]
+        self._events = [
+            torch.cuda.current_stream(d).record_event() for d in sources if d.type == "cuda"
+        ]
         self.step = step
 
     def finish(self) -> tuple[int, list[list[Tensor]]] | None:
@@ -250,7 +264,9 @@ def canonical(name: str) -> str:
     return _INNER_WRAPPER.sub("", name)
 
 
-def _find_shards(chosen: Sequence[tuple[str, Tensor]], named: Sequence[tuple[str, Tensor]]) -> list[Shard]:
+def _find_shards(
+    chosen: Sequence[tuple[str, Tensor]], named: Sequence[tuple[str, Tensor]]
+) -> list[Shard]:
     """Return the ``chosen`` tensors, each storage once with all the names it has in ``named``."""
 
     def place(tensor: Tensor) -> Any:
@@ -274,7 +290,9 @@ def _of_same_tensors(moves: Iterable[tuple[Buffer, T]]) -> Iterable[list[tuple[B
     return together.values()
 
 
-def _flat(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, pin: bool = False) -> Tensor:
+def _flat(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, pin: bool = False
+) -> Tensor:
     return torch.zeros(_size(shapes), dtype=dtype, device=device, pin_memory=pin)
 
 

@@ -16,7 +16,13 @@ from deepmd_ema.utils import __version__
 FORMAT = 1  # of the payload; this version reads it and all smaller ones
 
 # parts that a file must have, by their path, and their types; a digest covers what is inside of them
-_ALL: dict[str, Any] = {"version": str, "weights": str, "step": int, "config.model": dict, "model": dict}
+_ALL: dict[str, Any] = {
+    "version": str,
+    "weights": str,
+    "step": int,
+    "config.model": dict,
+    "model": dict,
+}
 _TRAINING = {
     "config.training": dict, "optimizer.type": str, "streams": dict, "display.sums": dict, "validation_pending": bool,
 }  # fmt: skip
@@ -40,7 +46,12 @@ _MAX_COUNT = 1 << 62  # numpy and torch compute with 64 bits
 
 
 def payload_head(
-    kind: str, weights: str, step: int | None, config: Mapping[str, Any], min_nbor_dist: Any, **more: Any
+    kind: str,
+    weights: str,
+    step: int | None,
+    config: Mapping[str, Any],
+    min_nbor_dist: Any,
+    **more: Any,
 ) -> dict[str, Any]:
     """Return the first entries of a model file: its kind, the program that wrote it, run and step of its weights.
 
@@ -73,8 +84,12 @@ def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
     """
     kind = payload["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
-        raise CheckpointError(f"{path}: a file of kind {kind!r}, expected one of {', '.join(KINDS)}. Update dp-ema.")
-    parts = {name: types for name, types in _OPTIONAL.items() if name.partition(".")[0] in payload} | KINDS[kind]
+        raise CheckpointError(
+            f"{path}: a file of kind {kind!r}, expected one of {', '.join(KINDS)}. Update dp-ema."
+        )
+    parts = {
+        name: types for name, types in _OPTIONAL.items() if name.partition(".")[0] in payload
+    } | KINDS[kind]
     problems = []
     for name, types in parts.items():
         value: Any = payload
@@ -85,7 +100,9 @@ def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
         if value is _MISSING:
             problems.append(f"{name} is missing")
         elif not is_right or (type(value) is int and not 0 <= value < _MAX_COUNT):
-            problems.append(f"{name} is {_describe(value)}, expected {getattr(types, '__name__', types)}")
+            problems.append(
+                f"{name} is {_describe(value)}, expected {getattr(types, '__name__', types)}"
+            )
     weights = payload.get("model")
     problems += [
         f"model.{name} is {_describe(tensor)}, expected a tensor of floating-point numbers"
@@ -109,7 +126,9 @@ def reading(path: str | Path, part: str = "its content") -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path}: {part} is not as dp-ema writes it ({reason}). {_CHANGED}") from error
+        raise CheckpointError(
+            f"{path}: {part} is not as dp-ema writes it ({reason}). {_CHANGED}"
+        ) from error
 
 
 def require_finite(weights: Mapping[str, Tensor], path: str | Path) -> None:
@@ -119,7 +138,9 @@ def require_finite(weights: Mapping[str, Tensor], path: str | Path) -> None:
         CheckpointError: naming those that are not.
     """
     if names := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
-        raise CheckpointError(f"{path}: damaged, {first_few(names, 5)} is not finite. Take another file.")
+        raise CheckpointError(
+            f"{path}: damaged, {first_few(names, 5)} is not finite. Take another file."
+        )
 
 
 def _describe(value: Any) -> str:
@@ -150,8 +171,16 @@ def weights_in(
         name = choose_profile(payload, path, profile)
         state = payload["averages"]["profiles"][name]
         weights |= state["weights"]
-        plain = {key: value for key, value in state.items() if isinstance(value, str | int | float | None)}
-        facts = {"profile": name, **plain, "updates": max(0, state["updates"])}  # before its start it has no update
+        plain = {
+            key: value
+            for key, value in state.items()
+            if isinstance(value, str | int | float | None)
+        }
+        facts = {
+            "profile": name,
+            **plain,
+            "updates": max(0, state["updates"]),
+        }  # before its start it has no update
     elif profile is not None and profile != saved:
         raise CheckpointError(f"{path}: holds the weights {saved!r}, not the average {profile!r}.")
     return weights | refitted(payload).get(name, {}), facts
@@ -161,7 +190,10 @@ def refitted(payload: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     """Return the tensors that were fitted after training, by name of the weights and by their names in the models."""
     # files of 0.1.0 have the bias of their one model itself
     by_weights = payload.get("refitted", payload.get("refitted_bias", {}))
-    return {name: dict(one) if isinstance(one, Mapping) else {"out_bias": one} for name, one in by_weights.items()}
+    return {
+        name: dict(one) if isinstance(one, Mapping) else {"out_bias": one}
+        for name, one in by_weights.items()
+    }
 
 
 def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | None = None) -> str:

@@ -160,12 +160,19 @@ def resolve(path: str | Path) -> Path:
     try:
         if path.name == POINTER and path.is_file():
             named = outputs.read_pointer(path)
-            missing = f"{path}: names {'nothing' if named == path.parent else named}, which is missing."
+            missing = (
+                f"{path}: names {'nothing' if named == path.parent else named}, which is missing."
+            )
             path = named
-        for candidate in (path, *(path.with_name(path.name + suffix) for suffix in SUFFIXES if path.name)):
+        for candidate in (
+            path,
+            *(path.with_name(path.name + suffix) for suffix in SUFFIXES if path.name),
+        ):
             if candidate.is_file() or is_sharded(candidate):
                 return candidate
-            if is_sharded(spare_of(candidate)):  # a kill has hit the moment at which a newer folder took its place
+            if is_sharded(
+                spare_of(candidate)
+            ):  # a kill has hit the moment at which a newer folder took its place
                 return spare_of(candidate)
             if candidate.is_symlink():
                 missing = f"{candidate}: links to {os.readlink(candidate)}, which is missing."
@@ -200,13 +207,17 @@ def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
         DamagedError: if its bytes were lost or changed.
     """
     if path.is_dir():
-        from deepmd_ema.checkpoint.sharded import read_folder  # half a second, and no other checkpoint needs it
+        from deepmd_ema.checkpoint.sharded import (
+            read_folder,
+        )  # half a second, and no other checkpoint needs it
 
         payload: Any = read_folder(path, share)
     else:
         payload = read_archive(path)
         if isinstance(payload, dict) and SHARDS in payload:
-            raise CheckpointError(f"{path}: a part of a sharded checkpoint. Give its folder, {path.parent}.")
+            raise CheckpointError(
+                f"{path}: a part of a sharded checkpoint. Give its folder, {path.parent}."
+            )
     if isinstance(payload, dict) and "format" in payload and "kind" in payload:
         number = payload["format"]
         if not isinstance(number, int) or not 1 <= number <= FORMAT:
@@ -214,11 +225,15 @@ def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
                 f"{path}: written by dp-ema {payload.get('version', 'of another version')} in format "
                 f"{' '.join(str(number).split())[:40]}; this version reads formats from 1 to {FORMAT}. Update dp-ema."
             )
-        payload = {_RENAMED.get(name, name): part for name, part in payload.items() if name != DIGEST}
+        payload = {
+            _RENAMED.get(name, name): part for name, part in payload.items() if name != DIGEST
+        }
         check_content(payload, path)
         return payload
     weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
-    if isinstance(weights, Mapping) and "_extra_state" in weights:  # where DeePMD-kit keeps the input of a model
+    if (
+        isinstance(weights, Mapping) and "_extra_state" in weights
+    ):  # where DeePMD-kit keeps the input of a model
         raise DeepmdCheckpointError(path, payload)
     raise CheckpointError(f"{path}: a torch file, but not a checkpoint of dp-ema.")
 
@@ -247,7 +262,9 @@ def read_archive(path: Path) -> Any:
     except Exception as error:  # bytes that were changed can make the readers of archives and pickles fail in any way
         if (reason := refusal_of(error)) is not None:
             raise CheckpointError(f"{path}: cannot be read {reason}") from error
-        raise DamagedError(f"{str(error).splitlines()[0][:200] if str(error) else type(error).__name__}") from error
+        raise DamagedError(
+            f"{str(error).splitlines()[0][:200] if str(error) else type(error).__name__}"
+        ) from error
     return payload
 
 
@@ -261,7 +278,9 @@ def _check_archive(path: Path) -> None:
         advice = "dp-ema writes them as model.ckpt-<step>.pt."
         if head == _HDF5:
             advice = "Give it a name that ends in .dp; all commands but --restart read it then."
-        raise CheckpointError(f"{path}: {'a frozen model (.dp, HDF5), ' * (head == _HDF5)}not a checkpoint. {advice}")
+        raise CheckpointError(
+            f"{path}: {'a frozen model (.dp, HDF5), ' * (head == _HDF5)}not a checkpoint. {advice}"
+        )
     if not zipfile.is_zipfile(path):
         raise DamagedError(f"cut off after {path.stat().st_size} bytes")
     with zipfile.ZipFile(path) as archive:
@@ -275,9 +294,18 @@ def _check_archive(path: Path) -> None:
         # something else than Python's does: then the checksum is right and the weights are wrong
         names = Counter(entry.filename for entry in archive.infolist())
         for entry in archive.infolist():
-            plain = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
-            if not plain or entry.external_attr or entry.flag_bits & ~_PLAIN_FLAGS or names[entry.filename] > 1:
-                raise DamagedError(f"the entry {entry.filename} of the archive is not as it was written")
+            plain = (
+                entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
+            )
+            if (
+                not plain
+                or entry.external_attr
+                or entry.flag_bits & ~_PLAIN_FLAGS
+                or names[entry.filename] > 1
+            ):
+                raise DamagedError(
+                    f"the entry {entry.filename} of the archive is not as it was written"
+                )
         bad = archive.testzip()
     if bad is not None:
         raise DamagedError(f"the checksum of {bad} is wrong")
@@ -285,7 +313,11 @@ def _check_archive(path: Path) -> None:
 
 def _nearby(path: Path) -> str:
     folder = path.parent if path.parent.is_dir() else Path()
-    files = [(series_and_step(p.name) or (p.name, 0), p.name) for p in folder.iterdir() if p.suffix in SUFFIXES]
+    files = [
+        (series_and_step(p.name) or (p.name, 0), p.name)
+        for p in folder.iterdir()
+        if p.suffix in SUFFIXES
+    ]
     if not files:
         return f"There is no checkpoint in {folder.resolve()}."
     files.sort(key=lambda file: (file[0][0], -file[0][1]))  # the newest of a series first
@@ -321,10 +353,14 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
     # the series of training checkpoints of the same run
     series, _ = series_and_step(real.name) or (real.name, 0)
     series = series.replace(f"_{payload['weights']}.", ".", 1)
-    if best := re.fullmatch(rf"best(?:_[^.]+)?\.([^-]+)(?:-.*)?{_ANY}", real.name):  # best_ema, best_ice, best_ice_ema
+    if best := re.fullmatch(
+        rf"best(?:_[^.]+)?\.([^-]+)(?:-.*)?{_ANY}", real.name
+    ):  # best_ema, best_ice, best_ice_ema
         series = f"model.{best[1]}"
     if files := numbered(real.parent, series):
-        partner = files.get(payload["step"], files[max(files)])  # of the same step, or the newest one there is
+        partner = files.get(
+            payload["step"], files[max(files)]
+        )  # of the same step, or the newest one there is
         if not path.is_absolute():
             partner = path.parent / os.path.relpath(partner, path.parent.resolve())
         use = f"Use --restart {partner}"
@@ -346,13 +382,17 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
     """
     path = Path(path)
     if path.suffix.lower() != ".pt":
-        raise CheckpointError(f"{option} {path}: expected a name that ends in .pt. `dp-ema freeze` makes a .dp of it.")
+        raise CheckpointError(
+            f"{option} {path}: expected a name that ends in .pt. `dp-ema freeze` makes a .dp of it."
+        )
     kind = ""
     try:
         if path.is_file() and path.stat().st_size:
             kind = load(path)["kind"]
     except CheckpointError as error:
-        if "dp_ema" not in getattr(error, "content", ()):  # which `dp-ema convert --to deepmd` writes
+        if "dp_ema" not in getattr(
+            error, "content", ()
+        ):  # which `dp-ema convert --to deepmd` writes
             raise CheckpointError(
                 f"{option} {path}: a file is there that is no model file of dp-ema. Choose another {option}, or move "
                 "the file away."

@@ -167,13 +167,21 @@ class BestFiles:
         """
         if state["metric"] != self.metric:
             logger.warning(
-                "best files are chosen by %s now, by %s before: starts without records", self.metric, state["metric"]
+                "best files are chosen by %s now, by %s before: starts without records",
+                self.metric,
+                state["metric"],
             )
             return []
         files = self._on_disk()
         records = [(float(value), int(step)) for value, step in state["records"] if step in files]
-        if gone := [f"{step} ({self.metric} {value:.5g})" for value, step in state["records"] if step not in files]:
-            logger.warning("%s of step %s is gone and no longer counts as best", self.prefix, ", ".join(gone))
+        if gone := [
+            f"{step} ({self.metric} {value:.5g})"
+            for value, step in state["records"]
+            if step not in files
+        ]:
+            logger.warning(
+                "%s of step %s is gone and no longer counts as best", self.prefix, ", ".join(gone)
+            )
         self.records = records[: self.keep]
         self._arrange(records)
         return self.records
@@ -217,7 +225,9 @@ def on_rank0(writers: World | None, change: Callable[[], None]) -> None:
 
 
 def save_together(
-    step: int, files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]], bests: Sequence[BestFiles] = ()
+    step: int,
+    files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]],
+    bests: Sequence[BestFiles] = (),
 ) -> list[Path]:
     """Write the files of one step as one transaction and return their paths; a collective if they are sharded.
 
@@ -241,13 +251,20 @@ def save_together(
 
     def move_on() -> None:
         with writing(live.link, f"{live.file(step)} is whole and usable."):
-            for series, _ in reversed(files):  # the live link and the pointer last: a restart follows them
+            for series, _ in reversed(
+                files
+            ):  # the live link and the pointer last: a restart follows them
                 _link_only(series.link, series.file(step))
             if Path(POINTER).is_symlink():
                 Path(POINTER).unlink()
             with atomic_write(POINTER) as part:
                 part.write_text(str(live.file(step)), encoding="utf-8", errors="surrogateescape")
-        for series, _ in files:  # only now: until the links moved, the older files were the ones to restart from
+        for (
+            series,
+            _,
+        ) in (
+            files
+        ):  # only now: until the links moved, the older files were the ones to restart from
             series.rotate(step)
         for best in bests:
             best.prune()
@@ -256,7 +273,9 @@ def save_together(
     return [series.file(step) for series, _ in files]
 
 
-def _write(path: Path, payload: Mapping[str, Any], writers: World | None, fallback: Path | None = None) -> None:
+def _write(
+    path: Path, payload: Mapping[str, Any], writers: World | None, fallback: Path | None = None
+) -> None:
     """Write one file or folder whole, or leave what is there; see :func:`deepmd_ema.checkpoint.file.save`."""
     if writers is None and path.is_symlink():
         path.unlink()  # else what it leads to would be replaced

@@ -87,7 +87,9 @@ def read_folder(path: Path, share: tuple[int, int]) -> dict[str, Any]:
         DamagedError: if a file is missing, or its bytes are not those that were written.
     """
     if not (path / HEAD).is_file():
-        raise DamagedError(f"incomplete: {HEAD} is missing, with which a run ends a sharded checkpoint")
+        raise DamagedError(
+            f"incomplete: {HEAD} is missing, with which a run ends a sharded checkpoint"
+        )
     try:
         content = read_archive(path / HEAD)
     except DamagedError as error:
@@ -131,7 +133,9 @@ def _without_shards(tree: Any, shards: dict[str, RowShard], aliases: dict[str, s
     def strip(value: Any, place: tuple[str, ...]) -> Any:
         if isinstance(value, RowShard):
             if not torch.Size(value.shape).numel():
-                return torch.empty(value.shape, dtype=value.part.dtype)  # has no rows that a rank could write
+                return torch.empty(
+                    value.shape, dtype=value.part.dtype
+                )  # has no rows that a rank could write
             name, key = _BETWEEN.join(place), (id(value.part), value.shape)
             if key in seen:
                 aliases[name] = seen[key]
@@ -173,9 +177,14 @@ def _write_shards(folder: Path, shards: Mapping[str, RowShard], world: World) ->
     plan = rows.finish_plan(plans[world.rank])
     with world.all_ranks_ok():
         # torch before 2.11 warns of a call of its own, in threads where warnings cannot be caught
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch\.distributed")
+        warnings.filterwarnings(
+            "ignore", "TypedStorage is deprecated", UserWarning, r"torch\.distributed"
+        )
         results = storage.write_data(plan, rows).wait()
-        digests = {name: file_digest(folder / name) for name in {r.storage_data.relative_path for r in results}}
+        digests = {
+            name: file_digest(folder / name)
+            for name in {r.storage_data.relative_path for r in results}
+        }
     written = world.gather((results, digests))
     with world.all_ranks_ok():
         if not world.is_main:
@@ -206,18 +215,26 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         storage.set_up_storage_reader(table, is_coordinator=True)
         infos = table.state_dict_metadata
         return {
-            name: StoredTensor(info.size, info.properties.dtype, partial(_read_rows, storage, name, info))
+            name: StoredTensor(
+                info.size, info.properties.dtype, partial(_read_rows, storage, name, info)
+            )
             for name, info in infos.items()
             if isinstance(info, metadata.TensorStorageMetadata)
         }
     except (OSError, MemoryError):
         raise
     except Exception as error:  # a pickle that was changed can fail in any way
-        raise DamagedError(f"{TABLE} is not the table of its tensors ({type(error).__name__})") from error
+        raise DamagedError(
+            f"{TABLE} is not the table of its tensors ({type(error).__name__})"
+        ) from error
 
 
 def _read_rows(
-    storage: dcp.FileSystemReader, name: str, info: metadata.TensorStorageMetadata, first: int, count: int
+    storage: dcp.FileSystemReader,
+    name: str,
+    info: metadata.TensorStorageMetadata,
+    first: int,
+    count: int,
 ) -> Tensor:
     target = torch.empty((count, *info.size[1:]) if info.size else (), dtype=info.properties.dtype)
     offsets = torch.Size((first, *(0 for _ in info.size[1:])) if info.size else ())
@@ -238,10 +255,14 @@ class _RowPlanner(dcp.DefaultSavePlanner):
         items = []
         for name, shard in self._shards.items():
             if shard.part.numel():
-                offsets = torch.Size((shard.first, *(0 for _ in shard.shape[1:])) if shard.shape else ())
+                offsets = torch.Size(
+                    (shard.first, *(0 for _ in shard.shape[1:])) if shard.shape else ()
+                )
                 chunk = metadata.ChunkStorageMetadata(offsets=offsets, sizes=shard.part.size())
                 properties = metadata.TensorProperties.create_from_tensor(shard.part)
-                data = planner.TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(shard.shape))
+                data = planner.TensorWriteData(
+                    chunk=chunk, properties=properties, size=torch.Size(shard.shape)
+                )
                 index, kind = metadata.MetadataIndex(name, offsets), planner.WriteItemType.SHARD
                 items.append(planner.WriteItem(index=index, type=kind, tensor_data=data))
         self.plan = planner.SavePlan(items)
@@ -281,6 +302,10 @@ class _TableUnpickler(pickle.Unpickler):
 
 def _member(kind: Any, name: str) -> Any:
     """Return a member of an enumeration of torch: Python 3.11.0 to 3.11.3 pickles it as an attribute of its class."""
-    if isinstance(kind, EnumMeta) and kind.__module__ == metadata.__name__ and name in kind.__members__:
+    if (
+        isinstance(kind, EnumMeta)
+        and kind.__module__ == metadata.__name__
+        and name in kind.__members__
+    ):
         return kind[name]
     raise pickle.UnpicklingError(f"attribute {name!r} of {kind!r}")

@@ -111,16 +111,22 @@ class Writer:
 
     def _work(self) -> None:
         # training goes first where all cores train; nothing is lost, because it waits for files at its next save
-        if sys.platform == "linux":  # which alone gives the threads of a process priorities of their own
+        if (
+            sys.platform == "linux"
+        ):  # which alone gives the threads of a process priorities of their own
             with suppress(OSError):  # a container may forbid it
                 own = threading.get_native_id()
-                os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + NICENESS)
+                os.setpriority(
+                    os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + NICENESS
+                )
         while (job := self._jobs.get()) is not None:
             began = time.perf_counter()
             if not self._has_given_up:
                 try:
                     job()
-                except BaseException as error:  # whatever it is, it is raised again in the thread of training
+                except (
+                    BaseException
+                ) as error:  # whatever it is, it is raised again in the thread of training
                     self.error, self._has_given_up = error, True
                     vars(error).pop(ANNOUNCED, None)  # it is announced to other ranks once more
             del job  # else its tensors would stay until the next one

@@ -44,7 +44,9 @@ def option(flags: str, metavar: str | None, help: str, **settings: Any) -> Optio
     return flags.split(), {"metavar": metavar, "help": help, **settings}
 
 
-def switch(flags: str, help: str, action: str | type[argparse.Action] = "store_true", **settings: Any) -> Option:
+def switch(
+    flags: str, help: str, action: str | type[argparse.Action] = "store_true", **settings: Any
+) -> Option:
     """Return an option without a value."""
     return flags.split(), {"help": help, "action": action, **settings}
 
@@ -69,7 +71,11 @@ def add_options(parser: argparse._ActionsContainer, options: Iterable[Option | G
 
 # those of config.presets, which takes time to import
 TRAINED = ("all", "fitting")
-MODELS, SIZES, KINDS = ("se_e2_a", "se_atten_v2", "dpa4c"), ("S", "M", "L"), ("liquid", "molecules", "solid")
+MODELS, SIZES, KINDS = (
+    ("se_e2_a", "se_atten_v2", "dpa4c"),
+    ("S", "M", "L"),
+    ("liquid", "molecules", "solid"),
+)
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 EVALUATED = ".pt2 (machine code, which runs when it is loaded: only from whom you trust)"
 

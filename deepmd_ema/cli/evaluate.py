@@ -41,7 +41,9 @@ def test(args: argparse.Namespace) -> None:
 
         picture_file(args.plot, "--plot")
     weights = (args.use_ema, args.average, args.head, args.device)
-    report = measure(args.model, args.systems, args.numb_test, args.atomic, *weights, args.patterns, args.compile)
+    report = measure(
+        args.model, args.systems, args.numb_test, args.atomic, *weights, args.patterns, args.compile
+    )
     if not args.json:
         say(report.text())
     physics = None
@@ -62,7 +64,9 @@ def _document(report: ErrorReport, physics: PhysicsReport | None) -> dict[str, A
     """Return errors in the units of ``labels.QUANTITIES``, and physics, as values of JSON; None where there is none."""
 
     def numbers(errors: Errors) -> dict[str, float | None]:
-        return {name: None if math.isnan(value) else value for name, value in errors.summary().items()}
+        return {
+            name: None if math.isnan(value) else value for name, value in errors.summary().items()
+        }
 
     return {
         "model": str(report.info.path),
@@ -79,9 +83,18 @@ def model_devi(args: argparse.Namespace) -> None:
         from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation
 
     check_output(args.output, "-o", TABLE, args.models)
-    options = DeviationOptions(args.real_error, args.atomic, args.relative, args.relative_v, args.frequency)
+    options = DeviationOptions(
+        args.real_error, args.atomic, args.relative, args.relative_v, args.frequency
+    )
     report = measure_deviation(
-        args.models, args.systems, options, args.use_ema, args.average or (), args.head, args.device, args.patterns
+        args.models,
+        args.systems,
+        options,
+        args.use_ema,
+        args.average or (),
+        args.head,
+        args.device,
+        args.patterns,
     )
     say(report.text())
     say(f"wrote {report.write(args.output)}")
@@ -102,7 +115,9 @@ def report(args: argparse.Namespace) -> None:
         from deepmd_ema.report.page import write_report
 
     systems = args.systems if args.system else ()
-    remarks = write_report(args.folder, args.output, args.numb_test, args.device, args.average, systems, args.title)
+    remarks = write_report(
+        args.folder, args.output, args.numb_test, args.device, args.average, systems, args.title
+    )
     say("\n".join([f"wrote {args.output}", *remarks]))
 
 

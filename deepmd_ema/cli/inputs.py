@@ -27,7 +27,9 @@ def init(args: argparse.Namespace) -> None:
     if file.exists():
         raise UserError(f"{file}: is there already. Name another file with -o, or remove it.")
     if not os.access(file.parent, os.W_OK):  # --hours measures before the file is written
-        raise UserError(f"-o {file}: {file.parent} is no folder that can be written to. Make it, or name another.")
+        raise UserError(
+            f"-o {file}: {file.parent} is no folder that can be written to. Make it, or name another."
+        )
     if args.finetune is None:
         idle = {"--replay": args.replay, "--head": args.head, "--train": args.train}
         why = "is an option for fine-tuning. Name the model with --finetune, or leave it out."
@@ -39,9 +41,16 @@ def init(args: argparse.Namespace) -> None:
     with loading():
         from deepmd_ema.report.propose import Wishes, propose
     given = {wish.name: getattr(args, wish.name) for wish in fields(Wishes)}
-    for name, ending in (("systems", "data"), ("validation", "validation"), ("test", "test"), ("replay", "replay")):
+    for name, ending in (
+        ("systems", "data"),
+        ("validation", "validation"),
+        ("test", "test"),
+        ("replay", "replay"),
+    ):
         given[name] = _converted(given[name], file, ending, args.format, args.units)
-    proposal = propose(Wishes(**{name: value for name, value in given.items() if value is not None}))
+    proposal = propose(
+        Wishes(**{name: value for name, value in given.items() if value is not None})
+    )
     with atomic_write(file) as part:
         part.write_text(proposal.text(file), encoding="utf-8")
     start = ["--finetune", args.finetune] if args.finetune else []
@@ -51,7 +60,9 @@ def init(args: argparse.Namespace) -> None:
                    f"            {command('dp-ema', 'train', *start, file)}"]))  # fmt: skip
 
 
-def _converted(paths: Sequence[str], file: Path, ending: str, file_format: str | None, units: str | None) -> list[str]:
+def _converted(
+    paths: Sequence[str], file: Path, ending: str, file_format: str | None, units: str | None
+) -> list[str]:
     """Return data that can be trained on: files of other programs become one folder beside the input.
 
     Args:
@@ -71,7 +82,10 @@ def _converted(paths: Sequence[str], file: Path, ending: str, file_format: str |
     foreign = [path for path in paths if file_format or units or needs_conversion(path)]
     if not foreign:
         return list(paths)
-    folder, files = str(file.with_name(f"{split_address(foreign[0])[0].stem}_{ending}")), first_few(foreign, 3)
+    folder, files = (
+        str(file.with_name(f"{split_address(foreign[0])[0].stem}_{ending}")),
+        first_few(foreign, 3),
+    )
     if os.path.lexists(folder):
         named = f"{folder}: is there already, and {files} would be converted to it"
         raise UserError(f"{named}. Give the folder in place of the files, or remove it.")
@@ -89,7 +103,14 @@ def check(args: argparse.Namespace) -> None:
         UserError: if there are problems, with ``--json`` as the cause of a :class:`ReportedElsewhere`.
     """
     from deepmd_ema.config import as_launched, read_input
-    from deepmd_ema.report.check import RunCheck, closing_lines, cost_lines, data_lines, document, plan_lines
+    from deepmd_ema.report.check import (
+        RunCheck,
+        closing_lines,
+        cost_lines,
+        data_lines,
+        document,
+        plan_lines,
+    )
 
     def show(*parts: Iterable[str]) -> None:
         if not args.json:
@@ -122,7 +143,10 @@ def check(args: argparse.Namespace) -> None:
     if run is not None:
         show(closing_lines(run))
     if args.json:
-        say(json.dumps(document(args.input, run, problem.findings if problem else []), indent=2), is_fitted=False)
+        say(
+            json.dumps(document(args.input, run, problem.findings if problem else []), indent=2),
+            is_fitted=False,
+        )
     if problem is not None:
         if args.json:
             raise ReportedElsewhere from problem

@@ -54,7 +54,9 @@ def _load() -> None:
     found = find_spec("torch")
     if found is None or found.origin is None:
         return
-    dlopen = ctypes.CDLL(None).dlopen  # unlike the constructor of CDLL, it is called without the lock of Python
+    dlopen = ctypes.CDLL(
+        None
+    ).dlopen  # unlike the constructor of CDLL, it is called without the lock of Python
     dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
     for name, scope in _LIBRARIES:
         path = os.path.join(os.path.dirname(found.origin), "lib", name)

@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             set_up_logging(args.log_level, args.log_path, is_main=launch.is_main)
             if args.backend is not None and args.command not in ("freeze", "compress"):
-                logging.getLogger(__name__).info("backend %s: accepted, dp-ema has one backend", args.backend)
+                logging.getLogger(__name__).info(
+                    "backend %s: accepted, dp-ema has one backend", args.backend
+                )
         if "system" in args:
             args.systems, args.patterns = read.chosen_systems(args)
         module = import_module(f"deepmd_ema.cli.{command.module}")
@@ -70,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_error_file(message)
         torch = sys.modules.get("torch")
         if torch is not None and torch.distributed.is_initialized():
-            os._exit(code)  # other ranks are gone, and closing what joins this one to them would wait for them
+            os._exit(
+                code
+            )  # other ranks are gone, and closing what joins this one to them would wait for them
         return code
     finally:
         settle_streams()
@@ -82,10 +86,16 @@ def build_parser(words: Collection[str] = COMMANDS) -> _Parser:
     description = "Train Deep Potential models with averaged weights."
     parser = _Parser(prog="dp-ema", description=description, allow_abbrev=False)
     add_options(parser, (*COMMON, *BEFORE_COMMAND))
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, title="commands"
+    )
     for name, command in COMMANDS.items():
         sub = commands.add_parser(
-            name, help=command.help, description=command.help, epilog=command.epilog, allow_abbrev=False
+            name,
+            help=command.help,
+            description=command.help,
+            epilog=command.epilog,
+            allow_abbrev=False,
         )
         if name in words:
             add_options(sub, (*COMMON, *command.options))
@@ -98,7 +108,9 @@ def completion(args: argparse.Namespace) -> None:
     import shtab
 
     parser = build_parser()
-    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
     for one in (parser, *commands.choices.values()):
         for action in one._actions:
             if action.type in (read.path, read.file):
@@ -113,7 +125,9 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
         return 128 + error.signal_number, str(error)
     if isinstance(error, errors.UserError):
         # the rank that has ended knows whose fault it is
-        return EXIT_BUG if isinstance(error, errors.RankLostError) else EXIT_USER, _one_screen(error, words, head)
+        return EXIT_BUG if isinstance(error, errors.RankLostError) else EXIT_USER, _one_screen(
+            error, words, head
+        )
     if isinstance(error, errors.Terminated):
         return 128 + error.signal_number, f"{head}: {error}"
     if isinstance(error, KeyboardInterrupt):
@@ -127,7 +141,10 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
         return EXIT_USER, f"{head}: {message}"
     top = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if top in INSTALL:
-        return EXIT_USER, f"dp-ema: this needs {top}, which is not installed. pip install {INSTALL[top]}"
+        return (
+            EXIT_USER,
+            f"dp-ema: this needs {top}, which is not installed. pip install {INSTALL[top]}",
+        )
     line = f"{head}: {type(error).__name__}: {' '.join(str(error).split())[:400] or 'no message'}"
     if "--debug" in words:
         return EXIT_BUG, line
@@ -160,7 +177,9 @@ class _Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        print(message, end="", file=file or sys.stderr)  # argparse says nothing of a disk that is full
+        print(
+            message, end="", file=file or sys.stderr
+        )  # argparse says nothing of a disk that is full
         flush_results()
 
     def error(self, message: str) -> NoReturn:
@@ -169,8 +188,12 @@ class _Parser(argparse.ArgumentParser):
             raise errors.UserError(f"{message}. `{self.prog} --help` shows what it takes.")
         name = found.group(1)
         if name in unsupported.COMMANDS:
-            raise errors.UserError(f"{name} is a command of DeePMD-kit: {unsupported.COMMANDS[name]}.")
-        raise errors.UserError(f"the command {name!r} is unknown. {errors.did_you_mean(name, list(COMMANDS))}")
+            raise errors.UserError(
+                f"{name} is a command of DeePMD-kit: {unsupported.COMMANDS[name]}."
+            )
+        raise errors.UserError(
+            f"the command {name!r} is unknown. {errors.did_you_mean(name, list(COMMANDS))}"
+        )
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -179,7 +202,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if not words:
         parser.print_help()
         raise SystemExit(EXIT_USER)
-    args, rest = parser.parse_known_args(list(words), argparse.Namespace(log_level="INFO", log_path=None))
+    args, rest = parser.parse_known_args(
+        list(words), argparse.Namespace(log_level="INFO", log_path=None)
+    )
     if args.log_path is not None and not COMMANDS[args.command].keeps_log:
         name = args.command
         raise errors.UserError(
@@ -189,12 +214,18 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         return args
     of_peer = unsupported.OPTIONS[""] | unsupported.OPTIONS.get(args.command, {})
     refused = {name: advice for names, advice in of_peer.items() for name in names.split()}
-    options = sorted(s for action in args.parser._actions for s in action.option_strings if s.startswith("--"))
+    options = sorted(
+        s for action in args.parser._actions for s in action.option_strings if s.startswith("--")
+    )
     problems = []
     for word in rest:
         name = word.split("=")[0]
         if name in refused:
             problems.append(f"{args.command} {name}: {refused[name]}.")
         elif name.startswith("-") and name.lstrip("-"):
-            problems.append(f"{args.command} has no option {name}. {errors.did_you_mean(name, options)}")
-    raise errors.UserError(problems or f"{args.command} does not know what to do with: {' '.join(rest)}")
+            problems.append(
+                f"{args.command} has no option {name}. {errors.did_you_mean(name, options)}"
+            )
+    raise errors.UserError(
+        problems or f"{args.command} does not know what to do with: {' '.join(rest)}"
+    )

@@ -36,15 +36,20 @@ def freeze(args: argparse.Namespace) -> None:
             "dp-ema has. Use --lower-kind nlist, or leave it out."
         )
     if args.lower_kind is not None and output.endswith((".dp", ".yaml", ".yml")):
-        raise UserError(f"--lower-kind {args.lower_kind}: {output} holds the model, not a graph of it. Leave it out.")
-    loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average, head=args.head)
+        raise UserError(
+            f"--lower-kind {args.lower_kind}: {output} holds the model, not a graph of it. Leave it out."
+        )
+    loaded = load_model(
+        args.checkpoint, use_average=args.use_ema, average=args.average, head=args.head
+    )
     say(freeze(loaded, output, device=args.device, compress=args.compress, program=args.dp).text())
 
 
 def compress(args: argparse.Namespace) -> None:
     """Write the file and print what it holds."""
     source, target = (
-        Path(with_suffix_of_backend(name, args.backend or "pytorch")) for name in (args.input, args.output)
+        Path(with_suffix_of_backend(name, args.backend or "pytorch"))
+        for name in (args.input, args.output)
     )
     suffix = source.suffix.lower()
     if suffix not in (".pt2", ".pth", ".pte"):
@@ -55,7 +60,9 @@ def compress(args: argparse.Namespace) -> None:
     if target.suffix.lower() != suffix:
         raise UserError(f"-o {target}: expected a name that ends in {suffix}, as {source} does.")
     if not source.is_file():
-        raise UserError(f"-i {source}: is not there. Freeze a model first: {command('dp-ema', 'freeze', '-o', source)}")
+        raise UserError(
+            f"-i {source}: is not there. Freeze a model first: {command('dp-ema', 'freeze', '-o', source)}"
+        )
     with loading():
         from deepmd_ema.interop.freeze import compress
 
@@ -69,11 +76,19 @@ def change_bias(args: argparse.Namespace) -> None:
 
     if args.bias_value is not None:
         if args.mode is not None or args.num_frames is not None:
-            raise UserError("-b: the bias is what you give; -m and -n are for a fit to data. Leave them out.")
+            raise UserError(
+                "-b: the bias is what you give; -m and -n are for a fit to data. Leave them out."
+            )
         request = BiasRequest(values=args.bias_value)
     else:
-        request = BiasRequest(args.mode or CHANGE, args.systems, args.num_frames or 0, source=args.datafile or "")
-    say(write_changed(args.input, request, args.output, args.use_ema, args.average, args.head, args.device).text())
+        request = BiasRequest(
+            args.mode or CHANGE, args.systems, args.num_frames or 0, source=args.datafile or ""
+        )
+    say(
+        write_changed(
+            args.input, request, args.output, args.use_ema, args.average, args.head, args.device
+        ).text()
+    )
 
 
 def convert(args: argparse.Namespace) -> None:
@@ -82,7 +97,9 @@ def convert(args: argparse.Namespace) -> None:
 
     if args.output is None:
         if len(args.input) < 2:
-            raise UserError(f"convert {args.input[0]}: no output is named. Name it after the input, or with -o.")
+            raise UserError(
+                f"convert {args.input[0]}: no output is named. Name it after the input, or with -o."
+            )
         args.output = args.input.pop()
     takes_data = args.format is not None or any(is_data(name, args.output) for name in args.input)
     refused, kind = (_OF_MODELS, "models, and these are data") if takes_data else (
@@ -90,7 +107,9 @@ def convert(args: argparse.Namespace) -> None:
     weights = ("head", "use_ema", "average") if takes_data and args.labels_of is not None else ()
     for name in refused:
         if name not in weights and getattr(args, name) not in (None, False):
-            raise UserError(f"convert --{name.replace('_', '-')}: is an option for {kind}. Remove it.")
+            raise UserError(
+                f"convert --{name.replace('_', '-')}: is an option for {kind}. Remove it."
+            )
     if takes_data:
         seed = 1 if args.seed is None else args.seed
         predict = None if args.labels_of is None else _predictor(args)
@@ -108,7 +127,9 @@ def convert(args: argparse.Namespace) -> None:
         say("\n".join(lines))
     else:
         if len(args.input) > 1:
-            raise UserError(f"convert {' '.join(args.input)}: several models. Expected one, or files of data.")
+            raise UserError(
+                f"convert {' '.join(args.input)}: several models. Expected one, or files of data."
+            )
         _convert_model(args)
 
 
@@ -140,9 +161,13 @@ def _convert_model(args: argparse.Namespace) -> None:
 
     is_weights = args.output.lower().endswith(WEIGHTS)
     if args.to is not None and not is_weights:
-        raise UserError(f"--to {args.to}: chooses between files {WEIGHTS}, and OUT is {args.output}. Leave it out.")
+        raise UserError(
+            f"--to {args.to}: chooses between files {WEIGHTS}, and OUT is {args.output}. Leave it out."
+        )
     if args.dp is not None and is_weights:
-        raise UserError(f"--dp {args.dp}: {args.output} is written without DeePMD-kit. Leave it out.")
+        raise UserError(
+            f"--dp {args.dp}: {args.output} is written without DeePMD-kit. Leave it out."
+        )
     source, takes_all = args.input[0], args.to == "deepmd" and args.head is None
     file = load_models(source, args.use_ema, args.average,
                        lambda names: names if takes_all else [choose_head(names, args.head, source)])  # fmt: skip
@@ -161,10 +186,16 @@ def show(args: argparse.Namespace) -> None:
         from deepmd_ema.report.table import render
 
         status = RunStatus(folder)
-        say(json.dumps(status.to_dict(), indent=2) if args.json else "\n".join(render(status.table(), "  ")))
+        say(
+            json.dumps(status.to_dict(), indent=2)
+            if args.json
+            else "\n".join(render(status.table(), "  "))
+        )
         return
     if args.json:
-        raise UserError(f"--json {args.file}: prints the status of a run. Give its folder, or leave --json out.")
+        raise UserError(
+            f"--json {args.file}: prints the status of a run. Give its folder, or leave --json out."
+        )
     with loading():
         from deepmd_ema.infer.show import describe
 

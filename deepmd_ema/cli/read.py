@@ -59,21 +59,31 @@ def _quantity(text: str) -> str | None:
     return f"{name}[{int(width or 1)}]" if name.isidentifier() and int(width or 1) > 0 else None
 
 
-quantity = reader("dipole, polarizability, dos:N, or the name of a property, NAME or NAME:N", _quantity)
+quantity = reader(
+    "dipole, polarizability, dos:N, or the name of a property, NAME or NAME:N", _quantity
+)
 frames = reader("a number of frames, 0 for all", _whole)
 steps = reader("a number of steps, at least 1", lambda text: _whole(text, 9) or None)
 run_steps = reader("a number of steps above 0", lambda text: _whole(text, 12) or None)
 processes = reader(
     "a number of processes, gpu or auto",
-    lambda text: text if text in ("gpu", "auto") or re.fullmatch(r"[1-9][0-9]{0,3}", text) else None,
+    lambda text: (
+        text if text in ("gpu", "auto") or re.fullmatch(r"[1-9][0-9]{0,3}", text) else None
+    ),
 )
 seed = reader("a whole number, at least 0", _whole)
 positive = reader("a number above 0", lambda text: _below(math.inf, float(text)))
 share = reader("a share of the frames, such as 0.1", lambda text: _below(1, float(text)))
-seconds = reader("a time above 0 with its unit (300s, 90m, 23.5h, 2d), or hours:minutes:seconds (23:30:00)", _seconds)
+seconds = reader(
+    "a time above 0 with its unit (300s, 90m, 23.5h, 2d), or hours:minutes:seconds (23:30:00)",
+    _seconds,
+)
 # an unset variable of a shell makes both empty
 path = reader("a path, and this is empty", lambda text: text if text.strip() else None)
-file = reader("the name of a file", lambda t: None if Path(t).name.strip() in ("", "..") or t.endswith(os.sep) else t)
+file = reader(
+    "the name of a file",
+    lambda t: None if Path(t).name.strip() in ("", "..") or t.endswith(os.sep) else t,
+)
 backend = reader(f"a backend that uses PyTorch: {', '.join(BACKENDS)}", BACKENDS.get)
 log_level = reader(
     "DEBUG, INFO, WARNING or ERROR",
@@ -94,8 +104,12 @@ def chosen_systems(args: argparse.Namespace) -> tuple[list[str], list[str] | Non
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file}: cannot be read: {error}. Expected one system per line.") from error
-        named = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+            raise UserError(
+                f"{file}: cannot be read: {error}. Expected one system per line."
+            ) from error
+        named = [
+            line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")
+        ]
         if not named:
             raise UserError(f"{file}: names no system. Expected the path of one system per line.")
         return named, None

@@ -14,7 +14,9 @@ from deepmd_ema.errors import RED, WriteError, colored, fitted, printable
 
 def prepare_streams() -> None:
     """Open what the caller has closed, and let letters that an encoding lacks be shown by similar ones."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free one, which a file of the run would get
+    while (
+        number := os.open(os.devnull, os.O_RDWR)
+    ) <= 2:  # the lowest free one, which a file of the run would get
         pass
     os.close(number)
     for name, number in (("stdout", 1), ("stderr", 2)):
@@ -71,7 +73,10 @@ def _similar(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end]
-    plain = [unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?" for letter in text]
+    plain = [
+        unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?"
+        for letter in text
+    ]
     return "".join(plain), error.end
 
 

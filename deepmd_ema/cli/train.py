@@ -36,7 +36,9 @@ def train(args: argparse.Namespace) -> None:
             with loading():
                 request = _request(args)
                 from deepmd_ema.training.run import run_training
-        except KeyboardInterrupt as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it
+        except (
+            KeyboardInterrupt
+        ) as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it
             # a launcher ends the others when one was killed, which may be rank 0: then rank 1 is there to say so
             if args.launch.rank <= isinstance(error, Terminated):
                 raise
@@ -49,10 +51,14 @@ def _request(args: argparse.Namespace) -> TrainRequest:
     with libraries_of_torch():
         from deepmd_ema.training.request import TrainRequest
 
-        options = {f.name: getattr(args, f.name) for f in fields(TrainRequest) if f.name != "input_file"}
+        options = {
+            f.name: getattr(args, f.name) for f in fields(TrainRequest) if f.name != "input_file"
+        }
         request = TrainRequest(args.input, **options)
         # several ranks agree on the mistakes later; with the two options the input is not complete
-        is_complete = not (args.use_pretrain_script or args.model_branch or request.takes_saved_config)
+        is_complete = not (
+            args.use_pretrain_script or args.model_branch or request.takes_saved_config
+        )
         if args.launch.size == 1 and is_complete:
             if request.input.mistakes and request.input.readable is not None:
                 from deepmd_ema.data.run import checked_config  # loads torch

@@ -13,7 +13,16 @@ from dargs import Argument, Variant
 from dargs.dargs import ArgumentError, ArgumentTypeError
 
 from deepmd_ema.config.fields import Option, input_options, options, plain, unknown_choice
-from deepmd_ema.config.messages import INVALID, NOT_AVAILABLE, Place, Reading, Values, close_names, dotted, show
+from deepmd_ema.config.messages import (
+    INVALID,
+    NOT_AVAILABLE,
+    Place,
+    Reading,
+    Values,
+    close_names,
+    dotted,
+    show,
+)
 from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.loggers import LOGGERS
@@ -91,7 +100,10 @@ def fault(field: Field, value: Any) -> str:
 
 def _kind(name: str, section: Any) -> Field:
     """Return the argument of a section."""
-    about = {"alias": getattr(section, "aliases", ()), "sub_fields": list(map(field_of, input_options(section)))}
+    about = {
+        "alias": getattr(section, "aliases", ()),
+        "sub_fields": list(map(field_of, input_options(section))),
+    }
     doc = " ".join((section.__doc__ or "").partition("Attributes:")[0].split())
     kind = Field(name, dict, doc=doc, **about)
     kind.section = section
@@ -165,7 +177,13 @@ def _items_of(field: Field, value: Any) -> list[tuple[Place, Any]]:
     """Return the sections of an option, with their places in it."""
     if not field.repeat:
         return [((), value)]
-    items = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+    items = (
+        enumerate(value)
+        if isinstance(value, list)
+        else value.items()
+        if isinstance(value, dict)
+        else ()
+    )
     return [((key,), item) for key, item in items]
 
 
@@ -184,7 +202,11 @@ def take_options(root: Field, reading: Reading) -> None:
                 continue
             reading.paths[here] = reading.spelled(section.place, spelling)
             reading.given.add(here)
-            for path, _ in _items_of(field, section.values[spelling]) if field.is_section and field.repeat else ():
+            for path, _ in (
+                _items_of(field, section.values[spelling])
+                if field.is_section and field.repeat
+                else ()
+            ):
                 reading.paths.setdefault((*here, *path), (*reading.paths[here], *path))
 
 
@@ -210,7 +232,9 @@ def to_section(field: Field, values: Any, **more: Any) -> Any:
     """Return a section that dargs has accepted, with all defaults, as an object; ``more`` are fields of no option."""
     kind = field.kind_of(values)
     assert kind is not None, "dargs has accepted the type"
-    given = {o.name: _to_value(kind.sub_fields[o.name], values[o.name]) for o in options(kind.section)}
+    given = {
+        o.name: _to_value(kind.sub_fields[o.name], values[o.name]) for o in options(kind.section)
+    }
     return kind.section(**given, **more)
 
 
@@ -258,18 +282,27 @@ def _refuse_keys(root: Field, section: Section, kind: Field, reading: Reading) -
                 unknown.append(key)
                 reading.wrong.append((section.values, key))
         elif field.name in seen:
-            reading.refuse(place, f": the same option as {seen[field.name]}. Remove one of the two.")
+            reading.refuse(
+                place, f": the same option as {seen[field.name]}. Remove one of the two."
+            )
             reading.wrong.append((section.values, key))
         else:
             seen[field.name] = str(place[-1])
             if not _is_right(field, value, (*section.place, field.name), reading):
                 reading.wrong.append((section.values, key))
-    missing = {name: field for name, field in kind.sub_fields.items() if not field.optional and name not in seen}
+    missing = {
+        name: field
+        for name, field in kind.sub_fields.items()
+        if not field.optional and name not in seen
+    }
     for key in unknown:
         place = reading.spelled(section.place, key)
         entry = unavailable_key(section.place, key)
         if entry is not None:
-            reading.refuse(place, f" = {show(section.values[key])}: {entry.reason}. {entry.instead or 'Remove it.'}")
+            reading.refuse(
+                place,
+                f" = {show(section.values[key])}: {entry.reason}. {entry.instead or 'Remove it.'}",
+            )
             continue
         meant = next((field for field in missing.values() if close_names(key, field.keys)), None)
         if meant is not None:
@@ -277,7 +310,11 @@ def _refuse_keys(root: Field, section: Section, kind: Field, reading: Reading) -
         reading.refuse(place, _unknown_key(root, section, kind, key, meant))
     for field in missing.values():
         outer = reading.paths.get(section.place, section.place)
-        expected = f"a section {{...}}: {field.option.doc.lower()}" if field.is_section else f"{field.option.wants}."
+        expected = (
+            f"a section {{...}}: {field.option.doc.lower()}"
+            if field.is_section
+            else f"{field.option.wants}."
+        )
         reading.refuse((*outer, field.name), f": required, but missing. Expected {expected}")
 
 
@@ -323,7 +360,9 @@ def _refuse_type(section: Section, reading: Reading) -> None:
     reading.refuse((*reading.paths.get(section.place, section.place), TYPE), text)
 
 
-def _unknown_key(root: Field, section: Section, kind: Field, key: str, required: Field | None) -> str:
+def _unknown_key(
+    root: Field, section: Section, kind: Field, key: str, required: Field | None
+) -> str:
     """Return the message of a key that a section does not have.
 
     Args:
@@ -342,19 +381,33 @@ def _unknown_key(root: Field, section: Section, kind: Field, key: str, required:
                 return f": unknown key here, in an input of several tasks. There it is {each}."
     if required is not None:
         return f": unknown key. Did you mean {required.name}, which is required and missing?"
-    having = [other.name for other in section.field.kinds.values() if other is not kind and key in other.inner_keys]
+    having = [
+        other.name
+        for other in section.field.kinds.values()
+        if other is not kind and key in other.inner_keys
+    ]
     if having:
         places = [f"type {' or '.join(having)}, and this one is of type {kind.name}"]
     else:
         places = list(dict.fromkeys(_places_of(run_arguments(), key, "")))
         if len(places) not in (1, 2):  # a key of many sections is no hint
-            lists = [field for field in kind.sub_fields.values() if field.option.many and field.is_section]
-            places = [f"an entry of {f.name}" for f in lists if any(key in k.inner_keys for k in kinds_of(f))]
+            lists = [
+                field
+                for field in kind.sub_fields.values()
+                if field.option.many and field.is_section
+            ]
+            places = [
+                f"an entry of {f.name}"
+                for f in lists
+                if any(key in k.inner_keys for k in kinds_of(f))
+            ]
     close = close_names(key, kind.inner_keys)
     if places:
         mean = f" Or did you mean {' or '.join(close)}?" if close else ""
         return f": unknown key here. It belongs to {' or '.join(places)}.{mean}"
-    mean = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(kind.inner_keys)}."
+    mean = (
+        f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(kind.inner_keys)}."
+    )
     return f": unknown key. {mean}"
 
 

@@ -41,5 +41,9 @@ def data_options(model: ModelConfig) -> dict[str, Any]:
 
 def _with_influence(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _with_influence(part) for name, part in value.items() if name not in WITHOUT_INFLUENCE}
+        return {
+            name: _with_influence(part)
+            for name, part in value.items()
+            if name not in WITHOUT_INFLUENCE
+        }
     return [_with_influence(part) for part in value] if isinstance(value, list) else value

@@ -30,7 +30,9 @@ _MOVED: dict[str, tuple[Shell, Shell, int]] = {
 def electrons_of_shells(symbol: str) -> dict[Shell, int]:
     """Return the electrons in each shell of a free atom, shells sorted by n, then by l."""
     # those of all elements, by n + l, then by n (Madelung rule)
-    shells = [(n, total - n) for total in range(1, 9) for n in range(total // 2 + 1, min(total, 7) + 1)]
+    shells = [
+        (n, total - n) for total in range(1, 9) for n in range(total // 2 + 1, min(total, 7) + 1)
+    ]
     electrons, left = {}, SYMBOLS.index(symbol) + 1
     for n, l in shells:  # noqa: E741
         electrons[n, l] = min(left, 2 * (2 * l + 1))
@@ -51,7 +53,9 @@ def occupied_states(symbol: str) -> list[bool]:
     states = []
     for (_, l), number in electrons_of_shells(symbol).items():  # noqa: E741  # its name in quantum mechanics
         orbitals = range(2 * l + 1)
-        states += [occupied for k in orbitals for occupied in (number > len(orbitals) + k, number > k)]
+        states += [
+            occupied for k in orbitals for occupied in (number > len(orbitals) + k, number > k)
+        ]
     return states
 
 

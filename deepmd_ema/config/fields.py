@@ -129,7 +129,9 @@ class Option:
             return f" = {show(value)}: was removed. {self.removed[text]}"
         parts = [value]
         for part in parts:  # the list grows by what is in lists and sections
-            parts += part if isinstance(part, list) else part.values() if isinstance(part, dict) else ()
+            parts += (
+                part if isinstance(part, list) else part.values() if isinstance(part, dict) else ()
+            )
         takes_bool = any(bool in (kind, *typing.get_args(kind)) for kind in self.types)
         if not has_type or (not takes_bool and any(isinstance(part, bool) for part in parts)):
             return self.wrong_type(value)
@@ -137,11 +139,18 @@ class Option:
             return bad_value(value, f"a number of at most {len(str(MAX_INTEGER)) - 1} digits")
         if any(isinstance(part, str) and _NO_NAME.search(part) for part in parts):
             return bad_value(
-                value, "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name has"
+                value,
+                "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name has",
             )
-        is_known = value in self.choices or (not self.choices if self.check is None else self.check.test(value))
+        is_known = value in self.choices or (
+            not self.choices if self.check is None else self.check.test(value)
+        )
         if not is_known:
-            return unknown_choice(value, self.choices) if self.choices else bad_value(value, self.wants)
+            return (
+                unknown_choice(value, self.choices)
+                if self.choices
+                else bad_value(value, self.wants)
+            )
         is_finite = all(math.isfinite(part) for part in parts if isinstance(part, float))
         return "" if is_finite else bad_value(value, "a finite number")
 
@@ -166,7 +175,9 @@ class Option:
         return bad_value(value, self.wants, hint)
 
 
-def option(default: Any = dataclasses.MISSING, doc: str = "", check: Check | None = None, **about: Any) -> Any:
+def option(
+    default: Any = dataclasses.MISSING, doc: str = "", check: Check | None = None, **about: Any
+) -> Any:
     """Declare one option of a section; ``about`` are the attributes of ``Option``: alias, unit, choices, ...
 
     ``also`` names types that the file may hold and that ``convert`` turns into the annotated one. A default that is a
@@ -181,7 +192,9 @@ def option(default: Any = dataclasses.MISSING, doc: str = "", check: Check | Non
 def redefined(section: type, name: str, default: Any = dataclasses.MISSING) -> Any:
     """Declare an option as the class ``section`` has it, with another default or with the same."""
     declared = next(f.metadata for f in dataclasses.fields(section) if f.name == name)
-    return option(**declared if default is dataclasses.MISSING else {**declared, "default": default})
+    return option(
+        **declared if default is dataclasses.MISSING else {**declared, "default": default}
+    )
 
 
 @cache
@@ -204,7 +217,11 @@ def options(section: type) -> tuple[Option, ...]:
         kinds = [] if is_open else [part for part in parts if part is not type(None)]
         classes = tuple(filter(dataclasses.is_dataclass, kinds))
         # a text with parts, which `convert` makes, is a text in the file
-        values = [str if isinstance(k, type) and issubclass(k, str) else k for k in kinds if k not in classes]
+        values = [
+            str if isinstance(k, type) and issubclass(k, str) else k
+            for k in kinds
+            if k not in classes
+        ]
         declarations.append(
             Option(
                 name=name,
@@ -238,7 +255,11 @@ def type_names(section: Any) -> list[str]:
 
 def members(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the hint itself."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    return (
+        typing.get_args(hint)
+        if typing.get_origin(hint) in (types.UnionType, typing.Union)
+        else (hint,)
+    )
 
 
 def plain(value: Any, for_deepmd: bool = False) -> Any:
@@ -276,9 +297,28 @@ def unknown_choice(value: Any, known: Sequence[str]) -> str:
 
 MAX_INTEGER = 10**18  # whole numbers fit 64 bits wherever they go
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
-_SWITCHES = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
+_SWITCHES = {
+    "true": "true",
+    "yes": "true",
+    "on": "true",
+    "false": "false",
+    "no": "false",
+    "off": "false",
+}
 _NO_NAME = re.compile("[\0\ud800-\udfff]")  # JSON can write them, files and terminals cannot
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a section {...}"}
-_PLURAL = {bool: "true or false", int: "whole numbers", float: "numbers", str: "texts", type(None): "null"}
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    dict: "a section {...}",
+}
+_PLURAL = {
+    bool: "true or false",
+    int: "whole numbers",
+    float: "numbers",
+    str: "texts",
+    type(None): "null",
+}
 
 file_name = Check(lambda v: v.strip() != "" and not v.endswith("/"), "the name of a file")

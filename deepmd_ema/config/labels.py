@@ -31,7 +31,13 @@ WEIGHT_OF = {ENERGY: ENERGY_WEIGHT, FORCE: FORCE_WEIGHT, VIRIAL: VIRIAL_WEIGHT}
 FPARAM = "fparam"  # (F, P) frame parameters, any unit
 APARAM = "aparam"  # (A, Q) atomic parameters, any unit
 # names of the arrays of dpdata and of DeePMD-kit's LMDB data, and those of their files in a set
-NAMES_OF_DPDATA = {"coords": "coord", "cells": "box", "energies": ENERGY, "forces": FORCE, "virials": VIRIAL}
+NAMES_OF_DPDATA = {
+    "coords": "coord",
+    "cells": "box",
+    "energies": ENERGY,
+    "forces": FORCE,
+    "virials": VIRIAL,
+}
 GPA = 160.2176634  # in one eV/angstrom^3
 
 
@@ -111,7 +117,10 @@ class Label:
         return self.shape_of(num_atoms) if self.per_atom or self.per_pair else self.shape
 
 
-_ENERGY_ERRORS = Quantity("e", "Energy", "eV"), Quantity("e_peratom", "Energy", "eV/atom", per="atom", metric="E")
+_ENERGY_ERRORS = (
+    Quantity("e", "Energy", "eV"),
+    Quantity("e_peratom", "Energy", "eV/atom", per="atom", metric="E"),
+)
 _VIRIAL_ERRORS = (
     Quantity("v", "Virial", "eV"),
     Quantity("v_peratom", "Virial", "eV/atom", per="atom", metric="V"),
@@ -131,15 +140,21 @@ _DIPOLE_ERRORS = (
 )
 _POLAR_ERRORS = (
     Quantity("polar", "Polarizability", "angstrom^3", milli=False),
-    Quantity("polar_peratom", "Polarizability", "angstrom^3/atom", per="atom", metric="A", milli=False),
+    Quantity(
+        "polar_peratom", "Polarizability", "angstrom^3/atom", per="atom", metric="A", milli=False
+    ),
 )
 _ATOM_DIPOLE_ERROR = Quantity("adipole", "Atomic dipole", "e*angstrom", metric="W", milli=False)
-_ATOM_POLAR_ERROR = Quantity("apolar", "Atomic polarizability", "angstrom^3", metric="B", milli=False)
+_ATOM_POLAR_ERROR = Quantity(
+    "apolar", "Atomic polarizability", "angstrom^3", metric="B", milli=False
+)
 # of a frame, of an atom
 _DOS_ERRORS = (
     (
         Quantity("dos", "Density of states", "1/eV", milli=False),
-        Quantity("dos_peratom", "Density of states", "1/eV/atom", per="atom", metric="N", milli=False),
+        Quantity(
+            "dos_peratom", "Density of states", "1/eV/atom", per="atom", metric="N", milli=False
+        ),
     ),
     (Quantity("ados", "Atomic density of states", "1/eV", metric="M", milli=False),),
 )
@@ -152,9 +167,18 @@ _DECLARED = (
     Label(FORCE, "f", "eV/angstrom", ("force",), (3,), per_atom=True, errors=(_FORCE_ERROR,)),
     # row major, positive: sum_i r_i (x) f_i for an open system; the stress is minus this per volume
     Label(VIRIAL, "v", "eV", ("virial",), (9,), extensive=True, errors=_VIRIAL_ERRORS),
-    Label(ATOM_ENERGY, "ae", "eV", ("atom_ener", "atomic_ener"), per_atom=True, errors=(_ATOM_ENERGY_ERROR,)),
+    Label(
+        ATOM_ENERGY,
+        "ae",
+        "eV",
+        ("atom_ener", "atomic_ener"),
+        per_atom=True,
+        errors=(_ATOM_ENERGY_ERROR,),
+    ),
     Label(ATOM_PREF, "pf", "", ("atom_pref", "atomic_pref"), per_atom=True),  # a weight, no target
-    Label(ATOM_WEIGHT, "", "", ("atomic_weight", "atom_weight"), per_atom=True),  # the same, of tensors
+    Label(
+        ATOM_WEIGHT, "", "", ("atomic_weight", "atom_weight"), per_atom=True
+    ),  # the same, of tensors
     # second derivatives of the energy by the coordinates, x y z of the first atom, of the second, ...
     Label(HESSIAN, "h", "eV/angstrom^2", ("hessian",), per_pair=True, errors=(_HESSIAN_ERROR,)),
     *(Label(name, "", "", (name,)) for name in WEIGHTS),
@@ -193,7 +217,9 @@ class _Labels(dict[str, Label]):
         errors = (_DOS_ERRORS if kind == DOS else _PROPERTY_ERRORS)[bool(prefix)]
         files = (f"atom_{kind}", f"atomic_{kind}") if prefix else (kind,)
         symbol = errors[0].name if kind == DOS else ""
-        return Label(name, symbol, errors[0].unit, files, (int(width),), per_atom=bool(prefix), errors=errors)
+        return Label(
+            name, symbol, errors[0].unit, files, (int(width),), per_atom=bool(prefix), errors=errors
+        )
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or str(name).endswith("]")
@@ -201,6 +227,10 @@ class _Labels(dict[str, Label]):
 
 LABELS = _Labels({label.name: label for label in _DECLARED})
 _OF_WIDTHS = (*_DOS_ERRORS, *_PROPERTY_ERRORS)
-QUANTITIES = {q.name: q for errors in (*(one.errors for one in LABELS.values()), *_OF_WIDTHS) for q in errors}
-QUANTITIES[WEIGHTED_FORCE.name] = WEIGHTED_FORCE  # the last: sums in older checkpoints have no row of it
+QUANTITIES = {
+    q.name: q for errors in (*(one.errors for one in LABELS.values()), *_OF_WIDTHS) for q in errors
+}
+QUANTITIES[WEIGHTED_FORCE.name] = (
+    WEIGHTED_FORCE  # the last: sums in older checkpoints have no row of it
+)
 METRICS = {quantity.metric: quantity for quantity in QUANTITIES.values() if quantity.metric}

@@ -23,7 +23,9 @@ from deepmd_ema.errors import ConfigError
 from deepmd_ema.findings import ERROR, Finding, error, inside, with_severity
 
 # options that inputs of DeePMD-kit 0.x have at the top
-_OF_VERSION_0 = frozenset({"sel_a", "filter_neuron", "n_neuron", "use_smooth", "rcut", "systems", "stop_batch"})
+_OF_VERSION_0 = frozenset(
+    {"sel_a", "filter_neuron", "n_neuron", "use_smooth", "rcut", "systems", "stop_batch"}
+)
 _NO_SECTIONS = (
     "an input of DeePMD-kit 0.x, with all options at the top. Expected the sections model, learning_rate, loss and "
     "training. `dp-ema init DATA` writes an input for your data."
@@ -100,7 +102,10 @@ class InputFile:
             for task, own in models.items()
             if not is_comment(task)
         }
-        return {str(task): head if isinstance(head, str) and head else None for task, head in heads.items()}
+        return {
+            str(task): head if isinstance(head, str) and head else None
+            for task, head in heads.items()
+        }
 
     def with_model(self, section: Callable[[Any], Any]) -> InputFile:
         """Return the input with what ``section`` returns for its section ``model`` in place of it."""
@@ -136,7 +141,9 @@ def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunCo
     return InputFile(source, values, {}).config
 
 
-def saved_config(values: Mapping[str, Any], source: str = "<dict>", whole: bool = False) -> RunConfig:
+def saved_config(
+    values: Mapping[str, Any], source: str = "<dict>", whole: bool = False
+) -> RunConfig:
     """Return the run that the config of a checkpoint describes, with removed values replaced.
 
     Unless the ``whole`` config is requested, it has no loggers, and no average of a type whose package is not installed
@@ -151,7 +158,10 @@ def saved_config(values: Mapping[str, Any], source: str = "<dict>", whole: bool 
         training = {name: value for name, value in training.items() if whole or name != "loggers"}
         if isinstance(averages := training.get("averaging"), list):
             # a checkpoint holds whole averages, however the ranks held them
-            kept = [{**a, "layout": "local_shard"} if a.get("layout") == "rank_range" else a for a in averages]
+            kept = [
+                {**a, "layout": "local_shard"} if a.get("layout") == "rank_range" else a
+                for a in averages
+            ]
             training["averaging"] = [a for a in kept if whole or a.get("type", "ema") in AVERAGES]
         values = {**values, "training": training}
     config = config_from_dict(values, source)
@@ -190,7 +200,9 @@ def _accepted(root: Field, reading: Reading) -> Values | None:
             if is_repaired:
                 break
             find_mistakes(root, reading)
-            if not reading.mistakes:  # the check of an option that does not judge a value twice in the same way
+            if (
+                not reading.mistakes
+            ):  # the check of an option that does not judge a value twice in the same way
                 reading.refuse(tuple(refusal.path.split("/")), f": {refusal.message}")
         for section, key in reading.wrong:
             section.pop(key, None)
@@ -221,11 +233,17 @@ def saved_models(values: Mapping[str, Any], source: str = "<dict>") -> SavedMode
         ConfigError: with every mistake of the config.
     """
     if not has_tasks(values):
-        return SavedModels({"": model_config_from_dict(values["model"], source)}, (), {"": dict(values)})
+        return SavedModels(
+            {"": model_config_from_dict(values["model"], source)}, (), {"": dict(values)}
+        )
     if "training" not in values:
         sections = values["model"]["model_dict"]
         own = {name: model_config_from_dict(section, source) for name, section in sections.items()}
-        return SavedModels(own, (), {name: {"model": section} for name, section in sections.items()})
+        return SavedModels(
+            own, (), {name: {"model": section} for name, section in sections.items()}
+        )
     run = saved_config(values, source)
     configs = {name: task.model for name, task in run.tasks.items()}
-    return SavedModels(configs, run.links, {name: to_dict(run.of_task(task)) for name, task in run.tasks.items()})
+    return SavedModels(
+        configs, run.links, {name: to_dict(run.of_task(task)) for name, task in run.tasks.items()}
+    )

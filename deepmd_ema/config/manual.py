@@ -79,26 +79,41 @@ def manual(topic: str | None = None) -> str:
     topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
     inside = (f"{topic}.", f"{topic}[")
     chosen = (
-        [e for e in entries if not topic or any(f"{path}.".startswith(inside) for path in (e.path, e.plain_path))]
+        [
+            e
+            for e in entries
+            if not topic or any(f"{path}.".startswith(inside) for path in (e.path, e.plain_path))
+        ]
         or [entry for entry in entries if topic in entry.keys]
         # `ema` finds ema_decay, enable_ema, ...
         or [entry for entry in entries if any(topic in key.split("_") for key in entry.keys)]
     )
-    if not chosen:  # paths of options that look like the topic: by its last name, one word of it, or in all
+    if (
+        not chosen
+    ):  # paths of options that look like the topic: by its last name, one word of it, or in all
         paths: dict[str, str] = {}
         for key, path in ((key, entry.plain_path) for entry in entries for key in entry.keys):
             paths.setdefault(key, path)  # of sections in sections, the outermost
         last = topic.split(".")[-1]
         close = [entry.plain_path for entry in entries if last in entry.keys]
         close = close or [path for key, path in paths.items() if last in key.split("_")]
-        close = close or get_close_matches(topic, [entry.plain_path for entry in entries], 3, cutoff=0.75)
+        close = close or get_close_matches(
+            topic, [entry.plain_path for entry in entries], 3, cutoff=0.75
+        )
         close = close or [paths[key] for key in close_names(last, list(paths))]
-        shown = list(dict.fromkeys(close))[:_MAX_SIMILAR] or ["model", "training", "or no name at all"]
+        shown = list(dict.fromkeys(close))[:_MAX_SIMILAR] or [
+            "model",
+            "training",
+            "or no name at all",
+        ]
         raise ConfigError(f"doc {topic}: no such option. Try {', '.join(shown)}.")
     texts = [] if topic else [_INTRO.rstrip("\n")]
     for entry in chosen:
         paragraphs = (text for text in (entry.facts, entry.doc) if text)
-        filled = (textwrap.fill(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT) for text in paragraphs)
+        filled = (
+            textwrap.fill(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+            for text in paragraphs
+        )
         texts.append("\n".join([entry.path, *filled]))
     return "\n\n".join(texts)
 
@@ -115,7 +130,10 @@ def manual_entries() -> list[Entry]:
         if known.kinds:
             names = {name for kind in known.kinds.values() for name in kind.sub_fields}
         others = [field for field in section.sub_fields.values() if field.name not in names]
-        entries += [Entry(f"{path}.{field.name}".lstrip("."), field.option, field.option.doc) for field in others]
+        entries += [
+            Entry(f"{path}.{field.name}".lstrip("."), field.option, field.option.doc)
+            for field in others
+        ]
     return entries
 
 
@@ -139,7 +157,9 @@ def json_schema() -> Values:
         del kind["then"]["required"]
         for part in PARTS:
             if part in kind["then"]["properties"]:
-                kind["then"]["properties"][part] = {"anyOf": [{"type": "string"}, kind["then"]["properties"][part]]}
+                kind["then"]["properties"][part] = {
+                    "anyOf": [{"type": "string"}, kind["then"]["properties"][part]]
+                }
     head = {name: schemas[0][name] for name in ("$schema", "title")}
     return {**head, "type": "object", "anyOf": schemas}
 
@@ -187,7 +207,11 @@ def _entries(kinds: Sequence[Field], path: str, listed: tuple[Any, ...]) -> Iter
             if field.name not in names:
                 yield from _option_entries(field, f"{there}.{field.name}".lstrip("."), listed)
         options = [field.option for field in kind.sub_fields.values()]
-        listed = (*listed, *options, *(section for option in options for section in option.sections))
+        listed = (
+            *listed,
+            *options,
+            *(section for option in options for section in option.sections),
+        )
 
 
 # ---- JSON Schema
@@ -211,4 +235,7 @@ def _mark_unknown_keys(schema: Values, field: Field) -> None:
                 if inner.is_section:
                     _mark_unknown_keys(value, inner)
                 elif inner.option.choices and inner.option.check is None:
-                    value["enum"] = [*inner.option.choices, *([None] if inner.option.nullable else [])]
+                    value["enum"] = [
+                        *inner.option.choices,
+                        *([None] if inner.option.nullable else []),
+                    ]

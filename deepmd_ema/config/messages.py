@@ -26,9 +26,16 @@ Values: TypeAlias = dict[str, Any]
 NOT_AVAILABLE = f"known to DeePMD-kit, not available in dp-ema {__version__}"
 
 # sections of an input of several tasks, and what they are in that of one
-_OF_TASKS = ((r"model\.model_dict", "model"), ("loss_dict", "loss"), (r"training\.data_dict", "training"))
+_OF_TASKS = (
+    (r"model\.model_dict", "model"),
+    ("loss_dict", "loss"),
+    (r"training\.data_dict", "training"),
+)
 _TASK = re.compile(f"(?:{'|'.join(of_tasks for of_tasks, _ in _OF_TASKS)})\\.([^.]+)")
-_SHARES = ("training.model_prob", "training.num_epoch_dict")  # of other tasks; they change when one comes or goes
+_SHARES = (
+    "training.model_prob",
+    "training.num_epoch_dict",
+)  # of other tasks; they change when one comes or goes
 
 Difference = tuple[str, Any, Any]
 """Path of an option in dots, and its values in two configs."""
@@ -170,7 +177,9 @@ def as_text(section: Mapping[str, Any]) -> str:
     """Return a section as JSON to be read: lists of numbers, such as the rows of a table, stand on one line each."""
     text = json.dumps(section, indent=4)
     # no text of JSON has a line break in it
-    return re.sub(r'\[\n\s+([^][{}"]*?)\n\s+\]', lambda found: f"[{' '.join(found[1].split())}]", text)
+    return re.sub(
+        r'\[\n\s+([^][{}"]*?)\n\s+\]', lambda found: f"[{' '.join(found[1].split())}]", text
+    )
 
 
 def close_names(key: str, known: Sequence[str]) -> list[str]:
@@ -179,11 +188,15 @@ def close_names(key: str, known: Sequence[str]) -> list[str]:
     return [by_lower[k] for k in get_close_matches(key.lower(), list(by_lower), n=2, cutoff=0.68)]
 
 
-def without_tasks(differences: Iterable[Difference], tasks: Collection[str]) -> Iterator[Difference]:
+def without_tasks(
+    differences: Iterable[Difference], tasks: Collection[str]
+) -> Iterator[Difference]:
     """Yield the differences of two configs that do not follow from ``tasks`` being in one of them only."""
     for path, old, new in differences:
         found = _TASK.match(path)
-        follows = path.startswith(_SHARES) or (path.startswith("model.shared_dict.") and None in (old, new))
+        follows = path.startswith(_SHARES) or (
+            path.startswith("model.shared_dict.") and None in (old, new)
+        )
         if not (found and found[1] in tasks) and not (tasks and follows):
             yield path, old, new
 
@@ -194,7 +207,11 @@ def differences_of(old: Any, new: Any, path: str = "") -> Iterator[Difference]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted(set(old) | set(new)):
             yield from differences_of(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-    elif are_lists and len(old) == len(new) and all(isinstance(part, Mapping) for part in (*old, *new)):
+    elif (
+        are_lists
+        and len(old) == len(new)
+        and all(isinstance(part, Mapping) for part in (*old, *new))
+    ):
         for k, (one, other) in enumerate(zip(old, new)):
             yield from differences_of(one, other, f"{path}[{k}]")
     elif old != new:

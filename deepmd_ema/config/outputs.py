@@ -26,9 +26,13 @@ BEST = "best"  # best files are called best.ckpt-<step>.t-<rank>.pt
 _READ = ("systems", "stat_file", "tab_file", "use_srtab")  # options that name files to read
 
 GATHERED_SUFFIX = ".pt"  # of a checkpoint that is one file
-SHARDED_SUFFIX = ".dcp"  # of one that is a folder, to which every rank writes: torch.distributed.checkpoint
+SHARDED_SUFFIX = (
+    ".dcp"  # of one that is a folder, to which every rank writes: torch.distributed.checkpoint
+)
 _MAX_PATH_BYTES = 4096  # on any system
-HEAD = "head.pt"  # in it: what a gathered checkpoint holds, without the tensors that are in the shards
+HEAD = (
+    "head.pt"  # in it: what a gathered checkpoint holds, without the tensors that are in the shards
+)
 
 
 def with_absolute_paths(values: Any, folder: str | Path, option: str = "") -> Any:
@@ -43,7 +47,11 @@ def with_absolute_paths(values: Any, folder: str | Path, option: str = "") -> An
         return {name: with_absolute_paths(value, folder, name) for name, value in values.items()}
     if isinstance(values, list):
         return [with_absolute_paths(value, folder, option) for value in values]
-    return os.path.abspath(os.path.join(folder, values)) if option in _READ and isinstance(values, str) else values
+    return (
+        os.path.abspath(os.path.join(folder, values))
+        if option in _READ and isinstance(values, str)
+        else values
+    )
 
 
 def outside_paths(values: Any, folder: Path, place: str = "") -> Iterator[tuple[str, str]]:
@@ -60,7 +68,9 @@ def outside_paths(values: Any, folder: Path, place: str = "") -> Iterator[tuple[
         path = values.removeprefix("file://")
         # without links as they are written, and with them: the folder itself may be given through one
         forms = (Path(os.path.abspath(folder / path)), (folder / path).resolve())
-        if not any(form.is_relative_to(root) for form in forms for root in (folder, folder.resolve())):
+        if not any(
+            form.is_relative_to(root) for form in forms for root in (folder, folder.resolve())
+        ):
             yield place, values
     elif isinstance(values, list):
         for number, value in enumerate(values):
@@ -90,7 +100,9 @@ def read_pointer(pointer: Path) -> Path:
     if Path(name).name == POINTER:
         raise ValueError("it names such a file again")
     if name and not name.endswith((GATHERED_SUFFIX, SHARDED_SUFFIX)):
-        raise ValueError(f"it names {name[:80]}, which does not end in {GATHERED_SUFFIX} or {SHARDED_SUFFIX}")
+        raise ValueError(
+            f"it names {name[:80]}, which does not end in {GATHERED_SUFFIX} or {SHARDED_SUFFIX}"
+        )
     return pointer.parent / name
 
 
@@ -121,7 +133,10 @@ def weights_of_rows(file: Path, values: Mapping[str, Any]) -> str:
     Returns:
         ``live``, the name of an average, or the stem of a file that the run does not write.
     """
-    names = (values.get("training", {}).get("disp_file"), values.get("validating", {}).get("full_val_file"))
+    names = (
+        values.get("training", {}).get("disp_file"),
+        values.get("validating", {}).get("full_val_file"),
+    )
     stems = {"lcurve", "val", *(Path(name).stem for name in names if name)}
     if file.stem in stems:
         return LIVE
@@ -199,18 +214,36 @@ class Outputs:
         return Path(f".dp-ema{suffix_of(LIVE, task)}{CHECKED}")
 
     def __iter__(self) -> Iterator[Output]:
-        training, names = self._config.training, (LIVE, *(a.name for a in self._config.training.averaging))
+        training, names = (
+            self._config.training,
+            (LIVE, *(a.name for a in self._config.training.averaging)),
+        )
         yield Output("name of the newest file", "the newest checkpoint", Path(POINTER))
         if training.disp_training:
             for name in (LIVE, *(a.name for a in training.averaging if a.lcurve)):
-                yield Output("training.disp_file", f"the learning curve of {name}", self.lcurve(name), has_rows=True)
+                yield Output(
+                    "training.disp_file",
+                    f"the learning curve of {name}",
+                    self.lcurve(name),
+                    has_rows=True,
+                )
         for name in names:
             link = self.checkpoint_link(name)
-            yield Output("training.save_ckpt", f"the link to the newest weights of {name}", link, is_link=True)
+            yield Output(
+                "training.save_ckpt",
+                f"the link to the newest weights of {name}",
+                link,
+                is_link=True,
+            )
         for name in self._config.fully_validated:
             for task in (task for task, of in self._config.tasks.items() if of.is_validated):
                 content = f"validation of {name}" + f" in task {task}" * bool(task)
-                yield Output("validating.full_val_file", content, self.validation_log(name, task), has_rows=True)
+                yield Output(
+                    "validating.full_val_file",
+                    content,
+                    self.validation_log(name, task),
+                    has_rows=True,
+                )
                 if self.has_best:
                     content = f"the link to the best weights of {name}"
                     link = self.best_folder / best_link(self.best_prefix(name, task), self.suffix)
@@ -220,7 +253,10 @@ class Outputs:
             folders.append(("validating.save_best_dir", "best files", self.best_folder))
         for of_task in self._config.tasks.values():
             if of_task.data.stat_file is not None and of_task.data.stat_file_mode != "read":
-                option, folder = f"{of_task.place('training')}.stat_file", Path(of_task.data.stat_file).parent
+                option, folder = (
+                    f"{of_task.place('training')}.stat_file",
+                    Path(of_task.data.stat_file).parent,
+                )
                 folders.append((option, "statistics", folder))
         if training.tensorboard:
             folder = Path(training.tensorboard_log_dir)
@@ -270,9 +306,15 @@ class Schedule:
         end = num_steps + 1
         self.num_steps, self._training = num_steps, training
         self.rows = Due(range(training.disp_freq, end, training.disp_freq), 1)
-        saved = range(training.save_freq, end, training.save_freq) if training.save_freq > 0 else range(0)
+        saved = (
+            range(training.save_freq, end, training.save_freq)
+            if training.save_freq > 0
+            else range(0)
+        )
         self.checkpoint = Due(saved, num_steps)
-        start = validating.full_val_start  # below 1 a fraction of the run, never at 1, a step above it
+        start = (
+            validating.full_val_start
+        )  # below 1 a fraction of the run, never at 1, a step above it
         self.validation: Due | None = None
         if start != 1 and config.fully_validated and config.has_validation_data:
             first = int(start * num_steps) if start < 1 else int(start)

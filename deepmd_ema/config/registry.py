@@ -70,7 +70,11 @@ class Registry(Mapping[str, Family]):
     """
 
     def __init__(
-        self, own: Mapping[str, str], group: str = "", protocol: type | None = None, base: type | None = None
+        self,
+        own: Mapping[str, str],
+        group: str = "",
+        protocol: type | None = None,
+        base: type | None = None,
     ) -> None:
         self.own, self.group, self._protocol, self._base = dict(own), group, protocol, base
         self._key: tuple[Any, ...] = ()
@@ -126,10 +130,15 @@ class Registry(Mapping[str, Family]):
 
     def _added(self, name: str, found: list[EntryPoint]) -> Family | str:
         """Return the record that the entry points ``found`` of one name add, or why it cannot be used."""
-        origins = [f"{entry.dist.name} {entry.dist.version}" if entry.dist else "(no name)" for entry in found]
+        origins = [
+            f"{entry.dist.name} {entry.dist.version}" if entry.dist else "(no name)"
+            for entry in found
+        ]
         both = " and ".join(origins)
         if name in self._records:
-            return f"dp-ema has this type, and the package {both} adds it too. Uninstall the package."
+            return (
+                f"dp-ema has this type, and the package {both} adds it too. Uninstall the package."
+            )
         if len(found) > 1:
             return f"the packages {both} both add this type. Uninstall one of them."
         head = f"the package {origins[0]} adds this type, but {found[0].value}"
@@ -165,7 +174,9 @@ class Registry(Mapping[str, Family]):
         kind = getattr(section, "type", None)
         if kind != name:
             return f"a section of type {kind!r}, expected {name!r}"
-        expected = {*vars(self._protocol), *self._protocol.__annotations__} if self._protocol else set()
+        expected = (
+            {*vars(self._protocol), *self._protocol.__annotations__} if self._protocol else set()
+        )
         has = {*dir(section), *(f.name for f in dataclasses.fields(section))}
         missing = sorted(member for member in expected - has if not member.startswith("_"))
         missing += sorted(getattr(section, "__abstractmethods__", ()))

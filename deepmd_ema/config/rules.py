@@ -32,10 +32,14 @@ from deepmd_ema.errors import ConfigError, command, counted
 from deepmd_ema.findings import UNUSED, WARNING, Findings, error, inside, texts_of, unused, warning
 
 _MAX_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
-_MIN_SNAPSHOTS = 4  # of one average; from fewer, averages of other lengths cannot be reconstructed well
+_MIN_SNAPSHOTS = (
+    4  # of one average; from fewer, averages of other lengths cannot be reconstructed well
+)
 
 
-def findings_of(run: RunConfig, num_steps: int | None = None, steps_per: StepsPer | None = None) -> Findings:
+def findings_of(
+    run: RunConfig, num_steps: int | None = None, steps_per: StepsPer | None = None
+) -> Findings:
     """Yield the findings of a run whose options are right each by itself, with places that the input spells.
 
     Options without effect are those that the input gives.
@@ -64,7 +68,9 @@ def ignored_options(run: RunConfig) -> list[str]:
     return list(dict.fromkeys([*run.unused, *texts_of(UNUSED, findings)]))  # tasks share parts
 
 
-def config_warnings(run: RunConfig, num_steps: int | None = None, steps_per: StepsPer | None = None) -> list[str]:
+def config_warnings(
+    run: RunConfig, num_steps: int | None = None, steps_per: StepsPer | None = None
+) -> list[str]:
     """Return warnings about settings that are allowed but likely mistakes; arguments as of :func:`findings_of`."""
     findings = findings_of(run, run.training.numb_steps or num_steps, steps_per)
     return texts_of(WARNING, (replace(finding, file="") for finding in findings))
@@ -90,7 +96,9 @@ def _idle(*rows: tuple[Any, str, str]) -> Findings:
             yield unused(name, why)
 
 
-def as_launched(run: RunConfig, launched: bool, restart: str | None = None, num_ranks: int = 1) -> RunConfig:
+def as_launched(
+    run: RunConfig, launched: bool, restart: str | None = None, num_ranks: int = 1
+) -> RunConfig:
     """Return the run as a process trains it: at ``zero_stage`` 0, with a note, if no launcher has started it.
 
     Args:
@@ -123,23 +131,42 @@ def as_launched(run: RunConfig, launched: bool, restart: str | None = None, num_
 def _learning_rate(run: RunConfig) -> Findings:
     lr: Any = run.learning_rate
     if lr.stop_lr is not None and lr.stop_lr_ratio is not None:
-        yield error("learning_rate.stop_lr_ratio", f" = {lr.stop_lr_ratio:g}: stop_lr is given too. {REMOVE_ONE}")
-    if lr.warmup_steps > 0 and lr.warmup_ratio is not None:
-        yield error("learning_rate.warmup_ratio", f" = {lr.warmup_ratio:g}: warmup_steps is given too. {REMOVE_ONE}")
-    if lr.stop_lr is not None and lr.stop_lr > lr.start_lr:
-        yield error("learning_rate.stop_lr", f" = {lr.stop_lr:g}: expected at most start_lr = {lr.start_lr:g}.")
-    # the inverse linear decay divides by the last rate
-    if lr.stop_lr == 0 and getattr(lr, "decay_type", "") == "inverse_linear" and lr.decay_phase_ratio > 0:
         yield error(
-            "learning_rate.stop_lr", " = 0: expected > 0 for decay_type inverse_linear. Or use decay_type linear."
+            "learning_rate.stop_lr_ratio",
+            f" = {lr.stop_lr_ratio:g}: stop_lr is given too. {REMOVE_ONE}",
+        )
+    if lr.warmup_steps > 0 and lr.warmup_ratio is not None:
+        yield error(
+            "learning_rate.warmup_ratio",
+            f" = {lr.warmup_ratio:g}: warmup_steps is given too. {REMOVE_ONE}",
+        )
+    if lr.stop_lr is not None and lr.stop_lr > lr.start_lr:
+        yield error(
+            "learning_rate.stop_lr",
+            f" = {lr.stop_lr:g}: expected at most start_lr = {lr.start_lr:g}.",
+        )
+    # the inverse linear decay divides by the last rate
+    if (
+        lr.stop_lr == 0
+        and getattr(lr, "decay_type", "") == "inverse_linear"
+        and lr.decay_phase_ratio > 0
+    ):
+        yield error(
+            "learning_rate.stop_lr",
+            " = 0: expected > 0 for decay_type inverse_linear. Or use decay_type linear.",
         )
     if (steps := run.training.numb_steps) and lr.warmup_steps >= steps:
         yield error(
-            "learning_rate.warmup_steps", f" = {lr.warmup_steps}: expected less than training.numb_steps = {steps}."
+            "learning_rate.warmup_steps",
+            f" = {lr.warmup_steps}: expected less than training.numb_steps = {steps}.",
         )
     of_fall = "learning_rate.stop_lr learning_rate.stop_lr_ratio learning_rate.decay_type"
     yield from _idle(
-        (isinstance(run.optimizer, LKFConfig), "learning_rate.start_lr", "LKF has no learning rate"),
+        (
+            isinstance(run.optimizer, LKFConfig),
+            "learning_rate.start_lr",
+            "LKF has no learning rate",
+        ),
         (
             not (lr.warmup_steps or lr.warmup_ratio),
             "learning_rate.warmup_start_factor",
@@ -158,14 +185,19 @@ def _optimizer(run: RunConfig) -> Findings:
     falls = isinstance(lr, InvSqrtScheduleConfig) or lr.end_lr < lr.start_lr
     if isinstance(run.optimizer, AdamWScheduleFreeConfig) and falls:
         text = f": the rate falls ({lr.summary()}). AdamWScheduleFree averages in place of a schedule and is "
-        constant = f'made for a constant rate: "stop_lr": {lr.start_lr:g}, with type exp, cosine or wsd.'
+        constant = (
+            f'made for a constant rate: "stop_lr": {lr.start_lr:g}, with type exp, cosine or wsd.'
+        )
         yield warning("learning_rate", text + constant)
 
 
 # options of `training`: their largest value, and the reason and remedy for one above it
 _MAX_WITH_LKF = {
     # a block of its covariance has weights of several layers
-    "zero_stage": (0, "LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon."),
+    "zero_stage": (
+        0,
+        "LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon.",
+    ),
     # the length of an update is the filter's, not the gradient's
     "gradient_max_norm": (0, f"not possible with optimizer.type LKF. {REMOVE_ONE}"),
     # there is no gradient to add up
@@ -210,11 +242,18 @@ def _training(run: RunConfig) -> Findings:
     if run.task_epochs:
         for name, value in (("numb_steps", steps), ("numb_epoch", epochs)):
             if value is not None:
-                yield error(f"training.{name}", f" = {value:g}: num_epoch_dict is given too. {REMOVE_ONE}")
+                yield error(
+                    f"training.{name}", f" = {value:g}: num_epoch_dict is given too. {REMOVE_ONE}"
+                )
     elif steps is not None and epochs is not None:
-        yield error("training.numb_epoch", f" = {epochs:g}: numb_steps = {steps} is given too. Remove one.")
+        yield error(
+            "training.numb_epoch", f" = {epochs:g}: numb_steps = {steps} is given too. Remove one."
+        )
     elif steps is None and epochs is None:
-        yield error("training", ': numb_steps or numb_epoch is required. Add one, e.g. "numb_steps": 100000.')
+        yield error(
+            "training",
+            ': numb_steps or numb_epoch is required. Add one, e.g. "numb_steps": 100000.',
+        )
     yield from _gradients(run)
     compiles = training.enable_compile or run.validating.compiled_infer
     has_modes = compiles and training.compile_options.backend == "inductor"
@@ -227,7 +266,11 @@ def _training(run: RunConfig) -> Findings:
         (not has_amp, "validating.amp_infer", "no descriptor has use_amp"),
         (not compiles, "training.compile_options", "enable_compile is false"),
         (not has_modes, "training.compile_options.mode", "only the backend inductor has modes"),
-        (not has_modes, "training.compile_options.cache_dir", "only the backend inductor keeps code"),
+        (
+            not has_modes,
+            "training.compile_options.cache_dir",
+            "only the backend inductor keeps code",
+        ),
         (has_ratio, "training.max_ckpt_keep", BY_RATIO),
         (
             not training.tensorboard,
@@ -241,7 +284,11 @@ def _training(run: RunConfig) -> Findings:
 def _gradients(run: RunConfig) -> Findings:
     training = run.training
     # CUDA graphs that torch.compile makes overwrite the gradients of the batch before (pytorch issue 169545)
-    if training.accumulate > 1 and training.enable_compile and training.compile_options.makes_cuda_graphs:
+    if (
+        training.accumulate > 1
+        and training.enable_compile
+        and training.compile_options.makes_cuda_graphs
+    ):
         yield error(
             "training.accumulate",
             f" = {training.accumulate}: not possible with CUDA graphs of torch.compile, "
@@ -262,10 +309,14 @@ def _gradients(run: RunConfig) -> Findings:
     ):
         if others and is_compiled:
             kind = others[0].model.fitting_net.type
-            yield error(name, f" = true: models of fitting_net.type {kind} are not compiled. Set it to false.")
+            yield error(
+                name,
+                f" = true: models of fitting_net.type {kind} are not compiled. Set it to false.",
+            )
     if len(others) == len(run.tasks) and training.change_bias_after_training:
         yield error(
-            "training.change_bias_after_training", " = true: no task has energies, whose bias it fits. Set it to false."
+            "training.change_bias_after_training",
+            " = true: no task has energies, whose bias it fits. Set it to false.",
         )
     roots = [task for task in others if getattr(task.loss, "loss_func", "") == "rmse"]
     if roots and training.accumulate > 1:
@@ -284,9 +335,15 @@ def _averages(run: RunConfig) -> Findings:
         # upper and lower case are one on some disks
         same = next((n for n in range(number) if averages[n].name.lower() == name.lower()), None)
         if same is not None:
-            case = "" if averages[same].name == name else " but for upper and lower case, and so have its files"
+            case = (
+                ""
+                if averages[same].name == name
+                else " but for upper and lower case, and so have its files"
+            )
             first = dotted(run.source.path(f"training.averaging[{same}]"))
-            yield error(f"{place}.name", f" = {show(name)}: {first} has this name{case}. Choose another.")
+            yield error(
+                f"{place}.name", f" = {show(name)}: {first} has this name{case}. Choose another."
+            )
     # snapshots that `dp-ema posthoc` cannot combine
     averages = [average for average in averages if average.snapshots]
     if len({average.length for average in averages}) == 1:
@@ -304,16 +361,26 @@ def _validating(run: RunConfig) -> Findings:
     if validating.full_validation and not run.has_validation_data:
         yield error("validating.full_validation", NEEDS_DATA)
     stop = validating.early_stop
-    if stop is not None and stop.weights is not None and validated and stop.weights not in validated:
+    if (
+        stop is not None
+        and stop.weights is not None
+        and validated
+        and stop.weights not in validated
+    ):
         yield error(
             "validating.early_stop.weights",
             f" = {show(stop.weights)}: these weights have no full validation. With it: {', '.join(validated)}.",
         )
     has_tasks = isinstance(run, MultiTaskRun)
     if has_tasks and validating.test_data:
-        yield error("validating.test_data", ": this is an input of several tasks. There it is test_data_dict.TASK.")
+        yield error(
+            "validating.test_data",
+            ": this is an input of several tasks. There it is test_data_dict.TASK.",
+        )
     if not has_tasks and validating.test_data_dict:
-        yield error("validating.test_data_dict", ": this is an input of one task. There it is test_data.")
+        yield error(
+            "validating.test_data_dict", ": this is an input of one task. There it is test_data."
+        )
     if validated:
         yield from _metrics(run)
     is_never = validating.full_val_start == 1
@@ -333,11 +400,16 @@ def _validating(run: RunConfig) -> Findings:
 
 def _metrics(run: RunConfig) -> Findings:
     """Metrics that rank weights and end a run have weights in the loss of every task, at the start and the end."""
-    metrics, early_stop = {"validation_metric": run.validating.validation_metric}, run.validating.early_stop
+    metrics, early_stop = (
+        {"validation_metric": run.validating.validation_metric},
+        run.validating.early_stop,
+    )
     if early_stop is not None and early_stop.metric is not None:
         metrics["early_stop.metric"] = early_stop.metric
     for name, metric in metrics.items():
-        known = {letter: None for task in run.tasks.values() for letter in task.model.fitting_net.metrics}
+        known = {
+            letter: None for task in run.tasks.values() for letter in task.model.fitting_net.metrics
+        }
         # its default is not distinguished from an option that is not given
         is_given = name != "validation_metric" or metric != ValidatingConfig.validation_metric
         if metric.quantity not in known and is_given:
@@ -350,7 +422,9 @@ def _metrics(run: RunConfig) -> Findings:
             if not isinstance(task.loss, EnerLossConfig):
                 continue
             letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[task.metric(metric).quantity]
-            start, limit = (getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))
+            start, limit = (
+                getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit")
+            )
             if not (start and limit):
                 yield error(
                     f"validating.{name}",
@@ -391,9 +465,15 @@ def _loss(task: TaskConfig) -> Findings:
         return
     is_huber = loss.error == "huber"
     if loss.f_use_norm and loss.error == "mse":
-        yield error("f_use_norm", ' = true: needs "loss_func": "mae" or "use_huber": true. Add one, or remove it.')
+        yield error(
+            "f_use_norm",
+            ' = true: needs "loss_func": "mae" or "use_huber": true. Add one, or remove it.',
+        )
     # it has no per-atom weights, no relative forces, and no term of second derivatives
-    refused = {"relative_f": loss.relative_f is not None, "start_pref_pf": loss.start_pref_pf or loss.limit_pref_pf}
+    refused = {
+        "relative_f": loss.relative_f is not None,
+        "start_pref_pf": loss.start_pref_pf or loss.limit_pref_pf,
+    }
     refused |= {name: getattr(loss, name) for name in ("start_pref_h", "limit_pref_h")}
     for name in (name for name, is_given in refused.items() if is_given and is_huber):
         yield error(name, f" = {getattr(loss, name):g}: not possible with use_huber. {REMOVE_ONE}")
@@ -408,10 +488,14 @@ def _loss(task: TaskConfig) -> Findings:
 def _data(task: TaskConfig) -> Findings:
     data = task.data
     if data.stat_file_mode == "read" and data.stat_file is None:
-        yield error("stat_file_mode", ' = "read": needs stat_file beside it. Add it, or remove stat_file_mode.')
+        yield error(
+            "stat_file_mode",
+            ' = "read": needs stat_file beside it. Add it, or remove stat_file_mode.',
+        )
     if data.validation_fraction is not None and data.validation_data is not None:
         yield error(
-            "validation_fraction", f" = {data.validation_fraction:g}: validation_data is given too. {REMOVE_ONE}"
+            "validation_fraction",
+            f" = {data.validation_fraction:g}: validation_data is given too. {REMOVE_ONE}",
         )
     train, valid = data.training_data, data.validation_data
     yield from _idle(
@@ -422,7 +506,9 @@ def _data(task: TaskConfig) -> Findings:
     both = set(train.systems) & set(valid.systems if valid is not None else ())
     if both:
         names = ", ".join(sorted(both))
-        yield warning("validation_data.systems", f": {names} is training data too; it validates nothing.")
+        yield warning(
+            "validation_data.systems", f": {names} is training data too; it validates nothing."
+        )
 
 
 def _tasks(run: RunConfig) -> Findings:
@@ -432,7 +518,16 @@ def _tasks(run: RunConfig) -> Findings:
         yield from inside(task.place("model"), task.model.findings())
 
 
-_RULES = (_learning_rate, _optimizer, _training, _validating, _files, findings_of_tasks, _averages, _tasks)
+_RULES = (
+    _learning_rate,
+    _optimizer,
+    _training,
+    _validating,
+    _files,
+    findings_of_tasks,
+    _averages,
+    _tasks,
+)
 
 # ---- lengths
 
@@ -440,7 +535,10 @@ _RULES = (_learning_rate, _optimizer, _training, _validating, _files, findings_o
 def _lengths_to_look_at(run: RunConfig, num_steps: int, steps_per: StepsPer) -> Findings:
     """Yield warnings about lengths that do not fit that of the run."""
     lr = run.learning_rate
-    if isinstance(lr, ExpScheduleConfig) and (used := lr.used_decay_steps(num_steps)) != lr.decay_steps:
+    if (
+        isinstance(lr, ExpScheduleConfig)
+        and (used := lr.used_decay_steps(num_steps)) != lr.decay_steps
+    ):
         length = counted(num_steps - lr.num_warmup_steps(num_steps), "step")
         yield warning(
             "learning_rate.decay_steps",

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.run import RunConfig
 
 
-def config_summary(config: RunConfig, num_steps: int = 0, steps_per: StepsPer | None = None) -> list[tuple[str, str]]:
+def config_summary(
+    config: RunConfig, num_steps: int = 0, steps_per: StepsPer | None = None
+) -> list[tuple[str, str]]:
     """Return names and texts of the main settings: rows for ``dp-ema check``, ``show`` and the start of a run.
 
     Args:
@@ -23,10 +25,17 @@ def config_summary(config: RunConfig, num_steps: int = 0, steps_per: StepsPer | 
         steps_per: steps of one of ``frames`` and ``epochs``, then as well.
     """
     training = config.training
-    rows = {name: [*task.model.summary(), ("loss", task.loss.summary())] for name, task in config.tasks.items()}
+    rows = {
+        name: [*task.model.summary(), ("loss", task.loss.summary())]
+        for name, task in config.tasks.items()
+    }
     num_steps = training.numb_steps or num_steps
     passes = [f"{task} {epochs:g} epochs" for task, epochs in config.task_epochs.items()]
-    length = counted(num_steps, "step") if num_steps else ", ".join(passes) or f"{training.numb_epoch or 0:g} epochs"
+    length = (
+        counted(num_steps, "step")
+        if num_steps
+        else ", ".join(passes) or f"{training.numb_epoch or 0:g} epochs"
+    )
     if steps_per and "" in config.tasks:  # several tasks see their data more or less often
         batches = round(steps_per["epochs"] * training.accumulate)
         epochs = num_steps * training.accumulate / batches
@@ -38,24 +47,41 @@ def config_summary(config: RunConfig, num_steps: int = 0, steps_per: StepsPer | 
     batch = ", ".join(show(task.data.training_data.batch_size) for task in config.tasks.values())
     several = f", {training.accumulate} batches a step" * (training.accumulate > 1)
     seed = "random" if training.seed is None else training.seed
-    numbers = [data.numb_btch for task in config.tasks.values() if (data := task.displayed_data) is not None]
+    numbers = [
+        data.numb_btch
+        for task in config.tasks.values()
+        if (data := task.displayed_data) is not None
+    ]
     validation = "none (training.validation_data is missing)"
     if numbers:
-        validation = f"{counted(sum(numbers), 'batch', 'batches')} {every_steps(training.disp_freq)}"
+        validation = (
+            f"{counted(sum(numbers), 'batch', 'batches')} {every_steps(training.disp_freq)}"
+        )
     if numbers and config.fully_validated and (v := config.validating).full_val_start != 1:
         *others, last = config.fully_validated
         weights = f"{', '.join(others)} and {last}" if others else last
         metrics = dict.fromkeys(task.metric(v.validation_metric) for task in config.tasks.values())
         which = f"{weights} weights, best by {' and '.join(metrics)}"
         if v.early_stop is not None:
-            metric, patience = v.early_stop.metric or v.validation_metric, counted(v.early_stop.patience, "validation")
+            metric, patience = (
+                v.early_stop.metric or v.validation_metric,
+                counted(v.early_stop.patience, "validation"),
+            )
             which += f"; the run ends after {patience} without a lower {metric}"
         validation += f"; all data {every_steps(v.validation_freq)} and after the last ({which})"
-    tested = [system for task in config.tasks.values() if task.test is not None for system in task.test.systems]
+    tested = [
+        system
+        for task in config.tasks.values()
+        if task.test is not None
+        for system in task.test.systems
+    ]
     return [
         *rows_of_tasks(rows, config.links),
         ("learning rate", config.learning_rate.summary(num_steps)),
-        ("optimizer", "".join([config.optimizer.type, f", weight decay {decay:g}" * (decay > 0), groups])),
+        (
+            "optimizer",
+            "".join([config.optimizer.type, f", weight decay {decay:g}" * (decay > 0), groups]),
+        ),
         ("run", f"{length}, batch_size {batch}{several}, seed {seed}"),
         *(averages or [("average", "none")]),
         ("validation", validation),
@@ -63,7 +89,9 @@ def config_summary(config: RunConfig, num_steps: int = 0, steps_per: StepsPer | 
     ]
 
 
-def rows_of_tasks(rows: Mapping[str, Sequence[tuple[str, str]]], links: Sequence[Link]) -> list[tuple[str, str]]:
+def rows_of_tasks(
+    rows: Mapping[str, Sequence[tuple[str, str]]], links: Sequence[Link]
+) -> list[tuple[str, str]]:
     """Return rows of a table with the tasks that each is about, and what they share; with one task as they are.
 
     Args:
@@ -83,5 +111,11 @@ def rows_of_tasks(rows: Mapping[str, Sequence[tuple[str, str]]], links: Sequence
         place = f"{'embedding of elements of the ' * (link.level == 1)}{link.part}"
         sharing.setdefault(link.key, {}).setdefault(place, []).append(link.task)
     for key, of in sharing.items():
-        table.append(("shared", f"{key}: " + ", ".join(f"{place} of {' and '.join(own)}" for place, own in of.items())))
+        table.append(
+            (
+                "shared",
+                f"{key}: "
+                + ", ".join(f"{place} of {' and '.join(own)}" for place, own in of.items()),
+            )
+        )
     return table

@@ -16,7 +16,9 @@ from deepmd_ema.findings import Findings, error, unused, warning
 def findings_of_tasks(run: RunConfig) -> Findings:
     """Yield the findings about the tasks of a run, at canonical places."""
     if not isinstance(run, MultiTaskRun):
-        yield unused("model.model_branch_alias", "there is one task, so no head is chosen by a name")
+        yield unused(
+            "model.model_branch_alias", "there is one task, so no head is chosen by a name"
+        )
         return
     for rule in (_names_of_tasks, _sections_of_tasks, _shares, _shared_parts, _case_embedding):
         yield from rule(run)
@@ -36,7 +38,8 @@ def _names_of_tasks(run: MultiTaskRun) -> Findings:
             )
         elif name.upper() == "RANDOM":
             yield error(
-                f"model.model_dict.{name}", ": --model-branch RANDOM means a fresh network. Choose another name."
+                f"model.model_dict.{name}",
+                ": --model-branch RANDOM means a fresh network. Choose another name.",
             )
         if (other := names[name.lower()]) != name:
             yield error(
@@ -67,7 +70,9 @@ def _sections_of_tasks(run: MultiTaskRun) -> Findings:
     ):
         for name in section:
             if name not in tasks:
-                yield error(f"{place}.{name}", f": no task of model.model_dict. There: {', '.join(tasks)}.")
+                yield error(
+                    f"{place}.{name}", f": no task of model.model_dict. There: {', '.join(tasks)}."
+                )
         for name in tasks if needs_all else ():
             if name not in section:
                 yield error(place, f": task {name} of model.model_dict is missing. Add it.")
@@ -76,7 +81,10 @@ def _sections_of_tasks(run: MultiTaskRun) -> Findings:
 def _shares(run: MultiTaskRun) -> Findings:
     """``model_prob`` and ``num_epoch_dict`` exclude each other, and no two tasks have one ``stat_file``."""
     if run.task_weights and run.task_epochs:
-        yield error("training.model_prob", f": num_epoch_dict is given too, from which shares follow. {REMOVE_ONE}")
+        yield error(
+            "training.model_prob",
+            f": num_epoch_dict is given too, from which shares follow. {REMOVE_ONE}",
+        )
     for option, numbers in (("model_prob", run.task_weights), ("num_epoch_dict", run.task_epochs)):
         for name in (name for name, number in numbers.items() if not number):
             yield warning(

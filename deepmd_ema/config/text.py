@@ -30,13 +30,19 @@ def read_config_file(path: Path) -> tuple[Values, Lines]:
         ConfigError: if the file is missing, is no JSON or YAML, names a key twice, or holds no section.
     """
     if path.is_dir():
-        raise ConfigError(f"{path}: is a folder, expected a .json, .yaml or .yml file.{_inputs_near(path)}")
+        raise ConfigError(
+            f"{path}: is a folder, expected a .json, .yaml or .yml file.{_inputs_near(path)}"
+        )
     suffix = path.suffix.lower()
     if suffix not in JSON_SUFFIXES + YAML_SUFFIXES and path.exists():
-        raise ConfigError(f"{path}: expected a file that ends in .json, .yaml or .yml. Rename it after its format.")
+        raise ConfigError(
+            f"{path}: expected a file that ends in .json, .yaml or .yml. Rename it after its format."
+        )
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{path}: {path.stat().st_size} bytes is too large for an input. Is it a data file?")
+            raise ConfigError(
+                f"{path}: {path.stat().st_size} bytes is too large for an input. Is it a data file?"
+            )
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file.{_inputs_near(path.parent)}") from None
@@ -49,7 +55,9 @@ def read_config_file(path: Path) -> tuple[Values, Lines]:
             f"{path}: the file is empty. Expected a JSON object {{...}} or YAML with the sections of a run."
         )
     if suffix in YAML_SUFFIXES:
-        from deepmd_ema.config.text_yaml import parse_yaml  # PyYAML takes time that an input in JSON need not spend
+        from deepmd_ema.config.text_yaml import (
+            parse_yaml,
+        )  # PyYAML takes time that an input in JSON need not spend
 
         values, lines = parse_yaml(text, str(path))
     else:
@@ -67,7 +75,9 @@ def read_config_file(path: Path) -> tuple[Values, Lines]:
 def _inputs_near(folder: Path) -> str:
     """Return a sentence with the inputs that are in the folder, or nothing."""
     try:
-        names = sorted(f.name for f in folder.iterdir() if f.suffix.lower() in JSON_SUFFIXES + YAML_SUFFIXES)
+        names = sorted(
+            f.name for f in folder.iterdir() if f.suffix.lower() in JSON_SUFFIXES + YAML_SUFFIXES
+        )
     except OSError:
         return ""
     return f" There is: {', '.join(names[:5])}." if names else ""
@@ -86,7 +96,9 @@ def lines_of(marks: Marks, source: str, max_values: float = float("inf")) -> Lin
         if len(place) > _DEEPEST:
             raise RecursionError
         if len(lines) > max_values:  # aliases of aliases multiply the values of a text
-            raise ConfigError(f"{source}: anchors that expand to more than {max_values:,} values: this is no input.")
+            raise ConfigError(
+                f"{source}: anchors that expand to more than {max_values:,} values: this is no input."
+            )
         if is_key and place in lines and not any(map(is_comment, place)):
             twice.append(
                 f"{source}:{line}: {dotted(place)}: given twice, first on line {lines[place]}. Remove one of the two."
@@ -107,8 +119,13 @@ def _parse_json(text: str, source: str) -> tuple[Any, Lines]:
     """
 
     def refuse_constant(name: str) -> NoReturn:
-        line = next((n for n, t in enumerate(text.splitlines(), 1) if re.search(rf"(?<![\w\"]){name}", t)), 1)
-        raise ConfigError(f"{source}:{line}: {name} is no JSON number. Write a finite number, or null.")
+        line = next(
+            (n for n, t in enumerate(text.splitlines(), 1) if re.search(rf"(?<![\w\"]){name}", t)),
+            1,
+        )
+        raise ConfigError(
+            f"{source}:{line}: {name} is no JSON number. Write a finite number, or null."
+        )
 
     try:
         values = json.loads(text, parse_constant=refuse_constant)
@@ -117,7 +134,11 @@ def _parse_json(text: str, source: str) -> tuple[Any, Lines]:
         return values, lines_of(_json_marks(*next(tokens), tokens, (), is_key=False), source)
     except json.JSONDecodeError as error:
         lines = [*text.splitlines(), ""]
-        shown = "".join(f"\n    {line[:100]}" for line in [lines[min(error.lineno, len(lines)) - 1].strip()] if line)
+        shown = "".join(
+            f"\n    {line[:100]}"
+            for line in [lines[min(error.lineno, len(lines)) - 1].strip()]
+            if line
+        )
         raise ConfigError(
             f"{source}:{error.lineno}:{error.colno}: not JSON: {_json_hint(text, error)}{shown}"
         ) from None
@@ -131,14 +152,18 @@ def _parse_json(text: str, source: str) -> tuple[Any, Lines]:
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[^\s,:{}\[\]"]+')
 
 
-def _json_marks(token: str, line: int, tokens: Iterator[tuple[str, int]], place: Place, *, is_key: bool) -> Marks:
+def _json_marks(
+    token: str, line: int, tokens: Iterator[tuple[str, int]], place: Place, *, is_key: bool
+) -> Marks:
     """Yield the marks of the value that begins with ``token``; the line of one in a section is that of its key."""
     yield place, line, is_key
     if token == "{":
         for key, key_line in tokens:
             if key == "}":
                 return
-            yield from _json_marks(next(tokens)[0], key_line, tokens, (*place, json.loads(key)), is_key=True)
+            yield from _json_marks(
+                next(tokens)[0], key_line, tokens, (*place, json.loads(key)), is_key=True
+            )
     elif token == "[":
         for number, (item, item_line) in enumerate(tokens):
             if item == "]":
@@ -154,7 +179,10 @@ def _json_hint(text: str, error: json.JSONDecodeError) -> str:
     at_end = rest.startswith(("}", "]")) or "delimiter" in error.msg
     trailing = re.match(r",\s*[}\]]", here) or (before.endswith(",") and at_end)
     hints = [
-        (rest.startswith(("//", "/*", "#")), 'JSON has no comments. Use a key that begins with "_", or a .yaml file.'),
+        (
+            rest.startswith(("//", "/*", "#")),
+            'JSON has no comments. Use a key that begins with "_", or a .yaml file.',
+        ),
         (rest.startswith("'"), 'texts stand in double quotes: "like this".'),
         (trailing, "a comma before the closing bracket. Remove the comma."),
         (rest.startswith(","), "a comma too many. Remove it."),
@@ -164,8 +192,16 @@ def _json_hint(text: str, error: json.JSONDecodeError) -> str:
         ("',' delimiter" in error.msg, "a comma or a closing bracket is missing before this."),
         ("':' delimiter" in error.msg, "a colon is missing between a key and its value."),
         ("property name" in error.msg, 'a key in double quotes is expected here: "key": value.'),
-        ("Extra data" in error.msg, "something follows after the end of the object. A closing } may be one too many."),
-        ("Invalid control character" in error.msg, "a text is not closed on its line. A double quote is missing."),
+        (
+            "Extra data" in error.msg,
+            "something follows after the end of the object. A closing } may be one too many.",
+        ),
+        (
+            "Invalid control character" in error.msg,
+            "a text is not closed on its line. A double quote is missing.",
+        ),
         ("Invalid \\escape" in error.msg, r"a backslash in a text is written twice: \\."),
     ]
-    return next((hint for applies, hint in hints if applies), f"{error.msg[0].lower()}{error.msg[1:]}.")
+    return next(
+        (hint for applies, hint in hints if applies), f"{error.msg[0].lower()}{error.msg[1:]}."
+    )

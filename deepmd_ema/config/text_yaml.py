@@ -26,7 +26,9 @@ for _tag, _pattern, _first in (
      list("-+.0123456789")),
     ("merge", r"<<", ["<"]),
 ):  # fmt: skip
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first
+    )
 
 
 def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
@@ -53,8 +55,14 @@ def parse_yaml(text: str, source: str) -> tuple[Any, Lines]:
         raise ConfigError(_message(text, error, source)) from None
     except RecursionError:
         raise ConfigError(f"{source}: an anchor that contains itself, or {NEITHER}.") from None
-    except (ValueError, KeyError, AttributeError) as error:  # of constructors of tags: !!int x, !!bool x, !!timestamp x
-        raise ConfigError(f"{source}: not YAML: a tag (!!...) before a value that it does not fit: {error}.") from None
+    except (
+        ValueError,
+        KeyError,
+        AttributeError,
+    ) as error:  # of constructors of tags: !!int x, !!bool x, !!timestamp x
+        raise ConfigError(
+            f"{source}: not YAML: a tag (!!...) before a value that it does not fit: {error}."
+        ) from None
 
 
 def _marks(node: yaml.Node, place: Place, line: int, *, is_key: bool) -> Marks:
@@ -76,7 +84,11 @@ def _message(text: str, error: yaml.YAMLError, source: str) -> str:
     tab = next((n for n, line in enumerate(lines, 1) if re.match(r" *\t", line)), None)
     if tab is not None and "\\t" in str(error):
         return f"{source}:{tab}: not YAML: a tab. Indent with spaces only."
-    shown = f"\n    {lines[mark.line].strip()[:100]}" if mark.line < len(lines) and lines[mark.line].strip() else ""
+    shown = (
+        f"\n    {lines[mark.line].strip()[:100]}"
+        if mark.line < len(lines) and lines[mark.line].strip()
+        else ""
+    )
     problem = getattr(error, "problem", None) or "cannot be read"
     if "mapping values are not allowed" in problem:
         problem = 'a colon where none can be; is the line above unfinished, or does a text with ": " need quotes?'

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepmd_ema.config.messages import NOT_AVAILABLE, Names, Place, Values, dotted, of_one_task, show
+from deepmd_ema.config.messages import (
+    NOT_AVAILABLE,
+    Names,
+    Place,
+    Values,
+    dotted,
+    of_one_task,
+    show,
+)
 
 
 @dataclass(frozen=True)
@@ -43,9 +51,15 @@ _GENERALIZED = "Generalized forces are not trained on. Remove it to train on ene
 
 # section -> key -> entry
 UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
-    "": {"nvnmd": Unavailable((None, {}), "Only DeePMD-kit's TensorFlow backend has it, for special hardware.")},
+    "": {
+        "nvnmd": Unavailable(
+            (None, {}), "Only DeePMD-kit's TensorFlow backend has it, for special hardware."
+        )
+    },
     "model": {
-        "shared_dict": Unavailable((None, {}), "Parts of one model do not share weights here; give each its sections."),
+        "shared_dict": Unavailable(
+            (None, {}), "Parts of one model do not share weights here; give each its sections."
+        ),
         "srtab_add_bias": Unavailable((None, True)),
         "compress": _EMPTY,
         "spin": Unavailable(
@@ -56,7 +70,10 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "modifier": Unavailable((None, {}), _DPLR),
         "type_embedding": Unavailable((None, {}), _IN_DESCRIPTOR),
         "info": Unavailable(no_op_values=None),
-        "lora": Unavailable((None,), "All weights are trained: remove it, and start from a checkpoint by --finetune."),
+        "lora": Unavailable(
+            (None,),
+            "All weights are trained: remove it, and start from a checkpoint by --finetune.",
+        ),
     },
     "loss": {
         **dict.fromkeys(("start_pref_gf", "limit_pref_gf"), Unavailable((None, 0), _GENERALIZED)),
@@ -80,7 +97,9 @@ REMOVED: dict[str, dict[str, Unavailable]] = {
         )
     },
     "validating": {
-        "physics": Unavailable((None,), "Remove it, and run `dp-ema test --physics` after training.", "was removed")
+        "physics": Unavailable(
+            (None,), "Remove it, and run `dp-ema test --physics` after training.", "was removed"
+        )
     },
 }
 _METRIC_INSTEAD = "F:RMSE"
@@ -136,14 +155,19 @@ def without_removed(values: Mapping[str, Any]) -> tuple[Values, list[str]]:
                 if not known[key].is_no_op(own[key])
             ]
     # an error in place of a removed metric
-    for *outer, key in (("validating", "validation_metric"), ("validating", "early_stop", "metric")):
+    for *outer, key in (
+        ("validating", "validation_metric"),
+        ("validating", "early_stop", "metric"),
+    ):
         owner: Any = kept
         for name in outer:
             if isinstance(section := owner.get(name), Mapping):
                 owner[name] = owner = dict(section)
         if (metric := owner.get(key)) in REMOVED_METRICS:
             place = dotted((*outer, key))
-            notes.append(f"{place} = {show(metric)} in the checkpoint: was removed, {_METRIC_INSTEAD} is taken")
+            notes.append(
+                f"{place} = {show(metric)} in the checkpoint: was removed, {_METRIC_INSTEAD} is taken"
+            )
             owner[key] = _METRIC_INSTEAD
     return kept, notes
 

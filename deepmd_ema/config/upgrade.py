@@ -101,20 +101,31 @@ def _move_old_keys(reading: Reading) -> None:
             continue
         value, old = training.pop(key), ("training", key)
         if new[-1] in section:
-            reading.refuse(old, f": the old place of {dotted(new)}, which is given too. Remove {dotted(old)}.")
+            reading.refuse(
+                old, f": the old place of {dotted(new)}, which is given too. Remove {dotted(old)}."
+            )
             continue
         if key == "opt_type" and isinstance(value, str):
             value = {"adam": "Adam", "adamw": "AdamW"}.get(value.lower(), value)
         section[new[-1]] = value
-        reading.lines |= {(*new, *path[2:]): line for path, line in reading.lines.items() if path[:2] == old}
+        reading.lines |= {
+            (*new, *path[2:]): line for path, line in reading.lines.items() if path[:2] == old
+        }
         reading.notes.append(f"{dotted(old)} was moved to {dotted(new)}, its place today.")
-    folders: list[Place] = [(), *(("data_dict", task) for task in section_at(training, "data_dict"))]
-    dropped: list[tuple[Place, str, str]] = [((), "numb_test", "validation is set by validation_data.numb_btch now")]
+    folders: list[Place] = [
+        (),
+        *(("data_dict", task) for task in section_at(training, "data_dict")),
+    ]
+    dropped: list[tuple[Place, str, str]] = [
+        ((), "numb_test", "validation is set by validation_data.numb_btch now")
+    ]
     dropped += [((*folder, *inner), "set_prefix", "sets are always found as set.*")
                 for folder in folders for inner in ((), ("training_data",), ("validation_data",))]  # fmt: skip
     for place, key, why in dropped:
         if section_at(training, *place).pop(key, dropped) is not dropped:
-            reading.notes.append(f"{dotted(('training', *place, key))} has no effect and was left out: {why}.")
+            reading.notes.append(
+                f"{dotted(('training', *place, key))} has no effect and was left out: {why}."
+            )
 
 
 def _move_switches(reading: Reading) -> None:
@@ -135,7 +146,9 @@ def _move_switches(reading: Reading) -> None:
             if name not in training:
                 training[name], first = value, old
                 reading.moved[new] = old
-                reading.notes.append(f"{dotted(old)} was moved to {dotted(new)}: it holds for the whole run.")
+                reading.notes.append(
+                    f"{dotted(old)} was moved to {dotted(new)}: it holds for the whole run."
+                )
             elif training[name] != value:
                 reading.refuse(
                     old,
@@ -157,13 +170,21 @@ _SHORT_FORM: dict[str, Place] = {  # option of the entry named `ema` -> that of 
 
 def _add_averages(reading: Reading) -> None:
     """Put the average of ``enable_ema`` first into the list ``training.averaging``, and that of an optimizer last."""
-    training, validating = section_at(reading.values, "training"), section_at(reading.values, "validating")
+    training, validating = (
+        section_at(reading.values, "training"),
+        section_at(reading.values, "validating"),
+    )
     entries = training.get("averaging", [])
     if not isinstance(entries, list):
         return
-    is_on, is_validated = training.get("enable_ema", False), validating.get("ema_full_validation") is True
+    is_on, is_validated = (
+        training.get("enable_ema", False),
+        validating.get("ema_full_validation") is True,
+    )
     is_section = isinstance(reading.values.get("training"), dict)
-    if "enable_ema" not in training and (not is_section or close_names("enable_ema", [*map(str, training)])):
+    if "enable_ema" not in training and (
+        not is_section or close_names("enable_ema", [*map(str, training)])
+    ):
         is_on = None  # there is no such section, or the key is misspelled
     entry = {"type": "ema", "name": "ema", "decay": EmaShorthand.ema_decay}
     for name, (place, key) in _SHORT_FORM.items():
@@ -171,17 +192,25 @@ def _add_averages(reading: Reading) -> None:
         if key in section:
             entry[name] = section[key]
             if is_on is False and name != "full_validation":
-                reading.unused.append(f"{place}.{key} = {show(entry[name])}: no effect, training.enable_ema is false")
+                reading.unused.append(
+                    f"{place}.{key} = {show(entry[name])}: no effect, training.enable_ema is false"
+                )
     if is_validated and is_on is False:
         instead = ', and "full_validation": true in an entry of training.averaging' * bool(entries)
         reading.refuse(
             _SHORT_FORM["full_validation"],
             f' = true: needs "enable_ema": true in training. Add it, or set this to false{instead}.',
         )
-    same = [n for n, e in enumerate(entries) if isinstance(e, dict) and str(e.get("name")).lower() == entry["name"]]
+    same = [
+        n
+        for n, e in enumerate(entries)
+        if isinstance(e, dict) and str(e.get("name")).lower() == entry["name"]
+    ]
     if same and is_on is True:
         name = entries[same[0]]["name"]
-        case = "" if name == entry["name"] else " but for upper and lower case, and so have its files"
+        case = (
+            "" if name == entry["name"] else " but for upper and lower case, and so have its files"
+        )
         reading.refuse(
             (*_BANK, same[0], "name"),
             f" = {show(name)}: training.enable_ema already tracks one of that "
@@ -195,10 +224,15 @@ def _add_averages(reading: Reading) -> None:
         training["averaging"] = entries = [entry, *entries]
     point = ScheduleFreeProfile.type
     is_missing = all(isinstance(e, dict) and e.get("type") != point for e in entries)
-    is_schedule_free = section_at(reading.values, "optimizer").get("type") == AdamWScheduleFreeConfig.type
+    is_schedule_free = (
+        section_at(reading.values, "optimizer").get("type") == AdamWScheduleFreeConfig.type
+    )
     if is_schedule_free and is_missing and is_section:
         is_live_validated = validating.get("full_validation") is True
-        training["averaging"] = [*entries, {"type": point, "name": point, "full_validation": is_live_validated}]
+        training["averaging"] = [
+            *entries,
+            {"type": point, "name": point, "full_validation": is_live_validated},
+        ]
 
 
 # ---- several tasks
@@ -216,7 +250,8 @@ def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
     shared = model.pop("shared_dict", None) or {}
     if not isinstance(shared, dict):
         shared = reading.refuse(
-            _SHARED, f' = {show(shared)}: expected parts of models by name, e.g. {{"dpa": {{"type": "dpa1", ...}}}}.'
+            _SHARED,
+            f' = {show(shared)}: expected parts of models by name, e.g. {{"dpa": {{"type": "dpa1", ...}}}}.',
         )
     for_all = {key: model.pop(key) for key in list(model) if key != "model_dict"}
     of_tasks = {t: section for t, section in models.items() if isinstance(section, dict)}
@@ -245,7 +280,11 @@ def _replace_names(reading: Reading, task: str, section: Values, shared: Any) ->
     """Put parts in the places of their names in the model of a task, and yield where."""
     parts = section_at(section, "descriptor").get("list")
     named: list[tuple[Any, Any, str]] = [(section, part, part) for part in PARTS if part in section]
-    named += [(parts, n, f"descriptor.list[{n}]") for n in range(len(parts))] if isinstance(parts, list) else []
+    named += (
+        [(parts, n, f"descriptor.list[{n}]") for n in range(len(parts))]
+        if isinstance(parts, list)
+        else []
+    )
     for owner, key, part in named:
         text = owner[key]
         if not isinstance(text, str):
@@ -264,7 +303,10 @@ def _replace_names(reading: Reading, task: str, section: Values, shared: Any) ->
             reading.refuse(place, f" = {show(text)}: not in model.shared_dict. {advice}")
         elif colon and level not in levels:
             one = " or 1 (the embedding of elements only)" * ("1" in levels)
-            reading.refuse(place, f" = {show(text)}: expected {name}, with level 0 (all of it){one} after a colon.")
+            reading.refuse(
+                place,
+                f" = {show(text)}: expected {name}, with level 0 (all of it){one} after a colon.",
+            )
         else:
             owner[key] = copy.deepcopy(shared[name])
             reading.moved[place] = (*_SHARED, name)
@@ -275,7 +317,11 @@ def _replace_names(reading: Reading, task: str, section: Values, shared: Any) ->
 
 INNER = "inner_potential"
 # options of the part -> those of the model
-_OF_INNER = {"mode": "bridging_method", "r_inner": "bridging_r_inner", "r_outer": "bridging_r_outer"}
+_OF_INNER = {
+    "mode": "bridging_method",
+    "r_inner": "bridging_r_inner",
+    "r_outer": "bridging_r_outer",
+}
 _OF_TABLE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
 _OF_WHOLE = ("type_map", "atom_exclude_types", "pair_exclude_types")
 
@@ -290,16 +336,25 @@ def _spell_out_bridging(reading: Reading) -> None:
     for place in places:
         section = section_at(reading.values, *place)
         kind, parts = section.get("type", "standard"), section.get("models")
-        parts = [part if isinstance(part, dict) else {} for part in parts] if isinstance(parts, list) else []
+        parts = (
+            [part if isinstance(part, dict) else {} for part in parts]
+            if isinstance(parts, list)
+            else []
+        )
         if kind == "linear_ener" and any(part.get("type") == INNER for part in parts):
             _merge_parts(reading, section, parts, place)
-            reading.notes.append(f"{dotted(place)} is a sum with {INNER}, which is the model dpa4 with bridging.")
+            reading.notes.append(
+                f"{dotted(place)} is a sum with {INNER}, which is the model dpa4 with bridging."
+            )
         elif (
             kind == "standard"
             and section_at(section, "descriptor").get("type") in dpa4
             and not section.get("use_srtab")
         ):
-            is_bridged = isinstance(method := section.get("bridging_method"), str) and method_name(method) is not None
+            is_bridged = (
+                isinstance(method := section.get("bridging_method"), str)
+                and method_name(method) is not None
+            )
             names = type_names(FITTINGS["dpa4_ener"].section)
             if is_bridged or section_at(section, "fitting_net").get("type") in names:
                 section["type"] = "dpa4"
@@ -309,8 +364,16 @@ def _spell_out_bridging(reading: Reading) -> None:
 
 def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: Place) -> None:
     """Turn a section of type ``linear_ener`` with an ``inner_potential`` into one of type ``dpa4``."""
-    skipped = ("type", "models", "weights", *(() if section.get("shared_dict") else ("shared_dict",)))
-    weights, whole = section.get("weights"), {key: value for key, value in section.items() if key not in skipped}
+    skipped = (
+        "type",
+        "models",
+        "weights",
+        *(() if section.get("shared_dict") else ("shared_dict",)),
+    )
+    weights, whole = (
+        section.get("weights"),
+        {key: value for key, value in section.items() if key not in skipped},
+    )
     section.clear()
     section.update({"type": "dpa4", **whole, "bridging_method": "zbl"})
     inner = [k for k, part in enumerate(parts) if part.get("type") == INNER]
@@ -324,7 +387,8 @@ def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: 
     kind = part["descriptor"].get("type", "dpa4")
     if kind not in type_names(DESCRIPTORS["dpa4"].section):
         reading.refuse(
-            (*here, "descriptor", "type"), f" = {show(kind)}: {INNER} is for dpa4, as in DeePMD-kit. Use dpa4."
+            (*here, "descriptor", "type"),
+            f" = {show(kind)}: {INNER} is for dpa4, as in DeePMD-kit. Use dpa4.",
         )
     defaults = {o.name: o.default for o in options(NetworkConfig)}
     for key, value in part.items():
@@ -336,7 +400,8 @@ def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: 
             reading.moved |= {(*place, key): (*here, key)}
         elif value not in (whole[key], None, default, []):
             reading.refuse(
-                (*here, key), f" = {show(value)}: {dotted((*place, key))} = {show(whole[key])}. Give one of the two."
+                (*here, key),
+                f" = {show(value)}: {dotted((*place, key))} = {show(whole[key])}. Give one of the two.",
             )
     here = (*place, "models", inner[0])
     for key, value in parts[inner[0]].items():

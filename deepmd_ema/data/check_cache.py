@@ -27,7 +27,10 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def recall_or_find(
-    folder: Path | None, files: Iterable[Path], about: Mapping[str, Any], find: Callable[[], dict[str, Any]]
+    folder: Path | None,
+    files: Iterable[Path],
+    about: Mapping[str, Any],
+    find: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
     """Return the result of ``find`` for the content of files, from ``folder`` if it was stored there.
 
@@ -46,7 +49,9 @@ def recall_or_find(
     if stored is not None:
         return stored
     result = find()
-    if result.get("problems") or _key(files, about) != key:  # else they were changed while they were read
+    if (
+        result.get("problems") or _key(files, about) != key
+    ):  # else they were changed while they were read
         return result
     dated = json.dumps({"date": time.strftime("%Y-%m-%d %H:%M:%S"), **result})
     # of the key as well, so that a file that was renamed is not taken for another
@@ -61,7 +66,10 @@ def recall_or_find(
             for file in results[:-_MAX_RESULTS]:
                 file.unlink()
     except WriteError as error:
-        logger.warning("%s The check of the data is not remembered: the next run reads all of them again.", error)
+        logger.warning(
+            "%s The check of the data is not remembered: the next run reads all of them again.",
+            error,
+        )
     return result
 
 
@@ -94,5 +102,7 @@ def _key(files: Iterable[Path], about: Mapping[str, Any]) -> str | None:
 def _source_digest() -> str:
     """Return the digest of the source of this package, which changes between commits of one version."""
     files = sorted(_PACKAGE.rglob("*.py"))
-    sources = [(str(path.relative_to(_PACKAGE)), path.read_text(encoding="utf-8")) for path in files]
+    sources = [
+        (str(path.relative_to(_PACKAGE)), path.read_text(encoding="utf-8")) for path in files
+    ]
     return hashlib.sha256(json.dumps(sources).encode()).hexdigest()

@@ -29,7 +29,9 @@ from deepmd_ema.geometry import (
 
 MAX_CACHE_BYTES = 4 << 30  # a 192-atom frame with 120 slots takes 150 kB: 28,000 of them
 MAX_ATOMS_TOGETHER = 64  # atoms of an open frame whose pairs are found together with those of other frames of a batch
-_MAX_TABLE_IMAGES = 1 << 20  # images in a block around all that are needed, of which a table is made to find these
+_MAX_TABLE_IMAGES = (
+    1 << 20
+)  # images in a block around all that are needed, of which a table is made to find these
 ROUND_TO = 4  # slots come in multiples of this, so that batches have few shapes
 
 
@@ -73,7 +75,15 @@ class PairedFrame:
     @property
     def nbytes(self) -> int:
         """Memory in use, approximately."""
-        arrays = (self.order, self.coord, self.neighbor, self.image, self.table, self.reverse, self.frame.coord)
+        arrays = (
+            self.order,
+            self.coord,
+            self.neighbor,
+            self.image,
+            self.table,
+            self.reverse,
+            self.frame.coord,
+        )
         return sum(a.nbytes for a in (*arrays, *self.frame.labels.values())) + 2048
 
 
@@ -107,7 +117,9 @@ def pair_frame(
     sections = layout.num_types if layout.by_type else 1
     section = atom_type[pairs.j] if layout.by_type else np.zeros(len(pairs.j), np.int64)
     key = pairs.i * sections + section
-    sorter = stable_argsort(key, natoms * sections)  # pairs come by distance: each group stays sorted by it
+    sorter = stable_argsort(
+        key, natoms * sections
+    )  # pairs come by distance: each group stays sorted by it
     key, i, j = key[sorter], pairs.i[sorter], pairs.j[sorter]
     rank, counts = rank_in_group(key, natoms * sections)
     most = tuple(counts.reshape(natoms, sections).max(axis=0).tolist())
@@ -124,7 +136,11 @@ def pair_frame(
         key, i, j, sorter = key[keep], i[keep], j[keep], sorter[keep]
         rank, counts = rank_in_group(key, natoms * sections)
     slots = _rounded(counts.reshape(natoms, sections).max(axis=0), layout.sel, round_to)
-    row, column, place = row_of_atom[i], row_of_atom[j], rank + (np.cumsum(slots) - slots)[section[sorter]]
+    row, column, place = (
+        row_of_atom[i],
+        row_of_atom[j],
+        rank + (np.cumsum(slots) - slots)[section[sorter]],
+    )
     table, image_of_pair = _images(np.take(pairs.shift, sorter, axis=0), frame.box, layout.rcut)
     total = sum(slots)
     flat = row * total + place
@@ -141,14 +157,18 @@ def pair_frame(
         inner.append(min(*_rounded([used], [limit], round_to), total))
     if layout.type_sel:
         kind = row * layout.num_types + atom_type[order][column]
-        counts = np.bincount(kind, minlength=natoms * layout.num_types).reshape(natoms, layout.num_types)
+        counts = np.bincount(kind, minlength=natoms * layout.num_types).reshape(
+            natoms, layout.num_types
+        )
         type_slots = _rounded(counts.max(axis=0), layout.type_sel, round_to)
     # in the order of the slots: sums over reverse slots are then bitwise the same, however the pairs were found
     by_slot = np.flatnonzero(image)
     center = neighbor[by_slot].astype(np.int64)
     sorter = stable_argsort(center, natoms)
     rank, counts = rank_in_group(center[sorter], natoms)
-    reverse = np.full((natoms, -(-int(counts.max(initial=0)) // round_to) * round_to), natoms * total, np.int32)
+    reverse = np.full(
+        (natoms, -(-int(counts.max(initial=0)) // round_to) * round_to), natoms * total, np.int32
+    )
     reverse[center[sorter], rank] = by_slot[sorter]
     shape, counts = (natoms, total), np.bincount(atom_type, minlength=layout.num_types)
     return PairedFrame(
@@ -173,7 +193,9 @@ class PairCache:
 
     def __init__(self, max_bytes: int | None = None, local_size: int = 1) -> None:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.max_bytes = min(MAX_CACHE_BYTES, memory // (4 * local_size)) if max_bytes is None else max_bytes
+        self.max_bytes = (
+            min(MAX_CACHE_BYTES, memory // (4 * local_size)) if max_bytes is None else max_bytes
+        )
         self.num_bytes = 0
         self._frames: dict[tuple[FrameSource, int, NeighborLayout | None], PairedFrame | Frame] = {}
         self._lock = threading.Lock()
@@ -203,7 +225,9 @@ class PairCache:
         return len(self._frames)
 
 
-def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, labels: Sequence[str] = ()) -> Batch:
+def collate(
+    frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, labels: Sequence[str] = ()
+) -> Batch:
     """Return ``frames`` as one batch; what is missing in some frames is zero there and its ``has_label`` is 0.
 
     Args:
@@ -216,26 +240,46 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
     num_atoms = np.array([f.num_atoms for f in raw])
     if not any(isinstance(f, PairedFrame) for f in frames) and all(map(is_molecule, raw)):
         # as if they were one frame, in which no pair is of two of them
-        joined = Frame(np.concatenate([f.coord for f in raw]), np.concatenate([f.atom_type for f in raw]))
-        paired = [pair_frame(joined, layout, lambda coord, box, rcut: find_pairs_of_molecules(coord, num_atoms, rcut))]
+        joined = Frame(
+            np.concatenate([f.coord for f in raw]), np.concatenate([f.atom_type for f in raw])
+        )
+        paired = [
+            pair_frame(
+                joined,
+                layout,
+                lambda coord, box, rcut: find_pairs_of_molecules(coord, num_atoms, rcut),
+            )
+        ]
     else:
         paired = [f if isinstance(f, PairedFrame) else pair_frame(f, layout) for f in frames]
     # rows of the batch that the rows of each frame become: by type, then by frame
     counts = np.stack([p.counts for p in paired])  # (F, T)
-    start = np.cumsum(counts.T.ravel()).reshape(counts.T.shape) - counts.T - (np.cumsum(counts, axis=1) - counts).T
+    start = (
+        np.cumsum(counts.T.ravel()).reshape(counts.T.shape)
+        - counts.T
+        - (np.cumsum(counts, axis=1) - counts).T
+    )
     rows = [np.arange(c.sum()) + np.repeat(start[:, k], c) for k, c in enumerate(counts)]
     slots = tuple(max(widths) for widths in zip(*(p.slots for p in paired)))
     if len(paired) == 1:
         only = paired[0]
-        neighbor, vector, reverse = only.neighbor.astype(np.int64), _vectors(only), only.reverse.astype(np.int64)
+        neighbor, vector, reverse = (
+            only.neighbor.astype(np.int64),
+            _vectors(only),
+            only.reverse.astype(np.int64),
+        )
     else:
         all_atoms, total = int(num_atoms.sum()), sum(slots)
         neighbor = np.repeat(np.arange(all_atoms), total).reshape(all_atoms, total)
         vector = np.zeros((all_atoms, total, 3))
         vector[:, :, 0] = 2 * layout.rcut
-        reverse = np.full((all_atoms, max(p.reverse.shape[1] for p in paired)), all_atoms * total, np.int64)
+        reverse = np.full(
+            (all_atoms, max(p.reverse.shape[1] for p in paired)), all_atoms * total, np.int64
+        )
         for one, row in zip(paired, rows):
-            columns = np.concatenate([np.arange(n) + first for n, first in zip(one.slots, np.cumsum(slots) - slots)])
+            columns = np.concatenate(
+                [np.arange(n) + first for n, first in zip(one.slots, np.cumsum(slots) - slots)]
+            )
             to_flat = np.append((row[:, None] * total + columns).ravel(), all_atoms * total)
             reverse[row, : one.reverse.shape[1]] = to_flat[one.reverse]
             where = row if len(columns) == total else np.ix_(row, columns)
@@ -248,7 +292,10 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
         if label.per_pair and not any(has):
             continue  # zeros carry no information, and without them nothing is computed to compare with
         has_label[name] = _tensor(np.array(has, np.float64))
-        parts = [f.labels[name] if name in f.labels else np.zeros(label.shape_in_frame(f.num_atoms)) for f in raw]
+        parts = [
+            f.labels[name] if name in f.labels else np.zeros(label.shape_in_frame(f.num_atoms))
+            for f in raw
+        ]
         # pairs of atoms stay in the order of the files
         values = np.concatenate(parts) if label.per_atom or label.per_pair else np.stack(parts)
         label_values[name] = _tensor(np.take(values, order, axis=0) if label.per_atom else values)
@@ -279,7 +326,9 @@ def is_molecule(frame: Frame) -> bool:
     """Whether a frame is open and so small that its pairs may be found by measuring all of them."""
     if frame.box is not None or frame.num_atoms > MAX_ATOMS_TOGETHER:
         return False
-    return bool(np.abs(frame.coord).max(initial=0.0) <= NEAR_ORIGIN)  # not so of nan, which pair_frame refuses
+    return bool(
+        np.abs(frame.coord).max(initial=0.0) <= NEAR_ORIGIN
+    )  # not so of nan, which pair_frame refuses
 
 
 def _rounded(used: Iterable[int], limits: Iterable[int], round_to: int) -> tuple[int, ...]:
@@ -329,7 +378,9 @@ def conditions_of(frames: Sequence[Frame], order: Array) -> dict[str, torch.Tens
         parts = [getattr(f, name) for f in frames if getattr(f, name) is not None]
         assert len(parts) in (0, len(frames)), f"frames with and without {name} in one batch"
         if parts:
-            out[name] = _tensor(np.stack(parts) if name == FPARAM else np.take(np.concatenate(parts), order, axis=0))
+            out[name] = _tensor(
+                np.stack(parts) if name == FPARAM else np.take(np.concatenate(parts), order, axis=0)
+            )
     return out
 
 

@@ -30,11 +30,26 @@ from deepmd_ema.errors import DataError, UserError, collect_problems, counted, f
 from deepmd_ema.geometry import Array
 from deepmd_ema.utils import even_places
 
-_MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo", ".savedmodel", ".jax")
+_MODELS = (
+    ".pt",
+    ".pth",
+    ".pt2",
+    ".pte",
+    ".pb",
+    ".dp",
+    ".yaml",
+    ".yml",
+    ".hlo",
+    ".savedmodel",
+    ".jax",
+)
 Predictor: TypeAlias = Callable[[StoredFrame, "Array | None", "Array | None"], Mapping[str, Array]]
 """Returns energy (), force (N, 3) and virial (9,) of a model for a frame, its fparam and its aparam, by label."""
 _MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name
-_TWO_CONVENTIONS = ("ASE as runnerdata", "dpdata as n2p2")  # readers of files that have either bohr or angstrom
+_TWO_CONVENTIONS = (
+    "ASE as runnerdata",
+    "dpdata as n2p2",
+)  # readers of files that have either bohr or angstrom
 _MAX_LOOKED = 20  # frames of a file whose nearest atoms are searched
 
 
@@ -97,14 +112,22 @@ def convert_data(
         DataError: if files cannot be read, or have nothing to learn from.
     """
     if not 0 <= validation < 1:
-        raise UserError(f"--validation {validation:g}: expected a share of the frames from 0 to below 1, such as 0.1.")
+        raise UserError(
+            f"--validation {validation:g}: expected a share of the frames from 0 to below 1, such as 0.1."
+        )
     out = Path(output)
-    paths = [out, out.with_stem(f"{out.stem}_validation")] if validation and is_xyz(output) else [out]
+    paths = (
+        [out, out.with_stem(f"{out.stem}_validation")] if validation and is_xyz(output) else [out]
+    )
     for path in paths:
         if path.exists() or path.is_symlink():
-            raise UserError(f"{path}: exists. Nothing is written over: name a file or folder that does not exist.")
+            raise UserError(
+                f"{path}: exists. Nothing is written over: name a file or folder that does not exist."
+            )
     if mixed and is_xyz(output):
-        raise UserError(f"--mixed: is an option for folders, and {output} is extended XYZ, whose frames have any size.")
+        raise UserError(
+            f"--mixed: is an option for folders, and {output} is extended XYZ, whose frames have any size."
+        )
     length, _, energy = ("angstrom,eV" if units is None else units).lower().partition(",")
     if length not in LENGTHS or energy not in ENERGIES:
         raise UserError(
@@ -112,12 +135,20 @@ def convert_data(
             "kcal/mol, kJ/mol), such as bohr,hartree."
         )
     if selected is None and file_format is None:
-        stored = [path for path in inputs if split_address(path)[0].exists() and not needs_conversion(path)]
+        stored = [
+            path
+            for path in inputs
+            if split_address(path)[0].exists() and not needs_conversion(path)
+        ]
         selected = selected_elements(stored)
     frames, lines = _read(inputs, file_format, predict, units, selected)
     if not frames:
-        read_by = "; ".join(dict.fromkeys(line.strip() for line in lines if line.startswith("  by ")))
-        bad = "".join(f" {line.strip()}." for line in lines if line.startswith("  warning: left out"))
+        read_by = "; ".join(
+            dict.fromkeys(line.strip() for line in lines if line.startswith("  by "))
+        )
+        bad = "".join(
+            f" {line.strip()}." for line in lines if line.startswith("  warning: left out")
+        )
         what = f"{', '.join(inputs)}: no frame has an energy or forces (read {read_by})."
         raise DataError(f"{what}{bad or ' Is the format right?'}")
     type_map = tuple(dict.fromkeys(symbol for frame in frames for symbol in frame.symbols))
@@ -131,7 +162,10 @@ def convert_data(
             split = split_frames(table, validation, seed)
         except DataError as error:
             raise UserError(f"--validation {validation:g}: {error}") from error
-        parts = [[frame for frame, own in zip(frames, split.mask) if own == kind] for kind in (False, True)]
+        parts = [
+            [frame for frame, own in zip(frames, split.mask) if own == kind]
+            for kind in (False, True)
+        ]
         lines += [*split.lines, *(f"warning: {finding}" for finding in split.findings())]
     if is_xyz(output):
         return lines + _write_files(dict(zip(paths, parts)))
@@ -155,7 +189,13 @@ def _read(
     selected: Sequence[str] | None,
 ) -> tuple[list[_Labelled], list[str]]:
     """Return the frames with energies or forces of all files, and remarks on each file."""
-    frames, lines, problems, names, num_empty = list[_Labelled](), list[str](), list[str](), list[str](), 0
+    frames, lines, problems, names, num_empty = (
+        list[_Labelled](),
+        list[str](),
+        list[str](),
+        list[str](),
+        0,
+    )
     wanted = (*LABELS, FPARAM, APARAM) if predict is None else (FPARAM, APARAM, *WEIGHTS)
     for given in inputs:
         with collect_problems(problems):
@@ -170,21 +210,33 @@ def _read(
                 for index, frame in enumerate(stored):
                     with collect_problems(problems, f"{name}: frame {index} (from 0): "):
                         arrays = labels_of(frame, inventory.sources(frame), wanted)
-                        arrays |= {COORD: frame.coord} if frame.box is None else {COORD: frame.coord, BOX: frame.box}
-                        arrays = {n: a * factors[n] if n in factors else a for n, a in arrays.items()}
+                        arrays |= (
+                            {COORD: frame.coord}
+                            if frame.box is None
+                            else {COORD: frame.coord, BOX: frame.box}
+                        )
+                        arrays = {
+                            n: a * factors[n] if n in factors else a for n, a in arrays.items()
+                        }
                         if predict is not None:
                             own = replace(frame, coord=arrays[COORD], box=arrays.get(BOX))
                             arrays |= predict(own, arrays.get(FPARAM), arrays.get(APARAM))
-                        if bad := [n for n, array in arrays.items() if not np.isfinite(array).all()]:
+                        if bad := [
+                            n for n, array in arrays.items() if not np.isfinite(array).all()
+                        ]:
                             not_finite.append(f"{index} ({', '.join(bad)})")
                             continue
                         if not any(LABELS[name].errors for name in arrays if name in LABELS):
                             num_empty += 1
                             continue
-                        frames.append(_Labelled(number, kind_of(frame), tuple(frame.symbols), arrays))
+                        frames.append(
+                            _Labelled(number, kind_of(frame), tuple(frame.symbols), arrays)
+                        )
                 lines += [f"  {line}" for line in (*about_units, *inventory.lines())]
                 if not_finite:
-                    listed = f"{counted(len(not_finite), 'frame')} (from 0): {first_few(not_finite)}"
+                    listed = (
+                        f"{counted(len(not_finite), 'frame')} (from 0): {first_few(not_finite)}"
+                    )
                     lines.append(f"  warning: left out, since numbers are not finite: {listed}")
     DataError.raise_if_any(problems)
     if num_empty:
@@ -206,22 +258,40 @@ def _factors(
     Raises:
         DataError: if the units cannot be chosen, or must be, since nearest atoms are in no usual distance.
     """
-    reader, read_by, assumed = inventory.reader, f"by {inventory.reader}", inventory.units or ("angstrom", "eV")
+    reader, read_by, assumed = (
+        inventory.reader,
+        f"by {inventory.reader}",
+        inventory.units or ("angstrom", "eV"),
+    )
     nearest = 1.0 if reader == "dp-ema" else _nearest_atoms(stored)
     found = f"nearest atoms are {nearest:.2f} sums of their covalent radii apart"
     fits = SHORT < nearest < LONG
     if units is not None:
         if inventory.states_units:
-            raise DataError(f"{name}: states its units itself. Leave --units out, or remove them from the file.")
+            raise DataError(
+                f"{name}: states its units itself. Leave --units out, or remove them from the file."
+            )
         if fits and inventory.units is None:
-            raise DataError(f"{name}: is read {read_by}, which knows the units: {found}. Leave --units out.")
+            raise DataError(
+                f"{name}: is read {read_by}, which knows the units: {found}. Leave --units out."
+            )
         given, own = units.lower().split(","), [unit.lower() for unit in assumed]
-        length, energy = (table[a] / table[b] for table, a, b in zip((LENGTHS, ENERGIES), given, own))
-        labels = {name: quantity_factor(energy, length, label.unit) for name, label in LABELS.items() if label.unit}
+        length, energy = (
+            table[a] / table[b] for table, a, b in zip((LENGTHS, ENERGIES), given, own)
+        )
+        labels = {
+            name: quantity_factor(energy, length, label.unit)
+            for name, label in LABELS.items()
+            if label.unit
+        }
         line = f"{read_by}, in {' and '.join(units.split(','))} (--units)"
         line += f", not {' and '.join(assumed)}" * (given != own)
         return {COORD: length, BOX: length, **labels}, [line]
-    read_by += f", in {' and '.join(assumed)}" if inventory.units is not None else ", in the units of the program"
+    read_by += (
+        f", in {' and '.join(assumed)}"
+        if inventory.units is not None
+        else ", in the units of the program"
+    )
     if fits:
         return {}, [read_by]
     found += f", expected {SHORT} to {LONG}"
@@ -230,7 +300,10 @@ def _factors(
             f"{name}: is read {read_by}, and {found} (with angstrom {nearest / BOHR:.2f}). Say which units "
             "it has: --units angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
         )
-    return {}, [read_by, f"warning: {found}. If the file has other units, name them: --units LENGTH,ENERGY"]
+    return {}, [
+        read_by,
+        f"warning: {found}. If the file has other units, name them: --units LENGTH,ENERGY",
+    ]
 
 
 def _nearest_atoms(stored: Sequence[StoredFrame]) -> float:
@@ -245,10 +318,18 @@ def _nearest_atoms(stored: Sequence[StoredFrame]) -> float:
 def _chunks(frames: Sequence[_Labelled], type_map: Sequence[str]) -> Iterator[Chunk]:
     """Yield frames of one size and with the same arrays that follow each other."""
     first = 0
-    for _, group in groupby(frames, key=lambda frame: (len(frame.symbols), BOX in frame.arrays, FORCE in frame.arrays)):
+    for _, group in groupby(
+        frames, key=lambda frame: (len(frame.symbols), BOX in frame.arrays, FORCE in frame.arrays)
+    ):
         members = list(group)
-        types = np.array([[type_map.index(symbol) for symbol in frame.symbols] for frame in members])
-        arrays = {n: np.stack([f.arrays[n] for f in members]) for n in (COORD, BOX, FORCE) if n in members[0].arrays}
+        types = np.array(
+            [[type_map.index(symbol) for symbol in frame.symbols] for frame in members]
+        )
+        arrays = {
+            n: np.stack([f.arrays[n] for f in members])
+            for n in (COORD, BOX, FORCE)
+            if n in members[0].arrays
+        }
         yield Chunk(first, types, arrays)
         first += len(members)
 
@@ -265,16 +346,24 @@ def _write_files(parts: Mapping[Path, Sequence[_Labelled]]) -> list[str]:
                     with collect_problems(problems, f"{path}: frame {number} (from 0): "):
                         file.write(frame_text(frame.symbols, frame.arrays, frame.kind))
                     DataError.raise_if_any(problems)
-            lines.append(f"wrote {path}: {counted(len(frames), 'frame')}, {_describe_labels(frames)}")
+            lines.append(
+                f"wrote {path}: {counted(len(frames), 'frame')}, {_describe_labels(frames)}"
+            )
     return lines
 
 
-def _write_part(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[str], mixed: bool) -> list[str]:
+def _write_part(
+    folder: Path, frames: Sequence[_Labelled], type_map: Sequence[str], mixed: bool
+) -> list[str]:
     """Write frames as systems below ``folder``, of one size or one composition, and return a line for each."""
     groups: dict[tuple[str, bool], list[_Labelled]] = {}
     for frame in frames:
-        formula = "".join(f"{name}{count}" for name, count in sorted(Counter(frame.symbols).items()))
-        groups.setdefault((str(len(frame.symbols)) if mixed else formula, BOX in frame.arrays), []).append(frame)
+        formula = "".join(
+            f"{name}{count}" for name, count in sorted(Counter(frame.symbols).items())
+        )
+        groups.setdefault(
+            (str(len(frame.symbols)) if mixed else formula, BOX in frame.arrays), []
+        ).append(frame)
     lines, used = [], set[str]()
     for (name, periodic), members in groups.items():
         place = re.sub(r"[^A-Za-z0-9_+-]", "_", name) + "_open" * (not periodic)
@@ -283,7 +372,9 @@ def _write_part(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[st
         used.add(place.lower())
         system = folder / place
         system.mkdir(parents=True)
-        types = np.array([[type_map.index(symbol) for symbol in frame.symbols] for frame in members])
+        types = np.array(
+            [[type_map.index(symbol) for symbol in frame.symbols] for frame in members]
+        )
         order = np.argsort(types * (not mixed), axis=1, kind="stable")
         stored = np.zeros(types.shape[1], int) if mixed else np.sort(types[0])
         (system / "type.raw").write_text(" ".join(map(str, stored)) + "\n", encoding="utf-8")
@@ -292,23 +383,33 @@ def _write_part(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[st
             (system / "nopbc").touch()
         sets: dict[tuple[str, ...], list[int]] = {}  # one for each kind of labels
         for number, frame in enumerate(members):
-            shapes = (f"{n}{a.shape[-1:] if n in (FPARAM, APARAM) else ''}" for n, a in frame.arrays.items())
+            shapes = (
+                f"{n}{a.shape[-1:] if n in (FPARAM, APARAM) else ''}"
+                for n, a in frame.arrays.items()
+            )
             sets.setdefault(tuple(sorted(shapes)), []).append(number)
         for k, numbers in enumerate(sets.values()):
             part = system / f"set.{k:03d}"
             part.mkdir()
             for array in members[numbers[0]].arrays:
-                rows = [of_atoms(array, members[number].arrays[array], order[number]) for number in numbers]
+                rows = [
+                    of_atoms(array, members[number].arrays[array], order[number])
+                    for number in numbers
+                ]
                 shape = (len(rows),) if rows[0].ndim == 0 else (len(rows), -1)
                 file = LABELS[array].files[0] if array in LABELS else array
                 np.save(part / f"{file}.npy", np.stack(rows).reshape(shape))
             if mixed:
                 np.save(part / f"{TYPES}.npy", types[numbers].astype(np.int32))
         cell = "periodic" if periodic else "open"
-        lines.append(f"  {place}: {counted(len(members), 'frame')}, {cell}, {_describe_labels(members)}")
+        lines.append(
+            f"  {place}: {counted(len(members), 'frame')}, {cell}, {_describe_labels(members)}"
+        )
     return lines
 
 
 def _describe_labels(frames: Sequence[_Labelled]) -> str:
     counts = Counter(name for frame in frames for name in frame.arrays if name not in (COORD, BOX))
-    return ", ".join(n if c == len(frames) else f"{n} ({counted(c, 'frame')})" for n, c in counts.items())
+    return ", ".join(
+        n if c == len(frames) else f"{n} ({counted(c, 'frame')})" for n, c in counts.items()
+    )

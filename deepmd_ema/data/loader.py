@@ -69,13 +69,21 @@ class Loader:
 
         # no methods: a thread that held this object would keep it from being forgotten
         def batch(n: int) -> Batch:
-            frames = collate([pairs.get(systems[system], k, layout) for system, k in sampler.batch(n)], layout, labels)
+            frames = collate(
+                [pairs.get(systems[system], k, layout) for system, k in sampler.batch(n)],
+                layout,
+                labels,
+            )
             return frames.as_padding() if sampler.is_repeat(n) else frames
 
         self.batch, self.pad = batch, pad
-        self._prepare: Callable[[int, Pad | None], Batch | PackedBatch] = lambda n, pad: _prepared(batch(n), pin, pad)
+        self._prepare: Callable[[int, Pad | None], Batch | PackedBatch] = lambda n, pad: _prepared(
+            batch(n), pin, pad
+        )
         self._prefetch = prefetch
-        self._num_threads = max(1, prefetch) if pin else 1  # on a CPU they would take the cores of the steps
+        self._num_threads = (
+            max(1, prefetch) if pin else 1
+        )  # on a CPU they would take the cores of the steps
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch | PackedBatch]] = deque()
 
@@ -90,7 +98,9 @@ class Loader:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(self._num_threads, thread_name_prefix="dp-ema-loader")
         while len(self._ahead) <= self._prefetch:
-            self._ahead.append(self._thread.submit(self._prepare, self.position + len(self._ahead), self.pad))
+            self._ahead.append(
+                self._thread.submit(self._prepare, self.position + len(self._ahead), self.pad)
+            )
         batch = self._ahead[0].result()  # an error stays the first, to be raised again
         self._ahead.popleft()
         self.position += 1
@@ -143,7 +153,9 @@ def sequential_batches(
     for number, (first, last) in enumerate(pairwise(edges)):
         group = list(islice(remaining, last - first))
         if number % world_size == rank:
-            yield collate([cache.get(system, k, layout) for system, k in group], layout, labels=labels)
+            yield collate(
+                [cache.get(system, k, layout) for system, k in group], layout, labels=labels
+            )
 
 
 def num_batches(systems: Sequence[FrameSource], max_atoms: int = MAX_ATOMS) -> int:
@@ -152,7 +164,9 @@ def num_batches(systems: Sequence[FrameSource], max_atoms: int = MAX_ATOMS) -> i
     return len(batch_edges(sizes, max_atoms)) - 1
 
 
-def prefetch(batches: Iterator[Batch], device: torch.device, pad: Pad | None = None) -> Iterator[Batch | PackedBatch]:
+def prefetch(
+    batches: Iterator[Batch], device: torch.device, pad: Pad | None = None
+) -> Iterator[Batch | PackedBatch]:
     """Yield ``batches``; for a GPU from page-locked memory, each made while the one before is evaluated.
 
     Args:
@@ -177,7 +191,9 @@ def atoms_at_once(device: torch.device) -> int:
     return ATOMS_AT_ONCE.get(device.type, MAX_ATOMS)
 
 
-def shared_atoms_at_once(systems: Sequence[FrameSource], device: torch.device, world_size: int) -> int:
+def shared_atoms_at_once(
+    systems: Sequence[FrameSource], device: torch.device, world_size: int
+) -> int:
     """Return the most atoms in a batch of ``systems`` that several ranks share: few enough that each has some."""
     share = -(-sum(int(system.frame_sizes.sum()) for system in systems) // world_size)
     return min(atoms_at_once(device), max(MAX_ATOMS, share))

@@ -26,8 +26,25 @@ from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
 from deepmd_ema.data.split import FrameTable, Split, split_frames
 from deepmd_ema.distributed.files import file_digest
-from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, counted, first_few
-from deepmd_ema.findings import ERROR, NOTE, WARNING, Finding, error, note, warning, with_severity, with_task
+from deepmd_ema.errors import (
+    ConfigError,
+    DataError,
+    UserError,
+    collect_problems,
+    counted,
+    first_few,
+)
+from deepmd_ema.findings import (
+    ERROR,
+    NOTE,
+    WARNING,
+    Finding,
+    error,
+    note,
+    warning,
+    with_severity,
+    with_task,
+)
 from deepmd_ema.geometry import NeighborStatistics, find_pairs_once
 from deepmd_ema.utils import seed_for
 
@@ -39,7 +56,9 @@ logger = logging.getLogger(__name__)
 
 MIN_BRIDGED_DISTANCE = 0.01  # angstrom; the energy of bridging is finite but for atoms in one place
 COMPARED_BYTES = 1 << 30  # of one file, about a second; of a larger one every rank compares parts
-_SLACK = 1 - 1e-12  # factor of steps before they are rounded up: a share of the steps is rounded itself
+_SLACK = (
+    1 - 1e-12
+)  # factor of steps before they are rounded up: a share of the steps is rounded itself
 _SECTIONS = ("training_data", "validation_data")  # of the parts of TaskData
 
 
@@ -69,12 +88,17 @@ def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> di
         spec = ReadSpec.of_model(task.model, tuple(labels))
         spec = replace(spec, results=results[name] if results is not None else None)
         data[name] = TaskData([], [], [])
-        sections = {f"{task.place('training')}.{section}": getattr(task.data, section) for section in _SECTIONS}
+        sections = {
+            f"{task.place('training')}.{section}": getattr(task.data, section)
+            for section in _SECTIONS
+        }
         sections[task.place("validating.test_data")] = task.test
         for (where, options), sources in zip(sections.items(), data[name]):
             if options is not None:
                 with collect_problems(problems):
-                    sources += open_systems(options.systems, spec, options.rglob_patterns, f"{where}.systems")
+                    sources += open_systems(
+                        options.systems, spec, options.rglob_patterns, f"{where}.systems"
+                    )
         if task.data.training_data.min_pair_dist:
             with collect_problems(problems):
                 train = _without_close_pairs(task, data[name].train, spec.results)
@@ -90,7 +114,9 @@ def checked_config(file: InputFile) -> RunConfig:
         ConfigError: with every mistake of the input, and those of the data as far as they can be read.
     """
     if file.mistakes:
-        raise ConfigError([*file.mistakes, *(_mistakes_in_data(file.readable) if file.readable else ())])
+        raise ConfigError(
+            [*file.mistakes, *(_mistakes_in_data(file.readable) if file.readable else ())]
+        )
     return file.config
 
 
@@ -103,12 +129,19 @@ def _mistakes_in_data(config: RunConfig) -> list[Finding]:
         data = open_run(config)
     except UserError as error:
         return error.findings
-    findings = (finding for name, task in config.tasks.items() for finding in check_task(task, data[name]).findings)
+    findings = (
+        finding
+        for name, task in config.tasks.items()
+        for finding in check_task(task, data[name]).findings
+    )
     return [finding for finding in findings if finding.severity == ERROR]
 
 
 def choose_validation(
-    config: RunConfig, data: Mapping[str, TaskData], seed: int, results: Mapping[str, Path] | None = None
+    config: RunConfig,
+    data: Mapping[str, TaskData],
+    seed: int,
+    results: Mapping[str, Path] | None = None,
 ) -> dict[str, Split]:
     """Return the validation frames of the tasks with a ``validation_fraction``, by task.
 
@@ -144,14 +177,18 @@ def choose_validation(
     return splits
 
 
-def _split(train: Sequence[FrameSource], num_types: int, fraction: float, seed: int) -> dict[str, Any]:
+def _split(
+    train: Sequence[FrameSource], num_types: int, fraction: float, seed: int
+) -> dict[str, Any]:
     table = FrameTable()
     for source in train:
         table.add(source.chunks((COORD, BOX, FORCE)), num_types, source.kinds)
     return split_frames(table, fraction, seed)._asdict()
 
 
-def split_off(config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[str, Split]) -> dict[str, TaskData]:
+def split_off(
+    config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[str, Split]
+) -> dict[str, TaskData]:
     """Return the data of every task, with the chosen frames as validation frames and without them in training.
 
     Raises:
@@ -166,7 +203,9 @@ def split_off(config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[s
                 parts[int(own.all())].append(FrameSubset(source, np.arange(source.num_frames)))
                 lost += [source.name] * bool(own.all())
                 continue
-            for part, frames, kind in zip(parts, map(np.flatnonzero, (~own, own)), ("training", "validation")):
+            for part, frames, kind in zip(
+                parts, map(np.flatnonzero, (~own, own)), ("training", "validation")
+            ):
                 part.append(FrameSubset(source, frames, f"{kind} part"))
         reason = "validation_fraction", "are for validation", "Use another seed"
         _lost_systems(config.tasks[name], lost, parts.train, reason)
@@ -181,12 +220,16 @@ def open_split(config: RunConfig, with_test: bool = False) -> dict[str, TaskData
         DataError: if they cannot be read.
     """
     if not with_test:
-        config = replace(config, validating=replace(config.validating, test_data=None, test_data_dict={}))
+        config = replace(
+            config, validating=replace(config.validating, test_data=None, test_data_dict={})
+        )
     opened = open_run(config)
     return split_off(config, opened, choose_validation(config, opened, config.training.seed or 0))
 
 
-def _without_close_pairs(task: TaskConfig, sources: Sequence[FrameSource], results: Path | None) -> list[FrameSource]:
+def _without_close_pairs(
+    task: TaskConfig, sources: Sequence[FrameSource], results: Path | None
+) -> list[FrameSource]:
     """Return training data without the frames that have two atoms closer than ``min_pair_dist``."""
     bound, remaining, lost = task.data.training_data.min_pair_dist, list[FrameSource](), list[str]()
 
@@ -202,13 +245,18 @@ def _without_close_pairs(task: TaskConfig, sources: Sequence[FrameSource], resul
 
     for source in sources:
         about = {"source": source.name, "frames": source.num_frames, "closer than": bound}
-        close = recall_or_find(results, source.files(), about, partial(close_frames, source))["close"]
+        close = recall_or_find(results, source.files(), about, partial(close_frames, source))[
+            "close"
+        ]
         if not close:
             remaining.append(source)
         elif len(close) < source.num_frames:
             rest = FrameSubset(source, np.delete(np.arange(source.num_frames), close))
             left_out = f"leaves out {len(close):,} of {counted(source.num_frames, 'frame')}"
-            rest.notes = [*source.notes, f"{left_out}: two atoms are closer than min_pair_dist = {bound:g} angstrom"]
+            rest.notes = [
+                *source.notes,
+                f"{left_out}: two atoms are closer than min_pair_dist = {bound:g} angstrom",
+            ]
             remaining.append(rest)
         else:
             lost.append(source.name)
@@ -220,7 +268,10 @@ def _without_close_pairs(task: TaskConfig, sources: Sequence[FrameSource], resul
 
 
 def _lost_systems(
-    task: TaskConfig, lost: Sequence[str], remaining: Sequence[FrameSource], reason: tuple[str, str, str]
+    task: TaskConfig,
+    lost: Sequence[str],
+    remaining: Sequence[FrameSource],
+    reason: tuple[str, str, str],
 ) -> str:
     """Return the place of an option, the systems of which nothing is left, and why; empty if there is none.
 
@@ -237,8 +288,14 @@ def _lost_systems(
     place = f"{task.place('training')}.{option}: all frames of {first_few(lost)} {why}"
     if lost and not remaining:
         raise DataError(f"{place}. {advice}.")
-    if lost and (isinstance(options.batch_size, list) or options.sys_probs is not None or options.auto_prob.blocks):
-        raise DataError(f"{place}, and batch_size, sys_probs or auto_prob counts systems. {advice}, or none of these.")
+    if lost and (
+        isinstance(options.batch_size, list)
+        or options.sys_probs is not None
+        or options.auto_prob.blocks
+    ):
+        raise DataError(
+            f"{place}, and batch_size, sys_probs or auto_prob counts systems. {advice}, or none of these."
+        )
     return place if lost else ""
 
 
@@ -254,9 +311,14 @@ def content_of(data: Mapping[str, TaskData]) -> dict[str, Any]:
     contents: dict[str, Any] = {}
     for source in itertools.chain.from_iterable(itertools.chain(*data.values())):
         sizes = hashlib.sha256(np.asarray(source.frame_sizes, np.int64).tobytes()).hexdigest()
-        contents |= {f"{source.name}: frames": source.num_frames, f"{source.name}: sizes of frames": sizes}
+        contents |= {
+            f"{source.name}: frames": source.num_frames,
+            f"{source.name}: sizes of frames": sizes,
+        }
         # without the folders: each machine may have its own copy
-        contents |= {f"{source.name}: {'/'.join(path.parts[-2:])}": digest(path) for path in source.files()}
+        contents |= {
+            f"{source.name}: {'/'.join(path.parts[-2:])}": digest(path) for path in source.files()
+        }
     return contents
 
 
@@ -300,7 +362,14 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     def check() -> dict[str, Any]:
         nonlocal report
         report = check_systems(
-            data.train, data.valid, model.type_map, descriptor, task.labels, least, task=task.name, test=data.test
+            data.train,
+            data.valid,
+            model.type_map,
+            descriptor,
+            task.labels,
+            least,
+            task=task.name,
+            test=data.test,
         )
         findings = [*with_task(task.name, _task_findings(task, data, report))]
         warnings = with_severity(WARNING, findings)
@@ -318,7 +387,9 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
         "labels": [*task.labels, *WEIGHTS * weighted],
         "min_pair_dist": [least, chosen],
     }
-    stored = recall_or_find(results, [file for source in sources for file in source.files()], about, check)
+    stored = recall_or_find(
+        results, [file for source in sources for file in source.files()], about, check
+    )
     report = report or DataReport.from_dict(stored, model.type_map, descriptor.cutoff)
     problems = list[str]()  # of options that do not fit the number and sizes of the systems
     for section, systems in zip(_SECTIONS, data):
@@ -386,11 +457,18 @@ def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iter
 
 
 def build_sampler(
-    options: TrainingDataConfig | ValidationDataConfig, systems: Sequence[FrameSource], **of_run: int
+    options: TrainingDataConfig | ValidationDataConfig,
+    systems: Sequence[FrameSource],
+    **of_run: int,
 ) -> Sampler:
     """Return the sampler of a section of data; ``of_run`` are ``seed``, ``rank`` and ``world_size``."""
-    frames, natoms = [system.num_frames for system in systems], [system.frame_sizes for system in systems]
-    return Sampler(frames, natoms, options.batch_size, options.auto_prob, options.sys_probs, **of_run)
+    frames, natoms = (
+        [system.num_frames for system in systems],
+        [system.frame_sizes for system in systems],
+    )
+    return Sampler(
+        frames, natoms, options.batch_size, options.auto_prob, options.sys_probs, **of_run
+    )
 
 
 class TaskLength(NamedTuple):
@@ -442,7 +520,10 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
         UserError: if options do not fit the systems.
     """
     options = {name: config.tasks[name].data.training_data for name in data}
-    samplers = {name: build_sampler(options[name], of.train, world_size=num_ranks) for name, of in data.items()}
+    samplers = {
+        name: build_sampler(options[name], of.train, world_size=num_ranks)
+        for name, of in data.items()
+    }
     # a task has the share of the steps that is given, or that of its epochs, or of its systems
     weights = dict(config.task_weights) or {name: float(len(of.train)) for name, of in data.items()}
     for name, epochs in config.task_epochs.items():
@@ -452,7 +533,9 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
     drawn = {name: sampler for name, sampler in samplers.items() if shares[name]}
     epochs_of = config.task_epochs or dict.fromkeys(data, config.training.numb_epoch or 0)
     num_steps = config.training.numb_steps or max(
-        math.ceil(of.batches_for_epochs(epochs_of[name]) / (shares[name] * batches_of_step) * _SLACK)
+        math.ceil(
+            of.batches_for_epochs(epochs_of[name]) / (shares[name] * batches_of_step) * _SLACK
+        )
         for name, of in drawn.items()
     )
     tasks = {
@@ -462,9 +545,14 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
         )
         for name, of in samplers.items()
     }  # fmt: skip
-    epoch = max(math.ceil(of.batches_per_epoch / shares[name] * _SLACK) for name, of in drawn.items()) / batches_of_step
+    epoch = (
+        max(math.ceil(of.batches_per_epoch / shares[name] * _SLACK) for name, of in drawn.items())
+        / batches_of_step
+    )
     frames = sum(of.share * of.frames for of in tasks.values() if of.share)
-    return RunLength(num_steps, tasks, frames, {"steps": 1.0, "frames": 1 / frames, "epochs": epoch})
+    return RunLength(
+        num_steps, tasks, frames, {"steps": 1.0, "frames": 1 / frames, "epochs": epoch}
+    )
 
 
 def with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) -> RunConfig:
@@ -473,6 +561,9 @@ def with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) -
     for name, task in config.tasks.items():
         if task.model.descriptor.neighbors is None:
             # a descriptor that tasks share has room for the neighbors in all
-            of_all = reduce(NeighborStatistics.with_counts_of, [found[other] for other in config.sharing_with(name)])
+            of_all = reduce(
+                NeighborStatistics.with_counts_of,
+                [found[other] for other in config.sharing_with(name)],
+            )
             models[name] = task.model.with_descriptor(task.model.descriptor.with_neighbors(of_all))
     return config.with_models(models) if models else config

@@ -18,16 +18,22 @@ from deepmd_ema.findings import Finding, warning
 from deepmd_ema.geometry import Array, stable_argsort
 
 BatchRule: TypeAlias = "int | str | Sequence[int]"
-Sizes: TypeAlias = "int | Array"  # atoms of each frame of a system, or one number if all have as many
+Sizes: TypeAlias = (
+    "int | Array"  # atoms of each frame of a system, or one number if all have as many
+)
 Frames: TypeAlias = Sequence[tuple[int, int]]
 """System and number of each frame."""
 
 _GRID = 1 << 40  # probabilities are multiples of 1 / _GRID per epoch
-_GOLDEN = 679_535_556_991  # odd, next to _GRID / golden ratio: its multiples fill the grid most evenly
+_GOLDEN = (
+    679_535_556_991  # odd, next to _GRID / golden ratio: its multiples fill the grid most evenly
+)
 # streams of the seed: order of batches in an epoch, of frames in a system, of systems among the frames of an epoch
 _BATCHES, _FRAMES, _SYSTEMS = 1, 2, 3
 _TRIAL_SEED = 0  # of the orders in which batches are counted: their number must not depend on the seed of a run
-_MAX_TRIES = 100  # orders of an epoch that are tried before a batch may have more atoms than it should
+_MAX_TRIES = (
+    100  # orders of an epoch that are tried before a batch may have more atoms than it should
+)
 
 
 class Sampler:
@@ -86,10 +92,14 @@ class Sampler:
         sizes = [np.broadcast_to(n, count) for count, n in zip(num_frames, natoms)]
         self.batch_size, self.frames, self.findings = batch_sizes(batch_size, sizes)
         if not any(self.batch_size):
-            raise DataError(f"batch_size = {batch_size}: every system has more atoms. Use a larger number.")
+            raise DataError(
+                f"batch_size = {batch_size}: every system has more atoms. Use a larger number."
+            )
         rule = BatchSizeRule(batch_size) if isinstance(batch_size, str) else None
         self._is_mixed = rule is not None and rule.is_mixed
-        self._most_atoms = rule.number if rule is not None and rule.kind == "mix" else None  # of a batch
+        self._most_atoms = (
+            rule.number if rule is not None and rule.kind == "mix" else None
+        )  # of a batch
         self._seed, self._rank, self._world_size = seed, rank, world_size
         self._natoms = [n[own] for n, own in zip(sizes, self.frames)]
         self.num_frames = tuple(map(len, self.frames))
@@ -97,7 +107,9 @@ class Sampler:
         self._units = self.num_frames
         if not self._is_mixed:
             of_systems = zip(self.num_frames, self.batch_size)
-            self._units = tuple(-(-n // (size * world_size)) if size else 0 for n, size in of_systems)
+            self._units = tuple(
+                -(-n // (size * world_size)) if size else 0 for n, size in of_systems
+            )
         exact = self._probabilities = system_probabilities(self._units, auto_prob, sys_probs)
         self.probabilities = tuple(map(float, exact))
         self._total = sum(self._units)
@@ -115,7 +127,9 @@ class Sampler:
         shares = zip(self.probabilities, self.num_frames, self._units)
         self.frames_per_step = sum(p * n / b for p, n, b in shares if b)
         if self._most_atoms is not None:
-            trials = max(4, min(64, (1 << 20) // self._total))  # the time is that of at least a million frames
+            trials = max(
+                4, min(64, (1 << 20) // self._total)
+            )  # the time is that of at least a million frames
             orders = (self._order(epoch, _TRIAL_SEED) for epoch in range(trials))
             most = max(len(batch_edges(order[2], self._most_atoms)) for order in orders) - 1
             self.batches_per_epoch = -(-most // world_size)
@@ -128,7 +142,9 @@ class Sampler:
     def batch(self, n: int) -> Frames:
         """Return the frames of batch ``n`` (from 0) of this rank: system and number of each."""
         shares = self._shares(n)
-        return shares[self._rank] if self._rank < len(shares) else shares[self._rank % len(shares)][:1]
+        return (
+            shares[self._rank] if self._rank < len(shares) else shares[self._rank % len(shares)][:1]
+        )
 
     def is_repeat(self, n: int) -> bool:
         """Whether batch ``n`` of this rank repeats a frame of another rank, and is excluded from losses."""
@@ -136,8 +152,12 @@ class Sampler:
 
     def batches_for_epochs(self, num_epochs: float) -> int:
         """Return the batches after which even the rarest system has been seen ``num_epochs`` times, as DeePMD-kit."""
-        drawn = math.ceil(max(Fraction(n) / p for n, p in zip(self._units, self._probabilities) if n and p > 0))
-        return math.ceil(Fraction(num_epochs) * drawn * Fraction(self.batches_per_epoch, self._total))
+        drawn = math.ceil(
+            max(Fraction(n) / p for n, p in zip(self._units, self._probabilities) if n and p > 0)
+        )
+        return math.ceil(
+            Fraction(num_epochs) * drawn * Fraction(self.batches_per_epoch, self._total)
+        )
 
     def _shares(self, n: int) -> list[Frames]:
         """Return the frames of each rank in step ``n``; the last ranks may be left out."""
@@ -165,13 +185,19 @@ class Sampler:
         """
         order, edges = self._order(epoch, self._seed), list[int]()
         if self._most_atoms is not None:
-            wanted, limit, plain = self.batches_per_epoch * self._world_size, self._most_atoms, order
+            wanted, limit, plain = (
+                self.batches_per_epoch * self._world_size,
+                self._most_atoms,
+                order,
+            )
             for attempt in count(1):
                 edges = batch_edges(order[2], limit)
                 if len(edges) - 1 <= wanted:
                     break
                 order = plain[:, permutation(self._total, self._seed, _SYSTEMS, epoch, attempt)]
-                if attempt > _MAX_TRIES:  # few frames of very different sizes, drawn with probabilities of their own
+                if (
+                    attempt > _MAX_TRIES
+                ):  # few frames of very different sizes, drawn with probabilities of their own
                     limit += limit // 50 + 1
             # the batches of most atoms are halved until there are as many as wanted, or as can be
             ends = np.concatenate([[0], np.cumsum(order[2])])
@@ -203,23 +229,33 @@ class Sampler:
             # below each edge, sums over e < end of floor((edge + e * GOLDEN mod GRID) / GRID)
             parts = [divmod(edge, _GRID) for edge in self._edges]
             moved = _floor_sum(end, _GRID, _GOLDEN, 0)
-            below = [end * whole + _floor_sum(end, _GRID, _GOLDEN, part) - moved for whole, part in parts]
+            below = [
+                end * whole + _floor_sum(end, _GRID, _GOLDEN, part) - moved for whole, part in parts
+            ]
             before.append([b - a for a, b in pairwise(below)])
         first, counts = before[0], [b - a for a, b in zip(*before)]
         stream = _SYSTEMS if self._is_mixed else _BATCHES
-        systems = np.repeat(np.arange(len(counts)), counts)[permutation(self._total, seed, stream, epoch)]
+        systems = np.repeat(np.arange(len(counts)), counts)[
+            permutation(self._total, seed, stream, epoch)
+        ]
         if self._is_mixed:
             of_systems = []
             for system, (start, number) in enumerate(zip(first, counts)):
                 if number:  # the draws start, start + 1, ... of a system
                     size = self.num_frames[system]
                     rounds = range(start // size, (start + number - 1) // size + 1)
-                    places = np.concatenate([permutation(size, seed, _FRAMES, system, one) for one in rounds])
+                    places = np.concatenate(
+                        [permutation(size, seed, _FRAMES, system, one) for one in rounds]
+                    )
                     places = places[start % size : start % size + number]
-                    of_systems.append(np.stack([self.frames[system][places], self._natoms[system][places]]))
+                    of_systems.append(
+                        np.stack([self.frames[system][places], self._natoms[system][places]])
+                    )
             drawn = np.concatenate(of_systems, axis=1)
         else:
-            drawn = (np.arange(self._total) - np.repeat(np.cumsum(counts) - counts - first, counts))[None]
+            drawn = (
+                np.arange(self._total) - np.repeat(np.cumsum(counts) - counts - first, counts)
+            )[None]
         order = np.concatenate([systems[None], np.empty_like(drawn)])
         order[1:, stable_argsort(systems, len(counts))] = drawn
         return order
@@ -231,7 +267,9 @@ def batch_edges(natoms: Array, limit: int) -> list[int]:
     A batch ends where the next frame would exceed ``limit`` atoms, and a larger frame is alone.
     """
     ends = np.cumsum(natoms)
-    after = np.searchsorted(ends, ends - natoms + limit, side="right")  # of a batch that begins there
+    after = np.searchsorted(
+        ends, ends - natoms + limit, side="right"
+    )  # of a batch that begins there
     following = np.maximum(after, np.arange(1, len(ends) + 1)).tolist()
     edges = [0]
     while edges[-1] < len(following):
@@ -239,7 +277,9 @@ def batch_edges(natoms: Array, limit: int) -> list[int]:
     return edges
 
 
-def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[Array], list[Finding]]:
+def batch_sizes(
+    rule: BatchRule, natoms: Sequence[Sizes]
+) -> tuple[tuple[int, ...], list[Array], list[Finding]]:
     """Return the frames per batch of each system, the numbers of those that take part, and warnings.
 
     A number; a list of numbers, one per system; ``auto:N`` = ceil(N / atoms), at least N atoms a batch (``auto`` is
@@ -263,18 +303,24 @@ def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ..
     if not isinstance(rule, str):
         sizes = tuple([rule] * len(natoms) if isinstance(rule, int) else rule)
         if len(sizes) != len(natoms):
-            raise ConfigError(f"batch_size: a list of {len(sizes)} numbers, expected one per system: {len(natoms)}.")
+            raise ConfigError(
+                f"batch_size: a list of {len(sizes)} numbers, expected one per system: {len(natoms)}."
+            )
     elif kind == "mixed":
         sizes = (number,) * len(natoms)
     elif kind == "auto":
         # N over the mean, in integers: the same as N / n where all frames have n atoms
         sizes = tuple(-(-number * n.size // int(n.sum())) for n in every)
     else:
-        sizes = tuple(max(1, number // int(n[k].max())) if k.size else 0 for n, k in zip(every, taken))
+        sizes = tuple(
+            max(1, number // int(n[k].max())) if k.size else 0 for n, k in zip(every, taken)
+        )
         larger = f"of more than {counted(number, 'atom')}"
         num_systems = sizes.count(0)
         if num_systems:
-            text = f"left out are {num_systems} of {counted(len(sizes), 'system')}, {larger} a frame."
+            text = (
+                f"left out are {num_systems} of {counted(len(sizes), 'system')}, {larger} a frame."
+            )
             findings.append(warning("batch_size", f' = "{rule}": {text}'))
         num_frames = sum(n.size - k.size for n, k in zip(every, taken) if k.size)
         if num_frames:
@@ -284,7 +330,9 @@ def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ..
 
 
 def system_probabilities(
-    batches: Sequence[int], auto_prob: str = "prob_sys_size", sys_probs: Sequence[float] | None = None
+    batches: Sequence[int],
+    auto_prob: str = "prob_sys_size",
+    sys_probs: Sequence[float] | None = None,
 ) -> list[Fraction]:
     """Return the probability of each system; they add up to 1 exactly.
 
@@ -299,11 +347,16 @@ def system_probabilities(
     rule, weights = SystemProbability(auto_prob), [Fraction(0)] * len(batches)
     if sys_probs is not None:
         if len(sys_probs) != len(batches):
-            raise ConfigError(f"sys_probs: {len(sys_probs)} numbers, expected one per system: {len(batches)}.")
+            raise ConfigError(
+                f"sys_probs: {len(sys_probs)} numbers, expected one per system: {len(batches)}."
+            )
         given = sum((Fraction(p) for p in sys_probs if p >= 0), Fraction(0))
         whole = sum(b for b, p in zip(batches, sys_probs) if p < 0) or 1
         rest = max(1 - given, Fraction(0)) / whole
-        weights = [(Fraction(p) if p >= 0 else rest * b) if b else Fraction(0) for b, p in zip(batches, sys_probs)]
+        weights = [
+            (Fraction(p) if p >= 0 else rest * b) if b else Fraction(0)
+            for b, p in zip(batches, sys_probs)
+        ]
     elif rule.kind == "prob_uniform":
         weights = [Fraction(1 if b else 0) for b in batches]
     else:

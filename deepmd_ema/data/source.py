@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 COORD, BOX = "coord", "box"  # arrays of a chunk beside labels and conditions
 _TYPES = "atom types"
-_NUMBERS_AT_ONCE = 1_000_000  # of one array in a chunk (8 MB), so that a data set need not fit in memory
+_NUMBERS_AT_ONCE = (
+    1_000_000  # of one array in a chunk (8 MB), so that a data set need not fit in memory
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +101,11 @@ class ReadSpec:
     def of_model(cls, model: ModelConfig, labels: Sequence[str]) -> ReadSpec:
         """Return the specification for the section ``model``: ``labels`` and its conditions."""
         fitting, excluded = model.fitting_net, model.excluded_types
-        selected = [name for t, name in enumerate(model.type_map) if t not in excluded] if excluded else None
+        selected = (
+            [name for t, name in enumerate(model.type_map) if t not in excluded]
+            if excluded
+            else None
+        )
         about = fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam
         return cls(model.type_map, labels, *about, None if ENERGY in fitting.labels else selected)
 
@@ -181,11 +187,19 @@ class FrameSource(ABC):
         first, most, rows = 0, 0, list[dict[str, Array]]()
         for index in range(self.num_frames):
             frame = self.frame(index)
-            arrays = {COORD: frame.coord, BOX: frame.box, **frame.labels, FPARAM: frame.fparam, APARAM: frame.aparam}
+            arrays = {
+                COORD: frame.coord,
+                BOX: frame.box,
+                **frame.labels,
+                FPARAM: frame.fparam,
+                APARAM: frame.aparam,
+            }
             row = {_TYPES: frame.atom_type}  # and of each array (rows, numbers)
             for name, array in arrays.items():
                 if array is not None and (names is None or name in names):
-                    number = {"atom": frame.num_atoms, "pair": 3 * frame.num_atoms, "frame": 1}[rows_per(name)]
+                    number = {"atom": frame.num_atoms, "pair": 3 * frame.num_atoms, "frame": 1}[
+                        rows_per(name)
+                    ]
                     row[name] = array.reshape(number, -1)
             most = max(most, frame.num_atoms)
             if rows and (row.keys() != rows[0].keys() or len(rows) >= frames_at_once(most, row)):
@@ -212,7 +226,9 @@ class FrameSubset(FrameSource):
     def __init__(self, whole: FrameSource, frames: Array, part: str = "") -> None:
         kinds = None if whole.kinds is None else [whole.kinds[k] for k in frames.tolist()]
         name, sizes = whole.name + f" ({part})" * bool(part), whole.frame_sizes[frames]
-        super().__init__(name, sizes, whole.unread, whole.notes, kinds, whole.is_slow, whole.warnings)
+        super().__init__(
+            name, sizes, whole.unread, whole.notes, kinds, whole.is_slow, whole.warnings
+        )
         self._whole, self.numbers = whole.whole, whole.numbers[frames]
 
     def files(self) -> Sequence[Path]:
@@ -227,7 +243,9 @@ class FrameSubset(FrameSource):
         """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
         first = 0
         for chunk in self.whole.chunks(names):
-            start, stop = np.searchsorted(self.numbers, [chunk.first, chunk.first + len(chunk.types)])
+            start, stop = np.searchsorted(
+                self.numbers, [chunk.first, chunk.first + len(chunk.types)]
+            )
             rows = self.numbers[start:stop] - chunk.first
             if len(rows):
                 arrays = {name: array[rows] for name, array in chunk.arrays.items()}
@@ -247,7 +265,11 @@ def evenly_spaced(sources: Sequence[FrameSource], most: int) -> list[FrameSource
     chosen = np.array(even_places(int(ends[-1]), most), np.int64)
     parts = np.split(chosen, np.searchsorted(chosen, ends[:-1]))
     starts = [0, *ends[:-1].tolist()]
-    return [FrameSubset(source, part - start) for source, part, start in zip(sources, parts, starts) if len(part)]
+    return [
+        FrameSubset(source, part - start)
+        for source, part, start in zip(sources, parts, starts)
+        if len(part)
+    ]
 
 
 def rows_per(name: str) -> str:

@@ -30,7 +30,10 @@ _COPY = 1e-4  # angstrom; frames nearer than this are copies of each other
 _NEAR = 0.05  # of the distance of two frames drawn at random: nearer ones are near copies, wherever they are
 _NEXT = 0.5  # the same for frames that follow each other, of which far fewer are so near by chance
 _PAIRS = 256  # drawn to find that distance
-_WINDOW, _COLUMNS = 4, 3  # frames that follow in the order of a number are compared, for so many numbers
+_WINDOW, _COLUMNS = (
+    4,
+    3,
+)  # frames that follow in the order of a number are compared, for so many numbers
 _MIN_CUT = 10  # a trajectory of fewer different frames is not cut in two
 _MAX_RMS_RATIO = 2.0  # of the forces of the two parts
 _MAX_KINDS = 16  # in one line
@@ -61,7 +64,9 @@ class FrameTable:
     points: list[Array] = field(default_factory=list)
     forces: list[Array] = field(default_factory=list)
 
-    def add(self, chunks: Iterable[Chunk], num_types: int, kinds: Sequence[str] | None = None) -> None:
+    def add(
+        self, chunks: Iterable[Chunk], num_types: int, kinds: Sequence[str] | None = None
+    ) -> None:
         """Add the frames of a file or system, with arrays ``coord``, ``box`` and ``force``."""
         for chunk in chunks:
             exists, periodic = chunk.types >= 0, BOX in chunk.arrays
@@ -115,7 +120,9 @@ class Split(NamedTuple):
     @property
     def digest(self) -> str:
         """Hash of the chosen frames."""
-        return hashlib.sha256(str(self.num_frames).encode() + np.packbits(self.mask).tobytes()).hexdigest()[:16]
+        return hashlib.sha256(
+            str(self.num_frames).encode() + np.packbits(self.mask).tobytes()
+        ).hexdigest()[:16]
 
 
 def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
@@ -132,13 +139,19 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
     """
     singles = describe_singles(table.kinds)
     strata: list[Stratum] = [
-        (kind, "", "") if kind and not singles else ("", f"{place:08d}", f"{composition.hex()} {periodic}")
-        for kind, place, (composition, periodic) in zip(table.kinds, table.places, table.compositions)
+        (kind, "", "")
+        if kind and not singles
+        else ("", f"{place:08d}", f"{composition.hex()} {periodic}")
+        for kind, place, (composition, periodic) in zip(
+            table.kinds, table.places, table.compositions
+        )
     ]
     # the frames of each set of near copies, in order, and for each frame the first that it is a copy of
     points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
     pairs = [np.zeros((2, 0), np.int64)]
-    pairs += [_near_pairs(points, members, _COPY) for members in _groups(table.compositions).values()]
+    pairs += [
+        _near_pairs(points, members, _COPY) for members in _groups(table.compositions).values()
+    ]
     copies = _joined(len(points), np.concatenate(pairs, axis=1))
     for members in _groups(list(zip(strata, table.compositions))).values():
         scale = _scale(points, members)
@@ -155,7 +168,10 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
     divided: dict[Stratum, list[list[int]]] = {}
     for cluster in clusters:
         kind, place, composition = strata[cluster[0]]
-        lone = of_composition[table.compositions[cluster[0]]] == 1 and len(_groups(copies[cluster].tolist())) < _MIN_CUT
+        lone = (
+            of_composition[table.compositions[cluster[0]]] == 1
+            and len(_groups(copies[cluster].tolist())) < _MIN_CUT
+        )
         if lone:
             place, composition = "", "lone"
         elif of_stratum[kind, place, composition] == 1:
@@ -184,7 +200,9 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
             f"the parts with a fraction of {fraction:g}. Use more frames or another fraction, or give validation data."
         )
     head = f"validation: {chosen.sum():,} of {counted(len(chosen), 'frame')} (fraction {fraction:g}, seed {seed})"
-    return Split(len(chosen), np.flatnonzero(chosen).tolist(), *_describe_parts(head, table, chosen))
+    return Split(
+        len(chosen), np.flatnonzero(chosen).tolist(), *_describe_parts(head, table, chosen)
+    )
 
 
 def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> dict[str, Suspects]:
@@ -207,7 +225,9 @@ def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> 
     checks = dict[str, Suspects]()
     copy_of: dict[int, int] = {}
     for members in _groups(table.compositions).values():
-        low, high = np.sort(_near_pairs(points, members, max(_COPY, _NEAR * _scale(points, members))), axis=0)
+        low, high = np.sort(
+            _near_pairs(points, members, max(_COPY, _NEAR * _scale(points, members))), axis=0
+        )
         across = (low < starts[1]) & (high >= starts[1])
         copy_of |= dict(zip(high[across].tolist(), low[across].tolist()))
     for check, (start, stop) in zip((NEAR_COPIES, NEAR_TEST), pairwise(starts[1:])):
@@ -242,7 +262,9 @@ def describe_frames(chunk: Chunk, num_types: int) -> Array:
             mean = (weight * distance).sum(axis=1) / total[:, 0]
             away = distance - mean[:, None]
             variance, third = ((weight * away**k).sum(axis=1) / total[:, 0] for k in (2, 3))
-            out[:, 3 * reference : 3 * reference + 3] = np.stack([mean, np.sqrt(variance), np.cbrt(third)], axis=1)
+            out[:, 3 * reference : 3 * reference + 3] = np.stack(
+                [mean, np.sqrt(variance), np.cbrt(third)], axis=1
+            )
             # the next: the atom nearest to the center, the one farthest from it, the one farthest from that
             if reference == 0:
                 nearest = np.where(weight > 0, distance, np.inf).argmin(axis=1)
@@ -251,7 +273,9 @@ def describe_frames(chunk: Chunk, num_types: int) -> Array:
             point = coord[rows, nearest if reference == 0 else farthest]
         return out
     box = chunk.arrays[BOX].reshape(-1, 3, 3)
-    box = np.where(np.abs(np.linalg.det(box))[:, None, None] > 0, box, np.eye(3))  # such a frame is refused later
+    box = np.where(
+        np.abs(np.linalg.det(box))[:, None, None] > 0, box, np.eye(3)
+    )  # such a frame is refused later
     inverse = np.linalg.inv(box)
     phases = np.exp(2j * np.pi * (coord @ inverse))
     phases = np.stack([phases.conj(), np.ones_like(phases), phases])  # of -1, 0 and 1
@@ -342,11 +366,17 @@ def _describe_parts(head: str, table: FrameTable, chosen: Array) -> tuple[list[s
         lines += [f"  in training alone: {first_few(whole, _MAX_KINDS)}"] * bool(whole)
     else:
         lines += [f"  {singles}"] * bool(singles)
-        lines.append("  at random in each composition of each file or system, near copies in one part")
+        lines.append(
+            "  at random in each composition of each file or system, near copies in one part"
+        )
     squares = np.concatenate(table.forces)
     sums = np.stack([squares[~chosen].sum(axis=0), squares[chosen].sum(axis=0)])
-    if sums[:, 1].all() and np.isfinite(sums).all():  # the check of the data names forces that are not finite
+    if (
+        sums[:, 1].all() and np.isfinite(sums).all()
+    ):  # the check of the data names forces that are not finite
         force_rms = np.sqrt(sums[:, 0] / sums[:, 1]).tolist()
         training, validation = force_rms
-        lines.append(f"  force RMS (eV/angstrom): {training:.3g} in training, {validation:.3g} in validation")
+        lines.append(
+            f"  force RMS (eV/angstrom): {training:.3g} in training, {validation:.3g} in validation"
+        )
     return lines, force_rms

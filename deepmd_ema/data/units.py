@@ -30,7 +30,15 @@ _PRESSURES = {
     "pa": 1e-9 / GPA,
 }
 STRESS_UNIT = "eV/angstrom^3"
-_OTHER_LENGTHS = {"ang": 1.0, "a": 1.0, "angstroms": 1.0, "a0": BOHR, "bohrs": BOHR, "au": BOHR, "nanometer": 10.0}
+_OTHER_LENGTHS = {
+    "ang": 1.0,
+    "a": 1.0,
+    "angstroms": 1.0,
+    "a0": BOHR,
+    "bohrs": BOHR,
+    "au": BOHR,
+    "nanometer": 10.0,
+}
 _OTHER_ENERGIES = {
     "electronvolt": 1.0,
     "ha": HARTREE,
@@ -102,9 +110,15 @@ def stated_factor(key: str, text: str, unit: str) -> float:
     if unit == STRESS_UNIT:
         table |= _PRESSURES
     if unit == "e*angstrom":
-        table |= {"debye": _DEBYE, "d": _DEBYE, **{f"e*{name}": factor for name, factor in lengths.items()}}
+        table |= {
+            "debye": _DEBYE,
+            "d": _DEBYE,
+            **{f"e*{name}": factor for name, factor in lengths.items()},
+        }
     elif not powers[0]:
-        table |= {name + power: quantity_factor(1.0, factor, unit) for name, factor in lengths.items()}
+        table |= {
+            name + power: quantity_factor(1.0, factor, unit) for name, factor in lengths.items()
+        }
     elif not powers[1]:
         table |= energies
     else:
@@ -113,7 +127,9 @@ def stated_factor(key: str, text: str, unit: str) -> float:
                 table[f"{name}/{length}{power}"] = quantity_factor(factor, lengths[length], unit)
     if spelled not in table:
         shown = show_text(text)
-        raise DataError(f"{key} = {shown}: is not a known unit of a quantity in {unit}. Known: {_KNOWN}.")
+        raise DataError(
+            f"{key} = {shown}: is not a known unit of a quantity in {unit}. Known: {_KNOWN}."
+        )
     return table[spelled]
 
 

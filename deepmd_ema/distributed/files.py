@@ -32,13 +32,21 @@ logger = logging.getLogger(__name__)
 
 _MAX_NAME_BYTES = 255  # bytes, of a file on the file systems in use
 _LEFT_S = 24 * 3600.0  # no file is written for so long: what another machine has left is swept then
-_PART = re.compile(r".*\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d{1,10})-[0-9a-f]{16}\.part(\.\w+)?", re.DOTALL)
+_PART = re.compile(
+    r".*\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d{1,10})-[0-9a-f]{16}\.part(\.\w+)?", re.DOTALL
+)
 _BLOCK_BYTES = 1 << 20  # of a file that is read
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # some network file systems have no fsync of a folder
+_NO_SYNC = (
+    errno.EINVAL,
+    errno.ENOTSUP,
+    errno.ENOSYS,
+)  # some network file systems have no fsync of a folder
 BEAT_S = 15.0  # between two signs of life of a run
 WATCH_S = 70.0  # that those of a run on another machine are watched for: network file systems show them late
 GONE_S = 3600.0  # without a sign of life, by the clock of the file system
-SILENT_S = 300.0  # without a sign of life, by the clock of this machine, after which a reader says so
+SILENT_S = (
+    300.0  # without a sign of life, by the clock of this machine, after which a reader says so
+)
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 UNSUPPORTED = (
     errno.ENOLCK,
@@ -74,7 +82,9 @@ _ARCHIVE_HEAD = rb"PK\x03\x04.{26}[^/]{1,200}/data/(aotinductor/|0|weights/)"
 _MODEL_HEAD = rb"\x89HDF|" + _ARCHIVE_HEAD + rb"|.{0,4000}(@class|@version|@variables|software:)"
 MODEL_FILE = Kind("a frozen model", re.compile(_MODEL_HEAD, re.DOTALL))
 # PNG, PDF, PostScript, SVG, JPEG, TIFF of both kinds, WebP, PGF
-PICTURE = Kind("a picture", re.compile(rb"\x89PNG|%PDF|%!PS|<\?xml|\xff\xd8|II\*\0|MM\0\*|RIFF|%% Creator"))
+PICTURE = Kind(
+    "a picture", re.compile(rb"\x89PNG|%PDF|%!PS|<\?xml|\xff\xd8|II\*\0|MM\0\*|RIFF|%% Creator")
+)
 
 
 @contextmanager
@@ -107,7 +117,11 @@ def atomic_write(path: str | Path, advice: str = "") -> Iterator[Path]:
                     shutil.copyfileobj(source, sink)
             return
         with taking_the_place_of(final) as part:
-            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+            os.close(
+                os.open(
+                    part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+                )
+            )
             yield part
             sync(part)
 
@@ -189,7 +203,9 @@ class _NotWrittenError(Exception):
     """A file is not to be written after all."""
 
 
-def check_output(path: str | Path, option: str, kind: Kind | None, inputs: Iterable[str | Path | None] = ()) -> None:
+def check_output(
+    path: str | Path, option: str, kind: Kind | None, inputs: Iterable[str | Path | None] = ()
+) -> None:
     """Check that the system lets a file be written, and that nothing is lost then: call it before the work.
 
     Args:
@@ -202,7 +218,9 @@ def check_output(path: str | Path, option: str, kind: Kind | None, inputs: Itera
         UserError: if the folder is missing, the system refuses to write, or an input or another kind of file is there.
     """
     if not (folder := Path(path).parent).is_dir():
-        raise UserError(f"{option} {path}: the folder {folder} is not there. Make it, or choose another {option}.")
+        raise UserError(
+            f"{option} {path}: the folder {folder} is not there. Make it, or choose another {option}."
+        )
     refuse_to_lose(path, option, kind, inputs)
     with suppress(_NotWrittenError), atomic_write(path, f"Or choose another {option}.") as part:
         part.write_bytes(b"x")
@@ -218,11 +236,15 @@ def ensure_writable(folder: str | Path, option: str) -> None:
     folder = Path(folder)
     with writing(f"{option}: {folder.absolute()}"):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:  # without a name: a kill here leaves nothing
+        with tempfile.TemporaryFile(
+            dir=folder
+        ) as probe:  # without a name: a kill here leaves nothing
             probe.write(b"x")
 
 
-def refuse_to_lose(path: str | Path, option: str, kind: Kind | None, inputs: Iterable[str | Path | None] = ()) -> None:
+def refuse_to_lose(
+    path: str | Path, option: str, kind: Kind | None, inputs: Iterable[str | Path | None] = ()
+) -> None:
     """Check that nothing is lost when a file of ``kind`` is written to ``path``: call it before the work.
 
     Args:
@@ -239,7 +261,9 @@ def refuse_to_lose(path: str | Path, option: str, kind: Kind | None, inputs: Ite
         return
     for given in inputs:
         if given is not None and os.path.exists(given) and os.path.samefile(path, given):
-            raise UserError(f"{option} {path}: this is {given}, which the command reads. Choose another {option}.")
+            raise UserError(
+                f"{option} {path}: this is {given}, which the command reads. Choose another {option}."
+            )
     with path.open("rb") as file:
         head = file.read(4096)
     if head and kind is not None and not kind.head.match(head):
@@ -257,8 +281,15 @@ def sweep(folder: Path) -> None:
     for name in os.listdir(folder) if folder.is_dir() else ():
         if (match := _PART.fullmatch(name)) is not None:
             with suppress(FileNotFoundError):
-                is_ours, written = match["machine"] == this_machine(), (folder / name).lstat().st_mtime
-                if not _is_running(int(match["pid"])) if is_ours else _time_in(folder) - written > _LEFT_S:
+                is_ours, written = (
+                    match["machine"] == this_machine(),
+                    (folder / name).lstat().st_mtime,
+                )
+                if (
+                    not _is_running(int(match["pid"]))
+                    if is_ours
+                    else _time_in(folder) - written > _LEFT_S
+                ):
                     remove(folder / name)
 
 
@@ -288,7 +319,9 @@ def path_digest(path: Path, most: float = math.inf) -> str:
     """Return the SHA-256 of a file, or of the names and contents of the files in a folder; see :func:`file_digest`."""
     if not path.is_dir():
         return file_digest(path, most)
-    contents = [(file.name, file_digest(file, most)) for file in sorted(path.iterdir()) if file.is_file()]
+    contents = [
+        (file.name, file_digest(file, most)) for file in sorted(path.iterdir()) if file.is_file()
+    ]
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
@@ -353,7 +386,9 @@ def locked(paths: Iterable[Path]) -> Iterator[None]:
     with ExitStack() as stack:
         handles = [stack.enter_context(_held(path, ended_runs)) for path in paths]
         ended = threading.Event()
-        beats = threading.Thread(target=_beat, args=(handles, ended), name="dp-ema-lock", daemon=True)
+        beats = threading.Thread(
+            target=_beat, args=(handles, ended), name="dp-ema-lock", daemon=True
+        )
         beats.start()
         try:
             yield
@@ -421,7 +456,10 @@ def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
                 run, is_alive = (holder.machine, holder.pid), False
                 if holder.machine == this_machine():
                     is_alive = holder.is_alive and not is_sure and holder.pid != os.getpid()
-                elif run not in ended_runs and (silent := _time_in(path.parent) - os.fstat(handle).st_mtime) < GONE_S:
+                elif (
+                    run not in ended_runs
+                    and (silent := _time_in(path.parent) - os.fstat(handle).st_mtime) < GONE_S
+                ):
                     logger.warning(
                         "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and can be checked only "
                         "on its own machine. Waiting up to %.0f s for another sign; this run begins if there is none. "
@@ -432,16 +470,27 @@ def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
                 if is_alive:
                     raise _in_use(path, holder)
                 ended_runs.add(run)
-                logger.info("the lock of process %s on %s, which has ended, is taken over", holder.pid, holder.host)
+                logger.info(
+                    "the lock of process %s on %s, which has ended, is taken over",
+                    holder.pid,
+                    holder.host,
+                )
             try:
-                me = Holder(this_machine(), socket.gethostname(), os.getpid(), datetime.now().isoformat(" ", "seconds"))
+                me = Holder(
+                    this_machine(),
+                    socket.gethostname(),
+                    os.getpid(),
+                    datetime.now().isoformat(" ", "seconds"),
+                )
                 with writing(path):
                     os.truncate(handle, 0)
                     os.write(handle, json.dumps(asdict(me)).encode())
                 yield handle
             finally:
                 with suppress(OSError):
-                    path.unlink(missing_ok=True)  # while it is held: who waits for it sees that the name is gone
+                    path.unlink(
+                        missing_ok=True
+                    )  # while it is held: who waits for it sees that the name is gone
             return
 
 
@@ -451,7 +500,9 @@ def _shows_life(path: Path) -> bool:
     while time.monotonic() < end:
         time.sleep(min(1.0, WATCH_S / 10))
         with suppress(FileNotFoundError):
-            os.close(os.open(path, os.O_RDONLY))  # network file systems ask the server anew when a file is opened
+            os.close(
+                os.open(path, os.O_RDONLY)
+            )  # network file systems ask the server anew when a file is opened
             if os.stat(path).st_mtime_ns != before:
                 return True
     return False
@@ -469,7 +520,11 @@ def _holder(handle: int) -> Holder | None:
 
 
 def _in_use(path: Path, holder: Holder | None) -> UserError:
-    who = f"process {holder.pid} on {holder.host}, since {holder.since}" if holder else "it does not say which"
+    who = (
+        f"process {holder.pid} on {holder.host}, since {holder.since}"
+        if holder
+        else "it does not say which"
+    )
     return UserError(
         f"{path.absolute().parent}: another run writes here ({who}). Each would destroy files of the other: wait until "
         "it has ended, or start this run in another folder."

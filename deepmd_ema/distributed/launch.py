@@ -30,7 +30,9 @@ TURN_S = 5e-4
 
 
 @contextlib.contextmanager
-def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+def handling(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
     """Have ``handler`` called at these signals in the body; nothing changes outside of the main thread.
 
     One that is ignored stays so, but for SIGTERM and SIGINT: ``nohup`` has SIGHUP ignored, ``trap '' USR1`` SIGUSR1.
@@ -94,15 +96,23 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     for (name, (low, high)), value in zip(limits.items(), found):
         # isdecimal() is true for the digits of every alphabet, and int() refuses thousands of them
         if not re.fullmatch(r"[0-9]{1,9}", value) or not low <= int(value) <= high:
-            problems.append(f"{name} = {show_text(value)}: expected a whole number, {low} to {high}.")
+            problems.append(
+                f"{name} = {show_text(value)}: expected a whole number, {low} to {high}."
+            )
     UserError.raise_if_any(problems)
     rank, size, local_rank, _ = map(int, found)
     if size > 1 and names[0] not in environ:
-        raise UserError(f"{names[1]} = {size}, but {names[0]} is not set: which one is this process? Use torchrun.")
+        raise UserError(
+            f"{names[1]} = {size}, but {names[0]} is not set: which one is this process? Use torchrun."
+        )
     if rank >= size:
-        raise UserError(f"{names[0]} = {rank}: expected 0 to {size - 1}, because {names[1]} = {size}.")
+        raise UserError(
+            f"{names[0]} = {rank}: expected 0 to {size - 1}, because {names[1]} = {size}."
+        )
     # SLURM writes 4(x2),3 for two machines with 4 tasks and one with 3: the first number will do
-    together = re.match(r"[1-9][0-9]{0,8}", environ.get("LOCAL_WORLD_SIZE", environ.get("SLURM_TASKS_PER_NODE", "")))
+    together = re.match(
+        r"[1-9][0-9]{0,8}", environ.get("LOCAL_WORLD_SIZE", environ.get("SLURM_TASKS_PER_NODE", ""))
+    )
     return Launch(rank, size, local_rank, int(together[0]) if together else size, launched=True)
 
 
@@ -114,7 +124,9 @@ def terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise Terminated(signal_number=number)
 
 
-def launch_ranks(number: str, launch: Launch, words: Sequence[str], device: str | None = None) -> NoReturn:
+def launch_ranks(
+    number: str, launch: Launch, words: Sequence[str], device: str | None = None
+) -> NoReturn:
     """Replace this process by torchrun, which starts ``dp-ema WORDS`` on this machine; its signals and codes are ours.
 
     Args:
@@ -133,17 +145,27 @@ def launch_ranks(number: str, launch: Launch, words: Sequence[str], device: str 
 
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if number == "gpu" and not gpus:
-        raise UserError(f"{option}: there is no GPU here, or --device cpu is given. Give a number of processes.")
+        raise UserError(
+            f"{option}: there is no GPU here, or --device cpu is given. Give a number of processes."
+        )
     size = int(number) if number.isdecimal() else max(1, gpus)
     if 0 < gpus < size:
-        raise UserError(f"{option}: there are {gpus} GPUs here. Give {gpus} or fewer, or --device cpu.")
+        raise UserError(
+            f"{option}: there are {gpus} GPUs here. Give {gpus} or fewer, or --device cpu."
+        )
     rest = list(words)
     at = next(k for k, word in enumerate(rest) if word.split("=")[0] == "--nproc-per-node")
     del rest[at : at + (1 if "=" in rest[at] else 2)]
     # torchrun ends at other signals without informing the ranks
     forwarded = ["SIGINT", "SIGQUIT", *(number.name for number in END_SIGNALS)]
     environ = {"PET_SIGNALS_TO_HANDLE": ",".join(forwarded), **os.environ}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={size}",
+    ]
     os.execve(sys.executable, [*launcher, "-m", "deepmd_ema", *rest], environ)
 
 
@@ -155,4 +177,7 @@ def write_error_file(message: str, environ: Mapping[str, str] = os.environ) -> N
 
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             # later lines begin below the first one on that page
-            json.dump({"message": message.replace("\n", "\n" + " " * 14), "timestamp": int(time.time())}, file)
+            json.dump(
+                {"message": message.replace("\n", "\n" + " " * 14), "timestamp": int(time.time())},
+                file,
+            )

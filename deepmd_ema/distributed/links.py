@@ -65,6 +65,10 @@ def _report_no_links(folder: Path, refusal: str, way: str) -> None:
 def is_copy(path: Path) -> bool:
     """Whether a file has the content of another one beside it of the same kind: in the place of a link, it is none."""
     size = path.stat().st_size
-    others = [file for file in path.parent.glob(f"*{path.suffix}") if file != path and file.is_file()]
+    others = [
+        file for file in path.parent.glob(f"*{path.suffix}") if file != path and file.is_file()
+    ]
     # a digest takes a second per gigabyte
-    return any(other.stat().st_size == size and file_digest(other) == file_digest(path) for other in others)
+    return any(
+        other.stat().st_size == size and file_digest(other) == file_digest(path) for other in others
+    )

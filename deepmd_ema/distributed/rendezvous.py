@@ -18,13 +18,22 @@ import torch
 import torch.distributed as dist
 
 from deepmd_ema.distributed.launch import ADDRESS, Launch, write_error_file
-from deepmd_ema.errors import Interrupted, RankLostError, Terminated, UserError, first_few, printable
+from deepmd_ema.errors import (
+    Interrupted,
+    RankLostError,
+    Terminated,
+    UserError,
+    first_few,
+    printable,
+)
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
-PEER_ERROR_S = 3.0  # for a rank that has not been heard of since another one has failed: it may be dead
+PEER_ERROR_S = (
+    3.0  # for a rank that has not been heard of since another one has failed: it may be dead
+)
 LINGER_S = 10.0  # for a rank that is known to end, or to know why: a loaded machine takes seconds
 HEAD_START_S = 0.3  # for the rank that knows why to end first: torchrun names the first that ended as the root cause
 MAX_POLL_INTERVAL_S = 0.5
@@ -39,7 +48,9 @@ LOST_PEER = (
     "timed out",
 )
 BEAT_INTERVAL_S = 30.0
-MAX_MISSED_BEATS = 4  # that is 2 min: a machine that is busy with other things does not take so long
+MAX_MISSED_BEATS = (
+    4  # that is 2 min: a machine that is busy with other things does not take so long
+)
 WATCH_TIMEOUT = timedelta(days=365)  # of the message that comes when a rank ends as it should
 NOTICE_S = 3.0  # for the main thread to notice a loss by itself
 EXIT_LOST = 1
@@ -69,14 +80,18 @@ class Rendezvous:
             if not self._is_host and not _wait_for(self._is_up, JOIN_S):
                 raise RuntimeError(f"nobody has answered within {JOIN_S:.0f} s")
             limit = timedelta(seconds=JOIN_S)
-            store = dist.TCPStore(host, port, launch.size, self._is_host, timeout=limit, wait_for_workers=False)
+            store = dist.TCPStore(
+                host, port, launch.size, self._is_host, timeout=limit, wait_for_workers=False
+            )
         except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
             raise UserError(
                 f"{me}: cannot meet at {host}:{port} ({cause_of(error)}). MASTER_ADDR and MASTER_PORT must be those of "
                 "the machine of rank 0, which must be running; every run needs a port of its own."
             ) from error
         # an agent that starts the ranks again keeps its store, with the keys of the first attempt
-        self.store = dist.PrefixStore(f"dp-ema/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self.store = dist.PrefixStore(
+            f"dp-ema/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+        )
 
     def meet(self, key: str) -> None:
         """Wait until all ranks have come to ``key``: ``joined`` at first, ``ready`` before they exchange tensors.
@@ -95,8 +110,12 @@ class Rendezvous:
         answered = _wait_for(lambda: not self._missing(key) or self.store.check(["error"]), JOIN_S)
         if not (missing := self._missing(key)):
             return
-        if answered or rank > min(set(range(size)) - set(missing)):  # the first that is here reports who is missing
-            raise RankLostError("ended because another rank could not continue; its message gives the reason")
+        if answered or rank > min(
+            set(range(size)) - set(missing)
+        ):  # the first that is here reports who is missing
+            raise RankLostError(
+                "ended because another rank could not continue; its message gives the reason"
+            )
         raise UserError(
             f"started as rank {rank} of {size}, but rank {first_few([str(k) for k in missing], 8)} did not come within "
             f"{JOIN_S:.0f} s. WORLD_SIZE must be the number of processes that are started; look for messages of those "
@@ -109,12 +128,18 @@ class Rendezvous:
         if isinstance(error, Interrupted):  # all ranks have it
             return error if rank == 0 else None
         lost = is_peer_lost(error)
-        patience = LINGER_S if isinstance(error, RankLostError) else PEER_ERROR_S  # our own: it knows of the other
+        patience = (
+            LINGER_S if isinstance(error, RankLostError) else PEER_ERROR_S
+        )  # our own: it knows of the other
         try:
-            if self._is_up():  # checked first, because the store would wait minutes for a machine that is gone
+            if (
+                self._is_up()
+            ):  # checked first, because the store would wait minutes for a machine that is gone
                 self.store.set(f"ending {rank}", "")
                 if lost:  # a rank that knows why comes first, if there is one
-                    _wait_for(lambda: self.store.check(["error"]) or not self._missing("ending"), patience)
+                    _wait_for(
+                        lambda: self.store.check(["error"]) or not self._missing("ending"), patience
+                    )
                 is_first = self.store.add("error", 1) == 1
                 if lost and is_first:
                     error = self._lost_error(error)
@@ -124,7 +149,9 @@ class Rendezvous:
                     time.sleep(HEAD_START_S)
                 if self._is_host:
                     _wait_for(lambda: not self._missing("left"), PEER_ERROR_S)
-                    _wait_for(lambda: set(self._missing("left")) <= set(self._missing("ending")), LINGER_S)
+                    _wait_for(
+                        lambda: set(self._missing("left")) <= set(self._missing("ending")), LINGER_S
+                    )
                 return error if is_first else None
         except RuntimeError:  # it was closed in between
             pass
@@ -134,18 +161,26 @@ class Rendezvous:
         if rank != 1:
             return None
         text = "rank 0 has ended; if it left no message, it was killed."
-        if isinstance(error, Terminated):  # as all ranks were, or by a launcher that ends those that are left
+        if isinstance(
+            error, Terminated
+        ):  # as all ranks were, or by a launcher that ends those that are left
             return Terminated(f"{error}; {text}", error.signal_number)
         return RankLostError(text)
 
     def _lost_error(self, error: BaseException) -> BaseException:
         """Return the report of a rank that lost others, which have ended without a message."""
-        came = (k for k in self._missing("ending") if self.store.check([f"joined {k}"]))  # get() waits for the others
+        came = (
+            k for k in self._missing("ending") if self.store.check([f"joined {k}"])
+        )  # get() waits for the others
         names = [f"rank {k} ({self.store.get(f'joined {k}').decode()})" for k in came]
         places = first_few(names, 4) or "another rank"
         if isinstance(error, Terminated):
             # sent by a user to all ranks, or by a launcher to those that are left
-            silent = f" {places} did not answer: if it was killed, the launcher has ended the others." if names else ""
+            silent = (
+                f" {places} did not answer: if it was killed, the launcher has ended the others."
+                if names
+                else ""
+            )
             return Terminated(f"{error}.{silent}", error.signal_number)
         return RankLostError(
             f"{places} ended without a message or does not answer: killed by a user, by the system for lack of memory, "
@@ -163,7 +198,9 @@ class Rendezvous:
     def _missing(self, key: str) -> list[int]:
         """Return the ranks that have not set ``key``."""
         ranks = range(self._launch.size)
-        if self.store.check([f"{key} {k}" for k in ranks]):  # one question for all, where there are many
+        if self.store.check(
+            [f"{key} {k}" for k in ranks]
+        ):  # one question for all, where there are many
             return []
         return [k for k in ranks if not self.store.check([f"{key} {k}"])]
 
@@ -208,7 +245,10 @@ def watched_peers(rendezvous: Rendezvous, launch: Launch, nccl: bool) -> Iterato
                     before, beats[k] = beats[k], store.add(f"beat {k}", 0)
                     missed[k] = missed[k] + 1 if beats[k] == before else 0
                     if missed[k] and missed[k] % MAX_MISSED_BEATS == 0:
-                        place, minutes = store.get(f"joined {k}").decode(), missed[k] * BEAT_INTERVAL_S / 60
+                        place, minutes = (
+                            store.get(f"joined {k}").decode(),
+                            missed[k] * BEAT_INTERVAL_S / 60,
+                        )
                         text = "waiting for rank %d (%s) for %.2g min: it is stopped, or cannot be reached"
                         logger.warning(text, k, place, minutes)
 
@@ -225,7 +265,9 @@ def watched_peers(rendezvous: Rendezvous, launch: Launch, nccl: bool) -> Iterato
                 write_error_file(message)
             os._exit(EXIT_LOST)
 
-    hearing, watching = (threading.Thread(target=work, name="dp-ema-peers", daemon=True) for work in (hear, watch))
+    hearing, watching = (
+        threading.Thread(target=work, name="dp-ema-peers", daemon=True) for work in (hear, watch)
+    )
     hearing.start()
     if nccl:
         watching.start()
@@ -242,12 +284,18 @@ def watched_peers(rendezvous: Rendezvous, launch: Launch, nccl: bool) -> Iterato
 
 def is_peer_lost(error: BaseException) -> bool:
     """Whether ``error`` is the news that another rank has ended."""
-    if isinstance(error, dist.DistBackendError):  # NCCL raises it for its own faults too, such as a wrong driver
+    if isinstance(
+        error, dist.DistBackendError
+    ):  # NCCL raises it for its own faults too, such as a wrong driver
         return any(word in str(error).lower() for word in LOST_PEER)
     if isinstance(error, RankLostError | Terminated | dist.DistError):
         return True
     # gloo raises a bare RuntimeError that begins with the path of its source file; "enforce fail" is a wrong setting
-    return isinstance(error, RuntimeError) and "gloo" in str(error) and "enforce fail" not in str(error)
+    return (
+        isinstance(error, RuntimeError)
+        and "gloo" in str(error)
+        and "enforce fail" not in str(error)
+    )
 
 
 def cause_of(error: BaseException) -> str:

@@ -83,7 +83,9 @@ def precision(name: str) -> torch.dtype:
     return torch.float32 if name == "float32" else torch.float64
 
 
-def check_weights(expected: Mapping[str, Sequence[int]], found: Mapping[str, Any], path: str | Path) -> None:
+def check_weights(
+    expected: Mapping[str, Sequence[int]], found: Mapping[str, Any], path: str | Path
+) -> None:
     """Check names and shapes of the tensors that a model needs.
 
     Args:
@@ -100,7 +102,9 @@ def check_weights(expected: Mapping[str, Sequence[int]], found: Mapping[str, Any
     extra = [name for name in have if name not in want]
     renamed: dict[str, str] = {}  # tensors that are probably there under another name
     for name in missing:
-        same_shape = [other for other in extra if have[other] == want[name] and other not in renamed.values()]
+        same_shape = [
+            other for other in extra if have[other] == want[name] and other not in renamed.values()
+        ]
         close = get_close_matches(name, same_shape, n=1, cutoff=0.7)
         if close:
             renamed[name] = close[0]
@@ -109,14 +113,20 @@ def check_weights(expected: Mapping[str, Sequence[int]], found: Mapping[str, Any
         "not of this model": [f"{n} {have[n]}" for n in extra if n not in renamed.values()],
         "renamed": [f"{n} is called {other} there" for n, other in renamed.items()],
         "of another shape": [
-            f"{n} is {have[n]} there, {want[n]} here" for n in want if n in have and have[n] != want[n]
+            f"{n} is {have[n]} there, {want[n]} here"
+            for n in want
+            if n in have and have[n] != want[n]
         ],
     }
     if not any(groups.values()):
         return
-    lines = [f"{path}: its weights do not fit the model of this input ({len(have)} tensors there, {len(want)} here)."]
+    lines = [
+        f"{path}: its weights do not fit the model of this input ({len(have)} tensors there, {len(want)} here)."
+    ]
     lines += [f"  {title}: {first_few(names)}" for title, names in groups.items() if names]
-    lines.append("  Use the model section of the run that wrote the file (`dp-ema show` prints it).")
+    lines.append(
+        "  Use the model section of the run that wrote the file (`dp-ema show` prints it)."
+    )
     raise CheckpointError("\n".join(lines))
 
 
@@ -226,7 +236,9 @@ def local_shard(tensor: Tensor) -> Tensor:
     """Return the shard of ``tensor`` on this rank, sharing memory and detached; a plain tensor is returned itself."""
     if not is_sharded(tensor):
         return tensor
-    with torch.no_grad():  # with gradients on, it records an operation and returns another object each time
+    with (
+        torch.no_grad()
+    ):  # with gradients on, it records an operation and returns another object each time
         return tensor.to_local()
 
 
@@ -236,12 +248,18 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     mesh = tensor.device_mesh
     if not is_row_sharded(tensor):  # what an operation on shards returned, as a norm
-        return tensor.full_tensor().clone()  # where it is the same on all ranks, it is the local one
+        return (
+            tensor.full_tensor().clone()
+        )  # where it is the same on all ranks, it is the local one
     # DTensor's own way takes twice as long: most of it is bookkeeping, and the tensors of a model are small
-    return all_gather_rows(local_shard(tensor).detach(), tensor.shape[0], mesh.size(), mesh.get_group())
+    return all_gather_rows(
+        local_shard(tensor).detach(), tensor.shape[0], mesh.size(), mesh.get_group()
+    )
 
 
-def all_gather_rows(part: Tensor, rows: int, size: int, group: dist.ProcessGroup | None = None) -> Tensor:
+def all_gather_rows(
+    part: Tensor, rows: int, size: int, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Return the parts of all ranks, one after the other along dim 0. A collective.
 
     Args:
@@ -268,7 +286,12 @@ def from_local(shard: Tensor, like: Tensor) -> Tensor:
 
     # shape and stride must be given: guessed from one shard they are wrong where shards differ in size
     return DTensor.from_local(
-        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        shard,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 
@@ -295,7 +318,9 @@ def is_row_sharded(tensor: Tensor) -> bool:
 def first_row(tensor: Tensor) -> int:
     """Return the number of the first row that this rank holds of a row-sharded tensor."""
     assert is_sharded(tensor)
-    return rows_of(tensor.shape[0], tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())[0]
+    return rows_of(tensor.shape[0], tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())[
+        0
+    ]
 
 
 def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
@@ -316,7 +341,9 @@ def shard_like(full: Tensor | StoredTensor, like: Tensor) -> Tensor:
         return full.whole() if isinstance(full, StoredTensor) else full
     assert is_row_sharded(like)
     first, count = first_row(like), len(local_shard(like))
-    return full.read(first, count) if isinstance(full, StoredTensor) else full[first : first + count]
+    return (
+        full.read(first, count) if isinstance(full, StoredTensor) else full[first : first + count]
+    )
 
 
 @dataclass(frozen=True)
@@ -370,7 +397,9 @@ class OwnRows:
             tensor: sharded as FSDP2 does it, or the same on all ranks.
         """
         if is_row_sharded(tensor):
-            return RowShard(self.copies(local_shard(tensor)), first_row(tensor), tuple(tensor.shape))
+            return RowShard(
+                self.copies(local_shard(tensor)), first_row(tensor), tuple(tensor.shape)
+            )
         found = full_tensor(tensor).detach()
         if found.numel() <= SMALL:
             return self.copies(found)

@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 
 from deepmd_ema.distributed.launch import ADDRESS, END_SIGNALS, Launch
-from deepmd_ema.distributed.rendezvous import Rendezvous, cause_of, in_thread, is_peer_lost, watched_peers
+from deepmd_ema.distributed.rendezvous import (
+    Rendezvous,
+    cause_of,
+    in_thread,
+    is_peer_lost,
+    watched_peers,
+)
 from deepmd_ema.errors import RankLostError, ReportedElsewhere, UserError
 from deepmd_ema.utils import keep_freed_memory
 
@@ -25,8 +31,12 @@ T = TypeVar("T")
 
 # With gloo a rank that ends is noticed at once, because its connections close; the limits are for one that hangs or
 # whose machine is gone. NCCL does not notice an end: there a thread does (dist.rendezvous).
-STEP_TIMEOUT = timedelta(minutes=30)  # of a collective, and of what one rank does alone during training: writing files
-PREPARATION_TIMEOUT = timedelta(hours=24)  # of what rank 0 does alone before training: reading all data
+STEP_TIMEOUT = timedelta(
+    minutes=30
+)  # of a collective, and of what one rank does alone during training: writing files
+PREPARATION_TIMEOUT = timedelta(
+    hours=24
+)  # of what rank 0 does alone before training: reading all data
 ANNOUNCED = "all_ranks_know"  # attribute of an error that all_ranks_ok has raised
 
 
@@ -55,7 +65,9 @@ class World(Launch):
         dist.all_reduce(total)
         return total.to(values.device)
 
-    def all_reduce_max(self, numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    def all_reduce_max(
+        self, numbers: Sequence[int], group: dist.ProcessGroup | None = None
+    ) -> list[int]:
         """Return the largest over the ranks of each of as many numbers; waits for them, but not for the device."""
         if self.size == 1 or not numbers:
             return list(numbers)
@@ -123,7 +135,9 @@ class World(Launch):
             setattr(own_error, ANNOUNCED, True)
             raise own_error
         if failed:
-            raise RankLostError(f"ended because rank {failed - 1} could not continue; its message gives the reason")
+            raise RankLostError(
+                f"ended because rank {failed - 1} could not continue; its message gives the reason"
+            )
 
 
 @contextmanager
@@ -144,7 +158,9 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
     if str(device).startswith("cpu") or not torch.cuda.is_available():
         # before the store and gloo start threads: glibc documents mallopt as unsafe beside others
         keep_freed_memory()
-    if not launch.launched or (launch.size == 1 and any(name not in os.environ for name in ADDRESS)):
+    if not launch.launched or (
+        launch.size == 1 and any(name not in os.environ for name in ADDRESS)
+    ):
         yield World(**vars(launch), device=select_device(device, launch.local_rank))
         return
     rendezvous = Rendezvous(launch)
@@ -166,7 +182,9 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
                 world_size=launch.size,
                 # one client answers one thread at a time, and this one may wait for long
                 store=rendezvous.store.clone(),  # type: ignore[attr-defined]
-                device_id=chosen if cuda else None,  # NCCL then connects here and not within the first step
+                device_id=chosen
+                if cuda
+                else None,  # NCCL then connects here and not within the first step
             )
 
         try:
@@ -181,7 +199,12 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
                 f"({cause_of(error)}). On several machines set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the "
                 "network interface between them; every rank needs a GPU of its own."
             ) from error
-        world = World(**vars(launch), device=chosen, cpu_group=cpu_group, long_timeout_group=long_timeout_group)
+        world = World(
+            **vars(launch),
+            device=chosen,
+            cpu_group=cpu_group,
+            long_timeout_group=long_timeout_group,
+        )
         default_group = dist.group.WORLD
         with watched_peers(rendezvous, launch, nccl=cuda and launch.size > 1):
             yield world
@@ -222,9 +245,13 @@ def select_device(name: str | None = None, local_rank: int = 0) -> torch.device:
             f"{visible} processes per machine, or fewer, or show each process one GPU (srun --gpus-per-task=1)."
         )
     try:
-        chosen = torch.device(f"cuda:{0 if visible == 1 else local_rank}" if name == "cuda" else name)
+        chosen = torch.device(
+            f"cuda:{0 if visible == 1 else local_rank}" if name == "cuda" else name
+        )
         torch.zeros((), dtype=torch.float64, device=chosen).item()
     except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
-        raise UserError(f"--device {name}: is not usable here ({reason}). Use cpu, cuda or cuda:0.") from error
+        raise UserError(
+            f"--device {name}: is not usable here ({reason}). Use cpu, cuda or cuda:0."
+        ) from error
     return chosen

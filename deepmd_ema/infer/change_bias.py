@@ -24,7 +24,14 @@ from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, ModelFile, load_models
 from deepmd_ema.interop import dp
 from deepmd_ema.model.model_set import ModelSet, unnested
-from deepmd_ema.model.output_bias import BiasFit, FrameEnergies, change_bias, energies_of, fixed_elements, set_bias
+from deepmd_ema.model.output_bias import (
+    BiasFit,
+    FrameEnergies,
+    change_bias,
+    energies_of,
+    fixed_elements,
+    set_bias,
+)
 from deepmd_ema.report.table import Column, Table, render
 from deepmd_ema.utils import LIVE
 
@@ -102,9 +109,14 @@ class ChangedBias:
             )
         if self.frames is not None:
             errors = [1000 * np.array([r.mean(), np.sqrt(np.mean(r**2))]) for r in self.residuals()]
-            before, after = ([f"{round(value, 6) + 0.0:.6g}" for value in numbers] for numbers in errors)
+            before, after = (
+                [f"{round(value, 6) + 0.0:.6g}" for value in numbers] for numbers in errors
+            )
             lines.append("label minus prediction, meV/atom:")
-            lines += [f"  {what} {old} before, {new} after" for what, old, new in zip(("mean", "RMSE"), before, after)]
+            lines += [
+                f"  {what} {old} before, {new} after"
+                for what, old, new in zip(("mean", "RMSE"), before, after)
+            ]
         others = [name for name in self.source.models if name != self.head]
         verb = "stay as they are" if len(others) > 1 else "stays as it is"
         stay = f", in which {', '.join(others)} {verb}" if others else ""
@@ -124,7 +136,11 @@ class ChangedBias:
                     remark = "not in the data"
             change = round(self.after[t] - self.before[t], 6) + 0.0  # + 0.0 turns -0.0 into 0.0
             rows.append((name, self.before[t], self.after[t], change, remark))
-        numbers = (Column("before", "eV", ".6f"), Column("after", "eV", ".6f"), Column("change", "eV", "+.6f"))
+        numbers = (
+            Column("before", "eV", ".6f"),
+            Column("after", "eV", ".6f"),
+            Column("change", "eV", "+.6f"),
+        )
         return Table("", (Column("element"), *numbers, Column()), rows)
 
 
@@ -157,7 +173,11 @@ def write_changed(
             or the file cannot be written.
     """
     file = load_models(model, use_average=use_average, average=average)
-    head = choose_head({name: each.config.model_branch_alias for name, each in file.models.items()}, head, str(model))
+    head = choose_head(
+        {name: each.config.model_branch_alias for name, each in file.models.items()},
+        head,
+        str(model),
+    )
     loaded = file.models[head]
     loaded.require_energies("change-bias")
     path = _target(loaded, model, output)
@@ -168,21 +188,33 @@ def write_changed(
                 f"-b: {counted(len(request.values), 'value')}, expected one for each of the {len(type_map)} elements "
                 f"of the model, in this order: {' '.join(type_map)}."
             )
-        if bad := [f"{name} {value}" for name, value in zip(type_map, request.values) if not np.isfinite(value)]:
+        if bad := [
+            f"{name} {value}"
+            for name, value in zip(type_map, request.values)
+            if not np.isfinite(value)
+        ]:
             raise UserError(f"-b: {', '.join(bad)}: expected finite energies in eV.")
         after = np.array(request.values, float)
-        done = ChangedBias(path, file, head, {"mode": GIVEN, "source": "values given"}, before, after)
+        done = ChangedBias(
+            path, file, head, {"mode": GIVEN, "source": "values given"}, before, after
+        )
         _write(done, None)
         return done
     systems = open_labelled(request.systems, loaded.config, (ENERGY,))
     where, names = select_device(device), list(map(str, request.systems))
     network, chosen = loaded.model.to(where), first_frames(systems, request.num_frames)
-    batches = sequential_batches(systems, network.layout, None, atoms_at_once(where), labels=(ENERGY,), frames=chosen)
+    batches = sequential_batches(
+        systems, network.layout, None, atoms_at_once(where), labels=(ENERGY,), frames=chosen
+    )
     frames = energies_of(network, loaded.config, batches)
     if not len(frames):
         raise UserError(f"no frame of {', '.join(names)} has an energy to fit the bias to.")
     fit: BiasFit = set_bias(frames) if request.mode == SET else change_bias(frames, before)
-    record = {"mode": request.mode, "frames": len(frames), "source": request.source or first_few(names, 3)}
+    record = {
+        "mode": request.mode,
+        "frames": len(frames),
+        "source": request.source or first_few(names, 3),
+    }
     done = ChangedBias(path, file, head, record, before, fit.bias, frames, fit.undetermined)
     _write(done, fit.std)
     return done
@@ -192,7 +224,11 @@ def describe_record(record: Mapping[str, Any]) -> str:
     """Return one line of what ``dp-ema change-bias`` has recorded in a file."""
     if record["mode"] == GIVEN:
         return "set to values given"
-    how = "set to a fit of the labels" if record["mode"] == SET else "moved by a fit of label minus prediction"
+    how = (
+        "set to a fit of the labels"
+        if record["mode"] == SET
+        else "moved by a fit of label minus prediction"
+    )
     return f"{how}, {record['frames']:,} frames of {record['source']}"
 
 
@@ -202,15 +238,26 @@ def _write(done: ChangedBias, std: Array | None) -> None:
         dp.rewrite_bias(info.path, done.path, done.after, std, {"bias": dict(done.record)})
         return
     models = done.source.models
-    weights, prefix = ModelSet({name: each.model for name, each in models.items()}).state_dict(), prefix_of(done.head)
-    weights[f"{prefix}out_bias"] = torch.from_numpy(done.after).view_as(weights[f"{prefix}out_bias"])
+    weights, prefix = (
+        ModelSet({name: each.model for name, each in models.items()}).state_dict(),
+        prefix_of(done.head),
+    )
+    weights[f"{prefix}out_bias"] = torch.from_numpy(done.after).view_as(
+        weights[f"{prefix}out_bias"]
+    )
     if std is not None:
         weights[f"{prefix}out_std"] = torch.from_numpy(std).view_as(weights[f"{prefix}out_std"])
     distances = unnested({name: each.info.min_nbor_dist for name, each in models.items()})
-    head = checkpoint.payload_head("weights", info.weights, info.step, done.source.config, distances)
+    head = checkpoint.payload_head(
+        "weights", info.weights, info.step, done.source.config, distances
+    )
     average = {"average": dict(info.average)} if info.average else {}
-    records = {name: each.info.bias for name, each in models.items() if each.info.bias} | {done.head: dict(done.record)}
-    checkpoint.save(done.path, {**head, "bias": unnested(records), **average, "model": weights}, option="-o")
+    records = {name: each.info.bias for name, each in models.items() if each.info.bias} | {
+        done.head: dict(done.record)
+    }
+    checkpoint.save(
+        done.path, {**head, "bias": unnested(records), **average, "model": weights}, option="-o"
+    )
 
 
 def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -> Path:
@@ -218,7 +265,9 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
     source = loaded.info.path
     frozen = source.suffix.lower() in FROZEN_SUFFIXES
     if frozen and source.suffix.lower() not in WRITTEN_SUFFIXES:
-        raise UserError(f"{model}: change-bias writes .pt, .dp and .yaml. Change the file that this one was made of.")
+        raise UserError(
+            f"{model}: change-bias writes .pt, .dp and .yaml. Change the file that this one was made of."
+        )
     if output is not None:
         path = Path(output)
     elif frozen:
@@ -230,7 +279,9 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
     known = WRITTEN_SUFFIXES if frozen else (GATHERED_SUFFIX,)
     if path.suffix.lower() not in known:
         more = "" if frozen else " `dp-ema freeze` makes a .dp file of it."
-        raise UserError(f"-o {path}: expected a name that ends in {' or '.join(known)}, as {source} does.{more}")
+        raise UserError(
+            f"-o {path}: expected a name that ends in {' or '.join(known)}, as {source} does.{more}"
+        )
     if not frozen:
         checkpoint.refuse_to_replace(path, "-o")
     check_output(path, "-o", MODEL_FILE if frozen else None, [source])

@@ -25,29 +25,46 @@ class CompiledModel(nn.Module):
     """
 
     def __init__(
-        self, run: Callable[..., dict[str, Tensor]], model: EnergyModel, default_fparam: Sequence[float] | None
+        self,
+        run: Callable[..., dict[str, Tensor]],
+        model: EnergyModel,
+        default_fparam: Sequence[float] | None,
     ) -> None:
         super().__init__()
         self._run, self._default_fparam = run, default_fparam
         self.layout, self.type_map = model.layout, model.type_map
 
-    def forward(self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True) -> dict[str, Tensor]:
+    def forward(
+        self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True
+    ) -> dict[str, Tensor]:
         """Return the energies (F,), atomic energies (A,), forces (A, 3) and virials (F, 9), all float64."""
         assert not create_graph, "compiled code has no parameters"
-        energy, virial = batch.coord.new_zeros(batch.num_frames), batch.coord.new_zeros(batch.num_frames, 9)
+        energy, virial = (
+            batch.coord.new_zeros(batch.num_frames),
+            batch.coord.new_zeros(batch.num_frames, 9),
+        )
         atom_energy, force = torch.zeros_like(batch.coord[:, 0]), torch.zeros_like(batch.coord)
         # by the sizes that the host knows, and with images of empty slots: nothing is to wait for a GPU here
         in_file_order = torch.argsort(batch.atom_order).split(batch.sizes)
         for f, rows in enumerate(in_file_order):
             conditions: dict[str, Any] = {FPARAM: slice(f, f + 1), APARAM: rows}
-            given = {name: batch.conditions[name][at] for name, at in conditions.items() if name in batch.conditions}
+            given = {
+                name: batch.conditions[name][at]
+                for name, at in conditions.items()
+                if name in batch.conditions
+            }
             found = self.frame(*_images(batch, rows), given)
             energy[f], virial[f] = found[ENERGY], found[VIRIAL]
             atom_energy[rows], force[rows] = found[ATOM_ENERGY], found[FORCE]
         return {ENERGY: energy, ATOM_ENERGY: atom_energy, FORCE: force, VIRIAL: virial}
 
     def frame(
-        self, coord: Tensor, atype: Tensor, nlist: Tensor, mapping: Tensor, conditions: Mapping[str, Tensor]
+        self,
+        coord: Tensor,
+        atype: Tensor,
+        nlist: Tensor,
+        mapping: Tensor,
+        conditions: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """Return the energy (), atomic energies (N,), forces (N, 3) and virial (9,) of a frame.
 

@@ -23,7 +23,11 @@ from deepmd_ema.report.table import Column, Table, render
 
 # M models, F frames, N atoms
 
-COLUMNS = ("step", *(f"{of}_devi_{of_what}" for of_what in "vf" for of in ("max", "min", "avg")), "devi_e")
+COLUMNS = (
+    "step",
+    *(f"{of}_devi_{of_what}" for of_what in "vf" for of in ("max", "min", "avg")),
+    "devi_e",
+)
 _LABELS = (ENERGY, FORCE, VIRIAL)
 _WIDTH = 19  # of a column in the file, as DeePMD-kit writes it
 
@@ -64,7 +68,10 @@ class DeviationReport:
     def write(self, path: str | Path) -> Path:
         """Write one block of rows per system, in the format of ``dp model-devi``; return the path."""
         path = Path(path)
-        with atomic_write(path, "Choose another -o.") as part, part.open("w", encoding="utf-8") as file:
+        with (
+            atomic_write(path, "Choose another -o.") as part,
+            part.open("w", encoding="utf-8") as file,
+        ):
             for name, rows in self.systems.items():
                 head = "step".ljust(10) + "".join(column.ljust(_WIDTH) for column in COLUMNS[1:])
                 head += "atm_devi_f(N)".ljust(_WIDTH) if rows.shape[1] > len(COLUMNS) else ""
@@ -82,7 +89,9 @@ class DeviationReport:
             rows.append([name, len(found), float(most.mean()), float(most[worst]), worst])
         numbers = {"frames": ".0f", "mean": ".4g", "largest": ".4g", "in frame": ".0f"}
         columns = (Column("system"), *(Column(name, "", spec) for name, spec in numbers.items()))
-        return "\n".join([*self.models, *render(Table("max_devi_f, frames count from 0", columns, rows))])
+        return "\n".join(
+            [*self.models, *render(Table("max_devi_f, frames count from 0", columns, rows))]
+        )
 
 
 def measure_deviation(
@@ -120,10 +129,16 @@ def measure_deviation(
     widest = max((one.config for one in loaded), key=lambda config: config.descriptor.cutoff)
     opened = open_labelled(systems, widest, _LABELS if options.real_error else (), rglob_patterns)
     cache, every = PairCache(), first_frames(opened, 0)
-    reports = [predict(one, opened, every, device, _LABELS if options.real_error else (), cache) for one in loaded]
+    reports = [
+        predict(one, opened, every, device, _LABELS if options.real_error else (), cache)
+        for one in loaded
+    ]
     rows = {}
     for system in opened:
-        by_model = [[frame for frame in report.frames if frame.source[0] == system.name] for report in reports]
+        by_model = [
+            [frame for frame in report.frames if frame.source[0] == system.name]
+            for report in reports
+        ]
         rows[system.name] = _rows(by_model, options)
     return DeviationReport(words, rows)
 
@@ -148,7 +163,11 @@ def frame_deviation(
     for name in _LABELS:
         values = np.stack([np.asarray(one[name], np.float64) for one in predictions])
         size = 1 if name == FORCE else len(predictions[0][FORCE])
-        about = values.mean(axis=0) if labels is None else labels.get(name, np.full(values.shape[1:], np.nan))
+        about = (
+            values.mean(axis=0)
+            if labels is None
+            else labels.get(name, np.full(values.shape[1:], np.nan))
+        )
         center[name] = about / size
         spread[name] = np.sqrt(np.square(values / size - center[name]).mean(axis=0))
     virial, force = spread[VIRIAL], np.linalg.norm(spread[FORCE], axis=-1)
@@ -160,13 +179,17 @@ def frame_deviation(
     return np.array([*of_virial, force.max(), force.min(), force.mean(), spread[ENERGY]]), force
 
 
-def _rows(by_model: Sequence[Sequence[FrameResult]], options: DeviationOptions) -> NDArray[np.float64]:
+def _rows(
+    by_model: Sequence[Sequence[FrameResult]], options: DeviationOptions
+) -> NDArray[np.float64]:
     """Return the rows of a system from its frames, as each model predicts them."""
     width = max(frame.num_atoms for frame in by_model[0]) if options.atomic else 0
     rows = np.full((len(by_model[0]), len(COLUMNS) + width), np.nan)
     for number, frames in enumerate(zip(*by_model)):
         labels = frames[0].label if options.real_error else None
-        rows[number, 1 : len(COLUMNS)], atoms = frame_deviation([f.prediction for f in frames], labels, options)
+        rows[number, 1 : len(COLUMNS)], atoms = frame_deviation(
+            [f.prediction for f in frames], labels, options
+        )
         if options.atomic:
             rows[number, len(COLUMNS) : len(COLUMNS) + len(atoms)] = atoms
     rows[:, 0] = options.frequency * np.arange(len(rows))

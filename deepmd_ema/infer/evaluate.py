@@ -46,10 +46,25 @@ from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import SAME_PLACE, describe_short_pair
 from deepmd_ema.model.compiler import Compiler, pad_for
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
+from deepmd_ema.model.metrics import (
+    Errors,
+    FrameResult,
+    evaluate,
+    force_errors_by_type,
+    group_frames,
+    worst_frames,
+)
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.tabulated import tabulate
-from deepmd_ema.report.table import KINDS, Column, Table, describe_errors, labelled, render, show_metric
+from deepmd_ema.report.table import (
+    KINDS,
+    Column,
+    Table,
+    describe_errors,
+    labelled,
+    render,
+    show_metric,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +76,9 @@ _LINE = "# " + "-" * 47 + " "
 def _axes(label: Label) -> list[str]:
     """Return the names of the components of a label; of properties and densities of states numbers."""
     known = {(): [""], (3,): [*"xyz"], (9,): [a + b for a in "xyz" for b in "xyz"]}
-    return [str(k) for k in range(label.shape[0])] if label.name.endswith("]") else known[label.shape]
+    return (
+        [str(k) for k in range(label.shape[0])] if label.name.endswith("]") else known[label.shape]
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +130,9 @@ class ErrorReport:
     @property
     def by_composition(self) -> dict[str, Errors]:
         """Errors of each composition."""
-        return group_frames(self.frames, lambda frame: describe_composition(frame.atom_type, self.type_map))
+        return group_frames(
+            self.frames, lambda frame: describe_composition(frame.atom_type, self.type_map)
+        )
 
     @property
     def by_element(self) -> dict[str, Errors]:
@@ -126,10 +145,18 @@ class ErrorReport:
         systems = self.by_system
         lines = [f"{self.info.path}: {self.info.describe()}"]
         for name, errors in systems.items():
-            lines += ["# ---------------output of dp-ema test----------- ", f"# testing system : {name}"]
+            lines += [
+                "# ---------------output of dp-ema test----------- ",
+                f"# testing system : {name}",
+            ]
             lines.append(f"# number of test data : {errors.summary()['num_frames']:.0f} ")
-            lines += [*_error_lines(errors), _LINE] if len(systems) > 1 else []  # those of one system follow
-        lines += ["# ----------weighted average of errors----------- ", f"# number of systems : {len(systems)}"]
+            lines += (
+                [*_error_lines(errors), _LINE] if len(systems) > 1 else []
+            )  # those of one system follow
+        lines += [
+            "# ----------weighted average of errors----------- ",
+            f"# number of systems : {len(systems)}",
+        ]
         # scripts read these lines, which are in the units of DeePMD-kit; all below are in those of other commands
         lines += [*_error_lines(self.total), _LINE]
         in_mev = describe_errors(self.total, with_gpa=True).split(", ")
@@ -137,7 +164,9 @@ class ErrorReport:
         # energies have no zero
         sizes = [q for q in labelled(self.total) if q not in "EQ"]
         if sizes:
-            shown = ", ".join(f"{q} {show_metric(f'{q}:RMSE', self.labels.metric(f'{q}:RMSE'))}" for q in sizes)
+            shown = ", ".join(
+                f"{q} {show_metric(f'{q}:RMSE', self.labels.metric(f'{q}:RMSE'))}" for q in sizes
+            )
             lines[-1:] = [f"# RMS of the labels: {shown}", _LINE]
         for table in (*self.groups(), self.forces_by_element(), self.worst()):
             lines += [*render(table, "# "), _LINE] if table.rows else []
@@ -154,13 +183,23 @@ class ErrorReport:
     def groups(self) -> list[Table]:
         """Return errors by kind of calculation and by composition, where there are several; the worst first."""
         groups = {" or ".join(KIND_NAMES): self.by_kind, "composition": self.by_composition}
-        metrics = [f"{quantity}:{kind}" for quantity in labelled(self.total).replace("V", "") for kind in KINDS]
+        metrics = [
+            f"{quantity}:{kind}"
+            for quantity in labelled(self.total).replace("V", "")
+            for kind in KINDS
+        ]
         by, tables = self._metric, []
         for title, found in groups.items():
             # those without the label last
-            order = sorted(found.items(), key=lambda item: -np.nan_to_num(item[1].metric(by), nan=-1.0))[:MAX_GROUPS]
-            rows: list[list[Any]] = [[name, of.summary()["num_frames"], *_shown(of, metrics)] for name, of in order]
-            more = f", the {MAX_GROUPS} of largest error of {len(found):,}" * (len(found) > MAX_GROUPS)
+            order = sorted(
+                found.items(), key=lambda item: -np.nan_to_num(item[1].metric(by), nan=-1.0)
+            )[:MAX_GROUPS]
+            rows: list[list[Any]] = [
+                [name, of.summary()["num_frames"], *_shown(of, metrics)] for name, of in order
+            ]
+            more = f", the {MAX_GROUPS} of largest error of {len(found):,}" * (
+                len(found) > MAX_GROUPS
+            )
             columns = (Column(title), Column("frames", "", ".0f"), *_columns(metrics))
             tables += [Table(f"# errors by {title}{more}", columns, rows)] if len(found) > 1 else []
         return tables
@@ -172,13 +211,20 @@ class ErrorReport:
         atoms; nan is written for a label that a frame does not have.
         """
         written = []
-        for label in (LABELS[name] for name in dict.fromkeys(name for frame in self.frames for name in frame.label)):
+        for label in (
+            LABELS[name]
+            for name in dict.fromkeys(name for frame in self.frames for name in frame.label)
+        ):
             for quantity in label.errors:
                 # an open frame has no volume, and pairs of atoms are predicted where there is something to compare with
-                frames = [f for f in self.frames if quantity.per != "volume" or f.volume is not None]
+                frames = [
+                    f for f in self.frames if quantity.per != "volume" or f.volume is not None
+                ]
                 frames = [f for f in frames if not label.per_pair or label.name in f.label]
                 if any(label.name in frame.label for frame in frames):
-                    written.append(_write_table(Path(f"{prefix}.{quantity.name}.out"), frames, label, quantity))
+                    written.append(
+                        _write_table(Path(f"{prefix}.{quantity.name}.out"), frames, label, quantity)
+                    )
         return written
 
     def plot(self, path: str | Path) -> Path:
@@ -199,14 +245,21 @@ class ErrorReport:
         labelled = dict.fromkeys(name for frame in self.frames for name in frame.label)
         for name in derived if labelled.keys() & {*derived} else labelled:
             label = LABELS[name]
-            quantity = next((error for error in label.errors if error.per == "atom"), label.errors[0])
+            quantity = next(
+                (error for error in label.errors if error.per == "atom"), label.errors[0]
+            )
             axes = [""] if name in derived or len(_axes(label)) > 9 else _axes(label)
             sides = []
             for of in (attrgetter("label"), attrgetter("prediction")):
                 of_atoms = label.per_atom and self.frames[0].counted is not None
                 rows = [(f, of(f)[name]) for f in self.frames if name in f.label]
-                scaled = [row[f.counted] if of_atoms else row / (f.size if quantity.per else 1) for f, row in rows]
-                sides.append(np.concatenate([np.zeros(0), *map(np.ravel, scaled)]).reshape(-1, len(axes)))
+                scaled = [
+                    row[f.counted] if of_atoms else row / (f.size if quantity.per else 1)
+                    for f, row in rows
+                ]
+                sides.append(
+                    np.concatenate([np.zeros(0), *map(np.ravel, scaled)]).reshape(-1, len(axes))
+                )
             for k, axis in enumerate(axes):
                 unit = quantity.unit_symbol or "unit of the labels"
                 found[f"{quantity.title} {axis}".strip()] = sides[0][:, k], sides[1][:, k], unit
@@ -218,7 +271,11 @@ class ErrorReport:
         rows: list[list[Any]] = []
         for name, errors in self.by_element.items():
             rows.append([name, errors.summary()["num_atoms"], *_shown(errors, metrics)])
-        return Table("# forces by element", (Column("element"), Column("atoms", "", ".0f"), *_columns(metrics)), rows)
+        return Table(
+            "# forces by element",
+            (Column("element"), Column("atoms", "", ".0f"), *_columns(metrics)),
+            rows,
+        )
 
     def worst(self) -> Table:
         """Return the frames of largest force error (energy error without forces), in meV, and where they are."""
@@ -231,7 +288,11 @@ class ErrorReport:
             place = self.systems[frame.source[0]].where(frame.source[1])
             rows.append([*_shown(frame.errors, columns), f"{place.file} frame {place.frame}"])
         title = f"# the {len(rows)} frames of largest {by} error (frames count from 0)"
-        return Table(title, (*_columns([one.replace("E:RMSE", "E:error") for one in columns]), Column("where")), rows)
+        return Table(
+            title,
+            (*_columns([one.replace("E:RMSE", "E:error") for one in columns]), Column("where")),
+            rows,
+        )
 
 
 def measure(
@@ -264,14 +325,20 @@ def measure(
         UserError: if the model or the data cannot be read, no frame has a label, or the model cannot be compiled.
     """
     loaded = load_model(model, use_average=use_average, average=average, head=head)
-    labels = loaded.config.fitting_net.labels + ((ATOM_ENERGY,) if atomic and ENERGY in loaded.model.labels else ())
+    labels = loaded.config.fitting_net.labels + (
+        (ATOM_ENERGY,) if atomic and ENERGY in loaded.model.labels else ()
+    )
     if compiled:
         loaded.require_energies("--compile")
     more = (HESSIAN, ATOM_PREF) if ENERGY in labels else ()
     opened = open_labelled(systems, loaded.config, (*labels, *more), rglob_patterns)
-    report = predict(loaded, opened, first_frames(opened, num_frames), device, labels, compiled=compiled)
+    report = predict(
+        loaded, opened, first_frames(opened, num_frames), device, labels, compiled=compiled
+    )
     if not any(frame.label for frame in report.frames):
-        known = "an energy, a force or a virial" if ENERGY in labels else f"one of {', '.join(labels)}"
+        known = (
+            "an energy, a force or a virial" if ENERGY in labels else f"one of {', '.join(labels)}"
+        )
         raise UserError(f"no frame of {', '.join(map(str, systems))} has {known} to compare.")
     return report
 
@@ -302,7 +369,13 @@ def predict(
     """
     network, where = loaded.on(device)
     made = partial(
-        sequential_batches, systems, network.layout, cache, atoms_at_once(where), labels=labels, frames=frames
+        sequential_batches,
+        systems,
+        network.layout,
+        cache,
+        atoms_at_once(where),
+        labels=labels,
+        frames=frames,
     )
     if isinstance(network, EnergyModel) and not compiled:  # in compiled code tables are slower
         tabulate(network)
@@ -323,7 +396,9 @@ def predict(
     with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:
         # a compiled file has no second derivatives
         has_hessian = not loaded.is_compiled
-        total = evaluate(evaluated, batches, where, progress=bar.update, collect=True, hessian=has_hessian)
+        total = evaluate(
+            evaluated, batches, where, progress=bar.update, collect=True, hessian=has_hessian
+        )
     opened = {s.whole.name: s.whole for s in systems}
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, opened)
     _refuse_non_finite(report, loaded)
@@ -357,11 +432,16 @@ def open_labelled(
     Raises:
         DataError: with every problem of the data at once.
     """
-    return open_checked(systems, ReadSpec.of_model(config, labels), config.descriptor.cutoff, rglob_patterns)
+    return open_checked(
+        systems, ReadSpec.of_model(config, labels), config.descriptor.cutoff, rglob_patterns
+    )
 
 
 def open_checked(
-    systems: Sequence[str | Path], spec: ReadSpec, rcut: float, rglob_patterns: Sequence[str] | None = None
+    systems: Sequence[str | Path],
+    spec: ReadSpec,
+    rcut: float,
+    rglob_patterns: Sequence[str] | None = None,
 ) -> list[FrameSource]:
     """Return systems, after one pass over all their numbers.
 
@@ -419,22 +499,32 @@ def describe_neighbors(
         number = int(np.argmin(found.frame_min))
         system, k = places[number]
         place, (a, b) = system.where(k), found.frame_pair[number]
-        raise DataError(f"{place.file}: frame {place.frame} (from 0): atoms {a} and {b} are in one place.")
+        raise DataError(
+            f"{place.file}: frame {place.frame} (from 0): atoms {a} and {b} are in one place."
+        )
     lines = [] if type_map else [f"type_map: {names}"]
     most = np.array([found.max_total] if mixed_type else found.max_neighbors)
     numbers = np.array2string(most, max_line_width=10**6, threshold=10**6)
-    return "\n".join([*lines, f"min_nbor_dist: {found.min_distance:f}", f"max_nbor_size: {numbers}"])
+    return "\n".join(
+        [*lines, f"min_nbor_dist: {found.min_distance:f}", f"max_nbor_size: {numbers}"]
+    )
 
 
 def _refuse_non_finite(report: ErrorReport, loaded: LoadedModel) -> None:
     """Raise DataError if the model gives no number for some frame, as it does for atoms in one place."""
-    bad = [f for f in report.frames if not all(np.isfinite(value).all() for value in f.prediction.values())]
+    bad = [
+        f
+        for f in report.frames
+        if not all(np.isfinite(value).all() for value in f.prediction.values())
+    ]
     if not bad:
         return
     # a batch fails as a whole: look for the frames that made it fail
     systems = [report.systems[name] for name in dict.fromkeys(frame.source[0] for frame in bad)]
     descriptor = loaded.config.descriptor
-    check_systems(systems, [], report.type_map, descriptor, min_distance=SAME_PLACE).raise_problems()
+    check_systems(
+        systems, [], report.type_map, descriptor, min_distance=SAME_PLACE
+    ).raise_problems()
     for name, number in (frame.source for frame in bad):
         frame = report.systems[name].frame(number)
         short = describe_short_pair(frame, loaded.model, report.type_map, descriptor.cutoff)
@@ -460,7 +550,10 @@ def _shown(errors: Errors, metrics: Sequence[str]) -> list[float]:
 
 
 def _columns(metrics: Sequence[str]) -> list[Column]:
-    return [Column(metric.replace(":", " "), METRICS[metric[0]].display_unit, ".3f") for metric in metrics]
+    return [
+        Column(metric.replace(":", " "), METRICS[metric[0]].display_unit, ".3f")
+        for metric in metrics
+    ]
 
 
 def _error_lines(errors: Errors) -> list[str]:
@@ -475,9 +568,13 @@ def _error_lines(errors: Errors) -> list[str]:
     return lines
 
 
-def _write_table(path: Path, frames: Sequence[FrameResult], label: Label, quantity: Quantity) -> Path:
+def _write_table(
+    path: Path, frames: Sequence[FrameResult], label: Label, quantity: Quantity
+) -> Path:
     per_volume, axes = quantity.per == "volume", _axes(label)
-    symbol, unit = ("s", f" ({quantity.unit_symbol})") if per_volume else (label.symbol or quantity.name, "")
+    symbol, unit = (
+        ("s", f" ({quantity.unit_symbol})") if per_volume else (label.symbol or quantity.name, "")
+    )
     columns = " ".join(f"{kind}_{symbol}{axis}" for kind in ("data", "pred") for axis in axes)
     blocks: dict[str, list[NDArray[Any]]] = {}
     for frame in frames:
@@ -488,7 +585,10 @@ def _write_table(path: Path, frames: Sequence[FrameResult], label: Label, quanti
         if label.name in frame.label:
             known = (frame.label[label.name] / scale).reshape(-1, len(axes))
         blocks.setdefault(frame.source[0], []).append(np.hstack([known, predicted]))
-    with atomic_write(path, "Choose another -d.") as part, part.open("w", encoding="utf-8", errors="replace") as file:
+    with (
+        atomic_write(path, "Choose another -d.") as part,
+        part.open("w", encoding="utf-8", errors="replace") as file,
+    ):
         for system, rows in blocks.items():
             np.savetxt(file, np.vstack(rows), header=f"{system}{unit}: {columns}")
     return path

@@ -29,7 +29,9 @@ class Images:
         tensors: types (E,), neighbors (N, L) and mapping (E,).
     """
 
-    def __init__(self, frame: Frame, pairs: Pairs, layout: NeighborLayout, close: float, device: torch.device) -> None:
+    def __init__(
+        self, frame: Frame, pairs: Pairs, layout: NeighborLayout, close: float, device: torch.device
+    ) -> None:
         self.pairs, self._types, self._layout, self._box = pairs, frame.atom_type, layout, frame.box
         natoms, sections = frame.num_atoms, len(layout.sel)
         # of each pair: the atom and the section of its neighbor
@@ -39,7 +41,9 @@ class Images:
         self._most = self._count(np.ones(len(distance), bool))
         self._start, self._crowded = frame.coord.copy(), self._nearest_dropped(distance)
         moved = pairs.shift.any(axis=1)
-        images, place = np.unique(np.column_stack([pairs.j, pairs.shift])[moved], axis=0, return_inverse=True)
+        images, place = np.unique(
+            np.column_stack([pairs.j, pairs.shift])[moved], axis=0, return_inverse=True
+        )
         target = pairs.j.copy()
         target[moved] = natoms + place.ravel()
         rank, counts = rank_in_group(pairs.i, natoms)
@@ -51,7 +55,8 @@ class Images:
             offset[natoms:] = images[:, 1:] @ frame.box
         self._mapping, self._offset, self._device = mapping, offset, device
         self.tensors = tuple(
-            torch.from_numpy(array).to(device) for array in (frame.atom_type[mapping].astype(np.int64), nlist, mapping)
+            torch.from_numpy(array).to(device)
+            for array in (frame.atom_type[mapping].astype(np.int64), nlist, mapping)
         )
 
     def hold(self, frame: Frame, pairs: Pairs) -> bool:
@@ -68,12 +73,16 @@ class Images:
         moved = float(np.sqrt(np.square(coord - self._start).sum(axis=1).max(initial=0.0)))
         if self._layout.rcut + 2 * moved <= self._crowded:
             return tuple(min(most, sel) for most, sel in zip(self._most, self._layout.sel))
-        return self._count(np.linalg.norm(self.pairs.vector(coord, self._box), axis=1) < self._layout.rcut)
+        return self._count(
+            np.linalg.norm(self.pairs.vector(coord, self._box), axis=1) < self._layout.rcut
+        )
 
     def nearest(self, coord: NDArray[np.float64]) -> float:
         """Return the shortest distance of two atoms, angstrom, or infinity where it is not short."""
         near = self._close
-        some = Pairs(self.pairs.i[near], self.pairs.j[near], self.pairs.shift[near], self.pairs.nearest)
+        some = Pairs(
+            self.pairs.i[near], self.pairs.j[near], self.pairs.shift[near], self.pairs.nearest
+        )
         return float(np.linalg.norm(some.vector(coord, self._box), axis=1).min(initial=np.inf))
 
     def _nearest_dropped(self, distance: NDArray[np.float64]) -> float:

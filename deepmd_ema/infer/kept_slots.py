@@ -77,7 +77,9 @@ class MovingFrame:
         slots = np.minimum(-(-most // ROUND_TO) * ROUND_TO, layout.sel)
         total = int(slots.sum())
         # of each group: its first slot, minus the place of its first pair
-        first = (np.arange(natoms)[:, None] * total + np.cumsum(slots) - slots).ravel() - (np.cumsum(counts) - counts)
+        first = (np.arange(natoms)[:, None] * total + np.cumsum(slots) - slots).ravel() - (
+            np.cumsum(counts) - counts
+        )
         slot = np.arange(len(near)) + np.repeat(first, counts)
         neighbor = np.repeat(np.arange(natoms), total)
         neighbor[slot] = self._neighbor[near]

@@ -188,7 +188,10 @@ def load_model(
 
 @without_modes()
 def load_models(
-    path: str | Path, use_average: bool = False, average: str | None = None, choose: Choose = lambda names: names
+    path: str | Path,
+    use_average: bool = False,
+    average: str | None = None,
+    choose: Choose = lambda names: names,
 ) -> ModelFile:
     """Return the models in ``path``, see :func:`load_model`.
 
@@ -197,7 +200,9 @@ def load_models(
     """
     path = Path(local_file(str(path)))
     wants_live = average == LIVE
-    use_average, average = (False, None) if wants_live else (use_average or average is not None, average)
+    use_average, average = (
+        (False, None) if wants_live else (use_average or average is not None, average)
+    )
     if path.suffix.lower() in FROZEN_SUFFIXES:
         _ = choose({"": ()})
         frozen = _load_frozen(path)
@@ -233,7 +238,11 @@ def describe_average(average: Mapping[str, Any]) -> str:
         facts["updates"] = counted(max(0, facts["updates"]), "update")
     words = [text.format(facts[name]) for name, text in _AVERAGE_WORDS.items() if name in facts]
     if "options" in facts:  # of a type that another distribution adds
-        words = [str(facts.get("type")), *(f"{name} {show(value)}" for name, value in facts["options"].items()), *words]
+        words = [
+            str(facts.get("type")),
+            *(f"{name} {show(value)}" for name, value in facts["options"].items()),
+            *words,
+        ]
     return ", ".join(["equal weights"] * (average.get("type") == "swa") + words)
 
 
@@ -249,12 +258,17 @@ def _load_checkpoint(
     for config in saved.configs.values():
         if config.descriptor.neighbors is None:  # a run writes numbers
             option = f"config.model.descriptor.{config.descriptor.neighbors_option}"
-            raise CheckpointError(f"{path}: damaged, {option} is not numbers. Use another checkpoint of the run.")
+            raise CheckpointError(
+                f"{path}: damaged, {option} is not numbers. Use another checkpoint of the run."
+            )
     models = build_models(saved.configs, saved.links)
     check_weights({k: tuple(v.shape) for k, v in models.state_dict().items()}, weights, path)
     models.load_state_dict(weights)
     tasks = tuple(saved.configs)
-    distances, changes = nested(payload.get("min_nbor_dist"), tasks), nested(payload.get("bias", {}), tasks)
+    distances, changes = (
+        nested(payload.get("min_nbor_dist"), tasks),
+        nested(payload.get("bias", {}), tasks),
+    )
     found = {}
     for head in chosen:
         model = models.by_task[head].eval()
@@ -296,7 +310,9 @@ def _load_frozen(path: Path) -> LoadedModel:
     config, model, found = dp.read_dp(path)
     ours = found[dp.EXTRA]
     if not isinstance(ours, dict) or not isinstance(ours.get("average", {}), dict):
-        raise CheckpointError(f"{path}: the section {dp.EXTRA} is not as dp-ema writes it. Freeze it again.")
+        raise CheckpointError(
+            f"{path}: the section {dp.EXTRA} is not as dp-ema writes it. Freeze it again."
+        )
     facts = {"weights": "", **chosen(ours, ("weights", "step", "average", "bias", "head"))}
     version = f"{found.get('software', 'unknown')} {found.get('version', '')}".strip()
     config_of_run = ours.get("config") or {"model": found.get("model_def_script", {})}

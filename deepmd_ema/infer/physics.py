@@ -31,7 +31,9 @@ MIN_TIME = 1.0  # ps of dynamics: a shorter run shows neither a drift nor a fail
 MIN_DISTANCE_RATIO = 0.75  # of the shortest distance in the data: nearer, an energy was not learned
 MAX_ENERGY_JUMP = 1e-4  # eV; energies of a hundred atoms in float32 are rounded to 1e-5
 MAX_FORCE_JUMP = 1e-3  # eV/angstrom
-MAX_FORCE_ERROR = 5e-3  # eV/angstrom: that rounding over the 4e-3 angstrom of the difference quotient is 2.5e-3
+MAX_FORCE_ERROR = (
+    5e-3  # eV/angstrom: that rounding over the 4e-3 angstrom of the difference quotient is 2.5e-3
+)
 MAX_FRAMES = 200  # of all systems, evenly, of which distances are taken
 
 FRICTION = 0.01  # 1/fs, of the thermostat: it couples within 0.1 ps
@@ -161,7 +163,8 @@ class PhysicsReport:
     def document(self) -> dict[str, Any]:
         """Return everything as values of JSON, with None in place of nan."""
         bonds = [
-            {"elements": b.elements, "distance": b.distance.tolist(), "energy": b.energy.tolist()} for b in self.bonds
+            {"elements": b.elements, "distance": b.distance.tolist(), "energy": b.energy.tolist()}
+            for b in self.bonds
         ]
         rows = [asdict(row) for row in self.rows]
         return {"frame": list(self.source), "run": dict(self.run), "rows": rows, "bonds": bonds}
@@ -263,7 +266,9 @@ class Surface:
         self.coord, self.box, self.types = frame.coord, frame.box, frame.atom_type
         self.rcut, self.elements = model.rcut, tuple(model.type_map)
         if unknown := sorted({self.elements[kind] for kind in self.types} - MASSES.keys()):
-            raise UserError(f"type_map: {unknown[0]} has no mass; expected a symbol from H to Lr. Leave out --physics.")
+            raise UserError(
+                f"type_map: {unknown[0]} has no mass; expected a symbol from H to Lr. Leave out --physics."
+            )
         self.masses = np.array([MASSES[self.elements[kind]] for kind in self.types])
 
     def at(self, coord: Array, kept: KeptPairs | None = None) -> Prediction:
@@ -283,7 +288,9 @@ class Surface:
         coord[:, atom] += shifts[:, None] * axis
         return coord
 
-    def too_close(self, coord: Array, least: Array) -> tuple[NDArray[np.int64], NDArray[np.int64], Array]:
+    def too_close(
+        self, coord: Array, least: Array
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Array]:
         """Return the pairs that are closer than their elements may be: atoms i and j, and distances in angstrom.
 
         Args:
@@ -296,7 +303,13 @@ class Surface:
 
 
 def run_dynamics(
-    surface: Surface, least: Array, temperature: float, time_step: float, steps: int, seed: int, friction: float = 0.0
+    surface: Surface,
+    least: Array,
+    temperature: float,
+    time_step: float,
+    steps: int,
+    seed: int,
+    friction: float = 0.0,
 ) -> Dynamics:
     """Run molecular dynamics until it fails: velocity Verlet, or with friction Langevin dynamics (BAOAB).
 
@@ -325,7 +338,9 @@ def run_dynamics(
                 i, j, distance = surface.too_close(coord, least)
                 if len(i):
                     nearest = int(np.argmin(distance))
-                    names = sorted(surface.elements[surface.types[atom[nearest]]] for atom in (i, j))
+                    names = sorted(
+                        surface.elements[surface.types[atom[nearest]]] for atom in (i, j)
+                    )
                     failure = f"{'-'.join(names)} at {distance[nearest]:.2f} Å"
             if failure:
                 break
@@ -336,7 +351,9 @@ def run_dynamics(
         time = 1e-3 * time_step * np.arange(len(energies))
         slope, offset = np.polyfit(time, energies, 1)
         rest = np.array(energies) - (slope * time + offset)
-        drift, spread = (float(value) / len(surface.coord) for value in (slope, np.sqrt(np.mean(rest**2))))
+        drift, spread = (
+            float(value) / len(surface.coord) for value in (slope, np.sqrt(np.mean(rest**2)))
+        )
     return Dynamics(1e-3 * time_step * step, failure, drift, spread)
 
 
@@ -394,7 +411,9 @@ def scan_bonds(surface: Surface, shortest: Array, fraction: float) -> list[BondS
         of_pair = np.flatnonzero(movable & (kinds == (one, other)).all(1))
         nearest = of_pair[np.argmin(distance[of_pair])]
         length, axis = distance[nearest], vector[nearest] / distance[nearest]
-        reach = np.linspace(fraction * min(shortest[one, other], length), BOND_REACH * length, BOND_POINTS)
+        reach = np.linspace(
+            fraction * min(shortest[one, other], length), BOND_REACH * length, BOND_POINTS
+        )
         moved = surface.moved(j[nearest], axis, reach - length)
         pair = {int(i[nearest]), int(j[nearest])}
         # the points around that of the frame that can be reached with no other pair too close
@@ -419,7 +438,9 @@ def scan_cutoff(surface: Surface) -> list[Row]:
     on the moved atom along the line. The jump of the force is the largest change of that on an atom. The force error is
     |F + (E(r + h) - E(r - h)) / (2 h)|, h = ``CUTOFF_STEP``.
     """
-    i, j, vector, distance = find_pairs_once(surface.coord, surface.box, surface.rcut + CUTOFF_SEARCH)
+    i, j, vector, distance = find_pairs_once(
+        surface.coord, surface.box, surface.rcut + CUTOFF_SEARCH
+    )
     movable = np.flatnonzero(i != j)
     if not len(movable):
         return [Row("jumps at the cutoff", None, note="no pair of atoms")]
@@ -435,7 +456,13 @@ def scan_cutoff(surface: Surface) -> list[Row]:
     return [
         Row(name, 1e3 * value, unit, f"<= {1e3 * most:g}", value <= most, note)
         for name, value, unit, most, note in (
-            ("energy jump at the cutoff", abs(jump), "meV", MAX_ENERGY_JUMP, f"{'-'.join(names)} passes the cutoff"),
+            (
+                "energy jump at the cutoff",
+                abs(jump),
+                "meV",
+                MAX_ENERGY_JUMP,
+                f"{'-'.join(names)} passes the cutoff",
+            ),
             ("force jump at the cutoff", change, "meV/Å", MAX_FORCE_JUMP, ""),
             ("force less -dE/dr there", abs(slope + along), "meV/Å", MAX_FORCE_ERROR, ""),
         )

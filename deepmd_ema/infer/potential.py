@@ -19,7 +19,16 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, LABELS, POLAR, VIRIAL
+from deepmd_ema.config.labels import (
+    APARAM,
+    ATOM_ENERGY,
+    ENERGY,
+    FORCE,
+    FPARAM,
+    LABELS,
+    POLAR,
+    VIRIAL,
+)
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.loader import atoms_at_once
 from deepmd_ema.data.sampler import batch_edges
@@ -91,7 +100,9 @@ class QuantityPrediction:
             AttributeError: for what the model does not predict.
         """
         if name.startswith("__") or name.removeprefix("atom_") != self.name:
-            raise AttributeError(f"{name}: this model predicts {self.__dict__.get('name')} and nothing else")
+            raise AttributeError(
+                f"{name}: this model predicts {self.__dict__.get('name')} and nothing else"
+            )
         return self.atom_value if name.startswith("atom_") else self.value
 
 
@@ -111,14 +122,18 @@ class Potential:
         predicts_energies: whether the model predicts energies, not another quantity.
     """
 
-    def __init__(self, path: str | Path | LoadedModel, device: str | None = None, head: str | None = None) -> None:
+    def __init__(
+        self, path: str | Path | LoadedModel, device: str | None = None, head: str | None = None
+    ) -> None:
         loaded = path if isinstance(path, LoadedModel) else load_model(path, head=head)
         self.info, self.config, self._loaded = loaded.info, loaded.config, loaded
         with without_modes():
             self._model, self.device = loaded.on(device)
         predicted = self.config.fitting_net.labels
         self.predicts_energies = ENERGY in predicted
-        self._names: tuple[str, ...] = (ENERGY, FORCE, VIRIAL, ATOM_ENERGY) if self.predicts_energies else predicted
+        self._names: tuple[str, ...] = (
+            (ENERGY, FORCE, VIRIAL, ATOM_ENERGY) if self.predicts_energies else predicted
+        )
         self._layout = self._model.layout
         # a neighbor that has changed its slot then has another energy
         self._keeps_slots = MovingFrame.serves(self._layout) and has_equal_slots(self._model)
@@ -141,7 +156,10 @@ class Potential:
     @property
     def num_conditions(self) -> dict[str, int]:
         """Number of values of ``fparam`` per frame and of ``aparam`` per atom; 0 if the model takes none."""
-        return {FPARAM: self.config.fitting_net.numb_fparam, APARAM: self.config.fitting_net.numb_aparam}
+        return {
+            FPARAM: self.config.fitting_net.numb_fparam,
+            APARAM: self.config.fitting_net.numb_aparam,
+        }
 
     @property
     def default_fparam(self) -> Sequence[float] | None:
@@ -187,9 +205,16 @@ class Potential:
             name, of_atom = self.config.fitting_net.labels
             shape = (3, 3) if name == POLAR else LABELS[name].shape
             values = (np.concatenate([part[one] for part in found]) for one in (name, of_atom))
-            whole, atoms = (of.reshape(*sizes, *shape) for of, sizes in zip(values, ((count,), (count, natoms))))
+            whole, atoms = (
+                of.reshape(*sizes, *shape) for of, sizes in zip(values, ((count,), (count, natoms)))
+            )
             return QuantityPrediction(name.partition("[")[0], whole, atoms)
-        shapes = {ENERGY: (count,), FORCE: (count, natoms, 3), VIRIAL: (count, 9), ATOM_ENERGY: (count, natoms)}
+        shapes = {
+            ENERGY: (count,),
+            FORCE: (count, natoms, 3),
+            VIRIAL: (count, 9),
+            ATOM_ENERGY: (count, natoms),
+        }
         return Prediction(
             *(np.concatenate([np.zeros(0), *(part[name] for part in found)]).reshape(shape)
               for name, shape in shapes.items())
@@ -197,7 +222,9 @@ class Potential:
 
     def evaluate_systems(
         self,
-        systems: Sequence[tuple[ArrayLike, Sequence[int] | Sequence[str] | ArrayLike, ArrayLike | None]],
+        systems: Sequence[
+            tuple[ArrayLike, Sequence[int] | Sequence[str] | ArrayLike, ArrayLike | None]
+        ],
         kept: Sequence[KeptPairs] | None = None,
     ) -> list[Prediction]:
         """Return energies, forces, virials and atomic energies of S systems of any sizes, which share batches.
@@ -213,7 +240,9 @@ class Potential:
         rows = (_frames(self, *system, None, None) for system in systems)
         frames = [replace(frame, source=("arrays", k)) for k, (frame,) in enumerate(rows)]
         if kept is not None and len(kept) < len(frames):
-            raise UserError(f"kept: pairs of {len(kept)} systems, expected those of {len(frames)} or more.")
+            raise UserError(
+                f"kept: pairs of {len(kept)} systems, expected those of {len(frames)} or more."
+            )
         found = self._arrays(frames, kept)
         ends = np.cumsum([0, *(frame.num_atoms for frame in frames)])
         return [
@@ -226,13 +255,18 @@ class Potential:
             for k, (begin, end) in enumerate(pairwise(ends))
         ]
 
-    def _arrays(self, frames: Sequence[Frame], kept: Sequence[KeptPairs] | None) -> dict[str, NDArray[np.float64]]:
+    def _arrays(
+        self, frames: Sequence[Frame], kept: Sequence[KeptPairs] | None
+    ) -> dict[str, NDArray[np.float64]]:
         """Return the numbers of all frames, one after the other."""
         _refrain_from_lost_threads()
         with without_modes(self.device):
             parts = self._parts(frames, [None] * len(frames) if kept is None else kept)
         names = self._names
-        found = {name: np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)]) for name in names}
+        found = {
+            name: np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)])
+            for name in names
+        }
         if not all(np.isfinite(value).all() for value in found.values()):
             _refuse_without_energy(frames, self)
         has_force = FORCE in found and LONE_ATOM not in self._warned
@@ -240,30 +274,45 @@ class Potential:
             self._warn(LONE_ATOM, lone, self.rcut)
         return found
 
-    def _parts(self, frames: Sequence[Frame], kept: Sequence[KeptPairs | None]) -> list[dict[str, Any]]:
+    def _parts(
+        self, frames: Sequence[Frame], kept: Sequence[KeptPairs | None]
+    ) -> list[dict[str, Any]]:
         """Return the arrays of one batch after the other."""
         if isinstance(self._model, CompiledModel):
             return [self._run(self._model, frame, pairs) for frame, pairs in zip(frames, kept)]
         parts, rows, limit = [], list(zip(frames, kept)), atoms_at_once(self.device)
         # on a CPU a large frame whose pairs are kept is evaluated alone
         most_shared = MAX_ATOMS_SHARING if self.device.type == "cpu" else math.inf
-        sizes = [limit if pairs is not None and f.num_atoms > most_shared else f.num_atoms for f, pairs in rows]
+        sizes = [
+            limit if pairs is not None and f.num_atoms > most_shared else f.num_atoms
+            for f, pairs in rows
+        ]
         for begin, end in pairwise(batch_edges(np.array(sizes), limit)):
             group = rows[begin:end]
             placed, (first, first_pairs) = None, group[0]
             if len(group) == 1 and first_pairs is not None and self._keeps_slots:
                 placed = self._placed(first, first_pairs)
             if placed is None:
-                found = [(frame, find_pairs if pairs is None else pairs.find) for frame, pairs in group]
+                found = [
+                    (frame, find_pairs if pairs is None else pairs.find) for frame, pairs in group
+                ]
                 paired = [pair_frame(frame, self._layout, find) for frame, find in found]
                 most = np.max([frame.most for frame in paired], axis=0).tolist()
                 placed = collate(paired, self._layout), most, min(frame.nearest for frame in paired)
             batch, most, nearest = placed
             self._warn_once(most, nearest)
             batch = batch.to(self.device)
-            outputs = {name: value for name, value in self._model(batch).items() if name in self._names}
-            outputs |= {name: batch.in_file_order(outputs[name]) for name in self._names if LABELS[name].per_atom}
-            parts.append({name: of.detach().to("cpu", torch.float64).numpy() for name, of in outputs.items()})
+            outputs = {
+                name: value for name, value in self._model(batch).items() if name in self._names
+            }
+            outputs |= {
+                name: batch.in_file_order(outputs[name])
+                for name in self._names
+                if LABELS[name].per_atom
+            }
+            parts.append(
+                {name: of.detach().to("cpu", torch.float64).numpy() for name, of in outputs.items()}
+            )
         return parts
 
     def _placed(self, frame: Frame, kept: KeptPairs) -> tuple[Batch, list[int], float] | None:
@@ -274,7 +323,9 @@ class Potential:
             moving = self._moving[kept] = MovingFrame(frame, pairs, self._layout)
         return moving.at(frame)
 
-    def _run(self, model: CompiledModel, frame: Frame, kept: KeptPairs | None) -> dict[str, NDArray[np.float64]]:
+    def _run(
+        self, model: CompiledModel, frame: Frame, kept: KeptPairs | None
+    ) -> dict[str, NDArray[np.float64]]:
         from deepmd_ema.infer.images import Images
 
         where = frame.coord, frame.box, self.rcut
@@ -285,7 +336,9 @@ class Potential:
             images = self._images = Images(frame, pairs, self._layout, close, self.device)
         self._warn_once(list(images.most(frame.coord)), images.nearest(frame.coord))
         given = {FPARAM: None if frame.fparam is None else frame.fparam[None], APARAM: frame.aparam}
-        conditions = {name: torch.tensor(v, device=self.device) for name, v in given.items() if v is not None}
+        conditions = {
+            name: torch.tensor(v, device=self.device) for name, v in given.items() if v is not None
+        }
         atype, nlist, mapping = images.tensors
         found = model.frame(images.coord(frame.coord), atype, nlist, mapping, conditions)
         return {name: value.to("cpu").numpy() for name, value in found.items()}
@@ -313,7 +366,9 @@ class Potential:
             logger.warning(text, *values)
 
 
-def describe_short_pair(frame: Frame, model: nn.Module, type_map: Sequence[str], rcut: float) -> str | None:
+def describe_short_pair(
+    frame: Frame, model: nn.Module, type_map: Sequence[str], rcut: float
+) -> str | None:
     """Describe the shortest pair of a frame if a model has no energy for it, else return None.
 
     Args:
@@ -328,7 +383,9 @@ def describe_short_pair(frame: Frame, model: nn.Module, type_map: Sequence[str],
     if not pairs.nearest < max(first, SAME_PLACE):
         return None
     distance = np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)
-    one, other = (frame.describe_atom(side[distance.argmin()], type_map) for side in (pairs.i, pairs.j))
+    one, other = (
+        frame.describe_atom(side[distance.argmin()], type_map) for side in (pairs.i, pairs.j)
+    )
     who = f"atoms {one} and {other} are" if one != other else f"atom {one} and an image of it are"
     if pairs.nearest < first:
         last = max(table.rcut for table in tables)
@@ -351,7 +408,9 @@ def _refrain_from_lost_threads() -> None:
 def _refuse_without_energy(frames: Sequence[Frame], potential: Potential) -> None:
     """Raise UserError for frames that have no finite energies and forces; one of them spoils a batch."""
     for frame in frames:
-        short = describe_short_pair(frame, potential._loaded.model, potential.type_map, potential.rcut)
+        short = describe_short_pair(
+            frame, potential._loaded.model, potential.type_map, potential.rcut
+        )
         if short is not None:
             raise UserError(f"frame {frame.source[1]} (from 0): {short}")
     raise UserError(
@@ -360,19 +419,25 @@ def _refuse_without_energy(frames: Sequence[Frame], potential: Potential) -> Non
     )
 
 
-def _lone_atom(frames: Sequence[Frame], force: NDArray[np.float64], potential: Potential) -> str | None:
+def _lone_atom(
+    frames: Sequence[Frame], force: NDArray[np.float64], potential: Potential
+) -> str | None:
     """Return an atom among others that has no neighbor; they are searched only if some atom has no force (N, 3)."""
     still = np.logical_not(force.any(axis=1))
     ends = np.cumsum([0, *(frame.num_atoms for frame in frames)])
     for frame, (begin, end) in zip(frames, pairwise(ends)) if still.any() else ():
         if frame.num_atoms > 1 and still[begin:end].any():
-            lone = np.setdiff1d(np.arange(frame.num_atoms), find_pairs(frame.coord, frame.box, potential.rcut).i)
+            lone = np.setdiff1d(
+                np.arange(frame.num_atoms), find_pairs(frame.coord, frame.box, potential.rcut).i
+            )
             if len(lone):
                 return frame.describe_atom(int(lone[0]), potential.type_map)
     return None
 
 
-def _frames(potential: Potential, coord: Any, types: Any, box: Any, fparam: Any, aparam: Any) -> list[Frame]:
+def _frames(
+    potential: Potential, coord: Any, types: Any, box: Any, fparam: Any, aparam: Any
+) -> list[Frame]:
     kinds = _type_numbers(types, potential.type_map)
     natoms = kinds.shape[-1]
     coords, of_frame = _numbers("coord", coord), ((natoms, 3), (3 * natoms,))
@@ -387,7 +452,9 @@ def _frames(potential: Potential, coord: Any, types: Any, box: Any, fparam: Any,
     boxes = _boxes(box, count)
     fitting = potential.config.fitting_net
     default = fitting.default_fparam or None  # an empty list is none
-    per_frame = _parameters("fparam", default if fparam is None else fparam, count, (fitting.numb_fparam,))
+    per_frame = _parameters(
+        "fparam", default if fparam is None else fparam, count, (fitting.numb_fparam,)
+    )
     per_atom = _parameters("aparam", aparam, count, (natoms, fitting.numb_aparam))
     rows, order = zip(coords, kinds, boxes, per_frame, per_atom), np.arange(natoms)
     return [
@@ -399,7 +466,9 @@ def _frames(potential: Potential, coord: Any, types: Any, box: Any, fparam: Any,
 def _type_numbers(types: Any, type_map: Sequence[str]) -> NDArray[np.int64]:
     found = np.asarray(types)
     if found.ndim not in (1, 2) or found.shape[-1] == 0:
-        raise UserError(f"types: shape {found.shape}, expected (N,) or (F, N) with at least one atom.")
+        raise UserError(
+            f"types: shape {found.shape}, expected (N,) or (F, N) with at least one atom."
+        )
     if found.dtype.kind in "US":
         place = {name: k for k, name in enumerate(type_map)}
         unknown = sorted(set(found.ravel().tolist()) - set(place))
@@ -409,7 +478,9 @@ def _type_numbers(types: Any, type_map: Sequence[str]) -> NDArray[np.int64]:
             )
         return np.vectorize(place.__getitem__, otypes=[np.int64])(found.astype(str))
     if found.dtype.kind not in "iu":
-        raise UserError(f"types: values of kind {found.dtype}, expected whole numbers or element symbols.")
+        raise UserError(
+            f"types: values of kind {found.dtype}, expected whole numbers or element symbols."
+        )
     if found.min() < 0 or found.max() >= len(type_map):
         bad = found.min() if found.min() < 0 else found.max()
         why = " Leave virtual atoms out." if bad == -1 else ""
@@ -423,7 +494,9 @@ def _boxes(box: Any, count: int) -> Rows:
     boxes = _rows("box", box, count, (3, 3), f"({count}, 3, 3), ({count}, 9), (3, 3), (9,) or None")
     flat = np.flatnonzero(np.abs(np.linalg.det(boxes)) < 1e-6)
     if len(flat):
-        raise UserError(f"box: frame {flat[0]} has a cell without volume. Give None for an open system.")
+        raise UserError(
+            f"box: frame {flat[0]} has a cell without volume. Give None for an open system."
+        )
     return boxes
 
 
@@ -434,11 +507,15 @@ def _parameters(name: str, value: Any, count: int, shape: tuple[int, ...]) -> Ro
             raise UserError(f"{name}: given, but this model takes none. Leave it out.")
         return [None] * count
     if value is None:
-        raise UserError(f"{name}: this model needs {' x '.join(map(str, shape))} numbers per frame.")
+        raise UserError(
+            f"{name}: this model needs {' x '.join(map(str, shape))} numbers per frame."
+        )
     return _rows(name, value, count, shape, f"{(count, *shape)} or {shape}")
 
 
-def _rows(name: str, value: Any, count: int, shape: tuple[int, ...], expected: str) -> NDArray[np.float64]:
+def _rows(
+    name: str, value: Any, count: int, shape: tuple[int, ...], expected: str
+) -> NDArray[np.float64]:
     """Return (F, *shape) numbers that are given for each frame or once for all of them, in shapes ``expected``."""
     found = _numbers(name, value)
     for given in (shape, (math.prod(shape),)):
@@ -453,5 +530,7 @@ def _numbers(name: str, value: Any) -> NDArray[np.float64]:
     except (TypeError, ValueError) as error:
         raise UserError(f"{name}: expected an array of numbers ({error}).") from error
     if not np.isfinite(found).all():
-        raise UserError(f"{name}: {np.argwhere(~np.isfinite(found))[0].tolist()} is not a finite number.")
+        raise UserError(
+            f"{name}: {np.argwhere(~np.isfinite(found))[0].tolist()} is not a finite number."
+        )
     return found

@@ -37,7 +37,12 @@ def write_frames(report: ErrorReport, path: str) -> Path:
         for result in report.frames:
             system, number = result.source
             frame = report.systems[system].frame(number)
-            arrays = {COORD: frame.coord, BOX: frame.box, FPARAM: frame.fparam, APARAM: frame.aparam}
+            arrays = {
+                COORD: frame.coord,
+                BOX: frame.box,
+                FPARAM: frame.fparam,
+                APARAM: frame.aparam,
+            }
             for prefix, values in (("", result.prediction), (REFERENCE, result.label)):
                 for name, value in values.items():
                     if LABELS[name].per_atom and name not in (FORCE, *result.label):

@@ -49,9 +49,13 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
         info = next(iter(infos.values()))
         info = replace(info, head="" if len(infos) > 1 else info.head)
         path, kind, version, config = info.path, info.kind, info.version, file.config
-        tensors = ModelSet({name: loaded.model for name, loaded in file.models.items()}).state_dict()
+        tensors = ModelSet(
+            {name: loaded.model for name, loaded in file.models.items()}
+        ).state_dict()
         weights = iter([("weights", info.describe()), *_bias(info.bias, {})])
-        model = rows_of_tasks({name: loaded.config.summary() for name, loaded in file.models.items()}, ())
+        model = rows_of_tasks(
+            {name: loaded.config.summary() for name, loaded in file.models.items()}, ()
+        )
         state = _nearest({name: own.min_nbor_dist for name, own in infos.items()})
     else:
         path = checkpoint.resolve(path)
@@ -63,13 +67,22 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
     title = f"{path}: {KINDS[kind]} of {version}, {size_of(path) / 1e6:.2f} MB"
     run = [(name, text) for name, text in _run(config) if name not in dict(model)]
     with checkpoint.reading(path):
-        rows = [*weights, *model, _size(tensors), *state, *run, ("config", "--config prints all of it")]
+        rows = [
+            *weights,
+            *model,
+            _size(tensors),
+            *state,
+            *run,
+            ("config", "--config prints all of it"),
+        ]
     return "\n".join(render(facts(title, rows), "  "))
 
 
 def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     name = payload["weights"]
-    own = LIVE if name == LIVE else f"average {name}: {describe_average(payload.get('average', {}))}"
+    own = (
+        LIVE if name == LIVE else f"average {name}: {describe_average(payload.get('average', {}))}"
+    )
     step = "an unknown step" if payload["step"] is None else f"step {payload['step']:,}"
     yield "weights", f"{own if name else 'live or averaged, the file does not say'}, {step}"
     profiles = payload.get("averages", {}).get("profiles", {})
@@ -85,11 +98,16 @@ def _state(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _nearest(payload.get("min_nbor_dist"))
     for weights, of in payload.get("best", {}).items():
         for task, state in ({"": of} if "records" in of else of).items():
-            if state.get("records") and state["metric"][0].upper() in METRICS:  # 0.2.0 ranked by other numbers as well
+            if (
+                state.get("records") and state["metric"][0].upper() in METRICS
+            ):  # 0.2.0 ranked by other numbers as well
                 metric, (value, step) = state["metric"], state["records"][0]
                 quantity = METRICS[metric[0].upper()]
                 shown = f"{quantity.display_factor * value:.4g} {quantity.display_unit}"
-                yield "best", f"{' '.join(filter(None, (task, weights)))} {metric} {shown} at step {step:,}"
+                yield (
+                    "best",
+                    f"{' '.join(filter(None, (task, weights)))} {metric} {shown} at step {step:,}",
+                )
     if payload["kind"] == "training":
         yield "restart", "possible: optimizer state and positions in the data are here"
 
@@ -113,13 +131,20 @@ def _run(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _size(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
     kinds = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()})
-    once = {(t.data_ptr(), t.shape) if t.numel() else name: t for name, t in tensors.items()}  # tasks share some
+    once = {
+        (t.data_ptr(), t.shape) if t.numel() else name: t for name, t in tensors.items()
+    }  # tasks share some
     numbers = sum(t.numel() for t in once.values())
     size = sum(t.numel() * t.element_size() for t in once.values())
-    return "sizes", f"{numbers:,} numbers in {len(once)} tensors, {size / 1e6:.2f} MB, {' and '.join(kinds)}"
+    return (
+        "sizes",
+        f"{numbers:,} numbers in {len(once)} tensors, {size / 1e6:.2f} MB, {' and '.join(kinds)}",
+    )
 
 
-def _bias(record: Mapping[str, Any], refitted: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, str]]:
+def _bias(
+    record: Mapping[str, Any], refitted: Mapping[str, Mapping[str, Tensor]]
+) -> Iterator[tuple[str, str]]:
     """Yield the rows of the output bias.
 
     Args:
@@ -131,10 +156,16 @@ def _bias(record: Mapping[str, Any], refitted: Mapping[str, Mapping[str, Tensor]
     if refitted:
         solved = any(not name.endswith("out_bias") for own in refitted.values() for name in own)
         what = "output layer and bias" if solved else "bias"
-        yield "fitted", f"{what} after training, for {', '.join(refitted)}; a restart continues from those before"
+        yield (
+            "fitted",
+            f"{what} after training, for {', '.join(refitted)}; a restart continues from those before",
+        )
 
 
 def _nearest(distance: float | Mapping[str, float | None] | None) -> Iterator[tuple[str, str]]:
     for task, nearest in (distance if isinstance(distance, Mapping) else {"": distance}).items():
         if nearest:
-            yield "nearest pair", f"{f'{task}: ' if task else ''}{nearest:.4f} angstrom in the training data"
+            yield (
+                "nearest pair",
+                f"{f'{task}: ' if task else ''}{nearest:.4f} angstrom in the training data",
+            )

@@ -40,7 +40,12 @@ class DeepmdKit:
     def __str__(self) -> str:
         return f"{self.version} ({self.command})"
 
-    def write(self, words: Sequence[str], path: Path, edit: Callable[[Path, Path], object] = shutil.copyfile) -> None:
+    def write(
+        self,
+        words: Sequence[str],
+        path: Path,
+        edit: Callable[[Path, Path], object] = shutil.copyfile,
+    ) -> None:
         """Run a command of DeePMD-kit that writes a file, which takes the name ``path`` when it is complete.
 
         Args:
@@ -58,7 +63,9 @@ class DeepmdKit:
             done = _run(command, folder)
             if done.returncode or not file.is_file():
                 shown = " ".join([PROGRAM, *(word.format(path) for word in words)])
-                raise UserError(f"{path}: `{shown}` of {self} failed: {_last_lines(done.stderr or done.stdout)}")
+                raise UserError(
+                    f"{path}: `{shown}` of {self} failed: {_last_lines(done.stderr or done.stdout)}"
+                )
             with atomic_write(path, "Choose another -o, or make room.") as part:
                 edit(file, part)
 
@@ -75,7 +82,9 @@ def find_deepmd_kit(path: Path, program: str | None = None) -> DeepmdKit:
     """
     command = shutil.which(program or PROGRAM)
     if command is None:
-        missing = "there is no `dp` on the PATH" if program is None else f"--dp {program} is no program"
+        missing = (
+            "there is no `dp` on the PATH" if program is None else f"--dp {program} is no program"
+        )
         raise UserError(
             f"{path}: DeePMD-kit reads and writes {path.suffix} files, and {missing}. {INSTALL}; or use a .pt2 file, "
             "which LAMMPS with DeePMD-kit 3.2 reads as well."
@@ -84,7 +93,9 @@ def find_deepmd_kit(path: Path, program: str | None = None) -> DeepmdKit:
     try:
         done = _run([command, "--version"])
     except OSError as error:
-        raise UserError(f"{path}: {command} cannot be run ({error.strerror}). {INSTALL}.") from error
+        raise UserError(
+            f"{path}: {command} cannot be run ({error.strerror}). {INSTALL}."
+        ) from error
     version = re.search(r"DeePMD-kit v(\S+)", done.stdout + done.stderr)
     if version is None:
         raise UserError(
@@ -112,7 +123,13 @@ def _run(command: Sequence[str], folder: str | None = None) -> subprocess.Comple
     """Run DeePMD-kit with its own backends; with ``DP_BACKEND=ema`` it would call dp-ema again."""
     environment = {name: value for name, value in os.environ.items() if name != "DP_BACKEND"}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
 
 

@@ -25,7 +25,15 @@ from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.distributed.tensors import on_cpu
 from deepmd_ema.errors import CheckpointError, ConfigError, command, first_few
-from deepmd_ema.interop.dp import EXTRA, INSIDE, PARTS, faults_as_messages, fill_model, model_tree, normalized
+from deepmd_ema.interop.dp import (
+    EXTRA,
+    INSIDE,
+    PARTS,
+    faults_as_messages,
+    fill_model,
+    model_tree,
+    normalized,
+)
 from deepmd_ema.interop.parts import PartTree, chosen, tree_by_type
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.build import build_model
@@ -34,12 +42,23 @@ from deepmd_ema.utils import LIVE
 
 EMA = "ema"  # the one average that such a checkpoint may hold
 _EXTRA = "_extra_state"
-_FACTS = ("weights", "step", "average", "bias")  # that dp-ema says of the weights in a file that it has written
+_FACTS = (
+    "weights",
+    "step",
+    "average",
+    "bias",
+)  # that dp-ema says of the weights in a file that it has written
 _ONLY = "Default"  # name of the model in a file that has one
 # options of a section ``model`` that are about how it was trained
 _OF_TRAINING = ("finetune_head", "finetune_bias", "model_branch_alias", "info", "hessian_mode")
-_WITH_DESCRIPTORS = ("descriptor", "list", "models")  # options that are or hold sections of descriptors
-_PART = re.compile(r"(models\.(\d+)\.)?([^.]+)\.?(.*)")  # place in a tree: part of the model, its entry, and inside
+_WITH_DESCRIPTORS = (
+    "descriptor",
+    "list",
+    "models",
+)  # options that are or hold sections of descriptors
+_PART = re.compile(
+    r"(models\.(\d+)\.)?([^.]+)\.?(.*)"
+)  # place in a tree: part of the model, its entry, and inside
 _IN_TABLE = ("tab_info", "tab_data")  # arrays of a table that a checkpoint holds
 _TABLES = ("use_srtab", "tab_file")  # options that are a table, or in an input the name of its file
 _SELECTED = ("sel_type", "dipole_type", "pol_type")  # options that the peer's torch backends ignore
@@ -70,7 +89,11 @@ def read_deepmd_pt(
         name, section = head or _ONLY, extra["model_params"]
         section = section if head is None else section["model_dict"][head]
         state, prefix = payload.get("model", payload), f"model.{name}."
-        tensors = {str(key).removeprefix(prefix): value for key, value in state.items() if str(key).startswith(prefix)}
+        tensors = {
+            str(key).removeprefix(prefix): value
+            for key, value in state.items()
+            if str(key).startswith(prefix)
+        }
         average: dict[str, Any] = {}
         if use_average:
             averaged, average = _average(payload, path, "" if name == _ONLY else f"{name}.")
@@ -91,7 +114,13 @@ def read_deepmd_pt(
         # pt counts from 0 and saves the number of the last step; pt_expt saves how many there were
         step = step + ("min_nbor_dist" in tensors) if isinstance(step, int) else None
         written = (payload.get(EXTRA) or {}).get(head or "", {})
-        facts = {"weights": weights, "step": step, "average": average, "bias": {}, **chosen(written, _FACTS)}
+        facts = {
+            "weights": weights,
+            "step": step,
+            "average": average,
+            "bias": {},
+            **chosen(written, _FACTS),
+        }
         return config, model.eval(), {**facts, "version": "dp-ema" if written else "DeePMD-kit"}
 
 
@@ -121,7 +150,9 @@ def write_deepmd_pt(
                 f"{path}: DeePMD-kit's backend pt does not have {lacking}. Without --to deepmd the file is for dp-ema."
             )
         sections[task] = deepmd_section(config)
-        state |= {f"model.{task or _ONLY}.{name}": tensor for name, tensor in _tensors(model, config)}
+        state |= {
+            f"model.{task or _ONLY}.{name}": tensor for name, tensor in _tensors(model, config)
+        }
     facts = {task: dict(of_weights) for task, (_, _, of_weights) in models.items()}
     # the number of the last step, counted from 0
     train_infos = {"lr": 0.0, "step": max(0, (next(iter(facts.values())).get("step") or 0) - 1)}
@@ -140,7 +171,10 @@ def heads_of(payload: Any, path: Path) -> dict[str, list[str]]:
     """Return the names of the models of a checkpoint of DeePMD-kit, with their aliases; none where there is one."""
     with faults_as_messages(path):
         models = _extra_of(payload, path)["model_params"].get("model_dict", {})
-        return {name: list(map(str, section.get("model_branch_alias") or ())) for name, section in models.items()}
+        return {
+            name: list(map(str, section.get("model_branch_alias") or ()))
+            for name, section in models.items()
+        }
 
 
 def _extra_of(payload: Any, path: Path) -> Mapping[str, Any]:
@@ -174,11 +208,15 @@ def _as_built(section: Any, path: Path) -> Any:
             )
         built[name] = [[float(number) for number in line.split()] for line in section[name]]
     if isinstance(fitting := section.get("fitting_net"), Mapping):
-        built["fitting_net"] = {name: value for name, value in fitting.items() if name not in _SELECTED}
+        built["fitting_net"] = {
+            name: value for name, value in fitting.items() if name not in _SELECTED
+        }
     return {**section, **built}
 
 
-def _average(payload: Mapping[str, Any], path: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _average(
+    payload: Mapping[str, Any], path: Path, prefix: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the averaged parameters of one model by name, and the facts of the average."""
     average = payload.get("ema")
     if not isinstance(average, Mapping) or not isinstance(average.get("model"), Mapping):
@@ -186,7 +224,11 @@ def _average(payload: Mapping[str, Any], path: Path, prefix: str) -> tuple[dict[
             f"{path}: a checkpoint of DeePMD-kit without averaged weights (training.enable_ema was false, or these are "
             "the averaged ones already). Leave out --use-ema."
         )
-    weights = {name.removeprefix(prefix): value for name, value in average["model"].items() if name.startswith(prefix)}
+    weights = {
+        name.removeprefix(prefix): value
+        for name, value in average["model"].items()
+        if name.startswith(prefix)
+    }
     return weights, {"type": "ema", "decay": float(average.get("decay", 0.0))}
 
 
@@ -195,11 +237,19 @@ def deepmd_section(config: ModelConfig) -> Tree:
 
     A table is in it as the lines of its file, which that backend reads like the file.
     """
-    section = {name: value for name, value in plain(config, for_deepmd=True).items() if name not in _OF_TRAINING}
+    section = {
+        name: value
+        for name, value in plain(config, for_deepmd=True).items()
+        if name not in _OF_TRAINING
+    }
     for part, values in zip(_parts(config), section.get("models", [section]), strict=True):
         if hasattr(part, "rows_for"):
             values |= {"type_map": config.type_map, "tab_file": part.rows_for(config.type_map)}
-        values |= {name: [" ".join(map(repr, row)) for row in values[name]] for name in _TABLES if name in values}
+        values |= {
+            name: [" ".join(map(repr, row)) for row in values[name]]
+            for name in _TABLES
+            if name in values
+        }
     if config.model_branch_alias:
         section["model_branch_alias"] = list(config.model_branch_alias)
     if section.get("fitting_net", {}).pop("sel_type", None) is not None:
@@ -215,8 +265,12 @@ def _not_in_pt(task: str, config: ModelConfig) -> str:
     if config.use_srtab is not None and alpha != _SMIN_ALPHA:
         return f"smin_alpha = {alpha:g}: its own is {_SMIN_ALPHA:g} in a checkpoint"
     networks = (part for part in _parts(config) if hasattr(part, "fitting_net"))
-    sections = ((kinds, getattr(part, option)) for part in networks for kinds, option in PARTS.values())
-    return next(filter(None, (tree_by_type(kinds, one.type).not_in_pt(one) for kinds, one in sections)), "")
+    sections = (
+        (kinds, getattr(part, option)) for part in networks for kinds, option in PARTS.values()
+    )
+    return next(
+        filter(None, (tree_by_type(kinds, one.type).not_in_pt(one) for kinds, one in sections)), ""
+    )
 
 
 def _parts(config: ModelConfig) -> Sequence[Any]:
@@ -234,7 +288,10 @@ def _tensors(model: EnergyModel, config: ModelConfig) -> Iterator[tuple[str, Ten
         yield "inter_potential.atomic_numbers", torch.tensor(charges, dtype=torch.float64)
     tree = model_tree(model, config)
     table = {"tab_data": (len(config.type_map), len(config.type_map), -1, 4)}
-    for place, array in [*((place, node[key]) for place, node, key in _arrays(tree)), *_added(tree)]:
+    for place, array in [
+        *((place, node[key]) for place, node, key in _arrays(tree)),
+        *_added(tree),
+    ]:
         name, reader, _ = _name_of(place, config, "pt")
         if name is None:
             continue
@@ -254,12 +311,19 @@ def _added(node: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
         return
     nets = node.get("embeddings") if isinstance(node, dict) else None
     if nets is not None:
-        names = [f"{name}.{k}" for name in ("compress_info", "compress_data") for k in range(len(nets["networks"]))]
+        names = [
+            f"{name}.{k}"
+            for name in ("compress_info", "compress_data")
+            for k in range(len(nets["networks"]))
+        ]
         names += ["type_embd_data"] * (nets["ndim"] == 0)
         precision = nets["networks"][0]["precision"]
         yield from ((f"{place}{name}", np.zeros(0, dtype=precision)) for name in names)
     if isinstance(node, dict) and node.get("default_fparam") is not None:
-        yield f"{place}default_fparam_tensor", np.array(node["default_fparam"], dtype=node["precision"])
+        yield (
+            f"{place}default_fparam_tensor",
+            np.array(node["default_fparam"], dtype=node["precision"]),
+        )
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         yield from _added(value, f"{place}{key}.")
 
@@ -282,7 +346,9 @@ def _put(tree: Tree, state: Mapping[str, Any], path: Path, config: ModelConfig) 
         elif name is not None and _is_read(node[key]):
             missing.append(place)
     if missing or tensors:
-        lines = [f"{path}: the tensors of this checkpoint of DeePMD-kit are not those of its model."]
+        lines = [
+            f"{path}: the tensors of this checkpoint of DeePMD-kit are not those of its model."
+        ]
         lines += [f"  missing: {first_few(sorted(missing))}"] * bool(missing)
         lines += [f"  not of this model: {first_few(list(tensors))}"] * bool(tensors)
         lines.append(f"  {_CONVERT.format(path=command(path))}")
@@ -311,7 +377,9 @@ def _is_read(array: Any) -> bool:
     return bool(math.prod(array.shape)) and torch.as_tensor(array).is_floating_point()
 
 
-def _name_of(place: str, config: ModelConfig, backend: str) -> tuple[str | None, PartTree | None, str]:
+def _name_of(
+    place: str, config: ModelConfig, backend: str
+) -> tuple[str | None, PartTree | None, str]:
     """Return the name in a checkpoint of the array at a place in the tree of a model, or None: it is not there.
 
     Beside it: the reader of the descriptor or fitting network that has the array, if any, and the place inside.
@@ -331,7 +399,9 @@ def _name_of(place: str, config: ModelConfig, backend: str) -> tuple[str | None,
     return f"atomic_model.{of_part}{name}" if name else None, reader, inner
 
 
-def _arrays(node: Any, place: str = "", is_variable: bool = False) -> Iterator[tuple[str, Any, Any]]:
+def _arrays(
+    node: Any, place: str = "", is_variable: bool = False
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield the arrays of a tree: their places, and where they are."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         inside = is_variable or key == VARIABLES

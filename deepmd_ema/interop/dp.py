@@ -16,7 +16,15 @@ from deepmd_ema.config.registry import Registry
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import FITTINGS, MODELS, StandardConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
-from deepmd_ema.interop.parts import array, chosen, fill, node, tree_by_type, tree_of, types_with_tree
+from deepmd_ema.interop.parts import (
+    array,
+    chosen,
+    fill,
+    node,
+    tree_by_type,
+    tree_of,
+    types_with_tree,
+)
 from deepmd_ema.interop.tree_files import SOFTWARE, VARIABLES, Tree, read_tree, write_tree
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
@@ -71,7 +79,11 @@ def file_tree(
 
 
 def rewrite_bias(
-    path: str | Path, target: str | Path, bias: np.ndarray, std: np.ndarray | None, facts: Mapping[str, Any]
+    path: str | Path,
+    target: str | Path,
+    bias: np.ndarray,
+    std: np.ndarray | None,
+    facts: Mapping[str, Any],
 ) -> None:
     """Write the model file ``path`` to ``target`` with another output bias and otherwise the same content.
 
@@ -106,7 +118,9 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
     path = Path(path)
     tree = read_tree(path)
     if not isinstance(tree.get("model"), dict):
-        raise CheckpointError(f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze.")
+        raise CheckpointError(
+            f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze."
+        )
     with faults_as_messages(path):
         _check_available(path, tree["model"])
         tree["model"] = normalized(tree["model"])
@@ -117,7 +131,11 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
         # DeePMD-kit writes -1 for a distance that it does not know
         model.min_nbor_dist = None if distance is None or float(distance) < 0 else float(distance)
         facts = _facts_of(tree)
-        script = {name: value for name, value in (tree.get("model_def_script") or {}).items() if name != EXTRA}
+        script = {
+            name: value
+            for name, value in (tree.get("model_def_script") or {}).items()
+            if name != EXTRA
+        }
     info = {name: tree.get(name) for name in ("software", "version", "backend")}
     more = {"model_def_script": script, "min_nbor_dist": model.min_nbor_dist, EXTRA: facts}
     return config, model.eval(), {**info, **more}
@@ -138,7 +156,9 @@ def _with_facts(tree: Tree, facts: Mapping[str, Any]) -> Tree:
 
 def _facts_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return our facts about the weights; empty in files of DeePMD-kit."""
-    facts: Mapping[str, Any] = tree.get(EXTRA) or (tree.get("model_def_script") or {}).get(EXTRA) or {}
+    facts: Mapping[str, Any] = (
+        tree.get(EXTRA) or (tree.get("model_def_script") or {}).get(EXTRA) or {}
+    )
     return facts
 
 
@@ -154,7 +174,9 @@ def faults_as_messages(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except (LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: an entry of the model is missing or of another kind: {error!r}.") from error
+        raise CheckpointError(
+            f"{path}: an entry of the model is missing or of another kind: {error!r}."
+        ) from error
     except (ValueError, ArithmeticError, RuntimeError, MemoryError, ConfigError) as error:
         raise CheckpointError(f"{path}: the model does not fit together: {error}") from error
 
@@ -176,7 +198,9 @@ def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
     }
     family = MODELS[config.type]
     if not family.tree:
-        raise CheckpointError(f'model.type = "{config.type}": cannot be written in the format of DeePMD-kit.')
+        raise CheckpointError(
+            f'model.type = "{config.type}": cannot be written in the format of DeePMD-kit.'
+        )
     tree: Tree = family.load("tree")().write(whole, model, config)
     return tree
 
@@ -203,8 +227,17 @@ def fill_model(model: EnergyModel, config: ModelConfig, tree: Tree) -> None:
     """
     target = model_tree(model, config)
     target = _reader_of(target).normalized(target)
-    names = {"out_bias", *(name for name, value in tree[VARIABLES].items() if value is not None)}  # no out_std in some
-    fill({**target, VARIABLES: {name: value for name, value in target[VARIABLES].items() if name in names}}, tree)
+    names = {
+        "out_bias",
+        *(name for name, value in tree[VARIABLES].items() if value is not None),
+    }  # no out_std in some
+    fill(
+        {
+            **target,
+            VARIABLES: {name: value for name, value in target[VARIABLES].items() if name in names},
+        },
+        tree,
+    )
 
 
 def normalized(tree: Tree) -> Tree:
@@ -215,11 +248,24 @@ def normalized(tree: Tree) -> Tree:
     """
 
     def upgraded(part: Tree) -> Tree:
-        readers = {name: tree_of(kinds, part[name]) for name, (kinds, _) in PARTS.items() if name in part}
-        return {**part, **{name: reader.upgraded(part[name]) for name, reader in readers.items() if reader is not None}}
+        readers = {
+            name: tree_of(kinds, part[name]) for name, (kinds, _) in PARTS.items() if name in part
+        }
+        return {
+            **part,
+            **{
+                name: reader.upgraded(part[name])
+                for name, reader in readers.items()
+                if reader is not None
+            },
+        }
 
     tree = upgraded(_reader_of(tree).normalized(tree))
-    return {**tree, "models": [upgraded(part) for part in tree["models"]]} if "models" in tree else tree
+    return (
+        {**tree, "models": [upgraded(part) for part in tree["models"]]}
+        if "models" in tree
+        else tree
+    )
 
 
 def _model_trees() -> list[StandardTree]:
@@ -241,20 +287,30 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
     kind = tree.get("type", "standard")
     kinds = [name for reader in _model_trees() for name in reader.kinds]
     if kind not in kinds:
-        raise CheckpointError(f"{path}: a model of type {kind!r}; available here: {', '.join(kinds)}.")
+        raise CheckpointError(
+            f"{path}: a model of type {kind!r}; available here: {', '.join(kinds)}."
+        )
     problems: list[str] = []
     features: dict[str, None] = {}
-    for part in tree["models"] if "models" in tree else [{**tree.get(INSIDE, tree), "type": "standard"}]:
+    for part in (
+        tree["models"] if "models" in tree else [{**tree.get(INSIDE, tree), "type": "standard"}]
+    ):
         if (kind := part.get("type", "standard")) not in ("standard", "pairtab"):
-            raise CheckpointError(f"{path}: a part of type {kind!r}; available here: standard, pairtab.")
+            raise CheckpointError(
+                f"{path}: a part of type {kind!r}; available here: standard, pairtab."
+            )
         for name, (registry, _) in PARTS.items() if kind == "standard" else ():
             network = part.get(name) or {}
             if (reader := tree_of(registry, network)) is not None:
                 features |= dict.fromkeys(reader.unavailable(network))
             else:
                 types = ", ".join(types_with_tree(registry))
-                problems.append(f"{path}: {name} {network.get('type')!r} is not available here. Known: {types}.")
-    problems = problems or [f"{path}: uses {feature}, which is not available here." for feature in features]
+                problems.append(
+                    f"{path}: {name} {network.get('type')!r} is not available here. Known: {types}."
+                )
+    problems = problems or [
+        f"{path}: uses {feature}, which is not available here." for feature in features
+    ]
     CheckpointError.raise_if_any(problems)
 
 
@@ -275,7 +331,9 @@ class StandardTree:
     def write(self, whole: Tree, model: EnergyModel, config: Any) -> Tree:
         """Return the tree of a model; ``whole`` has the entries of any type."""
         if config.bridging is not None:
-            raise CheckpointError('no tree of DeePMD-kit has bridging_method in a model of type standard. Use "dpa4".')
+            raise CheckpointError(
+                'no tree of DeePMD-kit has bridging_method in a model of type standard. Use "dpa4".'
+            )
         networks = network_trees(model.descriptor, model.fitting, config)
         if not isinstance(model.short_range, TabulatedShortRange):
             return {**whole, "type": "standard", **networks}
@@ -299,9 +357,17 @@ class StandardTree:
         for part in (network, table):
             refuse_own_exclusions(part)
             if np.any(part[VARIABLES]["out_bias"]):
-                raise ValueError("a part of the model has an out_bias of its own, which is not available here")
+                raise ValueError(
+                    "a part of the model has an out_bias of its own, which is not available here"
+                )
         options = {"use_srtab": table_rows(table), **{name: float(tree[name]) for name in _SWITCH}}
-        return {**tree, "type": "standard", "models": [], **chosen(network, tuple(PARTS)), **options}
+        return {
+            **tree,
+            "type": "standard",
+            "models": [],
+            **chosen(network, tuple(PARTS)),
+            **options,
+        }
 
     def section(self, tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
         """Return the options of the section ``model`` that only this type has.
@@ -332,7 +398,10 @@ def network_sections(tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree
         reader, section = tree_of(kinds, tree[part]), script.get(name)
         assert reader is not None, f"unchecked {part}"
         seed = section.get("seed") if isinstance(section, Mapping) else None
-        sections[name] = {**({"seed": seed} if isinstance(seed, int) else {}), **reader.section(tree[part])}
+        sections[name] = {
+            **({"seed": seed} if isinstance(seed, int) else {}),
+            **reader.section(tree[part]),
+        }
     return sections
 
 
@@ -359,7 +428,9 @@ def refuse_own_exclusions(part: Mapping[str, Any]) -> None:
         ValueError: if a part does.
     """
     if any(part.get(name) for name in ("atom_exclude_types", "pair_exclude_types")):
-        raise ValueError("a part of the model excludes types on its own, which is not available here")
+        raise ValueError(
+            "a part of the model excludes types on its own, which is not available here"
+        )
 
 
 def table_entries(table: PairTable, sel: int) -> Tree:

@@ -35,12 +35,17 @@ WEIGHTS = ".pt"
 FOLDERS = (".savedmodel", ".savedmodeltf")  # that `dp convert-backend` makes of a .dp
 # largest difference between the file that was read back and the checkpoint, relative to the largest number
 SAME_MATH = {torch.float64: 1e-10, torch.float32: 1e-4}
-FROM_TABLES = {torch.float64: 1e-8, torch.float32: 1e-4}  # the same of a file with tables of its networks
+FROM_TABLES = {
+    torch.float64: 1e-8,
+    torch.float32: 1e-4,
+}  # the same of a file with tables of its networks
 SPACING = 2.1  # angstrom, of the atoms of the frames on which the two are compared
 # 192 atoms, two layers of attention, one core: benchmarks/results/versions.md
 SLOWER = "an evaluation of se_atten took 1.2 times as long as from a file of torch 2.13, which runs here too"
 IN_LAMMPS = (COMPILED_SUFFIX, ".pth")  # what DeePMD-kit's pair style reads with its torch backends
-LAMMPS_VERSIONS = "LAMMPS of DeePMD-kit 3.2.0 with torch 2.11"  # that benchmarks/lammps.py was run with
+LAMMPS_VERSIONS = (
+    "LAMMPS of DeePMD-kit 3.2.0 with torch 2.11"  # that benchmarks/lammps.py was run with
+)
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,20 @@ class Frozen:
 
     def text(self) -> str:
         """Return lines about the file: size, largest differences to the checkpoint, and programs that read it."""
-        each = ", ".join(f"{name} {value:.1e} {LABELS[name].unit}".rstrip() for name, value in self.difference.items())
+        each = ", ".join(
+            f"{name} {value:.1e} {LABELS[name].unit}".rstrip()
+            for name, value in self.difference.items()
+        )
         written = f"{self.path}: {self.source}; {self.path.stat().st_size / 1e6:.2f} MB"
         compared = f"read back and compared on two made-up frames, largest differences: {each}"
-        return "\n".join(filter(None, (written, self.tables, compared, self.pressure, self.use, self.lammps)))
+        return "\n".join(
+            filter(None, (written, self.tables, compared, self.pressure, self.use, self.lammps))
+        )
 
 
-def convert(file: ModelFile, output: str | Path, for_deepmd: bool = False, program: str | None = None) -> Frozen:
+def convert(
+    file: ModelFile, output: str | Path, for_deepmd: bool = False, program: str | None = None
+) -> Frozen:
     """Write models to another kind of file, read it back, and compare them before the file takes its name.
 
     Args:
@@ -94,7 +106,9 @@ def convert(file: ModelFile, output: str | Path, for_deepmd: bool = False, progr
     loaded = next(iter(models.values()))
     info, difference = loaded.info, dict[str, float]()
     if path.suffix.lower() not in (*SUFFIXES, *deepmd_kit.SUFFIXES, *FOLDERS, WEIGHTS):
-        raise UserError(f"OUT {path}: expected a name that ends in {', '.join(SUFFIXES)} or {WEIGHTS}.")
+        raise UserError(
+            f"OUT {path}: expected a name that ends in {', '.join(SUFFIXES)} or {WEIGHTS}."
+        )
     if path.suffix.lower() != WEIGHTS:
         return freeze(loaded, path, "OUT", program=program)
     checkpoint.refuse_to_replace(path, "OUT")
@@ -110,15 +124,23 @@ def convert(file: ModelFile, output: str | Path, for_deepmd: bool = False, progr
     if for_deepmd:
         for one in models.values():
             if only_here := _only_here(path, one.model, one.config):
-                raise CheckpointError(f"{path}: {only_here}. Without --to deepmd the file is for dp-ema.")
+                raise CheckpointError(
+                    f"{path}: {only_here}. Without --to deepmd the file is for dp-ema."
+                )
         own = {task: (one.config, one.model, one.info.as_dict()) for task, one in models.items()}
         write_deepmd_pt(path, own, check=read_back)
         if len(models) > 1:
             source = f"{', '.join(models)}: {replace(info, head='').describe()}"
         use = "for DeePMD-kit: dp --pt test, freeze, change-bias, and train with --init-model or --finetune"
     else:
-        head = checkpoint.payload_head("weights", info.weights, info.step, info.config, info.min_nbor_dist)
-        facts = {name: dict(fact) for name, fact in (("average", info.average), ("bias", info.bias)) if fact}
+        head = checkpoint.payload_head(
+            "weights", info.weights, info.step, info.config, info.min_nbor_dist
+        )
+        facts = {
+            name: dict(fact)
+            for name, fact in (("average", info.average), ("bias", info.bias))
+            if fact
+        }
         weights = {**head, **facts, "model": dict(loaded.model.state_dict())}
         checkpoint.save(path, weights, check=read_back, option="OUT")
         use = f"start a run from it: {command('dp-ema', 'train', 'INPUT', '--init-model', path)}"
@@ -154,12 +176,17 @@ def freeze(
     if path.suffix in FOLDERS:
         frozen = path.with_suffix(".dp")
         line = command("dp", "convert-backend", frozen, path)
-        raise UserError(f"{option} {path}: dp-ema writes files. Write {frozen}, then `{line}` with DeePMD-kit.")
+        raise UserError(
+            f"{option} {path}: dp-ema writes files. Write {frozen}, then `{line}` with DeePMD-kit."
+        )
     if path.suffix not in (*SUFFIXES, *deepmd_kit.SUFFIXES):
         path = path.with_name(f"{path.name}.dp")
     check_output(path, option, MODEL_FILE, [info.path])
     checkpoint.require_finite(loaded.model.state_dict(), info.path)
-    only_here, compiled = _only_here(path, loaded.model, loaded.config), path.suffix == COMPILED_SUFFIX
+    only_here, compiled = (
+        _only_here(path, loaded.model, loaded.config),
+        path.suffix == COMPILED_SUFFIX,
+    )
     _refuse_options(path, device, compress, program)
     kind = loaded.config.fitting_net.type
     if compiled:
@@ -177,12 +204,18 @@ def freeze(
 
     def read_back(part: Path) -> None:
         try:
-            back, where = load_model(part).on(device) if compiled else (load_model(part).model, None)
+            back, where = (
+                load_model(part).on(device) if compiled else (load_model(part).model, None)
+            )
         except CheckpointError as error:
-            raise CheckpointError([text.replace(str(part), str(path)) for text in error.problems]) from error
+            raise CheckpointError(
+                [text.replace(str(part), str(path)) for text in error.problems]
+            ) from error
         if tables:
             compare(model, back, loaded.config, where)
-        difference.update(compare(loaded.model, back, loaded.config, where, FROM_TABLES if tables else SAME_MATH))
+        difference.update(
+            compare(loaded.model, back, loaded.config, where, FROM_TABLES if tables else SAME_MATH)
+        )
 
     if compiled:
         from deepmd_ema.interop.pt2 import check_compiler, write_pt2
@@ -198,7 +231,11 @@ def freeze(
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "model.dp"
             write_tree(source, tree, read_back)
-            edit = deepmd_kit.copy_with_task_dim if kind == "dipole" and path.suffix == ".pth" else shutil.copyfile
+            edit = (
+                deepmd_kit.copy_with_task_dim
+                if kind == "dipole" and path.suffix == ".pth"
+                else shutil.copyfile
+            )
             kit.write(["convert-backend", str(source), "{}"], path, edit)
         use = f"written by {kit} from the .dp file that was compared"
     else:
@@ -210,7 +247,9 @@ def freeze(
         use = use if compiles or _has_dipoles_in_lammps(loaded) else ""
     lammps = format_lammps_lines(path, loaded) if path.suffix in IN_LAMMPS else ""
     text = f"{info.describe()}, from {info.path}"
-    return Frozen(path, text, difference, use, tables, lammps, _describe_pressure(info.config, info.head))
+    return Frozen(
+        path, text, difference, use, tables, lammps, _describe_pressure(info.config, info.head)
+    )
 
 
 def _describe_pressure(config: Mapping[str, Any], head: str) -> str:
@@ -265,10 +304,14 @@ def _has_dipoles_in_lammps(loaded: LoadedModel) -> bool:
 
     It wants derivatives, which models of polarizabilities do not have there, and exchanges no messages.
     """
-    return loaded.config.fitting_net.type == "dipole" and not loaded.model.descriptor.passes_messages
+    return (
+        loaded.config.fitting_net.type == "dipole" and not loaded.model.descriptor.passes_messages
+    )
 
 
-def compress(source: Path, target: Path, device: str | None = None, program: str | None = None) -> str:
+def compress(
+    source: Path, target: Path, device: str | None = None, program: str | None = None
+) -> str:
     """Write a frozen model with tables of its embedding networks, and return lines about the file.
 
     Args:
@@ -282,7 +325,9 @@ def compress(source: Path, target: Path, device: str | None = None, program: str
         CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
     """
     if source.suffix.lower() == COMPILED_SUFFIX:
-        return freeze(load_model(source), target, device=device, compress=True, program=program).text()
+        return freeze(
+            load_model(source), target, device=device, compress=True, program=program
+        ).text()
     _refuse_options(target, device, None, program)
     check_output(target, "-o", MODEL_FILE, [source])
     kit = deepmd_kit.find_deepmd_kit(target, program)
@@ -291,11 +336,15 @@ def compress(source: Path, target: Path, device: str | None = None, program: str
     return f"{target}: {source} with tables of DeePMD-kit; {target.stat().st_size / 1e6:.2f} MB\nwritten by {kit}"
 
 
-def _refuse_options(path: Path, device: str | None, compress: bool | None, program: str | None) -> None:
+def _refuse_options(
+    path: Path, device: str | None, compress: bool | None, program: str | None
+) -> None:
     """Raise an error for an option that the format of ``path`` would ignore."""
     compiled = path.suffix == COMPILED_SUFFIX
     if device is not None and not compiled:
-        raise UserError(f"--device {device}: {path} is for any device. Leave it out, or write a .pt2 file.")
+        raise UserError(
+            f"--device {device}: {path} is for any device. Leave it out, or write a .pt2 file."
+        )
     if compress is not None and not compiled:
         raise UserError(
             f"{'--compress' if compress else '--no-compress'}: {path} holds the networks themselves. dp-ema evaluates "
@@ -305,12 +354,16 @@ def _refuse_options(path: Path, device: str | None, compress: bool | None, progr
         raise UserError(f"--dp {program}: {path} is written without DeePMD-kit. Leave it out.")
 
 
-def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | None) -> tuple[EnergyModel, str]:
+def _with_tables(
+    loaded: LoadedModel, device: torch.device, compress: bool | None
+) -> tuple[EnergyModel, str]:
     """Return the model, or a copy with tables of its networks and a line about these."""
     if compress is False or (compress is None and device.type != "cpu"):
         return loaded.model, ""
     if device.type != "cpu":
-        raise UserError(f"--compress: tables are for CPUs, and this is compiled for {device}. Leave it out.")
+        raise UserError(
+            f"--compress: tables are for CPUs, and this is compiled for {device}. Leave it out."
+        )
     model = deepcopy(loaded.model)
     tabulate(model, always=bool(compress))
     tables = make_tables(model, _made_up_frames(model, loaded.config, 0.0))
@@ -365,7 +418,9 @@ def compare(
     where = where or batch.coord.device
     one, two = model.eval()(batch), other.to(where).eval()(batch.to(where))
     two = {name: value.to(batch.coord.device) for name, value in two.items()}
-    difference = {name: float((one[name] - two[name]).abs().max()) for name in one if name in LABELS}
+    difference = {
+        name: float((one[name] - two[name]).abs().max()) for name in one if name in LABELS
+    }
     tolerance = max(tolerances[parameter.dtype] for parameter in model.parameters())
     for name, value in difference.items():
         scale = max(1.0, float(one[name].abs().max()))

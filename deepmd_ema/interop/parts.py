@@ -129,7 +129,11 @@ def tree_by_type(kinds: Registry, name: str) -> PartTree:
 
 def tree_of(kinds: Registry, tree: Mapping[str, Any]) -> PartTree | None:
     """Return the reader of a tree, by its ``type``, or None."""
-    names = (name for name in types_with_tree(kinds) if tree.get("type") in type_names(kinds[name].section))
+    names = (
+        name
+        for name in types_with_tree(kinds)
+        if tree.get("type") in type_names(kinds[name].section)
+    )
     return next((tree_by_type(kinds, name) for name in names), None)
 
 
@@ -154,9 +158,13 @@ def collection_tree(kind: str, networks: Sequence[Tree], ndim: int, ntypes: int)
     }  # fmt: skip
 
 
-def embeddings_tree(nets: Sequence[Network], section: Mapping[str, Any], ndim: int, ntypes: int) -> Tree:
+def embeddings_tree(
+    nets: Sequence[Network], section: Mapping[str, Any], ndim: int, ntypes: int
+) -> Tree:
     """Return the tree of embedding networks, which have no linear layer at the end."""
-    networks = [embedding_tree(net, section["activation_function"], section["resnet_dt"]) for net in nets]
+    networks = [
+        embedding_tree(net, section["activation_function"], section["resnet_dt"]) for net in nets
+    ]
     return collection_tree("embedding_network", networks, ndim, ntypes)
 
 
@@ -221,8 +229,14 @@ def env_mat_tree(rcut: float, rcut_smth: float, protection: float) -> Tree:
 def options_tree(section: Any, *left_out: str) -> Tree:
     """Return the options of a section that DeePMD-kit has, but for precision, seed, and those that are left out."""
     tree = tree_without_effect(section)
-    tree |= {one.name: plain(getattr(section, one.name)) for one in options(section.__class__) if not one.own}
-    return {name: value for name, value in tree.items() if name not in ("precision", "seed", *left_out)}
+    tree |= {
+        one.name: plain(getattr(section, one.name))
+        for one in options(section.__class__)
+        if not one.own
+    }
+    return {
+        name: value for name, value in tree.items() if name not in ("precision", "seed", *left_out)
+    }
 
 
 def tree_without_effect(section: Any) -> Tree:
@@ -240,7 +254,9 @@ def parts_of(module: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]
 
 def residuals_tree(layer: Any, names: Mapping[str, str]) -> Tree:
     """Return the trained factors of the updates of a layer, by their names in a tree; see :func:`parts_of`."""
-    factors = {key: [array(factor) for factor in update.factors] for key, update in parts_of(layer, names)}
+    factors = {
+        key: [array(factor) for factor in update.factors] for key, update in parts_of(layer, names)
+    }
     return {VARIABLES: {key: factors.get(key, []) for key in names}}
 
 
@@ -279,7 +295,13 @@ def fill(target: Any, source: Any, name: str = "") -> None:
     if isinstance(target, list):
         source = [] if source is None else source
         if len(source) != len(target):
-            kind = "arrays" if not isinstance(target[0], Mapping) else "networks" if "layers" in target[0] else "layers"
+            kind = (
+                "arrays"
+                if not isinstance(target[0], Mapping)
+                else "networks"
+                if "layers" in target[0]
+                else "layers"
+            )
             raise ValueError(f"{name}: {len(source)} {kind}, expected {len(target)}")
         for index, one in enumerate(target):
             fill(one, source[index], f"{name}[{index}]")
@@ -292,13 +314,21 @@ def fill(target: Any, source: Any, name: str = "") -> None:
                 raise ValueError(f"{name}: activation_function {kind!r}, expected {expected!r}")
         if "mixed_types" in target and target["mixed_types"] != bool(source.get("mixed_types")):
             mixed = source.get("mixed_types")
-            raise ValueError(f"mixed_types of the {name} is {mixed}, which its descriptor is not made for")
+            raise ValueError(
+                f"mixed_types of the {name} is {mixed}, which its descriptor is not made for"
+            )
         for key, value in target.items():
             if key == VARIABLES:
                 for place, tensor in value.items():
-                    fill(tensor, source[VARIABLES].get(place), f"{name}: {place}" if name else place)
+                    fill(
+                        tensor, source[VARIABLES].get(place), f"{name}: {place}" if name else place
+                    )
             elif _has_arrays(value):
-                fill(value, source[key], name if key == "networks" else f"{name}.{key}" if name else key)
+                fill(
+                    value,
+                    source[key],
+                    name if key == "networks" else f"{name}.{key}" if name else key,
+                )
     elif target is None or source is None:
         if target is not None or source is not None:
             raise ValueError(f"{name} is {'given' if target is None else 'missing'}")

@@ -17,7 +17,9 @@ from deepmd_ema.errors import CheckpointError, UserError, command, did_you_mean,
 
 logger = logging.getLogger(__name__)
 
-DOWNLOADS = Path.home() / ".cache" / "deepmd" / "pretrained" / "models"  # of `dp pretrained download`
+DOWNLOADS = (
+    Path.home() / ".cache" / "deepmd" / "pretrained" / "models"
+)  # of `dp pretrained download`
 _TIMEOUT_S = 60.0  # of one answer of a server
 _BLOCK_BYTES = 1 << 20
 MAX_BYTES = 4 << 30  # no published model is as large; an answer without an end would fill the disk
@@ -56,16 +58,38 @@ _MODELS = (
     ("dpa3", "876354744aeaae17b2639a6a690514470273784f2b4836280850f50cbb799165", "DPA-3.2-5M"),
     ("dpa3", "36fe440c111108d60cda54aa7d3fccac743794de25abef4d49564b9fb896a55b", "DPA-3.3-1M"),
     ("dpa3", "dc4d252b31450b41eb3546cc48f640ad0831c0b5d069ce27d996e0ff58fc037a", "DPA3-Omol-Large"),
-    ("dpa4", "7ac5fb696fc057229ceebc33f31f7a96b2f3616ac5b63a512acd1848f2d41a09", "DPA4-Air-OMat24-v20260805"),
-    ("dpa4", "13edeea63448c0f8a0b38e08fd8ba196fb1e2fad5f12486b1cd23320829da268", "DPA4-Mini-OMat24-v20260805"),
-    ("dpa4", "ded047546c2b44a50e2c850680d77279e2bf3e107c10f1c2fe39a5c344e693f6", "DPA4-Nano-OMat24-v20260805"),
-    ("dpa4", "fd7f34ae28f921201e4a0328ddf56179892752084f8363e7796038201471c989", "DPA4-Neo-OMat24-v20260805"),
-    ("dpa4", "6820a320dc241a4002e6c257ad21983950df178b1f80271a6e6af199adb18567", "DPA4-Plus-OMat24-v20260805"),
+    (
+        "dpa4",
+        "7ac5fb696fc057229ceebc33f31f7a96b2f3616ac5b63a512acd1848f2d41a09",
+        "DPA4-Air-OMat24-v20260805",
+    ),
+    (
+        "dpa4",
+        "13edeea63448c0f8a0b38e08fd8ba196fb1e2fad5f12486b1cd23320829da268",
+        "DPA4-Mini-OMat24-v20260805",
+    ),
+    (
+        "dpa4",
+        "ded047546c2b44a50e2c850680d77279e2bf3e107c10f1c2fe39a5c344e693f6",
+        "DPA4-Nano-OMat24-v20260805",
+    ),
+    (
+        "dpa4",
+        "fd7f34ae28f921201e4a0328ddf56179892752084f8363e7796038201471c989",
+        "DPA4-Neo-OMat24-v20260805",
+    ),
+    (
+        "dpa4",
+        "6820a320dc241a4002e6c257ad21983950df178b1f80271a6e6af199adb18567",
+        "DPA4-Plus-OMat24-v20260805",
+    ),
 )
 # names of the file after a download and on the sites, where they are not that of the model
 _FILES = {"DPA-2.4-7M": ("dpa-2.4-7M.pt", "DPA-2.4-7M-patched-mt.pt")}
 PUBLISHED = tuple(
-    PublishedModel(name, descriptor, file, tuple(site.format(repository, on_site) for site in _SITES), sha256)
+    PublishedModel(
+        name, descriptor, file, tuple(site.format(repository, on_site) for site in _SITES), sha256
+    )
     for descriptor, sha256, name in _MODELS
     for file, on_site in [_FILES.get(name, (f"{name}.pt", f"{name}.pt"))]
     for repository in ["DPA4-OMat24" if descriptor == "dpa4" else name]
@@ -97,11 +121,15 @@ def download(name: str, folder: Path | None = None) -> Path:
             except (OSError, HTTPException) as error:
                 if is_disk_full(error):
                     raise
-                failures.append(f"{urlsplit(url).netloc}: {' '.join(str(error).split()) or type(error).__name__}")
+                failures.append(
+                    f"{urlsplit(url).netloc}: {' '.join(str(error).split()) or type(error).__name__}"
+                )
                 continue
             if file_digest(part) == model.sha256:
                 return path
-            failures.append(f"{urlsplit(url).netloc}: a file with another sha256, {part.stat().st_size:,} bytes")
+            failures.append(
+                f"{urlsplit(url).netloc}: a file with another sha256, {part.stat().st_size:,} bytes"
+            )
         raise CheckpointError(
             f"{name}: cannot be downloaded ({'; '.join(failures)}). Try again, or bring the file from another machine "
             f"as {path}."
@@ -154,7 +182,9 @@ def check_digest(path: Path) -> str:
     Raises:
         CheckpointError: if the file has the name of a published one and other content.
     """
-    model = next((one for one in PUBLISHED if path.name in (one.file, one.urls[0].rsplit("/", 1)[1])), None)
+    model = next(
+        (one for one in PUBLISHED if path.name in (one.file, one.urls[0].rsplit("/", 1)[1])), None
+    )
     if model is None or not path.is_file():
         return ""
     digest = file_digest(path)

@@ -43,7 +43,9 @@ logger = logging.getLogger(__name__)
 _FACTS = "model/extra/metadata.json"  # names of DeePMD-kit
 _SCRIPT = "model/extra/model_def_script.json"
 _DEVICE = "dp_ema_device"
-_OTHER_COMPILER = "Install g++, or name another compiler in the environment variable CXX; or write a .dp file."
+_OTHER_COMPILER = (
+    "Install g++, or name another compiler in the environment variable CXX; or write a .dp file."
+)
 # as many threads as torch has when it runs, not when it was compiled
 _OPTIONS = {"cpp.dynamic_threads": True, **CODE_OPTIONS}
 
@@ -104,7 +106,9 @@ def write_pt2(
             line.desc = f"{path}: exporting the graph (1 of 3)"
             exported = _exported(model, config, device)
             line.desc = f"{path}: compiling (2 of 3)"
-            compiling = partial(torch._inductor.aoti_compile_and_package, exported, package_path=str(file))
+            compiling = partial(
+                torch._inductor.aoti_compile_and_package, exported, package_path=str(file)
+            )
             has_vectors = True
             try:
                 compiling(inductor_configs=_OPTIONS)
@@ -112,7 +116,10 @@ def write_pt2(
                 if not (CODE_OPTIONS and "CppCompileError" in f"{type(error).__name__}: {error}"):
                     raise
                 # names that are not declared are, for some models, also in loops that transpose vectors
-                logger.info("compiling it without vectors, of which torch %s makes wrong code", torch.__version__)
+                logger.info(
+                    "compiling it without vectors, of which torch %s makes wrong code",
+                    torch.__version__,
+                )
                 has_vectors = False
                 compiling(inductor_configs=_OPTIONS | {"cpp.simdlen": 1})
         with zipfile.ZipFile(file, "a") as package:
@@ -127,7 +134,9 @@ def write_pt2(
     return has_vectors
 
 
-def load_compiled(path: Path, name: str | None = None) -> tuple[Callable[..., dict[str, Tensor]], torch.device]:
+def load_compiled(
+    path: Path, name: str | None = None
+) -> tuple[Callable[..., dict[str, Tensor]], torch.device]:
     """Return the compiled function of a ``.pt2`` file, which takes what ``ExtendedModel`` takes, and where it runs.
 
     Machine code in the file runs as it is loaded.
@@ -148,7 +157,9 @@ def load_compiled(path: Path, name: str | None = None) -> tuple[Callable[..., di
             raise CheckpointError(f"{path}: damaged ({bad or _FACTS}). Freeze the model again.")
         kind = str(facts[_DEVICE])
         if kind == "cuda" and not torch.cuda.is_available():
-            raise CheckpointError(f"{path}: compiled for CUDA, and there is no GPU here. Freeze the model again here.")
+            raise CheckpointError(
+                f"{path}: compiled for CUDA, and there is no GPU here. Freeze the model again here."
+            )
         device = select_device(kind if name is None else name)
         if device.type != kind:
             raise UserError(
@@ -156,7 +167,15 @@ def load_compiled(path: Path, name: str | None = None) -> tuple[Callable[..., di
             )
         number = -1 if device.index is None else device.index
         return torch._inductor.aoti_load_package(str(path), device_index=number), device
-    except (OSError, EOFError, RuntimeError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        OSError,
+        EOFError,
+        RuntimeError,
+        KeyError,
+        ValueError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"{path}: cannot be loaded ({reason}). It was compiled for one kind of machine, device and version of "
@@ -188,7 +207,9 @@ def metadata(model: EnergyModel, config: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _exported(model: EnergyModel, config: ModelConfig, device: torch.device) -> torch.export.ExportedProgram:
+def _exported(
+    model: EnergyModel, config: ModelConfig, device: torch.device
+) -> torch.export.ExportedProgram:
     """Return the graph of a model for frames of any number and size.
 
     It is traced twice: ``torch.export`` cannot look into ``torch.func.vjp``, and ``make_fx`` writes it out.
@@ -201,13 +222,23 @@ def _exported(model: EnergyModel, config: ModelConfig, device: torch.device) -> 
     copy.evaluate_all_blocks()  # a graph is for all elements
     seal(copy)
     samples = _samples(copy, config)
-    frames, extended, atoms, slots = (Dim(name, min=1) for name in ("frames", "extended", "atoms", "slots"))
+    frames, extended, atoms, slots = (
+        Dim(name, min=1) for name in ("frames", "extended", "atoms", "slots")
+    )
     on_images, fitting = {0: frames, 1: extended}, config.fitting_net
-    conditions = [{0: frames}] * (fitting.numb_fparam > 0) + [{0: frames, 1: atoms}] * (fitting.numb_aparam > 0)
+    conditions = [{0: frames}] * (fitting.numb_fparam > 0) + [{0: frames, 1: atoms}] * (
+        fitting.numb_aparam > 0
+    )
     shapes = (on_images, on_images, {0: frames, 1: atoms, 2: slots}, on_images, *conditions)
-    traced = make_fx(_with_conditions(copy, config), tracing_mode="symbolic", _allow_non_fake_inputs=True)(*samples)
+    traced = make_fx(
+        _with_conditions(copy, config), tracing_mode="symbolic", _allow_non_fake_inputs=True
+    )(*samples)
     exported = torch.export.export(
-        traced, samples, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True
+        traced,
+        samples,
+        dynamic_shapes=shapes,
+        strict=False,
+        prefer_deferred_runtime_asserts_over_guards=True,
     )
     return exported if device.type == "cpu" else move_to_device_pass(exported, device)
 
@@ -216,7 +247,9 @@ def _with_conditions(model: EnergyModel, config: ModelConfig) -> Callable[..., d
     """Return the function of the positional tensors of a model: parameters only where it takes some."""
     extended, has_frame = ExtendedModel(model), config.fitting_net.numb_fparam > 0
 
-    def run(coord: Tensor, atype: Tensor, nlist: Tensor, mapping: Tensor, *conditions: Tensor) -> dict[str, Tensor]:
+    def run(
+        coord: Tensor, atype: Tensor, nlist: Tensor, mapping: Tensor, *conditions: Tensor
+    ) -> dict[str, Tensor]:
         fparam = conditions[0] if has_frame else None
         aparam = conditions[-1] if len(conditions) > has_frame else None
         out: dict[str, Tensor] = extended(coord, atype, nlist, mapping, fparam, aparam)
@@ -249,14 +282,27 @@ def _samples(model: EnergyModel, config: ModelConfig) -> tuple[Tensor, ...]:
     """Return arguments whose sizes are unlike each other and all of the model: equal ones would become one size."""
     fitting = config.fitting_net
     taken = {size for tensor in model.state_dict().values() for size in tensor.shape}
-    taken |= {1, 2, 3, 9, len(model.type_map), fitting.numb_fparam, fitting.numb_aparam, *model.layout.sel}
+    taken |= {
+        1,
+        2,
+        3,
+        9,
+        len(model.type_map),
+        fitting.numb_fparam,
+        fitting.numb_aparam,
+        *model.layout.sel,
+    }
     taken |= {sum(model.layout.sel), *(most for _, most in model.layout.inner)}
     frames, atoms, extended, slots = islice((n for n in count(5) if n not in taken), 4)
     coord = torch.zeros(frames, extended, 3, dtype=torch.float64)
     atype = torch.zeros(frames, extended, dtype=torch.int64)
     nlist = torch.zeros(frames, atoms, slots, dtype=torch.int64)
-    conditions = [torch.zeros(frames, fitting.numb_fparam, dtype=torch.float64)] * (fitting.numb_fparam > 0)
-    conditions += [torch.zeros(frames, atoms, fitting.numb_aparam, dtype=torch.float64)] * (fitting.numb_aparam > 0)
+    conditions = [torch.zeros(frames, fitting.numb_fparam, dtype=torch.float64)] * (
+        fitting.numb_fparam > 0
+    )
+    conditions += [torch.zeros(frames, atoms, fitting.numb_aparam, dtype=torch.float64)] * (
+        fitting.numb_aparam > 0
+    )
     return coord, atype, nlist, torch.zeros_like(atype), *conditions
 
 
@@ -265,7 +311,14 @@ def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
     """Turn errors of compilation into messages with the place in the code; these errors have no type of their own."""
     try:
         yield
-    except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except (
+        RuntimeError,
+        AssertionError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+    ) as error:
         text = f"{type(error).__name__}: {error}"
         if "CppCompileError" in text:
             output = text.partition("Output:")[2].strip() or text
@@ -276,7 +329,9 @@ def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
         # an error of a graph has the traced lines in its text
         lines = re.findall(r'deepmd_ema/(model/\S+)", line (\d+)', "".join(format_exception(error)))
         places = [f"{file} line {number}" for file, number in lines]
-        where = ", ".join([config.descriptor.type, *places[-1:], *re.findall(r"aten\.\w+", text)[:1]])
+        where = ", ".join(
+            [config.descriptor.type, *places[-1:], *re.findall(r"aten\.\w+", text)[:1]]
+        )
         raise NotCompiledError(
             f"{path}: torch {torch.__version__} cannot compile this model ({where}). Write a .dp file instead, and "
             f"please report this: {text.splitlines()[0][:150]}"

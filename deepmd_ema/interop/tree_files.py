@@ -25,7 +25,9 @@ SOFTWARE = "dp-ema"  # in our files
 PACKAGED_TREE = "model/extra/model.json"  # in a .pt2
 VARIABLES = "@variables"  # every array is under such a key
 _ARRAY = {"@class": "np.ndarray", "@is_variable": True, "@version": 1}
-_DIGEST = "digest"  # of all else in the file; DeePMD-kit does not look at it, and its own files have none
+_DIGEST = (
+    "digest"  # of all else in the file; DeePMD-kit does not look at it, and its own files have none
+)
 _ADDED = ("time",)  # by DeePMD-kit, when it writes a file again that it has read
 _DEEPEST = 1000  # levels of a YAML text; the reader in C recurses, and a model has twenty
 _MAX_COMPRESSION = 1100  # deflate does not do better
@@ -69,7 +71,9 @@ def read_tree(path: Path) -> Tree:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(f"{path}: damaged, or not {kind} model file ({reason}).") from error
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}: holds {type(tree).__name__}, expected the dictionary of a model.")
+        raise CheckpointError(
+            f"{path}: holds {type(tree).__name__}, expected the dictionary of a model."
+        )
     expected = tree.pop(_DIGEST, None)
     # of our files, only those of 0.1 have none; in those of 0.2.0 it is the last
     has_one = tree.get("software") == SOFTWARE and not str(tree.get("version")).startswith("0.1.")
@@ -81,7 +85,9 @@ def read_tree(path: Path) -> Tree:
 
 
 def _digest(tree: Tree) -> str:
-    return content_digest({name: part for name, part in tree.items() if name not in (_DIGEST, *_ADDED)})
+    return content_digest(
+        {name: part for name, part in tree.items() if name not in (_DIGEST, *_ADDED)}
+    )
 
 
 def packaged_text(tree: Tree) -> str:
@@ -122,7 +128,9 @@ def _read_hdf5(path: Path) -> Any:
 
         def read(name: str) -> Any:
             if file[name].nbytes > most:
-                raise CheckpointError(f"{path}: damaged, {name} says that it is larger than the file can hold.")
+                raise CheckpointError(
+                    f"{path}: damaged, {name} says that it is larger than the file can hold."
+                )
             return file[name][()]
 
         if "json" not in file.attrs:
@@ -134,7 +142,12 @@ def _write_yaml(path: Path, tree: Tree) -> None:
     import yaml
 
     with path.open("w", encoding="utf-8") as file:
-        yaml.dump(_replaced(tree, _as_lists), file, getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False)
+        yaml.dump(
+            _replaced(tree, _as_lists),
+            file,
+            getattr(yaml, "CSafeDumper", yaml.SafeDumper),
+            sort_keys=False,
+        )
 
 
 def _as_lists(array: Any) -> Tree:
@@ -157,15 +170,24 @@ def opened_package(path: Path) -> Iterator[zipfile.ZipFile]:
         names = package.namelist()
         twice = [name for name, number in Counter(names).items() if number > 1]
         if twice:
-            raise CheckpointError(f"{path}: damaged, it holds {show_text(twice[0])} twice. Freeze the model again.")
-        outside = [name for name in names if name.startswith("/") or ".." in re.split(r"[/\\]", name)]
+            raise CheckpointError(
+                f"{path}: damaged, it holds {show_text(twice[0])} twice. Freeze the model again."
+            )
+        outside = [
+            name for name in names if name.startswith("/") or ".." in re.split(r"[/\\]", name)
+        ]
         if outside:
             raise CheckpointError(
                 f"{path}: its member {show_text(outside[0])} would be written outside of the folder into which torch "
                 "unpacks the file, which no program that compiles models does. Do not use this file."
             )
-        if sum(member.file_size for member in package.infolist()) > _MAX_COMPRESSION * path.stat().st_size:
-            raise CheckpointError(f"{path}: damaged, its members say that they are larger than the file can hold.")
+        if (
+            sum(member.file_size for member in package.infolist())
+            > _MAX_COMPRESSION * path.stat().st_size
+        ):
+            raise CheckpointError(
+                f"{path}: damaged, its members say that they are larger than the file can hold."
+            )
         yield package
 
 
@@ -188,12 +210,20 @@ def _read_yaml(path: Path) -> Any:
     waiting, most = [tree], len(text) + 1
     while waiting and most >= 0:
         value = waiting.pop()
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        inside = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
         most -= 1 + len(inside)
         waiting.extend(inside)
     if most < 0:
-        raise CheckpointError(f"{path}: its anchors stand for more values than a model file of this length has.")
+        raise CheckpointError(
+            f"{path}: its anchors stand for more values than a model file of this length has."
+        )
     return _replaced(tree, _as_array)
 
 
-_READERS = {".pt2": (_read_packaged, "a compiled"), ".yaml": (_read_yaml, "a YAML"), ".yml": (_read_yaml, "a YAML")}
+_READERS = {
+    ".pt2": (_read_packaged, "a compiled"),
+    ".yaml": (_read_yaml, "a YAML"),
+    ".yml": (_read_yaml, "a YAML"),
+}

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 # A atoms, K neighbor slots, T types
 
 COULOMB = 14.3996  # e^2 / (4 pi epsilon_0), eV angstrom, as DeePMD-kit rounds it
-SCREENING_LENGTH = 0.88534 * 0.5291772109  # angstrom: of the Thomas-Fermi atom, times the Bohr radius
+SCREENING_LENGTH = (
+    0.88534 * 0.5291772109
+)  # angstrom: of the Thomas-Fermi atom, times the Bohr radius
 SCREENING_EXPONENT = 0.23  # of the charges in the length
 # coefficients and exponents of the screening function
 SCREENING = ((0.18175, 3.1998), (0.50986, 0.94229), (0.28022, 0.4029), (0.028171, 0.20162))
@@ -149,7 +151,9 @@ class Bridging(nn.Module):
         distance = torch.linalg.vector_norm(batch.vector, dim=-1)
         clamped, slope = clamped_distance(distance, self.window)
         scale = clamped / distance  # exactly 1 behind the window
-        energy, grad_features, vjp = network(replace(batch, vector=scale.unsqueeze(-1) * batch.vector))
+        energy, grad_features, vjp = network(
+            replace(batch, vector=scale.unsqueeze(-1) * batch.vector)
+        )
         grad = vjp(grad_features)
         near = distance < self._rcut  # empty slots are at 2 * rcut
         is_counted = counted.bool()

@@ -46,7 +46,9 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
 
 
 def build_models(
-    configs: Mapping[str, ModelConfig], links: Iterable[Link] = (), seeds: Mapping[str, int] | None = None
+    configs: Mapping[str, ModelConfig],
+    links: Iterable[Link] = (),
+    seeds: Mapping[str, int] | None = None,
 ) -> ModelSet:
     """Return the models of all tasks of a run, with the parts that they share.
 
@@ -55,7 +57,9 @@ def build_models(
         links: what is shared.
         seeds: of the random parameters of each task; 0 if not given.
     """
-    models = {name: build_model(config, (seeds or {}).get(name)) for name, config in configs.items()}
+    models = {
+        name: build_model(config, (seeds or {}).get(name)) for name, config in configs.items()
+    }
     for index, name in enumerate(sorted(set(models) - {""})):
         models[name].fitting.set_case(index)
     share_parts(models, links)
@@ -82,7 +86,9 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
             task, fitting = first.setdefault(link.key, (link.task, model.fitting))
             model.fitting.share_networks(fitting, f"tasks {task} and {link.task}")
         elif link.part != "type_map":
-            place = "descriptor" if link.part == "descriptor" else f"descriptor.parts.{link.place[-1]}"
+            place = (
+                "descriptor" if link.part == "descriptor" else f"descriptor.parts.{link.place[-1]}"
+            )
             _, shared = first.setdefault(link.key, (link.task, model.get_submodule(place)))
             if link.level:
                 place, shared = f"{place}.type_embedding", shared.get_submodule("type_embedding")

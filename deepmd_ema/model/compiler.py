@@ -25,7 +25,15 @@ from deepmd_ema.config.schema.training import MODES_OF_CUDA_GRAPHS, CompileConfi
 from deepmd_ema.distributed.files import writing
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import UserError, counted
-from deepmd_ema.model.dummy_atoms import Filled, Round, at_least_two, fill, pad, to_half_octave, to_prime
+from deepmd_ema.model.dummy_atoms import (
+    Filled,
+    Round,
+    at_least_two,
+    fill,
+    pad,
+    to_half_octave,
+    to_prime,
+)
 from deepmd_ema.model.energy import EnergyModel, run
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 
@@ -34,9 +42,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # torch before 2.13 uses names in its code that it does not declare, most of them in assertions
-CODE_OPTIONS = {"scalar_asserts": False, "assert_indirect_indexing": False} if torch.__version__ < "2.13" else {}
+CODE_OPTIONS = (
+    {"scalar_asserts": False, "assert_indirect_indexing": False}
+    if torch.__version__ < "2.13"
+    else {}
+)
 MAX_GRAPHS = 64  # of a process; then torch continues eagerly and warns
-COMPARED_STEP = 20  # of the run: by then weights that begin at 0 are others, and gradients are of usual size
+COMPARED_STEP = (
+    20  # of the run: by then weights that begin at 0 are others, and gradients are of usual size
+)
 # two sets of operations differ by at most 33 eps for all descriptors, in float64 and float32
 MAX_ROUNDING = 100  # eps
 # of products in TF32 or bfloat16: of eager code and of compiled code, and as much again, as both are samples
@@ -98,11 +112,16 @@ class Compiler:
     def __post_init__(self) -> None:
         if self.options.cache_dir is not None:
             place = "training.compile_options.cache_dir"
-            with writing(f"{place}: {self.options.cache_dir}", "Name another folder, or leave the option out."):
+            with writing(
+                f"{place}: {self.options.cache_dir}",
+                "Name another folder, or leave the option out.",
+            ):
                 os.makedirs(self.options.cache_dir, exist_ok=True)
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(self.options.cache_dir)
         mode = self.options.mode if self.options.backend == "inductor" else None
-        self._run = torch.compile(run, backend=self.options.backend, dynamic=self.options.dynamic, mode=mode)
+        self._run = torch.compile(
+            run, backend=self.options.backend, dynamic=self.options.dynamic, mode=mode
+        )
 
     def serves(self, model: EnergyModel) -> bool:
         """Whether a model is compiled in the mode in which it is."""
@@ -146,7 +165,9 @@ class Compiler:
         in the first batch for equal in all, and make another graph later. And the code depends a little on the sizes it
         was made for: a restart makes it for the same batch as the first start.
         """
-        widths = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+        widths = {
+            size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape
+        }
         up = to_prime(widths) if self.options.dynamic else _rounding(self.options)
         with _without_zeros(model):
             return self.difference(model, _fill(batch, model.layout, up).batch)
@@ -163,7 +184,9 @@ class Compiler:
     def agree(self, world: World) -> None:
         """Evaluate eagerly on all ranks what one of them does. Must be called by every rank."""
         refused = world.gather(self.refused)
-        self.refuse(*world.broadcast_from_rank0(lambda: max(refused)))  # without steps there is no validation either
+        self.refuse(
+            *world.broadcast_from_rank0(lambda: max(refused))
+        )  # without steps there is no validation either
         self.refused = False, ""
 
     def difference(self, model: EnergyModel, batch: Batch) -> str:
@@ -188,22 +211,42 @@ class Compiler:
         if _has_reduced_products(model):
             with _full_precision(model):
                 exact, _ = _with_series(model, lambda: _numbers(run, model, batch, scale))
-            rounding = {name: float((eager[name] - value).abs().amax()) / scale[name] for name, value in exact.items()}
+            rounding = {
+                name: float((eager[name] - value).abs().amax()) / scale[name]
+                for name, value in exact.items()
+            }
             usual = median(rounding.values())
-            bounds = {name: max(bound, ROUNDING_FACTOR * max(rounding[name], usual)) for name, bound in bounds.items()}
+            bounds = {
+                name: max(bound, ROUNDING_FACTOR * max(rounding[name], usual))
+                for name, bound in bounds.items()
+            }
         try:
             compiled = _numbers(self._predict, model, batch, scale)
         except Exception as error:
             return self._why_not(error)
         if is_short and not bool(torch.isfinite(compiled[ENERGY]).all()):
             return ""  # the graph says that its series are too short for this batch
-        off = {name: (compiled[name] - value).abs().nan_to_num(math.inf, math.inf) for name, value in eager.items()}
+        off = {
+            name: (compiled[name] - value).abs().nan_to_num(math.inf, math.inf)
+            for name, value in eager.items()
+        }
         # predictions come first, of which a gradient depends on several; of nan no comparison holds
-        name = next((name for name, by in off.items() if not float(by.amax()) <= bounds[name] * scale[name]), None)
+        name = next(
+            (
+                name
+                for name, by in off.items()
+                if not float(by.amax()) <= bounds[name] * scale[name]
+            ),
+            None,
+        )
         if name is None:
             return ""
         at = int(off[name].argmax())
-        found, expected, share = float(compiled[name][at]), float(eager[name][at]), float(off[name][at]) / scale[name]
+        found, expected, share = (
+            float(compiled[name][at]),
+            float(eager[name][at]),
+            float(off[name][at]) / scale[name],
+        )
         return (
             f"code compiled by torch {torch.__version__} gives other numbers: {name} {found:.6g} instead of "
             f"{expected:.6g} (difference {share:.1e} of {scale[name]:.3g}; rounding gives less than {bounds[name]:.0e})"
@@ -212,14 +255,24 @@ class Compiler:
     def _why_not(self, error: Exception) -> str:
         """Return the reason why torch could not compile a model; without a C++ compiler the first is a UserError."""
         chain: list[BaseException] = [error]
-        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        while (
+            cause := chain[-1].__cause__ or chain[-1].__context__
+        ) is not None and cause not in chain:
             chain.append(cause)
         from torch._inductor.exc import InvalidCxxCompiler
 
-        lacks_compiler = any(isinstance(one, InvalidCxxCompiler) for one in chain) or "InvalidCxxCompiler" in str(error)
+        lacks_compiler = any(
+            isinstance(one, InvalidCxxCompiler) for one in chain
+        ) or "InvalidCxxCompiler" in str(error)
         if lacks_compiler and not self.graphs:
-            otherwise = "Leave it out" if self.place.startswith("--") else "Set it to false to train eagerly"
-            raise UserError(f"{self.place}: {without_compiler('compiled code is made with')}. {otherwise}.") from error
+            otherwise = (
+                "Leave it out"
+                if self.place.startswith("--")
+                else "Set it to false to train eagerly"
+            )
+            raise UserError(
+                f"{self.place}: {without_compiler('compiled code is made with')}. {otherwise}."
+            ) from error
         logger.debug("torch.compile", exc_info=error)
         first = [*str(error).strip().splitlines(), "no message"][0][:300]
         return f"torch {torch.__version__} could not compile the model ({type(chain[-1]).__name__}: {first})"
@@ -239,9 +292,7 @@ class Compiler:
         """
         prediction, is_short = _with_series(model, lambda: run(model, batch), keep=model.training)
         if not is_short and _is_finite(prediction):
-            text = (
-                f"code compiled by torch {torch.__version__} gives energies that are not finite, eager code finite ones"
-            )
+            text = f"code compiled by torch {torch.__version__} gives energies that are not finite, eager code finite ones"
             self.refuse(model.training, text)
         return prediction
 
@@ -260,7 +311,9 @@ class Compiler:
             # two sizes that are equal in one batch are two sizes
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         ):
-            prediction: dict[str, Tensor] = self._run(model, batch)  # with virials: tasks without them share the graph
+            prediction: dict[str, Tensor] = self._run(
+                model, batch
+            )  # with virials: tasks without them share the graph
         graphs_now, hits_now = _counts()
         if graphs_now > graphs:
             from torch._dynamo.utils import get_compilation_metrics
@@ -269,7 +322,10 @@ class Compiler:
             metrics = get_compilation_metrics() if self.graphs else []
             reason = str(getattr(metrics[-1], "recompile_reason", None) or "") if metrics else ""
             reason = " ".join(reason.split("  # ")[0].split())[:200]
-            purpose, seconds = "training" if model.training else "validation", time.perf_counter() - began
+            purpose, seconds = (
+                "training" if model.training else "validation",
+                time.perf_counter() - began,
+            )
             graph = Graph(purpose, seconds, hits_now > hits, reason)
             self.graphs.append(graph)
             logger.info(
@@ -306,7 +362,9 @@ def _fill(batch: Batch, layout: NeighborLayout, up: Round) -> Filled:
     """
     filled = fill(_without_labels(batch), layout, up)
     device = batch.vector.device
-    return replace(filled, batch=filled.batch.pack().to(device)) if device.type == "cuda" else filled
+    return (
+        replace(filled, batch=filled.batch.pack().to(device)) if device.type == "cuda" else filled
+    )
 
 
 def _without_labels(batch: Batch) -> Batch:
@@ -320,7 +378,9 @@ def _counts() -> tuple[int, int]:
         from torch._dynamo.utils import counters, get_compilation_metrics  # noqa: F401
     except ImportError:
         return 0, 0
-    hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+    hits = (
+        counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+    )
     return counters["stats"]["unique_graphs"], hits
 
 
@@ -347,13 +407,27 @@ def _numbers(
         of_atom = scale[ATOM_ENERGY] = scale[ATOM_ENERGY] or 1.0
         least = {ENERGY: of_atom, FORCE: of_atom / model.layout.rcut, VIRIAL: of_atom}
         scale.update({name: max(scale[name], value) for name, value in least.items()})
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad} if model.training else {}
+    parameters = (
+        {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if model.training
+        else {}
+    )
     if parameters:
-        parts = [(v * torch.cos(torch.arange(len(v)).to(v))).sum() / scale[name] for name, v in found.items()]
+        parts = [
+            (v * torch.cos(torch.arange(len(v)).to(v))).sum() / scale[name]
+            for name, v in found.items()
+        ]
         gradients = torch.autograd.grad(
-            torch.stack(parts).sum(), [*parameters.values()], allow_unused=True, materialize_grads=True
+            torch.stack(parts).sum(),
+            [*parameters.values()],
+            allow_unused=True,
+            materialize_grads=True,
         )
-        by_name = {f"gradient by {name}": g.flatten() for name, g in zip(parameters, gradients) if g.numel()}
+        by_name = {
+            f"gradient by {name}": g.flatten()
+            for name, g in zip(parameters, gradients)
+            if g.numel()
+        }
         found.update(by_name)
         if is_first:
             sizes = {name: float(g.abs().amax()) for name, g in by_name.items()}
@@ -366,7 +440,9 @@ def _is_finite(prediction: Mapping[str, Tensor]) -> bool:
     return bool(torch.isfinite(prediction[ENERGY]).all())
 
 
-def _with_series(model: EnergyModel, evaluate: Callable[[], T], keep: bool = False) -> tuple[T, bool]:
+def _with_series(
+    model: EnergyModel, evaluate: Callable[[], T], keep: bool = False
+) -> tuple[T, bool]:
     """Return the result of an eager evaluation, and whether it needed longer series than graphs of the model have.
 
     Args:
@@ -420,7 +496,11 @@ def _rounding_of_sums(model: EnergyModel) -> float:
 def _reduced_parts(model: EnergyModel) -> list[Any]:
     """Return the parts of a model that multiply in bfloat16 on a GPU, in its mode."""
     if model.training:
-        return [part for part in model.modules() if getattr(getattr(part, "section", None), "use_amp", False)]
+        return [
+            part
+            for part in model.modules()
+            if getattr(getattr(part, "section", None), "use_amp", False)
+        ]
     return [part for part in model.modules() if getattr(part, "infers_in_bfloat16", False)]
 
 

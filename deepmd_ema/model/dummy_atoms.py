@@ -75,7 +75,9 @@ class Filled:
     def take(self, prediction: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return of what a model predicts for the filled batch that of the batch."""
         return {
-            name: value.index_select(0, self.rows) if LABELS[name].per_atom else value[: self.num_frames].clone()
+            name: value.index_select(0, self.rows)
+            if LABELS[name].per_atom
+            else value[: self.num_frames].clone()
             for name, value in prediction.items()
         }
 
@@ -85,7 +87,11 @@ def pad(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Batch
 
     A batch with labels of pairs of atoms is returned as it is: second derivatives are evaluated frame by frame.
     """
-    return batch if any(LABELS[name].per_pair for name in batch.labels) else fill(batch, layout, up).batch
+    return (
+        batch
+        if any(LABELS[name].per_pair for name in batch.labels)
+        else fill(batch, layout, up).batch
+    )
 
 
 def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Filled:
@@ -116,7 +122,9 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     types = torch.cat([batch.atom_type.new_full((n,), t) for t, n in enumerate(counts)])
 
     def per_atom(values: Tensor, rest: Tensor | None = None) -> Tensor:
-        return (values.new_zeros(len(added), *values.shape[1:]) if rest is None else rest).index_copy(0, rows, values)
+        return (
+            values.new_zeros(len(added), *values.shape[1:]) if rest is None else rest
+        ).index_copy(0, rows, values)
 
     def per_frame(values: Tensor) -> Tensor:
         return torch.cat([values, values.new_zeros(more_frames, *values.shape[1:])])
@@ -137,8 +145,13 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
         batch,
         type_counts=tuple(counts),
         slots=slots,
-        type_slots=tuple(min(most, up(n)) for n, most in zip(batch.type_slots, layout.type_sel, strict=True)),
-        inner=tuple((rcut, most, min(n, total)) for (rcut, most, _), n in zip(batch.inner, inner, strict=True)),
+        type_slots=tuple(
+            min(most, up(n)) for n, most in zip(batch.type_slots, layout.type_sel, strict=True)
+        ),
+        inner=tuple(
+            (rcut, most, min(n, total))
+            for (rcut, most, _), n in zip(batch.inner, inner, strict=True)
+        ),
         atom_type=types,
         atom_frame=per_atom(batch.atom_frame, batch.num_frames + number.clamp(max=more_frames - 1)),
         atom_order=per_atom(batch.atom_order, num_atoms + number),
@@ -149,10 +162,14 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
         neighbor=neighbor.index_copy_(0, place, rows[batch.neighbor].flatten()).view(shape),
         vector=vector.index_copy_(0, place, batch.vector.flatten(0, 1)).view(*shape, 3),
         reverse=reverse,
-        labels={name: per_atom(v) if LABELS[name].per_atom else per_frame(v) for name, v in labels.items()},
+        labels={
+            name: per_atom(v) if LABELS[name].per_atom else per_frame(v)
+            for name, v in labels.items()
+        },
         has_label={name: per_frame(batch.has_label[name]) for name in labels},
         conditions={
-            name: per_atom(value) if name == APARAM else per_frame(value) for name, value in batch.conditions.items()
+            name: per_atom(value) if name == APARAM else per_frame(value)
+            for name, value in batch.conditions.items()
         },
         sizes=(),
         num_dummies=(more_frames, len(added) - num_atoms),
@@ -164,4 +181,6 @@ def _places(used: tuple[int, ...], filled: tuple[int, ...], device: torch.device
     """Return the places of the elements of groups of ``used`` sizes in groups of ``filled`` sizes."""
     starts = accumulate(filled, initial=0)
     # made on the device: a copy from the host would wait for it
-    return torch.cat([torch.arange(start, start + n, device=device) for n, start in zip(used, starts)])
+    return torch.cat(
+        [torch.arange(start, start + n, device=device) for n, start in zip(used, starts)]
+    )

@@ -47,7 +47,9 @@ class ElementsError(UserError):
     """The weights do not fit; one line for each reason."""
 
 
-def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) -> dict[str, Tensor]:
+def carried_over(
+    old: EnergyModel, new: EnergyModel, with_fitting: bool = True
+) -> dict[str, Tensor]:
     """Return the state dict of ``new`` with the weights of ``old`` where both have the element.
 
     Elements that ``old`` does not know keep what ``new`` has for them. Neither model changes.
@@ -60,15 +62,23 @@ def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) 
     Raises:
         ElementsError: if the models have other tensors, or tensors of another shape.
     """
-    places: Places = [old.type_map.index(name) if name in old.type_map else None for name in new.type_map]
+    places: Places = [
+        old.type_map.index(name) if name in old.type_map else None for name in new.type_map
+    ]
     left = () if with_fitting else _OF_FITTING
     have = {name: tensor for name, tensor in old.state_dict().items() if not name.startswith(left)}
     state = {name: tensor.clone() for name, tensor in new.state_dict().items()}
     targets = {name: tensor for name, tensor in state.items() if not name.startswith(left)}
     problems: list[str] = []
     # both must be made of the same parts, whatever their elements
-    names = [{_OF_NETWORK.sub(r"\g<nets>.*.\g<tensor>", name): name for name in tensors} for tensors in (have, targets)]
-    for title, one, other in (("missing there", names[1], names[0]), ("not of this model", names[0], names[1])):
+    names = [
+        {_OF_NETWORK.sub(r"\g<nets>.*.\g<tensor>", name): name for name in tensors}
+        for tensors in (have, targets)
+    ]
+    for title, one, other in (
+        ("missing there", names[1], names[0]),
+        ("not of this model", names[0], names[1]),
+    ):
         if lacking := [one[part] for part in one if part not in other]:
             problems.append(f"{title}: {first_few(lacking)}")
     if problems:
@@ -88,7 +98,11 @@ def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) 
             for prefix, order in orders.items():
                 if is_statistics and name.startswith(prefix):
                     values = values[:, order]
-            axes = (axis for pattern, axis in _AXES if re.fullmatch(pattern, name) and name not in of_states)
+            axes = (
+                axis
+                for pattern, axis in _AXES
+                if re.fullmatch(pattern, name) and name not in of_states
+            )
             problems += _copy(name, values, target, places, next(axes, None), name in of_all)
     if problems:
         raise ElementsError(problems)
@@ -120,10 +134,14 @@ def _orders_of_slots(
     Raises:
         ElementsError: if elements have networks and sections of slots of their own, and other ones.
     """
-    if (has_networks := _has_networks_of_elements(have)) and (problem := elements_problem(old, new.type_map)):
+    if (has_networks := _has_networks_of_elements(have)) and (
+        problem := elements_problem(old, new.type_map)
+    ):
         raise ElementsError(problem)
     orders, problems = {}, []
-    parts: list[tuple[str, NeighborLayout, NeighborLayout]] = [("descriptor.", old.layout, new.layout)]
+    parts: list[tuple[str, NeighborLayout, NeighborLayout]] = [
+        ("descriptor.", old.layout, new.layout)
+    ]
     of_parts = [getattr(model.descriptor, "parts", ()) for model in (old, new)]  # of a hybrid
     if all(of_parts):
         both = zip(*of_parts, strict=True)
@@ -139,14 +157,21 @@ def _orders_of_slots(
             sel = [there.sel[place] for place in shared]
             problems.append(f"{part}sel must be {sel} for {' '.join(new.type_map)}, as there")
         if None not in places:
-            orders[prefix] = [slot for place in shared for slot in range(starts[place], starts[place + 1])]
+            orders[prefix] = [
+                slot for place in shared for slot in range(starts[place], starts[place + 1])
+            ]
     if problems:
         raise ElementsError(problems)
     return orders
 
 
 def _copy(
-    name: str, source: Tensor, target: Tensor, places: Places, axis: int | None, is_of_all: bool = False
+    name: str,
+    source: Tensor,
+    target: Tensor,
+    places: Places,
+    axis: int | None,
+    is_of_all: bool = False,
 ) -> list[str]:
     """Copy ``source`` into ``target``, by element where the dim ``axis`` counts them; return what is wrong.
 
@@ -156,7 +181,11 @@ def _copy(
     if axis is not None and len(one) == len(two):
         one[axis] = two[axis]
     if one != two:
-        reason = " (sel must be that of there: features are divided by it)" if re.fullmatch(_STATISTICS, name) else ""
+        reason = (
+            " (sel must be that of there: features are divided by it)"
+            if re.fullmatch(_STATISTICS, name)
+            else ""
+        )
         return [f"{name} is {tuple(source.shape)} there, {tuple(target.shape)} here{reason}"]
     if axis is None:
         target.copy_(source)
@@ -178,17 +207,29 @@ def _skipped(weight: Tensor) -> Tensor:
     """Return the part of the weight of a linear layer (T, E) from its skip connection."""
     num_types, width = weight.shape
     eye = torch.eye(num_types, dtype=weight.dtype)
-    return eye.repeat(1, width // num_types) if width in (num_types, 2 * num_types) else torch.zeros_like(weight)
+    return (
+        eye.repeat(1, width // num_types)
+        if width in (num_types, 2 * num_types)
+        else torch.zeros_like(weight)
+    )
 
 
-def _source(name: str, places: Places, have: dict[str, Tensor], targets: dict[str, Tensor]) -> str | None:
+def _source(
+    name: str, places: Places, have: dict[str, Tensor], targets: dict[str, Tensor]
+) -> str | None:
     """Return the name of the old tensor that ``name`` takes its values from, or None if it is of new elements."""
     match = _OF_NETWORK.fullmatch(name)
     if match is None:
         return name
     nets, number = match["nets"], int(match["number"])
     now, before = (
-        len({other["number"] for other in map(_OF_NETWORK.fullmatch, tensors) if other and other["nets"] == nets})
+        len(
+            {
+                other["number"]
+                for other in map(_OF_NETWORK.fullmatch, tensors)
+                if other and other["nets"] == nets
+            }
+        )
         for tensors in (targets, have)
     )
     if now == 1 and before == 1:
@@ -196,7 +237,9 @@ def _source(name: str, places: Places, have: dict[str, Tensor], targets: dict[st
     if now == len(places):
         place = places[number]
         return None if place is None else f"{nets}.{place}.{match['tensor']}"
-    if now == len(places) * (len(places) + 1) // 2:  # of two elements a <= b in any order, at b (b + 1) / 2 + a
+    if (
+        now == len(places) * (len(places) + 1) // 2
+    ):  # of two elements a <= b in any order, at b (b + 1) / 2 + a
         larger = (math.isqrt(8 * number + 1) - 1) // 2
         both = [places[place] for place in (number - larger * (larger + 1) // 2, larger)]
         a, b = sorted(place for place in both if place is not None)

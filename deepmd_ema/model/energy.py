@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 # F frames, A atoms, K neighbor slots, T types, M reverse slots
 
-MAX_MEMBERSHIP = 1 << 18  # numbers of a matrix of frames and atoms, which is the fastest way for few of both
+MAX_MEMBERSHIP = (
+    1 << 18
+)  # numbers of a matrix of frames and atoms, which is the fastest way for few of both
 VALUES_PER_ATOM = 10  # that are summed, of a virial and an index
 
 
@@ -54,7 +56,11 @@ class EnergyModel(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, descriptor: Descriptor, fitting: Fitting, short_range: ShortRange | None
+        self,
+        config: ModelConfig,
+        descriptor: Descriptor,
+        fitting: Fitting,
+        short_range: ShortRange | None,
     ) -> None:
         super().__init__()
         self.descriptor: Descriptor = descriptor
@@ -66,7 +72,9 @@ class EnergyModel(nn.Module):
         self.has_tables = False
         width = getattr(fitting, "width", 1)
         self.out_bias = nn.Buffer(torch.zeros(1, len(self.type_map), width, dtype=torch.float64))
-        counted = torch.tensor([t not in self.excluded_types for t in range(len(self.type_map))], dtype=torch.float64)
+        counted = torch.tensor(
+            [t not in self.excluded_types for t in range(len(self.type_map))], dtype=torch.float64
+        )
         self._counted = nn.Buffer(counted, persistent=False)
         self.out_std = nn.Buffer(torch.ones_like(self.out_bias))
         use_operations(self, OF_DEVICE.get(self.out_bias.device.type, REFERENCE))
@@ -78,7 +86,11 @@ class EnergyModel(nn.Module):
         return found
 
     def forward(
-        self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True, need_hessian: bool = False
+        self,
+        batch: Batch,
+        create_graph: bool | None = None,
+        need_virial: bool = True,
+        need_hessian: bool = False,
     ) -> dict[str, Tensor]:
         """Return the energies (F,), atomic energies (A,), forces (A, 3) and virials (F, 9), all float64.
 
@@ -119,7 +131,10 @@ class EnergyModel(nn.Module):
         atom_energy, grad_features = self.fitting(features, batch)
         if self.excluded_types:
             counted = self._counted[batch.atom_type]
-            atom_energy, grad_features = atom_energy * counted, grad_features * counted[:, None].to(grad_features)
+            atom_energy, grad_features = (
+                atom_energy * counted,
+                grad_features * counted[:, None].to(grad_features),
+            )
         return atom_energy, grad_features, vjp
 
     def evaluate_all_blocks(self) -> None:
@@ -145,7 +160,9 @@ def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str,
     return model(batch, need_virial=need_virial)
 
 
-def outputs_of(atom_energy: Tensor, pair: Tensor, batch: Batch, need_virial: bool) -> dict[str, Tensor]:
+def outputs_of(
+    atom_energy: Tensor, pair: Tensor, batch: Batch, need_virial: bool
+) -> dict[str, Tensor]:
     """Return energies, forces and virials from the energies (A,) of atoms and their gradient by vectors (A, K, 3)."""
     sum_of_frames = frame_sums(batch)
     out = {
@@ -163,13 +180,17 @@ def frame_sums(batch: Batch) -> Callable[[Tensor], Tensor]:
     """Return a function from (A, ...) float64 of atoms to its sums over those of each frame, in a fixed order."""
     num_frames, num_atoms, frame = batch.num_frames, batch.atom_frame.shape[0], batch.atom_frame
     frames = torch.arange(num_frames, device=frame.device)
-    is_small = torch.compiler.is_compiling() or not batch.sizes or num_frames * num_atoms <= MAX_MEMBERSHIP
+    is_small = (
+        torch.compiler.is_compiling() or not batch.sizes or num_frames * num_atoms <= MAX_MEMBERSHIP
+    )
     # where frames differ much in size, the table of their atoms would be larger than the matrix
     if is_small or VALUES_PER_ATOM * max(batch.sizes) > num_atoms:
         member_of = (frames[:, None] == frame).double()  # (F, A)
         return member_of.matmul
     rows = frames.new_full((num_frames, max(batch.sizes)), num_atoms)
-    rows = rows.index_put((frame, batch.place_in_frame), torch.arange(num_atoms, device=frame.device))
+    rows = rows.index_put(
+        (frame, batch.place_in_frame), torch.arange(num_atoms, device=frame.device)
+    )
 
     def sum_of_frames(per_atom: Tensor) -> Tensor:
         flat = sum_over_reverse(per_atom.view(num_atoms, 1, -1), frame[:, None], rows)

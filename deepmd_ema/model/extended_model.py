@@ -46,7 +46,9 @@ class ExtendedBatch(Batch):
         is_none = slot == self.occupied.numel()
         place = torch.where(is_none, 0, slot)
         kind = torch.where(is_none, 0, self.neighbor_type.flatten()[place])
-        return replace(self, occupied=~is_none & self.occupied.flatten()[place], neighbor_type=kind, **changes)
+        return replace(
+            self, occupied=~is_none & self.occupied.flatten()[place], neighbor_type=kind, **changes
+        )
 
 
 class ExtendedModel(nn.Module):
@@ -88,7 +90,9 @@ class ExtendedModel(nn.Module):
         """
         frames, extended = atype.shape
         num_atoms = nlist.shape[1]
-        batch, place = _batch(coord, atype, nlist, mapping, self.model, keeps_order=self._keeps_order)
+        batch, place = _batch(
+            coord, atype, nlist, mapping, self.model, keeps_order=self._keeps_order
+        )
         conditions = {} if fparam is None else {FPARAM: fparam}
         if aparam is not None:
             conditions[APARAM] = aparam.flatten(0, 1)[batch.atom_order]
@@ -97,7 +101,9 @@ class ExtendedModel(nn.Module):
             sorted_energy, pair = self.model.energy_and_gradient(batch)
         energy = batch.in_file_order(sorted_energy).view(frames, num_atoms)
         force = coord.new_zeros(frames * extended, 3)
-        force = force.index_add(0, batch.atom_frame * extended + batch.atom_order % num_atoms, pair.sum(1))
+        force = force.index_add(
+            0, batch.atom_frame * extended + batch.atom_order % num_atoms, pair.sum(1)
+        )
         force = force.index_add(0, place.flatten(), -pair.flatten(0, 1))
         # of a pair, at its neighbor
         of_pairs = -(pair.unsqueeze(-1) * batch.vector.unsqueeze(-2)).reshape(-1, 9)
@@ -114,7 +120,13 @@ class ExtendedModel(nn.Module):
 
 
 def _batch(
-    coord: Tensor, atype: Tensor, nlist: Tensor, mapping: Tensor, model: EnergyModel, *, keeps_order: bool
+    coord: Tensor,
+    atype: Tensor,
+    nlist: Tensor,
+    mapping: Tensor,
+    model: EnergyModel,
+    *,
+    keeps_order: bool,
 ) -> tuple[ExtendedBatch, Tensor]:
     """Return a batch in the layout of the model, and the place (A, K) of each neighbor among all F E atoms and images.
 
@@ -134,7 +146,9 @@ def _batch(
     own = (torch.arange(num_atoms, device=atype.device) + (frame * extended)[:, None]).flatten()
     order, counts = _by_type(atype.flatten()[own], model)
     own = own[order]  # place of the atom in each row of the batch among all atoms and images
-    given = torch.where(nlist >= 0, nlist + (frame * extended)[:, None, None], -1).flatten(0, 1)[order]
+    given = torch.where(nlist >= 0, nlist + (frame * extended)[:, None, None], -1).flatten(0, 1)[
+        order
+    ]
     flat_coord, flat_type = coord.flatten(0, 1), atype.flatten()
     # the neighbors inside the cutoff, nearest first and by type where the layout wants it so
     there = given >= 0
@@ -146,12 +160,18 @@ def _batch(
     if keeps_order:
         # two images of the atom itself are at one distance, and rounding must not put them in order
         rank = (key - key.roll(1, 1) > _ROUNDING).cumsum(1)  # the first is not after the last
-        by_distance = torch.zeros_like(rank).scatter(1, by_distance, rank).argsort(dim=1, stable=True)
+        by_distance = (
+            torch.zeros_like(rank).scatter(1, by_distance, rank).argsort(dim=1, stable=True)
+        )
         key = distance.gather(1, by_distance)
     place = place.gather(1, by_distance)
     rank = torch.arange(place.shape[1], device=place.device)
     there = (key < layout.rcut) & (rank < sum(layout.sel))
-    sections = [there & (flat_type[place] == t) for t in range(len(layout.sel))] if layout.by_type else [there]
+    sections = (
+        [there & (flat_type[place] == t) for t in range(len(layout.sel))]
+        if layout.by_type
+        else [there]
+    )
     if layout.excluded_pairs:  # after the nearest were chosen, as everywhere
         near = [mine & (torch.cumsum(mine, 1) <= sel) for mine, sel in zip(sections, layout.sel)]
         seen = torch.ones_like(there)
@@ -170,7 +190,11 @@ def _batch(
     # the last column takes what is not kept, and is thrown away; split, not sliced: the graph knows its size then
     empty = own[:, None].expand(-1, total + 1)
     place, _ = empty.scatter(1, slot, place).split([total, 1], 1)
-    filled, _ = torch.zeros_like(empty, dtype=torch.bool).scatter(1, slot, torch.ones_like(there)).split([total, 1], 1)
+    filled, _ = (
+        torch.zeros_like(empty, dtype=torch.bool)
+        .scatter(1, slot, torch.ones_like(there))
+        .split([total, 1], 1)
+    )
     vector = flat_coord[place] - flat_coord[own][:, None]
     far = torch.tensor([2 * layout.rcut, 0.0, 0.0], dtype=coord.dtype, device=coord.device)
     row = torch.arange(order.shape[0], device=atype.device)

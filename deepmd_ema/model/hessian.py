@@ -37,15 +37,24 @@ def hessian(gradient: Tensor, batch: Batch, create_graph: bool) -> Tensor:
     columns = []
     for first in range(0, most, step):
         number = torch.arange(first, min(first + step, most), device=place.device)
-        moved = one_hot(number // 3, most // 3).double()[:, place].unsqueeze(-1) * axis[number % 3].unsqueeze(1)
+        moved = one_hot(number // 3, most // 3).double()[:, place].unsqueeze(-1) * axis[
+            number % 3
+        ].unsqueeze(1)
         # the change of the gradient with respect to positions (A, 3, D) as atoms move by `moved` (D, A, 3)
         by_vector = moved[:, batch.neighbor] - moved.unsqueeze(2)
         (change,) = torch.autograd.grad(
-            gradient, batch.vector, by_vector, is_grads_batched=True, create_graph=create_graph, retain_graph=True
+            gradient,
+            batch.vector,
+            by_vector,
+            is_grads_batched=True,
+            create_graph=create_graph,
+            retain_graph=True,
         )
         change = change.permute(1, 2, 3, 0)  # (A, K, 3, D)
         on_neighbors = sum_over_reverse(change.flatten(2), batch.neighbor, batch.reverse)
         columns.append(on_neighbors.view(num_atoms, *change.shape[2:]) - change.sum(1))
-    by_file = torch.empty_like(place).index_copy(0, batch.atom_order, torch.arange(num_atoms, device=place.device))
+    by_file = torch.empty_like(place).index_copy(
+        0, batch.atom_order, torch.arange(num_atoms, device=place.device)
+    )
     rows = torch.cat(columns, -1).index_select(0, by_file).split(batch.sizes)
     return torch.cat([own[..., : 3 * n].reshape(-1) for own, n in zip(rows, batch.sizes)])

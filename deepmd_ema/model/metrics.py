@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, PackedBatch
-from deepmd_ema.config.labels import ATOM_PREF, FORCE, HESSIAN, LABELS, METRICS, QUANTITIES, WEIGHTED_FORCE
+from deepmd_ema.config.labels import (
+    ATOM_PREF,
+    FORCE,
+    HESSIAN,
+    LABELS,
+    METRICS,
+    QUANTITIES,
+    WEIGHTED_FORCE,
+)
 from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.model.quantity import COUNTED
 
@@ -62,7 +70,9 @@ class FrameResult:
         one = torch.ones(1, dtype=torch.float64)
         errors = {}
         for name, label in self.label.items():
-            error = torch.as_tensor(self.prediction[name] - label).view(LABELS[name].shape_of(self.num_atoms))
+            error = torch.as_tensor(self.prediction[name] - label).view(
+                LABELS[name].shape_of(self.num_atoms)
+            )
             errors[name] = (error, one.expand(len(error)))
             if LABELS[name].per_atom and self.counted is not None:
                 errors[name] = (error, torch.as_tensor(self.counted).double())
@@ -87,7 +97,9 @@ class Errors:
         collect: whether ``add`` keeps them.
     """
 
-    sums: Tensor = field(default_factory=lambda: torch.zeros(len(QUANTITIES) + 1, 3, dtype=torch.float64))
+    sums: Tensor = field(
+        default_factory=lambda: torch.zeros(len(QUANTITIES) + 1, 3, dtype=torch.float64)
+    )
     frames: list[FrameResult] = field(default_factory=list)
     collect: bool = False
 
@@ -103,9 +115,15 @@ class Errors:
             error, weight = errors[FORCE]
             errors[ATOM_PREF] = error, weight * _weight(ATOM_PREF, batch) * batch.labels[ATOM_PREF]
         if counted is not None:
-            size = counted.new_zeros(batch.num_frames).index_add(0, batch.atom_frame, counted).clamp(min=1)
+            size = (
+                counted.new_zeros(batch.num_frames)
+                .index_add(0, batch.atom_frame, counted)
+                .clamp(min=1)
+            )
             of_atoms = {name: pair for name, pair in errors.items() if LABELS[name].per_atom}
-            errors |= {name: (error, weight * counted) for name, (error, weight) in of_atoms.items()}
+            errors |= {
+                name: (error, weight * counted) for name, (error, weight) in of_atoms.items()
+            }
         sums = _error_sums(errors, size, batch.num_real, _volume(batch), batch.periodic)
         self.sums = self.sums.to(sums.device) + sums
         if self.collect:
@@ -180,7 +198,9 @@ def evaluated(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def group_frames(frames: Iterable[FrameResult], key: Callable[[FrameResult], Key]) -> dict[Key, Errors]:
+def group_frames(
+    frames: Iterable[FrameResult], key: Callable[[FrameResult], Key]
+) -> dict[Key, Errors]:
     """Return the errors of each group of frames, such as those of one system (``lambda f: f.source[0]``)."""
     groups: dict[Key, Errors] = {}
     for frame in frames:
@@ -188,7 +208,9 @@ def group_frames(frames: Iterable[FrameResult], key: Callable[[FrameResult], Key
     return groups
 
 
-def worst_frames(frames: Iterable[FrameResult], metric: str = "F:RMSE", count: int = 10) -> list[FrameResult]:
+def worst_frames(
+    frames: Iterable[FrameResult], metric: str = "F:RMSE", count: int = 10
+) -> list[FrameResult]:
     """Return the ``count`` frames with the largest ``metric``, the worst first, without those that lack the label."""
     scored = [(frame.errors.metric(metric), frame) for frame in frames]
     scored = [(value, frame) for value, frame in scored if not math.isnan(value)]
@@ -251,7 +273,9 @@ def _weight(name: str, batch: Batch) -> Tensor:
     if LABELS[name].per_atom:
         return has_label[batch.atom_frame]
     if LABELS[name].per_pair:
-        return torch.cat([flag.expand(LABELS[name].num_rows(n)) for flag, n in zip(has_label, batch.sizes)])
+        return torch.cat(
+            [flag.expand(LABELS[name].num_rows(n)) for flag, n in zip(has_label, batch.sizes)]
+        )
     return has_label
 
 
@@ -264,7 +288,9 @@ def _volume(batch: Batch) -> Tensor:
 def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[FrameResult]:
     """Split a batch into its frames; this synchronises with the device."""
     sizes = batch.num_atoms.tolist()
-    predicted = _split({name: value for name, value in prediction.items() if name in LABELS}, batch, sizes)
+    predicted = _split(
+        {name: value for name, value in prediction.items() if name in LABELS}, batch, sizes
+    )
     labelled = _split(batch.labels, batch, sizes)
     types = batch.in_file_order(batch.atom_type).cpu().split(sizes)
     volume = _volume(batch).tolist()
@@ -275,14 +301,20 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
         pairs = zip(labelled[ATOM_PREF], has_label[ATOM_PREF])
         weights = [weight if is_there else None for weight, is_there in pairs]
     if COUNTED in prediction:
-        counted = [of.numpy() > 0 for of in batch.in_file_order(prediction[COUNTED]).cpu().split(sizes)]
+        counted = [
+            of.numpy() > 0 for of in batch.in_file_order(prediction[COUNTED]).cpu().split(sizes)
+        ]
     return [
         FrameResult(
             source=batch.frames[f],
             atom_type=types[f].numpy(),
             volume=volume[f] if periodic else None,
             prediction={name: value[f] for name, value in predicted.items()},
-            label={name: value[f] for name, value in labelled.items() if name in predicted and has_label[name][f]},
+            label={
+                name: value[f]
+                for name, value in labelled.items()
+                if name in predicted and has_label[name][f]
+            },
             counted=counted[f],
             force_weight=weights[f],
         )
@@ -290,13 +322,18 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
     ]
 
 
-def _split(values: Mapping[str, Tensor], batch: Batch, sizes: list[int]) -> dict[str, list[np.ndarray]]:
+def _split(
+    values: Mapping[str, Tensor], batch: Batch, sizes: list[int]
+) -> dict[str, list[np.ndarray]]:
     out = {}
     for name, value in values.items():
         if LABELS[name].per_atom:
             out[name] = [part.numpy() for part in batch.in_file_order(value).cpu().split(sizes)]
         elif LABELS[name].per_pair:
-            out[name] = [part.numpy() for part in value.cpu().split([LABELS[name].num_rows(n) for n in sizes])]
+            out[name] = [
+                part.numpy()
+                for part in value.cpu().split([LABELS[name].num_rows(n) for n in sizes])
+            ]
         else:
             out[name] = list(value.cpu().numpy())
     return out

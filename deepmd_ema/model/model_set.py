@@ -35,7 +35,9 @@ class ModelSet(nn.Module):
     def __init__(self, models: Mapping[str, EnergyModel]) -> None:
         super().__init__()
         self.by_task = dict(models)
-        self._models = nn.ModuleList(models.values())  # by number: torch does not take every name of a task
+        self._models = nn.ModuleList(
+            models.values()
+        )  # by number: torch does not take every name of a task
         self.compiler: Compiler | None = None
 
     def forward(self, task: str, batch: Batch, **wanted: bool | None) -> dict[str, Tensor]:
@@ -66,26 +68,40 @@ class ModelSet(nn.Module):
             memo.add(self)
         yield prefix, self
         for task, model in self.by_task.items():
-            yield from model.named_modules(memo, ".".join(filter(None, (prefix, task))), remove_duplicate)
+            yield from model.named_modules(
+                memo, ".".join(filter(None, (prefix, task))), remove_duplicate
+            )
 
     def first_names(self) -> dict[str, str]:
         """Return for each name of a parameter, all of a shared one, that which :meth:`named_parameters` has."""
         first: dict[int, str] = {}
-        return {name: first.setdefault(id(p), name) for name, p in self.named_parameters(remove_duplicate=False)}
+        return {
+            name: first.setdefault(id(p), name)
+            for name, p in self.named_parameters(remove_duplicate=False)
+        }
 
     def tasks_of_parameters(self) -> dict[str, list[str]]:
         """Return the tasks that have a parameter, by the name that :meth:`named_parameters` has for it."""
         own = {task: set(map(id, model.parameters())) for task, model in self.by_task.items()}
-        return {name: [task for task in own if id(p) in own[task]] for name, p in self.named_parameters()}
+        return {
+            name: [task for task in own if id(p) in own[task]]
+            for name, p in self.named_parameters()
+        }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return all tensors under the names that files use."""
         found = {task: model.state_dict(*args, **kwargs) for task, model in self.by_task.items()}
-        return {prefix_of(task) + name: tensor for task, own in found.items() for name, tensor in own.items()}
+        return {
+            prefix_of(task) + name: tensor
+            for task, own in found.items()
+            for name, tensor in own.items()
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Take in the tensors of a state dict with exactly these names; a shared one as the first task has it."""
-        for task, model in reversed(self.by_task.items()):  # averages hold a shared tensor under its first name only
+        for task, model in reversed(
+            self.by_task.items()
+        ):  # averages hold a shared tensor under its first name only
             model.load_state_dict(of_task(state_dict, task), *args, **kwargs)
 
 
@@ -116,7 +132,9 @@ class TaskModel(nn.Module):
 def of_task(named: Mapping[str, T], task: str) -> dict[str, T]:
     """Return the entries with names of a task, under the names in its model."""
     prefix = prefix_of(task)
-    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)
+    }
 
 
 def unnested(by_task: Mapping[str, T]) -> T | dict[str, T]:
@@ -126,4 +144,8 @@ def unnested(by_task: Mapping[str, T]) -> T | dict[str, T]:
 
 def nested(value: Any, tasks: Iterator[str] | tuple[str, ...]) -> dict[str, Any]:
     """Return the values by task of which :func:`unnested` made ``value``; tasks that it does not know are left out."""
-    return {"": value} if tuple(tasks) == ("",) else {task: value[task] for task in tasks if task in value}
+    return (
+        {"": value}
+        if tuple(tasks) == ("",)
+        else {task: value[task] for task in tasks if task in value}
+    )

@@ -105,7 +105,11 @@ class FrameEnergies:
         """Atoms of each type that have an energy of their own (F, T), or fractions of them for a mean over atoms."""
         counts = np.concatenate(self._counts)
         counts[:, list(self.config.excluded_types)] = 0
-        return counts / counts.sum(1, keepdims=True).clip(1) if self.config.fitting_net.intensive else counts
+        return (
+            counts / counts.sum(1, keepdims=True).clip(1)
+            if self.config.fitting_net.intensive
+            else counts
+        )
 
     @property
     def effect(self) -> Array:
@@ -182,12 +186,18 @@ class BiasMove:
         if not self.is_of_another_method:
             return f"{text}: no other reference"
         if self.change.ndim == 1 and self.is_unique:
-            moved = [f"{name} {change:.4g}" for name, change in zip(config.type_map, self.change) if change]
+            moved = [
+                f"{name} {change:.4g}"
+                for name, change in zip(config.type_map, self.change)
+                if change
+            ]
             text += f", {first_few(moved, _MAX_SHOWN)} {label.unit}"
         return f"{text}: another reference"
 
 
-def energies_of(model: EnergyModel | TaskModel, config: ModelConfig, batches: Iterable[Batch]) -> FrameEnergies:
+def energies_of(
+    model: EnergyModel | TaskModel, config: ModelConfig, batches: Iterable[Batch]
+) -> FrameEnergies:
     """Return the energies of all frames in ``batches`` beside those of the model with the weights it has now.
 
     Of a model of another quantity they are its values.
@@ -248,10 +258,14 @@ def change_bias(frames: FrameEnergies, bias: Array) -> BiasFit:
     """
     assert len(frames), "no frame has an energy"
     fixed = _given_energies(frames.config)[1]
-    return _fit(frames, frames.effect, frames.residual(), np.array(bias, float), ~fixed, frames.weight)
+    return _fit(
+        frames, frames.effect, frames.residual(), np.array(bias, float), ~fixed, frames.weight
+    )
 
 
-def move_bias(frames: FrameEnergies, bias: Array, std: Array, new: Iterable[str] = (), how: str = AUTO) -> BiasMove:
+def move_bias(
+    frames: FrameEnergies, bias: Array, std: Array, new: Iterable[str] = (), how: str = AUTO
+) -> BiasMove:
     """Return the bias that a model of a file has on data.
 
     Elements whose energy the config fixes stay as they are. Elements that the file does not have get what the model
@@ -274,7 +288,9 @@ def move_bias(frames: FrameEnergies, bias: Array, std: Array, new: Iterable[str]
     kept = _fit(frames, effect, residual, bias, free & is_new, weight)
     moved = _fit(frames, effect, residual, bias, free, weight)
     per_atom = weight.reshape(-1, *[1] * (residual.ndim - 1))
-    left = per_atom * (residual - effect @ (kept.bias - bias))  # with the bias of the file for known elements
+    left = per_atom * (
+        residual - effect @ (kept.bias - bias)
+    )  # with the bias of the file for known elements
     rest = per_atom * (residual - effect @ (moved.bias - bias))
     freedom = len(frames) - moved.rank
     spread = float(np.sqrt((rest**2).sum(0).mean() / max(freedom, 1)))
@@ -310,7 +326,9 @@ def fixed_elements(config: ModelConfig) -> tuple[str, ...]:
     return tuple(name for name, given in zip(config.type_map, known) if given)
 
 
-def _fit(frames: FrameEnergies, counts: Array, target: Array, start: Array, free: Array, weight: Array) -> BiasFit:
+def _fit(
+    frames: FrameEnergies, counts: Array, target: Array, start: Array, free: Array, weight: Array
+) -> BiasFit:
     """Add to ``start`` (T,), where ``free``, the energies that explain ``target`` (F,) by ``counts`` (F, T) best."""
     config = frames.config
     change = np.zeros_like(start)
@@ -330,7 +348,9 @@ def _fit(frames: FrameEnergies, counts: Array, target: Array, start: Array, free
         start + change,
         np.zeros_like(start) + spread,
         rmse_per_atom=float(np.sqrt(np.mean(per_atom**2))),
-        undetermined=tuple(config.type_map[t] for t in seen) if rank < min(len(seen), columns.shape[1]) else (),
+        undetermined=tuple(config.type_map[t] for t in seen)
+        if rank < min(len(seen), columns.shape[1])
+        else (),
         rank=rank,
     )
 

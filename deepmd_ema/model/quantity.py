@@ -23,7 +23,11 @@ class QuantityModel(EnergyModel):
     """Values of atoms that add up to that of their frame, or whose mean it is; without derivatives by positions."""
 
     def forward(
-        self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True, need_hessian: bool = False
+        self,
+        batch: Batch,
+        create_graph: bool | None = None,
+        need_virial: bool = True,
+        need_hessian: bool = False,
     ) -> dict[str, Tensor]:
         """Return the values of frames (F, W) and of atoms (A, W), float64, by the names in ``labels``, and constants.
 
@@ -39,11 +43,16 @@ class QuantityModel(EnergyModel):
         with torch.set_grad_enabled(self.training if create_graph is None else create_graph):
             vectors = None
             if fitting.section.is_equivariant:
-                features, vectors = cast("HasEquivariants", self.descriptor).features_and_equivariants(batch)
+                features, vectors = cast(
+                    "HasEquivariants", self.descriptor
+                ).features_and_equivariants(batch)
             else:
                 features, _ = self.descriptor(batch)
             counted = self._counted[batch.atom_type]
-            values = fitting.values(features, vectors, batch, self.out_bias[0], self.out_std[0]) * counted[:, None]
+            values = (
+                fitting.values(features, vectors, batch, self.out_bias[0], self.out_std[0])
+                * counted[:, None]
+            )
             sums = frame_sums(batch)
             whole = sums(values)
             if fitting.is_mean:

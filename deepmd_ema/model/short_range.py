@@ -53,7 +53,9 @@ class TabulatedShortRange(nn.Module):
         tabulated = 0.5 * pair.sum(1) * counted
         keep = 1 - weight
         # d/dr_k of w E_table + (1 - w) E_network, but for what the features have of r_k
-        slope = (0.5 * weight * counted)[:, None] * pair_slope + (tabulated - energy)[:, None] * weight_slope
+        slope = (0.5 * weight * counted)[:, None] * pair_slope + (tabulated - energy)[
+            :, None
+        ] * weight_slope
         unit = batch.vector / distance.unsqueeze(-1)
         blended = vjp(keep[:, None].to(grad_features) * grad_features)
         return keep * energy + weight * tabulated, blended + slope.unsqueeze(-1) * unit
@@ -61,8 +63,12 @@ class TabulatedShortRange(nn.Module):
     def _weight(self, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weight (A,) of the table and its derivatives (A, K) with respect to the distances."""
         # measured from the nearest neighbor, so that the sums do not vanish where it is far away
-        limit = distance.new_full((distance.shape[0], 1), self.table.rcut)  # there may be no slot at all
-        nearest = torch.cat([torch.where(near, distance, torch.inf), limit], 1).amin(1, keepdim=True)
+        limit = distance.new_full(
+            (distance.shape[0], 1), self.table.rcut
+        )  # there may be no slot at all
+        nearest = torch.cat([torch.where(near, distance, torch.inf), limit], 1).amin(
+            1, keepdim=True
+        )
         share = torch.where(near, torch.exp((nearest - distance) / self.alpha), 0.0)
         share = share / share.sum(1, keepdim=True).clamp(min=1)
         soft = (share * distance).sum(1)

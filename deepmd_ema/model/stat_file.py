@@ -56,7 +56,9 @@ def write_stat_file(path: str | Path, config: ModelConfig, statistics: Statistic
                 np.save(stream, value)
 
 
-def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor) -> Statistics | str:
+def read_stat_file(
+    path: str | Path, config: ModelConfig, descriptor: Descriptor
+) -> Statistics | str:
     """Return the statistics of this model in a stat file, or the reason why the file does not hold them.
 
     A file of DeePMD-kit does not say of which options it is; its names and the shapes of its arrays decide.
@@ -69,7 +71,9 @@ def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor
         return "there is no such file"
     fitting, num_types = config.fitting_net, len(config.type_map)
     conditions = {
-        name: (count, 3) for name, count in (("fparam", fitting.numb_fparam), ("aparam", fitting.numb_aparam)) if count
+        name: (count, 3)
+        for name, count in (("fparam", fitting.numb_fparam), ("aparam", fitting.numb_aparam))
+        if count
     }
     bias, spread = _bias_names(config)
     shape = (num_types, *LABELS[fitting.labels[0]].shape)
@@ -78,7 +82,9 @@ def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor
         stored = _read(path, " ".join(config.type_map), [*names, SETTINGS])
         reason = _difference(stored.pop(SETTINGS, None), config)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path}: statistics that cannot be read ({error}). Remove it to make it anew.") from error
+        raise DataError(
+            f"{path}: statistics that cannot be read ({error}). Remove it to make it anew."
+        ) from error
     missing = [name for name in names if name not in stored]
     if reason or missing:
         return reason or f"it has no {missing[0]} of the elements {' '.join(config.type_map)}"
@@ -104,7 +110,10 @@ def _difference(settings: Array | None, config: ModelConfig) -> str:
         return "it was written by an earlier version of dp-ema, which did not store all options"
     # as JSON has it: without tuples
     expected = json.loads(json.dumps({"model": data_options(config)}))
-    texts = [f"{place} = {show(old)}, now {show(new)}" for place, old, new in differences_of(stored, expected)]
+    texts = [
+        f"{place} = {show(old)}, now {show(new)}"
+        for place, old, new in differences_of(stored, expected)
+    ]
     return f"it is of other options: {first_few(texts)}" if texts else ""
 
 
@@ -139,7 +148,11 @@ def _write_hdf5(path: Path, items: Mapping[str, Array]) -> None:
 def _read(path: Path, root: str, names: list[str]) -> dict[str, Array]:
     if not _is_hdf5(path):
         files = {name: path / root / name for name in names}
-        return {name: np.load(file, allow_pickle=False) for name, file in files.items() if file.is_file()}
+        return {
+            name: np.load(file, allow_pickle=False)
+            for name, file in files.items()
+            if file.is_file()
+        }
     import h5py
 
     with h5py.File(path, "r") as file:

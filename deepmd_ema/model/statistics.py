@@ -48,9 +48,14 @@ class Statistics:
         shown = [t for t, name in enumerate(self.type_map) if name in self.observed]
         if self.fit.bias.ndim > 1:  # the fit of a quantity of several numbers is not shown
             return []
-        out = ["energy of each element: " + ", ".join(f"{self.type_map[t]} {self.fit.bias[t]:.6g} eV" for t in shown)]
+        out = [
+            "energy of each element: "
+            + ", ".join(f"{self.type_map[t]} {self.fit.bias[t]:.6g} eV" for t in shown)
+        ]
         if self.fit.rmse_per_atom is not None:
-            out.append(f"residual of the energy fit: {1000 * self.fit.rmse_per_atom:.4g} meV/atom (RMSE)")
+            out.append(
+                f"residual of the energy fit: {1000 * self.fit.rmse_per_atom:.4g} meV/atom (RMSE)"
+            )
         if self.fit.undetermined:
             names = ", ".join(self.fit.undetermined)
             out.append(
@@ -60,7 +65,9 @@ class Statistics:
         return out
 
 
-def collect_statistics(model: EnergyModel, config: ModelConfig, batches: Iterable[Batch]) -> Statistics:
+def collect_statistics(
+    model: EnergyModel, config: ModelConfig, batches: Iterable[Batch]
+) -> Statistics:
     """Return the statistics of all frames in ``batches``, in one pass.
 
     Args:
@@ -75,7 +82,9 @@ def collect_statistics(model: EnergyModel, config: ModelConfig, batches: Iterabl
     measured: dict[str, Array] = {}
     conditions: dict[str, Array] = {}
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # while pairs are searched between these short operations, the others would spin
+    torch.set_num_threads(
+        1
+    )  # while pairs are searched between these short operations, the others would spin
     try:
         for batch in batches:
             num_atoms += batch.type_counts
@@ -85,7 +94,9 @@ def collect_statistics(model: EnergyModel, config: ModelConfig, batches: Iterabl
                 if number and name in batch.conditions:
                     values = batch.conditions[name].numpy()  # (M, N)
                     count = np.full(values.shape[1], float(len(values)))
-                    _accumulate(conditions, {name: np.stack([count, values.sum(0), (values**2).sum(0)], 1)})
+                    _accumulate(
+                        conditions, {name: np.stack([count, values.sum(0), (values**2).sum(0)], 1)}
+                    )
             if of_atom in batch.labels:
                 value = batch.labels[of_atom]
                 is_used = (label_weight(batch, of_atom) > 0).double()
@@ -119,19 +130,31 @@ def shared_statistics(
         if link.level == 0 and link.part != "type_map":
             groups.setdefault(link.key, []).append(link)
     together = {
-        task: replace(of, measured=dict(of.measured), conditions=dict(of.conditions)) for task, of in found.items()
+        task: replace(of, measured=dict(of.measured), conditions=dict(of.conditions))
+        for task, of in found.items()
     }
     for group in groups.values():
         most = max(shares[link.task] for link in group)
         total: dict[str, Array] = {}
         # names of sums in a model with a hybrid descriptor have the number of the part before them
-        prefixes = [f"{link.place[-1]}_" if isinstance(link.place[-1], int) else "" for link in group]
+        prefixes = [
+            f"{link.place[-1]}_" if isinstance(link.place[-1], int) else "" for link in group
+        ]
         kind = "conditions" if group[0].part == "fitting_net" else "measured"
         for link, prefix in zip(group, prefixes):
             sums, weight = getattr(found[link.task], kind), shares[link.task] / most
-            _accumulate(total, {n.removeprefix(prefix): weight * of for n, of in sums.items() if n.startswith(prefix)})
+            _accumulate(
+                total,
+                {
+                    n.removeprefix(prefix): weight * of
+                    for n, of in sums.items()
+                    if n.startswith(prefix)
+                },
+            )
         for link, prefix in zip(group, prefixes):
-            getattr(together[link.task], kind).update({prefix + name: of for name, of in total.items()})
+            getattr(together[link.task], kind).update(
+                {prefix + name: of for name, of in total.items()}
+            )
     return together
 
 

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
     from deepmd_ema.model.energy import EnergyModel
 
-MIN_DISTANCE = 0.7  # angstrom, where the shortest distance of the training data is not known; H2 has 0.74
+MIN_DISTANCE = (
+    0.7  # angstrom, where the shortest distance of the training data is not known; H2 has 0.74
+)
 NEARER = 0.9  # atoms that move come a bit nearer than in the training data
 # of layers, for a pair and for all pairs of a batch, from which on "auto" uses tables (doc/decisions.md)
 MIN_WIDTH, MIN_NUMBERS = 40, 200_000
@@ -25,7 +27,11 @@ MAX_LENGTH = 1.2  # terms of a table for each number that the layers have for a 
 
 def interpolations_of(model: nn.Module) -> dict[str, Interpolation]:
     """Return the interpolations of a model by the names of the modules whose nets they evaluate."""
-    return {name.rpartition(".")[0]: one for name, one in model.named_modules() if isinstance(one, Interpolation)}
+    return {
+        name.rpartition(".")[0]: one
+        for name, one in model.named_modules()
+        if isinstance(one, Interpolation)
+    }
 
 
 def tabulate(model: EnergyModel, always: bool = False) -> bool:
@@ -69,9 +75,14 @@ def make_tables(model: EnergyModel, batch: Batch) -> list[Series]:
         model: on which ``tabulate`` was called.
         batch: with all elements.
     """
-    found = [(one, one.tables) for one in interpolations_of(model).values() if one.tables is not None]
+    found = [
+        (one, one.tables) for one in interpolations_of(model).values() if one.tables is not None
+    ]
     for _, tables in found:
-        tables.min_pairs, tables.longest = 0, tables.longest / 2  # a graph merges the operations of a net
+        tables.min_pairs, tables.longest = (
+            0,
+            tables.longest / 2,
+        )  # a graph merges the operations of a net
     model(batch)
     for one, tables in found:
         if tables.by_centre:
@@ -96,7 +107,11 @@ def _add_tables(model: EnergyModel, always: bool) -> bool:
     if model.out_bias.device.type == "cpu":
         for owner, own in interpolations_of(model).items():
             requested = always or own.choice == ALWAYS
-            limits = (0, float("inf")) if requested else (MIN_NUMBERS // max(own.width, 1), MAX_LENGTH * own.width)
+            limits = (
+                (0, float("inf"))
+                if requested
+                else (MIN_NUMBERS // max(own.width, 1), MAX_LENGTH * own.width)
+            )
             if requested or (own.choice == AUTO and own.width >= MIN_WIDTH):
                 module: Any = model.get_submodule(owner)
                 low, high = module.radial_range(min_table_distance(model))

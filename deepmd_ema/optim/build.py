@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from deepmd_ema.config.messages import Source, in_order, show
 from deepmd_ema.config.schema.optim import GradientConfig, GroupConfig
-from deepmd_ema.distributed.tensors import Take, WholeTensors, check_weights, local_shard, shard_like
+from deepmd_ema.distributed.tensors import (
+    Take,
+    WholeTensors,
+    check_weights,
+    local_shard,
+    shard_like,
+)
 from deepmd_ema.errors import CheckpointError, ConfigError, counted
 from deepmd_ema.findings import error
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
@@ -72,15 +78,26 @@ def build_optimizer(
         betas = settings.pop("adam_beta1"), settings.pop("adam_beta2")
         settings |= {"betas": betas, "eps": ADAM_EPS, "fused": True}
     parameters: list[dict[str, Any]] = []
-    groups = zip([*map(asdict, config.groups), {}], split_by_pattern(config.groups, names or dict(zip(named, named))))
+    groups = zip(
+        [*map(asdict, config.groups), {}],
+        split_by_pattern(config.groups, names or dict(zip(named, named))),
+    )
     for group, own in groups:
         part = {name: trained[name] for name in own if name in trained}
-        routes = routed(part, settings["muon_mode"]) if kind is HybridMuon else [{"params": list(part.values())}]
-        own_settings = {key: group[key] for key in (LR_SCALE, "weight_decay") if group.get(key) is not None}
+        routes = (
+            routed(part, settings["muon_mode"])
+            if kind is HybridMuon
+            else [{"params": list(part.values())}]
+        )
+        own_settings = {
+            key: group[key] for key in (LR_SCALE, "weight_decay") if group.get(key) is not None
+        }
         parameters += [{**route, **own_settings} for route in routes if route["params"]]
     if shared:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # importing it uses parts of torch that are deprecated
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # importing it uses parts of torch that are deprecated
             from torch.distributed.optim import ZeroRedundancyOptimizer
         # the parameters of a rank become views of one tensor, which is sent to the other ranks at once
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
@@ -89,7 +106,10 @@ def build_optimizer(
     else:
         # torch wraps methods so that its compiler leaves them alone, and the first call of a wrapper imports the
         # compiler, which takes half a second; an optimizer is never compiled here
-        plain = {name: inspect.unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad", "step")}
+        plain = {
+            name: inspect.unwrap(getattr(kind, name))
+            for name in ("add_param_group", "zero_grad", "step")
+        }
         plain["step"] = torch.no_grad()(plain["step"])
         optimizer = type(kind.__name__, (kind,), plain)(parameters, lr=0.0, **settings)
     local = _local(optimizer)
@@ -115,7 +135,9 @@ def split_by_pattern(
     source, found = source or Source(), list[list[str]]()
     problems, left = [], dict.fromkeys(names.values())
     for number, group in enumerate(groups):
-        matched = dict.fromkeys(first for name, first in names.items() if fnmatchcase(name, group.pattern))
+        matched = dict.fromkeys(
+            first for name, first in names.items() if fnmatchcase(name, group.pattern)
+        )
         if not matched:
             few = ", ".join(list(names)[:: -(-len(names) // MAX_NAMES)])  # of all parts of a model
             text = (
@@ -178,7 +200,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) ->
 
 
 def clip_gradients(
-    parameters: Iterable[nn.Parameter], max_norm: float | None, all_reduce_sum: Callable[[Tensor], Tensor] | None = None
+    parameters: Iterable[nn.Parameter],
+    max_norm: float | None,
+    all_reduce_sum: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Scale the gradients so that their global L2 norm is at most ``max_norm``; nothing waits for the device.
 
@@ -207,7 +231,9 @@ def clip_gradients(
     return total
 
 
-def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor, number: int | Tensor = 1) -> None:
+def guarded_step(
+    optimizer: torch.optim.Optimizer, found_inf: Tensor, number: int | Tensor = 1
+) -> None:
     """Take an optimizer step, unless ``found_inf`` is 1: then weights, moments and counters stay as they are.
 
     The device decides, the host does not wait for it.
@@ -219,10 +245,14 @@ def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor, number: in
     """
     # the fused kernels of torch look for this attribute, which is how torch.amp.GradScaler skips a step
     local = _local(optimizer)
-    assert isinstance(local, GuardedOptimizer) or local.defaults["fused"], "the step would not be skipped"
+    assert isinstance(local, GuardedOptimizer) or local.defaults["fused"], (
+        "the step would not be skipped"
+    )
     if isinstance(local, GuardedOptimizer):
         local.number = number
-    elif found_inf.is_cuda:  # torch refuses to capture fused steps that are not marked, and warns of others that are
+    elif (
+        found_inf.is_cuda
+    ):  # torch refuses to capture fused steps that are not marked, and warns of others that are
         for group in local.param_groups:
             group["capturable"] = torch.cuda.is_current_stream_capturing()
     local.found_inf = found_inf.detach().to(torch.float32)  # type: ignore[attr-defined]
@@ -277,7 +307,9 @@ def load_optimizer_state(
         CheckpointError: if the state is of another optimizer or other parameters; nothing is changed then.
     """
     local, new = _local(optimizer), state.get("new", ())
-    trained = {name: p for name, p in dict(named_parameters).items() if p.requires_grad and name not in new}
+    trained = {
+        name: p for name, p in dict(named_parameters).items() if p.requires_grad and name not in new
+    }
     check_state_type(state, type(local).__name__)
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     wanted: dict[str, Tensor] = {}  # of the full state, of which this rank may hold a part
@@ -286,8 +318,14 @@ def load_optimizer_state(
         is_ours = isinstance(local, GuardedOptimizer)
         first = local.first_state(like, group_of[p]) if is_ours else adam_state(like, p.dtype)  # type: ignore[attr-defined]
         wanted |= {f"{name}.{key}": value for key, value in first.items()}
-    found = {f"{name}.{key}": value for name, values in state["state"].items() for key, value in values.items()}
-    check_weights({name: tuple(value.shape) for name, value in wanted.items()}, found, OF_CHECKPOINT)
+    found = {
+        f"{name}.{key}": value
+        for name, values in state["state"].items()
+        for key, value in values.items()
+    }
+    check_weights(
+        {name: tuple(value.shape) for name, value in wanted.items()}, found, OF_CHECKPOINT
+    )
     for name, p in trained.items():
         for key, tensor in local.state.get(p, {}).items():
             local_shard(tensor).copy_(shard_like(state["state"][name][key], tensor))

@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deepmd_ema.distributed.tensors import from_local, full_tensor, is_sharded, local_shard, on_device, shard_like
+from deepmd_ema.distributed.tensors import (
+    from_local,
+    full_tensor,
+    is_sharded,
+    local_shard,
+    on_device,
+    shard_like,
+)
 
 Values = dict[str, Tensor]
 Out = Mapping[str, Tensor | None]
@@ -36,22 +43,31 @@ class ParameterVector:
         parameters: as given.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Tensor]]
+    ) -> None:
         self.parameters = parameters
         self._local = [local_shard(p) for p in parameters]
         self._sizes = [t.numel() for t in self._local]
         self._owner: Tensor | None = None
         self._is_sharded = is_sharded(parameters[0])
         tensors = {WEIGHT: self._local}
-        tensors |= {key: [local_shard(states[p][key]) for p in parameters] for key in states[parameters[0]]}
+        tensors |= {
+            key: [local_shard(states[p][key]) for p in parameters] for key in states[parameters[0]]
+        }
         # those of one dtype together, where each operation has a price
-        together = (lambda key: key) if self._local[0].is_cpu else (lambda key: tensors[key][0].dtype)
+        together = (
+            (lambda key: key) if self._local[0].is_cpu else (lambda key: tensors[key][0].dtype)
+        )
         self._groups: dict[Hashable, list[str]] = {}
         for key in tensors:
             self._groups.setdefault(together(key), []).append(key)
         self._lengths = {key: sum(t.numel() for t in values) for key, values in tensors.items()}
         # views, into which vectors are copied back: memory of weights and states stays in its place
-        self._memory = {g: [t.view(-1) for key in keys for t in tensors[key]] for g, keys in self._groups.items()}
+        self._memory = {
+            g: [t.view(-1) for key in keys for t in tensors[key]]
+            for g, keys in self._groups.items()
+        }
         self._parts = {g: [t.numel() for t in memory] for g, memory in self._memory.items()}
 
     def read(self) -> dict[Hashable, Tensor]:
@@ -62,11 +78,17 @@ class ParameterVector:
         """Return the vector of the weights (N,) and that of each state by its key, views of ``vectors``."""
         found: dict[str, Tensor] = {}
         for group, keys in self._groups.items():
-            parts = vectors[group].split([self._lengths[key] for key in keys]) if len(keys) > 1 else [vectors[group]]
+            parts = (
+                vectors[group].split([self._lengths[key] for key in keys])
+                if len(keys) > 1
+                else [vectors[group]]
+            )
             found |= zip(keys, parts)
         return found
 
-    def write(self, values: Mapping[str, Tensor], before: Mapping[Hashable, Tensor], skip: Tensor | None) -> None:
+    def write(
+        self, values: Mapping[str, Tensor], before: Mapping[Hashable, Tensor], skip: Tensor | None
+    ) -> None:
         """Write weights and states, in place.
 
         Args:
@@ -84,7 +106,9 @@ class ParameterVector:
 
     def gradient(self) -> Tensor:
         """Return the gradient, (N,)."""
-        return joined([local_shard(p.grad).reshape(-1) for p in self.parameters if p.grad is not None])
+        return joined(
+            [local_shard(p.grad).reshape(-1) for p in self.parameters if p.grad is not None]
+        )
 
     def per_entry(self, values: Tensor) -> Tensor:
         """Return the value of its parameter for each entry, (P,) to (N,); of a single parameter (1,)."""
@@ -102,7 +126,9 @@ class ParameterVector:
         if not self._is_sharded:
             return torch.stack(torch._foreach_norm(parts))
         pairs = zip(parts, self.parameters)
-        return torch.stack([full_tensor(torch.linalg.vector_norm(from_local(t, p))) for t, p in pairs])
+        return torch.stack(
+            [full_tensor(torch.linalg.vector_norm(from_local(t, p))) for t, p in pairs]
+        )
 
     def full(self, vector: Tensor) -> Tensor:
         """Return a vector (N,) with the entries of all ranks; without sharding, itself."""
@@ -160,7 +186,9 @@ class GuardedOptimizer(torch.optim.Optimizer):
         """Return parameters of one kind as a vector."""
         return ParameterVector(parameters, self.state)
 
-    def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
+    def updated(
+        self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]
+    ) -> Values:
         """Return new weights and states of parameters of one kind that have gradients, or all have none.
 
         Args:
@@ -191,7 +219,9 @@ class GuardedOptimizer(torch.optim.Optimizer):
             options = {**group, "lr": lr.to(torch.float64) if isinstance(lr, Tensor) else lr}
             # those with gradients are those of one task
             found = [p for p in group["params"] if p.grad is not None]
-            others = [] if self.with_gradient_only else [p for p in group["params"] if p.grad is None]
+            others = (
+                [] if self.with_gradient_only else [p for p in group["params"] if p.grad is None]
+            )
             for vector in (*self._vectors_of(found, group), *self._vectors_of(others, group)):
                 before = vector.read()
                 values = vector.split(before)
@@ -225,8 +255,12 @@ class GuardedOptimizer(torch.optim.Optimizer):
         gradient = vector.gradient().to(torch.float32)
         steps = torch.add(values["step"], 1, out=out["step"])
         mean = torch.lerp(values["exp_avg"], gradient, 1 - b1, out=out["exp_avg"])
-        square = torch.lerp(values["exp_avg_sq"], gradient * gradient, 1 - b2, out=out["exp_avg_sq"])
-        wide = steps.to(torch.float64)  # b2^t is close to 1: float32 would lose the digits of 1 - b2^t
+        square = torch.lerp(
+            values["exp_avg_sq"], gradient * gradient, 1 - b2, out=out["exp_avg_sq"]
+        )
+        wide = steps.to(
+            torch.float64
+        )  # b2^t is close to 1: float32 would lose the digits of 1 - b2^t
         rates, corrections = (1 - b1**wide).reciprocal() * lr, 1 - b2**wide
         lengths = (square / vector.per_entry(corrections.to(torch.float32))).sqrt() + eps
         direction = mean / lengths * vector.per_entry(rates.to(torch.float32))
@@ -239,10 +273,15 @@ class GuardedOptimizer(torch.optim.Optimizer):
         """Return ``(1 - lr * decay) * weights``, in ``out`` if given."""
         return torch.mul(weights, 1 - lr * decay, out=out) if decay else weights
 
-    def _vectors_of(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> list[ParameterVector]:
+    def _vectors_of(
+        self, parameters: Sequence[Tensor], group: dict[str, Any]
+    ) -> list[ParameterVector]:
         """Return parameters of a group as vectors."""
         # a wrapper of the optimizer may move the weights to other memory
-        chosen, where = tuple(map(id, parameters)), tuple(local_shard(p).data_ptr() for p in parameters)
+        chosen, where = (
+            tuple(map(id, parameters)),
+            tuple(local_shard(p).data_ptr() for p in parameters),
+        )
         kept = self._vectors.get(chosen)
         if kept is None or kept[0] != where:
             together = batches(parameters, lambda p: self.kind(p, group))
@@ -255,7 +294,9 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(tuple(tensors)) if len(tensors) > 1 else tensors[0]
 
 
-def batches(parameters: Iterable[Tensor], kind: Callable[[Tensor], Hashable]) -> Iterator[list[Tensor]]:
+def batches(
+    parameters: Iterable[Tensor], kind: Callable[[Tensor], Hashable]
+) -> Iterator[list[Tensor]]:
     """Yield parameters of one kind and one dtype together, in their order, with at most ``BATCH_ENTRIES`` entries."""
     open_batches: dict[Hashable, list[Tensor]] = {}
     for p in parameters:

@@ -70,7 +70,9 @@ class LKF:
         return list(_of_task(task, self._parameters, self._owners))
 
     @torch.no_grad()
-    def update(self, gradients: Sequence[Tensor], error: Tensor, ok: Tensor, task: str = "") -> None:
+    def update(
+        self, gradients: Sequence[Tensor], error: Tensor, ok: Tensor, task: str = ""
+    ) -> None:
         """Take in one measurement; nothing waits for the device.
 
         Args:
@@ -82,7 +84,12 @@ class LKF:
         good = ok > 0
         covariances = list(_of_task(task, self._covariances, self._block_owners))
         # in the row the first dim of a parameter runs fastest
-        row = torch.cat([g.permute(*reversed(range(g.ndim))).reshape(-1).to(covariances[0].dtype) for g in gradients])
+        row = torch.cat(
+            [
+                g.permute(*reversed(range(g.ndim))).reshape(-1).to(covariances[0].dtype)
+                for g in gradients
+            ]
+        )
         parts = row.split([len(c) for c in covariances])
         gains = [covariance @ part for covariance, part in zip(covariances, parts)]
         memory = self._memory.to(gains[0].dtype)
@@ -91,10 +98,14 @@ class LKF:
         # -0.0 is what leaves each number as it is, also -0.0 itself
         change = torch.where(good, gain * (error.to(gain.dtype) / spread), -0.0)
         inverse, divisor = torch.where(good, 1 / spread, 0), torch.where(good, memory, 1)
-        for covariance, part in zip(covariances, torch.where(good, gain, 0).split([len(c) for c in covariances])):
+        for covariance, part in zip(
+            covariances, torch.where(good, gain, 0).split([len(c) for c in covariances])
+        ):
             # some rows at a time. Each operation rounds elements (i, j) and (j, i) alike, so that P stays symmetric to
             # the last bit. A fused one (addr) does not: its last columns are computed in another way than the others
-            for rows, few in zip(*(t.split(max(1, AT_ONCE // len(part))) for t in (covariance, part))):
+            for rows, few in zip(
+                *(t.split(max(1, AT_ONCE // len(part))) for t in (covariance, part))
+            ):
                 rows.sub_(torch.outer(few, part).mul_(inverse)).div_(divisor)
         parameters = self.parameters_of(task)
         moves = [
@@ -102,7 +113,9 @@ class LKF:
             for p, part in zip(parameters, change.split([p.numel() for p in parameters]))
         ]
         torch._foreach_add_([p.detach() for p in parameters], moves)
-        self._memory.copy_(torch.where(good, MEMORY_RATE * self._memory + (1 - MEMORY_RATE), self._memory))
+        self._memory.copy_(
+            torch.where(good, MEMORY_RATE * self._memory + (1 - MEMORY_RATE), self._memory)
+        )
 
     def state_dict(self, copy: Callable[[Tensor], Any] | None = None) -> dict[str, Any]:
         """Return copies in host memory of the memory factor and all covariances, with the shapes of the parameters."""

@@ -14,17 +14,30 @@ from torch import Tensor, nn
 
 from deepmd_ema.distributed.tensors import on_device
 from deepmd_ema.model.ops.cpu.product import products
-from deepmd_ema.optim.guarded import WEIGHT, GuardedOptimizer, Out, ParameterVector, Values, adam_state
+from deepmd_ema.optim.guarded import (
+    WEIGHT,
+    GuardedOptimizer,
+    Out,
+    ParameterVector,
+    Values,
+    adam_state,
+)
 from deepmd_ema.optim.stacks import Shape, Stacks
 
 Coefficients = Sequence[tuple[float, float, float]]
 """a, b and c of each step ``X <- a X + b (X X^T) X + c (X X^T)^2 X``."""
 
-QUINTIC = (3.4445, -4.7750, 2.0315)  # Muon (Keller Jordan et al., 2024): steep at 0, ends between about 0.7 and 1.2
+QUINTIC = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # Muon (Keller Jordan et al., 2024): steep at 0, ends between about 0.7 and 1.2
 MUON: Coefficients = (QUINTIC,) * 5
 # eight steep steps and two of 2 x - 1.5 x^3 + 0.5 x^5, which has 1 as a fixed point: singular values end at 1
 CONVERGED: Coefficients = (QUINTIC,) * 8 + ((2.0, -1.5, 0.5),) * 2
-_SAFETY = 1.05  # singular values are taken this much larger, so that rounding does not leave the interval
+_SAFETY = (
+    1.05  # singular values are taken this much larger, so that rounding does not leave the interval
+)
 # Polar Express (Amsel et al., arXiv:2505.16932, algorithm 1)
 POLAR_EXPRESS: Coefficients = tuple(
     (a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5)
@@ -36,7 +49,9 @@ POLAR_EXPRESS: Coefficients = tuple(
         (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
     )
 )
-RESTART = 2  # Gram Newton-Schulz: the step before which the Gram matrix is taken anew, against rounding
+RESTART = (
+    2  # Gram Newton-Schulz: the step before which the Gram matrix is taken anew, against rounding
+)
 NORM_FLOOR = 1e-7  # Muon (Keller Jordan et al., 2024): a matrix of zeros stays zero
 
 RMS = 0.2  # AdaMuon, algorithm 1: the root mean square of an update of Adam
@@ -76,7 +91,10 @@ class AdaMuon(GuardedOptimizer):
         """Return zero moments."""
         if not self.kind(p, group):
             return adam_state(p)
-        return {"momentum": torch.zeros_like(p), "second_moment": torch.zeros_like(p, dtype=torch.float32)}
+        return {
+            "momentum": torch.zeros_like(p),
+            "second_moment": torch.zeros_like(p, dtype=torch.float32),
+        }
 
     def kind(self, p: Tensor, group: dict[str, Any]) -> Hashable:
         """Return whether a parameter has two dims or more."""
@@ -88,10 +106,15 @@ class AdaMuon(GuardedOptimizer):
             return super().vector(parameters, group)
         # one matrix each, whose rows are the first dim
         shapes = [(1, len(p), p.numel() // max(1, len(p))) for p in parameters]
-        scales = [RMS * math.sqrt(rows * columns) * matrix_scale(group, rows, columns) for _, rows, columns in shapes]
+        scales = [
+            RMS * math.sqrt(rows * columns) * matrix_scale(group, rows, columns)
+            for _, rows, columns in shapes
+        ]
         return MatrixVector(parameters, self.state, shapes, scales)
 
-    def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
+    def updated(
+        self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]
+    ) -> Values:
         """Return new weights and states by the formulas of the class."""
         if not isinstance(vector, MatrixVector):
             return self.adam_updated(vector, values, out, group)
@@ -144,7 +167,10 @@ class HybridMuon(GuardedOptimizer):
         if not group["magma_muon"]:
             return momentum
         count = view_shape(tuple(p.shape), group["muon_mode"])[0]
-        return {**momentum, "score": torch.full((count,), MAGMA_FIRST, dtype=torch.float32, device=p.device)}
+        return {
+            **momentum,
+            "score": torch.full((count,), MAGMA_FIRST, dtype=torch.float32, device=p.device),
+        }
 
     def kind(self, p: Tensor, group: dict[str, Any]) -> Hashable:
         """Return whether the group of a parameter is that of the matrices."""
@@ -158,7 +184,9 @@ class HybridMuon(GuardedOptimizer):
         scales = [matrix_scale(group, rows, columns) for _, rows, columns in shapes]
         return MatrixVector(parameters, self.state, shapes, scales, group["enable_gram"])
 
-    def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
+    def updated(
+        self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]
+    ) -> Values:
         """Return new weights and states by the formulas of the class."""
         if not isinstance(vector, MatrixVector):
             decay = group["weight_decay"] if group["route"] == "adamw" else 0.0
@@ -166,13 +194,18 @@ class HybridMuon(GuardedOptimizer):
         lr, beta, gradient = group["lr"], group["momentum"], vector.gradient()
         momentum = torch.lerp(values["momentum"], gradient, 1 - beta, out=out["momentum"])
         new, stacks, dtype = {"momentum": momentum}, vector.stacks, gradient.dtype
-        wanted = [torch.lerp(gradient, momentum, beta), *([momentum, gradient] if group["magma_muon"] else [])]
+        wanted = [
+            torch.lerp(gradient, momentum, beta),
+            *([momentum, gradient] if group["magma_muon"] else []),
+        ]
         updates, *means_and_gradients = stacks.stack([vector.full(t) for t in wanted])
         directions = [
             gram_newton_schulz(t).to(dtype) if stack.kind == GRAM else newton_schulz(t, CONVERGED)
             for stack, t in zip(stacks.stacks, updates)
         ]
-        directions = [(d * scale).to(d.dtype) for d, scale in zip(directions, vector.scales_in_stacks)]
+        directions = [
+            (d * scale).to(d.dtype) for d, scale in zip(directions, vector.scales_in_stacks)
+        ]
         if group["magma_muon"]:
             cosines = cosines_of(*means_and_gradients).index_select(0, stacks.order)
             low, high = (1 / (1 + math.exp(-x / MAGMA_TEMPERATURE)) for x in (-1, 1))
@@ -184,7 +217,9 @@ class HybridMuon(GuardedOptimizer):
         direction = vector.own(stacks.flatten([d.to(dtype) for d in directions]))
         weights = self.decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
         if weights.is_cpu and not isinstance(lr, Tensor):
-            new[WEIGHT] = torch.add(weights, direction, alpha=-lr, out=out[WEIGHT])  # one pass over memory
+            new[WEIGHT] = torch.add(
+                weights, direction, alpha=-lr, out=out[WEIGHT]
+            )  # one pass over memory
         else:  # the same bits for a rate of the host and of the device
             new[WEIGHT] = torch.sub(weights, direction * lr, out=out[WEIGHT])
         return new
@@ -216,8 +251,13 @@ class MatrixVector(ParameterVector):
     ) -> None:
         super().__init__(parameters, states)
         device = parameters[0].device
-        kinds = (POLYNOMIAL, GRAM if gram else POLYNOMIAL)  # of matrices that are square, and that are not
-        self.stacks = Stacks(shapes, lambda rows, columns: kinds[rows != columns], device, fill=device.type != "cpu")
+        kinds = (
+            POLYNOMIAL,
+            GRAM if gram else POLYNOMIAL,
+        )  # of matrices that are square, and that are not
+        self.stacks = Stacks(
+            shapes, lambda rows, columns: kinds[rows != columns], device, fill=device.type != "cpu"
+        )
         factors = [scale for (count, _, _), scale in zip(shapes, scales) for _ in range(count)]
         self.scales = on_device(torch.tensor(factors, dtype=torch.float64), device)
         self.scales_in_stacks = []
@@ -273,7 +313,8 @@ def cosines_of(means: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
     """
     product = torch.cat([(m * g).sum((1, 2)) for m, g in zip(means, gradients)])
     lengths, others = (
-        torch.cat([torch.linalg.vector_norm(t, dim=(1, 2)) for t in stacks]) for stacks in (means, gradients)
+        torch.cat([torch.linalg.vector_norm(t, dim=(1, 2)) for t in stacks])
+        for stacks in (means, gradients)
     )
     lengths = lengths * others
     return (product / lengths.clamp(min=TINY)).clamp(-1, 1).to(torch.float32)
@@ -311,7 +352,9 @@ def gram_newton_schulz(matrices: Tensor, coefficients: Coefficients = POLAR_EXPR
     """
     x, norms, tall = _wide(matrices.to(torch.float32))
     x = x / (norms + NORM_FLOOR)
-    x = x.to(torch.float16) if x.is_cuda else x  # a CPU multiplies float16 ten times slower than float32
+    x = (
+        x.to(torch.float16) if x.is_cuda else x
+    )  # a CPU multiplies float16 ten times slower than float32
     for part in (coefficients[:RESTART], coefficients[RESTART:]):
         x = products(_left_factor(products(x, x.mT), part), x)
     return x.mT if tall else x
@@ -328,7 +371,9 @@ def _left_factor(gram: Tensor, coefficients: Coefficients) -> Tensor:
     """Return the product of the steps on a matrix with this Gram matrix (B, n, n)."""
     product = None
     for k, (a, b, c) in enumerate(coefficients):
-        step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # without its multiple a of the identity
+        step = torch.baddbmm(
+            gram, gram, gram, beta=b, alpha=c
+        )  # without its multiple a of the identity
         if product is None:
             product = step.clone()
             product.diagonal(dim1=1, dim2=2).add_(a)

@@ -12,7 +12,9 @@ from deepmd_ema.errors import ConfigError, counted
 Schedule: TypeAlias = Callable[[int], float]
 """The learning rate of the update that follows after this many updates."""
 
-MIN_STOP_LR = 1e-10  # a decay to zero has no rate: the exponential one aims here and is cut at stop_lr
+MIN_STOP_LR = (
+    1e-10  # a decay to zero has no rate: the exponential one aims here and is cut at stop_lr
+)
 
 
 def build_schedule(config: optim.ScheduleConfig, num_steps: int) -> Schedule:
@@ -47,7 +49,10 @@ def build_schedule(config: optim.ScheduleConfig, num_steps: int) -> Schedule:
     # in the last part of the run the rate goes from where it is down to the last one
     kind, falling = "cosine", length if isinstance(config, optim.CosineScheduleConfig) else 0
     if isinstance(config, optim.WsdScheduleConfig) and config.decay_phase_ratio > 0:
-        kind, falling = config.decay_type, max(1, min(int(config.decay_phase_ratio * num_steps), length))
+        kind, falling = (
+            config.decay_type,
+            max(1, min(int(config.decay_phase_ratio * num_steps), length)),
+        )
     if falling and kind == "inverse_linear" and stop == 0:
         raise ConfigError(
             "learning_rate.stop_lr = 0: decay_type inverse_linear never reaches 0. Use a stop_lr above 0, or linear."

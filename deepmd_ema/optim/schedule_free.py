@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.config.schema.averaging import share_of_next
-from deepmd_ema.optim.guarded import ADAM_EPS, WEIGHT, GuardedOptimizer, Out, ParameterVector, Values
+from deepmd_ema.optim.guarded import (
+    ADAM_EPS,
+    WEIGHT,
+    GuardedOptimizer,
+    Out,
+    ParameterVector,
+    Values,
+)
 
 
 class AdamWScheduleFree(GuardedOptimizer):
@@ -35,13 +42,27 @@ class AdamWScheduleFree(GuardedOptimizer):
 
     def first_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Return z at the weights, and zero moments; ``step`` counts gradients, ``averaged`` points in x."""
-        counts = {name: torch.zeros((), dtype=torch.float32, device=p.device) for name in ("step", "averaged")}
+        counts = {
+            name: torch.zeros((), dtype=torch.float32, device=p.device)
+            for name in ("step", "averaged")
+        }
         return {**counts, "z": p.detach().clone(), "exp_avg_sq": torch.zeros_like(p)}
 
-    def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
+    def updated(
+        self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]
+    ) -> Values:
         """Return new weights and states by the formulas of the class."""
-        y, z, lr, b1, b2 = values[WEIGHT], values["z"], group["lr"], group["adam_beta1"], group["adam_beta2"]
-        done, warmup = values["averaged"].to(torch.float64), (group["warmup_steps"], group["warmup_start_factor"])
+        y, z, lr, b1, b2 = (
+            values[WEIGHT],
+            values["z"],
+            group["lr"],
+            group["adam_beta1"],
+            group["adam_beta2"],
+        )
+        done, warmup = (
+            values["averaged"].to(torch.float64),
+            (group["warmup_steps"], group["warmup_start_factor"]),
+        )
         share = share_of_next(done, *warmup, group["r"])
         new = {**values, "averaged": torch.add(values["averaged"], 1, out=out["averaged"])}
         near = torch.lerp(y, z, vector.per_entry(share.to(y.dtype)))
@@ -49,10 +70,17 @@ class AdamWScheduleFree(GuardedOptimizer):
             return {**new, WEIGHT: near}
         gradient = vector.gradient()
         new["step"] = torch.add(values["step"], 1, out=out["step"])
-        square = torch.lerp(values["exp_avg_sq"], gradient * gradient, 1 - b2, out=out["exp_avg_sq"])
+        square = torch.lerp(
+            values["exp_avg_sq"], gradient * gradient, 1 - b2, out=out["exp_avg_sq"]
+        )
         corrections = 1 - b2 ** new["step"].to(torch.float64)
-        direction = gradient / ((square / vector.per_entry(corrections.to(y.dtype))).sqrt() + ADAM_EPS)
+        direction = gradient / (
+            (square / vector.per_entry(corrections.to(y.dtype))).sqrt() + ADAM_EPS
+        )
         direction = torch.add(direction, y, alpha=group["weight_decay"])
         moves = (lr * (1 - b1 * (1 - share))).to(y.dtype)
-        new |= {"exp_avg_sq": square, WEIGHT: torch.sub(near, direction * vector.per_entry(moves), out=out[WEIGHT])}
+        new |= {
+            "exp_avg_sq": square,
+            WEIGHT: torch.sub(near, direction * vector.per_entry(moves), out=out[WEIGHT]),
+        }
         return {**new, "z": torch.sub(z, (direction * lr).to(z.dtype), out=out["z"])}

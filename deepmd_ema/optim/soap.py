@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.optim.guarded import ADAM_EPS, WEIGHT, GuardedOptimizer, Out, ParameterVector, Values, adam_state
+from deepmd_ema.optim.guarded import (
+    ADAM_EPS,
+    WEIGHT,
+    GuardedOptimizer,
+    Out,
+    ParameterVector,
+    Values,
+    adam_state,
+)
 
 SIDES = ("left", "right")  # of a matrix: its rows, its columns
 # Added to the diagonal of a covariance, over its mean: where there were no gradients yet, any basis is one of
@@ -57,12 +65,21 @@ class SOAP(GuardedOptimizer):
         first, *others = (size for size in p.shape if size != 1) if p.numel() != 1 else (1,)
         return (first, math.prod(others)) if others else None
 
-    def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
+    def updated(
+        self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]
+    ) -> Values:
         """Return new weights and states by the formulas of the class."""
         shape = self.kind(vector.parameters[0], group)
         if shape is None:
-            return self.adam_updated(vector, values, out, {**group, "lr_adjust": 0}, decay=group["weight_decay"])
-        lr, b1, b2, gradient = group["lr"], group["adam_beta1"], group["adam_beta2"], vector.gradient()
+            return self.adam_updated(
+                vector, values, out, {**group, "lr_adjust": 0}, decay=group["weight_decay"]
+            )
+        lr, b1, b2, gradient = (
+            group["lr"],
+            group["adam_beta1"],
+            group["adam_beta2"],
+            vector.gradient(),
+        )
         count = len(vector.parameters)
         bases = [None if values.get(side) is None else values[f"{side}_basis"].view(count, n, n)
                  for side, n in zip(SIDES, shape)]  # fmt: skip
@@ -71,19 +88,30 @@ class SOAP(GuardedOptimizer):
         g, mean = (vector.full(t).view(count, *shape) for t in (gradient, new["exp_avg"]))
         in_basis, mean = (rotated(t, bases) for t in (g, mean))
         square = vector.own((in_basis * in_basis).reshape(-1))
-        new["exp_avg_sq"] = square = torch.lerp(values["exp_avg_sq"], square, 1 - b2, out=out["exp_avg_sq"])
+        new["exp_avg_sq"] = square = torch.lerp(
+            values["exp_avg_sq"], square, 1 - b2, out=out["exp_avg_sq"]
+        )
         wide = new["step"].to(torch.float64)
         rates, corrections = (1 - b1**wide).reciprocal() * lr, 1 - b2**wide
         lengths = (square / vector.per_entry(corrections.to(square.dtype))).sqrt() + ADAM_EPS
-        direction = vector.own(mean.reshape(-1)) / lengths * vector.per_entry(rates.to(square.dtype))
-        direction = rotated(vector.full(direction).view(count, *shape), [None if u is None else u.mT for u in bases])
+        direction = (
+            vector.own(mean.reshape(-1)) / lengths * vector.per_entry(rates.to(square.dtype))
+        )
+        direction = rotated(
+            vector.full(direction).view(count, *shape), [None if u is None else u.mT for u in bases]
+        )
         weights = self.decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
         new[WEIGHT] = torch.sub(weights, vector.own(direction.reshape(-1)), out=out[WEIGHT])
-        number, frequency = int(self.number), group["precondition_frequency"]  # of the host: there are no CUDA graphs
+        number, frequency = (
+            int(self.number),
+            group["precondition_frequency"],
+        )  # of the host: there are no CUDA graphs
         is_due = number <= frequency or number % frequency == 0
         for side, basis, factor in zip(SIDES, bases, (g, g.mT)):
             if basis is not None:
-                covariance = values[side].view_as(basis).lerp(factor @ factor.mT, 1 - group["shampoo_beta"])
+                covariance = (
+                    values[side].view_as(basis).lerp(factor @ factor.mT, 1 - group["shampoo_beta"])
+                )
                 new[side] = covariance.reshape(-1)
                 if is_due:  # nearer to eigenvectors, by a step of orthogonal iteration
                     ridge = RIDGE * covariance.diagonal(dim1=1, dim2=2).mean(1)

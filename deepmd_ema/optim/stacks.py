@@ -62,13 +62,20 @@ class Stacks:
     """
 
     def __init__(
-        self, shapes: Sequence[Shape], kind: Callable[[int, int], Hashable], device: torch.device, fill: bool
+        self,
+        shapes: Sequence[Shape],
+        kind: Callable[[int, int], Hashable],
+        device: torch.device,
+        fill: bool,
     ) -> None:
         self._shapes = shapes
         self._sizes = [count * rows * columns for count, rows, columns in shapes]
         self.stacks = stacked(shapes, kind, fill)
         starts = [sum(count for count, _, _ in shapes[:i]) for i in range(len(shapes))]
-        numbers = [[starts[i] + k for i in stack.members for k in range(shapes[i][0])] for stack in self.stacks]
+        numbers = [
+            [starts[i] + k for i in stack.members for k in range(shapes[i][0])]
+            for stack in self.stacks
+        ]
         matrices = [torch.tensor(chosen) for chosen in numbers]
         self.matrices = [on_device(chosen, device) for chosen in matrices]
         self.order = on_device(torch.cat(matrices).argsort(), device)
@@ -78,10 +85,14 @@ class Stacks:
             start = 0
             for stack in self.stacks:
                 all_places = start + torch.arange(stack.count * stack.rows * stack.columns)
-                places = all_places.view(-1, stack.rows, stack.columns).split([shapes[i][0] for i in stack.members])
+                places = all_places.view(-1, stack.rows, stack.columns).split(
+                    [shapes[i][0] for i in stack.members]
+                )
                 for i, part in zip(stack.members, places):
                     _, rows, columns = shapes[i]
-                    part = part[:, :rows, :columns] if rows <= columns else part[:, :columns, :rows].mT
+                    part = (
+                        part[:, :rows, :columns] if rows <= columns else part[:, :columns, :rows].mT
+                    )
                     found[i] = part.reshape(-1)
                 start += all_places.numel()
             self._positions = on_device(torch.cat([found[i] for i in range(len(found))]), device)
@@ -89,8 +100,14 @@ class Stacks:
     def stack(self, vectors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return for each vector (N,), in which the entries of matrices follow each other, its stacks (B, R, C)."""
         if self._positions is None:
-            shaped = ([t.view(s) for t, s in zip(vector.split(self._sizes), self._shapes)] for vector in vectors)
-            return [[joined([parts[i] for i in stack.members]) for stack in self.stacks] for parts in shaped]
+            shaped = (
+                [t.view(s) for t, s in zip(vector.split(self._sizes), self._shapes)]
+                for vector in vectors
+            )
+            return [
+                [joined([parts[i] for i in stack.members]) for stack in self.stacks]
+                for parts in shaped
+            ]
         sizes = [stack.count * stack.rows * stack.columns for stack in self.stacks]
         filled = vectors[0].new_zeros(len(vectors), sum(sizes))
         filled.index_copy_(1, self._positions, torch.stack(tuple(vectors)))
@@ -103,18 +120,24 @@ class Stacks:
             return torch.cat([t.reshape(-1) for t in stacks]).index_select(0, self._positions)
         parts: dict[int, Tensor] = {}
         for t, stack in zip(stacks, self.stacks):
-            parts |= zip(stack.members, t.reshape(-1).split([self._sizes[i] for i in stack.members]))
+            parts |= zip(
+                stack.members, t.reshape(-1).split([self._sizes[i] for i in stack.members])
+            )
         return joined([parts[i] for i in range(len(parts))])
 
 
-def stacked(shapes: Sequence[Shape], kind: Callable[[int, int], Hashable], fill: bool) -> list[Stack]:
+def stacked(
+    shapes: Sequence[Shape], kind: Callable[[int, int], Hashable], fill: bool
+) -> list[Stack]:
     """Return a stack for each number of rows and columns.
 
     Where small matrices are filled up, fewer stacks, whose rows are the shorter side.
     """
     by_shape: dict[tuple[int, int], Stack] = {}
     for i, (count, rows, columns) in enumerate(shapes):
-        stack = by_shape.setdefault((rows, columns), Stack(kind(rows, columns), rows, columns, [], 0))
+        stack = by_shape.setdefault(
+            (rows, columns), Stack(kind(rows, columns), rows, columns, [], 0)
+        )
         stack.members.append(i)
         stack.count += count
     if not fill:
@@ -126,7 +149,13 @@ def stacked(shapes: Sequence[Shape], kind: Callable[[int, int], Hashable], fill:
         for other in found:
             if other.kind == stack.kind:
                 rows, columns = max(other.rows, stack.rows), max(other.columns, stack.columns)
-                both = Stack(stack.kind, rows, columns, other.members + stack.members, other.count + stack.count)
+                both = Stack(
+                    stack.kind,
+                    rows,
+                    columns,
+                    other.members + stack.members,
+                    other.count + stack.count,
+                )
                 if both.work - other.work - stack.work <= MAX_FILL_WORK:
                     found[found.index(other)] = both
                     break

@@ -46,7 +46,13 @@ MAX_ROWS = 12  # of a table; `--json` has all
 _MAX_NAME = 24  # letters of the name of a system in a table
 _F_RMS, _F_MAX = "force_rms_eV_per_angstrom", "force_max_eV_per_angstrom"
 # of the numbers of a TaskLength, in their order
-_LENGTH_KEYS = ("share_of_steps", "epochs", "batches_per_epoch", "frames_per_step", "max_atoms_per_batch")
+_LENGTH_KEYS = (
+    "share_of_steps",
+    "epochs",
+    "batches_per_epoch",
+    "frames_per_step",
+    "max_atoms_per_batch",
+)
 _UNITS = {ENERGY: "eV_per_atom", FORCE: "eV_per_angstrom", VIRIAL: "eV_per_atom"}
 _LABEL_COLUMNS = {  # of what is shown of a label: the range of energies, the size of the others
     ENERGY: (Column("E min", "eV/atom", ".3f"), Column("E max", "eV/atom", ".3f")),
@@ -115,9 +121,14 @@ class RunCheck:
         data = run.open_run(self.config)
         self.splits = run.choose_validation(self.config, data, self.config.training.seed or 0)
         data = run.split_off(self.config, data, self.splits)
-        self.reports = {name: run.check_task(task, data[name]) for name, task in self.config.tasks.items()}
+        self.reports = {
+            name: run.check_task(task, data[name]) for name, task in self.config.tasks.items()
+        }
         for name, report in self.reports.items():
-            is_given = [data[name].valid and name not in self.splits, data[name].test]  # a split has no near copies
+            is_given = [
+                data[name].valid and name not in self.splits,
+                data[name].test,
+            ]  # a split has no near copies
             if not any(is_given) or report.problems:
                 continue
             checks = find_near_copies(data[name], len(report.type_map))
@@ -132,12 +143,20 @@ class RunCheck:
             return
         try:  # what the data and the models say of the run
             self.num_steps, self.tasks, _, self.steps_per = run.run_length(self.config, data)
-            neighbors = {name: of.neighbors for name, of in self.reports.items() if of.neighbors is not None}
+            neighbors = {
+                name: of.neighbors for name, of in self.reports.items() if of.neighbors is not None
+            }
             self.config = config = run.with_neighbors(self.config, neighbors)
-            models = build_models({name: task.model for name, task in config.tasks.items()}, config.links)
+            models = build_models(
+                {name: task.model for name, task in config.tasks.items()}, config.links
+            )
             parameters = dict(models.named_parameters())
-            self.groups = describe_groups(config.optimizer.groups, models.first_names(), parameters, config.source)
-            self.parameters = sum(parameter.numel() for parameter in parameters.values() if parameter.requires_grad)
+            self.groups = describe_groups(
+                config.optimizer.groups, models.first_names(), parameters, config.source
+            )
+            self.parameters = sum(
+                parameter.numel() for parameter in parameters.values() if parameter.requires_grad
+            )
         except UserError as error:
             self._errors = error.findings
 
@@ -181,7 +200,9 @@ def data_lines(check: RunCheck) -> Iterator[str]:
         for part, scans in report.parts.items():
             if scans or part == "training":
                 yield from _system_table(f"{part.title()} data{of}", scans, report)
-        rows = [row for row in _elements(report) if row["training_atoms"] or row["validation_atoms"]]
+        rows = [
+            row for row in _elements(report) if row["training_atoms"] or row["validation_atoms"]
+        ]
         for row in rows:
             nearest = row["nearest_angstrom"]
             row["nearest"] = "-" if nearest is None else f"{nearest:.3f} ({row['nearest_element']})"
@@ -200,19 +221,33 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
     frames = sum(scan.system.num_frames for scan in scans)
     atoms = sum(int(scan.type_counts.sum(dtype=np.int64)) for scan in scans)
     size = f"{counted(len(scans), 'system')}, {counted(frames, 'frame')}, {counted(atoms, 'atom')}"
-    cells = {id(s): {0: "periodic", s.system.num_frames: "open"}.get(s.open_frames, "both") for s in scans}
+    cells = {
+        id(s): {0: "periodic", s.system.num_frames: "open"}.get(s.open_frames, "both")
+        for s in scans
+    }
     has_several = len(set(cells.values())) > 1
     size += f", {next(iter(cells.values()), '')}" * (not has_several)
     shown = list(scans)
     if len(shown) > MAX_ROWS:
-        shown.sort(key=lambda s: (suspects[id(s)], s.ranges[FORCE].size if FORCE in s.ranges else 0.0), reverse=True)
+        shown.sort(
+            key=lambda s: (suspects[id(s)], s.ranges[FORCE].size if FORCE in s.ranges else 0.0),
+            reverse=True,
+        )
         size += "; the most suspicious and those with the largest forces first"
-    conditions = [name for name in (FPARAM, APARAM) if any(name in scan.conditions for scan in scans)]
+    conditions = [
+        name for name in (FPARAM, APARAM) if any(name in scan.conditions for scan in scans)
+    ]
     labels = [name for name in _LABEL_COLUMNS if any(name in scan.ranges for scan in scans)]
 
-    columns = {"system": Column("system"), "frames": Column("frames", "", ",d"), "atoms": Column("atoms", "", "s")}
+    columns = {
+        "system": Column("system"),
+        "frames": Column("frames", "", ",d"),
+        "atoms": Column("atoms", "", "s"),
+    }
     columns |= {"cell": Column("cell")} if has_several else {}
-    columns |= {f"{name} {k}": column for name in labels for k, column in enumerate(_LABEL_COLUMNS[name])}
+    columns |= {
+        f"{name} {k}": column for name in labels for k, column in enumerate(_LABEL_COLUMNS[name])
+    }
     columns |= {name: Column(name) for name in conditions}
     if any(suspects[id(scan)] for scan in scans):
         columns["suspicious"] = Column("suspicious", "frames", "d")
@@ -228,18 +263,28 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
     rows = list[dict[str, Cell]]()
     for scan in shown[:MAX_ROWS]:
         name, sizes, half = scan.system.whole.name, scan.type_counts.sum(axis=1), _MAX_NAME // 2 - 1
-        row: dict[str, Cell] = {"system": name if len(name) <= _MAX_NAME else f"{name[:half]}..{name[-half:]}"}
-        row["atoms"] = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
+        row: dict[str, Cell] = {
+            "system": name if len(name) <= _MAX_NAME else f"{name[:half]}..{name[-half:]}"
+        }
+        row["atoms"] = (
+            f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
+        )
         for name in conditions:
             low, high, numbers = scan.conditions.get(name, (math.nan, math.nan, 0))
-            row[name] = f"{low:.4g} to {high:.4g}" + f" ({numbers} numbers)" * (numbers > 1) if numbers else "-"
+            row[name] = (
+                f"{low:.4g} to {high:.4g}" + f" ({numbers} numbers)" * (numbers > 1)
+                if numbers
+                else "-"
+            )
         rows.append(row | {"cell": cells[id(scan)]} | numbers_of([scan]))
     if len(scans) > MAX_ROWS:
         rows.append({"system": f"... and {len(scans) - MAX_ROWS} more"})
     if len(scans) > 1:
         rows.append({"system": "all", **numbers_of(scans)})
     yield from render(_table(f"{title}: {size}", columns, rows), "  ")
-    for label in dict.fromkeys(name for scan in scans for name in scan.label_frames):  # others, or of some frames
+    for label in dict.fromkeys(
+        name for scan in scans for name in scan.label_frames
+    ):  # others, or of some frames
         having = sum(scan.label_frames.get(label, 0) for scan in scans)
         if having and (having < frames or label not in (ENERGY, FORCE, VIRIAL)):
             yield f"  {label}: {having:,} of {counted(frames, 'frame')}"
@@ -247,7 +292,9 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
 
 def _table(title: str, columns: Mapping[str, Column], rows: Sequence[Mapping[str, Cell]]) -> Table:
     """Return a table of columns and cells by key; a cell that a row does not have is empty."""
-    return Table(title, [*columns.values()], [[row.get(key, "") for key in columns] for row in rows])
+    return Table(
+        title, [*columns.values()], [[row.get(key, "") for key in columns] for row in rows]
+    )
 
 
 def _suspicious_frames(report: DataReport) -> dict[int, int]:
@@ -259,7 +306,9 @@ def _suspicious_frames(report: DataReport) -> dict[int, int]:
         if near in found:  # frames that are in both parts are near copies as well
             found[shared] = tuple(map(max, found[shared], found.pop(near)))
     every = enumerate([*report.training, *report.validation, *report.test])
-    return {id(scan): len(scan.bad_frames) + sum(of[k] for of in found.values()) for k, scan in every}
+    return {
+        id(scan): len(scan.bad_frames) + sum(of[k] for of in found.values()) for k, scan in every
+    }
 
 
 def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[str, str]]:
@@ -281,9 +330,16 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
             yield "", f"suspicious: {systems}, see the warnings"
     near = report.neighbors
     if near is not None and math.isfinite(near.min_distance):
-        usable = sum(s.system.num_frames - len(s.bad_frames) for s in [*report.training, *report.validation])
-        seen = f"in {report.num_searched:,} frames, evenly spaced: " * (report.num_searched < usable)
-        yield "distances", f"{seen}the nearest atoms are {near.min_distance:.3f} angstrom apart ({report.closest})"
+        usable = sum(
+            s.system.num_frames - len(s.bad_frames) for s in [*report.training, *report.validation]
+        )
+        seen = f"in {report.num_searched:,} frames, evenly spaced: " * (
+            report.num_searched < usable
+        )
+        yield (
+            "distances",
+            f"{seen}the nearest atoms are {near.min_distance:.3f} angstrom apart ({report.closest})",
+        )
         yield "neighbors", f"{seen}at most {near.max_total} within {report.rcut:g} angstrom"
     for text in report.notes:
         yield "note", text
@@ -293,9 +349,13 @@ def plan_lines(check: RunCheck) -> list[str]:
     """Return the table of what will be trained, how, and for how long."""
     pairs = config_summary(check.config, check.num_steps, check.steps_per)
     for name, of in check.tasks.items():
-        part = f"{name}: {100 * of.share:.3g} % of the steps = {of.epochs:.1f} epochs, " * (len(check.tasks) > 1)
+        part = f"{name}: {100 * of.share:.3g} % of the steps = {of.epochs:.1f} epochs, " * (
+            len(check.tasks) > 1
+        )
         frames = f"{of.frames:.4g} {'frame' if of.frames == 1 else 'frames'} in a step"
-        atoms = f"at most {counted(of.max_atoms, 'atom')}" + " in a batch" * (check.config.training.accumulate > 1)
+        atoms = f"at most {counted(of.max_atoms, 'atom')}" + " in a batch" * (
+            check.config.training.accumulate > 1
+        )
         pairs.append(("batch", f"{part}{frames}, {atoms}, in one process"))
     pairs += [("group", line) for line in check.groups]
     if check.parameters is not None:
@@ -307,12 +367,24 @@ def cost_lines(check: RunCheck) -> list[str]:
     """Return time and memory, which are known where steps were measured."""
     cost = check.cost
     if cost is None:
-        return ["", *render(facts("Cost", [("time", "not measured, nor is memory; --time measures some steps")]), "  ")]
+        return [
+            "",
+            *render(
+                facts(
+                    "Cost", [("time", "not measured, nor is memory; --time measures some steps")]
+                ),
+                "  ",
+            ),
+        ]
     end = datetime.now() + timedelta(seconds=cost.total_s)
     step = f"{counted(cost.steps, 'step')} of {_seconds(cost.step_s)}"
     if cost.step_of_first_epoch_s > 1.1 * cost.step_s:
         step += f" ({_seconds(cost.step_of_first_epoch_s)} in the first epoch, when neighbors are searched)"
-    parts = [f"start {_seconds(cost.start_s)}", step, f"{counted(cost.rows, 'row')} of {_seconds(cost.row_s)}"]
+    parts = [
+        f"start {_seconds(cost.start_s)}",
+        step,
+        f"{counted(cost.rows, 'row')} of {_seconds(cost.row_s)}",
+    ]
     if cost.validations:
         parts.append(f"{counted(cost.validations, 'validation')} of {_seconds(cost.validation_s)}")
     parts.append(f"{counted(cost.checkpoints, 'checkpoint')} of {_seconds(cost.checkpoint_s)}")
@@ -356,7 +428,9 @@ def _size(num_bytes: float) -> str:
     return f"{number:.2g} {unit}" if number < 10 else f"{number:.0f} {unit}"
 
 
-def document(input_file: str, check: RunCheck | None, problems: Sequence[Finding]) -> dict[str, Any]:
+def document(
+    input_file: str, check: RunCheck | None, problems: Sequence[Finding]
+) -> dict[str, Any]:
     """Return the report as JSON values; parts that are not known, because of problems, are null or empty.
 
     Args:
@@ -382,8 +456,12 @@ def document(input_file: str, check: RunCheck | None, problems: Sequence[Finding
     plan = {
         "num_steps": check.num_steps or check.config.training.numb_steps or None,
         "parameters": check.parameters,
-        "tasks": [{"task": name, **dict(zip(_LENGTH_KEYS, of))} for name, of in check.tasks.items()],
-        "summary": [list(row) for row in config_summary(check.config, check.num_steps, check.steps_per)],
+        "tasks": [
+            {"task": name, **dict(zip(_LENGTH_KEYS, of))} for name, of in check.tasks.items()
+        ],
+        "summary": [
+            list(row) for row in config_summary(check.config, check.num_steps, check.steps_per)
+        ],
         "input_with_defaults": to_dict(check.config),
     }
     measured = None if check.cost is None else {"total_s": check.cost.total_s, **asdict(check.cost)}
@@ -406,12 +484,20 @@ def _data(task: str, report: DataReport) -> dict[str, Any]:
     suspects, systems = _suspicious_frames(report), []
     for part, scans in report.parts.items():
         for scan in scans:
-            sizes, frames, labels = scan.type_counts.sum(axis=1), scan.system.num_frames, dict[str, Any]()
+            sizes, frames, labels = (
+                scan.type_counts.sum(axis=1),
+                scan.system.num_frames,
+                dict[str, Any](),
+            )
             for name in (name for name, number in scan.label_frames.items() if number):
                 labels[name] = {"frames": scan.label_frames[name]}
                 values = scan.ranges.get(name)
                 if name in _UNITS and values is not None and values.count:
-                    for key, value in (("min", values.low), ("max", values.high), ("rms", values.rms)):
+                    for key, value in (
+                        ("min", values.low),
+                        ("max", values.high),
+                        ("rms", values.rms),
+                    ):
                         labels[name][f"{key}_{_UNITS[name]}"] = value
                     labels[name]["largest_in_frame"] = int(scan.system.numbers[values.worst])
             systems.append(
@@ -448,9 +534,15 @@ def _elements(report: DataReport) -> Iterator[dict[str, Any]]:
     """Yield atoms, forces, nearest neighbors and numbers of neighbors of each element."""
     every, near = [*report.training, *report.validation], report.neighbors
     for k, name in enumerate(report.type_map):
-        training, both = (sum(int(s.type_counts[:, k].sum()) for s in scans) for scans in (report.training, every))
-        number, squares = (sum(float(scan.element_forces[k, column]) for scan in every) for column in (0, 1))
-        nearest = near.nearest[k] if near is not None and np.isfinite(near.nearest[k]).any() else None
+        training, both = (
+            sum(int(s.type_counts[:, k].sum()) for s in scans) for scans in (report.training, every)
+        )
+        number, squares = (
+            sum(float(scan.element_forces[k, column]) for scan in every) for column in (0, 1)
+        )
+        nearest = (
+            near.nearest[k] if near is not None and np.isfinite(near.nearest[k]).any() else None
+        )
         yield {
             "element": name,
             "training_atoms": training,
@@ -458,6 +550,8 @@ def _elements(report: DataReport) -> Iterator[dict[str, Any]]:
             _F_RMS: math.sqrt(squares / number) if number else None,
             _F_MAX: max(float(scan.element_forces[k, 2]) for scan in every) if number else None,
             "nearest_angstrom": float(nearest.min()) if nearest is not None else None,
-            "nearest_element": report.type_map[int(nearest.argmin())] if nearest is not None else None,
+            "nearest_element": report.type_map[int(nearest.argmin())]
+            if nearest is not None
+            else None,
             "max_neighbors": int(near.max_neighbors[k]) if near is not None else None,
         }

@@ -32,9 +32,13 @@ logger = logging.getLogger(__name__)
 
 LCURVE, VALIDATION = "lcurve", "validation"
 MAX_STEP = 10**18
-SYNC_S = 10.0  # a power cut loses at most the rows of this time, all of them after the last checkpoint
+SYNC_S = (
+    10.0  # a power cut loses at most the rows of this time, all of them after the last checkpoint
+)
 # the line of a best file: whose weights it holds (None: the live ones), and its step
-_BEST_LINE = re.compile(rf"# saved best checkpoint: (?:.*/)?{BEST}(?:_([^/]+))?\.ckpt-(\d+)\.t-\d+\.(?:pt|dcp) ")
+_BEST_LINE = re.compile(
+    rf"# saved best checkpoint: (?:.*/)?{BEST}(?:_([^/]+))?\.ckpt-(\d+)\.t-\d+\.(?:pt|dcp) "
+)
 _LCURVE_NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print nan\n"
 _VALIDATION_NOTE = (
     "# E uses per-atom energy, F uses component-wise force errors, and the second-rank column is S, stress as the "
@@ -76,7 +80,9 @@ class RowTable:
         if lines[: len(header)] == header or not rows:
             text = self.header + "".join(rows)
         else:
-            logger.warning("%s: the columns have changed, a second header follows the old rows", self.path)
+            logger.warning(
+                "%s: the columns have changed, a second header follows the old rows", self.path
+            )
             text = "".join(lines) + self.header
         with atomic_write(self.path, "The last checkpoint is usable.") as part:
             part.write_text(text, encoding="utf-8")
@@ -106,7 +112,9 @@ class LcurveFile(RowTable):
         validated: tasks with a column of validation values before each of training.
     """
 
-    def __init__(self, path: str | Path, names: Mapping[str, Sequence[str]], validated: Collection[str]) -> None:
+    def __init__(
+        self, path: str | Path, names: Mapping[str, Sequence[str]], validated: Collection[str]
+    ) -> None:
         self._columns = [
             (task, name, ("val", "trn") if task in validated else ("trn",))
             for task, of_task in names.items()
@@ -129,7 +137,9 @@ class LcurveFile(RowTable):
         """
         values, row = {"val": validation, "trn": training}, f"{step:7d}"
         for task, name, kinds in self._columns:
-            row += "  " + "".join(f" {values[kind].get(task, {}).get(name, math.nan):11.2e}" for kind in kinds)
+            row += "  " + "".join(
+                f" {values[kind].get(task, {}).get(name, math.nan):11.2e}" for kind in kinds
+            )
         self._add(f"{row}   {lr:8.1e}\n")
 
 
@@ -144,13 +154,27 @@ class ValidationLog(RowTable):
     """
 
     def __init__(
-        self, path: str | Path, num_steps: int, metric: str = "E:MAE", quantities: Sequence[str] = "EFVS"
+        self,
+        path: str | Path,
+        num_steps: int,
+        metric: str = "E:MAE",
+        quantities: Sequence[str] = "EFVS",
     ) -> None:
         left_out = "S" if metric.upper().startswith("V") else "V"
-        self._metrics = [f"{quantity}:{kind}" for quantity in quantities if quantity != left_out for kind in KINDS]
-        labels = [f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})" for name in self._metrics]
+        self._metrics = [
+            f"{quantity}:{kind}"
+            for quantity in quantities
+            if quantity != left_out
+            for kind in KINDS
+        ]
+        labels = [
+            f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})" for name in self._metrics
+        ]
         self._widths = [max(4, len(str(num_steps)))] + [max(10, len(label)) for label in labels]
-        self.path, self.header = Path(path), self._row("# ", ["step", *labels]) + _VALIDATION_NOTE * ("E" in quantities)
+        self.path, self.header = (
+            Path(path),
+            self._row("# ", ["step", *labels]) + _VALIDATION_NOTE * ("E" in quantities),
+        )
 
     def write(self, step: int, errors: Errors) -> None:
         """Add the row of ``step``."""
@@ -164,7 +188,9 @@ class ValidationLog(RowTable):
         logger.debug("saved best model to %s with %s = %s", file, metric, shown)
 
     def _row(self, prefix: str, cells: Sequence[str]) -> str:
-        return prefix + " ".join(f"{cell:^{width}}" for cell, width in zip(cells, self._widths)) + "\n"
+        return (
+            prefix + " ".join(f"{cell:^{width}}" for cell, width in zip(cells, self._widths)) + "\n"
+        )
 
 
 class NoRowsError(UserError):
@@ -200,11 +226,17 @@ class Curve:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not a text file"
             raised = NoRowsError if isinstance(error, FileNotFoundError) else UserError
-            raise raised(f"{path}: cannot be read: {reason}. Give lcurve.out, val.log or val_ema.log.") from error
+            raise raised(
+                f"{path}: cannot be read: {reason}. Give lcurve.out, val.log or val_ema.log."
+            ) from error
         lines = text.splitlines()
-        header = next((line.lstrip("# ").split() for line in lines if re.match(r"#\s*step\s", line)), None)
+        header = next(
+            (line.lstrip("# ").split() for line in lines if re.match(r"#\s*step\s", line)), None
+        )
         if header is None:
-            raise UserError(f"{path}: has no header line '# step ...'. Give lcurve.out, val.log or val_ema.log.")
+            raise UserError(
+                f"{path}: has no header line '# step ...'. Give lcurve.out, val.log or val_ema.log."
+            )
         rows: dict[int, list[float]] = {}  # in the order of their steps
         for number, line in enumerate(lines, 1):
             if not line.strip() or line.lstrip().startswith("#"):
@@ -212,7 +244,9 @@ class Curve:
             try:
                 step, *values = map(float, line.split())
                 if len(values) != len(header) - 1:
-                    raise ValueError(f"{len(values) + 1} numbers, expected {len(header)} as in the header")
+                    raise ValueError(
+                        f"{len(values) + 1} numbers, expected {len(header)} as in the header"
+                    )
                 if not (0 <= step < MAX_STEP and step == int(step)):
                     raise ValueError(f"step {step:g}, expected a whole number")
             except ValueError as error:
@@ -232,12 +266,16 @@ class Curve:
         self.best_steps = [int(match[2]) for match in best]
         # whose errors these are: a line of a best file says it, otherwise the name of the file
         self.task, tasks, name = "", list[str](), ""
-        with suppress(OSError, ValueError, AttributeError):  # there is no input, or that of another program
+        with suppress(
+            OSError, ValueError, AttributeError
+        ):  # there is no input, or that of another program
             values = json.loads(path.with_name("out.json").read_text(encoding="utf-8"))
             tasks = list(values.get("model", {}).get("model_dict", {}))
             name = weights_of_rows(path, values)
         self.weights = (best[0][1] or LIVE) if best else name or weights_of_rows(path, {})
-        for task in sorted(tasks, key=len, reverse=True):  # of ice and ice_ih, ice_ih_ema belongs to the second
+        for task in sorted(
+            tasks, key=len, reverse=True
+        ):  # of ice and ice_ih, ice_ih_ema belongs to the second
             if self.weights == task or self.weights.startswith(f"{task}_"):
                 self.task = task if self.kind == VALIDATION else ""
                 self.weights = self.weights[len(task) + 1 :] or LIVE
@@ -245,9 +283,14 @@ class Curve:
 
     def of_tasks(self) -> list[Curve]:
         """Return the learning curve of each task; of another file, or of one task, the curve itself."""
-        of_tasks, shared = dict[str, dict[str, NDArray[np.float64]]](), dict[str, NDArray[np.float64]]()
+        of_tasks, shared = (
+            dict[str, dict[str, NDArray[np.float64]]](),
+            dict[str, NDArray[np.float64]](),
+        )
         for name, values in self.columns.items():
-            if self.kind == LCURVE and (match := re.fullmatch(r"(\w+?_(?:val|trn))_([\w+-]+)", name)):
+            if self.kind == LCURVE and (
+                match := re.fullmatch(r"(\w+?_(?:val|trn))_([\w+-]+)", name)
+            ):
                 of_tasks.setdefault(match[2], {})[match[1]] = values
             else:
                 shared[name] = values
@@ -274,9 +317,13 @@ def curve_files(path: str | Path) -> list[Path]:
         if any(file.is_file() for file in files):
             return files
     patterns = ("lcurve.out", "lcurve_*.out", "val.log", "val_*.log")
-    files = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
+    files = [
+        file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()
+    ]
     if not files:
-        raise UserError(f"{path}: no lcurve.out or val.log in this folder. Give the folder of a run, or its files.")
+        raise UserError(
+            f"{path}: no lcurve.out or val.log in this folder. Give the folder of a run, or its files."
+        )
     return files
 
 

@@ -13,12 +13,18 @@ ALL, FITTING = "all", "fitting"
 TRAINED = {ALL: "all weights", FITTING: "its fitting network alone"}
 FRACTION = 0.1  # of the frames, for validation
 _REPLAYED = 0.3  # share of the steps that old data have
-_NAMED = {"type_map": "elements", "descriptor": "descriptor", "fitting_net": "fitting"}  # parts that tasks share
+_NAMED = {
+    "type_map": "elements",
+    "descriptor": "descriptor",
+    "fitting_net": "fitting",
+}  # parts that tasks share
 _OF_START = ("finetune_head", "finetune_bias")
 _OF_TASK = ("training_data", "validation_data", "validation_fraction")
 
 
-def model_section(config: ModelConfig, type_map: Sequence[str], head: str | None, trained: str) -> dict[str, Any]:
+def model_section(
+    config: ModelConfig, type_map: Sequence[str], head: str | None, trained: str
+) -> dict[str, Any]:
     """Return the section ``model`` that fine-tunes the model of a file.
 
     Args:
@@ -37,7 +43,9 @@ def model_section(config: ModelConfig, type_map: Sequence[str], head: str | None
     return {**parts, **others, "finetune_head": head or "Default"}
 
 
-def with_replay(values: Mapping[str, Any], systems: Sequence[str], is_split: bool) -> dict[str, Any]:
+def with_replay(
+    values: Mapping[str, Any], systems: Sequence[str], is_split: bool
+) -> dict[str, Any]:
     """Return an input of fine-tuning with the tasks ``new`` and ``old``, which have one model.
 
     Args:
@@ -71,6 +79,11 @@ def with_replay(values: Mapping[str, Any], systems: Sequence[str], is_split: boo
 def _changed(section: Any) -> dict[str, Any]:
     """Return the options of a section that have no default or another value."""
     defaults = {
-        f.name: plain(f.default_factory() if f.default_factory is not MISSING else f.default) for f in fields(section)
+        f.name: plain(f.default_factory() if f.default_factory is not MISSING else f.default)
+        for f in fields(section)
     }
-    return {name: value for name, value in plain(section).items() if name not in defaults or value != defaults[name]}
+    return {
+        name: value
+        for name, value in plain(section).items()
+        if name not in defaults or value != defaults[name]
+    }

@@ -39,7 +39,9 @@ _MIN_HINT_S = 10.0  # a shorter time says little: much of it is the start
 _FIRST = 2  # steps that prepare memory and caches: their time says nothing of the others
 
 
-def set_up_logging(level: str | int = "INFO", log_file: str | Path | None = None, is_main: bool = True) -> None:
+def set_up_logging(
+    level: str | int = "INFO", log_file: str | Path | None = None, is_main: bool = True
+) -> None:
     """Send the messages of this package to stderr, and to ``log_file`` if given; may be called again.
 
     Args:
@@ -75,7 +77,9 @@ class _TerminalHandler(logging.Handler):
         text = fitted(self.format(record), sys.stderr)
         if record.levelno >= logging.WARNING:
             color = RED if record.levelno >= logging.ERROR else YELLOW
-            text = text.replace(f"{record.levelname}:", colored(f"{record.levelname}:", color, sys.stderr), 1)
+            text = text.replace(
+                f"{record.levelname}:", colored(f"{record.levelname}:", color, sys.stderr), 1
+            )
         with suppress(OSError, ValueError):  # the terminal is gone or full
             tqdm.write(text, file=sys.stderr)
 
@@ -115,7 +119,9 @@ class RunTimes:
         seconds: of each part so far.
     """
 
-    def __init__(self, due: Mapping[str, Due] | None = None, expected: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, due: Mapping[str, Due] | None = None, expected: Mapping[str, float] | None = None
+    ) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(_SHOWN, 0.0)
         self._counts: dict[str, int] = defaultdict(int)
         self._due, self._expected = due or {}, expected or {}
@@ -123,7 +129,9 @@ class RunTimes:
         self._before = dict(self.seconds)  # the interval
         self._first_wait: float | None = None
         self._hinted = False
-        self._measured_from: tuple[float, float] | None = None  # time and seconds of due parts, after the first steps
+        self._measured_from: tuple[float, float] | None = (
+            None  # time and seconds of due parts, after the first steps
+        )
 
     def waiting_share(self) -> float:
         """Return the share of the time since the first batch was there that was spent waiting for others, 0 to 1."""
@@ -165,7 +173,11 @@ class RunTimes:
         left = each * (num_steps - step)
         for part, due in self._due.items():
             count = self._counts[part]
-            mean = self.seconds.get(part, 0.0) / count if count else self._expected.get(part, 0.0) * each
+            mean = (
+                self.seconds.get(part, 0.0) / count
+                if count
+                else self._expected.get(part, 0.0) * each
+            )
             left += mean * due.count(step)
         return left
 
@@ -187,7 +199,9 @@ class RunTimes:
                 100 * spent["data"] / total,
             )
         self._before, self._since = dict(self.seconds), time.perf_counter()
-        return " | ".join(f"{part} {100 * seconds / total:.0f} %" for part, seconds in spent.items())
+        return " | ".join(
+            f"{part} {100 * seconds / total:.0f} %" for part, seconds in spent.items()
+        )
 
 
 class Progress:
@@ -220,7 +234,9 @@ class Progress:
             self._bar.update(step - self._step)
         elif time.perf_counter() - self._line_at > LINE_INTERVAL_S and step < self._num_steps:
             self._line_at = time.perf_counter()
-            logger.info("%*d  of %d steps, %s", self._width, step, self._num_steps, self._facts(step))
+            logger.info(
+                "%*d  of %d steps, %s", self._width, step, self._num_steps, self._facts(step)
+            )
         self._step = step
 
     def _new_bar(self) -> tqdm:
@@ -260,39 +276,61 @@ class Progress:
         ends = [f"lr {lr:.1e}"]
         if not self._interactive:
             ends.append(f"{(step - self._shown) / max(now - self._shown_at, 1e-9):.3g} steps/s")
-            if (left := self._times.left(step, self._num_steps)) is not None:  # not known after the first steps
+            if (
+                left := self._times.left(step, self._num_steps)
+            ) is not None:  # not known after the first steps
                 ends.append(f"{tqdm.format_interval(left)} left")
         for task in errors["train"]:
             of_task = {name: describe_values(of.get(task, {})) for name, of in errors.items()}
             cells = [f"{name} {words}" for name, words in of_task.items() if words]
             if cells:
-                logger.info("%s", "  ".join([f"{step:{self._width}d}", *[task] * bool(task), *cells, *ends]))
+                logger.info(
+                    "%s", "  ".join([f"{step:{self._width}d}", *[task] * bool(task), *cells, *ends])
+                )
                 ends = ends[:1]
-        logger.debug("%*d  %.2f s: %s", self._width, step, now - self._shown_at, self._times.split())
+        logger.debug(
+            "%*d  %.2f s: %s", self._width, step, now - self._shown_at, self._times.split()
+        )
         self._shown, self._shown_at, self._line_at = step, now, now
         if not self._is_validated:  # beside the bar: of validation frames if there are any
             name = "valid" if any(errors["valid"].values()) else "train"
-            self._error = _force_errors(name, {task: of.get("rmse_f", math.nan) for task, of in errors[name].items()})
+            self._error = _force_errors(
+                name, {task: of.get("rmse_f", math.nan) for task, of in errors[name].items()}
+            )
 
-    def show_validation(self, step: int, results: Mapping[str, Errors], best: Collection[str] = ()) -> None:
+    def show_validation(
+        self, step: int, results: Mapping[str, Errors], best: Collection[str] = ()
+    ) -> None:
         """Log the RMSE of a full validation, a line for each task, with a star at the rows that are ``best`` so far."""
         rows = [(*name.rpartition(" ")[::2], errors) for name, errors in results.items()]
         for task in dict.fromkeys(task for task, _, _ in rows):
             cells = [f"{step:{self._width}d}", *[task] * bool(task), "full"]
-            for weights, errors in ((weights, errors) for of, weights, errors in rows if of == task):
-                values = {f"rmse_{q.lower()}": errors.metric(f"{q}:RMSE") for q in labelled(errors) if q != "S"}
-                cells.append(f"{weights}{'*' * (f'{task} {weights}'.lstrip() in best)} {describe_values(values)}")
+            for weights, errors in (
+                (weights, errors) for of, weights, errors in rows if of == task
+            ):
+                values = {
+                    f"rmse_{q.lower()}": errors.metric(f"{q}:RMSE")
+                    for q in labelled(errors)
+                    if q != "S"
+                }
+                cells.append(
+                    f"{weights}{'*' * (f'{task} {weights}'.lstrip() in best)} {describe_values(values)}"
+                )
             logger.info("%s", "  ".join(cells))
         # beside the bar: force errors of each task by the first average, or by the live weights if there is none
         chosen = next((weights for _, weights, _ in rows if weights != LIVE), LIVE)
-        forces = {task: errors.metric("F:RMSE") for task, weights, errors in rows if weights == chosen}
+        forces = {
+            task: errors.metric("F:RMSE") for task, weights, errors in rows if weights == chosen
+        }
         if shown := _force_errors(chosen, forces):
             self._error, self._is_validated = shown, True
 
     def close(self) -> None:
         """Leave the bar as it is now and end its line."""
         if self._bar is not None:
-            self._bar.set_postfix_str(self._facts(self._step), refresh=False)  # with the last validation
+            self._bar.set_postfix_str(
+                self._facts(self._step), refresh=False
+            )  # with the last validation
             self._bar.close()
             self._bar = None
 

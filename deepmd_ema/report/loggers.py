@@ -43,8 +43,12 @@ class Loggers:
 
     def __init__(self, config: RunConfig, run_id: str) -> None:
         self._config, self._run_id = config, run_id
-        self._active: dict[str, tuple[Logger, dict[str, int]]] = {}  # and the last step of each value
-        self._logged: dict[str, dict[str, Any]] = {}  # id and last steps of each logger that a restart can continue
+        self._active: dict[
+            str, tuple[Logger, dict[str, int]]
+        ] = {}  # and the last step of each value
+        self._logged: dict[
+            str, dict[str, Any]
+        ] = {}  # id and last steps of each logger that a restart can continue
 
     def start(self, step: int) -> None:
         """Start all loggers of a run that has done ``step`` steps."""
@@ -52,11 +56,15 @@ class Loggers:
 
         loggers, types = loggers_of(self._config), Counter[str]()
         if step and loggers:
-            with suppress(OSError, ValueError, TypeError, KeyError):  # the file is of another run, or damaged
+            with suppress(
+                OSError, ValueError, TypeError, KeyError
+            ):  # the file is of another run, or damaged
                 stored = json.loads(Path(LOGGED).read_text(encoding="utf-8"))
                 if stored["run"] == self._run_id:
                     entries = stored["loggers"].items()
-                    self._logged = {key: {"id": str(of["id"]), "last": dict(of["last"])} for key, of in entries}
+                    self._logged = {
+                        key: {"id": str(of["id"]), "last": dict(of["last"])} for key, of in entries
+                    }
         for place, to in loggers.items():
             key, types[to.type] = f"{to.type}-{types[to.type]}", types[to.type] + 1
             earlier = self._logged.get(key, {"id": None, "last": {}})
@@ -68,7 +76,9 @@ class Loggers:
                     self._logged[key] = {"id": run, "last": last}
         self._write()
 
-    def log(self, step: int, values: Mapping[str, float], to: Callable[[Logger], bool] = lambda _: True) -> None:
+    def log(
+        self, step: int, values: Mapping[str, float], to: Callable[[Logger], bool] = lambda _: True
+    ) -> None:
         """Log the values that are finite, of steps that were not logged before a restart, to some of the loggers."""
         for place, (one, last) in list(self._active.items()):
             new = {n: v for n, v in values.items() if math.isfinite(v) and step > last.get(n, -1)}
@@ -101,14 +111,18 @@ class Loggers:
         except Exception as error:  # whatever the code of others raises
             self._active.pop(place, None)
             reason = shorten(f"{type(error).__name__}: {reason_of(error)}", 300)
-            logger.warning('%s ("%s"): %s. The run continues without this logger.', place, to.type, reason)
+            logger.warning(
+                '%s ("%s"): %s. The run continues without this logger.', place, to.type, reason
+            )
 
     def _write(self) -> None:
         if self._logged:
             part = part_of(Path(LOGGED))
             with suppress(OSError):  # a disk that is full ends the run elsewhere
                 # not flushed to the disk, which takes milliseconds: after a power cut some values are logged twice
-                part.write_text(json.dumps({"run": self._run_id, "loggers": self._logged}), encoding="utf-8")
+                part.write_text(
+                    json.dumps({"run": self._run_id, "loggers": self._logged}), encoding="utf-8"
+                )
                 os.replace(part, LOGGED)
 
 
@@ -121,16 +135,21 @@ def loggers_of(config: RunConfig) -> dict[str, Logger]:
     training = config.training
     loggers: dict[str, Logger] = {}
     if training.tensorboard:
-        board = TensorBoardLogger(log_dir=training.tensorboard_log_dir, freq=training.tensorboard_freq)
+        board = TensorBoardLogger(
+            log_dir=training.tensorboard_log_dir, freq=training.tensorboard_freq
+        )
         loggers["training.tensorboard"] = board
     for number, section in enumerate(training.loggers):
-        loggers[dotted(("training", "loggers", number))] = replace(section)  # the config stays as it is
+        loggers[dotted(("training", "loggers", number))] = replace(
+            section
+        )  # the config stays as it is
     problems = [
         f'{place} ("{one.type}"): the package {module} is not installed. Install it with `pip install "{package}"`, or '
         "remove the option."
         for place, one in loggers.items()
         for module, package in one.needs.items()
-        if getattr(find_spec(module), "origin", None) is None  # a folder without code, as wandb makes one, has none
+        if getattr(find_spec(module), "origin", None)
+        is None  # a folder without code, as wandb makes one, has none
     ]
     ConfigError.raise_if_any(problems)
     return loggers
@@ -178,7 +197,9 @@ class WandbLogger(Logger):
     type: ClassVar[str] = "wandb"
     needs: ClassVar[Mapping[str, str]] = {"wandb": "dp-ema[wandb]"}
 
-    project: str | None = option(None, doc="Project of the run; null: `WANDB_PROJECT`, or what wandb takes.")
+    project: str | None = option(
+        None, doc="Project of the run; null: `WANDB_PROJECT`, or what wandb takes."
+    )
     entity: str | None = option(None, doc="User or team that has the project; null: your default.")
     name: str | None = option(None, doc="Name of the run; null: one is made up.")
     tags: list[str] = option([], doc="Tags of the run.")
@@ -215,10 +236,12 @@ class MlflowLogger(Logger):
     needs: ClassVar[Mapping[str, str]] = {"mlflow": "dp-ema[mlflow]"}
 
     tracking_uri: str | None = option(
-        None, doc="Where MLflow keeps its runs: the address of a server or a folder; null: `MLFLOW_TRACKING_URI`."
+        None,
+        doc="Where MLflow keeps its runs: the address of a server or a folder; null: `MLFLOW_TRACKING_URI`.",
     )
     experiment: str | None = option(
-        None, doc="Experiment of the run, which is made if there is none; null: `MLFLOW_EXPERIMENT_NAME`, or `Default`."
+        None,
+        doc="Experiment of the run, which is made if there is none; null: `MLFLOW_EXPERIMENT_NAME`, or `Default`.",
     )
     name: str | None = option(None, doc="Name of the run; null: one is made up.")
 
@@ -247,7 +270,9 @@ class MlflowLogger(Logger):
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        self._client.log_batch(self._id, [Metric(name, value, now, step) for name, value in values.items()])
+        self._client.log_batch(
+            self._id, [Metric(name, value, now, step) for name, value in values.items()]
+        )
 
     def finish(self, status: str) -> None:
         """Set the status of the run."""

@@ -24,7 +24,13 @@ from deepmd_ema.data.run import TaskData, open_split
 from deepmd_ema.data.source import FrameSource, evenly_spaced
 from deepmd_ema.distributed.files import HTML, atomic_write, check_output
 from deepmd_ema.errors import DataError, UserError, command, counted
-from deepmd_ema.infer.evaluate import WORST, ErrorReport, describe_composition, open_labelled, predict
+from deepmd_ema.infer.evaluate import (
+    WORST,
+    ErrorReport,
+    describe_composition,
+    open_labelled,
+    predict,
+)
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.model.metrics import Errors, worst_frames
 from deepmd_ema.model.model_set import nested
@@ -103,17 +109,25 @@ def write_report(
         part.write_text(template.substitute(title=escape(page.title), body=body), encoding="utf-8")
     if len(page.weights) > 2 and average is None:
         others = ", ".join(page.weights[2:])
-        page.remarks.append(f"Details are of the average {page.chosen}; --average shows another: {others}.")
+        page.remarks.append(
+            f"Details are of the average {page.chosen}; --average shows another: {others}."
+        )
     return page.remarks
 
 
 def _evaluate(
-    file: Path, data: Mapping[str, TaskData], weights: Sequence[str], num_frames: int, device: str | None
+    file: Path,
+    data: Mapping[str, TaskData],
+    weights: Sequence[str],
+    num_frames: int,
+    device: str | None,
 ) -> Iterator[Tested]:
     """Yield the errors by task, weights and part of the data; arguments are those of :func:`write_report`."""
     cache = PairCache()
     for task, of_task in data.items():
-        valid, test = (evenly_spaced(s, num_frames) if num_frames else s for s in (of_task.valid, of_task.test))
+        valid, test = (
+            evenly_spaced(s, num_frames) if num_frames else s for s in (of_task.valid, of_task.test)
+        )
         number = sum(source.num_frames for source in valid) or num_frames
         train = evenly_spaced(of_task.train, number) if number else of_task.train
         for name in weights:
@@ -148,7 +162,12 @@ class _Page:
     """
 
     def __init__(
-        self, run: Path, num_frames: int, device: str | None, average: str | None, systems: Sequence[str]
+        self,
+        run: Path,
+        num_frames: int,
+        device: str | None,
+        average: str | None,
+        systems: Sequence[str],
     ) -> None:
         self.status: RunStatus | None = None
         if run.is_dir() and not is_sharded(run):
@@ -169,12 +188,16 @@ class _Page:
             )
         weights = [LIVE, *payload.get("averages", {}).get("profiles", {})]
         first = weights[min(1, len(weights) - 1)]
-        self.chosen = first if average is None else checkpoint.choose_profile(payload, file, average)
+        self.chosen = (
+            first if average is None else checkpoint.choose_profile(payload, file, average)
+        )
         self.folder = self.status.folder if self.status is not None else file.parent
         self.title = self.folder.resolve().name
         self.config = saved_config(with_absolute_paths(payload["config"], self.folder), str(file))
         if systems and len(self.config.tasks) > 1:
-            raise UserError("-s: of a run of several tasks. Name their test data in validating.test_data_dict.")
+            raise UserError(
+                "-s: of a run of several tasks. Name their test data in validating.test_data_dict."
+            )
         model = next(iter(self.config.tasks.values())).model
         labels = model.fitting_net.labels
         if ENERGY in labels:
@@ -186,20 +209,31 @@ class _Page:
             with suppress(DataError):  # of test data that were moved; their rows are in the run
                 self.data = open_split(self.config, with_test=not systems)
             self.data = self.data or open_split(self.config)
-            self.data = {name: of_task._replace(test=test or of_task.test) for name, of_task in self.data.items()}
-            sources = [source for of_task in self.data.values() for part in of_task for source in part]
-            self.base = os.path.commonpath([os.path.dirname(os.path.abspath(source.name)) for source in sources])
+            self.data = {
+                name: of_task._replace(test=test or of_task.test)
+                for name, of_task in self.data.items()
+            }
+            sources = [
+                source for of_task in self.data.values() for part in of_task for source in part
+            ]
+            self.base = os.path.commonpath(
+                [os.path.dirname(os.path.abspath(source.name)) for source in sources]
+            )
             self.tested = list(_evaluate(file, self.data, weights, num_frames, device))
         except UserError as error:
             self.remarks.append(f"The errors of single frames are missing: {error.problems[0]}")
         if self.status is not None and self.status.state != ENDED:
-            self.remarks.append(f"Status: {self.status.describe()}. The checkpoint is of step {payload['step']:,}.")
+            self.remarks.append(
+                f"Status: {self.status.describe()}. The checkpoint is of step {payload['step']:,}."
+            )
         self.weights = sorted(weights, key=lambda name: (name != LIVE, name != self.chosen))
         self.shown: dict[tuple[str, str], list[Tested]] = {}
         for one in sorted(self.tested, key=lambda one: self.weights.index(one.weights)):
             if one.part != TRAINING or (self.data and not self.data[one.task].valid):
                 self.shown.setdefault((one.task, one.part), []).append(one)
-        self.details = [one for of_part in self.shown.values() for one in of_part if one.weights == self.chosen]
+        self.details = [
+            one for of_part in self.shown.values() for one in of_part if one.weights == self.chosen
+        ]
 
     def parts(self, scratch: Path) -> Iterator[str]:
         """Yield the parts of the page from top to bottom; pictures are made in the folder ``scratch``."""
@@ -211,8 +245,12 @@ class _Page:
             if self.data is not None:
                 valid = self.data[name].valid
                 words += f", trained on {_amount(self.data[name].train)}"
-                words += f", validated on {_amount(valid)}" if valid else ", without validation frames"
-            yield _paragraph(f"{name}: {words}." if name else f"{words[0].upper()}{words[1:]}.", "lead")
+                words += (
+                    f", validated on {_amount(valid)}" if valid else ", without validation frames"
+                )
+            yield _paragraph(
+                f"{name}: {words}." if name else f"{words[0].upper()}{words[1:]}.", "lead"
+            )
         yield "".join(_paragraph(remark, "notice") for remark in self.remarks)
         yield from self._final_errors()
         yield _list(self._first_facts()) + "</header>"
@@ -226,16 +264,26 @@ class _Page:
             "Errors in detail": list(self._details()),
             "Worst frames": [part for one in self.details for part in self._worst(one)],
             "Averages": list(self._averages()),
-            "Time": [_table(times) if times.rows else _paragraph("Not known: the folder has no record of the run.")],
+            "Time": [
+                _table(times)
+                if times.rows
+                else _paragraph("Not known: the folder has no record of the run.")
+            ],
             "Data": [_table(_table_of_data(self.data))] if self.data is not None else [],
             "Input": [
                 _list(config_summary(self.config)),
                 f"<details><summary>all options</summary><pre>{options}</pre></details>",
             ],
             "Programs and machine": [_list(self._programs(records))],
-            "Last warnings": [_list(warnings) if warnings else _paragraph("None.")] if records else [],
+            "Last warnings": [_list(warnings) if warnings else _paragraph("None.")]
+            if records
+            else [],
         }
-        shown = {title: (title.lower().replace(" ", "-"), body) for title, body in sections.items() if body}
+        shown = {
+            title: (title.lower().replace(" ", "-"), body)
+            for title, body in sections.items()
+            if body
+        }
         yield f"<nav>{''.join(f'<a href=#{anchor}>{title}</a>' for title, (anchor, _) in shown.items())}"
         yield "<a href=#definitions>Definitions</a></nav>"
         for title, (anchor, body) in shown.items():
@@ -248,12 +296,17 @@ class _Page:
         if status is not None:
             yield "run", status.describe()
             for part in status.parts[-1:]:
-                yield "time", f"{duration(status.elapsed or 0.0)} on {part.device}, {part.updated[:10]}"
+                yield (
+                    "time",
+                    f"{duration(status.elapsed or 0.0)} on {part.device}, {part.updated[:10]}",
+                )
         details = f"; details of {self.chosen}" * (self.chosen != LIVE)
         yield "shown here", f"{self.file.name}, step {self.payload['step']:,}{details}"
         if status is not None:
             name = "best" if status.state == ENDED else "best so far"
-            yield from ((name, f"{weights}: {status.describe_best(weights)}") for weights in status.best)
+            yield from (
+                (name, f"{weights}: {status.describe_best(weights)}") for weights in status.best
+            )
 
     def _final_errors(self) -> Iterator[str]:
         """Yield a table of errors of live and averaged weights for each task and part of the data."""
@@ -272,21 +325,35 @@ class _Page:
             columns.append(("labels", "RMS"))
             rows = list[Sequence[Cell]]()
             for q, kind in product(_quantities(tested), KINDS):
-                name = ", ".join(filter(None, (f"{METRICS[q].title} {kind}", METRICS[q].display_unit)))
+                name = ", ".join(
+                    filter(None, (f"{METRICS[q].title} {kind}", METRICS[q].display_unit))
+                )
                 # energies have no zero
                 size = _error(sizes, q, kind) if kind == "RMSE" and q not in "EQ" else ""
                 rows.append([name, *(_error(of, q, kind) for of in errors), size])
             if "S" in _quantities(tested):
                 stresses = (GPA * of.metric("S:RMSE") for of in errors)
-                rows.append(["Stress RMSE, GPa", *(significant(stress, _DIGITS) for stress in stresses), ""])
+                rows.append(
+                    ["Stress RMSE, GPa", *(significant(stress, _DIGITS) for stress in stresses), ""]
+                )
             title = f"{task}: " * bool(task) + counted(frames, f"{part} frame")
-            yield _table(Table("", (Column(title), *(Column(*column, "s") for column in columns)), rows))
+            yield _table(
+                Table("", (Column(title), *(Column(*column, "s") for column in columns)), rows)
+            )
         if not self.tested and self.status is not None:
             for weights, row in self.status.validation.items():
-                yield _paragraph(f"{weights}, validation of step {row['step']:,}: {describe_row(row)}")
-        if self.status is not None and self.status.test and not any(part == TEST for _, part in self.shown):
+                yield _paragraph(
+                    f"{weights}, validation of step {row['step']:,}: {describe_row(row)}"
+                )
+        if (
+            self.status is not None
+            and self.status.test
+            and not any(part == TEST for _, part in self.shown)
+        ):
             test = self.status.test.items()
-            yield "<h3>Test data</h3>" + _list((n, f"step {row['step']:,.0f}: {describe_row(row)}") for n, row in test)
+            yield "<h3>Test data</h3>" + _list(
+                (n, f"step {row['step']:,.0f}: {describe_row(row)}") for n, row in test
+            )
         yield '<p class=soft>Errors per atom and per component: <a href="#definitions">definitions</a>.</p>'
 
     def _curves(self, scratch: Path) -> Iterator[str]:
@@ -298,16 +365,27 @@ class _Page:
         for task in self.config.tasks:
             if of_task := [curve for curve in curves if curve.task == task]:
                 tested = self.shown.get((task, VALIDATION), ())
-                frames = [frame for one in tested for frame in one.report.frames if VIRIAL in frame.label]
+                frames = [
+                    frame for one in tested for frame in one.report.frames if VIRIAL in frame.label
+                ]
                 volumes = [(frame.volume or math.inf) / frame.num_atoms for frame in frames]
-                volumes += [math.inf] * (not any("S_RMSE(" in name for c in of_task for name in c.columns))
+                volumes += [math.inf] * (
+                    not any("S_RMSE(" in name for c in of_task for name in c.columns)
+                )
                 # of frames of like volumes errors of virials are those of stresses times the mean
-                volume = sum(volumes) / len(volumes) if volumes and max(volumes) < 1.2 * min(volumes) else 0.0
+                volume = (
+                    sum(volumes) / len(volumes)
+                    if volumes and max(volumes) < 1.2 * min(volumes)
+                    else 0.0
+                )
                 figures, keys = curve_figures(of_task, Path(tempfile.mkdtemp(dir=scratch)), volume)
                 yield f"<h3>{escape(task)}</h3>" * bool(task) + _keys(keys) + _figures(figures)
                 if volume:
                     shown = significant(volume, 4)
-                    yield _paragraph(f"Virial: errors of stresses times the mean volume, {shown} Å³/atom.", "soft")
+                    yield _paragraph(
+                        f"Virial: errors of stresses times the mean volume, {shown} Å³/atom.",
+                        "soft",
+                    )
 
     def _parity(self, scratch: Path) -> Iterator[str]:
         for one in self.details:
@@ -320,18 +398,31 @@ class _Page:
     def _details(self) -> Iterator[str]:
         """Yield errors of all weights, then by element, system, composition and kind of calculation."""
         if self.tested:
-            rows = {f"{one.task} {one.weights}, {one.part}".strip(): one.report.total for one in self.tested}
+            rows = {
+                f"{one.task} {one.weights}, {one.part}".strip(): one.report.total
+                for one in self.tested
+            }
             yield _table(_table_of_errors("", "weights, frames", rows, _quantities(self.tested)))
         for one in self.details:
             report, quantities = one.report, _quantities([one])
             yield _paragraph(one.describe())
             if elements := report.by_element:
-                yield _table(_table_of_errors("forces by element", "element", elements, "F", "atoms"))
-            systems = {os.path.relpath(name, self.base): of for name, of in report.by_system.items()}
-            groups = {"system": systems, "composition": report.by_composition, "kind of calculation": report.by_kind}
+                yield _table(
+                    _table_of_errors("forces by element", "element", elements, "F", "atoms")
+                )
+            systems = {
+                os.path.relpath(name, self.base): of for name, of in report.by_system.items()
+            }
+            groups = {
+                "system": systems,
+                "composition": report.by_composition,
+                "kind of calculation": report.by_kind,
+            }
             for name, of_groups in groups.items():
                 if len(of_groups) > 1:
-                    more = f" (the first {_MAX_GROUPS} of {len(of_groups)})" * (len(of_groups) > _MAX_GROUPS)
+                    more = f" (the first {_MAX_GROUPS} of {len(of_groups)})" * (
+                        len(of_groups) > _MAX_GROUPS
+                    )
                     title = f"by {name}{more}" + f", in {self.base}" * (name == "system")
                     first = dict(list(of_groups.items())[:_MAX_GROUPS])
                     yield _table(_table_of_errors(title, name, first, quantities), long=("system",))
@@ -346,11 +437,22 @@ class _Page:
             place = one.report.systems[frame.source[0]].where(frame.source[1])
             errors = [_error(frame.errors, q, "RMSE") for q in quantities]
             file = os.path.relpath(place.file, self.base)
-            rows.append((str(place.frame), *errors, describe_composition(frame.atom_type, one.report.type_map), file))
-        columns = [Column(f"{METRICS[q].title} RMSE", METRICS[q].display_unit, "s") for q in quantities]
+            rows.append(
+                (
+                    str(place.frame),
+                    *errors,
+                    describe_composition(frame.atom_type, one.report.type_map),
+                    file,
+                )
+            )
+        columns = [
+            Column(f"{METRICS[q].title} RMSE", METRICS[q].display_unit, "s") for q in quantities
+        ]
         title = f"the {len(rows)} frames of largest {by} error; frames of a file count from 0; files in {self.base}"
         yield _paragraph(one.describe())
-        table = Table(title, (Column("frame", "", "s"), *columns, Column("composition"), Column("file")), rows)
+        table = Table(
+            title, (Column("frame", "", "s"), *columns, Column("composition"), Column("file")), rows
+        )
         yield _table(table, long=("file",))
 
     def _averages(self) -> Iterator[str]:
@@ -364,15 +466,22 @@ class _Page:
             age = state["mean_age"] if state["updates"] > 0 else None
             rows.append((name, settings.get(name, ""), max(0, state["updates"]), age))
         columns = (Column("average"), Column("settings"), Column("updates", "", ",.0f"))
-        yield _table(Table("", (*columns, Column("mean age", "steps", ",.1f")), rows), long=("settings",))
+        yield _table(
+            Table("", (*columns, Column("mean age", "steps", ",.1f")), rows), long=("settings",)
+        )
         yield "<h3>Deviation from the live weights</h3>"
         live, tasks = self.payload["model"], self.payload["config"]["model"].get("model_dict", {})
         # of tensors that tasks share, one
-        names = {(t.data_ptr(), t.shape) if t.numel() else name: name for name, t in reversed(list(live.items()))}
+        names = {
+            (t.data_ptr(), t.shape) if t.numel() else name: name
+            for name, t in reversed(list(live.items()))
+        }
         parts: dict[str, list[str]] = {}
         for name in (name for name in live if name in set(names.values())):
             if any(name in state["weights"] for state in averages.values()):
-                task, _, rest = name.partition(".") if name.partition(".")[0] in tasks else ("", "", name)
+                task, _, rest = (
+                    name.partition(".") if name.partition(".")[0] in tasks else ("", "", name)
+                )
                 parts.setdefault(f"{task} {rest.partition('.')[0]}".strip(), []).append(name)
         if len(parts) > 1:
             parts["all trained numbers"] = [name for part in parts.values() for name in part]
@@ -380,8 +489,14 @@ class _Page:
         for part, members in parts.items():
             distances = []
             for state in averages.values():
-                pairs = [(live[name].double(), state["weights"][name]) for name in members if name in state["weights"]]
-                apart = sum(float((average.double() - of_live).square().sum()) for of_live, average in pairs)
+                pairs = [
+                    (live[name].double(), state["weights"][name])
+                    for name in members
+                    if name in state["weights"]
+                ]
+                apart = sum(
+                    float((average.double() - of_live).square().sum()) for of_live, average in pairs
+                )
                 size = sum(float(of_live.square().sum()) for of_live, _ in pairs)
                 distances.append(significant(100 * (apart / size) ** 0.5 if size else 0.0, _DIGITS))
             rows.append((part, sum(live[name].numel() for name in members), *distances))
@@ -397,7 +512,10 @@ class _Page:
             more = f", from step {part.first_step:,}" if part.first_step else ""
             yield "command", f"{part.command}, {part.began[:19]} to {part.updated[:19]}{more}"
             if (part.programs, part.machine) != (before.programs, before.machine):
-                yield "programs", ", ".join(f"{name} {version}" for name, version in part.programs.items())
+                yield (
+                    "programs",
+                    ", ".join(f"{name} {version}" for name, version in part.programs.items()),
+                )
                 ranks = f", {counted(part.ranks, 'rank')}" if part.ranks > 1 else ""
                 yield "machine", f"{part.machine}; {part.device}{ranks}"
             before = part
@@ -423,9 +541,17 @@ def _table_of_errors(
 ) -> Table:
     """Return a row for each entry of ``errors``, with the number of frames or atoms and both errors per quantity."""
     columns = [Column(first), Column(counts, "", ",.0f")]
-    columns += [Column(f"{METRICS[q].title} {k}", METRICS[q].display_unit, "s") for q in quantities for k in KINDS]
+    columns += [
+        Column(f"{METRICS[q].title} {k}", METRICS[q].display_unit, "s")
+        for q in quantities
+        for k in KINDS
+    ]
     rows: list[Sequence[Cell]] = [
-        (name, of.summary()[f"num_{counts}"], *(_error(of, q, kind) for q in quantities for kind in KINDS))
+        (
+            name,
+            of.summary()[f"num_{counts}"],
+            *(_error(of, q, kind) for q in quantities for kind in KINDS),
+        )
         for name, of in errors.items()
     ]
     return Table(title, columns, rows)
@@ -433,7 +559,9 @@ def _table_of_errors(
 
 def _quantities(tested: Sequence[Tested]) -> str:
     """Return the letters of the quantities that some frame has a label of."""
-    return "".join(q for q in METRICS if any(_error(one.report.total, q, "RMSE") != "–" for one in tested))
+    return "".join(
+        q for q in METRICS if any(_error(one.report.total, q, "RMSE") != "–" for one in tested)
+    )
 
 
 def _error(errors: Errors, quantity: str, kind: str) -> str:
@@ -464,12 +592,21 @@ def _table(table: Table, long: Sequence[str] = ()) -> str:
     """Return a table; columns of text are set to the left, and those named in ``long`` may be wrapped."""
     html = f"<caption>{escape(table.title)}</caption><tr>" if table.title else "<tr>"
     for column in table.columns:
-        kind, unit = "" if column.spec else " class=text", f"<br><small>{escape(column.unit)}</small>"
+        kind, unit = (
+            "" if column.spec else " class=text",
+            f"<br><small>{escape(column.unit)}</small>",
+        )
         html += f"<th{kind}>{escape(column.name)}{unit * bool(column.unit)}</th>"
     for cells in table.texts():
         html += "</tr>\n<tr>"
         for column, cell in zip(table.columns, cells):
-            kind = " class='text long'" if column.name in long else "" if column.spec else " class=text"
+            kind = (
+                " class='text long'"
+                if column.name in long
+                else ""
+                if column.spec
+                else " class=text"
+            )
             html += f"<td{kind}>{escape(cell)}</td>"
     return f"<div class=wide><table>{html}</tr></table></div>"
 
@@ -488,6 +625,10 @@ def _keys(keys: Sequence[Key]) -> str:
     """Return the meaning of the lines of the pictures."""
     html = ""
     for label, color, width in keys:
-        line = f'<i style="border-top: {max(1.5, 1.5 * width):.1f}px solid {color}"></i>' if width else "<i>★</i>"
+        line = (
+            f'<i style="border-top: {max(1.5, 1.5 * width):.1f}px solid {color}"></i>'
+            if width
+            else "<i>★</i>"
+        )
         html += f"<li>{line}{escape(label)}</li>"
     return f"<ul class=keys>{html}</ul>"

@@ -30,7 +30,10 @@ MAX_POINTS = 1_500  # of an SVG: more make it larger than a PNG
 MAX_MARKED_AVERAGES = 2  # averages whose rows are marked by dots; more lines would hide each other
 KEPT = "kept as best"
 NORMAL, SMALL = 11.0, 9.5  # points; legends and the errors below a panel are small
-PANEL = (3.7, 2.9)  # inches; small, so that the type is still read where a figure is scaled to one column of a page
+PANEL = (
+    3.7,
+    2.9,
+)  # inches; small, so that the type is still read where a figure is scaled to one column of a page
 INK = "#28323c"
 STYLE = Path(__file__).with_name("plots.mplstyle")
 
@@ -118,26 +121,48 @@ class CurvePlot:
 
     def __init__(self, curves: Sequence[Curve]) -> None:
         self.curves = curves
-        self.panels = [p for p in QUANTITIES.values() if any(_series(c, p) for c in curves)] or [LOSS]
+        self.panels = [p for p in QUANTITIES.values() if any(_series(c, p) for c in curves)] or [
+            LOSS
+        ]
         self.panels += [RATE] * any("lr" in c.columns for c in curves)
         first, last = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
         margin = 0.03 * (last - first) or 1
-        self.ends, self.log_ends = (first - margin, last + margin), (0.9 * max(1, first), 1.1 * last)
+        self.ends, self.log_ends = (
+            (first - margin, last + margin),
+            (0.9 * max(1, first), 1.1 * last),
+        )
         groups = list(dict.fromkeys((c.path.parent, c.task) for c in curves))  # each has a color
         folders = list(dict.fromkeys(folder for folder, _ in groups))
         names = [folder.resolve().name for folder in folders]
-        titles = {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)} if len(folders) > 1 else {}
+        titles = (
+            {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)}
+            if len(folders) > 1
+            else {}
+        )
         self.has_several, self._has_several_runs = len(groups) > 1, len(folders) > 1
         # the average called ema comes first, so that it has its color whatever is beside it
-        averages = sorted(dict.fromkeys(c.weights for c in curves if c.weights != LIVE), key=lambda name: name != "ema")
-        colors, marker = (AVERAGE_COLOR, *OTHER_COLORS), "o" if len(averages) <= MAX_MARKED_AVERAGES else ""
+        averages = sorted(
+            dict.fromkeys(c.weights for c in curves if c.weights != LIVE),
+            key=lambda name: name != "ema",
+        )
+        colors, marker = (
+            (AVERAGE_COLOR, *OTHER_COLORS),
+            "o" if len(averages) <= MAX_MARKED_AVERAGES else "",
+        )
         self.styles: dict[tuple[Path, str], _Style] = {}
         for curve in curves:
             is_live, folder = curve.weights == LIVE, curve.path.parent
-            words, place = ("live weights", 0) if is_live else (curve.weights, 1 + averages.index(curve.weights))
+            words, place = (
+                ("live weights", 0)
+                if is_live
+                else (curve.weights, 1 + averages.index(curve.weights))
+            )
             if self.has_several:
                 color = RUN_COLORS[groups.index((folder, curve.task)) % len(RUN_COLORS)]
-                title = ", ".join(filter(None, (titles.get(folder, ""), curve.task))) or folder.resolve().name
+                title = (
+                    ", ".join(filter(None, (titles.get(folder, ""), curve.task)))
+                    or folder.resolve().name
+                )
                 style = _Style(color, LINES[place % len(LINES)], title, words)
             else:
                 color = LIVE_COLOR if is_live else colors[(place - 1) % len(colors)]
@@ -146,15 +171,25 @@ class CurvePlot:
 
     def draw(self, axis: Any, panel: Panel, log_steps: bool = False) -> None:
         """Draw one quantity of all curves; of several runs errors on single batches only where there are no better."""
-        validated = {(c.path.parent, c.task) for c in self.curves if c.kind == VALIDATION and _series(c, panel)}
+        validated = {
+            (c.path.parent, c.task)
+            for c in self.curves
+            if c.kind == VALIDATION and _series(c, panel)
+        }
         for curve in self.curves:
             style, series = self.styles[curve.path, curve.task], _series(curve, panel)
-            if self.has_several and curve.kind == LCURVE and (curve.path.parent, curve.task) in validated:
+            if (
+                self.has_several
+                and curve.kind == LCURVE
+                and (curve.path.parent, curve.task) in validated
+            ):
                 continue
             if panel is RATE:
                 for _, rate in series:
                     color = style.color if self._has_several_runs else INK
-                    axis.plot(curve.steps[rate > 0], rate[rate > 0], color=color, lw=1.6)  # a warm-up begins at 0
+                    axis.plot(
+                        curve.steps[rate > 0], rate[rate > 0], color=color, lw=1.6
+                    )  # a warm-up begins at 0
             elif curve.kind == VALIDATION:
                 for _, values in series:
                     axis.plot(curve.steps, values, color=style.color, lw=2.0, ls=style.line, marker=style.marker,
@@ -165,20 +200,37 @@ class CurvePlot:
             elif style.run:  # faint lines, and their running mean
                 for _, values in [one for one in series if "_val" in one[0]] or series:
                     shown = panel.factor * values
-                    axis.plot(curve.steps, shown, color=style.color, lw=0.7, alpha=0.2, zorder=TRAIN_LEVEL)
-                    axis.plot(curve.steps, _running_mean(shown), color=style.color, lw=2.0, ls=style.line, zorder=4)
+                    axis.plot(
+                        curve.steps, shown, color=style.color, lw=0.7, alpha=0.2, zorder=TRAIN_LEVEL
+                    )
+                    axis.plot(
+                        curve.steps,
+                        _running_mean(shown),
+                        color=style.color,
+                        lw=2.0,
+                        ls=style.line,
+                        zorder=4,
+                    )
             else:
                 for name, values in series:
                     train = name.startswith(f"{panel.batch}_trn")
                     # where nothing is validated, there is nothing that a line would hide
                     width, alpha = (0.9, 0.45 if train else 0.8) if validated else (1.4, 0.9)
-                    color = style.color if curve.weights != LIVE else TRAIN_COLOR if train else LIVE_BATCHES
+                    color = (
+                        style.color
+                        if curve.weights != LIVE
+                        else TRAIN_COLOR
+                        if train
+                        else LIVE_BATCHES
+                    )
                     axis.plot(curve.steps, panel.factor * values, color=color, lw=width, ls=style.line,
                               alpha=alpha, zorder=TRAIN_LEVEL + (not train),
                               label=f"{'training batch' if train else 'validation batches'}, {style.weights}",
                               )  # fmt: skip
         axis.set(title=panel.title, xlabel="Optimizer step", ylabel=panel.label, yscale="log")
-        axis.set(xscale="log" if log_steps else "linear", xlim=self.log_ends if log_steps else self.ends)
+        axis.set(
+            xscale="log" if log_steps else "linear", xlim=self.log_ends if log_steps else self.ends
+        )
         _fit_values(axis)
 
 
@@ -186,7 +238,11 @@ def _series(curve: Curve, panel: Panel) -> list[tuple[str, Array]]:
     """Return name and values of the columns that a panel shows, of every task, without those that are all nan."""
     starts = (f"{panel.batch}_trn", f"{panel.batch}_val")
     is_full = curve.kind == VALIDATION
-    names = [n for n in curve.columns if (n == panel.full if is_full else n == panel.batch or n.startswith(starts))]
+    names = [
+        n
+        for n in curve.columns
+        if (n == panel.full if is_full else n == panel.batch or n.startswith(starts))
+    ]
     return [(n, curve.columns[n]) for n in names if np.isfinite(curve.columns[n]).any()]
 
 
@@ -221,7 +277,9 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
         raise UserError(
             f"{first_few([str(file) for file in files])}: nothing to draw, no number of an error is finite."
         )
-    keys: dict[str, Any] = {}  # of several runs: the color of each run, the dashes of each set of weights
+    keys: dict[
+        str, Any
+    ] = {}  # of several runs: the color of each run, the dashes of each set of weights
     if plot.has_several:
         styles = plot.styles.values()
         keys = {s.run: Line2D([], [], color=s.color, lw=2.0) for s in styles}
@@ -234,7 +292,9 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
     return output
 
 
-def curve_figures(curves: Sequence[Curve], folder: Path, volume: float = 0.0) -> tuple[list[Figure], list[Key]]:
+def curve_figures(
+    curves: Sequence[Curve], folder: Path, volume: float = 0.0
+) -> tuple[list[Figure], list[Key]]:
     """Return a figure of each quantity and one of the learning rate, and what their lines mean.
 
     Args:
@@ -269,7 +329,9 @@ def curve_figures(curves: Sequence[Curve], folder: Path, volume: float = 0.0) ->
     return figures, sorted(keys.values(), key=lambda key: -key.width) + star
 
 
-def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Path, title: str) -> Path:
+def plot_parity(
+    pairs: Mapping[str, tuple[Array, Array, str]], output: str | Path, title: str
+) -> Path:
     """Draw predictions against labels, and below them how the errors are distributed; return the path of the figure.
 
     Args:
@@ -283,7 +345,9 @@ def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Pat
     output = picture_file(output, "--plot")
     shown = {name: pair for name, pair in pairs.items() if np.size(pair[0])}
     if not shown:
-        raise UserError(f"{output}: nothing to draw: the frames have no label of what is predicted.")
+        raise UserError(
+            f"{output}: nothing to draw: the frames have no label of what is predicted."
+        )
     with _picture(output, 2 * len(shown), title, heights=(3.2, 1.0)) as (_, axes):
         for (name, pair), upper, lower in zip(shown.items(), axes, axes[len(shown) :]):
             _draw_parity(upper, lower, name, *pair)
@@ -312,7 +376,9 @@ def _unit_of_errors(unit: str) -> tuple[float, str]:
     return (1000.0, f"m{unit}") if unit.startswith("e") else (1.0, unit)
 
 
-def _draw_parity(axis: Any, below: Any, name: str, label: Array, predicted: Array, unit: str) -> None:
+def _draw_parity(
+    axis: Any, below: Any, name: str, label: Array, predicted: Array, unit: str
+) -> None:
     """Draw predictions against labels; where dots would hide each other, their number in each place."""
     label, predicted = np.ravel(label), np.ravel(predicted)
     low, high = min(label.min(), predicted.min()), max(label.max(), predicted.max())
@@ -325,7 +391,9 @@ def _draw_parity(axis: Any, below: Any, name: str, label: Array, predicted: Arra
     else:
         axis.plot(label, predicted, ".", color=LIVE_COLOR, ms=9 if label.size < 500 else 4, mew=0,
                   alpha=max(0.15, min(0.7, 800 / label.size)), rasterized=True)  # fmt: skip
-    axis.set(xlim=ends, ylim=ends, title=name, xlabel=f"Reference ({unit})", ylabel=f"Predicted ({unit})")
+    axis.set(
+        xlim=ends, ylim=ends, title=name, xlabel=f"Reference ({unit})", ylabel=f"Predicted ({unit})"
+    )
     axis.set_box_aspect(1)
     axis.ticklabel_format(useOffset=False)
     axis.locator_params(nbins=4)
@@ -333,9 +401,13 @@ def _draw_parity(axis: Any, below: Any, name: str, label: Array, predicted: Arra
     factor, small = _unit_of_errors(unit)
     error = factor * (predicted - label)
     mae, rmse = np.abs(error).mean(), np.sqrt(np.square(error).mean())
-    mean = error.mean() if abs(error.mean()) > 1e-2 * rmse else 0.0  # a hundredth is no shift, but its noise
+    mean = (
+        error.mean() if abs(error.mean()) > 1e-2 * rmse else 0.0
+    )  # a hundredth is no shift, but its noise
     limit = 4 * rmse or 1.0
-    below.hist(np.clip(error, -limit, limit), bins=61, range=(-limit, limit), color=LIVE_COLOR, alpha=0.85)
+    below.hist(
+        np.clip(error, -limit, limit), bins=61, range=(-limit, limit), color=LIVE_COLOR, alpha=0.85
+    )
     below.axvline(0, color=INK, lw=0.9)
     below.set(xlabel=f"Predicted − reference ({small})", yticks=[])
     text = f"MAE {mae:.3g}, RMSE {rmse:.3g}\nmean {f'{mean:+.2g}' if mean else '0'} {small}"
@@ -371,7 +443,10 @@ def plot_sigma_rels(
     with _picture(output, len(panels), title) as (figure, axes):
         for axis, (name, panel) in zip(axes, panels):
             for curve, (label, points) in enumerate(curves.items()):
-                widths, values = [width for width, _ in points], [values[name] for _, values in points]
+                widths, values = (
+                    [width for width, _ in points],
+                    [values[name] for _, values in points],
+                )
                 color, width, marker = (INK, 1.2, "s") if curve else (AVERAGE_COLOR, 2.0, "o")
                 axis.plot(widths, values, color=color, lw=width, ls=LINES[curve % len(LINES)], marker=marker, ms=3.2,
                           zorder=4, label=label)  # fmt: skip
@@ -386,10 +461,24 @@ def plot_sigma_rels(
                 if not low - 2 * span <= errors[name] <= high + 2 * span:
                     continue
                 if at is None:
-                    axis.axhline(errors[name], color=color, lw=1.4, ls="--" if k else "-", label=label)
+                    axis.axhline(
+                        errors[name], color=color, lw=1.4, ls="--" if k else "-", label=label
+                    )
                 else:
-                    axis.plot(at, errors[name], "D", color=color, ms=5.5, mec="white", mew=0.6, zorder=5, label=label)
-            axis.set(title=panel.title, xlabel="Width of the average, sigma_rel", ylabel=panel.label)
+                    axis.plot(
+                        at,
+                        errors[name],
+                        "D",
+                        color=color,
+                        ms=5.5,
+                        mec="white",
+                        mew=0.6,
+                        zorder=5,
+                        label=label,
+                    )
+            axis.set(
+                title=panel.title, xlabel="Width of the average, sigma_rel", ylabel=panel.label
+            )
             axis.set_xscale("log")
             _plain_numbers(axis.xaxis, (1, 2, 5))
         _legend(figure, axes, "lower")
@@ -422,11 +511,16 @@ def _picture(
 
     rows = len(heights) if heights is not None else 1 if panels < 4 else 2
     columns = -(-panels // rows)
-    width, height = PANEL[0] * columns, PANEL[1] * rows + 0.4 if heights is None else 1.3 * sum(heights)
+    width, height = (
+        PANEL[0] * columns,
+        PANEL[1] * rows + 0.4 if heights is None else 1.3 * sum(heights),
+    )
     # over all panels, in as many lines as their width needs
     lines = textwrap.wrap(title, int(72 * width / (0.55 * NORMAL)))
     with mpl.rc_context(fname=STYLE):
-        figure = Drawing(figsize=(width, height + len(lines) * 1.3 * NORMAL / 72), layout="constrained")
+        figure = Drawing(
+            figsize=(width, height + len(lines) * 1.3 * NORMAL / 72), layout="constrained"
+        )
         axes = list(figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel())
         for axis in axes[panels:]:
             axis.set_axis_off()
@@ -455,7 +549,10 @@ def _fit_values(axis: Any) -> None:
     if low > 1e-2 and high < 3 * low:
         _plain_numbers(axis.yaxis)
     elif low > 1e-2 and high < 1e5:
-        _plain_numbers(axis.yaxis, (1, 1.5, 2, 3, 5, 7) if high < 12 * low else (1, 2, 5) if high < 100 * low else (1,))
+        _plain_numbers(
+            axis.yaxis,
+            (1, 1.5, 2, 3, 5, 7) if high < 12 * low else (1, 2, 5) if high < 100 * low else (1,),
+        )
 
 
 def _plain_numbers(axis: Any, parts: Sequence[float] = ()) -> None:
@@ -467,7 +564,9 @@ def _plain_numbers(axis: Any, parts: Sequence[float] = ()) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _legend(figure: Any, axes: Sequence[Any], side: str = "upper", keys: Mapping[str, Any] | None = None) -> None:
+def _legend(
+    figure: Any, axes: Sequence[Any], side: str = "upper", keys: Mapping[str, Any] | None = None
+) -> None:
     """Put one legend into a free place of the grid, or beside all panels: a line means the same in each.
 
     Args:
@@ -484,7 +583,9 @@ def _legend(figure: Any, axes: Sequence[Any], side: str = "upper", keys: Mapping
             entries.setdefault(label, handle)
     star = entries.pop(KEPT, None)
     # what matters most first, and of equals in the order of the files
-    entries = {**(keys or dict(sorted(entries.items(), key=lambda entry: -entry[1].get_linewidth())))}
+    entries = {
+        **(keys or dict(sorted(entries.items(), key=lambda entry: -entry[1].get_linewidth())))
+    }
     if star is not None:  # there is one of each color
         entries[KEPT] = Line2D([], [], color=INK, ls="", marker="*", ms=11)
     if not entries:

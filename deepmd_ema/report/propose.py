@@ -110,11 +110,18 @@ class Wishes:
         if kind in (DIPOLE, POLAR):
             section: dict[str, Any] = {"type": "polar" if kind == POLAR else kind}
             if self.sel_type:
-                section["sel_type"] = [k for k, name in enumerate(self.type_map or ()) if name in self.sel_type]
+                section["sel_type"] = [
+                    k for k, name in enumerate(self.type_map or ()) if name in self.sel_type
+                ]
             return section
         if kind == DOS:
             return {"type": DOS, "numb_dos": int(width)}
-        return {"type": "property", "property_name": kind, "task_dim": int(width), "intensive": True}
+        return {
+            "type": "property",
+            "property_name": kind,
+            "task_dim": int(width),
+            "intensive": True,
+        }
 
 
 class Proposal:
@@ -133,12 +140,18 @@ class Proposal:
         warnings: what the user should look at.
     """
 
-    def __init__(self, wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Data | None) -> None:
+    def __init__(
+        self, wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Data | None
+    ) -> None:
         bias, why_bias = data.bias
         type_map, presets = wishes.type_map or (), read_preset(MODELS)
         name = wishes.model or ("se_e2_a" if len(type_map) <= _MAX_ELEMENTS else "se_atten_v2")
         preset = presets.get(name, presets["se_e2_a"])  # of a model that init does not make
-        recipes, kind, size = read_preset(preset["recipes"]), wishes.kind or data.kind, preset["sizes"][wishes.size]
+        recipes, kind, size = (
+            read_preset(preset["recipes"]),
+            wishes.kind or data.kind,
+            preset["sizes"][wishes.size],
+        )
         recipe = {**recipes[kind], **preset.get("instead", {}).get(kind, {})}
         common, steps = recipes["common"], wishes.steps or recipe["steps"]
         window = max(1, min(max(10, steps // _WINDOW), steps // _MIN_WINDOWS))
@@ -147,11 +160,20 @@ class Proposal:
         if "rcut_smth" in descriptor:
             descriptor["rcut_smth"] = min(descriptor["rcut_smth"], wishes.rcut / 2)
         fitting = {**preset["fitting_net"], **size["fitting_net"], **wishes.fitting_section()}
-        of_quantity = _loss_section(data.predicted[0], *(name in data.labels for name in data.predicted[:2]))
-        weights = {k: weight if _LABELS[k] in data.labels else 0 for k, weight in recipe["prefactors"].items()}
+        of_quantity = _loss_section(
+            data.predicted[0], *(name in data.labels for name in data.predicted[:2])
+        )
+        weights = {
+            k: weight if _LABELS[k] in data.labels else 0
+            for k, weight in recipe["prefactors"].items()
+        }
         if VIRIAL not in data.labels:  # others that the data do not have are mentioned
             del weights["v"]
-        prefactors = {f"{when}_pref_{k}": weight for k, weight in weights.items() for when in ("start", "limit")}
+        prefactors = {
+            f"{when}_pref_{k}": weight
+            for k, weight in weights.items()
+            for when in ("start", "limit")
+        }
         section, start_lr = wishes.data_section(), recipe["start_lr"]
         if source is None:
             model = {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": fitting}
@@ -162,7 +184,9 @@ class Proposal:
             if wishes.property is not None and source.model.labels != data.predicted:
                 model |= {"fitting_net": fitting, "finetune_head": "RANDOM"}
             model |= {"finetune_bias": bias} if bias else {}
-            of_model = f"{source.config.descriptor.type} of {wishes.finetune}, {TRAINED[wishes.train]}"
+            of_model = (
+                f"{source.config.descriptor.type} of {wishes.finetune}, {TRAINED[wishes.train]}"
+            )
         section["training_data"]["batch_size"] = "auto"
         if not wishes.validation and not data.is_split:
             del section["validation_fraction"]
@@ -206,21 +230,35 @@ class Proposal:
             "why_split": data.why_split, "window": window, "events": _EVENTS,
             "file": source.info.path if source is not None else "", "why_bias": why_bias,
         }  # fmt: skip
-        parts = ["of_all", "of_new_model" if source is None else "of_fine_tuning", *["of_replay"] * (old is not None)]
-        self.why = why = {path: text.format(**known) for part in parts for path, text in reasons[part].items()}
+        parts = [
+            "of_all",
+            "of_new_model" if source is None else "of_fine_tuning",
+            *["of_replay"] * (old is not None),
+        ]
+        self.why = why = {
+            path: text.format(**known) for part in parts for path, text in reasons[part].items()
+        }
         loss = "loss" if old is None else "loss_dict.new"
         if wishes.property is None:
-            why |= {f"{loss}.start_pref_{q[0]}": "no such labels" for q in (ENERGY, FORCE) if q not in data.labels}
+            why |= {
+                f"{loss}.start_pref_{q[0]}": "no such labels"
+                for q in (ENERGY, FORCE)
+                if q not in data.labels
+            }
         else:
             del why[loss]
         if wishes.steps is not None:
             why["training.numb_steps"] = "as given"
         labels = ", ".join(label for label in data.predicted if label in data.labels)
         about = recipe["about"].partition(";")[0]
-        why_kind = f"{about}, in {data.frames} frames looked at" if wishes.kind is None else "as given"
+        why_kind = (
+            f"{about}, in {data.frames} frames looked at" if wishes.kind is None else "as given"
+        )
         absent = tuple(f"no {name} in the " for name in data.predicted if name not in data.labels)
         self.warnings = [
-            text for text in data.report.warnings if wishes.property is None or not text.startswith(absent)
+            text
+            for text in data.report.warnings
+            if wishes.property is None or not text.startswith(absent)
         ]
         if data.why_split and not data.is_split:
             self.warnings.append(f"no validation frames: {data.why_split}")
@@ -239,7 +277,15 @@ class Proposal:
         if file.suffix.lower() in JSON_SUFFIXES:
             commented = {"_comment": self.head, **_with_comments(self.values, self.why)}
             return json.dumps(commented, indent=2, ensure_ascii=False) + "\n"
-        return "\n".join([*(f"# {line}" for line in self.head), *_yaml(_with_comments(self.values, self.why))]) + "\n"
+        return (
+            "\n".join(
+                [
+                    *(f"# {line}" for line in self.head),
+                    *_yaml(_with_comments(self.values, self.why)),
+                ]
+            )
+            + "\n"
+        )
 
 
 def propose(wishes: Wishes) -> Proposal:
@@ -251,9 +297,15 @@ def propose(wishes: Wishes) -> Proposal:
     if wishes.type_map:
         elements = list(wishes.type_map)
     else:  # of data that name them, by atomic number
-        paths, spec = (wishes.systems, wishes.validation, wishes.replay), ReadSpec(SYMBOLS, takes_numbers=False)
+        paths, spec = (
+            (wishes.systems, wishes.validation, wishes.replay),
+            ReadSpec(SYMBOLS, takes_numbers=False),
+        )
         sources = [source for part in paths if part for source in open_systems(list(part), spec)]
-        scans = [scan_system(source, len(SYMBOLS), 1.0).type_counts.sum(axis=0, dtype=np.int64) for source in sources]
+        scans = [
+            scan_system(source, len(SYMBOLS), 1.0).type_counts.sum(axis=0, dtype=np.int64)
+            for source in sources
+        ]
         elements = [SYMBOLS[k] for k in np.flatnonzero(sum(scans))]
     source = None
     if wishes.finetune is not None:
@@ -265,24 +317,38 @@ def propose(wishes: Wishes) -> Proposal:
                 "Write the input yourself."
             )
         elements = list(dict.fromkeys([*source.config.type_map, *elements]))
-        wishes = replace(wishes, rcut=source.config.descriptor.cutoff, model=source.config.descriptor.type)
+        wishes = replace(
+            wishes, rcut=source.config.descriptor.cutoff, model=source.config.descriptor.type
+        )
     wishes = replace(wishes, type_map=elements)
     try:
         if wishes.property in (DIPOLE, POLAR) and wishes.sel_type is None:
-            wishes = replace(wishes, sel_type=selected_elements([*wishes.systems, *wishes.validation], elements))
+            wishes = replace(
+                wishes, sel_type=selected_elements([*wishes.systems, *wishes.validation], elements)
+            )
         for name in wishes.sel_type or ():
             if wishes.property not in (DIPOLE, POLAR):
-                raise UserError("init --sel-type: is an option for --property dipole and polarizability. Leave it out.")
+                raise UserError(
+                    "init --sel-type: is an option for --property dipole and polarizability. Leave it out."
+                )
             if name not in elements:
                 raise UserError(f"init --sel-type {name}: {did_you_mean(name, elements)}")
         data = _Data(wishes, source)
-        old = _Data(replace(wishes, systems=wishes.replay, validation=(), test=())) if wishes.replay else None
+        old = (
+            _Data(replace(wishes, systems=wishes.replay, validation=(), test=()))
+            if wishes.replay
+            else None
+        )
     except DataError as error:  # there is no input that has a type_map yet
-        raise DataError(problem.replace("model.type_map", "-t") for problem in error.problems) from None
+        raise DataError(
+            problem.replace("model.type_map", "-t") for problem in error.problems
+        ) from None
     proposal = Proposal(wishes, data, source, old)
     if wishes.hours is not None:
         cost = measure_steps(config_from_dict(proposal.values, "the proposed input"), wishes.device)
-        proposal = Proposal(replace(wishes, steps=_steps_in(3600 * wishes.hours, cost)), data, source, old)
+        proposal = Proposal(
+            replace(wishes, steps=_steps_in(3600 * wishes.hours, cost)), data, source, old
+        )
         measured = f"{cost.step_s:.2g} s per step, in {counted(cost.steps_measured, 'step')}"
         proposal.why["training.numb_steps"] = f"{wishes.hours:g} h on this machine: {measured}"
     return proposal
@@ -313,9 +379,17 @@ class _Data:
 
     def __init__(self, wishes: Wishes, source: LoadedModel | None = None) -> None:
         type_map = wishes.type_map or ()
-        descriptor = {"type": "se_e2_a", "rcut": wishes.rcut, "rcut_smth": min(0.5, wishes.rcut / 2)}
+        descriptor = {
+            "type": "se_e2_a",
+            "rcut": wishes.rcut,
+            "rcut_smth": min(0.5, wishes.rcut / 2),
+        }
         values = {  # nothing of the model is trained
-            "model": {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": wishes.fitting_section()},
+            "model": {
+                "type_map": list(type_map),
+                "descriptor": descriptor,
+                "fitting_net": wishes.fitting_section(),
+            },
             "loss": _loss_section(wishes.property or ENERGY),
             "learning_rate": {"start_lr": 1e-3, "stop_lr": 1e-5},
             "training": {**wishes.data_section(), "numb_steps": 1, "seed": 1},
@@ -328,15 +402,25 @@ class _Data:
             try:
                 split = choose_validation(config, data, 1)[""]
             except DataError as error:
-                self.is_split, self.why_split = False, str(error).partition("validation_fraction: ")[2]
+                self.is_split, self.why_split = (
+                    False,
+                    str(error).partition("validation_fraction: ")[2],
+                )
             else:
-                data, self.why_split = split_off(config, data, {"": split}), split.lines[0].partition(": ")[2]
+                data, self.why_split = (
+                    split_off(config, data, {"": split}),
+                    split.lines[0].partition(": ")[2],
+                )
         self.report = check_task(config.task(None), data[""])
-        self.labels = {name for scan in self.report.training for name, n in scan.label_frames.items() if n}
+        self.labels = {
+            name for scan in self.report.training for name, n in scan.label_frames.items() if n
+        }
         self.report.raise_problems()
         self.sample = evenly_spaced(data[""].train, _SAMPLE)
         frames = [part.frame(k) for part in self.sample for k in range(part.num_frames)]
-        self.bias = ("", "") if source is None else _bias_of_start(source, self.sample, self.predicted)
+        self.bias = (
+            ("", "") if source is None else _bias_of_start(source, self.sample, self.predicted)
+        )
         votes = Counter(_kind_of(frame, type_map) for frame in frames)
         self.kind, number = votes.most_common(1)[0]
         self.frames = f"{number} of {len(frames)}"
@@ -352,7 +436,10 @@ def _loss_section(predicted: str, of_frame: bool = True, of_atom: bool = True) -
         return {"type": "tensor", "pref": int(of_frame), "pref_atomic": int(of_atom)}
     if kind == DOS:
         weights = {"dos": int(of_frame), "ados": int(of_atom)}
-        return {"type": DOS, **{f"{when}_pref_{k}": n for k, n in weights.items() for when in ("start", "limit")}}
+        return {
+            "type": DOS,
+            **{f"{when}_pref_{k}": n for k, n in weights.items() for when in ("start", "limit")},
+        }
     return {"type": "ener" if kind == ENERGY else "property"}
 
 
@@ -386,7 +473,9 @@ def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:
     return "molecules" if number == 1 or volume / len(frame.atom_type) > _ROOMY else "liquid"
 
 
-def _bias_of_start(source: LoadedModel, sample: Sequence[FrameSource], predicted: Sequence[str]) -> tuple[str, str]:
+def _bias_of_start(
+    source: LoadedModel, sample: Sequence[FrameSource], predicted: Sequence[str]
+) -> tuple[str, str]:
     """Return the option ``finetune_bias`` and its reason, from errors of the model of a file on some frames.
 
     Frames with elements that the model does not know are left out. Both are empty if the fitting network starts anew.
@@ -396,15 +485,21 @@ def _bias_of_start(source: LoadedModel, sample: Sequence[FrameSource], predicted
     if fitting.labels != tuple(predicted) or not np.any(fitting.bias_effect):
         return "", ""
     known = len(config.type_map)
-    chosen = [[k for k in range(one.num_frames) if one.frame(k).atom_type.max() < known] for one in sample]
+    chosen = [
+        [k for k in range(one.num_frames) if one.frame(k).atom_type.max() < known] for one in sample
+    ]
     if fitting.numb_fparam or fitting.numb_aparam or not any(chosen):
         return AUTO, "errors of the model before the first step decide"
     frames = energies_of(model, config, sequential_batches(sample, model.layout, frames=chosen))
     if not len(frames):
         return AUTO, "no labels to compare"
     shape = (known, *frames.residual().shape[1:])
-    move = move_bias(frames, model.out_bias.numpy().reshape(shape), model.out_std.numpy().reshape(shape))
-    return (FIT if move.is_moved else KEEP), f"{move.evidence(config)}, on {counted(len(frames), 'frame')}"
+    move = move_bias(
+        frames, model.out_bias.numpy().reshape(shape), model.out_std.numpy().reshape(shape)
+    )
+    return (
+        FIT if move.is_moved else KEEP
+    ), f"{move.evidence(config)}, on {counted(len(frames), 'frame')}"
 
 
 def _rounded(value: float) -> float:
@@ -418,7 +513,11 @@ def _steps_in(seconds: float, cost: Cost) -> int:
         UserError: if they are too few.
     """
     # rows, validations and checkpoints are as many in a run of any length
-    fixed, new, new_s = cost.start_s + cost.events_s + cost.end_s, cost.steps_of_first_epoch, cost.step_of_first_epoch_s
+    fixed, new, new_s = (
+        cost.start_s + cost.events_s + cost.end_s,
+        cost.steps_of_first_epoch,
+        cost.step_of_first_epoch_s,
+    )
     left, in_first_epoch = seconds - fixed, new * (new_s - cost.step_s)
     steps = int(max((left - in_first_epoch) / cost.step_s, min(left / new_s, new)))
     if steps < _MIN_STEPS:
@@ -448,11 +547,15 @@ def _yaml(commented: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield from _yaml(value, f"{indent}  ")
 
 
-def _with_comments(values: Mapping[str, Any], why: Mapping[str, str], place: str = "") -> dict[str, Any]:
+def _with_comments(
+    values: Mapping[str, Any], why: Mapping[str, str], place: str = ""
+) -> dict[str, Any]:
     """Return values with the reason of each option under its name with ``_`` before it."""
     out: dict[str, Any] = {}
     for key, value in values.items():
         if reason := why.get(f"{place}{key}"):
             out[f"_{key}"] = reason
-        out[key] = _with_comments(value, why, f"{place}{key}.") if isinstance(value, Mapping) else value
+        out[key] = (
+            _with_comments(value, why, f"{place}{key}.") if isinstance(value, Mapping) else value
+        )
     return out

@@ -115,7 +115,9 @@ class RunRecord:
         self._written, self.early_end = 0.0, ""
         self._earlier = read_record(path.parent) if path is not None and continues else []
         program, processor = Path(sys.argv[0]), platform.machine()
-        name = "dp-ema" if program.parent.name == "deepmd_ema" else program.name  # of a rank: python -m deepmd_ema
+        name = (
+            "dp-ema" if program.parent.name == "deepmd_ema" else program.name
+        )  # of a rank: python -m deepmd_ema
         with suppress(OSError, IndexError):
             text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
             processor = text.split("model name", 1)[1].partition("\n")[0].strip(" \t:")
@@ -137,9 +139,14 @@ class RunRecord:
         self.part.seconds.setdefault("start", now - self._began)
         if self._path is None:
             return
-        self.part.updated, self.part.elapsed = datetime.now().astimezone().isoformat(" ", "seconds"), now - self._began
+        self.part.updated, self.part.elapsed = (
+            datetime.now().astimezone().isoformat(" ", "seconds"),
+            now - self._began,
+        )
         self.part.warnings, self._written = [list(entry) for entry in self._warnings], now
-        text = json.dumps([asdict(part) for part in (*self._earlier, self.part)], indent=1, default=str)
+        text = json.dumps(
+            [asdict(part) for part in (*self._earlier, self.part)], indent=1, default=str
+        )
         try:
             with atomic_write(self._path) as file:
                 file.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
@@ -178,11 +185,19 @@ class RunRecord:
             if self.early_end:
                 how = f"ended early: {self.early_end}"
             else:
-                how = "ended" if self.part.step >= self.part.num_steps else "interrupted before its last step"
+                how = (
+                    "ended"
+                    if self.part.step >= self.part.num_steps
+                    else "interrupted before its last step"
+                )
         except BaseException as error:
             how = f"failed: {' '.join(str(error).split()) or type(error).__name__}"
             if isinstance(error, Interrupted | KeyboardInterrupt):
-                name = Signals(error.signal_number).name if isinstance(error, Interrupted) else "Ctrl-C"
+                name = (
+                    Signals(error.signal_number).name
+                    if isinstance(error, Interrupted)
+                    else "Ctrl-C"
+                )
                 how = f"interrupted by {name}"
             raise
         finally:
@@ -194,7 +209,9 @@ def read_record(folder: str | Path) -> list[Part]:
     with suppress(OSError, ValueError, TypeError, AttributeError):
         names = {f.name for f in fields(Part)}
         parts = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
-        return [Part(**{name: value for name, value in part.items() if name in names}) for part in parts]
+        return [
+            Part(**{name: value for name, value in part.items() if name in names}) for part in parts
+        ]
     return []
 
 
@@ -208,7 +225,11 @@ def table_of_times(parts: Sequence[Part]) -> Table:
     names = {**_PARTS, "step": "step: averages, the rest"} if in_step else _PARTS
     times = {text: spent[name] for name, text in names.items() if spent[name] > 0}
     times["end and everything else"] = total - sum(times.values())
-    rows = [(text, duration(seconds), f"{100 * seconds / total:.1f} %") for text, seconds in times.items() if total]
+    rows = [
+        (text, duration(seconds), f"{100 * seconds / total:.1f} %")
+        for text, seconds in times.items()
+        if total
+    ]
     title = duration(elapsed) + f" in {counted(len(parts), 'part')}" * (len(parts) > 1)
     return Table(title, (Column("part"), Column("time", "", "s"), Column("share", "", "s")), rows)
 
@@ -230,7 +251,9 @@ class _Keeper(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep one message, and show it where nothing else does, as logging would without this handler."""
-        self.last.append([datetime.now().astimezone().isoformat(" ", "seconds"), record.getMessage()])
+        self.last.append(
+            [datetime.now().astimezone().isoformat(" ", "seconds"), record.getMessage()]
+        )
         handlers = (*logging.getLogger("deepmd_ema").handlers, *logging.getLogger().handlers)
         if logging.lastResort is not None and all(handler is self for handler in handlers):
             logging.lastResort.handle(record)

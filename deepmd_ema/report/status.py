@@ -72,26 +72,41 @@ class RunStatus:
                 with suppress(UserError):  # it has no rows yet, or is being replaced
                     curves.append(Curve(file))
         last = self.parts[-1] if self.parts else Part()
-        self.num_steps = last.num_steps or (config.training.numb_steps or 0 if config is not None else 0)
+        self.num_steps = last.num_steps or (
+            config.training.numb_steps or 0 if config is not None else 0
+        )
         self.step = max([last.step, *(int(curve.steps[-1]) for curve in curves)])
         self.state, self.remark = INTERRUPTED, last.ended.removeprefix(f"{INTERRUPTED} ")
         if holder is not None and holder.is_alive:
             has_begun = not last.ended and last.num_steps > 0
-            self.state, self.remark = TRAINING if has_begun else PREPARING, f"process {holder.pid} on {holder.host}"
+            self.state, self.remark = (
+                TRAINING if has_begun else PREPARING,
+                f"process {holder.pid} on {holder.host}",
+            )
         elif not self.parts:
             is_whole = self.num_steps and self.step >= self.num_steps
-            self.state, self.remark = (ENDED, "") if is_whole else (UNKNOWN, "it has left no record")
+            self.state, self.remark = (
+                (ENDED, "") if is_whole else (UNKNOWN, "it has left no record")
+            )
         elif last.ended.startswith(ENDED):
             self.state, self.remark = ENDED, last.ended.removeprefix(ENDED).strip()
         elif not last.ended:
             self.state, self.remark = KILLED, "without a last entry in its record"
         running = 0.0
         if self.state == TRAINING:
-            running = (datetime.now().astimezone() - datetime.fromisoformat(last.updated)).total_seconds()
+            running = (
+                datetime.now().astimezone() - datetime.fromisoformat(last.updated)
+            ).total_seconds()
         self.elapsed = sum(part.elapsed for part in self.parts) + running if self.parts else None
-        self.left = None if last.left is None or self.state != TRAINING else max(0.0, last.left - running)
+        self.left = (
+            None if last.left is None or self.state != TRAINING else max(0.0, last.left - running)
+        )
         self.last_row = next((_row(curve, -1) for curve in curves if curve.kind == LCURVE), {})
-        validated = {f"{curve.task} {curve.weights}".strip(): curve for curve in curves if curve.kind == VALIDATION}
+        validated = {
+            f"{curve.task} {curve.weights}".strip(): curve
+            for curve in curves
+            if curve.kind == VALIDATION
+        }
         self.validation = {weights: _row(curve, -1) for weights, curve in validated.items()}
         self.metrics = dict[str, str]()
         for weights, curve in validated.items():
@@ -103,13 +118,23 @@ class RunStatus:
             column = f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})"
             self.metrics[weights] = column if column in curve.columns else next(iter(curve.columns))
         self.metric = next(iter(self.metrics.values()), "")
-        errors = {weights: curve.columns[self.metrics[weights]] for weights, curve in validated.items()}
-        self.best = {w: _row(validated[w], int(np.nanargmin(e))) for w, e in errors.items() if np.isfinite(e).any()}
+        errors = {
+            weights: curve.columns[self.metrics[weights]] for weights, curve in validated.items()
+        }
+        self.best = {
+            w: _row(validated[w], int(np.nanargmin(e)))
+            for w, e in errors.items()
+            if np.isfinite(e).any()
+        }
         self.test, self.checkpoint = last.test, ""
         with suppress(OSError, ValueError):
             if (folder / POINTER).is_file():
                 newest = read_pointer(folder / POINTER)
-                self.checkpoint = os.path.relpath(newest, folder) if newest.is_file() or is_sharded(newest) else ""
+                self.checkpoint = (
+                    os.path.relpath(newest, folder)
+                    if newest.is_file() or is_sharded(newest)
+                    else ""
+                )
         self.averages = dict[str, str]()
         if config is not None:
             for average in config.training.averaging:
@@ -120,9 +145,17 @@ class RunStatus:
 
     def describe(self) -> str:
         """Return one line: ``training, step 240 of 2,000 (12 %)``."""
-        of = f" of {self.num_steps:,} ({100 * self.step / self.num_steps:.0f} %)" if self.num_steps else ""
+        of = (
+            f" of {self.num_steps:,} ({100 * self.step / self.num_steps:.0f} %)"
+            if self.num_steps
+            else ""
+        )
         remark = f" ({self.remark})" if self.remark else ""
-        return f"{self.state}{remark}" if self.state == PREPARING else f"{self.state}{remark}, step {self.step:,}{of}"
+        return (
+            f"{self.state}{remark}"
+            if self.state == PREPARING
+            else f"{self.state}{remark}, step {self.step:,}{of}"
+        )
 
     def describe_best(self, weights: str) -> str:
         """Return the smallest error of some weights: ``F RMSE 44.4 meV/Å at step 200``."""
@@ -137,7 +170,11 @@ class RunStatus:
     def to_dict(self) -> dict[str, object]:
         """Return the status for programs; times in seconds, errors by column of the files, None in place of nan."""
         values = {name: _without_nan(getattr(self, name)) for name in _IN_JSON}
-        return {"folder": str(self.folder), **values, "warnings": self.parts[-1].warnings if self.parts else []}
+        return {
+            "folder": str(self.folder),
+            **values,
+            "warnings": self.parts[-1].warnings if self.parts else [],
+        }
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         times = []
@@ -150,13 +187,26 @@ class RunStatus:
         if self.last_row:
             batches: dict[str, dict[str, float]] = {}
             for column, value in self.last_row.items():
-                if value == value and (match := re.fullmatch(r"(\w+?)_(trn|val)(?:_(.+))?", column)):
+                if value == value and (
+                    match := re.fullmatch(r"(\w+?)_(trn|val)(?:_(.+))?", column)
+                ):
                     kind = {"trn": "train", "val": "valid"}[match[2]]
                     batches.setdefault(f"{match[3] or ''} {kind}".lstrip(), {})[match[1]] = value
-            shown = [f"{name} {words}" for name in sorted(batches) if (words := describe_values(batches[name]))]
+            shown = [
+                f"{name} {words}"
+                for name in sorted(batches)
+                if (words := describe_values(batches[name]))
+            ]
             shown += [f"lr {self.last_row['lr']:.1e}"] * ("lr" in self.last_row)
-            units = ", meV and Å" if any(re.search(r"_[efv]_", column) for column in self.last_row) else ""
-            yield "last row", f"step {self.last_row['step']:,.0f}, single batches{units}: {'; '.join(shown)}"
+            units = (
+                ", meV and Å"
+                if any(re.search(r"_[efv]_", column) for column in self.last_row)
+                else ""
+            )
+            yield (
+                "last row",
+                f"step {self.last_row['step']:,.0f}, single batches{units}: {'; '.join(shown)}",
+            )
         for weights, row in self.validation.items():
             least = f"; least {self.describe_best(weights)}" if weights in self.best else ""
             yield "validation", f"{weights}, step {row['step']:,}: {describe_row(row)}{least}"
@@ -165,7 +215,9 @@ class RunStatus:
         age = ""
         with suppress(OSError):
             if self.checkpoint:
-                seconds = datetime.now().timestamp() - (self.folder / self.checkpoint).stat().st_mtime
+                seconds = (
+                    datetime.now().timestamp() - (self.folder / self.checkpoint).stat().st_mtime
+                )
                 age = f", {duration(max(0.0, seconds))} ago"
         yield "checkpoint", f"{self.checkpoint}{age}" if self.checkpoint else "the run names none"
         part = self.parts[-1] if self.parts else Part()
@@ -186,7 +238,10 @@ def describe_row(errors: Mapping[str, float]) -> str:
         quantity, _, kind = name.partition("_")
         if kind and value == value:
             shown.setdefault((quantity, unit), []).append(f"{kind} {significant(value, _DIGITS)}")
-    return "; ".join(f"{quantity} {', '.join(texts)} {unit}".rstrip() for (quantity, unit), texts in shown.items())
+    return "; ".join(
+        f"{quantity} {', '.join(texts)} {unit}".rstrip()
+        for (quantity, unit), texts in shown.items()
+    )
 
 
 def run_folder(path: str | Path) -> Path:
@@ -204,7 +259,9 @@ def run_folder(path: str | Path) -> Path:
     below = sorted(str(child) for child in folder.iterdir() if child.is_dir() and _is_run(child))
     if below:
         number = counted(len(below), "run")
-        raise UserError(f"{path}: no run here, but {number} in folders: {first_few(below)}. Give one of them.")
+        raise UserError(
+            f"{path}: no run here, but {number} in folders: {first_few(below)}. Give one of them."
+        )
     raise UserError(f"{path}: no run here. {where}")
 
 
@@ -214,7 +271,10 @@ def _is_run(folder: Path) -> bool:
 
 
 def _row(curve: Curve, index: int) -> dict[str, float]:
-    return {"step": int(curve.steps[index]), **{name: float(values[index]) for name, values in curve.columns.items()}}
+    return {
+        "step": int(curve.steps[index]),
+        **{name: float(values[index]) for name, values in curve.columns.items()},
+    }
 
 
 def _without_nan(values: object) -> object:

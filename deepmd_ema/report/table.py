@@ -69,7 +69,9 @@ class Table:
 
     def texts(self) -> list[list[str]]:
         """Return the cells of every row as text."""
-        return [[column.text(value) for value, column in zip(row, self.columns)] for row in self.rows]
+        return [
+            [column.text(value) for value, column in zip(row, self.columns)] for row in self.rows
+        ]
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
@@ -90,7 +92,10 @@ def render(table: Table, indent: str = "") -> list[str]:
     lines = [table.title] if table.title else []
     for cells in grid:
         columns = zip(cells, widths, table.columns)
-        parts = [text.rjust(width) if column.spec else text.ljust(width) for text, width, column in columns]
+        parts = [
+            text.rjust(width) if column.spec else text.ljust(width)
+            for text, width, column in columns
+        ]
         lines.append(f"{indent}{'  '.join(parts)}".rstrip())
     return lines
 
@@ -138,7 +143,9 @@ def describe_errors(errors: Errors, before: Errors | None = None, with_gpa: bool
 
 def table_of_errors(title: str, errors: Mapping[str, Errors]) -> Table:
     """Return MAE and RMSE of each quantity by task; the only task of a run has no name."""
-    quantities = [q for q in METRICS_IN_ORDER if any(q in labelled(of_task) for of_task in errors.values())]
+    quantities = [
+        q for q in METRICS_IN_ORDER if any(q in labelled(of_task) for of_task in errors.values())
+    ]
     columns = [Column("task"), Column("frames", "", ",.0f")]
     columns += [Column(METRICS[q].title, METRICS[q].display_unit, "s") for q in quantities]
     rows: list[list[Cell]] = [

@@ -79,8 +79,14 @@ class Cost:
     @property
     def events_s(self) -> float:
         """Time of rows, validations and checkpoints but the last one, which is a part of ``end_s``."""
-        validations = (self.validations - 1) * self.validation_s + self.first_validation_s if self.validations else 0.0
-        return self.rows * self.row_s + validations + max(0, self.checkpoints - 1) * self.checkpoint_s
+        validations = (
+            (self.validations - 1) * self.validation_s + self.first_validation_s
+            if self.validations
+            else 0.0
+        )
+        return (
+            self.rows * self.row_s + validations + max(0, self.checkpoints - 1) * self.checkpoint_s
+        )
 
     @property
     def total_s(self) -> float:
@@ -113,18 +119,32 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
         if section.get("stat_file_mode") != "read":
             for name in [name for name in section if name.startswith("stat_file")]:
                 del section[name]
-    for section, name in ((training, "save_dir"), (training, "cache_dir"), (validating, "save_best_dir")):
+    for section, name in (
+        (training, "save_dir"),
+        (training, "cache_dir"),
+        (validating, "save_best_dir"),
+    ):
         section.pop(name, None)
-    training |= {"save_ckpt": "model.ckpt", "disp_file": "lcurve.out", "tensorboard": False, "loggers": []}
+    training |= {
+        "save_ckpt": "model.ckpt",
+        "disp_file": "lcurve.out",
+        "tensorboard": False,
+        "loggers": [],
+    }
     training["disp_freq"] = _SHOWN_EVERY
     validating |= {"full_val_file": "val.log"}
     if validating.get("full_val_start") != 1:
-        validating |= {"validation_freq": 10**9, "full_val_start": 0.0}  # at its end, and when it is measured
+        validating |= {
+            "validation_freq": 10**9,
+            "full_val_start": 0.0,
+        }  # at its end, and when it is measured
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as folder:
         Path(folder, "input.json").write_text(json.dumps(values))
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             try:
-                facts = pool.submit(_measure, folder, time.time(), device, seconds, sys.path).result()
+                facts = pool.submit(
+                    _measure, folder, time.time(), device, seconds, sys.path
+                ).result()
             except BrokenProcessPool:
                 raise UserError(
                     "The process that measured the steps was killed, perhaps for lack of memory. Use a smaller "
@@ -132,7 +152,12 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
                 ) from None
     schedule = Schedule(config, facts["steps"])
     validations = schedule.validation.count() if schedule.validation is not None else 0
-    return Cost(rows=schedule.rows.count(), validations=validations, checkpoints=schedule.checkpoint.count(), **facts)
+    return Cost(
+        rows=schedule.rows.count(),
+        validations=validations,
+        checkpoints=schedule.checkpoint.count(),
+        **facts,
+    )
 
 
 class _Stopwatch(Callback):
@@ -156,7 +181,9 @@ class _Stopwatch(Callback):
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             took = time.perf_counter() - begin
-            self.spent[phase].append(took - (self.within - before))  # a step holds what is due after it
+            self.spent[phase].append(
+                took - (self.within - before)
+            )  # a step holds what is due after it
             self.within = before + took
 
     def after_step(self, trainer: Trainer) -> None:
@@ -168,23 +195,34 @@ class _Stopwatch(Callback):
         is_enough = step >= 2 * _NEW or (spent > self.seconds and step > _FIRST)
         if step < trainer.num_steps and not is_enough:
             return
-        while trainer.validator.rows and trainer.schedule.validation and len(self.spent["validation"]) < 2:
+        while (
+            trainer.validator.rows
+            and trainer.schedule.validation
+            and len(self.spent["validation"]) < 2
+        ):
             with self.during(trainer, "validation"):
                 trainer.validator.run(step, trainer.saver, lambda: False, lambda weights: None)
             if self.spent["validation"][0] > self.seconds / 3:
                 break
         # neighbors in memory will still grow during the run
         tasks, length = list(trainer.tasks), trainer.prepared.length
-        cache, part = tasks[0].train_loader.cache, min(1.0, trainer.num_steps / length.steps_per["epochs"])
+        cache, part = (
+            tasks[0].train_loader.cache,
+            min(1.0, trainer.num_steps / length.steps_per["epochs"]),
+        )
         frames = sum(part * sum(task.train_loader.sampler.num_frames) for task in tasks)
-        frames += sum(source.num_frames for task in trainer.validator.tasks.values() for source in task.valid)
+        frames += sum(
+            source.num_frames for task in trainer.validator.tasks.values() for source in task.valid
+        )
         growth = max(1.0, frames / len(cache)) if len(cache) else 1.0
         self.more_memory = int(min(cache.max_bytes, cache.num_bytes * growth)) - cache.num_bytes
         self.stopped = time.perf_counter()
         trainer.stop.request(signal.SIGTERM)
 
 
-def _measure(folder: str, began: float, device: str | None, seconds: float, path: list[str]) -> dict[str, Any]:
+def _measure(
+    folder: str, began: float, device: str | None, seconds: float, path: list[str]
+) -> dict[str, Any]:
     """Return the times and the memory of steps of an input in a folder; a process of its own runs this, silently.
 
     Args:
@@ -214,7 +252,9 @@ def _measure(folder: str, began: float, device: str | None, seconds: float, path
     new, later = mean(steps[_FIRST : watch.num_new]), mean(steps[watch.num_new :][_FIRST:])
     if new > later > 0:  # else there are too few steps, or it makes no difference
         step, new_step = later, new
-    start = loaded + watch.first_step - entered + sum(steps[:_FIRST]) - new_step * len(steps[:_FIRST])
+    start = (
+        loaded + watch.first_step - entered + sum(steps[:_FIRST]) - new_step * len(steps[:_FIRST])
+    )
     return {
         "steps": watch.num_steps,
         "steps_of_first_epoch": watch.epoch_steps,

@@ -63,11 +63,20 @@ class InterpolationControl:
         for task, batch in batches.items():
             self.models(task, batch, create_graph=False, need_virial=False)
         # rank 0 decides: another kind of processor may round differently
-        begun = self.world.broadcast_from_rank0(lambda: {name: _first_terms(one) for name, one in chosen.items()})
+        begun = self.world.broadcast_from_rank0(
+            lambda: {name: _first_terms(one) for name, one in chosen.items()}
+        )
         # files of 0.1.0 have other names, and some have less
-        state = {part: dict(saved.get(part, {})) for part in ("terms", "needed", "wanted", "choice")}
-        state["choice"] = {k: interpolate_choice(v) for k, v in state["wanted"].items()} | state["choice"]
-        known = {part: {k.removesuffix(".spline"): v for k, v in of.items()} for part, of in state.items()}
+        state = {
+            part: dict(saved.get(part, {})) for part in ("terms", "needed", "wanted", "choice")
+        }
+        state["choice"] = {k: interpolate_choice(v) for k, v in state["wanted"].items()} | state[
+            "choice"
+        ]
+        known = {
+            part: {k.removesuffix(".spline"): v for k, v in of.items()}
+            for part, of in state.items()
+        }
         for name, one in chosen.items():
             one.recording, one.needed = False, 0
             # not if a restart has changed the option
@@ -83,7 +92,10 @@ class InterpolationControl:
         if not used:
             return "evaluated for each pair of atoms" if self._named else ""
         several = len(self._named) > 1
-        return "; ".join(f"{f'{name}: ' if several else ''}{n} terms of a Chebyshev series" for name, n in used.items())
+        return "; ".join(
+            f"{f'{name}: ' if several else ''}{n} terms of a Chebyshev series"
+            for name, n in used.items()
+        )
 
     def before_step(self, step: int) -> None:
         """Adapt the number of terms every `interval` steps. Must be called by every rank."""
@@ -98,7 +110,9 @@ class InterpolationControl:
             one.needed = 0
             if compiled and terms > one.terms:
                 longer = MULTIPLE * math.ceil(MIN_GROWTH_OF_GRAPHS * one.terms / MULTIPLE)
-                self._use(name, one, terms if terms > MAX_TERMS else min(max(terms, longer), MAX_TERMS))
+                self._use(
+                    name, one, terms if terms > MAX_TERMS else min(max(terms, longer), MAX_TERMS)
+                )
             elif terms and not compiled:
                 self._use(name, one, terms)
 
@@ -126,6 +140,8 @@ class InterpolationControl:
 def _first_terms(one: Interpolation) -> int:
     """Return the terms that the first batches need, 0 where ``auto`` finds a series not to be less work."""
     unused = not one.evaluated_sites  # attention sees each pair
-    if unused or (one.choice == AUTO and one.direct_numbers < MIN_NUMBERS_PER_SITE * one.evaluated_sites):
+    if unused or (
+        one.choice == AUTO and one.direct_numbers < MIN_NUMBERS_PER_SITE * one.evaluated_sites
+    ):
         return 0
     return one.needed

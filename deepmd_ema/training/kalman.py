@@ -52,15 +52,23 @@ class KalmanStep(Step):
         models, config = prepared.models, prepared.config.optimizer
         assert isinstance(config, sections.LKFConfig)
         super().__init__(models, build_schedule(prepared.config.learning_rate, num_steps))
-        self._filter = LKF(models.named_parameters(), config.kf_blocksize, models.tasks_of_parameters())
+        self._filter = LKF(
+            models.named_parameters(), config.kf_blocksize, models.tasks_of_parameters()
+        )
         self._config, self._num_steps, self._seed = config, num_steps, prepared.seed
 
     def update(
-        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float | Tensor, step: int | Tensor
+        self,
+        task: Task,
+        batches: Sequence[Batch | PackedBatch],
+        rate: float | Tensor,
+        step: int | Tensor,
     ) -> Updated:
         """Update the weights with the only batch; ``rate`` is that of the displayed loss."""
         assert isinstance(step, int)  # CUDA graphs do not take these steps
-        batch = cast("Batch", batches[0])  # the rules of the config allow one, which is on the device
+        batch = cast(
+            "Batch", batches[0]
+        )  # the rules of the config allow one, which is on the device
         config = self._config
         of_energy = self._between(config.kf_start_pref_e, config.kf_limit_pref_e, step)
         of_force = self._between(config.kf_start_pref_f, config.kf_limit_pref_f, step)
@@ -69,11 +77,15 @@ class KalmanStep(Step):
             total, values = task.loss(prediction, batch, rate)
         ok = self._note(torch.isfinite(total), step)
         if "e" in task.loss.terms:
-            ok = self._measure(*measure_energy(prediction[ENERGY], batch, of_energy), step, task.name)
+            ok = self._measure(
+                *measure_energy(prediction[ENERGY], batch, of_energy), step, task.name
+            )
             prediction = {}
         for numbers in self._draws(step, total.device) if "f" in task.loss.terms else ():
             prediction = prediction or task.models(task.name, batch, need_virial=False)
-            ok = self._measure(*measure_force(prediction[FORCE], batch, of_force, numbers), step, task.name)
+            ok = self._measure(
+                *measure_force(prediction[FORCE], batch, of_force, numbers), step, task.name
+            )
             prediction = {}
         return Updated(values, ok)
 
@@ -85,9 +97,13 @@ class KalmanStep(Step):
         """Continue with the covariances of ``state``."""
         self._filter.load_state_dict(state)
 
-    def _measure(self, measured: Tensor, error: Tensor, found: Tensor, step: int, task: str) -> Tensor:
+    def _measure(
+        self, measured: Tensor, error: Tensor, found: Tensor, step: int, task: str
+    ) -> Tensor:
         parameters = self._filter.parameters_of(task)
-        gradients = torch.autograd.grad(measured, parameters, allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(
+            measured, parameters, allow_unused=True, materialize_grads=True
+        )
         norm = torch.stack(torch._foreach_norm(gradients)).sum()
         ok = self._note(torch.isfinite(norm) & torch.isfinite(error), step)
         self._filter.update(gradients, error, ok * found, task)
@@ -117,7 +133,11 @@ def measure_energy(energy: Tensor, batch: Batch, weight: float) -> Measurement:
     label, found = batch.labels[ENERGY], batch.has_label[ENERGY]
     per_atom = weight * found / batch.num_atoms
     difference = label - energy.detach()
-    return (per_atom * _sign(difference) * energy).sum(), _error(per_atom * difference.abs(), found), found.max()
+    return (
+        (per_atom * _sign(difference) * energy).sum(),
+        _error(per_atom * difference.abs(), found),
+        found.max(),
+    )
 
 
 def measure_force(force: Tensor, batch: Batch, weight: float, numbers: Tensor) -> Measurement:
@@ -133,7 +153,9 @@ def measure_force(force: Tensor, batch: Batch, weight: float, numbers: Tensor) -
     found, sizes = batch.has_label[FORCE], batch.num_atoms
     first = torch.cumsum(sizes, 0) - sizes
     chosen = first[:, None] + (numbers * sizes[:, None]).long()  # (F, G)
-    predicted, label = (batch.in_file_order(values)[chosen] for values in (force, batch.labels[FORCE]))
+    predicted, label = (
+        batch.in_file_order(values)[chosen] for values in (force, batch.labels[FORCE])
+    )
     per_atom = (weight * found / sizes)[:, None, None]
     difference = label - predicted.detach()
     measured = (per_atom * _sign(difference) * predicted).sum() / difference[0].numel()

@@ -75,7 +75,11 @@ class Loss:
     _prefix = ""  # of the displayed names of terms
 
     def __init__(
-        self, weights: Mapping[str, tuple[float, float]], start_lr: float, world: World, terms: Mapping[str, Term]
+        self,
+        weights: Mapping[str, tuple[float, float]],
+        start_lr: float,
+        world: World,
+        terms: Mapping[str, Term],
     ) -> None:
         self.world = world
         self.terms = {name: terms[name] for name in weights}
@@ -131,7 +135,10 @@ class Loss:
         """
         means = errors / counts  # 0 / 0 is nan where no frame has the label
         displayed = dict(
-            zip(map(self._prefix.__add__, self.terms), (means if self._is_plain else means.sqrt()).unbind())
+            zip(
+                map(self._prefix.__add__, self.terms),
+                (means if self._is_plain else means.sqrt()).unbind(),
+            )
         )
         displayed[ROOT] = loss.sqrt()
         return {name: displayed[name] for name in dict.fromkeys((*self.display_names, ROOT))}
@@ -142,13 +149,22 @@ class Loss:
 
     def needs(self, batch: Batch) -> dict[str, bool]:
         """Return the arguments of the model for quantities of ``batch`` beside energies and forces."""
-        return {"need_virial": self.need_virial, "need_hessian": HESSIAN in self.labels and HESSIAN in batch.labels}
+        return {
+            "need_virial": self.need_virial,
+            "need_hessian": HESSIAN in self.labels and HESSIAN in batch.labels,
+        }
 
 
 class EnergyLoss(Loss):
     """The errors of energies, forces, virials, atomic energies and Hessians."""
 
-    def __init__(self, config: EnerLossConfig, start_lr: float, world: World, model: ModelConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: EnerLossConfig,
+        start_lr: float,
+        world: World,
+        model: ModelConfig | None = None,
+    ) -> None:
         self.config, self.labels = config, config.labels(())
         self._mae = self._is_plain = config.loss_func == "mae"
         self._prefix = "mae_" if self._mae else "rmse_"
@@ -169,10 +185,16 @@ class EnergyLoss(Loss):
         self.display_names = tuple(sorted([ROOT, *(self._prefix + name for name in self.terms)]))
         self.need_virial = "v" in self.terms
 
-    def _per_frame(self, name: str, delta: float, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+    def _per_frame(
+        self, name: str, delta: float, prediction: Mapping[str, Tensor], batch: Batch
+    ) -> _Sums:
         """Return the sums of a quantity (F, ...) that grows with the number of atoms."""
         found, (label, has_label, weight) = prediction[name], _label(batch, name)
-        shown_once, rows, error = has_label / batch.num_atoms, has_label.sum(), _of_rows(self._size(found, label))
+        shown_once, rows, error = (
+            has_label / batch.num_atoms,
+            has_label.sum(),
+            _of_rows(self._size(found, label)),
+        )
         once = shown_once if weight is has_label else weight / batch.num_atoms
         if self._mae:
             value = torch.dot(once, error)
@@ -180,14 +202,18 @@ class EnergyLoss(Loss):
         shown = torch.dot(shown_once / batch.num_atoms, error)
         if self._huber:
             per_atom = (found - label) / batch.num_atoms.view(-1, *[1] * (found.dim() - 1))
-            value = torch.dot(weight, _of_rows(self._huber(per_atom, torch.zeros_like(per_atom), delta=delta)))
+            value = torch.dot(
+                weight, _of_rows(self._huber(per_atom, torch.zeros_like(per_atom), delta=delta))
+            )
         elif self.config.intensive_ener_virial:
             value = shown if once is shown_once else torch.dot(once / batch.num_atoms, error)
         else:
             value = torch.dot(once, error)
         return _Sums(value, shown, rows)
 
-    def _per_atom(self, name: str, delta: float, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+    def _per_atom(
+        self, name: str, delta: float, prediction: Mapping[str, Tensor], batch: Batch
+    ) -> _Sums:
         """Return the sums of forces or of atomic energies."""
         found, label, has_label, weight = self._compared(name, prediction, batch)
         # the displayed mean square stays one of components, also when the norm is what is trained
@@ -208,7 +234,12 @@ class EnergyLoss(Loss):
             has_label = torch.ones_like(has_label)
         value = pref * _of_rows(self._size(found, label))
         rows = (has_label * has_force)[batch.atom_frame]
-        return _sums(value, value, rows, rows if weight is has_force else (has_label * weight)[batch.atom_frame])
+        return _sums(
+            value,
+            value,
+            rows,
+            rows if weight is has_force else (has_label * weight)[batch.atom_frame],
+        )
 
     def _compared(
         self, name: str, prediction: Mapping[str, Tensor], batch: Batch
@@ -216,7 +247,9 @@ class EnergyLoss(Loss):
         """Return predicted and labelled values of a quantity of atoms, which frames have the label, and weights."""
         found, (label, has_label, weight) = prediction[name], _label(batch, name)
         if name == FORCE and self.config.relative_f is not None:
-            found = (found - label) / (torch.linalg.vector_norm(label, dim=1, keepdim=True) + self.config.relative_f)
+            found = (found - label) / (
+                torch.linalg.vector_norm(label, dim=1, keepdim=True) + self.config.relative_f
+            )
             label = torch.zeros_like(found)
         return found, label, has_label, weight
 
@@ -226,7 +259,9 @@ class EnergyLoss(Loss):
             nothing = torch.zeros_like(has_label)
             return _sums(nothing, nothing, nothing, nothing)
         size = self._size(prediction[HESSIAN], label)
-        mean = torch.stack([one.mean() for one in size.split([LABELS[HESSIAN].num_rows(n) for n in batch.sizes])])
+        mean = torch.stack(
+            [one.mean() for one in size.split([LABELS[HESSIAN].num_rows(n) for n in batch.sizes])]
+        )
         return _sums(mean, mean, has_label, weight)
 
 
@@ -237,7 +272,9 @@ class QuantityLoss(Loss):
     number of these atoms. As DeePMD-kit's losses ``tensor`` and ``dos``.
     """
 
-    def __init__(self, config: LossConfig, start_lr: float, world: World, model: ModelConfig) -> None:
+    def __init__(
+        self, config: LossConfig, start_lr: float, world: World, model: ModelConfig
+    ) -> None:
         self._of_frame, self._of_atom = model.fitting_net.labels
         self.labels, self._counted = config.labels(model.fitting_net.labels), _counted(model, world)
         terms = {name: partial(self._term, name) for name in config.weights}
@@ -258,9 +295,16 @@ class QuantityLoss(Loss):
                 of_atoms, has_weight, _ = _label(batch, ATOM_WEIGHT)
                 error = error * of_atoms.where(has_weight[batch.atom_frame] > 0, 1.0)[:, None]
             rows, squared = has_label[batch.atom_frame] * counted, error.square()
-            return _sums(squared, squared, rows, rows if weight is has_label else weight[batch.atom_frame] * counted)
+            return _sums(
+                squared,
+                squared,
+                rows,
+                rows if weight is has_label else weight[batch.atom_frame] * counted,
+            )
         squared = _of_rows(error.square())
-        return _sums(squared, squared / frame_sums(batch)(counted).clamp(min=1).square(), has_label, weight)
+        return _sums(
+            squared, squared / frame_sums(batch)(counted).clamp(min=1).square(), has_label, weight
+        )
 
 
 class PropertyLoss(Loss):
@@ -272,7 +316,9 @@ class PropertyLoss(Loss):
 
     _is_plain = True
 
-    def __init__(self, config: PropertyLossConfig, start_lr: float, world: World, model: ModelConfig) -> None:
+    def __init__(
+        self, config: PropertyLossConfig, start_lr: float, world: World, model: ModelConfig
+    ) -> None:
         self.config, self.labels = config, config.labels(model.fitting_net.labels)
         self._label, self._is_mean = model.fitting_net.labels[0], model.fitting_net.intensive
         terms = {name: partial(self._term, name) for name in config.weights}
@@ -296,12 +342,16 @@ class PropertyLoss(Loss):
             return total, displayed
         # the root of a mean over all ranks, of which this one differentiates its part
         mean = self.world.all_reduce_sum(total.detach() / self.world.size)
-        return (mean + total - total.detach()).clamp(min=torch.finfo(mean.dtype).tiny).sqrt(), displayed
+        return (mean + total - total.detach()).clamp(
+            min=torch.finfo(mean.dtype).tiny
+        ).sqrt(), displayed
 
     def displayed(self, loss: Tensor, errors: Tensor, counts: Tensor) -> dict[str, Tensor]:
         """Return the displayed values, and the root of the loss under a name of its own."""
         means = dict(zip(self.terms, (errors / counts).unbind()))
-        shown = {name: means[name].sqrt() if name == ROOT else means[name] for name in self.display_names}
+        shown = {
+            name: means[name].sqrt() if name == ROOT else means[name] for name in self.display_names
+        }
         return {**shown, "loss": loss.sqrt()}
 
     def _term(self, kind: str, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
@@ -316,7 +366,10 @@ class PropertyLoss(Loss):
             spread = spread.where(spread > 0, 1.0)
             found, label = found / spread, label / spread
         error = self._functions[function](found, label)
-        if kind == "loss" and function not in ("rmse", "mape"):  # counted as one row, whatever the number of frames
+        if kind == "loss" and function not in (
+            "rmse",
+            "mape",
+        ):  # counted as one row, whatever the number of frames
             total = torch.dot(weight, error.sum(1))
             return _Sums(total, total, torch.zeros_like(total))
         return _sums(error, error, has_label, weight)
@@ -340,7 +393,10 @@ def constant_prediction(batch: Batch, bias: Tensor) -> dict[str, Tensor]:
     """Return the prediction without forces in which each atom of type t has the energy ``bias[t]`` (T,), in eV."""
     names = (name for name, label in LABELS.items() if label.errors and name != HESSIAN)
     nothing = {name: torch.zeros_like(_label(batch, name)[0]) for name in names}
-    return {**nothing, ENERGY: nothing[ENERGY].index_add(0, batch.atom_frame, bias[batch.atom_type])}
+    return {
+        **nothing,
+        ENERGY: nothing[ENERGY].index_add(0, batch.atom_frame, bias[batch.atom_type]),
+    }
 
 
 def root_of(displayed: Mapping[str, Tensor]) -> Tensor:
@@ -361,11 +417,18 @@ class LossOverBatches:
         lr: learning rate of the step, a number or a float64 scalar on the device.
     """
 
-    def __init__(self, loss: Loss, batches: Sequence[Batch | PackedBatch], lr: float | Tensor) -> None:
+    def __init__(
+        self, loss: Loss, batches: Sequence[Batch | PackedBatch], lr: float | Tensor
+    ) -> None:
         self._loss, self._world = loss, loss.world
-        unpacked = [made.view(made.data) if isinstance(made, PackedBatch) else made for made in batches]
+        unpacked = [
+            made.view(made.data) if isinstance(made, PackedBatch) else made for made in batches
+        ]
         # the numbers of rows do not depend on what is predicted: labels are as good
-        counts = [[compute(batch.labels, batch).rows for compute in loss.terms.values()] for batch in unpacked]
+        counts = [
+            [compute(batch.labels, batch).rows for compute in loss.terms.values()]
+            for batch in unpacked
+        ]
         total = torch.stack([torch.stack(of_batch) for of_batch in counts]).sum(0)
         total = on_device(total, self._world.device) if total.is_cpu else total
         self._coefficients = loss.prefactors(lr) / self._world.all_reduce_sum(total).clamp(min=1)
@@ -402,7 +465,9 @@ class _Sums(NamedTuple):
 def _sums(value: Tensor, shown: Tensor, has_label: Tensor, weight: Tensor) -> _Sums:
     """Return the sums of ``value`` times ``weight``, and of ``shown`` (n, ...), over the rows with a label."""
     total, is_same = torch.dot(weight, _of_rows(value)), shown is value and weight is has_label
-    return _Sums(total, total if is_same else torch.dot(has_label, _of_rows(shown.detach())), has_label.sum())
+    return _Sums(
+        total, total if is_same else torch.dot(has_label, _of_rows(shown.detach())), has_label.sum()
+    )
 
 
 def _of_rows(values: Tensor) -> Tensor:

@@ -52,16 +52,24 @@ def products_in(tf32: bool, bfloat16: Iterable[Any] = ()) -> Iterator[None]:
             part.infers_in_bfloat16 = False
 
 
-def contexts_of_products(config: RunConfig, models: nn.Module, device: torch.device) -> tuple[Products, Products]:
+def contexts_of_products(
+    config: RunConfig, models: nn.Module, device: torch.device
+) -> tuple[Products, Products]:
     """Return the contexts in which steps and validations multiply matrices of ``models`` on a device.
 
     The log says which options of the input have no effect there.
     """
     in_training, in_validation = config.training.enable_tf32, config.validating.tf32_infer
     if device.type != "cuda":
-        for option, is_on in (("training.enable_tf32", in_training), ("validating.tf32_infer", in_validation)):
+        for option, is_on in (
+            ("training.enable_tf32", in_training),
+            ("validating.tf32_infer", in_validation),
+        ):
             if is_on:
-                logger.warning("%s has no effect on a CPU: products of float32 matrices are in float32.", option)
+                logger.warning(
+                    "%s has no effect on a CPU: products of float32 matrices are in float32.",
+                    option,
+                )
         places = ["validating.amp_infer"] if config.validating.amp_infer else []
         for task in config.tasks.values():
             option, descriptor = f"{task.place('model')}.descriptor.use_amp", task.model.descriptor
@@ -72,7 +80,9 @@ def contexts_of_products(config: RunConfig, models: nn.Module, device: torch.dev
             of_cpu = "no effect on a CPU, which multiplies in the precision of the parameters"
             logger.info("%s = true: %s", place, of_cpu)
         return nullcontext, nullcontext
-    parts = [part for part in models.modules() if hasattr(part, "infers_in_bfloat16")] * config.validating.amp_infer
+    parts = [
+        part for part in models.modules() if hasattr(part, "infers_in_bfloat16")
+    ] * config.validating.amp_infer
     return partial(products_in, in_training), partial(products_in, in_validation, parts)
 
 
@@ -109,17 +119,28 @@ def launches_graphs(config: RunConfig, world: World) -> bool:
     return chosen and not why_no_graphs(config, world)
 
 
-def pads(config: RunConfig, compiler: Compiler | None, world: World, layout: NeighborLayout) -> list[Pad | None]:
+def pads(
+    config: RunConfig, compiler: Compiler | None, world: World, layout: NeighborLayout
+) -> list[Pad | None]:
     """Return the functions that fill up batches of training and displayed ones of validation; None: they stay."""
-    modes = (compiler.in_training, compiler.in_validation) if compiler is not None else (False, False)
-    found = [pad_for(config.training.compile_options, layout) if is_compiled else None for is_compiled in modes]
+    modes = (
+        (compiler.in_training, compiler.in_validation) if compiler is not None else (False, False)
+    )
+    found = [
+        pad_for(config.training.compile_options, layout) if is_compiled else None
+        for is_compiled in modes
+    ]
     if launches_graphs(config, world):  # few shapes
         found[0] = partial(pad, layout=layout, up=to_eighth)
     return found
 
 
 def compile_models(
-    config: RunConfig, models: ModelSet, batches: Mapping[str, Batch], world: World, products: tuple[Products, Products]
+    config: RunConfig,
+    models: ModelSet,
+    batches: Mapping[str, Batch],
+    world: World,
+    products: tuple[Products, Products],
 ) -> RunConfig:
     """Compile ``models`` if the input says so, and return the config with the modes that are compiled.
 
@@ -144,7 +165,11 @@ def compile_models(
         compiler = Compiler(config.training.compile_options, place, in_training, in_validation)
         hessians = any(HESSIAN in task.labels for task in config.tasks.values())
         eager = "; batches with Hessians are evaluated eagerly" * hessians
-        logger.info("compiling with %s, which takes minutes the first time%s", compiler.options.backend, eager)
+        logger.info(
+            "compiling with %s, which takes minutes the first time%s",
+            compiler.options.backend,
+            eager,
+        )
         for training in [True] * in_training + [False] * in_validation:
             if not training and not compiler.in_validation:
                 break  # as its steps
@@ -153,7 +178,11 @@ def compile_models(
             # the first rank of each machine, then the others, which find the code in the cache
             for is_turn in (world.local_rank == 0, world.local_rank != 0):
                 with world.all_ranks_ok(world.long_timeout_group), context():
-                    reasons += [compiler.trace(m, batches[name]) for name, m in models.by_task.items() if is_turn]
+                    reasons += [
+                        compiler.trace(m, batches[name])
+                        for name, m in models.by_task.items()
+                        if is_turn
+                    ]
             compiler.refuse(training, next(filter(None, reasons), ""))
             compiler.agree(world)
         models.train()
@@ -185,9 +214,15 @@ def parallelize(models: ModelSet, world: World, stage: int) -> nn.Module:
     # with unused parameters allowed, they stay
     known = inspect.signature(DistributedDataParallel).parameters
     # the name of the option from torch 2.13 on, and before
-    buffers: dict[str, Any] = {next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in known): False}
+    buffers: dict[str, Any] = {
+        next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in known): False
+    }
     return DistributedDataParallel(
-        models, init_sync=False, find_unused_parameters=True, gradient_as_bucket_view=True, **buffers
+        models,
+        init_sync=False,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=True,
+        **buffers,
     )
 
 
@@ -236,7 +271,9 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
             done.add(module)
 
     each = list(models.by_task.values())
-    if models.compiler is not None:  # its code takes all parameters of a model at once, and cannot wait for blocks
+    if (
+        models.compiler is not None
+    ):  # its code takes all parameters of a model at once, and cannot wait for blocks
         shard(models)
         settle_shards(models)
         return
@@ -248,15 +285,24 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
                 register_fsdp_forward_method(block, method)
     # what tasks share must be sharded before the models around it, which would each take it for their own: the largest
     # modules inside several of them; torch does not take lists of modules as one
-    inside = [[module for module in model.modules() if module is not model] for model in dict.fromkeys(each)]
+    inside = [
+        [module for module in model.modules() if module is not model]
+        for model in dict.fromkeys(each)
+    ]
     count = Counter(module for modules in inside for module in dict.fromkeys(modules))
-    shared = [module for module, number in count.items() if number > 1 and not isinstance(module, nn.ModuleList)]
+    shared = [
+        module
+        for module, number in count.items()
+        if number > 1 and not isinstance(module, nn.ModuleList)
+    ]
     inner = {child for module in shared for child in module.modules() if child is not module}
     for module in shared:
         if module not in inner and any(True for _ in module.parameters()):
             # its weights are needed until the model has its forces, after its own forward pass
             shard(module, reshard=False)
-            if hasattr(module, "features_and_equivariants"):  # another way into a descriptor than its forward pass
+            if hasattr(
+                module, "features_and_equivariants"
+            ):  # another way into a descriptor than its forward pass
                 register_fsdp_forward_method(module, "features_and_equivariants")
     for model in each:
         shard(model)

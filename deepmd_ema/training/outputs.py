@@ -45,7 +45,9 @@ from deepmd_ema.utils import LIVE
 
 logger = logging.getLogger(__name__)
 
-EARLIER = "earlier"  # folders earlier-1, earlier-2, ... hold the files of runs that were not continued
+EARLIER = (
+    "earlier"  # folders earlier-1, earlier-2, ... hold the files of runs that were not continued
+)
 
 
 def check_outputs(config: RunConfig, request: TrainRequest) -> None:
@@ -87,7 +89,10 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
         if o.has_rows:
             with collect_problems(problems):
                 refuse_to_lose(o.path, o.option, TABLE, inputs)
-    for path, option, kind in ((output, "--output", JSON), (RECORD, "the record of the run", RECORD_FILE)):
+    for path, option, kind in (
+        (output, "--output", JSON),
+        (RECORD, "the record of the run", RECORD_FILE),
+    ):
         with collect_problems(problems):
             refuse_to_lose(path, option, kind, inputs)
     CheckpointError.raise_if_any(problems)
@@ -163,7 +168,9 @@ def _in_the_way(config: RunConfig) -> Iterator[Path]:
             for paths in files_by_step(folder, series, NUMBERED).values():
                 yield from paths
         for task in config.tasks:
-            for paths in files_by_step(outputs.best_folder, outputs.best_prefix(name, task), RANKED).values():
+            for paths in files_by_step(
+                outputs.best_folder, outputs.best_prefix(name, task), RANKED
+            ).values():
                 yield from paths
 
 
@@ -173,11 +180,18 @@ def _set_aside(files: Iterable[Path]) -> list[Path]:
     It has the folders of the run below it; files from elsewhere have one beside them. Links between the files are laid
     anew.
     """
-    here, places = Path.cwd(), dict[Path, tuple[Path, Path]]()  # folder of the run, and path below it
+    here, places = (
+        Path.cwd(),
+        dict[Path, tuple[Path, Path]](),
+    )  # folder of the run, and path below it
     for path in files:
         folder = path.parent.resolve()
         is_inside = folder.is_relative_to(here)
-        places[path] = (Path(), folder.relative_to(here) / path.name) if is_inside else (path.parent, Path(path.name))
+        places[path] = (
+            (Path(), folder.relative_to(here) / path.name)
+            if is_inside
+            else (path.parent, Path(path.name))
+        )
     number = 1
     while any((root / f"{EARLIER}-{number}").exists() for root, _ in places.values()):
         number += 1
@@ -198,7 +212,11 @@ def _set_aside(files: Iterable[Path]) -> list[Path]:
     if pointer is not None:
         named = None
         with suppress(OSError, ValueError):  # a file of another kind, whose content is no path
-            named = real.get(Path(pointer.read_text(encoding="utf-8", errors="surrogateescape").strip()).resolve())
+            named = real.get(
+                Path(
+                    pointer.read_text(encoding="utf-8", errors="surrogateescape").strip()
+                ).resolve()
+            )
         if named is not None:
             pointer.write_bytes(os.fsencode(os.path.relpath(named, pointer.parent)))
     roots = {root for root, _ in places.values()}

@@ -69,7 +69,9 @@ from deepmd_ema.utils import LIVE, seed_for, stream_of
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAMES = 10_000  # of a fit after training: few numbers are fitted, more frames would only take longer
+MAX_FRAMES = (
+    10_000  # of a fit after training: few numbers are fitted, more frames would only take longer
+)
 _MAX_EVIDENCE = 30  # frames that show whether labels are of another method
 MAX_ATOMS_AT_ONCE = 512  # in a batch whose energies are evaluated: dpa4 takes 3 MB for each
 
@@ -93,7 +95,9 @@ class PreparedRun:
     seed: int
 
 
-def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: bool = False) -> PreparedRun:
+def prepare(
+    config: RunConfig, start: Start, world: World, skip_neighbor_stat: bool = False
+) -> PreparedRun:
     """Open and check the data, resolve ``sel``, and make the models with their first weights.
 
     A new run gets statistics from data; a run that starts from a file takes those of the file. rank 0 looks at the
@@ -125,7 +129,9 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
                     f"rank {world.rank} on {socket.gethostname()} has other data than rank 0: {found}. All ranks must "
                     "read the same frames: use a folder that they share, or copy it to each machine again."
                 )
-    contents = world.broadcast_from_rank0(lambda: {name: digest_of(data.train) for name, data in systems.items()})
+    contents = world.broadcast_from_rank0(
+        lambda: {name: digest_of(data.train) for name, data in systems.items()}
+    )
     with world.all_ranks_ok():
         check_content(start, contents)
     # of rank 0: all ranks have the same frames in each part
@@ -144,13 +150,17 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     checked = time.perf_counter()
     cache = PairCache(local_size=world.local_size)  # one for all tasks: they share its limit
     seeds = {name: seed_for(stream_of("weights", name), seed) for name in config.tasks}
-    models = build_models({name: task.model for name, task in config.tasks.items()}, config.links, seeds)
+    models = build_models(
+        {name: task.model for name, task in config.tasks.items()}, config.links, seeds
+    )
     # a mistake is reported before statistics are made
     split_by_pattern(config.optimizer.groups, models.first_names(), config.source)
     for name, model in models.by_task.items():
         model.min_nbor_dist = nearest[name]
     tasks = {
-        name: build_task(config, name, data, contents[name], splits.get(name), models, cache, seed, world)
+        name: build_task(
+            config, name, data, contents[name], splits.get(name), models, cache, seed, world
+        )
         for name, data in systems.items()
     }
     run = PreparedRun(config, tasks, models, run_length(config, systems, world.size), seed)
@@ -160,13 +170,20 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
             run.models.load_state_dict(state)
     known = f" (this content was checked before: {', '.join(dates)})" if dates else ""
     logger.debug(
-        "data and neighbors: %.1f s%s, statistics: %.1f s", checked - started, known, time.perf_counter() - checked
+        "data and neighbors: %.1f s%s, statistics: %.1f s",
+        checked - started,
+        known,
+        time.perf_counter() - checked,
     )
     return run
 
 
 def _check_data(
-    config: RunConfig, systems: Mapping[str, TaskData], results: Mapping[str, Path], start: Start, skip: bool
+    config: RunConfig,
+    systems: Mapping[str, TaskData],
+    results: Mapping[str, Path],
+    start: Start,
+    skip: bool,
 ) -> tuple[RunConfig, dict[str, float | None], list[str]]:
     """Return the config with ``sel`` resolved, nearest pairs by task, and dates of earlier checks that still hold."""
     nearest, found, dates = {}, {}, []
@@ -183,7 +200,9 @@ def _check_data(
         descriptor = task.model.descriptor
         if skip and descriptor.neighbors is None:
             place = f"{task.place('model')}.descriptor"
-            problems.append(f"--skip-neighbor-stat: {place} ({descriptor.summary()}) needs it. Give numbers.")
+            problems.append(
+                f"--skip-neighbor-stat: {place} ({descriptor.summary()}) needs it. Give numbers."
+            )
         if not report.problems:
             assert report.neighbors is not None, "data without problems have neighbors"
             nearest[name] = start.min_nbor_dist(name, report.neighbors.min_distance)
@@ -233,26 +252,38 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
         batches = _statistics_batches(task, run.seed, num_ranks)
     else:  # nothing is fitted
         chosen = chosen_frames(task.config, task.train, run.seed, _MAX_EVIDENCE)
-        batches = sequential_batches(task.train, model.layout, task.cache, MAX_ATOMS_AT_ONCE, frames=chosen)
+        batches = sequential_batches(
+            task.train, model.layout, task.cache, MAX_ATOMS_AT_ONCE, frames=chosen
+        )
     frames = energies_of(model, config, batches)
     if not len(frames):
         if start.fine_tunes:
-            text = "%sno training frame has a label to compare the output bias with: it stays as in %s"
+            text = (
+                "%sno training frame has a label to compare the output bias with: it stays as in %s"
+            )
             logger.warning(text, of_task, file)
         return
     move = move_bias(frames, bias, model.out_std.numpy().reshape(bias.shape), new, how)
     text = f"{of_task}{move.evidence(config)}, on {counted(len(frames), 'training frame')}"
     if start.fine_tunes:
         model.out_bias.copy_(torch.from_numpy(move.bias).view_as(model.out_bias))
-        if ENERGY in model.labels and move.is_moved:  # the spread of a property is the unit of its network
+        if (
+            ENERGY in model.labels and move.is_moved
+        ):  # the spread of a property is the unit of its network
             model.out_std.copy_(torch.from_numpy(move.std).view_as(model.out_std))
     if how == KEEP and move.is_of_another_method:
         place = task.config.place("model")
-        remedy = f'{place}.finetune_bias = "fit"' if start.fine_tunes else "--finetune in place of --init-model"
+        remedy = (
+            f'{place}.finetune_bias = "fit"'
+            if start.fine_tunes
+            else "--finetune in place of --init-model"
+        )
         text += f". The output bias stays as in {file}, and weights would have to learn the shift; {remedy} moves it."
         logger.warning("%s", text)
     elif start.fine_tunes:
-        logger.info("%s: the output bias %s", text, "was moved" if move.is_moved else f"stays as in {file}")
+        logger.info(
+            "%s: the output bias %s", text, "was moved" if move.is_moved else f"stays as in {file}"
+        )
 
 
 def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
@@ -270,7 +301,9 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
             )
         if Path(path).exists():
             logger.info("%s = %s: %s. The statistics are computed anew.", place, path, stored)
-    found = collect_statistics(task.model, task.config.model, _statistics_batches(task, seed, num_ranks))
+    found = collect_statistics(
+        task.model, task.config.model, _statistics_batches(task, seed, num_ranks)
+    )
     if path is not None:
         advice = "Remove the file that is there, name another place, or leave the option out."
         with writing(f"{place}: {path}", advice):
@@ -281,7 +314,9 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
 def _statistics_batches(task: Task, seed: int, num_ranks: int) -> Iterator[Batch]:
     """Return batches of the frames of the statistics; those of several systems may be in one."""
     train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
-    sizes, taken, _ = batch_sizes(task.config.data.training_data.batch_size, [system.frame_sizes for system in train])
+    sizes, taken, _ = batch_sizes(
+        task.config.data.training_data.batch_size, [system.frame_sizes for system in train]
+    )
     chosen = list[list[int]]()
     for number, (system, size, frames) in enumerate(zip(train, sizes, taken)):
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
@@ -295,7 +330,9 @@ def _statistics_batches(task: Task, seed: int, num_ranks: int) -> Iterator[Batch
         rest = order[drawn:]
         for k in rest[system.frame_sizes[rest] == 1][:100].tolist():
             box = system.frame(k).box
-            chosen[-1] += [k] * bool(is_isolated(np.ones(1), None if box is None else box[None], layout.rcut)[0])
+            chosen[-1] += [k] * bool(
+                is_isolated(np.ones(1), None if box is None else box[None], layout.rcut)[0]
+            )
     return sequential_batches(train, layout, task.cache, MAX_ATOMS_AT_ONCE, frames=chosen)
 
 
@@ -320,7 +357,9 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, 
                     continue
                 chosen = chosen_frames(task.config, task.train, prepared.seed, MAX_FRAMES)
                 most = atoms_at_once(task.model.out_bias.device)
-                batches = sequential_batches(task.train, task.model.layout, task.cache, most, frames=chosen)
+                batches = sequential_batches(
+                    task.train, task.model.layout, task.cache, most, frames=chosen
+                )
                 words = f" fitted again with the weights {f'{name} {weights}'.lstrip()}"
                 fit = _fit_bias(task, prepared.models.of(name), batches, words)
                 if fit is not None:
@@ -334,14 +373,18 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, 
     return fitted
 
 
-def _fit_bias(task: Task, model: EnergyModel | TaskModel, batches: Iterable[Batch], words: str) -> BiasFit | None:
+def _fit_bias(
+    task: Task, model: EnergyModel | TaskModel, batches: Iterable[Batch], words: str
+) -> BiasFit | None:
     """Return the bias with which the mean residual per atom of frames is zero; None if none has an energy."""
     before = model.out_bias.view(-1).cpu().numpy()
     frames = energies_of(model, task.config.model, batches)
     if not len(frames):
         return None
     fit = change_bias(frames, before)
-    means = [np.mean(frames.residual(moved) / frames.num_atoms) for moved in (None, fit.bias - before)]
+    means = [
+        np.mean(frames.residual(moved) / frames.num_atoms) for moved in (None, fit.bias - before)
+    ]
     logger.info(
         "output bias%s on %s: mean residual %s meV/atom before, %s after", words, counted(len(frames), "frame"),
         *(f"{round(1000 * mean, 6) + 0.0:.4g}" for mean in means),
@@ -349,10 +392,14 @@ def _fit_bias(task: Task, model: EnergyModel | TaskModel, batches: Iterable[Batc
     return fit
 
 
-def chosen_frames(task: TaskConfig, train: Sequence[FrameSource], seed: int, most: int) -> list[Sequence[int]]:
+def chosen_frames(
+    task: TaskConfig, train: Sequence[FrameSource], seed: int, most: int
+) -> list[Sequence[int]]:
     """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
     # frames that `filter:N` leaves out were not trained on
-    _, frames, _ = batch_sizes(task.data.training_data.batch_size, [system.frame_sizes for system in train])
+    _, frames, _ = batch_sizes(
+        task.data.training_data.batch_size, [system.frame_sizes for system in train]
+    )
     counts = [len(own) for own in frames]
     total = sum(counts)
     if total <= most:
@@ -360,15 +407,23 @@ def chosen_frames(task: TaskConfig, train: Sequence[FrameSource], seed: int, mos
     # rounded so that they add up: the shares are the differences of rounded edges
     edges = np.cumsum([0, *counts]) * most // total
     stream = stream_of("bias", task.name)
-    orders = [permutation(count, seed_for(stream, seed, number)) for number, count in enumerate(counts)]
-    return [np.sort(own[order[:share]]).tolist() for own, order, share in zip(frames, orders, np.diff(edges))]
+    orders = [
+        permutation(count, seed_for(stream, seed, number)) for number, count in enumerate(counts)
+    ]
+    return [
+        np.sort(own[order[:share]]).tolist()
+        for own, order, share in zip(frames, orders, np.diff(edges))
+    ]
 
 
 Hook = Callable[[int, float], bool]
 
 
 def tracked_averages(
-    config: RunConfig, steps_per: Mapping[str, float], should_update: Mapping[str, Hook] | None, num_steps: int
+    config: RunConfig,
+    steps_per: Mapping[str, float],
+    should_update: Mapping[str, Hook] | None,
+    num_steps: int,
 ) -> list[Profile]:
     """Return the profile of each average of the list ``training.averaging``.
 
@@ -387,9 +442,14 @@ def tracked_averages(
         if isinstance(average, ScheduleFreeProfile):
             assert isinstance(config.optimizer, AdamWScheduleFreeConfig)  # a rule of the input
             changes |= {"adam_beta1": config.optimizer.adam_beta1, "r": config.optimizer.r}
-            changes |= {"warmup_steps": lr.num_warmup_steps(num_steps), "warmup_start_factor": lr.warmup_start_factor}
+            changes |= {
+                "warmup_steps": lr.num_warmup_steps(num_steps),
+                "warmup_start_factor": lr.warmup_start_factor,
+            }
         profiles.append(average.in_steps(steps_per, **changes))
     if hooks:
         known = ", ".join(profile.name for profile in profiles) or "none"
-        raise ConfigError(f"should_update: no average is called {', '.join(hooks)}. This run tracks: {known}.")
+        raise ConfigError(
+            f"should_update: no average is called {', '.join(hooks)}. This run tracks: {known}."
+        )
     return profiles

@@ -65,7 +65,13 @@ class Reporter:
     ) -> None:  # fmt: skip
         config, length = prepared.config, prepared.length
         training, outputs = config.training, Outputs(config)
-        self._tasks, self._bank, self._world, self.times, self._products = tasks, bank, world, times, products
+        self._tasks, self._bank, self._world, self.times, self._products = (
+            tasks,
+            bank,
+            world,
+            times,
+            products,
+        )
         self._progress = Progress(length.num_steps, times, None if world.is_main else False)
         # a row shows the mean over its interval, or the last batch of each task
         self._shows_means = training.disp_avg
@@ -73,14 +79,19 @@ class Reporter:
         with_valid = {task.name for task in tasks if task.display_loader is not None}
         averages = [average.name for average in training.averaging if average.lcurve]
         shown = [LIVE, *averages] if training.disp_training else []
-        self.curves = {w: LcurveFile(outputs.lcurve(w), names, with_valid) if world.is_main else None for w in shown}
+        self.curves = {
+            w: LcurveFile(outputs.lcurve(w), names, with_valid) if world.is_main else None
+            for w in shown
+        }
         has_loggers = training.tensorboard or training.loggers
         self._loggers = Loggers(config, run_id) if world.is_main and has_loggers else None
         # by task: values of its last step, and their mean over its steps in the current interval
         self._last: dict[str, Mapping[str, Tensor]] = {}
         self._means = {task.name: _Mean() for task in tasks}
         # by task, of the last rows in the second half of the run: an error of the training batches, and a constant's
-        self._compared = {task.name: deque[tuple[float, float]](maxlen=COMPARED_ROWS) for task in tasks}
+        self._compared = {
+            task.name: deque[tuple[float, float]](maxlen=COMPARED_ROWS) for task in tasks
+        }
         self._num_steps, self._warned = length.num_steps, set[str]()
         self.validated_step = 0
         self.validated: Mapping[str, Errors] = {}
@@ -98,12 +109,20 @@ class Reporter:
         self._last[task.name] = values
         if self._shows_means:
             self._means[task.name].add(values)
-        if self._loggers is not None and (due := self._loggers.takes_training_errors(step)) is not None:
+        if (
+            self._loggers is not None
+            and (due := self._loggers.takes_training_errors(step)) is not None
+        ):
             errors = {task.name: {name: float(value) for name, value in values.items()}}
             self._loggers.log(step, {"lr": rate, **named("train", LIVE, errors)}, due)
 
     def show(
-        self, step: int, task: Task, batches: Sequence[Batch | PackedBatch], rate: float, values: Mapping[str, Tensor]
+        self,
+        step: int,
+        task: Task,
+        batches: Sequence[Batch | PackedBatch],
+        rate: float,
+        values: Mapping[str, Tensor],
     ) -> None:
         """Write the row of ``step`` and a line with losses, speed and the split of the interval's time.
 
@@ -117,17 +136,25 @@ class Reporter:
         if self._shows_means:
             train = {name: mean.values() for name, mean in self._means.items()}
         else:  # nothing of a task that has had no step
-            train = {t.name: {name: float(v) for name, v in self._last.get(t.name, {}).items()} for t in self._tasks}
+            train = {
+                t.name: {name: float(v) for name, v in self._last.get(t.name, {}).items()}
+                for t in self._tasks
+            }
         with self.times.of("row"), self._products():
             display = {t.name: t.next_display_batches() for t in self._tasks}
             valid = self._mean_values(display, rate)
             rows = {LIVE: (train, valid)}
             for name in (name for name in self.curves if name != LIVE):
                 with self._bank.swapped_in(name):
-                    rows[name] = self._values_of_step(task, batches, rate), self._mean_values(display, rate)
+                    rows[name] = (
+                        self._values_of_step(task, batches, rate),
+                        self._mean_values(display, rate),
+                    )
             judged = _judged(task)
             if 2 * step > self._num_steps and judged:
-                constant = self._values_of_step(task, batches, rate, is_constant=True)[task.name][judged]
+                constant = self._values_of_step(task, batches, rate, is_constant=True)[task.name][
+                    judged
+                ]
                 self._compared[task.name].append((float(values[judged]), constant))
         shown = {"train": train, "valid": valid}
         for name, (of_train, of_valid) in rows.items():
@@ -139,7 +166,9 @@ class Reporter:
                 shown[name] = of_valid if any(of_valid.values()) else of_train
             if self._loggers is not None:
                 if name == LIVE:  # not to loggers that take training errors at their own pace
-                    self._loggers.log(step, {"lr": rate, **errors}, lambda logger: logger.freq is None)
+                    self._loggers.log(
+                        step, {"lr": rate, **errors}, lambda logger: logger.freq is None
+                    )
                 self._loggers.log(step, of_row)
         self._progress.show(step, rate, shown)
         self._means = {name: _Mean() for name in self._means}
@@ -150,7 +179,9 @@ class Reporter:
             rows = [pair for pair in self._compared[task.name] if not any(map(math.isnan, pair))]
             if task.name in self._warned or len(rows) < max(1, at_least):
                 continue
-            error, constant = (math.sqrt(sum(value**2 for value in values) / len(rows)) for values in zip(*rows))
+            error, constant = (
+                math.sqrt(sum(value**2 for value in values) / len(rows)) for values in zip(*rows)
+            )
             if error >= constant > 0:
                 self._warned.add(task.name)
                 logger.warning(
@@ -167,26 +198,40 @@ class Reporter:
         for line in render(table_of_errors(title, errors), "  "):
             logger.info("%s", line)
 
-    def show_validation(self, step: int, results: Mapping[str, Errors], best: Collection[str]) -> None:
+    def show_validation(
+        self, step: int, results: Mapping[str, Errors], best: Collection[str]
+    ) -> None:
         """Set the errors of the live and the averaged weights side by side; ``best`` rows have the lowest so far."""
         self.validated_step, self.validated = step, results
         self._progress.show_validation(step, results, best)
         if self._loggers is not None:
             for row, errors in results.items():
                 task, _, weights = row.rpartition(" ")
-                values = {name: value for name, value in errors.summary().items() if not name.startswith("num_")}
+                values = {
+                    name: value
+                    for name, value in errors.summary().items()
+                    if not name.startswith("num_")
+                }
                 self._loggers.log(step, named("val", weights, {task: values}))
 
-    def show_test(self, tested: Mapping[tuple[str, str], tuple[int, Errors]]) -> dict[str, dict[str, float]]:
+    def show_test(
+        self, tested: Mapping[tuple[str, str], tuple[int, Errors]]
+    ) -> dict[str, dict[str, float]]:
         """Keep the errors on the test data; return them by row, and by column in the units of tables."""
         self.tested, rows = tested, {}
         for (weights, task), (step, errors) in tested.items():
             row = rows[f"{task} {weights}".lstrip()] = {"step": float(step)}
             for quantity, kind in product(labelled(errors), KINDS):
                 of = METRICS[quantity]
-                row[f"{quantity}_{kind}({of.display_unit})"] = of.display_factor * errors.metric(f"{quantity}:{kind}")
+                row[f"{quantity}_{kind}({of.display_unit})"] = of.display_factor * errors.metric(
+                    f"{quantity}:{kind}"
+                )
             if self._loggers is not None:
-                values = {name: value for name, value in errors.summary().items() if not name.startswith("num_")}
+                values = {
+                    name: value
+                    for name, value in errors.summary().items()
+                    if not name.startswith("num_")
+                }
                 self._loggers.log(step, named("test", weights.replace(" ", "_"), {task: values}))
         return rows
 
@@ -206,9 +251,13 @@ class Reporter:
         counts = nested(state.get("counts", state.get("count")), tasks)
         for name, sums in nested(state["sums"], tasks).items():
             of_task = counts[name]
-            if not isinstance(of_task, Mapping):  # of an older checkpoint: one number of steps for all errors
+            if not isinstance(
+                of_task, Mapping
+            ):  # of an older checkpoint: one number of steps for all errors
                 of_task = {key: torch.full_like(value, of_task) for key, value in sums.items()}
-            self._means[name] = _Mean(*({k: v.to(device) for k, v in part.items()} for part in (sums, of_task)))
+            self._means[name] = _Mean(
+                *({k: v.to(device) for k, v in part.items()} for part in (sums, of_task))
+            )
         before = nested(state["before"], tasks) if "before" in state else {}
         self.before = {name: Errors(sums) for name, sums in before.items()}
         for name, values in state.get("last", {}).items():
@@ -225,7 +274,11 @@ class Reporter:
             self._loggers.finish(status)
 
     def _values_of_step(
-        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float, is_constant: bool = False
+        self,
+        task: Task,
+        batches: Sequence[Batch | PackedBatch],
+        rate: float,
+        is_constant: bool = False,
     ) -> dict[str, dict[str, float]]:
         """Return each displayed value by task over all frames of a step, of one task; empty for the others.
 
@@ -235,7 +288,10 @@ class Reporter:
         with evaluated(task.models):
             for batch in (b.to(self._world.device) for b in batches):
                 if is_constant:
-                    whole.add(constant_prediction(batch, task.models.of(task.name).out_bias.view(-1)), batch)
+                    whole.add(
+                        constant_prediction(batch, task.models.of(task.name).out_bias.view(-1)),
+                        batch,
+                    )
                 else:
                     whole.add(task.models(task.name, batch, **task.loss.needs(batch)), batch)
         values = {name: float(value) for name, value in whole.displayed().items()}
@@ -261,7 +317,10 @@ class Reporter:
 
 def _judged(task: Task) -> str:
     """Return the displayed error that says whether a task learns: of forces, else of energies, else empty."""
-    return next((name for name in reversed(task.loss.display_names) if name.endswith(("_f", "_pf", "_e"))), "")
+    return next(
+        (name for name in reversed(task.loss.display_names) if name.endswith(("_f", "_pf", "_e"))),
+        "",
+    )
 
 
 @dataclass
@@ -282,7 +341,9 @@ class _Mean:
         # nan beside a loss that is not nan: no frame has the label; an error that is nan makes it nan
         lacking = numbers.isnan() & ~root_of(values).isnan()
         counts = (weight * (~lacking).to(numbers.dtype)).unbind()
-        for name, value, count in zip(values, (weight * numbers.masked_fill(lacking, 0.0)).unbind(), counts):
+        for name, value, count in zip(
+            values, (weight * numbers.masked_fill(lacking, 0.0)).unbind(), counts
+        ):
             self.sums[name] = self.sums[name] + value if name in self.sums else value
             self.counts[name] = self.counts[name] + count if name in self.counts else count
 

@@ -83,8 +83,12 @@ class TrainRequest:
             UserError: if both name one, or no model can be chosen.
         """
         given = self.model_branch
-        if given is not None and (self.restart is not None or not (self.init_model or self.finetune)):
-            raise UserError("--model-branch: chooses a model of the file of --finetune or --init-model. Leave it out.")
+        if given is not None and (
+            self.restart is not None or not (self.init_model or self.finetune)
+        ):
+            raise UserError(
+                "--model-branch: chooses a model of the file of --finetune or --init-model. Leave it out."
+            )
         if not (self.init_model or self.finetune):  # no file whose models could be chosen
             return {}
         heads = self.input.heads

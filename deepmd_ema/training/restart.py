@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import RunConfig, as_launched, read_input, saved_config, saved_models, to_dict
+from deepmd_ema.config import (
+    RunConfig,
+    as_launched,
+    read_input,
+    saved_config,
+    saved_models,
+    to_dict,
+)
 from deepmd_ema.config.messages import differences_of, of_one_task, show, without_tasks
 from deepmd_ema.config.outputs import outside_paths
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, LKFConfig
@@ -29,7 +36,10 @@ from deepmd_ema.training.weights import Start
 logger = logging.getLogger(__name__)
 
 # a restart that differs in one of these is another run, not the continuation of this one
-_OF_THE_START = (".finetune_head", ".finetune_bias")  # are of the start of a run, not of its continuation
+_OF_THE_START = (
+    ".finetune_head",
+    ".finetune_bias",
+)  # are of the start of a run, not of its continuation
 CONTINUITY = (
     "model",
     "learning_rate",
@@ -43,7 +53,10 @@ CONTINUITY = (
     "training.gradient_max_norm",
     "training.accumulate",
 )
-_OF_A_MACHINE = (".systems", ".stat_file")  # options that may be others on each: the data are compared themselves
+_OF_A_MACHINE = (
+    ".systems",
+    ".stat_file",
+)  # options that may be others on each: the data are compared themselves
 # often changed on purpose, to train longer; the learning rate may follow it, so it is reported
 LENGTH = ("training.numb_steps", "training.numb_epoch")
 _OF_ALL_TASKS = {  # optimizers whose state does not fit to other tasks, and why
@@ -83,26 +96,43 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
         for note in saved.notes:  # what it has that was removed since
             logger.info("%s", note)
         before = to_dict(saved)
-    came, went = sorted(config.tasks.keys() - start.saved.keys()), sorted(start.saved.keys() - config.tasks.keys())
+    came, went = (
+        sorted(config.tasks.keys() - start.saved.keys()),
+        sorted(start.saved.keys() - config.tasks.keys()),
+    )
     found = without_tasks(differences_of(before, now), [*came, *went])
     differences = [d for d in found if not d[0].endswith(_OF_THE_START)]
     for path, old, new in differences:
         if path in LENGTH:
             logger.warning(
-                "%s was %s, is now %s: a decaying learning rate continues along its new curve", path, old, new
+                "%s was %s, is now %s: a decaying learning rate continues along its new curve",
+                path,
+                old,
+                new,
             )
-    changed = [d for d in differences if f"{of_one_task(d[0])}.".startswith(tuple(f"{k}." for k in CONTINUITY))]
+    changed = [
+        d
+        for d in differences
+        if f"{of_one_task(d[0])}.".startswith(tuple(f"{k}." for k in CONTINUITY))
+    ]
     by_path = {
-        path: f"{path}: {show(old, 200)} in the checkpoint, {show(new, 200)} in the input" for path, old, new in changed
+        path: f"{path}: {show(old, 200)} in the checkpoint, {show(new, 200)} in the input"
+        for path, old, new in changed
     }
     moved: dict[str, str] = {}
     for name, task in config.tasks.items():
         path = f"{task.place('training')}.training_data.systems"
         # checkpoints of earlier versions do not say what the content was
-        if path in by_path and not allow_change and start.payload["streams"].get(name, {}).get("content"):
+        if (
+            path in by_path
+            and not allow_change
+            and start.payload["streams"].get(name, {}).get("content")
+        ):
             moved[name] = by_path.pop(path)
     lines = [*by_path.values()]
-    lines += [f"task {name}: new, it starts from the seed and the statistics of its data" for name in came]
+    lines += [
+        f"task {name}: new, it starts from the seed and the statistics of its data" for name in came
+    ]
     lines += [f"task {name}: in the checkpoint only, and left behind" for name in went]
     if not lines:
         return replace(start, moved=moved)
@@ -222,9 +252,14 @@ def warn_of_other_input(start: Start, config: RunConfig) -> None:
         return
     try:
         # zero_stage of the checkpoint may be that of a process without a launcher
-        one, other = (as_launched(each, launched=False) for each in (config, read_input(DEFAULT_INPUT).config))
+        one, other = (
+            as_launched(each, launched=False) for each in (config, read_input(DEFAULT_INPUT).config)
+        )
         differences = differences_of(to_dict(one), to_dict(start.adopt_from_checkpoint(other)))
-        texts = [f"{path} = {show(new, 200)} (checkpoint: {show(old, 200)})" for path, old, new in differences]
+        texts = [
+            f"{path} = {show(new, 200)} (checkpoint: {show(old, 200)})"
+            for path, old, new in differences
+        ]
     except UserError as error:
         texts = [error.problems[0]]
     if texts:
@@ -239,18 +274,26 @@ def reads_shards(start: Start, config: RunConfig) -> bool:
     """Whether each rank reads its shards only, once the models are sharded: no step before needs the weights."""
     if not start.payload or config.training.zero_stage <= 1:
         return False
-    is_unchanged = to_dict(config)["model"] == start.config["model"] and not config.training.enable_compile
-    return is_unchanged and any(isinstance(tensor, StoredTensor) for tensor in start.payload["model"].values())
+    is_unchanged = (
+        to_dict(config)["model"] == start.config["model"] and not config.training.enable_compile
+    )
+    return is_unchanged and any(
+        isinstance(tensor, StoredTensor) for tensor in start.payload["model"].values()
+    )
 
 
 def read_shards(start: Start, models: ModelSet) -> None:
     """Put this rank's shards of the weights of the checkpoint into ``models``, which are sharded."""
     tensors, stored = models.state_dict(), start.payload["model"]
-    check_weights({name: tuple(tensor.shape) for name, tensor in tensors.items()}, stored, start.path)
+    check_weights(
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()}, stored, start.path
+    )
     with torch.no_grad():
         for name, tensor in tensors.items():
             local_shard(tensor).copy_(shard_like(stored[name], tensor))
-    logger.info("weights of %s (%s, step %d), by shards", start.path, start.payload["weights"], start.step)
+    logger.info(
+        "weights of %s (%s, step %d), by shards", start.path, start.payload["weights"], start.step
+    )
 
 
 def state_of_tasks(start: Start, models: ModelSet, streams: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -266,7 +309,9 @@ def state_of_tasks(start: Start, models: ModelSet, streams: Mapping[str, Any]) -
         return payload
     saved = saved_models(start.config, str(start.path))
     before = build_models(saved.configs, saved.links).first_names()
-    names: dict[str, str] = {}  # what averages and the optimizer call a tensor in this run -> in the checkpoint
+    names: dict[
+        str, str
+    ] = {}  # what averages and the optimizer call a tensor in this run -> in the checkpoint
     for name, first in models.first_names().items():
         if name in before:
             names.setdefault(first, before[name])
@@ -278,10 +323,18 @@ def state_of_tasks(start: Start, models: ModelSet, streams: Mapping[str, Any]) -
     state = {**payload, "optimizer": {**payload["optimizer"], "state": kept, "new": new}}
     state["streams"] = {task: payload["streams"].get(task, own) for task, own in streams.items()}
     last = payload["display"].get("last", {})
-    state["display"] = {**payload["display"], "last": {t: last[t] for t in models.by_task if t in last}}
+    state["display"] = {
+        **payload["display"],
+        "last": {t: last[t] for t in models.by_task if t in last},
+    }
     if payload.get("averages"):
         profiles = {
-            name: {**of, "weights": {new: of["weights"][old] for new, old in names.items() if old in of["weights"]}}
+            name: {
+                **of,
+                "weights": {
+                    new: of["weights"][old] for new, old in names.items() if old in of["weights"]
+                },
+            }
             for name, of in payload["averages"]["profiles"].items()
         }
         state["averages"] = {**payload["averages"], "profiles": profiles}

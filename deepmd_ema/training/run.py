@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from deepmd_ema.config import RunConfig, as_launched, config_summary, config_warnings, ignored_options, saved_config
+from deepmd_ema.config import (
+    RunConfig,
+    as_launched,
+    config_summary,
+    config_warnings,
+    ignored_options,
+    saved_config,
+)
 from deepmd_ema.config.labels import ATOM_PREF, ENERGY, LABELS, METRICS, WEIGHTED_FORCE
 from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
@@ -30,11 +37,24 @@ from deepmd_ema.optim.build import describe_groups
 from deepmd_ema.report.log import set_up_logging
 from deepmd_ema.report.loggers import loggers_of
 from deepmd_ema.report.record import RunRecord, keeping_warnings
-from deepmd_ema.report.table import KINDS, Table, describe_errors, duration, facts, render, show_metric
+from deepmd_ema.report.table import (
+    KINDS,
+    Table,
+    describe_errors,
+    duration,
+    facts,
+    render,
+    show_metric,
+)
 from deepmd_ema.training.outputs import check_outputs, lock_outputs, write_config
 from deepmd_ema.training.prepare import Hook, prepare
 from deepmd_ema.training.request import TrainRequest
-from deepmd_ema.training.restart import check_resumable, check_same_start, refuse_outside_outputs, warn_of_other_input
+from deepmd_ema.training.restart import (
+    check_resumable,
+    check_same_start,
+    refuse_outside_outputs,
+    warn_of_other_input,
+)
 from deepmd_ema.training.trainer import Callback, Trainer, restart_command
 from deepmd_ema.training.weights import Start, load_pretrained, load_restart, load_weights
 from deepmd_ema.utils import __version__, peak_memory
@@ -78,7 +98,11 @@ def run_training(
     elif options:
         raise TypeError(f"run_training: {', '.join(options)} belongs into the request")
     launch = find_launch() if launch is None else launch
-    with keeping_warnings() as warnings, open_world(request.device, launch) as world, ExitStack() as held:
+    with (
+        keeping_warnings() as warnings,
+        open_world(request.device, launch) as world,
+        ExitStack() as held,
+    ):
         files: dict[str, Any] = {"finetune": request.finetune, "init_model": request.init_model}
         files = {name: file for name, file in files.items() if file is not None}
         with world.all_ranks_ok(world.long_timeout_group):
@@ -94,7 +118,9 @@ def run_training(
             loggers_of(config)
             check_outputs(config, request)
             held.enter_context(lock_outputs(config))
-            return secrets.randbelow(2**31) if config.training.seed is None else config.training.seed
+            return (
+                secrets.randbelow(2**31) if config.training.seed is None else config.training.seed
+            )
 
         seed = world.broadcast_from_rank0(take_outputs)
         config = replace(config, training=replace(config.training, seed=seed))
@@ -102,11 +128,15 @@ def run_training(
         unused = () if request.takes_saved_config else ignored_options(config)
         for line in (*config.notes, *unused):
             logger.warning("%s", line)
-        for name, task in config.tasks.items() if request.restart is None and request.finetune is None else ():
+        for name, task in (
+            config.tasks.items() if request.restart is None and request.finetune is None else ()
+        ):
             head, place = task.model.finetune_head, task.place("model")
             if head and (name or request.init_model is None):
                 also = " or --init-model" * (not name)
-                logger.warning('%s.finetune_head = "%s": no effect without --finetune%s', place, head, also)
+                logger.warning(
+                    '%s.finetune_head = "%s": no effect without --finetune%s', place, head, also
+                )
             if task.model.finetune_bias == "keep":
                 logger.warning('%s.finetune_bias = "keep": no effect without --finetune', place)
         try:
@@ -117,13 +147,17 @@ def run_training(
             words = command("dp-ema", "train", "--restart", request.restart, "input.json")
             advice = f"If the data have moved, give an input with their new paths: `{words}`."
             raise DataError([*error.findings, advice]) from error
-        world.broadcast_from_rank0(partial(write_config, prepared.config, request.output, is_new=start.step == 0))
+        world.broadcast_from_rank0(
+            partial(write_config, prepared.config, request.output, is_new=start.step == 0)
+        )
         written, device = Path(RECORD) if world.is_main else None, describe_device(world.device)
         record = RunRecord(written, warnings, device, world.size, began, continues=start.step > 0)
         with record.ending():
             with world.all_ranks_ok():
                 deadline, file = began + request.max_time, request.file or request.output
-                trainer = Trainer(prepared, start, world, should_update, file, callback, record, deadline)
+                trainer = Trainer(
+                    prepared, start, world, should_update, file, callback, record, deadline
+                )
             remarks = config_warnings(prepared.config, trainer.num_steps, prepared.length.steps_per)
             logger.info("%s", "\n".join(render(start_table(trainer), "  ")))
             lengths = prepared.length.tasks.values()
@@ -150,7 +184,9 @@ def run_training(
         return trained
 
 
-def train(request: TrainRequest | str | Mapping[str, Any] | None = None, **options: Any) -> TrainedRun:
+def train(
+    request: TrainRequest | str | Mapping[str, Any] | None = None, **options: Any
+) -> TrainedRun:
     """Train as the command line does, with its messages on stderr; for scripts and notebooks.
 
     ``train("input.json")``, ``train({"model": ...})`` or ``train(restart="model.ckpt.pt")``. The arguments are those of
@@ -163,7 +199,9 @@ def train(request: TrainRequest | str | Mapping[str, Any] | None = None, **optio
     log = logging.getLogger("deepmd_ema")
     if not log.hasHandlers():
         set_up_logging()
-    elif log.level == logging.NOTSET:  # the level of the program, often WARNING, would hide the errors of each row
+    elif (
+        log.level == logging.NOTSET
+    ):  # the level of the program, often WARNING, would hide the errors of each row
         log.setLevel(logging.INFO)
     return run_training(request, **options)
 
@@ -220,12 +258,23 @@ def start_table(trainer: Trainer) -> Table:
         words = f"{of}{trained:,} trained parameters" + f" and {frozen:,} frozen" * (frozen > 0)
         frames = sum(system.num_frames for system in made.train)
         length = prepared.length.tasks[task]
-        part = f", {100 * length.share:.3g} % of the steps = {length.epochs:.1f} epochs" if task else ""
-        pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}{part}"))
+        part = (
+            f", {100 * length.share:.3g} % of the steps = {length.epochs:.1f} epochs"
+            if task
+            else ""
+        )
+        pairs.append(
+            (
+                "training",
+                f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}{part}",
+            )
+        )
     pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
               for p in averages if p.should_update is not None]  # fmt: skip
     if (batches := config.training.accumulate) > 1:
-        frames_of_step = f"{prepared.length.frames_per_step:.6g} frames" + " over all ranks" * (world.size > 1)
+        frames_of_step = f"{prepared.length.frames_per_step:.6g} frames" + " over all ranks" * (
+            world.size > 1
+        )
         pairs.append(("step", f"{batches} batches, {frames_of_step}"))
     parameters = dict(prepared.models.named_parameters())
     lines = describe_groups(config.optimizer.groups, prepared.models.first_names(), parameters)
@@ -234,7 +283,9 @@ def start_table(trainer: Trainer) -> Table:
     # a kept copy has its trained parameters in float32, everything else as it is
     trained_names = {n for n, p in parameters.items() if p.requires_grad}
     state = prepared.models.state_dict()
-    num_bytes = sum(t.numel() * (4 if name in trained_names else t.element_size()) for name, t in state.items())
+    num_bytes = sum(
+        t.numel() * (4 if name in trained_names else t.element_size()) for name, t in state.items()
+    )
     total = 0
     for average in averages:
         if (due := trainer.schedule.snapshots.get(average.name)) is not None:
@@ -258,7 +309,9 @@ def start_table(trainer: Trainer) -> Table:
             letters = letters_of.setdefault(error.display_unit or "the unit of the labels", [])
             if error.metric not in ("", "S", *letters):
                 letters.append(error.metric)
-    units = ", ".join(f"{' and '.join(letters)} in {unit}" for unit, letters in letters_of.items() if letters)
+    units = ", ".join(
+        f"{' and '.join(letters)} in {unit}" for unit, letters in letters_of.items() if letters
+    )
     words = f"{' or '.join(sorted(kinds)) or 'errors'} of batches, {units}"
     if config.fully_validated:
         words += "; full: RMSE of all validation frames, * lowest so far"
@@ -316,7 +369,9 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     averages = {name: series.link for name, series in saver.averages.items()}
     heads = [name for name in config.tasks if name]
     over = f"after step {trainer.step:,} of {trainer.num_steps:,}, as the time is over; everything is saved"
-    early = f"early, after step {trainer.step:,}: {why}" if (why := trainer.record.early_end) else ""
+    early = (
+        f"early, after step {trainer.step:,}: {why}" if (why := trainer.record.early_end) else ""
+    )
     pairs = [("stopped", over if trainer.is_out_of_time else early), ("heads", ", ".join(heads))]
     pairs += [("averaged", f"{link} ({name})") for name, link in averages.items()]
     for row in trainer.validator.rows:
@@ -329,7 +384,10 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     before = trainer.reporter.before  # averages start from the loaded weights too
     since = "before -> " * bool(before)
     pairs += [
-        ("errors", f"{name}, {since}{when}, MAE / RMSE: {describe_errors(errors, before.get(name.rpartition(' ')[0]))}")
+        (
+            "errors",
+            f"{name}, {since}{when}, MAE / RMSE: {describe_errors(errors, before.get(name.rpartition(' ')[0]))}",
+        )
         for name, errors in trainer.reporter.validated.items()
     ]
     for (weights, task), (step, errors) in trainer.reporter.tested.items():
@@ -337,28 +395,47 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
         pairs.append(("test", f"{name}, step {step:,}, MAE / RMSE: {describe_errors(errors)}"))
     compiler = trainer.validator.models.compiler
     if compiler is not None:
-        pairs.append(("compiled", f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
+        pairs.append(
+            (
+                "compiled",
+                f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time",
+            )
+        )
     writer = saver.writer
     logger.debug(
         "files of %s written in %s beside training, which waited %s for them (%s) and %.1f %% of the time for data",
         counted(writer.steps, "step"), duration(writer.written_s), duration(writer.waited_s),
         counted(writer.waits, "time"), 100 * trainer.times.waiting_share(),
     )  # fmt: skip
-    device, parts = trainer.world.device, [f"{duration(seconds)} for {counted(steps, 'step')}, validation included"]
+    device, parts = (
+        trainer.world.device,
+        [f"{duration(seconds)} for {counted(steps, 'step')}, validation included"],
+    )
     parts += [f"{peak_memory() / 1e9:.2g} GB at most"] * (peak_memory() > 0)
     if device.type == "cuda":
         parts.append(f"{torch.cuda.max_memory_reserved(device) / 1e9:.2g} GB of the GPU")
     pairs.append(("time", ", ".join(parts)))
     pairs.append(("continue", restart_command(trainer) if trainer.is_out_of_time else ""))
     # the averaged point of a schedule-free optimizer is the model that it trains
-    own = [averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeProfile)]
+    own = [
+        averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeProfile)
+    ]
     model = [*own, *averages.values(), saver.live.link][0]
-    validated = [name for name, task in config.tasks.items() if task.data.validation_data is not None]
+    validated = [
+        name for name, task in config.tasks.items() if task.data.validation_data is not None
+    ]
     if validated:
         head = ["--head", validated[0]] * bool(heads)
         words = ["dp-ema", "test", "-m", model, *head, "--valid-data", trainer.input_file, "--plot"]
         pairs.append(("next", command(*words)))
     split = any(task.data.validation_fraction is not None for task in config.tasks.values())
-    pairs.append(("next", "dp-ema report" + "  (errors and parity of the frames that were split off)" * split))
-    pairs.append(("next", command("dp-ema", "freeze", "-c", model, *(["--head", heads[0]] if heads else []))))
+    pairs.append(
+        (
+            "next",
+            "dp-ema report" + "  (errors and parity of the frames that were split off)" * split,
+        )
+    )
+    pairs.append(
+        ("next", command("dp-ema", "freeze", "-c", model, *(["--head", heads[0]] if heads else [])))
+    )
     return facts(f"trained model: {saver.live.link}", pairs)

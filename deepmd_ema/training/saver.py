@@ -79,7 +79,11 @@ class StateBuilder:
     def snapshot(self, name: str, step: int) -> dict[str, Any]:
         """Return the content of a copy of the average ``name`` for ``dp-ema posthoc``, to be :func:`narrowed`."""
         content = self.weights(name, step, "snapshot")
-        return {**content, "averaged": list(self.bank[name].tensor_names)} if self.take.keep else content
+        return (
+            {**content, "averaged": list(self.bank[name].tensor_names)}
+            if self.take.keep
+            else content
+        )
 
     def forget(self) -> None:
         """Keep no copies any longer than files need them."""
@@ -98,11 +102,15 @@ class StateBuilder:
                 self._models[name] = self.bank.weights(name, take=self.take)
         return self._models[name]
 
-    def _content(self, kind: str, weights: str, step: int, content: Mapping[str, Any]) -> dict[str, Any]:
+    def _content(
+        self, kind: str, weights: str, step: int, content: Mapping[str, Any]
+    ) -> dict[str, Any]:
         if not self.take.keep:
             return {"average": content.get("average")}
         about = {"run": self.run, "num_steps": self.num_steps}
-        head = checkpoint.payload_head(kind, weights, step, self.config, self.min_nbor_dist, **about)
+        head = checkpoint.payload_head(
+            kind, weights, step, self.config, self.min_nbor_dist, **about
+        )
         return {**head, **content}
 
 
@@ -154,7 +162,9 @@ class Saver:
             for a in training.averaging
         }
         # copies of averages for `dp-ema posthoc`: all of them stay
-        self._snapshots = {name: files_of(suffix_of(name), folder, 0) for name in schedule.snapshots}
+        self._snapshots = {
+            name: files_of(suffix_of(name), folder, 0) for name in schedule.snapshots
+        }
 
     def keep_snapshots(self, names: Sequence[str], step: int) -> None:
         """Write the snapshots of ``step`` of averages that have begun, and remove those of earlier runs up to it."""
@@ -166,7 +176,9 @@ class Saver:
                 write = partial(_write_snapshot, self._snapshots[name], step, content, buffers)
                 self.writer.submit(self.builder.copies.arrival(), write)
 
-    def keep_best(self, best: BestFiles, weights: str, step: int, done: Callable[[Path], None]) -> None:
+    def keep_best(
+        self, best: BestFiles, weights: str, step: int, done: Callable[[Path], None]
+    ) -> None:
         """Write the best file of ``step``, which ``best`` has entered.
 
         Args:
@@ -180,7 +192,11 @@ class Saver:
         self.writer.submit(self.builder.copies.arrival(), lambda: done(best.write(step, content)))
 
     def save(
-        self, step: int, state: MakeState, refitted: Mapping[str, Mapping[str, Tensor]] | None = None, words: str = ""
+        self,
+        step: int,
+        state: MakeState,
+        refitted: Mapping[str, Mapping[str, Tensor]] | None = None,
+        words: str = "",
     ) -> None:
         """Write all files of ``step``, then move the links and rotate.
 
@@ -199,11 +215,15 @@ class Saver:
         for name, series in self.averages.items():
             content = self.builder.weights(name, step, "average")
             if refitted is not None and self.builder.take.keep:
-                content["model"].update((n, tensor.clone()) for n, tensor in refitted.get(name, {}).items())
+                content["model"].update(
+                    (n, tensor.clone()) for n, tensor in refitted.get(name, {}).items()
+                )
             files.append((series, content))
         self.writer.submit(self.builder.copies.arrival(), partial(self._write, step, files, words))
 
-    def _write(self, step: int, files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]], words: str) -> None:
+    def _write(
+        self, step: int, files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]], words: str
+    ) -> None:
         for table in self._tables:
             table.sync()
         logger.debug("saved %s", ", ".join(map(str, save_together(step, files, self._bests))))
@@ -211,6 +231,8 @@ class Saver:
             logger.debug("%s", words)
 
 
-def _write_snapshot(series: CheckpointSeries, step: int, content: Mapping[str, Any], buffers: Iterable[str]) -> None:
+def _write_snapshot(
+    series: CheckpointSeries, step: int, content: Mapping[str, Any], buffers: Iterable[str]
+) -> None:
     series.save(step, narrowed(content, buffers))
     on_rank0(series.writers, lambda: series.rotate(step))

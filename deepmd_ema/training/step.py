@@ -98,7 +98,9 @@ class Step:
         if world.all_reduce_max([int(own)])[0] and not own:
             raise RankLostError("ended because the loss of another rank is not finite")
         task = tasks.draw(bad)
-        frames = task.frames_of_step(sum(tasks.draw(step) is task for step in range(bad, last_step + 1)))
+        frames = task.frames_of_step(
+            sum(tasks.draw(step) is task for step in range(bad, last_step + 1))
+        )
         shown = first_few([f"{system} frame {index}" for system, index in frames], 8)
         named = f" (task {task.name})" if task.name else ""
         raise DivergedError(
@@ -132,7 +134,9 @@ class GradientStep(Step):
         world: the processes of the run.
     """
 
-    def __init__(self, prepared: PreparedRun, parallel_module: nn.Module, num_steps: int, world: World) -> None:
+    def __init__(
+        self, prepared: PreparedRun, parallel_module: nn.Module, num_steps: int, world: World
+    ) -> None:
         config, stage = prepared.config, prepared.config.training.zero_stage
         assert not isinstance(config.optimizer, LKFConfig)
         lr = config.learning_rate
@@ -153,7 +157,11 @@ class GradientStep(Step):
         self._all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
 
     def update(
-        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float | Tensor, step: int | Tensor
+        self,
+        task: Task,
+        batches: Sequence[Batch | PackedBatch],
+        rate: float | Tensor,
+        step: int | Tensor,
     ) -> Updated:
         """Update the weights once with the frames of all batches.
 
@@ -169,7 +177,9 @@ class GradientStep(Step):
         self._lap()
         if len(batches) == 1:
             batch = batches[0].to(self._first_bad.device)
-            total, values = task.loss(self._parallel_module(task.name, batch, **task.loss.needs(batch)), batch, rate)
+            total, values = task.loss(
+                self._parallel_module(task.name, batch, **task.loss.needs(batch)), batch, rate
+            )
             self._lap("forward")
             total.backward()
             self._lap("backward")
@@ -196,7 +206,9 @@ class GradientStep(Step):
             batch = made.to(self._first_bad.device)
             # the ranks add up once what each has added up
             with nullcontext() if number == len(batches) else self._without_exchange():
-                total = loss.add(self._parallel_module(task.name, batch, **task.loss.needs(batch)), batch)
+                total = loss.add(
+                    self._parallel_module(task.name, batch, **task.loss.needs(batch)), batch
+                )
                 self._lap("forward")
                 total.backward()
                 self._lap("backward")
@@ -231,12 +243,16 @@ class GraphedSteps:
         products: context of matrix products in a step.
     """
 
-    def __init__(self, take_step: GradientStep, bank: AverageBank, device: torch.device, products: Products) -> None:
+    def __init__(
+        self, take_step: GradientStep, bank: AverageBank, device: torch.device, products: Products
+    ) -> None:
         self._take_step, self._bank, self._products = take_step, bank, products
         self._pool: Any = None  # memory that all graphs share, of which one runs at a time
         self._numbers = torch.zeros(2, dtype=torch.float64, device=device)  # learning rate and step
         self._uses: Counter[Hashable] = Counter()
-        self._graphs: dict[Hashable, tuple[Tensor, Callable[[], Updated]]] = {}  # buffer of a batch, and the step
+        self._graphs: dict[
+            Hashable, tuple[Tensor, Callable[[], Updated]]
+        ] = {}  # buffer of a batch, and the step
         self._num_bindings, self._max_graphs = 0, MAX_GRAPHS
 
     def capture(self, step: Callable[[], Updated]) -> Callable[[], Updated]:
@@ -257,7 +273,9 @@ class GraphedSteps:
 
         return launch
 
-    def __call__(self, task: Task, packed: PackedBatch, rate: float, step: int, epoch: float) -> tuple[Updated, Batch]:
+    def __call__(
+        self, task: Task, packed: PackedBatch, rate: float, step: int, epoch: float
+    ) -> tuple[Updated, Batch]:
         """Update weights and averages with one batch; return the result and the batch on the device.
 
         Args:
@@ -268,7 +286,9 @@ class GraphedSteps:
             epoch: for averages whose updates depend on it.
         """
         # a new tensor each time: the copy of the step before may not have been made yet
-        self._numbers.copy_(torch.tensor([rate, step], dtype=torch.float64).pin_memory(), non_blocking=True)
+        self._numbers.copy_(
+            torch.tensor([rate, step], dtype=torch.float64).pin_memory(), non_blocking=True
+        )
         due = self._bank.begin(epoch)
         far = [name for name in due if self._bank[name].staging is not None]
         due = tuple(name for name in due if name not in far)
@@ -281,7 +301,11 @@ class GraphedSteps:
             self._num_bindings = self._bank.num_bindings
         key = (task.name, packed.layout, due)
         self._uses[key] += key not in self._graphs
-        if key not in self._graphs and self._uses[key] >= CAPTURED_AT_USE and len(self._graphs) < self._max_graphs:
+        if (
+            key not in self._graphs
+            and self._uses[key] >= CAPTURED_AT_USE
+            and len(self._graphs) < self._max_graphs
+        ):
             buffer = torch.empty_like(packed.data, device=self._numbers.device)
             of_buffer = packed.view(buffer)
             try:
@@ -289,7 +313,11 @@ class GraphedSteps:
             except RuntimeError as error:
                 self._max_graphs = len(self._graphs)
                 reason = str(error).splitlines()[0]
-                logger.warning("step %d: torch could not capture a CUDA graph (%s); steps stay eager", step, reason)
+                logger.warning(
+                    "step %d: torch could not capture a CUDA graph (%s); steps stay eager",
+                    step,
+                    reason,
+                )
         if key in self._graphs:
             buffer, launch = self._graphs[key]
             buffer.copy_(packed.data, non_blocking=True)

@@ -66,12 +66,20 @@ class Task:
     def next_display_batches(self) -> list[Batch | PackedBatch]:
         """Return the validation batches of the next row of the learning curve, in host memory; maybe none."""
         shown, loader = self.config.displayed_data, self.display_loader
-        return [next(loader) for _ in range(shown.numb_btch)] if loader is not None and shown is not None else []
+        return (
+            [next(loader) for _ in range(shown.numb_btch)]
+            if loader is not None and shown is not None
+            else []
+        )
 
     def frames_of_step(self, back: int) -> list[tuple[str, int]]:
         """Return the origin of the frames of the last step of this task (``back`` 1), or of one before it."""
         first = self.train_loader.position - back * self.accumulate
-        return [frame for n in range(first, first + self.accumulate) for frame in self.train_loader.frames_at(n)]
+        return [
+            frame
+            for n in range(first, first + self.accumulate)
+            for frame in self.train_loader.frames_at(n)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches that were consumed; their order is a function of the seed and of the data."""
@@ -146,7 +154,9 @@ class TaskMixture:
             return self._tasks[0]
         # every rank draws the same task: the seed is shared, only frames differ between ranks
         number = np.random.default_rng(seed_for("task", self._seed, step)).random()
-        return self._tasks[min(int(np.searchsorted(self._cumulative, number, side="right")), len(self._tasks) - 1)]
+        return self._tasks[
+            min(int(np.searchsorted(self._cumulative, number, side="right")), len(self._tasks) - 1)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in every task's frames."""
@@ -156,7 +166,9 @@ class TaskMixture:
         """Continue every task's frames; a checkpoint of other tasks is refused."""
         names = [task.name for task in self._tasks]
         if sorted(state) != sorted(names):
-            raise CheckpointError(f"the checkpoint holds tasks {sorted(state)}, the input names {sorted(names)}")
+            raise CheckpointError(
+                f"the checkpoint holds tasks {sorted(state)}, the input names {sorted(names)}"
+            )
         for task in self._tasks:
             task.load_state_dict(state[task.name])
 
@@ -189,9 +201,15 @@ def build_task(
     ahead, pin = max(PREFETCH, training.accumulate), world.device.type == "cuda"
 
     def loader(
-        options: TrainingDataConfig | ValidationDataConfig, systems: Sequence[FrameSource], stream: str
+        options: TrainingDataConfig | ValidationDataConfig,
+        systems: Sequence[FrameSource],
+        stream: str,
     ) -> Loader:
-        of_run = {"seed": seed_for(stream_of(stream, name), seed), "rank": world.rank, "world_size": world.size}
+        of_run = {
+            "seed": seed_for(stream_of(stream, name), seed),
+            "rank": world.rank,
+            "world_size": world.size,
+        }
         sampler = build_sampler(options, systems, **of_run)
         return Loader(systems, sampler, model.layout, 0, ahead, pin, cache, task.labels)
 

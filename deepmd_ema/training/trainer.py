@@ -50,11 +50,17 @@ from deepmd_ema.training.weights import Start
 
 logger = logging.getLogger(__name__)
 
-STOP_POLL_INTERVAL = 10  # steps, on a GPU, between two checks whether another rank received a signal
+STOP_POLL_INTERVAL = (
+    10  # steps, on a GPU, between two checks whether another rank received a signal
+)
 # sent through the same all-reduce as signal numbers, which they exceed
 TIME_IS_OVER, WRITER_FAILED = 1 << 15, 1 << 16
-FORWARD_SHARE = 0.25  # of the time of a step, to validate as many frames: 0.16 to 0.37 for se_e2_a on two cores
-SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
+FORWARD_SHARE = (
+    0.25  # of the time of a step, to validate as many frames: 0.16 to 0.37 for se_e2_a on two cores
+)
+SAME_CTRL_C_S = (
+    1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
+)
 
 
 class Trainer:
@@ -101,7 +107,12 @@ class Trainer:
     ) -> None:
         config, models = prepared.config, prepared.models.to(world.device)
         training, run = config.training, start.run_id(config)
-        self.prepared, self.world, self.input_file, self.deadline = prepared, world, input_file, deadline
+        self.prepared, self.world, self.input_file, self.deadline = (
+            prepared,
+            world,
+            input_file,
+            deadline,
+        )
         self.callback, self.record = callback or Callback(), record or RunRecord()
         shares = (of.share for of in prepared.length.tasks.values())
         self.tasks = TaskMixture(prepared.tasks.values(), shares, prepared.seed)
@@ -109,9 +120,13 @@ class Trainer:
         self.schedule = schedule = Schedule(config, num_steps)
 
         # of rank 0: all ranks choose series and compile for the same frames, and so does a restart
-        first = world.broadcast_from_rank0(lambda: {task.name: task.train_loader.batch(0) for task in self.tasks})
+        first = world.broadcast_from_rank0(
+            lambda: {task.name: task.train_loader.batch(0) for task in self.tasks}
+        )
         batches = {name: batch.to(world.device) for name, batch in first.items()}
-        state = start.payload.get("interpolation", start.payload.get("splines", {}))  # as it was called in 0.1.0
+        state = start.payload.get(
+            "interpolation", start.payload.get("splines", {})
+        )  # as it was called in 0.1.0
         with checkpoint.reading(start.path, "interpolation") if state else nullcontext():
             self.interpolation = InterpolationControl(models, world, batches, state)
 
@@ -119,7 +134,9 @@ class Trainer:
         self.products, in_validation = contexts_of_products(config, models, world.device)
         used = compile_models(config, models, batches, world, (self.products, in_validation))
         for task in self.tasks:
-            task.train_loader.pad, display_pad = pads(config, models.compiler, world, task.model.layout)
+            task.train_loader.pad, display_pad = pads(
+                config, models.compiler, world, task.model.layout
+            )
             if task.display_loader is not None:
                 task.display_loader.pad = display_pad
         module = parallelize(models, world, training.zero_stage)
@@ -130,12 +147,16 @@ class Trainer:
         self.bank = AverageBank(models.by_task, profiles, around=models)
         # until the first validation was measured its time is that of some steps
         frames = sum(system.num_frames for task in prepared.tasks.values() for system in task.valid)
-        validation_steps = FORWARD_SHARE * len(config.fully_validated) * frames / prepared.length.frames_per_step
+        validation_steps = (
+            FORWARD_SHARE * len(config.fully_validated) * frames / prepared.length.frames_per_step
+        )
         due = {"checkpoint": schedule.checkpoint}
         if schedule.validation is not None:
             due["validation"] = schedule.validation
         self.times = RunTimes(due, {"validation": validation_steps})
-        self.reporter = Reporter(prepared, self.tasks, self.bank, run, world, self.times, in_validation)
+        self.reporter = Reporter(
+            prepared, self.tasks, self.bank, run, world, self.times, in_validation
+        )
         writers = world.for_writer() if training.writes_shards else None
         self.validator = FullValidation(prepared, self.bank, writers, world, in_validation)
         bests = [row.best for row in self.validator.rows if row.best is not None]
@@ -145,7 +166,9 @@ class Trainer:
         if training.writes_shards:
             take_from = partial(OwnRows, world.rank, world.size)
         distances = unnested({name: model.min_nbor_dist for name, model in models.by_task.items()})
-        builder = StateBuilder(models, self.bank, to_dict(used), distances, run, num_steps, take_from)
+        builder = StateBuilder(
+            models, self.bank, to_dict(used), distances, run, num_steps, take_from
+        )
         self.saver = Saver(config, schedule, start.step, builder, bests, tables, writers, world)
 
         self.graphs: GraphedSteps | None = None
@@ -180,14 +203,20 @@ class Trainer:
             DivergedError: at the first non-finite loss or gradient; nothing bad was saved.
         """
         # other ranks are waited for, which on GPUs, where the host runs ahead, is worth it now and then only
-        poll_every = STOP_POLL_INTERVAL if self.world.size > 1 and self.world.device.type != "cpu" else 1
+        poll_every = (
+            STOP_POLL_INTERVAL if self.world.size > 1 and self.world.device.type != "cpu" else 1
+        )
         with handling((*END_SIGNALS, signal.SIGINT), self.stop.request):
             try:
                 self.record.write(first_step=self.step, step=self.step, num_steps=self.num_steps)
                 self.reporter.start(self.step)
                 self.callback.on_start(self)
                 check_replicas(self.validator.models, self.world, self.step)
-                if self._validates_before and self.schedule.validation is not None and self.validator.rows:
+                if (
+                    self._validates_before
+                    and self.schedule.validation is not None
+                    and self.validator.rows
+                ):
                     # a stop that is requested meanwhile ends the run as always, after the first step
                     with self.times.of("validation"), suppress(ValidationAborted):
                         self.reporter.show_before(self.validator.errors(self._is_stopped))
@@ -198,13 +227,19 @@ class Trainer:
                         self._save()
                     while self.step < self.num_steps:
                         self.advance()
-                        if self.step % poll_every == 0 and self._is_stopped() and self.step < self.num_steps:
+                        if (
+                            self.step % poll_every == 0
+                            and self._is_stopped()
+                            and self.step < self.num_steps
+                        ):
                             self._leave()
                             break
                     if self.step >= self.num_steps and self.validator.tested:
                         self.saver.writer.finish()  # best weights are read from their files
                         with self.times.of("test"):
-                            tested = self.validator.test(self.step, self._refitted, self._is_stopped)
+                            tested = self.validator.test(
+                                self.step, self._refitted, self._is_stopped
+                            )
                         self.record.part.test = self.reporter.show_test(tested)
                 except ValidationAborted:
                     self._leave()
@@ -232,7 +267,9 @@ class Trainer:
             task, rate = self.tasks.draw(number), self.take_step.schedule(self.step)
             epoch = number / self.prepared.length.steps_per["epochs"]
             with self.times.of("data"):
-                batches: Sequence[Batch | PackedBatch] = [next(task.train_loader) for _ in range(task.accumulate)]
+                batches: Sequence[Batch | PackedBatch] = [
+                    next(task.train_loader) for _ in range(task.accumulate)
+                ]
             # A GPU's own thread of the backward pass counts the operations of second derivatives apart. The order in
             # which gradients are added would depend on the steps before, and a restart would not be bitwise.
             with self.times.of("step"), torch.autograd.set_multithreading_enabled(False):
@@ -261,7 +298,11 @@ class Trainer:
                 self._raise_if_diverged()
                 with self.times.of("snapshot"):
                     self.saver.keep_snapshots(snapshots, number)
-            if (due := self.schedule.validation) is not None and number in due and self.validator.rows:
+            if (
+                (due := self.schedule.validation) is not None
+                and number in due
+                and self.validator.rows
+            ):
                 self._raise_if_diverged()
                 self._validate()
             # a validation may have made it the last
@@ -281,7 +322,9 @@ class Trainer:
         Raises:
             UserError: if files could not be written since the last check.
         """
-        is_late = self.step < self.num_steps and time.monotonic() >= self.deadline  # the end of a run is not broken off
+        is_late = (
+            self.step < self.num_steps and time.monotonic() >= self.deadline
+        )  # the end of a run is not broken off
         own = self.stop.signal or TIME_IS_OVER * is_late
         own = WRITER_FAILED if self.saver.writer.error is not None else own
         compiler = self.validator.models.compiler
@@ -316,7 +359,10 @@ class Trainer:
 
     def _save(self) -> None:
         with self.callback.during(self, "checkpoint"):
-            if self.prepared.config.training.change_bias_after_training and self.step >= self.num_steps:
+            if (
+                self.prepared.config.training.change_bias_after_training
+                and self.step >= self.num_steps
+            ):
                 if self._saved < self.step:
                     self._write()  # the fit reads many frames: what ends it early costs no step of the run
                 self._refitted = refit_bias(self.prepared, self.bank)
@@ -324,7 +370,9 @@ class Trainer:
 
     def _write(self) -> None:
         check_replicas(self.validator.models, self.world, self.step)
-        averages = {name: self.bank.info(name) for name in self.bank.names}  # may wait for the device
+        averages = {
+            name: self.bank.info(name) for name in self.bank.names
+        }  # may wait for the device
         words = "; ".join(
             f"{name}: decay {info['effective_decay']:.6g}, looks back {info['mean_age']:,.1f} steps on average"
             if info["updates"]

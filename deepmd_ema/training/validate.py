@@ -103,17 +103,34 @@ class FullValidation:
     """
 
     def __init__(
-        self, prepared: PreparedRun, bank: AverageBank, writers: World | None, world: World, products: Products
+        self,
+        prepared: PreparedRun,
+        bank: AverageBank,
+        writers: World | None,
+        world: World,
+        products: Products,
     ) -> None:
-        config, validating, outputs = prepared.config, prepared.config.validating, Outputs(prepared.config)
-        self.models, self._bank, self._world, self._products = prepared.models, bank, world, products
+        config, validating, outputs = (
+            prepared.config,
+            prepared.config.validating,
+            Outputs(prepared.config),
+        )
+        self.models, self._bank, self._world, self._products = (
+            prepared.models,
+            bank,
+            world,
+            products,
+        )
         self.tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
         self.tested = {name: task for name, task in prepared.tasks.items() if task.test}
         averages = config.fully_validated or [average.name for average in config.training.averaging]
         self._tested_weights = dict.fromkeys([LIVE, *averages])
         metric, early_stop = validating.validation_metric, validating.early_stop
         if early_stop is not None:
-            watched = {name: task.config.metric(early_stop.metric or metric) for name, task in self.tasks.items()}
+            watched = {
+                name: task.config.metric(early_stop.metric or metric)
+                for name, task in self.tasks.items()
+            }
         self.early_stop = EarlyStop(early_stop, watched) if early_stop is not None else None
         self._is_first = True
         self.rows: list[Validated] = []
@@ -123,10 +140,22 @@ class FullValidation:
                 best_by, shown = of_task.metric(metric), of_task.model.fitting_net.metrics
                 if ATOM_PREF in of_task.labels:
                     shown = (*shown, WEIGHTED_FORCE.metric)
-                log = ValidationLog(file, prepared.length.num_steps, best_by, shown) if world.is_main else None
-                prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
-                best = BestFiles(prefix, folder, keep, best_by, writes=world.is_main, writers=writers)
-                self.rows.append(Validated(weights, task, best_by, log, best if validating.save_best else None))
+                log = (
+                    ValidationLog(file, prepared.length.num_steps, best_by, shown)
+                    if world.is_main
+                    else None
+                )
+                prefix, folder, keep = (
+                    outputs.best_prefix(weights, task),
+                    outputs.best_folder,
+                    validating.max_best_ckpt,
+                )
+                best = BestFiles(
+                    prefix, folder, keep, best_by, writes=world.is_main, writers=writers
+                )
+                self.rows.append(
+                    Validated(weights, task, best_by, log, best if validating.save_best else None)
+                )
 
     def run(
         self, step: int, saver: Saver, stopped: Callable[[], bool], entered: Callable[[str], None]
@@ -151,7 +180,9 @@ class FullValidation:
                 entered(weights)
                 found = self.errors(stopped)
             errors.update((row, found[row.task]) for row in rows)
-        saver.writer.begin(step)  # remarks on files of earlier steps come before the rows of this one
+        saver.writer.begin(
+            step
+        )  # remarks on files of earlier steps come before the rows of this one
         for row, of_row in errors.items():
             if row.log is not None:
                 row.log.write(step, of_row)
@@ -185,7 +216,9 @@ class FullValidation:
         for row in self.rows:
             if row.task in self.tested and row.best is not None and row.best.records:
                 best = row.best.records[0][1]
-                file = self._world.broadcast_from_rank0(partial(checkpoint.load, row.best.path(best)))
+                file = self._world.broadcast_from_rank0(
+                    partial(checkpoint.load, row.best.path(best))
+                )
                 with self._replaced(file["model"]):
                     errors = self.errors(stopped, {row.task: self.tested[row.task]})
                 found[f"best {row.weights}", row.task] = best, errors[row.task]
@@ -196,7 +229,9 @@ class FullValidation:
         """Run the body with whole tensors in the place of those in the models, then put these back."""
         reshard([self.models])
         own = {name: tensor for name, tensor in self.models.state_dict().items() if name in weights}
-        pairs = [(local_shard(tensor), shard_like(weights[name], tensor)) for name, tensor in own.items()]
+        pairs = [
+            (local_shard(tensor), shard_like(weights[name], tensor)) for name, tensor in own.items()
+        ]
         before = [shard.clone() for shard, _ in pairs]
         try:
             for shard, values in pairs:
@@ -207,7 +242,9 @@ class FullValidation:
             for (shard, _), values in zip(pairs, before):
                 shard.copy_(values)
 
-    def errors(self, stopped: Callable[[], bool], tested: Mapping[str, Task] | None = None) -> dict[str, Errors]:
+    def errors(
+        self, stopped: Callable[[], bool], tested: Mapping[str, Task] | None = None
+    ) -> dict[str, Errors]:
         """Return the errors by task of the weights that are in the models. Must be called by every rank.
 
         Args:
@@ -237,7 +274,11 @@ class FullValidation:
         most = shared_atoms_at_once(systems, world.device, world.size)
         batches = partial(sequential_batches, systems, layout, task.cache, most)
         compiler = self.models.compiler
-        pad = pad_for(compiler.options, layout) if compiler is not None and compiler.validates(task.model) else None
+        pad = (
+            pad_for(compiler.options, layout)
+            if compiler is not None and compiler.validates(task.model)
+            else None
+        )
         mine = prefetch(batches(rank=world.rank, world_size=world.size), world.device, pad)
         batch = None
         # all ranks go the same number of rounds, because a sharded model computes together
@@ -250,12 +291,20 @@ class FullValidation:
 
     def best_at(self, step: int) -> list[str]:
         """Return the names of the rows whose best files are those of ``step``."""
-        return [row.name for row in self.rows if row.best and row.best.records and row.best.records[0][1] == step]
+        return [
+            row.name
+            for row in self.rows
+            if row.best and row.best.records and row.best.records[0][1] == step
+        ]
 
     @property
     def stopped_early(self) -> str:
         """Why the errors so far end the run before its last step; empty if they do not."""
-        return self.early_stop.describe() if self.early_stop is not None and self.early_stop.is_met else ""
+        return (
+            self.early_stop.describe()
+            if self.early_stop is not None and self.early_stop.is_met
+            else ""
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best records and the state of the early stop, of each where there are any."""
@@ -272,7 +321,9 @@ class FullValidation:
         for row in self.rows:
             if row.best is not None and (records := _of_row(state.get("best", {}), row.key)):
                 # rank 0 checks which files are there
-                row.best.records = self._world.broadcast_from_rank0(partial(row.best.load_state_dict, records))
+                row.best.records = self._world.broadcast_from_rank0(
+                    partial(row.best.load_state_dict, records)
+                )
             if row.log is not None:
                 row.log.cut_after(step)
         if self.early_stop is not None and "early_stop" in state:
@@ -325,7 +376,10 @@ class EarlyStop:
         for row, found in errors.items():
             if self._config.weights not in (None, row[0]):
                 continue
-            value, (before, _) = found.metric(self._metrics[row[1]]), self.improvements.get(row, (math.inf, 0))
+            value, (before, _) = (
+                found.metric(self._metrics[row[1]]),
+                self.improvements.get(row, (math.inf, 0)),
+            )
             if math.isfinite(value) and value < before - self._config.min_delta:
                 self.improvements[row] = (value, step)
                 self.waited = 0

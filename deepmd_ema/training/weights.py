@@ -118,7 +118,9 @@ class Start:
         if self.payload.get("run"):  # files of 0.1.0 have none
             return str(self.payload["run"])
         origin = f"{self.path}{' fine-tuned' * self.fine_tunes}" if self.sources else ""
-        text = json.dumps([__version__, self.config if self.payload else to_dict(config), origin], sort_keys=True)
+        text = json.dumps(
+            [__version__, self.config if self.payload else to_dict(config), origin], sort_keys=True
+        )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def model_section(self, values: Any) -> Any:
@@ -152,12 +154,20 @@ class Start:
         before = before if isinstance(before, Mapping) else {}
         shared: dict[str, Any] = {}
         sections = {
-            name: self._tuned_section(name, section, before, shared) if name in self.sources else section
+            name: self._tuned_section(name, section, before, shared)
+            if name in self.sources
+            else section
             for name, section in models.items()
         }
-        return {**values, "model_dict": sections, **({"shared_dict": {**before, **shared}} if before else {})}
+        return {
+            **values,
+            "model_dict": sections,
+            **({"shared_dict": {**before, **shared}} if before else {}),
+        }
 
-    def _tuned_section(self, task: str, values: Any, before: Mapping[str, Any], shared: dict[str, Any]) -> Any:
+    def _tuned_section(
+        self, task: str, values: Any, before: Mapping[str, Any], shared: dict[str, Any]
+    ) -> Any:
         """Return the section of one task that is fine-tuned.
 
         Args:
@@ -175,17 +185,25 @@ class Start:
         elements = before.get(type_map) if isinstance(type_map, str) else type_map
         by_number = f"the parts of {self.path} are for" * (saved.type == "linear_ener")
         if not by_number:
-            if isinstance(elements, list) and (problem := elements_problem(source.loaded.model, elements)):
+            if isinstance(elements, list) and (
+                problem := elements_problem(source.loaded.model, elements)
+            ):
                 raise CheckpointError(f"{self.path}: {problem}")
             options = [path for n in taken for path in _paths_by_number(section[n], n)]
-            by_number = f"{', '.join(options)} of {self.path} counts elements by number in" * bool(options)
+            by_number = f"{', '.join(options)} of {self.path} counts elements by number in" * bool(
+                options
+            )
         if by_number and elements != section["type_map"]:
             raise ConfigError(
                 f"--use-pretrain-script: {by_number} type_map = {section['type_map']}, and it is another here. Write "
                 "the section model into the input (`dp-ema show --config` prints it)."
             )
         if saved.type == "linear_ener":
-            return {**values, "type_map": type_map, **{name: section[name] for name in ("type", "models", "weights")}}
+            return {
+                **values,
+                "type_map": type_map,
+                **{name: section[name] for name in ("type", "models", "weights")},
+            }
         parts = {name: _part(values.get(name), section[name], before, shared) for name in taken}
         return {**values, "type_map": type_map, **parts}
 
@@ -199,7 +217,11 @@ class Start:
         is_new, models = not self.payload, {}
         missing = [name for name in config.tasks if name not in self.saved]
         if missing and self.sources and not self.fine_tunes:
-            has = f"the models {', '.join(self.saved)}" if "" not in self.saved else "one model without a name"
+            has = (
+                f"the models {', '.join(self.saved)}"
+                if "" not in self.saved
+                else "one model without a name"
+            )
             advice = "the input has one task. Choose a model with --model-branch."
             if missing != [""]:
                 advice = (
@@ -217,7 +239,9 @@ class Start:
                         f'{place}.finetune_bias = "keep": the fitting network starts anew, and its bias is a fit of '
                         "the labels. Leave it out, or choose a model of the file with finetune_head."
                     )
-                fits = len(saved.descriptor.neighbors or ()) == 1 or model.type_map == saved.type_map
+                fits = (
+                    len(saved.descriptor.neighbors or ()) == 1 or model.type_map == saved.type_map
+                )
                 fits = fits and model.descriptor.type == saved.descriptor.type
             elif saved.type_map != model.type_map:
                 raise CheckpointError(
@@ -230,11 +254,15 @@ class Start:
                     self._refuse_another_quantity(saved, model, place)
                 report_differences(saved, model, place, is_fresh)
             if model.descriptor.neighbors is None and fits:
-                models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(saved.descriptor))
+                models[name] = model.with_descriptor(
+                    model.descriptor.with_neighbors_of(saved.descriptor)
+                )
         config = config.with_models(models) if models else config
         if is_new or config.training.seed is not None:
             return config
-        return replace(config, training=replace(config.training, seed=self.config["training"]["seed"]))
+        return replace(
+            config, training=replace(config.training, seed=self.config["training"]["seed"])
+        )
 
     def _refuse_another_quantity(self, saved: ModelConfig, model: ModelConfig, place: str) -> None:
         """Raise CheckpointError if the fitting network of a file predicts another quantity than that of the input.
@@ -266,20 +294,32 @@ class Start:
         # all of them into the models of the same tasks: a restart may have new ones, and fewer
         taken = ModelSet({task: model for task, model in by_task.items() if task in self.saved})
         if self.payload:
-            state: Mapping[str, Tensor] = whole(self.payload["model"])  # whatever was made of them after training
+            state: Mapping[str, Tensor] = whole(
+                self.payload["model"]
+            )  # whatever was made of them after training
             weights, step = self.payload["weights"], self.payload["step"]
         else:
-            state = ModelSet({task: source.loaded.model for task, source in self.sources.items()}).state_dict()
+            state = ModelSet(
+                {task: source.loaded.model for task, source in self.sources.items()}
+            ).state_dict()
             info = next(iter(self.sources.values())).loaded.info
             weights, step = info.weights, info.step
         prefixes = tuple(map(prefix_of, taken.by_task))
         state = {name: tensor for name, tensor in state.items() if name.startswith(prefixes)}
-        check_weights({name: tuple(tensor.shape) for name, tensor in taken.state_dict().items()}, state, self.path)
+        check_weights(
+            {name: tuple(tensor.shape) for name, tensor in taken.state_dict().items()},
+            state,
+            self.path,
+        )
         taken.load_state_dict(state)
         new = [model.fitting for task, model in by_task.items() if task not in self.saved]
         cases = {model.fitting.case for model in taken.by_task.values()}
-        for fitting, case in zip(new, (n for n in range(len(by_task) + len(cases)) if n not in cases)):
-            fitting.set_case(case)  # a task that stays has the case of before, whatever the names of new ones are
+        for fitting, case in zip(
+            new, (n for n in range(len(by_task) + len(cases)) if n not in cases)
+        ):
+            fitting.set_case(
+                case
+            )  # a task that stays has the case of before, whatever the names of new ones are
         words = "step not known" if step is None else f"step {step}"
         logger.info("weights of %s (%s, %s)", self.path, weights or "live or averaged", words)
 
@@ -296,12 +336,23 @@ class Start:
             if problem := elements_problem(source.loaded.model, model.type_map):
                 raise CheckpointError(f"{self.path}: {problem}")
             try:
-                model.load_state_dict(carried_over(source.loaded.model, model, with_fitting=not source.fresh_fitting))
+                model.load_state_dict(
+                    carried_over(source.loaded.model, model, with_fitting=not source.fresh_fitting)
+                )
             except ElementsError as error:
                 whose = f"task {task}" if task else "this input"
-                lines = [f"{self.path}: its weights do not fit the model of {whose}.", *error.problems]
-                advice = "Use its sections descriptor and fitting_net (--use-pretrain-script takes them)"
-                head = f'"finetune_head": "RANDOM" in model.model_dict.{task}' if task else "--model-branch RANDOM"
+                lines = [
+                    f"{self.path}: its weights do not fit the model of {whose}.",
+                    *error.problems,
+                ]
+                advice = (
+                    "Use its sections descriptor and fitting_net (--use-pretrain-script takes them)"
+                )
+                head = (
+                    f'"finetune_head": "RANDOM" in model.model_dict.{task}'
+                    if task
+                    else "--model-branch RANDOM"
+                )
                 last = "." if source.fresh_fitting else f", or a fresh fitting network ({head})."
                 raise CheckpointError("\n  ".join([*lines, advice + last])) from error
         for task, model in by_task.items():
@@ -319,7 +370,8 @@ class Start:
         # first.
         taken: dict[int, set[int]] = {}
         for task in sorted(
-            by_task, key=lambda task: (self.sources[task].fresh_fitting, not self.sources[task].continues)
+            by_task,
+            key=lambda task: (self.sources[task].fresh_fitting, not self.sources[task].continues),
         ):
             fitting = by_task[task].fitting
             cases = taken.setdefault(id(next(iter(fitting.blocks()), (fitting,))[0]), set())
@@ -358,7 +410,9 @@ def load_weights(file: str, head: str | None = None) -> Start:
         file: a checkpoint of any kind or a frozen model, also of DeePMD-kit.
         head: the model of a file with several that the only task starts from; None: each starts from that of its name.
     """
-    loaded = load_models(file, choose=lambda names: names if head is None else [_named(names, head, file)])
+    loaded = load_models(
+        file, choose=lambda names: names if head is None else [_named(names, head, file)]
+    )
     # whatever the name of the model is
     sources = {name if head is None else "": Source(model) for name, model in loaded.models.items()}
     saved = {name: source.loaded.config for name, source in sources.items()}
@@ -384,16 +438,32 @@ def load_pretrained(file: str, heads: Mapping[str, str | None] | None = None) ->
                 chosen[task] = first, True, False
             elif head is not None:
                 chosen[task] = _named(names, head, file), False, False
-            elif task in names:  # the only model for the only task; or the model of a task for the task of its name
+            elif (
+                task in names
+            ):  # the only model for the only task; or the model of a task for the task of its name
                 chosen[task] = task, False, bool(task)
             else:
                 chosen[task] = first, True, False
-                has, missing = "one model" if "" in names else ", ".join(names), "no --model-branch chooses one"
+                has, missing = (
+                    "one model" if "" in names else ", ".join(names),
+                    "no --model-branch chooses one",
+                )
                 if task:
-                    option, expected = f"model.model_dict.{task}.finetune_head", ONLY if "" in names else "a name"
-                    missing = f'no {option} chooses one ({expected}; "{RANDOM}" says that this is meant)'
+                    option, expected = (
+                        f"model.model_dict.{task}.finetune_head",
+                        ONLY if "" in names else "a name",
+                    )
+                    missing = (
+                        f'no {option} chooses one ({expected}; "{RANDOM}" says that this is meant)'
+                    )
                 of_task = f" of task {task}" * bool(task)
-                logger.warning("%s holds %s: %s, so the fitting network%s starts anew", file, has, missing, of_task)
+                logger.warning(
+                    "%s holds %s: %s, so the fitting network%s starts anew",
+                    file,
+                    has,
+                    missing,
+                    of_task,
+                )
         return {name for name, *_ in chosen.values()}
 
     loaded = load_models(file, choose=choose)
@@ -408,7 +478,9 @@ def _named(names: Mapping[str, Sequence[str]], head: str, file: str) -> str:
     return "" if set(names) == {""} and head == ONLY else choose_head(names, head, file, _CHOOSES)
 
 
-def report_differences(saved: ModelConfig, model: ModelConfig, place: str, is_fresh: bool = False) -> None:
+def report_differences(
+    saved: ModelConfig, model: ModelConfig, place: str, is_fresh: bool = False
+) -> None:
     """Warn of options of a model that are not those of its file: weights may fit and mean another thing.
 
     Args:
@@ -427,14 +499,26 @@ def report_differences(saved: ModelConfig, model: ModelConfig, place: str, is_fr
         name = path.rpartition(".")[2]
         # None of a descriptor of DeePMD-kit is the default; two spellings of one value
         is_same = None in (old, new) and ".descriptor." in path
-        is_same = is_same or {str(old), str(new)} == {"default", "float64"} or old == [new] or new == [old]
+        is_same = (
+            is_same
+            or {str(old), str(new)} == {"default", "float64"}
+            or old == [new]
+            or new == [old]
+        )
         # numbers of neighbors are found in the data, or are of other elements
         is_same = is_same or new == "auto" or (name == "sel" and not same_elements)
         if name in _OF_TABLES:
             if same_elements or None in (old, new):
-                logger.warning("%s is not that of the file, which acts where atoms come close", path)
+                logger.warning(
+                    "%s is not that of the file, which acts where atoms come close", path
+                )
         elif not is_same:
-            logger.warning("%s was %s where the weights were trained, is %s here", path, show(old, 200), show(new, 200))
+            logger.warning(
+                "%s was %s where the weights were trained, is %s here",
+                path,
+                show(old, 200),
+                show(new, 200),
+            )
 
 
 def _by_element(value: Any, type_map: Sequence[str], common: Sequence[str]) -> Any:
@@ -469,18 +553,28 @@ def _part(values: Any, section: Any, before: Mapping[str, Any], shared: dict[str
         shared.setdefault(key, _part(before.get(key), section, {}, {}))
         return values
     of_input = values if isinstance(values, Mapping) else {}
-    part = {**copy.deepcopy(section), **({"trainable": of_input["trainable"]} if "trainable" in of_input else {})}
+    part = {
+        **copy.deepcopy(section),
+        **({"trainable": of_input["trainable"]} if "trainable" in of_input else {}),
+    }
     parts, names = part.get("list"), of_input.get("list")
     if isinstance(parts, list) and isinstance(names, list) and len(parts) == len(names):
         part["list"] = [
-            _part(name, one, before, shared) if isinstance(name, str) else one for name, one in zip(names, parts)
+            _part(name, one, before, shared) if isinstance(name, str) else one
+            for name, one in zip(names, parts)
         ]
     return part
 
 
 def _paths_by_number(value: Any, path: str) -> Iterator[str]:
     """Yield the paths of options that count elements by number, in a section and in those inside of it."""
-    inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, part in inside:
         place = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}"
         if key in _BY_NUMBER and part and (key not in _ENTRIES or isinstance(part, list)):

@@ -17,7 +17,9 @@ from pathlib import Path
 from deepmd_ema.config.manual import Entry, manual_entries
 
 PAGES = Path(__file__).parents[1] / "manual"
-OPTIONS = re.compile(r"<!-- options: (\S+)(?: without (.*))? -->\n(?:.*\n)*?<!-- end of options -->")
+OPTIONS = re.compile(
+    r"<!-- options: (\S+)(?: without (.*))? -->\n(?:.*\n)*?<!-- end of options -->"
+)
 _MAX_LEVEL = 6  # of headings
 
 
@@ -27,7 +29,11 @@ def entries_of(topic: str, left_out: Sequence[str]) -> list[Entry]:
     Raises:
         ValueError: if there are none.
     """
-    chosen = [e for e in manual_entries() if _is_in(e, topic) and not any(_is_in(e, part) for part in left_out)]
+    chosen = [
+        e
+        for e in manual_entries()
+        if _is_in(e, topic) and not any(_is_in(e, part) for part in left_out)
+    ]
     if not chosen:
         raise ValueError(f"no option is under {topic}")
     return chosen
@@ -37,7 +43,11 @@ def children(place: str, entries: Sequence[Entry]) -> Iterator[tuple[str, list[E
     """Yield the paths directly under ``place``, each with the entries at or under it, and whether it is a section."""
     found: dict[str, list[Entry]] = {}
     for entry in entries:
-        below = re.match(r"\.?[^.[]+|\[[^]]*]", entry.path.removeprefix(place)) if entry.path != place else None
+        below = (
+            re.match(r"\.?[^.[]+|\[[^]]*]", entry.path.removeprefix(place))
+            if entry.path != place
+            else None
+        )
         if below:
             found.setdefault(place + below[0], []).append(entry)
     for child, inside in found.items():

@@ -44,23 +44,33 @@ class Options(SphinxDirective):
     def _sections(self, place: str, entries: Sequence[Entry]) -> list[nodes.Node]:
         """Return what ``place`` itself is, its options, and a section for each of them that has options of its own."""
         own = [e for e in entries if e.path == place]
-        found: list[nodes.Node] = [*self._about(own[0], nodes.paragraph(ids=[self._anchor(own[0])]))] if own else []
+        found: list[nodes.Node] = (
+            [*self._about(own[0], nodes.paragraph(ids=[self._anchor(own[0])]))] if own else []
+        )
         options = nodes.definition_list(classes=["options"])
         sections = []
         for child, inside, is_section in children(place, entries):
             if is_section:
                 title = nodes.title("", "", nodes.literal("", child, classes=["own"]))
-                sections.append(nodes.section("", title, *self._sections(child, inside), ids=[f"in-{_id(child)}"]))
+                sections.append(
+                    nodes.section(
+                        "", title, *self._sections(child, inside), ids=[f"in-{_id(child)}"]
+                    )
+                )
                 continue
             entry = inside[0]
             name = nodes.literal("", child.rpartition(".")[2], classes=["own"])
             term = nodes.term("", "", name, ids=[self._anchor(entry)])
             term += nodes.reference("", "¶", refuri=f"#{_id(child)}", classes=["headerlink"])
-            options += nodes.definition_list_item("", term, nodes.definition("", *self._about(entry)))
+            options += nodes.definition_list_item(
+                "", term, nodes.definition("", *self._about(entry))
+            )
         return [*found, *([options] if options.children else []), *sections]
 
     def _about(self, entry: Entry, first: nodes.Element | None = None) -> Iterator[nodes.Node]:
-        texts = [(text, kind) for text, kind in ((entry.facts, "facts"), (entry.doc, "meaning")) if text]
+        texts = [
+            (text, kind) for text, kind in ((entry.facts, "facts"), (entry.doc, "meaning")) if text
+        ]
         for number, (text, kind) in enumerate(texts):
             paragraph = first if first is not None and number == 0 else nodes.paragraph()
             paragraph["classes"] += [kind]
@@ -88,7 +98,11 @@ def _id(path: str) -> str:
 def _inline(text: str) -> list[nodes.Node]:
     """Return text in which `code` is marked."""
     parts = _CODE.split(text)
-    return [nodes.literal("", part) if k % 2 else nodes.Text(part) for k, part in enumerate(parts) if part]
+    return [
+        nodes.literal("", part) if k % 2 else nodes.Text(part)
+        for k, part in enumerate(parts)
+        if part
+    ]
 
 
 def use_directive(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -106,8 +120,15 @@ def link_options(app: Sphinx, doctree: nodes.document) -> None:
     for code in list(doctree.findall(nodes.literal)):
         path, around = code.astext(), (nodes.title, nodes.reference, addnodes.pending_xref)
         is_own = "own" in code["classes"] or any(isinstance(code.parent, kind) for kind in around)
-        if "." in path and path in _paths() and not is_own:  # `training` alone may be something else
-            target = {"refdomain": "std", "reftype": KIND, "reftarget": path, "refdoc": app.env.docname}
+        if (
+            "." in path and path in _paths() and not is_own
+        ):  # `training` alone may be something else
+            target = {
+                "refdomain": "std",
+                "reftype": KIND,
+                "reftarget": path,
+                "refdoc": app.env.docname,
+            }
             link = addnodes.pending_xref("", **target, refexplicit=True, refwarn=True)
             code.replace_self(link)
             link += code

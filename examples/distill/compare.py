@@ -20,9 +20,7 @@ BLOCKS, STUDENT_T = 5, 2.78  # intervals of 95 % from the means of five parts of
 EDGES = np.arange(0, 8.01, 0.05)  # angstrom, of the radial distribution
 MIDDLES, PEAK_WIDTH = (EDGES[1:] + EDGES[:-1]) / 2, 0.4
 MAX_FRAMES = 300  # of a radial distribution
-LIMITS = (
-    "The student is at best as accurate as its teacher, for this composition near these temperatures and densities.\n"
-)
+LIMITS = "The student is at best as accurate as its teacher, for this composition near these temperatures and densities.\n"
 LAMMPS = """units metal
 read_data student.data
 pair_style deepmd student.pt2
@@ -61,15 +59,36 @@ def errors(tests: list[Atoms], first: list[Atoms], second: list[Atoms]) -> list[
     RMSE beside the standard deviation of the labels; the largest force error of a frame, which 5 % of the frames
     exceed, beside the same of the disagreement of the students.
     """
-    forces = [np.array([frame.get_forces() for frame in frames]) for frames in (tests, first, second)]
+    forces = [
+        np.array([frame.get_forces() for frame in frames]) for frames in (tests, first, second)
+    ]
     differences = (forces[1] - forces[0], np.std(forces[1:], axis=0))
-    largest = [f"{1e3 * np.percentile(np.linalg.norm(each, axis=2).max(1), 95):.3g}" for each in differences]
-    rows = [("largest force error of a frame, at 95 % (disagreement)", "meV/Å", "", "{} ({})".format(*largest))]
-    scales = (("energy", "meV/atom", 1e3 / len(tests[0])), ("forces", "meV/Å", 1e3), ("stress", "GPa", 1 / units.GPa))
+    largest = [
+        f"{1e3 * np.percentile(np.linalg.norm(each, axis=2).max(1), 95):.3g}"
+        for each in differences
+    ]
+    rows = [
+        (
+            "largest force error of a frame, at 95 % (disagreement)",
+            "meV/Å",
+            "",
+            "{} ({})".format(*largest),
+        )
+    ]
+    scales = (
+        ("energy", "meV/atom", 1e3 / len(tests[0])),
+        ("forces", "meV/Å", 1e3),
+        ("stress", "GPa", 1 / units.GPa),
+    )
     for name, unit, scale in scales:
-        labels, ours = (scale * np.array([frame.calc.results[name] for frame in frames]) for frames in (tests, first))
+        labels, ours = (
+            scale * np.array([frame.calc.results[name] for frame in frames])
+            for frames in (tests, first)
+        )
         rmse = np.sqrt(np.mean((ours - labels) ** 2))
-        rows.append((f"{name}: standard deviation, RMSE", unit, f"{labels.std():.3g}", f"{rmse:.3g}"))
+        rows.append(
+            (f"{name}: standard deviation, RMSE", unit, f"{labels.std():.3g}", f"{rmse:.3g}")
+        )
     return rows
 
 
@@ -83,9 +102,13 @@ def density(runs: list[list[Atoms]], kelvin: float) -> str:
         stress = np.array([frame.get_stress()[:3].mean() for frame in frames])
         pressures.append(interval(len(frames[0]) * units.kB * kelvin / volume - stress))
     means, halves = np.transpose(pressures)
-    small, same, large = (means + np.random.default_rng(1).standard_t(BLOCKS - 1, (1000, 3)) * halves / STUDENT_T).T
+    small, same, large = (
+        means + np.random.default_rng(1).standard_t(BLOCKS - 1, (1000, 3)) * halves / STUDENT_T
+    ).T
     at_zero = volumes[1] * np.exp(same * np.log(volumes[2] / volumes[0]) / (small - large))
-    low, middle, high = np.percentile(GRAM_PER_CM3 * runs[0][0].get_masses().sum() / at_zero, [2.5, 50, 97.5])
+    low, middle, high = np.percentile(
+        GRAM_PER_CM3 * runs[0][0].get_masses().sum() / at_zero, [2.5, 50, 97.5]
+    )
     outside = means.min() > 0 or means.max() < 0
     return f"{middle:.3f} ± {(high - low) / 2:.3f}{' (extrapolated)' if outside else ''}"
 
@@ -94,27 +117,40 @@ def radial(frames: list[Atoms]) -> Array:
     """Return the radial distribution of all pairs in each of some frames, (F, R)."""
     shells = 4 / 3 * np.pi * np.diff(EDGES**3) * len(frames[0]) ** 2 / frames[0].get_volume()
     some = frames[:: -(-len(frames) // MAX_FRAMES)]
-    return np.array([np.histogram(neighbor_list("d", frame, EDGES[-1]), EDGES)[0] / shells for frame in some])
+    return np.array(
+        [np.histogram(neighbor_list("d", frame, EDGES[-1]), EDGES)[0] / shells for frame in some]
+    )
 
 
 def averages(teacher: Runs, student: Runs, picture: Path) -> list[Row]:
     """Return time of a step, densities and radial distributions, and draw the latter."""
     both, rows = (teacher, student), []
     times = [
-        sum(frames[-1].info["seconds"] - frames[0].info["seconds"] for frames in runs.values()) / picoseconds(runs)
+        sum(frames[-1].info["seconds"] - frames[0].info["seconds"] for frames in runs.values())
+        / picoseconds(runs)
         for runs in both
     ]  # of the first frame: also loading
     atoms = next(iter(teacher.values()))[0]
     per_step = [f"{1e3 * time * time_step(atoms) / len(atoms):.3g}" for time in times]
     rows.append((f"time of an atom and step (ratio {times[0] / times[1]:.0f})", "µs", *per_step))
-    rows.append(("dynamics for the following rows", "ps", *(f"{picoseconds(runs):.3g}" for runs in both)))
+    rows.append(
+        ("dynamics for the following rows", "ps", *(f"{picoseconds(runs):.3g}" for runs in both))
+    )
     failed = (str(sum(frames[-1].info["failed"] for frames in runs.values())) for runs in both)
     rows.append((f"failed dynamics, of {len(teacher)}", "", *failed))
     kelvins = list(dict.fromkeys(kelvin for kelvin, _ in teacher))
-    figure, axes = plt.subplots(1, len(kelvins), figsize=(4 * len(kelvins), 3), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(kelvins), figsize=(4 * len(kelvins), 3), layout="constrained", squeeze=False
+    )
     for kelvin, axis in zip(kelvins, axes[0]):
         cells = [[frames for (key, _), frames in runs.items() if key == kelvin] for runs in both]
-        rows.append((f"density at zero pressure, {kelvin:g} K", "g/cm3", *(density(runs, kelvin) for runs in cells)))
+        rows.append(
+            (
+                f"density at zero pressure, {kelvin:g} K",
+                "g/cm3",
+                *(density(runs, kelvin) for runs in cells),
+            )
+        )
         series = [radial(runs[kelvin, "same"]) for runs in both]
         means, halves = zip(*map(interval, series))
         near = np.abs(MIDDLES - MIDDLES[means[0].argmax()]) < PEAK_WIDTH
@@ -138,7 +174,14 @@ def physics(found: dict[str, Any]) -> list[Row]:
     rows = []
     for row in found["rows"]:
         value = "-" if row["value"] is None else f"{row['value']:.3g}"
-        rows.append((f"{row['quantity']}, limit {row['limit'].replace('|x|', 'abs(x)')}", row["unit"], "", value))
+        rows.append(
+            (
+                f"{row['quantity']}, limit {row['limit'].replace('|x|', 'abs(x)')}",
+                row["unit"],
+                "",
+                value,
+            )
+        )
     return rows
 
 

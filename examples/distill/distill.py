@@ -42,7 +42,12 @@ Source = tuple[str, str]  # of a calculator: module:Class, and its arguments as 
 TEACHERS = {"chgnet": "chgnet.model.dynamics:CHGNetCalculator"}
 STUDENT = "deepmd_ema.calculator:DP"
 # strain tensors of the cells, relative to that at the end of the last dynamics at zero pressure, "npt"
-CELLS = {"npt": 0 * np.eye(3), "small": -0.015 * np.eye(3), "same": 0 * np.eye(3), "large": 0.02 * np.eye(3)}
+CELLS = {
+    "npt": 0 * np.eye(3),
+    "small": -0.015 * np.eye(3),
+    "same": 0 * np.eye(3),
+    "large": 0.02 * np.eye(3),
+}
 CELLS["sheared"] = np.array([[0.02, 0.02, 0.0], [0.02, 0.0, -0.03], [0.0, -0.03, -0.02]])
 MIN_HEIGHT = 8.0  # angstrom: a smaller cell is repeated
 MIN_FRAMES = 5  # of dynamics with the teacher
@@ -73,14 +78,20 @@ def load(name: str, arguments: str) -> Any:
     try:
         return resolve_name(name)(**json.loads(arguments))
     except Exception as error:  # of any class
-        raise RuntimeError(f"{name}, arguments {arguments}: {type(error).__name__}: {error}") from error
+        raise RuntimeError(
+            f"{name}, arguments {arguments}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def evaluate(atoms: Atoms, source: Source) -> Atoms:
     """Return a copy with energy, forces and stress of a calculator, which may raise any exception."""
     frame = Atoms(atoms.symbols, atoms.positions, cell=atoms.cell, pbc=True)
-    results = {name: load(*source).get_property(name, frame) for name in ("energy", "forces", "stress")}
-    frame.calc = SinglePointCalculator(frame, **{name: np.copy(value)[()] for name, value in results.items()})
+    results = {
+        name: load(*source).get_property(name, frame) for name in ("energy", "forces", "stress")
+    }
+    frame.calc = SinglePointCalculator(
+        frame, **{name: np.copy(value)[()] for name, value in results.items()}
+    )
     if not all(np.isfinite(value).all() for value in results.values()):
         raise ValueError("energy, forces or stress are not finite")
     return frame
@@ -117,17 +128,32 @@ def simulate(
     """
     if path.exists():
         return read(path, ":", format="extxyz")
-    name, rng = path.stem.rpartition("-")[2], np.random.default_rng([*map(ord, f"{path.parent.name}/{path.stem}")])
-    atoms = Atoms(start.symbols, start.positions, cell=start.cell, pbc=True, calculator=load(*sources[0]))
+    name, rng = (
+        path.stem.rpartition("-")[2],
+        np.random.default_rng([*map(ord, f"{path.parent.name}/{path.stem}")]),
+    )
+    atoms = Atoms(
+        start.symbols, start.positions, cell=start.cell, pbc=True, calculator=load(*sources[0])
+    )
     atoms.set_cell(atoms.cell @ (np.eye(3) + CELLS[name]), scale_atoms=True)
     thermalize_momenta(atoms, temperature_K=kelvin, rng=rng)
     step = time_step(atoms) * units.fs
-    dynamics = Langevin(atoms, step, temperature_K=kelvin, friction=0.01 / units.fs, rng=rng, fixcm=False)
-    if name == "npt":  # the volume relaxes within 1 ps at a bulk modulus of 10 GPa, faster in stiffer crystals
-        rates = {"taut": 100 * units.fs, "taup": 1000 * units.fs, "compressibility_au": 0.1 / units.GPa}
+    dynamics = Langevin(
+        atoms, step, temperature_K=kelvin, friction=0.01 / units.fs, rng=rng, fixcm=False
+    )
+    if (
+        name == "npt"
+    ):  # the volume relaxes within 1 ps at a bulk modulus of 10 GPa, faster in stiffer crystals
+        rates = {
+            "taut": 100 * units.fs,
+            "taup": 1000 * units.fs,
+            "compressibility_au": 0.1 / units.GPa,
+        }
         dynamics = NPTBerendsen(atoms, step, temperature_K=kelvin, pressure_au=0.0, **rates)
     frames, failed, used, end = [], False, 0.0, time.monotonic() + seconds
-    least = MIN_FRAMES if len(sources) == 1 else 0  # a slow teacher gets the time that some labels need
+    least = (
+        MIN_FRAMES if len(sources) == 1 else 0
+    )  # a slow teacher gets the time that some labels need
     while not failed and (time.monotonic() < end or len(frames) <= least):
         begin = time.monotonic()
         try:
@@ -142,7 +168,10 @@ def simulate(
             failed = True
         else:
             deviation = np.std([labels.get_forces() for labels in (frame, *others)], axis=0)
-            frame.info |= {"disagreement": float(np.linalg.norm(deviation, axis=1).max()), "seconds": used}
+            frame.info |= {
+                "disagreement": float(np.linalg.norm(deviation, axis=1).max()),
+                "seconds": used,
+            }
             failed = bool(frame.info["disagreement"] > stop)
             frames.append(frame)
         frames[-1].info["failed"] = failed
@@ -156,12 +185,21 @@ def command(folder: Path, *arguments: object) -> str:
         RuntimeError: with the last of them, if it fails.
     """
     run = [sys.executable, "-m", "deepmd_ema", *map(str, arguments)]
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}  # two students are trained at once
-    options = {"cwd": folder, "env": os.environ | threads, "preexec_fn": start_process, "text": True}
+    threads = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))
+    }  # two students are trained at once
+    options = {
+        "cwd": folder,
+        "env": os.environ | threads,
+        "preexec_fn": start_process,
+        "text": True,
+    }
     with (folder / "log.txt").open("a") as log:
         done = subprocess.run(run, stdout=subprocess.PIPE, stderr=log, check=False, **options)
     if done.returncode:
-        raise RuntimeError(f"dp-ema {arguments[0]}: {Path(log.name).read_text().splitlines()[-1]} ({log.name})")
+        raise RuntimeError(
+            f"dp-ema {arguments[0]}: {Path(log.name).read_text().splitlines()[-1]} ({log.name})"
+        )
     return done.stdout
 
 
@@ -186,7 +224,9 @@ def train(folder: Path, seed: int, hours: float) -> Source:
         text = (folder / "proposed.json").read_text()
         (folder / "proposed.json").write_text(text.replace('"seed": 1', f'"seed": {seed}'))
         (folder / "proposed.json").rename(folder / "input.json")
-    restart = ("--restart", "model.ckpt.pt") if (folder / "model.ckpt.pt").exists() else ("input.json",)
+    restart = (
+        ("--restart", "model.ckpt.pt") if (folder / "model.ckpt.pt").exists() else ("input.json",)
+    )
     command(folder, "train", *restart)
     return (STUDENT, json.dumps({"model": str(folder / "model_ema.ckpt.pt")}))
 
@@ -219,7 +259,9 @@ class Distillation:
             )
         atoms = read(args.structure)
         if atoms.cell.rank < 3:
-            raise ValueError(f"{args.structure}: expected a structure with a cell in three directions.")
+            raise ValueError(
+                f"{args.structure}: expected a structure with a cell in three directions."
+            )
         heights = 1 / np.linalg.norm(atoms.cell.reciprocal(), axis=1)
         atoms = atoms.repeat(np.ceil(MIN_HEIGHT / heights - 1e-6).astype(int))
         self.starts = dict.fromkeys(args.temperature, atoms)  # of dynamics
@@ -227,11 +269,17 @@ class Distillation:
         record, crc = self.out / "settings.json", zlib.crc32(Path(args.structure).read_bytes())
         settings = json.dumps([args.structure, crc, *self.teacher, args.temperature])
         if record.exists() and record.read_text() != settings:
-            raise ValueError(f"{record}: {record.read_text()}, but now {settings}. Give another folder with -o.")
+            raise ValueError(
+                f"{record}: {record.read_text()}, but now {settings}. Give another folder with -o."
+            )
         record.write_text(settings)
-        self.slowdown = 1.0  # time of a training over that planned by `dp-ema init`, which measures a few steps
+        self.slowdown = (
+            1.0  # time of a training over that planned by `dp-ema init`, which measures a few steps
+        )
         self.progress = self.out / "progress.txt"
-        spent = self.progress.read_text().splitlines()[-1].split()[0] if self.progress.exists() else 0
+        spent = (
+            self.progress.read_text().splitlines()[-1].split()[0] if self.progress.exists() else 0
+        )
         self.begin = time.monotonic() - 60 * float(spent)
 
     def report(self, text: str) -> float:
@@ -246,7 +294,9 @@ class Distillation:
         """Return the time since ``begin`` in hours; print a line if it is much longer than planned."""
         took = (time.monotonic() - begin) / 3600
         if took > 1.5 * hours:
-            self.report(f"{what}: {60 * took:.1f} min in place of {60 * hours:.1f}, the least that it needs here")
+            self.report(
+                f"{what}: {60 * took:.1f} min in place of {60 * hours:.1f}, the least that it needs here"
+            )
         return took
 
     def explore(self, folder: str, sources: list[Source], part: float, cells: list[str]) -> Runs:
@@ -268,14 +318,24 @@ class Distillation:
     def explore_all(self, folder: str, sources: list[Source], part: float) -> list[list[Atoms]]:
         """Return dynamics at zero pressure, and after it in strained cells."""
         npt = self.explore(folder, sources, part / 3, ["npt"])
-        return [*(npt | self.explore(folder, sources, part * 2 / 3, ["small", "large", "sheared"])).values()]
+        return [
+            *(
+                npt | self.explore(folder, sources, part * 2 / 3, ["small", "large", "sheared"])
+            ).values()
+        ]
 
     def train(self, folder: str, frames: list[Atoms], part: float) -> list[Source]:
         """Return two students of these frames."""
         if not (self.out / folder / "frames.extxyz").exists():
             save(self.out / folder / "frames.extxyz", frames)
-        folders, hours = [self.out / folder / f"student-{seed}" for seed in (1, 2)], part * self.args.hours
-        begin, planned = time.monotonic(), max(MIN_TRAINING, hours * min(1, self.args.workers / 2) / self.slowdown)
+        folders, hours = (
+            [self.out / folder / f"student-{seed}" for seed in (1, 2)],
+            part * self.args.hours,
+        )
+        begin, planned = (
+            time.monotonic(),
+            max(MIN_TRAINING, hours * min(1, self.args.workers / 2) / self.slowdown),
+        )
         jobs = [self.pool.submit(train, *job, planned) for job in zip(folders, (1, 2))]
         while True:
             done, not_done = wait(jobs, PROGRESS_S, FIRST_EXCEPTION)
@@ -291,7 +351,10 @@ class Distillation:
         """Return frames with labels of the teacher, evenly chosen from these; report those that it cannot label."""
         even = frames[:: -(-len(frames) // MAX_LABELS) or 1]
         if frames and not (self.out / name).exists():
-            save(self.out / name, [frame for frame in self.pool.map(label, even, repeat(self.teacher)) if frame])
+            save(
+                self.out / name,
+                [frame for frame in self.pool.map(label, even, repeat(self.teacher)) if frame],
+            )
         labelled = read(self.out / name, ":", format="extxyz") if frames else []
         if len(labelled) < len(even):
             missing = f"{len(even) - len(labelled)} of {len(even)} frames"
@@ -302,7 +365,9 @@ class Distillation:
         """Return all labelled frames when the students agree, or no time is left for a round."""
         runs, limit = self.explore_all("teacher", [self.teacher], TEACHER), self.args.limit
         labelled, number, is_last = [frame for frames in runs for frame in frames[1:]], 0, False
-        self.report(f"{len(labelled)} frames of {labelled[0].get_chemical_formula()} from dynamics with the teacher")
+        self.report(
+            f"{len(labelled)} frames of {labelled[0].get_chemical_formula()} from dynamics with the teacher"
+        )
         while not is_last:
             number += 1
             students = self.train(f"round-{number}", labelled, TRAINING)
@@ -313,11 +378,15 @@ class Distillation:
             uncertain = [frame for frame in frames if frame.info["disagreement"] > limit]
             new = self.label(f"round-{number}/labels.extxyz", uncertain)
             what = f"{len(labelled)} frames trained, {failed} of {len(runs)} dynamics failed"
-            part = self.report(f"round {number}: {what}, disagreement {worst:.3f} eV/Å, {len(new)} frames labelled")
+            part = self.report(
+                f"round {number}: {what}, disagreement {worst:.3f} eV/Å, {len(new)} frames labelled"
+            )
             labelled += new
             # a round may take a fifth longer than planned
             has_time = part + 1.2 * (TRAINING + DYNAMICS) + LAST_TRAINING + END < 1
-            is_last = (worst < limit and not failed) or not (has_time or (self.out / f"round-{number + 1}").exists())
+            is_last = (worst < limit and not failed) or not (
+                has_time or (self.out / f"round-{number + 1}").exists()
+            )
         return labelled
 
     def end(self) -> str:
@@ -334,12 +403,24 @@ class Distillation:
         self.explore("end", students, END / 10, ["npt"])
         ours = self.explore("end", students, END * 3 / 10, ["small", "same", "large"])
         theirs = self.explore("end-teacher", [self.teacher], END / 2, ["small", "same", "large"])
-        tests = self.label("test.extxyz", [frame for run in ours.values() for frame in run[len(run) // 5 :]])
+        tests = self.label(
+            "test.extxyz", [frame for run in ours.values() for frame in run[len(run) // 5 :]]
+        )
         self.report(f"dynamics with both, {len(tests)} test frames")
         predictions = [list(self.pool.map(evaluate, tests, repeat(source))) for source in students]
-        rows = compare.errors(tests, *predictions) + compare.averages(theirs, ours, out / "radial.svg")
-        hottest = ("-s", f"end/{max(kelvins):g}K-same.extxyz", "--physics", "--temperature", max(kelvins))
-        rows += compare.physics(json.loads(command(out, "test", "-m", "student.pt2", *hottest, "--json"))["physics"])
+        rows = compare.errors(tests, *predictions) + compare.averages(
+            theirs, ours, out / "radial.svg"
+        )
+        hottest = (
+            "-s",
+            f"end/{max(kelvins):g}K-same.extxyz",
+            "--physics",
+            "--temperature",
+            max(kelvins),
+        )
+        rows += compare.physics(
+            json.loads(command(out, "test", "-m", "student.pt2", *hottest, "--json"))["physics"]
+        )
         command(out, "report", "last/student-1", "-s", "test.extxyz", "-o", "report.html")
         compare.write_lammps(out, self.starts[kelvins[0]], kelvins[0])
         (out / "result.part").write_text(compare.table(rows))
@@ -350,18 +431,35 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("structure", help="file that ASE reads, with a cell")
-    parser.add_argument("--teacher", default="chgnet", help="chgnet, or module:Class of an ASE calculator")
-    parser.add_argument("--arguments", type=json.loads, default={}, metavar="JSON", help="of the class")
-    parser.add_argument("--temperature", type=float, nargs="+", default=[300.0], metavar="K", help="of dynamics (300)")
+    parser.add_argument(
+        "--teacher", default="chgnet", help="chgnet, or module:Class of an ASE calculator"
+    )
+    parser.add_argument(
+        "--arguments", type=json.loads, default={}, metavar="JSON", help="of the class"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=[300.0],
+        metavar="K",
+        help="of dynamics (300)",
+    )
     parser.add_argument("--hours", type=float, default=1.0, help="time of all (1)")
-    parser.add_argument("--limit", type=float, default=0.05, help="of the disagreement, in eV/angstrom (0.05)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (one per core)")
+    parser.add_argument(
+        "--limit", type=float, default=0.05, help="of the disagreement, in eV/angstrom (0.05)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="processes (one per core)"
+    )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("-o", "--output", type=Path, default=Path("out"), metavar="FOLDER")
     args = parser.parse_args()
     try:
         if args.hours < MIN_HOURS:
-            raise ValueError(f"--hours {args.hours:g}: expected at least {MIN_HOURS:g}, for two trainings.")
+            raise ValueError(
+                f"--hours {args.hours:g}: expected at least {MIN_HOURS:g}, for two trainings."
+            )
         with ProcessPoolExecutor(args.workers, get_context("spawn"), start_process) as pool:
             try:
                 # Processes are started before Ctrl-C is possible: one that is interrupted while it starts is in no

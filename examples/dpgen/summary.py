@@ -37,4 +37,6 @@ for iteration in sorted({number for _, number, _ in began}):
     for path in sorted(folder.glob("00.train/00*/lcurve.out"))[:4]:
         rows = [row for row in path.read_text().splitlines() if row[:1] != "#"]
         header = path.read_text().splitlines()[0].lstrip("# ").split()
-        print(f"  {path.parent.name}: rmse_f_trn {rows[-1].split()[header.index('rmse_f_trn')]} eV/angstrom")
+        print(
+            f"  {path.parent.name}: rmse_f_trn {rows[-1].split()[header.index('rmse_f_trn')]} eV/angstrom"
+        )

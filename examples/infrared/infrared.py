@@ -41,7 +41,12 @@ def simulate(atoms: Atoms, frames: int, path: Path) -> None:
     """Write positions of molecules that stay whole, angstrom, (frames, atoms, 3): 1 ps of NVT, then NVE."""
     rng = np.random.default_rng(1)
     thermalize_momenta(atoms, temperature_K=TEMPERATURE, rng=rng)
-    thermostat = {"temperature_K": TEMPERATURE, "friction": 0.01 / units.fs, "fixcm": False, "rng": rng}
+    thermostat = {
+        "temperature_K": TEMPERATURE,
+        "friction": 0.01 / units.fs,
+        "fixcm": False,
+        "rng": rng,
+    }
     Langevin(atoms, STEP * units.fs, **thermostat).run(2000)
     Stationary(atoms)
     dynamics = VelocityVerlet(atoms, STEP * units.fs)
@@ -52,7 +57,10 @@ def simulate(atoms: Atoms, frames: int, path: Path) -> None:
         if (k + 1) % 500 == 0:
             positions.flush()
             energy, kelvin = atoms.get_total_energy(), atoms.get_temperature()
-            print(f"{(k + 1) * INTERVAL / 1000:g} ps: total energy {energy:.4f} eV, {kelvin:.0f} K", flush=True)
+            print(
+                f"{(k + 1) * INTERVAL / 1000:g} ps: total energy {energy:.4f} eV, {kelvin:.0f} K",
+                flush=True,
+            )
 
 
 def total_dipole(model: Potential, positions: Array, cell: Array) -> Array:
@@ -70,7 +78,9 @@ def total_dipole(model: Potential, positions: Array, cell: Array) -> Array:
     return np.concatenate(dipoles)
 
 
-def spectrum(dipole: Array, interval: float, volume: float, temperature: float) -> tuple[Array, Array]:
+def spectrum(
+    dipole: Array, interval: float, volume: float, temperature: float
+) -> tuple[Array, Array]:
     """Return wavenumbers and absorption coefficient times refractive index, both in 1/cm.
 
     beta / (6 c V epsilon_0) times the Fourier transform of <M'(0) M'(t)>, M' the derivative of the dipole by time: the
@@ -84,13 +94,19 @@ def spectrum(dipole: Array, interval: float, volume: float, temperature: float) 
     """
     derivative = np.diff(dipole, axis=0) / interval
     frames = len(derivative)
-    power = np.abs(np.fft.rfft(derivative, 2 * frames, axis=0)) ** 2  # padded: no correlation across the ends
+    power = (
+        np.abs(np.fft.rfft(derivative, 2 * frames, axis=0)) ** 2
+    )  # padded: no correlation across the ends
     correlation = np.fft.irfft(power.sum(axis=1))[:frames] / np.arange(frames, 0, -1)
     decay = WIDTH * np.pi * SPEED_OF_LIGHT / np.sqrt(4 * np.log(2))  # 1/fs
     correlation *= np.exp(-((decay * interval * np.arange(frames)) ** 2))
-    transform = interval * (2 * np.fft.rfft(correlation, 2 * frames).real - correlation[0])  # of both signs of time
+    transform = interval * (
+        2 * np.fft.rfft(correlation, 2 * frames).real - correlation[0]
+    )  # of both signs of time
     wavenumber = np.fft.rfftfreq(2 * frames, interval * SPEED_OF_LIGHT)
-    transform /= np.sinc(wavenumber * SPEED_OF_LIGHT * interval) ** 2  # derivative was a difference of frames
+    transform /= (
+        np.sinc(wavenumber * SPEED_OF_LIGHT * interval) ** 2
+    )  # derivative was a difference of frames
     si = (units._e * 1e5) ** 2 * 1e-15 / (1e-30 * volume)  # (e angstrom/fs)^2 fs/angstrom^3
     factor = si / (6 * units._c * units._eps0 * units._k * temperature)  # 1/m
     return wavenumber, 0.01 * factor * transform
@@ -105,7 +121,14 @@ def draw(wavenumber: Array, absorption: Array, path: str) -> None:
     plt.plot(wavenumber[shown], absorption[shown] / 1000)
     for name, place in EXPERIMENT.items():
         plt.axvline(place, color="0.6", ls="--", lw=1)
-        plt.annotate(f" {name}", (place, 1), xycoords=("data", "axes fraction"), va="top", rotation=90, ha="right")
+        plt.annotate(
+            f" {name}",
+            (place, 1),
+            xycoords=("data", "axes fraction"),
+            va="top",
+            rotation=90,
+            ha="right",
+        )
     plt.axis(xmin=0, xmax=4500, ymin=0)
     plt.title("Liquid water; dashed: bands of the experiment", loc="left")
     plt.xlabel("Wavenumber (1/cm)")
@@ -131,4 +154,6 @@ if __name__ == "__main__":
     for name, place in EXPERIMENT.items():
         band = abs(wavenumber / place - 1) < 0.4
         peak = wavenumber[band][absorption[band].argmax()]
-        print(f"{name}: {peak:.0f} 1/cm (experiment: {place}), height {absorption[band].max():.0f} 1/cm")
+        print(
+            f"{name}: {peak:.0f} 1/cm (experiment: {place}), height {absorption[band].max():.0f} 1/cm"
+        )

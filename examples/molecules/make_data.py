@@ -72,18 +72,30 @@ def main() -> None:
     with ProcessPoolExecutor(args.workers) as pool:
         pending = {pool.offer(run_job, job, args.work): job for job in todo}
         for done, future in enumerate(as_completed(pending), start=1):
-            print(f"[{done}/{len(todo)}] {pending[future].name}: {future.result():.1f} s", flush=True)
+            print(
+                f"[{done}/{len(todo)}] {pending[future].name}: {future.result():.1f} s", flush=True
+            )
     write_all(jobs, args.work, args.output)
 
 
 def parse_args() -> argparse.Namespace:
     """Return the command line; the defaults are those of the data beside this script."""
-    parser = argparse.ArgumentParser(description="Make the molecule data: GFN2-xTB dynamics and labels.")
+    parser = argparse.ArgumentParser(
+        description="Make the molecule data: GFN2-xTB dynamics and labels."
+    )
     parser.add_argument("--output", type=Path, default=Path("data"), help="folder for the systems")
-    parser.add_argument("--work", type=Path, default=Path("work"), help="folder for finished trajectories")
-    parser.add_argument("--temperatures", type=int, nargs="+", default=[300, 450, 600], help="in kelvin")
-    parser.add_argument("--train-frames", type=positive, default=20, help="per molecule and temperature")
-    parser.add_argument("--validation-frames", type=positive, default=5, help="per molecule and temperature")
+    parser.add_argument(
+        "--work", type=Path, default=Path("work"), help="folder for finished trajectories"
+    )
+    parser.add_argument(
+        "--temperatures", type=int, nargs="+", default=[300, 450, 600], help="in kelvin"
+    )
+    parser.add_argument(
+        "--train-frames", type=positive, default=20, help="per molecule and temperature"
+    )
+    parser.add_argument(
+        "--validation-frames", type=positive, default=5, help="per molecule and temperature"
+    )
     parser.add_argument("--seed", type=int, default=20, help="seed of the whole data set")
     parser.add_argument("--workers", type=int, default=1, help="processes, one thread each")
     return parser.parse_args()
@@ -104,7 +116,9 @@ def plan_jobs(args: argparse.Namespace) -> list[Job]:
         for system, molecules in SYSTEMS.items():
             for molecule in molecules:
                 for temperature in args.temperatures:
-                    stream = np.random.SeedSequence([args.seed, number, temperature, *molecule.encode()])
+                    stream = np.random.SeedSequence(
+                        [args.seed, number, temperature, *molecule.encode()]
+                    )
                     seed = int(stream.generate_state(1)[0] % 2**31)
                     jobs.append(Job(subset, system, molecule, temperature, num_frames, seed))
     return jobs
@@ -171,7 +185,11 @@ def write_all(jobs: list[Job], work: Path, output: Path) -> None:
         loaded = [dict(np.load(work / f"{job.name}.npz")) for job in members]
         length = max(arrays["real_atom_types"].shape[1] for arrays in loaded)
         padded = [pad(arrays, length) for arrays in loaded]
-        write_system(output / name, {key: np.concatenate([a[key] for a in padded]) for key in padded[0]}, length)
+        write_system(
+            output / name,
+            {key: np.concatenate([a[key] for a in padded]) for key in padded[0]},
+            length,
+        )
         print(f"{output / name}: {sum(job.num_frames for job in members)} frames of {length} atoms")
     made_by = {
         "versions": {package: version(package) for package in ("ase", "numpy", "tblite")},
@@ -185,7 +203,9 @@ def pad(arrays: dict[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
     num_frames, num_atoms = arrays["real_atom_types"].shape
     missing = length - num_atoms
     return {
-        "real_atom_types": np.pad(arrays["real_atom_types"], ((0, 0), (0, missing)), constant_values=VIRTUAL),
+        "real_atom_types": np.pad(
+            arrays["real_atom_types"], ((0, 0), (0, missing)), constant_values=VIRTUAL
+        ),
         "coord": np.pad(arrays["coord"], ((0, 0), (0, missing), (0, 0))).reshape(num_frames, -1),
         "energy": arrays["energy"],
         "force": np.pad(arrays["force"], ((0, 0), (0, missing), (0, 0))).reshape(num_frames, -1),

@@ -32,7 +32,10 @@ TYPE_MAP = ("O", "H")
 NUM_MOLECULES = 32
 MOLAR_MASS = 18.015  # g/mol
 AVOGADRO = 0.602214076  # molecules/mol times 1e-24 cm3/angstrom3
-DENSITY_RANGE = (0.94, 1.06)  # g/cm3, drawn once per trajectory so that the virials span both signs of pressure
+DENSITY_RANGE = (
+    0.94,
+    1.06,
+)  # g/cm3, drawn once per trajectory so that the virials span both signs of pressure
 
 # SPC/Fw (Wu, Tepper, Voth 2006) for charges and Lennard-Jones; its bonds are 0.055 angstrom too long for GFN1-xTB.
 # The bond and angle below are those for which the liquid has the mean O-H length (0.974 angstrom) and H-O-H angle
@@ -80,20 +83,31 @@ def main() -> None:
     with ProcessPoolExecutor(args.workers) as pool:
         pending = {pool.offer(run_job, job, args.work): job for job in todo}
         for done, future in enumerate(as_completed(pending), start=1):
-            print(f"[{done}/{len(todo)}] {pending[future].name}: {future.result():.2f} s per label", flush=True)
+            print(
+                f"[{done}/{len(todo)}] {pending[future].name}: {future.result():.2f} s per label",
+                flush=True,
+            )
     write_all(jobs, args.work, args.output)
 
 
 def parse_args() -> argparse.Namespace:
     """Return the command line; the defaults are those of the data beside this script."""
-    parser = argparse.ArgumentParser(description="Make the water data: classical sampling, GFN1-xTB labels.")
+    parser = argparse.ArgumentParser(
+        description="Make the water data: classical sampling, GFN1-xTB labels."
+    )
     parser.add_argument("--output", type=Path, default=Path("data"), help="folder for the systems")
-    parser.add_argument("--work", type=Path, default=Path("work"), help="folder for finished trajectories")
-    parser.add_argument("--temperatures", type=int, nargs="+", default=[300, 350, 400, 450, 500], help="in kelvin")
+    parser.add_argument(
+        "--work", type=Path, default=Path("work"), help="folder for finished trajectories"
+    )
+    parser.add_argument(
+        "--temperatures", type=int, nargs="+", default=[300, 350, 400, 450, 500], help="in kelvin"
+    )
     parser.add_argument("--train-trajectories", type=int, default=6, help="per temperature")
     parser.add_argument("--train-frames", type=int, default=12, help="per training trajectory")
     parser.add_argument("--validation-trajectories", type=int, default=2, help="per temperature")
-    parser.add_argument("--validation-frames", type=int, default=6, help="per validation trajectory")
+    parser.add_argument(
+        "--validation-frames", type=int, default=6, help="per validation trajectory"
+    )
     parser.add_argument("--seed", type=int, default=20, help="seed of the whole data set")
     parser.add_argument("--workers", type=int, default=1, help="processes, one thread each")
     return parser.parse_args()
@@ -138,7 +152,9 @@ def sample(job: Job) -> tuple[np.ndarray, float]:
     density = rng.uniform(*DENSITY_RANGE)
     box_length = float((NUM_MOLECULES * MOLAR_MASS / (AVOGADRO * density)) ** (1 / 3))
     integrator = openmm.LangevinMiddleIntegrator(job.temperature, FRICTION_PER_PS, TIME_STEP_PS)
-    integrator.setRandomNumberSeed(job.seed % 2**30 + 1)  # 0 would ask OpenMM for a seed from the clock
+    integrator.setRandomNumberSeed(
+        job.seed % 2**30 + 1
+    )  # 0 would ask OpenMM for a seed from the clock
     # Reference is deterministic, and for 96 atoms twice as fast as the CPU platform on one thread
     platform = openmm.Platform.getPlatformByName("Reference")
     context = openmm.Context(flexible_water(box_length / 10), integrator, platform)
@@ -150,7 +166,9 @@ def sample(job: Job) -> tuple[np.ndarray, float]:
     for _ in range(job.num_frames):
         integrator.step(round(SPACING_PS / TIME_STEP_PS))
         positions = context.getState(getPositions=True).getPositions(asNumpy=True)
-        frames.append(wrap_molecules(np.asarray(positions.value_in_unit(unit.angstrom)), box_length))
+        frames.append(
+            wrap_molecules(np.asarray(positions.value_in_unit(unit.angstrom)), box_length)
+        )
     return np.array(frames), box_length
 
 
@@ -160,7 +178,11 @@ def flexible_water(box_length: float) -> openmm.System:
 
     system = openmm.System()
     system.setDefaultPeriodicBoxVectors(*(np.eye(3) * box_length))
-    nonbonded, bonds, angles = openmm.NonbondedForce(), openmm.HarmonicBondForce(), openmm.HarmonicAngleForce()
+    nonbonded, bonds, angles = (
+        openmm.NonbondedForce(),
+        openmm.HarmonicBondForce(),
+        openmm.HarmonicAngleForce(),
+    )
     nonbonded.setNonbondedMethod(openmm.NonbondedForce.CutoffPeriodic)  # with reaction field
     nonbonded.setCutoffDistance(CUTOFF)
     for oxygen in range(0, 3 * NUM_MOLECULES, 3):
@@ -223,12 +245,16 @@ def write_all(jobs: list[Job], work: Path, output: Path) -> None:
     """Write one training system per temperature, one validation system for all, and how they were made."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
-        groups.setdefault("validation" if job.subset == "validation" else f"train_{job.temperature}K", []).append(job)
+        groups.setdefault(
+            "validation" if job.subset == "validation" else f"train_{job.temperature}K", []
+        ).append(job)
     seconds = []
     for name, members in groups.items():
         loaded = [dict(np.load(work / f"{job.name}.npz")) for job in members]
         seconds += [float(arrays.pop("seconds_per_label")) for arrays in loaded]
-        write_system(output / name, {key: np.concatenate([a[key] for a in loaded]) for key in loaded[0]})
+        write_system(
+            output / name, {key: np.concatenate([a[key] for a in loaded]) for key in loaded[0]}
+        )
         print(f"{output / name}: {sum(job.num_frames for job in members)} frames")
     made_by = {
         "versions": {package: version(package) for package in ("ase", "numpy", "openmm", "tblite")},

@@ -18,7 +18,12 @@ class FakeDescriptor(nn.Module):
 
     def __init__(self, config, num_types, seed):
         super().__init__()
-        self.rcut, self.most, self.dim_out, self.num_types = config.rcut, config.most, config.width, num_types
+        self.rcut, self.most, self.dim_out, self.num_types = (
+            config.rcut,
+            config.most,
+            config.width,
+            num_types,
+        )
         self.dtype, self.window = precision(config.precision), config.window
         generator = torch.Generator().manual_seed(seed_for("fake", seed))
 
@@ -34,13 +39,17 @@ class FakeDescriptor(nn.Module):
     sum_names = ("neighbors",)
 
     def layout(self, excluded_pairs):
-        return NeighborLayout(self.rcut, (self.most,), self.num_types, by_type=False, excluded_pairs=excluded_pairs)
+        return NeighborLayout(
+            self.rcut, (self.most,), self.num_types, by_type=False, excluded_pairs=excluded_pairs
+        )
 
     def features(self, vector, batch):
         distance = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
         u = (distance / self.rcut).clamp(0, 1)
         switch = u**3 * (-6 * u * u + 15 * u - 10) + 1
-        edge = torch.tanh(torch.cat([1 / distance, distance], -1).to(self.dtype) @ self.edge) * switch.to(self.dtype)
+        edge = torch.tanh(
+            torch.cat([1 / distance, distance], -1).to(self.dtype) @ self.edge
+        ) * switch.to(self.dtype)
         if self.window is not None:
             gate = source_gate(distance.squeeze(-1), distance.squeeze(-1) < self.rcut, self.window)
             edge = edge * gate[batch.neighbor].unsqueeze(-1).to(self.dtype)

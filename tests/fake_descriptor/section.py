@@ -19,8 +19,12 @@ class FakeConfig:
 
     rcut: float = option(4.0, unit="angstrom", check=positive, doc="Cutoff radius.")
     width: int = option(8, check=positive_int, doc="Features of an atom.")
-    most: int | None = option(None, check=positive_int, doc="Most neighbors; null counts them in the data.")
-    precision: str = option("default", choices=("default", "float64", "float32"), doc="Precision of the parameters.")
+    most: int | None = option(
+        None, check=positive_int, doc="Most neighbors; null counts them in the data."
+    )
+    precision: str = option(
+        "default", choices=("default", "float64", "float32"), doc="Precision of the parameters."
+    )
     window: Window | None = None
 
     @property
@@ -35,7 +39,11 @@ class FakeConfig:
         return self if self.most is not None else replace(self, most=found.max_total + 2)
 
     def with_neighbors_of(self, saved):
-        return replace(self, most=saved.most) if isinstance(saved, FakeConfig) and self.most is None else self
+        return (
+            replace(self, most=saved.most)
+            if isinstance(saved, FakeConfig) and self.most is None
+            else self
+        )
 
     def bridged(self, window):
         return replace(self, window=window)

@@ -9,6 +9,8 @@ class FakeTree(PartTree):
     """Tree of fake: its options, parameters and buffers."""
 
     def write(self, part, config):
-        variables = {name.replace(".", "_"): array(tensor) for name, tensor in part.state_dict().items()}
+        variables = {
+            name.replace(".", "_"): array(tensor) for name, tensor in part.state_dict().items()
+        }
         options = {**plain(config.descriptor), "precision": precision_of(part.dtype)}
         return {"@class": "Descriptor", "@version": 1, **options, VARIABLES: variables}

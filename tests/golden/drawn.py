@@ -10,7 +10,11 @@ def frames(number):
     """Return positions (number, 14, 3), types (14,) and cells (number, 3, 3), each larger than the one before."""
     rng = np.random.default_rng(7)
     box = np.array([[7.3, 0, 0], [0.4, 6.9, 0], [-0.3, 0.5, 7.6]])
-    grid = np.array([(i, j, k) for i in range(3) for j in range(3) for k in range(2)][:14]) / [3, 3, 2]
+    grid = np.array([(i, j, k) for i in range(3) for j in range(3) for k in range(2)][:14]) / [
+        3,
+        3,
+        2,
+    ]
     boxes = np.array([(1 + 0.12 * k) * box for k in range(number)])
     coord = [(grid + rng.normal(size=grid.shape) * 0.03) @ box for box in boxes]
     return np.array(coord), rng.integers(0, 3, 14), boxes
@@ -38,11 +42,16 @@ def fill(named):
 
 def loss_of(energy, force, virial):
     """Return a loss of all three."""
-    return 0.7 * energy + (force * normal("force", force.shape)).sum() + (virial * normal("virial", virial.shape)).sum()
+    return (
+        0.7 * energy
+        + (force * normal("force", force.shape)).sum()
+        + (virial * normal("virial", virial.shape)).sum()
+    )
 
 
 def projections(gradients):
     """Return one number for each parameter in the order of names, a product with random numbers of its name."""
     return [
-        float((gradients[name] * normal(f"{name} gradient", gradients[name].shape)).sum()) for name in sorted(gradients)
+        float((gradients[name] * normal(f"{name} gradient", gradients[name].shape)).sum())
+        for name in sorted(gradients)
     ]

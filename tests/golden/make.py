@@ -30,8 +30,17 @@ def model(name: str, section: str = "") -> None:
     """NAME.npz, and NAME.dp of a section ``model``."""
     from deepmd.dpmodel.utils.serialization import load_dp_model
 
-    job = {"out": str(HERE / name), "frames": str(HERE / "systems.npz"), "seed": 1, "one_mean": True}
-    job |= {"input": json.loads(Path(section).read_text())} if section else {"file": str(HERE / f"{name}.dp")}
+    job = {
+        "out": str(HERE / name),
+        "frames": str(HERE / "systems.npz"),
+        "seed": 1,
+        "one_mean": True,
+    }
+    job |= (
+        {"input": json.loads(Path(section).read_text())}
+        if section
+        else {"file": str(HERE / f"{name}.dp")}
+    )
     script = job.get("input") or load_dp_model(job["file"])["model_def_script"]
     parts = [part.get("fitting_net", {}) for part in (script, *script.get("models", []))]
     job |= {key: max(part.get(key, 0) for part in parts) for key in ("numb_fparam", "numb_aparam")}
@@ -67,14 +76,23 @@ def dpa4c() -> None:
         descriptor.type_embedding.adam_type_embedding.data[-1] = 0
         data = {"coord": coord, "atype": np.tile(kinds, (2, 1)), "box": box.reshape(2, 9)}
         descriptor.compute_input_stats([data])
-        case |= {"mean": descriptor.mean[-2 - descriptor.channels :][:2].tolist(), "stddev": descriptor.stddev.tolist()}
+        case |= {
+            "mean": descriptor.mean[-2 - descriptor.channels :][:2].tolist(),
+            "stddev": descriptor.stddev.tolist(),
+        }
         case |= _with_gradients(built.train(), (coord, kinds, box))
         if name == "small":
             state = {f"model.Default.{key}": tensor for key, tensor in built.state_dict().items()}
-            state["_extra_state"] = {"model_params": case["model"], "train_infos": {"lr": 0.0, "step": 3}}
+            state["_extra_state"] = {
+                "model_params": case["model"],
+                "train_infos": {"lr": 0.0, "step": 3},
+            }
             torch.save({"model": state, "optimizer": None}, HERE / "dpa4c.pt")
         if name == "degree_4":
-            save_dp_model(str(HERE / "dpa4c.dp"), {"model": built.serialize(), "model_def_script": case["model"]})
+            save_dp_model(
+                str(HERE / "dpa4c.dp"),
+                {"model": built.serialize(), "model_def_script": case["model"]},
+            )
     (HERE / "dpa4c.json").write_text(json.dumps(cases) + "\n")
 
 
@@ -86,7 +104,9 @@ def _with_gradients(built: Any, frames: tuple) -> dict[str, Any]:
     """Return numbers of the first frame, and projections of the gradients of a loss by the parameters."""
     coord, kinds, box = frames
     found, named = _evaluated(built, coord[0], kinds, box[0]), _named(built)
-    gradients = torch.autograd.grad(drawn.loss_of(*found.values()), list(named.values()), materialize_grads=True)
+    gradients = torch.autograd.grad(
+        drawn.loss_of(*found.values()), list(named.values()), materialize_grads=True
+    )
     numbers = {key: value.detach().tolist() for key, value in found.items()}
     return numbers | {"gradients": drawn.projections(dict(zip(named, gradients)))}
 
@@ -94,8 +114,14 @@ def _with_gradients(built: Any, frames: tuple) -> dict[str, Any]:
 def _evaluated(built: Any, coord: Any, kinds: Any, box: Any) -> dict[str, Any]:
     """Return energy, force (N, 3) and virial (9,) of one frame."""
     coord, box = (torch.tensor(np.asarray(part, float)[None]) for part in (coord, box))
-    found = built(coord.requires_grad_(True), torch.tensor(np.asarray(kinds)[None]), box=box.reshape(1, 9))
-    return {"energy": found["energy"].sum(), "force": found["force"][0], "virial": found["virial"].reshape(9)}
+    found = built(
+        coord.requires_grad_(True), torch.tensor(np.asarray(kinds)[None]), box=box.reshape(1, 9)
+    )
+    return {
+        "energy": found["energy"].sum(),
+        "force": found["force"][0],
+        "virial": found["virial"].reshape(9),
+    }
 
 
 def dpa4_files() -> None:
@@ -125,8 +151,12 @@ def checkpoints() -> None:
                 dp(["--pt-expt", "freeze", "-c", path, "-o", frozen])
                 path = frozen
             potential = DeepPot(path, **({"head": head} if head else {}))
-        answer = potential.eval(found["coord"].reshape(1, -1), found["box"].reshape(1, 9), found["types"])
-        found |= {f"{name}_{key}": value for key, value in zip(("energy", "force", "virial"), answer)}
+        answer = potential.eval(
+            found["coord"].reshape(1, -1), found["box"].reshape(1, 9), found["types"]
+        )
+        found |= {
+            f"{name}_{key}": value for key, value in zip(("energy", "force", "virial"), answer)
+        }
     np.savez(folder / "predictions.npz", **found)
 
 
@@ -152,9 +182,15 @@ def bridging() -> None:
     distance = torch.tensor(found["distance"], requires_grad=True)
     clamped = clamp(distance)
     slope = torch.autograd.grad(clamped.sum(), distance)[0]
-    found |= {"clamped": clamped.tolist(), "slope": slope.tolist(), "switch": switch(distance).tolist()}
+    found |= {
+        "clamped": clamped.tolist(),
+        "slope": slope.tolist(),
+        "switch": switch(distance).tolist(),
+    }
     source, length = (torch.tensor(found["gate"][key]) for key in ("source", "length"))
-    gate = compute_edge_src_gate(edge_len=length[:, None], src=source, n_nodes=3, bridging_switch=switch)
+    gate = compute_edge_src_gate(
+        edge_len=length[:, None], src=source, n_nodes=3, bridging_switch=switch
+    )
     found["gate"]["value"] = gate[:, 0].tolist()
     elements = list(dict.fromkeys(name.partition("-")[0] for name in found["pairs"]))
     potential = InnerPotential(elements, "ZBL")
@@ -163,7 +199,9 @@ def bridging() -> None:
         pair["half energy"], pair["half slope"] = [], []
         for value in pair["distance"]:
             vector = torch.tensor([[value, 0.0, 0.0]], requires_grad=True)
-            energy = potential(vector, torch.tensor([[1], [0]]), kinds, torch.ones(1, dtype=torch.bool), 2).sum()
+            energy = potential(
+                vector, torch.tensor([[1], [0]]), kinds, torch.ones(1, dtype=torch.bool), 2
+            ).sum()
             pair["half energy"].append(energy.item())
             pair["half slope"].append(torch.autograd.grad(energy, vector)[0][0, 0].item())
     (HERE / "bridging.json").write_text(json.dumps(found, indent=1))
@@ -183,7 +221,12 @@ def statistics() -> None:
             training = {"training_data": {"systems": case["systems"], "batch_size": 1}, "stat_file": f"stat_{name}",
                         "numb_steps": 1, "seed": 1}  # fmt: skip
             rate = {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-6}
-            config = {"model": case["model"], "learning_rate": rate, "loss": {"type": "ener"}, "training": training}
+            config = {
+                "model": case["model"],
+                "learning_rate": rate,
+                "loss": {"type": "ener"},
+                "training": training,
+            }
             Path("input.json").write_text(json.dumps(config))
             dp(["--pt", "train", "input.json", "--skip-neighbor-stat"])
             for file in Path(f"stat_{name}", "O H").rglob("*"):
@@ -194,7 +237,11 @@ def statistics() -> None:
 
 def schedule() -> None:
     """schedule.json: learning rates at some steps."""
-    from deepmd.dpmodel.utils.learning_rate import LearningRateCosine, LearningRateExp, LearningRateWSD
+    from deepmd.dpmodel.utils.learning_rate import (
+        LearningRateCosine,
+        LearningRateExp,
+        LearningRateWSD,
+    )
 
     kinds = {"exp": LearningRateExp, "cosine": LearningRateCosine, "wsd": LearningRateWSD}
     found = json.loads((HERE / "schedule.json").read_text())
@@ -212,7 +259,9 @@ def loss() -> None:
     from deepmd.pt.loss.ener import EnergyStdLoss
 
     found = json.loads((HERE / "loss.json").read_text())
-    predicted, given = ({k: torch.tensor(v) for k, v in found[kind].items()} for kind in ("prediction", "label"))
+    predicted, given = (
+        {k: torch.tensor(v) for k, v in found[kind].items()} for kind in ("prediction", "label")
+    )
     given["atom_ener"] = given.pop("atom_energy")
     given["atom_pref"] = torch.tensor(found["weight"])[..., None].repeat(1, 1, 3)
     frames, atoms = given["force"].shape[:2]
@@ -221,12 +270,17 @@ def loss() -> None:
         types = {"atype": torch.zeros(frames, atoms, dtype=torch.long)}
         try:
             energy_loss = EnergyStdLoss(starter_learning_rate=found["start_lr"], **case["loss"])
-            _, total, shown = energy_loss(types, lambda **_: dict(predicted), labels, atoms, found["lr"])
+            _, total, shown = energy_loss(
+                types, lambda **_: dict(predicted), labels, atoms, found["lr"]
+            )
         except Exception as error:
             case["error"] = repr(error)
             continue
         shown = {key: float(value) for key, value in sorted(shown.items()) if "l2_" not in key}
-        case |= {"total": float(total), "shown": {k: None if np.isnan(v) else v for k, v in shown.items()}}
+        case |= {
+            "total": float(total),
+            "shown": {k: None if np.isnan(v) else v for k, v in shown.items()},
+        }
     (HERE / "loss.json").write_text(json.dumps(found) + "\n")
 
 
@@ -264,7 +318,11 @@ def kalman() -> None:
     from deepmd.pt.optimizer import KFOptimizerWrapper, LKFOptimizer
 
     found = dict(np.load(HERE / "optim" / "lkf.npz"))
-    named = {key: torch.nn.Parameter(torch.tensor(v)) for key, v in found.items() if key.startswith("filter/w/")}
+    named = {
+        key: torch.nn.Parameter(torch.tensor(v))
+        for key, v in found.items()
+        if key.startswith("filter/w/")
+    }
     optimizer = LKFOptimizer(list(named.values()), block_size=10)
     for step in range(5):
         optimizer.set_grad_prefactor(found[f"filter/divisor/{step}"])
@@ -286,13 +344,19 @@ def kalman() -> None:
 
     class Watched(LKFOptimizer):
         def step(self, error: Any) -> None:
-            seen.extend(p.grad.numpy().copy() for p in self.param_groups[0]["params"] if p.grad is not None)
+            seen.extend(
+                p.grad.numpy().copy() for p in self.param_groups[0]["params"] if p.grad is not None
+            )
             super().step(error)
 
     itself = Itself()
     optimizer = Watched(itself.parameters(), block_size=100)
     wrapper, shape = KFOptimizerWrapper(itself, optimizer, 24, 6, False), itself.force.shape
-    frames = {"coord": torch.zeros(shape), "atype": torch.zeros(shape[:2], dtype=torch.int64), "box": None}
+    frames = {
+        "coord": torch.zeros(shape),
+        "atype": torch.zeros(shape[:2], dtype=torch.int64),
+        "box": None,
+    }
     wrapper.update_energy(frames, torch.tensor(found["wrapper/energy"]), 1.5)
     seen.clear()
     wrapper.update_force(frames, torch.tensor(found["wrapper/force"]), 3.0)
@@ -313,11 +377,22 @@ def quantities() -> None:
     folder = HERE / "quantities"
     for file in folder.glob("*.dp"):
         tree = load_dp_model(str(file))
-        built, fitting = BaseModel.deserialize(tree["model"]).double().eval(), tree["model_def_script"]["fitting_net"]
-        arrays, is_tensor = dict(np.load(file.with_suffix(".npz"))), fitting["type"] in ("dipole", "polar")
+        built, fitting = (
+            BaseModel.deserialize(tree["model"]).double().eval(),
+            tree["model_def_script"]["fitting_net"],
+        )
+        arrays, is_tensor = (
+            dict(np.load(file.with_suffix(".npz"))),
+            fitting["type"] in ("dipole", "polar"),
+        )
         for system in ("cell", "open"):
-            inputs = {name: arrays.get(f"{system}_{name}") for name in ("coord", "atype", "box", "fparam", "aparam")}
-            found = built(**{name: torch.tensor(value) for name, value in inputs.items() if value is not None})
+            inputs = {
+                name: arrays.get(f"{system}_{name}")
+                for name in ("coord", "atype", "box", "fparam", "aparam")
+            }
+            found = built(
+                **{name: torch.tensor(value) for name, value in inputs.items() if value is not None}
+            )
             name = fitting.get("property_name", fitting["type"])
             names = (f"global_{name}", name) if is_tensor else (name, f"atom_{name}")
             for key, output in zip(("global", "atomic"), names):
@@ -340,7 +415,10 @@ def quantities() -> None:
         labels |= {f"find_{name}": find for name, find in zip(case["label"], case["find"])}
         evaluated = getattr(losses, case["loss"])(**case["options"])
         _, value, shown = evaluated({}, Answer(case), labels, 4, case["learning_rate"])
-        case |= {"value": float(value), "shown": {name: float(number) for name, number in shown.items()}}
+        case |= {
+            "value": float(value),
+            "shown": {name: float(number) for name, number in shown.items()},
+        }
     (folder / "losses.json").write_text(json.dumps(cases) + "\n")
 
     arrays = dict(np.load(folder / "statistics.npz"))
@@ -349,9 +427,18 @@ def quantities() -> None:
         for system in sorted({*of_frames, *of_atoms}):
             atype = arrays[f"{system}_atype"]
             counts = [[len(kinds), len(kinds), *np.bincount(kinds, minlength=3)] for kinds in atype]
-            sample = {key: torch.tensor(arrays[f"{system}_{key}"]) for key in (name, f"atom_{name}", "atype")}
+            sample = {
+                key: torch.tensor(arrays[f"{system}_{key}"])
+                for key in (name, f"atom_{name}", "atype")
+            }
             sample |= {"natoms": torch.tensor(counts), "atom_exclude_types": exclude}
-            samples.append({**sample, f"find_{name}": system in of_frames, f"find_atom_{name}": system in of_atoms})
+            samples.append(
+                {
+                    **sample,
+                    f"find_{name}": system in of_frames,
+                    f"find_atom_{name}": system in of_atoms,
+                }
+            )
         bias, std = compute_output_stats(samples, 3, [name], **options)
         arrays |= {f"{case}_bias": bias[name].numpy(), f"{case}_std": std[name].numpy()}
     np.savez_compressed(folder / "statistics.npz", **arrays)

@@ -80,7 +80,9 @@ def differences(first: Any, second: Any, path: str) -> Iterator[str]:
             else:
                 yield from differences(first[name], second[name], f"{path}.{name}")
     elif np.ndarray in kinds:
-        rounding = 1e-12 if path.endswith("tab_data") else 0  # splines, computed again from the rows of the table
+        rounding = (
+            1e-12 if path.endswith("tab_data") else 0
+        )  # splines, computed again from the rows of the table
         shapes = [(one.dtype.name, *one.shape) for one in map(np.asarray, (first, second))]
         if shapes[0] != shapes[1] or not np.allclose(first, second, rtol=rounding, atol=rounding):
             yield f"{path}: arrays {shapes[0]} and {shapes[1]} differ"

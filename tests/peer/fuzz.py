@@ -81,11 +81,15 @@ class Draw:
         """Return true in this share of the calls."""
         return bool(self.rng.random() < share)
 
-    def section(self, kind: Any, base: Values, more: Values | None = None, share: float = 0.5) -> Values:
+    def section(
+        self, kind: Any, base: Values, more: Values | None = None, share: float = 0.5
+    ) -> Values:
         """Return options of a section's class at random over those of ``base``."""
         found, values = dict(base), VALUES | (more or {})
         for option in options(kind):
-            choices = values.get(option.name) or option.choices or [False, True] * (bool in option.types)
+            choices = (
+                values.get(option.name) or option.choices or [False, True] * (bool in option.types)
+            )
             if choices and not option.own and self.often(share):
                 found[option.name] = self.one(choices)
         return found
@@ -106,8 +110,12 @@ class Draw:
                      "three_body_sel": 6 if cut else 40, "three_body_rcut": 3.0}  # fmt: skip
             later = {"rcut": 2.8, "rcut_smth": 0.5, "nsel": 6 if cut else 40, "g1_dim": 8, "g2_dim": 6, "nlayers": 2,
                      "attn1_hidden": 4, "attn2_hidden": 4, "update_residual": 0.1}  # fmt: skip
-            base["repinit"] = self.section(RepinitConfig, first, {"rcut": [3.4], "rcut_smth": [0.5, 2.5]})
-            base["repformer"] = self.section(RepformerConfig, later, {"rcut": [2.8], "rcut_smth": [0.5]})
+            base["repinit"] = self.section(
+                RepinitConfig, first, {"rcut": [3.4], "rcut_smth": [0.5, 2.5]}
+            )
+            base["repformer"] = self.section(
+                RepformerConfig, later, {"rcut": [2.8], "rcut_smth": [0.5]}
+            )
             if base["repinit"]["axis_neuron"] > base["repinit"]["neuron"][-1]:
                 base["repinit"]["axis_neuron"] = 2
         elif kind == "dpa3":
@@ -118,13 +126,19 @@ class Draw:
                 flow["smooth_edge_update"] = True
             if flow.get("sequential_update"):
                 flow |= {"update_style": "res_residual", "update_angle": True}
-            if flow.get("use_exp_switch"):  # with a wide switch: a steep one is not small at the cutoff
+            if flow.get(
+                "use_exp_switch"
+            ):  # with a wide switch: a steep one is not small at the cutoff
                 flow |= {"e_rcut_smth": 2.8, "a_rcut_smth": 2.2}
             base["repflow"] = self.spelled(RepflowConfig, flow)
         else:
-            few = [5, 0, 3] if kind == "se_e2_a" and self.often() else [3, 4, 2]  # none of a type: only se_e2_a there
+            few = (
+                [5, 0, 3] if kind == "se_e2_a" and self.often() else [3, 4, 2]
+            )  # none of a type: only se_e2_a there
             sel = (few if cut else [20, 30, 15]) + [5] * extra
-            if kind in MIXED:  # DeePMD-kit fails where ``sel`` of one for all elements in a hybrid is a list
+            if (
+                kind in MIXED
+            ):  # DeePMD-kit fails where ``sel`` of one for all elements in a hybrid is a list
                 sel = 7 if cut else 60 if in_hybrid or self.often() else [20, 30, 15]
             base |= {"rcut": 3.4, "rcut_smth": 0.5, "neuron": [4, 8, 16], "sel": sel}
         found = self.section(section, base)
@@ -134,7 +148,9 @@ class Draw:
 
     def fitting(self, extra: int) -> Values:
         """Return a section ``fitting_net``."""
-        found = self.section(EnerFittingConfig, {"neuron": [8, 8], "precision": "float64"}, OF_FITTING, 0.4)
+        found = self.section(
+            EnerFittingConfig, {"neuron": [8, 8], "precision": "float64"}, OF_FITTING, 0.4
+        )
         if self.often(0.1):
             found["trainable"] = [self.often() for _ in range(len(found["neuron"]) + 1)]
         if found.pop("default_fparam", None) and found.get("numb_fparam"):
@@ -145,30 +161,48 @@ class Draw:
 
     def model(self, kind: str, table: str) -> tuple[Values, bool]:
         """Return a section ``model``, and whether it may keep fewer neighbors than there are."""
-        extra = 0 if kind == "zbl" else self.one([0, 0, 0, 0, 1, 2])  # elements that no frame has; a table has three
+        extra = (
+            0 if kind == "zbl" else self.one([0, 0, 0, 0, 1, 2])
+        )  # elements that no frame has; a table has three
         found = {name: self.one(values) for name, values in OF_MODEL.items() if self.often(0.25)}
         cut = self.often(0.25) and "pair_exclude_types" not in found
         if "preset_out_bias" in found:
-            found["preset_out_bias"] = {"energy": found["preset_out_bias"]["energy"] + [3.0] * extra}
+            found["preset_out_bias"] = {
+                "energy": found["preset_out_bias"]["energy"] + [3.0] * extra
+            }
         if kind == "hybrid":
             parts = [self.one(KINDS[:-2]) for _ in range(self.one([2, 3]))]
             parts = [self.descriptor(part, cut, extra, in_hybrid=True) for part in parts]
             found["descriptor"] = {"type": "hybrid", "list": parts}
         else:
-            found["descriptor"] = self.descriptor(self.one(MIXED) if kind == "zbl" else kind, cut, extra)
+            found["descriptor"] = self.descriptor(
+                self.one(MIXED) if kind == "zbl" else kind, cut, extra
+            )
         if kind == "zbl":
-            found |= {"use_srtab": table, "sw_rmin": self.one([0.6, 0.9]), "sw_rmax": self.one([1.8, 2.6])}
-        return {"type_map": ["O", "H", "Na", "C", "Fe"][: 3 + extra], **found, "fitting_net": self.fitting(extra)}, cut
+            found |= {
+                "use_srtab": table,
+                "sw_rmin": self.one([0.6, 0.9]),
+                "sw_rmax": self.one([1.8, 2.6]),
+            }
+        return {
+            "type_map": ["O", "H", "Na", "C", "Fe"][: 3 + extra],
+            **found,
+            "fitting_net": self.fitting(extra),
+        }, cut
 
 
 def main() -> None:
     """Draw the sets, have both programs evaluate them, and print a table and the sets that differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peer", metavar="DIR", required=True, help="virtual environment of DeePMD-kit")
+    parser.add_argument(
+        "--peer", metavar="DIR", required=True, help="virtual environment of DeePMD-kit"
+    )
     parser.add_argument("--sets", type=int, default=20, help="option sets of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of the choices")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="descriptors")
-    parser.add_argument("--work", type=Path, default=common.RUNS / "fuzz", help="folder of the models")
+    parser.add_argument(
+        "--work", type=Path, default=common.RUNS / "fuzz", help="folder of the models"
+    )
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     for path in args.work.iterdir():
@@ -183,7 +217,9 @@ def main() -> None:
     run_peer(args.peer, args.work, again)
     for job in again:  # the notes and differences are those of the set
         if answer := _error(job["out"]):
-            job["notes"].append(f"the peer does not read the file of dp-ema ({job['name']}): {answer}")
+            job["notes"].append(
+                f"the peer does not read the file of dp-ema ({job['name']}): {answer}"
+            )
             continue
         with np.load(f"{job['out']}.npz") as file:
             reference = Path(job["out"].partition("_ours_")[0] + ".npz")
@@ -192,14 +228,31 @@ def main() -> None:
     for kind in args.kinds:
         sets = [job for job in jobs if job["kind"] == kind]
         worst = [max((job["worst"].get(key, 0.0) for job in sets), default=0.0) for key in COLUMNS]
-        counts = [len(sets), sum(bool(job["refused"]) for job in sets), sum(bool(job["worst"]) for job in sets)]
+        counts = [
+            len(sets),
+            sum(bool(job["refused"]) for job in sets),
+            sum(bool(job["worst"]) for job in sets),
+        ]
         rows.append([kind, *map(str, counts), *(f"{value:.1e}" for value in worst)])
-    print(f"# Random options beside DeePMD-kit 3.2.0, {common.today()}, seed {args.seed}, bound {BOUND:g}\n")
-    print(common.table(["kind", "sets", "not in DeePMD-kit", "compared", *COLUMNS], rows), end="\n\n")
+    print(
+        f"# Random options beside DeePMD-kit 3.2.0, {common.today()}, seed {args.seed}, bound {BOUND:g}\n"
+    )
+    print(
+        common.table(["kind", "sets", "not in DeePMD-kit", "compared", *COLUMNS], rows), end="\n\n"
+    )
     for job in jobs:
-        job["notes"] += [f"{key} differs by {value:.1e}" for key, value in job["worst"].items() if not value <= BOUND]
+        job["notes"] += [
+            f"{key} differs by {value:.1e}"
+            for key, value in job["worst"].items()
+            if not value <= BOUND
+        ]
         if job["notes"]:
-            print(f"- {Path(job['out']).name}:", *job["notes"], f"`{json.dumps(job['input'])}`", sep="\n  ")
+            print(
+                f"- {Path(job['out']).name}:",
+                *job["notes"],
+                f"`{json.dumps(job['input'])}`",
+                sep="\n  ",
+            )
     if any(job["notes"] for job in jobs):
         raise SystemExit(1)
 
@@ -208,7 +261,9 @@ def _jobs(work: Path, kinds: list[str], sets: int, seed: int) -> Iterator[Values
     """Yield the option sets with files of frames."""
     r = 0.3 + 0.02 * np.arange(170)  # pair energies that end at zero beyond all cutoffs
     screened = np.exp(-r / 0.8) / r * np.clip(1 - r / r[-1], 0, None) ** 3
-    table = np.column_stack([r, *(charges * screened for charges in (900, 110, 1200, 14, 150, 1700))])
+    table = np.column_stack(
+        [r, *(charges * screened for charges in (900, 110, 1200, 14, 150, 1700))]
+    )
     np.savetxt(work / "table.txt", table, fmt="%.12g")
     _write_systems(work)
     for kind in kinds:
@@ -219,7 +274,11 @@ def _jobs(work: Path, kinds: list[str], sets: int, seed: int) -> Iterator[Values
             # a pair that is excluded leaves an empty slot there, and its slot to the next one here
             one_mean = "pair_exclude_types" in section or (not cut and draw.often(0.6))
             fitting = section["fitting_net"]
-            more = {key: fitting[key] for key in ("numb_fparam", "numb_aparam", "default_fparam") if key in fitting}
+            more = {
+                key: fitting[key]
+                for key in ("numb_fparam", "numb_aparam", "default_fparam")
+                if key in fitting
+            }
             yield {
                 "kind": kind, "input": section, "out": str(work / f"{kind}-{number}"), "seed": 1000 * seed + number,
                 "frames": str(work / ("systems.npz" if one_mean else "untied.npz")), "one_mean": one_mean, **more,
@@ -231,12 +290,21 @@ def _write_systems(work: Path) -> None:
     rng, arrays = np.random.default_rng(5), {}
     seven = np.array([[0.1, 0.1, 0.1], [1.0, 0.3, 0.0], [-0.2, 1.0, 0.2], [2.2, 2.1, 2.0], [2.9, 2.7, 2.4],
                       [1.6, 2.6, 2.8], [3.1, 0.6, 2.8]])  # fmt: skip
-    types, cell = np.array([0, 1, 1, 0, 1, 1, 2]), np.array([[4.0, 0, 0, 0.6, 4.3, 0, -0.4, 0.8, 4.2]])
+    types, cell = (
+        np.array([0, 1, 1, 0, 1, 1, 2]),
+        np.array([[4.0, 0, 0, 0.6, 4.3, 0, -0.4, 0.8, 4.2]]),
+    )
     lattice = np.stack(np.meshgrid(*[np.arange(3) * 2.4] * 3, indexing="ij"), -1).reshape(-1, 3)
     alone = np.vstack([seven, [[9.0, 9.0, 9.0]]])  # no neighbors
     for name, sites, by, kinds, box in (
         ("molecule", np.stack([alone] * 2), 0.08, np.append(types, 1), np.zeros(0)),
-        ("box", lattice[None], 0.2, rng.integers(0, 3, len(lattice)), 7.2 * np.eye(3).reshape(1, 9)),
+        (
+            "box",
+            lattice[None],
+            0.2,
+            rng.integers(0, 3, len(lattice)),
+            7.2 * np.eye(3).reshape(1, 9),
+        ),
         ("cell", np.stack([seven] * 2), 0.08, types, np.repeat(cell, 2, 0)),
     ):
         if name == "cell":
@@ -274,7 +342,9 @@ def _compare(job: Values) -> None:
     if config is not None:
         if config.use_srtab is not None:  # DeePMD-kit ignores it beside a table
             config = replace(config, preset_out_bias=None)
-        job["notes"] += [f"option {text}" for text in differences(to_dict(config), to_dict(read), "")]
+        job["notes"] += [
+            f"option {text}" for text in differences(to_dict(config), to_dict(read), "")
+        ]
     job["notes"] += [f"file: {text}" for text in other_entries(theirs, ours, read, model)]
     job["worst"] |= worst_of(predictions(theirs, job), Path(f"{job['out']}.npz"))
     checkpoint = ours.with_suffix(".pt")

@@ -67,10 +67,20 @@ def main() -> None:
         counts["accepted" if is_accepted else "refused"] += 1
         every.append((values, is_accepted, str(mistakes[0]) if mistakes else ""))
         if is_accepted == bool(mistakes):
-            wrong.append((file, values, f"dargs accepts: {is_accepted}; mistakes: {list(map(str, mistakes))}"))
-    print(f"{args.number:,} inputs made of {len(inputs)} files, seed {args.seed}: {dict(counts)}, wrong: {len(wrong)}")
+            wrong.append(
+                (
+                    file,
+                    values,
+                    f"dargs accepts: {is_accepted}; mistakes: {list(map(str, mistakes))}",
+                )
+            )
+    print(
+        f"{args.number:,} inputs made of {len(inputs)} files, seed {args.seed}: {dict(counts)}, wrong: {len(wrong)}"
+    )
     for file, values, text in wrong[:SHOWN]:
-        print(f"- {file.relative_to(ROOT) if file.is_relative_to(ROOT) else file}: {text}\n  {json.dumps(values)}")
+        print(
+            f"- {file.relative_to(ROOT) if file.is_relative_to(ROOT) else file}: {text}\n  {json.dumps(values)}"
+        )
     if args.peer:
         compare(args.peer, every)
     raise SystemExit(bool(wrong))
@@ -79,10 +89,14 @@ def main() -> None:
 def compare(peer: str, every: list) -> None:
     """Print the number of inputs on which both schemas agree, and the messages of the others."""
     lines = "".join(json.dumps(values) + "\n" for values, *_ in every)
-    done = subprocess.run([f"{peer}/bin/python", "-c", PEER], input=lines, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [f"{peer}/bin/python", "-c", PEER], input=lines, capture_output=True, text=True, check=False
+    )
     answers = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('"')]
     if len(answers) != len(every):
-        raise SystemExit(f"{peer}: {len(answers)} answers to {len(every)} inputs: {done.stderr[-500:]}")
+        raise SystemExit(
+            f"{peer}: {len(answers)} answers to {len(every)} inputs: {done.stderr[-500:]}"
+        )
     both = Counter((is_accepted, not answer) for (_, is_accepted, _), answer in zip(every, answers))
     print(f"DeePMD-kit: both accept {both[True, True]:,}, both refuse {both[False, False]:,}, only dp-ema refuses "
           f"{both[False, True]:,}, only DeePMD-kit refuses {both[True, False]:,}")  # fmt: skip
@@ -91,7 +105,11 @@ def compare(peer: str, every: list) -> None:
         for (_, is_accepted, mistake), answer in zip(every, answers):
             if is_accepted is accepted_here and bool(answer) is accepted_here:
                 texts[(answer or mistake).replace("\n", " ")[:160]] += 1
-        print(f"{title}:", *(f"  {count:5d}  {text}" for text, count in texts.most_common(40)), sep="\n")
+        print(
+            f"{title}:",
+            *(f"  {count:5d}  {text}" for text, count in texts.most_common(40)),
+            sep="\n",
+        )
 
 
 if __name__ == "__main__":

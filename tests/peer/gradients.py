@@ -25,9 +25,19 @@ SHARED = {"start_pref_e": 0.02, "limit_pref_e": 1.0, "start_pref_f": 1000.0, "li
           "start_pref_v": 0.02, "limit_pref_v": 1.0}  # fmt: skip
 START_LR, LR = 1e-3, 4e-4
 SECOND = {"start_pref_h": 10.0, "limit_pref_h": 1.0}
-HESSIAN, WITH_HESSIAN = "hessian", "+hessian"  # the label; the end of the name of a case whose loss has it
-NOISE = {"energy": 0.5, "force": 0.3, "virial": 0.4}  # eV, eV/angstrom, eV: how far the labels are from the model
-LOSS, MASKED = "loss", "loss of the atoms that have energies"  # beside the names of the tree; the latter of the peer
+HESSIAN, WITH_HESSIAN = (
+    "hessian",
+    "+hessian",
+)  # the label; the end of the name of a case whose loss has it
+NOISE = {
+    "energy": 0.5,
+    "force": 0.3,
+    "virial": 0.4,
+}  # eV, eV/angstrom, eV: how far the labels are from the model
+LOSS, MASKED = (
+    "loss",
+    "loss of the atoms that have energies",
+)  # beside the names of the tree; the latter of the peer
 
 
 def summary(gradients: dict[str, np.ndarray]) -> dict[str, list[float]]:
@@ -38,7 +48,9 @@ def summary(gradients: dict[str, np.ndarray]) -> dict[str, list[float]]:
     }
 
 
-def parameter_leaves(model: torch.nn.Module, tree: Callable[[], dict[str, Any]]) -> dict[str, np.ndarray]:
+def parameter_leaves(
+    model: torch.nn.Module, tree: Callable[[], dict[str, Any]]
+) -> dict[str, np.ndarray]:
     """Return the gradient of each array of a model's tree that holds parameters, by its path; it ruins the model.
 
     Args:
@@ -48,7 +60,9 @@ def parameter_leaves(model: torch.nn.Module, tree: Callable[[], dict[str, Any]])
     import torch
 
     with torch.no_grad():
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        gradients = [
+            torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()
+        ]
         for p in model.parameters():
             p.fill_(torch.nan)
         found = [path for path, value in _arrays(tree()) if np.isnan(value).any()]
@@ -64,7 +78,13 @@ def _arrays(tree: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
         if tree.dtype.kind == "f":
             yield path.lstrip("/"), tree.copy()
         return
-    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    children = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, (list, tuple))
+        else ()
+    )
     for name, child in children:
         yield from _arrays(child, f"{path}/{name}")
 
@@ -76,25 +96,40 @@ def batch_of(name: str) -> dict[str, np.ndarray | None]:
     ``triclinic``, are in any order in the peer.
     """
     system = "molecule" if name.endswith(WITH_HESSIAN) else "grid"
-    systems, predicted = np.load(GOLDEN / "systems.npz"), np.load(GOLDEN / f"{name.removesuffix(WITH_HESSIAN)}.npz")
+    systems, predicted = (
+        np.load(GOLDEN / "systems.npz"),
+        np.load(GOLDEN / f"{name.removesuffix(WITH_HESSIAN)}.npz"),
+    )
     coord, kinds, box = (systems[f"{system}_{key}"] for key in ("coord", "type", "box"))
     frames, atoms = len(coord), len(kinds)
     rng = np.random.default_rng(23)
     labels = {key: predicted[f"{system}_{key}"] for key in NOISE}
-    labels = {key: value + NOISE[key] * rng.normal(size=value.shape) for key, value in labels.items()}
+    labels = {
+        key: value + NOISE[key] * rng.normal(size=value.shape) for key, value in labels.items()
+    }
     if name.endswith(WITH_HESSIAN):
         second = rng.normal(size=(frames, 3 * atoms, 3 * atoms))
         labels[HESSIAN] = second + second.transpose(0, 2, 1)
     cells = box.reshape(-1, 3, 3) if box.size else None
-    return {"coord": coord.reshape(frames, atoms, 3), "types": kinds.astype(np.int64), "box": cells} | labels
+    return {
+        "coord": coord.reshape(frames, atoms, 3),
+        "types": kinds.astype(np.int64),
+        "box": cells,
+    } | labels
 
 
-def _conditions(numb_fparam: int, numb_aparam: int, frames: int, atoms: int) -> dict[str, np.ndarray]:
+def _conditions(
+    numb_fparam: int, numb_aparam: int, frames: int, atoms: int
+) -> dict[str, np.ndarray]:
     found = {}
     if numb_fparam:
-        found["fparam"] = 0.1 * np.arange(frames * numb_fparam, dtype=float).reshape(frames, numb_fparam)
+        found["fparam"] = 0.1 * np.arange(frames * numb_fparam, dtype=float).reshape(
+            frames, numb_fparam
+        )
     if numb_aparam:
-        found["aparam"] = 0.01 * np.arange(frames * atoms * numb_aparam, dtype=float).reshape(frames, atoms, -1)
+        found["aparam"] = 0.01 * np.arange(frames * atoms * numb_aparam, dtype=float).reshape(
+            frames, atoms, -1
+        )
     return found
 
 
@@ -110,7 +145,11 @@ def frames_of(config: ModelConfig, data: dict[str, Any]) -> list[Frame]:
     for k, coord in enumerate(data["coord"]):
         labels = {key: data[key][k].reshape(LABELS[key].shape_in_frame(len(coord))) for key in own}
         box = None if data["box"] is None else data["box"][k]
-        frames.append(Frame(coord, data["types"], box, labels, **{key: value[k] for key, value in more.items()}))
+        frames.append(
+            Frame(
+                coord, data["types"], box, labels, **{key: value[k] for key, value in more.items()}
+            )
+        )
     return frames
 
 
@@ -126,10 +165,14 @@ def our_gradients(name: str) -> dict[str, np.ndarray]:
     config, model, _ = read_dp(GOLDEN / f"{name.removesuffix(WITH_HESSIAN)}.dp")
     batch = collate(frames_of(config, data), model.layout)
     model.train()
-    loss = EnergyLoss(EnerLossConfig(**SHARED, **(SECOND if HESSIAN in data else {})), START_LR, World())
+    loss = EnergyLoss(
+        EnerLossConfig(**SHARED, **(SECOND if HESSIAN in data else {})), START_LR, World()
+    )
     total, _ = loss(model(batch, **loss.needs(batch)), batch, LR)
     total.backward()
-    return {LOSS: np.array(total.item())} | parameter_leaves(model, lambda: model_tree(model, config))
+    return {LOSS: np.array(total.item())} | parameter_leaves(
+        model, lambda: model_tree(model, config)
+    )
 
 
 def peer_gradients(name: str) -> dict[str, np.ndarray]:
@@ -150,14 +193,23 @@ def peer_gradients(name: str) -> dict[str, np.ndarray]:
     given = {"coord": torch.tensor(data["coord"]), "atype": torch.tensor(np.tile(data["types"], (frames, 1))),
              "box": None if data["box"] is None else torch.tensor(data["box"].reshape(frames, 9)),
              **{key: torch.tensor(value) for key, value in more.items()}}  # fmt: skip
-    shapes = {"energy": (frames, 1), "force": (frames, atoms, 3), "virial": (frames, 9), HESSIAN: (frames, -1)}
+    shapes = {
+        "energy": (frames, 1),
+        "force": (frames, atoms, 3),
+        "virial": (frames, 9),
+        HESSIAN: (frames, -1),
+    }
     shapes = {key: shape for key, shape in shapes.items() if key in data}
     label = {key: torch.tensor(data[key].reshape(shape)) for key, shape in shapes.items()}
     label |= {f"find_{key}": 1.0 for key in shapes}
-    loss = EnergyStdLoss(starter_learning_rate=START_LR, **SHARED, **(SECOND if HESSIAN in data else {}))
+    loss = EnergyStdLoss(
+        starter_learning_rate=START_LR, **SHARED, **(SECOND if HESSIAN in data else {})
+    )
 
     def loss_with(mask: torch.Tensor) -> torch.Tensor:
-        _, total, _ = loss(given, lambda **inputs: {**model(**inputs), "mask": mask}, label, atoms, LR)
+        _, total, _ = loss(
+            given, lambda **inputs: {**model(**inputs), "mask": mask}, label, atoms, LR
+        )
         return total
 
     own = model(**given)["mask"].double()  # of integers; without the atoms of excluded types

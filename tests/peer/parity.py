@@ -37,21 +37,35 @@ OTHERWISE = {("dpa1", "pt-expt"), ("dpa1_v2", "pt-expt")}
 def main() -> None:
     """Compare all, print a line for each file, and fail if a difference is too large."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peer", metavar="DIR", required=True, help="virtual environment of DeePMD-kit")
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="files of tests/golden (default: all but sums)")
-    parser.add_argument("--work", type=Path, default=common.RUNS / "parity", help="folder of the runs")
+    parser.add_argument(
+        "--peer", metavar="DIR", required=True, help="virtual environment of DeePMD-kit"
+    )
+    parser.add_argument(
+        "--models", nargs="+", metavar="NAME", help="files of tests/golden (default: all but sums)"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=common.RUNS / "parity", help="folder of the runs"
+    )
     args = parser.parse_args()
     peer, work = str(Path(args.peer).resolve()), args.work.resolve()
     stems = sorted(path.stem for path in GOLDEN.glob("*.dp"))
     # sums of models have golden numbers of their own
     names = args.models or [
-        name for name in stems if "fitting_net" in read_tree(GOLDEN / f"{name}.dp")["model_def_script"]
+        name
+        for name in stems
+        if "fitting_net" in read_tree(GOLDEN / f"{name}.dp")["model_def_script"]
     ]
     work.mkdir(parents=True, exist_ok=True)
     wrong = []
-    for found in (trained(peer, work, names), checkpoints(peer, work, names), fine_tuning(peer, work)):
+    for found in (
+        trained(peer, work, names),
+        checkpoints(peer, work, names),
+        fine_tuning(peer, work),
+    ):
         for label, answer in found.items():
-            print(label, answer if isinstance(answer, str) else f"{answer:.1e}", sep=": ", flush=True)
+            print(
+                label, answer if isinstance(answer, str) else f"{answer:.1e}", sep=": ", flush=True
+            )
             if not isinstance(answer, str) and not answer <= BOUND and label not in OTHERWISE:
                 wrong.append(label)
     if wrong:
@@ -67,9 +81,15 @@ def trained(peer: str, work: Path, names: list[str]) -> dict[Any, Any]:
             _ours("train", "input.json", "--device", "cpu")
             _ours("freeze", "-o", "live.dp")
             _ours("freeze", "--use-ema", "-o", "averaged.dp")
-        jobs += [_job(name, folder / weights, convert=f"{folder / weights}.dp") for weights in ("live", "averaged")]
+        jobs += [
+            _job(name, folder / weights, convert=f"{folder / weights}.dp")
+            for weights in ("live", "averaged")
+        ]
     run_peer(peer, work, jobs)
-    return {(job["name"], Path(job["out"]).name): _why_not(job) or _worst(Path(job["convert"]), job) for job in jobs}
+    return {
+        (job["name"], Path(job["out"]).name): _why_not(job) or _worst(Path(job["convert"]), job)
+        for job in jobs
+    }
 
 
 def checkpoints(peer: str, work: Path, names: list[str]) -> dict[Any, Any]:
@@ -78,7 +98,9 @@ def checkpoints(peer: str, work: Path, names: list[str]) -> dict[Any, Any]:
     for backend in ("pt", "pt-expt"):
         for name in names:  # pt_expt inverts the cell of an open system
             systems = 4 if backend == "pt" else 3
-            folder = _prepare(work / "checkpoints" / f"{name}.{backend}", name, AVERAGE, systems=systems)
+            folder = _prepare(
+                work / "checkpoints" / f"{name}.{backend}", name, AVERAGE, systems=systems
+            )
             trainings.append(_training(folder, backend) | {"label": (name, backend)})
     run_peer(peer, work, trainings)
     for training in trainings:
@@ -88,7 +110,8 @@ def checkpoints(peer: str, work: Path, names: list[str]) -> dict[Any, Any]:
         for file in (f"model.ckpt-{STEPS}.pt", f"model_ema.ckpt-{STEPS}.pt"):
             path = Path(training["cwd"]) / file
             jobs.append(
-                _job(training["label"][0], path.with_suffix(""), predict=str(path)) | {"label": training["label"]}
+                _job(training["label"][0], path.with_suffix(""), predict=str(path))
+                | {"label": training["label"]}
             )
     run_peer(peer, work, jobs)
     for job in jobs:
@@ -97,7 +120,9 @@ def checkpoints(peer: str, work: Path, names: list[str]) -> dict[Any, Any]:
         except UserError as refused:
             answer = f"refused: {refused}"
         before = found.get(job["label"], 0.0)
-        found[job["label"]] = answer if isinstance(answer, str) or isinstance(before, str) else max(before, answer)
+        found[job["label"]] = (
+            answer if isinstance(answer, str) or isinstance(before, str) else max(before, answer)
+        )
     return found
 
 
@@ -114,7 +139,9 @@ def _of_checkpoint(file: Path, job: dict[str, Any]) -> float:
         _ours("convert", str(file), "converted.dp")
         found.append(_worst(start / "converted.dp", job))
         if "_ema" in file.name:
-            _ours("convert", "--use-ema", str(file.with_name(f"model.ckpt-{STEPS}.pt")), "option.dp")
+            _ours(
+                "convert", "--use-ema", str(file.with_name(f"model.ckpt-{STEPS}.pt")), "option.dp"
+            )
             found.append(_worst(start / "option.dp", job))
         _ours("train", "input.json", "--device", "cpu", "--init-model", str(file))
     return max(*found, _worst(start, job))
@@ -127,7 +154,8 @@ def fine_tuning(peer: str, work: Path) -> dict[Any, Any]:
         start = _prepare(work / "fine_tuning" / f"{name}.start", name, {})
         begin = ["--finetune", str(start / f"model.ckpt-{STEPS}.pt")]
         here, there = (
-            _prepare(work / "fine_tuning" / f"{name}.{who}", name, {"numb_steps": 1}, 7) for who in ("ours", "peer")
+            _prepare(work / "fine_tuning" / f"{name}.{who}", name, {"numb_steps": 1}, 7)
+            for who in ("ours", "peer")
         )
         trainings = [_training(start, "pt"), _training(there, "pt", *begin)]
         run_peer(peer, work, trainings)
@@ -146,7 +174,11 @@ def fine_tuning(peer: str, work: Path) -> dict[Any, Any]:
 
 def _job(name: str, out: Path, **what: str) -> dict[str, Any]:
     fitting = read_tree(GOLDEN / f"{name}.dp")["model_def_script"]["fitting_net"]
-    more = {key: fitting[key] for key in ("numb_fparam", "numb_aparam", "default_fparam") if key in fitting}
+    more = {
+        key: fitting[key]
+        for key in ("numb_fparam", "numb_aparam", "default_fparam")
+        if key in fitting
+    }
     return {"name": name, "out": str(out), "frames": str(GOLDEN / "systems.npz"), **more, **what}
 
 
@@ -172,10 +204,14 @@ def _ours(*words: str) -> None:
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = cli.main([*words])
     if code:
-        raise SystemExit(f"dp-ema {' '.join(words)} failed in {Path.cwd()}:\n{said.getvalue()[-3000:]}")
+        raise SystemExit(
+            f"dp-ema {' '.join(words)} failed in {Path.cwd()}:\n{said.getvalue()[-3000:]}"
+        )
 
 
-def _prepare(folder: Path, name: str, training: dict[str, Any], seed: int = 3, systems: int = 4) -> Path:
+def _prepare(
+    folder: Path, name: str, training: dict[str, Any], seed: int = 3, systems: int = 4
+) -> Path:
     """Write an input for a golden model and its data, and return the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -183,8 +219,14 @@ def _prepare(folder: Path, name: str, training: dict[str, Any], seed: int = 3, s
     model = {**tree["model_def_script"], "data_stat_nbatch": 8}
     if "use_srtab" in model:
         model["use_srtab"] = str(folder / "table.txt")
-        np.savetxt(model["use_srtab"], tree["model"]["models"][1]["tab"]["@variables"]["vdata"], fmt="%.12g")
-    data = [_write_data(folder / f"data{k}", model["fitting_net"], k, seed + k) for k in range(systems)]
+        np.savetxt(
+            model["use_srtab"],
+            tree["model"]["models"][1]["tab"]["@variables"]["vdata"],
+            fmt="%.12g",
+        )
+    data = [
+        _write_data(folder / f"data{k}", model["fitting_net"], k, seed + k) for k in range(systems)
+    ]
     run = {"numb_steps": STEPS, "disp_freq": 1, "save_freq": STEPS, "seed": 1,
            "training_data": {"systems": data, "batch_size": 1}, **training}  # fmt: skip
     loss = {"start_pref_e": 1, "limit_pref_e": 1, "start_pref_f": 10, "limit_pref_f": 1}
@@ -199,7 +241,9 @@ def _write_data(folder: Path, fitting: dict[str, Any], number: int, seed: int) -
     rng, count = np.random.default_rng(seed), 8
     system = peer_side.frames_of(GOLDEN / "systems.npz")["triclinic"]
     kinds = rng.permutation(system["type"])
-    kinds[np.flatnonzero(kinds == 1)[0]] = number % 3  # three compositions, of which the biases follow
+    kinds[np.flatnonzero(kinds == 1)[0]] = (
+        number % 3
+    )  # three compositions, of which the biases follow
     atoms = len(kinds)
     arrays = {
         "coord": system["coord"][:1].repeat(count, 0) + 0.05 * rng.normal(size=(count, atoms, 3)),

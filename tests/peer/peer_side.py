@@ -46,7 +46,9 @@ def frames_of(path: str | Path) -> dict[str, dict[str, np.ndarray]]:
     """Return the arrays ``coord``, ``type`` and ``box`` of each system of a file: names are ``SYSTEM_ARRAY``."""
     with np.load(path) as file:
         names = sorted({key.rpartition("_")[0] for key in file.files})
-        return {name: {key: file[f"{name}_{key}"] for key in ("coord", "type", "box")} for name in names}
+        return {
+            name: {key: file[f"{name}_{key}"] for key in ("coord", "type", "box")} for name in names
+        }
 
 
 def conditions(job: dict[str, Any], frames: int, atoms: int) -> dict[str, np.ndarray]:
@@ -57,7 +59,9 @@ def conditions(job: dict[str, Any], frames: int, atoms: int) -> dict[str, np.nda
         found["fparam"] = 0.1 * np.arange(frames * count, dtype=float).reshape(frames, count)
     if job.get("numb_aparam"):
         count = job["numb_aparam"]
-        found["aparam"] = 0.01 * np.arange(frames * atoms * count, dtype=float).reshape(frames, atoms, count)
+        found["aparam"] = 0.01 * np.arange(frames * atoms * count, dtype=float).reshape(
+            frames, atoms, count
+        )
     return found
 
 
@@ -78,7 +82,9 @@ def answer(job: dict[str, Any]) -> dict[str, np.ndarray]:
     else:
         from deepmd.dpmodel.utils.serialization import save_dp_model
 
-        section = _normalized(job["input"]) if job.get("normalize", True) else copy.deepcopy(job["input"])
+        section = (
+            _normalized(job["input"]) if job.get("normalize", True) else copy.deepcopy(job["input"])
+        )
         model = _made(section, job)
         tree = model.serialize()
         # DeePMD-kit keeps it as arrays outside of @variables, and cannot write them
@@ -99,7 +105,9 @@ def read_model(path: str) -> Any:
     if path.endswith(".dp"):
         tree = load_dp_model(path)["model"]
         # its torch backend writes a type that it does not read
-        return BaseModel.deserialize({**tree, "type": "linear_ener" if tree["type"] == "linear" else tree["type"]})
+        return BaseModel.deserialize(
+            {**tree, "type": "linear_ener" if tree["type"] == "linear" else tree["type"]}
+        )
     state = torch.load(path, weights_only=True)["model"]
     wrapper = ModelWrapper(get_model(copy.deepcopy(state["_extra_state"]["model_params"])))
     wrapper.load_state_dict(state)
@@ -110,7 +118,10 @@ def _as_lists(preset: Any) -> Any:
     """Return the preset biases of the atoms as an input has them: lists, in which null is fitted."""
     if preset is None:
         return None
-    return {name: [None if one is None else np.asarray(one).tolist() for one in rows] for name, rows in preset.items()}
+    return {
+        name: [None if one is None else np.asarray(one).tolist() for one in rows]
+        for name, rows in preset.items()
+    }
 
 
 def _normalized(section: dict[str, Any]) -> dict[str, Any]:
@@ -175,9 +186,19 @@ def _predictions(model: Any, job: dict[str, Any]) -> dict[str, np.ndarray]:
         count, atoms = coord.shape[:2]
         more = {key: torch.tensor(value) for key, value in conditions(job, count, atoms).items()}
         cells = torch.tensor(box) if box.size else None
-        got = model(torch.tensor(coord), torch.tensor(np.repeat(kinds[None], count, 0)), box=cells, **more)
-        shapes = {"energy": (count,), "atom_energy": (count, atoms), "force": coord.shape, "virial": (count, 9)}
-        found |= {f"{name}_{key}": got[key].detach().numpy().reshape(shape) for key, shape in shapes.items()}
+        got = model(
+            torch.tensor(coord), torch.tensor(np.repeat(kinds[None], count, 0)), box=cells, **more
+        )
+        shapes = {
+            "energy": (count,),
+            "atom_energy": (count, atoms),
+            "force": coord.shape,
+            "virial": (count, 9),
+        }
+        found |= {
+            f"{name}_{key}": got[key].detach().numpy().reshape(shape)
+            for key, shape in shapes.items()
+        }
     return found
 
 
@@ -203,7 +224,9 @@ def _by_deep_pot(job: dict[str, Any]) -> dict[str, np.ndarray]:
     for name, system in frames_of(job["frames"]).items():
         coord, kinds, box = system["coord"], system["type"], system["box"]
         count, atoms = coord.shape[:2]
-        more = {key: value.reshape(count, -1) for key, value in conditions(job, count, atoms).items()}
+        more = {
+            key: value.reshape(count, -1) for key, value in conditions(job, count, atoms).items()
+        }
         cells = box if box.size else None
         got = potential.eval(coord.reshape(count, -1), cells, kinds, atomic=True, **more)
         energy, force, virial, atom_energy = got[:4]

@@ -14,7 +14,9 @@ PEER = os.environ.get("DP_PEER")
 PROGRAMS = {"parity": [], "fuzz": ["--sets", "3"]}
 
 
-@pytest.mark.skipif(PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0")
+@pytest.mark.skipif(
+    PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0"
+)
 @pytest.mark.timeout(1800)
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", PROGRAMS)

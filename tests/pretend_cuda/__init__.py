@@ -286,7 +286,9 @@ def _replace_nccl(torch: ModuleType) -> None:
                 self.global_ranks_in_group, self.group_name = [], ""
 
         def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
-            return device.nccl(dist.ProcessGroupGloo(dist.PrefixStore("pretended", store), rank, size))
+            return device.nccl(
+                dist.ProcessGroupGloo(dist.PrefixStore("pretended", store), rank, size)
+            )
 
     c10d.ProcessGroupNCCL, c10d._NCCL_AVAILABLE = ProcessGroupNCCL, True
     c10d.default_pg_nccl_timeout = c10d.default_pg_timeout

@@ -19,7 +19,9 @@ def main() -> int:
     if len(sys.argv) < 2:
         sys.exit("usage: python tests/pretend_cuda -m MODULE ... | SCRIPT ...")
     os.environ[LIBRARY] = str(built())
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     return subprocess.call([sys.executable, *sys.argv[1:]])
 
 
@@ -33,8 +35,14 @@ def built() -> Path:
         )
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        sys.exit("the pretended device is compiled with g++, which was not found: install it, or name yours in CXX")
-    text = "".join((HERE / name).read_text() for name in (*SOURCES, "device.h")) + torch.__version__ + sys.version
+        sys.exit(
+            "the pretended device is compiled with g++, which was not found: install it, or name yours in CXX"
+        )
+    text = (
+        "".join((HERE / name).read_text() for name in (*SOURCES, "device.h"))
+        + torch.__version__
+        + sys.version
+    )
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dp-ema-tests"
     library = folder / f"pretend_cuda-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():
@@ -62,7 +70,15 @@ def compile_sources(compiler: str, folder: Path) -> None:
         sys.exit("the pretended device could not be compiled")
     libraries = ["-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
     paths = [f"-L{path}" for path in library_paths()]
-    words = [compiler, "-shared", *map(str, objects), "-o", str(folder / "library.so"), *paths, *libraries]
+    words = [
+        compiler,
+        "-shared",
+        *map(str, objects),
+        "-o",
+        str(folder / "library.so"),
+        *paths,
+        *libraries,
+    ]
     subprocess.run(words, check=True)
 
 

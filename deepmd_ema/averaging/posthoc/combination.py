@@ -30,13 +30,22 @@ Array = NDArray[np.float64]
 # S snapshots, L targets, C classes: averages of one gamma that were updated at the same steps
 
 TOLERANCE = 0.05  # largest residual, see doc/decisions.md
-MIN_SIGMA_REL, MAX_SIGMA_REL = 0.005, 12**-0.5  # sigma_rel that are considered; the longest is that of equal weights
+MIN_SIGMA_REL, MAX_SIGMA_REL = (
+    0.005,
+    12**-0.5,
+)  # sigma_rel that are considered; the longest is that of equal weights
 _NUM_CONSIDERED = 49
 _NOISE = 64 * np.finfo(np.float64).eps  # of an entry of the normalized Gram matrix, per average
-MIN_INTERVALS = 4  # between snapshots, in a decay that is not linear: with fewer it equals a linear one
-CHUNK = 1 << 14  # places of the axis at a time: with 50 classes the work fits into a processor's cache
+MIN_INTERVALS = (
+    4  # between snapshots, in a decay that is not linear: with fewer it equals a linear one
+)
+CHUNK = (
+    1 << 14
+)  # places of the axis at a time: with 50 classes the work fits into a processor's cache
 
-SHAPES: dict[str, Callable[[float], float]] = {  # learning rate over its first value, after a part 0 to 1 of the decay
+SHAPES: dict[
+    str, Callable[[float], float]
+] = {  # learning rate over its first value, after a part 0 to 1 of the decay
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "1-sqrt": lambda done: 1 - math.sqrt(done),
@@ -63,7 +72,9 @@ class Track:
     def of(cls, info: Mapping[str, Any], step: int) -> Track:
         """Return the track of an average from ``AverageBank.info`` after ``step`` steps; of type power or swa."""
         every, updates = int(info["update_every"]), int(info["updates"])
-        last = step - (step - int(info["start_step"])) % every  # it may be saved between two updates
+        last = (
+            step - (step - int(info["start_step"])) % every
+        )  # it may be saved between two updates
         return cls(float(info.get("gamma", 0.0)), updates, last - updates * every, every)
 
     @property
@@ -97,7 +108,9 @@ class Track:
         # the sum over updates of the part that is older than each: (m / n)^p
         n, p = self.updates, self.power
         if n > CHUNK and n > 10 * p:  # Euler-Maclaurin, exact to rounding here
-            return self.every * (n / (p + 1) - 1 / 2 + p / (12 * n) - p * (p - 1) * (p - 2) / (720 * n**3))
+            return self.every * (
+                n / (p + 1) - 1 / 2 + p / (12 * n) - p * (p - 1) * (p - 2) / (720 * n**3)
+            )
         return self.every * float(np.sum((np.arange(1, n, dtype=np.float64) / n) ** p))
 
     def describe(self) -> str:
@@ -231,7 +244,9 @@ def place_decays(
     """
     start, every = _grid(tracks)
     last = (step - start) // every
-    marks = sorted({0, last, *(min(last, max(0, (track.end - start) // every)) for track in tracks)})
+    marks = sorted(
+        {0, last, *(min(last, max(0, (track.end - start) // every)) for track in tracks)}
+    )
     decays: dict[Decay, None] = {}
     refused: dict[str, list[str]] = {}
     for shape, part in requests:
@@ -259,7 +274,9 @@ def find_combinations(
     """
     # tracked beside the snapshots: from the earliest of them on, as often as the one that is updated most often
     first, every = _grid(tracks)
-    targets: list[Track | Decay] = [Track(gamma_of(w), (step - first) // every, first, every) for w in sigma_rels]
+    targets: list[Track | Decay] = [
+        Track(gamma_of(w), (step - first) // every, first, every) for w in sigma_rels
+    ]
     targets += decays
     gram = _products([*tracks, *targets])
     num = len(tracks)
@@ -276,12 +293,16 @@ def find_combinations(
         b, square = right[:, k], gram[num + k, num + k]
         nearest = int(np.argmin(length[:num] ** 2 - 2 * length[:num] * b))
         start = np.zeros(num)
-        start[nearest] = length[nearest]  # so that a width of which there is a snapshot gives exactly that
+        start[nearest] = length[
+            nearest
+        ]  # so that a width of which there is a snapshot gives exactly that
         z = start + directions @ (directions.T @ (b - matrix @ start))
         missing = square - 2 * z @ b + z @ matrix @ z
         x = z / length[:num]
         combinations.append(
-            Combination(target, x, float(np.sqrt(max(missing, 0.0) / square)), float(np.linalg.norm(x)))
+            Combination(
+                target, x, float(np.sqrt(max(missing, 0.0) / square)), float(np.linalg.norm(x))
+            )
         )
     condition = float(values[good].max() / values[good].min()) if good.any() else 1.0
     return Combinations(combinations, condition, int((~good).sum()))
@@ -291,7 +312,11 @@ def resolvable_range(tracks: Sequence[Track], step: int) -> tuple[float, float] 
     """Return the smallest and largest sigma_rel that snapshots of ``tracks`` resolve after ``step``, or None."""
     considered = np.geomspace(MIN_SIGMA_REL, MAX_SIGMA_REL, _NUM_CONSIDERED).tolist()
     found = zip(considered, find_combinations(tracks, considered, step).combinations)
-    stretches = [list(run) for good, run in groupby(found, lambda pair: pair[1].residual <= TOLERANCE) if good]
+    stretches = [
+        list(run)
+        for good, run in groupby(found, lambda pair: pair[1].residual <= TOLERANCE)
+        if good
+    ]
     longest = max(stretches, key=len, default=None)  # the first of several
     return None if longest is None else (longest[0][0], longest[-1][0])
 
@@ -302,7 +327,11 @@ def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int)
     Raises:
         UserError: naming each that they do not, the range that they do, and how to widen it.
     """
-    bad = [one for one in found.combinations if isinstance(one.target, Track) and one.residual > TOLERANCE]
+    bad = [
+        one
+        for one in found.combinations
+        if isinstance(one.target, Track) and one.residual > TOLERANCE
+    ]
     if not bad:
         return
     ends = resolvable_range(tracks, step)
@@ -346,26 +375,38 @@ def _products(tracks: Sequence[Track | Decay]) -> Array:
     ends = np.array([(track.end - origin) // stride for track in tracks])
     stops = np.unique(ends)
 
-    def update(profile: Track | Decay, place: Any) -> Any:  # its number at a place; below 1 before the first
+    def update(
+        profile: Track | Decay, place: Any
+    ) -> Any:  # its number at a place; below 1 before the first
         return -((profile.start - origin - place * stride) // profile.every)
 
     # products of the classes up to each stop, each scaled as if it ended there
-    sums, now = np.empty((len(stops), len(classes), len(classes))), np.zeros((len(classes), len(classes)))
+    sums, now = (
+        np.empty((len(stops), len(classes), len(classes))),
+        np.zeros((len(classes), len(classes))),
+    )
     number, latest = np.empty((len(stops), len(classes))), np.ones(len(classes))
     low = 0
     for k, stop in enumerate(stops.tolist()):
         while low < stop:
             high, before = min(low + CHUNK, stop), latest
-            latest = np.array([max(1, update(profile, high)) for profile in classes], dtype=np.float64)
+            latest = np.array(
+                [max(1, update(profile, high)) for profile in classes], dtype=np.float64
+            )
             part, places = np.zeros((len(classes), high - low)), np.arange(low + 1, high + 1)
             for c, profile in enumerate(classes):
                 each = update(profile, places).astype(np.float64)
                 begun = each >= 1
-                part[c, begun] = profile.shares_at(each[begun], latest[c]) / (profile.every / stride)
+                part[c, begun] = profile.shares_at(each[begun], latest[c]) / (
+                    profile.every / stride
+                )
             shrink = (before / latest) ** power
             now, low = now * np.outer(shrink, shrink) + part @ part.T, high
         sums[k], number[k] = now, [max(1, update(profile, stop)) for profile in classes]
-    which, updates = np.searchsorted(stops, ends), np.array([t.updates for t in tracks], dtype=np.float64)
+    which, updates = (
+        np.searchsorted(stops, ends),
+        np.array([t.updates for t in tracks], dtype=np.float64),
+    )
     gram = np.empty((len(tracks), len(tracks)))
     for i in range(len(tracks)):
         # both reach up to where the shorter one ends; the longer one is scaled by its own number of updates

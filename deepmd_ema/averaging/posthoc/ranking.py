@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepmd_ema.averaging.posthoc.combination import SHAPES, Combination, Combinations, Decay, percent
+from deepmd_ema.averaging.posthoc.combination import (
+    SHAPES,
+    Combination,
+    Combinations,
+    Decay,
+    percent,
+)
 from deepmd_ema.averaging.posthoc.snapshots import SnapshotRun
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.distributed.files import atomic_write
@@ -56,8 +62,13 @@ class Row:
         """Return the value of ``metric``: ``overall`` (relative to ``live``), or one such as ``F:RMSE``."""
         if metric != OVERALL:
             return self.errors.metric(metric)
-        pairs = [(self.errors.metric(f"{name}:RMSE"), live.metric(f"{name}:RMSE")) for name in RANKED + OTHERS]
-        parts = [own / other if other else math.inf for own, other in pairs if not math.isnan(other)]
+        pairs = [
+            (self.errors.metric(f"{name}:RMSE"), live.metric(f"{name}:RMSE"))
+            for name in RANKED + OTHERS
+        ]
+        parts = [
+            own / other if other else math.inf for own, other in pairs if not math.isnan(other)
+        ]
         return sum(parts) / len(parts) if parts else math.nan
 
     def describe(self) -> str:
@@ -110,7 +121,10 @@ class PosthocReport:
         lines = [
             f"{run.folder}: step {run.step:,}, {counted(len(run.snapshots), 'snapshot')} of {profiles}",
             f"combined: condition {found.condition:.2g}{dropped}; sigma_rel that the snapshots can give: {widths}",
-            *(f"left out, {reason}: {', '.join(names)}" for reason, names in found.left_out.items()),
+            *(
+                f"left out, {reason}: {', '.join(names)}"
+                for reason, names in found.left_out.items()
+            ),
             f"errors on {counted(self.num_frames, 'frame')} of {counted(self.num_systems, 'system')}",
             "",
             *render(self.table()),
@@ -122,7 +136,10 @@ class PosthocReport:
         best: dict[str, str] = {}  # length, and decay of each shape, the best first
         for k, row in ((k, self.rows[k]) for k in order if self.rows[k].combination is not None):
             name = row.name if row.decay else f"sigma_rel {row.sigma_rel:.4g}"
-            best.setdefault(row.decay.shape if row.decay else row.kind, f"{name} ({scores[k] / scores[0]:.4g} of live)")
+            best.setdefault(
+                row.decay.shape if row.decay else row.kind,
+                f"{name} ({scores[k] / scores[0]:.4g} of live)",
+            )
         if best.keys() & SHAPES.keys():
             lines.append(f"best length, and best decay of each shape: {', '.join(best.values())}")
         if order[0] != self.best:
@@ -130,9 +147,13 @@ class PosthocReport:
             lines.append(f"{self.rows[order[0]].name} is better still, by {100 * better:.2g} %")
         made = [row for row in self.rows if row.kind == POSTHOC]
         if len(made) > 2 and self.chosen.sigma_rel in (made[0].sigma_rel, made[-1].sigma_rel):
-            lines.append("the chosen one is at an end of the range: a sigma_rel beyond it may be better still")
+            lines.append(
+                "the chosen one is at an end of the range: a sigma_rel beyond it may be better still"
+            )
             if ends and any(math.isclose(self.chosen.sigma_rel or 0, end) for end in ends):
-                lines.append("more frequent snapshots (a smaller snapshot_freq) widen the resolvable range")
+                lines.append(
+                    "more frequent snapshots (a smaller snapshot_freq) widen the resolvable range"
+                )
         return "\n".join(lines)
 
     @property
@@ -144,19 +165,29 @@ class PosthocReport:
     def table(self) -> Table:
         """Return one row per set of weights, with a star at the best of each column of errors."""
         quantities = [METRICS[name] for name in self._ranked]
-        errors = [[q.display_factor * row.errors.metric(f"{q.metric}:RMSE") for row in self.rows] for q in quantities]
+        errors = [
+            [q.display_factor * row.errors.metric(f"{q.metric}:RMSE") for row in self.rows]
+            for q in quantities
+        ]
         scores, unit = self.scores(), "of live"
         if self.metric != OVERALL:
             quantity = METRICS[self.metric[0]]
-            scores, unit = [quantity.display_factor * score for score in scores], quantity.display_unit
+            scores, unit = (
+                [quantity.display_factor * score for score in scores],
+                quantity.display_unit,
+            )
         # a star where no other is smaller
         best = [
-            min((value for value in column if not math.isnan(value)), default=math.nan) for column in (*errors, scores)
+            min((value for value in column if not math.isnan(value)), default=math.nan)
+            for column in (*errors, scores)
         ]
         rows = []
         for k, row in enumerate(self.rows):
             made, cells = row.combination, zip((column[k] for column in (*errors, scores)), best)
-            starred = [None if math.isnan(value) else f"{value:.4g}{' *'[value == least]}" for value, least in cells]
+            starred = [
+                None if math.isnan(value) else f"{value:.4g}{' *'[value == least]}"
+                for value, least in cells
+            ]
             solved = (f"{100 * made.residual:.2g} %", made.amplification) if made else (None, None)
             mark = "<- chosen" if k == self.best else ""
             rows.append((row.name, row.sigma_rel, row.gamma, row.mean_age, *starred, *solved, mark))
@@ -177,17 +208,35 @@ class PosthocReport:
         """Write every number as comma-separated values and return the file."""
         errors = [(q, kind) for q in METRICS.values() for kind in ("RMSE", "MAE")]
         columns = ["weights", "kind", "sigma_rel", "gamma", "mean_age_steps"]
-        columns += [f"{kind.lower()}_{q.metric.lower()}_m{q.unit.replace('angstrom', 'A')}" for q, kind in errors]
-        columns += [f"score_{self.metric}", "residual", "amplification", "condition", "chosen", "shape", "part"]
+        columns += [
+            f"{kind.lower()}_{q.metric.lower()}_m{q.unit.replace('angstrom', 'A')}"
+            for q, kind in errors
+        ]
+        columns += [
+            f"score_{self.metric}",
+            "residual",
+            "amplification",
+            "condition",
+            "chosen",
+            "shape",
+            "part",
+        ]
         path = Path(path)
         advice = "Choose another --table."
-        with atomic_write(path, advice) as part, part.open("w", encoding="utf-8", newline="") as file:
+        with (
+            atomic_write(path, advice) as part,
+            part.open("w", encoding="utf-8", newline="") as file,
+        ):
             writer = csv.writer(file)
             writer.writerow(columns)
             for k, (row, score) in enumerate(zip(self.rows, self.scores())):
                 values = [1000 * row.errors.metric(f"{q.metric}:{kind}") for q, kind in errors]
                 made = row.combination
-                solved = [made.residual, made.amplification, self.found.condition] if made else [None] * 3
+                solved = (
+                    [made.residual, made.amplification, self.found.condition]
+                    if made
+                    else [None] * 3
+                )
                 shape = [row.decay.shape, row.decay.part] if row.decay else [None] * 2
                 writer.writerow([row.name, row.kind, row.sigma_rel, row.gamma, row.mean_age, *values, score, *solved,
                                  int(k == self.best), *shape])  # fmt: skip
@@ -198,7 +247,10 @@ class PosthocReport:
         from deepmd_ema.report.plots import plot_sigma_rels
 
         values = [
-            {name: METRICS[name].display_factor * row.errors.metric(f"{name}:RMSE") for name in self._ranked}
+            {
+                name: METRICS[name].display_factor * row.errors.metric(f"{name}:RMSE")
+                for name in self._ranked
+            }
             for row in self.rows
         ]
         curves: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
@@ -208,7 +260,11 @@ class PosthocReport:
                 curves.setdefault(label, []).append((row.sigma_rel or 0.0, errors))
         return plot_sigma_rels(
             curves,
-            {row.name: (row.sigma_rel, values[k]) for k, row in enumerate(self.rows) if row.combination is None},
+            {
+                row.name: (row.sigma_rel, values[k])
+                for k, row in enumerate(self.rows)
+                if row.combination is None
+            },
             (self.chosen.sigma_rel or 0.0, values[self.best]),
             path,
             f"{self.run.folder.resolve().name}, step {self.run.step:,}: averages of {len(self.run.snapshots)} "

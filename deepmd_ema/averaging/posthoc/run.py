@@ -15,7 +15,13 @@ from tqdm import tqdm
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging.posthoc import combination
-from deepmd_ema.averaging.posthoc.combination import MAX_SIGMA_REL, SHAPES, TOLERANCE, Combinations, Decay
+from deepmd_ema.averaging.posthoc.combination import (
+    MAX_SIGMA_REL,
+    SHAPES,
+    TOLERANCE,
+    Combinations,
+    Decay,
+)
 from deepmd_ema.averaging.posthoc.ranking import OVERALL, SHAPE, TRACKED, PosthocReport, Row
 from deepmd_ema.averaging.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.config import RunConfig, TaskConfig, saved_config
@@ -27,7 +33,15 @@ from deepmd_ema.data.run import open_split
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.distributed.files import CSV, PICTURE, check_output, ensure_writable
 from deepmd_ema.distributed.world import select_device
-from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, command, counted, did_you_mean
+from deepmd_ema.errors import (
+    ConfigError,
+    DataError,
+    UserError,
+    collect_problems,
+    command,
+    counted,
+    did_you_mean,
+)
 from deepmd_ema.infer.evaluate import open_labelled
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.metrics import METRICS, evaluate
@@ -79,16 +93,29 @@ def run_posthoc(
     """
     # what is requested, and the snapshots
     folder, widths, decays = Path(folder), parse_sigma_rels(sigma_rel), parse_shapes(shapes)
-    metrics = {name.upper(): name for name in (OVERALL, *(f"{q}:{kind}" for q in METRICS for kind in ("RMSE", "MAE")))}
+    metrics = {
+        name.upper(): name
+        for name in (OVERALL, *(f"{q}:{kind}" for q in METRICS for kind in ("RMSE", "MAE")))
+    }
     if metric.upper() not in metrics:
-        raise UserError(f"--metric {metric}: unknown. {did_you_mean(metric, list(metrics.values()))}")
+        raise UserError(
+            f"--metric {metric}: unknown. {did_you_mean(metric, list(metrics.values()))}"
+        )
     metric, where = metrics[metric.upper()], select_device(device)
     output, table, plot = (
         folder / default if path is None else Path(path)
-        for path, default in ((output, "model_posthoc.pt"), (table, "posthoc.csv"), (plot, "posthoc.png"))
+        for path, default in (
+            (output, "model_posthoc.pt"),
+            (table, "posthoc.csv"),
+            (plot, "posthoc.png"),
+        )
     )
     run = find_snapshots(folder, step)
-    for option, path, kind in (("-o", output, None), ("--table", table, CSV), ("--plot", plot, PICTURE)):
+    for option, path, kind in (
+        ("-o", output, None),
+        ("--table", table, CSV),
+        ("--plot", plot, PICTURE),
+    ):
         ensure_writable(path.parent, option)
         check_output(path, option, kind)
     checkpoint.refuse_to_replace(output, "-o")
@@ -97,30 +124,43 @@ def run_posthoc(
     found = find_requested(run, widths, None if shapes is None else decays)
 
     # the model and the validation data
-    config = saved_config(with_absolute_paths(run.payload["config"], run.folder), source=str(run.reference))
+    config = saved_config(
+        with_absolute_paths(run.payload["config"], run.folder), source=str(run.reference)
+    )
     task = config.task(head)
     opened = _open(config, task, run, systems, rglob_patterns)
-    models = build_models({name: each.model for name, each in config.tasks.items()}, config.links).to(where)
+    models = build_models(
+        {name: each.model for name, each in config.tasks.items()}, config.links
+    ).to(where)
     model, cache = models.by_task[task.name], PairCache()
 
     # errors of the live weights, of averages that were tracked, and of those made of snapshots
     rows: list[Row] = []
     best, best_score = -1, math.inf
     best_weights: Mapping[str, Tensor] = {}
-    made = ((_row_of(one), weights) for one, weights in zip(found.combinations, combine(run, found.combinations)))
+    made = (
+        (_row_of(one), weights)
+        for one, weights in zip(found.combinations, combine(run, found.combinations))
+    )
     with checkpoint.reading(run.reference):
         tracked = list(_tracked(run))
     for _, weights in tracked:
         checkpoint.require_finite(weights, run.reference)
     total = len(tracked) + len(found.combinations)
-    for row, weights in tqdm(chain(tracked, made), total=total, unit=" models", disable=None, leave=False):
+    for row, weights in tqdm(
+        chain(tracked, made), total=total, unit=" models", disable=None, leave=False
+    ):
         models.load_state_dict(weights)
-        batches = sequential_batches(opened, model.layout, cache, atoms_at_once(where), model.labels)
+        batches = sequential_batches(
+            opened, model.layout, cache, atoms_at_once(where), model.labels
+        )
         rows.append(replace(row, errors=evaluate(model, prefetch(batches, where), where)))
         score = rows[-1].score(metric, rows[0].errors)
         if len(rows) == 1 and math.isnan(score):
             names = ", ".join(system.name for system in opened)
-            raise UserError(f"--metric {metric}: no frame of {names} has a label to compare. Choose another metric.")
+            raise UserError(
+                f"--metric {metric}: no frame of {names} has a label to compare. Choose another metric."
+            )
         if row.combination is not None and (best < 0 or score < best_score):
             best, best_score, best_weights = len(rows) - 1, score, weights
 
@@ -134,7 +174,9 @@ def run_posthoc(
     try:
         say(f"wrote {report.plot(plot)}")
     except ModuleNotFoundError:
-        say("no picture: matplotlib is not installed. pip install 'dp-ema[plot]', then run this again.")
+        say(
+            "no picture: matplotlib is not installed. pip install 'dp-ema[plot]', then run this again."
+        )
     if checkpoint.refitted(run.payload):
         say(
             "the run fitted its output bias after the last step; this file and all errors above have the bias before. "
@@ -158,7 +200,11 @@ def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
             first, last, number = float(low), float(high or low), int(count or NUM_SIGMA_RELS)
         except ValueError:
             first = last = math.nan
-        if 0 < first <= last <= MAX_SIGMA_REL and (first < last) == bool(high) and 1 < number <= MAX_SIGMA_RELS:
+        if (
+            0 < first <= last <= MAX_SIGMA_REL
+            and (first < last) == bool(high)
+            and 1 < number <= MAX_SIGMA_RELS
+        ):
             widths |= set(_spaced(first, last, number))
         else:
             problems.append(
@@ -198,7 +244,9 @@ def parse_shapes(words: Sequence[str] | None) -> list[tuple[str, float]]:
 
 
 def find_requested(
-    run: SnapshotRun, sigma_rels: Sequence[float], requests: Sequence[tuple[str, float]] | None = None
+    run: SnapshotRun,
+    sigma_rels: Sequence[float],
+    requests: Sequence[tuple[str, float]] | None = None,
 ) -> Combinations:
     """Return the requested combinations, with the resolvable range and decays that are left out, by reason.
 
@@ -212,7 +260,9 @@ def find_requested(
     resolvable = combination.resolvable_range(tracks, run.step)
     widths = list(sigma_rels)
     if not widths and not requests:
-        tracked = sorted({snapshot.track.sigma_rel for snapshot in run.snapshots if snapshot.step == run.step})
+        tracked = sorted(
+            {snapshot.track.sigma_rel for snapshot in run.snapshots if snapshot.step == run.step}
+        )
         widths = _spaced(*resolvable) if resolvable else tracked
     wanted = parse_shapes(list(SHAPES)) if requests is None and not sigma_rels else requests or []
     decays, left_out = combination.place_decays(wanted, tracks, run.step)
@@ -221,7 +271,11 @@ def find_requested(
     if sigma_rels:
         with collect_problems(problems):
             combination.refuse_unresolvable(found, tracks, run.step)
-    bad = [one for one in found.combinations if isinstance(one.target, Decay) and one.residual > TOLERANCE]
+    bad = [
+        one
+        for one in found.combinations
+        if isinstance(one.target, Decay) and one.residual > TOLERANCE
+    ]
     for one in bad:
         left_out.setdefault(one.describe_missing(), []).append(one.target.describe())
     if requests:
@@ -252,7 +306,11 @@ def _row_of(made: combination.Combination) -> Row:
 def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
     """Yield the live weights and every average of the training checkpoint, each with its row, still without errors."""
     # a bias that was refitted after training would make live and tracked weights look better than those made here
-    payload = {name: value for name, value in run.payload.items() if name not in ("refitted", "refitted_bias")}
+    payload = {
+        name: value
+        for name, value in run.payload.items()
+        if name not in ("refitted", "refitted_bias")
+    }
     at = f", step {payload['step']:,}" if payload["step"] != run.step else ""
     yield Row(LIVE, f"{LIVE}{at}"), checkpoint.weights_in(payload, run.reference)[0]
     for name, state in payload.get("averages", {}).get("profiles", {}).items():
@@ -270,7 +328,9 @@ def _open(
 ) -> Sequence[FrameSource]:  # fmt: skip
     """Return the validation systems: given ones, or those that the run has split off or names."""
     if systems is not None:
-        return open_labelled([str(path) for path in systems], task.model, task.model.fitting_net.labels, patterns)
+        return open_labelled(
+            [str(path) for path in systems], task.model, task.model.fitting_net.labels, patterns
+        )
     if task.data.validation_fraction is not None:
         return open_split(config)[task.name].valid
     data = task.data.validation_data
@@ -280,19 +340,29 @@ def _open(
             "systems with -s, or an input that has some with --valid-data."
         )
     try:
-        return open_labelled(list(data.systems), task.model, task.model.fitting_net.labels, data.rglob_patterns)
+        return open_labelled(
+            list(data.systems), task.model, task.model.fitting_net.labels, data.rglob_patterns
+        )
     except DataError as error:
         hint = "These are the validation data of the run's input. Give others with -s, or an input with --valid-data."
         raise DataError([*error.problems[:-1], f"{error.problems[-1]} {hint}"]) from error
 
 
-def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def _payload(
+    run: SnapshotRun, chosen: Row, found: Combinations, weights: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """Return the content of the model file of the chosen average."""
     config, distance = run.payload["config"], run.payload.get("min_nbor_dist")
-    about: dict[str, Any] = {name: run.payload[name] for name in ("run", "num_steps") if name in run.payload}
+    about: dict[str, Any] = {
+        name: run.payload[name] for name in ("run", "num_steps") if name in run.payload
+    }
     head = checkpoint.payload_head("weights", POSTHOC, run.step, config, distance, **about)
     assert chosen.combination is not None
-    of_decay = {} if (decay := chosen.decay) is None else {"type": "decay", "shape": decay.shape, "part": decay.part}
+    of_decay = (
+        {}
+        if (decay := chosen.decay) is None
+        else {"type": "decay", "shape": decay.shape, "part": decay.part}
+    )
     average = {
         "profile": POSTHOC,
         "sigma_rel": chosen.sigma_rel,

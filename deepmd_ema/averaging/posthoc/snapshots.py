@@ -114,7 +114,9 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
     _check_alike(kept, payload)
     averaged = [name for name in payload["model"] if name in kept[-1].averaged]
     written = series_and_step(newest.name)
-    reference = newest.with_name(f"{written[0]}-{step}{newest.suffix}") if written is not None else newest
+    reference = (
+        newest.with_name(f"{written[0]}-{step}{newest.suffix}") if written is not None else newest
+    )
     if reference != newest and reference.exists():
         other = checkpoint.load(reference)
         if other.get("run") == payload["run"]:
@@ -139,7 +141,9 @@ def combine(
     size = sum(model[name].numel() for name in run.averaged)
     group = max(1, most_bytes // (8 * max(1, size)))
     for low in range(0, len(combinations), group):
-        coefficients = torch.from_numpy(np.stack([one.coefficients for one in combinations[low : low + group]]))
+        coefficients = torch.from_numpy(
+            np.stack([one.coefficients for one in combinations[low : low + group]])
+        )
         sums = torch.zeros(len(coefficients), size, dtype=torch.float64)
         last: dict[str, Tensor] = {}
         for k, snapshot in enumerate(run.snapshots):
@@ -148,13 +152,17 @@ def combine(
             sums.addr_(coefficients[:, k], flat)
         for row in sums:
             averaged = {}
-            for name, part in zip(run.averaged, row.split([model[name].numel() for name in run.averaged])):
+            for name, part in zip(
+                run.averaged, row.split([model[name].numel() for name in run.averaged])
+            ):
                 dtype = torch.promote_types(model[name].dtype, torch.float32)
                 averaged[name] = part.view(model[name].shape).to(dtype)
             yield {name: averaged.get(name, last[name]) for name in model}
 
 
-def _read_all(place: Path, payload: Mapping[str, Any], newest: Path) -> tuple[list[Snapshot], list[str]]:
+def _read_all(
+    place: Path, payload: Mapping[str, Any], newest: Path
+) -> tuple[list[Snapshot], list[str]]:
     """Return the snapshots of the run of ``payload``, the oldest first, and notes on others."""
     found: list[Snapshot] = []
     left_out: dict[str, list[str]] = {}  # files by reason
@@ -180,7 +188,9 @@ def _read_all(place: Path, payload: Mapping[str, Any], newest: Path) -> tuple[li
                     averaged = frozenset(map(str, facts["averaged"]))
                     found.append(Snapshot(path, step, facts["weights"], track, averaged, shapes))
                 else:
-                    left_out.setdefault("of averages whose settings were changed at a restart", []).append(path.name)
+                    left_out.setdefault(
+                        "of averages whose settings were changed at a restart", []
+                    ).append(path.name)
     CheckpointError.raise_if_any(problems)
     notes = [f"{what}, left out: {first_few(files, 5)}" for what, files in left_out.items()]
     if not found:

@@ -104,7 +104,11 @@ class EmaProfile(Profile):
 
     def decay_of_update(self, updates: Any) -> Any:
         """Return the decay of an update."""
-        return super().decay_of_update(updates) if self.warmup else self.decay_at(0) ** self.update_every
+        return (
+            super().decay_of_update(updates)
+            if self.warmup
+            else self.decay_at(0) ** self.update_every
+        )
 
     def describe_length(self, steps_per: StepsPer) -> str:
         """Return the decay, or the half-life with its length in steps once they are known."""
@@ -235,11 +239,17 @@ class ScheduleFreeProfile(Profile):
 
     def conflicts(self) -> Findings:
         """Yield errors of options by which updates would be left out."""
-        for name, default in (("start_step", 0), ("start_epoch", None), ("update_every", 1), ("should_update", None)):
+        for name, default in (
+            ("start_step", 0),
+            ("start_epoch", None),
+            ("update_every", 1),
+            ("should_update", None),
+        ):
             if (value := getattr(self, name)) != default:
                 shown = "given" if callable(value) else f"{value:g}"
                 yield error(
-                    name, f" = {shown}: the averaged point of the optimizer is updated in every step. Remove it."
+                    name,
+                    f" = {shown}: the averaged point of the optimizer is updated in every step. Remove it.",
                 )
 
     def findings(self, run: RunConfig) -> Findings:
@@ -302,7 +312,11 @@ class CustomAverage(Profile):
     def own_options(self) -> Values:
         """Return the options that only this type has, as plain values."""
         common = {o.name for o in options(CustomAverage)}
-        return {o.name: plain(getattr(self, o.name)) for o in options(type(self)) if o.name not in common}
+        return {
+            o.name: plain(getattr(self, o.name))
+            for o in options(type(self))
+            if o.name not in common
+        }
 
     def settings(self) -> Values:
         """Return the settings as plain values, those of the type as ``options``."""
@@ -310,11 +324,16 @@ class CustomAverage(Profile):
 
     def describe_length(self, steps_per: StepsPer) -> str:
         """Return the type and its options."""
-        return ", ".join([self.type, *(f"{name} {show(value)}" for name, value in self.own_options.items())])
+        return ", ".join(
+            [self.type, *(f"{name} {show(value)}" for name, value in self.own_options.items())]
+        )
 
 
 AVERAGES = Registry(
-    {kind.type: f"{__name__}:{kind.__name__}" for kind in (EmaProfile, PowerProfile, SwaProfile, ScheduleFreeProfile)},
+    {
+        kind.type: f"{__name__}:{kind.__name__}"
+        for kind in (EmaProfile, PowerProfile, SwaProfile, ScheduleFreeProfile)
+    },
     group="deepmd_ema.averages",
     base=CustomAverage,
 )
@@ -325,7 +344,8 @@ class EmaShorthand:
     """Options of `training` for one average named `ema`, as DeePMD-kit has them."""
 
     enable_ema: bool = option(
-        False, "Whether an exponential moving average (EMA) of the weights is kept beside the live ones."
+        False,
+        "Whether an exponential moving average (EMA) of the weights is kept beside the live ones.",
     )
     ema_decay: float = option(
         0.999,
@@ -346,7 +366,9 @@ class EmaShorthand:
 class EmaValidationShorthand:
     """The option of `validating` for the average named `ema`."""
 
-    ema_full_validation: bool = option(False, "The same for the averaged weights; needs `training.enable_ema`.")
+    ema_full_validation: bool = option(
+        False, "The same for the averaged weights; needs `training.enable_ema`."
+    )
 
 
 def sigma_rel_of(gamma: float) -> float:
@@ -396,7 +418,10 @@ def share_of_next(done: Any, warmup_steps: int, start_factor: float, r: float) -
     m = n.clamp(max=length)  # points of the warm-up
     # the square of the rate of point n is a polynomial of n + r, each term of which has a sum in closed form
     u, start = m + r, first - slope * (1 + r)
-    linear, square = (2 * start - slope) * slope * (u + 1) / (r + 2), slope**2 * (u + 1) * (u + 2) / (r + 3)
+    linear, square = (
+        (2 * start - slope) * slope * (u + 1) / (r + 2),
+        slope**2 * (u + 1) * (u + 2) / (r + 3),
+    )
     rising = u * (start**2 / (r + 1) + linear + square)
     # sums are in units of the product of point n, so that none overflows; this is that of point m
     last = ((m + r).lgamma() - m.lgamma() + n.lgamma() - (n + r).lgamma()).exp() if r else 1.0

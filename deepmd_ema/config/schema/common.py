@@ -22,11 +22,16 @@ layer_widths = Check(
     f"a list of at least one whole number > 0, none above {MAX_SIZE:,}",
 )
 num_parameters = Check(lambda v: 0 <= v <= MAX_SIZE, f"a whole number from 0 to {MAX_SIZE:,}")
-_cutoff = Check(lambda v: 0 < v <= 100, "a number > 0 and at most 100")  # angstrom; atoms farther away do not matter
+_cutoff = Check(
+    lambda v: 0 < v <= 100, "a number > 0 and at most 100"
+)  # angstrom; atoms farther away do not matter
 type_pairs = Check(
-    lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v), "a list of pairs of type numbers, e.g. [[0, 1]]"
+    lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v),
+    "a list of pairs of type numbers, e.g. [[0, 1]]",
 )
-_bent_silu = Check(lambda v: v.startswith("silut:") and ActivationName.is_readable(v), "silut:T, e.g. silut:3")
+_bent_silu = Check(
+    lambda v: v.startswith("silut:") and ActivationName.is_readable(v), "silut:T, e.g. silut:3"
+)
 
 
 MAX_SEL_RATIO = 100  # of `sel: auto` to the neighbors found
@@ -52,7 +57,9 @@ def _is_sel(value: Any) -> bool:
     return len(numbers) > 0 and min(numbers) >= 0 and 0 < sum(numbers) <= MAX_SIZE
 
 
-def sel_option(doc: str, default: Any = MISSING, numbers: str = f"a whole number > 0, at most {MAX_SIZE:,}") -> Any:
+def sel_option(
+    doc: str, default: Any = MISSING, numbers: str = f"a whole number > 0, at most {MAX_SIZE:,}"
+) -> Any:
     """Declare an option of the most neighbors, of which ``auto`` is a value.
 
     Args:
@@ -75,7 +82,9 @@ def with_options(section: Section, values: Mapping[str, Any]) -> Section:
     """Return a section with values of options replaced; one of a section in it has the name of that before a dot."""
     for path, value in values.items():
         outer, _, name = path.rpartition(".")
-        changes = {outer: replace(getattr(section, outer), **{name: value})} if outer else {name: value}
+        changes = (
+            {outer: replace(getattr(section, outer), **{name: value})} if outer else {name: value}
+        )
         section = replace(section, **changes)
     return section
 
@@ -133,10 +142,17 @@ def unavailable_option(value: Any, feature: str) -> Any:
         feature: with its verb: ``attention over layers is``.
     """
     check = Check(lambda v: v == value, f"{show(value)}: {feature} {NOT_AVAILABLE}")
-    return option(value, f"{feature[0].upper()}{feature[1:].rpartition(' ')[0]}. Only {show(value)} here.", check)
+    return option(
+        value,
+        f"{feature[0].upper()}{feature[1:].rpartition(' ')[0]}. Only {show(value)} here.",
+        check,
+    )
 
 
-_OLD_VALUES = {"spline": "always", "direct": "never"}  # of `embedding_eval`, as `interpolate` was called
+_OLD_VALUES = {
+    "spline": "always",
+    "direct": "never",
+}  # of `embedding_eval`, as `interpolate` was called
 
 
 def interpolate_choice(value: str | bool) -> str:
@@ -150,7 +166,11 @@ def interpolate_choice(value: str | bool) -> str:
 cutoff_option = partial(option, unit="angstrom", check=_cutoff)
 length_option = partial(option, unit="angstrom", check=not_negative)
 activation_option = partial(
-    option, convert=ActivationName, choices=ActivationName.known, check=_bent_silu, unavailable="custom_silu"
+    option,
+    convert=ActivationName,
+    choices=ActivationName.known,
+    check=_bent_silu,
+    unavailable="custom_silu",
 )
 interpolate_option = partial(
     option,
@@ -159,7 +179,9 @@ interpolate_option = partial(
     "neighbors, `always` (or true), or `never` (or false). Derivatives then differ by less than 1e-9 of the largest "
     "(1e-6 in float32), which is ensured in every evaluation. The trained networks are ordinary ones.",
     choices=("auto", "always", "never"),
-    check=Check(lambda v: isinstance(v, bool) or v in _OLD_VALUES, "auto, always, never, true or false"),
+    check=Check(
+        lambda v: isinstance(v, bool) or v in _OLD_VALUES, "auto, always, never, true or false"
+    ),
     convert=interpolate_choice,
     also=(bool,),
     alias=("embedding_eval",),

@@ -35,14 +35,18 @@ class DescriptorOptions:
     )
     trainable: bool = option(True, "Whether the parameters are trained.")
     seed: int | None = option(
-        None, "Seed of the initial parameters; null takes it from `training.seed`.", not_negative_int
+        None,
+        "Seed of the initial parameters; null takes it from `training.seed`.",
+        not_negative_int,
     )
     exclude_types: list[list[int]] = option(
         [],
         "Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]].",
         common.type_pairs,
     )
-    env_protection: float = option(0.0, "Added to distances before they are divided by.", not_negative, unit="angstrom")
+    env_protection: float = option(
+        0.0, "Added to distances before they are divided by.", not_negative, unit="angstrom"
+    )
 
 
 @section
@@ -51,7 +55,9 @@ class TypeEmbeddedOptions(DescriptorOptions):
 
     has_type_embedding = True
 
-    concat_output_tebd: bool = option(True, "Whether the embedding of its element is among the features of an atom.")
+    concat_output_tebd: bool = option(
+        True, "Whether the embedding of its element is among the features of an atom."
+    )
     use_econf_tebd: bool = option(
         False,
         "Whether the embedding of an element is a function of its electronic configuration; `type_map` must hold "
@@ -103,8 +109,14 @@ class NeighborLists:
         values: Values = {}
         for name, cutoff in self.sel_options.items():
             if isinstance(sel := attrgetter(name)(self), str):
-                total = found.max_total if name == self.neighbors_option else found.max_within(attrgetter(cutoff)(self))
-                numbers = common.auto_sel(found.max_neighbors if self.counts_elements else [total], sel)
+                total = (
+                    found.max_total
+                    if name == self.neighbors_option
+                    else found.max_within(attrgetter(cutoff)(self))
+                )
+                numbers = common.auto_sel(
+                    found.max_neighbors if self.counts_elements else [total], sel
+                )
                 values[name] = numbers if self.counts_elements else numbers[0]
         return common.with_options(self, values)
 
@@ -121,7 +133,9 @@ class ChargeSpinOptions:
     """Options of descriptors that may see charge and spin of a frame in DeePMD-kit."""
 
     add_chg_spin_ebd: bool = common.unavailable_option(False, "charge and spin as an input are")
-    default_chg_spin: list[float] | None = common.unavailable_option(None, "charge and spin of frames without them are")
+    default_chg_spin: list[float] | None = common.unavailable_option(
+        None, "charge and spin of frames without them are"
+    )
 
 
 @section
@@ -137,7 +151,9 @@ class ListSection(DescriptorOptions, NeighborLists):
     )  # fmt: skip
 
     rcut: float = common.cutoff_option(6.0, "Cutoff radius.")
-    rcut_smth: float = common.length_option(0.5, "Distance from which 1/r is switched off smoothly towards `rcut`.")
+    rcut_smth: float = common.length_option(
+        0.5, "Distance from which 1/r is switched off smoothly towards `rcut`."
+    )
     neuron: list[int] = option(
         [10, 20, 40],
         "Widths of the hidden layers of the embedding network. A layer as wide as the one before it, or twice as "

@@ -35,9 +35,13 @@ class FittingOptions:
     loss: ClassVar[str] = "ener"
 
     numb_fparam: int = option(
-        0, "Number of frame parameters (`fparam.npy`), e.g. an electronic temperature.", common.num_parameters
+        0,
+        "Number of frame parameters (`fparam.npy`), e.g. an electronic temperature.",
+        common.num_parameters,
     )
-    numb_aparam: int = option(0, "Number of parameters per atom (`aparam.npy`).", common.num_parameters)
+    numb_aparam: int = option(
+        0, "Number of parameters per atom (`aparam.npy`).", common.num_parameters
+    )
     default_fparam: list[float] | None = option(
         None, "Frame parameters of systems without `fparam.npy`; `numb_fparam` numbers."
     )
@@ -54,12 +58,14 @@ class FittingOptions:
         alias=("n_neuron",),
     )
     activation_function: ActivationName = common.activation_option(
-        ActivationName("tanh"), "Activation function of the hidden layers; the same names as in the descriptor."
+        ActivationName("tanh"),
+        "Activation function of the hidden layers; the same names as in the descriptor.",
     )
     precision: str = redefined(DescriptorOptions, "precision")
     resnet_dt: bool = option(True, "Whether skip connections have a trained step size.")
     trainable: bool | list[bool] = option(
-        True, "Whether the parameters are trained; a list (one per layer) trains them only if all are true."
+        True,
+        "Whether the parameters are trained; a list (one per layer) trains them only if all are true.",
     )
     seed: int | None = redefined(DescriptorOptions, "seed")
 
@@ -100,7 +106,9 @@ class FittingOptions:
     @property
     def metrics(self) -> Names:
         """Letters of the errors in tables."""
-        return tuple(error.metric for name in self.labels for error in LABELS[name].errors if error.metric)
+        return tuple(
+            error.metric for name in self.labels for error in LABELS[name].errors if error.metric
+        )
 
     def findings(self, type_map: Sequence[str]) -> Findings:
         """Yield errors of lists with a wrong length."""
@@ -120,6 +128,14 @@ class FittingOptions:
 
     def summary(self) -> str:
         """Return the main options as text."""
-        conditions = [f"{name} {number}" for name in ("numb_fparam", "numb_aparam") if (number := getattr(self, name))]
-        parts = [f"{self.type}, neuron {common.dashes(self.neuron)}", *conditions, common.dtype_name(self.precision)]
+        conditions = [
+            f"{name} {number}"
+            for name in ("numb_fparam", "numb_aparam")
+            if (number := getattr(self, name))
+        ]
+        parts = [
+            f"{self.type}, neuron {common.dashes(self.neuron)}",
+            *conditions,
+            common.dtype_name(self.precision),
+        ]
         return ", ".join(parts)

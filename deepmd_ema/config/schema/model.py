@@ -9,12 +9,26 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.fields import Check, WithoutEffect, not_negative, option, positive, positive_int, section
+from deepmd_ema.config.fields import (
+    Check,
+    WithoutEffect,
+    not_negative,
+    option,
+    positive,
+    positive_int,
+    section,
+)
 from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.messages import Names, Place, path_of, show
 from deepmd_ema.config.registry import Family, Registry
 from deepmd_ema.config.schema import common
-from deepmd_ema.config.schema.bridging import DEFAULT_INNER, DEFAULT_OUTER, Window, bridging_method, method_name
+from deepmd_ema.config.schema.bridging import (
+    DEFAULT_INNER,
+    DEFAULT_OUTER,
+    Window,
+    bridging_method,
+    method_name,
+)
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasBridging
 from deepmd_ema.config.schema.pair_table import pair_table, read_table, table_findings
 from deepmd_ema.findings import Findings, error, inside, unused, warning
@@ -22,13 +36,17 @@ from deepmd_ema.utils import is_number
 
 _types = Check(lambda v: all(t >= 0 for t in v), "a list of type numbers, e.g. [0]")
 _type_map = Check(
-    lambda v: len(v) > 0 and all(name.strip() == name != "" for name in v), 'a list of element names, e.g. ["O", "H"]'
+    lambda v: len(v) > 0 and all(name.strip() == name != "" for name in v),
+    'a list of element names, e.g. ["O", "H"]',
 )
 
 
 _RECORDS = "deepmd_ema.model.families.records"
 FITTINGS = Registry(
-    {name: f"{_RECORDS}:{name.upper()}" for name in ("ener", "dpa4_ener", "dipole", "polar", "property", "dos")}
+    {
+        name: f"{_RECORDS}:{name.upper()}"
+        for name in ("ener", "dpa4_ener", "dipole", "polar", "property", "dos")
+    }
 )
 
 
@@ -47,7 +65,8 @@ class ModelConfig:
     }
 
     type_map: list[str] = option(
-        check=_type_map, doc='Names of the elements, e.g. ["O", "H"]; type numbers are places in this list.'
+        check=_type_map,
+        doc='Names of the elements, e.g. ["O", "H"]; type numbers are places in this list.',
     )
     data_stat_nbatch: int = option(
         10, "Number of batches of each system that the statistics are taken from.", positive_int
@@ -61,11 +80,15 @@ class ModelConfig:
     pair_exclude_types: list[list[int]] = option(
         [], "Pairs of types without any interaction, e.g. [[0, 1]].", common.type_pairs
     )
-    atom_exclude_types: list[int] = option([], "Types whose atoms contribute no energy of their own, e.g. [0].", _types)
+    atom_exclude_types: list[int] = option(
+        [], "Types whose atoms contribute no energy of their own, e.g. [0].", _types
+    )
     preset_out_bias: dict[str, list[Any]] | None = option(
         None,
         "Energy bias of each element instead of the fitted one; null is fitted. Needs `set_davg_zero`.",
-        Check(lambda v: set(v) <= {"energy"}, 'like {"energy": [-13.6, null]}, one entry per element'),
+        Check(
+            lambda v: set(v) <= {"energy"}, 'like {"energy": [-13.6, null]}, one entry per element'
+        ),
     )
     finetune_head: str = option(
         "",
@@ -132,7 +155,8 @@ class ModelConfig:
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
             yield error(
-                "type_map", f" = {show(names)}: {', '.join(twice)} occurs more than once. Name each element once."
+                "type_map",
+                f" = {show(names)}: {', '.join(twice)} occurs more than once. Name each element once.",
             )
         for values in (self.preset_out_bias or {}).values():
             wrong = [v for v in values if not _is_bias(v)]
@@ -142,12 +166,15 @@ class ModelConfig:
                     f": energy has {show(wrong[0])}: expected a number, or null for a bias that is fitted.",
                 )
             yield from common.not_one_per_element("preset_out_bias", values, names)
-        yield from common.unknown_types("pair_exclude_types", chain(*self.pair_exclude_types), names)
+        yield from common.unknown_types(
+            "pair_exclude_types", chain(*self.pair_exclude_types), names
+        )
         excluded = self.atom_exclude_types
         yield from common.unknown_types("atom_exclude_types", excluded, names)
         if self.excluded_types >= set(range(len(names))):
             yield error(
-                "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
+                "atom_exclude_types",
+                f" = {show(excluded)}: every type is excluded, so nothing would be trained.",
             )
 
     def parts(self) -> Iterator[tuple[str, Any]]:
@@ -160,8 +187,12 @@ class ModelConfig:
 class NetworkConfig(ModelConfig):
     """A model of one descriptor and one fitting network."""
 
-    descriptor: DescriptorConfig = option(registry=DESCRIPTORS, doc="How the surroundings of an atom are described.")
-    fitting_net: Any = option(registry=FITTINGS, default_type="ener", doc="What follows from the descriptor, and how.")
+    descriptor: DescriptorConfig = option(
+        registry=DESCRIPTORS, doc="How the surroundings of an atom are described."
+    )
+    fitting_net: Any = option(
+        registry=FITTINGS, default_type="ener", doc="What follows from the descriptor, and how."
+    )
     bridging_method: str | None = option(
         None,
         "Analytic pair energy that is added, for atoms that come close: `zbl`, the screened repulsion of the "
@@ -186,7 +217,11 @@ class NetworkConfig(ModelConfig):
     @property
     def bridging(self) -> Window | None:
         """Return the window of clamped distances beside an analytic pair energy, or None."""
-        return None if self.bridging_method is None else Window(self.bridging_r_inner, self.bridging_r_outer)
+        return (
+            None
+            if self.bridging_method is None
+            else Window(self.bridging_r_inner, self.bridging_r_outer)
+        )
 
     def with_descriptor(self, descriptor: DescriptorConfig) -> NetworkConfig:
         """Return the section with another descriptor."""
@@ -223,7 +258,10 @@ class NetworkConfig(ModelConfig):
         fitting = self.fitting_net
         if fitting.is_equivariant and not getattr(self.descriptor, "has_equivariants", False):
             text = f": the descriptor {self.descriptor.type} has no vectors of which a {fitting.labels[0]} is made."
-            yield error("fitting_net.type", f"{text} Use se_e2_a, se_atten, dpa2, dpa3, or a hybrid of them.")
+            yield error(
+                "fitting_net.type",
+                f"{text} Use se_e2_a, se_atten, dpa2, dpa3, or a hybrid of them.",
+            )
         if ENERGY not in fitting.labels:
             text = f": is about energies, and fitting_net.type {fitting.type} has none. Remove it."
             for name in ("preset_out_bias", "use_srtab", "bridging_method"):
@@ -236,7 +274,10 @@ class NetworkConfig(ModelConfig):
         yield from common.in_order(first, last, self.descriptor.cutoff)
         unknown = [name for name in self.type_map if name not in SYMBOLS]
         if unknown:
-            yield error("type_map", f" = {show(self.type_map)}: {unknown[0]} is no element, whose charge zbl needs.")
+            yield error(
+                "type_map",
+                f" = {show(self.type_map)}: {unknown[0]} is no element, whose charge zbl needs.",
+            )
         if not isinstance(self.descriptor, HasBridging):
             yield error(
                 "bridging_method",
@@ -287,7 +328,9 @@ class StandardConfig(NetworkConfig):
         if self.use_srtab is None:
             return super().summary()
         first, last = self.use_srtab[0][0], self.use_srtab[-1][0]
-        text = f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
+        text = (
+            f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
+        )
         return [*super().summary(), ("short range", text)]
 
     def conflicts(self) -> Findings:

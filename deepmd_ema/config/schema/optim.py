@@ -18,7 +18,15 @@ from deepmd_ema.config.fields import (
     redefined,
     section,
 )
-from deepmd_ema.config.labels import ATOM_ENERGY, ATOM_PREF, ATOM_WEIGHT, ENERGY, FORCE, HESSIAN, VIRIAL
+from deepmd_ema.config.labels import (
+    ATOM_ENERGY,
+    ATOM_PREF,
+    ATOM_WEIGHT,
+    ENERGY,
+    FORCE,
+    HESSIAN,
+    VIRIAL,
+)
 from deepmd_ema.config.messages import Names
 from deepmd_ema.errors import every_steps
 
@@ -33,18 +41,26 @@ class _Schedule:
     """Options of all schedules: first and last learning rate, and a warm-up."""
 
     type: ClassVar[str]
-    without_effect: ClassVar[WithoutEffect] = {"scale_by_worker": ("linear", "the learning rate is taken as it is")}
+    without_effect: ClassVar[WithoutEffect] = {
+        "scale_by_worker": ("linear", "the learning rate is taken as it is")
+    }
 
     start_lr: float = option(check=positive, doc="Learning rate at the start, after the warm-up.")
     stop_lr: float | None = option(
-        None, "Learning rate at the end; null is 5e-8, unless `stop_lr_ratio` is given.", not_negative
+        None,
+        "Learning rate at the end; null is 5e-8, unless `stop_lr_ratio` is given.",
+        not_negative,
     )
     stop_lr_ratio: float | None = option(None, "`stop_lr` as a fraction of `start_lr`.", _ratio)
     warmup_steps: int = option(0, "Length of the linear warm-up.", not_negative_int, unit="steps")
     warmup_ratio: float | None = option(
-        None, "Length of the warm-up as a fraction of all steps, instead of `warmup_steps`.", fraction
+        None,
+        "Length of the warm-up as a fraction of all steps, instead of `warmup_steps`.",
+        fraction,
     )
-    warmup_start_factor: float = option(0.0, "First learning rate of the warm-up over `start_lr`.", _part)
+    warmup_start_factor: float = option(
+        0.0, "First learning rate of the warm-up over `start_lr`.", _part
+    )
 
     @property
     def end_lr(self) -> float:
@@ -55,12 +71,22 @@ class _Schedule:
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Return the length of the warm-up of a run of ``num_steps`` steps."""
-        return self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * num_steps)
+        return (
+            self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * num_steps)
+        )
 
     def summary(self, num_steps: int = 0) -> str:
         """Return type and main options as text; ``num_steps`` is the length of the run, 0 while it is not known."""
-        warmup = f"{100 * self.warmup_ratio:g} % of the" if self.warmup_ratio else f"{self.warmup_steps:,}"
-        start = f"rises to {self.start_lr:g} in {warmup} steps" if self.warmup_ratio or self.warmup_steps else ""
+        warmup = (
+            f"{100 * self.warmup_ratio:g} % of the"
+            if self.warmup_ratio
+            else f"{self.warmup_steps:,}"
+        )
+        start = (
+            f"rises to {self.start_lr:g} in {warmup} steps"
+            if self.warmup_ratio or self.warmup_steps
+            else ""
+        )
         return f"{self.type}: {start or f'{self.start_lr:g}'}, {self._shape_words(num_steps)}"
 
     def _shape_words(self, num_steps: int) -> str:
@@ -75,7 +101,9 @@ class ExpScheduleConfig(_Schedule):
     type = "exp"
 
     decay_steps: int = option(5000, "Steps between two decays.", positive_int, unit="steps")
-    decay_rate: float | None = option(None, "Factor of one decay; null: such that the last step has `stop_lr`.", _ratio)
+    decay_rate: float | None = option(
+        None, "Factor of one decay; null: such that the last step has `stop_lr`.", _ratio
+    )
     smooth: bool = option(False, "Whether to decay at each step instead of at every `decay_steps`.")
 
     def used_decay_steps(self, num_steps: int) -> int:
@@ -119,7 +147,11 @@ class WsdScheduleConfig(_Schedule):
         return f"stays, and {self._fall_words()}"
 
     def _fall_words(self) -> str:
-        shape = {"inverse_linear": "with its inverse linear", "cosine": "along half a cosine", "linear": "linearly"}
+        shape = {
+            "inverse_linear": "with its inverse linear",
+            "cosine": "along half a cosine",
+            "linear": "linearly",
+        }
         last = f"in the last {100 * self.decay_phase_ratio:g} % of the steps"
         return f"falls {shape[self.decay_type]} to {self.end_lr:g} {last}"
 
@@ -148,7 +180,9 @@ class InvSqrtScheduleConfig(WsdScheduleConfig):
         return f"falls as the inverse square root of the step, by half in {3 * self.a:,.0f} steps{fall}"
 
 
-ScheduleConfig = ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig | InvSqrtScheduleConfig
+ScheduleConfig = (
+    ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig | InvSqrtScheduleConfig
+)
 
 
 @section
@@ -156,11 +190,15 @@ class GroupConfig:
     """Parameters by their names, with a learning rate and a weight decay of their own."""
 
     pattern: str = option(
-        check=Check(lambda v: v.strip() != "", 'a pattern of names of parameters, e.g. "descriptor.*"'),
+        check=Check(
+            lambda v: v.strip() != "", 'a pattern of names of parameters, e.g. "descriptor.*"'
+        ),
         doc="Names of parameters as checkpoints have them, with `*`, `?` and `[...]` as in names of files.",
     )
     lr_scale: float = option(1.0, "Factor of the learning rate.", positive)
-    weight_decay: float | None = option(None, "Weight decay; null: that of the optimizer.", not_negative)
+    weight_decay: float | None = option(
+        None, "Weight decay; null: that of the optimizer.", not_negative
+    )
 
 
 _GROUPS = (
@@ -215,9 +253,13 @@ class AdaMuonConfig:
 
     type = "AdaMuon"
 
-    momentum: float = option(0.95, "Decay of the mean gradient of a matrix.", fraction, alias=("muon_momentum",))
+    momentum: float = option(
+        0.95, "Decay of the mean gradient of a matrix.", fraction, alias=("muon_momentum",)
+    )
     adam_beta1: float = option(0.9, "Decay of the mean of the gradient of a vector.", fraction)
-    adam_beta2: float = option(0.95, "Decay of the mean of the squared gradient of a vector.", fraction)
+    adam_beta2: float = option(
+        0.95, "Decay of the mean of the squared gradient of a vector.", fraction
+    )
     weight_decay: float = option(0.001, "Decoupled weight decay, of matrices only.", not_negative)
     lr_adjust: float = option(
         10.0,
@@ -247,9 +289,12 @@ class HybridMuonConfig(AdaMuonConfig):
         choices=("slice", "flat", "2d"),
     )
     enable_gram: bool = option(
-        True, "Whether matrices that are not square are made orthogonal by their Gram matrix: fewer operations."
+        True,
+        "Whether matrices that are not square are made orthogonal by their Gram matrix: fewer operations.",
     )
-    magma_muon: bool = option(True, "Whether updates of matrices are damped where gradients disagree.")
+    magma_muon: bool = option(
+        True, "Whether updates of matrices are damped where gradients disagree."
+    )
 
 
 @section
@@ -260,12 +305,19 @@ class SOAPConfig(AdamWConfig):
 
     adam_beta1: float = redefined(AdamWConfig, "adam_beta1", 0.95)
     adam_beta2: float = redefined(AdamWConfig, "adam_beta2", 0.95)
-    shampoo_beta: float = option(0.95, "Decay of the covariances of rows and columns of gradients.", fraction)
+    shampoo_beta: float = option(
+        0.95, "Decay of the covariances of rows and columns of gradients.", fraction
+    )
     precondition_frequency: int = option(
-        10, "Steps between two changes of the bases, after as many first steps.", positive_int, unit="steps"
+        10,
+        "Steps between two changes of the bases, after as many first steps.",
+        positive_int,
+        unit="steps",
     )
     max_precond_dim: int = option(
-        1000, "Longest side of a matrix that has a basis; a longer one is not rotated.", positive_int
+        1000,
+        "Longest side of a matrix that has a basis; a longer one is not rotated.",
+        positive_int,
     )
 
 
@@ -287,7 +339,14 @@ class LKFConfig:
     kf_limit_pref_f: float = option(1.0, "Factor of force errors at the end.", positive)
 
 
-GradientConfig = AdamConfig | AdamWConfig | AdamWScheduleFreeConfig | AdaMuonConfig | HybridMuonConfig | SOAPConfig
+GradientConfig = (
+    AdamConfig
+    | AdamWConfig
+    | AdamWScheduleFreeConfig
+    | AdaMuonConfig
+    | HybridMuonConfig
+    | SOAPConfig
+)
 OptimizerConfig = GradientConfig | LKFConfig
 
 
@@ -300,7 +359,10 @@ Weights: TypeAlias = dict[str, tuple[float, float]]
 
 def active_weights(loss: Any, terms: Iterable[str]) -> Weights:
     """Return the options ``start_pref_*`` and ``limit_pref_*`` of the terms of which one is not zero."""
-    pairs = {term: (getattr(loss, f"start_pref_{term}"), getattr(loss, f"limit_pref_{term}")) for term in terms}
+    pairs = {
+        term: (getattr(loss, f"start_pref_{term}"), getattr(loss, f"limit_pref_{term}"))
+        for term in terms
+    }
     return {term: pair for term, pair in pairs.items() if any(pair)}
 
 
@@ -324,11 +386,15 @@ class QuantityLossConfig:
     def labels(self, predicted: Sequence[str]) -> Names:
         """Return the labels that the terms compare with, of those of a frame and of an atom that are predicted."""
         uses = ["local" in name for name, pair in self.weights.items() if any(pair)]
-        return tuple(name for name, of_atom in zip(predicted, (False, True), strict=False) if of_atom in uses)
+        return tuple(
+            name for name, of_atom in zip(predicted, (False, True), strict=False) if of_atom in uses
+        )
 
     def summary(self) -> str:
         """Return the active terms as text."""
-        terms = [f"{n} {a:g}" + f" to {b:g}" * (a != b) for n, (a, b) in self.weights.items() if a or b]
+        terms = [
+            f"{n} {a:g}" + f" to {b:g}" * (a != b) for n, (a, b) in self.weights.items() if a or b
+        ]
         return f"{self.type}, weights: {', '.join(terms)}"
 
 
@@ -341,7 +407,8 @@ class TensorLossConfig(QuantityLossConfig):
     pref: float = option(check=not_negative, doc="Weight of the tensor of a frame.")
     pref_atomic: float = option(check=not_negative, doc="Weight of the tensors of atoms.")
     enable_atomic_weight: bool = option(
-        False, "Whether errors of an atom are multiplied by its number in `atomic_weight.npy`, 1 without one."
+        False,
+        "Whether errors of an atom are multiplied by its number in `atomic_weight.npy`, 1 without one.",
     )
 
     @property
@@ -365,7 +432,9 @@ class DosLossConfig(QuantityLossConfig):
     type = "dos"
 
     start_pref_dos: float = _weight(0.0, "Weight of the density of states at the start.")
-    limit_pref_dos: float = _weight(0.0, "Weight of the density of states when the learning rate is 0.")
+    limit_pref_dos: float = _weight(
+        0.0, "Weight of the density of states when the learning rate is 0."
+    )
     start_pref_cdf: float = _weight(0.0, "Weight of its sums at the start.")
     limit_pref_cdf: float = _weight(0.0, "Weight of its sums when the learning rate is 0.")
     start_pref_ados: float = _weight(1.0, "Weight of those of atoms at the start.")
@@ -389,7 +458,9 @@ class PropertyLossConfig(QuantityLossConfig):
 
     type = "property"
 
-    loss_func: str = option("smooth_mae", "Function of the error that is minimized.", choices=_METRICS)
+    loss_func: str = option(
+        "smooth_mae", "Function of the error that is minimized.", choices=_METRICS
+    )
     metric: list[str] = option(
         ["mae"],
         "Errors that the learning curve shows.",
@@ -424,25 +495,43 @@ class EnerLossConfig:
     start_pref_v: float = _weight(0.0, "Weight of the virial at the start.")
     limit_pref_v: float = _weight(0.0, "Weight of the virial when the learning rate is 0.")
     start_pref_ae: float = _weight(0.0, "Weight of the atomic energies at the start.")
-    limit_pref_ae: float = _weight(0.0, "Weight of the atomic energies when the learning rate is 0.")
-    start_pref_pf: float = _weight(0.0, "Weight, at the start, of the forces weighted per atom by `atom_pref.npy`.")
-    limit_pref_pf: float = _weight(0.0, "Weight of the forces weighted per atom when the learning rate is 0.")
-    start_pref_h: float = _weight(0.0, "Weight, at the start, of the second derivatives of the energy (`hessian.npy`).")
-    limit_pref_h: float = _weight(0.0, "Weight of the second derivatives when the learning rate is 0.")
-    use_default_pf: bool = option(False, "Whether systems without `atom_pref.npy` take a weight of 1 per atom.")
+    limit_pref_ae: float = _weight(
+        0.0, "Weight of the atomic energies when the learning rate is 0."
+    )
+    start_pref_pf: float = _weight(
+        0.0, "Weight, at the start, of the forces weighted per atom by `atom_pref.npy`."
+    )
+    limit_pref_pf: float = _weight(
+        0.0, "Weight of the forces weighted per atom when the learning rate is 0."
+    )
+    start_pref_h: float = _weight(
+        0.0, "Weight, at the start, of the second derivatives of the energy (`hessian.npy`)."
+    )
+    limit_pref_h: float = _weight(
+        0.0, "Weight of the second derivatives when the learning rate is 0."
+    )
+    use_default_pf: bool = option(
+        False, "Whether systems without `atom_pref.npy` take a weight of 1 per atom."
+    )
     relative_f: float | None = option(
-        None, "Divide force errors by the length of the force plus this number.", positive, unit="eV/angstrom"
+        None,
+        "Divide force errors by the length of the force plus this number.",
+        positive,
+        unit="eV/angstrom",
     )
     use_huber: bool = option(False, "Whether errors above `huber_delta` count linearly.")
     huber_delta: float | list[float] = option(
         0.01, "Where the Huber loss turns linear: one number, or [energy, force, virial].", _delta
     )
-    loss_func: str = option("mse", "Squared (`mse`) or absolute (`mae`) errors.", choices=("mse", "mae"))
+    loss_func: str = option(
+        "mse", "Squared (`mse`) or absolute (`mae`) errors.", choices=("mse", "mae")
+    )
     f_use_norm: bool = option(
         False, "Whether the length of the force error of an atom counts instead of its components."
     )
     intensive_ener_virial: bool = option(
-        False, "Whether squared errors of energy and virial are divided by the squared number of atoms."
+        False,
+        "Whether squared errors of energy and virial are divided by the squared number of atoms.",
     )
 
     @property
@@ -461,7 +550,9 @@ class EnerLossConfig:
 
     def summary(self) -> str:
         """Return kind of the errors and the active terms as text."""
-        terms = [f"{_TERMS[t][0]} {a:g}" + f" to {b:g}" * (a != b) for t, (a, b) in self.weights.items()]
+        terms = [
+            f"{_TERMS[t][0]} {a:g}" + f" to {b:g}" * (a != b) for t, (a, b) in self.weights.items()
+        ]
         return f"{self.error}, weights: {', '.join(terms)}"
 
 

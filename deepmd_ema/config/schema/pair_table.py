@@ -20,7 +20,10 @@ def read_table(value: str | Table) -> Table:
     """Return the rows of a table, which is in a text file or, in the config of a checkpoint, in the config."""
     if not isinstance(value, str):
         return [list(map(float, row)) for row in value]
-    lines = (line.partition("#")[0].split() for line in Path(value).read_text(encoding="utf-8").splitlines())
+    lines = (
+        line.partition("#")[0].split()
+        for line in Path(value).read_text(encoding="utf-8").splitlines()
+    )
     return [list(map(float, line)) for line in lines if line]
 
 
@@ -30,7 +33,8 @@ def table_findings(name: str, table: Table, num_types: int, rcut: float) -> Find
     expected = num_types * (num_types + 1) // 2
     if columns != expected:
         yield error(
-            name, f": has energies of {columns} pairs, expected {expected}, one for each pair of {num_types} elements."
+            name,
+            f": has energies of {columns} pairs, expected {expected}, one for each pair of {num_types} elements.",
         )
     if table[-1][0] < rcut and any(table[-1][1:]):
         yield error(
@@ -46,10 +50,17 @@ def _is_table(value: Any) -> bool:
     except (OSError, ValueError, TypeError):
         return False
     widths = {len(row) for row in table}
-    if len(table) < 3 or len(widths) != 1 or min(widths) < 2 or not all(map(math.isfinite, chain(*table))):
+    if (
+        len(table) < 3
+        or len(widths) != 1
+        or min(widths) < 2
+        or not all(map(math.isfinite, chain(*table)))
+    ):
         return False
     first, step = table[0][0], (table[-1][0] - table[0][0]) / (len(table) - 1)
-    return step > 0 and all(abs(row[0] - first - k * step) < _UNEVEN * step for k, row in enumerate(table))
+    return step > 0 and all(
+        abs(row[0] - first - k * step) < _UNEVEN * step for k, row in enumerate(table)
+    )
 
 
 pair_table = Check(

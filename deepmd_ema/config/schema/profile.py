@@ -88,7 +88,10 @@ class Profile(ABC):
         unit="steps",
     )
     start_epoch: float | None = option(
-        None, "The start in epochs instead of `start_step`; may be a fraction.", not_negative, unit="epochs"
+        None,
+        "The start in epochs instead of `start_step`; may be a fraction.",
+        not_negative,
+        unit="epochs",
     )
     update_every: int = option(
         1,
@@ -113,7 +116,9 @@ class Profile(ABC):
         "On several ranks, `local_shard`: each averages the weights that it holds, without communication; "
         "`full_tensor`: each holds the whole average, gathered at each update (zero_stage 2 and 3).",
         choices=("local_shard", "full_tensor"),
-        removed={"rank_range": "Use local_shard (default); zero_stage 2 and 3 shard averages with the weights."},
+        removed={
+            "rank_range": "Use local_shard (default); zero_stage 2 and 3 shard averages with the weights."
+        },
     )
     buffers: str = option(
         "copy",
@@ -133,7 +138,9 @@ class Profile(ABC):
     ckpt_keep: int | None = option(
         None, "Checkpoints of the average kept; null: as many as `max_ckpt_keep`.", positive_int
     )
-    should_update: Callable[[int, Any], bool] | None = field(default=None, compare=False)  # not in inputs
+    should_update: Callable[[int, Any], bool] | None = field(
+        default=None, compare=False
+    )  # not in inputs
 
     def __post_init__(self) -> None:
         hook = self.should_update
@@ -152,7 +159,9 @@ class Profile(ABC):
             try:
                 pickle.dumps(hook)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
-                problems.append(f"should_update: cannot be pickled ({error}); use a function or a class of a module.")
+                problems.append(
+                    f"should_update: cannot be pickled ({error}); use a function or a class of a module."
+                )
         ConfigError.raise_if_any([f"average {self.name!r}: {problem}" for problem in problems])
 
     @abstractmethod
@@ -169,7 +178,9 @@ class Profile(ABC):
         if every == 1:
             return self.decay_at(updates)
         if isinstance(updates, int):
-            return math.prod(self.decay_at(done) for done in range(updates * every, (updates + 1) * every))
+            return math.prod(
+                self.decay_at(done) for done in range(updates * every, (updates + 1) * every)
+            )
         steps = updates.unsqueeze(-1) * every + (updates.new_ones(every).cumsum(0) - 1)
         decays = self.decay_at(steps)
         return (decays if hasattr(decays, "prod") else steps.new_full(steps.shape, decays)).prod(-1)
@@ -190,7 +201,9 @@ class Profile(ABC):
             changes: other settings.
         """
         if self.start_epoch is not None:
-            start = min(self.start_epoch * steps_per["epochs"], MAX_INTEGER - 1)  # any later one is as good as never
+            start = min(
+                self.start_epoch * steps_per["epochs"], MAX_INTEGER - 1
+            )  # any later one is as good as never
             changes |= {"start_step": math.ceil(start), "start_epoch": None}
         return replace(self, **{"should_update": vars(self).get("should_update"), **changes})
 
@@ -201,19 +214,27 @@ class Profile(ABC):
         return {
             "type": self.type,
             **{name: getattr(self, name) for name in (*common, *self.formula)},
-            "should_update": None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__),
+            "should_update": None
+            if hook is None
+            else getattr(hook, "__qualname__", type(hook).__qualname__),
         }
 
     def conflicts(self) -> Findings:
         """Yield errors of options that exclude each other, in a run or in a bank without one."""
         if self.start_step > 0 and self.start_epoch is not None:
             yield error(
-                "start_epoch", f" = {self.start_epoch:g}: start_step = {self.start_step} is given too. {REMOVE_ONE}"
+                "start_epoch",
+                f" = {self.start_epoch:g}: start_step = {self.start_step} is given too. {REMOVE_ONE}",
             )
         if self.should_update is not None and self.update_every != 1:
             who = "should_update" if "should_update" in vars(self) else f"type {self.type}"
-            yield error("update_every", f" = {self.update_every}: {who} says itself which steps count. Remove it.")
-        lengths = [(name, value) for name in self.lengths if (value := getattr(self, name)) is not None]
+            yield error(
+                "update_every",
+                f" = {self.update_every}: {who} says itself which steps count. Remove it.",
+            )
+        lengths = [
+            (name, value) for name in self.lengths if (value := getattr(self, name)) is not None
+        ]
         if len(lengths) > 1:
             (first, a), (second, b) = lengths
             yield error(second, f" = {b:g}: {first} = {a:g} is given too. {REMOVE_ONE}")
@@ -225,7 +246,8 @@ class Profile(ABC):
             yield error("full_validation", NEEDS_DATA)
         if self.lcurve and not training.disp_training:
             yield error(
-                "lcurve", " = true: needs training.disp_training, which is false. Set it to true, or remove this."
+                "lcurve",
+                " = true: needs training.disp_training, which is false. Set it to true, or remove this.",
             )
         if self.snapshots and self.snapshot_freq is None and training.save_freq <= 0:
             yield error(
@@ -237,7 +259,10 @@ class Profile(ABC):
         yield from self.conflicts()
         if self.lengths and all(getattr(self, name) is None for name in self.lengths):
             example = '"decay": 0.999' if self.type == "ema" else '"sigma_rel": 0.05'
-            yield error("", f": {' or '.join(self.lengths)} is required for type {self.type}. Add one, e.g. {example}.")
+            yield error(
+                "",
+                f": {' or '.join(self.lengths)} is required for type {self.type}. Add one, e.g. {example}.",
+            )
         if self.length[0] == "decay":
             yield unused("half_life_unit", "decay is given, and no half_life")
         if not self.snapshots:
@@ -264,7 +289,11 @@ class Profile(ABC):
         """
         words = [self.describe_length(steps_per)]
         if self.start_epoch:
-            step = f" (step {math.ceil(self.start_epoch * steps_per['epochs']):,})" if "epochs" in steps_per else ""
+            step = (
+                f" (step {math.ceil(self.start_epoch * steps_per['epochs']):,})"
+                if "epochs" in steps_per
+                else ""
+            )
             words.append(f"from epoch {self.start_epoch:g}{step}")
         if self.start_step:
             words.append(f"from step {self.start_step:,}")
@@ -272,9 +301,13 @@ class Profile(ABC):
             words.append(every_steps(self.update_every))
         texts = {"cpu": "in host memory", "float32": "float32", "full_tensor": "whole on every process",
                  "average": "with averaged buffers"}  # fmt: skip
-        words += [texts[v] for v in (self.device, self.dtype, self.layout, self.buffers) if v in texts]
+        words += [
+            texts[v] for v in (self.device, self.dtype, self.layout, self.buffers) if v in texts
+        ]
         if self.snapshots:
-            words.append(f"snapshots {every_steps(self.snapshot_freq) if self.snapshot_freq else _WITH_CHECKPOINTS}")
+            words.append(
+                f"snapshots {every_steps(self.snapshot_freq) if self.snapshot_freq else _WITH_CHECKPOINTS}"
+            )
         return ", ".join(words)
 
     @abstractmethod

@@ -10,7 +10,13 @@ from deepmd_ema.config.fields import option, plain, section
 from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.messages import Names, Source, Values
 from deepmd_ema.config.schema.model import MODELS, Link, ModelConfig
-from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, LossConfig, OptimizerConfig, ScheduleConfig
+from deepmd_ema.config.schema.optim import (
+    AdamConfig,
+    EnerLossConfig,
+    LossConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.config.schema.training import (
     MultiTaskTrainingConfig,
@@ -50,9 +56,15 @@ class TaskConfig:
 
     def metric(self, metric: Metric) -> Metric:
         """Return ``metric``, or the same kind of error of what the loss has, if the model does not predict this."""
-        in_loss = (error.metric for name in self.labels for error in LABELS[name].errors if error.metric)
+        in_loss = (
+            error.metric for name in self.labels for error in LABELS[name].errors if error.metric
+        )
         known = self.model.fitting_net.metrics
-        return metric if metric.quantity in known else Metric(f"{next(in_loss, known[0])}:{metric.error}")
+        return (
+            metric
+            if metric.quantity in known
+            else Metric(f"{next(in_loss, known[0])}:{metric.error}")
+        )
 
     @property
     def is_validated(self) -> bool:
@@ -72,7 +84,9 @@ class TaskConfig:
         """Return the dotted path of its ``model``, ``loss``, data (``training``) or ``validating.test_data``."""
         if not self.name:
             return section
-        outer = {"model": "model.model_dict", "training": "training.data_dict"}.get(section, f"{section}_dict")
+        outer = {"model": "model.model_dict", "training": "training.data_dict"}.get(
+            section, f"{section}_dict"
+        )
         return f"{outer}.{self.name}"
 
 
@@ -91,10 +105,16 @@ class RunConfig:
     first_options: ClassVar[Names] = ("model", "learning_rate", "optimizer", "loss", "loss_dict")
 
     model: Any = option(doc="The model that is trained.")
-    learning_rate: ScheduleConfig = option(default_type="exp", doc="How the learning rate goes down.")
-    optimizer: OptimizerConfig = option(AdamConfig(), "How parameters follow gradients.", default_type="Adam")
+    learning_rate: ScheduleConfig = option(
+        default_type="exp", doc="How the learning rate goes down."
+    )
+    optimizer: OptimizerConfig = option(
+        AdamConfig(), "How parameters follow gradients.", default_type="Adam"
+    )
     training: TrainingOptions = option(doc="How long, on which data, and what is written when.")
-    validating: ValidatingConfig = option(ValidatingConfig(), "Full validation and the best weights.")
+    validating: ValidatingConfig = option(
+        ValidatingConfig(), "Full validation and the best weights."
+    )
     source: Source = field(default_factory=Source, compare=False, repr=False)
     notes: Names = field(default=(), compare=False, repr=False)
     unused: Names = field(default=(), compare=False, repr=False)
@@ -151,7 +171,9 @@ class RunConfig:
         """Return the run with the sections ``model`` of some tasks, by name of the task, replaced."""
         if "" in self.tasks:
             return replace(self, model=models.get("", self.model))
-        return replace(self, model=replace(self.model, model_dict={**self.model.model_dict, **models}))
+        return replace(
+            self, model=replace(self.model, model_dict={**self.model.model_dict, **models})
+        )
 
     @property
     def has_validation_data(self) -> bool:
@@ -162,14 +184,18 @@ class RunConfig:
     def fully_validated(self) -> list[str]:
         """Names of the weights that are validated on all validation data: ``live``, then those of averages."""
         live = [LIVE] if self.validating.full_validation else []
-        return live + [average.name for average in self.training.averaging if average.full_validation]
+        return live + [
+            average.name for average in self.training.averaging if average.full_validation
+        ]
 
 
 @section
 class SingleTaskRun(RunConfig):
     """All sections of an input of one task."""
 
-    model: ModelConfig = option(registry=MODELS, default_type="standard", doc="The model that is trained.")
+    model: ModelConfig = option(
+        registry=MODELS, default_type="standard", doc="The model that is trained."
+    )
     loss: LossConfig = option(EnerLossConfig(), "The loss that is minimized.", default_type="ener")
     training: TrainingConfig = option(doc="How long, on which data, and what is written when.")
 
@@ -208,16 +234,22 @@ class MultiTaskRun(RunConfig):
 
     model: ModelsConfig = option(doc="The model that is trained.")
     loss_dict: dict[str, LossConfig] = option(
-        {}, "What is minimized, by task; a task that is not there has all defaults.", default_type="ener"
+        {},
+        "What is minimized, by task; a task that is not there has all defaults.",
+        default_type="ener",
     )
-    training: MultiTaskTrainingConfig = option(doc="How long, on which data, and what is written when.")
+    training: MultiTaskTrainingConfig = option(
+        doc="How long, on which data, and what is written when."
+    )
 
     @property
     def tasks(self) -> dict[str, TaskConfig]:
         """The tasks in the order of ``model_dict``; those without data, which a rule refuses, are left out."""
         data, test = self.training.data_dict, self.validating.test_data_dict
         return {
-            name: TaskConfig(name, model, self.loss_dict.get(name, EnerLossConfig()), data[name], test.get(name))
+            name: TaskConfig(
+                name, model, self.loss_dict.get(name, EnerLossConfig()), data[name], test.get(name)
+            )
             for name, model in self.model.model_dict.items()
             if name in data
         }
@@ -237,7 +269,9 @@ def to_dict(config: RunConfig | ModelConfig) -> Values:
     return result
 
 
-def choose_head(names: Mapping[str, Sequence[str]], head: str | None, source: str, option: str = "--head") -> str:
+def choose_head(
+    names: Mapping[str, Sequence[str]], head: str | None, source: str, option: str = "--head"
+) -> str:
     """Return the model with a name or alias, in upper or lower case.
 
     Args:
@@ -252,10 +286,14 @@ def choose_head(names: Mapping[str, Sequence[str]], head: str | None, source: st
     if head is None and len(names) == 1:
         return next(iter(names))
     if not any(names):
-        raise ConfigError(f"{source}: holds one model without a name, so there is no head {head!r}. Leave it out.")
+        raise ConfigError(
+            f"{source}: holds one model without a name, so there is no head {head!r}. Leave it out."
+        )
     known = {alias.lower(): name for name, aliases in names.items() for alias in aliases}
     known |= {name.lower(): name for name in names}
     if head is None or head.lower() not in known:
         wanted = "several models; which?" if head is None else f"no head {head!r}."
-        raise ConfigError(f"{source}: {wanted} It has {', '.join(names)}: choose one with {option}.")
+        raise ConfigError(
+            f"{source}: {wanted} It has {', '.join(names)}: choose one with {option}."
+        )
     return known[head.lower()]

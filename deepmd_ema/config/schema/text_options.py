@@ -102,10 +102,16 @@ class SystemProbability(TextOption):
     def read(self) -> bool:
         """Set kind and blocks, of which a begin is before its end, and one has a weight above 0."""
         self.kind, *texts = (part.strip() for part in self.split(";"))
-        block = re.compile(r"([0-9]{1,18}):([0-9]{1,18}):([0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?)")
+        block = re.compile(
+            r"([0-9]{1,18}):([0-9]{1,18}):([0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?)"
+        )
         found = [block.fullmatch(text) for text in texts if text]
-        self.blocks = tuple((int(m[1]), int(m[2]), Fraction(float(m[3]))) for m in found if m is not None)
-        if self.kind not in ("prob_uniform", "prob_sys_size") or (texts and self.kind == "prob_uniform"):
+        self.blocks = tuple(
+            (int(m[1]), int(m[2]), Fraction(float(m[3]))) for m in found if m is not None
+        )
+        if self.kind not in ("prob_uniform", "prob_sys_size") or (
+            texts and self.kind == "prob_uniform"
+        ):
             return False
         in_order = None not in found and all(start < stop for start, stop, _ in self.blocks)
         return in_order and (not texts or any(weight for *_, weight in self.blocks))

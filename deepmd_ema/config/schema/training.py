@@ -27,12 +27,20 @@ MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # of torch.compile
 
 def _is_probs(value: list[float]) -> bool:
     given = [p for p in value if p >= 0]
-    return len(value) > 0 and sum(given) <= 1 + 1e-8 and (len(given) < len(value) or sum(given) > 1 - 1e-8)
+    return (
+        len(value) > 0
+        and sum(given) <= 1 + 1e-8
+        and (len(given) < len(value) or sum(given) > 1 - 1e-8)
+    )
 
 
 def _is_pattern(value: str) -> bool:
     parts = value.split("/")
-    return bool(value.strip("./ ")) and parts[0] != "" and all(part == "**" or "**" not in part for part in parts)
+    return (
+        bool(value.strip("./ "))
+        and parts[0] != ""
+        and all(part == "**" or "**" not in part for part in parts)
+    )
 
 
 @section
@@ -41,7 +49,8 @@ class TestDataConfig:
 
     systems: list[str] = option(
         check=Check(
-            lambda v: len(v) > 0 and (isinstance(v, str) or all(s.strip() for s in v)), "a folder or a list of folders"
+            lambda v: len(v) > 0 and (isinstance(v, str) or all(s.strip() for s in v)),
+            "a folder or a list of folders",
         ),
         also=(str,),
         convert=lambda v: [v] if isinstance(v, str) else v,
@@ -83,7 +92,9 @@ class _Data(TestDataConfig):
     sys_probs: list[float] | None = option(
         None,
         "Probability of each system, instead of `auto_prob`; negative: a share of the rest by number of batches.",
-        Check(_is_probs, "probabilities that add up to 1; negative ones share what the others leave"),
+        Check(
+            _is_probs, "probabilities that add up to 1; negative ones share what the others leave"
+        ),
         alias=("sys_weights",),
     )
 
@@ -96,7 +107,9 @@ class TrainingDataConfig(_Data):
         0.0,
         "Frames with two atoms closer than this are left out of training. 0 leaves none out; atoms closer than 0.3 "
         "angstrom are then an error.",
-        Check(lambda v: 0 <= v <= _MAX_PAIR_DISTANCE, f"a number >= 0 and <= {_MAX_PAIR_DISTANCE:g}"),
+        Check(
+            lambda v: 0 <= v <= _MAX_PAIR_DISTANCE, f"a number >= 0 and <= {_MAX_PAIR_DISTANCE:g}"
+        ),
         unit="angstrom",
     )
     frame_weights: bool = option(
@@ -110,7 +123,9 @@ class TrainingDataConfig(_Data):
 class ValidationDataConfig(_Data):
     """The validation frames."""
 
-    numb_btch: int = option(1, "Batches of each validation that is displayed.", positive_int, alias=("numb_batch",))
+    numb_btch: int = option(
+        1, "Batches of each validation that is displayed.", positive_int, alias=("numb_batch",)
+    )
 
 
 @section
@@ -126,10 +141,14 @@ class TaskDataConfig:
         Check(lambda v: 0 < v < 0.5, "a number > 0 and < 0.5"),
     )
     stat_file: str | None = option(
-        None, "Cache of the statistics: an HDF5 file (`.h5`, `.hdf5`), otherwise a folder.", file_name
+        None,
+        "Cache of the statistics: an HDF5 file (`.h5`, `.hdf5`), otherwise a folder.",
+        file_name,
     )
     stat_file_mode: str = option(
-        "update", "`read` only reads `stat_file`, which must be complete.", choices=("update", "read")
+        "update",
+        "`read` only reads `stat_file`, which must be complete.",
+        choices=("update", "read"),
     )
 
 
@@ -138,7 +157,9 @@ class CompileConfig:
     """Options of `torch.compile`."""
 
     backend: str = option(
-        "inductor", "Which compiler of torch makes the code.", choices=("inductor", "aot_eager", "cudagraphs")
+        "inductor",
+        "Which compiler of torch makes the code.",
+        choices=("inductor", "aot_eager", "cudagraphs"),
     )
     mode: str = option(
         "default",
@@ -150,7 +171,9 @@ class CompileConfig:
         "Whether one graph serves all numbers of atoms, neighbors and frames. `false` makes one for each size, "
         "rounded up to 2, 3, 4, 6, 8, 12, ...: for CUDA graphs, and for data of few sizes.",
     )
-    cache_dir: str | None = option(None, "Folder where code is kept for later runs; null: that of torch.", file_name)
+    cache_dir: str | None = option(
+        None, "Folder where code is kept for later runs; null: that of torch.", file_name
+    )
 
     @property
     def makes_cuda_graphs(self) -> bool:
@@ -188,9 +211,15 @@ class TrainingOptions:
         not_negative_int,
     )
     disp_file: str = option("lcurve.out", "File of the learning curve.", file_name)
-    disp_freq: int = option(1000, "Steps between two lines of `disp_file`.", positive_int, unit="steps")
-    save_freq: int = option(1000, "Steps between two checkpoints; 0 or less writes only the last one.", unit="steps")
-    save_ckpt: str = option("model.ckpt", "Prefix of checkpoint files; may have a folder.", file_name)
+    disp_freq: int = option(
+        1000, "Steps between two lines of `disp_file`.", positive_int, unit="steps"
+    )
+    save_freq: int = option(
+        1000, "Steps between two checkpoints; 0 or less writes only the last one.", unit="steps"
+    )
+    save_ckpt: str = option(
+        "model.ckpt", "Prefix of checkpoint files; may have a folder.", file_name
+    )
     save_dir: str | None = option(
         None,
         "Folder of the numbered checkpoints; null: that of `save_ckpt`, where the link to the newest is.",
@@ -222,11 +251,16 @@ class TrainingOptions:
     )
     disp_training: bool = option(True, "Whether lines are written to `disp_file`.")
     disp_avg: bool = option(
-        False, "Whether training errors of a line are averaged over its interval instead of those of one batch."
+        False,
+        "Whether training errors of a line are averaged over its interval instead of those of one batch.",
     )
-    tensorboard: bool = option(False, "Whether to write files for TensorBoard (extra `tensorboard`).")
+    tensorboard: bool = option(
+        False, "Whether to write files for TensorBoard (extra `tensorboard`)."
+    )
     tensorboard_log_dir: str = option("log", "Folder of the TensorBoard files.", file_name)
-    tensorboard_freq: int = option(1, "Steps between two TensorBoard points.", positive_int, unit="steps")
+    tensorboard_freq: int = option(
+        1, "Steps between two TensorBoard points.", positive_int, unit="steps"
+    )
     loggers: list[Logger] = option(
         [],
         "What else records the errors: TensorBoard, Weights & Biases (extra `wandb`), MLflow (extra `mlflow`). A "
@@ -247,9 +281,13 @@ class TrainingOptions:
         False,
         "Whether models are compiled with `torch.compile`, all tasks of one structure in one graph. It takes "
         "minutes at the first start.",
-        removed={"auto": "Use true for long runs, on GPUs mostly: the first start takes minutes; or false."},
+        removed={
+            "auto": "Use true for long runs, on GPUs mostly: the first start takes minutes; or false."
+        },
     )
-    compile_options: CompileConfig = option(CompileConfig(), "How models are compiled. Only in dp-ema.")
+    compile_options: CompileConfig = option(
+        CompileConfig(), "How models are compiled. Only in dp-ema."
+    )
     enable_tf32: bool = option(
         False,
         "Whether training steps multiply float32 matrices in TF32 on a GPU, with 10 bits of each factor behind the "
@@ -342,15 +380,21 @@ class ValidatingConfig:
 
     shorthand = EmaValidationShorthand
 
-    full_validation: bool = option(False, "Whether the live weights are validated on all validation data.")
+    full_validation: bool = option(
+        False, "Whether the live weights are validated on all validation data."
+    )
     validation_freq: int = option(
         5000,
         "Steps between two full validations; the last step of a run is validated in any case.",
         positive_int,
         unit="steps",
     )
-    save_best: bool = option(True, "Whether the best weights are kept in `best.ckpt-*` (`best_ema.ckpt-*`).")
-    save_best_dir: str | None = option(None, "Folder of the best weights; null: the folder of `save_ckpt`.")
+    save_best: bool = option(
+        True, "Whether the best weights are kept in `best.ckpt-*` (`best_ema.ckpt-*`)."
+    )
+    save_best_dir: str | None = option(
+        None, "Folder of the best weights; null: the folder of `save_ckpt`."
+    )
     max_best_ckpt: int = option(1, "Best weights kept.", positive_int)
     validation_metric: Metric = option(
         Metric("E:MAE"),
@@ -364,9 +408,13 @@ class ValidatingConfig:
         None, "When the run ends before its last step; null: never. Only in dp-ema."
     )
     full_val_file: str = option(
-        "val.log", "File of full validation; averaged weights have `_ema` before the last dot.", file_name
+        "val.log",
+        "File of full validation; averaged weights have `_ema` before the last dot.",
+        file_name,
     )
-    compiled_infer: bool | None = option(None, "Whether validation runs compiled code; null: as training does.")
+    compiled_infer: bool | None = option(
+        None, "Whether validation runs compiled code; null: as training does."
+    )
     tf32_infer: bool = option(
         False,
         "Whether validation multiplies float32 matrices in TF32 on a GPU. `dp-ema test` has other errors then.",
@@ -377,7 +425,9 @@ class ValidatingConfig:
         "errors are then not those of `dp-ema test`.",
     )
     full_val_start: float = option(
-        0.5, "First step of full validation; below 1 a fraction of the run; 1 is never.", not_negative
+        0.5,
+        "First step of full validation; below 1 a fraction of the run; 1 is never.",
+        not_negative,
     )
     test_data: TestDataConfig | None = option(
         None,
@@ -385,5 +435,6 @@ class ValidatingConfig:
         "(all if nothing is) and the best weights. Only in dp-ema.",
     )
     test_data_dict: dict[str, TestDataConfig] = option(
-        {}, "The same by task, in an input of several tasks; not each must have some. Only in dp-ema."
+        {},
+        "The same by task, in an input of several tasks; not each must have some. Only in dp-ema.",
     )

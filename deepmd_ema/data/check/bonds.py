@@ -28,7 +28,9 @@ _REACH_OF_HYDROGEN = 1.12
 _MAX_BRIDGES = 0.05  # share of hydrogen atoms, in a median frame
 _NOBLE = {"He", "Ne", "Ar", "Kr", "Xe", "Rn"}  # they have no bonds
 MAX_SEARCHED = 15_000  # atoms of a frame whose nearest neighbors are searched
-_MAX_PAIRS = 3e5  # of such a frame, within more than twice the distance of neighbors whatever the unit
+_MAX_PAIRS = (
+    3e5  # of such a frame, within more than twice the distance of neighbors whatever the unit
+)
 _MIN_FRAMES = 3  # that are judged together
 # pm, Cordero et al. 2008 (carbon sp3, high spin), as in ASE
 _RADII = """
@@ -113,10 +115,14 @@ def bonds_by_elements(bonds: Sequence[_Bond]) -> dict[tuple[int, int], list[_Bon
 
 def bond_radii(symbols: Sequence[str]) -> Array:
     """Return covalent radii of elements, angstrom; NaN of noble gases and of names that are no elements."""
-    return np.array([math.nan if name in _NOBLE else COVALENT_RADII.get(name, math.nan) for name in symbols])
+    return np.array(
+        [math.nan if name in _NOBLE else COVALENT_RADII.get(name, math.nan) for name in symbols]
+    )
 
 
-def nearest_neighbors(coord: Array, box: Array | None, radii: Array) -> list[tuple[float, float, int, int]]:
+def nearest_neighbors(
+    coord: Array, box: Array | None, radii: Array
+) -> list[tuple[float, float, int, int]]:
     """Return distances of nearest neighbors in sums of covalent radii and in angstrom, and both atoms, of each atom.
 
     Args:
@@ -129,13 +135,19 @@ def nearest_neighbors(coord: Array, box: Array | None, radii: Array) -> list[tup
     size = np.ptp(coord, axis=0) + 1.0 if box is None else np.linalg.svd(box, compute_uv=False)
     most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / len(coord) ** (2 / 3)
     try:
-        i, j, _, distance = find_pairs_once(coord, box, min(REACH * 2 * float(np.nanmax(radii)), most))
+        i, j, _, distance = find_pairs_once(
+            coord, box, min(REACH * 2 * float(np.nanmax(radii)), most)
+        )
     except DataError:
         return []
     scaled = distance / (radii[i] + radii[j])
-    if len(coord) == 2 and len(scaled) == 1 and scaled[0] > LONG:  # a dimer without a bond, in any unit
+    if (
+        len(coord) == 2 and len(scaled) == 1 and scaled[0] > LONG
+    ):  # a dimer without a bond, in any unit
         return []
-    i, j, distance, scaled = (np.concatenate(both) for both in ((i, j), (j, i), (distance,) * 2, (scaled,) * 2))
+    i, j, distance, scaled = (
+        np.concatenate(both) for both in ((i, j), (j, i), (distance,) * 2, (scaled,) * 2)
+    )
     order = np.lexsort((scaled, i))
     order = order[np.isfinite(scaled[order]) & (i[order] != j[order])]
     first = order[np.unique(i[order], return_index=True)[1]]

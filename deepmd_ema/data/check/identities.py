@@ -38,7 +38,13 @@ from deepmd_ema.utils import even_places
 _KCAL = 1 / ENERGIES["kcal/mol"]
 _KJ = 1 / ENERGIES["kj/mol"]
 # numbers that 1 eV, 1 eV/angstrom and 1 eV of a virial have in other units; those of a stress are over the volume
-ENERGY_UNITS = {"Hartree": 1 / HARTREE, "Rydberg": 2 / HARTREE, "kcal/mol": _KCAL, "kJ/mol": _KJ, "meV": 1e3}
+ENERGY_UNITS = {
+    "Hartree": 1 / HARTREE,
+    "Rydberg": 2 / HARTREE,
+    "kcal/mol": _KCAL,
+    "kJ/mol": _KJ,
+    "meV": 1e3,
+}
 _FORCES = {
     "Hartree/bohr": BOHR / HARTREE,
     "Rydberg/bohr": 2 * BOHR / HARTREE,
@@ -50,17 +56,26 @@ _FORCES = {
 _VIRIALS = {**ENERGY_UNITS, "GPa * angstrom^3": GPA, "kbar * angstrom^3": 10 * GPA}
 _STRESSES = {"eV/angstrom^3": 1.0, "GPa": GPA, "kbar": 10 * GPA}
 # of three ratios: energy differences over the works of forces and of virials, and virials over those works of forces
-_EXPONENTS = {"energies": (1, 1, 0), "forces": (-1, 0, -1), "virials": (0, -1, 1), "lengths": (-1, 0, -1)}
+_EXPONENTS = {
+    "energies": (1, 1, 0),
+    "forces": (-1, 0, -1),
+    "virials": (0, -1, 1),
+    "lengths": (-1, 0, -1),
+}
 _SAME = 1.5  # ratio of what is equal: 0.83 to 1.2 in right data, where a line explains the share of _EXPLAINED
 _SAME_UNIT = 1.2  # ratio to that of a unit that is named: kcal/mol is 1.18 / hartree
 _EXPLAINED = 0.95  # least share of the squares of the energy differences that a line explains
 _HALF = 0.5  # a larger share is explained by forces that are those of the frames
-_EXPLAINED_BY_HALF = 0.9  # the same in each half of the frames, whose ratios differ by at most _SAME
+_EXPLAINED_BY_HALF = (
+    0.9  # the same in each half of the frames, whose ratios differ by at most _SAME
+)
 # largest displacement of an atom (angstrom) and strain of two frames; nearer ones are compared first
 _LEVELS = ((0.3, 0.03), (0.6, 0.06), (1.0, 0.1))
 _MIN_STRAIN = 1e-6  # of rounding
 _MAX_STRAIN = 1e-3  # of frames in one cell
-_MIN_CHANGE = 0.2  # eV/angstrom, RMS of the changes of forces that changes of virials are held against
+_MIN_CHANGE = (
+    0.2  # eV/angstrom, RMS of the changes of forces that changes of virials are held against
+)
 # Bounds of the change of virials over that of forces times the spacing of atoms. It is 0.03 to 3 in right data, 160 and
 # 1,602 times as much from stresses in GPa and kbar, and a volume of 100 angstrom^3 and more times less as a stress.
 _SMALL_CHANGE, _LARGE_CHANGE = 5e-3, 10.0
@@ -69,8 +84,13 @@ _MIN_FRAMES = 8  # in the pairs
 _MIN_OPEN = 3  # frames of an open system, whose virials or torques are compared
 _MIN_FORCE = 0.1  # eV/angstrom, the largest of a frame; those of relaxed molecules are noise
 _MAX_TORQUE = 0.3  # antisymmetric part of sum_i r_i F_i^T over the symmetric one: rounding in right data, 1 by chance
-_MAX_SHORTEST = 1.2  # of all, 0.64 in angstrom: where it is less, the others are atoms of dissociated molecules
-_USUAL = (0.75, 1.35)  # where lengths are verified: in bohr they are 1.43 to 2.2, beryllium in angstrom has 1.43
+_MAX_SHORTEST = (
+    1.2  # of all, 0.64 in angstrom: where it is less, the others are atoms of dissociated molecules
+)
+_USUAL = (
+    0.75,
+    1.35,
+)  # where lengths are verified: in bohr they are 1.43 to 2.2, beryllium in angstrom has 1.43
 # factors by which lengths are wrong, and what they look like
 _LENGTHS = {
     1 / BOHR: "bohr, or were converted from bohr although they were in angstrom",
@@ -124,10 +144,14 @@ class UnitReport:
             many = f"{self.num_systems:,} evenly spaced systems of {self.num_all:,}"
         # a unit or sign that energies and forces have in common changes no identity
         verified = ", ".join(
-            f"{what} {'(with each other) ' * ('and' in what)}in {n:,}" for what, n in self.verified.items()
+            f"{what} {'(with each other) ' * ('and' in what)}in {n:,}"
+            for what, n in self.verified.items()
         )
         names = {what: first_few(names, 3) for what, names in self.unverified.items() if names}
-        return [f"verified: {verified} of {many}", *(f"not verified: {what} of {of}" for what, of in names.items())]
+        return [
+            f"verified: {verified} of {many}",
+            *(f"not verified: {what} of {of}" for what, of in names.items()),
+        ]
 
 
 class Ratios(NamedTuple):
@@ -174,7 +198,11 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
             report.faults[name] = texts + found
         verified |= {"lengths"} if is_known else set()
         labels = {label for frame in frames for label in frame.labels}
-        had = {"lengths": True, "energies and forces": {ENERGY, FORCE} <= labels, "virials": VIRIAL in labels}
+        had = {
+            "lengths": True,
+            "energies and forces": {ENERGY, FORCE} <= labels,
+            "virials": VIRIAL in labels,
+        }
         for what in (what for what, has in had.items() if has):
             report.verified[what] = report.verified.get(what, 0) + (what in verified)
             report.unverified.setdefault(what, []).extend([name] * (what not in verified))
@@ -192,7 +220,9 @@ def _without_unknown_forces(frame: Frame) -> Frame:
 def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[SystemScan, int]]]]:
     """Yield the name and some frames of each system, or of all small systems together, in runs of consecutive ones."""
     small: dict[bool, list[tuple[SystemScan, int]]] = {True: [], False: []}
-    parts: dict[str, list[SystemScan]] = {}  # frames of one file may be split between training and validation
+    parts: dict[
+        str, list[SystemScan]
+    ] = {}  # frames of one file may be split between training and validation
     for scan in scans:
         parts.setdefault(scan.system.whole.name, []).append(scan)
     for name, own in parts.items():
@@ -212,13 +242,22 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
         yield f"{places[0][0].system.whole.name}{more}", places[:_MAX_FRAMES]
 
 
-def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[float, list[str], bool]:
+def _judge_lengths(
+    frames: Sequence[Frame], type_map: Sequence[str]
+) -> tuple[float, list[str], bool]:
     """Return an angstrom in the unit of the frames, texts about it, and whether lengths are within their bounds."""
     found = nearest_bonds(frames, type_map)
     if not found:
         far = f"lengths are too large: no atom has a neighbor within {REACH} sums of covalent radii"
-        radii, searched = bond_radii(type_map), (f for f in frames if 2 < f.num_atoms <= MAX_SEARCHED)
-        return 1.0, [far] * any(np.isfinite(radii[frame.atom_type]).any() for frame in searched), False
+        radii, searched = (
+            bond_radii(type_map),
+            (f for f in frames if 2 < f.num_atoms <= MAX_SEARCHED),
+        )
+        return (
+            1.0,
+            [far] * any(np.isfinite(radii[frame.atom_type]).any() for frame in searched),
+            False,
+        )
     shortest, ratio, ninth = (found[int(share * (len(found) - 1))][0] for share in (0, 0.5, 0.9))
     if ratio == 0:  # an error of its own; no unit makes a distance of it
         return 1.0, [], False
@@ -229,7 +268,9 @@ def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[fl
     factor = min(_LENGTHS, key=lambda factor: abs(math.log(ratio / factor)))
     is_near = abs(math.log(ratio / factor)) < math.log(1.4)
     looks = f"lengths look like {_LENGTHS[factor]}" if is_near else "lengths have another unit"
-    middles = sorted((own[len(own) // 2] for own in bonds_by_elements(found).values()), key=lambda one: one[0])
+    middles = sorted(
+        (own[len(own) // 2] for own in bonds_by_elements(found).values()), key=lambda one: one[0]
+    )
     pairs = [
         f"{of:.2g} ({distance:.3g} apart: atoms {frame.describe_atom(i, type_map)} and "
         f"{frame.describe_atom(j, type_map)} in {frame.source[0]} frame {frame.source[1]})"
@@ -242,7 +283,9 @@ def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[fl
     return factor if is_near else 1.0, [text], False
 
 
-def _judge_ratios(ratios: Ratios, frames: Sequence[Frame], length: float) -> tuple[list[str], set[str]]:
+def _judge_ratios(
+    ratios: Ratios, frames: Sequence[Frame], length: float
+) -> tuple[list[str], set[str]]:
     """Return texts about wrong units and signs, and the quantities that are verified; ``length`` is an angstrom."""
     by_force, by_virial, between = (
         ratios.force and ratios.force * length, ratios.virial, ratios.open_virial and ratios.open_virial / length
@@ -259,7 +302,9 @@ def _judge_ratios(ratios: Ratios, frames: Sequence[Frame], length: float) -> tup
     if between is not None:
         evidence.append(f"the virials are {between:.3g} times the sum of positions and forces")
     boxes = [abs(float(np.linalg.det(frame.box))) for frame in frames if frame.box is not None]
-    virials = _VIRIALS | ({f"a stress in {u}": n / np.mean(boxes) for u, n in _STRESSES.items()} if boxes else {})
+    virials = _VIRIALS | (
+        {f"a stress in {u}": n / np.mean(boxes) for u, n in _STRESSES.items()} if boxes else {}
+    )
     by_force, by_virial, between = (  # what is one, but for its sign, is exactly one
         ratio and (math.copysign(1.0, ratio) if _is_one(abs(ratio)) else ratio)
         for ratio in (by_force, by_virial, between)
@@ -269,7 +314,9 @@ def _judge_ratios(ratios: Ratios, frames: Sequence[Frame], length: float) -> tup
     elif by_force and by_virial:
         between = by_force / by_virial
     if {by_force, by_virial, between} - {None, 1.0}:
-        return [f"{_explain((by_force, by_virial, between), virials)}: {', '.join(evidence)}"], set()
+        return [
+            f"{_explain((by_force, by_virial, between), virials)}: {', '.join(evidence)}"
+        ], set()
     verified = {"energies and forces"} if by_force else set()
     if by_virial or between:
         return [], verified | {"virials"}
@@ -277,7 +324,9 @@ def _judge_ratios(ratios: Ratios, frames: Sequence[Frame], length: float) -> tup
         return [], verified
     looks = "volume * stress in kbar or GPa" if ratios.change > 1 else "a stress"
     why = f"{ratios.change:.3g} times the change of the forces times the spacing of atoms, expected 0.03 to 3"
-    return [f"the virials look like {looks}: between frames in one cell they change by {why}"], verified
+    return [
+        f"the virials look like {looks}: between frames in one cell they change by {why}"
+    ], verified
 
 
 def _is_one(ratio: float | None) -> bool:
@@ -291,8 +340,13 @@ def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> st
     options |= {f"the {what} have the wrong sign": {what: -1.0} for what in ("energies", "virials")}
     for what, of in units.items():
         options |= {f"the {what} look like {name}": {what: number} for name, number in of.items()}
-        options |= {f"the {what} look like {name} with the wrong sign": {what: -number} for name, number in of.items()}
-    options |= {f"the lengths look like {name}": {"lengths": factor} for factor, name in _LENGTHS.items()}
+        options |= {
+            f"the {what} look like {name} with the wrong sign": {what: -number}
+            for name, number in of.items()
+        }
+    options |= {
+        f"the lengths look like {name}": {"lengths": factor} for factor, name in _LENGTHS.items()
+    }
     for (a, x), (b, y) in product(ENERGY_UNITS.items(), _FORCES.items()):
         if b.startswith(a):
             options[f"the energies and forces look like {a} and {b}"] = {"energies": x, "forces": y}
@@ -301,10 +355,14 @@ def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> st
                     for a, x in ENERGY_UNITS.items()}  # fmt: skip
     off = dict[str, float]()
     for text, numbers in options.items():
-        expected = [math.prod(n ** _EXPONENTS[what][k] for what, n in numbers.items()) for k in range(3)]
+        expected = [
+            math.prod(n ** _EXPONENTS[what][k] for what, n in numbers.items()) for k in range(3)
+        ]
         parts = [ratio / of for ratio, of in zip(ratios, expected) if ratio is not None]
         off[text] = max(abs(math.log(part)) for part in parts) if min(parts) > 0 else math.inf
-    near = sorted((text for text in off if off[text] < math.log(_SAME_UNIT)), key=lambda text: off[text])[:2]
+    near = sorted(
+        (text for text in off if off[text] < math.log(_SAME_UNIT)), key=lambda text: off[text]
+    )[:2]
     if near:
         return " or ".join(near)
     wrong = {k: ratio for k, ratio in enumerate(ratios) if ratio not in (None, 1.0)}
@@ -318,10 +376,20 @@ def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> st
 
 def ratios_of(frames: Sequence[Frame]) -> Ratios:
     """Return the ratios that identities give, from frames that are all open, or all periodic."""
-    labelled = [frame for frame in frames if FORCE in frame.labels and np.isfinite(frame.labels[FORCE]).all()]
+    labelled = [
+        frame
+        for frame in frames
+        if FORCE in frame.labels and np.isfinite(frame.labels[FORCE]).all()
+    ]
     force, virial, change = _works(labelled)
-    opened = [frame for frame in labelled if frame.box is None and np.abs(frame.labels[FORCE]).max() > _MIN_FORCE]
-    sums = [(f, (f.coord - f.coord.mean(axis=0)).T @ f.labels[FORCE].reshape(-1, 3)) for f in opened]
+    opened = [
+        frame
+        for frame in labelled
+        if frame.box is None and np.abs(frame.labels[FORCE]).max() > _MIN_FORCE
+    ]
+    sums = [
+        (f, (f.coord - f.coord.mean(axis=0)).T @ f.labels[FORCE].reshape(-1, 3)) for f in opened
+    ]
     if len(sums) < _MIN_OPEN:
         return Ratios(force, virial, change=change)
     sizes = np.array([[np.linalg.norm(m - m.T), np.linalg.norm(m + m.T)] for _, m in sums])
@@ -341,16 +409,27 @@ def misplaced_forces(frames: Sequence[Frame]) -> str:
     """Return the frames or atoms whose forces are at others, as near frames show; empty if there are none."""
     labelled = {frame.source: frame for frame in frames if FORCE in frame.labels}
     pairs = _pairs_of(list(labelled.values()))
-    shares = [_partial(*pairs[(pairs[:, 5] < step) & np.isfinite(pairs[:, 4])][:, 2:5].T)[1] for step, _ in _LEVELS]
+    shares = [
+        _partial(*pairs[(pairs[:, 5] < step) & np.isfinite(pairs[:, 4])][:, 2:5].T)[1]
+        for step, _ in _LEVELS
+    ]
     if max(shares) > _HALF:  # a smooth scan has about the forces of the frame before, too
         return ""
-    for text, step in (("the frame before", 1), ("the frame after", -1), ("atoms in the order of their types", 0)):
+    for text, step in (
+        ("the frame before", 1),
+        ("the frame after", -1),
+        ("atoms in the order of their types", 0),
+    ):
         moved = list[Frame]()
         for (name, number), frame in labelled.items():
             other, order = labelled.get((name, number + step)), np.arange(frame.num_atoms)
             if not step:  # the atoms were sorted by their types, and the forces were not
                 order = np.argsort(frame.atom_type, kind="stable")
-            if other is not None and other.num_atoms == frame.num_atoms and (step or (np.diff(order) < 0).any()):
+            if (
+                other is not None
+                and other.num_atoms == frame.num_atoms
+                and (step or (np.diff(order) < 0).any())
+            ):
                 force = np.empty_like(other.labels[FORCE].reshape(-1, 3))
                 force[order] = other.labels[FORCE].reshape(-1, 3)
                 moved.append(replace(frame, labels={**frame.labels, FORCE: force}))
@@ -364,12 +443,24 @@ def _works(frames: Sequence[Frame]) -> tuple[float | None, float | None, float |
     force = virial = None
     pairs = _pairs_of(frames)
     for max_step, max_strain in _LEVELS if len(pairs) else ():
-        near = pairs[(pairs[:, 5] < max_step) & (pairs[:, 6] < max_strain) & np.isfinite(pairs[:, 2:5]).all(axis=1)]
+        near = pairs[
+            (pairs[:, 5] < max_step)
+            & (pairs[:, 6] < max_strain)
+            & np.isfinite(pairs[:, 2:5]).all(axis=1)
+        ]
         force = _slope(near, 3, 4) if force is None else force
         virial = _slope(near, 4, 3) if virial is None else virial
     changes = pairs[(pairs[:, 6] < _MAX_STRAIN) & np.isfinite(pairs[:, 7])][:, 7:]
     least, most = np.median(changes, axis=0) if len(changes) >= _MIN_OPEN else (1.0, 1.0)
-    return force, virial, float(most) if most > _LARGE_CHANGE else float(least) if 0 < least < _SMALL_CHANGE else None
+    return (
+        force,
+        virial,
+        float(most)
+        if most > _LARGE_CHANGE
+        else float(least)
+        if 0 < least < _SMALL_CHANGE
+        else None,
+    )
 
 
 def _slope(pairs: Array, column: int, other: int) -> float | None:
@@ -381,9 +472,19 @@ def _slope(pairs: Array, column: int, other: int) -> float | None:
     if len(numbers) < _MIN_FRAMES:
         return None
     middle = numbers[len(numbers) // 2]
-    parts = pairs, pairs[(pairs[:, :2] < middle).all(axis=1)], pairs[(pairs[:, :2] >= middle).all(axis=1)]
-    (slope, explained), *halves = (_partial(part[:, 2], part[:, column], part[:, other]) for part in parts)
-    agree = all(_is_one(of_half / slope) and by > _EXPLAINED_BY_HALF for of_half, by in halves) if slope else False
+    parts = (
+        pairs,
+        pairs[(pairs[:, :2] < middle).all(axis=1)],
+        pairs[(pairs[:, :2] >= middle).all(axis=1)],
+    )
+    (slope, explained), *halves = (
+        _partial(part[:, 2], part[:, column], part[:, other]) for part in parts
+    )
+    agree = (
+        all(_is_one(of_half / slope) and by > _EXPLAINED_BY_HALF for of_half, by in halves)
+        if slope
+        else False
+    )
     return slope if agree and explained > _EXPLAINED else None
 
 
@@ -407,7 +508,9 @@ def _pairs_of(frames: Sequence[Frame]) -> Array:
             groups.setdefault((frame.atom_type.tobytes(), frame.box is None), []).append(frame)
     several = [group for group in groups.values() if len(group) > 1]
     shift = np.cumsum([0, *map(len, several)])
-    rows = [_pairs(group) + np.array([k, k, 0, 0, 0, 0, 0, 0, 0]) for group, k in zip(several, shift)]
+    rows = [
+        _pairs(group) + np.array([k, k, 0, 0, 0, 0, 0, 0, 0]) for group, k in zip(several, shift)
+    ]
     return np.concatenate([np.zeros((0, 9)), *rows])
 
 
@@ -420,12 +523,21 @@ def _pairs(frames: Sequence[Frame]) -> Array:
     coord = np.stack([frame.coord for frame in frames])
     force = np.stack([frame.labels[FORCE].reshape(-1, 3) for frame in frames])
     energy = np.array([float(frame.labels[ENERGY]) for frame in frames])
-    virial = np.stack([np.reshape(frame.labels.get(VIRIAL, np.full(9, np.nan)), (3, 3)) for frame in frames])
-    box = np.stack([frame.box for frame in frames if frame.box is not None]) if frames[0].box is not None else None
+    virial = np.stack(
+        [np.reshape(frame.labels.get(VIRIAL, np.full(9, np.nan)), (3, 3)) for frame in frames]
+    )
+    box = (
+        np.stack([frame.box for frame in frames if frame.box is not None])
+        if frames[0].box is not None
+        else None
+    )
     rows = []
     for k in range(len(frames) - 1):
         if box is None:
-            start, ends = coord[k] - coord[k].mean(axis=0), coord[k + 1 :] - coord[k + 1 :].mean(axis=1, keepdims=True)
+            start, ends = (
+                coord[k] - coord[k].mean(axis=0),
+                coord[k + 1 :] - coord[k + 1 :].mean(axis=1, keepdims=True),
+            )
             left, _, right = np.linalg.svd(ends.transpose(0, 2, 1) @ start)  # Kabsch 1976
             left[:, :, 2] *= np.linalg.det(left @ right)[:, None]  # a rotation, no reflection
             turn = left @ right
@@ -439,7 +551,9 @@ def _pairs(frames: Sequence[Frame]) -> Array:
             middle = 0.5 * (box[k] + other)
             step = coord[k + 1 :] @ np.linalg.inv(box[k + 1 :]) - coord[k] @ np.linalg.inv(box[k])
             step -= np.round(step)
-            step -= np.round(step - step[:, :1])  # a shift of all atoms by half a cell rounds either way
+            step -= np.round(
+                step - step[:, :1]
+            )  # a shift of all atoms by half a cell rounds either way
             step -= step.mean(axis=1, keepdims=True)
             step, strain = step @ middle, np.linalg.solve(middle, other - box[k])
         by_force = -0.5 * ((force[k] + force[k + 1 :] @ turn) * step).sum(axis=(1, 2))
@@ -448,7 +562,10 @@ def _pairs(frames: Sequence[Frame]) -> Array:
         by_strain = -0.5 * ((virial[k] + turned) * strain).sum(axis=(1, 2))
         by_strain[size < _MIN_STRAIN] = 0.0
         # Both are sums over neighbors; those of the forces of relaxed frames are noise.
-        change, pull = turned - virial[k], np.linalg.norm(force[k + 1 :] @ turn - force[k], axis=(1, 2))
+        change, pull = (
+            turned - virial[k],
+            np.linalg.norm(force[k + 1 :] @ turn - force[k], axis=(1, 2)),
+        )
         pull[pull < _MIN_CHANGE * math.sqrt(force[k].size)] = np.nan
         traceless = change - np.trace(change, axis1=1, axis2=2)[:, None, None] / 3 * np.eye(3)
         spacing = np.nan if box is None else abs(np.linalg.det(box[k]) / len(force[k])) ** (1 / 3)
@@ -456,5 +573,7 @@ def _pairs(frames: Sequence[Frame]) -> Array:
         rise = energy[k + 1 :] - energy[k]
         first, second = np.full(len(rise), k), np.arange(k + 1, len(frames))
         longest = np.linalg.norm(step, axis=2).max(axis=1)
-        rows.append(np.stack([first, second, rise, by_force, by_strain, longest, size, *changes], axis=1))
+        rows.append(
+            np.stack([first, second, rise, by_force, by_strain, longest, size, *changes], axis=1)
+        )
     return np.concatenate(rows)

@@ -122,7 +122,9 @@ class DataReport:
         return values
 
     @classmethod
-    def from_dict(cls, stored: Mapping[str, Any], type_map: Sequence[str], rcut: float) -> DataReport:
+    def from_dict(
+        cls, stored: Mapping[str, Any], type_map: Sequence[str], rcut: float
+    ) -> DataReport:
         """Return the report of ``to_dict``, with the date when it was stored."""
         neighbors = NeighborStatistics(
             tuple(stored["max_neighbors"]), np.array(stored["by_rank"]), np.array(stored["nearest"]),
@@ -164,14 +166,20 @@ def check_systems(
     in_run = report.training + report.validation
     every = in_run + report.test
     # a source whose frames are in both parts is there twice
-    remarks = (note(scan.system.whole.name, f": {text}") for scan in every for text in scan.system.notes)
+    remarks = (
+        note(scan.system.whole.name, f": {text}") for scan in every for text in scan.system.notes
+    )
     findings = [*dict.fromkeys(remarks), *_isolated_atom_notes(in_run, type_map)]
     for scan in every:
         findings += scan.findings()
     for scans in (in_run, report.test):
         # neighbors of the frames whose geometry is valid; of many an even sample
-        usable = [np.delete(np.arange(scan.system.num_frames), sorted(scan.bad_frames)) for scan in scans]
-        searched = evenly_spaced([FrameSubset(s.system, frames) for s, frames in zip(scans, usable)], max_searched)
+        usable = [
+            np.delete(np.arange(scan.system.num_frames), sorted(scan.bad_frames)) for scan in scans
+        ]
+        searched = evenly_spaced(
+            [FrameSubset(s.system, frames) for s, frames in zip(scans, usable)], max_searched
+        )
         frames = [(part, index) for part in searched for index in range(part.num_frames)]
         if not frames:
             continue
@@ -184,7 +192,9 @@ def check_systems(
             report.neighbors, report.num_searched = near, len(frames)
             if math.isfinite(near.min_distance):
                 report.closest = name_of(searched, int(near.frame_min.argmin()))
-    if labels and not any(scan.label_frames.get(label) for scan in report.training for label in labels):
+    if labels and not any(
+        scan.label_frames.get(label) for scan in report.training for label in labels
+    ):
         findings.append(_nothing_to_learn(report.training, labels))
     else:
         for part, scans in report.parts.items():
@@ -222,7 +232,9 @@ def _geometries(sources: Sequence[FrameSource]) -> Iterator[FrameGeometry]:
     """Yield coordinates, cell and types of all frames."""
     for source in sources:
         if source.num_frames * _FEW < source.whole.num_frames:
-            yield from ((f.coord, f.box, f.atom_type) for f in map(source.frame, range(source.num_frames)))
+            yield from (
+                (f.coord, f.box, f.atom_type) for f in map(source.frame, range(source.num_frames))
+            )
             continue
         for chunk in source.chunks((COORD, BOX)):
             for row, types in enumerate(chunk.types):
@@ -231,7 +243,10 @@ def _geometries(sources: Sequence[FrameSource]) -> Iterator[FrameGeometry]:
 
 
 def _too_close(
-    frames: Sequence[tuple[FrameSource, int]], near: NeighborStatistics, bound: float, type_map: Sequence[str]
+    frames: Sequence[tuple[FrameSource, int]],
+    near: NeighborStatistics,
+    bound: float,
+    type_map: Sequence[str],
 ) -> Iterator[Finding]:
     """Yield errors about the first frames with atoms closer than ``bound``, angstrom."""
     counts = Counter[str]()
@@ -264,7 +279,9 @@ def _neighbor_warnings(
     jumps = "the farthest are dropped, which makes the energy jump"
     if (kept := descriptor.neighbors) is not None:
         option, rcut = descriptor.neighbors_option, descriptor.cutoff
-        needed = list(near.max_neighbors) if len(kept) == len(near.max_neighbors) else [near.max_total]
+        needed = (
+            list(near.max_neighbors) if len(kept) == len(near.max_neighbors) else [near.max_total]
+        )
         short = [(k, n, most) for k, (n, most) in enumerate(zip(needed, kept)) if n > most]
         if short and len(kept) > _MAX_ELEMENTS:
             names = first_few([f"{type_map[k]} {n} (kept: {most})" for k, n, most in short])
@@ -276,8 +293,13 @@ def _neighbor_warnings(
         elif short:
             small.append((option, list(kept), needed, rcut, list(map(max, needed, kept))))
     if isinstance(descriptor, HasInnerNeighbors):
-        lists = [(option, limit, near.max_within(rcut), rcut) for option, rcut, limit in descriptor.inner_neighbors()]
-        small += [(option, limit, most, rcut, most) for option, limit, most, rcut in lists if most > limit]
+        lists = [
+            (option, limit, near.max_within(rcut), rcut)
+            for option, rcut, limit in descriptor.inner_neighbors()
+        ]
+        small += [
+            (option, limit, most, rcut, most) for option, limit, most, rcut in lists if most > limit
+        ]
     for option, limit, needs, rcut, enough in small:
         yield warning(
             option,
@@ -305,18 +327,29 @@ def _nothing_to_learn(scans: Sequence[SystemScan], labels: Sequence[str]) -> Fin
     return error("training data", text)
 
 
-def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: str) -> Iterator[Finding]:
+def _label_warnings(
+    scans: Sequence[SystemScan], labels: Sequence[str], kind: str
+) -> Iterator[Finding]:
     """Yield warnings about labels of the loss that frames of a ``kind`` lack."""
     for label in labels:
         lacking = []  # systems, and their frames without a label that they could have
         for scan in scans:
             # forces of isolated atoms are zero; NaN is a missing one
-            by_nature = {VIRIAL: scan.open_frames, FORCE: int((scan.isolated & np.isnan(scan.force_rms)).sum())}
-            number = scan.system.num_frames - scan.label_frames.get(label, 0) - by_nature.get(label, 0)
+            by_nature = {
+                VIRIAL: scan.open_frames,
+                FORCE: int((scan.isolated & np.isnan(scan.force_rms)).sum()),
+            }
+            number = (
+                scan.system.num_frames - scan.label_frames.get(label, 0) - by_nature.get(label, 0)
+            )
             if number > 0:
                 lacking.append((scan.system.name, number))
         if scans and not any(s.label_frames.get(label) for s in scans):
-            loss = "this term of the loss is left out" if kind == "training" else "its error is not known"
+            loss = (
+                "this term of the loss is left out"
+                if kind == "training"
+                else "its error is not known"
+            )
             yield warning(
                 "",
                 f"no {label} in the {kind} data, but the loss has a prefactor for it: {loss}. "
@@ -366,7 +399,8 @@ def _element_warnings(report: DataReport, task: str) -> Iterator[Finding]:
         return
     no_atoms = np.zeros(len(report.type_map), np.int64)
     counts = {
-        part: sum((scan.type_counts.sum(axis=0) for scan in scans), no_atoms) for part, scans in report.parts.items()
+        part: sum((scan.type_counts.sum(axis=0) for scan in scans), no_atoms)
+        for part, scans in report.parts.items()
     }
     trained = counts.pop("training")
     if unseen := [name for name, number in zip(report.type_map, trained) if not number]:
@@ -374,7 +408,9 @@ def _element_warnings(report: DataReport, task: str) -> Iterator[Finding]:
         text = "but no training frame does: their networks stay untrained"
         yield warning("type_map", f" has {first_few(unseen)}, {text}{but}.")
     for part, atoms in counts.items():
-        if untrained := [name for name, a, b in zip(report.type_map, trained, atoms) if b and not a]:
+        if untrained := [
+            name for name, a, b in zip(report.type_map, trained, atoms) if b and not a
+        ]:
             text = f"{part} frames have {first_few(untrained)}, but no training frame does."
             yield warning("", text)
 
@@ -387,7 +423,9 @@ def _isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) -
             element = int(scan.type_counts[frame].argmax())
             lowest[element] = min(lowest.get(element, math.inf), float(scan.energy[frame]))
             first, number = first or name_of([scan.system], frame), number + 1
-    energies = ", ".join(f"{lowest[k]:.10g}" if k in lowest else "null" for k in range(len(type_map)))
+    energies = ", ".join(
+        f"{lowest[k]:.10g}" if k in lowest else "null" for k in range(len(type_map))
+    )
     if number:
         yield note(
             "",

@@ -134,7 +134,10 @@ class Range:
         if sizes.max() > max(-self.low, self.high):
             self.worst = first + int(sizes.argmax())
         known = values[finite]
-        self.low, self.high = min(self.low, known.min(initial=math.inf)), max(self.high, known.max(initial=-math.inf))
+        self.low, self.high = (
+            min(self.low, known.min(initial=math.inf)),
+            max(self.high, known.max(initial=-math.inf)),
+        )
         self.squares += float((known**2).sum())
         self.count += known.size
 
@@ -148,7 +151,9 @@ def scan_system(system: FrameSource, num_types: int, rcut: float) -> SystemScan:
         rcut: cutoff radius of the model, angstrom: whether neighbors of a frame can be searched depends on it.
     """
     scan = SystemScan(system, num_types)
-    with np.errstate(all="ignore"):  # what is not finite is a problem, not a warning of its arithmetic
+    with np.errstate(
+        all="ignore"
+    ):  # what is not finite is a problem, not a warning of its arithmetic
         for chunk in system.chunks():
             for row, array, kind, text in _faults_of(chunk, rcut):
                 place = system.where(chunk.first + row, array)
@@ -176,7 +181,9 @@ def _faults_of(chunk: Chunk, rcut: float) -> Iterator[tuple[int, str, str, str]]
             bad &= exists
         for k in np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1)).tolist():
             first = tuple(np.argwhere(bad[k])[0])
-            atom = "" if per == "frame" else f" at atom {first[0] // 3 if per == 'pair' else first[0]}"
+            atom = (
+                "" if per == "frame" else f" at atom {first[0] // 3 if per == 'pair' else first[0]}"
+            )
             value = f"{array[k][first]:g}{atom}"
             expected = f"Expected finite numbers{' from 0' * (name in WEIGHTS)}; remove the frame or compute it again."
             yield k, name, "finite", f"{value}. {expected}"
@@ -194,8 +201,13 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
     here, exists = slice(first, first + len(types)), types >= 0
     num_atoms = exists.sum(axis=1)
     if not exists.all():  # rows of atoms that do not exist hold anything
-        arrays = {n: np.where(exists[:, :, None], a, 0.0) if rows_per(n) == "atom" else a for n, a in arrays.items()}
-    scan.type_counts[here] = np.stack([(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1)
+        arrays = {
+            n: np.where(exists[:, :, None], a, 0.0) if rows_per(n) == "atom" else a
+            for n, a in arrays.items()
+        }
+    scan.type_counts[here] = np.stack(
+        [(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1
+    )
     scan.open_frames += len(types) * (BOX not in arrays)
     scan.digests[here] = _digests(chunk)
     scan.isolated[here] = is_isolated(num_atoms, arrays.get(BOX), rcut)
@@ -203,7 +215,11 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
         if name in arrays:
             low, high, _ = scan.conditions.get(name, (math.inf, -math.inf, 0))
             values = arrays[name]
-            scan.conditions[name] = min(low, values.min()), max(high, values.max()), values.shape[-1]
+            scan.conditions[name] = (
+                min(low, values.min()),
+                max(high, values.max()),
+                values.shape[-1],
+            )
     if BOX in arrays:
         cell = scan.first.setdefault(BOX, arrays[BOX][0])
         if not np.allclose(arrays[BOX], cell, rtol=SAME_CELL, atol=SAME_CELL):
@@ -215,7 +231,11 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
         if arrays[name].shape[1:] != one.shape or (arrays[name] != one).any():
             scan.varying.add(name)
         if any(quantity.metric for quantity in label.errors):
-            values = np.where(exists[:, :, None], arrays[name], np.nan) if label.per_atom else arrays[name]
+            values = (
+                np.where(exists[:, :, None], arrays[name], np.nan)
+                if label.per_atom
+                else arrays[name]
+            )
             values = values.reshape(len(types), -1) / (num_atoms[:, None] if label.extensive else 1)
             scan.ranges.setdefault(name, Range()).add(values, first)
     if ENERGY in arrays:
@@ -225,13 +245,17 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
         finite = np.isfinite(force[exists])
         sizes = np.where(finite, np.abs(force[exists]), 0.0)
         for column, values in enumerate((finite.sum(axis=1), (sizes**2).sum(axis=1))):
-            scan.element_forces[:, column] += np.bincount(types[exists], values, len(scan.element_forces))
+            scan.element_forces[:, column] += np.bincount(
+                types[exists], values, len(scan.element_forces)
+            )
         np.maximum.at(scan.element_forces[:, 2], types[exists], sizes.max(axis=1, initial=0.0))
         scan.net_force[here] = np.linalg.norm(force.sum(axis=1), axis=1)
         scan.force_rms[here] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
         scan.max_force[here] = np.abs(force).max(axis=(1, 2))
         if ATOM_PREF in arrays:  # forces of weight 0 may be unknown
-            unknown = first + np.flatnonzero(((arrays[ATOM_PREF] == 0) & exists[:, :, None]).any(axis=(1, 2)))
+            unknown = first + np.flatnonzero(
+                ((arrays[ATOM_PREF] == 0) & exists[:, :, None]).any(axis=(1, 2))
+            )
             for values in (scan.net_force, scan.force_rms, scan.max_force):
                 values[unknown] = np.nan
 
@@ -249,14 +273,27 @@ def is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
 
 def _digests(chunk: Chunk) -> Array:
     # in float32: the same frame may be stored in double precision here and in single precision there; -0 becomes 0
-    types, coord = chunk.types.astype(np.int32), chunk.arrays[COORD].astype(np.float32) + np.float32(0)
-    boxes, exists = [chunk.arrays[BOX].astype(np.float32) + np.float32(0)] if BOX in chunk.arrays else [], types >= 0
+    types, coord = (
+        chunk.types.astype(np.int32),
+        chunk.arrays[COORD].astype(np.float32) + np.float32(0),
+    )
+    boxes, exists = (
+        [chunk.arrays[BOX].astype(np.float32) + np.float32(0)] if BOX in chunk.arrays else [],
+        types >= 0,
+    )
     if exists.all():
-        arrays = (np.ascontiguousarray(array).reshape(len(types), -1) for array in (types, coord, *boxes))
-        contents: Iterable[Any] = iter(np.concatenate([array.view(np.uint8) for array in arrays], axis=1))
+        arrays = (
+            np.ascontiguousarray(array).reshape(len(types), -1) for array in (types, coord, *boxes)
+        )
+        contents: Iterable[Any] = iter(
+            np.concatenate([array.view(np.uint8) for array in arrays], axis=1)
+        )
     else:
         # only atoms that exist: how far frames are padded depends on where they are stored
         rows = zip(exists, types, coord, *boxes)
-        contents = (b"".join((t[e].tobytes(), c[e].tobytes(), *(b.tobytes() for b in box))) for e, t, c, *box in rows)
+        contents = (
+            b"".join((t[e].tobytes(), c[e].tobytes(), *(b.tobytes() for b in box)))
+            for e, t, c, *box in rows
+        )
     digests = b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents)
     return np.frombuffer(digests, np.uint64)

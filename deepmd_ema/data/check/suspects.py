@@ -19,7 +19,9 @@ from deepmd_ema.geometry import Array, find_pairs_once
 from deepmd_ema.utils import even_places
 
 _TENSORS_LOOKED_AT = 30  # frames
-OUTLIER_SIGMAS = 15.0  # robust standard deviations of a system; strained cells are many from those at rest
+OUTLIER_SIGMAS = (
+    15.0  # robust standard deviations of a system; strained cells are many from those at rest
+)
 OUTLIER_ENERGY = 0.2  # eV/atom; a smaller residual is no outlier: near copies have no spread
 FAR_ENERGY = 1.0  # eV/atom; a larger residual is one
 # Systems are compared with each other. Cohesive energies are at most 8.9 eV/atom (tungsten), and atoms that repel each
@@ -28,20 +30,29 @@ _FAR_SYSTEM = 20.0  # eV/atom, of medians of systems
 _NEAR_MINIMUM = 1.0  # angstrom
 _NEAR_UNIT = 1.05  # ratio to that of a unit: energies of systems of one composition are nearer
 _IN_UNITS = {f" as in {unit}": number for unit, number in ENERGY_UNITS.items()}
-_IN_UNITS |= {f" as if the others were in {unit}": 1 / number for unit, number in ENERGY_UNITS.items()}
+_IN_UNITS |= {
+    f" as if the others were in {unit}": 1 / number for unit, number in ENERGY_UNITS.items()
+}
 OUTLIER_FORCE, OUTLIER_FACTOR = 15.0, 30.0  # eV/angstrom, and times the median of the system
 # distance in sums of covalent radii within which atoms repel each other, and the power with which the largest force may
 # rise as the shortest distance falls below that of other frames: 3 to 5 in right data beyond 15 eV/angstrom
 _CONTACT, _STEEPNESS = 1.2, 8
 _MIN_CONTACT = 1e-3  # angstrom, of atoms in one place, so that ratios of distances are finite
-_NUM_USUAL, _MAX_SEARCHED = 8, 64  # frames of a system in which such pairs are searched, with usual and large forces
+_NUM_USUAL, _MAX_SEARCHED = (
+    8,
+    64,
+)  # frames of a system in which such pairs are searched, with usual and large forces
 _SEVERAL = 0.1  # a larger share of the frames of a system is another kind of frames
-NET_FORCE = 0.1  # eV/angstrom, and also, per square root of the atoms, the least fraction of the RMS force
+NET_FORCE = (
+    0.1  # eV/angstrom, and also, per square root of the atoms, the least fraction of the RMS force
+)
 _MAX_NAMES = 3
 _NUM_FITS = 40  # of energies per element, at most
 _FIT_TOLERANCE = 0.01  # eV, change of an energy per element with which the last fit is reached
 _FITTED = 0.01  # eV/atom, size of a residual from which on it counts by its size
-_MIN_FRAMES = 3  # of the same elements, to judge outliers; of a system, to judge labels that do not vary
+_MIN_FRAMES = (
+    3  # of the same elements, to judge outliers; of a system, to judge labels that do not vary
+)
 _MIN_SPREAD = 10  # frames, to judge energies by their spread
 _AT_ONCE = 20_000  # frames whose compositions are in memory as floating-point numbers
 _MAX_ZERO = 32  # frames of a system whose symmetry is looked at
@@ -51,7 +62,9 @@ SHARED, NEAR_COPIES = "in_training_and_validation", "near_training_frames"
 SHARED_TEST, NEAR_TEST = "in_training_and_test", "test_near_training_frames"
 # by the check of near copies that of equal frames, which are near copies as well
 SHARED_OF = {NEAR_COPIES: SHARED, NEAR_TEST: SHARED_TEST}
-_FAR_ENERGY = "an energy far from the others of its system (after subtraction of energies per element)"
+_FAR_ENERGY = (
+    "an energy far from the others of its system (after subtraction of energies per element)"
+)
 _LARGE_FORCE = f"forces {OUTLIER_FACTOR:g} times as large as usual in its system, though its atoms are not nearer"
 _SHARED_TEXT = (
     "{0.num_frames:,} of {0.total:,} {part} frames are also training frames (first: {0.worst}): "
@@ -143,16 +156,24 @@ def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
     Training frames of a system that is listed again are no copies: a warning names the system.
     """
     scans = [scan for part in parts for scan in part]
-    sources, total = [scan.system for scan in scans], [sum(scan.system.num_frames for scan in part) for part in parts]
+    sources, total = (
+        [scan.system for scan in scans],
+        [sum(scan.system.num_frames for scan in part) for part in parts],
+    )
     _, places, of = np.unique(
         np.concatenate([np.zeros(0, np.uint64), *(scan.digests for scan in scans)]),
         return_index=True,
         return_inverse=True,
     )
-    first, part_of = places[of], np.repeat(np.arange(len(parts)), total)  # the first frame that is equal to each
+    first, part_of = (
+        places[of],
+        np.repeat(np.arange(len(parts)), total),
+    )  # the first frame that is equal to each
     owner = np.repeat(np.arange(len(sources)), [source.num_frames for source in sources])
     names = [source.whole.name for source in sources]
-    is_new = np.isin(owner, list({name: k for k, name in reversed(list(enumerate(names)))}.values()))
+    is_new = np.isin(
+        owner, list({name: k for k, name in reversed(list(enumerate(names)))}.values())
+    )
     kinds = []
     for k in range(len(parts)):
         is_copy = (part_of == k) & (first < total[0])
@@ -175,12 +196,16 @@ def energy_residuals(training: Sequence[SystemScan], others: Sequence[SystemScan
     """
     scans = [*training, *others]
     # without isolated atoms, which are a cohesive energy above all others
-    energies = [np.where(scan.isolated | ~np.isfinite(scan.energy), np.nan, scan.energy) for scan in scans]
+    energies = [
+        np.where(scan.isolated | ~np.isfinite(scan.energy), np.nan, scan.energy) for scan in scans
+    ]
     num_known = sum(int(np.isfinite(energy).sum()) for energy in energies[: len(training)])
     if num_known < _MIN_FRAMES:
         return []
     num_types = training[0].type_counts.shape[1]
-    smallest = np.finfo(np.float64).eps * max(num_known, num_types)  # as if all frames were fitted at once
+    smallest = np.finfo(np.float64).eps * max(
+        num_known, num_types
+    )  # as if all frames were fitted at once
     weights = [np.isfinite(energy) * 1.0 for energy in energies[: len(training)]]
     fit = np.full(num_types, np.inf)
     for _ in range(_NUM_FITS):
@@ -196,12 +221,15 @@ def energy_residuals(training: Sequence[SystemScan], others: Sequence[SystemScan
                 reduced = np.asarray(np.linalg.qr(np.concatenate([reduced, rows]), mode="r"))
         before, fit = fit, np.linalg.lstsq(reduced[:, :-1], reduced[:, -1], rcond=smallest)[0]
         residuals = [  # eV/atom
-            (energy - sum(n * e for n, e in zip(scan.type_counts.T, fit))) / scan.type_counts.sum(axis=1)
+            (energy - sum(n * e for n, e in zip(scan.type_counts.T, fit)))
+            / scan.type_counts.sum(axis=1)
             for scan, energy in zip(scans, energies)
         ]
         if np.abs(fit - before).max() < _FIT_TOLERANCE:
             break
-        weights = [np.nan_to_num(1 / np.maximum(np.abs(of), _FITTED)) for of in residuals[: len(training)]]
+        weights = [
+            np.nan_to_num(1 / np.maximum(np.abs(of), _FITTED)) for of in residuals[: len(training)]
+        ]
     return residuals
 
 
@@ -227,7 +255,9 @@ def shifted_systems(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> 
         size = float(np.median(forces)) if len(forces) else 0.0
         unit = ""
         if abs(shift) > FAR_ENERGY and energy * expected > 0:
-            distances = {text: abs(math.log(energy / expected / ratio)) for text, ratio in _IN_UNITS.items()}
+            distances = {
+                text: abs(math.log(energy / expected / ratio)) for text, ratio in _IN_UNITS.items()
+            }
             nearest = min(distances, key=lambda text: distances[text])
             if distances[nearest] < math.log(_NEAR_UNIT):
                 unit = nearest
@@ -266,7 +296,10 @@ def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Susp
     """Return frames with forces far beyond those of the system, in which no atoms are nearer than in other frames."""
     radii, sizes = np.array([COVALENT_RADII.get(name, 1.0) for name in type_map]), []
     for scan in scans:
-        of_both = [of / np.maximum(_middles(scan, of)[0], 1e-300) for of in (scan.max_force, scan.force_rms)]
+        of_both = [
+            of / np.maximum(_middles(scan, of)[0], 1e-300)
+            for of in (scan.max_force, scan.force_rms)
+        ]
         # 0 times a force is NaN where it is missing
         size = np.where(np.maximum(*of_both) > OUTLIER_FACTOR, scan.max_force, 0.0 * scan.max_force)
         large = np.flatnonzero(size > OUTLIER_FORCE)
@@ -274,9 +307,15 @@ def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Susp
         if 0 < len(large) <= max(1, _SEVERAL * len(size)) and len(usual):
             # large forces of right frames come from atoms near each other, as in rattled cells beside relaxed ones
             usual = usual[even_places(len(usual), _NUM_USUAL)]
-            contacts = np.median([_contacts(scan.system.frame(k), radii) for k in usual.tolist()], axis=0)
+            contacts = np.median(
+                [_contacts(scan.system.frame(k), radii) for k in usual.tolist()], axis=0
+            )
             for k in large[np.argsort(-size[large])][:_MAX_SEARCHED].tolist():
-                nearer = 1.0 if k in scan.bad_frames else (_contacts(scan.system.frame(k), radii) / contacts).min()
+                nearer = (
+                    1.0
+                    if k in scan.bad_frames
+                    else (_contacts(scan.system.frame(k), radii) / contacts).min()
+                )
                 size[k] *= size[k] >= OUTLIER_FORCE * nearer**-_STEEPNESS
         sizes.append(size)
     return _outliers(scans, sizes, [OUTLIER_FORCE] * len(scans), "eV/angstrom")
@@ -286,7 +325,9 @@ def _contacts(frame: Frame, radii: Array) -> Array:
     """Return the shortest distances of pairs of elements (T, T) in sums of their radii (T,), at most ``_CONTACT``."""
     shortest = np.full((len(radii), len(radii)), _CONTACT)
     try:
-        i, j, _, distance = find_pairs_once(frame.coord, frame.box, 2 * _CONTACT * float(radii.max()))
+        i, j, _, distance = find_pairs_once(
+            frame.coord, frame.box, 2 * _CONTACT * float(radii.max())
+        )
     except DataError:
         return shortest
     a, b = frame.atom_type[i], frame.atom_type[j]
@@ -295,7 +336,9 @@ def _contacts(frame: Frame, radii: Array) -> Array:
     return shortest
 
 
-def _outliers(scans: Sequence[SystemScan], sizes: Sequence[Array], bounds: Sequence[Any], unit: str) -> Suspects:
+def _outliers(
+    scans: Sequence[SystemScan], sizes: Sequence[Array], bounds: Sequence[Any], unit: str
+) -> Suspects:
     """Return the frames of systems of at least three whose size is beyond a bound.
 
     Where they are many, the system is named in their place.
@@ -358,7 +401,9 @@ def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
         return
     if num_frames < _MIN_FRAMES or len(np.unique(scan.digests)) < _MIN_FRAMES:
         return
-    for label in (name for name in (ENERGY, VIRIAL) if name in scan.first and name not in scan.varying):
+    for label in (
+        name for name in (ENERGY, VIRIAL) if name in scan.first and name not in scan.varying
+    ):
         if label == ENERGY or ENERGY in scan.varying:
             values = "the same" if np.ptp(value := scan.first[label].ravel()) else f"{value[0]:g}"
             yield warning(
@@ -380,12 +425,18 @@ def elements_without_tensors(
         excluded: types whose atoms have no tensor in the model.
     """
     for label in (ATOM_DIPOLE, ATOM_POLAR):
-        systems = [scan.system for scan in scans if label in labels and scan.label_frames.get(label)]
+        systems = [
+            scan.system for scan in scans if label in labels and scan.label_frames.get(label)
+        ]
         sources = evenly_spaced(systems, _TENSORS_LOOKED_AT)
-        frames = [frame for source in sources for frame in map(source.frame, range(source.num_frames))]
+        frames = [
+            frame for source in sources for frame in map(source.frame, range(source.num_frames))
+        ]
         frames = [frame for frame in frames if label in frame.labels]
         present = {k for frame in frames for k in frame.atom_type.tolist()}
-        known = {k for frame in frames for k in frame.atom_type[frame.labels[label].any(1)].tolist()}
+        known = {
+            k for frame in frames for k in frame.atom_type[frame.labels[label].any(1)].tolist()
+        }
         absent = [type_map[k] for k in sorted(present - known - excluded)]
         if known and absent:
             text = f": is 0 for all atoms of {', '.join(absent)}. If these have none, set"
@@ -412,7 +463,9 @@ def forces_vanish(frame: Frame) -> bool:
     except DataError:
         return True
     types = frame.atom_type
-    weight = np.exp(-distance) * (1 - (distance / _REACH) ** 2) ** 2 * (1 + 0.37 * (types[i] + types[j]))
+    weight = (
+        np.exp(-distance) * (1 - (distance / _REACH) ** 2) ** 2 * (1 + 0.37 * (types[i] + types[j]))
+    )
     force = np.zeros_like(frame.coord)
     pull = vector * (weight / np.maximum(distance, 1e-12))[:, None]
     np.add.at(force, i, pull)

@@ -55,7 +55,9 @@ _XML_EVENT = re.compile(
 )
 
 
-def notes_of_output(path: Path, has_forces: bool, other: str = "another --format") -> Iterator[tuple[str, int]]:
+def notes_of_output(
+    path: Path, has_forces: bool, other: str = "another --format"
+) -> Iterator[tuple[str, int]]:
     """Yield remarks on what the program says in an output, with the number of steps they are about.
 
     Args:
@@ -79,8 +81,15 @@ def notes_of_output(path: Path, has_forces: bool, other: str = "another --format
             is_turned = text.find(b"Standard orientation:") >= 0 > text.find(b"Input orientation:")
             if is_turned and text.find(b"Forces (Hartrees/Bohr)") >= 0:
                 turned = "warning: positions are of Gaussian's standard orientation, and forces of that of the input"
-                yield f"{turned}, which may be turned. Compute with Geom=PrintInputOrient or NoSymm", 0
-            tables = [] if has_forces else [words.decode() for words in _FORCE_TABLES if text.find(words) >= 0]
+                yield (
+                    f"{turned}, which may be turned. Compute with Geom=PrintInputOrient or NoSymm",
+                    0,
+                )
+            tables = (
+                []
+                if has_forces
+                else [words.decode() for words in _FORCE_TABLES if text.find(words) >= 0]
+            )
             if tables:
                 yield f'forces are in the file ("{tables[0]}") and were not read: try {other}', 0
 
@@ -96,7 +105,9 @@ def unconverged_steps_of_vasp(path: Path, is_xml: bool) -> int:
 
 
 def _of_outcar(text: mmap.mmap) -> int:
-    is_sure = text[:2000].lstrip().startswith(b"vasp.") and not text[:2000].lstrip().startswith((b"vasp.4", b"vasp.5"))
+    is_sure = text[:2000].lstrip().startswith(b"vasp.") and not text[:2000].lstrip().startswith(
+        (b"vasp.4", b"vasp.5")
+    )
     most, limit, step, change, number = 0, 0.0, 0, 0.0, 0
     is_reached = False
     for event in _VASP_EVENT.finditer(text):
@@ -146,7 +157,9 @@ def _of_xml(text: mmap.mmap) -> int:
 def _gaussian_failures(text: mmap.mmap) -> int:
     """Return the number of steps whose last method for the electrons did not converge (with XQC there is a second)."""
     marks = {b"SCF Done:": "end", _GAUSSIAN_FAILURE: "failure", b"Forces (Hartrees/Bohr)": "forces"}
-    events = sorted((place, mark) for words, mark in marks.items() for place in _places(text, words))
+    events = sorted(
+        (place, mark) for words, mark in marks.items() for place in _places(text, words)
+    )
     number, ends = 0, 2  # energies since the failure
     for _, mark in events:
         if mark == "failure":

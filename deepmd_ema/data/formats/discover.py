@@ -41,13 +41,19 @@ class Format(NamedTuple):
 
 FORMATS = [
     Format(is_lmdb, find_lmdb),
-    Format(is_hdf5, lambda file, group: [partial(open_system, store) for store in hdf5_stores(file, group)]),
+    Format(
+        is_hdf5,
+        lambda file, group: [partial(open_system, store) for store in hdf5_stores(file, group)],
+    ),
     Format(is_extxyz, lambda file, choice: [partial(open_extxyz, file, choice)]),
 ]
 
 
 def open_systems(
-    paths: Sequence[str] | str, spec: ReadSpec, rglob_patterns: Sequence[str] | None = None, where: str = "systems"
+    paths: Sequence[str] | str,
+    spec: ReadSpec,
+    rglob_patterns: Sequence[str] | None = None,
+    where: str = "systems",
 ) -> list[FrameSource]:
     """Return the sources at ``paths``, sorted within each path, after checking names and shapes of all their arrays.
 
@@ -93,7 +99,9 @@ def stored_type_map(paths: Sequence[str], rglob_patterns: Sequence[str] | None =
             names = None if store is None else read_type_map(store)
             if names is None:
                 where = path if store is None else f"{store.name}/type_map.raw"
-                raise DataError(f"{where}: names no elements in the order of their numbers. Name them all with -t.")
+                raise DataError(
+                    f"{where}: names no elements in the order of their numbers. Name them all with -t."
+                )
             elements |= dict.fromkeys(names)
     return list(elements)
 
@@ -117,7 +125,9 @@ def selected_elements(paths: Iterable[str], type_map: Sequence[str] = ()) -> tup
     Raises:
         DataError: if several choices of elements have these numbers of atoms, or a system cannot be opened.
     """
-    found = list[tuple[str, Counter[str], float]]()  # name, atoms of each element, and rows of each array
+    found = list[
+        tuple[str, Counter[str], float]
+    ]()  # name, atoms of each element, and rows of each array
     for store in (store for path in paths for store in find_stores(path) if store is not None):
         names = read_type_map(store) or type_map
         system = open_system(store, ReadSpec(names))
@@ -159,11 +169,16 @@ def is_cp2k_trajectory(path: Path) -> bool:
 def split_address(path: str) -> tuple[Path, str]:
     """Return the file or folder of ``path``, the longest one that exists, and what follows it after ``#``."""
     ends = [k for k, letter in enumerate(path) if letter == "#"]
-    end = next((k for k in (len(path), *reversed(ends)) if Path(path[:k]).exists()), min(ends, default=len(path)))
+    end = next(
+        (k for k in (len(path), *reversed(ends)) if Path(path[:k]).exists()),
+        min(ends, default=len(path)),
+    )
     return Path(path[:end]), path[end + 1 :]
 
 
-def repeated(training: Iterable[str], validation: Iterable[str] = (), test: Iterable[str] = ()) -> Iterator[Finding]:
+def repeated(
+    training: Iterable[str], validation: Iterable[str] = (), test: Iterable[str] = ()
+) -> Iterator[Finding]:
     """Yield warnings about sources, by name, that are listed more than once, and about those to train and to judge."""
     parts: list[dict[str, list[str]]] = []
     for names in (training, validation, test):
@@ -209,17 +224,25 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
     if find is not None:
         openers = find(file, group)
     else:
-        openers = [partial(open_system, NpyStore(str(folder))) for folder in _folders(Path(path), patterns)]
+        openers = [
+            partial(open_system, NpyStore(str(folder))) for folder in _folders(Path(path), patterns)
+        ]
     if openers:
         return openers
     if patterns:
-        raise DataError(f"{path}: no folder below it matches rglob_patterns {list(patterns)} and has a type.raw.")
+        raise DataError(
+            f"{path}: no folder below it matches rglob_patterns {list(patterns)} and has a type.raw."
+        )
     if sets := sorted(Path(path).glob("set.*")):
         has = f"{path}: type.raw is missing (the folder has {sets[0].name})"
         raise DataError(f"{has}. It lists the type of each atom.")
     names = os.listdir(path) if Path(path).is_dir() else []
     xyz = sorted(f"{path}/{name}" for name in names if name.lower().endswith(XYZ_SUFFIXES))
-    system = f"Name its XYZ files themselves: {first_few(xyz)}" if xyz else "A system has type.raw and set.*/coord.npy"
+    system = (
+        f"Name its XYZ files themselves: {first_few(xyz)}"
+        if xyz
+        else "A system has type.raw and set.*/coord.npy"
+    )
     raise DataError(f"{path}: no system in it or below it. {system}.")
 
 
@@ -228,11 +251,22 @@ def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
     if patterns:
         absolute = [pattern for pattern in patterns if not pattern or pattern.startswith("/")]
         if absolute:
-            raise DataError(f"{root}: rglob_patterns has {absolute[0]!r}, expected names below it, e.g. '*/water*'.")
+            raise DataError(
+                f"{root}: rglob_patterns has {absolute[0]!r}, expected names below it, e.g. '*/water*'."
+            )
         try:
-            return sorted({p for pattern in patterns for p in root.rglob(pattern) if (p / "type.raw").is_file()})
+            return sorted(
+                {
+                    p
+                    for pattern in patterns
+                    for p in root.rglob(pattern)
+                    if (p / "type.raw").is_file()
+                }
+            )
         except RecursionError:
-            raise DataError(f"{root}: its folders are nested too deeply to search. Name one further down.") from None
+            raise DataError(
+                f"{root}: its folders are nested too deeply to search. Name one further down."
+            ) from None
     systems, seen, waiting = list[Path](), set[tuple[int, int]](), [root]
     while waiting:
         folder = waiting.pop()
@@ -256,7 +290,9 @@ def _similar(path: Path) -> str:
     parent, from_here = path.parent, "" if path.is_absolute() else f" (looked up from {Path.cwd()})"
     while not parent.exists():
         path, parent = parent, parent.parent
-    names = sorted(n for n in os.listdir(parent) if not n.startswith(".")) if parent.is_dir() else []
+    names = (
+        sorted(n for n in os.listdir(parent) if not n.startswith(".")) if parent.is_dir() else []
+    )
     close = get_close_matches(path.name, names, n=1, cutoff=0.6)
     if close:
         return f" Did you mean {parent / close[0]}?"

@@ -11,7 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY_WEIGHT, FORCE, FORCE_WEIGHT, VIRIAL, VIRIAL_WEIGHT
+from deepmd_ema.config.labels import (
+    ATOM_ENERGY,
+    ENERGY_WEIGHT,
+    FORCE,
+    FORCE_WEIGHT,
+    VIRIAL,
+    VIRIAL_WEIGHT,
+)
 from deepmd_ema.data.formats.properties import (
     KIND_NAMES,
     STRESS,
@@ -35,14 +42,21 @@ _WRITTEN_NAMES = {
     COORD: "pos", FORCE: "forces", ATOM_ENERGY: "energies", ENERGY_WEIGHT: "config_energy_weight",
     FORCE_WEIGHT: "config_forces_weight", VIRIAL_WEIGHT: "config_virials_weight",
 }  # fmt: skip
-REFERENCE = "REF_"  # before the names of labels in a file that has predictions under the usual names
+REFERENCE = (
+    "REF_"  # before the names of labels in a file that has predictions under the usual names
+)
 _SPECIAL = ("lattice", "properties", "pbc")  # names that may have capital letters
 _PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
 # what a comment line consists of: words, and names with a value that may be quoted or in brackets
 _WORD = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'[^']*'|[^\s=]+)""")
 _EQUALS = re.compile(r"\s*=\s*")
-_VALUE = re.compile(r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\{[^}]*\}|\[(?:[^\[\]]|\[[^\]]*\])*\]|[^\s"'{\[]\S*""")
-_BOOLEANS = {w: w[0] in "Tt1" for w in ("T", "True", "true", "TRUE", "1", "F", "False", "false", "FALSE", "0")}
+_VALUE = re.compile(
+    r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\{[^}]*\}|\[(?:[^\[\]]|\[[^\]]*\])*\]|[^\s"'{\[]\S*"""
+)
+_BOOLEANS = {
+    w: w[0] in "Tt1"
+    for w in ("T", "True", "true", "TRUE", "1", "F", "False", "false", "FALSE", "0")
+}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -79,7 +93,9 @@ class ExtxyzFile(FrameSource):
                 raise DataError("has another number of atoms")
             return make_frame(stored, self.inventory.sources(stored), self.spec, (self.name, index))
         except DataError as error:
-            raise DataError(f"{self.name}: frame {index} has changed while the file was in use: {error}") from None
+            raise DataError(
+                f"{self.name}: frame {index} has changed while the file was in use: {error}"
+            ) from None
 
 
 def is_extxyz(path: Path) -> bool:
@@ -113,7 +129,9 @@ def open_extxyz(path: Path, choice: str, spec: ReadSpec) -> ExtxyzFile:
         if len(problems) >= _MAX_PROBLEMS:
             raise DataError([*problems, f"{name}: the frames after this one were not read."])
         starts.append(start)
-    problems += [f"{name}: {text}" for text in inventory.problems(str(path))] if not problems else []
+    problems += (
+        [f"{name}: {text}" for text in inventory.problems(str(path))] if not problems else []
+    )
     if not starts:
         problems.append(f"{name}: no frames: the file is empty. Leave it out.")
     DataError.raise_if_any(problems)
@@ -141,7 +159,9 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
             if not re.fullmatch(rb"\s*\d{1,9}\s*", line) or not int(line):
                 is_text = b"\0" not in line and line.decode(errors="ignore").encode() == line
                 found = show_text(line.decode().strip()) if is_text else "is not text"
-                raise DataError(f"{path}: line {line_number}: {found}, expected the number of atoms of frame {number}.")
+                raise DataError(
+                    f"{path}: line {line_number}: {found}, expected the number of atoms of frame {number}."
+                )
             rest = list(islice(file, int(line) + 1))
             if len(rest) <= int(line):
                 raise DataError(
@@ -168,9 +188,13 @@ def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = 
     """
     if bad := [symbol for symbol in symbols if symbol.split() != [symbol]]:
         element = f"element {show_text(bad[0])}"
-        raise DataError(f"{element}: cannot be written in extended XYZ. Expected a name without spaces.")
+        raise DataError(
+            f"{element}: cannot be written in extended XYZ. Expected a name without spaces."
+        )
     if "\n" in kind or "\r" in kind:
-        raise DataError(f"{KIND_NAMES[0]} {show_text(kind)}: cannot be written in extended XYZ. Expected one line.")
+        raise DataError(
+            f"{KIND_NAMES[0]} {show_text(kind)}: cannot be written in extended XYZ. Expected one line."
+        )
     head, properties, columns = [], ["species:S:1"], [np.array(symbols, object)[:, None]]
     if (box := arrays.get(BOX)) is not None:
         head.append(f'Lattice="{_numbers(box)}"')
@@ -189,7 +213,9 @@ def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = 
         head.append(f"{KIND_NAMES[0]}={_quoted(kind)}")
     head += ["Properties=" + ":".join(properties), f'pbc="{" ".join("FT"[box is not None] * 3)}"']
     rows = np.concatenate(columns, axis=1).tolist()
-    return "\n".join([str(len(symbols)), " ".join(head), *(" ".join(map(str, row)) for row in rows), ""])
+    return "\n".join(
+        [str(len(symbols)), " ".join(head), *(" ".join(map(str, row)) for row in rows), ""]
+    )
 
 
 def read_block(block: bytes) -> StoredFrame:
@@ -204,10 +230,17 @@ def read_block(block: bytes) -> StoredFrame:
         raise DataError("is not UTF-8 text, or it is damaged.") from None
     natoms, values = int(lines[0]), _read_values(lines[1])
     special = {name.lower(): values.pop(name) for name in list(values) if name.lower() in _SPECIAL}
-    for name in ("virial", "stress"):  # these two are stored column by column, as ASE reads and writes them
+    for name in (
+        "virial",
+        "stress",
+    ):  # these two are stored column by column, as ASE reads and writes them
         if name in values and len(nine := re.split(r"[\s,]+", values[name].strip())) == 9:
             values[name] = " ".join(nine[k] for k in (0, 3, 6, 1, 4, 7, 2, 5, 8))
-    properties, lattice, pbc = special.get("properties", _PLAIN), special.get("lattice"), special.get("pbc")
+    properties, lattice, pbc = (
+        special.get("properties", _PLAIN),
+        special.get("lattice"),
+        special.get("pbc"),
+    )
     # first and last column of each array, and the number of all
     words = properties.split(":")
     columns, width = dict[str, tuple[int, int]](), 0
@@ -218,8 +251,14 @@ def read_block(block: bytes) -> StoredFrame:
         columns[name] = (width, width + int(number))
         width += int(number)
     width_of = {name: last - start for name, (start, last) in columns.items()}
-    if len(words) % 3 or width_of.get("pos") != 3 or 1 not in (width_of.get("species"), width_of.get("Z")):
-        raise DataError(f"Properties={show_text(properties)}: expected name:kind:columns, such as {_PLAIN}.")
+    if (
+        len(words) % 3
+        or width_of.get("pos") != 3
+        or 1 not in (width_of.get("species"), width_of.get("Z"))
+    ):
+        raise DataError(
+            f"Properties={show_text(properties)}: expected name:kind:columns, such as {_PLAIN}."
+        )
     # the cell of a frame, None of an open one
     words = list(filter(None, re.split(r"[\s,\[\]]+", pbc or "")))
     if any(word not in _BOOLEANS for word in words):
@@ -233,7 +272,9 @@ def read_block(block: bytes) -> StoredFrame:
     box = None
     if periodic == {True}:
         if lattice is None:
-            raise DataError(f'pbc = "{pbc}" without Lattice. Expected nine numbers, or pbc="F F F".')
+            raise DataError(
+                f'pbc = "{pbc}" without Lattice. Expected nine numbers, or pbc="F F F".'
+            )
         box = numbers("Lattice", lattice)
         if box.size != 9:
             raise DataError(f"Lattice: has {box.size} numbers, expected 9.")
@@ -260,7 +301,9 @@ def read_block(block: bytes) -> StoredFrame:
         assert atomic_numbers is not None, "one of the two is there"
         symbol_of = {str(number): symbol for number, symbol in enumerate(SYMBOLS, 1)}
         if unknown := [number for number in atomic_numbers[:, 0] if number not in symbol_of]:
-            raise DataError(f"Z: {show_text(unknown[0])} is no atomic number. Expected 1 to {len(SYMBOLS)}.")
+            raise DataError(
+                f"Z: {show_text(unknown[0])} is no atomic number. Expected 1 to {len(SYMBOLS)}."
+            )
         names = [symbol_of[number] for number in atomic_numbers[:, 0]]
     return in_angstrom(StoredFrame(names, coord, box, values, per_atom))
 
@@ -279,7 +322,9 @@ def _read_values(line: str) -> dict[str, str]:
                 break
             values[_unquoted(word[1])], place = _unquoted(value[0]), value.end()
     if line[place:].strip():
-        raise DataError(f"line 2 of the frame: a quote or bracket does not end: {show_text(line.strip())}.")
+        raise DataError(
+            f"line 2 of the frame: a quote or bracket does not end: {show_text(line.strip())}."
+        )
     return values
 
 

@@ -34,7 +34,10 @@ _TAIL_BYTES = 100_000  # with the end of a file
 # names of ASE and dpdata for formats whose numbers have one unit of length and one of energy, which the readers take
 # for these; the others are outputs of programs with units of their own, which they know
 _UNITS_OF = {
-    ("angstrom", "eV"): "traj bundletrajectory db json mysql postgresql extxyz xyz cfg gpumd lammps-dump-text "
+    (
+        "angstrom",
+        "eV",
+    ): "traj bundletrajectory db json mysql postgresql extxyz xyz cfg gpumd lammps-dump-text "
     "lammps-dump-binary netcdftrajectory vasp-out vasp-xml aims-output castep-castep gpaw-out gpw vasp/outcar outcar "
     "vasp/xml xml vasp/string ase/traj fhi_aims/md fhi_aims/output fhi_aims/scf siesta/output siesta/aimd_output "
     "pwmat/movement movement pwmat/mlmd mlmd",
@@ -44,7 +47,13 @@ _UNITS_OF = {
 _UNITS = {name: units for units, names in _UNITS_OF.items() for name in names.split()}
 _NESTED = ("key_value_pairs", "data")  # names in `info` of ASE
 _KIND = re.compile(r"([A-Z][a-z]?)[\d_].*")  # kinds of atoms of one element: Fe1, O_surface
-_PER_ATOM = ("forces", "energies", "stresses", "charges", "magmoms")  # among the results of a calculator of ASE
+_PER_ATOM = (
+    "forces",
+    "energies",
+    "stresses",
+    "charges",
+    "magmoms",
+)  # among the results of a calculator of ASE
 _OPEN_IN_PART = (
     "is periodic in some directions only, which models do not know. Set pbc to True in all directions, with a vacuum "
     "larger than the cutoff along the open ones."
@@ -67,7 +76,12 @@ def stored_parts(
     """
     path, choice = split_address(address)
     output = recognized(path)
-    if file_format is None and output is None and (path.is_dir() or is_hdf5(path)) and not is_lmdb(path):
+    if (
+        file_format is None
+        and output is None
+        and (path.is_dir() or is_hdf5(path))
+        and not is_lmdb(path)
+    ):
         for store in find_stores(address):
             if store is None:
                 continue
@@ -75,7 +89,9 @@ def stored_parts(
             inventory.other.update(dict.fromkeys(backups_of(store), 0))
             stored = _all_frames(store.name, system_frames(store, selected), inventory)
             if selected and {ATOM_DIPOLE, ATOM_POLAR} & inventory.read.keys():
-                inventory.other[f"tensors are those of {' '.join(selected)} (--sel-type), and 0 of other atoms"] = 0
+                inventory.other[
+                    f"tensors are those of {' '.join(selected)} (--sel-type), and 0 of other atoms"
+                ] = 0
             yield store.name, inventory, stored
         return
     inventory = Inventory(parse_choice(choice))
@@ -90,7 +106,11 @@ def stored_parts(
         notes = [f"{path}: {text}" for text, _ in said if text.startswith("electrons")]
         raise DataError([*error.problems, *notes]) from None
     if inventory.reader != "dp-ema":
-        other = "another --format" if output is None or name == output.name else f"--format {output.name}"
+        other = (
+            "another --format"
+            if output is None or name == output.name
+            else f"--format {output.name}"
+        )
         # not |=, which drops remarks on the whole file
         inventory.other.update(dict(notes_of_output(place, FORCE in inventory.read, other)))
         if output is not None and output.name.startswith("vasp/"):
@@ -98,7 +118,9 @@ def stored_parts(
     yield address, inventory, stored
 
 
-def _all_frames(name: str, frames: Iterator[StoredFrame], inventory: Inventory) -> list[StoredFrame]:
+def _all_frames(
+    name: str, frames: Iterator[StoredFrame], inventory: Inventory
+) -> list[StoredFrame]:
     stored, problems, number = [], list[str](), 0
     while len(problems) < _MAX_PROBLEMS:
         try:
@@ -108,14 +130,19 @@ def _all_frames(name: str, frames: Iterator[StoredFrame], inventory: Inventory) 
             inventory.add(frame)
             stored.append(frame)
         except DataError as error:
-            problems += [text if name in text else f"{name}: frame {number}: {text}" for text in error.problems]
+            problems += [
+                text if name in text else f"{name}: frame {number}: {text}"
+                for text in error.problems
+            ]
         number += 1
     problems += [f"{name}: {text}" for text in inventory.problems(name)] if not problems else []
     DataError.raise_if_any(problems)
     return stored
 
 
-def _frames(path: Path, name: str, output: Output | None, inventory: Inventory) -> Iterator[StoredFrame]:
+def _frames(
+    path: Path, name: str, output: Output | None, inventory: Inventory
+) -> Iterator[StoredFrame]:
     """Return the frames of a file; what a user should know of them goes to ``inventory``.
 
     Args:
@@ -148,7 +175,9 @@ def _ase_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[
     from ase.io.formats import filetype, ioformats
 
     if file_format and file_format not in ioformats:
-        raise DataError(f"--format {file_format}: ASE has no such format; `ase info --formats` lists them.")
+        raise DataError(
+            f"--format {file_format}: ASE has no such format; `ase info --formats` lists them."
+        )
     with _readable(path, f"ASE{f' as {file_format}' if file_format else ''}", inventory):
         name = file_format or ("db" if path.suffix == ".db" else filetype(str(path)))
         if name not in ioformats:  # it is the suffix
@@ -177,26 +206,38 @@ def _note_what_vasp_left_out(path: Path, is_xml: bool, inventory: Inventory) -> 
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         tail = file.read()
     if (b"</modeling>" if is_xml else b"General timing and accounting") not in tail:
-        inventory.other["the end of the file is missing: a frame that was not finished is left out"] = 0
+        inventory.other[
+            "the end of the file is missing: a frame that was not finished is left out"
+        ] = 0
     if number := unconverged_steps_of_vasp(path, is_xml):
-        what = "are left out" if inventory.reader.startswith("dpdata") else "are read, and may be wrong"
+        what = (
+            "are left out"
+            if inventory.reader.startswith("dpdata")
+            else "are read, and may be wrong"
+        )
         inventory.other[f"EDIFF was not reached: these {what}"] = number
 
 
 def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
     if atoms.pbc.any() and not atoms.pbc.all():
         raise DataError(f"pbc = {atoms.pbc.tolist()}: {_OPEN_IN_PART}")
-    results = {} if atoms.calc is None else {n: v for n, v in atoms.calc.results.items() if v is not None}
+    results = (
+        {} if atoms.calc is None else {n: v for n, v in atoms.calc.results.items() if v is not None}
+    )
     per_atom = {n: a for n, a in atoms.arrays.items() if n not in ("numbers", "positions")}
     per_atom |= {name: np.asarray(results.pop(name)) for name in _PER_ATOM if name in results}
-    if not per_atom.get("atom_energy", np.ones(1)).any():  # a column that RuNNer requires and few fill
+    if not per_atom.get(
+        "atom_energy", np.ones(1)
+    ).any():  # a column that RuNNer requires and few fill
         del per_atom["atom_energy"]
     if len(atoms.constraints):
         inventory.other["constraints are not applied: forces are those that were computed"] += 1
     # ASE's data bases keep entries of users in dictionaries in `info`
     nested = [atoms.info[n] for n in _NESTED if isinstance(atoms.info.get(n), dict)]
     own = {n: v for n, v in atoms.info.items() if n not in (*_NESTED, "unique_id")}
-    per_frame = {str(name): value for part in (*nested, own) for name, value in part.items()} | results
+    per_frame = {
+        str(name): value for part in (*nested, own) for name, value in part.items()
+    } | results
     coord = atoms.get_positions().astype(np.float64)
     box = np.array(atoms.cell.array, np.float64) if atoms.pbc.all() else None
     return in_angstrom(StoredFrame(atoms.get_chemical_symbols(), coord, box, per_frame, per_atom))
@@ -204,7 +245,11 @@ def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
 
 def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
     place = argument_of(path, file_format)
-    files = (f"{place}/dftb_pin.hsd", f"{place}/detailed.out") if file_format == "dftbplus" else str(place)
+    files = (
+        (f"{place}/dftb_pin.hsd", f"{place}/detailed.out")
+        if file_format == "dftbplus"
+        else str(place)
+    )
     with _readable(path, f"dpdata as {file_format}", inventory):
         import dpdata
 
@@ -229,12 +274,19 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
     more = {name: value for name, value in data.items() if name not in known}
 
     def frame(k: int) -> StoredFrame:
-        per_frame = {NAMES_OF_DPDATA[name]: data[name][k] for name in ("energies", "virials") if name in data}
+        per_frame = {
+            NAMES_OF_DPDATA[name]: data[name][k] for name in ("energies", "virials") if name in data
+        }
         # what belongs to each frame has a row for it: parameters, and labels that dpdata does not know
-        per_frame |= {n: v[k] if np.shape(v)[:1] == np.shape(data["coords"])[:1] else v for n, v in more.items()}
+        per_frame |= {
+            n: v[k] if np.shape(v)[:1] == np.shape(data["coords"])[:1] else v
+            for n, v in more.items()
+        }
         per_atom = {"forces": data["forces"][k]} if "forces" in data else {}
         box = None if data.get("nopbc") else np.asarray(data["cells"][k], np.float64)
-        return StoredFrame(symbols, np.asarray(data["coords"][k], np.float64), box, per_frame, per_atom)
+        return StoredFrame(
+            symbols, np.asarray(data["coords"][k], np.float64), box, per_frame, per_atom
+        )
 
     return map(frame, range(len(data["coords"])))
 
@@ -249,8 +301,14 @@ def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
         with warnings.catch_warnings(record=True) as caught, redirect_stdout(printed):
             warnings.simplefilter("always")
             yield
-        said = [str(w.message) for w in caught if not issubclass(w.category, (DeprecationWarning, FutureWarning))]
-        for text in dict.fromkeys(" ".join(line.split()) for line in (*said, *printed.getvalue().splitlines())):
+        said = [
+            str(w.message)
+            for w in caught
+            if not issubclass(w.category, (DeprecationWarning, FutureWarning))
+        ]
+        for text in dict.fromkeys(
+            " ".join(line.split()) for line in (*said, *printed.getvalue().splitlines())
+        ):
             if text:
                 inventory.other[f"{reader} says: {_shortened(text)}"] = 0
     except ModuleNotFoundError as error:

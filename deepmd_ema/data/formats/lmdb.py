@@ -25,8 +25,19 @@ from deepmd_ema.errors import DataError, collect_problems, counted, first_few, s
 from deepmd_ema.geometry import Array
 
 _ATYPE, _META, _KIND = "atype", "__metadata__", "DeePMD-kit's LMDB"
-_NAME_OF = {**NAMES_OF_DPDATA, "atom_types": _ATYPE, **{f: n for n, label in LABELS.items() for f in label.files}}
-_DESCRIBE = {"natoms", "real_natoms_vec", "atom_numbs", "atom_names", "orig", "fid"}  # say nothing that is not known
+_NAME_OF = {
+    **NAMES_OF_DPDATA,
+    "atom_types": _ATYPE,
+    **{f: n for n, label in LABELS.items() for f in label.files},
+}
+_DESCRIBE = {
+    "natoms",
+    "real_natoms_vec",
+    "atom_numbs",
+    "atom_names",
+    "orig",
+    "fid",
+}  # say nothing that is not known
 _MAX_PROBLEMS = 5
 
 
@@ -44,15 +55,28 @@ class _Store:
         import msgpack
 
         self._unpack = partial(msgpack.unpackb, raw=False, strict_map_key=False)
-        self._failures = (lmdb.Error, msgpack.UnpackException, ValueError, TypeError, KeyError, AttributeError)
+        self._failures = (
+            lmdb.Error,
+            msgpack.UnpackException,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+        )
         self.path, self.key_format = path, "012d"
         self.file = file = path / "data.mdb" if path.is_dir() else path
         is_there(file)
         with readable_as(_KIND, str(path), self._failures):
-            self._env = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False)
+            self._env = lmdb.open(
+                str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False
+            )
             needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        if file.stat().st_size < needed:  # LMDB maps the file: to read what is gone would end the process
-            raise DataError(f"{file}: is truncated: {file.stat().st_size} bytes, expected {needed}. Copy it again.")
+        if (
+            file.stat().st_size < needed
+        ):  # LMDB maps the file: to read what is gone would end the process
+            raise DataError(
+                f"{file}: is truncated: {file.stat().st_size} bytes, expected {needed}. Copy it again."
+            )
 
     def record(self, key: str) -> dict[str, Any] | None:
         """Return the values under ``key``, arrays decoded; None if there is no such key."""
@@ -64,10 +88,14 @@ class _Store:
                 values = {str(name): value for name, value in self._unpack(raw).items()}
             for name, value in values.items():
                 if isinstance(value, dict):  # an array is written as {type, shape, data}
-                    parts = {k.decode() if isinstance(k, bytes) else k: part for k, part in value.items()}
+                    parts = {
+                        k.decode() if isinstance(k, bytes) else k: part for k, part in value.items()
+                    }
                     if {"type", "data"} <= parts.keys():
                         flat = np.frombuffer(parts["data"], np.dtype(parts["type"]))
-                        values[name] = flat.reshape(tuple(parts["shape"])) if "shape" in parts else flat
+                        values[name] = (
+                            flat.reshape(tuple(parts["shape"])) if "shape" in parts else flat
+                        )
             return values
 
     def frame(self, index: int) -> dict[str, Array]:
@@ -77,7 +105,11 @@ class _Store:
         if record is None:
             raise DataError(f"there is no record {key}. Was the data set written completely?")
         arrays = {_NAME_OF.get(name, name): value for name, value in record.items()}
-        absent = {name.removeprefix("find_") for name, flag in arrays.items() if name.startswith("find_") and not flag}
+        absent = {
+            name.removeprefix("find_")
+            for name, flag in arrays.items()
+            if name.startswith("find_") and not flag
+        }
         absent |= {_NAME_OF.get(name, name) for name in absent}
         arrays = {n: a for n, a in arrays.items() if n not in absent and not n.startswith("find_")}
         arrays[_ATYPE] = types = np.asarray(arrays.get(_ATYPE, ()))
@@ -140,17 +172,31 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     store = _OPEN.get(real) or _OPEN.setdefault(real, _Store(path))
     meta = store.record(_META)
     if meta is None or not isinstance(meta.get("nframes"), int):
-        raise DataError(f"{path}: has no {_META} with nframes. Expected a data set that DeePMD-kit or dpdata wrote.")
+        raise DataError(
+            f"{path}: has no {_META} with nframes. Expected a data set that DeePMD-kit or dpdata wrote."
+        )
     names, key_format = meta.get("type_map"), str(meta.get("frame_idx_fmt", "012d"))
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise DataError(f"{path}/{_META}: type_map = {show_text(str(names))}, expected a list of elements.")
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
+        raise DataError(
+            f"{path}/{_META}: type_map = {show_text(str(names))}, expected a list of elements."
+        )
     if not re.fullmatch("0?[0-9]{0,2}d", key_format):  # a long text would be made of a larger width
         place = f"{path}/{_META}: frame_idx_fmt = {show_text(key_format)}"
-        raise DataError(f"{place}, expected a format of whole numbers with at most 99 digits such as 012d.")
+        raise DataError(
+            f"{place}, expected a format of whole numbers with at most 99 digits such as 012d."
+        )
     store.key_format = key_format
     num_types, num_frames = len(names if names is not None else spec.type_map), meta["nframes"]
     options = [list(spec.labels), spec.numb_fparam, spec.numb_aparam, spec.default_fparam]
-    about = {"lmdb": str(path), "frames": num_frames, "types": num_types, "format": key_format, "read": options}
+    about = {
+        "lmdb": str(path),
+        "frames": num_frames,
+        "types": num_types,
+        "format": key_format,
+        "read": options,
+    }
 
     def read_all() -> dict[str, Any]:
         """Return the sizes of all frames, types that occur, and the number of frames with each name."""
@@ -164,9 +210,15 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
                 _frame(record, plain, replace(spec, type_map=elements), ("", index))
                 occurring.update(record.keys())
             if len(problems) >= _MAX_PROBLEMS:
-                raise DataError([*problems, f"{store.path}: the frames after this one were not read."])
+                raise DataError(
+                    [*problems, f"{store.path}: the frames after this one were not read."]
+                )
         DataError.raise_if_any(problems)
-        return {"sizes": sizes, "types": sorted(t for t in types if t >= 0), "names": dict(occurring)}
+        return {
+            "sizes": sizes,
+            "types": sorted(t for t in types if t >= 0),
+            "names": dict(occurring),
+        }
 
     contents = recall_or_find(spec.results, [store.file], about, read_all)
     sizes, problems = np.array(contents["sizes"], np.int64), []
@@ -185,7 +237,11 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
         _ATYPE,
         *_DESCRIBE,
     }
-    left = [f"{name} in {counted(n, 'frame')}" for name, n in sorted(contents["names"].items()) if name not in known]
+    left = [
+        f"{name} in {counted(n, 'frame')}"
+        for name, n in sorted(contents["names"].items())
+        if name not in known
+    ]
     notes = [f"does not read {first_few(left)}"] if left else []
     unread = tuple(name for name in spec.ignored if name in contents["names"])
     return LmdbFile(str(path), sizes, unread, notes, store=store, spec=spec, index_of=index_of)
@@ -202,19 +258,29 @@ def lmdb_frames(path: Path) -> Iterator[StoredFrame]:
         yield _stored(file.store.frame(index), file.index_of, SYMBOLS)[0]
 
 
-def _frame(record: Mapping[str, Array], index_of: Array, spec: ReadSpec, source: tuple[str, int]) -> Frame:
-    names = {file: name for name in spec.labels if name not in record for file in LABELS[name].files}
+def _frame(
+    record: Mapping[str, Array], index_of: Array, spec: ReadSpec, source: tuple[str, int]
+) -> Frame:
+    names = {
+        file: name for name in spec.labels if name not in record for file in LABELS[name].files
+    }
     record = {names.get(key, key): value for key, value in record.items()}  # those of any width
     stored, real = _stored(record, index_of, spec.type_map)
-    frame = make_frame(stored, {name: name for name in (*stored.per_frame, *stored.per_atom)}, spec, source)
+    frame = make_frame(
+        stored, {name: name for name in (*stored.per_frame, *stored.per_atom)}, spec, source
+    )
     return frame if len(real) == len(record[_ATYPE]) else replace(frame, file_index=real)
 
 
-def _stored(record: Mapping[str, Array], index_of: Array, type_map: Sequence[str]) -> tuple[StoredFrame, Array]:
+def _stored(
+    record: Mapping[str, Array], index_of: Array, type_map: Sequence[str]
+) -> tuple[StoredFrame, Array]:
     """Return a frame, and the numbers of its real atoms in the file."""
     types = record[_ATYPE]
     if types.max() >= len(index_of) - 1:
-        raise DataError(f"atom_types: has {types.max()}, but there are only {len(index_of) - 1} elements.")
+        raise DataError(
+            f"atom_types: has {types.max()}, but there are only {len(index_of) - 1} elements."
+        )
     real, per_atom = np.flatnonzero(types >= 0), {}
     for name in record:
         if rows_per(name) == "atom":
@@ -225,7 +291,9 @@ def _stored(record: Mapping[str, Array], index_of: Array, type_map: Sequence[str
             per_atom[name] = values.reshape(len(types), -1).astype(np.float64)[real]
     coord = per_atom.pop(COORD, None)
     if coord is None or coord.shape[1] != 3 or not real.size:
-        raise DataError(f"{COORD}: missing or wrong. Expected three numbers for each atom, and an atom that is real.")
+        raise DataError(
+            f"{COORD}: missing or wrong. Expected three numbers for each atom, and an atom that is real."
+        )
     box = np.asarray(record.get(BOX, np.zeros(9)), np.float64)
     if box.size != 9:
         raise DataError(f"{BOX}: has {box.size} numbers, expected 9.")

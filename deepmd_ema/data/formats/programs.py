@@ -51,7 +51,11 @@ _MARKS = {
 _TRAJECTORIES = {"siesta/output": ("siesta/aimd_output", b"Begin MD step"),
                  "fhi_aims/scf": ("fhi_aims/md", b"Molecular dynamics")}  # fmt: skip
 # formats of several files with one name: ends that all have
-_PARTS = {"qe/cp/traj": ("in", "pos", "for", "evp"), "amber/md": ("parm7", "nc", "mdfrc"), "openmx/md": ("md", "dat")}
+_PARTS = {
+    "qe/cp/traj": ("in", "pos", "for", "evp"),
+    "amber/md": ("parm7", "nc", "mdfrc"),
+    "openmx/md": ("md", "dat"),
+}
 _MORE_ENDS = ("cel", "str", "mden", "mdout")  # that some have
 _ABACUS = {"md": "abacus/md", "relax": "abacus/relax", "cell-relax": "abacus/relax"}
 _PLAIN_NAMES = ("n2p2", "dftbplus", "movement", "mlmd", "outcar")  # of dpdata, without a slash
@@ -65,7 +69,9 @@ def is_of_dpdata(file_format: str) -> bool:
 def needs_conversion(path: str) -> bool:
     """Whether ``path`` is what ``dp-ema convert`` may read and training does not."""
     file = split_address(path)[0]
-    return recognized(file) is not None or (file.is_file() and not any(one.claims(file) for one in FORMATS))
+    return recognized(file) is not None or (
+        file.is_file() and not any(one.claims(file) for one in FORMATS)
+    )
 
 
 def recognized(path: Path) -> Output | None:
@@ -82,7 +88,9 @@ def recognized(path: Path) -> Output | None:
         return None
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    matching = (one for mark, one in _MARKS.items() if re.search(mark, head, re.DOTALL | re.MULTILINE))
+    matching = (
+        one for mark, one in _MARKS.items() if re.search(mark, head, re.DOTALL | re.MULTILINE)
+    )
     output = next(matching, None)
     if output is None:
         return None
@@ -90,11 +98,16 @@ def recognized(path: Path) -> Output | None:
     if name == "abacus/scf":
         input_file = argument_of(path, name) / "INPUT"
         text = input_file.read_text(errors="replace") if input_file.is_file() else ""
-        kind = re.search(r"^running_(.+)\.log|^\s*calculation\s+(\S+)", f"{path.name}\n{text}", re.MULTILINE)
+        kind = re.search(
+            r"^running_(.+)\.log|^\s*calculation\s+(\S+)", f"{path.name}\n{text}", re.MULTILINE
+        )
         name = _ABACUS.get((kind[1] or kind[2]) if kind else "", name)
     elif name in _TRAJECTORIES:
         of_trajectory, words = _TRAJECTORIES[name]
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
             if content.find(words) >= 0:
                 name = of_trajectory
     elif name == "cp2k/output" and path.suffix == ".log" and any(path.parent.glob("*pos*.xyz")):
@@ -117,11 +130,17 @@ def argument_of(path: Path, name: str) -> Path:
         return folder.parent if folder.name.startswith("OUT.") else folder
     if name == "cp2k/aimd_output":
         if len(list(folder.glob("*pos*.xyz"))) > 1:
-            raise DataError(f"{path}: dpdata reads one trajectory of CP2K in a folder. Move the others away.")
+            raise DataError(
+                f"{path}: dpdata reads one trajectory of CP2K in a folder. Move the others away."
+            )
         return folder
     if name == "dftbplus":
         geometry = folder / "dftb_pin.hsd"
-        if geometry.is_file() and re.search(rb"GenFormat\s*\{\s*\d+\s+[SFsf]\b", geometry.read_bytes()):
-            raise DataError(f"{geometry}: is periodic, and dpdata does not read the cell. Write extended XYZ with ASE.")
+        if geometry.is_file() and re.search(
+            rb"GenFormat\s*\{\s*\d+\s+[SFsf]\b", geometry.read_bytes()
+        ):
+            raise DataError(
+                f"{geometry}: is periodic, and dpdata does not read the cell. Write extended XYZ with ASE."
+            )
         return folder
     return path

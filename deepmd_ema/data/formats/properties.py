@@ -133,7 +133,9 @@ class Inventory:
     states_units: bool = False
     reader: str = "dp-ema"
     units: tuple[str, str] | None = ("angstrom", "eV")
-    _names: dict[tuple[frozenset[str], frozenset[str]], dict[str, list[str]]] = field(default_factory=dict, repr=False)
+    _names: dict[tuple[frozenset[str], frozenset[str]], dict[str, list[str]]] = field(
+        default_factory=dict, repr=False
+    )
 
     def sources(self, frame: StoredFrame) -> dict[str, str]:
         """Return the name of everything that is read of a frame; of several for one thing the first."""
@@ -154,7 +156,9 @@ class Inventory:
             else:
                 usual = set(map(str.lower, names))
                 plain = {name: name.lower().replace("-", "_") for name in stored}
-                known = [name for name in stored if usual & {plain[name], _ORIGIN.sub("", plain[name])}]
+                known = [
+                    name for name in stored if usual & {plain[name], _ORIGIN.sub("", plain[name])}
+                ]
                 if what == ENERGY and not known:
                     known = [name for name in stored if _ORIGIN.sub("", plain[name]) == _FREE]
                 label = VIRIAL if what == STRESS else what
@@ -172,7 +176,9 @@ class Inventory:
         names, sources = self._names_of(frame), self.sources(frame)
         if frame.box is not None and not np.linalg.det(frame.box):
             shown = " ".join(f"{number:g}" for number in frame.box.ravel())
-            raise DataError(f'is periodic with a cell without volume ({shown}). Molecules have pbc = "F F F".')
+            raise DataError(
+                f'is periodic with a cell without volume ({shown}). Molecules have pbc = "F F F".'
+            )
         for what, of_one in names.items():
             self.read.setdefault(what, Counter()).update(of_one)
         self.both += VIRIAL in names and STRESS in names
@@ -184,16 +190,26 @@ class Inventory:
         if stated:
             self.states_units = True
             factors = unit_factors(frame.per_frame, sources)
-            converted = [f"{what} by {factor:.9g}" for what, factor in factors.items() if factor != 1]
+            converted = [
+                f"{what} by {factor:.9g}" for what, factor in factors.items() if factor != 1
+            ]
             if converted:
-                values = ", ".join(dict.fromkeys(f"{key} = {value}" for key, value in stated.values()))
-                self.other[f"the file states {values}: converted to eV and angstrom ({', '.join(converted)})"] += 1
+                values = ", ".join(
+                    dict.fromkeys(f"{key} = {value}" for key, value in stated.values())
+                )
+                self.other[
+                    f"the file states {values}: converted to eV and angstrom ({', '.join(converted)})"
+                ] += 1
         if frame.box is None and STRESS in sources:
             self.other["stress is left out, open frames have no volume"] += 1
         if sources.get(ENERGY) != _FREE and ENERGY in sources and _FREE in frame.per_frame:
-            free, energy = (numbers(name, frame.per_frame[name])[0] for name in (_FREE, sources[ENERGY]))
+            free, energy = (
+                numbers(name, frame.per_frame[name])[0] for name in (_FREE, sources[ENERGY])
+            )
             if abs(free - energy) > _SMEARED:
-                self.other[f"{_FREE} differs, and forces belong to it: FILE#energy={_FREE} reads it"] += 1
+                self.other[
+                    f"{_FREE} differs, and forces belong to it: FILE#energy={_FREE} reads it"
+                ] += 1
 
     def problems(self, file: str) -> list[str]:
         """Return the mistakes in names over all frames of ``file``."""
@@ -204,13 +220,18 @@ class Inventory:
         problems, choice = [], dict(self.given)
         shown = list[str]()
         for what, names in several.items():
-            shown.append(f"{what} may be " + " or ".join(f"{n} ({counted(k, 'frame')})" for n, k in names.items()))
+            shown.append(
+                f"{what} may be "
+                + " or ".join(f"{n} ({counted(k, 'frame')})" for n, k in names.items())
+            )
             # of names that are as common the one that says where the numbers are from
             name = max(names, key=lambda one: (names[one], _ORIGIN.match(one.lower()) is not None))
             choice[STRESS if what == VIRIAL and name in self.read.get(STRESS, ()) else what] = name
         if shown:
             which = ",".join(f"{what}={name}" for what, name in choice.items())
-            problems.append(f"{'; '.join(shown)}. Say which after the name of the file, such as {file}#{which}.")
+            problems.append(
+                f"{'; '.join(shown)}. Say which after the name of the file, such as {file}#{which}."
+            )
         every = sorted({*self.left, *(name for names in self.read.values() for name in names)})
         for what, name in self.given.items():
             if name not in self.read.get(what, {}):
@@ -237,8 +258,12 @@ class Inventory:
             left = [f"{name}{in_frames(n)}" for name, n in sorted(self.left.items())]
             lines.append(f"does not read {first_few(left, _MAX_NAMES)}")
         for name, kinds in self.kinds.items():
-            lines.append(f"{name} has {counted(len(kinds), 'value')} in {counted(kinds.total(), 'frame')}")
-        return lines + [text + f" ({counted(n, 'frame')})" * bool(n) for text, n in self.other.items()]
+            lines.append(
+                f"{name} has {counted(len(kinds), 'value')} in {counted(kinds.total(), 'frame')}"
+            )
+        return lines + [
+            text + f" ({counted(n, 'frame')})" * bool(n) for text, n in self.other.items()
+        ]
 
 
 def name_of_kind(frame: StoredFrame) -> str:
@@ -279,16 +304,22 @@ def parse_choice(text: str, wanted: Collection[str] = ()) -> dict[str, str]:
     choice = {}
     for part in filter(None, text.split(",")):
         what, equal, name = (word.strip() for word in part.partition("="))
-        keys = [key for key, names in _names_of(wanted).items() if {what, what.lower()} & {key, *names}]
+        keys = [
+            key for key, names in _names_of(wanted).items() if {what, what.lower()} & {key, *names}
+        ]
         if not equal or not name or not keys:
-            raise DataError(f"#{text}: {part!r} is not understood. Expected e.g. energy=REF_energy,force=REF_forces.")
+            raise DataError(
+                f"#{text}: {part!r} is not understood. Expected e.g. energy=REF_energy,force=REF_forces."
+            )
         choice[keys[0]] = name
     if VIRIAL in choice and STRESS in choice:
         raise DataError(f"#{text}: names a virial and a stress. Expected one of them.")
     return choice
 
 
-def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection[str]) -> dict[str, Array]:
+def labels_of(
+    frame: StoredFrame, sources: Mapping[str, str], wanted: Collection[str]
+) -> dict[str, Array]:
     """Return the arrays of a frame by label, in the shapes of :class:`~deepmd_ema.data.source.Frame`.
 
     Args:
@@ -308,7 +339,9 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
         if rows_per(label) == "atom":
             width = 0 if label == APARAM else math.prod(LABELS[label].shape)
             rows = _rows(name, frame.per_atom[name], width)
-            arrays[label] = rows.reshape(len(rows), *LABELS[label].shape) if label != APARAM else rows
+            arrays[label] = (
+                rows.reshape(len(rows), *LABELS[label].shape) if label != APARAM else rows
+            )
             if what in factors:
                 arrays[label] = arrays[label] * factors[what]
             continue
@@ -320,7 +353,10 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
             HESSIAN: ((9 * natoms**2,), f"{9 * natoms**2} for {counted(natoms, 'atom')}: (3 N)^2"),
         }.get(label, (None, ""))
         if size is None and label != FPARAM:
-            size, expected = (math.prod(LABELS[label].shape),), f"{math.prod(LABELS[label].shape)} for the frame"
+            size, expected = (
+                (math.prod(LABELS[label].shape),),
+                f"{math.prod(LABELS[label].shape)} for the frame",
+            )
         size = size or (values.size,)
         if values.size not in size:
             raise DataError(f"{name}: has {values.size} numbers, expected {expected}.")
@@ -374,7 +410,9 @@ def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> di
     if lengths:
         factors[COORD], *others = sorted({stated_factor(*entry, "angstrom") for entry in lengths})
         if others:
-            raise DataError(f"{' and '.join(sorted(f'{k} = {v}' for k, v in lengths))}: expected one unit of lengths.")
+            raise DataError(
+                f"{' and '.join(sorted(f'{k} = {v}' for k, v in lengths))}: expected one unit of lengths."
+            )
     elif system is not None:
         factors[COORD] = system[1]
     # keys and values of units of energy, and of length, other than eV and angstrom
@@ -398,7 +436,9 @@ def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> di
             unstated.append((name, unit))
     for name, unit in unstated:
         if reasons := [text for base, texts in unusual.items() if base in unit for text in texts]:
-            raise DataError(f"{reasons[0]}, and the unit of {name} is not stated. Add {name}_unit, such as {unit}.")
+            raise DataError(
+                f"{reasons[0]}, and the unit of {name} is not stated. Add {name}_unit, such as {unit}."
+            )
     return factors
 
 
@@ -407,10 +447,14 @@ def in_angstrom(stored: StoredFrame) -> StoredFrame:
     factor = unit_factors(stored.per_frame, {}).get(COORD, 1.0)
     if factor == 1:
         return stored
-    return replace(stored, coord=stored.coord * factor, box=None if stored.box is None else stored.box * factor)
+    return replace(
+        stored, coord=stored.coord * factor, box=None if stored.box is None else stored.box * factor
+    )
 
 
-def make_frame(stored: StoredFrame, sources: Mapping[str, str], spec: ReadSpec, source: tuple[str, int]) -> Frame:
+def make_frame(
+    stored: StoredFrame, sources: Mapping[str, str], spec: ReadSpec, source: tuple[str, int]
+) -> Frame:
     """Return a frame with the types of the model and what it reads; DataError if it lacks something it must have."""
     conditions = {name: number for name, number in spec.num_conditions.items() if number}
     read = labels_of(stored, sources, {*spec.labels, *conditions})
@@ -428,7 +472,9 @@ def make_frame(stored: StoredFrame, sources: Mapping[str, str], spec: ReadSpec, 
         )
     atom_type = np.array([type_of[element] for element in stored.symbols], np.int64)
     labels = {name: read[name] for name in spec.labels if name in read}
-    return Frame(stored.coord, atom_type, stored.box, labels, read.get(FPARAM), read.get(APARAM), source)
+    return Frame(
+        stored.coord, atom_type, stored.box, labels, read.get(FPARAM), read.get(APARAM), source
+    )
 
 
 def numbers(name: str, value: Any) -> Array:

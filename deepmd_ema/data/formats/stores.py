@@ -29,7 +29,9 @@ _MAX_REASON_CHARACTERS = 200  # letters of a reader's own words
 _HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 _MAX_OPEN_FILES = 1000  # files kept open, and at most a quarter of what the process may have open
 # the end of the name of a set that someone has put aside: set.000.bak, set.000_old2, set.orig, set.000~
-_BACKUP = re.compile(r"[._-](bak|bkp|backup|orig|original|old|copy|save|saved)[._-]?\d*$|~$", re.IGNORECASE)
+_BACKUP = re.compile(
+    r"[._-](bak|bkp|backup|orig|original|old|copy|save|saved)[._-]?\d*$|~$", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -37,23 +39,31 @@ class NpyStore:
     """A system in a folder: type.raw, type_map.raw, nopbc, set.*/coord.npy and so on."""
 
     name: str
-    _names: dict[str, frozenset[str]] = field(default_factory=dict, repr=False, compare=False)  # in each folder
+    _names: dict[str, frozenset[str]] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # in each folder
 
     def set_names(self, backups: bool = False) -> list[str]:
         """Return the names of the set.* folders, sorted, or of those that are backups; DataError if one is a file."""
         self.has("")
         names = sorted(name for name in self._names[""] if name.startswith("set."))
-        folders = [name for name in names if self.has(name) and os.path.isdir(f"{self.name}/{name}")]
+        folders = [
+            name for name in names if self.has(name) and os.path.isdir(f"{self.name}/{name}")
+        ]
         for name in set(names) - set(folders):
             if name.removeprefix("set.").isdigit():  # not set.000.tar.gz
                 place = Path(self.name, name)
-                raise DataError(f"{place}: is a file, expected a folder with coord.npy. Remove or rename it.")
+                raise DataError(
+                    f"{place}: is a file, expected a folder with coord.npy. Remove or rename it."
+                )
         return [name for name in folders if bool(_BACKUP.search(name)) is backups]
 
     def has(self, file: str) -> bool:
         """Whether there is ``file``; DataError if it is a link to what does not exist."""
         folder, _, name = file.rpartition("/")
-        if folder not in self._names:  # most names are not there, and to look for each of them takes longer
+        if (
+            folder not in self._names
+        ):  # most names are not there, and to look for each of them takes longer
             with readable(Path(self.name, folder)):
                 self._names[folder] = frozenset(os.listdir(f"{self.name}/{folder}"))
         return name in self._names[folder] and is_there(Path(self.name, file))
@@ -68,7 +78,11 @@ class NpyStore:
 
     def text_files(self) -> list[Path]:
         """Return the small files of the folder, which hold no arrays."""
-        return [Path(self.name, name) for name in ("type.raw", "type_map.raw", "nopbc") if self.has(name)]
+        return [
+            Path(self.name, name)
+            for name in ("type.raw", "type_map.raw", "nopbc")
+            if self.has(name)
+        ]
 
     def array(self, file: str) -> StoredArray | None:
         """Return the npy file, of which only the header is read now; None if there is no such file.
@@ -79,21 +93,34 @@ class NpyStore:
         if not self.has(file):
             return None
         path = Path(self.name, file)
-        with readable(path, "an npy file", "an array written by numpy.save"), path.open("rb") as opened:
+        with (
+            readable(path, "an npy file", "an array written by numpy.save"),
+            path.open("rb") as opened,
+        ):
             version = np.lib.format.read_magic(opened)
-            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            header = (
+                np.lib.format.read_array_header_1_0
+                if version == (1, 0)
+                else np.lib.format.read_array_header_2_0
+            )
             shape, fortran, dtype = header(opened)
             offset, status = opened.tell(), os.fstat(opened.fileno())
         if dtype.hasobject:
-            raise DataError(f"{path}: holds pickled Python objects, which are not read. Save an array of float64.")
+            raise DataError(
+                f"{path}: holds pickled Python objects, which are not read. Save an array of float64."
+            )
         if dtype.kind not in "fiu":
             raise DataError(f"{path}: holds {dtype}, expected float64, float32 or integers.")
-        needed = offset + dtype.itemsize * math.prod(shape)  # of Python: a damaged header may say 2**64 rows
+        needed = offset + dtype.itemsize * math.prod(
+            shape
+        )  # of Python: a damaged header may say 2**64 rows
         if min(shape, default=0) < 0 or max(shape, default=0) > _MAX_ROWS:
             said = f"{path}: its header is damaged: it says shape {shape}"
             raise DataError(f"{said}. Copy it again, or save the array anew.")
         if status.st_size < needed:
-            size = f"{path}: is truncated: {status.st_size} bytes, expected {needed} for shape {shape}"
+            size = (
+                f"{path}: is truncated: {status.st_size} bytes, expected {needed} for shape {shape}"
+            )
             raise DataError(f"{size}. Copy it again.")
         array = StoredArray(str(path), shape, path, dtype, offset, (status.st_dev, status.st_ino))
         if fortran and len(shape) > 1:
@@ -114,7 +141,9 @@ class Hdf5Store:
             names = sorted(name for name in self.group if name.startswith("set."))
         for name in names:
             if not hasattr(self._item(name), "keys"):
-                raise DataError(f"{self.name}/{name}: is no group, expected one with coord.npy. Remove or rename it.")
+                raise DataError(
+                    f"{self.name}/{name}: is no group, expected one with coord.npy. Remove or rename it."
+                )
         return [name for name in names if bool(_BACKUP.search(name)) is backups]
 
     def has(self, file: str) -> bool:
@@ -149,7 +178,9 @@ class Hdf5Store:
             return None
         with _readable_hdf5(name):
             if dataset.dtype.kind not in "fiu":
-                raise DataError(f"{name}: holds {dataset.dtype}, expected float64, float32 or integers.")
+                raise DataError(
+                    f"{name}: holds {dataset.dtype}, expected float64, float32 or integers."
+                )
             path, shape = Path(dataset.file.filename), tuple(dataset.shape)
             array, offset = StoredArray(name, shape, path, dataset.dtype), dataset.id.get_offset()
             if dataset.file.driver == "sec2" and offset is not None and shape and dataset.size:
@@ -169,7 +200,9 @@ class Hdf5Store:
         """Return a group or dataset, None if there is none."""
         with _readable_hdf5(f"{self.name}/{file}"):
             if file in self.group:
-                _refuse_other_files(self.group[file], self.group.file.filename, f"{self.name}/{file}")
+                _refuse_other_files(
+                    self.group[file], self.group.file.filename, f"{self.name}/{file}"
+                )
                 return self.group[file]
             folder, _, last = file.rpartition("/")
             parent = self.group.get(folder) if folder else self.group
@@ -193,8 +226,12 @@ class Hdf5Store:
             if item.shape is not None and (not math.prod(item.shape) or item.is_virtual):
                 return item
             if item.shape is None or not item.id.get_storage_size():
-                raise DataError(f"{name}: has shape {item.shape} and holds no data. Was the file written completely?")
-            parts = math.prod(-(-length // chunk) for length, chunk in zip(item.shape, item.chunks or ()))
+                raise DataError(
+                    f"{name}: has shape {item.shape} and holds no data. Was the file written completely?"
+                )
+            parts = math.prod(
+                -(-length // chunk) for length, chunk in zip(item.shape, item.chunks or ())
+            )
             if item.chunks is not None and (written := item.id.get_num_chunks()) < parts:
                 raise DataError(
                     f"{name}: has shape {item.shape}, and {written:,} of its {parts:,} chunks were written. Was the "
@@ -239,20 +276,32 @@ class StoredArray:
         with readable(self.file):
             # kept open: to open a file anew takes longer than to read a row
             allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            most = _MAX_OPEN_FILES if allowed == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, allowed // 4))
+            most = (
+                _MAX_OPEN_FILES
+                if allowed == resource.RLIM_INFINITY
+                else max(1, min(_MAX_OPEN_FILES, allowed // 4))
+            )
             with _LOCK:
-                file = _OPEN.pop(self.identity, None) or _OpenFile(os.open(self.file, os.O_RDONLY | os.O_CLOEXEC))
+                file = _OPEN.pop(self.identity, None) or _OpenFile(
+                    os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+                )
                 status = os.fstat(file.handle)
                 if (status.st_dev, status.st_ino) != self.identity:
-                    raise DataError(f"{self.file}: has been replaced by another file while it was in use. Start again.")
+                    raise DataError(
+                        f"{self.file}: has been replaced by another file while it was in use. Start again."
+                    )
                 _OPEN[self.identity] = file
                 while len(_OPEN) > most:
                     _OPEN.popitem(last=False)  # a thread that reads from it still refers to it
             # of a large array the system may give a part
-            while size < len(target) and (number := os.preadv(file.handle, [target[size:]], offset + size)):
+            while size < len(target) and (
+                number := os.preadv(file.handle, [target[size:]], offset + size)
+            ):
                 size += number
         if size != flat.nbytes:
-            raise DataError(f"{self.file}: has become shorter while it was in use: frames {start} to {stop} are gone.")
+            raise DataError(
+                f"{self.file}: has become shorter while it was in use: frames {start} to {stop} are gone."
+            )
         return flat.reshape(stop - start, width)
 
 
@@ -266,7 +315,9 @@ class _OpenFile:
         os.close(self.handle)
 
 
-_OPEN: OrderedDict[tuple[int, int], _OpenFile] = OrderedDict()  # by device and inode, those read last at the end
+_OPEN: OrderedDict[tuple[int, int], _OpenFile] = (
+    OrderedDict()
+)  # by device and inode, those read last at the end
 _LOCK = threading.Lock()
 
 
@@ -285,19 +336,31 @@ def is_there(path: Path) -> bool:
                 link = f"{path}: is a link to {os.readlink(path)}, which does not exist"
                 raise DataError(f"{link}. Restore its target, or remove the link.") from None
             return False
-    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # to read from a pipe would wait for its writer for ever
+    if not (
+        stat.S_ISREG(kind) or stat.S_ISDIR(kind)
+    ):  # to read from a pipe would wait for its writer for ever
         raise DataError(f"{path}: is a pipe or a device, expected a file. Put the data there.")
     return True
 
 
 @contextmanager
-def readable(path: Path, kind: str = "readable", expected: str = "its content as it was written") -> Iterator[None]:
+def readable(
+    path: Path, kind: str = "readable", expected: str = "its content as it was written"
+) -> Iterator[None]:
     """Raise DataError for every failure to read the file at ``path``, of a kind and with the content expected."""
     try:
         yield
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    except (ValueError, EOFError, SyntaxError, TypeError, OverflowError, RecursionError, tokenize.TokenError) as error:
+    except (
+        ValueError,
+        EOFError,
+        SyntaxError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+        tokenize.TokenError,
+    ) as error:
         # what numpy and codecs raise for damaged content
         raise DataError(f"{path}: is not {kind}, or it is damaged. Expected {expected}.") from error
 
@@ -313,7 +376,9 @@ def _refuse_other_files(item: Any, file: str, name: str) -> None:
             else:
                 others.append(source.file_name)
     if others:
-        raise DataError(f"{name}: refers to the file {others[0]}. Expected data in {file} itself: write them there.")
+        raise DataError(
+            f"{name}: refers to the file {others[0]}. Expected data in {file} itself: write them there."
+        )
 
 
 def is_hdf5(path: Path) -> bool:
@@ -341,14 +406,22 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
     with ExitStack() as stack, _readable_hdf5(f"{file}#{top}"):
         stack.callback(root.close)
         if top not in root or not isinstance(root[top], h5py.Group):
-            raise DataError(f"{file}: has no group {top}. Groups of the file: {first_few(sorted(root)) or 'none'}.")
+            raise DataError(
+                f"{file}: has no group {top}. Groups of the file: {first_few(sorted(root)) or 'none'}."
+            )
         _refuse_other_files(root[top], root.filename, f"{file}#{top}")
         groups = {"": root[top]}  # by name below the group
-        root[top].visititems(lambda name, item: groups.update({name: item}) if isinstance(item, h5py.Group) else None)
+        root[top].visititems(
+            lambda name, item: groups.update({name: item}) if isinstance(item, h5py.Group) else None
+        )
         # a link that leads nowhere counts: it is reported when it is read
-        systems = sorted((name, group) for name, group in groups.items() if group.id.links.exists(b"type.raw"))
+        systems = sorted(
+            (name, group) for name, group in groups.items() if group.id.links.exists(b"type.raw")
+        )
         stack.pop_all()  # the systems need the file
-    return [Hdf5Store(group, f"{file}#{top.rstrip('/')}/{name}".rstrip("/")) for name, group in systems]
+    return [
+        Hdf5Store(group, f"{file}#{top.rstrip('/')}/{name}".rstrip("/")) for name, group in systems
+    ]
 
 
 def _readable_hdf5(
@@ -365,5 +438,9 @@ def readable_as(kind: str, name: str, failures: tuple[type[Exception], ...]) -> 
     try:
         yield
     except failures as error:
-        reason = " ".join(str(error.args[-1] if error.args else error).split()) or type(error).__name__
-        raise DataError(f"{name}: cannot be read as {kind} ({reason[:_MAX_REASON_CHARACTERS]}).") from error
+        reason = (
+            " ".join(str(error.args[-1] if error.args else error).split()) or type(error).__name__
+        )
+        raise DataError(
+            f"{name}: cannot be read as {kind} ({reason[:_MAX_REASON_CHARACTERS]})."
+        ) from error

@@ -74,7 +74,10 @@ class DeepmdSystem(FrameSource):
 
     def files(self) -> list[Path]:
         """Return the files of the system."""
-        return [*self.text_files, *(array.file for part in self.sets for array in part.arrays.values())]
+        return [
+            *self.text_files,
+            *(array.file for part in self.sets for array in part.arrays.values()),
+        ]
 
     def frame(self, index: int) -> Frame:
         """Return one frame, without its virtual atoms."""
@@ -90,9 +93,15 @@ class DeepmdSystem(FrameSource):
         if fparam is None and self.spec.numb_fparam:
             fparam = np.array(self.spec.default_fparam, np.float64)
         box = arrays[BOX].reshape(3, 3) if self.periodic else None
-        shapes = {name: LABELS[name].shape_in_frame(len(types)) for name in self.spec.labels if name in arrays}
+        shapes = {
+            name: LABELS[name].shape_in_frame(len(types))
+            for name in self.spec.labels
+            if name in arrays
+        }
         labels = {name: arrays[name].reshape(shape) for name, shape in shapes.items()}
-        return Frame(arrays[COORD], types, box, labels, fparam, arrays.get(APARAM), (self.name, index), real)
+        return Frame(
+            arrays[COORD], types, box, labels, fparam, arrays.get(APARAM), (self.name, index), real
+        )
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
         """Yield all frames in order, some of one set at a time, with the arrays ``names``, or with all."""
@@ -119,7 +128,10 @@ class DeepmdSystem(FrameSource):
         number, arrays = stop - start, {}
         for name in names:
             if name != TYPES:
-                rows, per = part.arrays[name].read(start, stop).astype(np.float64, copy=False), rows_per(name)
+                rows, per = (
+                    part.arrays[name].read(start, stop).astype(np.float64, copy=False),
+                    rows_per(name),
+                )
                 if (
                     self.selected is not None
                     and name in LABELS
@@ -128,7 +140,11 @@ class DeepmdSystem(FrameSource):
                     of_selected = rows.reshape(number, len(self.selected), -1)
                     rows = np.zeros((number, self.natoms, of_selected.shape[2]))
                     rows[:, self.selected] = of_selected
-                shape = {"atom": (self.natoms, -1), "pair": (3 * self.natoms, 3 * self.natoms), "frame": (-1,)}[per]
+                shape = {
+                    "atom": (self.natoms, -1),
+                    "pair": (3 * self.natoms, 3 * self.natoms),
+                    "frame": (-1,),
+                }[per]
                 arrays[name] = rows.reshape(number, *shape)
         if self.atom_type is not None:
             types = np.broadcast_to(self.atom_type, (number, self.natoms))
@@ -168,7 +184,11 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     names = read_type_map(store)
     set_names, backups = store.set_names(), backups_of(store)
     if not set_names:
-        why = f"{backups[0]} Rename one to set.000" if backups else "it has type.raw but no set.* folder. Add one"
+        why = (
+            f"{backups[0]} Rename one to set.000"
+            if backups
+            else "it has type.raw but no set.* folder. Add one"
+        )
         raise DataError(f"{store.name}: no frames: {why}, or leave it out.")
     mixed = [name for name in set_names if store.has(f"{name}/{TYPES}.npy")]
     if mixed and len(mixed) < len(set_names):
@@ -178,11 +198,18 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
             f"{', '.join(plain)} without. Put them into two systems."
         )
     if mixed and names is None:
-        raise DataError(f"{store.name}/type_map.raw: missing. A mixed system (with {TYPES}.npy) needs it.")
+        raise DataError(
+            f"{store.name}/type_map.raw: missing. A mixed system (with {TYPES}.npy) needs it."
+        )
     # the arrays of every set
-    expected, periodic = [_Expected(COORD, (COORD,), 3 * natoms, "Every set needs it.")], not store.has("nopbc")
+    expected, periodic = (
+        [_Expected(COORD, (COORD,), 3 * natoms, "Every set needs it.")],
+        not store.has("nopbc"),
+    )
     if periodic:
-        reason = f"A periodic system needs it; for open boundaries add an empty file {store.name}/nopbc."
+        reason = (
+            f"A periodic system needs it; for open boundaries add an empty file {store.name}/nopbc."
+        )
         expected.append(_Expected(BOX, (BOX,), 9, reason))
     if mixed:
         expected.append(_Expected(TYPES, (TYPES,), natoms))
@@ -190,29 +217,44 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     selected = None
     if spec.selected is not None and not mixed:
         elements = [*(names or spec.type_map)]
-        selected = np.flatnonzero([t < len(elements) and elements[t] in spec.selected for t in file_types])
+        selected = np.flatnonzero(
+            [t < len(elements) and elements[t] in spec.selected for t in file_types]
+        )
     for label in labels:
-        numbers = [math.prod(label.shape_of(n)) for n in (natoms, len(selected) if selected is not None else natoms)]
+        numbers = [
+            math.prod(label.shape_of(n))
+            for n in (natoms, len(selected) if selected is not None else natoms)
+        ]
         of_selected = numbers[1] if label.per_atom and selected is not None else -1
         expected.append(_Expected(label.name, label.files, numbers[0], of_selected=of_selected))
     for name, number in spec.num_conditions.items():
         if number:
-            needs = f"numb_{name} = {number} needs it" + ", unless default_fparam is given" * (name == FPARAM)
+            needs = f"numb_{name} = {number} needs it" + ", unless default_fparam is given" * (
+                name == FPARAM
+            )
             reason = f"{needs}." if name == APARAM or spec.default_fparam is None else ""
-            expected.append(_Expected(name, (name,), number * (natoms if name == APARAM else 1), reason))
+            expected.append(
+                _Expected(name, (name,), number * (natoms if name == APARAM else 1), reason)
+            )
     problems, sets = list[str](), list[FrameSet]()
     for name in set_names:
         first = sets[-1].first + sets[-1].num_frames if sets else 0
         part = _open_set(store, name, first, natoms, expected, problems)
         sets += [part] if part is not None and part.num_frames else []
     if not sets and not problems:
-        problems.append(f"{store.name}: no frames: the arrays of {', '.join(set_names)} have no rows. Leave it out.")
+        problems.append(
+            f"{store.name}: no frames: the arrays of {', '.join(set_names)} have no rows. Leave it out."
+        )
     used = _used_in_mixed(sets, problems) if mixed else np.unique(file_types)
     place = f"{store.name}/set.*/{TYPES}.npy" if mixed else f"{store.name}/type.raw"
     index_of = type_table(f"{store.name}/type_map.raw", place, spec, names, used, problems)
     DataError.raise_if_any(problems)
-    unread = [name for name in spec.ignored if any(store.has(f"{part}/{name}.npy") for part in set_names)]
-    sizes = np.broadcast_to(np.int64(natoms), sum(part.num_frames for part in sets))  # takes no memory
+    unread = [
+        name for name in spec.ignored if any(store.has(f"{part}/{name}.npy") for part in set_names)
+    ]
+    sizes = np.broadcast_to(
+        np.int64(natoms), sum(part.num_frames for part in sets)
+    )  # takes no memory
     is_slow = any(array.load is not None for part in sets for array in part.arrays.values())
     return DeepmdSystem(
         store.name, sizes, unread, is_slow=is_slow, natoms=natoms, periodic=periodic, spec=spec, sets=sets,
@@ -222,7 +264,12 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
 
 
 def _open_set(
-    store: ArrayStore, name: str, first: int, natoms: int, expected: Sequence[_Expected], problems: list[str]
+    store: ArrayStore,
+    name: str,
+    first: int,
+    natoms: int,
+    expected: Sequence[_Expected],
+    problems: list[str],
 ) -> FrameSet | None:
     """Return a set whose arrays all fit together; None after adding to ``problems`` where they do not."""
     before, arrays = len(problems), dict[str, StoredArray]()
@@ -259,13 +306,25 @@ def _open_set(
         if not fits or shape[0] != frames:
             wanted = (frames, one.numbers) if one.numbers > 1 else (frames,)
             of_atoms = one.name == TYPES or rows_per(one.name) != "frame"
-            unit = f": coord.npy has {frames} frames" if fits else f" for {natoms} atoms" if of_atoms else ""
-            unit += f", or {(frames, one.of_selected)} for those of sel_type" * (one.of_selected > 0 and not fits)
+            unit = (
+                f": coord.npy has {frames} frames"
+                if fits
+                else f" for {natoms} atoms"
+                if of_atoms
+                else ""
+            )
+            unit += f", or {(frames, one.of_selected)} for those of sel_type" * (
+                one.of_selected > 0 and not fits
+            )
             problems.append(f"{array.name}: shape {shape}, expected {wanted}{unit}.")
-    return FrameSet(f"{store.name}/{name}", first, frames, arrays) if len(problems) == before else None
+    return (
+        FrameSet(f"{store.name}/{name}", first, frames, arrays) if len(problems) == before else None
+    )
 
 
-def system_frames(store: ArrayStore, selected: Sequence[str] | None = None) -> Iterator[StoredFrame]:
+def system_frames(
+    store: ArrayStore, selected: Sequence[str] | None = None
+) -> Iterator[StoredFrame]:
     """Yield the frames of a system with all labels and parameters that it has, without virtual atoms.
 
     Args:
@@ -278,27 +337,41 @@ def system_frames(store: ArrayStore, selected: Sequence[str] | None = None) -> I
     names = read_type_map(store)
     if names is None:
         path = f"{store.name}/type_map.raw"
-        raise DataError(f"{path}: missing. Expected the elements that the types of type.raw count in.")
+        raise DataError(
+            f"{path}: missing. Expected the elements that the types of type.raw count in."
+        )
     natoms, widths = max(1, len(store.words("type.raw") or ())), dict.fromkeys((FPARAM, APARAM), 0)
     for name, place in product(widths, store.set_names()):
         array, coord = (store.array(f"{place}/{file}.npy") for file in (name, COORD))
         if array and coord:
-            rows = max(1, math.prod(coord.shape) // (3 * natoms)) * (natoms if name == APARAM else 1)
+            rows = max(1, math.prod(coord.shape) // (3 * natoms)) * (
+                natoms if name == APARAM else 1
+            )
             widths[name] = max(widths[name], math.prod(array.shape) // rows)
-    system = open_system(store, ReadSpec(names, tuple(LABELS), widths[FPARAM], widths[APARAM], selected=selected))
+    system = open_system(
+        store, ReadSpec(names, tuple(LABELS), widths[FPARAM], widths[APARAM], selected=selected)
+    )
     for frame in map(system.frame, range(system.num_frames)):
         arrays = {**frame.labels, FPARAM: frame.fparam, APARAM: frame.aparam}
         per_atom, per_frame = (
             {n: a for n, a in arrays.items() if a is not None and (rows_per(n) == "atom") is kind}
             for kind in (True, False)
         )
-        yield StoredFrame([names[t] for t in frame.atom_type.tolist()], frame.coord, frame.box, per_frame, per_atom)
+        yield StoredFrame(
+            [names[t] for t in frame.atom_type.tolist()],
+            frame.coord,
+            frame.box,
+            per_frame,
+            per_atom,
+        )
 
 
 def backups_of(store: ArrayStore) -> list[str]:
     """Return a remark on the sets that are left out because their names say that they are backups, if there are any."""
     names = store.set_names(backups=True)
-    return [f"left out, since their names end as those of backups do: {first_few(names)}."] * bool(names)
+    return [f"left out, since their names end as those of backups do: {first_few(names)}."] * bool(
+        names
+    )
 
 
 def read_type_map(store: ArrayStore) -> list[str] | None:
@@ -317,7 +390,12 @@ def read_type_map(store: ArrayStore) -> list[str] | None:
 
 
 def type_table(
-    where: str, place: str, spec: ReadSpec, names: Sequence[str] | None, used: Array, problems: list[str]
+    where: str,
+    place: str,
+    spec: ReadSpec,
+    names: Sequence[str] | None,
+    used: Array,
+    problems: list[str],
 ) -> Array:
     """Return the model type of each file type, -1 last for virtual atoms; elements that do not occur may be unknown.
 
@@ -332,10 +410,14 @@ def type_table(
     elements = names if names is not None else spec.type_map
     table = np.full(len(elements) + 1, -1)
     if names is None and not spec.takes_numbers:
-        problems.append(f"{where}: names no elements in the order of their numbers. Name them all with -t.")
+        problems.append(
+            f"{where}: names no elements in the order of their numbers. Name them all with -t."
+        )
     elif used.size and used.max() >= len(elements):
         source = where.rpartition("/")[2] if names is not None else "model.type_map"
-        problems.append(f"{place}: type {used.max()}, but {source} has only {len(elements)} elements (types from 0).")
+        problems.append(
+            f"{place}: type {used.max()}, but {source} has only {len(elements)} elements (types from 0)."
+        )
     else:
         for number, element in enumerate(elements):
             if element in spec.type_map:
@@ -358,10 +440,14 @@ def _used_in_mixed(sets: Sequence[FrameSet], problems: list[str]) -> Array:
             is_type = (types >= -1) & (types < 10**_MAX_TYPE_DIGITS) & (types == np.floor(types))
             if not is_type.all():
                 wrong = types[~is_type][0]
-                problems.append(f"{array.name}: has {wrong:g}. Expected types from 0, and -1 for virtual atoms.")
+                problems.append(
+                    f"{array.name}: has {wrong:g}. Expected types from 0, and -1 for virtual atoms."
+                )
             empty = np.flatnonzero((types < 0).all(axis=1))
             if len(empty):
-                problems.append(f"{array.name}: frame {start + empty[0]} has only virtual atoms (type -1).")
+                problems.append(
+                    f"{array.name}: frame {start + empty[0]} has only virtual atoms (type -1)."
+                )
             used |= set(np.unique(types[is_type]).astype(np.int64).tolist())
             if len(problems) > before:
                 break

@@ -46,7 +46,10 @@ class SeE2ATree(parts.PartTree):
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of its section that the tree gives; a default would make another model of it."""
-        return {**super().section(tree), **{name: tree[name] for name in SHAPE if name in self._options}}
+        return {
+            **super().section(tree),
+            **{name: tree[name] for name in SHAPE if name in self._options},
+        }
 
 
 class SeE2RTree(SeE2ATree):

@@ -29,7 +29,11 @@ DENSE = {
     "attn2_mh_apply.mapv": "pair_attention.value", "attn2_mh_apply.head_map": "pair_attention.head_map",
     "attn2_ev_apply.head_map": "pair_attention.vector_map",
 }  # fmt: skip
-RESIDUALS = {"g1_residual": "node_update", "g2_residual": "pair_update", "h2_residual": "vector_update"}
+RESIDUALS = {
+    "g1_residual": "node_update",
+    "g2_residual": "pair_update",
+    "h2_residual": "vector_update",
+}
 LATER_OPTIONS = ("use_sqrt_nnei", "g1_out_conv", "g1_out_mlp")  # false in files before version 3
 
 
@@ -69,7 +73,9 @@ class DPA2Tree(parts.PartTree):
         dense = {"g1_shape_tranform": "to_repformer", "tebd_transform": "add_element"}
         tree |= {name: parts.layer_tree(layer) for name, layer in parts.parts_of(part, dense)}
         if part.angles is not None:
-            tree["repinit_three_body_variable"] = block_tree(part.angles, options["repinit"], len(types))
+            tree["repinit_three_body_variable"] = block_tree(
+                part.angles, options["repinit"], len(types)
+            )
         return tree
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
@@ -78,7 +84,12 @@ class DPA2Tree(parts.PartTree):
         if tree.get("@version", 3) < 3:
             later |= dict.fromkeys(LATER_OPTIONS, False)
         # files of version 1 do not say that the type embedding has a bias
-        return {"use_tebd_bias": True, **super().section(tree), "repinit": tree["repinit_args"], "repformer": later}
+        return {
+            "use_tebd_bias": True,
+            **super().section(tree),
+            "repinit": tree["repinit_args"],
+            "repformer": later,
+        }
 
     def upgraded(self, tree: Tree) -> Tree:
         """Return the tree if its statistics are those of its blocks."""
@@ -99,7 +110,11 @@ def _layer_tree(layer: RepformerLayer, part: DPA2Descriptor, args: Mapping[str, 
         "smooth": part.repformer.smooth, "precision": precision, "ln_eps": args["ln_eps"],
     }  # fmt: skip
     softmax = {"smooth": part.repformer.smooth, "attnw_shift": LOGIT_SHIFT}
-    of_node = {"input_dim": args["g1_dim"], "hidden_dim": args["attn1_hidden"], "head_num": args["attn1_nhead"]}
+    of_node = {
+        "input_dim": args["g1_dim"],
+        "hidden_dim": args["attn1_hidden"],
+        "head_num": args["attn1_nhead"],
+    }
     of_pair = {"input_dim": args["g2_dim"], "head_num": args["attn2_nhead"]}
     heads: Tree = {
         "loc_attn": {"@class": "LocalAtten", **common, **of_node, **softmax},
@@ -114,5 +129,11 @@ def _layer_tree(layer: RepformerLayer, part: DPA2Descriptor, args: Mapping[str, 
         head, _, name = place.rpartition(".")
         owner: Any = tree.setdefault(head, heads[head]) if head else tree
         owner[name] = parts.layer_tree(dense)
-    tree |= {name: parts.norm_tree(norm) for name, norm in parts.parts_of(layer, {"attn2_lm": "norm"})}
-    return {**tree, **parts.residuals_tree(layer, RESIDUALS)} if args["update_style"] == "res_residual" else tree
+    tree |= {
+        name: parts.norm_tree(norm) for name, norm in parts.parts_of(layer, {"attn2_lm": "norm"})
+    }
+    return (
+        {**tree, **parts.residuals_tree(layer, RESIDUALS)}
+        if args["update_style"] == "res_residual"
+        else tree
+    )

@@ -48,7 +48,9 @@ class DPA3Tree(parts.PartTree):
             **parts.options_tree(config.descriptor, "repflow"),
             "precision": parts.precision_of(part.dtype),
             "type_map": list(config.type_map),
-            "type_embedding": parts.type_embedding_tree(part.type_embedding, config.type_map, options["trainable"]),
+            "type_embedding": parts.type_embedding_tree(
+                part.type_embedding, config.type_map, options["trainable"]
+            ),
             "repflow_variable": {
                 "edge_embd": parts.layer_tree(part.edge_embedding),
                 "angle_embd": parts.layer_tree(part.angle_embedding),
@@ -63,7 +65,11 @@ class DPA3Tree(parts.PartTree):
         """Return the options of its section that the tree gives."""
         names = [field.name for field in fields(RepflowConfig)]
         # the default is without effect in a model that does not embed charge and spin
-        return {**super().section(tree), "default_chg_spin": None, "repflow": parts.chosen(tree["repflow_args"], names)}
+        return {
+            **super().section(tree),
+            "default_chg_spin": None,
+            "repflow": parts.chosen(tree["repflow_args"], names),
+        }
 
     def upgraded(self, tree: Tree) -> Tree:
         """Return the tree in the form of version 2: files of version 1 have the trained factors beside the options."""

@@ -43,7 +43,11 @@ class DPA4Tree(PartTree):
         """Return the tree of a descriptor."""
         section: Any = config.descriptor
         window = config.bridging
-        options = {**tree_without_effect(section), **plain(section), "precision": precision_of(part.dtype)}
+        options = {
+            **tree_without_effect(section),
+            **plain(section),
+            "precision": precision_of(part.dtype),
+        }
         del options["type"]
         trained = {_name(name): array(tensor) for name, tensor in part.state_dict().items()}
         return {
@@ -73,7 +77,9 @@ class DPA4Tree(PartTree):
 
 def _name(place: str) -> str:
     """Return the name of DeePMD-kit of a place in the module."""
-    return re.sub(r"\bso2_conv\.(mixing|attention)\.", "so2_conv.", re.sub(r"\blayers\.", "blocks.", place))
+    return re.sub(
+        r"\bso2_conv\.(mixing|attention)\.", "so2_conv.", re.sub(r"\blayers\.", "blocks.", place)
+    )
 
 
 def _constants(part: DPA4Descriptor, section: DPA4Config) -> Iterator[tuple[str, np.ndarray]]:
@@ -82,7 +88,10 @@ def _constants(part: DPA4Descriptor, section: DPA4Config) -> Iterator[tuple[str,
     yield from (("mean", np.zeros(0, dtype)), ("stddev", np.zeros(0, dtype)))
     lmax = section.largest_degree + section.extra_node_l
     has_start = section.use_env_seed and lmax > 0
-    for rotation in ("wigner_calc", *["gie_zonal_wigner_calc"] * (has_start and section.extra_node_l > 0)):
+    for rotation in (
+        "wigner_calc",
+        *["gie_zonal_wigner_calc"] * (has_start and section.extra_node_l > 0),
+    ):
         sign = np.array([-1, -1, 1], dtype)  # from x, y, z to the order of harmonics
         yield f"{rotation}.l1_perm", np.array([1, 2, 0])
         yield f"{rotation}.l1_sign_outer", np.outer(sign, sign)
@@ -99,7 +108,9 @@ def _constants(part: DPA4Descriptor, section: DPA4Config) -> Iterator[tuple[str,
             yield f"{_name(place)}.{name}", np.array(values)
 
 
-def _constants_of(module: Any, lmax: int, mmax: int, in_frames: bool) -> Iterator[tuple[str, ArrayLike]]:
+def _constants_of(
+    module: Any, lmax: int, mmax: int, in_frames: bool
+) -> Iterator[tuple[str, ArrayLike]]:
     """Yield the index arrays and weights of one module.
 
     Args:
@@ -108,7 +119,10 @@ def _constants_of(module: Any, lmax: int, mmax: int, in_frames: bool) -> Iterato
         mmax: largest order there.
         in_frames: whether the module is in these frames.
     """
-    of_pairs, order = pair_degrees(lmax, mmax), np.repeat(orders(mmax), [lmax + 1 - abs(m) for m in orders(mmax)])
+    of_pairs, order = (
+        pair_degrees(lmax, mmax),
+        np.repeat(orders(mmax), [lmax + 1 - abs(m) for m in orders(mmax)]),
+    )
     if isinstance(module, DegreeLinear):
         yield "expand_index", degrees(len(module.weight) - 1)
     elif isinstance(module, DegreeNorm):
@@ -129,7 +143,9 @@ def _constants_of(module: Any, lmax: int, mmax: int, in_frames: bool) -> Iterato
         compact, dense = [], []
         for m in orders(mmax):
             places = np.flatnonzero(order == m)
-            compact.append(sum((lmax + 1 - k) ** 2 for k in range(abs(m))) + np.arange(len(places) ** 2))
+            compact.append(
+                sum((lmax + 1 - k) ** 2 for k in range(abs(m))) + np.arange(len(places) ** 2)
+            )
             dense.append(np.add.outer(places, len(order) * places).ravel())
         yield "kernel_compact_index", np.concatenate(compact)
         yield "kernel_dense_index", np.concatenate(dense)

@@ -20,7 +20,16 @@ _FORCE_SPREAD = "dens_force_rmsd"  # of another fitting network; 1 without it
 class DPA4ModelTree(StandardTree):
     """Tree of a model dpa4: descriptor and fitting network are in an inner tree there, ``atomic_model``."""
 
-    kinds = ("SeZM", "sezm", "dpa4", "DPA4", "sezm_atomic", "SeZMProperty", "sezm_property", "dpa4_property")
+    kinds = (
+        "SeZM",
+        "sezm",
+        "dpa4",
+        "DPA4",
+        "sezm_atomic",
+        "SeZMProperty",
+        "sezm_property",
+        "dpa4_property",
+    )
 
     def write(self, whole: Tree, model: EnergyModel, config: Any) -> Tree:
         """Return the tree of a model."""

@@ -66,7 +66,10 @@ class DPA4CTree(parts.PartTree):
 
 def _readout_tree(readout: InvariantReadout, options: Tree) -> Tree:
     """Return the tree of the maps of moments before their products."""
-    common, probes = parts.chosen(options, ("precision", "trainable")), dict(readout.probe_projections.items())
+    common, probes = (
+        parts.chosen(options, ("precision", "trainable")),
+        dict(readout.probe_projections.items()),
+    )
     return {
         **parts.node("InvariantReadout", 1), **options,
         "channel_alignment": [_dense_tree(one, common, resnet=True) for one in readout.channel_alignment],

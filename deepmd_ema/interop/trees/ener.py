@@ -32,7 +32,9 @@ class EnerTree(parts.PartTree):
         ntypes = len(config.type_map)
         options = plain(section) | {"precision": parts.precision_of(part.dtype)}
         common = parts.chosen(options, ("neuron", "activation_function", "resnet_dt", "precision"))
-        trained = section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
+        trained = (
+            section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
+        )
         more, networks = self._networks(part, section, common)
         return {
             **parts.node("Fitting", 4), "var_name": "energy", "ntypes": ntypes, "dim_descrpt": part.dim_in, **common,
@@ -63,7 +65,10 @@ class EnerTree(parts.PartTree):
             {
                 **parts.node("FittingNetwork", 1),
                 **first,
-                "layers": [parts.layer_tree(layer, resnet=layer is not net.layers[-1]) for layer in net.layers],
+                "layers": [
+                    parts.layer_tree(layer, resnet=layer is not net.layers[-1])
+                    for layer in net.layers
+                ],
             }
             for net in part.nets
         ]
@@ -71,8 +76,14 @@ class EnerTree(parts.PartTree):
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of the section ``model.fitting_net``."""
-        trained = all(tree.get("trainable", [True]))  # one for each layer; here all of them or none are trained
-        return {**super().section(tree), "atom_ener": tree.get("atom_ener") or [], "trainable": trained}
+        trained = all(
+            tree.get("trainable", [True])
+        )  # one for each layer; here all of them or none are trained
+        return {
+            **super().section(tree),
+            "atom_ener": tree.get("atom_ener") or [],
+            "trainable": trained,
+        }
 
 
 class DPA4EnerTree(EnerTree):
@@ -92,8 +103,13 @@ class DPA4EnerTree(EnerTree):
             **parts.node("GLUFittingNet", 1), "in_dim": part.num_inputs, "out_dim": 1, **common, "neuron": widths,
             "bias_out": False, "descriptor_dim": part.dim_in, "dim_case_embd": section.dim_case_embd, **film,
         }  # fmt: skip
-        states = [{name: parts.array(tensor) for name, tensor in net.state_dict().items()} for net in part.nets]
-        return {"type": "sezm_ener", "neuron": widths, **film}, [{**shape, VARIABLES: state} for state in states]
+        states = [
+            {name: parts.array(tensor) for name, tensor in net.state_dict().items()}
+            for net in part.nets
+        ]
+        return {"type": "sezm_ener", "neuron": widths, **film}, [
+            {**shape, VARIABLES: state} for state in states
+        ]
 
 
 class QuantityTree(EnerTree):
@@ -107,7 +123,10 @@ class QuantityTree(EnerTree):
         if kind in ("dos", "property"):
             more = {"type": kind, "dim_out": part.width}
             if kind == "property":
-                more |= {name: getattr(section, name) for name in ("task_dim", "intensive", "distinguish_types")}
+                more |= {
+                    name: getattr(section, name)
+                    for name in ("task_dim", "intensive", "distinguish_types")
+                }
                 more |= {"@version": 6, "var_name": section.property_name}
             return {**tree, "var_name": "dos", **more}
         more = {"type": kind, "var_name": kind, "embedding_width": part.dim_equivariants}
@@ -115,9 +134,14 @@ class QuantityTree(EnerTree):
             more |= {"r_differentiable": True, "c_differentiable": True}
         else:
             more |= {"@version": 5, "fit_diag": section.fit_diag, "shift_diag": section.shift_diag}
-            scales = {"scale": parts.array(part.scale), "constant_matrix": np.zeros(len(config.type_map))}
+            scales = {
+                "scale": parts.array(part.scale),
+                "constant_matrix": np.zeros(len(config.type_map)),
+            }
             more[VARIABLES] = {**tree[VARIABLES], **scales}
-        return {name: value for name, value in tree.items() if name not in ("dim_out", "atom_ener")} | more
+        return {
+            name: value for name, value in tree.items() if name not in ("dim_out", "atom_ener")
+        } | more
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of the section ``model.fitting_net``."""
@@ -131,4 +155,8 @@ class QuantityTree(EnerTree):
 
     def name_of(self, place: str, section: Any, backend: str) -> str:
         """Return the name of the array in checkpoints, which hold the options of the section only there."""
-        return "" if place in ("scale", "constant_matrix") else super().name_of(place, section, backend)
+        return (
+            ""
+            if place in ("scale", "constant_matrix")
+            else super().name_of(place, section, backend)
+        )

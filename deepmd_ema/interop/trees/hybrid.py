@@ -20,7 +20,10 @@ class HybridTree(PartTree):
     def write(self, part: HybridDescriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""
         both = zip(part.parts, part.section.list, strict=True)
-        trees = [tree_by_type(DESCRIPTORS, s.type).write(one, replace(config, descriptor=s)) for one, s in both]
+        trees = [
+            tree_by_type(DESCRIPTORS, s.type).write(one, replace(config, descriptor=s))
+            for one, s in both
+        ]
         return {"@class": "Descriptor", "type": "hybrid", "@version": 1, "list": trees}
 
     def unavailable(self, tree: Mapping[str, Any]) -> Iterator[str]:
@@ -28,7 +31,11 @@ class HybridTree(PartTree):
         for one in tree["list"]:
             reader = tree_of(DESCRIPTORS, one)
             is_part = reader is not None and not isinstance(reader, HybridTree)
-            features = reader.unavailable(one) if reader and is_part else [f"descriptor {one.get('type')!r}"]
+            features = (
+                reader.unavailable(one)
+                if reader and is_part
+                else [f"descriptor {one.get('type')!r}"]
+            )
             yield from (f"{feature} (in a hybrid)" for feature in features)
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
@@ -47,7 +54,13 @@ class HybridTree(PartTree):
 
     def not_in_pt(self, section: HybridConfig) -> str:
         """Return the feature of the parts that DeePMD-kit's backend pt lacks, or an empty string."""
-        return next(filter(None, (tree_by_type(DESCRIPTORS, part.type).not_in_pt(part) for part in section.list)), "")
+        return next(
+            filter(
+                None,
+                (tree_by_type(DESCRIPTORS, part.type).not_in_pt(part) for part in section.list),
+            ),
+            "",
+        )
 
 
 def _readers(tree: Mapping[str, Any]) -> Iterator[tuple[Tree, PartTree]]:

@@ -24,11 +24,21 @@ class LinearTree(dp.StandardTree):
         both = zip(model.descriptor.parts, model.fitting.parts, strict=True)
         for section, (descriptor, fitting) in zip(config.models, both, strict=True):
             if isinstance(section, PairTableConfig):
-                parts.append(dp.part_tree(whole, "pairtab", dp.table_entries(descriptor.pairs, descriptor.sel)))
+                parts.append(
+                    dp.part_tree(
+                        whole, "pairtab", dp.table_entries(descriptor.pairs, descriptor.sel)
+                    )
+                )
             else:
                 networks = dp.network_trees(descriptor, fitting, config.standard(section))
                 parts.append(dp.part_tree(whole, "standard", networks))
-        return {**whole, "@version": 3, "type": "linear_ener", "models": parts, "weights": config.weights}
+        return {
+            **whole,
+            "@version": 3,
+            "type": "linear_ener",
+            "models": parts,
+            "weights": config.weights,
+        }
 
     def normalized(self, tree: Tree) -> Tree:
         """Return the tree with the energies of elements that parts add on their own in that of the whole."""
@@ -42,7 +52,9 @@ class LinearTree(dp.StandardTree):
             dp.refuse_own_exclusions(part)
             own, whole = list(part["type_map"]), list(tree["type_map"])
             if part["type"] != "pairtab" and own != whole:
-                raise ValueError(f"a part has the elements {own}, the model {whole}: not available here")
+                raise ValueError(
+                    f"a part has the elements {own}, the model {whole}: not available here"
+                )
             if np.any(added := np.asarray(part[VARIABLES]["out_bias"])):
                 bias = bias + weight * added[:, [own.index(name) for name in whole]]
             networks.append(
@@ -50,12 +62,20 @@ class LinearTree(dp.StandardTree):
                  "sel": int(part["sel"])}
                 if part["type"] == "pairtab" else chosen(part, tuple(dp.PARTS))
             )  # fmt: skip
-        return {**tree, "models": networks, "weights": weights, VARIABLES: {**tree[VARIABLES], "out_bias": bias}}
+        return {
+            **tree,
+            "models": networks,
+            "weights": weights,
+            VARIABLES: {**tree[VARIABLES], "out_bias": bias},
+        }
 
     def section(self, tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
         """Return the sections of the parts and their weights."""
         scripts = script.get("models") or []
         scripts = [*scripts, *[{}] * (len(tree["models"]) - len(scripts))]
         both = zip(tree["models"], scripts, strict=True)
-        parts = [part if part.get("type") == "pairtab" else dp.network_sections(part, one) for part, one in both]
+        parts = [
+            part if part.get("type") == "pairtab" else dp.network_sections(part, one)
+            for part, one in both
+        ]
         return {"type": "linear_ener", "models": parts, "weights": tree["weights"]}

@@ -21,7 +21,11 @@ class SeAttenTree(parts.PartTree):
     version: ClassVar[float] = 2
     modules = dict.fromkeys(
         parts.BACKENDS,
-        ((r"^attention_layers\.", "dpa1_attention."), (r"^(?!type_embedding\.)", "se_atten."), *parts.STATISTICS),
+        (
+            (r"^attention_layers\.", "dpa1_attention."),
+            (r"^(?!type_embedding\.)", "se_atten."),
+            *parts.STATISTICS,
+        ),
     )
 
     def write(self, part: DPA1Descriptor, config: StandardConfig) -> Tree:
@@ -45,16 +49,25 @@ class SeE3TebdTree(parts.PartTree):
     """Tree of se_e3_tebd."""
 
     version: ClassVar[float] = 1
-    modules = dict.fromkeys(parts.BACKENDS, ((r"^(?!type_embedding\.)", "se_ttebd."), *parts.STATISTICS))
+    modules = dict.fromkeys(
+        parts.BACKENDS, ((r"^(?!type_embedding\.)", "se_ttebd."), *parts.STATISTICS)
+    )
 
     def write(self, part: SeE3TebdDescriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""
-        return {"type": "se_e3_tebd", "@version": 1, **one_block_tree(part, config, "sel", "use_tebd_bias")}
+        return {
+            "type": "se_e3_tebd",
+            "@version": 1,
+            **one_block_tree(part, config, "sel", "use_tebd_bias"),
+        }
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of its section that the tree gives."""
         # this option is only in the tree of the type embedding
-        return {**super().section(tree), "use_tebd_bias": bool(tree["type_embedding"].get("use_tebd_bias", True))}
+        return {
+            **super().section(tree),
+            "use_tebd_bias": bool(tree["type_embedding"].get("use_tebd_bias", True)),
+        }
 
     def upgraded(self, tree: Tree) -> Tree:
         """Return the tree if its statistics are those of a block of pairs of neighbors."""
@@ -77,7 +90,11 @@ def block_tree(block: SeAttenBlock | SeTTebdBlock, options: Mapping[str, Any], n
     """Return the entries of a block: embedding networks, environment matrix, means and spreads."""
     nets = {"embeddings": block.embedding, "embeddings_strip": block.pair_embedding}
     return {
-        **{name: parts.embeddings_tree([net], options, 0, ntypes) for name, net in nets.items() if net is not None},
+        **{
+            name: parts.embeddings_tree([net], options, 0, ntypes)
+            for name, net in nets.items()
+            if net is not None
+        },
         "env_mat": parts.env_mat_tree(block.rcut, block.rcut_smth, block.protection),
         VARIABLES: parts.statistics_tree(block),
     }

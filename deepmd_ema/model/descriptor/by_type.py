@@ -10,7 +10,11 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.distributed.tensors import precision
-from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentMatrix, EnvironmentStatistics
+from deepmd_ema.model.descriptor.env_statistics import (
+    EnvironmentDescriptor,
+    EnvironmentMatrix,
+    EnvironmentStatistics,
+)
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.nn.layers import embedding_network, freeze, module_list
 from deepmd_ema.model.ops.operations import UsesOperations
@@ -40,12 +44,22 @@ class ByTypeDescriptor(EnvironmentDescriptor, EnvironmentMatrix, UsesOperations)
     passes_messages = False
     num_columns: ClassVar[int] = 4
 
-    def __init__(self, config: PerElementSection, num_types: int, seed: int, num_networks: int) -> None:
+    def __init__(
+        self, config: PerElementSection, num_types: int, seed: int, num_networks: int
+    ) -> None:
         super().__init__()
         assert not isinstance(config.sel, str), "sel must be resolved to numbers"
         self.section = config
-        self.rcut, self.rcut_smth, self.protection = config.rcut, config.rcut_smth, config.env_protection
-        self.sel, self.num_types, self.num_channels = tuple(config.sel), num_types, config.neuron[-1]
+        self.rcut, self.rcut_smth, self.protection = (
+            config.rcut,
+            config.rcut_smth,
+            config.env_protection,
+        )
+        self.sel, self.num_types, self.num_channels = (
+            tuple(config.sel),
+            num_types,
+            config.neuron[-1],
+        )
         self.dim_out, self.dtype = self.num_channels, precision(config.precision)
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         start = seed if config.seed is None else config.seed
@@ -55,17 +69,28 @@ class ByTypeDescriptor(EnvironmentDescriptor, EnvironmentMatrix, UsesOperations)
         )
         freeze(self, config.trainable)
         self.add_normalisation((num_types, sum(self.sel), self.num_columns), self.dtype)
-        self.environments = [EnvironmentStatistics(self, config.exclude_types, config.set_davg_zero)]
+        self.environments = [
+            EnvironmentStatistics(self, config.exclude_types, config.set_davg_zero)
+        ]
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return the layout of neighbors of this descriptor."""
-        return NeighborLayout(self.rcut, self.sel, self.num_types, by_type=True, excluded_pairs=excluded_pairs)
+        return NeighborLayout(
+            self.rcut, self.sel, self.num_types, by_type=True, excluded_pairs=excluded_pairs
+        )
 
     def slots_of(self, batch: Batch) -> Tensor:
         """Return the places (K,) of the slots of a batch among those of all sections."""
-        assert all(n <= sel for n, sel in zip(batch.slots, self.sel)), f"slots {batch.slots} exceed sel {self.sel}"
+        assert all(n <= sel for n, sel in zip(batch.slots, self.sel)), (
+            f"slots {batch.slots} exceed sel {self.sel}"
+        )
         starts = accumulate(self.sel, initial=0)
-        return torch.cat([torch.arange(n, device=self.mean.device) + start for start, n in zip(starts, batch.slots)])
+        return torch.cat(
+            [
+                torch.arange(n, device=self.mean.device) + start
+                for start, n in zip(starts, batch.slots)
+            ]
+        )
 
 
 def joined(tensors: list[Tensor], dim: int = 0) -> Tensor:

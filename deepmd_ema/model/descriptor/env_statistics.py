@@ -42,7 +42,9 @@ class EnvironmentMatrix(nn.Module):
     mean: Tensor
     stddev: Tensor
 
-    def add_normalisation(self, shape: tuple[int, int, int], dtype: torch.dtype, spread: float = 1.0) -> None:
+    def add_normalisation(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, spread: float = 1.0
+    ) -> None:
         """Make the buffers ``mean`` and ``stddev`` of this shape (T, S, C)."""
         self.register_buffer("mean", torch.zeros(shape, dtype=dtype))
         self.register_buffer("stddev", torch.full(shape, spread, dtype=dtype))
@@ -139,7 +141,9 @@ class EnvironmentStatistics:
         sum_names: radial and angular sums by type of centre, where DeePMD-kit keeps them in a stat file.
     """
 
-    def __init__(self, module: Any, exclude_types: Sequence[Sequence[int]], zero_mean: bool) -> None:
+    def __init__(
+        self, module: Any, exclude_types: Sequence[Sequence[int]], zero_mean: bool
+    ) -> None:
         self._module, self._zero_mean, self.rcut = module, zero_mean, module.rcut
         mixed_types = isinstance(module.sel, int)
         sel: list[int] = [module.sel] if mixed_types else list(module.sel)
@@ -169,7 +173,9 @@ class EnvironmentStatistics:
             batch: on the CPU.
             excluded: pairs that do not see each other in this descriptor.
         """  # noqa: D205
-        neighborhood = batch.within(self.rcut, self.most) if isinstance(self._module.sel, int) else None
+        neighborhood = (
+            batch.within(self.rcut, self.most) if isinstance(self._module.sel, int) else None
+        )
         vector, dropped = (neighborhood or batch).vector, excluded(batch, neighborhood)
         distance = torch.linalg.vector_norm(vector, dim=-1)
         inverse = (distance + self._module.protection).reciprocal_()
@@ -190,7 +196,9 @@ class EnvironmentStatistics:
     def apply(self, sums: Mapping[str, np.ndarray]) -> None:
         """Set mean and spread of the columns from ``measure`` over all data, equal for all slots of a type."""
         num_types, _, num_columns = self._module.mean.shape
-        radial, *angular = np.stack([sums[name] for name in self.sum_names]).reshape(-1, num_types, 3)
+        radial, *angular = np.stack([sums[name] for name in self.sum_names]).reshape(
+            -1, num_types, 3
+        )
         radial_mean, radial_spread = mean_and_spread(radial, MIN_SPREAD)
         spreads = [mean_and_spread(one, MIN_SPREAD)[1] for one in angular]
         spread = np.stack([radial_spread, *3 * spreads], 1)
@@ -253,5 +261,9 @@ def has_equal_slots(model: nn.Module) -> bool:
 
     Statistics of this program are equal; those in files of others may differ from slot to slot.
     """
-    tables = [table for name, table in model.named_buffers() if name.rpartition(".")[2] in ("mean", "stddev")]
+    tables = [
+        table
+        for name, table in model.named_buffers()
+        if name.rpartition(".")[2] in ("mean", "stddev")
+    ]
     return all(bool((table == table[:, :1]).all()) for table in tables)

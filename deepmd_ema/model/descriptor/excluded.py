@@ -22,7 +22,9 @@ class ExcludedPairs(nn.Module):
         super().__init__()
         excluded = both_orders(pairs)
         self.any = len(excluded) > 0
-        table = torch.tensor([[(i, j) in excluded for j in range(num_types)] for i in range(num_types)])
+        table = torch.tensor(
+            [[(i, j) in excluded for j in range(num_types)] for i in range(num_types)]
+        )
         self._table = nn.Buffer(table, persistent=False)
 
     def forward(self, batch: Batch, neighborhood: Neighborhood | None = None) -> Tensor | None:

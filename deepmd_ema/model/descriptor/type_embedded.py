@@ -9,7 +9,11 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.distributed.tensors import precision
-from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentMatrix, EnvironmentStatistics
+from deepmd_ema.model.descriptor.env_statistics import (
+    EnvironmentDescriptor,
+    EnvironmentMatrix,
+    EnvironmentStatistics,
+)
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.nn.layers import Network, embedding_network
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding, pick
@@ -65,7 +69,9 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         if not self.section.concat_output_tebd:
             return features, vjp
         width = features.shape[1]
-        return torch.cat([features, pick(table, batch.atom_type)], 1), lambda grad: vjp(grad[:, :width])
+        return torch.cat([features, pick(table, batch.atom_type)], 1), lambda grad: vjp(
+            grad[:, :width]
+        )
 
     def features_and_equivariants(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the features (A, D) and equivariant vectors (A, M, 3)."""
@@ -100,18 +106,28 @@ class ElementBlock(EnvironmentMatrix, UsesOperations):
         seed: of the initial parameters.
     """
 
-    def __init__(self, options: OneListSection, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, options: OneListSection, sel: int, num_types: int, dtype: torch.dtype, seed: int
+    ) -> None:
         super().__init__()
-        self.rcut, self.rcut_smth, self.protection = options.rcut, options.rcut_smth, options.env_protection
+        self.rcut, self.rcut_smth, self.protection = (
+            options.rcut,
+            options.rcut_smth,
+            options.env_protection,
+        )
         self.sel, self.dtype, self.smooth = sel, dtype, options.smooth
         # type embeddings that a network sees at once: that of the neighbor alone, or of two atoms
         width = options.tebd_dim * (1 if getattr(options, "type_one_side", False) else 2)
         self.num_channels = options.neuron[-1]
         strip = options.tebd_input_mode == "strip"
-        self.embedding = embedding_network(options, 1 if strip else 1 + width, dtype, seed_for("embedding", seed))
+        self.embedding = embedding_network(
+            options, 1 if strip else 1 + width, dtype, seed_for("embedding", seed)
+        )
         self.pair_embedding: Network | None = None
         if strip:
-            self.pair_embedding = embedding_network(options, width, dtype, seed_for("pair_embedding", seed))
+            self.pair_embedding = embedding_network(
+                options, width, dtype, seed_for("pair_embedding", seed)
+            )
         self.add_normalisation((num_types, sel, 4), dtype)
 
 
@@ -133,10 +149,14 @@ class OneBlockDescriptor(TypeEmbeddedDescriptor):
         super().__init__(config, num_types, seed, config.tebd_dim)
         self.block: Any = self.make_block(config, self.sel, num_types, self.dtype, self.start)
         self.num_features = self.block.dim_out
-        self.environments = [EnvironmentStatistics(self.block, config.exclude_types, config.set_davg_zero)]
+        self.environments = [
+            EnvironmentStatistics(self.block, config.exclude_types, config.set_davg_zero)
+        ]
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
         # as far as the list reaches: beyond the cutoff, rows are those of empty slots
         neighborhood = batch.within()
-        features, vjp = self.block.features_and_vjp(table, neighborhood, batch, self.excluded(batch, neighborhood))
+        features, vjp = self.block.features_and_vjp(
+            table, neighborhood, batch, self.excluded(batch, neighborhood)
+        )
         return features, cast("Vjp", vjp)

@@ -37,10 +37,14 @@ class View:
         """Return the gradient with respect to the vectors of the list (A, K, 3) from that of the view (A, V, 3)."""
         if self.slot is None or self.place is None:
             return grad_vector
-        return sum_over_reverse(grad_vector, self.slot, self.place).view(grad_vector.shape[0], -1, 3)
+        return sum_over_reverse(grad_vector, self.slot, self.place).view(
+            grad_vector.shape[0], -1, 3
+        )
 
 
-def view_of(batch: Batch, layout: NeighborLayout, part: NeighborLayout, inside: bool = False) -> View:
+def view_of(
+    batch: Batch, layout: NeighborLayout, part: NeighborLayout, inside: bool = False
+) -> View:
     """Return a batch in ``layout`` as a part sees it.
 
     Args:
@@ -57,19 +61,26 @@ def view_of(batch: Batch, layout: NeighborLayout, part: NeighborLayout, inside: 
     slots = tuple(min(used, sel) for used, sel in zip(wanted, part.sel, strict=True))
     if inside and not part.by_type:
         requested = (part.rcut, sum(part.sel))
-        slots = tuple(min([slots[0], *(used for *one, used in batch.inner if tuple(one) == requested)]) for _ in slots)
+        slots = tuple(
+            min([slots[0], *(used for *one, used in batch.inner if tuple(one) == requested)])
+            for _ in slots
+        )
     if part.by_type == layout.by_type:
         if slots == batch.slots and not inside:
             return View(batch)
         starts = [end - used for end, used in zip(accumulate(batch.slots), batch.slots)]
-        columns = torch.cat([torch.arange(n, device=device) + start for n, start in zip(slots, starts)])
+        columns = torch.cat(
+            [torch.arange(n, device=device) + start for n, start in zip(slots, starts)]
+        )
         slot = own * total + columns
     else:
         # sections by type, nearest first
         num_types = len(slots)
         types = torch.where(batch.occupied, batch.neighbor_type, num_types)
         types, order = torch.sort(types, dim=1, stable=True)
-        ends = torch.searchsorted(types, torch.arange(num_types, device=device).repeat(num_atoms, 1), right=True)
+        ends = torch.searchsorted(
+            types, torch.arange(num_types, device=device).repeat(num_atoms, 1), right=True
+        )
         firsts = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1)
         sections = []
         for t, width in enumerate(slots):
@@ -87,11 +98,15 @@ def view_of(batch: Batch, layout: NeighborLayout, part: NeighborLayout, inside: 
     place = torch.full((num_atoms * total + 1,), none, device=device)
     # every slot of the list is named once, but for the last entry: that of none, which is not read
     place = place.index_put((slot,), torch.arange(none, device=device).view(num_atoms, width))
-    place = torch.nn.functional.pad(place[:-1] - none, (0, 1)) + none  # torch.compile takes no filling but a number
+    place = (
+        torch.nn.functional.pad(place[:-1] - none, (0, 1)) + none
+    )  # torch.compile takes no filling but a number
     is_none = slot == num_atoms * total
     neighbor = torch.where(is_none, own, batch.neighbor.flatten()[torch.where(is_none, 0, slot)])
     vector = gather_neighbors(batch.vector.flatten(0, 1), slot, place[:-1, None])
-    beyond = torch.nn.functional.pad(vector.new_full((1,), 2 * layout.rcut), (0, 2))  # a list would be waited for
+    beyond = torch.nn.functional.pad(
+        vector.new_full((1,), 2 * layout.rcut), (0, 2)
+    )  # a list would be waited for
     seen = batch.with_slots(
         slot,
         slots=slots,

@@ -28,29 +28,55 @@ _FAMILIES, _TREES = "deepmd_ema.model.families", "deepmd_ema.interop.trees"
 DPA2 = Family(DPA2Config, f"{_FAMILIES}.dpa2.module:DPA2Descriptor", f"{_TREES}.dpa2:DPA2Tree")
 DPA3 = Family(DPA3Config, f"{_FAMILIES}.dpa3.module:DPA3Descriptor", f"{_TREES}.dpa3:DPA3Tree")
 DPA4 = Family(DPA4Config, f"{_FAMILIES}.dpa4.module:DPA4Descriptor", f"{_TREES}.dpa4:DPA4Tree")
-DPA4C = Family(DPA4CConfig, f"{_FAMILIES}.dpa4c.module:DPA4CDescriptor", f"{_TREES}.dpa4c:DPA4CTree")
-HYBRID = Family(HybridConfig, f"{_FAMILIES}.hybrid.module:build_hybrid", f"{_TREES}.hybrid:HybridTree")
-SE_ATTEN = Family(SeAttenConfig, f"{_FAMILIES}.se_atten.module:DPA1Descriptor", f"{_TREES}.type_embedded:SeAttenTree")
-SE_ATTEN_V2 = Family(
-    SeAttenV2Config, f"{_FAMILIES}.se_atten.module:DPA1Descriptor", f"{_TREES}.type_embedded:SeAttenTree"
+DPA4C = Family(
+    DPA4CConfig, f"{_FAMILIES}.dpa4c.module:DPA4CDescriptor", f"{_TREES}.dpa4c:DPA4CTree"
 )
-SE_E2_A = Family(SeE2AConfig, f"{_FAMILIES}.se_e2_a.module:SeE2ADescriptor", f"{_TREES}.by_type:SeE2ATree")
-SE_E2_R = Family(SeE2RConfig, f"{_FAMILIES}.se_e2_r.module:SeE2RDescriptor", f"{_TREES}.by_type:SeE2RTree")
+HYBRID = Family(
+    HybridConfig, f"{_FAMILIES}.hybrid.module:build_hybrid", f"{_TREES}.hybrid:HybridTree"
+)
+SE_ATTEN = Family(
+    SeAttenConfig,
+    f"{_FAMILIES}.se_atten.module:DPA1Descriptor",
+    f"{_TREES}.type_embedded:SeAttenTree",
+)
+SE_ATTEN_V2 = Family(
+    SeAttenV2Config,
+    f"{_FAMILIES}.se_atten.module:DPA1Descriptor",
+    f"{_TREES}.type_embedded:SeAttenTree",
+)
+SE_E2_A = Family(
+    SeE2AConfig, f"{_FAMILIES}.se_e2_a.module:SeE2ADescriptor", f"{_TREES}.by_type:SeE2ATree"
+)
+SE_E2_R = Family(
+    SeE2RConfig, f"{_FAMILIES}.se_e2_r.module:SeE2RDescriptor", f"{_TREES}.by_type:SeE2RTree"
+)
 SE_E3 = Family(SeE3Config, f"{_FAMILIES}.se_e3.module:SeE3Descriptor", f"{_TREES}.by_type:SeE3Tree")
 SE_E3_TEBD = Family(
-    SeE3TebdConfig, f"{_FAMILIES}.se_e3_tebd.module:SeE3TebdDescriptor", f"{_TREES}.type_embedded:SeE3TebdTree"
+    SeE3TebdConfig,
+    f"{_FAMILIES}.se_e3_tebd.module:SeE3TebdDescriptor",
+    f"{_TREES}.type_embedded:SeE3TebdTree",
 )
 
 # fitting networks
-ENER = Family(EnerFittingConfig, f"{_FAMILIES}.ener.module:EnergyFitting", f"{_TREES}.ener:EnerTree")
-DPA4_ENER = Family(DPA4EnerConfig, f"{_FAMILIES}.dpa4_ener.module:DPA4Fitting", f"{_TREES}.ener:DPA4EnerTree")
+ENER = Family(
+    EnerFittingConfig, f"{_FAMILIES}.ener.module:EnergyFitting", f"{_TREES}.ener:EnerTree"
+)
+DPA4_ENER = Family(
+    DPA4EnerConfig, f"{_FAMILIES}.dpa4_ener.module:DPA4Fitting", f"{_TREES}.ener:DPA4EnerTree"
+)
 
-_INVARIANT, _TENSOR = (f"{_FAMILIES}.quantities.module:{name}" for name in ("InvariantFitting", "TensorFitting"))
+_INVARIANT, _TENSOR = (
+    f"{_FAMILIES}.quantities.module:{name}" for name in ("InvariantFitting", "TensorFitting")
+)
 DIPOLE = Family(DipoleFittingConfig, _TENSOR, f"{_TREES}.ener:QuantityTree")
 POLAR = Family(PolarFittingConfig, _TENSOR, f"{_TREES}.ener:QuantityTree")
 PROPERTY = Family(PropertyFittingConfig, _INVARIANT, f"{_TREES}.ener:QuantityTree")
 DOS = Family(DosFittingConfig, _INVARIANT, f"{_TREES}.ener:QuantityTree")
 
 # types of models
-DPA4_MODEL = Family(DPA4ModelConfig, "deepmd_ema.model.build:network_parts", f"{_TREES}.dpa4_model:DPA4ModelTree")
-LINEAR_ENER = Family(LinearConfig, f"{_FAMILIES}.linear_ener.module:linear_parts", f"{_TREES}.linear_ener:LinearTree")
+DPA4_MODEL = Family(
+    DPA4ModelConfig, "deepmd_ema.model.build:network_parts", f"{_TREES}.dpa4_model:DPA4ModelTree"
+)
+LINEAR_ENER = Family(
+    LinearConfig, f"{_FAMILIES}.linear_ener.module:linear_parts", f"{_TREES}.linear_ener:LinearTree"
+)

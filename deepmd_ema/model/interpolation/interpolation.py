@@ -108,7 +108,9 @@ class Interpolation(nn.Module):
         low, high = s.detach().aminmax() if s.numel() else (s.new_zeros(()), s.new_ones(()))
         centre, half = 0.5 * (low + high), (0.5 * STRETCH * (high - low)).clamp(min=MIN_HALF)
         constants = Transform(*(getattr(self, name) for name in Transform._fields))
-        series, beyond, terms, error = fit(net, beside, centre.unsqueeze(0), half, constants, self.max_error, further)
+        series, beyond, terms, error = fit(
+            net, beside, centre.unsqueeze(0), half, constants, self.max_error, further
+        )
         # evaluations without gradients may be of averaged weights, whose number must not change the training
         if not torch.compiler.is_dynamo_compiling() and (torch.is_grad_enabled() or self.recording):
             self.direct_numbers += s.numel() * net.numbers_per_row
@@ -119,4 +121,8 @@ class Interpolation(nn.Module):
                 if math.isfinite(error):
                     enough = min(terms_for(terms, error, self.max_error / MARGIN), MAX_TERMS)
             self.needed = max(self.needed, enough)
-        return DirectSum(left, s, net, beside, beyond) if series is None else series.sum(left, s, in_place, beyond)
+        return (
+            DirectSum(left, s, net, beside, beyond)
+            if series is None
+            else series.sum(left, s, in_place, beyond)
+        )

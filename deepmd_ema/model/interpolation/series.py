@@ -47,7 +47,9 @@ PARTS = 8  # of a series, of which the decay of the last three is compared
 # an estimate that is not below it comes from coefficients that do not decay yet: it says nothing about N
 UNRESOLVED = 0.1
 RESOLVED = 1e-13  # an estimate below it is one of rounding
-ROUNDING = 1e-14  # of coefficients, over the largest one: measured 3e-15 to 8e-15 with 64 to 512 terms
+ROUNDING = (
+    1e-14  # of coefficients, over the largest one: measured 3e-15 to 8e-15 with 64 to 512 terms
+)
 MAX_DECAY = 0.98  # of a part to the next: a slower decay is not resolved, or is that of rounding
 _TINY = 1e-300
 
@@ -111,7 +113,9 @@ class Series:
     terms: int
     error: float
 
-    def sum(self, left: Tensor, s: Tensor, in_place: bool = True, beyond: Tensor | None = None) -> SeriesSum:
+    def sum(
+        self, left: Tensor, s: Tensor, in_place: bool = True, beyond: Tensor | None = None
+    ) -> SeriesSum:
         """Return the sums over neighbors.
 
         Args:
@@ -128,7 +132,9 @@ class Series:
             place = ((s.detach() - centre) / width).round().nan_to_num(0.0).clamp(0, panels - 1)
             panel = place.long()
             index = panel[..., None, None].expand(*left.shape, 1)
-            wide = left.new_zeros(*left.shape, panels).scatter(3, index, left.unsqueeze(3)).flatten(2)
+            wide = (
+                left.new_zeros(*left.shape, panels).scatter(3, index, left.unsqueeze(3)).flatten(2)
+            )
             centre = centre + width * place
         value, basis = sums(wide, s, self.coefficients, centre, self.half, self.terms)
         return SeriesSum(left, basis, self.coefficients, value, panel, beyond)
@@ -167,17 +173,26 @@ def fit(
     while True:
         terms = len(constants.sites)
         sites = (centres.double().unsqueeze(1) + wide * constants.sites).flatten()
-        inputs = inputs_at(sites if further is None else torch.cat([sites, further.double()]), beside)
+        inputs = inputs_at(
+            sites if further is None else torch.cat([sites, further.double()]), beside
+        )
         values, beyond = net(inputs).split([panels * terms, inputs.shape[1] - panels * terms], 1)
         values = values.unflatten(1, (panels, terms)).flatten(0, 1)
-        coefficients = torch.cat([constants.solve, constants.slope / wide]) @ values  # (F P, 2 N, M)
+        coefficients = (
+            torch.cat([constants.solve, constants.slope / wide]) @ values
+        )  # (F P, 2 N, M)
         coefficients = coefficients.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 2)
         beyond = beyond.flatten(0, 1).to(half.dtype)
         with torch.no_grad():
             left_out, rounding = estimated_errors(coefficients, constants, wide)
         if torch.compiler.is_dynamo_compiling():
             coefficients = torch.where(left_out + rounding > max_error, torch.nan, coefficients)
-            return Series(centres, half, coefficients.to(half.dtype), terms, 0.0), beyond, terms, 0.0
+            return (
+                Series(centres, half, coefficients.to(half.dtype), terms, 0.0),
+                beyond,
+                terms,
+                0.0,
+            )
         left_out, rounding = float(left_out), float(rounding)
         if not left_out + rounding > max_error:  # not so of nan, which the sums show
             made = Series(centres, half, coefficients.to(half.dtype), terms, left_out + rounding)
@@ -190,7 +205,11 @@ def fit(
 
 def terms_for(terms: int, error: float, accepted: float) -> int:
     """Return the number of terms with an accepted error, if ``terms`` have ``error``, which falls geometrically."""
-    growth = 2.0 if error >= UNRESOLVED else min(2.0, math.log(accepted) / math.log(max(error, RESOLVED)))
+    growth = (
+        2.0
+        if error >= UNRESOLVED
+        else min(2.0, math.log(accepted) / math.log(max(error, RESOLVED)))
+    )
     return max(MIN_TERMS, MULTIPLE * math.ceil(growth * terms / MULTIPLE))
 
 
@@ -260,7 +279,9 @@ class SeriesSum(NeighborSum):
         """Return the gradients with respect to ``left`` and s from that of the value."""
         (num_atoms, columns, _), num_slots = grad_value.shape, self.left.shape[1]
         terms, functions = len(self.basis), self.left.shape[2] // columns
-        along = (grad_value @ self.coefficients.T).view(num_atoms, columns * len(self.coefficients) // terms, terms)
+        along = (grad_value @ self.coefficients.T).view(
+            num_atoms, columns * len(self.coefficients) // terms, terms
+        )
         found = torch.bmm(along, self.basis.transpose(0, 1))  # (A, C 2 F P, K)
         if self.panel is not None:
             rows = 2 * columns * functions
@@ -310,18 +331,24 @@ def _plain_sum(
     basis = (found[..., :terms] * torch.from_numpy(signs(terms)).to(x)).permute(2, 0, 1)
     size = len(coefficients) // 2
     summed = torch.bmm(left.transpose(1, 2), basis.permute(1, 2, 0))
-    return summed.view(summed.shape[0], left.shape[2] * terms // size, size) @ coefficients[:size], basis
+    return summed.view(summed.shape[0], left.shape[2] * terms // size, size) @ coefficients[
+        :size
+    ], basis
 
 
 class _SeriesSum(torch.autograd.Function):
     """The sum, with the gradient by ``left`` and s that ``torch.func.vjp`` of a whole descriptor needs."""
 
     @staticmethod
-    def forward(left: Tensor, s: Tensor, coefficients: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        left: Tensor, s: Tensor, coefficients: Tensor, basis: Tensor
+    ) -> tuple[Tensor, Tensor]:
         num_atoms, _, columns = left.shape
         size = len(coefficients) // 2
         rows = columns * len(basis) // size
-        summed = torch.bmm(left.transpose(1, 2), basis.permute(1, 2, 0)).view(num_atoms * rows, size)
+        summed = torch.bmm(left.transpose(1, 2), basis.permute(1, 2, 0)).view(
+            num_atoms * rows, size
+        )
         value = torch.mm(summed, coefficients[:size])
         return value.view(num_atoms, rows, coefficients.shape[1]), summed
 

@@ -53,7 +53,12 @@ class DirectSum(NeighborSum):
     """
 
     def __init__(
-        self, left: Tensor, s: Tensor, net: RadialFunctions, beside: Tensor | None = None, beyond: Tensor | None = None
+        self,
+        left: Tensor,
+        s: Tensor,
+        net: RadialFunctions,
+        beside: Tensor | None = None,
+        beyond: Tensor | None = None,
     ) -> None:
         x = s[..., None, None]
         if beside is not None:
@@ -71,7 +76,9 @@ class DirectSum(NeighborSum):
         """Return the gradients with respect to ``left`` and s from that of the value."""
         functions = self._shape[1]
         back = grad_value.transpose(1, 2)
-        of_left = torch.bmm(self._value, back).unflatten(1, (-1, functions)).transpose(2, 3).flatten(2)
+        of_left = (
+            torch.bmm(self._value, back).unflatten(1, (-1, functions)).transpose(2, 3).flatten(2)
+        )
         of_s = (torch.bmm(self._slope, back) * self._left).unflatten(1, (-1, functions)).sum((2, 3))
         return of_left, of_s
 

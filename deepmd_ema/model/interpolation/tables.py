@@ -67,20 +67,28 @@ class Tables:
         sealed: tables are neither made nor compared with the weights any more: for graphs that are written to a file.
     """
 
-    def __init__(self, low: float, high: float, precision: torch.dtype, min_pairs: int, longest: float) -> None:
+    def __init__(
+        self, low: float, high: float, precision: torch.dtype, min_pairs: int, longest: float
+    ) -> None:
         margin = _ENDS * (high - low)
         self.low, self.high, self.precision = low - margin, high + margin, precision
         self.min_pairs, self.longest, self.sealed = min_pairs, longest, False
-        self._tables: dict[tuple[RadialFunctions, int], Table] = {}  # a copy has copies of the nets here
+        self._tables: dict[
+            tuple[RadialFunctions, int], Table
+        ] = {}  # a copy has copies of the nets here
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy; tensors that were made inside torch.func are wrapped, and cannot be copied."""
-        return vars(self) | {"_tables": {key: _cloned(table) for key, table in self._tables.items()}}
+        return vars(self) | {
+            "_tables": {key: _cloned(table) for key, table in self._tables.items()}
+        }
 
     @property
     def made(self) -> list[Series]:
         """The series that are used."""
-        return [t.series for t in self._tables.values() if t.series and t.series.terms <= self.longest]
+        return [
+            t.series for t in self._tables.values() if t.series and t.series.terms <= self.longest
+        ]
 
     @property
     def by_centre(self) -> bool:
@@ -97,7 +105,9 @@ class Tables:
     ) -> NeighborSum:  # fmt: skip
         """Return ``sum_k left[k] net(s_k)`` for `Interpolation.forward`, which has the same arguments."""
         if torch.is_grad_enabled() and any(p.requires_grad for p in net.parameters()):
-            return DirectSum(left, s, net, beside, None if further is None else net(further[:, None]))
+            return DirectSum(
+                left, s, net, beside, None if further is None else net(further[:, None])
+            )
         table = self._tables.get((net, which))
         if table is None or not self.sealed:
             # numbers, not versions of tensors: `.data` and views of other libraries change weights without a trace
@@ -105,7 +115,9 @@ class Tables:
             source = torch.cat([t.detach().flatten() for t in made_of])
             if table is None or not torch.equal(source, table.source):
                 with torch.no_grad():
-                    table = make_table(net, beside, self.low, self.high, self.precision, s, source, further)
+                    table = make_table(
+                        net, beside, self.low, self.high, self.precision, s, source, further
+                    )
                 self._tables[net, which] = table
         if table.series is None or table.series.terms > self.longest:
             return DirectSum(left, s, net, beside, table.beyond)
@@ -133,7 +145,9 @@ class SplitSum(NeighborSum):
         beyond: as of the sum.
     """
 
-    def __init__(self, left: Tensor, far: NeighborSum, near: NeighborSum, keep: Tensor, beyond: Tensor) -> None:
+    def __init__(
+        self, left: Tensor, far: NeighborSum, near: NeighborSum, keep: Tensor, beyond: Tensor
+    ) -> None:
         self.left, self.value, self.beyond = left, far.value + near.value, beyond
         self._far, self._near, self._keep = far, near, keep
 
@@ -168,7 +182,9 @@ def make_table(
     centres = torch.tensor([low + (k + 0.5) * width for k in range(PANELS)], **given)
     half = torch.tensor(max(0.5 * STRETCH * width, MIN_HALF), **given)
     largest = MAX_ERROR[precision]
-    series, beyond, terms, error = fit(net, beside, centres, half, transform(MIN_TERMS), largest / MARGIN, further)
+    series, beyond, terms, error = fit(
+        net, beside, centres, half, transform(MIN_TERMS), largest / MARGIN, further
+    )
     if series is not None and (fewer := terms_for(terms, error, largest / MARGIN)) < terms:
         series = fit(net, beside, centres, half, transform(fewer), largest / MARGIN)[0]
     if series is None:
@@ -203,11 +219,15 @@ def _symbolic_width(inside: Tensor) -> int:
 def _first(per_slot: Tensor, width: int) -> Tensor:
     """Return the first slots of (A, K, ...)."""
     more = per_slot.new_zeros(per_slot.shape[0], _MIN_DIRECT, *per_slot.shape[2:])
-    return torch.cat([per_slot, more], 1).index_select(1, torch.arange(width, device=per_slot.device))
+    return torch.cat([per_slot, more], 1).index_select(
+        1, torch.arange(width, device=per_slot.device)
+    )
 
 
 def _placed(first: Tensor, others: Tensor, width: int) -> Tensor:
     """Return ``others`` (A, K, ...) with the first slots exchanged."""
     more = others.new_zeros(others.shape[0], _MIN_DIRECT, *others.shape[2:])
-    whole = torch.cat([others, more], 1).index_copy(1, torch.arange(width, device=others.device), first)
+    whole = torch.cat([others, more], 1).index_copy(
+        1, torch.arange(width, device=others.device), first
+    )
     return whole.split([others.shape[1], _MIN_DIRECT], 1)[0]

@@ -44,7 +44,10 @@ def activation(name: str) -> Activation:
     """
     read = ActivationName(name)
     if read.kind == "silut":
-        value, derivative = partial(_silut, bend=read.bend), partial(_silut_derivative, bend=read.bend)
+        value, derivative = (
+            partial(_silut, bend=read.bend),
+            partial(_silut_derivative, bend=read.bend),
+        )
         return Activation(str(name), value, derivative, read.bend)
     return Activation(str(name), *_KNOWN[read.kind], math.inf if read.kind == "silu" else None)
 

@@ -54,7 +54,14 @@ class AttentionLayer(nn.Module):
     """
 
     def __init__(
-        self, width: int, hidden: int, *, eps: float, trainable_norm: bool, dtype: torch.dtype, seed: int
+        self,
+        width: int,
+        hidden: int,
+        *,
+        eps: float,
+        trainable_norm: bool,
+        dtype: torch.dtype,
+        seed: int,
     ) -> None:
         super().__init__()
         self.attention = GatedAttention(width, hidden, dtype=dtype, seed=seed)

@@ -94,7 +94,9 @@ class Layer(nn.Module):
         if self.bias is None:
             return x @ weight
         bias = self.bias.to(x.dtype)
-        if len(weight) == 1:  # inductor chooses a product of matrices by the number of rows: one graph more
+        if (
+            len(weight) == 1
+        ):  # inductor chooses a product of matrices by the number of rows: one graph more
             return torch.addcmul(bias, x, weight[0])
         return torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], len(bias))
 
@@ -158,14 +160,25 @@ class Network(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         hidden = [
-            Layer(n, m, act, residual=True, timestep=timestep, dtype=dtype, generator=generator, bias=bias)
+            Layer(
+                n,
+                m,
+                act,
+                residual=True,
+                timestep=timestep,
+                dtype=dtype,
+                generator=generator,
+                bias=bias,
+            )
             for n, m in pairwise(widths)
         ]
         if num_out is not None:
             hidden.append(linear(widths[-1], num_out, dtype, generator))
         self.layers = module_list(hidden)
         tanhs = [one.activation.name == "tanh" and one.bias is not None for one in hidden]
-        self.is_tanh = all(tanhs) and not hidden[0].copies and all(one.idt is None for one in hidden)
+        self.is_tanh = (
+            all(tanhs) and not hidden[0].copies and all(one.idt is None for one in hidden)
+        )
         self.is_scalar_tanh = num_out == 1 and bias and all(tanhs[:-1])
         self.numbers_per_row = sum(layer.weight.shape[1] for layer in hidden)
 
@@ -200,16 +213,29 @@ class Network(nn.Module):
         return x, dx
 
 
-def linear(num_in: int, num_out: int, dtype: torch.dtype, source: torch.Generator | int, bias: bool = True) -> Layer:
+def linear(
+    num_in: int, num_out: int, dtype: torch.dtype, source: torch.Generator | int, bias: bool = True
+) -> Layer:
     """Return a layer without activation function; its parameters are drawn from ``source``, or with it as the seed."""
     generator = torch.Generator().manual_seed(source) if isinstance(source, int) else source
-    return Layer(num_in, num_out, "none", residual=False, timestep=False, dtype=dtype, generator=generator, bias=bias)
+    return Layer(
+        num_in,
+        num_out,
+        "none",
+        residual=False,
+        timestep=False,
+        dtype=dtype,
+        generator=generator,
+        bias=bias,
+    )
 
 
 def embedding_network(options: ListSection, num_in: int, dtype: torch.dtype, seed: int) -> Network:
     """Return the embedding network of ``num_in`` inputs that the options of a descriptor ask for."""
     widths = [num_in, *options.neuron]
-    return Network(widths, options.activation_function, timestep=options.resnet_dt, dtype=dtype, seed=seed)
+    return Network(
+        widths, options.activation_function, timestep=options.resnet_dt, dtype=dtype, seed=seed
+    )
 
 
 def freeze(module: nn.Module, trainable: bool | Iterable[bool]) -> None:

@@ -32,12 +32,25 @@ class TypeEmbedding(nn.Module):
         electrons: whether elements are distinguished by electronic configurations.
     """
 
-    def __init__(self, options: TypeEmbeddedOptions, num_types: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self,
+        options: TypeEmbeddedOptions,
+        num_types: int,
+        width: int,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
         super().__init__()
         self.electrons, bias = options.use_econf_tebd, options.use_tebd_bias
-        rows = torch.zeros(num_types, NUM_STATES, dtype=dtype) if self.electrons else torch.eye(num_types, dtype=dtype)
+        rows = (
+            torch.zeros(num_types, NUM_STATES, dtype=dtype)
+            if self.electrons
+            else torch.eye(num_types, dtype=dtype)
+        )
         self._rows = nn.Buffer(rows, persistent=False)
-        self.net = Network([rows.shape[1], width], "linear", timestep=False, dtype=dtype, seed=seed, bias=bias)
+        self.net = Network(
+            [rows.shape[1], width], "linear", timestep=False, dtype=dtype, seed=seed, bias=bias
+        )
         freeze(self.net, options.trainable)
 
     def forward(self) -> Tensor:
@@ -47,7 +60,9 @@ class TypeEmbedding(nn.Module):
     def name_elements(self, type_map: Sequence[str]) -> None:
         """Say which elements these are, symbols of the periodic table where ``electrons``."""
         if self.electrons:
-            states = torch.tensor([occupied_states(symbol) for symbol in type_map], dtype=torch.float64)
+            states = torch.tensor(
+                [occupied_states(symbol) for symbol in type_map], dtype=torch.float64
+            )
             self._rows.copy_((2 * states - 1) * NUM_STATES**-0.5)
 
 

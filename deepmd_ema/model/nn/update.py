@@ -24,9 +24,15 @@ class Update(nn.Module):
         seed: of the ``r_k``.
     """
 
-    def __init__(self, width: int, num_updates: int, options: Any, *, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, width: int, num_updates: int, options: Any, *, dtype: torch.dtype, seed: int
+    ) -> None:
         super().__init__()
-        style, size, is_random = options.update_style, options.update_residual, options.update_residual_init == "norm"
+        style, size, is_random = (
+            options.update_style,
+            options.update_residual,
+            options.update_residual_init == "norm",
+        )
         self.factor = {"res_incr": num_updates**-0.5}.get(style, 1.0)
         self.scale = (num_updates + 1) ** -0.5 if style == "res_avg" else 1.0
         self.num_updates = num_updates
@@ -41,7 +47,9 @@ class Update(nn.Module):
         """Return the updated features (..., width)."""
         if len(self.factors) and features.dim() == 2:
             # the few numbers of atoms in as few operations as one update; those of pairs would be copied for it
-            scaled = torch.stack(list(updates), 1) * torch.stack([self.factors[k] for k in range(len(updates))])
+            scaled = torch.stack(list(updates), 1) * torch.stack(
+                [self.factors[k] for k in range(len(updates))]
+            )
             features = features + scaled.sum(1)
         else:
             for k, update in enumerate(updates):

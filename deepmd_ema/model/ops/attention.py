@@ -80,7 +80,10 @@ def attended_moments(
         logits = torch.bmm(query * options.scaling, key.transpose(1, 2))
         if options.shift is not None:
             logits = (logits + options.shift) * both - options.shift
-            attention, factor = softmax_with_absent(logits, given.num_slots), both  # 0 where there is no neighbor
+            attention, factor = (
+                softmax_with_absent(logits, given.num_slots),
+                both,
+            )  # 0 where there is no neighbor
         else:
             attention = masked_softmax(logits, given.mask[:, None, :])
             factor = given.mask[:, :, None].to(logits.dtype)
@@ -88,7 +91,9 @@ def attended_moments(
             factor = factor * torch.bmm(given.direction, given.direction.transpose(1, 2))
         attended = torch.bmm(attention * factor, value)
         flat = torch.addmm(weights.out_bias, attended.flatten(0, -2), weights.out_weight)
-        pairs = normalised(pairs + flat.view(pairs.shape), weights.norm_weight, weights.norm_bias, options.eps)
+        pairs = normalised(
+            pairs + flat.view(pairs.shape), weights.norm_weight, weights.norm_bias, options.eps
+        )
     return torch.bmm(given.rows.transpose(1, 2), pairs)
 
 

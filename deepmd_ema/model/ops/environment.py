@@ -18,10 +18,14 @@ def switch_and_derivative(distance: Tensor, rcut: float, rcut_smth: float) -> tu
     square = u * u
     # 10 - 15 u + 6 u^2; rsub takes a factor beside the difference, in one kernel
     polynomial = torch.rsub(u * torch.rsub(u, 15, alpha=6), 10)
-    return torch.rsub(square * u * polynomial, 1), (u - square).square() * (-30 / (rcut - rcut_smth))
+    return torch.rsub(square * u * polynomial, 1), (u - square).square() * (
+        -30 / (rcut - rcut_smth)
+    )
 
 
-def exponential_switch_and_derivative(distance: Tensor, rcut: float, rcut_smth: float) -> tuple[Tensor, Tensor]:
+def exponential_switch_and_derivative(
+    distance: Tensor, rcut: float, rcut_smth: float
+) -> tuple[Tensor, Tensor]:
     """Return w(r) and dw/dr (1/angstrom) of ``w = exp(-exp(20 (r - s) / s))``, s = ``rcut_smth``, at most at ``rcut``.
 
     It is about 1 below 0.8 s and constant beyond ``rcut``, small but not zero (DPA-3, arXiv:2506.01686).
@@ -47,7 +51,9 @@ class Radial(NamedTuple):
         return cls(distance, *switch_and_derivative(distance, rcut, rcut_smth))
 
 
-def switch_and_vjp(vector: Tensor, mask: Tensor, radial: Radial) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def switch_and_vjp(
+    vector: Tensor, mask: Tensor, radial: Radial
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Return w (A, K) of vectors (A, K, 3), 0 outside of ``mask`` (A, K), and its vector-Jacobian product."""
     along = torch.where(mask, radial.dweight / radial.distance, 0)[..., None] * vector
     return torch.where(mask, radial.weight, 0), lambda grad: grad.double()[..., None] * along

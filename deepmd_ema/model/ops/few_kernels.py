@@ -40,7 +40,9 @@ class _Value(torch.autograd.Function):
         return rule.value(x, option)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # separate, as torch.func needs it
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+    ) -> None:  # separate, as torch.func needs it
         x, *ctx.others = inputs
         ctx.save_for_backward(x)
 
@@ -88,7 +90,9 @@ def _by_moments(moments: Tensor, num_axis: int, grad: Tensor) -> Tensor:
     return out
 
 
-def _by_moments_and_grad(moments: Tensor, num_axis: int, grad: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+def _by_moments_and_grad(
+    moments: Tensor, num_axis: int, grad: Tensor, change: Tensor
+) -> tuple[Tensor, Tensor]:
     by_grad = torch.bmm(moments[..., :num_axis].mT, change)
     by_grad.baddbmm_(change[..., :num_axis].mT, moments)
     # linear in the moments, and symmetric in these and the change
@@ -97,7 +101,9 @@ def _by_moments_and_grad(moments: Tensor, num_axis: int, grad: Tensor, change: T
 
 # M[:, :X]^T M (A, X, C) of moments M (A, 3, C)
 moment_products = Rule(
-    lambda moments, num_axis: torch.bmm(moments[..., :num_axis].mT, moments), _by_moments, _by_moments_and_grad
+    lambda moments, num_axis: torch.bmm(moments[..., :num_axis].mT, moments),
+    _by_moments,
+    _by_moments_and_grad,
 )
 
 
@@ -115,10 +121,15 @@ def _by_normal(x: Tensor, eps: float, *grads: Tensor) -> list[Tensor]:
     """Return ``L(g) = r (g - mean(g) - n mean(g n))`` of each g, the gradient by x from that by n; L is symmetric."""
     _, *statistics = _normal(x, eps)
     backward = torch.ops.aten.native_layer_norm_backward
-    return [backward(g, x, x.shape[-1:], *statistics, None, None, [True, False, False])[0] for g in grads]
+    return [
+        backward(g, x, x.shape[-1:], *statistics, None, None, [True, False, False])[0]
+        for g in grads
+    ]
 
 
-def _by_normal_and_grad(x: Tensor, eps: float, grad: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+def _by_normal_and_grad(
+    x: Tensor, eps: float, grad: Tensor, change: Tensor
+) -> tuple[Tensor, Tensor]:
     # with a = mean(g n), b = mean(h n) and q = mean(g L(h)) of the gradient g and the change h:
     # L(h) by g, -L(r (b g + a h)) - r q n by x
     normal, _, scale = _normal(x, eps)
@@ -128,7 +139,9 @@ def _by_normal_and_grad(x: Tensor, eps: float, grad: Tensor, change: Tensor) -> 
     return -torch.addcmul(by_x, stretch, normal), by_grad
 
 
-normal = Rule(lambda x, eps: _normal(x, eps)[0], lambda *given: _by_normal(*given)[0], _by_normal_and_grad)
+normal = Rule(
+    lambda x, eps: _normal(x, eps)[0], lambda *given: _by_normal(*given)[0], _by_normal_and_grad
+)
 
 
 def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -77,10 +77,15 @@ def with_operations(module: ModuleT, operations: Operations) -> ModuleT:
 
     It is for one evaluation: attributes that are set later on the given module are not seen.
     """
-    children = {name: child and with_operations(child, operations) for name, child in module._modules.items()}
+    children = {
+        name: child and with_operations(child, operations)
+        for name, child in module._modules.items()
+    }
     same = all(child is module._modules[name] for name, child in children.items())
     if same and not isinstance(module, UsesOperations):
-        return module  # so that hooks of sharded networks, and tables by network, find the same object
+        return (
+            module  # so that hooks of sharded networks, and tables by network, find the same object
+        )
     found: ModuleT = object.__new__(type(module))
     found.__dict__.update(vars(module), _modules=children)
     if isinstance(found, UsesOperations):

@@ -40,7 +40,9 @@ class Moments:
 
     def vjp(self, grad_moments: Tensor) -> Tensor:
         """Return the gradient with respect to the rows (A, K, 4), also through s, from that of the moments."""
-        both = torch.bmm(self.jet.flatten(1, 2), grad_moments.transpose(1, 2)).view(*self.jet.shape[:3], 4)
+        both = torch.bmm(self.jet.flatten(1, 2), grad_moments.transpose(1, 2)).view(
+            *self.jet.shape[:3], 4
+        )
         through_s = (both[:, 1] * self.rows).sum(-1, keepdim=True)
         return torch.cat([both[:, 0, :, :1] + through_s, both[:, 0, :, 1:]], -1)
 
@@ -57,7 +59,9 @@ def moments(rows: Tensor, net: Network) -> Moments:
     return Moments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
 
 
-def values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
+def values_and_gradients(
+    x: Tensor, nets: Sequence[Network], shares: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Return the outputs (A,) of networks of one output and their gradients by the inputs (A, N).
 
     Args:
@@ -65,9 +69,13 @@ def values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequence[in
         nets: all of the same options.
         shares: rows of each network.
     """
-    if len(nets) == 1:  # the number of rows may be a symbol of a graph, whose value a split would need
+    if (
+        len(nets) == 1
+    ):  # the number of rows may be a symbol of a graph, whose value a split would need
         return nets[0].value_and_gradient(x)
-    found = [net.value_and_gradient(own) for net, own in zip(nets, x.split(list(shares)), strict=True)]
+    found = [
+        net.value_and_gradient(own) for net, own in zip(nets, x.split(list(shares)), strict=True)
+    ]
     values, grads = zip(*found, strict=True)
     return torch.cat(values), torch.cat(grads)
 
@@ -85,7 +93,10 @@ def triple_sums_and_vjp(
         net: G.
     """
     embedded, width = pick(table, types), products.shape[1]
-    first, second = embedded[:, :, None].expand(-1, -1, width, -1), embedded[:, None].expand(-1, width, -1, -1)
+    first, second = (
+        embedded[:, :, None].expand(-1, -1, width, -1),
+        embedded[:, None].expand(-1, width, -1, -1),
+    )
 
     def sums(products: Tensor) -> Tensor:
         values = net(torch.cat([products[..., None], first, second], -1))
@@ -94,7 +105,9 @@ def triple_sums_and_vjp(
     return cast("Any", vjp_of(sums, products))
 
 
-def vjp_of(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
+def vjp_of(
+    function: Callable[..., Tensor], *inputs: Tensor
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
     """Return ``function(*inputs)`` and its vector-Jacobian product, an ordinary function of the parameters.
 
     Args:

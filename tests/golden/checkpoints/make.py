@@ -54,8 +54,12 @@ def main(name):
             result = deepmd_ema.Potential(folder / file).evaluate(coord, types, box)
             found |= {f"{file}_energy": result.energy, f"{file}_force": result.force}
         shutil.copy("input.json", folder / "input.json")
-        Path("input.json").write_text(json.dumps({**config, "training": {**config["training"], "numb_steps": 6}}))
-        assert dp_ema(["train", "--restart", "model.ckpt-4.pt", "input.json", "--device", "cpu"]) == 0
+        Path("input.json").write_text(
+            json.dumps({**config, "training": {**config["training"], "numb_steps": 6}})
+        )
+        assert (
+            dp_ema(["train", "--restart", "model.ckpt-4.pt", "input.json", "--device", "cpu"]) == 0
+        )
         for weights in ("", "_ema", *(f"_{average['name']}" for average in BANK)):
             file = f"model{weights}.ckpt-6.pt"
             result = deepmd_ema.Potential(file).evaluate(coord, types, box)

@@ -72,7 +72,9 @@ class RepformerLayer(UsesOperations):
         seed: of the initial parameters.
     """
 
-    def __init__(self, options: RepformerConfig, *, last: bool, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, options: RepformerConfig, *, last: bool, dtype: torch.dtype, seed: int
+    ) -> None:
         super().__init__()
         self.options, self.last = options, last
         self.act = activation(options.activation_function).value
@@ -87,18 +89,26 @@ class RepformerLayer(UsesOperations):
         def update(num_changes: int, width: int, name: str) -> Update:
             return Update(width, num_changes, options, dtype=dtype, seed=seed_for(name, seed))
 
-        num_terms = options.axis_neuron * (pair_width * options.update_g1_has_grrg + width * options.update_g1_has_drrd)
+        num_terms = options.axis_neuron * (
+            pair_width * options.update_g1_has_grrg + width * options.update_g1_has_drrd
+        )
         num_terms += width * (not options.g1_out_mlp) + pair_width * (has_conv and not conv_outside)
         self.linear_node = dense(num_terms, width, "linear_node")
         self.node_mlp = dense(width, width, "node_mlp") if options.g1_out_mlp else None
         widths = (pair_width, width) if conv_outside else (width, pair_width)
         self.conv = dense(*widths, "conv", bias=False) if has_conv else None
-        self.attention = AtomAttention(options, dtype, seed_for("attention", seed)) if has_attn else None
-        self.node_update = update(1 + options.g1_out_mlp + (has_conv and conv_outside) + has_attn, width, "node")
+        self.attention = (
+            AtomAttention(options, dtype, seed_for("attention", seed)) if has_attn else None
+        )
+        self.node_update = update(
+            1 + options.g1_out_mlp + (has_conv and conv_outside) + has_attn, width, "node"
+        )
         if last:
             return
         self.linear_pair = dense(pair_width, pair_width, "linear_pair")
-        self.product = dense(width, pair_width, "product", bias=False) if options.update_g2_has_g1g1 else None
+        self.product = (
+            dense(width, pair_width, "product", bias=False) if options.update_g2_has_g1g1 else None
+        )
         self.pair_attention: PairAttention | None = None
         if attends or options.update_h2:
             self.pair_attention = PairAttention(options, dtype, seed_for("pair_attention", seed))
@@ -109,7 +119,9 @@ class RepformerLayer(UsesOperations):
         self.pair_update = update(1 + options.update_g2_has_g1g1 + attends, pair_width, "pair")
         self.vector_update = update(1, 1, "vector") if options.update_h2 else None
 
-    def forward(self, node: Tensor, pair: Tensor, vectors: Tensor, around: Surroundings) -> tuple[Tensor, ...]:
+    def forward(
+        self, node: Tensor, pair: Tensor, vectors: Tensor, around: Surroundings
+    ) -> tuple[Tensor, ...]:
         """Return the features of atoms (A, C), the channels (A, K, G) and the vectors (A, K, 3) of pairs, changed."""
         options, weight = self.options, around.weight[..., None]
         gathers = options.update_g1_has_conv or options.update_g1_has_drrd
@@ -119,7 +131,9 @@ class RepformerLayer(UsesOperations):
         if self.node_mlp is not None:
             changes.append(self.act(self.node_mlp(node)))
         if self.conv is not None:
-            if options.g1_out_conv:  # summed over neighbors before the map, which then sees one row for an atom
+            if (
+                options.g1_out_conv
+            ):  # summed over neighbors before the map, which then sees one row for an atom
                 outer = torch.bmm(pair.transpose(1, 2), messages)
                 changes.append((outer * self.conv.weight).sum(1) * around.per_neighbor)
             else:
@@ -143,19 +157,32 @@ class RepformerLayer(UsesOperations):
             weights = self.pair_attention.weights(pair, vectors, around)
             if self.norm is not None:
                 change = self.pair_attention.change_of_channels(weights, pair)
-                changes.append(self.ops.normalised(change, self.norm.weight, self.norm.bias, self.norm.eps))
+                changes.append(
+                    self.ops.normalised(change, self.norm.weight, self.norm.bias, self.norm.eps)
+                )
             if self.vector_update is not None:
-                vectors = self.vector_update(vectors, [self.pair_attention.change_of_vectors(weights, vectors)])
+                vectors = self.vector_update(
+                    vectors, [self.pair_attention.change_of_vectors(weights, vectors)]
+                )
         return new_node, self.pair_update(pair, changes), vectors
 
     @property
     def is_written_out(self) -> bool:
         """Whether :meth:`with_vjp` serves its options."""
         options = self.options
-        wanted = options.update_g1_has_conv and options.update_g1_has_drrd and options.update_g1_has_grrg
-        other = options.update_g1_has_attn or options.update_g2_has_g1g1 or options.update_g2_has_attn
+        wanted = (
+            options.update_g1_has_conv and options.update_g1_has_drrd and options.update_g1_has_grrg
+        )
+        other = (
+            options.update_g1_has_attn or options.update_g2_has_g1g1 or options.update_g2_has_attn
+        )
         apart = options.g1_out_conv and options.g1_out_mlp
-        return wanted and apart and not (other or options.update_h2) and options.activation_function == "tanh"
+        return (
+            wanted
+            and apart
+            and not (other or options.update_h2)
+            and options.activation_function == "tanh"
+        )
 
     def with_vjp(
         self, node: Tensor, pair: Tensor, sides: Tensor, around: Surroundings
@@ -186,21 +213,34 @@ class RepformerLayer(UsesOperations):
         weight, axis, width = around.weight[..., None], self.options.axis_neuron, pair.shape[2]
         assert self.node_mlp is not None
         assert self.conv is not None
-        own_weight, conv_weight, terms_weight = self.node_mlp.weight, self.conv.weight, self.linear_node.weight
+        own_weight, conv_weight, terms_weight = (
+            self.node_mlp.weight,
+            self.conv.weight,
+            self.linear_node.weight,
+        )
         own_factor, conv_factor, terms_factor = self.node_update.each_factor(own_weight)
         scale, conv_factor = self.node_update.scale, conv_factor * around.per_neighbor
         factors, gathered = torch.cat([pair * weight, sides], -1), around.gather(node)
         # the convolution and the moments in one product, because both sum over the same features
         sums = torch.bmm(factors.transpose(1, 2), gathered)
-        outer, of_atoms = sums.split([width, 3], 1)  # not slices, each of which is differentiated by a sum with zeros
+        outer, of_atoms = sums.split(
+            [width, 3], 1
+        )  # not slices, each of which is differentiated by a sum with zeros
         moments = torch.bmm(sides.transpose(1, 2), pair), of_atoms
         columns = [m[..., :axis] for m in moments]
         # sums of three products: batches of such small matrices take three times as long
-        products = [(first.unsqueeze(3) * m.unsqueeze(2)).sum(1).flatten(1) for first, m in zip(columns, moments)]
+        products = [
+            (first.unsqueeze(3) * m.unsqueeze(2)).sum(1).flatten(1)
+            for first, m in zip(columns, moments)
+        ]
         own = torch.addmm(self.node_mlp.bias, node, own_weight).tanh()
         terms = torch.addmm(self.linear_node.bias, torch.cat(products, 1), terms_weight).tanh()
         conv = (outer * conv_weight).sum(1)
-        out = torch.addcmul(node, own, own_factor).addcmul(conv, conv_factor).addcmul(terms, terms_factor)
+        out = (
+            torch.addcmul(node, own, own_factor)
+            .addcmul(conv, conv_factor)
+            .addcmul(terms, terms_factor)
+        )
         changed, of_channels = pair, None
         if not self.last:
             of_channels = self.linear_pair(pair).tanh()
@@ -209,7 +249,10 @@ class RepformerLayer(UsesOperations):
 
         def vjp(by_node: Tensor, by_pair: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             by_node = _times(by_node, scale)
-            by_own, by_terms = _by_tanh(by_node * own_factor, own), _by_tanh(by_node * terms_factor, terms)
+            by_own, by_terms = (
+                _by_tanh(by_node * own_factor, own),
+                _by_tanh(by_node * terms_factor, terms),
+            )
             by_products = (by_terms @ terms_weight.T).split([axis * width, axis * node.shape[1]], 1)
             by_of_pairs, by_of_atoms = (
                 _by_moments(m, first, by.unflatten(1, (axis, -1)))
@@ -217,9 +260,13 @@ class RepformerLayer(UsesOperations):
             )
             by_outer = conv_weight * (by_node * conv_factor).unsqueeze(1)
             by_sums = torch.cat([by_outer, by_of_atoms], 1)
-            by_gathered = sum_over_reverse(torch.bmm(factors, by_sums), around.neighbor, around.reverse)
+            by_gathered = sum_over_reverse(
+                torch.bmm(factors, by_sums), around.neighbor, around.reverse
+            )
             found_node = torch.addmm(by_node, by_own, own_weight.T) + by_gathered
-            by_weighted, by_sides = torch.bmm(gathered, by_sums.transpose(1, 2)).split([width, 3], -1)
+            by_weighted, by_sides = torch.bmm(gathered, by_sums.transpose(1, 2)).split(
+                [width, 3], -1
+            )
             found_pair = torch.baddbmm(by_weighted * weight, sides, by_of_pairs)
             by_sides = torch.baddbmm(by_sides, pair, by_of_pairs.transpose(1, 2))
             if by_pair is not None and of_channels is not None:
@@ -259,17 +306,25 @@ class AtomAttention(nn.Module):
 
     def __init__(self, options: RepformerConfig, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        self.width, self.hidden, self.num_heads = options.g1_dim, options.attn1_hidden, options.attn1_nhead
+        self.width, self.hidden, self.num_heads = (
+            options.g1_dim,
+            options.attn1_hidden,
+            options.attn1_nhead,
+        )
         width, hidden, num_heads = self.width, self.hidden, self.num_heads
         self.query = linear(width, hidden * num_heads, dtype, seed_for("query", seed), bias=False)
-        self.key_value = linear(width, (hidden + width) * num_heads, dtype, seed_for("key_value", seed), bias=False)
+        self.key_value = linear(
+            width, (hidden + width) * num_heads, dtype, seed_for("key_value", seed), bias=False
+        )
         self.head_map = linear(width * num_heads, width, dtype, seed_for("head_map", seed))
 
     def forward(self, node: Tensor, around: Surroundings) -> Tensor:
         """Return the update of ``node`` (A, C) by attention."""
         query = self.query(node).unflatten(-1, (self.hidden, self.num_heads))
         # heads stand last, as in DeePMD-kit's files; a linear map of an atom is gathered, not computed for each pair
-        pairs = around.gather(self.key_value(node)).unflatten(-1, (self.hidden + self.width, self.num_heads))
+        pairs = around.gather(self.key_value(node)).unflatten(
+            -1, (self.hidden + self.width, self.num_heads)
+        )
         key, value = pairs.split([self.hidden, self.width], 2)
         logits = torch.einsum("adh,akdh->ahk", query, key) * self.hidden**-0.5
         weight = around.weight[:, None]
@@ -296,28 +351,45 @@ class PairAttention(nn.Module):
 
     def __init__(self, options: RepformerConfig, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        self.width, self.hidden, self.num_heads = options.g2_dim, options.attn2_hidden, options.attn2_nhead
-        width, hidden, num_heads, self.gated = self.width, self.hidden, self.num_heads, options.attn2_has_gate
-        self.query_key = linear(width, 2 * hidden * num_heads, dtype, seed_for("query_key", seed), bias=False)
+        self.width, self.hidden, self.num_heads = (
+            options.g2_dim,
+            options.attn2_hidden,
+            options.attn2_nhead,
+        )
+        width, hidden, num_heads, self.gated = (
+            self.width,
+            self.hidden,
+            self.num_heads,
+            options.attn2_has_gate,
+        )
+        self.query_key = linear(
+            width, 2 * hidden * num_heads, dtype, seed_for("query_key", seed), bias=False
+        )
         self.value: Layer | None = None
         self.head_map: Layer | None = None
         self.vector_map: Layer | None = None
         if options.update_g2_has_attn:
-            self.value = linear(width, width * num_heads, dtype, seed_for("value", seed), bias=False)
+            self.value = linear(
+                width, width * num_heads, dtype, seed_for("value", seed), bias=False
+            )
             self.head_map = linear(width * num_heads, width, dtype, seed_for("head_map", seed))
         if options.update_h2:
             self.vector_map = linear(num_heads, 1, dtype, seed_for("vector_map", seed), bias=False)
 
     def weights(self, pair: Tensor, vectors: Tensor, around: Surroundings) -> Tensor:
         """Return W (A, H, J, K) from channels (A, K, G) and vectors (A, K, 3); 0 where either neighbor is none."""
-        query, key = self.query_key(pair).unflatten(-1, (self.hidden, 2 * self.num_heads)).chunk(2, -1)
+        query, key = (
+            self.query_key(pair).unflatten(-1, (self.hidden, 2 * self.num_heads)).chunk(2, -1)
+        )
         logits = torch.einsum("ajdh,akdh->ahjk", query, key) * self.hidden**-0.5
         products = torch.bmm(vectors, vectors.transpose(1, 2))[:, None]
         if self.gated:
             logits = logits * products
         both = (around.weight[:, :, None] * around.weight[:, None, :])[:, None]
         if around.smooth:
-            attention = softmax_with_absent((logits + LOGIT_SHIFT) * both - LOGIT_SHIFT, around.num_slots)
+            attention = softmax_with_absent(
+                (logits + LOGIT_SHIFT) * both - LOGIT_SHIFT, around.num_slots
+            )
         else:
             attention = masked_softmax(logits, around.mask[:, None, None])
         return attention * (both * products * 3**-0.5)

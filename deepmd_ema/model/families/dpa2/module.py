@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa2.section import DPA2Config
     from deepmd_ema.model.interface import Vjp
 
-COUNT_EPS = 1e-4  # added to the number of neighbors before division where it is counted; as DeePMD-kit
+COUNT_EPS = (
+    1e-4  # added to the number of neighbors before division where it is counted; as DeePMD-kit
+)
 
 # A atoms, K neighbor slots, S slots up to nsel, T types, C channels of an atom, G of a pair
 
@@ -55,7 +57,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         self.act = activation(options.activation_function).value
         self.pair_embedding = linear(1, options.g2_dim, dtype, seed_for("pair_embedding", seed))
         self.layers = module_list(
-            RepformerLayer(options, last=n == options.nlayers - 1, dtype=dtype, seed=seed_for("layer", seed, n))
+            RepformerLayer(
+                options, last=n == options.nlayers - 1, dtype=dtype, seed=seed_for("layer", seed, n)
+            )
             for n in range(options.nlayers)
         )
         self.add_normalisation((num_types, self.sel, 4), dtype)
@@ -89,23 +93,35 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         """Return the features (A, C), and equivariant moments ``sum_k q w_k h_k g_k^T`` of pairs (A, G, 3)."""
         rows, _, around = self._inputs(neighborhood, batch, dropped)
         node, pair, vectors = self._after_layers(node, rows, around)
-        return node, torch.bmm((pair * around.weight[..., None]).transpose(1, 2), vectors * around.per_moment)
+        return node, torch.bmm(
+            (pair * around.weight[..., None]).transpose(1, 2), vectors * around.per_moment
+        )
 
     def _inputs(
         self, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor], Surroundings]:
         """Return the rows (A, K, 4), the function from gradients by these and by weights, and the neighbors."""
-        mask, vector = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped, neighborhood.vector
+        mask, vector = (
+            neighborhood.mask if dropped is None else neighborhood.mask & ~dropped,
+            neighborhood.vector,
+        )
         radial = Radial.of(vector, self.rcut, self.rcut_smth)
         if self.options.direct_dist:
-            scale = (mask.to(vector.dtype) / self.rcut)[..., None]  # a bool over a number would be float32
+            scale = (mask.to(vector.dtype) / self.rcut)[
+                ..., None
+            ]  # a bool over a number would be float32
             distance = radial.distance.unsqueeze(-1)
             rows = (torch.cat([distance, vector], -1) * scale).to(self.dtype)
         else:
-            rows, rows_vjp = self.environment_matrix(vector, dropped, batch.atom_type, radial=radial)
+            rows, rows_vjp = self.environment_matrix(
+                vector, dropped, batch.atom_type, radial=radial
+            )
         switch, switch_vjp = switch_and_vjp(vector, mask, radial)
         # the factors of sums over neighbors
-        weight, root = switch.to(self.dtype) if self.smooth else mask.to(self.dtype), self.options.use_sqrt_nnei
+        weight, root = (
+            switch.to(self.dtype) if self.smooth else mask.to(self.dtype),
+            self.options.use_sqrt_nnei,
+        )
         per_neighbor: Tensor | float = 1 / self.sel
         per_moment: Tensor | float = self.sel**-0.5 if root else 1 / self.sel
         if not self.smooth:
@@ -113,7 +129,14 @@ class Repformer(EnvironmentMatrix, UsesOperations):
             per_neighbor = 1 / (COUNT_EPS + count)
             per_moment = (1 / (COUNT_EPS + (count.sqrt() if root else count)))[..., None]
         around = Surroundings(
-            neighborhood.neighbor, neighborhood.reverse, mask, weight, self.smooth, self.sel, per_neighbor, per_moment
+            neighborhood.neighbor,
+            neighborhood.reverse,
+            mask,
+            weight,
+            self.smooth,
+            self.sel,
+            per_neighbor,
+            per_moment,
         )
 
         def vjp(by_rows: Tensor, by_weight: Tensor) -> Tensor:
@@ -133,7 +156,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
             node, pair, vectors = layer(node, pair, vectors, around)
         return node, pair, vectors
 
-    def _evaluated(self, node: Tensor, rows: Tensor, around: Surroundings) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    def _evaluated(
+        self, node: Tensor, rows: Tensor, around: Surroundings
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """Return the features (A, C) after all layers, and the function from their gradient to those by the inputs.
 
         Args:
@@ -157,7 +182,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
 
         return vjp_of(features, node, rows, around.weight)
 
-    def _written_out(self, node: Tensor, rows: Tensor, around: Surroundings) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    def _written_out(
+        self, node: Tensor, rows: Tensor, around: Surroundings
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """Return the same of layers without attention, whose vector-Jacobian product is written out."""
         if self.ops.is_for_cpu and around.reverse.numel():
             # a part with a shorter cutoff has few of the slots of the list: those of none go last, and are cut off
@@ -182,8 +209,14 @@ class Repformer(EnvironmentMatrix, UsesOperations):
                 by_weight, by_sides = by_weight + more_by_weight, by_sides + more_by_sides
             by_radial = slope(by_pair, first_pair) @ self.pair_embedding.weight.T
             # so far with the sides fixed; w is also a factor of these
-            by_weight = by_weight + (by_sides * vectors * (around.per_moment * 3**-0.5)).sum(-1, keepdim=True)
-            return slope(grad, first_node), torch.cat([by_radial, by_sides * of_sides], -1), by_weight.squeeze(-1)
+            by_weight = by_weight + (by_sides * vectors * (around.per_moment * 3**-0.5)).sum(
+                -1, keepdim=True
+            )
+            return (
+                slope(grad, first_node),
+                torch.cat([by_radial, by_sides * of_sides], -1),
+                by_weight.squeeze(-1),
+            )
 
         return node, vjp
 
@@ -206,16 +239,22 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         super().__init__(config, num_types, seed, config.repinit.tebd_dim)
         first, later, start = config.first_block, config.repformer, self.start
         self.num_features = later.g1_dim
-        self.repinit = SeAttenBlock(first, self.sel, num_types, self.dtype, seed_for("repinit", start))
+        self.repinit = SeAttenBlock(
+            first, self.sel, num_types, self.dtype, seed_for("repinit", start)
+        )
         self.angles: SeTTebdBlock | None = None
         num_first = self.repinit.dim_out
         if config.repinit.use_three_body:
             most = int(config.repinit.three_body_sel)
-            self.angles = SeTTebdBlock(config.angle_block, most, num_types, self.dtype, seed_for("angles", start))
+            self.angles = SeTTebdBlock(
+                config.angle_block, most, num_types, self.dtype, seed_for("angles", start)
+            )
             num_first += self.angles.dim_out
         self.to_repformer = None
         if num_first != later.g1_dim:
-            self.to_repformer = linear(num_first, later.g1_dim, self.dtype, seed_for("to_repformer", start), bias=False)
+            self.to_repformer = linear(
+                num_first, later.g1_dim, self.dtype, seed_for("to_repformer", start), bias=False
+            )
             with torch.no_grad():
                 self.to_repformer.weight.mul_(2**0.5)  # as wide as DeePMD-kit draws this one
         self.add_element = None
@@ -228,13 +267,17 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
             freeze(self, False)
         parts = (self.repinit, first), (self.repformer, later), (self.angles, first)
         zero_means = [(part, options.set_davg_zero) for part, options in parts if part is not None]
-        self.environments = [EnvironmentStatistics(part, config.exclude_types, zero) for part, zero in zero_means]
+        self.environments = [
+            EnvironmentStatistics(part, config.exclude_types, zero) for part, zero in zero_means
+        ]
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
         if not torch.compiler.is_compiling():
             return self._by_blocks(table, batch)
         # a compiled graph leaks tensors of torch.func where the functions of blocks follow each other (torch 2.13)
-        return with_vjp(lambda vector: self._by_blocks(table, replace(batch, vector=vector))[0], batch.vector)
+        return with_vjp(
+            lambda vector: self._by_blocks(table, replace(batch, vector=vector))[0], batch.vector
+        )
 
     def _by_blocks(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vector-Jacobian product, from those of the blocks."""
@@ -252,7 +295,9 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
             parts = [by_vector, *(one(by) for one, by in zip(vjps, by_first, strict=True))]
             # each of the first slots of the list
             width = batch.vector.shape[1]
-            return torch.stack([functional.pad(part, (0, 0, 0, width - part.shape[1])) for part in parts]).sum(0)
+            return torch.stack(
+                [functional.pad(part, (0, 0, 0, width - part.shape[1])) for part in parts]
+            ).sum(0)
 
         return features, vjp
 
@@ -264,7 +309,9 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
     def _features_and_equivariants(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         neighborhood = batch.within(self.repformer.rcut, self.repformer.sel)
         node = self._first(table, batch)[1]
-        return self.repformer.features_and_equivariants(node, neighborhood, batch, self.excluded(batch, neighborhood))
+        return self.repformer.features_and_equivariants(
+            node, neighborhood, batch, self.excluded(batch, neighborhood)
+        )
 
     def _first(self, table: Tensor, batch: Batch) -> tuple[list[Tensor], Tensor, list[Vjp]]:
         """Return the features of the first blocks, those of the repformer that are made of them, and their vjps."""

@@ -27,8 +27,12 @@ Block = TypeVar("Block", SeAttenConfig, SeE3TebdConfig)
 class RepinitConfig:
     """First features of an atom: se_atten without attention, and angles between neighbors if wanted."""
 
-    rcut: float = common.cutoff_option(doc="Cutoff radius, the largest of this descriptor: above all others.")
-    rcut_smth: float = common.length_option(doc="Distance from which 1/r is switched off smoothly towards `rcut`.")
+    rcut: float = common.cutoff_option(
+        doc="Cutoff radius, the largest of this descriptor: above all others."
+    )
+    rcut_smth: float = common.length_option(
+        doc="Distance from which 1/r is switched off smoothly towards `rcut`."
+    )
     nsel: int | str = common.sel_option("Most neighbors of an atom, the nearest first.")
     neuron: list[int] = redefined(SeAttenConfig, "neuron", [25, 50, 100])
     axis_neuron: int = option(
@@ -44,15 +48,22 @@ class RepinitConfig:
     )
     resnet_dt: bool = redefined(SeAttenConfig, "resnet_dt")
     type_one_side: bool = redefined(SeAttenConfig, "type_one_side")
-    interpolate: str = common.interpolate_option(doc="As of se_e2_a, for the networks of the distances of neighbors.")
+    interpolate: str = common.interpolate_option(
+        doc="As of se_e2_a, for the networks of the distances of neighbors."
+    )
     use_three_body: bool = option(
-        False, doc="Whether features of the angles between neighbors stand beside those of the neighbors."
+        False,
+        doc="Whether features of the angles between neighbors stand beside those of the neighbors.",
     )
     three_body_neuron: list[int] = option(
-        [2, 4, 8], check=common.layer_widths, doc="Widths of the hidden layers of the embedding network of angles."
+        [2, 4, 8],
+        check=common.layer_widths,
+        doc="Widths of the hidden layers of the embedding network of angles.",
     )
     three_body_sel: int | str = common.sel_option("Most neighbors of an atom that form angles.", 40)
-    three_body_rcut: float = common.cutoff_option(4.0, "Cutoff radius of the angles, at most `rcut`.")
+    three_body_rcut: float = common.cutoff_option(
+        4.0, "Cutoff radius of the angles, at most `rcut`."
+    )
     three_body_rcut_smth: float = common.length_option(
         0.5, "Distance from which 1/r is switched off smoothly towards `three_body_rcut`."
     )
@@ -86,7 +97,9 @@ class RepformerConfig:
     g1_dim: int = option(128, check=positive_int, doc="Features of an atom.")
     g2_dim: int = option(16, check=positive_int, doc="Features of a pair.")
     axis_neuron: int = option(
-        4, check=positive_int, doc="Number of features that form the second factor of the terms `grrg` and `drrd`."
+        4,
+        check=positive_int,
+        doc="Number of features that form the second factor of the terms `grrg` and `drrd`.",
     )
     direct_dist: bool = option(
         False,
@@ -94,35 +107,55 @@ class RepformerConfig:
         "its row of the environment matrix.",
     )
     update_g1_has_conv: bool = option(
-        True, doc="Whether an atom takes the features of its neighbors, each times those of the pair."
+        True,
+        doc="Whether an atom takes the features of its neighbors, each times those of the pair.",
     )
     update_g1_has_drrd: bool = option(
-        True, doc="Whether an atom takes the scalar products of the moments of its neighbors' features."
+        True,
+        doc="Whether an atom takes the scalar products of the moments of its neighbors' features.",
     )
     update_g1_has_grrg: bool = option(
-        True, doc="Whether an atom takes the scalar products of the moments of the features of its pairs."
+        True,
+        doc="Whether an atom takes the scalar products of the moments of the features of its pairs.",
     )
     update_g1_has_attn: bool = option(True, doc="Whether an atom attends to its neighbors.")
-    update_g2_has_g1g1: bool = option(True, doc="Whether a pair takes the product of the features of its atoms.")
-    update_g2_has_attn: bool = option(True, doc="Whether a pair attends to the other pairs of the same atom.")
+    update_g2_has_g1g1: bool = option(
+        True, doc="Whether a pair takes the product of the features of its atoms."
+    )
+    update_g2_has_attn: bool = option(
+        True, doc="Whether a pair attends to the other pairs of the same atom."
+    )
     use_sqrt_nnei: bool = option(
-        True, doc="Whether moments are divided by the square root of the number of neighbors instead of the number."
+        True,
+        doc="Whether moments are divided by the square root of the number of neighbors instead of the number.",
     )
     g1_out_conv: bool = option(
-        True, doc="Whether the term `conv` is a change of its own, instead of an input of the layer of all terms."
+        True,
+        doc="Whether the term `conv` is a change of its own, instead of an input of the layer of all terms.",
     )
     g1_out_mlp: bool = option(
         True,
         doc="Whether an atom's own features change it through a layer apart, instead of as an input of the layer of "
         "all terms.",
     )
-    update_h2: bool = option(False, doc="Whether the vectors of the pairs are changed by attention.")
-    attn1_hidden: int = option(64, check=positive_int, doc="Width of the attention of atoms, for each head.")
-    attn1_nhead: int = option(4, check=positive_int, doc="Number of heads of the attention of atoms.")
-    attn2_hidden: int = option(16, check=positive_int, doc="Width of the attention of pairs, for each head.")
-    attn2_nhead: int = option(4, check=positive_int, doc="Number of heads of the attention of pairs.")
+    update_h2: bool = option(
+        False, doc="Whether the vectors of the pairs are changed by attention."
+    )
+    attn1_hidden: int = option(
+        64, check=positive_int, doc="Width of the attention of atoms, for each head."
+    )
+    attn1_nhead: int = option(
+        4, check=positive_int, doc="Number of heads of the attention of atoms."
+    )
+    attn2_hidden: int = option(
+        16, check=positive_int, doc="Width of the attention of pairs, for each head."
+    )
+    attn2_nhead: int = option(
+        4, check=positive_int, doc="Number of heads of the attention of pairs."
+    )
     attn2_has_gate: bool = option(
-        False, doc="Whether logits of the attention of pairs are multiplied by the scalar products of their vectors."
+        False,
+        doc="Whether logits of the attention of pairs are multiplied by the scalar products of their vectors.",
     )
     activation_function: ActivationName = common.activation_option(
         ActivationName("tanh"), "Activation function of the layers."
@@ -134,7 +167,8 @@ class RepformerConfig:
         "changes / sqrt(n), `res_residual` u + the changes, each times trained numbers.",
     )
     update_residual: float = option(
-        0.001, doc="Size of the trained numbers of `res_residual` at the start; no effect with another style."
+        0.001,
+        doc="Size of the trained numbers of `res_residual` at the start; no effect with another style.",
     )
     update_residual_init: str = option(
         "norm",
@@ -203,10 +237,14 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
         "repinit.nsel": "repinit.rcut", "repinit.three_body_sel": "repinit.three_body_rcut",
         "repformer.nsel": "repformer.rcut",
     }  # fmt: skip
-    vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
+    vacuum_needs: ClassVar[str] = (
+        'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
+    )
 
     repinit: RepinitConfig = option(doc="The first features of an atom.")
-    repformer: RepformerConfig = option(doc="The layers in which atoms and pairs exchange their features.")
+    repformer: RepformerConfig = option(
+        doc="The layers in which atoms and pairs exchange their features."
+    )
     smooth: bool = option(
         True,
         doc="Whether messages and attention vanish smoothly at the cutoffs. False makes the potential energy jump "
@@ -276,7 +314,13 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
     @property
     def first_block(self) -> SeAttenConfig:
         """Return the options of ``repinit`` as those of the descriptor that it is."""
-        return _block(self, SeAttenConfig, sel=self.repinit.nsel, attn_layer=0, smooth_type_embedding=self.smooth)
+        return _block(
+            self,
+            SeAttenConfig,
+            sel=self.repinit.nsel,
+            attn_layer=0,
+            smooth_type_embedding=self.smooth,
+        )
 
     @property
     def angle_block(self) -> SeE3TebdConfig:
@@ -297,5 +341,7 @@ def _block(whole: DPA2Config, kind: type[Block], **changes: Any) -> Block:
     """Return the options of ``repinit``, and those of the whole that its parts read, as a section ``kind``."""
     both = {f.name for f in fields(RepinitConfig)} & {f.name for f in fields(kind)}
     values = {name: getattr(whole.repinit, name) for name in both}
-    values |= {name: getattr(whole, name) for name in ("trainable", "exclude_types", "env_protection")}
+    values |= {
+        name: getattr(whole, name) for name in ("trainable", "exclude_types", "env_protection")
+    }
     return kind(**(values | changes))

@@ -17,7 +17,10 @@ from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer, freeze, linear, module_list
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.model.nn.update import Update
-from deepmd_ema.model.ops.environment import exponential_switch_and_derivative, switch_and_derivative
+from deepmd_ema.model.ops.environment import (
+    exponential_switch_and_derivative,
+    switch_and_derivative,
+)
 from deepmd_ema.model.ops.gather import gather_neighbors
 from deepmd_ema.model.ops.operations import UsesOperations
 from deepmd_ema.model.ops.reference import vjp_of
@@ -93,7 +96,9 @@ class RepflowLayer(UsesOperations):
         self.node_edge = linear(2 * n + e, heads * n, dtype, generator)
         self.edge_self = linear(2 * n + e, e, dtype, generator)
         self.node_update = Update(n, 2 + heads, options, dtype=dtype, seed=seed_for("node", seed))
-        self.edge_update = Update(e, 1 + options.update_angle, options, dtype=dtype, seed=seed_for("edge", seed))
+        self.edge_update = Update(
+            e, 1 + options.update_angle, options, dtype=dtype, seed=seed_for("edge", seed)
+        )
         if not options.update_angle:
             return
         n_part, e_part = options.n_angle_dim, options.e_angle_dim
@@ -120,12 +125,17 @@ class RepflowLayer(UsesOperations):
             if part is not None:
                 yield from part.parameters()
 
-    def forward(self, node: Tensor, edge: Tensor, angle: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, node: Tensor, edge: Tensor, angle: Tensor, geometry: Geometry
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return nodes (A, N), edges (A, K, E) and angles (A, J, J, G) after the messages of this layer."""
         neighbor, ends, of_edge = self._ends(node, geometry)
         widths = [self.node_edge.weight.shape[1], edge.shape[-1]]
         if self.options.sequential_update:
-            (to_node, to_edge), (for_node, for_edge) = ends.split(widths, -1), of_edge.split(widths, 1)
+            (to_node, to_edge), (for_node, for_edge) = (
+                ends.split(widths, -1),
+                of_edge.split(widths, 1),
+            )
             edge = edge + self.edge_update.factors[0] * self._act(to_edge + edge @ for_edge)
             seen = self._seen_by_angles(node, edge, geometry)
             angle = self.angle_update(angle, self._angle_messages([self.angle_self], angle, *seen))
@@ -133,7 +143,9 @@ class RepflowLayer(UsesOperations):
             edge = edge + self.edge_update.factors[1] * self._from_angles(message, edge, geometry)
             message = self._act(to_node + edge @ for_node)
             return self._updated_node(node, neighbor, edge, message, geometry), edge, angle
-        to_node, *messages = self._act(ends + edge @ of_edge).split(widths[: 1 + self.edges_matter], -1)
+        to_node, *messages = self._act(ends + edge @ of_edge).split(
+            widths[: 1 + self.edges_matter], -1
+        )
         new_node = self._updated_node(node, neighbor, edge, to_node, geometry)
         if self.options.update_angle and (self.edges_matter or self.angles_matter):
             layers = [self.edge_angle] * self.edges_matter + [self.angle_self] * self.angles_matter
@@ -164,26 +176,38 @@ class RepflowLayer(UsesOperations):
     ) -> Tensor:
         """Return the nodes (A, N) after their messages, of which those from edges (A, K, C) are given."""
         options = self.options
-        symmetric = [self.ops.symmetrized(x, geometry.weighted, options.axis_neuron) for x in (edge, neighbor)]
+        symmetric = [
+            self.ops.symmetrized(x, geometry.weighted, options.axis_neuron)
+            for x in (edge, neighbor)
+        ]
         of_atoms = torch.cat([self.node_self(node), self.node_sym(torch.cat(symmetric, -1))], 1)
         from_edges = torch.bmm(geometry.edge_switch[:, None], message).squeeze(1)
-        messages = [*self._act(of_atoms).chunk(2, 1), *from_edges.chunk(options.n_multi_edge_message, 1)]
+        messages = [
+            *self._act(of_atoms).chunk(2, 1),
+            *from_edges.chunk(options.n_multi_edge_message, 1),
+        ]
         return self.node_update(node, messages)
 
-    def _seen_by_angles(self, node: Tensor, edge: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    def _seen_by_angles(
+        self, node: Tensor, edge: Tensor, geometry: Geometry
+    ) -> tuple[Tensor, Tensor]:
         """Return the inputs of angles from nodes (A, n_angle_dim) and from edges (A, J, e_angle_dim)."""
         edge = edge[:, : geometry.has_angles.shape[1]]
         if self.compress_node is not None and self.compress_edge is not None:
             return self.compress_node(node), self.compress_edge(edge)
         return node[..., : self.options.n_angle_dim], edge[..., : self.options.e_angle_dim]
 
-    def _angle_messages(self, layers: Sequence[Layer], angle: Tensor, node: Tensor, edge: Tensor) -> tuple[Tensor, ...]:
+    def _angle_messages(
+        self, layers: Sequence[Layer], angle: Tensor, node: Tensor, edge: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return ``sigma(layer([a_ijk, n_i, e_ik, e_ij]))`` (A, J, J, C) of each layer."""
         weight, bias = _joined(layers)
         widths = [angle.shape[-1], node.shape[-1], edge.shape[-1], edge.shape[-1]]
         of_angle, of_node, of_k, of_j = weight.split(widths)
         own = torch.addmm(bias, node, of_node)[:, None]
-        found = self._act(angle @ of_angle + (own + edge @ of_j)[:, :, None] + (edge @ of_k)[:, None])
+        found = self._act(
+            angle @ of_angle + (own + edge @ of_j)[:, :, None] + (edge @ of_k)[:, None]
+        )
         return found.split([layer.weight.shape[1] for layer in layers], -1)
 
     def _from_angles(self, message: Tensor, edge: Tensor, geometry: Geometry) -> Tensor:
@@ -239,7 +263,11 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         self.has_angles = flow.update_angle and (flow.sequential_update or flow.nlayers >= 2)
         freeze(self, config.trainable)
         self.add_normalisation((num_types, self.sel, 4), self.dtype, flow.fix_stat_std or 1.0)
-        self.rcut, self.rcut_smth, self.protection = flow.e_rcut, flow.e_rcut_smth, config.env_protection
+        self.rcut, self.rcut_smth, self.protection = (
+            flow.e_rcut,
+            flow.e_rcut_smth,
+            config.env_protection,
+        )
         measured = EnvironmentStatistics(self, config.exclude_types, zero_mean=True)
         self.environments = [] if flow.fix_stat_std else [measured]
 
@@ -263,11 +291,18 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
             layer.angles_matter |= number < len(self.layers)
         self.has_angles = self.flow.update_angle
         numbers, _, neighborhood, has_angles = self._numbers(batch)
-        node, edge, weighted = self._nodes_and_edges(numbers, table, batch, neighborhood, has_angles)
+        node, edge, weighted = self._nodes_and_edges(
+            numbers, table, batch, neighborhood, has_angles
+        )
         return node, torch.bmm(edge.transpose(1, 2), weighted) * 3**0.5
 
     def _nodes_and_edges(
-        self, numbers: Sequence[Tensor], table: Tensor, batch: Batch, neighborhood: Neighborhood, has_angles: Tensor
+        self,
+        numbers: Sequence[Tensor],
+        table: Tensor,
+        batch: Batch,
+        neighborhood: Neighborhood,
+        has_angles: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return nodes (A, N), edges (A, K, E), and weighted rows (A, K, 3) of the edges.
 
@@ -309,7 +344,9 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
             node = node + (0 * torch.cat([p.flatten() for p in idle])).sum()
         return node, edge, geometry.weighted
 
-    def _numbers(self, batch: Batch) -> tuple[list[Tensor], Callable[..., Tensor], Neighborhood, Tensor]:
+    def _numbers(
+        self, batch: Batch
+    ) -> tuple[list[Tensor], Callable[..., Tensor], Neighborhood, Tensor]:
         """Return the numbers of each edge that the layers see.
 
         Returns:
@@ -336,7 +373,10 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         ds = (dweight - s) * inverse
         dc = (ds - c) * inverse
         mean, spread = self.normalisation(vector.shape[1], batch.atom_type)
-        (mean_s, mean_angular), (spread_s, spread_angular) = mean.split([1, 3], -1), spread.split([1, 3], -1)
+        (mean_s, mean_angular), (spread_s, spread_angular) = (
+            mean.split([1, 3], -1),
+            spread.split([1, 3], -1),
+        )
         if flow.edge_init_use_dist:
             first, dfirst = distance, torch.ones_like(distance)
         else:
@@ -354,7 +394,9 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         direction = vector * of_direction
         # in float64 before it is multiplied: a bool times a number would be float32
         factor = is_angle.unsqueeze(-1).double() * flow.a_norm**-0.25
-        angle_switch, dangle_switch = (of * factor for of in switch(distance, flow.a_rcut, flow.a_rcut_smth))
+        angle_switch, dangle_switch = (
+            of * factor for of in switch(distance, flow.a_rcut, flow.a_rcut_smth)
+        )
 
         numbers = [first, angular * weight, weight / flow.e_norm, direction, angle_switch]
         slopes = torch.cat([dfirst, dweighted, -direction * inverse, dangle_switch], -1)

@@ -17,7 +17,11 @@ from deepmd_ema.config.fields import (
     redefined,
 )
 from deepmd_ema.config.schema import common
-from deepmd_ema.config.schema.descriptor_bases import ChargeSpinOptions, NeighborLists, TypeEmbeddedOptions
+from deepmd_ema.config.schema.descriptor_bases import (
+    ChargeSpinOptions,
+    NeighborLists,
+    TypeEmbeddedOptions,
+)
 from deepmd_ema.config.schema.text_options import ActivationName
 from deepmd_ema.findings import Finding, error, inside, unused
 from deepmd_ema.model.families.dpa2.section import RepformerConfig
@@ -29,42 +33,67 @@ _width = Check(lambda v: 0 < v <= common.MAX_SIZE, f"a whole number from 1 to {c
 class RepflowConfig:
     """Layers that update features of atoms (nodes), of pairs (edges) and of pairs of neighbors (angles)."""
 
-    without_effect: ClassVar[WithoutEffect] = {"optim_update": (True, "both values are the same function")}
+    without_effect: ClassVar[WithoutEffect] = {
+        "optim_update": (True, "both values are the same function")
+    }
 
     n_dim: int = option(128, check=_width, doc="Numbers of a node, the features of an atom.")
-    e_dim: int = option(64, check=_width, doc="Numbers of an edge, the features of a pair of atoms.")
-    a_dim: int = option(64, check=_width, doc="Numbers of an angle, the features of two neighbors of an atom.")
-    nlayers: int = option(6, check=positive_int, doc="Number of layers. One layer sees as far as `e_rcut`, two twice.")
+    e_dim: int = option(
+        64, check=_width, doc="Numbers of an edge, the features of a pair of atoms."
+    )
+    a_dim: int = option(
+        64, check=_width, doc="Numbers of an angle, the features of two neighbors of an atom."
+    )
+    nlayers: int = option(
+        6, check=positive_int, doc="Number of layers. One layer sees as far as `e_rcut`, two twice."
+    )
     e_rcut: float = common.cutoff_option(doc="Cutoff radius of edges.")
     e_rcut_smth: float = common.length_option(
         doc="Distance from which edges are switched off smoothly towards `e_rcut`."
     )
     e_sel: int | str = common.sel_option("Most edges of an atom, the nearest first.")
-    a_rcut: float = common.cutoff_option(doc="Cutoff radius of the neighbors that have angles; at most `e_rcut`.")
+    a_rcut: float = common.cutoff_option(
+        doc="Cutoff radius of the neighbors that have angles; at most `e_rcut`."
+    )
     a_rcut_smth: float = common.length_option(
         doc="Distance from which angles are switched off smoothly towards `a_rcut`."
     )
-    a_sel: int | str = common.sel_option("Most neighbors of an atom that have angles, the nearest first.")
+    a_sel: int | str = common.sel_option(
+        "Most neighbors of an atom that have angles, the nearest first."
+    )
     a_compress_rate: int = option(
         0,
         check=not_negative_int,
         doc="Angles see nodes of `a_dim / a_compress_rate` numbers and edges of half as many; 0: all of them.",
     )
     a_compress_e_rate: int = option(
-        1, check=positive_int, doc="Factor on the numbers of an edge that angles see, beside `a_compress_rate`."
+        1,
+        check=positive_int,
+        doc="Factor on the numbers of an edge that angles see, beside `a_compress_rate`.",
     )
     a_compress_use_split: bool = option(
-        False, doc="Whether angles see the first numbers of nodes and edges instead of a trained linear map of all."
+        False,
+        doc="Whether angles see the first numbers of nodes and edges instead of a trained linear map of all.",
     )
-    n_multi_edge_message: int = option(1, check=positive_int, doc="Number of messages from the edges to a node.")
+    n_multi_edge_message: int = option(
+        1, check=positive_int, doc="Number of messages from the edges to a node."
+    )
     axis_neuron: int = option(
-        4, check=positive_int, doc="Columns of the second factor of the symmetrised message; at most `n_dim`, `e_dim`."
+        4,
+        check=positive_int,
+        doc="Columns of the second factor of the symmetrised message; at most `n_dim`, `e_dim`.",
     )
     fix_stat_std: float = option(
-        0.3, check=not_negative, doc="What the environment matrix is divided by; 0 takes its spread in the data."
+        0.3,
+        check=not_negative,
+        doc="What the environment matrix is divided by; 0 takes its spread in the data.",
     )
-    skip_stat: bool = option(False, doc="True means `fix_stat_std: 0.3`, the later name of this option.")
-    update_angle: bool = option(True, doc="Whether there are angles; otherwise only nodes and edges.")
+    skip_stat: bool = option(
+        False, doc="True means `fix_stat_std: 0.3`, the later name of this option."
+    )
+    update_angle: bool = option(
+        True, doc="Whether there are angles; otherwise only nodes and edges."
+    )
     update_style: str = redefined(RepformerConfig, "update_style", "res_residual")
     update_residual: float = option(
         0.1, check=not_negative, doc="Size of the trained numbers of `res_residual` at the start."
@@ -76,7 +105,9 @@ class RepflowConfig:
         "makes the energy jump where a neighbor crosses `a_rcut`: choose true for new models.",
     )
     edge_init_use_dist: bool = option(
-        False, alias=("edge_use_dist",), doc="Whether edges begin with the distance instead of its inverse."
+        False,
+        alias=("edge_use_dist",),
+        doc="Whether edges begin with the distance instead of its inverse.",
     )
     use_exp_switch: bool = option(
         False,
@@ -167,7 +198,11 @@ class RepflowConfig:
         rate = self.a_compress_rate
         if not rate or not self.update_angle:
             return
-        if self.a_dim < rate or (self.a_dim // rate) % 2 or self.a_dim * self.a_compress_e_rate % (2 * rate):
+        if (
+            self.a_dim < rate
+            or (self.a_dim // rate) % 2
+            or self.a_dim * self.a_compress_e_rate % (2 * rate)
+        ):
             expected = f"a number of which twice divides a_dim = {self.a_dim}"
             yield error("a_compress_rate", f" = {rate}: expected {expected}.")
         elif self.a_compress_use_split:
@@ -186,9 +221,16 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions, NeighborLists):
     type: ClassVar[str] = "dpa3"
     has_equivariants: ClassVar[bool] = True
     neighbors_option: ClassVar[str] = "repflow.e_sel"
-    without_effect: ClassVar[WithoutEffect] = {"use_loc_mapping": (True, "there are no images of atoms to be numbered")}
-    sel_options: ClassVar[Mapping[str, str]] = {"repflow.e_sel": "repflow.e_rcut", "repflow.a_sel": "repflow.a_rcut"}
-    vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
+    without_effect: ClassVar[WithoutEffect] = {
+        "use_loc_mapping": (True, "there are no images of atoms to be numbered")
+    }
+    sel_options: ClassVar[Mapping[str, str]] = {
+        "repflow.e_sel": "repflow.e_rcut",
+        "repflow.a_sel": "repflow.a_rcut",
+    }
+    vacuum_needs: ClassVar[str] = (
+        'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
+    )
 
     repflow: RepflowConfig = option(doc="Layers of the descriptor.")
     concat_output_tebd: bool = redefined(TypeEmbeddedOptions, "concat_output_tebd", False)

@@ -58,32 +58,54 @@ class Convolution(nn.Module):
         wide, bias = self.streams * width, config.mlp_bias
         self.frames = Frames(lmax, mmax, source.dtype)
         self.mixing = Mixing(config, self.frames, source.part("mixing"))
-        self.attention = Attention(config, lmax, wide, source.part("attention")) if config.n_atten_head else None
+        self.attention = (
+            Attention(config, lmax, wide, source.part("attention")) if config.n_atten_head else None
+        )
         own = wide != config.channels
-        self.radial_hidden_proj = StreamLinear(config.channels, wide, source.part("radial")) if own else None
+        self.radial_hidden_proj = (
+            StreamLinear(config.channels, wide, source.part("radial")) if own else None
+        )
         self.radial_degree_mixer: RadialMixer | None = None
         if config.radial_so2_mode != "none":
             self.radial_degree_mixer = RadialMixer(
-                self.frames, wide, config.radial_so2_mode, config.radial_so2_rank, source.part("degrees")
+                self.frames,
+                wide,
+                config.radial_so2_mode,
+                config.radial_so2_rank,
+                source.part("degrees"),
             )
         kmax = min(config.kmax, lmax)
 
-        def product(place: int, part: str, order: int, places: Sequence[int], of_rotations: bool) -> GridNet:
+        def product(
+            place: int, part: str, order: int, places: Sequence[int], of_rotations: bool
+        ) -> GridNet:
             operation = config.grid_operation(place)
             options = GridOptions(lmax, order, kmax if of_rotations else None, places, *operation)
-            return GridNet(width, options, source.part(part), streams=self.streams, bias=bias, is_cross=True)
+            return GridNet(
+                width, options, source.part(part), streams=self.streams, bias=bias, is_cross=True
+            )
 
         self.node_wise_grid_product: GridNet | None = None
         self.message_node_grid_product: GridNet | None = None
         if config.node_wise_s2 or config.node_wise_so3:
-            self.node_wise_grid_product = product(0, "pairs", mmax, pair_places(lmax, mmax), config.node_wise_so3)
+            self.node_wise_grid_product = product(
+                0, "pairs", mmax, pair_places(lmax, mmax), config.node_wise_so3
+            )
         if config.message_node_s2 or config.message_node_so3:
             everything = range(num_coefficients(lmax))
-            self.message_node_grid_product = product(1, "atoms", lmax, everything, config.message_node_so3)
-        self.pre_focus_mix = DegreeLinear(lmax, config.channels, wide, source.part("before"), bias=bias)
-        self.post_focus_mix = DegreeLinear(lmax, wide, config.channels, source.part("after"), bias=bias, zero=True)
+            self.message_node_grid_product = product(
+                1, "atoms", lmax, everything, config.message_node_so3
+            )
+        self.pre_focus_mix = DegreeLinear(
+            lmax, config.channels, wide, source.part("before"), bias=bias
+        )
+        self.post_focus_mix = DegreeLinear(
+            lmax, wide, config.channels, source.part("after"), bias=bias, zero=True
+        )
         self.needs_frame = (
-            config.mixing_layers > 0 or self.radial_degree_mixer is not None or self.node_wise_grid_product is not None
+            config.mixing_layers > 0
+            or self.radial_degree_mixer is not None
+            or self.node_wise_grid_product is not None
         )
         factors = torch.tensor(truncation_factors(lmax, mmax), dtype=source.dtype)
         self._enlarged = nn.Buffer(by_degree(factors)[:, None, None], persistent=False)
@@ -143,12 +165,21 @@ class Convolution(nn.Module):
             for linear in (self.attention.attn_focus_mix, self.attention.attn_v_proj):
                 sent = sent if linear is None else linear(sent.transpose(0, 1)).transpose(0, 1)
         weighted = _times(sent, self._weights(x, edges))
-        return weighted.view(*edges.neighbor.shape, *sent.shape[1:]).sum(1).transpose(0, 1).contiguous()
+        return (
+            weighted.view(*edges.neighbor.shape, *sent.shape[1:])
+            .sum(1)
+            .transpose(0, 1)
+            .contiguous()
+        )
 
-    def _times_own(self, product: GridNet, found: Tensor, x: Tensor, rows: Tensor, edges: Edges) -> Tensor:
+    def _times_own(
+        self, product: GridNet, found: Tensor, x: Tensor, rows: Tensor, edges: Edges
+    ) -> Tensor:
         """Return the products of the coefficients of pairs (E, R, W) with those of the atom, in the frames."""
         num_atoms, slots = edges.neighbor.shape
-        own = torch.bmm(rows.view(num_atoms, slots * rows.shape[1], rows.shape[2]), x).view(found.shape)
+        own = torch.bmm(rows.view(num_atoms, slots * rows.shape[1], rows.shape[2]), x).view(
+            found.shape
+        )
         both = (part.unflatten(-1, (self.streams, -1)).transpose(0, 1) for part in (found, own))
         out: Tensor = product(*both)
         return out.flatten(2).transpose(0, 1)
@@ -183,9 +214,13 @@ class Attention(nn.Module):
         self.attn_qk_norm = ScalarNorm((self.groups, width), self.eps, source)
         self.attn_q_proj = StreamLinear(width, width, source.part("query"), streams=self.groups)
         self.attn_k_proj = StreamLinear(width, width, source.part("key"), streams=self.groups)
-        self.attn_focus_mix = DegreeLinear(lmax, wide, wide, source.part("mix")) if config.atten_f_mix else None
+        self.attn_focus_mix = (
+            DegreeLinear(lmax, wide, wide, source.part("mix")) if config.atten_f_mix else None
+        )
         self.attn_v_proj, self.attn_o_proj = (
-            DegreeLinear(lmax, width, width, source.part(part), streams=self.groups) if wanted else None
+            DegreeLinear(lmax, width, width, source.part(part), streams=self.groups)
+            if wanted
+            else None
             for part, wanted in (("value", config.atten_v_proj), ("out", config.atten_o_proj))
         )
         self.adamw_attn_logit_w = source.normal("logit", (width, self.groups, self.heads), SMALL)
@@ -204,7 +239,9 @@ class Attention(nn.Module):
         normed = self.attn_qk_norm(scalar.unflatten(-1, (self.groups, -1)))
         query, key = self.attn_q_proj(normed), self.attn_k_proj(normed)
         keys = edges.sent(key.flatten(1))
-        products = (query.flatten(1)[:, None] * keys).unflatten(-1, (self.groups, self.heads, -1)).sum(-1)
+        products = (
+            (query.flatten(1)[:, None] * keys).unflatten(-1, (self.groups, self.heads, -1)).sum(-1)
+        )
         of_radial = torch.block_diag(*self.adamw_attn_logit_w.unbind(1))  # W, G H
         bias = edges.radial.map((of_radial if project is None else project @ of_radial)[None])
         logits = products * (query.shape[-1] // self.heads) ** -0.5 + bias.view(products.shape)
@@ -213,17 +250,21 @@ class Attention(nn.Module):
         absent = (edges.weight == 0)[..., None, None]
         masked = logits.detach().masked_fill(absent, torch.finfo(logits.dtype).min)
         # that of nothing among them, also because there may be no slots
-        largest = torch.cat([nothing.detach().log().expand(masked.shape[0], 1, -1, -1), masked], 1).amax(
-            1, keepdim=True
+        largest = torch.cat(
+            [nothing.detach().log().expand(masked.shape[0], 1, -1, -1), masked], 1
+        ).amax(1, keepdim=True)
+        mass = (edges.envelope * edges.weight)[..., None, None] * torch.exp(
+            (logits - largest).masked_fill(absent, 0)
         )
-        mass = (edges.envelope * edges.weight)[..., None, None] * torch.exp((logits - largest).masked_fill(absent, 0))
         return mass / (mass.sum(1, keepdim=True) + nothing * torch.exp(-largest))
 
     def mapped(self, coefficients: Tensor, frames: Frames) -> Tensor:
         """Return the coefficients in frames (E, R, W) after the maps of channels before the sum."""
         for linear in (self.attn_focus_mix, self.attn_v_proj):
             if linear is not None:
-                maps = frames.of_rows(linear.weight.unflatten(-1, (linear.streams, -1)))  # R, I, F, O
+                maps = frames.of_rows(
+                    linear.weight.unflatten(-1, (linear.streams, -1))
+                )  # R, I, F, O
                 split = coefficients.unflatten(-1, (linear.streams, -1))
                 coefficients = torch.einsum("erfi,rifo->erfo", split, maps).flatten(2)
         return coefficients
@@ -250,7 +291,9 @@ class FeedForward(nn.Module):
         source: of the initial parameters.
     """
 
-    def __init__(self, config: DPA4Config, lmax: int, hidden: int, grid: GridOptions | None, source: Source) -> None:
+    def __init__(
+        self, config: DPA4Config, lmax: int, hidden: int, grid: GridOptions | None, source: Source
+    ) -> None:
         super().__init__()
         channels, bias = config.channels, config.mlp_bias
         self.has_two = grid is not None or config.glu_activation
@@ -263,7 +306,9 @@ class FeedForward(nn.Module):
             if grid is None
             else GridNet(hidden, grid, source.part("grid"), bias=bias)
         )
-        self.so3_linear_2 = DegreeLinear(lmax, wide, channels, source.part("second"), bias=bias, zero=True)
+        self.so3_linear_2 = DegreeLinear(
+            lmax, wide, channels, source.part("second"), bias=bias, zero=True
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (D, A, C) from (D, A, C)."""
@@ -314,11 +359,15 @@ class Block(nn.Module):
         )
         self.adam_ffn_layer_scales: nn.ParameterList | None = None
         if config.layer_scale:
-            self.adam_ffn_layer_scales = nn.ParameterList(source.filled((channels,), ALMOST_NONE) for _ in networks)
+            self.adam_ffn_layer_scales = nn.ParameterList(
+                source.filled((channels,), ALMOST_NONE) for _ in networks
+            )
 
     def forward(self, x: Tensor, edges: Edges) -> Tensor:
         """Return the coefficients of atoms (D, A, C) after the block."""
-        messages: Tensor = self.post_so2_norm(self.so2_conv(self.pre_so2_norm(x[: self.num_sent]), edges))
+        messages: Tensor = self.post_so2_norm(
+            self.so2_conv(self.pre_so2_norm(x[: self.num_sent]), edges)
+        )
         x = x + nn.functional.pad(messages, (0, 0, 0, 0, 0, len(x) - self.num_sent))
         for k, network in enumerate(self.ffns):
             change: Tensor = self.post_ffn_norms[k](network(self.pre_ffn_norms[k](x)))

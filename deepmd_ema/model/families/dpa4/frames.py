@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.model.families.dpa4.grids import GridNet, GridOptions
-from deepmd_ema.model.families.dpa4.layers import ALMOST_NONE, SMALL, DegreeGate, OrderedNorm, ScalarNorm, Source
+from deepmd_ema.model.families.dpa4.layers import (
+    ALMOST_NONE,
+    SMALL,
+    DegreeGate,
+    OrderedNorm,
+    ScalarNorm,
+    Source,
+)
 from deepmd_ema.model.families.dpa4.rotations import degrees, num_coefficients, orders
 from deepmd_ema.model.nn.layers import module_list
 from deepmd_ema.model.ops.gather import gather_neighbors
@@ -88,23 +95,38 @@ class Edges:
 
     def sent(self, values: Tensor) -> Tensor:
         """Return the values of neighbors (A, S, ...) from those of atoms (A, ...)."""
-        return gather_neighbors(values.flatten(1), self.neighbor, self.reverse).unflatten(-1, values.shape[1:])
+        return gather_neighbors(values.flatten(1), self.neighbor, self.reverse).unflatten(
+            -1, values.shape[1:]
+        )
 
     def turned(self, matrices: Tensor, x: Tensor) -> Tensor:
         """Return (E, R, W), the products of the matrices of pairs (E, R, D) with those of neighbors (A, D, W)."""
         if not self.reverse.shape[1]:  # a batch made inside of an exported graph
             return torch.bmm(matrices, self.sent(x).flatten(0, 1))
         # pairs of one neighbor together: one product of matrices for each atom, instead of a small one for each pair
-        (num_atoms, most), (rows, columns), width = self.reverse.shape, matrices.shape[1:], x.shape[2]
-        by_neighbor = gather_neighbors(matrices.flatten(1), self.reverse, self.place.view(-1, 1))  # A, N, R D
+        (num_atoms, most), (rows, columns), width = (
+            self.reverse.shape,
+            matrices.shape[1:],
+            x.shape[2],
+        )
+        by_neighbor = gather_neighbors(
+            matrices.flatten(1), self.reverse, self.place.view(-1, 1)
+        )  # A, N, R D
         found = torch.bmm(by_neighbor.view(num_atoms, most * rows, columns), x)
-        back = gather_neighbors(found.view(num_atoms * most, rows * width), self.place, self.reverse.reshape(-1, 1))
+        back = gather_neighbors(
+            found.view(num_atoms * most, rows * width), self.place, self.reverse.reshape(-1, 1)
+        )
         return back.view(matrices.shape[0], rows, width)
 
 
 def pair_degrees(lmax: int, mmax: int) -> list[int]:
     """Return the degrees of the R coefficients in a frame: those with m = 0, then for each m those of -m and of m."""
-    return [degree for m in range(mmax + 1) for _ in range(2 if m else 1) for degree in range(m, lmax + 1)]
+    return [
+        degree
+        for m in range(mmax + 1)
+        for _ in range(2 if m else 1)
+        for degree in range(m, lmax + 1)
+    ]
 
 
 def pair_places(lmax: int, mmax: int) -> list[int]:
@@ -137,13 +159,16 @@ class Frames(nn.Module):
     def rows(self, edges: Edges) -> Tensor:
         """Return the rows of the Wigner matrices (E, R, D) that turn coefficients into the frames."""
         found = [
-            (self.of_order(edges, m)[:, :, None] * self._is_of_degree[m:]).flatten(1, 2) for m in range(self.mmax + 1)
+            (self.of_order(edges, m)[:, :, None] * self._is_of_degree[m:]).flatten(1, 2)
+            for m in range(self.mmax + 1)
         ]
         return torch.cat(found, 1)
 
     def of_rows(self, values: Tensor, dim: int = 0) -> Tensor:
         """Return the values of degrees, in a dimension of L + 1, for each of the R coefficients."""
-        return torch.cat([values.narrow(dim, abs(m), self.lmax + 1 - abs(m)) for m in orders(self.mmax)], dim)
+        return torch.cat(
+            [values.narrow(dim, abs(m), self.lmax + 1 - abs(m)) for m in orders(self.mmax)], dim
+        )
 
 
 class RadialMixer(nn.Module):
@@ -164,7 +189,8 @@ class RadialMixer(nn.Module):
         self.is_full = mode == "degree_channel" and not rank
         self.rank = 1 if mode == "degree" else rank or channels
         self.weight = source.truncated(
-            "weight", (self.counts[0] * channels, sum(count**2 for count in self.counts) * self.rank)
+            "weight",
+            (self.counts[0] * channels, sum(count**2 for count in self.counts) * self.rank),
         )
         has_basis = mode == "degree_channel" and rank > 0
         self.channel_basis = source.truncated("basis", (rank, channels)) if has_basis else None
@@ -179,28 +205,40 @@ class RadialMixer(nn.Module):
             edges: pairs.
         """
         weight = self.weight.unflatten(0, (self.counts[0], -1))
-        flat = edges.radial.map(weight if project is None else project @ weight).unflatten(1, (-1, self.rank))
+        flat = edges.radial.map(weight if project is None else project @ weight).unflatten(
+            1, (-1, self.rank)
+        )
         # for each |m| (E, L + 1 - m, L + 1 - m, rank), from the degrees of a neighbor to those of the pair
         parts = flat.split([count**2 for count in self.counts], 1)
         kernels = [part.unflatten(1, (count, count)) for part, count in zip(parts, self.counts)]
         if self.is_full:
             turned = edges.turned(rows, x).split(self.frames.sizes, 1)
             found = [
-                torch.einsum("eioc,esic->esoc", kernel, part.unflatten(1, (-1, kernel.shape[1]))).flatten(1, 2)
+                torch.einsum(
+                    "eioc,esic->esoc", kernel, part.unflatten(1, (-1, kernel.shape[1]))
+                ).flatten(1, 2)
                 for part, kernel in zip(turned, kernels)
             ]
             return torch.cat(found, 1)
         # all channels share a matrix, or each of few: it is multiplied with the rotation, which has fewer numbers
-        whole = torch.cat([self._turning(kernel, m, edges) for m, kernel in enumerate(kernels)], 2)  # E, rank, R, D
+        whole = torch.cat(
+            [self._turning(kernel, m, edges) for m, kernel in enumerate(kernels)], 2
+        )  # E, rank, R, D
         if self.channel_basis is None:
             return edges.turned(whole[:, 0], x)
-        of_ranks = [edges.turned(whole[:, rank], x * basis) for rank, basis in enumerate(self.channel_basis)]
+        of_ranks = [
+            edges.turned(whole[:, rank], x * basis) for rank, basis in enumerate(self.channel_basis)
+        ]
         return torch.stack(of_ranks).sum(0) if self.rank > 1 else of_ranks[0]
 
     def _turning(self, kernel: Tensor, m: int, edges: Edges) -> Tensor:
         """Return (E, rank, 2 (L + 1 - m), D), matrices between degrees times the rotation into the frames."""
         columns = torch.cat(
-            [part.expand(-1, 2 * degree + 1, -1, -1) for degree, part in enumerate(kernel.split(1, 1), m)], 1
+            [
+                part.expand(-1, 2 * degree + 1, -1, -1)
+                for degree, part in enumerate(kernel.split(1, 1), m)
+            ],
+            1,
         ).permute(0, 3, 2, 1)  # E, rank, L + 1 - m, columns from degree m on
         turn = self.frames.of_order(edges, m)[:, None, :, None, m * m :]
         return nn.functional.pad((turn * columns[:, :, None]).flatten(2, 3), (m * m, 0))
@@ -220,7 +258,14 @@ class OrderLinear(nn.Module):
     """
 
     def __init__(
-        self, lmax: int, mmax: int, num_in: int, num_out: int, streams: int, bias: bool, source: Source
+        self,
+        lmax: int,
+        mmax: int,
+        num_in: int,
+        num_out: int,
+        streams: int,
+        bias: bool,
+        source: Source,
     ) -> None:
         super().__init__()
         self.streams = streams
@@ -273,17 +318,29 @@ class Mixing(nn.Module):
         )  # fmt: skip
         normed = [config.so2_norm and k < last for k in layers]
         self.so2_inter_norms = nn.ModuleList(
-            OrderedNorm(found, self.width, self.streams, source) if one else nn.Identity() for one in normed
+            OrderedNorm(found, self.width, self.streams, source) if one else nn.Identity()
+            for one in normed
         )
         sphere = GridOptions(lmax, mmax, None, pair_places(lmax, mmax), "glu")
         self.non_linearities = nn.ModuleList()
         for k in layers:
             part: nn.Module = nn.Identity()
             if k < last and on_grid:
-                part = GridNet(self.width, sphere, source.part("grid", k), streams=self.streams, bias=config.mlp_bias)
+                part = GridNet(
+                    self.width,
+                    sphere,
+                    source.part("grid", k),
+                    streams=self.streams,
+                    bias=config.mlp_bias,
+                )
             elif k < last:
                 part = DegreeGate(
-                    lmax, self.width, act, source.part("gate", k), streams=self.streams, bias=config.mlp_bias
+                    lmax,
+                    self.width,
+                    act,
+                    source.part("gate", k),
+                    streams=self.streams,
+                    bias=config.mlp_bias,
                 )
             self.non_linearities.append(part)
         self.adam_so2_layer_scales: nn.ParameterList | None = None
@@ -294,10 +351,14 @@ class Mixing(nn.Module):
 
         if self.streams > 1:
             self.focus_compete_norm = (
-                ScalarNorm((self.streams, self.width), config.eps, source) if config.edge_norm else nn.Identity()
+                ScalarNorm((self.streams, self.width), config.eps, source)
+                if config.edge_norm
+                else nn.Identity()
             )
             self.adamw_focus_compete_w = source.normal("focus", (self.width, self.streams), SMALL)
-            self.focus_compete_bias = source.filled((self.streams,), 0.0) if config.mlp_bias else None
+            self.focus_compete_bias = (
+                source.filled((self.streams,), 0.0) if config.mlp_bias else None
+            )
 
     def forward(self, x: Tensor, project: Tensor | None, edges: Edges) -> Tensor:
         """Return the coefficients (E, R, W) after all layers.
@@ -311,12 +372,18 @@ class Mixing(nn.Module):
         if self.has_bias:  # in the first layer it goes to 0 at the cutoff, with what it is added to
             eye = torch.eye(edges.radial.table.shape[1], dtype=x.dtype, device=x.device)
             radial = edges.radial.map((eye if project is None else project)[None])
-            near = (radial * edges.envelope.view(-1, 1)).unflatten(-1, (self.streams, -1)).transpose(0, 1)
+            near = (
+                (radial * edges.envelope.view(-1, 1))
+                .unflatten(-1, (self.streams, -1))
+                .transpose(0, 1)
+            )
         out = self._evaluated(x, near)
         if self.streams == 1:
             return out
         # times the weights of the streams, by the scalars before the layers
-        return (out.unflatten(-1, (self.streams, -1)) * self.competition(x[:, 0])[:, None, :, None]).flatten(2)
+        return (
+            out.unflatten(-1, (self.streams, -1)) * self.competition(x[:, 0])[:, None, :, None]
+        ).flatten(2)
 
     def _evaluated(self, x: Tensor, near: Tensor | None) -> Tensor:
         """Return the coefficients (E, R, W) after all layers; ``near`` (F, E, C) is a factor of the first bias."""
@@ -324,7 +391,9 @@ class Mixing(nn.Module):
         parts: Sequence[Tensor] = [part.flatten(2) for part in of_streams.split(self.sizes, 2)]
         layers = zip(self.so2_linears, self.so2_inter_norms, self.non_linearities)
         for index, (linear, norm, act) in enumerate(layers):
-            scale = None if self.adam_so2_layer_scales is None else self.adam_so2_layer_scales[index]
+            scale = (
+                None if self.adam_so2_layer_scales is None else self.adam_so2_layer_scales[index]
+            )
             parts = self._layer(parts, linear, norm, act, scale, near if index == 0 else None)
         return torch.cat(list(parts), -1).unflatten(-1, (-1, self.width)).movedim(0, 2).flatten(2)
 
@@ -350,10 +419,15 @@ class Mixing(nn.Module):
             bias = linear.bias0.view(self.streams, 1, -1)
             if near is not None:
                 bias = bias * torch.cat([near] * (bias.shape[-1] // self.width), -1)
-            outputs[0] = outputs[0] + nn.functional.pad(bias, (0, outputs[0].shape[-1] - bias.shape[-1]))
+            outputs[0] = outputs[0] + nn.functional.pad(
+                bias, (0, outputs[0].shape[-1] - bias.shape[-1])
+            )
         outputs = self._activated(outputs, act)
         if scale is not None:
-            outputs = [(part.unflatten(-1, (-1, self.width)) * scale[:, None, None]).flatten(2) for part in outputs]
+            outputs = [
+                (part.unflatten(-1, (-1, self.width)) * scale[:, None, None]).flatten(2)
+                for part in outputs
+            ]
         return [part + more for part, more in zip(parts, outputs)]
 
     def _activated(self, parts: Sequence[Tensor], act: nn.Module) -> list[Tensor]:
@@ -368,7 +442,9 @@ class Mixing(nn.Module):
             ]
             return [first, *rest]
         if isinstance(act, GridNet):
-            whole = torch.cat([part.unflatten(-1, (-1, 2 * self.width)) for part in parts], 2).movedim(2, 0)
+            whole = torch.cat(
+                [part.unflatten(-1, (-1, 2 * self.width)) for part in parts], 2
+            ).movedim(2, 0)
             left, right = whole.transpose(1, 2).chunk(2, -1)
             product: Tensor = act(left, right).transpose(1, 2).movedim(0, 2).flatten(2)
             return list(product.split([part.shape[-1] // 2 for part in parts], -1))

@@ -50,7 +50,9 @@ class GridOptions:
         if self.kmax is None:
             return sphere_grid(self.lmax, self.mmax, self.places)
         to_grid, from_grid = rotation_grid(self.lmax, self.kmax)
-        columns = (np.array(self.places)[:, None] * self.num_frames + np.arange(self.num_frames)).ravel()
+        columns = (
+            np.array(self.places)[:, None] * self.num_frames + np.arange(self.num_frames)
+        ).ravel()
         return to_grid[:, columns], from_grid[columns]
 
 
@@ -70,15 +72,21 @@ class GridProduct(nn.Module):
         self._to_grid: Tensor
         self._from_grid: Tensor
         for name, matrix in zip(("_to_grid", "_from_grid"), options.matrices()):
-            self.register_buffer(name, torch.tensor(matrix, dtype=source.dtype).contiguous(), persistent=False)
+            self.register_buffer(
+                name, torch.tensor(matrix, dtype=source.dtype).contiguous(), persistent=False
+            )
         if options.operation == "mlp":
             width = channels if is_cross else 2 * channels
             self.left_proj = StreamLinear(width, 2 * channels, source.part("left"))
             self.right_proj = StreamLinear(width, 2 * channels, source.part("right"))
             self.out_proj = StreamLinear(2 * channels, channels, source.part("out"))
         elif options.operation == "branch":
-            self.left_proj = StreamLinear(channels, options.branches * channels, source.part("left"))
-            self.right_proj = StreamLinear(channels, options.branches * channels, source.part("right"))
+            self.left_proj = StreamLinear(
+                channels, options.branches * channels, source.part("left")
+            )
+            self.right_proj = StreamLinear(
+                channels, options.branches * channels, source.part("right")
+            )
             self.router = StreamLinear(2 * channels, options.branches, source.part("router"))
             self.out_proj = StreamLinear(channels, channels, source.part("out"))
 
@@ -150,12 +158,16 @@ class GridNet(nn.Module):
         if self.makes_frames:
             wide = options.num_frames * channels
             self.frame_expand = DegreeMaps(options.degrees, channels, wide, source.part("expand"))
-            self.frame_contract = DegreeMaps(options.degrees, wide, channels, source.part("contract"))
+            self.frame_contract = DegreeMaps(
+                options.degrees, wide, channels, source.part("contract")
+            )
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         """Return (J, N, F, K C) from two of that shape, or (J, N, F, C) if they come from different places."""
         channels = left.shape[-1] // (1 if self.makes_frames else self.num_frames)
-        scalars = torch.cat([left[0, ..., :channels], right[0, ..., :channels]], -1)  # frame 0 is the first
+        scalars = torch.cat(
+            [left[0, ..., :channels], right[0, ..., :channels]], -1
+        )  # frame 0 is the first
         if self.makes_frames:
             left, right = self.frame_expand(left), self.frame_expand(right)
         product = self.grid_op(self._frames_outside(left), self._frames_outside(right), scalars)

@@ -44,7 +44,9 @@ class Source:
 
     def normal(self, name: str, shape: Sequence[int], spread: float) -> nn.Parameter:
         """Return a parameter drawn from a normal distribution."""
-        return self._parameter(torch.randn(*shape, dtype=torch.float64, generator=self._generator(name)) * spread)
+        return self._parameter(
+            torch.randn(*shape, dtype=torch.float64, generator=self._generator(name)) * spread
+        )
 
     def uniform(self, name: str, shape: Sequence[int], bound: float) -> nn.Parameter:
         """Return a parameter drawn evenly from -bound to bound."""
@@ -118,11 +120,19 @@ class Dense(nn.Module):
     """
 
     def __init__(
-        self, num_in: int, num_out: int, source: Source, act: str = "none", bias: bool = False, zero: bool = False
+        self,
+        num_in: int,
+        num_out: int,
+        source: Source,
+        act: str = "none",
+        bias: bool = False,
+        zero: bool = False,
     ) -> None:
         super().__init__()
         self.activation = activation(act)
-        self.matrix = source.normal("matrix", (num_in, num_out), 0.0 if zero else (num_in + num_out) ** -0.5)
+        self.matrix = source.normal(
+            "matrix", (num_in, num_out), 0.0 if zero else (num_in + num_out) ** -0.5
+        )
         self.bias = source.normal("bias", (num_out,), 1.0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +153,9 @@ class TypeTable(nn.Module):
     def __init__(self, num_types: int, width: int, source: Source) -> None:
         super().__init__()
         self.num_types = num_types
-        self.adam_type_embedding = source.normal("table", (num_types + 1, width), (num_types + width) ** -0.5)
+        self.adam_type_embedding = source.normal(
+            "table", (num_types + 1, width), (num_types + width) ** -0.5
+        )
         with torch.no_grad():
             self.adam_type_embedding[num_types] = 0  # DeePMD-kit's row of atoms that are none
 
@@ -215,7 +227,9 @@ class StreamLinear(nn.Module):
         shape = (num_in, streams * num_out)
         uniform = spread is None
         self.weight = (
-            source.uniform("weight", shape, num_in**-0.5) if uniform else source.normal("weight", shape, spread or 0.0)
+            source.uniform("weight", shape, num_in**-0.5)
+            if uniform
+            else source.normal("weight", shape, spread or 0.0)
         )
         self.bias = source.filled((streams * num_out,), 0.0) if bias else None
 
@@ -225,7 +239,9 @@ class StreamLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (N, F, O) from (N, F, I)."""
-        if self.streams == 1:  # rows in one dimension: of few in the last but one, torch would multiply each alone
+        if (
+            self.streams == 1
+        ):  # rows in one dimension: of few in the last but one, torch would multiply each alone
             out = (x.flatten(0, -2) @ self.weight).view(*x.shape[:-1], -1)
         else:
             out = torch.einsum("nfi,fio->nfo", x, self.matrices())
@@ -269,7 +285,9 @@ class DegreeNorm(nn.Module):
         self.adam_scale = source.filled((lmax + 1, 1, channels), 1.0)
         self.bias = source.filled((1, channels), 0.0)
         share = [1 / ((2 * degree + 1) * (lmax + 1) * channels) for degree in range(lmax + 1)]
-        self._share = nn.Buffer(by_degree(torch.tensor(share, dtype=source.dtype)), persistent=False)
+        self._share = nn.Buffer(
+            by_degree(torch.tensor(share, dtype=source.dtype)), persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (D, N, C) from (D, N, C)."""
@@ -303,7 +321,9 @@ class OrderedNorm(nn.Module):
         """Return (F, E, R, C) from (F, E, R, C)."""
         centred = torch.cat([x[:, :, :1] - x[:, :, :1].mean(-1, keepdim=True), x[:, :, 1:]], 2)
         mean_square = (centred.square().sum(-1) @ self._share)[..., None, None]
-        out = centred * (mean_square + NORM_EPS).rsqrt() * (self._degrees @ self.adam_scale)[:, None]
+        out = (
+            centred * (mean_square + NORM_EPS).rsqrt() * (self._degrees @ self.adam_scale)[:, None]
+        )
         return torch.cat([out[:, :, :1] + self.bias0[:, None, None], out[:, :, 1:]], 2)
 
 
@@ -319,15 +339,23 @@ class DegreeGate(nn.Module):
         bias: whether the maps have one.
     """
 
-    def __init__(self, lmax: int, channels: int, act: str, source: Source, *, streams: int = 1, bias: bool) -> None:
+    def __init__(
+        self, lmax: int, channels: int, act: str, source: Source, *, streams: int = 1, bias: bool
+    ) -> None:
         super().__init__()
         self.lmax, self.activation = lmax, activation(act)
         if lmax:
-            self.gate_linear = StreamLinear(channels, lmax * channels, source, streams=streams, bias=bias, spread=SMALL)
+            self.gate_linear = StreamLinear(
+                channels, lmax * channels, source, streams=streams, bias=bias, spread=SMALL
+            )
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return (D, N, C) from coefficients (D, N, C), gated by degree 0 of others, if there are some."""
-        first = self.activation.value(x[:1]) if gate is None else x[:1] * self.activation.value(gate[:1])
+        first = (
+            self.activation.value(x[:1])
+            if gate is None
+            else x[:1] * self.activation.value(gate[:1])
+        )
         if not self.lmax:
             return first
         gates = self.gates((x if gate is None else gate)[:1])[0].transpose(0, 1)

@@ -20,7 +20,13 @@ from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.families.dpa4.convolution import Block, FeedForward
 from deepmd_ema.model.families.dpa4.frames import Edges, Radial
 from deepmd_ema.model.families.dpa4.grids import GridOptions
-from deepmd_ema.model.families.dpa4.layers import Dense, DistanceFunctions, ScalarNorm, Source, TypeTable
+from deepmd_ema.model.families.dpa4.layers import (
+    Dense,
+    DistanceFunctions,
+    ScalarNorm,
+    Source,
+    TypeTable,
+)
 from deepmd_ema.model.families.dpa4.rotations import FrameRotations, num_coefficients, quaternions
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import freeze, module_list
@@ -76,7 +82,9 @@ class Pairs:
         envelope = cutoff_envelope(distance, config.rcut, config.env_exp[1])
         if dropped is not None:
             envelope = envelope.masked_fill(dropped, 0)
-        return cls(distance, vector / distance[..., None], envelope, None if dropped is None else ~dropped)
+        return cls(
+            distance, vector / distance[..., None], envelope, None if dropped is None else ~dropped
+        )
 
 
 class RadialBasis(DistanceFunctions):
@@ -163,14 +171,18 @@ class EnvironmentSeed(nn.Module):
         self.axis = min(4 if width < 64 else 8, max(1, width - 1))
         of_radial = max(32, width - 2 * of_type)
         hidden = min(256, max(2 * width, of_radial + 2 * of_type))
-        self.rbf_proj_layer1 = Dense(config.n_radial, of_radial, source.part("radial", 1), act, bias)
+        self.rbf_proj_layer1 = Dense(
+            config.n_radial, of_radial, source.part("radial", 1), act, bias
+        )
         self.rbf_proj_layer2 = Dense(of_radial, of_radial, source.part("radial", 2), bias=bias)
         self.env_type_embed = TypeTable(num_types, of_type, source.part("elements"))
         self.g_layer1 = Dense(of_radial + 2 * of_type, hidden, source.part("pairs", 1), act, bias)
         self.g_layer2 = Dense(hidden, width, source.part("pairs", 2), bias=bias)
         self.output_proj = Dense(width * self.axis, 2 * channels, source.part("out"), zero=True)
 
-    def forward(self, pairs: Pairs, basis: Tensor, gate: Tensor, scale: Tensor, batch: Batch) -> Tensor:
+    def forward(
+        self, pairs: Pairs, basis: Tensor, gate: Tensor, scale: Tensor, batch: Batch
+    ) -> Tensor:
         """Return (A, 2 C).
 
         Args:
@@ -239,10 +251,12 @@ class DPA4Descriptor(EnvironmentDescriptor):
         self.rotations = FrameRotations(lmax, max(config.orders, default=0), self.dtype)
         # DeePMD-kit's name is blocks, which here is that of a method
         self.layers = module_list(
-            Block(config, index, source.part("block", index)) for index in range(len(config.degrees))
+            Block(config, index, source.part("block", index))
+            for index in range(len(config.degrees))
         )
         self.readout_pre_layers = module_list(
-            self._readout(config, source.part("readout", index)) for index in range(config.readout_layers - 1)
+            self._readout(config, source.part("readout", index))
+            for index in range(config.readout_layers - 1)
         )
         self.output_ffn = self._readout(config, source.part("output"))
         self.version_tensor = nn.Buffer(torch.tensor(LATEST_VERSION, dtype=torch.float64))
@@ -291,20 +305,28 @@ class DPA4Descriptor(EnvironmentDescriptor):
             by_scale, by_shift = logits.chunk(2, -1)
             factor = self.film_scale_strength_log.exp() * torch.tanh(self.film_scale_norm(by_scale))
             scalar = own * (1 + factor)
-            scalar = scalar + self.film_shift_strength_log.exp() * torch.tanh(self.film_shift_norm(by_shift))
+            scalar = scalar + self.film_shift_strength_log.exp() * torch.tanh(
+                self.film_shift_norm(by_shift)
+            )
         x = scalar[None]
         if self.env_seed_embedding is not None and rotation.shape[-1] > 1:
-            weighted = (gate * scale[:, None])[..., None] * rotation[:, 0, 1:].unflatten(0, gate.shape)
+            weighted = (gate * scale[:, None])[..., None] * rotation[:, 0, 1:].unflatten(
+                0, gate.shape
+            )
             # harmonics of the neighbors times radial numbers, which are linear maps of hidden ones
             moments = torch.bmm(weighted.transpose(1, 2), hidden).transpose(0, 1)
             maps = last.transpose(0, 1)
-            x = torch.cat([x, *(moments[n**2 - 1 : (n + 1) ** 2 - 1] @ maps[n] for n in range(1, len(maps)))])
+            x = torch.cat(
+                [x, *(moments[n**2 - 1 : (n + 1) ** 2 - 1] @ maps[n] for n in range(1, len(maps)))]
+            )
         else:
             x = nn.functional.pad(x, (0, 0, 0, 0, 0, rotation.shape[-1] - 1))
         neighbor, reverse = neighborhood.neighbor, neighborhood.reverse
         # where each slot is in `reverse`; the last entry, written by what is none, is thrown away
         place = torch.full((neighbor.numel() + 1,), reverse.numel(), device=reverse.device)
-        place = place.index_put((reverse.flatten(),), torch.arange(reverse.numel(), device=reverse.device))
+        place = place.index_put(
+            (reverse.flatten(),), torch.arange(reverse.numel(), device=reverse.device)
+        )
         edges = Edges(
             neighbor=neighbor,
             reverse=reverse,
@@ -342,4 +364,6 @@ class DPA4Descriptor(EnvironmentDescriptor):
         if pairs.is_seen is not None:
             is_near = is_near & pairs.is_seen
         of_atoms = source_gate(pairs.distance, is_near, window)
-        return gather_neighbors(of_atoms[:, None], neighborhood.neighbor, neighborhood.reverse).squeeze(-1)
+        return gather_neighbors(
+            of_atoms[:, None], neighborhood.neighbor, neighborhood.reverse
+        ).squeeze(-1)

@@ -78,7 +78,9 @@ class FrameRotations(nn.Module):
                     rows[k, column] = table[:, degree * (degree + 1) + order, column]
         self._shape = rows.shape[:2]
         self._table: Tensor
-        self.register_buffer("_table", torch.tensor(rows, dtype=dtype).flatten(0, 1), persistent=False)
+        self.register_buffer(
+            "_table", torch.tensor(rows, dtype=dtype).flatten(0, 1), persistent=False
+        )
         # of each variable, which power of it a monomial has
         exponents = torch.tensor(monomials(self._degree)).T
         powers = nn.functional.one_hot(exponents, self._degree + 1).to(dtype)
@@ -112,15 +114,27 @@ def rotation_grid(lmax: int, kmax: int) -> tuple[np.ndarray, np.ndarray]:
     """
     z, weight = leggauss(3 * lmax // 2 + 1)
     half = np.arccos(z) / 2
-    first, last = (math.pi / n * np.arange(n) for n in (3 * lmax + 1, 3 * kmax + 1))  # halves of angles
+    first, last = (
+        math.pi / n * np.arange(n) for n in (3 * lmax + 1, 3 * kmax + 1)
+    )  # halves of angles
     a, b, c = (v.ravel() for v in np.meshgrid(last, half, first, indexing="ij"))
     quaternion = np.stack(
-        [np.cos(b) * np.cos(a + c), np.sin(b) * np.cos(a - c), np.sin(b) * np.sin(a - c), np.cos(b) * np.sin(a + c)], 1
+        [
+            np.cos(b) * np.cos(a + c),
+            np.sin(b) * np.cos(a - c),
+            np.sin(b) * np.sin(a - c),
+            np.cos(b) * np.sin(a + c),
+        ],
+        1,
     )
     values = FrameRotations(lmax, kmax, torch.float64)(torch.tensor(quaternion)).numpy()
     values = values.transpose(0, 2, 1).reshape(len(values), -1)
-    weights = np.broadcast_to(weight[None, :, None] / (2 * len(first) * len(last)), (len(last), len(z), len(first)))
-    back = values * weights.reshape(-1, 1) * np.repeat(2 * np.array(degrees(lmax)) + 1, 2 * kmax + 1)
+    weights = np.broadcast_to(
+        weight[None, :, None] / (2 * len(first) * len(last)), (len(last), len(z), len(first))
+    )
+    back = (
+        values * weights.reshape(-1, 1) * np.repeat(2 * np.array(degrees(lmax)) + 1, 2 * kmax + 1)
+    )
     return values, back.T
 
 
@@ -142,9 +156,15 @@ def sphere_grid(lmax: int, mmax: int, places: Sequence[int]) -> tuple[np.ndarray
     turns = 3 * mmax + 1
     angle = 2 * math.pi / turns * np.arange(turns)
     rho = np.sqrt(1 - z**2)
-    points = np.stack([np.outer(rho, np.cos(angle)), np.outer(rho, np.sin(angle)), np.outer(z, np.ones(turns))], -1)
+    points = np.stack(
+        [np.outer(rho, np.cos(angle)), np.outer(rho, np.sin(angle)), np.outer(z, np.ones(turns))],
+        -1,
+    )
     degree = np.array(degrees(lmax))[list(places)]
-    enlarged = real_harmonics(lmax, points.reshape(-1, 3))[:, list(places)] * truncation_factors(lmax, mmax)[degree]
+    enlarged = (
+        real_harmonics(lmax, points.reshape(-1, 3))[:, list(places)]
+        * truncation_factors(lmax, mmax)[degree]
+    )
     to_grid = enlarged / math.sqrt(lmax + 1)
     weights = np.repeat(weight / (2 * turns), turns)[:, None]
     return to_grid, (enlarged * weights * math.sqrt(lmax + 1) * (2 * degree + 1)).T
@@ -152,7 +172,9 @@ def sphere_grid(lmax: int, mmax: int, places: Sequence[int]) -> tuple[np.ndarray
 
 def truncation_factors(lmax: int, mmax: int) -> np.ndarray:
     """Return for each degree (lmax + 1) the factor that makes up for the orders beyond ``mmax`` that are left out."""
-    return np.array([math.sqrt(max(1.0, (2 * degree + 1) / (2 * mmax + 1))) for degree in range(lmax + 1)])
+    return np.array(
+        [math.sqrt(max(1.0, (2 * degree + 1) / (2 * mmax + 1))) for degree in range(lmax + 1)]
+    )
 
 
 def real_harmonics(lmax: int, points: np.ndarray) -> np.ndarray:
@@ -163,7 +185,9 @@ def real_harmonics(lmax: int, points: np.ndarray) -> np.ndarray:
     found = np.empty((len(points), num_coefficients(lmax)))
     for degree in range(lmax + 1):
         for m in range(degree + 1):
-            scale = math.sqrt((2 if m else 1) * math.factorial(degree - m) / math.factorial(degree + m))
+            scale = math.sqrt(
+                (2 if m else 1) * math.factorial(degree - m) / math.factorial(degree + m)
+            )
             values = scale * Legendre.basis(degree).deriv(m)(z) * (x + 1j * y) ** m
             found[:, degree * (degree + 1) + m] = values.real
             if m:
@@ -185,7 +209,9 @@ def _rotation_polynomials(lmax: int) -> np.ndarray:
     sample = random.normal(size=(2 * len(exponents) + 8, 4))
     sample /= np.linalg.norm(sample, axis=1, keepdims=True)
     powers = np.prod(sample[:, None] ** exponents, -1)
-    found, *_ = np.linalg.lstsq(powers, _wigner_matrices(lmax, sample).reshape(len(sample), -1), rcond=None)
+    found, *_ = np.linalg.lstsq(
+        powers, _wigner_matrices(lmax, sample).reshape(len(sample), -1), rcond=None
+    )
     found[np.abs(found) < _NEGLIGIBLE] = 0
     dim = num_coefficients(lmax)
     return found.reshape(len(exponents), dim, dim)
@@ -197,7 +223,10 @@ def _wigner_matrices(lmax: int, quaternion: np.ndarray) -> np.ndarray:
     z, weight = leggauss(lmax + 1)
     angle = 2 * math.pi / points * np.arange(points)
     rho = np.sqrt(1 - z**2)
-    grid = np.stack([np.outer(rho, np.cos(angle)), np.outer(rho, np.sin(angle)), np.outer(z, np.ones(points))], -1)
+    grid = np.stack(
+        [np.outer(rho, np.cos(angle)), np.outer(rho, np.sin(angle)), np.outer(z, np.ones(points))],
+        -1,
+    )
     grid = grid.reshape(-1, 3)
     weights = np.repeat(weight / (2 * points), points)
     degree = np.array(degrees(lmax))

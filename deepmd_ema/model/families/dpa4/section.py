@@ -8,11 +8,23 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from deepmd_ema.config.fields import Check, WithoutEffect, not_negative_int, option, positive, positive_int, redefined
+from deepmd_ema.config.fields import (
+    Check,
+    WithoutEffect,
+    not_negative_int,
+    option,
+    positive,
+    positive_int,
+    redefined,
+)
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.bridging import Window
-from deepmd_ema.config.schema.descriptor_bases import ChargeSpinOptions, DescriptorOptions, NeighborLists
+from deepmd_ema.config.schema.descriptor_bases import (
+    ChargeSpinOptions,
+    DescriptorOptions,
+    NeighborLists,
+)
 from deepmd_ema.config.schema.text_options import ActivationName
 from deepmd_ema.findings import Finding, error, unused
 
@@ -25,17 +37,23 @@ if TYPE_CHECKING:
 MAX_DEGREE = 6
 
 _degree = Check(lambda v: 0 <= v <= MAX_DEGREE, f"a whole number from 0 to {MAX_DEGREE}")
-_some_degrees = Check(lambda v: all(0 <= n <= MAX_DEGREE for n in v), f"a list of whole numbers from 0 to {MAX_DEGREE}")
+_some_degrees = Check(
+    lambda v: all(0 <= n <= MAX_DEGREE for n in v),
+    f"a list of whole numbers from 0 to {MAX_DEGREE}",
+)
 _exponents = Check(lambda v: len(v) == 2 and min(v) > 0, "a list of two whole numbers > 0")
 
 
 def _flags(number: int) -> Check:
     """Return the check of an option that is one boolean or a list of ``number``."""
-    return Check(lambda v: not isinstance(v, list) or len(v) == number, f"a list of {number} booleans")
+    return Check(
+        lambda v: not isinstance(v, list) or len(v) == number, f"a list of {number} booleans"
+    )
 
 
 some_widths = Check(
-    lambda v: all(0 <= n <= common.MAX_SIZE for n in v), f"a list of whole numbers from 0 to {common.MAX_SIZE:,}"
+    lambda v: all(0 <= n <= common.MAX_SIZE for n in v),
+    f"a list of whole numbers from 0 to {common.MAX_SIZE:,}",
 )
 
 
@@ -55,10 +73,14 @@ class AllNeighborsSection(ChargeSpinOptions, NeighborLists):
     """Options of descriptors of spherical harmonics, which see all neighbors inside the cutoff."""
 
     has_type_embedding: ClassVar[bool] = True
-    vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
+    vacuum_needs: ClassVar[str] = (
+        'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
+    )
 
     rcut: float = common.cutoff_option(6.0, "Cutoff radius.")
-    basis_type: str = option("bessel", choices=("bessel", "gaussian"), doc="Functions of the distance.")
+    basis_type: str = option(
+        "bessel", choices=("bessel", "gaussian"), doc="Functions of the distance."
+    )
     n_radial: int = option(16, check=positive_int, doc="Number of functions of the distance.")
     precision: str = redefined(DescriptorOptions, "precision", "float32")
     trainable: bool = redefined(DescriptorOptions, "trainable")
@@ -97,7 +119,14 @@ class DPA4Config(AllNeighborsSection):
         "sel": (256, "all neighbors inside the cutoff count"),
         "random_gamma": (True, "results do not depend on a rotation of each pair about its axis"),
     }
-    first_options: ClassVar[tuple[str, ...]] = ("rcut", "channels", "lmax", "mmax", "n_blocks", "mixing_layers")
+    first_options: ClassVar[tuple[str, ...]] = (
+        "rcut",
+        "channels",
+        "lmax",
+        "mmax",
+        "n_blocks",
+        "mixing_layers",
+    )
 
     env_exp: list[int] = option(
         [7, 5],
@@ -107,7 +136,9 @@ class DPA4Config(AllNeighborsSection):
     )
     channels: int = option(64, check=positive_int, doc="Channels of each coefficient of an atom.")
     radial_mlp: list[int] = option(
-        [0], check=some_widths, doc="Widths of the hidden layers behind the functions of the distance; 0 is `channels`."
+        [0],
+        check=some_widths,
+        doc="Widths of the hidden layers behind the functions of the distance; 0 is `channels`.",
     )
     edge_norm: bool = option(
         True,
@@ -115,30 +146,48 @@ class DPA4Config(AllNeighborsSection):
         "the cutoff where an atom has few neighbors; false is smooth.",
     )
     use_env_seed: bool = option(
-        True, doc="Whether the first coefficients of an atom depend on its surroundings, not on its element only."
+        True,
+        doc="Whether the first coefficients of an atom depend on its surroundings, not on its element only.",
     )
     edge_cartesian: bool = common.unavailable_option(False, "Cartesian messages are")
     node_cartesian: str | int = common.unavailable_option("none", "Cartesian products are")
-    lmax: int = option(3, check=_degree, doc=f"Largest degree of the spherical harmonics, at most {MAX_DEGREE}.")
+    lmax: int = option(
+        3, check=_degree, doc=f"Largest degree of the spherical harmonics, at most {MAX_DEGREE}."
+    )
     l_schedule: list[int] | None = option(
-        None, check=_some_degrees, doc="Largest degree in each block, not increasing; replaces `lmax` and `n_blocks`."
+        None,
+        check=_some_degrees,
+        doc="Largest degree in each block, not increasing; replaces `lmax` and `n_blocks`.",
     )
     mmax: int | None = option(
-        1, check=_degree, doc="Largest order in the frames of pairs; at most the degree, which is taken for null."
+        1,
+        check=_degree,
+        doc="Largest order in the frames of pairs; at most the degree, which is taken for null.",
     )
-    kmax: int = option(1, check=_degree, doc="Largest order of the frames of functions of rotations.")
+    kmax: int = option(
+        1, check=_degree, doc="Largest order of the frames of functions of rotations."
+    )
     m_schedule: list[int] | None = option(
         None, check=_some_degrees, doc="Largest order in each block instead of `mmax`."
     )
     extra_node_l: int = option(
-        0, check=_degree, doc="How much larger the degree of the coefficients of atoms is than that of messages."
+        0,
+        check=_degree,
+        doc="How much larger the degree of the coefficients of atoms is than that of messages.",
     )
     n_blocks: int = option(
-        3, check=not_negative_int, doc="Number of blocks. With one block an atom sees as far as `rcut`."
+        3,
+        check=not_negative_int,
+        doc="Number of blocks. With one block an atom sees as far as `rcut`.",
     )
-    so2_norm: bool = option(False, doc="Whether coefficients are normalised before each layer but the last of a frame.")
+    so2_norm: bool = option(
+        False, doc="Whether coefficients are normalised before each layer but the last of a frame."
+    )
     mixing_layers: int = option(
-        4, alias=("so2_layers",), check=not_negative_int, doc="Number of linear layers in the frames of pairs."
+        4,
+        alias=("so2_layers",),
+        check=not_negative_int,
+        doc="Number of linear layers in the frames of pairs.",
     )
     so2_attn_res: str = common.unavailable_option("none", "attention over layers of a frame is")
     radial_so2_mode: str = option(
@@ -148,12 +197,18 @@ class DPA4Config(AllNeighborsSection):
         "the degrees, `degree_channel` by one for each channel.",
     )
     radial_so2_rank: int = option(
-        1, check=not_negative_int, doc="Rank, over channels, of the matrices of `degree_channel`; 0: the full one."
+        1,
+        check=not_negative_int,
+        doc="Rank, over channels, of the matrices of `degree_channel`; 0: the full one.",
     )
-    n_focus: int = option(1, check=positive_int, doc="Number of streams of messages, with their own layers.")
+    n_focus: int = option(
+        1, check=positive_int, doc="Number of streams of messages, with their own layers."
+    )
     focus_dim: int = option(0, check=not_negative_int, doc="Channels of a stream; 0 is `channels`.")
     n_atten_head: int = option(
-        1, check=not_negative_int, doc="Heads of the attention by which messages are summed; 0: sums without attention."
+        1,
+        check=not_negative_int,
+        doc="Heads of the attention by which messages are summed; 0: sums without attention.",
     )
     atten_f_mix: bool = option(False, doc="Whether attention sees all streams as one.")
     atten_v_proj: bool = option(False, doc="Whether a linear map comes before the sum.")
@@ -171,7 +226,9 @@ class DPA4Config(AllNeighborsSection):
         "with atoms, and of the networks of atoms.",
     )
     grid_branch: int | list[int] = option(
-        0, check=_branches, doc="Number of products on grids among which scalars choose; a list as for `grid_mlp`."
+        0,
+        check=_branches,
+        doc="Number of products on grids among which scalars choose; a list as for `grid_mlp`.",
     )
     ffn_blocks: int = option(1, check=positive_int, doc="Networks of atoms in each block.")
     sandwich_norm: list[bool] = option(
@@ -180,7 +237,9 @@ class DPA4Config(AllNeighborsSection):
         doc="Whether coefficients are normalised before and after messages, before and after networks of atoms.",
     )
     mlp_bias: bool = option(False, doc="Whether layers have biases.")
-    layer_scale: bool = option(False, doc="Whether each layer is added with trained factors, small at the start.")
+    layer_scale: bool = option(
+        False, doc="Whether each layer is added with trained factors, small at the start."
+    )
     full_attn_res: str = common.unavailable_option("none", "attention over layers is")
     block_attn_res: str = common.unavailable_option("none", "attention over blocks is")
     s2_activation: list[bool] = option(
@@ -189,8 +248,12 @@ class DPA4Config(AllNeighborsSection):
         doc="Whether functions of directions are multiplied instead of gated, in the frames of pairs and in the "
         "networks of atoms.",
     )
-    ffn_so3_grid: bool = option(False, doc="Whether networks of atoms multiply functions of rotations.")
-    node_wise_s2: bool = option(False, doc="Whether functions of directions of both atoms of a pair are multiplied.")
+    ffn_so3_grid: bool = option(
+        False, doc="Whether networks of atoms multiply functions of rotations."
+    )
+    node_wise_s2: bool = option(
+        False, doc="Whether functions of directions of both atoms of a pair are multiplied."
+    )
     node_wise_so3: bool = option(False, doc="The same of functions of rotations.")
     message_node_s2: bool = option(
         False, doc="Whether messages are multiplied with the atom, as functions of directions."
@@ -202,7 +265,9 @@ class DPA4Config(AllNeighborsSection):
         doc="How features follow from coefficients: `none` of degree 0 alone, or by products of all, as with "
         "`grid_mlp` off (`glu`) or on (`mlp`).",
     )
-    readout_layers: int = option(1, check=positive_int, doc="Number of networks between coefficients and features.")
+    readout_layers: int = option(
+        1, check=positive_int, doc="Number of networks between coefficients and features."
+    )
     lebedev_quadrature: bool | list[bool] = option(
         True,
         check=_flags(2),
@@ -211,9 +276,12 @@ class DPA4Config(AllNeighborsSection):
     activation_function: ActivationName = common.activation_option(
         ActivationName("silu"), "Activation function of all layers."
     )
-    glu_activation: bool = option(True, doc="Whether gates of networks of atoms have channels of their own.")
+    glu_activation: bool = option(
+        True, doc="Whether gates of networks of atoms have channels of their own."
+    )
     use_amp: bool = option(
-        True, doc="Whether blocks are computed in bfloat16 in training on a GPU. No effect on a CPU."
+        True,
+        doc="Whether blocks are computed in bfloat16 in training on a GPU. No effect on a CPU.",
     )
     eps: float = option(1e-7, check=positive, doc="Added to numbers before they are divided by.")
     window: Window | None = None
@@ -221,14 +289,18 @@ class DPA4Config(AllNeighborsSection):
     @property
     def degrees(self) -> tuple[int, ...]:
         """Return the largest degree of the messages in each block."""
-        return tuple(self.l_schedule) if self.l_schedule is not None else (self.lmax,) * self.n_blocks
+        return (
+            tuple(self.l_schedule) if self.l_schedule is not None else (self.lmax,) * self.n_blocks
+        )
 
     @property
     def orders(self) -> tuple[int, ...]:
         """Return the largest order in each block."""
         if self.m_schedule is not None:
             return tuple(self.m_schedule)
-        return tuple(degree if self.mmax is None else min(self.mmax, degree) for degree in self.degrees)
+        return tuple(
+            degree if self.mmax is None else min(self.mmax, degree) for degree in self.degrees
+        )
 
     @property
     def largest_degree(self) -> int:
@@ -244,7 +316,9 @@ class DPA4Config(AllNeighborsSection):
 
     def grid_operation(self, place: int) -> tuple[str, int]:
         """Return kind and number of the products of pairs (0), messages (1) or networks (2)."""
-        branches = self.grid_branch[place] if isinstance(self.grid_branch, list) else self.grid_branch
+        branches = (
+            self.grid_branch[place] if isinstance(self.grid_branch, list) else self.grid_branch
+        )
         is_mlp = self.grid_mlp[place] if isinstance(self.grid_mlp, list) else self.grid_mlp
         return ("branch", branches) if branches else ("mlp" if is_mlp else "glu", 1)
 
@@ -281,8 +355,16 @@ class DPA4Config(AllNeighborsSection):
         if self.n_atten_head and seen % self.n_atten_head:
             expected = f"a divisor of {seen}, the channels of a stream"
             yield error("n_atten_head", f" = {self.n_atten_head}: expected {expected}.")
-        steps = self.lebedev_quadrature[0] if isinstance(self.lebedev_quadrature, list) else self.lebedev_quadrature
-        if not steps and max(self.orders, default=0) > 3 and (self.s2_activation[0] or self.node_wise_s2):
+        steps = (
+            self.lebedev_quadrature[0]
+            if isinstance(self.lebedev_quadrature, list)
+            else self.lebedev_quadrature
+        )
+        if (
+            not steps
+            and max(self.orders, default=0) > 3
+            and (self.s2_activation[0] or self.node_wise_s2)
+        ):
             text = "the points of DeePMD-kit are too few for products of orders above 3. Use true."
             yield error("lebedev_quadrature", f" = {show(self.lebedev_quadrature)}: {text}")
         if self.l_schedule is not None:

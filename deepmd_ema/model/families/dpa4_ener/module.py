@@ -31,7 +31,9 @@ class DPA4Fitting(EnergyFitting):
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs of the networks (A,) and their gradients with respect to the inputs (A, N)."""
         parts = [inputs] if len(self.nets) == 1 else inputs.split(shares)
-        found = [net.evaluate(own, self.case_embd) for net, own in zip(self.nets, parts, strict=True)]
+        found = [
+            net.evaluate(own, self.case_embd) for net, own in zip(self.nets, parts, strict=True)
+        ]
         energies, gradients = zip(*found, strict=True)
         return torch.cat(energies), torch.cat(gradients)
 
@@ -51,7 +53,9 @@ class GatedNetwork(nn.Module):
         source: of the initial parameters.
     """
 
-    def __init__(self, config: DPA4EnerConfig, num_inputs: int, num_features: int, source: Source) -> None:
+    def __init__(
+        self, config: DPA4EnerConfig, num_inputs: int, num_features: int, source: Source
+    ) -> None:
         super().__init__()
         widths = config.widths(num_inputs)
         self.hidden_layers = module_list(
@@ -61,7 +65,10 @@ class GatedNetwork(nn.Module):
         self.case_film: CaseModulation | None = None
         if config.case_film_embd and config.dim_case_embd:
             self.case_film = CaseModulation(
-                config.dim_case_embd, [num_features, *widths], config.activation_function, source.part("case")
+                config.dim_case_embd,
+                [num_features, *widths],
+                config.activation_function,
+                source.part("case"),
             )
         self.output_layer = Dense([num_inputs, *widths][-1], 1, source.part("out"))
 
@@ -128,7 +135,9 @@ class CaseModulation(nn.Module):
         hidden, wide = 32 * math.ceil(4 * num_cases / 32), 4 * widths[0]
         self.case_layer1 = Dense(num_cases, hidden, source.part(1), act)
         self.case_layer2 = Dense(hidden, wide, source.part(2))
-        self.projectors = nn.ParameterList(source.filled((wide, 2 * width), 0.0) for width in widths)
+        self.projectors = nn.ParameterList(
+            source.filled((wide, 2 * width), 0.0) for width in widths
+        )
         self.adam_case_film_scale_strength_log = source.filled((len(widths),), math.log(SMALL))
         self.adam_case_film_shift_strength_log = source.filled((len(widths),), math.log(SMALL))
 
@@ -141,5 +150,7 @@ class CaseModulation(nn.Module):
         """Return the numbers of a layer (B, M), those of ``widths[index]``, scaled and shifted."""
         scale, shift = torch.tanh(code @ self.projectors[index]).chunk(2)
         strengths = self.adam_case_film_scale_strength_log, self.adam_case_film_shift_strength_log
-        scale_strength, shift_strength = (strength[index : index + 1].exp() for strength in strengths)
+        scale_strength, shift_strength = (
+            strength[index : index + 1].exp() for strength in strengths
+        )
         return x * (1 + scale_strength * scale) + shift_strength * shift

@@ -32,7 +32,10 @@ class DPA4EnerConfig(EnerFittingConfig):
     precision: str = redefined(EnerFittingConfig, "precision", "float32")
     resnet_dt: bool = option(
         False,
-        check=Check(lambda v: not v, f"false: these layers have no skip connections; true is {NOT_AVAILABLE}"),
+        check=Check(
+            lambda v: not v,
+            f"false: these layers have no skip connections; true is {NOT_AVAILABLE}",
+        ),
         doc="Only false: gated layers have no skip connections.",
     )
     case_film_embd: bool = option(

@@ -30,10 +30,14 @@ class DPA4ModelConfig(NetworkConfig):
     use_srtab: ClassVar[None] = None
 
     descriptor: DescriptorConfig = option(
-        registry=_DESCRIPTORS, default_type="dpa4", doc="How the surroundings of an atom are described."
+        registry=_DESCRIPTORS,
+        default_type="dpa4",
+        doc="How the surroundings of an atom are described.",
     )
     fitting_net: Any = option(
-        registry=_FITTINGS, default_type="dpa4_ener", doc="What follows from the descriptor, and how."
+        registry=_FITTINGS,
+        default_type="dpa4_ener",
+        doc="What follows from the descriptor, and how.",
     )
 
     def __post_init__(self) -> None:

@@ -16,7 +16,12 @@ from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.families.dpa4.layers import Source, TypeTable
 from deepmd_ema.model.families.dpa4c.moments import InvariantReadout, pair_numbers, slopes
-from deepmd_ema.model.families.dpa4c.radial import PairNetwork, PairTables, RadialNetwork, gated_width
+from deepmd_ema.model.families.dpa4c.radial import (
+    PairNetwork,
+    PairTables,
+    RadialNetwork,
+    gated_width,
+)
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.sums import DirectSum
 from deepmd_ema.model.nn.layers import freeze
@@ -64,7 +69,9 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         self.radial = RadialNetwork(config, source.part("radial"))
         self.pair_film = PairNetwork(config, source.part("pairs"))
         self.readout = InvariantReadout(config, source.part("readout"))
-        self.interpolation = Interpolation(config.interpolate, self.dtype, 3 * gated_width(config.channels))
+        self.interpolation = Interpolation(
+            config.interpolate, self.dtype, 3 * gated_width(config.channels)
+        )
         self.dim_out = self.readout.dim_out + NUM_MASSES + config.channels
         self.feature_mean = nn.Buffer(torch.zeros(self.dim_out, dtype=self.dtype))
         self.feature_spread = nn.Buffer(torch.ones(self.dim_out, dtype=self.dtype))
@@ -101,7 +108,9 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         table = self.type_embedding().detach().double().cpu().numpy()
         target = np.sqrt(np.mean(table**2))
         scale = size / (target if target > 0 else 1.0)
-        smallest = np.finfo(np.float32).tiny if self.dtype == torch.float32 else np.finfo(np.float64).tiny
+        smallest = (
+            np.finfo(np.float32).tiny if self.dtype == torch.float32 else np.finfo(np.float64).tiny
+        )
         scale[~(scale > smallest)] = 1.0
         number = len(scale)
         self.feature_mean[:number] = torch.as_tensor(mean)
@@ -153,7 +162,9 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         with torch.autocast("cuda", torch.bfloat16, enabled=is_reduced):
             radial = self.radial(distance[..., None])
             of_pair = one_hot(batch.neighbor_type, self.num_types, self.dtype)
-            amplitude = radial[..., : section.channels] * (of_pair @ own.scale) + of_pair @ own.shift
+            amplitude = (
+                radial[..., : section.channels] * (of_pair @ own.scale) + of_pair @ own.shift
+            )
             if own.mix is not None:
                 mix = (of_pair @ own.mix.flatten(2)).unflatten(-1, own.mix.shape[2:])
                 amplitude = amplitude + (mix * radial[..., None, section.channels :]).sum(-1)
@@ -193,7 +204,9 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
 
         return found, vjp
 
-    def _of_sums(self, value: Tensor, plain: Tensor, masses: Tensor, batch: Batch, species: list[int]) -> Tensor:
+    def _of_sums(
+        self, value: Tensor, plain: Tensor, masses: Tensor, batch: Batch, species: list[int]
+    ) -> Tensor:
         """Return the features (A, G) from sums over the neighbors of each element.
 
         Args:
@@ -221,7 +234,9 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
                 found = found + torch.bmm(modes[:, first:last].flatten(2), maps)
             return found
 
-        return self._products(moments(0, 1, channels)[:, 0], moments(1, None, self.section.widths[1]), masses)
+        return self._products(
+            moments(0, 1, channels)[:, 0], moments(1, None, self.section.widths[1]), masses
+        )
 
     def _products(self, scalar: Tensor, higher: Tensor, masses: Tensor) -> Tensor:
         """Return the features (A, G) from sums over neighbors.
@@ -245,4 +260,8 @@ def _of_centres(tables: PairTables, atom_type: Tensor) -> PairTables:
     def picked(table: Tensor) -> Tensor:
         return pick(table.flatten(1), atom_type).unflatten(1, table.shape[1:])
 
-    return PairTables(picked(tables.scale), picked(tables.shift), None if tables.mix is None else picked(tables.mix))
+    return PairTables(
+        picked(tables.scale),
+        picked(tables.shift),
+        None if tables.mix is None else picked(tables.mix),
+    )

@@ -43,7 +43,13 @@ def harmonics(u: Sequence[Tensor], lmax: int) -> list[Tensor]:
     root = math.sqrt
     xy, xz, yz, difference = x * y, x * z, y * z, xx - yy
     found = [x, y, z]
-    found += [root(3) * xy, root(3) * yz, 1.5 * zz - 0.5 * rr, root(3) * xz, 0.5 * root(3) * difference]
+    found += [
+        root(3) * xy,
+        root(3) * yz,
+        1.5 * zz - 0.5 * rr,
+        root(3) * xz,
+        0.5 * root(3) * difference,
+    ]
     if lmax >= 3:
         along, odd, even = 5 * zz - rr, 3 * xx - yy, xx - 3 * yy
         found += [
@@ -82,7 +88,9 @@ def couplings(lmax: int) -> dict[Triple, Tensor]:
         tensor = np.einsum("p,pi,pj,pk->ijk", weight, one, two, three)
         tensor /= np.linalg.norm(tensor)
         first = tensor.flat[np.flatnonzero(np.abs(tensor) > NEGLIGIBLE)[0]]
-        found[degrees] = torch.from_numpy(np.copysign(1.0, first) * np.where(np.abs(tensor) > NEGLIGIBLE, tensor, 0.0))
+        found[degrees] = torch.from_numpy(
+            np.copysign(1.0, first) * np.where(np.abs(tensor) > NEGLIGIBLE, tensor, 0.0)
+        )
     return found
 
 
@@ -91,7 +99,9 @@ def sphere() -> tuple[Tensor, np.ndarray]:
     heights, weights = np.polynomial.legendre.leggauss(QUADRATURE)
     angles = 2 * np.pi * np.arange(2 * QUADRATURE) / (2 * QUADRATURE)
     radii = np.sqrt(1 - heights**2)[:, None]
-    points = np.stack([radii * np.cos(angles), radii * np.sin(angles), heights[:, None] + 0 * angles])
+    points = np.stack(
+        [radii * np.cos(angles), radii * np.sin(angles), heights[:, None] + 0 * angles]
+    )
     return torch.from_numpy(points.reshape(3, -1)), np.repeat(weights, len(angles))
 
 
@@ -105,11 +115,17 @@ def distinct_products(degrees: Triple, ranks: Sequence[int]) -> tuple[list[int],
     sizes = [ranks[degree - 1] for degree in degrees]
     number: Counter[tuple[int, ...]] = Counter()
     # channels of one degree can be exchanged: the first order is kept
-    alike = [order for order in permutations(range(3)) if all(degrees[order[k]] == degrees[k] for k in range(3))]
+    alike = [
+        order
+        for order in permutations(range(3))
+        if all(degrees[order[k]] == degrees[k] for k in range(3))
+    ]
     for channels in product(*map(range, sizes)):
         number[min(tuple(channels[k] for k in order) for order in alike)] += 1
     kept = sorted(number)
-    return [(a * sizes[1] + b) * sizes[2] + c for a, b, c in kept], [math.sqrt(number[one]) for one in kept]
+    return [(a * sizes[1] + b) * sizes[2] + c for a, b, c in kept], [
+        math.sqrt(number[one]) for one in kept
+    ]
 
 
 class InvariantReadout(nn.Module):
@@ -127,7 +143,8 @@ class InvariantReadout(nn.Module):
         super().__init__()
         self.widths, self.ranks, self.triples = config.widths, config.ranks, triples(config.lmax)
         self.channel_alignment = module_list(
-            Dense(width, width, source.part("alignment", degree)) for degree, width in enumerate(self.widths[1:3], 1)
+            Dense(width, width, source.part("alignment", degree))
+            for degree, width in enumerate(self.widths[1:3], 1)
         )
         self.probe_projections = nn.ModuleDict()
         for degree, (width, rank) in enumerate(zip(self.widths[1:], self.ranks), 1):
@@ -162,7 +179,10 @@ class InvariantReadout(nn.Module):
         found = [scalar]
         for degree, moment in enumerate(aligned, 1):
             gram = torch.bmm(moment.transpose(1, 2), moment).flatten(1)
-            places, scales = self.get_buffer(f"_pairs_{degree}"), self.get_buffer(f"_scales_{degree}")
+            places, scales = (
+                self.get_buffer(f"_pairs_{degree}"),
+                self.get_buffer(f"_scales_{degree}"),
+            )
             found.append(gram.index_select(1, places) * scales)
         seen = [self.probe_projections[str(k)](moment) if str(k) in self.probe_projections else moment
                 for k, moment in enumerate(aligned)]  # fmt: skip
@@ -173,9 +193,15 @@ class InvariantReadout(nn.Module):
             # (A, 2 l1 + 1, K2, K3)
             pair = torch.einsum("ijk,ajn,akm->ainm", coupling, two, three)
             full = torch.bmm(one.transpose(1, 2), pair.flatten(2)).flatten(1)
-            places, factors = (self.get_buffer(f"_{name}_{_digits(degrees)}") for name in ("places", "factors"))
+            places, factors = (
+                self.get_buffer(f"_{name}_{_digits(degrees)}") for name in ("places", "factors")
+            )
             found.append(full.index_select(1, places) * factors)
-            if degrees == (1, 1, 2):  # matrix of degree 2 times vector: the tensor is that matrix over -5^(1/2)
+            if degrees == (
+                1,
+                1,
+                2,
+            ):  # matrix of degree 2 times vector: the tensor is that matrix over -5^(1/2)
                 quartic = 5 * pair.square().sum(1).transpose(1, 2).flatten(1)
         return torch.cat([*found, quartic], 1)
 
@@ -190,7 +216,9 @@ def _digits(degrees: Triple) -> str:
 # A atoms, K neighbor slots, Q = (L + 1)^2 harmonics of degrees 0 to L
 
 EXPONENT = 5  # of the envelope
-SLOPE = EXPONENT * math.comb(EXPONENT + 3, 3)  # the derivative of the envelope is -SLOPE x^4 (1 - x)^3
+SLOPE = EXPONENT * math.comb(
+    EXPONENT + 3, 3
+)  # the derivative of the envelope is -SLOPE x^4 (1 - x)^3
 EPS = 1e-7  # angstrom
 
 
@@ -232,7 +260,9 @@ def pair_numbers(
         along = (by_rows[:, 0] + 2 * envelope * by_squared) * slope + by_distance * inside
         terms = (slopes.flatten(0, 1) @ by_angular).unflatten(1, slopes.shape[:2])
         # degree 0 is 1
-        by_unit = terms[:, :, 0] + (terms[:, :, 1:] * angular[:, None, : slopes.shape[1] - 1]).sum(2)
+        by_unit = terms[:, :, 0] + (terms[:, :, 1:] * angular[:, None, : slopes.shape[1] - 1]).sum(
+            2
+        )
         by_unit = by_unit * (squared / length)[:, None]
         along = along - (unit * by_unit).sum(1)
         return (by_unit + unit * along[:, None]).movedim(1, -1)
@@ -244,8 +274,14 @@ def pair_numbers(
 def slopes(lmax: int) -> Tensor:
     """Return (3, L^2, Q - 1) float64, the derivatives of harmonics of degrees 1 to L as sums of those up to L - 1."""
     points = sphere()[0]
-    basis = torch.stack([torch.ones_like(points[0]), *harmonics(points.unbind(0), lmax)[: lmax**2 - 1]], 1)
+    basis = torch.stack(
+        [torch.ones_like(points[0]), *harmonics(points.unbind(0), lmax)[: lmax**2 - 1]], 1
+    )
     derivatives = torch.func.jacrev(lambda u: torch.stack(harmonics(u.unbind(0), lmax)))
     of_points = torch.vmap(derivatives)(points.T)  # P, Q - 1, 3
-    found = torch.linalg.lstsq(basis, of_points.flatten(1)).solution.unflatten(1, of_points.shape[1:])
-    return torch.where(found.abs() > math.sqrt(NEGLIGIBLE), found, 0.0).permute(2, 0, 1).contiguous()
+    found = torch.linalg.lstsq(basis, of_points.flatten(1)).solution.unflatten(
+        1, of_points.shape[1:]
+    )
+    return (
+        torch.where(found.abs() > math.sqrt(NEGLIGIBLE), found, 0.0).permute(2, 0, 1).contiguous()
+    )

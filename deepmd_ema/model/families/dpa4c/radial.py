@@ -38,7 +38,10 @@ class GatedNetwork(nn.Module):
     def __init__(self, num_in: int, num_hidden: int, num_out: int, source: Source) -> None:
         super().__init__()
         self.layers = module_list(
-            [Dense(num_in, 2 * num_hidden, source.part(0)), Dense(num_hidden, num_out, source.part(1))]
+            [
+                Dense(num_in, 2 * num_hidden, source.part(0)),
+                Dense(num_hidden, num_out, source.part(1)),
+            ]
         )
 
 
@@ -56,13 +59,21 @@ class RadialNetwork(DistanceFunctions):
         super().__init__(config, source.dtype)
         count, hidden = config.n_radial, gated_width(config.channels)
         self.embedding = GatedNetwork(count, hidden, config.channels, source.part("channels"))
-        self.mode_head = Dense(hidden, config.radial_modes, source.part("modes")) if config.radial_modes else None
+        self.mode_head = (
+            Dense(hidden, config.radial_modes, source.part("modes"))
+            if config.radial_modes
+            else None
+        )
 
     @property
     def numbers_per_row(self) -> int:
         """Numbers of all layers for a distance."""
         hidden, channels = self.embedding.layers[1].matrix.shape
-        return 3 * hidden + channels + (0 if self.mode_head is None else self.mode_head.matrix.shape[1])
+        return (
+            3 * hidden
+            + channels
+            + (0 if self.mode_head is None else self.mode_head.matrix.shape[1])
+        )
 
     def forward(self, distance: Tensor) -> Tensor:
         """Return (..., M) from distances (..., 1), angstrom."""
@@ -76,7 +87,10 @@ class RadialNetwork(DistanceFunctions):
             slope = (freqs * torch.cos(distance * freqs) - basis) / distance
         else:
             slope = 2 * self.coefficient * (distance - freqs) * basis
-        (gate, value), (d_gate, d_value) = (basis @ first).chunk(2, -1), (slope @ first).chunk(2, -1)
+        (gate, value), (d_gate, d_value) = (
+            (basis @ first).chunk(2, -1),
+            (slope @ first).chunk(2, -1),
+        )
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
         changed = sigmoid * (1 + gate - silu) * d_gate * value + silu * d_value
@@ -130,6 +144,8 @@ class PairNetwork(nn.Module):
         of_centre, of_neighbor = first.split(self.channels)
         hidden = (table @ of_centre)[:, None] + table @ of_neighbor
         bounded = torch.tanh(PAIR_SCALE * (swiglu(hidden) @ last))
-        scale, shift, mix = bounded.split([self.channels, self.channels, self.channels * self.modes], -1)
+        scale, shift, mix = bounded.split(
+            [self.channels, self.channels, self.channels * self.modes], -1
+        )
         mixed = mix.unflatten(-1, (self.channels, self.modes)) if self.modes else None
         return PairTables(1 + scale, table[:, None] + table + shift, mixed)

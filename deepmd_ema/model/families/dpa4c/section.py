@@ -27,7 +27,9 @@ class DPA4CConfig(AllNeighborsSection):
         doc="Number of functions of the distance of two atoms. Moments of higher degrees have fewer.",
     )
     lmax: int = option(
-        2, check=Check(lambda v: v in DEGREES, "2, 3 or 4"), doc="Largest degree of the spherical harmonics: 2, 3 or 4."
+        2,
+        check=Check(lambda v: v in DEGREES, "2, 3 or 4"),
+        doc="Largest degree of the spherical harmonics: 2, 3 or 4.",
     )
     radial_modes: int = option(
         0,
@@ -36,7 +38,8 @@ class DPA4CConfig(AllNeighborsSection):
         "functions of all pairs are those of one, scaled and shifted.",
     )
     use_amp: bool = option(
-        False, doc="Whether pairs are computed in bfloat16 in training on a GPU. No effect on a CPU."
+        False,
+        doc="Whether pairs are computed in bfloat16 in training on a GPU. No effect on a CPU.",
     )
     interpolate: str = common.interpolate_option()
 

@@ -48,20 +48,32 @@ class EnergyFitting(UsesOperations, Fitting):
 
     num_out = 1
 
-    def __init__(self, config: FittingOptions, dim_in: int, num_types: int, seed: int, mixed_types: bool) -> None:
+    def __init__(
+        self, config: FittingOptions, dim_in: int, num_types: int, seed: int, mixed_types: bool
+    ) -> None:
         super().__init__()
         self.mixed_types = mixed_types
         self.dtype = precision(config.precision)
-        self.dim_in, self.num_fparam, self.num_aparam = dim_in, config.numb_fparam, config.numb_aparam
+        self.dim_in, self.num_fparam, self.num_aparam = (
+            dim_in,
+            config.numb_fparam,
+            config.numb_aparam,
+        )
         # nets whose energy is measured from that of an atom without neighbors; DeePMD-kit measures that of one net for
         # all types so as soon as one type has an energy
         given = {t for t, energy in enumerate(config.atom_ener or ()) if energy is not None}
         self.from_vacuum = frozenset({0} if given and mixed_types else given)
         start = seed if config.seed is None else config.seed
         self.case_is_input = not getattr(config, "case_film_embd", False)
-        self.num_inputs = dim_in + config.numb_fparam + config.numb_aparam + config.dim_case_embd * self.case_is_input
+        self.num_inputs = (
+            dim_in
+            + config.numb_fparam
+            + config.numb_aparam
+            + config.dim_case_embd * self.case_is_input
+        )
         self.nets = module_list(
-            self._network(config, seed_for("fitting", start, t)) for t in range(1 if mixed_types else num_types)
+            self._network(config, seed_for("fitting", start, t))
+            for t in range(1 if mixed_types else num_types)
         )
         freeze(self, config.trainable)
         self.bias_atom_e = nn.Buffer(torch.zeros(num_types, self.num_out, dtype=torch.float64))
@@ -72,14 +84,25 @@ class EnergyFitting(UsesOperations, Fitting):
         self.case_embd: Tensor | None
         case = torch.zeros(config.dim_case_embd, dtype=self.dtype) if config.dim_case_embd else None
         self.register_buffer("case_embd", case)
-        default = None if config.default_fparam is None else torch.tensor(config.default_fparam, dtype=torch.float64)
+        default = (
+            None
+            if config.default_fparam is None
+            else torch.tensor(config.default_fparam, dtype=torch.float64)
+        )
         self._default_fparam: Tensor | None
         self.register_buffer("_default_fparam", default, persistent=False)
 
     def _network(self, config: Any, seed: int) -> Any:
         """Return a network with random parameters."""
         widths, act = [self.num_inputs, *config.neuron], config.activation_function
-        return FittingNetwork(widths, act, timestep=config.resnet_dt, dtype=self.dtype, seed=seed, num_out=self.num_out)
+        return FittingNetwork(
+            widths,
+            act,
+            timestep=config.resnet_dt,
+            dtype=self.dtype,
+            seed=seed,
+            num_out=self.num_out,
+        )
 
     def share_networks(self, other: EnergyFitting, whose: str) -> None:
         """Take the networks of ``other`` and what their inputs are measured by; ``whose`` names both for messages.
@@ -128,7 +151,9 @@ class EnergyFitting(UsesOperations, Fitting):
             energies = list(energy.split(shares))
             for index in self.from_vacuum:  # without the energy of the same atoms without neighbors
                 own = inputs.split(shares)[index]
-                vacuum = torch.cat([torch.zeros_like(own[:, : self.dim_in]), own[:, self.dim_in :]], 1)
+                vacuum = torch.cat(
+                    [torch.zeros_like(own[:, : self.dim_in]), own[:, self.dim_in :]], 1
+                )
                 energies[index] = energies[index] - self._values(index, vacuum)
             energy = torch.cat(energies)
         energy = energy.double() + self.bias_atom_e.view(-1)[batch.atom_type]
@@ -140,14 +165,19 @@ class EnergyFitting(UsesOperations, Fitting):
         They are features, frame and atom parameters, and the case of the task.
         """
         parts = [features.to(self.dtype)]
-        for name, count, owner in ((FPARAM, self.num_fparam, "frame"), (APARAM, self.num_aparam, "atom")):
+        for name, count, owner in (
+            (FPARAM, self.num_fparam, "frame"),
+            (APARAM, self.num_aparam, "atom"),
+        ):
             if count:
                 values = batch.conditions.get(name)
                 if values is None and name == FPARAM and self._default_fparam is not None:
                     values = self._default_fparam.expand(batch.num_frames, -1)
                 if values is None:
                     raise DataError(f"this model needs {name}: {count} numbers for each {owner}.")
-                values = (values.to(self.dtype) - getattr(self, f"{name}_avg")) * getattr(self, f"{name}_inv_std")
+                values = (values.to(self.dtype) - getattr(self, f"{name}_avg")) * getattr(
+                    self, f"{name}_inv_std"
+                )
                 parts.append(values[batch.atom_frame] if name == FPARAM else values)
         if self.case_embd is not None and self.case_is_input:
             parts.append(self.case_embd.expand(features.shape[0], -1))
@@ -158,7 +188,10 @@ class EnergyFitting(UsesOperations, Fitting):
         """Return the outputs of the networks (A,) and their gradients with respect to the inputs (A, N)."""
         nets = self.nets
         if not self.skips_absent:  # each gathers its parameters when it is called
-            found = [net.evaluate(own, self.ops) for net, own in zip(nets, inputs.split(shares), strict=True)]
+            found = [
+                net.evaluate(own, self.ops)
+                for net, own in zip(nets, inputs.split(shares), strict=True)
+            ]
             energies, gradients = zip(*found, strict=True)
             return torch.cat(energies), torch.cat(gradients)
         if not torch.is_grad_enabled():

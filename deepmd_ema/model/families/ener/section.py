@@ -19,7 +19,9 @@ class EnerFittingConfig(FittingOptions):
     """Network from the descriptor of an atom to its energy."""
 
     type: ClassVar[str] = "ener"
-    without_effect: ClassVar[WithoutEffect] = {"layer_name": (None, "layers are not shared by name")}
+    without_effect: ClassVar[WithoutEffect] = {
+        "layer_name": (None, "layers are not shared by name")
+    }
     labels: ClassVar[tuple[str, ...]] = (ENERGY, FORCE, VIRIAL)
 
     rcond: float | None = option(
@@ -29,7 +31,9 @@ class EnerFittingConfig(FittingOptions):
         "bias of each element; null is machine precision times the size of the problem.",
     )
     atom_ener: list[float | None] = option(
-        [], unit="eV", doc="Energy of each isolated atom, one per element; null is fitted. Needs `set_davg_zero`."
+        [],
+        unit="eV",
+        doc="Energy of each isolated atom, one per element; null is fitted. Needs `set_davg_zero`.",
     )
     use_aparam_as_mask: bool = option(
         False,

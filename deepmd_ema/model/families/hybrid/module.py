@@ -65,7 +65,9 @@ class HybridDescriptor(nn.Module):
         rcut, num_types = max(one.rcut for one in layouts), layouts[0].num_types
         of_types = tuple(max(sel) for sel in zip(*(one.sel for one in layouts if one.by_type)))
         if all(one.by_type for one in layouts):
-            return NeighborLayout(rcut, of_types, num_types, by_type=True, excluded_pairs=excluded_pairs)
+            return NeighborLayout(
+                rcut, of_types, num_types, by_type=True, excluded_pairs=excluded_pairs
+            )
         total = max(sum(one.sel) for one in layouts)
         return NeighborLayout(
             rcut,
@@ -85,7 +87,11 @@ class HybridDescriptor(nn.Module):
     def measure(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return the sums of all parts."""
         both = enumerate(zip(self.parts, self._views(batch), strict=True))
-        return {f"{k}_{name}": sums for k, (part, view) in both for name, sums in part.measure(view.batch).items()}
+        return {
+            f"{k}_{name}": sums
+            for k, (part, view) in both
+            for name, sums in part.measure(view.batch).items()
+        }
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
         """Hand each part its own sums."""
@@ -95,7 +101,9 @@ class HybridDescriptor(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vector-Jacobian product, the sum of those of the parts."""
         views = self._views(batch)
-        features, vjps = zip(*(part(view.batch) for part, view in zip(self.parts, views, strict=True)), strict=True)
+        features, vjps = zip(
+            *(part(view.batch) for part, view in zip(self.parts, views, strict=True)), strict=True
+        )
         widths = [one.shape[1] for one in features]
 
         def vjp(grad_features: Tensor) -> Tensor:
@@ -112,10 +120,18 @@ class HybridDescriptor(nn.Module):
 
     def features_and_equivariants(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the features (A, D) and equivariant vectors (A, M, 3)."""
-        found = [part.features_and_equivariants(view.batch) for part, view in zip(self.parts, self._views(batch))]
-        features, vectors = (torch.cat([one.to(self.dtype) for one in part], 1) for part in zip(*found))
+        found = [
+            part.features_and_equivariants(view.batch)
+            for part, view in zip(self.parts, self._views(batch))
+        ]
+        features, vectors = (
+            torch.cat([one.to(self.dtype) for one in part], 1) for part in zip(*found)
+        )
         return features, vectors
 
     def _views(self, batch: Batch) -> list[View]:
         whole = self.layout(frozenset())
-        return [view_of(batch, whole, part.layout(frozenset()), self.knows_cutoffs) for part in self.parts]
+        return [
+            view_of(batch, whole, part.layout(frozenset()), self.knows_cutoffs)
+            for part in self.parts
+        ]

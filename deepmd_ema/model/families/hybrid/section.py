@@ -65,13 +65,17 @@ class HybridConfig:
 
     def with_neighbors(self, found: NeighborStatistics) -> HybridConfig:
         """Return the section with the numbers of neighbors of all parts."""
-        return replace(self, list=[part.with_neighbors(found.within(part.cutoff)) for part in self.list])
+        return replace(
+            self, list=[part.with_neighbors(found.within(part.cutoff)) for part in self.list]
+        )
 
     def with_neighbors_of(self, saved: DescriptorConfig) -> HybridConfig:
         """Return the section with the numbers of neighbors of ``saved`` where a part leaves them to the data."""
         if not isinstance(saved, HybridConfig) or len(saved.list) != len(self.list):
             return self
-        return replace(self, list=[part.with_neighbors_of(one) for part, one in zip(self.list, saved.list)])
+        return replace(
+            self, list=[part.with_neighbors_of(one) for part, one in zip(self.list, saved.list)]
+        )
 
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
         """Yield findings of the parts, of which there must be one."""
@@ -86,7 +90,10 @@ class HybridConfig:
             if part.neighbors is not None and len(part.neighbors) == 1:
                 yield f"{self.part(k)}.{part.neighbors_option}", part.cutoff, part.neighbors[0]
             if isinstance(part, HasInnerNeighbors):
-                yield from ((f"{self.part(k)}.{name}", rcut, most) for name, rcut, most in part.inner_neighbors())
+                yield from (
+                    (f"{self.part(k)}.{name}", rcut, most)
+                    for name, rcut, most in part.inner_neighbors()
+                )
 
     def summary(self) -> str:
         """Return the main options of the parts as text."""

@@ -40,7 +40,11 @@ class PairTableDescriptor(EnvironmentDescriptor):
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return a layout of the nearest ``sel`` neighbors of all types."""
         return NeighborLayout(
-            self.pairs.rcut, (self.sel,), self.pairs.num_types, by_type=False, excluded_pairs=excluded_pairs
+            self.pairs.rcut,
+            (self.sel,),
+            self.pairs.num_types,
+            by_type=False,
+            excluded_pairs=excluded_pairs,
         )
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:

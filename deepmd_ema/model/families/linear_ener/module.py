@@ -38,12 +38,18 @@ def linear_parts(config: LinearConfig, seed: int) -> tuple[Descriptor, Fitting, 
             descriptors.append(PairTableDescriptor(table, sum(part.neighbors)))
             fittings.append(PairTableFitting())
         else:
-            made = build_networks(config, part.descriptor, part.fitting_net, seed_for("part", seed, index))
+            made = build_networks(
+                config, part.descriptor, part.fitting_net, seed_for("part", seed, index)
+            )
             descriptors.append(made[0])
             fittings.append(made[1])
     widths = [one.dim_out for one in descriptors]
     section = cast("PartDescriptors", config.descriptor)
-    return LinearDescriptor(section, descriptors), LinearFitting(fittings, config.part_weights, widths), None
+    return (
+        LinearDescriptor(section, descriptors),
+        LinearFitting(fittings, config.part_weights, widths),
+        None,
+    )
 
 
 class LinearDescriptor(HybridDescriptor):
@@ -55,8 +61,14 @@ class LinearDescriptor(HybridDescriptor):
         """Return a layout in which every part finds its neighbors, with those of shorter cutoffs counted."""
         whole = super().layout(excluded_pairs)
         layouts = (part.layout(frozenset()) for part in self.parts)
-        inner = [(one.rcut, sum(one.sel)) for one in layouts if not one.by_type and one.rcut < whole.rcut]
-        return whole if whole.by_type else replace(whole, inner=tuple(dict.fromkeys([*whole.inner, *inner])))
+        inner = [
+            (one.rcut, sum(one.sel)) for one in layouts if not one.by_type and one.rcut < whole.rcut
+        ]
+        return (
+            whole
+            if whole.by_type
+            else replace(whole, inner=tuple(dict.fromkeys([*whole.inner, *inner])))
+        )
 
 
 class LinearFitting(Fitting):
@@ -68,7 +80,9 @@ class LinearFitting(Fitting):
         widths: number of features of each part.
     """
 
-    def __init__(self, parts: Sequence[Fitting], weights: Sequence[float], widths: Sequence[int]) -> None:
+    def __init__(
+        self, parts: Sequence[Fitting], weights: Sequence[float], widths: Sequence[int]
+    ) -> None:
         super().__init__()
         self.parts, self._weights, self._widths = module_list(parts), weights, list(widths)
 
@@ -88,7 +102,9 @@ class LinearFitting(Fitting):
         Raises:
             ConfigError: in any case.
         """
-        raise ConfigError(f"{whose} share fitting networks, which a model of type linear_ener cannot.")
+        raise ConfigError(
+            f"{whose} share fitting networks, which a model of type linear_ener cannot."
+        )
 
     @property
     def case(self) -> int:

@@ -22,7 +22,9 @@ _OF_WHOLE = "the energies of the elements are fitted for the whole model"
 
 
 _weights = Check(
-    lambda v: v in ("mean", "sum") if isinstance(v, str) else len(v) > 0 and all(map(math.isfinite, v)),
+    lambda v: (
+        v in ("mean", "sum") if isinstance(v, str) else len(v) > 0 and all(map(math.isfinite, v))
+    ),
     '"mean", "sum", or a list of numbers, one for each model',
 )
 
@@ -75,7 +77,11 @@ class PairTableConfig(NeighborLists):
         """Return the table with the energies of the pairs of ``type_map``, which is a choice of its own elements."""
         own = list(type_map) if self.type_map is None else self.type_map
         places = [own.index(name) for name in type_map]
-        columns = [_column(min(a, b), max(a, b), len(own)) for n, a in enumerate(places) for b in places[n:]]
+        columns = [
+            _column(min(a, b), max(a, b), len(own))
+            for n, a in enumerate(places)
+            for b in places[n:]
+        ]
         return [[row[0], *(row[1 + column] for column in columns)] for row in self.tab_file]
 
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
@@ -133,7 +139,9 @@ class LinearConfig(ModelConfig):
     @property
     def descriptor(self) -> DescriptorConfig:
         """Return a section that represents the descriptors of all parts, of which a table is one."""
-        parts = [part if isinstance(part, PairTableConfig) else part.descriptor for part in self.models]
+        parts = [
+            part if isinstance(part, PairTableConfig) else part.descriptor for part in self.models
+        ]
         return PartDescriptors(list=parts)
 
     @property
@@ -169,12 +177,17 @@ class LinearConfig(ModelConfig):
 
     def standard(self, part: NetworkPartConfig) -> StandardConfig:
         """Return the section of a part as that of a model of its own, without what concerns the whole."""
-        return StandardConfig(type_map=self.type_map, descriptor=part.descriptor, fitting_net=part.fitting_net)
+        return StandardConfig(
+            type_map=self.type_map, descriptor=part.descriptor, fitting_net=part.fitting_net
+        )
 
     def summary(self) -> list[tuple[str, str]]:
         """Return names and texts of what the model is."""
         parts = enumerate(zip(self.models, self.part_weights))
-        return [*super().summary(), *((f"part {k}", f"{weight:g} x {part.summary()}") for k, (part, weight) in parts)]
+        return [
+            *super().summary(),
+            *((f"part {k}", f"{weight:g} x {part.summary()}") for k, (part, weight) in parts),
+        ]
 
     def findings(self) -> Iterator[Finding]:
         """Yield findings, also an option of the parts that has no effect."""

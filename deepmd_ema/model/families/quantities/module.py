@@ -38,7 +38,13 @@ class QuantityFitting(EnergyFitting):
     """
 
     def __init__(
-        self, config: Any, dim_in: int, num_types: int, seed: int, mixed_types: bool, dim_equivariants: int = 0
+        self,
+        config: Any,
+        dim_in: int,
+        num_types: int,
+        seed: int,
+        mixed_types: bool,
+        dim_equivariants: int = 0,
     ) -> None:
         self.section, self.dim_equivariants = config, dim_equivariants
         self.width = math.prod(LABELS[config.labels[0]].shape)
@@ -50,7 +56,9 @@ class QuantityFitting(EnergyFitting):
         return self.width
 
     def _network(self, config: Any, seed: int) -> Any:
-        return super()._network(replace(config, neuron=widths_of(config.neuron, self.num_inputs)), seed)
+        return super()._network(
+            replace(config, neuron=widths_of(config.neuron, self.num_inputs)), seed
+        )
 
     def blocks(self) -> list[Block]:
         """Return the networks."""
@@ -62,7 +70,9 @@ class QuantityFitting(EnergyFitting):
         found = [net(own) for net, own in zip(self.nets, inputs.split(shares), strict=True)]
         return torch.cat(found) + self.bias_atom_e[batch.atom_type].to(self.dtype)
 
-    def values(self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor) -> Tensor:
+    def values(
+        self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor
+    ) -> Tensor:
         """Return the values of the atoms (A, W) float64.
 
         Args:
@@ -80,7 +90,9 @@ class InvariantFitting(QuantityFitting):
 
     section: DosFittingConfig
 
-    def values(self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor) -> Tensor:
+    def values(
+        self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor
+    ) -> Tensor:
         """Return the values of the atoms (A, W) float64."""
         kind = batch.atom_type
         if not self.distinguishes_types:
@@ -102,12 +114,20 @@ class TensorFitting(QuantityFitting):
         super().__init__(config, dim_in, num_types, *args)
         if self.width > 3:
             scale = config.scale if isinstance(config.scale, list) else [config.scale] * num_types
-            self.scale = nn.Buffer(torch.tensor(scale, dtype=torch.float64)[:, None], persistent=False)
+            self.scale = nn.Buffer(
+                torch.tensor(scale, dtype=torch.float64)[:, None], persistent=False
+            )
 
     def _num_out(self) -> int:
-        return self.dim_equivariants if self.width == 3 or self.section.fit_diag else self.dim_equivariants**2
+        return (
+            self.dim_equivariants
+            if self.width == 3 or self.section.fit_diag
+            else self.dim_equivariants**2
+        )
 
-    def values(self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor) -> Tensor:
+    def values(
+        self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor
+    ) -> Tensor:
         """Return the values of the atoms (A, W) float64."""
         assert vectors is not None
         out, rows = self.outputs(features, batch), vectors.to(self.dtype)

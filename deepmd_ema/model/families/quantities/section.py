@@ -28,7 +28,9 @@ def _as_list(types: int | list[int]) -> list[int]:
     return types if isinstance(types, list) else [types]
 
 
-_types = Check(lambda v: v != [] and all(t >= 0 for t in _as_list(v)), "type numbers, e.g. [0]; null is all")
+_types = Check(
+    lambda v: v != [] and all(t >= 0 for t in _as_list(v)), "type numbers, e.g. [0]; null is all"
+)
 _SELECTED = "Types whose atoms have a {0}, as `model.atom_exclude_types` names the others; null is all. Files of atoms "
 _SELECTED += "may then have rows of these atoms only. DeePMD-kit's torch backends ignore it."
 
@@ -47,7 +49,12 @@ class DipoleFittingConfig(FittingOptions):
     loss: ClassVar[str] = "tensor"
 
     sel_type: list[int] | None = option(
-        None, alias=("dipole_type",), also=(int,), convert=_as_list, check=_types, doc=_SELECTED.format("dipole")
+        None,
+        alias=("dipole_type",),
+        also=(int,),
+        convert=_as_list,
+        check=_types,
+        doc=_SELECTED.format("dipole"),
     )
 
     @property
@@ -73,13 +80,15 @@ class PolarFittingConfig(DipoleFittingConfig):
         doc=_SELECTED.format("polarizability"),
     )  # fmt: skip
     fit_diag: bool = option(
-        True, doc="Whether the network gives the diagonal of a matrix between equivariant vectors, or all of it."
+        True,
+        doc="Whether the network gives the diagonal of a matrix between equivariant vectors, or all of it.",
     )
     scale: float | list[float] = option(
         1.0, doc="Factor of the network for all elements, or of each, for numbers of about 1."
     )
     shift_diag: bool = option(
-        True, doc="Whether the mean of the diagonal for each element is added, which is taken from the data."
+        True,
+        doc="Whether the mean of the diagonal for each element is added, which is taken from the data.",
     )
 
     @property
@@ -117,7 +126,8 @@ class PropertyFittingConfig(FittingOptions):
     )
     task_dim: int = option(1, check=positive_int, doc="How many numbers a frame has.")
     intensive: bool = option(
-        False, doc="Whether the property is the mean over atoms (a band gap), not their sum (a magnetization)."
+        False,
+        doc="Whether the property is the mean over atoms (a band gap), not their sum (a magnetization).",
     )
     distinguish_types: bool = option(True, doc="Whether each element has a bias of its own.")
 
@@ -135,9 +145,12 @@ class DosFittingConfig(FittingOptions):
     type: ClassVar[str] = "dos"
     loss: ClassVar[str] = "dos"
 
-    numb_dos: int = option(300, check=positive_int, doc="Number of energies at which the density of states is given.")
+    numb_dos: int = option(
+        300, check=positive_int, doc="Number of energies at which the density of states is given."
+    )
     rcond: float | None = option(
-        None, doc="Singular values below this fraction of the largest count as zero in the fit of the bias."
+        None,
+        doc="Singular values below this fraction of the largest count as zero in the fit of the bias.",
     )
 
     @property

@@ -50,7 +50,9 @@ class SeAttenBlock(ElementBlock):
         seed: of the initial parameters.
     """
 
-    def __init__(self, options: SeAttenV2Config, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, options: SeAttenV2Config, sel: int, num_types: int, dtype: torch.dtype, seed: int
+    ) -> None:
         super().__init__(options, sel, num_types, dtype, seed)
         self.one_side, self.num_axis = options.type_one_side, options.axis_neuron
         self.dim_out = self.num_channels * self.num_axis
@@ -79,7 +81,9 @@ class SeAttenBlock(ElementBlock):
         """
         moments, moments_vjp = self.moments_and_vjp(table, neighborhood, batch, dropped)
         axis = self.num_axis
-        return axis_features(moments, axis), lambda grad: moments_vjp(axis_features_vjp(grad, moments, axis))
+        return axis_features(moments, axis), lambda grad: moments_vjp(
+            axis_features_vjp(grad, moments, axis)
+        )
 
     def moments_and_vjp(
         self, table: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
@@ -92,7 +96,10 @@ class SeAttenBlock(ElementBlock):
             batch: the batch that the neighbors are of.
             dropped: (A, K) bool, pairs that do not see each other here, or None.
         """
-        mask, vector = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped, neighborhood.vector
+        mask, vector = (
+            neighborhood.mask if dropped is None else neighborhood.mask & ~dropped,
+            neighborhood.vector,
+        )
         width = vector.shape[1]
         # outside of the mask the type of the first atom of the frame, as DeePMD-kit has it
         first_type = batch.first_type
@@ -105,7 +112,11 @@ class SeAttenBlock(ElementBlock):
             switch, switch_vjp = switch_and_vjp(vector, mask, radial)
             inputs, vjps = [*inputs, switch.to(self.dtype)], [*vjps, switch_vjp]
         # functions for each element of the centre need atoms in the order of their types, which images may lack
-        in_order = self.one_side or self.pair_embedding is not None or len(batch.type_counts) == len(self.mean)
+        in_order = (
+            self.one_side
+            or self.pair_embedding is not None
+            or len(batch.type_counts) == len(self.mean)
+        )
         if self.layers:
             direction, direction_vjp = directions_and_vjp(vector, mask, radial.distance, self.rcut)
             counts = self._counts(neighborhood.mask)
@@ -116,19 +127,32 @@ class SeAttenBlock(ElementBlock):
                     is_near = torch.arange(width, device=rows.device) < counts[:, None]
                     rows = torch.where(is_near[..., None], rows, 0)
                 pairs = rows[..., :1], batch.atom_type[:, None], neighbor_type, switch[..., None]
-                given = Attended(rows, partial(self._embed, table), pairs, counts, mask, switch, direction, self.sel)
+                given = Attended(
+                    rows,
+                    partial(self._embed, table),
+                    pairs,
+                    counts,
+                    mask,
+                    switch,
+                    direction,
+                    self.sel,
+                )
                 return self.ops.attended_moments(given, *options)
 
             inputs, vjps = [*inputs, direction.to(self.dtype)], [*vjps, direction_vjp]
             moments, moments_vjp = vjp_of(attended, *inputs)
         elif self.interpolation.serves(batch) and in_order:
-            interpolated = self._interpolated if self.pair_embedding is None else self._interpolated_strip
+            interpolated = (
+                self._interpolated if self.pair_embedding is None else self._interpolated_strip
+            )
             moments, moments_vjp = interpolated(inputs, neighbor_type, table, batch)
         else:
 
             def evaluated(rows: Tensor, switch: Tensor | None = None) -> Tensor:
                 weight = None if switch is None else switch[..., None]
-                pairs = self._embed(table, rows[..., :1], batch.atom_type[:, None], neighbor_type, weight)
+                pairs = self._embed(
+                    table, rows[..., :1], batch.atom_type[:, None], neighbor_type, weight
+                )
                 return torch.bmm(rows.transpose(1, 2), pairs)
 
             moments, moments_vjp = vjp_of(evaluated, *inputs)
@@ -141,18 +165,34 @@ class SeAttenBlock(ElementBlock):
 
         return moments / self.sel, vjp
 
-    def _interpolated(self, inputs: list[Tensor], neighbor: Tensor, table: Tensor, batch: Batch) -> Moments:
+    def _interpolated(
+        self, inputs: list[Tensor], neighbor: Tensor, table: Tensor, batch: Batch
+    ) -> Moments:
         """Return the moments of interpolations of the network of ``s`` and elements, for all atoms or by type."""
         of_type = one_hot(neighbor, len(table), self.dtype).unsqueeze(2)
         rows = inputs[0]
-        left, s, in_place = (rows.unsqueeze(3) * of_type).flatten(2), rows[..., 0], self.ops.is_for_cpu
+        left, s, in_place = (
+            (rows.unsqueeze(3) * of_type).flatten(2),
+            rows[..., 0],
+            self.ops.is_for_cpu,
+        )
         if self.one_side:
             sums = [self.interpolation(left, s, self.embedding, table, in_place=in_place)]
         else:  # a function for each element of the centre as well: atoms of one element at once
-            parts = zip(left.split(batch.type_counts), s.split(batch.type_counts), table.unbind(0), strict=True)
+            parts = zip(
+                left.split(batch.type_counts),
+                s.split(batch.type_counts),
+                table.unbind(0),
+                strict=True,
+            )
             sums = [
                 self.interpolation(
-                    of_centre, its_s, self.embedding, torch.cat([table, centre.expand_as(table)], -1), number, in_place
+                    of_centre,
+                    its_s,
+                    self.embedding,
+                    torch.cat([table, centre.expand_as(table)], -1),
+                    number,
+                    in_place,
                 )
                 for number, (of_centre, its_s, centre) in enumerate(parts)
             ]
@@ -165,29 +205,39 @@ class SeAttenBlock(ElementBlock):
 
         return joined([one.value for one in sums]), vjp
 
-    def _interpolated_strip(self, inputs: list[Tensor], neighbor: Tensor, table: Tensor, batch: Batch) -> Moments:
+    def _interpolated_strip(
+        self, inputs: list[Tensor], neighbor: Tensor, table: Tensor, batch: Batch
+    ) -> Moments:
         """Return the moments of an interpolation of ``G(s)``, summed by element before gates are applied."""
         of_type = one_hot(neighbor, len(table), self.dtype).unsqueeze(2)  # A, K, 1, T
         rows, *weights = inputs  # the switch if smooth
         gated = of_type * weights[0][..., None, None] if weights else of_type
         left = torch.cat([rows, (rows.unsqueeze(3) * gated).flatten(2)], 2)
-        summed = self.interpolation(left, rows[..., 0], self.embedding, in_place=self.ops.is_for_cpu)
+        summed = self.interpolation(
+            left, rows[..., 0], self.embedding, in_place=self.ops.is_for_cpu
+        )
         gates = self._gates(table, batch.atom_type).unsqueeze(-3)  # (A, 1, T, M) or (1, T, M)
 
         def vjp(grad: Tensor) -> tuple[Tensor, ...]:
-            by_left, by_s = summed.vjp(torch.cat([grad, (grad.unsqueeze(2) * gates).flatten(1, 2)], 1))
+            by_left, by_s = summed.vjp(
+                torch.cat([grad, (grad.unsqueeze(2) * gates).flatten(1, 2)], 1)
+            )
             by_rows, by_type = by_left[..., :4], by_left[..., 4:].unflatten(2, (4, -1))
             by_rows = by_rows + (by_type * gated).sum(3) + functional.pad(by_s.unsqueeze(2), (0, 3))
             return by_rows, *((by_type * rows.unsqueeze(3) * of_type).sum((2, 3)) for _ in weights)
 
         return summed.value[:, :4] + (summed.value[:, 4:].unflatten(1, (4, -1)) * gates).sum(2), vjp
 
-    def _embed(self, table: Tensor, s: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor | None) -> Tensor:
+    def _embed(
+        self, table: Tensor, s: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor | None
+    ) -> Tensor:
         """Return the channels (..., K, M) of pairs from ``s`` and ``switch`` (..., K, 1) and their types (..., K)."""
         if self.pair_embedding is None:
             shape = s.shape[:-1]
             types = [neighbor] if self.one_side else [neighbor, centre.expand(shape)]
-            return cast("Tensor", self.embedding(torch.cat([s, *(pick(table, t) for t in types)], -1)))
+            return cast(
+                "Tensor", self.embedding(torch.cat([s, *(pick(table, t) for t in types)], -1))
+            )
         gate = pick(self._gates(table, centre[..., 0]), neighbor)
         radial: Tensor = self.embedding(s)
         return radial + radial * (gate if switch is None or not self.smooth else gate * switch)
@@ -214,7 +264,9 @@ class SeAttenBlock(ElementBlock):
         places = torch.arange(mask.shape[1], device=mask.device) + 1
         return functional.pad(mask * places, (0, 1)).amax(1) if alike else None
 
-    def _absent_moments(self, counts: Tensor | None, width: int, table: Tensor, filler: Tensor, batch: Batch) -> Tensor:
+    def _absent_moments(
+        self, counts: Tensor | None, width: int, table: Tensor, filler: Tensor, batch: Batch
+    ) -> Tensor:
         """Return the part of the moments from slots beyond those of the batch, or beyond the first of each atom.
 
         They are empty and normalised like all slots, so each has the row ``-mean / stddev`` of the type of the centre,
@@ -231,7 +283,9 @@ class SeAttenBlock(ElementBlock):
             (A, 4, M).
         """
         num_types, first = len(table), width if counts is None else self.sel - 1
-        rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)[:, first:]  # (T, S - first, 4)
+        rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)[
+            :, first:
+        ]  # (T, S - first, 4)
         centre = torch.arange(num_types, device=rows.device)[None, :, None]
         neighbor = filler[:, None, None].expand(-1, num_types, rows.shape[1])
         s = rows[None, ..., :1].expand(filler.shape[0], -1, -1, -1)
@@ -241,7 +295,11 @@ class SeAttenBlock(ElementBlock):
             pairs = layer.norm(pairs + layer.weights.out_bias)
         moments = torch.einsum("tkc,ftkm->ftcm", rows, pairs)
         moments = moments.flatten(0, 1)[batch.atom_frame * num_types + batch.atom_type]
-        return moments if counts is None else moments * (self.sel - counts).to(self.dtype)[:, None, None]
+        return (
+            moments
+            if counts is None
+            else moments * (self.sel - counts).to(self.dtype)[:, None, None]
+        )
 
 
 class DPA1Descriptor(OneBlockDescriptor):

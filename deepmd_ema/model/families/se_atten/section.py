@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative_int, option, positive, positive_int, redefined
+from deepmd_ema.config.fields import (
+    Check,
+    not_negative_int,
+    option,
+    positive,
+    positive_int,
+    redefined,
+)
 from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor_bases import OneListSection
@@ -28,12 +35,16 @@ class SeAttenV2Config(OneListSection):
         doc="Largest angular degree of the moments; 1 here.",
     )
     type_one_side: bool = option(
-        False, doc="Whether the embedding depends on the element of the neighbor only, not on that of the centre."
+        False,
+        doc="Whether the embedding depends on the element of the neighbor only, not on that of the centre.",
     )
-    attn: int = option(128, check=positive_int, doc="Width of queries, keys and values of the attention.")
+    attn: int = option(
+        128, check=positive_int, doc="Width of queries, keys and values of the attention."
+    )
     attn_layer: int = option(2, check=not_negative_int, doc="Number of attention layers.")
     attn_dotr: bool = option(
-        True, doc="Whether attention weights are multiplied by the cosines of the angles between neighbors."
+        True,
+        doc="Whether attention weights are multiplied by the cosines of the angles between neighbors.",
     )
     attn_mask: bool = option(
         False,
@@ -45,7 +56,9 @@ class SeAttenV2Config(OneListSection):
         doc="Whether the mean of the environment matrix is set to zero instead of taken from the data. False makes the "
         "energy jump where a neighbor enters, and depend on the order of the atoms, as in DeePMD-kit.",
     )
-    trainable_ln: bool = option(True, doc="Whether shift and scale of the layer normalisation are trained.")
+    trainable_ln: bool = option(
+        True, doc="Whether shift and scale of the layer normalisation are trained."
+    )
     ln_eps: float | None = option(
         None, check=positive, doc="Added to the variance in the layer normalisation; null is 1e-5."
     )
@@ -77,7 +90,11 @@ class SeAttenV2Config(OneListSection):
     def words(self) -> Iterator[str]:
         """Yield further options for the summary."""
         yield f"axis_neuron {self.axis_neuron}"
-        yield f"{self.attn_layer} attention layers of {self.attn}" if self.attn_layer else "no attention"
+        yield (
+            f"{self.attn_layer} attention layers of {self.attn}"
+            if self.attn_layer
+            else "no attention"
+        )
 
     @property
     def vacuum_needs(self) -> str:

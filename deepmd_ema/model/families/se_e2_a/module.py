@@ -40,7 +40,9 @@ class SeE2ADescriptor(ByTypeDescriptor):
     """
 
     def __init__(self, config: SeE2AConfig | SeE2RConfig, num_types: int, seed: int) -> None:
-        super().__init__(config, num_types, seed, num_types if config.type_one_side else num_types**2)
+        super().__init__(
+            config, num_types, seed, num_types if config.type_one_side else num_types**2
+        )
         self.one_side, self.num_axis = config.type_one_side, getattr(config, "axis_neuron", 1)
         self.dim_out = self.num_channels * self.num_axis
         self.interpolation = Interpolation(config.interpolate, self.dtype, sum(config.neuron))
@@ -50,7 +52,9 @@ class SeE2ADescriptor(ByTypeDescriptor):
         sums, vjp = self._sums(batch)
         num_slots, axis = sum(self.sel), self.num_axis
         moments = sums / num_slots
-        return axis_features(moments, axis), lambda grad: vjp(axis_features_vjp(grad, moments, axis) / num_slots)
+        return axis_features(moments, axis), lambda grad: vjp(
+            axis_features_vjp(grad, moments, axis) / num_slots
+        )
 
     @property
     def dim_equivariants(self) -> int:
@@ -71,8 +75,12 @@ class SeE2ADescriptor(ByTypeDescriptor):
         empty = -(self.mean.double() / self.stddev.double()).to(self.dtype)  # (T, S, C)
         # atoms, and types of the centre, that have networks in common; split, not sliced: a slice compares its ends
         # with the size, on which a compiled graph would depend
-        atoms, types = ([rows.shape[0]], self.num_types) if self.one_side else (list(batch.type_counts), 1)
-        neighbors = zip(rows.split(batch.slots, 1), empty.split(self.sel, 1), self.sel, batch.slots, strict=True)
+        atoms, types = (
+            ([rows.shape[0]], self.num_types) if self.one_side else (list(batch.type_counts), 1)
+        )
+        neighbors = zip(
+            rows.split(batch.slots, 1), empty.split(self.sel, 1), self.sel, batch.slots, strict=True
+        )
         nets = list(self.embeddings)  # at neighbor, or at neighbor * T + centre
         sums: list[Tensor] = []  # of each type of the neighbor
         vjps: list[list[Callable[[Tensor], Tensor]]] = []
@@ -80,10 +88,15 @@ class SeE2ADescriptor(ByTypeDescriptor):
         for neighbor, (section, padding, sel, used) in enumerate(neighbors):
             vacant = [s.flatten() for s in padding[..., 0].split(types)]
             own = nets[neighbor * len(atoms) : (neighbor + 1) * len(atoms)]
-            parts = [self._sum(batch, *part) for part in zip(section.split(atoms), own, vacant, strict=True)]
+            parts = [
+                self._sum(batch, *part)
+                for part in zip(section.split(atoms), own, vacant, strict=True)
+            ]
             sums.append(joined([value for value, _, _ in parts]))
             vjps.append([vjp for _, vjp, _ in parts])
-            embedded = joined([values for _, _, values in parts]).view(self.num_types, sel, self.num_channels)
+            embedded = joined([values for _, _, values in parts]).view(
+                self.num_types, sel, self.num_channels
+            )
             # by a weight of 0, not by a shorter slice: a compiled graph would depend on whether it is empty
             weight = (torch.arange(sel, device=rows.device) >= used).to(self.dtype)[:, None]
             left = padding if self.num_columns > 1 else torch.ones_like(padding)
@@ -94,14 +107,20 @@ class SeE2ADescriptor(ByTypeDescriptor):
 
         def vjp(grad: Tensor) -> Tensor:
             shares = grad.split(atoms)
-            return rows_vjp(joined([joined([of(share) for of, share in zip(each, shares)]) for each in vjps], 1))
+            return rows_vjp(
+                joined([joined([of(share) for of, share in zip(each, shares)]) for each in vjps], 1)
+            )
 
         return reduce(torch.add, sums) + of_atoms, vjp
 
-    def _sum(self, batch: Batch, rows: Tensor, net: Network, vacant: Tensor) -> tuple[Tensor, Vjp, Tensor]:
+    def _sum(
+        self, batch: Batch, rows: Tensor, net: Network, vacant: Tensor
+    ) -> tuple[Tensor, Vjp, Tensor]:
         """Return ``sum_k R_k G(s_k)`` (A, C, M), its vjp to the rows (A, K, C), and G (B, M) of vacant slots (B,)."""
         if self.interpolation.serves(batch):
-            summed = self.interpolation(rows, rows[..., 0], net, further=vacant, in_place=self.ops.is_for_cpu)
+            summed = self.interpolation(
+                rows, rows[..., 0], net, further=vacant, in_place=self.ops.is_for_cpu
+            )
             assert summed.beyond is not None
             return summed.value, summed.rows_vjp, summed.beyond
         moments = self.ops.moments(rows, net)

@@ -32,7 +32,8 @@ class SeE2AConfig(PerElementSection):
         "for each pair of elements. True is faster, about equally accurate.",
     )
     set_davg_zero: bool = option(
-        False, doc="Whether the mean of the environment matrix is set to zero instead of taken from the data."
+        False,
+        doc="Whether the mean of the environment matrix is set to zero instead of taken from the data.",
     )
     interpolate: str = common.interpolate_option()
 

@@ -34,7 +34,9 @@ class SeE2RDescriptor(SeE2ADescriptor):
         (sums, vjp), scale = self._sums(batch), SCALE / sum(self.sel)
         return sums[:, 0] * scale, lambda grad: vjp(grad[:, None] * scale)
 
-    def _sum(self, batch: Batch, rows: Tensor, net: Network, vacant: Tensor) -> tuple[Tensor, Vjp, Tensor]:
+    def _sum(
+        self, batch: Batch, rows: Tensor, net: Network, vacant: Tensor
+    ) -> tuple[Tensor, Vjp, Tensor]:
         """Return ``sum_k G(s_k)`` (A, 1, M), its vjp to the rows (A, K, 1), and G (B, M) of vacant slots (B,)."""
         s, ones = rows[..., 0], torch.ones_like(rows)
         if self.interpolation.serves(batch):

@@ -34,20 +34,28 @@ class SeE3Descriptor(ByTypeDescriptor):
     """
 
     def __init__(self, config: SeE3Config, num_types: int, seed: int) -> None:
-        self.pairs = [(a, b) for b in range(num_types) for a in range(b + 1)]  # of types, one for each network
+        self.pairs = [
+            (a, b) for b in range(num_types) for a in range(b + 1)
+        ]  # of types, one for each network
         super().__init__(config, num_types, seed, len(self.pairs))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, M) and their vector-Jacobian product."""
         slots = self.slots_of(batch)
-        matrix, matrix_vjp = self.environment_matrix(batch.vector, self.excluded(batch), batch.atom_type, slots)
+        matrix, matrix_vjp = self.environment_matrix(
+            batch.vector, self.excluded(batch), batch.atom_type, slots
+        )
         features, features_vjp = with_vjp(lambda rows: self._features(rows, batch), matrix[..., 1:])
-        return features, lambda grad_features: matrix_vjp(functional.pad(features_vjp(grad_features), (1, 0)))
+        return features, lambda grad_features: matrix_vjp(
+            functional.pad(features_vjp(grad_features), (1, 0))
+        )
 
     def _features(self, rows: Tensor, batch: Batch) -> Tensor:
         by_type = rows.split(batch.slots, 1)
         parts = []
         for (a, b), net in zip(self.pairs, self.embeddings, strict=True):
-            products = torch.bmm(by_type[a], by_type[b].transpose(1, 2)).unsqueeze(-1)  # (A, J, K, 1)
+            products = torch.bmm(by_type[a], by_type[b].transpose(1, 2)).unsqueeze(
+                -1
+            )  # (A, J, K, 1)
             parts.append((products * net(products)).sum((1, 2)) / max(self.sel[a] * self.sel[b], 1))
         return reduce(torch.add, parts)

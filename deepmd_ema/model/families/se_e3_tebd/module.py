@@ -41,7 +41,9 @@ class SeTTebdBlock(ElementBlock):
         seed: of the initial parameters.
     """
 
-    def __init__(self, options: SeE3TebdConfig, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, options: SeE3TebdConfig, sel: int, num_types: int, dtype: torch.dtype, seed: int
+    ) -> None:
         super().__init__(options, sel, num_types, dtype, seed)
         self.dim_out = self.num_channels
         freeze(self, options.trainable)
@@ -59,14 +61,21 @@ class SeTTebdBlock(ElementBlock):
             batch: the batch that the neighbors are of.
             dropped: (A, K) bool, pairs that do not see each other here, or None.
         """
-        mask, vector = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped, neighborhood.vector
+        mask, vector = (
+            neighborhood.mask if dropped is None else neighborhood.mask & ~dropped,
+            neighborhood.vector,
+        )
         radial = Radial.of(vector, self.rcut, self.rcut_smth)
-        matrix, matrix_vjp = self.environment_matrix(vector, dropped, batch.atom_type, radial=radial)
+        matrix, matrix_vjp = self.environment_matrix(
+            vector, dropped, batch.atom_type, radial=radial
+        )
         rows, neighbor_type = matrix[..., 1:], batch.neighbor_type[:, : mask.shape[1]]
         products = torch.bmm(rows, rows.transpose(1, 2))
         sums_vjp: Callable[[Tensor], tuple[Tensor, ...]]
         if self.pair_embedding is None:
-            summed, sums_vjp = self.ops.triple_sums_and_vjp(products, neighbor_type, mask, table, self.embedding)
+            summed, sums_vjp = self.ops.triple_sums_and_vjp(
+                products, neighbor_type, mask, table, self.embedding
+            )
         else:
             elements = one_hot(neighbor_type, len(table), self.dtype)
             switch, switch_vjp = switch_and_vjp(vector, mask, radial)
@@ -94,11 +103,15 @@ class SeTTebdBlock(ElementBlock):
         num_types = len(table)
         pairs = torch.cat([table.repeat_interleave(num_types, 0), table.repeat(num_types, 1)], -1)
         gate = self.pair_embedding(pairs).view(num_types, num_types, self.num_channels)  # of (j, k)
-        values = products[..., None] * cast("Tensor", self.embedding(products[..., None]))  # (A, J, K, M)
+        values = products[..., None] * cast(
+            "Tensor", self.embedding(products[..., None])
+        )  # (A, J, K, M)
         by_first = torch.bmm(elements.transpose(1, 2), values.flatten(2)).view(
             products.shape[0], num_types, *values.shape[2:]
         )
-        of_second = (elements @ gate.transpose(0, 1).flatten(1)).view(*elements.shape, self.num_channels)
+        of_second = (elements @ gate.transpose(0, 1).flatten(1)).view(
+            *elements.shape, self.num_channels
+        )
         gated = (by_first.transpose(1, 2) * of_second).sum((1, 2))
         return values.sum((1, 2)) + gated
 

@@ -31,7 +31,8 @@ class SeE3TebdConfig(OneListSection):
         "on energies: the mean of angular columns is zero.",
     )
     smooth: bool = option(
-        True, doc="Whether the gate of `strip` vanishes smoothly at the cutoff. Without effect on `concat`."
+        True,
+        doc="Whether the gate of `strip` vanishes smoothly at the cutoff. Without effect on `concat`.",
     )
     use_tebd_bias: bool = redefined(TypeEmbeddedOptions, "use_tebd_bias", True)
 

@@ -42,18 +42,28 @@ from deepmd_ema.model.ops.cpu.moments import portions
 MAX_EXPONENT = 60.0  # whose exponential is finite in float32
 
 
-def attended_moments(given: Attended, layers: Sequence[Weights], options: AttentionOptions) -> Tensor:
+def attended_moments(
+    given: Attended, layers: Sequence[Weights], options: AttentionOptions
+) -> Tensor:
     """Return ``rows^T Y`` (A, C, M), Y the channels of the pairs after all layers of attention."""
     if not given.mask.numel():
         return attention.attended_moments(given, layers, options)
-    smooth, rows, mask, switch, counts = options.shift is not None, given.rows, given.mask, given.switch, given.counts
+    smooth, rows, mask, switch, counts = (
+        options.shift is not None,
+        given.rows,
+        given.mask,
+        given.switch,
+        given.counts,
+    )
     if not smooth:
         switch = mask.to(rows.dtype)
     sides = switch.unsqueeze(-1)
     if options.gated:
         sides = given.direction * sides if smooth else given.direction
     if not smooth:
-        switch = torch.ones_like(switch)  # the mask is in `sides`, and queries and keys are not scaled by it
+        switch = torch.ones_like(
+            switch
+        )  # the mask is in `sides`, and queries and keys are not scaled by it
     if counts is None:
         counts = torch.full_like(mask[:, 0], rows.shape[1], dtype=torch.int64)
     # atoms with equally many neighbors next to each other: a portion is as wide as its widest atom
@@ -61,7 +71,9 @@ def attended_moments(given: Attended, layers: Sequence[Weights], options: Attent
     most = max(1, int(counts[-1]))
     parts = portions(counts, most * len(layers[0].in_bias))
     sized = [(part, max(1, int(counts[part][-1]))) for part in parts]
-    mask, rows, switch, sides, *inputs = (t.index_select(0, order) for t in (mask, rows, switch, sides, *given.inputs))
+    mask, rows, switch, sides, *inputs = (
+        t.index_select(0, order) for t in (mask, rows, switch, sides, *given.inputs)
+    )
     evaluation = _Attention(options, sized, None if smooth else mask, given.num_slots)
     weights = [weight for layer in layers for weight in layer]
     tensors = given.embed(*inputs), rows, switch, sides
@@ -94,7 +106,11 @@ class _Attention:
     """
 
     def __init__(
-        self, options: AttentionOptions, parts: list[tuple[slice, int]], mask: Tensor | None, num_slots: int
+        self,
+        options: AttentionOptions,
+        parts: list[tuple[slice, int]],
+        mask: Tensor | None,
+        num_slots: int,
     ) -> None:
         self._options, self._parts, self._mask, self._num_slots = options, parts, mask, num_slots
         self.past: list[Any] = []
@@ -153,7 +169,10 @@ class _Attention:
         self, grad: Tensor, past: tuple[Any, Any] | None, weights: Sequence[Any]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the gradients by the pairs and by the weights."""
-        sums, by_pairs = [torch.zeros_like(one) for one in weights], torch.zeros_like(self._inputs[0])
+        sums, by_pairs = (
+            [torch.zeros_like(one) for one in weights],
+            torch.zeros_like(self._inputs[0]),
+        )
         layers = list(zip(_by_layer(weights), _by_layer(sums)))
         for number, portion in enumerate(self._portions):
             given = torch.bmm(portion.rows, grad[portion.part])
@@ -163,7 +182,9 @@ class _Attention:
                 given.baddbmm_(portion.of([rows])[0], other[portion.part])
                 of_layers = list(zip(cotangents[number], changes[number]))
             given = given.flatten(0, 1)
-            for values, (layer, of_layer), before in zip(portion.values[::-1], layers[::-1], of_layers[::-1]):
+            for values, (layer, of_layer), before in zip(
+                portion.values[::-1], layers[::-1], of_layers[::-1]
+            ):
                 given, _ = pull(values, given, layer, of_layer, before, self._options)
             by_pairs[portion.part, : portion.width] = given.view(portion.out.shape)
         return by_pairs, sums
@@ -243,7 +264,9 @@ class Changes:
 Past = tuple[Cotangents, Changes]
 
 
-def evaluate(pairs: Tensor, around: Surroundings, weights: Weights, options: AttentionOptions) -> tuple[Tensor, Values]:
+def evaluate(
+    pairs: Tensor, around: Surroundings, weights: Weights, options: AttentionOptions
+) -> tuple[Tensor, Values]:
     """Return the output (A N, M) and the values that led there.
 
     Args:
@@ -257,7 +280,9 @@ def evaluate(pairs: Tensor, around: Surroundings, weights: Weights, options: Att
     scale = torch.stack([of_switch * options.scaling, of_switch, torch.ones_like(of_switch)])
     inverse = torch.ones_like(scale)
     if options.unit:
-        inverse = torch.linalg.vector_norm(projected, dim=-1, keepdim=True).clamp_(min=EPS).reciprocal_()
+        inverse = (
+            torch.linalg.vector_norm(projected, dim=-1, keepdim=True).clamp_(min=EPS).reciprocal_()
+        )
     # into memory of its own: `projected` is a view with gaps, of which bmm would make copies
     rows = torch.mul(projected, scale * inverse, out=pairs.new_empty(projected.shape))
     query, key, value = rows.unbind(0)
@@ -271,7 +296,19 @@ def evaluate(pairs: Tensor, around: Surroundings, weights: Weights, options: Att
     # S . by_S / f is the gradient by f; a neighbor with f = 0 has S = 0, and the switch is flat there
     share = torch.where(scale == 0, 0, scale.reciprocal())
     values = Values(
-        around, pairs, scale, share, inverse, rows, attention, absent, mixed, attended, summed, mean, spread
+        around,
+        pairs,
+        scale,
+        share,
+        inverse,
+        rows,
+        attention,
+        absent,
+        mixed,
+        attended,
+        summed,
+        mean,
+        spread,
     )
     return out, values
 
@@ -289,11 +326,15 @@ def _attention(
         assert around.mask is not None
         logits = torch.bmm(query, key.transpose(1, 2))
         # finite, so that a row of empty slots has no nan
-        return logits.masked_fill_(~around.mask[:, None], torch.finfo(logits.dtype).min).softmax(-1), 0.0
+        return logits.masked_fill_(~around.mask[:, None], torch.finfo(logits.dtype).min).softmax(
+            -1
+        ), 0.0
     switch = around.switch
     logits = (switch * options.shift).unsqueeze(2) * switch.unsqueeze(1)
     logits.baddbmm_(query, key.transpose(1, 2))
-    others: Tensor | float = float(around.absent)  # exp(0) each: the logits are those of the formula plus 20
+    others: Tensor | float = float(
+        around.absent
+    )  # exp(0) each: the logits are those of the formula plus 20
     # rows of length 1 have logits of at most this sum, whose exponential is finite: no pass for the largest one
     if not options.unit or abs(options.scaling) + options.shift > MAX_EXPONENT:
         largest = logits.amax(-1, keepdim=True).clamp_(min=0)
@@ -304,7 +345,12 @@ def _attention(
 
 
 def pull(
-    v: Values, given: Tensor, weights: Weights, sums: Weights | None, past: Past | None, options: AttentionOptions
+    v: Values,
+    given: Tensor,
+    weights: Weights,
+    sums: Weights | None,
+    past: Past | None,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Cotangents]:
     """Return the gradient by the pairs (A N, M) and the values that led there.
 
@@ -332,7 +378,9 @@ def pull(
     if past is not None:
         logits.addcmul_(cot.weights, change.weights).addcmul_(change.attention, cot.total, value=-1)
     total = logits.sum(-1, keepdim=True)
-    logits.addcmul_(v.attention, total if past is None else total + cot.total * change.mean * v.absent, value=-1)
+    logits.addcmul_(
+        v.attention, total if past is None else total + cot.total * change.mean * v.absent, value=-1
+    )
     torch.bmm(logits, key, out=by_query)
     torch.bmm(logits.transpose(1, 2), query, out=by_key)
     if past is not None:
@@ -346,12 +394,21 @@ def pull(
     return torch.addmm(summed, projected, weights.in_weight.T), found
 
 
-def _pull_norm(v: Values, given: Tensor, weights: Weights, sums: Weights | None, past: Past | None) -> Tensor:
+def _pull_norm(
+    v: Values, given: Tensor, weights: Weights, sums: Weights | None, past: Past | None
+) -> Tensor:
     """Return the gradient by what is normalised (A N, M)."""
     wanted = [True, sums is not None, sums is not None]
     summed: Tensor
     summed, by_weight, by_bias = torch.ops.aten.native_layer_norm_backward(
-        given, v.summed, given.shape[-1:], v.mean, v.spread, weights.norm_weight, weights.norm_bias, wanted
+        given,
+        v.summed,
+        given.shape[-1:],
+        v.mean,
+        v.spread,
+        weights.norm_weight,
+        weights.norm_bias,
+        wanted,
     )
     if sums is not None:
         sums.norm_weight.add_(by_weight)
@@ -362,9 +419,14 @@ def _pull_norm(v: Values, given: Tensor, weights: Weights, sums: Weights | None,
     # the derivative of the gradient of a layer norm: three terms, each along x, the gradient or the change
     x = (v.summed - v.mean).mul_(v.spread)
     pushed = change.spread
-    first, second = _mean_product(cot.given * weights.norm_weight, x), _mean_product(x, change.summed)
+    first, second = (
+        _mean_product(cot.given * weights.norm_weight, x),
+        _mean_product(x, change.summed),
+    )
     both = _mean_product(cot.summed, change.summed)
-    summed.addcmul_(x.mul_(both).addcmul_(cot.summed, second).addcmul_(pushed, first), v.spread, value=-1)
+    summed.addcmul_(
+        x.mul_(both).addcmul_(cot.summed, second).addcmul_(pushed, first), v.spread, value=-1
+    )
     if sums is not None:
         sums.norm_weight.add_((pushed * cot.given).sum(0))
     return summed
@@ -374,10 +436,15 @@ def _mean_product(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).mean(-1, keepdim=True)
 
 
-def _pull_rows(v: Values, rows: Tensor, along: Tensor, past: Past | None, options: AttentionOptions) -> Tensor:
+def _pull_rows(
+    v: Values, rows: Tensor, along: Tensor, past: Past | None, options: AttentionOptions
+) -> Tensor:
     """Return the gradient by ``Z`` (A N, 3 H) from that by the rows."""
     flat = rows.new_empty(v.pairs.shape[0], 3 * rows.shape[-1])
-    out, factor = _in_three(flat, v.around.switch), v.inverse * v.scale  # a view: the caller multiplies `flat` at once
+    out, factor = (
+        _in_three(flat, v.around.switch),
+        v.inverse * v.scale,
+    )  # a view: the caller multiplies `flat` at once
     if not options.unit:
         torch.mul(rows, factor, out=out)
         if past is not None:
@@ -390,7 +457,9 @@ def _pull_rows(v: Values, rows: Tensor, along: Tensor, past: Past | None, option
         past_along = v.inverse * cot.along * v.share
         both = v.inverse * change.along
         found = (rows * factor).addcmul_(cot.rows, v.inverse * (change.scale - both))
-        found.addcmul_(v.rows, (change.scale + both) * past_along * v.share - v.inverse * v.share * turned)
+        found.addcmul_(
+            v.rows, (change.scale + both) * past_along * v.share - v.inverse * v.share * turned
+        )
         torch.addcmul(found, change.rows, past_along, value=-1, out=out)
     return flat
 
@@ -421,7 +490,12 @@ def by_surroundings(v: Values, by: Cotangents, options: AttentionOptions) -> tup
 
 
 def push(
-    v: Values, d_pairs: Tensor, d_switch: Tensor, d_sides: Tensor, weights: Weights, options: AttentionOptions
+    v: Values,
+    d_pairs: Tensor,
+    d_switch: Tensor,
+    d_sides: Tensor,
+    weights: Weights,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Changes]:
     """Return the change of the output (A N, M) and the changes that led there.
 
@@ -441,7 +515,9 @@ def push(
     if options.unit:
         along = (v.rows * projected).sum(-1, keepdim=True)
         of_rows.addcmul_(along, v.inverse * v.share, value=-1)
-    rows = torch.mul(projected, v.inverse * v.scale, out=torch.empty_like(v.rows)).addcmul_(v.rows, of_rows)
+    rows = torch.mul(projected, v.inverse * v.scale, out=torch.empty_like(v.rows)).addcmul_(
+        v.rows, of_rows
+    )
     query, key, value = v.rows.unbind(0)
     d_query, d_key, d_value = rows.unbind(0)
     logits = torch.bmm(d_query, key.transpose(1, 2)).baddbmm_(query, d_key.transpose(1, 2))

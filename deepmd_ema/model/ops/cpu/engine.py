@@ -35,7 +35,9 @@ class Value(torch.autograd.Function):
         return value
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # separate, as torch.func needs it
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: Tensor
+    ) -> None:  # separate, as torch.func needs it
         """Keep the evaluation and the tensors."""
         ctx.evaluation, ctx.number, *tensors = inputs
         ctx.save_for_backward(output, *tensors)
@@ -48,7 +50,9 @@ class Value(torch.autograd.Function):
         weights = tensors[number:]
         if torch.is_grad_enabled():  # the gradient is differentiated
             if any(needed[number:]):
-                raise NotImplementedError("second derivatives by parameters: use the reference operations")
+                raise NotImplementedError(
+                    "second derivatives by parameters: use the reference operations"
+                )
             # D is an input of the gradient, so that in a backward pass the gradient comes before the value
             found = _Gradient.apply(evaluation, SimpleNamespace(), number, grad, output, *tensors)
             return None, None, *found, *[None] * len(weights)
@@ -59,11 +63,15 @@ class Value(torch.autograd.Function):
         others: list[Tensor | None] = [None] * (number - 1)
         if any(needed[1:number]):
             if past:
-                raise NotImplementedError("second derivatives by positions: use the reference operations")
+                raise NotImplementedError(
+                    "second derivatives by positions: use the reference operations"
+                )
             others = list(evaluation.gradient(grad, weights)[0][1:])
         first, of_weights = evaluation.second_gradient(grad, past[0] if past else None, weights)
         for more in past[1:]:  # the gradient was computed several times
-            again, more_of_weights = evaluation.second_gradient(torch.zeros_like(grad), more, weights)
+            again, more_of_weights = evaluation.second_gradient(
+                torch.zeros_like(grad), more, weights
+            )
             first, of_weights = first + again, [a + b for a, b in zip(of_weights, more_of_weights)]
         return None, None, first, *others, *of_weights
 
@@ -73,7 +81,12 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        evaluation: Any, kept: SimpleNamespace, number: int, grad: Tensor, output: Tensor, *tensors: Any
+        evaluation: Any,
+        kept: SimpleNamespace,
+        number: int,
+        grad: Tensor,
+        output: Tensor,
+        *tensors: Any,
     ) -> tuple[Tensor, ...]:
         # not in a list, of which torch.func makes another one
         found, kept.cotangents = evaluation.gradient(grad, tensors[number:])

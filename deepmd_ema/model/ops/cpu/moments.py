@@ -23,7 +23,9 @@ def portions(rows: Tensor, numbers: int) -> list[slice]:
     if not numbers or not len(rows):
         return []
     # torch gives each thread a part of a portion
-    step = len(rows) if rows.is_cuda else max(1, NUMBERS_IN_CACHE * torch.get_num_threads() // numbers)
+    step = (
+        len(rows) if rows.is_cuda else max(1, NUMBERS_IN_CACHE * torch.get_num_threads() // numbers)
+    )
     return [slice(start, start + step) for start in range(0, len(rows), step)]
 
 
@@ -76,31 +78,45 @@ class _TanhMoments(torch.autograd.Function):
                 below = torch.mm(grad_z.view(-1, num_out), flat[2 * index].T)
                 if copies[index]:
                     skipped = grad.reshape(-1, copies[index], num_in)
-                    below.view(-1, 1, num_in).add_(skipped if copies[index] == 1 else skipped[:, :1] + skipped[:, 1:])
+                    below.view(-1, 1, num_in).add_(
+                        skipped if copies[index] == 1 else skipped[:, :1] + skipped[:, 1:]
+                    )
                 grad = below.view(before.shape)
             grad_z = _tanh_layer_backward(grad, jets[0][part], None, 0)
             by_weight = torch.addcmul(grad_z[:, 1], rows[part][..., :1], grad_z[:, 0]).sum((0, 1))
             grads[0] = _plus(grads[0], by_weight[None])
             grads[1] = _plus(grads[1], grad_z[:, 0].sum((0, 1)))
-        return None, None, None, *(torch.zeros_like(p) if g is None else g for p, g in zip(flat, grads))
+        return (
+            None,
+            None,
+            None,
+            *(torch.zeros_like(p) if g is None else g for p, g in zip(flat, grads)),
+        )
 
 
 def _plus(so_far: Tensor | None, more: Tensor) -> Tensor:
     return more if so_far is None else so_far.add_(more)
 
 
-def _tanh_jets(s_all: Tensor, parts: list[slice], copies: tuple[int, ...], flat: Any, *, keep: bool) -> list[Tensor]:
+def _tanh_jets(
+    s_all: Tensor, parts: list[slice], copies: tuple[int, ...], flat: Any, *, keep: bool
+) -> list[Tensor]:
     """Return the jets (A, 2, K, M) after each layer, or only after the last one unless ``keep``."""
     num_atoms, num_slots = s_all.shape
     weights, biases = flat[0::2], flat[1::2]
     last = len(weights) - 1
     jets = [
-        s_all.new_empty(num_atoms if keep or i == last else 0, 2, num_slots, w.shape[1]) for i, w in enumerate(weights)
+        s_all.new_empty(num_atoms if keep or i == last else 0, 2, num_slots, w.shape[1])
+        for i, w in enumerate(weights)
     ]
     for part in parts:
         s = s_all[part, :, None]
         # without a backward pass the inner layers are written to scratch memory, which stays in the cache
-        jet = jets[0][part] if keep or last == 0 else s.new_empty(len(s), 2, num_slots, weights[0].shape[1])
+        jet = (
+            jets[0][part]
+            if keep or last == 0
+            else s.new_empty(len(s), 2, num_slots, weights[0].shape[1])
+        )
         torch.addcmul(biases[0], s, weights[0], out=jet[:, 0])
         square = jet[:, 0].tanh_().square()
         torch.addcmul(weights[0][0], square, weights[0][0], value=-1, out=jet[:, 1])
@@ -128,7 +144,9 @@ def _tanh_layer_backward(grad: Tensor, jet: Tensor, before: Tensor | None, copie
     if copies:
         assert before is not None
         width = before.shape[-1]
-        jet = torch.sub(jet.reshape(-1, copies, width), before.reshape(-1, 1, width)).view(jet.shape)
+        jet = torch.sub(jet.reshape(-1, copies, width), before.reshape(-1, 1, width)).view(
+            jet.shape
+        )
     value, derivative = jet[:, 0], jet[:, 1]
     grad_z = grad * torch.addcmul(value.new_ones(()), value, value, value=-1).unsqueeze(1)
     grad_z[:, 0].addcmul_(value * derivative, grad[:, 1], value=-2)

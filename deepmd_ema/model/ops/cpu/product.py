@@ -25,7 +25,9 @@ def uses_onednn() -> bool:
         return False
     a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
     try:
-        return "GenuineIntel" not in Path("/proc/cpuinfo").read_text() and torch.equal(by_onednn(a, b), a @ b)
+        return "GenuineIntel" not in Path("/proc/cpuinfo").read_text() and torch.equal(
+            by_onednn(a, b), a @ b
+        )
     except (OSError, AttributeError, RuntimeError, TypeError):
         return False
 

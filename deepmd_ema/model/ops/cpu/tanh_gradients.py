@@ -30,7 +30,9 @@ MAX_STACKED = 1 << 22
 # A rows of all networks, B rows of one of T, N inputs and M outputs of a layer
 
 
-def tanh_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
+def tanh_values_and_gradients(
+    x: Tensor, nets: Sequence[Network], shares: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Return the outputs (A,) of networks and their gradients by the inputs (A, N), one after the other.
 
     Args:
@@ -47,14 +49,18 @@ def tanh_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequen
     return torch.cat(values), torch.cat(grads)
 
 
-def stacked_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
+def stacked_values_and_gradients(
+    x: Tensor, nets: Sequence[Network], shares: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Do :func:`tanh_values_and_gradients` together, with rows of zeros after those of a network of few rows."""
     if len(nets) == 1:
         return tanh_values_and_gradients(x, nets, shares)
     most = max(shares)
     if not nets[0].is_scalar_tanh or len(nets) * most * x.shape[1] > MAX_STACKED:
         return values_and_gradients(x, nets, shares)
-    values, grads = _of_stack(nn.utils.rnn.pad_sequence(list(x.split(list(shares))), batch_first=True), nets)
+    values, grads = _of_stack(
+        nn.utils.rnn.pad_sequence(list(x.split(list(shares))), batch_first=True), nets
+    )
     flat_values, flat_grads = values.flatten(), grads.flatten(0, 1)
     if min(shares) == most:
         return flat_values, flat_grads
@@ -67,7 +73,10 @@ def _of_stack(x: Tensor, nets: Sequence[Network]) -> tuple[Tensor, Tensor]:
     flat: list[Tensor | None] = []
     *hidden, last = zip(*(net.layers for net in nets))
     for layers in hidden:
-        flat += [_stack([layer.weight for layer in layers]), _stack([layer.bias for layer in layers])]
+        flat += [
+            _stack([layer.weight for layer in layers]),
+            _stack([layer.bias for layer in layers]),
+        ]
         flat.append(None if layers[0].idt is None else _stack([layer.idt for layer in layers]))
     flat += [_stack([layer.weight for layer in last]), _stack([layer.bias for layer in last])]
     copies = tuple(layers[0].copies for layers in hidden)
@@ -126,18 +135,26 @@ class _ValuesAndGradients(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             ctx.copies, ctx.num_flat = copies, len(flat)
             ctx.save_for_backward(*flat, *kept)
-            ctx.set_materialize_grads(False)  # a loss of energies alone has no gradient H, nor the work for it
+            ctx.set_materialize_grads(
+                False
+            )  # a loss of energies alone has no gradient H, nor the work for it
         return products(x, last).add_(bias).squeeze(-1), grad
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_values: Tensor | None, grad_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_values: Tensor | None, grad_grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         flat, (top, *kept) = ctx.saved_tensors[: ctx.num_flat], ctx.saved_tensors[ctx.num_flat :]
         layers, last, wants_x = _layers(flat, ctx.copies), flat[-2], ctx.needs_input_grad[0]
-        grad_value = (top.new_zeros(top.shape[:-1]) if grad_values is None else grad_values).unsqueeze(-1)
+        grad_value = (
+            top.new_zeros(top.shape[:-1]) if grad_values is None else grad_values
+        ).unsqueeze(-1)
         values = [kept[start : start + 5] for start in range(0, len(kept), 5)]
         of_last = products(top.mT, grad_value)
-        past: list[tuple[Tensor, Tensor, Tensor]] = []  # gradients by W and by t, and that by idt for each row
+        past: list[
+            tuple[Tensor, Tensor, Tensor]
+        ] = []  # gradients by W and by t, and that by idt for each row
         if grad_grads is not None:
             for layer, (_, tanh, slope, by_z, grad) in zip(layers, values):
                 change = products(grad_grads, layer.weight)
@@ -169,4 +186,7 @@ class _ValuesAndGradients(torch.autograd.Function):
 
 
 def _layers(flat: Sequence[Any], copies: Sequence[int]) -> list[_Layer]:
-    return [_Layer(flat[3 * k], flat[3 * k + 1], flat[3 * k + 2], number) for k, number in enumerate(copies)]
+    return [
+        _Layer(flat[3 * k], flat[3 * k + 1], flat[3 * k + 2], number)
+        for k, number in enumerate(copies)
+    ]

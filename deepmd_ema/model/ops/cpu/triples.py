@@ -44,19 +44,26 @@ def triple_sums_and_vjp(
     # picked, not masked: a slot without a neighbor would cost the net as much as one with two
     place = (mask[:, :, None] & mask[:, None]).view(-1).nonzero().squeeze(1)
     atom = place.div(max(1, shape[1] * shape[2]), rounding_mode="floor")
-    kinds = [t.expand(shape).reshape(-1).index_select(0, place) for t in (types[:, :, None], types[:, None])]
+    kinds = [
+        t.expand(shape).reshape(-1).index_select(0, place)
+        for t in (types[:, :, None], types[:, None])
+    ]
     c = products.reshape(-1).index_select(0, place)
     of_c, *of_elements = start.weight.split([1, table.shape[1], table.shape[1]])
     first, second = (table @ weight for weight in of_elements)
     # index_select is differentiated by an addition in the order of the pairs, with any number of threads
     z = (first + start.bias).T.index_select(1, kinds[0]) + second.T.index_select(1, kinds[1])
     value = torch.addr(z, of_c[0], c).tanh()
-    slope = torch.ops.aten.tanh_backward(of_c.T.expand_as(value), value)  # (M, P), the derivative by c
+    slope = torch.ops.aten.tanh_backward(
+        of_c.T.expand_as(value), value
+    )  # (M, P), the derivative by c
     for layer in later:
         y = torch.addmm(layer.bias[:, None], layer.weight.T, value).tanh()
         dy = torch.ops.aten.tanh_backward(layer.weight.T @ slope, y)
         if layer.copies:
-            y, dy = (new + torch.cat([old] * layer.copies) for new, old in ((y, value), (dy, slope)))
+            y, dy = (
+                new + torch.cat([old] * layer.copies) for new, old in ((y, value), (dy, slope))
+            )
         value, slope = y, dy
     slopes = torch.addcmul(value, slope, c)  # d(c G)/dc
 
