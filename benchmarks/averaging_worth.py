@@ -2,11 +2,12 @@
 
 usage: python benchmarks/averaging_worth.py --work DIR [--jobs 2] [--output PAGE] [--plot PNG]
 
-Both examples are trained with the learning rate of their input and with a constant one, once per seed, each run with
-one thread. A run tracks the whole bank below and validates all of it on all validation frames at ten steps, the last
-one included; then `dp-ema posthoc` looks for the best length in its snapshots. What is finished in --work is not done
-again, so that the benchmark can be stopped and continued; with --no-train only what is finished is reported, and the
-page says which runs are missing.
+Both examples are trained with the learning rate of their input and with a constant one, once per
+seed, each run with one thread. A run tracks the whole bank below and validates all of it on all
+validation frames at ten steps, the last one included; then `dp-ema posthoc` looks for the best
+length in its snapshots. What is finished in --work is not done again, so that the benchmark can be
+stopped and continued; with --no-train only what is finished is reported, and the page says which
+runs are missing.
 """
 
 from __future__ import annotations
@@ -189,7 +190,9 @@ def _in_parallel(do, runs: Iterable[Run], jobs: int) -> None:
 
 
 def _train(program: common.Program, env: dict[str, str], run: Run) -> str | None:
-    """Train and note the errors of every set of weights at every validation; nothing if that is done."""
+    """Train and note the errors of every set of weights at every validation; nothing if that is
+    done.
+    """
     if run.read("errors.json") is not None:
         return None
     common.write_input(run.folder, run.config)
@@ -214,7 +217,9 @@ def _train(program: common.Program, env: dict[str, str], run: Run) -> str | None
 
 
 def _posthoc(program: common.Program, env: dict[str, str], run: Run) -> str | None:
-    """Note the errors by length of a run, and how lengths that were tracked come out; nothing if that is done."""
+    """Note the errors by length of a run, and how lengths that were tracked come out; nothing if
+    that is done.
+    """
     if run.read("posthoc.json") is not None:
         return None
     common.run_text(program, run.folder, env, "posthoc", ".", "--shapes", "none")
@@ -275,7 +280,9 @@ def _page(runs: Sequence[Run], finished: Sequence[Run], args: argparse.Namespace
 
 
 def _final(run: Run) -> dict[str, dict[str, float]]:
-    """Return the errors after the last step by weights and quantity, with the best length if it was looked for."""
+    """Return the errors after the last step by weights and quantity, with the best length if it was
+    looked for.
+    """
     found = run.read("errors.json")["errors"]
     final = {
         words: {name: values[-1] for name, values in errors.items()}
@@ -360,7 +367,9 @@ def _lengths_part(finished: Sequence[Run]) -> list[str]:
 
 
 def _plot(finished: Sequence[Run], picture: Path) -> None:
-    """Draw errors along the run of the first seed, and in a second picture errors by length of every seed."""
+    """Draw errors along the run of the first seed, and in a second picture errors by length of
+    every seed.
+    """
     groups: dict[str, list[Run]] = {}
     for run in finished:
         groups.setdefault(f"{run.example}, {run.schedule} rate", []).append(run)

@@ -1,4 +1,6 @@
-"""Helpers of the benchmarks: inputs, runs of both programs, times of rows of lcurve.out, markdown tables."""
+"""Helpers of the benchmarks: inputs, runs of both programs, times of rows of lcurve.out, markdown
+tables.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Program:
 
 @dataclass(frozen=True)
 class Watched:
-    """A training run: when it began, when each row of lcurve.out appeared, and when it ended, in seconds."""
+    """A training run: when it began, when each row of lcurve.out appeared, and when it ended, in
+    seconds.
+    """
 
     start: float
     rows: dict[int, float]
@@ -60,7 +64,8 @@ class Watched:
 
 @dataclass
 class HaltedRun:
-    """A training run that is halted but for its turns, so that several share a core without slowing each other.
+    """A training run that is halted but for its turns, so that several share a core without slowing
+    each other.
 
     Attributes:
         folder: where it runs.
@@ -108,7 +113,9 @@ class HaltedRun:
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def turn(self, seconds: float, wait: float, clock: str = "wall") -> float:
-        """Continue for about ``seconds``, and return the seconds of a step by the ``clock``, wall or processor."""
+        """Continue for about ``seconds``, and return the seconds of a step by the ``clock``, wall
+        or processor.
+        """
         # the clock of a process, as clock_getcpuclockid(3) of Linux returns it
         clock_id = (~self.process.pid << 3) | 2 if clock == "processor" else time.CLOCK_MONOTONIC
         os.killpg(self.process.pid, signal.SIGCONT)
@@ -162,7 +169,9 @@ def printing_memory(program: Program, backend: str) -> list[str]:
 
 
 def environment(threads: int, device: str) -> dict[str, str]:
-    """Return the environment of a run: both programs get the same number of threads and the same device."""
+    """Return the environment of a run: both programs get the same number of threads and the same
+    device.
+    """
     settings = {
         "OMP_NUM_THREADS": threads,
         "DP_INTRA_OP_PARALLELISM_THREADS": threads,
@@ -244,7 +253,9 @@ def with_seed(config: dict, seed: int) -> dict:
 
 
 def with_numeric_sel(config: dict) -> dict:
-    """Return a copy with ``sel: auto`` replaced by its numbers, so that both programs train the same model."""
+    """Return a copy with ``sel: auto`` replaced by its numbers, so that both programs train the
+    same model.
+    """
     from deepmd_ema.config.schema.common import auto_sel
     from deepmd_ema.geometry import neighbor_statistics
 
@@ -282,7 +293,8 @@ def write_input(folder: Path, config: dict) -> None:
 
 
 def train(program: Program, folder: Path, env: dict[str, str], *options: str) -> Watched:
-    """Train in ``folder`` and watch lcurve.out, which both programs write row by row in the same format.
+    """Train in ``folder`` and watch lcurve.out, which both programs write row by row in the same
+    format.
 
     Raises:
         SystemExit: if the run fails; its log is shown.
@@ -311,7 +323,9 @@ def train(program: Program, folder: Path, env: dict[str, str], *options: str) ->
 
 
 def note_rows(lcurve: Path, size: int, rows: dict[int, float]) -> int:
-    """Enter the time of rows of lcurve.out that were not there when it had ``size``; return its size."""
+    """Enter the time of rows of lcurve.out that were not there when it had ``size``; return its
+    size.
+    """
     try:
         now_size = lcurve.stat().st_size
     except FileNotFoundError:
@@ -341,7 +355,8 @@ def write_system(
 def write_repeated(
     system: Path, folder: Path, times: tuple[int, int, int], most: int | None = None
 ) -> None:
-    """Write the frames of a periodic system with each cell several times, and what follows for labels.
+    """Write the frames of a periodic system with each cell several times, and what follows for
+    labels.
 
     Args:
         system: in standard layout, with one set.
@@ -376,7 +391,9 @@ def read_errors(text: str) -> dict[str, float]:
 
 
 def run_text(program: Program, folder: Path, env: dict[str, str], *arguments: str) -> str:
-    """Run a sub-command in ``folder`` and return what it printed; a failure ends the benchmark and shows it."""
+    """Run a sub-command in ``folder`` and return what it printed; a failure ends the benchmark and
+    shows it.
+    """
     done = subprocess.run(
         [*program.command, *arguments],
         cwd=folder,
@@ -439,13 +456,17 @@ def today() -> str:
 
 
 def _end_with_parent() -> None:
-    """Have this process killed when the one that has started it ends, however that ends: it may be halted then."""
+    """Have this process killed when the one that has started it ends, however that ends: it may be
+    halted then.
+    """
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _networks(config: dict) -> list[dict]:
-    """Return the sections that have a precision and a seed: each descriptor of a hybrid, and the fitting net."""
+    """Return the sections that have a precision and a seed: each descriptor of a hybrid, and the
+    fitting net.
+    """
     descriptor = config["model"]["descriptor"]
     return [*descriptor.get("list", [descriptor]), config["model"]["fitting_net"]]
 

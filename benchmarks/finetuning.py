@@ -1,9 +1,10 @@
 """Errors of a model that is fine-tuned to labels of another method, on its new and on its old data.
 
-A model of small molecules learns energies and forces of GFN2-xTB, which tblite gives here. Then it is fine-tuned to
-acetylacetone with PBE labels, from a clone of https://github.com/davkovacs/BOTNet-datasets: with all weights, with its
-fitting network alone, with a lower rate of the descriptor, and with old frames in some of the steps; beside training
-from scratch for as many steps. Inputs are those of ``dp-ema init``, without validation frames.
+A model of small molecules learns energies and forces of GFN2-xTB, which tblite gives here. Then it
+is fine-tuned to acetylacetone with PBE labels, from a clone of
+https://github.com/davkovacs/BOTNet-datasets: with all weights, with its fitting network alone, with
+a lower rate of the descriptor, and with old frames in some of the steps; beside training from
+scratch for as many steps. Inputs are those of ``dp-ema init``, without validation frames.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ def label_old(folder: Path) -> None:
 
 
 def take_new(folder: Path, clone: Path) -> None:
-    """Write training sets of several sizes and seeds, and a quarter of the test frames at 300 and at 600 K."""
+    """Write training sets of several sizes and seeds, and a quarter of the test frames at 300 and
+    at 600 K.
+    """
     frames, rng = read(clone / "dataset_acac/train_300K.xyz", ":"), np.random.default_rng(3)
     for seed in SEEDS:
         order = rng.permutation(len(frames))
@@ -93,7 +96,9 @@ def take_new(folder: Path, clone: Path) -> None:
 def run(
     folder: Path, words: list[str], start: list[str], seed: int, change: dict[str, Any]
 ) -> Path:
-    """Train in a folder with the input of ``dp-ema init`` and return the averaged weights, which are kept."""
+    """Train in a folder with the input of ``dp-ema init`` and return the averaged weights, which
+    are kept.
+    """
     if found := list(folder.glob("model_ema.ckpt-*.pt")):
         return found[0]
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +129,8 @@ def errors(
         file: the model.
         data: frames.
         head: which model of the file.
-        is_shifted: whether the model has energies of another method, so that a shift of each element is no error.
+        is_shifted: whether the model has energies of another method, so that a shift of each
+            element is no error.
     """
     frames = measure(file, [str(data)], head=head).frames
     energy = np.array(

@@ -1,14 +1,17 @@
-"""Choices of ``dp-ema init`` for sets of different kinds, and errors beside those of the input of before.
+"""Choices of ``dp-ema init`` for sets of different kinds, and errors beside those of the input of
+before.
 
 usage: python benchmarks/init_recipes.py --sources DIR --work DIR [--seconds 180] [--sets NAME ...]
                                          [--beside OPTIMIZER] [--output PAGE]
 
 --sources holds the clones that init_sets.py names. The old input is the hand-written one of before:
-Adam with an exponential decay, in float64. With --beside it is that of init with another optimizer and
-rate: SOAP, or AdamWScheduleFree at a constant rate. Both train the same frames, with the same validation frames and
-seed, for the same time: as many steps as fit into --seconds of the processor by a short run of both. The two runs are
-made at the same time, so that they see the same load of the machine. On a core that does nothing else --seconds 180 are
---hours 0.05 of init. What is in --work is not trained again.
+Adam with an exponential decay, in float64. With --beside it is that of init with another optimizer
+and
+rate: SOAP, or AdamWScheduleFree at a constant rate. Both train the same frames, with the same
+validation frames and seed, for the same time: as many steps as fit into --seconds of the processor
+by a short run of both. The two runs are made at the same time, so that they see the same load of
+the machine. On a core that does nothing else --seconds 180 are --hours 0.05 of init. What is in
+--work is not trained again.
 """
 
 from __future__ import annotations
@@ -137,7 +140,9 @@ def _propose(
 
 
 def _with_steps(values: dict[str, Any], steps: int, often: int | None = None) -> dict[str, Any]:
-    """Return an input with a number of steps, of which the validations and checkpoints are evenly spaced."""
+    """Return an input with a number of steps, of which the validations and checkpoints are evenly
+    spaced.
+    """
     often = often or max(1, steps // VALIDATIONS)
     training = values["training"] | {"numb_steps": steps, "save_freq": often, "disp_freq": often}
     validating = values.get("validating", {})
@@ -227,7 +232,9 @@ def _old_input(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _other(values: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Return the input beside a proposed one: the old one, or with another optimizer, whose rate falls by as much."""
+    """Return the input beside a proposed one: the old one, or with another optimizer, whose rate
+    falls by as much.
+    """
     if args.beside == OLD:
         return _old_input(values)
     schedule = values["learning_rate"]
@@ -241,7 +248,9 @@ def _other(values: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _errors(folder: Path, data: str, suffix: str, args: argparse.Namespace) -> dict[str, float]:
-    """Return the last RMSE on the validation frames, or those on all frames where there are none, in units of meV."""
+    """Return the last RMSE on the validation frames, or those on all frames where there are none,
+    in units of meV.
+    """
     log = folder / f"val{suffix}.log"
     if log.exists():
         row = [line for line in log.read_text().splitlines() if not line.startswith("#")][

@@ -37,7 +37,8 @@ class TrainingSet:
     Attributes:
         about: system and source of the labels.
         kind: what ``init`` is expected to find.
-        frames: given the folder of the clones, the frames, or the path of data that are there already.
+        frames: given the folder of the clones, the frames, or the path of data that are there
+            already.
     """
 
     about: str
@@ -55,7 +56,9 @@ class TrainingSet:
 
 
 def documents(file: Path) -> Iterator[Atoms]:
-    """Yield frames of a file of mlearn or snap: pymatgen's structures; stresses in kbar, positive under compression."""
+    """Yield frames of a file of mlearn or snap: pymatgen's structures; stresses in kbar, positive
+    under compression.
+    """
     for document in json.loads(file.read_text()):
         sites, outputs = document["structure"]["sites"], document["outputs"]
         atoms = Atoms(

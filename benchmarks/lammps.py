@@ -1,12 +1,14 @@
-"""Energies, forces, pressures, drift and steps per second of frozen models in LAMMPS, for every descriptor.
+"""Energies, forces, pressures, drift and steps per second of frozen models in LAMMPS, for every
+descriptor.
 
 usage: python benchmarks/lammps.py --lammps DIR --cache FOLDER [--only NAME ...] [--output PAGE]
 
 DIR has DeePMD-kit, its LAMMPS and MPI (doc/lammps.md). Each model is trained for some hundred steps
-on the water example, so that its statistics are those of data and its forces keep molecules together, and frozen as
-``.pt2`` and as ``.pth``; these files stay in FOLDER, because compiling takes minutes. Then LAMMPS evaluates one
-triclinic cell of 96 atoms on one rank and on two, which is compared with ``deepmd_ema.Potential`` of the checkpoint,
-goes 1,000 steps of NVE, and runs both files in turns for times.
+on the water example, so that its statistics are those of data and its forces keep molecules
+together, and frozen as ``.pt2`` and as ``.pth``; these files stay in FOLDER, because compiling
+takes minutes. Then LAMMPS evaluates one triclinic cell of 96 atoms on one rank and on two, which is
+compared with ``deepmd_ema.Potential`` of the checkpoint, goes 1,000 steps of NVE, and runs both
+files in turns for times.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ class Run:
 
     Attributes:
         message: its error, or an empty string; then the others are filled.
-        rows: (rows, 10) step, potential and total energy in eV, temperature in K, pressures xx yy zz xy xz yz in bar.
+        rows: (rows, 10) step, potential and total energy in eV, temperature in K, pressures xx yy
+            zz xy xz yz in bar.
         force: (atoms, 3) of the first frame, eV/angstrom.
         ms: wall time of a step.
         cpu_ms: processor time of a step, per rank.
@@ -275,7 +278,9 @@ def relative(one: np.ndarray, two: np.ndarray) -> float:
 
 
 def drift(rows: np.ndarray, num_atoms: int) -> dict[str, float]:
-    """Return the slope of a line through the total energies and what is left, meV/atom, and the last temperature."""
+    """Return the slope of a line through the total energies and what is left, meV/atom, and the
+    last temperature.
+    """
     ps, energy = rows[:, 0] * PS_PER_STEP, 1000 * rows[:, 2] / num_atoms
     line = np.polyfit(ps, energy, 1)
     return {

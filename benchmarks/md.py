@@ -1,12 +1,15 @@
-"""Energy drift and steps per second of an NVE run of water in ASE: compiled and plain files, here and in DeePMD-kit.
+"""Energy drift and steps per second of an NVE run of water in ASE: compiled and plain files, here
+and in DeePMD-kit.
 
-usage: python benchmarks/md.py MODEL [--peer DIR] [--pt2 FILE] [--steps N] [--block N] [--threads N] [--output PAGE]
+usage: python benchmarks/md.py MODEL [--peer DIR] [--pt2 FILE] [--steps N] [--block N] [--threads N]
+[--output PAGE]
 
-MODEL, a checkpoint of the water example, is frozen to a ``.dp`` and a ``.pt2`` file. 192 atoms start from a frame of
-the example with velocities of 300 K and go N steps of 0.5 fs, in every calculator from the same state: ``deepmd_ema``
-with both files, and, given DeePMD-kit's environment DIR, its own calculator with the same ``.pt2`` and with the
-``.pth`` that ``dp convert-backend`` makes of the ``.dp``. Each runs in a process of its own and in blocks that take
-turns, so that the load of the machine is the same for all; CPU time of a block is counted. The drift is the slope of a
+MODEL, a checkpoint of the water example, is frozen to a ``.dp`` and a ``.pt2`` file. 192 atoms
+start from a frame of the example with velocities of 300 K and go N steps of 0.5 fs, in every
+calculator from the same state: ``deepmd_ema`` with both files, and, given DeePMD-kit's environment
+DIR, its own calculator with the same ``.pt2`` and with the ``.pth`` that ``dp convert-backend``
+makes of the ``.dp``. Each runs in a process of its own and in blocks that take turns, so that the
+load of the machine is the same for all; CPU time of a block is counted. The drift is the slope of a
 line through the total energies.
 """
 
@@ -26,7 +29,8 @@ import numpy as np
 
 FS_PER_STEP = 0.5
 OURS, PEER = "deepmd_ema.calculator", "deepmd.calculator"
-# what each process runs: it answers every line of its input with the times and the total energies of a block
+# what each process runs: it answers every line of its input with the times and the total energies
+# of a block
 CHILD = """
 import json, sys, time
 import numpy as np
@@ -145,7 +149,9 @@ def _summary(model: Path) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """Steps that a run has gone: processor and wall seconds of one step, and the total energies in eV."""
+    """Steps that a run has gone: processor and wall seconds of one step, and the total energies in
+    eV.
+    """
 
     cpu: float
     wall: float
@@ -163,7 +169,8 @@ class MdRun:
         threads: of torch.
         device: ``cpu`` or ``cuda``.
         options: more arguments of the calculator.
-        again: whether each block starts from the first frame: models that are hardly trained heat up.
+        again: whether each block starts from the first frame: models that are hardly trained heat
+            up.
     """
 
     def __init__(

@@ -1,13 +1,16 @@
-"""Errors and seconds of optimizers with their learning rate schedules after trainings of several lengths.
+"""Errors and seconds of optimizers with their learning rate schedules after trainings of several
+lengths.
 
-usage: python benchmarks/optimizers.py [--sets water molecules ...] [--sources DIR] [--recipes FILE] [--output PAGE]
+usage: python benchmarks/optimizers.py [--sets water molecules ...] [--sources DIR] [--recipes FILE]
+[--output PAGE]
 
-A recipe is an optimizer with a schedule. Small models in float32 with constant prefactors of the loss are trained on
-the sets below; frames that are not trained on are in two halves. Runs of TUNING_STEPS steps with a seed that is not
-measured choose by the first half which rate a recipe has on a set, and which weights are taken of it: live ones or an
-average. Errors are those of these weights on the other half. A recipe without a planned end is one run for all lengths,
-whose seconds are divided in proportion to the steps; the others have a run for each. FILE adds recipes: a JSON object
-like RECIPES, by names. What is finished in --work is not done again.
+A recipe is an optimizer with a schedule. Small models in float32 with constant prefactors of the
+loss are trained on the sets below; frames that are not trained on are in two halves. Runs of
+TUNING_STEPS steps with a seed that is not measured choose by the first half which rate a recipe has
+on a set, and which weights are taken of it: live ones or an average. Errors are those of these
+weights on the other half. A recipe without a planned end is one run for all lengths, whose seconds
+are divided in proportion to the steps; the others have a run for each. FILE adds recipes: a JSON
+object like RECIPES, by names. What is finished in --work is not done again.
 """
 
 from __future__ import annotations
@@ -70,10 +73,11 @@ COPPER = (4, 10, 16, 22, 28)  # atoms of 32
 
 
 class Data(NamedTuple):
-    """One set: the example whose loss it has, its elements, frames per batch, and a function that writes it.
+    """One set: the example whose loss it has, its elements, frames per batch, and a function that
+    writes it.
 
-    ``write`` gets the folder of the clones of init_sets.py and the folder in which it makes ``train``, ``choose`` and
-    ``test``, each with systems.
+    ``write`` gets the folder of the clones of init_sets.py and the folder in which it makes
+    ``train``, ``choose`` and ``test``, each with systems.
     """
 
     example: str
@@ -219,7 +223,9 @@ def _part_of_set(name: str, args: argparse.Namespace) -> list[str]:
 def _measure(
     name: str, title: str, recipe: dict[str, Any], args: argparse.Namespace
 ) -> dict[int, list[Measured]]:
-    """Return seconds and errors of a recipe with its chosen rate, by length, one entry for each seed."""
+    """Return seconds and errors of a recipe with its chosen rate, by length, one entry for each
+    seed.
+    """
     found: dict[int, list[Measured]] = {budget: [] for budget in args.budgets}
     for seed in args.seeds:
         for steps in args.budgets[-1:] if recipe.get("without_end") else args.budgets:
@@ -242,7 +248,8 @@ def _result(
 ) -> dict[str, Any]:
     """Return the config, seconds and errors of a run, which is made if it is not there.
 
-    Errors are rows of step, energy and force for ``live`` and each average, on one ``part`` of the set.
+    Errors are rows of step, energy and force for ``live`` and each average, on one ``part`` of the
+    set.
     """
     config = _make_input(name, recipe, rate, seed, args.work / "data" / name, part)
     freq = args.budgets[0] if recipe.get("without_end") and part == "test" else steps
@@ -319,7 +326,9 @@ def _cell(runs: Sequence[Measured], quantity: int, lowest: float) -> str:
 
 
 def _to_targets(measured: dict[int, list[Measured]], first: dict[int, list[Measured]]) -> list[str]:
-    """Return steps and seconds after which the errors of the longest run of the first recipe are reached."""
+    """Return steps and seconds after which the errors of the longest run of the first recipe are
+    reached.
+    """
     cells = []
     for quantity in range(2):
         target = _median(first[max(first)], quantity)
@@ -341,7 +350,9 @@ def _reached(values: Sequence[float], errors: Sequence[float], target: float) ->
 
 
 def _write_example(name: str, in_row: int, folder: Path) -> None:
-    """Link the training systems of an example, and halve its validation frames; ``in_row`` frames stay together."""
+    """Link the training systems of an example, and halve its validation frames; ``in_row`` frames
+    stay together.
+    """
     (folder / "train").mkdir()
     for system in (common.ROOT / "examples" / name / "data").iterdir():
         if system.name.startswith("train"):
@@ -355,7 +366,9 @@ def _write_example(name: str, in_row: int, folder: Path) -> None:
 
 
 def _write_nicu(folder: Path) -> None:
-    """Write frames of 32 atoms of Ni and Cu on disordered fcc sites, displaced and strained, labelled by EMT."""
+    """Write frames of 32 atoms of Ni and Cu on disordered fcc sites, displaced and strained,
+    labelled by EMT.
+    """
     from ase import Atoms
     from ase.build import bulk
     from ase.calculators.emt import EMT
@@ -389,7 +402,9 @@ def _write_nicu(folder: Path) -> None:
 
 
 def _write_acac(sources: Path, folder: Path) -> None:
-    """Write the training frames, at 300 K, and halves of the dynamics at 300 K; 50 frames of it stay together."""
+    """Write the training frames, at 300 K, and halves of the dynamics at 300 K; 50 frames of it
+    stay together.
+    """
     from ase.io import read
 
     data = sources / "BOTNet-datasets/dataset_acac"

@@ -1,13 +1,15 @@
-"""Bytes per rank at each zero_stage, and steps per second on several ranks with the share of communication.
+"""Bytes per rank at each zero_stage, and steps per second on several ranks with the share of
+communication.
 
 usage: python benchmarks/parallel.py memory [--ranks 4] [--width 2400] [--output PAGE]
        python benchmarks/parallel.py speed [--ranks 1 2] [--steps 60] [--output PAGE]
 
-`memory` makes a model of at least 20 million parameters in float32, takes two training steps, and counts the bytes of
-the tensors that a rank holds: parameters, gradients after a backward pass, moments, averages; beside them what theory
-says, P bytes per whole copy and P / ranks per shared one. `speed` times training steps of the water example with the
-same frames per rank, and the same steps with torch's profiler for the share of exchange between ranks. Each case is
-launched by torchrun on this machine.
+`memory` makes a model of at least 20 million parameters in float32, takes two training steps, and
+counts the bytes of the tensors that a rank holds: parameters, gradients after a backward pass,
+moments, averages; beside them what theory says, P bytes per whole copy and P / ranks per shared
+one. `speed` times training steps of the water example with the same frames per rank, and the same
+steps with torch's profiler for the share of exchange between ranks. Each case is launched by
+torchrun on this machine.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ def _memory(args: argparse.Namespace) -> str:
 
 
 def _theory(whole: int, stage: int, ranks: int) -> tuple[float, float, float, float]:
-    """Return bytes of parameters, gradients, moments and average of one rank (arXiv:1910.02054, section 5)."""
+    """Return bytes of parameters, gradients, moments and average of one rank (arXiv:1910.02054,
+    section 5).
+    """
     part = whole / ranks
     return (
         part if stage > 1 else whole,
@@ -200,7 +204,9 @@ def _local_bytes(tensors: list) -> int:
 
 
 def _times_of(trainer, args: argparse.Namespace) -> dict:
-    """Return the median seconds of a step, and the share of it that went into exchange with other ranks."""
+    """Return the median seconds of a step, and the share of it that went into exchange with other
+    ranks.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     for _ in range(10):

@@ -1,26 +1,32 @@
-"""Speed beside DeePMD-kit: steps, memory, growth with the atoms, start-up, validation, checkpoints, MD.
+"""Speed beside DeePMD-kit: steps, memory, growth with the atoms, start-up, validation, checkpoints,
+MD.
 
-usage: python benchmarks/speed.py [--peer DIR] [--stage step growth ...] [--kinds "dpa3" ...] [--output PAGE]
+usage: python benchmarks/speed.py [--peer DIR] [--stage step growth ...] [--kinds "dpa3" ...]
+[--output PAGE]
 
-The models are those of models.json and speed.json, the data frames of water, with 192 atoms if a case says nothing
-else. Both programs get the same input, precision, batch size and threads, and take turns; a ratio is the median of the
-ratios of the turns. Results are kept in --work and not measured again, so each stage may be run at another time:
+The models are those of models.json and speed.json, the data frames of water, with 192 atoms if a
+case says nothing else. Both programs get the same input, precision, batch size and threads, and
+take turns; a ratio is the median of the ratios of the turns. Results are kept in --work and not
+measured again, so each stage may be run at another time:
 
-- ``step``: training runs are started and halted with SIGSTOP; they then run in turns, one at a time. The time of a
-  step is that between rows of lcurve.out: loader, forward, backward, optimizer. Turns of dp-ema begin after its first
-  epoch, in which it finds the neighbors of each frame, to keep them: DeePMD-kit does so in every step. Peak memory is
-  that of these runs.
-- ``growth``: time and memory of steps against the --atoms of a frame, with the first batch size; without --kinds, of
-  GROWING. Each turn is a run of its own, since two may not fit into memory. On a CPU a program may take --memory GB;
-  what fails is shown with its error, and not tried with more atoms. Statistics are those of one batch: of several
-  DeePMD-kit makes one list of neighbors, which is larger than that of a step.
-- ``start``: seconds to the first row, and those of the statistics before it: of all, of none that a file has.
-- ``validation``, ``checkpoint``: the time that a step takes longer when all validation frames are evaluated or a
-  checkpoint with an average is written after it.
-- ``md``: steps per second in ASE with a ``.dp`` and a ``.pt2`` here and the ``.pth`` that `dp convert-backend` makes of
-  the ``.dp``, of models that were trained for a few steps.
+- ``step``: training runs are started and halted with SIGSTOP; they then run in turns, one at a
+  time. The time of a step is that between rows of lcurve.out: loader, forward, backward, optimizer.
+  Turns of dp-ema begin after its first epoch, in which it finds the neighbors of each frame, to
+  keep them: DeePMD-kit does so in every step. Peak memory is that of these runs.
+- ``growth``: time and memory of steps against the --atoms of a frame, with the first batch size;
+  without --kinds, of GROWING. Each turn is a run of its own, since two may not fit into memory. On
+  a CPU a program may take --memory GB; what fails is shown with its error, and not tried with more
+  atoms. Statistics are those of one batch: of several DeePMD-kit makes one list of neighbors, which
+  is larger than that of a step.
+- ``start``: seconds to the first row, and those of the statistics before it: of all, of none that a
+  file has.
+- ``validation``, ``checkpoint``: the time that a step takes longer when all validation frames are
+  evaluated or a checkpoint with an average is written after it.
+- ``md``: steps per second in ASE with a ``.dp`` and a ``.pt2`` here and the ``.pth`` that
+  `dp convert-backend` makes of the ``.dp``, of models that were trained for a few steps.
 
---set adds ways to run dp-ema, which stand beside the others in all stages: --set always:model.descriptor.KEY=VALUE.
+--set adds ways to run dp-ema, which stand beside the others in all stages: --set
+always:model.descriptor.KEY=VALUE.
 """
 
 from __future__ import annotations
@@ -139,7 +145,9 @@ def _once(cases: list[Case]) -> list[Case]:
 def _result(
     stage: str, case: Case, runners: list[Runner], measure: Measure, args: argparse.Namespace
 ) -> dict[str, Any] | None:
-    """Return the result of a case, which is measured if the stage is chosen and a program has no result."""
+    """Return the result of a case, which is measured if the stage is chosen and a program has no
+    result.
+    """
     name = "input" if stage == "start" else case.file_name
     folder = args.work.resolve() / "speed" / f"{args.device}-{args.threads}" / stage / name
     file, wanted = folder / "result.json", {runner.name for runner in runners}
@@ -181,7 +189,9 @@ def _write(
 def _steps(
     case: Case, runners: list[Runner], args: argparse.Namespace, interval: int | None = None
 ) -> dict[str, Any]:
-    """Return seconds per step in the turns of each program, seconds that each took to begin, and its peak memory."""
+    """Return seconds per step in the turns of each program, seconds that each took to begin, and
+    its peak memory.
+    """
     runs: dict[str, common.HaltedRun] = {}
     times: dict[str, list[float]] = {}
     begin, failed, memory = {}, {}, {}
@@ -217,7 +227,9 @@ def _steps(
 
 
 def _growth(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
-    """Return times, errors and memory as :func:`_steps`, each turn in a run of its own, and the limit in GB."""
+    """Return times, errors and memory as :func:`_steps`, each turn in a run of its own, and the
+    limit in GB.
+    """
     found: dict[str, Any] = {"times": {}, "failed": {}, "memory": {}, "limit": args.memory}
     once = copy.copy(args)
     once.turns, once.stat_batches = 1, 1
@@ -270,7 +282,9 @@ def _interval(case: Case, runner: Runner, args: argparse.Namespace) -> int:
 
 
 def _starts(_case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds to the first row, with all statistics, with those of the neighbors given, and with all given."""
+    """Return seconds to the first row, with all statistics, with those of the neighbors given, and
+    with all given.
+    """
     config = common.bare(common.read_input(args.input, args.data))
     config["training"] |= {"numb_steps": 1, "disp_freq": 1}
     compileall.compile_dir(
@@ -335,7 +349,9 @@ def _checkpoint(case: Case, runners: list[Runner], args: argparse.Namespace) -> 
 def _more_of_a_step(
     case: Case, runners: list[Runner], args: argparse.Namespace, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return by how many seconds a step takes longer every ``PERIOD`` steps, and the seconds of a plain one."""
+    """Return by how many seconds a step takes longer every ``PERIOD`` steps, and the seconds of a
+    plain one.
+    """
     found, failed = common.programs(args.peer), {}
     times: dict[str, list[float]] = {}
     plain: dict[str, list[float]] = {}
@@ -359,10 +375,11 @@ def _more_of_a_step(
 
 
 def _extra(rows: dict[int, float], period: int) -> tuple[float, float]:
-    """Return by how much the steps at multiples of ``period`` take longer than the others, and the seconds of those.
+    """Return by how much the steps at multiples of ``period`` take longer than the others, and the
+    seconds of those.
 
-    What is done after step n falls between the rows of n and n + 1 or, if a program writes the row after it, before
-    that of n: both intervals count.
+    What is done after step n falls between the rows of n and n + 1 or, if a program writes the row
+    after it, before that of n: both intervals count.
     """
     last = max(rows)
     spent = {
@@ -377,7 +394,9 @@ def _extra(rows: dict[int, float], period: int) -> tuple[float, float]:
 
 
 def _md(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds of an MD step of 192 atoms in blocks that take turns, by program, or program and form of file."""
+    """Return seconds of an MD step of 192 atoms in blocks that take turns, by program, or program
+    and form of file.
+    """
     from md import OURS, PEER, MdRun
 
     jobs, failed = {}, {}
@@ -412,7 +431,9 @@ def _md(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str
 
 
 def _trained_shortly(case: Case, runner: Runner, args: argparse.Namespace) -> Path:
-    """Return a run of a few steps, after which atoms do not fall into each other, as with random weights they do."""
+    """Return a run of a few steps, after which atoms do not fall into each other, as with random
+    weights they do.
+    """
     config = speed_cases.input_of(case, args, disp_freq=MD_TRAINING, numb_steps=MD_TRAINING)
     config["learning_rate"] = {
         "type": "exp",

@@ -146,7 +146,9 @@ def growth_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def times_of(atoms: int) -> tuple[int, int, int]:
-    """Return the repetitions of the cells of the example for a number of atoms, in a shape near a cube."""
+    """Return the repetitions of the cells of the example for a number of atoms, in a shape near a
+    cube.
+    """
     cells, rest = divmod(atoms, CELL_ATOMS)
     if rest or not cells:
         raise SystemExit(
@@ -158,7 +160,9 @@ def times_of(atoms: int) -> tuple[int, int, int]:
 
 
 def runners_of(args: argparse.Namespace) -> list[Runner]:
-    """Return the programs that the command line chooses, dp-ema first; those of the peer only where it is."""
+    """Return the programs that the command line chooses, dp-ema first; those of the peer only where
+    it is.
+    """
     named = [runner for runner in RUNNERS if runner.name in args.programs]
     extra = []
     for word in args.set:
@@ -176,7 +180,8 @@ def runners_of(args: argparse.Namespace) -> list[Runner]:
 
 
 def input_of(case: Case, args: argparse.Namespace, **training: Any) -> dict[str, Any]:
-    """Return an input that both programs read: training steps alone, without an end, on one system of water.
+    """Return an input that both programs read: training steps alone, without an end, on one system
+    of water.
 
     Args:
         case: what is trained.
@@ -204,7 +209,9 @@ def input_of(case: Case, args: argparse.Namespace, **training: Any) -> dict[str,
 
 
 def system_of(source: str, times: tuple[int, int, int], work: Path) -> Path:
-    """Return the frames of a system with their cells repeated, which are written if they are not there."""
+    """Return the frames of a system with their cells repeated, which are written if they are not
+    there.
+    """
     folder = work.resolve() / "speed" / "data" / f"{Path(source).name}-{'x'.join(map(str, times))}"
     if not folder.exists():
         cells = times[0] * times[1] * times[2]
@@ -215,7 +222,9 @@ def system_of(source: str, times: tuple[int, int, int], work: Path) -> Path:
 
 
 def with_options(config: dict[str, Any], *options: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy in which options that are named with dots have their values; each part of a hybrid gets them."""
+    """Return a copy in which options that are named with dots have their values; each part of a
+    hybrid gets them.
+    """
     config = copy.deepcopy(config)
     for key, value in ((key, value) for given in options for key, value in given.items()):
         *path, last = key.split(".")

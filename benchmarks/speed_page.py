@@ -83,7 +83,9 @@ def _ratios(times: dict[str, list[float]], runners: list[Runner]) -> list[str]:
 
 
 def _table(found: Found, stage: str, runners: list[Runner], unit: str, cells: Any) -> Table:
-    """Return a table with a cell of ``cells(seconds, result)`` for each program, and ratios of times."""
+    """Return a table with a cell of ``cells(seconds, result)`` for each program, and ratios of
+    times.
+    """
     rows = []
     for case, result in _chosen(found, stage):
         medians = _medians(result["times"])
@@ -145,7 +147,9 @@ def _growth_rows(found: Found, runners: list[Runner]) -> Table:
 
 
 def _reason(text: str) -> str:
-    """Return an error in a few words, for lack of memory with the size that was requested, if the error has it."""
+    """Return an error in a few words, for lack of memory with the size that was requested, if the
+    error has it.
+    """
     if not re.search(MEMORY_ERRORS, text, re.IGNORECASE):
         return text.strip().splitlines()[-1][:80]
     requested = re.findall(r"allocate ([\d.]+) (bytes|[KMGT]iB)", text)
@@ -158,7 +162,9 @@ def _reason(text: str) -> str:
 
 
 def plot_growth(found: Found, runners: list[Runner], file: Path) -> None:
-    """Draw time and memory of a step against the atoms of a frame; a line ends where its program has failed."""
+    """Draw time and memory of a step against the atoms of a frame; a line ends where its program
+    has failed.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 

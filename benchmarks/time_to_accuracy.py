@@ -1,18 +1,21 @@
 """Wall time to the accuracy that DeePMD-kit reaches with an input and its own schedule.
 
-usage: python benchmarks/time_to_accuracy.py --peer DIR [--sets water] [--stage targets reach time] [--output PAGE]
+usage: python benchmarks/time_to_accuracy.py --peer DIR [--sets water] [--stage targets reach time]
+[--output PAGE]
 
-The inputs are those of the examples, the recipe of dp-ema is in time_to_accuracy.json: the same model, data and frames
-per batch, another optimizer, schedule and loss, an average, and fewer steps. Optimizer, rates and numbers of steps were
-chosen with seeds from 11 on, which are not among those that are measured. Stages, each of which keeps its results in
---work:
+The inputs are those of the examples, the recipe of dp-ema is in time_to_accuracy.json: the same
+model, data and frames per batch, another optimizer, schedule and loss, an average, and fewer steps.
+Optimizer, rates and numbers of steps were chosen with seeds from 11 on, which are not among those
+that are measured. Stages, each of which keeps its results in --work:
 
-- ``targets``: DeePMD-kit trains the input and tests its model on all validation frames. "own" has the learning rates of
-  DeePMD-kit's examples (down to 3.51e-8), "example" those of the input here (down to 1e-4).
-- ``reach``: dp-ema trains for its number of steps, and its averaged model is tested on the same frames; and it trains
-  the inputs of DeePMD-kit as they are ("same"), whose errors should be those of DeePMD-kit.
-- ``time``: both programs from the command to the end, in turns and with nothing beside. DeePMD-kit is stopped after
-  some hundred steps, and the rest is counted at the time of those.
+- ``targets``: DeePMD-kit trains the input and tests its model on all validation frames. "own" has
+  the learning rates of DeePMD-kit's examples (down to 3.51e-8), "example" those of the input here
+  (down to 1e-4).
+- ``reach``: dp-ema trains for its number of steps, and its averaged model is tested on the same
+  frames; and it trains the inputs of DeePMD-kit as they are ("same"), whose errors should be those
+  of DeePMD-kit.
+- ``time``: both programs from the command to the end, in turns and with nothing beside. DeePMD-kit
+  is stopped after some hundred steps, and the rest is counted at the time of those.
 """
 
 from __future__ import annotations
@@ -249,7 +252,9 @@ def _cells(results: list[dict[str, float] | None], names: Any) -> list[str]:
 
 
 def _ratio(found: dict[str, Any], name: str, recipe: str, args: argparse.Namespace) -> str:
-    """Return by how much longer DeePMD-kit takes; the time of its steps does not depend on the target."""
+    """Return by how much longer DeePMD-kit takes; the time of its steps does not depend on the
+    target.
+    """
     times = [
         [found["time"].get((name, seed, key)) for seed in args.seeds] for key in ("peer", recipe)
     ]
@@ -260,7 +265,9 @@ def _ratio(found: dict[str, Any], name: str, recipe: str, args: argparse.Namespa
 
 
 def _reached(found: dict[str, Any], name: str, recipe: str, args: argparse.Namespace) -> str:
-    """Return of how many seeds both errors are no larger than those of DeePMD-kit with the same seed."""
+    """Return of how many seeds both errors are no larger than those of DeePMD-kit with the same
+    seed.
+    """
     words = []
     for target in args.targets:
         pairs = [

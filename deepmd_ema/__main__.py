@@ -1,4 +1,6 @@
-"""The command: ``dp-ema``, ``python -m deepmd_ema``, and ``torchrun -m deepmd_ema`` on several processes."""
+"""The command: ``dp-ema``, ``python -m deepmd_ema``, and ``torchrun -m deepmd_ema`` on several
+processes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ def main() -> int:
     """Run the command line and return its exit code."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", ""))
     if rank in ("0", "1") and os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS")) != "1":
-        # a launcher ends the ranks that are left when one was killed, which may be rank 0, also while they are loading
+        # a launcher ends the ranks that are left when one was killed, which may be rank 0, also
+        # while they are loading
         def end(number: int, frame: FrameType | None) -> None:
             os.write(
                 2, f"dp-ema (rank {rank}): stopped by {signal.Signals(number).name}\n".encode()

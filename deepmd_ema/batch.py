@@ -1,4 +1,6 @@
-"""Input of a model: frames of any sizes on one flat atom axis, with their neighbors as a dense matrix."""
+"""Input of a model: frames of any sizes on one flat atom axis, with their neighbors as a dense
+matrix.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT = 256  # bytes, of each tensor of a packed batch: as torch aligns tensors on a GPU, which kernels make use of
+# bytes, of each tensor of a packed batch: as torch aligns tensors on a GPU, which kernels make use
+# of
+ALIGNMENT = 256
 _HOST_FIELDS = (
     "type_counts",
     "slots",
@@ -28,15 +32,18 @@ class NeighborLayout:
 
     Attributes:
         rcut: cutoff radius, angstrom.
-        sel: most neighbors kept per section; the nearest are kept when there are more, of each type among the nearest
-            ``sum(sel)`` of all types. One number per neighbor type (``by_type``), or one number for all.
+        sel: most neighbors kept per section; the nearest are kept when there are more, of each type
+            among the nearest ``sum(sel)`` of all types. One number per neighbor type (``by_type``),
+            or one number for all.
         num_types: number of elements in the model's type map.
-        by_type: whether slots come in one section per neighbor type, or in one section sorted by distance.
-        excluded_pairs: pairs of types (both orders are excluded) removed after the nearest ``sel`` were chosen.
-        type_sel: most neighbors of each type that parts of the model want, which read one list sorted by distance by
-            type; empty where no part does.
-        inner: cutoffs and most neighbors that parts of the model ask ``Batch.within`` for; one section only. What it
-            returns then has no more slots than the batch needs.
+        by_type: whether slots come in one section per neighbor type, or in one section sorted by
+            distance.
+        excluded_pairs: pairs of types (both orders are excluded) removed after the nearest ``sel``
+            were chosen.
+        type_sel: most neighbors of each type that parts of the model want, which read one list
+            sorted by distance by type; empty where no part does.
+        inner: cutoffs and most neighbors that parts of the model ask ``Batch.within`` for; one
+            section only. What it returns then has no more slots than the batch needs.
     """
 
     rcut: float
@@ -50,12 +57,15 @@ class NeighborLayout:
 
 @dataclass(frozen=True)
 class Neighborhood:
-    """A view of the neighbors of a batch: those within a cutoff, the nearest ones first.  A atoms, K slots.
+    """A view of the neighbors of a batch: those within a cutoff, the nearest ones first.
+
+    A atoms, K slots.
 
     Attributes:
         neighbor: (A, K) int64, flat atom index of each neighbor; ``A`` is none.
         vector: (A, K, 3) float64, angstrom, as in the batch, also where there is no neighbor.
-        reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom is a neighbor; ``A * K`` is none.
+        reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom is a neighbor; ``A *
+            K`` is none.
     """
 
     neighbor: Tensor
@@ -70,36 +80,47 @@ class Neighborhood:
 
 @dataclass(frozen=True)
 class Batch:
-    """Frames of any sizes on one flat atom axis.  F frames, A atoms, K neighbor slots, T types, M reverse slots.
+    """Frames of any sizes on one flat atom axis.
 
-    Atoms are sorted by type over all frames (then by frame, then by place in the frame), so that the atoms of one type
-    are one slice. Virtual atoms (type -1 in mixed data) are not here. An empty slot holds the atom itself as its
-    neighbor and a vector of length ``2 * rcut``: every switching function vanishes there with all its derivatives.
+    F frames, A atoms, K neighbor slots, T types, M reverse slots.
+
+    Atoms are sorted by type over all frames (then by frame, then by place in the frame), so that
+    the atoms of one type are one slice. Virtual atoms (type -1 in mixed data) are not here. An
+    empty slot holds the atom itself as its neighbor and a vector of length ``2 * rcut``: every
+    switching function vanishes there with all its derivatives.
 
     Attributes:
         type_counts: atoms per type, T numbers that add up to A.
         slots: slots per section (trimmed to what the batch needs and rounded up); they add up to K.
         atom_type: (A,) int64.
         atom_frame: (A,) int64, the frame of each atom.
-        atom_order: (A,) int64, place of each atom in the frames one after the other, as in the files.
+        atom_order: (A,) int64, place of each atom in the frames one after the other, as in the
+            files.
         num_atoms: (F,) int64, real atoms of each frame.
         coord: (A, 3) float64, angstrom.
         box: (F, 3, 3) float64, angstrom, rows are cell vectors; zeros for an open frame.
         periodic: (F,) bool.
         neighbor: (A, K) int64, flat atom index of each neighbor.
-        vector: (A, K, 3) float64, position of the neighbor (its image) minus that of the atom, angstrom.
-        reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom is a neighbor; ``A * K`` is none.
+        vector: (A, K, 3) float64, position of the neighbor (its image) minus that of the atom,
+            angstrom.
+        reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom is a neighbor; ``A *
+            K`` is none.
         labels: name (see ``labels``) to tensor, zeros where a frame has no such label.
         has_label: label name to (F,) float64, 1 where the frame has the label.
-        conditions: what the energy depends on beside positions and elements, by name (see ``labels``): float64,
-            (F, ...) or (A, ...); a name that no frame has is absent.
-        type_slots: slots per type, where the layout has a ``type_sel``: what a view of the list by type needs.
+        conditions: what the energy depends on beside positions and elements, by name (see
+            ``labels``): float64, (F, ...) or (A, ...); a name that no frame has is absent.
+        type_slots: slots per type, where the layout has a ``type_sel``: what a view of the list by
+            type needs.
         frames: for messages, where each frame comes from: (system, frame number in the system).
-        inner: (cutoff, most, slots) of each inner neighborhood of the layout, trimmed like ``slots``.
-        sizes: atoms of each frame, as ``num_atoms``, without asking the device: pairs of atoms are split by frames.
-        padding: computed so that all ranks run the same collectives; excluded from losses and errors.
-        num_dummies: frames, and atoms in them, with which the batch was filled up (``model.dummy_atoms``): the last in
-            the order of the files, without labels. What is predicted for them counts for nothing.
+        inner: (cutoff, most, slots) of each inner neighborhood of the layout, trimmed like
+            ``slots``.
+        sizes: atoms of each frame, as ``num_atoms``, without asking the device: pairs of atoms are
+            split by frames.
+        padding: computed so that all ranks run the same collectives; excluded from losses and
+            errors.
+        num_dummies: frames, and atoms in them, with which the batch was filled up
+            (``model.dummy_atoms``): the last in the order of the files, without labels. What is
+            predicted for them counts for nothing.
     """
 
     type_counts: tuple[int, ...]
@@ -157,11 +178,13 @@ class Batch:
         return self.atom_type[self.neighbor]
 
     def within(self, rcut: float | None = None, most: int | None = None) -> Neighborhood:
-        """Return the nearest ``most`` neighbors (None: all) of each atom that are nearer than ``rcut`` (None: all).
+        """Return the nearest ``most`` neighbors (None: all) of each atom that are nearer than
+        ``rcut`` (None: all).
 
-        One list of the largest cutoff serves all parts of a model: those that look less far take a prefix of its slots.
-        Excluded pairs are not in the list and do not count for ``most``. For less than all of them the batch must hold
-        one section sorted by distance (``by_type=False``); the result is differentiable by ``vector``.
+        One list of the largest cutoff serves all parts of a model: those that look less far take a
+        prefix of its slots. Excluded pairs are not in the list and do not count for ``most``. For
+        less than all of them the batch must hold one section sorted by distance
+        (``by_type=False``); the result is differentiable by ``vector``.
         """
         assert len(self.slots) == 1 or rcut is most is None, (
             "a prefix by distance needs one section of neighbors"
@@ -179,7 +202,8 @@ class Batch:
         # where each slot of the list went, for `reverse`: also slot A * K, which is none
         none = num_atoms * width
         place = torch.arange(none, device=near.device).view(num_atoms, width)
-        # less than none, filled up with 0: torch.compile takes no filling that depends on the size of the batch
+        # less than none, filled up with 0: torch.compile takes no filling that depends on the size
+        # of the batch
         place = (place - none) * near
         # a row more, of which the first number is that of slot A * K
         place = nn.functional.pad(place, (0, total - width, 0, 1)).flatten() + none
@@ -190,13 +214,16 @@ class Batch:
         )
 
     def with_slots(self, slot: Tensor, **changes: Any) -> Batch:
-        """Return the batch with other slots: (A, V) flat slots ``i * K + k`` of this one, ``A * K`` is none."""
+        """Return the batch with other slots: (A, V) flat slots ``i * K + k`` of this one, ``A * K``
+        is none.
+        """
         return replace(self, **changes)
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; :meth:`pack` makes it one copy."""
         if self.vector.device == device:
-            # a call of torch releases the lock of Python, for which the thread that makes the next batch waits
+            # a call of torch releases the lock of Python, for which the thread that makes the next
+            # batch waits
             return self
         return self._map(lambda t: t.to(device, non_blocking=True))
 
@@ -221,7 +248,9 @@ class Batch:
         return PackedBatch(layout, data, {name: getattr(self, name) for name in _MARKS})
 
     def in_file_order(self, per_atom: Tensor) -> Tensor:
-        """Return ``per_atom`` (A, ...) with the frames one after the other and their atoms as in the files."""
+        """Return ``per_atom`` (A, ...) with the frames one after the other and their atoms as in
+        the files.
+        """
         out = torch.empty_like(per_atom)
         out[self.atom_order] = per_atom
         return out
@@ -257,10 +286,12 @@ class PackedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Everything of a batch but the numbers on the device: batches of one layout differ in their bytes only.
+    """Everything of a batch but the numbers on the device: batches of one layout differ in their
+    bytes only.
 
-    Hashable, so that what is kept for batches of one layout, such as a buffer on the device, can be found by it. The
-    origins of frames and the marks for what does not count are not in it: nothing on the device depends on them.
+    Hashable, so that what is kept for batches of one layout, such as a buffer on the device, can be
+    found by it. The origins of frames and the marks for what does not count are not in it: nothing
+    on the device depends on them.
 
     Attributes:
         tensors: where each tensor is in the buffer.
@@ -325,7 +356,9 @@ class PackedBatch:
 
 
 def _tensors(batch: Batch) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the tensors of a batch with their field and their key in it, in an order that depends on names only."""
+    """Yield the tensors of a batch with their field and their key in it, in an order that depends
+    on names only.
+    """
     for f in fields(batch):
         value = getattr(batch, f.name)
         if isinstance(value, Tensor):

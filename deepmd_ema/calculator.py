@@ -40,21 +40,26 @@ _MEMORY_KEPT = 512 << 20  # bytes, for the next step
 class DP(Calculator):
     """Energies (eV), forces (eV/angstrom) and stress (eV/angstrom^3) of a trained model in ASE.
 
-    Of a model of another quantity it has only this property: ``dipole``, ``polarizability``, ``dos``, or its name.
+    Of a model of another quantity it has only this property: ``dipole``, ``polarizability``,
+    ``dos``, or its name.
 
-    It can be copied and pickled. Several threads may share one, which then computes for one of them at a time.
+    It can be copied and pickled. Several threads may share one, which then computes for one of them
+    at a time.
 
-    A model that takes frame or atomic parameters gets those of ``calc.set(fparam=..., aparam=...)``, else those in
-    ``atoms.info["fparam"]`` and ``atoms.info["aparam"]``.
+    A model that takes frame or atomic parameters gets those of ``calc.set(fparam=...,
+    aparam=...)``, else those in ``atoms.info["fparam"]`` and ``atoms.info["aparam"]``.
 
-    The process keeps up to 512 MB that are freed for the next step: see ``deepmd_ema.utils.keep_freed_memory``.
+    The process keeps up to 512 MB that are freed for the next step: see
+    ``deepmd_ema.utils.keep_freed_memory``.
 
     Args:
-        model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``, or a ``Potential``. A
-            ``.pt2`` is machine code, which runs when it is loaded: only from whom you trust.
+        model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``,
+            or a ``Potential``. A ``.pt2`` is machine code, which runs when it is loaded: only from
+            whom you trust.
         device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
-        skin: angstrom. Neighbors are searched this far beyond the cutoff, and again only when an atom has moved more
-            than half of it or the cell has changed. Results depend on it by rounding; 0 searches at every step.
+        skin: angstrom. Neighbors are searched this far beyond the cutoff, and again only when an
+            atom has moved more than half of it or the cell has changed. Results depend on it by
+            rounding; 0 searches at every step.
         head: which model of a file that holds several.
         **parameters: ``fparam`` (P,) and ``aparam`` (N, Q), and what ASE's ``Calculator`` takes.
     """
@@ -76,7 +81,8 @@ class DP(Calculator):
             raise UserError(
                 f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step."
             )
-        # documented as unsafe beside other threads, but they only read the two numbers that are set here
+        # documented as unsafe beside other threads, but they only read the two numbers that are set
+        # here
         keep_freed_memory(_MEMORY_KEPT)
         super().__init__(**parameters)
         self._lock = RLock()
@@ -103,7 +109,9 @@ class DP(Calculator):
     def get_property(
         self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
     ) -> Any:
-        """Return a result for ``atoms``; one thread at a time, because another one may ask for other atoms."""
+        """Return a result for ``atoms``; one thread at a time, because another one may ask for
+        other atoms.
+        """
         with self._lock:
             return super().get_property(name, atoms, allow_calculation)
 
@@ -111,7 +119,8 @@ class DP(Calculator):
         """Change parameters; results are computed again when one differs.
 
         Raises:
-            UserError: for one that models do not have, such as ``type_dict`` of DeePMD-kit's ``DP``.
+            UserError: for one that models do not have, such as ``type_dict`` of DeePMD-kit's
+                ``DP``.
         """
         # ASE takes any name and would never look at it; `parameters` is its own, a file of them
         unknown = sorted(parameters.keys() - {*self.default_parameters, "parameters"})
@@ -125,7 +134,9 @@ class DP(Calculator):
         return changed
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
-        """Return names of changes since the last calculation, also of ``atoms.info``, which ASE does not compare."""
+        """Return names of changes since the last calculation, also of ``atoms.info``, which ASE
+        does not compare.
+        """
         changes: list[str] = [] if self._is_same(atoms) else super().check_state(atoms, tol)
         if not changes and not all(
             np.array_equal(np.asarray(value), np.asarray(self._conditions.get(name)))
@@ -143,7 +154,8 @@ class DP(Calculator):
         """Fill ``results``; all properties cost one evaluation. Open systems have no stress.
 
         Raises:
-            UserError: if an element is not in the model, or the cell is periodic in some directions only.
+            UserError: if an element is not in the model, or the cell is periodic in some directions
+                only.
         """
         super().calculate(atoms, list(properties), list(system_changes))
         now = self.atoms
@@ -162,13 +174,15 @@ class DP(Calculator):
             "forces": found.force[0],
         }
         if now.pbc.all():
-            # ASE: stress is the derivative of the energy by strain over the volume, the opposite of the virial
+            # ASE: stress is the derivative of the energy by strain over the volume, the opposite of
+            # the virial
             stress = -found.virial[0].reshape(3, 3) / now.get_volume()
             stress = 0.5 * (stress + stress.T)
             self.results["stress"] = stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
 
     def _conditions_of(self, atoms: Atoms) -> dict[str, Any]:
-        """Return the parameters of the frame and its atoms; those in ``info`` count if the model takes some.
+        """Return the parameters of the frame and its atoms; those in ``info`` count if the model
+        takes some.
 
         Raises:
             UserError: if the model needs some and neither place has them.
@@ -189,7 +203,9 @@ class DP(Calculator):
         return found
 
     def _is_same(self, atoms: Atoms) -> bool:
-        """Whether nothing has changed that ASE compares; its own comparison is slow and done four times per step."""
+        """Whether nothing has changed that ASE compares; its own comparison is slow and done four
+        times per step.
+        """
         last = self.atoms
         if last is None:
             return False

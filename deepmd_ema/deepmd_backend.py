@@ -1,4 +1,6 @@
-"""The backend ``ema`` of DeePMD-kit's command ``dp``, which finds it by an entry point; nothing else imports this."""
+"""The backend ``ema`` of DeePMD-kit's command ``dp``, which finds it by an entry point; nothing
+else imports this.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _CLAIM = 3  # on a file; those of DeePMD-kit's own backends are 1 and 2
 
 
 class TrainedHere:
-    """A backend whose commands ``train``, ``freeze``, ``compress`` and ``change-bias`` are those of dp-ema."""
+    """A backend whose commands ``train``, ``freeze``, ``compress`` and ``change-bias`` are those of
+    dp-ema.
+    """
 
     option = "--pt"  # sets the suffix of frozen files
 
@@ -37,7 +41,8 @@ class TrainedHere:
             value = getattr(args, action.dest, action.default)
             if value == action.default or action.dest == "log_level":
                 continue
-            # a long name means the same in both programs, and dp-ema refuses one that it does not have
+            # a long name means the same in both programs, and dp-ema refuses one that it does not
+            # have
             words += [name for name in action.option_strings if name.startswith("--")][:1]
             if action.nargs != 0:
                 words += map(str, value if isinstance(value, list) else [value])
@@ -50,13 +55,17 @@ class TrainedHere:
 
 @Backend.register("ema")
 class EmaBackend(TrainedHere, PyTorchBackend):
-    """The backend ``ema``, to which files of dp-ema belong by their content; data are read by the backend ``pt``."""
+    """The backend ``ema``, to which files of dp-ema belong by their content; data are read by the
+    backend ``pt``.
+    """
 
     name = "ema"
 
     @classmethod
     def match_filename(cls, filename: str) -> int:
-        """Return the claim on a ``.pt``: one of dp-ema, or a name without a file, to which only dp-ema converts."""
+        """Return the claim on a ``.pt``: one of dp-ema, or a name without a file, to which only
+        dp-ema converts.
+        """
         path = Path(filename)
         if path.suffix.lower() != ".pt" or not path.exists():
             return _CLAIM * (path.suffix.lower() == ".pt")
@@ -70,7 +79,9 @@ class EmaBackend(TrainedHere, PyTorchBackend):
 
     @property
     def deep_eval(self) -> type:
-        """Return the evaluator of the backend ``pt``, for which a file becomes a checkpoint of DeePMD-kit."""
+        """Return the evaluator of the backend ``pt``, for which a file becomes a checkpoint of
+        DeePMD-kit.
+        """
         evaluator: Any = super().deep_eval
 
         class DeepEval(evaluator):

@@ -20,11 +20,12 @@ class UserError(Exception):
     """A mistake that the user can mend; the command line prints it and exits with 2.
 
     Args:
-        problems: one message, or all the messages and findings of one input; each says where, what was found, what
-            was expected and what to do.
+        problems: one message, or all the messages and findings of one input; each says where, what
+            was found, what was expected and what to do.
 
     Attributes:
-        findings: the problems with their places; a message without one is a finding without a place.
+        findings: the problems with their places; a message without one is a finding without a
+            place.
     """
 
     def __init__(self, problems: str | Iterable[str | Finding]) -> None:
@@ -73,7 +74,9 @@ class WriteError(UserError):
 
 
 class DivergedError(UserError):
-    """The loss or a gradient became non-finite; the message names the step, the task and the frames."""
+    """The loss or a gradient became non-finite; the message names the step, the task and the
+    frames.
+    """
 
 
 class Interrupted(UserError):  # noqa: N818 - not an error
@@ -93,7 +96,9 @@ class NotCompiledError(RuntimeError):
 
 
 class ReportedElsewhere(Exception):  # noqa: N818 - the error is its cause
-    """The run ends with the error that is the ``__cause__`` of this one, and another rank reports why."""
+    """The run ends with the error that is the ``__cause__`` of this one, and another rank reports
+    why.
+    """
 
 
 class Terminated(KeyboardInterrupt):
@@ -134,7 +139,9 @@ _TO_DO = {
 
 
 def os_error_message(error: OSError) -> str | None:
-    """Return the message about an error of the system; None if neither file nor reason is of the user's making."""
+    """Return the message about an error of the system; None if neither file nor reason is of the
+    user's making.
+    """
     if error.filename is None and error.errno not in _TO_DO:
         return None
     place = ""
@@ -149,7 +156,9 @@ def os_error_message(error: OSError) -> str | None:
 
 
 def errno_of(error: BaseException | None) -> int | None:
-    """Return the number of the error of the system behind ``error``, which torch and HDF5 wrap; None without one."""
+    """Return the number of the error of the system behind ``error``, which torch and HDF5 wrap;
+    None without one.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return error.errno
@@ -175,7 +184,9 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was refused; what torch's allocator on a CPU and new threads raise has no type of its own."""
+    """Whether memory was refused; what torch's allocator on a CPU and new threads raise has no type
+    of its own.
+    """
     said = (
         "(out of|not enough) memory|(can't|Cannot) allocate memory|can't start new thread|"
         "Resource temporarily unavailable|failed to map"
@@ -189,7 +200,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def refusal_of(error: BaseException) -> str | None:
-    """Return why the system refuses to read a file, with advice; None if it does not, and the content is at fault."""
+    """Return why the system refuses to read a file, with advice; None if it does not, and the
+    content is at fault.
+    """
     if is_out_of_memory(error):
         return "(out of memory). Close other programs, or use a machine with more memory."
     # EINVAL is what a seek to a negative position raises, to which a changed archive leads
@@ -206,7 +219,9 @@ def _advice(error: BaseException) -> str:
 def collect_problems(
     problems: list[str], place: str = "", kind: type[UserError] = UserError
 ) -> Iterator[None]:
-    """Add the problems of an error of a ``kind`` raised inside to ``problems``, each after ``place``, and continue."""
+    """Add the problems of an error of a ``kind`` raised inside to ``problems``, each after
+    ``place``, and continue.
+    """
     try:
         yield
     except kind as error:
@@ -214,7 +229,9 @@ def collect_problems(
 
 
 def did_you_mean(found: str, known: Sequence[str]) -> str:
-    """Return ``Did you mean X? Known: A, B.`` with the close matches of ``found``, or only the known names."""
+    """Return ``Did you mean X? Known: A, B.`` with the close matches of ``found``, or only the
+    known names.
+    """
     by_lower = {name.lower(): name for name in reversed(known)}
     close = get_close_matches(found.lower(), list(by_lower), n=1, cutoff=0.6)
     return (
@@ -234,7 +251,9 @@ def command(*words: object) -> str:
 
 
 def counted(number: int, thing: str, things: str = "") -> str:
-    """Return a number with its noun: ``1 frame``, ``2,000 frames``; ``things`` is a plural of its own."""
+    """Return a number with its noun: ``1 frame``, ``2,000 frames``; ``things`` is a plural of its
+    own.
+    """
     return f"{number:,} {thing if number == 1 else things or f'{thing}s'}"
 
 
@@ -244,7 +263,9 @@ def every_steps(number: int) -> str:
 
 
 def first_few(names: Sequence[str], most: int = 10) -> str:
-    """Return ``names`` separated by commas; of more than ``most`` the first ones and ``and N more``."""
+    """Return ``names`` separated by commas; of more than ``most`` the first ones and ``and N
+    more``.
+    """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -265,7 +286,9 @@ _START = re.compile(
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Return the width of the terminal that a stream leads to; None if it leads to a file or a pipe."""
+    """Return the width of the terminal that a stream leads to; None if it leads to a file or a
+    pipe.
+    """
     with suppress(OSError, ValueError, AttributeError):
         if not stream.isatty():
             return None
@@ -287,7 +310,8 @@ def fitted(text: str, stream: TextIO) -> str:
 def wrapped(text: str, width: int) -> str:
     """Return text whose long lines are continued below the beginning of their text.
 
-    Words, paths and code in back quotes are not broken; rows of tables of several columns stay as they are.
+    Words, paths and code in back quotes are not broken; rows of tables of several columns stay as
+    they are.
     """
     lines = list[str]()
     for line in text.split("\n"):
@@ -311,7 +335,8 @@ def wrapped(text: str, width: int) -> str:
 def printable(text: str, stream: TextIO | None = None) -> str:
     """Return text that cannot steer a terminal: control characters are shown as codes.
 
-    Names in files of others may contain them. The colors of this program remain if ``stream`` shows them.
+    Names in files of others may contain them. The colors of this program remain if ``stream`` shows
+    them.
     """
     has_colors = stream is not None and colored("", RED, stream)
     control = _CONTROL_BUT_COLORS if has_colors else _CONTROL
@@ -319,7 +344,9 @@ def printable(text: str, stream: TextIO | None = None) -> str:
 
 
 def colored(text: str, color: int, stream: TextIO) -> str:
-    """Return text in a color, if a stream leads to a terminal that shows colors and NO_COLOR is not set."""
+    """Return text in a color, if a stream leads to a terminal that shows colors and NO_COLOR is not
+    set.
+    """
     with suppress(OSError, ValueError, AttributeError):
         if stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
             return f"\x1b[{color}m{text}\x1b[0m"

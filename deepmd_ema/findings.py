@@ -1,4 +1,6 @@
-"""Findings about an input and its data: mistakes, likely mistakes, options without effect, and remarks."""
+"""Findings about an input and its data: mistakes, likely mistakes, options without effect, and
+remarks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class Finding:
 
     Attributes:
         severity: ``ERROR``, ``WARNING``, ``UNUSED`` or ``NOTE``.
-        place: option of an input as a path in dots, or file and frame of data; empty where there is none.
+        place: option of an input as a path in dots, or file and frame of data; empty where there is
+            none.
         text: rest of the message, which follows the place: `` = 4: expected 0, 1, 2 or 3.``
         file: of the input; empty for data.
         line: of the option in that file; 0 if it is not known.
@@ -51,7 +54,8 @@ def warning(place: str, text: str) -> Finding:
 
 
 def unused(place: str, why: str) -> Finding:
-    """Return the finding of an option without effect; it is dropped where the input does not give the option.
+    """Return the finding of an option without effect; it is dropped where the input does not give
+    the option.
 
     Args:
         place: of the option.

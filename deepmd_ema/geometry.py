@@ -19,13 +19,17 @@ Array: TypeAlias = np.ndarray
 
 
 def stable_argsort(keys: Array, bound: int) -> Array:
-    """Return the stable order of integers from 0 to ``bound - 1``, by radix sort where they fit 16 bits."""
+    """Return the stable order of integers from 0 to ``bound - 1``, by radix sort where they fit 16
+    bits.
+    """
     # numpy sorts 16-bit integers by radix: about 5 times faster than the merge sort of 64-bit ones
     return np.argsort(keys.astype(np.uint16) if bound <= 1 << 16 else keys, kind="stable")
 
 
 def rank_in_group(key: Array, num_groups: int) -> tuple[Array, Array]:
-    """Return for sorted ``key`` the place of each element in its group, and the sizes of the groups."""
+    """Return for sorted ``key`` the place of each element in its group, and the sizes of the
+    groups.
+    """
     counts = np.bincount(key, minlength=num_groups)
     return np.arange(len(key)) - np.repeat(np.cumsum(counts) - counts, counts), counts
 
@@ -39,7 +43,8 @@ FrameGeometry: TypeAlias = tuple[
     Array, Array | None, Array
 ]  # coord (N, 3), box (3, 3) or None, types (N,)
 
-MAX_POSITION = 1e6  # angstrom; positions and cells beyond it are no atoms, and the grid of the search overflows
+# angstrom; positions and cells beyond it are no atoms, and the grid of the search overflows
+MAX_POSITION = 1e6
 NEAR_ORIGIN = 1e4  # angstrom; open frames within it have no faults
 _MAX_EXTENT = 1e5  # angstrom, of an open frame and of an edge of a cell, for the same reason
 _FLAT_CELL = 1e-6  # volume over product of the lengths
@@ -74,12 +79,15 @@ _FRAMES_AT_ONCE = (
 
 @dataclass(frozen=True)
 class Pairs:
-    """All neighbors of all atoms, sorted by ``i``, then by distance. A pair of atoms occurs twice, once from each end.
+    """All neighbors of all atoms, sorted by ``i``, then by distance.
+
+    A pair of atoms occurs twice, once from each end.
 
     Attributes:
         i: (P,) int64, the atom.
         j: (P,) int64, its neighbor.
-        shift: (P, 3) int32, cell vectors to add to the neighbor's position as given (atoms may lie outside the cell).
+        shift: (P, 3) int32, cell vectors to add to the neighbor's position as given (atoms may lie
+            outside the cell).
         nearest: shortest distance, angstrom; infinite without pairs.
     """
 
@@ -100,7 +108,8 @@ class NeighborStatistics:
 
     Attributes:
         max_neighbors: most neighbors of each type that any atom has.
-        by_rank: (max_total,) the shortest distance at which any atom has its first, second, ... neighbor, angstrom.
+        by_rank: (max_total,) the shortest distance at which any atom has its first, second, ...
+            neighbor, angstrom.
         nearest: (T, T) shortest distance per pair of types, symmetric.
         frame_min: (F,) shortest distance in each frame.
         frame_pair: (F, 2) the two atoms at that distance, -1 without any.
@@ -123,11 +132,15 @@ class NeighborStatistics:
         return len(self.by_rank)
 
     def max_within(self, rcut: float) -> int:
-        """Return the most neighbors that any atom has nearer than ``rcut``, at most the cutoff of the search."""
+        """Return the most neighbors that any atom has nearer than ``rcut``, at most the cutoff of
+        the search.
+        """
         return int(np.searchsorted(self.by_rank, rcut))
 
     def with_counts_of(self, other: NeighborStatistics) -> NeighborStatistics:
-        """Return these statistics with the larger numbers of neighbors of both data sets, of the same types."""
+        """Return these statistics with the larger numbers of neighbors of both data sets, of the
+        same types.
+        """
         few, many = sorted((self.by_rank, other.by_rank), key=len)
         by_rank = np.concatenate([np.minimum(few, many[: len(few)]), many[len(few) :]])
         return replace(
@@ -137,7 +150,9 @@ class NeighborStatistics:
         )
 
     def within(self, rcut: float) -> NeighborStatistics:
-        """Return the numbers of neighbors nearer than ``rcut``; those of one type are upper bounds if it is shorter."""
+        """Return the numbers of neighbors nearer than ``rcut``; those of one type are upper bounds
+        if it is shorter.
+        """
         total = self.max_within(rcut)
         most = tuple(min(n, total) for n in self.max_neighbors)
         return replace(self, max_neighbors=most, by_rank=self.by_rank[:total])
@@ -146,8 +161,8 @@ class NeighborStatistics:
 def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
     """Return all pairs closer than ``rcut``, images of an atom with itself included.
 
-    Cells may be triclinic and smaller than the cutoff, and atoms may lie outside of them. Pairs of one atom at exactly
-    one distance are sorted by neighbor, then by shift.
+    Cells may be triclinic and smaller than the cutoff, and atoms may lie outside of them. Pairs of
+    one atom at exactly one distance are sorted by neighbor, then by shift.
 
     Args:
         coord: (N, 3), angstrom.
@@ -169,13 +184,15 @@ def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
 
 
 def find_pairs_of_molecules(coord: Array, sizes: Array, rcut: float) -> Pairs:
-    """Return the pairs closer than ``rcut`` in each of many open frames, which are searched together.
+    """Return the pairs closer than ``rcut`` in each of many open frames, which are searched
+    together.
 
-    The result is that of ``find_pairs`` of each frame, with the atoms counted through all frames. All pairs of a frame
-    are measured: meant for molecules.
+    The result is that of ``find_pairs`` of each frame, with the atoms counted through all frames.
+    All pairs of a frame are measured: meant for molecules.
 
     Args:
-        coord: (A, 3) positions of the frames one after the other, angstrom, none farther out than ``NEAR_ORIGIN``.
+        coord: (A, 3) positions of the frames one after the other, angstrom, none farther out than
+            ``NEAR_ORIGIN``.
         sizes: (F,) atoms of each frame.
         rcut: cutoff radius, angstrom.
     """
@@ -192,10 +209,12 @@ def find_pairs_of_molecules(coord: Array, sizes: Array, rcut: float) -> Pairs:
 
 
 class KeptPairs:
-    """Pairs of frames that follow each other, as in molecular dynamics: not every one of them needs a search.
+    """Pairs of frames that follow each other, as in molecular dynamics: not every one of them needs
+    a search.
 
-    A search reaches a skin beyond the cutoff. While no atom has moved more than half the skin since then and the cell
-    is the same, every pair inside the cutoff is among those found, and they are only measured again.
+    A search reaches a skin beyond the cutoff. While no atom has moved more than half the skin since
+    then and the cell is the same, every pair inside the cutoff is among those found, and they are
+    only measured again.
 
     Args:
         skin: angstrom.
@@ -220,7 +239,9 @@ class KeptPairs:
         )
 
     def reaching(self, coord: Array, box: Array | None, rcut: float) -> Pairs:
-        """Return those pairs and more, up to the skin farther, as they were found: the same object until a search."""
+        """Return those pairs and more, up to the skin farther, as they were found: the same object
+        until a search.
+        """
         if self._pairs is not None and self._searched is not None:
             start, cell, reach = self._searched
             is_same_cell = cell is box or (
@@ -240,7 +261,8 @@ class KeptPairs:
 def find_pairs_once(
     coord: Array, box: Array | None, rcut: float
 ) -> tuple[Array, Array, Array, Array]:
-    """Return each pair closer than ``rcut`` once, in any order: atoms i and j, (P, 3) vectors to j, and distances.
+    """Return each pair closer than ``rcut`` once, in any order: atoms i and j, (P, 3) vectors to j,
+    and distances.
 
     Arguments and errors are those of ``find_pairs``.
     """
@@ -250,7 +272,8 @@ def find_pairs_once(
 
 
 def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float) -> dict[int, str]:
-    """Return why pairs of some frames cannot be searched, by the number of the frame: none of sound data.
+    """Return why pairs of some frames cannot be searched, by the number of the frame: none of sound
+    data.
 
     Args:
         coord: (F, N, 3), angstrom; rows of atoms that do not exist are zero.
@@ -294,10 +317,12 @@ def _refuse_faults(coord: Array, box: Array | None, rcut: float) -> None:
 def neighbor_statistics(
     frames: Iterable[FrameGeometry], rcut: float, num_types: int, threads: int | None = None
 ) -> NeighborStatistics:
-    """Return shortest distances and largest numbers of neighbors over ``frames``, searched in a few threads.
+    """Return shortest distances and largest numbers of neighbors over ``frames``, searched in a few
+    threads.
 
     Args:
-        frames: (coord (N, 3), box (3, 3) or None, types (N,) from 0) of each frame, consumed in order.
+        frames: (coord (N, 3), box (3, 3) or None, types (N,) from 0) of each frame, consumed in
+            order.
         rcut: cutoff radius, angstrom.
         num_types: T, the number of types.
         threads: how many; None for the cores this process may use, four at most.
@@ -393,7 +418,9 @@ def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> Neig
 
 
 def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> tuple[Array, ...]:
-    """Return quantities of vesin (Pairs, Shifts, vectors D, distances) of each pair once, in any order."""
+    """Return quantities of vesin (Pairs, Shifts, vectors D, distances) of each pair once, in any
+    order.
+    """
     if box is not None and 0 < len(coord) <= _MAX_DENSE_DISTANCES**0.5:
         heights = 1 / np.linalg.norm(np.linalg.inv(box), axis=0)
         if (
@@ -417,9 +444,11 @@ def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> tu
 
 
 def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict[str, Array]:
-    """Return the quantities of vesin, by its names, from the distances of all atoms to all images near the cell.
+    """Return the quantities of vesin, by its names, from the distances of all atoms to all images
+    near the cell.
 
-    For few atoms in a cell not larger than the cutoff it is faster than vesin, and several threads search at once.
+    For few atoms in a cell not larger than the cutoff it is faster than vesin, and several threads
+    search at once.
     """
     place = np.linalg.solve(box.T, coord.T).T
     cell = np.floor(place)
@@ -434,7 +463,8 @@ def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict
     inside = (moved >= place.min(0) - reach) & (moved <= place.max(0) + reach)
     image, other = np.nonzero(inside.all(-1))
     start, end = place @ box, moved[image, other] @ box
-    # one product gives |start|^2 - 2 start . end + |end|^2; it is not exact, so that pairs are measured again
+    # one product gives |start|^2 - 2 start . end + |end|^2; it is not exact, so that pairs are
+    # measured again
     ones = np.ones((len(end), 1))
     left = np.concatenate([-2 * start, (start**2).sum(1, keepdims=True), ones[: len(start)]], 1)
     right = np.concatenate([end, ones, (end**2).sum(1, keepdims=True)], 1)

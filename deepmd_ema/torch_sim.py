@@ -25,11 +25,12 @@ except ModuleNotFoundError as error:
 
 
 class DPModel(ModelInterface):
-    """Energies (eV), forces (eV/angstrom) and stresses (eV/angstrom^3) of a trained model in torch-sim.
+    """Energies (eV), forces (eV/angstrom) and stresses (eV/angstrom^3) of a trained model in
+    torch-sim.
 
-    The systems of a state are evaluated together, as one batch or, where they are large, as several. Neighbors are
-    searched on the CPU. A model that takes frame parameters needs their default in its file; one that takes atomic
-    parameters is refused.
+    The systems of a state are evaluated together, as one batch or, where they are large, as
+    several. Neighbors are searched on the CPU. A model that takes frame parameters needs their
+    default in its file; one that takes atomic parameters is refused.
 
     Example::
 
@@ -41,15 +42,20 @@ class DPModel(ModelInterface):
         state = ts.initialize_state([molecule("H2O")] * 8, model.device, model.dtype)
         model(state)["forces"]  # (24, 3)
         nve = ts.Integrator.nve  # torch-sim 0.3 (Python 3.11): ts.nve
-        final = ts.integrate(state, model, integrator=nve, n_steps=100, temperature=300, timestep=0.0005)
+        final = ts.integrate(state, model, integrator=nve, n_steps=100, temperature=300,
+        timestep=0.0005)
 
     Args:
-        model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``, or a ``Potential``. A
-            ``.pt2`` is machine code, which runs when it is loaded: only from whom you trust.
-        device: where the model computes; CUDA when there is one if not given. States are on the same device.
-        dtype: of the results; the model itself computes in its own precision, from positions in float64.
-        skin: angstrom. The neighbors of a system are searched this far beyond the cutoff, and again only when an atom
-            of it has moved more than half of it or its cell has changed; 0 searches at every step.
+        model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``,
+            or a ``Potential``. A ``.pt2`` is machine code, which runs when it is loaded: only from
+            whom you trust.
+        device: where the model computes; CUDA when there is one if not given. States are on the
+            same device.
+        dtype: of the results; the model itself computes in its own precision, from positions in
+            float64.
+        skin: angstrom. The neighbors of a system are searched this far beyond the cutoff, and again
+            only when an atom of it has moved more than half of it or its cell has changed; 0
+            searches at every step.
         head: which model of a file that holds several.
         compute_forces: whether results have ``forces``.
         compute_stress: whether results have ``stress``; that of an open system is 0.
@@ -106,11 +112,12 @@ class DPModel(ModelInterface):
             **_: what torch-sim passes to models that take more.
 
         Returns:
-            ``energy`` (S,), eV; ``forces`` (N, 3), eV/angstrom; ``stress`` (S, 3, 3), eV/angstrom^3.
+            ``energy`` (S,), eV; ``forces`` (N, 3), eV/angstrom; ``stress`` (S, 3, 3),
+            eV/angstrom^3.
 
         Raises:
-            UserError: if an element is not in the model, a system is periodic in some directions only, or the model
-                has no energy for one, as for two atoms in one place.
+            UserError: if an element is not in the model, a system is periodic in some directions
+                only, or the model has no energy for one, as for two atoms in one place.
         """
         if isinstance(state, dict):
             state = torch_sim.SimState(**{"masses": torch.ones(len(state["positions"])), **state})

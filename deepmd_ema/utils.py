@@ -20,7 +20,9 @@ POSTHOC = "posthoc"  # the average that `dp-ema posthoc` makes
 
 
 def seed_for(stream: str, *numbers: int) -> int:
-    """Return a 63-bit seed for a named stream; the same name and numbers give the same seed on every machine."""
+    """Return a 63-bit seed for a named stream; the same name and numbers give the same seed on
+    every machine.
+    """
     text = ":".join([stream, *map(str, numbers)]).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
@@ -42,13 +44,15 @@ _MAX_THRESHOLD = 32 << 20  # that it accepts, bytes
 def keep_freed_memory(most: int | None = None) -> bool:
     """Have the C library keep freed memory for the next step, and return whether it does.
 
-    By default it gives large blocks back to the system, which hands them out page by page again, filled with zeros: a
-    third of the time of a training step of dpa3 on a CPU. The largest memory of a run stays the same. Nothing is
-    changed where the user has set ``MALLOC_*`` or ``GLIBC_TUNABLES``, or where it is not the GNU C library.
-    Call it while the process has one thread: glibc documents ``mallopt`` as unsafe beside other threads.
+    By default it gives large blocks back to the system, which hands them out page by page again,
+    filled with zeros: a third of the time of a training step of dpa3 on a CPU. The largest memory
+    of a run stays the same. Nothing is changed where the user has set ``MALLOC_*`` or
+    ``GLIBC_TUNABLES``, or where it is not the GNU C library. Call it while the process has one
+    thread: glibc documents ``mallopt`` as unsafe beside other threads.
 
     Args:
-        most: bytes that are kept, of blocks below 32 MiB: for a process that does other things as well. None: all.
+        most: bytes that are kept, of blocks below 32 MiB: for a process that does other things as
+            well. None: all.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
@@ -89,7 +93,9 @@ class Check:
 
 
 def even_places(number: int, most: int) -> list[int]:
-    """Return at most ``most`` of the places 0 to ``number`` - 1, evenly spaced from the first to the last."""
+    """Return at most ``most`` of the places 0 to ``number`` - 1, evenly spaced from the first to
+    the last.
+    """
     most = min(most, number)
     return [round(k * (number - 1) / max(most - 1, 1)) for k in range(most)]
 

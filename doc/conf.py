@@ -1,8 +1,10 @@
-"""The site: the Markdown pages of the repository as they are, the manual of all options and the Python interface.
+"""The site: the Markdown pages of the repository as they are, the manual of all options and the
+Python interface.
 
     sphinx-build -W --keep-going -n -c doc . build/site
 
-The source is the repository, so that links between its pages are the same on the site and on a forge.
+The source is the repository, so that links between its pages are the same on the site and on a
+forge.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ _ROW = re.compile(r"^(?:- |\| )\[([^]]+)\]\(([^)#\s]+)\.md\)", re.M)
 
 
 def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put the pages to which the lists and tables of a README lead under it, by headings where there are some."""
+    """Put the pages to which the lists and tables of a README lead under it, by headings where
+    there are some.
+    """
     if docname not in CONTENTS:
         return
     folder, blocks = posixpath.dirname(docname), []

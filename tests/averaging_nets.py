@@ -66,7 +66,9 @@ def assert_same(left, right):
 
 
 class Steps(nn.Module):
-    """Its only parameter is, after step k, the unit vector k: an average of it is the list of its own weights."""
+    """Its only parameter is, after step k, the unit vector k: an average of it is the list of its
+    own weights.
+    """
 
     def __init__(self, num_steps):
         super().__init__()
@@ -79,7 +81,9 @@ class Steps(nn.Module):
 
 
 def weights_of_steps(profile, num_steps, skipped=()):
-    """Return the weight of each step in the average after ``num_steps`` steps (num_steps + 1), and the bank's facts."""
+    """Return the weight of each step in the average after ``num_steps`` steps (num_steps + 1), and
+    the bank's facts.
+    """
     net = Steps(num_steps)
     bank = AverageBank(net, [profile])
     for step in range(1, num_steps + 1):
@@ -99,7 +103,9 @@ def on_device():
 
 @contextmanager
 def through_staging():
-    """Inside, averages that are made get their weights through staged copies, as those of a GPU in host memory do."""
+    """Inside, averages that are made get their weights through staged copies, as those of a GPU in
+    host memory do.
+    """
     with mock.patch("deepmd_ema.averaging.average.needs_staging", return_value=True):
         yield
 

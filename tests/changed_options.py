@@ -7,7 +7,8 @@ from toy_models import SECTIONS, TYPES, model_section
 
 from deepmd_ema.config.fields import options
 
-# of every type one section, and each fitting network beside a small descriptor; each with what is off by default
+# of every type one section, and each fitting network beside a small descriptor; each with what is
+# off by default
 WITH_FPARAM = {"numb_fparam": 1, "default_fparam": [3.0]}
 MODELS_OF_TYPES = {
     **{name: model_section(name) for name in SECTIONS},
@@ -31,7 +32,9 @@ POOL = [
 
 
 def changed_sections(section, kind, place=()):
-    """Yield the place of each option of a section of a class, with other values of it, of which some are right."""
+    """Yield the place of each option of a section of a class, with other values of it, of which
+    some are right.
+    """
     for option in options(kind):
         here, value = (*place, option.name), section[option.name]
         if option.sections:

@@ -7,7 +7,8 @@ import sys
 import threading
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# of torch: where sizes are symbols a look-up takes longer than the computation, and compiling twice as long
+# of torch: where sizes are symbols a look-up takes longer than the computation, and compiling twice
+# as long
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 import pytest
@@ -15,7 +16,8 @@ from helpers import SPACING, trains_in, write_system
 
 from deepmd_ema.data.check.bonds import COVALENT_RADII
 
-# a child that a test forks never collects what its parent left: to delete a process group needs threads that it lacks
+# a child that a test forks never collects what its parent left: to delete a process group needs
+# threads that it lacks
 os.register_at_fork(after_in_child=gc.freeze)
 
 
@@ -46,7 +48,8 @@ _OWN_RADII = {name: COVALENT_RADII[name] for name in ("O", "H")}
 
 @pytest.fixture(autouse=True, scope="session")
 def _atoms_of_toy_data_touch():
-    """O and H of the toy data are as large as their lattice is wide; as real ones they would look given in bohr.
+    """O and H of the toy data are as large as their lattice is wide; as real ones they would look
+    given in bohr.
 
     Also in fixtures of a module, whose checks are remembered by its tests.
     """
@@ -118,7 +121,8 @@ def mixed_like(tmp_path_factory):
 
 @pytest.fixture
 def start(request, tmp_path, monkeypatch, water_like, water_like_valid):
-    """Return a function that trains in a folder of its own, with the ``OPTIONS`` of the module of the test.
+    """Return a function that trains in a folder of its own, with the ``OPTIONS`` of the module of
+    the test.
 
     It is called as start(name, num_steps, options, **how).
     """

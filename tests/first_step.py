@@ -1,7 +1,8 @@
-"""Count the functions of deepmd_ema that `dp-ema train INPUT` enters before the first backward pass.
+"""Count the functions of deepmd_ema that `dp-ema train INPUT` enters before the first backward
+pass.
 
-`python tests/first_step.py input.json [--list]` prints the numbers of functions and of files, and the depth of the
-stack at the optimizer; with ``--list`` the functions before them.
+`python tests/first_step.py input.json [--list]` prints the numbers of functions and of files, and
+the depth of the stack at the optimizer; with ``--list`` the functions before them.
 """
 
 import inspect

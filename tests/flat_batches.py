@@ -12,7 +12,8 @@ COMPARED = tuple(
 
 
 def flat_batch(frames, num_types=2, names=COMPARED):
-    """Return the batch of ``frames``: dicts with ``types``, ``box`` (or None) and labels by name; atoms sorted by type.
+    """Return the batch of ``frames``: dicts with ``types``, ``box`` (or None) and labels by name;
+    atoms sorted by type.
 
     ``names`` are the labels that the batch has; a frame without one of them has zeros there.
     """

@@ -2,11 +2,12 @@
 
     python tests/gpu_archive.py FOLDER [--present FILE] [--limit MB]
 
-FILE has the names of the packages that the machine has, one a line; ``pip list --format=freeze`` there prints them.
-torch is taken to be there. On the machine, in the root of the repository::
+FILE has the names of the packages that the machine has, one a line; ``pip list --format=freeze``
+there prints them. torch is taken to be there. On the machine, in the root of the repository::
 
-    python3 tests/gpu_archive.py FOLDER --install /tmp/site && export PYTHONPATH=/tmp/site/packages:$PWD
-    python3 tests/gpu_first_contact.py --output DIR --peer python3
+    python3 tests/gpu_archive.py FOLDER --install /tmp/site && export
+    PYTHONPATH=/tmp/site/packages:$PWD python3 tests/gpu_first_contact.py --output DIR --peer
+    python3
 """
 
 import argparse
@@ -24,7 +25,8 @@ DEEPMD_KIT = [
     "mpich",
 ]  # its libraries need that of MPI, which its wheel does not name
 TESTS = ["pytest", "pytest-timeout", "pytest-xdist"]
-# of DPA-4 and its neighbors; they require torch, whose requirements cannot be resolved for another machine
+# of DPA-4 and its neighbors; they require torch, whose requirements cannot be resolved for another
+# machine
 WITH_TORCH = ["e3nn", "opt-einsum", "opt-einsum-fx", "vesin-torch"]
 LEFT_OUT = {"torch"}
 ALWAYS = {"typing-extensions"}  # small, and the packages that are brought may need a newer one
@@ -80,7 +82,9 @@ def main():
 
 
 def install(folder, place):
-    """Install the wheels of ``folder`` into ``place``/packages, with the libraries that pip leaves out there."""
+    """Install the wheels of ``folder`` into ``place``/packages, with the libraries that pip leaves
+    out there.
+    """
     wheels = sorted(folder.glob("*.whl"))
     packages = place / "packages"
     options = [
@@ -96,7 +100,8 @@ def install(folder, place):
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
-                # the list of files of a package, in which DeePMD-kit finds MPI, has them one folder above it
+                # the list of files of a package, in which DeePMD-kit finds MPI, has them one folder
+                # above it
                 _, is_library, path = name.partition(".data/data/lib/")
                 if is_library and ".so" in path:
                     (place / path).parent.mkdir(parents=True, exist_ok=True)

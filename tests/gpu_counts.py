@@ -2,9 +2,9 @@
 
 ``python tests/pretend_cuda tests/gpu_counts.py [NAME ...]`` prints them as a Markdown table.
 
-The models are toy models with 2 elements and as many layers as usual: 3 of embedding, 3 and 1 of fitting, 2 of
-attention, 3 of repformer and repflow, 2 blocks of dpa4. The number of kernels depends on these, not on widths and
-numbers of atoms.
+The models are toy models with 2 elements and as many layers as usual: 3 of embedding, 3 and 1 of
+fitting, 2 of attention, 3 of repformer and repflow, 2 blocks of dpa4. The number of kernels depends
+on these, not on widths and numbers of atoms.
 """
 
 import json
@@ -41,8 +41,9 @@ NO_KERNEL = {
     "lift_fresh",
     "_unsafe_view",
 }
-# a CUDA device adds in any order, so the last bits of the sums may change from run to run. Not `index_add`: it is the
-# derivative of `index_select` over `reverse`, which has each place once (deepmd_ema/model/ops/gather.py)
+# a CUDA device adds in any order, so the last bits of the sums may change from run to run. Not
+# `index_add`: it is the derivative of `index_select` over `reverse`, which has each place once
+# (deepmd_ema/model/ops/gather.py)
 ATOMIC_ADDITIONS = {"index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "index_reduce",
                     "embedding_dense_backward", "bincount", "histc", "put_"}  # fmt: skip
 
@@ -56,7 +57,8 @@ TWO = {
     ]
 }
 GROUPS = [{"pattern": "descriptor.*", "lr_scale": 0.1, "weight_decay": 0}]
-# name: descriptor, changes of it, options of the input, upper bound of kernels, about 2 % above what is counted
+# name: descriptor, changes of it, options of the input, upper bound of kernels, about 2 % above
+# what is counted
 STEPS = {
     "se_e2_a": (*ONE_SIDED, EMA, 538),
     "se_e2_a, two-sided": ("se_e2_a", {"type_one_side": False}, EMA, 743),
@@ -92,7 +94,8 @@ class StepCounts:
 
     Attributes:
         operations: kernels by the operation of torch.
-        parts: kernels by the package of ``deepmd_ema`` that called the operation; ``autograd``: by the backward pass.
+        parts: kernels by the package of ``deepmd_ema`` that called the operation; ``autograd``: by
+            the backward pass.
         waits: waits of the host for the device, by the operation and the lines that called it.
     """
 
@@ -123,7 +126,9 @@ class StepCounts:
 
 
 class KernelCounter(TorchDispatchMode):
-    """Counts the operations below autograd that make no view: the least number of kernels that a GPU launches."""
+    """Counts the operations below autograd that make no view: the least number of kernels that a
+    GPU launches.
+    """
 
     def __init__(self):
         super().__init__()
@@ -162,7 +167,9 @@ class CountedSteps(Callback):
 
 @contextmanager
 def counted_waits():
-    """Count waits by the operation and the lines that called it; on a GPU, where none can be counted, they raise."""
+    """Count waits by the operation and the lines that called it; on a GPU, where none can be
+    counted, they raise.
+    """
     waits = Counter()
     if not torch.cuda.is_available():
         yield waits

@@ -2,11 +2,12 @@
 
     python tests/gpu_first_contact.py --output DIR [--minutes 10] [--peer PYTHON] [--parts NAME ...]
 
-Parts run in order of value, each in a process of its own with a limit, after which it is killed with all that it has
-started. Rows of results are added to DIR/results.jsonl as they are known, so that a part that is killed leaves those
-that it had finished. A second call with the same DIR measures what is missing or failed. DIR/page.md, the tables of
-benchmarks/results/gpu.md, is written after each part, and DIR/log.txt has the output of all parts. PYTHON is that of
-an environment with DeePMD-kit; without it only dp-ema is measured.
+Parts run in order of value, each in a process of its own with a limit, after which it is killed
+with all that it has started. Rows of results are added to DIR/results.jsonl as they are known, so
+that a part that is killed leaves those that it had finished. A second call with the same DIR
+measures what is missing or failed. DIR/page.md, the tables of benchmarks/results/gpu.md, is written
+after each part, and DIR/log.txt has the output of all parts. PYTHON is that of an environment with
+DeePMD-kit; without it only dp-ema is measured.
 
 On a machine without a package index see gpu_archive.py; with one, in the root of the repository::
 
@@ -14,8 +15,8 @@ On a machine without a package index see gpu_archive.py; with one, in the root o
     python3 -m venv peer && peer/bin/pip install torch==2.11.0 deepmd-kit==3.2.0 mpich e3nn
     python tests/gpu_first_contact.py --output gpu --peer peer/bin/python
 
-``python tests/pretend_cuda tests/gpu_first_contact.py --minutes 60 --output DIR`` tries all parts on the pretended
-device.
+``python tests/pretend_cuda tests/gpu_first_contact.py --minutes 60 --output DIR`` tries all parts
+on the pretended device.
 """
 
 import argparse
@@ -49,8 +50,8 @@ class Part:
         title: what it shows.
         words: what follows ``python``.
         limit: seconds.
-        beside: whether the next parts are started while it runs, up to the first that is not beside others. Parts that
-            measure times run alone.
+        beside: whether the next parts are started while it runs, up to the first that is not beside
+            others. Parts that measure times run alone.
         adds_rows: whether it adds rows of results itself.
     """
 

@@ -86,7 +86,9 @@ def speed(rows):
 
 
 def kernels(rows):
-    """Return the table of kernels beside the limit of the card, and of the operations that take most."""
+    """Return the table of kernels beside the limit of the card, and of the operations that take
+    most.
+    """
     found = [row for row in of_part(rows, "kernels") if "kernels_ms" in row]
     ceilings = rows.get(("kernels", "ceilings"))
     if not found:

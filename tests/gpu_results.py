@@ -24,7 +24,9 @@ class Results:
         self.part = part
 
     def add(self, key, **values):
-        """Add a row, which replaces an older one with its key; ``error`` among the values marks a failure."""
+        """Add a row, which replaces an older one with its key; ``error`` among the values marks a
+        failure.
+        """
         row = {"part": self.part, "key": key, **values}
         line = json.dumps(row) + "\n"
         with self.file.open("a") as out:

@@ -2,9 +2,9 @@
 
     python tests/gpu_speed.py --peer PYTHON [--kinds NAME ...] [--frames N ...] [--ways NAME ...]
 
-All runs of a call are started at once, to use all cores while they begin or compile, and halted one by one as soon as
-they have taken their first steps. Then one of them runs at a time, in turns. A row is written after each turn. What has
-a result already is not measured again.
+All runs of a call are started at once, to use all cores while they begin or compile, and halted one
+by one as soon as they have taken their first steps. Then one of them runs at a time, in turns. A
+row is written after each turn. What has a result already is not measured again.
 """
 
 import argparse
@@ -153,7 +153,8 @@ def start(case, way, key, args):
     config = speed_cases.runner_input(config, case, way, args.cache / way.name)
     env = speed_cases.runner_environment(args, way, args.cache / way.name)
     env["TORCHINDUCTOR_COMPILE_THREADS"] = str(COMPILE_THREADS)
-    # dp-ema finds the neighbors of each frame once, and captures a step when its shape occurs for the third time
+    # dp-ema finds the neighbors of each frame once, and captures a step when its shape occurs for
+    # the third time
     first = max(FIRST_STEPS, 3 * speed_cases.MAX_FRAMES // case.batch if way.ours else 0)
     first = first if args.device == "cuda" else 1
     program = common.Program(way.title, (), sys.executable if way.ours else args.peer)

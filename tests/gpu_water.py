@@ -1,13 +1,15 @@
-"""Training steps of the models of the benchmarks on a CUDA device, with 192 atoms of water in a frame.
+"""Training steps of the models of the benchmarks on a CUDA device, with 192 atoms of water in a
+frame.
 
     python tests/gpu_water.py versions [--peer PYTHON]  # of the device and the packages
-    python tests/gpu_water.py kernels [--kinds KIND ...]  # of a step: time, number, limit of the card, by operation
-    python tests/gpu_water.py growth | inference | bits [--kinds KIND ...]
+    python tests/gpu_water.py kernels [--kinds KIND ...]  # of a step: time, number, limit of the
+    card, by operation python tests/gpu_water.py growth | inference | bits [--kinds KIND ...]
 
-KIND is a name in benchmarks/models.json or speed.json. ``kernels`` compares the time of each operation with what the
-card needs for it: the FLOPs of its products at the rate of the card in their precision, or the bytes of its tensors at
-the bandwidth, whichever takes longer. Both are measured first. ``growth`` continues until the memory is full.
-``inference`` freezes a model to .pt2, reads it back and compares it. ``bits``: TF32 and bfloat16.
+KIND is a name in benchmarks/models.json or speed.json. ``kernels`` compares the time of each
+operation with what the card needs for it: the FLOPs of its products at the rate of the card in
+their precision, or the bytes of its tensors at the bandwidth, whichever takes longer. Both are
+measured first. ``growth`` continues until the memory is full. ``inference`` freezes a model to
+.pt2, reads it back and compares it. ``bits``: TF32 and bfloat16.
 """
 
 import argparse
@@ -80,7 +82,8 @@ NO_KERNEL = {
 
 
 class Watch(Callback):
-    """Times ``timed`` steps after the first ``epoch``, then profiles some, then counts FLOPs and bytes of one.
+    """Times ``timed`` steps after the first ``epoch``, then profiles some, then counts FLOPs and
+    bytes of one.
 
     Attributes:
         seconds: of a step.
@@ -130,7 +133,9 @@ class Watch(Callback):
             self.limits.__exit__(None, None, None)
 
     def kernels(self):
-        """Return the seconds of the kernels of a step, those by operation, their number, and the host's launches."""
+        """Return the seconds of the kernels of a step, those by operation, their number, and the
+        host's launches.
+        """
         total, seconds, number, launches = 0.0, defaultdict(float), 0, 0
         for event in self.profiler.key_averages():
             if event.device_type == DeviceType.CUDA:
@@ -155,7 +160,9 @@ class Watch(Callback):
 
 
 class Limits(TorchDispatchMode):
-    """Adds up FLOPs of products and bytes of tensors of the operations below autograd, by operation and precision."""
+    """Adds up FLOPs of products and bytes of tensors of the operations below autograd, by operation
+    and precision.
+    """
 
     def __init__(self):
         super().__init__()
@@ -256,7 +263,9 @@ def measure(results, key, function, again=False):
 
 
 def print_versions(args, results):
-    """Print the versions of the packages and of the driver, and the device, which fails if torch sees none."""
+    """Print the versions of the packages and of the driver, and the device, which fails if torch
+    sees none.
+    """
     device = torch.cuda.get_device_properties(0)
     cores = len(os.sched_getaffinity(0))
     lines = [
@@ -433,7 +442,9 @@ def frame_of(atoms, work):
 
 
 def measure_bits(args, results):
-    """Add the time of steps with products of fewer bits, and the error of their gradient beside float32's."""
+    """Add the time of steps with products of fewer bits, and the error of their gradient beside
+    float32's.
+    """
 
     def one(case, options, exact, work):
         first = Watch(1, timed=1)
@@ -453,7 +464,8 @@ def measure_bits(args, results):
         names = [name for name in PRECISIONS if name != "bfloat16" or kind.startswith("dpa4")]
         if all(results.has([kind, name]) for name in names):
             continue
-        exact = {}  # gradients in float32, which the others are compared with: all rows are measured together
+        # gradients in float32, which the others are compared with: all rows are measured together
+        exact = {}
         for name in names:
             options = dict(PRECISIONS[name])
             if kind == "dpa4":  # whose default is bfloat16

@@ -20,10 +20,11 @@ ELEMENT_ENERGY = -3.0  # eV; element k of the list has (k + 1) times this
 
 
 def toy_labels(coord, types, box=None):
-    """Return energy (eV), force (N, 3), virial (9,) and atom energies (N,) of a smooth pair potential.
+    """Return energy (eV), force (N, 3), virial (9,) and atom energies (N,) of a smooth pair
+    potential.
 
-    A Morse well whose depth and place depend on the two types, switched off at TOY_RCUT with two derivatives; exact
-    forces and virials, for cells of any shape and size. Brute force over images.
+    A Morse well whose depth and place depend on the two types, switched off at TOY_RCUT with two
+    derivatives; exact forces and virials, for cells of any shape and size. Brute force over images.
     """
     coord, types = np.asarray(coord, float), np.asarray(types)
     natoms = len(types)
@@ -50,7 +51,9 @@ def toy_labels(coord, types, box=None):
 
 
 def toy_hessian(coord, types, box=None, step=1e-4):
-    """Return the second derivatives (3 N, 3 N) of the energy of ``toy_labels``, by central differences of forces."""
+    """Return the second derivatives (3 N, 3 N) of the energy of ``toy_labels``, by central
+    differences of forces.
+    """
     rows = []
     for place in np.ndindex(np.shape(coord)):
         moved = np.zeros_like(coord)
@@ -61,7 +64,9 @@ def toy_hessian(coord, types, box=None, step=1e-4):
 
 
 def toy_frame(rng, natoms=12, num_types=2, pbc=True, jitter=0.25, triclinic=True):
-    """Return coord (N, 3), types (N,), box (3, 3) or None: a jittered lattice with the types in turn."""
+    """Return coord (N, 3), types (N,), box (3, 3) or None: a jittered lattice with the types in
+    turn.
+    """
     grid = _grid(natoms)
     sites = np.stack(np.meshgrid(*[np.arange(g) for g in grid], indexing="ij"), -1).reshape(-1, 3)[
         :natoms
@@ -79,10 +84,12 @@ def write_system(
     atom_ener=False, atom_pref=False, hessian=False, fparam=0, aparam=0, sets=1, mixed=False, virtual=0, num_types=None,
     jitter=0.25, triclinic=True, dtype=np.float64,
 ):  # fmt: skip
-    """Write a system with toy labels in deepmd/npy (``mixed``: deepmd/npy/mixed) form and return its path.
+    """Write a system with toy labels in deepmd/npy (``mixed``: deepmd/npy/mixed) form and return
+    its path.
 
-    Frames are spread over ``sets`` folders. ``mixed`` frames have their types in another order in each frame and
-    ``virtual`` more atoms of type -1 at random places. ``fparam`` and ``aparam`` are numbers of columns to write.
+    Frames are spread over ``sets`` folders. ``mixed`` frames have their types in another order in
+    each frame and ``virtual`` more atoms of type -1 at random places. ``fparam`` and ``aparam`` are
+    numbers of columns to write.
     """
     path, rng = Path(path), np.random.default_rng(seed)
     num_types = num_types or len(elements)
@@ -136,7 +143,9 @@ def open_data(paths, type_map, labels=(), *, rglob_patterns=None, where="systems
 
 
 def tiny_input(training, validation=None, *, num_steps=20, type_map=("O", "H"), **changes):
-    """Return the dict of an ``input.json`` for a tiny se_e2_a model; ``changes`` are ``section__key=value``."""
+    """Return the dict of an ``input.json`` for a tiny se_e2_a model; ``changes`` are
+    ``section__key=value``.
+    """
     config = {
         "model": {
             "type_map": list(type_map),
@@ -188,7 +197,9 @@ def trains_in(root, monkeypatch, data, options, device="cpu"):
 
 
 def validated(every, **more):
-    """Return options of a run with the average ``ema`` that validates live and averaged weights every so many steps."""
+    """Return options of a run with the average ``ema`` that validates live and averaged weights
+    every so many steps.
+    """
     return {
         "training__enable_ema": True, "training__ema_decay": 0.9, "validating__full_validation": True,
         "validating__ema_full_validation": True, "validating__validation_freq": every,
@@ -224,7 +235,9 @@ class FullDisk:
 
 
 def killed_at(at, action):
-    """Call ``action`` in a child process, killed at change ``at`` of the disk; return whether it was."""
+    """Call ``action`` in a child process, killed at change ``at`` of the disk; return whether it
+    was.
+    """
     pid = os.fork()  # as a fork: starting torch anew for each change would take a second each
     if pid == 0:
         left = [at]
@@ -303,7 +316,9 @@ def files_of_run(folder):
 
 
 def assert_same_files(left, right):
-    """Return the names of the files of two folders: the same ones, with the same bytes or the same checkpoints."""
+    """Return the names of the files of two folders: the same ones, with the same bytes or the same
+    checkpoints.
+    """
     names = [files_of_run(folder) for folder in (left, right)]
     assert names[0] == names[1]
     for name in names[0]:

@@ -14,7 +14,9 @@ FACTS = {"decay": 0.99, "updates": 7, "mean_age": 4.5}
 
 
 def random_model(config, seed=0):
-    """Return the model of ``config.model`` with statistics and biases that a wrong formula cannot hide behind."""
+    """Return the model of ``config.model`` with statistics and biases that a wrong formula cannot
+    hide behind.
+    """
     model = build_model(config.model, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -35,7 +37,9 @@ def random_model(config, seed=0):
 
 @torch.no_grad()
 def let_slots_differ(model, seed=11):
-    """Give each slot of the environment matrix its own mean and spread, as files of DeePMD-kit may have them."""
+    """Give each slot of the environment matrix its own mean and spread, as files of DeePMD-kit may
+    have them.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.named_buffers():
         draw = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
@@ -53,7 +57,9 @@ def tiny_config(**changes):
 
 
 def write_run(folder, *, averages=True, seed=0, **changes):
-    """Write the checkpoint and the averaged file of step 7 of a run, with link and pointer; return the two paths."""
+    """Write the checkpoint and the averaged file of step 7 of a run, with link and pointer; return
+    the two paths.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = tiny_config(**changes)
     live, shadow = random_model(config, seed), random_model(config, seed + 100)

@@ -1,4 +1,6 @@
-"""The files of a run that keeps snapshots of averages, made from a random walk of weights instead of training."""
+"""The files of a run that keeps snapshots of averages, made from a random walk of weights instead
+of training.
+"""
 
 import json
 import os
@@ -24,7 +26,9 @@ KEPT = ("p05", "p10")
 
 
 def profiles(**common):
-    """Return the averages of ``AVERAGING``, one of equal weights, and one that does not begin in the run."""
+    """Return the averages of ``AVERAGING``, one of equal weights, and one that does not begin in
+    the run.
+    """
     powers = [PowerProfile.from_sigma_rel(f"p{s:02d}", s / 100, **common) for s in (5, 10, 7)]
     return [
         *powers,
@@ -46,9 +50,11 @@ def write_kept_run(
     training=None,
     **common,
 ):
-    """Write the training checkpoint and the snapshots of a run into ``folder`` and return the folder.
+    """Write the training checkpoint and the snapshots of a run into ``folder`` and return the
+    folder.
 
-    The bias of the output moves too, though nothing averages it. ``training`` is merged into the training checkpoint.
+    The bias of the output moves too, though nothing averages it. ``training`` is merged into the
+    training checkpoint.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,9 @@ PATIENCE_S = 60  # with the others, once one has failed
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of one process: the result of its function, or the name and message of its error; and what it logged."""
+    """The end of one process: the result of its function, or the name and message of its error; and
+    what it logged.
+    """
 
     value: Any = None
     error: str | None = None
@@ -35,10 +37,11 @@ class Ended:
 
 
 def run_ranks(size, function, *args, limit=LIMIT_S, may_fail=False):
-    """Run ``function(*args)`` in ``size`` processes that have the environment of a launcher; return how each ended.
+    """Run ``function(*args)`` in ``size`` processes that have the environment of a launcher; return
+    how each ended.
 
-    The function must be one of a module of this folder. After ``limit`` seconds every process is killed. As in other
-    tests, warnings are errors.
+    The function must be one of a module of this folder. After ``limit`` seconds every process is
+    killed. As in other tests, warnings are errors.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -69,7 +72,8 @@ def run_ranks(size, function, *args, limit=LIMIT_S, may_fail=False):
 
 
 def train(folder, size, config=None, limit=LIMIT_S, may_fail=False, origin=None, **how):
-    """Train in ``folder``, with the files of ``origin``, on ``size`` processes, on ``config`` if it is given.
+    """Train in ``folder``, with the files of ``origin``, on ``size`` processes, on ``config`` if it
+    is given.
 
     Returns:
         How each ended; its value is that of :func:`train_here`.
@@ -84,7 +88,9 @@ def train(folder, size, config=None, limit=LIMIT_S, may_fail=False, origin=None,
 
 
 def train_here(folder, how):
-    """Train in ``folder`` as one rank; return what it held at the end (digests, sizes) and what it took part in."""
+    """Train in ``folder`` as one rank; return what it held at the end (digests, sizes) and what it
+    took part in.
+    """
     from deepmd_ema.training import saver
     from deepmd_ema.training.run import run_training
     from deepmd_ema.training.trainer import Callback
@@ -124,7 +130,9 @@ def free_port():
 
 
 def _holdings(trainer):
-    """Return digests and element counts of what this process holds of the live weights and of each average."""
+    """Return digests and element counts of what this process holds of the live weights and of each
+    average.
+    """
     from deepmd_ema.distributed.tensors import content_digest, local_shard
 
     bank = trainer.bank

@@ -1,4 +1,6 @@
-"""World of a run that something goes wrong on: each is a process with the environment of a launcher and a fault."""
+"""World of a run that something goes wrong on: each is a process with the environment of a launcher
+and a fault.
+"""
 
 import contextlib
 import functools
@@ -29,7 +31,9 @@ SPOKEN = (
 
 
 def make_run(folder, stage=0, **changes):
-    """Write data and an input whose steps are short and whose validations have many batches; return the folder."""
+    """Write data and an input whose steps are short and whose validations have many batches; return
+    the folder.
+    """
     folder.mkdir(parents=True)
     write_system(folder / "data", frames=16, natoms=6, seed=1)
     write_system(folder / "valid", frames=30, natoms=72, seed=2)
@@ -44,7 +48,8 @@ def make_run(folder, stage=0, **changes):
 
 
 def start_rank(folder, environ, fault="", words=("train", "input.json", "--device", "cpu")):
-    """Start a process in ``folder`` that is what ``environ`` says; what it says goes to ``reported.txt`` there.
+    """Start a process in ``folder`` that is what ``environ`` says; what it says goes to
+    ``reported.txt`` there.
 
     Returns:
         Its number. It leads a group of processes of its own.
@@ -80,7 +85,9 @@ def be_a_rank(fault, words):
 
 
 def wait_for(pids, limit):
-    """Return the exit codes, negative for a signal; a process that is there after ``limit`` seconds is killed: None."""
+    """Return the exit codes, negative for a signal; a process that is there after ``limit`` seconds
+    is killed: None.
+    """
     codes, end = {}, time.monotonic() + limit
     while len(codes) < len(pids):
         for pid in set(pids) - set(codes):

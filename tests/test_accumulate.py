@@ -1,4 +1,6 @@
-"""Several batches of a step: the gradient, the update and the displayed errors of one batch with all their frames."""
+"""Several batches of a step: the gradient, the update and the displayed errors of one batch with
+all their frames.
+"""
 
 import os
 import re
@@ -97,7 +99,9 @@ class OneOfTwo:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_batches_of_two_ranks_have_the_gradient_and_the_errors_of_all_their_frames(name):
-    """Ranks have other numbers of frames with a label; the mean of their gradients is that of one process."""
+    """Ranks have other numbers of frames with a label; the mean of their gradients is that of one
+    process.
+    """
     labelled, guess = frames_of_different_sizes()
     config = Config(**LOSSES[name])
 
@@ -130,7 +134,9 @@ def test_batches_of_two_ranks_have_the_gradient_and_the_errors_of_all_their_fram
 
 @pytest.fixture(scope="module")
 def systems(tmp_path_factory):
-    """Six frames of three sizes: two with all labels, two open ones without virials, two with energies only."""
+    """Six frames of three sizes: two with all labels, two open ones without virials, two with
+    energies only.
+    """
     folder = tmp_path_factory.mktemp("data")
     return [
         write_system(folder / "whole", frames=2, natoms=12, seed=1),
@@ -148,7 +154,9 @@ OPTIONS = {
 
 @pytest.fixture
 def start(tmp_path, monkeypatch, systems, water_like_valid):
-    """Return a function that trains in a folder of its own: start(name, batch_size, accumulate, options, **how)."""
+    """Return a function that trains in a folder of its own: start(name, batch_size, accumulate,
+    options, **how).
+    """
     train = trains_in(tmp_path, monkeypatch, (systems, [water_like_valid]), OPTIONS)
 
     def run(name, batch_size, accumulate, options=None, num_steps=6, **how):

@@ -1,4 +1,6 @@
-"""dargs decides: the list of mistakes is empty where it accepts an input, and names one where it refuses it."""
+"""dargs decides: the list of mistakes is empty where it accepts an input, and names one where it
+refuses it.
+"""
 
 import copy
 import json
@@ -52,7 +54,9 @@ def places(values, path=()):
 
 
 def mutated(values, rng):
-    """Return a copy with one to three changes: a value, a key that goes, comes, is misspelled or moves."""
+    """Return a copy with one to three changes: a value, a key that goes, comes, is misspelled or
+    moves.
+    """
     values = copy.deepcopy(values)
     for _ in range(rng.choice((1, 1, 2, 3))):
         every = list(places(values))

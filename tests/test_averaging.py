@@ -1,4 +1,6 @@
-"""Averages of the weights: the documented interface, parts of models, tasks, restarts, shards, mistakes."""
+"""Averages of the weights: the documented interface, parts of models, tasks, restarts, shards,
+mistakes.
+"""
 
 import ast
 import io

@@ -1,4 +1,6 @@
-"""Averages as numbers, and in place of the live weights: precision, bad steps, swaps, copies to host memory."""
+"""Averages as numbers, and in place of the live weights: precision, bad steps, swaps, copies to
+host memory.
+"""
 
 import os
 import pickle
@@ -116,7 +118,8 @@ def test_every_formula_gives_the_same_on_host_and_device(profile):
         with on_device():
             device.update(torch.ones(()))
     for name, value in host.weights("ema").items():
-        # the power of a number may round differently in the last of 53 bits, which float32 rarely sees
+        # the power of a number may round differently in the last of 53 bits, which float32 rarely
+        # sees
         assert torch.allclose(value, device.weights("ema")[name], rtol=3e-7, atol=0)
     if profile.type != "power":
         assert_same(host.weights("ema"), device.weights("ema"))
@@ -163,7 +166,9 @@ def test_the_fate_of_a_step_is_never_read_by_the_host(net, profile):
 
 @pytest.mark.parametrize(("dtype", "rate"), [(torch.float32, 1e-3), (torch.bfloat16, 0.02)])
 def test_an_average_of_narrow_weights_does_not_stay_behind_in_a_run_that_decays(dtype, rate):
-    """In float32 it lost 7 to 10 % of its distance from the live weights: updates fell below its rounding."""
+    """In float32 it lost 7 to 10 % of its distance from the live weights: updates fell below its
+    rounding.
+    """
     generator, decay = torch.Generator().manual_seed(0), 0.9999
     net = Net(width=40, dtype=dtype)
     bank = AverageBank(

@@ -1,4 +1,7 @@
-"""Profiles: their formulas, what each step counts, their settings. Names carry the demand that a test is for."""
+"""Profiles: their formulas, what each step counts, their settings.
+
+Names carry the demand that a test is for.
+"""
 
 import math
 import pickle
@@ -61,7 +64,9 @@ FORMULAS = {
 @pytest.mark.parametrize(("start", "every"), [(0, 1), (6, 1), (4, 3)])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_an_average_has_the_weights_and_the_mean_age_of_its_formula(name, start, every):
-    """An update takes in the decays of all its steps; before its start the average is the live weights."""
+    """An update takes in the decays of all its steps; before its start the average is the live
+    weights.
+    """
     profile, decay_of_step = FORMULAS[name]
     profile, num_steps = replace(profile, start_step=start, update_every=every), start + 37
     weights, info = weights_of_steps(profile, num_steps)

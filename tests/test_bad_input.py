@@ -1,4 +1,6 @@
-"""Bad inputs through the real command line: one screen that names the place and what to do, and exit code 2."""
+"""Bad inputs through the real command line: one screen that names the place and what to do, and
+exit code 2.
+"""
 
 import copy
 import json
@@ -40,7 +42,9 @@ class Reported:
         return self.text[f"\n{self.text}".index("\ndp-ema") :]
 
     def must_say(self, *phrases: str, code: int = USER) -> None:
-        """Check the exit code, what it says, that it is no traceback, and that a run that failed fits one screen."""
+        """Check the exit code, what it says, that it is no traceback, and that a run that failed
+        fits one screen.
+        """
         assert self.code == code, self.text
         assert "Traceback" not in self.text
         assert "This should not happen" not in self.text
@@ -505,7 +509,9 @@ READERS = {
 
 
 def damaged(content):
-    """Yield a file that is cut off, overwritten by zeros, changed in some bytes, or that is of another kind."""
+    """Yield a file that is cut off, overwritten by zeros, changed in some bytes, or that is of
+    another kind.
+    """
     for part in (0, 0.01, 0.4, 0.95):
         yield content[: int(part * len(content))]
         yield content[: int(part * len(content))].ljust(len(content), b"\0")

@@ -1,4 +1,6 @@
-"""The programs of the benchmarks start, and the smallest forms of those that take seconds run to their page."""
+"""The programs of the benchmarks start, and the smallest forms of those that take seconds run to
+their page.
+"""
 
 import json
 import subprocess

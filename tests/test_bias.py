@@ -1,4 +1,6 @@
-"""The output bias fitted to data with the weights a model has: what is zero after it, and what stays as it was."""
+"""The output bias fitted to data with the weights a model has: what is zero after it, and what
+stays as it was.
+"""
 
 import json
 import logging
@@ -117,7 +119,9 @@ def test_a_restart_continues_from_the_raw_bias(tmp_path, data, monkeypatch):
 
 
 def test_a_fit_that_is_ended_early_costs_no_step_of_the_run(tmp_path, data, monkeypatch):
-    """The last steps were lost with a kill or an error in the fit; now a restart has the fit only left to do."""
+    """The last steps were lost with a kill or an error in the fit; now a restart has the fit only
+    left to do.
+    """
 
     def fail(*_):
         raise KeyboardInterrupt

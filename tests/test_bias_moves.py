@@ -1,4 +1,6 @@
-"""The output bias of a model of a file on data: a shift of each element is moved, an error of a model is not."""
+"""The output bias of a model of a file on data: a shift of each element is moved, an error of a
+model is not.
+"""
 
 import json
 import re
@@ -46,7 +48,9 @@ SHAPES = {
 
 
 def gathered(kind, shift, noise, frames=20, seed=0, **model):
-    """Return frames whose labels differ from the predictions by ``shift`` (T, ...) of the bias, and ``noise``."""
+    """Return frames whose labels differ from the predictions by ``shift`` (T, ...) of the bias, and
+    ``noise``.
+    """
     rng, shape = np.random.default_rng(seed), SHAPES[kind]
     values = (
         tiny_input(["data"], type_map=ELEMENTS, model__fitting_net=KINDS[kind])["model"] | model
@@ -278,7 +282,9 @@ def test_a_preset_holds_in_fine_tuning_and_is_named_elsewhere(here, base, capsys
 
 
 def test_energies_of_weight_0_are_in_no_bias(here, base, capsys):
-    """A placeholder of 0 eV moved the bias by 2 eV per atom, of a new model and of one that is fine-tuned."""
+    """A placeholder of 0 eV moved the bias by 2 eV per atom, of a new model and of one that is
+    fine-tuned.
+    """
     shutil.copytree(base / "same", "same")
     energy = np.load("same/set.000/energy.npy")
     weight = np.arange(10) >= 4

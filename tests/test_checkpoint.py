@@ -1,4 +1,6 @@
-"""Checkpoint files: written whole, read with every way it can be wrong named; families, best files, crashes."""
+"""Checkpoint files: written whole, read with every way it can be wrong named; families, best files,
+crashes.
+"""
 
 import errno
 import logging
@@ -295,7 +297,8 @@ def test_half_written_files_of_killed_processes_are_swept_and_those_of_living_on
     dead.wait()
     mine, token = this_machine(), "0123456789abcdef"
     old = f"model.ckpt-2.pt.ffffffff-1-{token}.part.pt"
-    # of a process that runs, of another machine where the number means another process, and of another program
+    # of a process that runs, of another machine where the number means another process, and of
+    # another program
     stay = [
         f"m.pt.{mine}-{os.getppid()}-{token}.part.pt",
         f"m.pt.ffffffff-{dead.pid}-{token}.part",

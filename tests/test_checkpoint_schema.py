@@ -1,4 +1,6 @@
-"""Files that lack parts, hold other types or whose bytes were changed on the disk: one message each, no other end."""
+"""Files that lack parts, hold other types or whose bytes were changed on the disk: one message
+each, no other end.
+"""
 
 import copy
 import functools
@@ -44,7 +46,9 @@ def tree(run, tmp_path_factory):
 
 
 def places(tree, above=()):
-    """Yield the place of every part of nested dictionaries and lists; of many that are alike the first two only."""
+    """Yield the place of every part of nested dictionaries and lists; of many that are alike the
+    first two only.
+    """
     inside = list(
         tree.items()
         if isinstance(tree, dict)
@@ -228,7 +232,9 @@ def test_a_yaml_that_was_cut_at_the_end_of_any_line_is_refused(run, tmp_path):
 
 
 def test_what_average_a_file_holds_survives_what_deepmd_kit_keeps_of_it(frozen):
-    """A `.dp` of an average that had been converted and back was shown as live weights of an unknown step."""
+    """A `.dp` of an average that had been converted and back was shown as live weights of an
+    unknown step.
+    """
     tree = read_tree(frozen)
     del tree["dp_ema"]
     tree["software"] = "deepmd-kit"

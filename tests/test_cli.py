@@ -30,13 +30,16 @@ def test_the_command_line_loads_nothing_heavy():
     assert run_python("-c", code).stdout.strip() == "set()"
 
 
-# imported by nothing that a run on one process without compiled code needs; together they take over a second
+# imported by nothing that a run on one process without compiled code needs; together they take over
+# a second
 HEAVY = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy",
          "matplotlib", "h5py", "yaml", "lmdb", "scipy", "torch.utils.tensorboard"}  # fmt: skip
 
 
 def test_a_run_loads_no_more_than_it_needs(water_like, tmp_path):
-    """Half of the time until the first step was spent on importing torch's compiler and sharded tensors."""
+    """Half of the time until the first step was spent on importing torch's compiler and sharded
+    tensors.
+    """
     config = tiny_input([water_like]) | {"optimizer": {"type": "AdamW"}}
     (tmp_path / "input.json").write_text(json.dumps(config))
     code = (

@@ -1,4 +1,6 @@
-"""Limits of files, functions and classes, of the tokens of packages, and of the way to the first step."""
+"""Limits of files, functions and classes, of the tokens of packages, and of the way to the first
+step.
+"""
 
 import ast
 import io
@@ -61,7 +63,8 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
     dated = f"{release} ({citation['date-released']})"
     headings = re.findall("^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == ("Unreleased" if is_development else dated)
-    # files name the program that wrote them: what is not released yet must not pass for the release before
+    # files name the program that wrote them: what is not released yet must not pass for the release
+    # before
     assert not is_development or dated not in headings
 
 
@@ -80,11 +83,13 @@ def test_the_recipe_of_conda_has_the_version_and_the_requirements_of_the_package
     assert {line.replace(" ", "") for line in recipe["requirements"]["run"]} == wanted
 
 
-# tokens of code, which no formatting changes: names, numbers, texts and operators, without comments and docstrings.
-# A number may only fall, unless an issue names the new one; the spare 2 % are for lines that help a reader.
+# tokens of code, which no formatting changes: names, numbers, texts and operators, without comments
+# and docstrings. A number may only fall, unless an issue names the new one; the spare 2 % are for
+# lines that help a reader.
 SPARE = 1.02
 MAX_TOKENS = {
-    "all": 363_100,  # with units, convergence and comparisons of data, keys of what is kept, files of ranks and
+    # with units, convergence and comparisons of data, keys of what is kept, files of ranks and
+    "all": 363_100,
     # models; fine-tuning by evidence, the backend of dp
     "averaging": 15_325,
     "checkpoint": 7_430,
@@ -133,9 +138,9 @@ def test_no_package_has_more_tokens_than_its_budget():
     assert not over, "\n".join(over)
 
 
-# of examples/water without validation and averages, by tests/first_step.py; the number of functions differs by a few
-# between versions of Python. They may only fall; it rose from 540 when dargs became the judge of inputs, whose schema
-# is built at each start, and findings became one type.
+# of examples/water without validation and averages, by tests/first_step.py; the number of functions
+# differs by a few between versions of Python. They may only fall; it rose from 540 when dargs
+# became the judge of inputs, whose schema is built at each start, and findings became one type.
 MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 590, 109, 8
 
 

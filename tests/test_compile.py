@@ -1,4 +1,6 @@
-"""Compiled models: no graph break, one graph for all tasks and sizes, and the numbers and gradients of eager mode."""
+"""Compiled models: no graph break, one graph for all tasks and sizes, and the numbers and gradients
+of eager mode.
+"""
 
 import re
 from contextlib import contextmanager
@@ -34,7 +36,8 @@ pytestmark = [
 ]  # dynamo's own; compiling takes time
 
 SMALL = {"neuron": [2], "axis_neuron": 2, "nlayers": 1}
-# without the block of se_e3_tebd, and with fewer networks: the time to trace a graph grows with their number
+# without the block of se_e3_tebd, and with fewer networks: the time to trace a graph grows with
+# their number
 ONE_SIDE = {"type_one_side": True}
 SMALLER = {
     "dpa2": {"use_three_body": False},
@@ -56,7 +59,8 @@ WAYS = {
     "the type embedding": [("descriptor", 1)],
     "nothing": [],
 }
-# elements of the atoms, and the cell: sizes 0 and 1 and equal numbers are where torch makes graphs of their own
+# elements of the atoms, and the cell: sizes 0 and 1 and equal numbers are where torch makes graphs
+# of their own
 FRAMES = [
     ((0, 0, 1, 1, 2, 2), TRICLINIC),
     ((1, 0, 1, 1, 2), TRICLINIC),
@@ -102,7 +106,9 @@ def assert_same(found, expected, tolerance=1e-10):
 
 
 def two_tasks(descriptor, way):
-    """Return the models of two tasks that share parts, with numbers of their own in every buffer that is not shared."""
+    """Return the models of two tasks that share parts, with numbers of their own in every buffer
+    that is not shared.
+    """
     toy = partial(toy_model, descriptor, SMALL | SMALLER.get(descriptor, {}), NET)
     models = {name: toy(seed=seed)[1].train() for name, seed in (("water", 3), ("ice", 4))}
     links = [
@@ -122,7 +128,8 @@ def two_tasks(descriptor, way):
     return models
 
 
-# se_atten_v2 is se_atten with other options; se_e2_a and se_e3 are parts of the hybrid one; other tests have se_e2_r
+# se_atten_v2 is se_atten with other options; se_e2_a and se_e3 are parts of the hybrid one; other
+# tests have se_e2_r
 @pytest.mark.parametrize(
     "descriptor", sorted({*DESCRIPTORS} - {"se_atten", "se_e2_a", "se_e2_r", "se_e3"})
 )
@@ -277,7 +284,10 @@ def test_a_run_whose_compiled_code_is_wrong_or_not_made_warns_once_and_is_the_ea
 def test_a_later_graph_that_is_wrong_or_not_made_leaves_the_run_eager_with_one_warning(
     caplog, backend
 ):
-    """A graph for each size: the first is right, the second is not. A graph that was not made ended the run."""
+    """A graph for each size: the first is right, the second is not.
+
+    A graph that was not made ended the run.
+    """
     _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
     first, second, *_ = batches_of(model.train())
     compiler = Compiler(CompileConfig(backend="aot_eager", dynamic=False))
@@ -323,7 +333,9 @@ def test_gradients_by_parameters_are_compared():
 
 
 class Distorted:
-    """In the place of ``torch.compile``: eager code with one parameter that is another, or has another gradient."""
+    """In the place of ``torch.compile``: eager code with one parameter that is another, or has
+    another gradient.
+    """
 
     def __init__(self, name, factor=1.0, factor_of_gradient=1.0):
         self.name, self.factor, self.factor_of_gradient = name, factor, factor_of_gradient
@@ -339,7 +351,8 @@ class Distorted:
 
 # layers and blocks are alike: the time grows with their number, squared
 SHORT = {"neuron": [2, 4], "n_blocks": 1, "mixing_layers": 1}
-# a gradient of dpa3 and dpa4 is 0 whatever the weights are: what the last layer computes for a next one, one choice
+# a gradient of dpa3 and dpa4 is 0 whatever the weights are: what the last layer computes for a next
+# one, one choice
 WITHOUT_GRADIENT = re.compile(r"layers\.[12]\.(edge|angle)_(self|update|angle|angle_out)\b|router")
 
 
@@ -357,7 +370,9 @@ def test_wrong_code_of_a_fresh_model_is_refused_whatever_parameter_it_is_about(
     evaluate, eager = compiling._numbers, {}
 
     def numbers(function, model, batch, scale):
-        """Return the numbers; those of eager code, which are the same for each parameter, are computed once."""
+        """Return the numbers; those of eager code, which are the same for each parameter, are
+        computed once.
+        """
         if function is not run:
             return evaluate(function, model, batch, scale)
         if model.training not in eager:

@@ -1,4 +1,6 @@
-"""Compiled models on two processes that share weights out: the numbers of eager runs, exact restarts, few graphs."""
+"""Compiled models on two processes that share weights out: the numbers of eager runs, exact
+restarts, few graphs.
+"""
 
 import json
 import os
@@ -20,7 +22,9 @@ FILES = ("model", "model_ema")
 
 
 def input_of(data, stage, compiled):
-    """Return an input of two tasks that share a descriptor, one without virials, with frames of other sizes."""
+    """Return an input of two tasks that share a descriptor, one without virials, with frames of
+    other sizes.
+    """
     sections = {
         n: {t: {"systems": [str(data / f"{t}{n}")], "batch_size": 2} for t in ("water", "ice")}
         for n in (1, 2)
@@ -65,7 +69,8 @@ def rows_of(folder):
 
 
 def test_a_compiled_run_of_two_ranks_is_the_eager_one_and_restarts_bitwise(tmp_path):
-    """Averages of a compiled run at zero_stage 2 were validated with the live weights, which ranks had gathered.
+    """Averages of a compiled run at zero_stage 2 were validated with the live weights, which ranks
+    had gathered.
 
     Stages 2 and 3 add up in the same order, so that a restart at the other one is bitwise too.
     """

@@ -1,4 +1,6 @@
-"""A good input becomes a frozen object with DeePMD-kit's keys and defaults, and nothing in it is ignored in silence."""
+"""A good input becomes a frozen object with DeePMD-kit's keys and defaults, and nothing in it is
+ignored in silence.
+"""
 
 import json
 import subprocess
@@ -28,8 +30,8 @@ EXAMPLES = sorted(
     f for each in ("*", "infrared/*") for f in (ROOT / "examples").glob(f"{each}/input.json")
 )
 
-# from `normalize` of DeePMD-kit 3.2.0 (deepmd.utils.argcheck) for an input with required keys only; what its torch
-# backends do not use for se_e2_a and ener is left out here
+# from `normalize` of DeePMD-kit 3.2.0 (deepmd.utils.argcheck) for an input with required keys only;
+# what its torch backends do not use for se_e2_a and ener is left out here
 PEER_DEFAULTS = {
     "model": {"data_stat_nbatch": 10, "data_stat_protect": 0.01, "pair_exclude_types": [],
      "atom_exclude_types": [], "preset_out_bias": None, "finetune_head": ""},

@@ -1,4 +1,6 @@
-"""``training.averaging``: a list of averages, each chosen by its type and checked as strictly as the rest."""
+"""``training.averaging``: a list of averages, each chosen by its type and checked as strictly as
+the rest.
+"""
 
 import json
 
@@ -22,7 +24,9 @@ FLAT = {"type": "swa", "name": "flat"}
 
 
 def bank(*entries, **changes):
-    """Return a good input with these averages; ``changes`` are of other options, ``training__numb_steps=5``."""
+    """Return a good input with these averages; ``changes`` are of other options,
+    ``training__numb_steps=5``.
+    """
     return spoiled(
         {"training.averaging": list(entries)}
         | {k.replace("__", "."): v for k, v in changes.items()}
@@ -129,7 +133,8 @@ def test_a_mistake_in_an_entry_gets_one_message_with_its_place(entry, text):
     assert_refused_by_dargs(values)
 
 
-# ---- rules: name of a rule -> entries and other changes that break it, where the message is, what it says
+# ---- rules: name of a rule -> entries and other changes that break it, where the message is, what
+# it says
 
 FREE = {"optimizer": {"type": "AdamWScheduleFree"}}
 BROKEN = [

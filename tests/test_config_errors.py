@@ -1,4 +1,6 @@
-"""Mistakes of an input get one message each, with place, what was found, what is expected and what to do."""
+"""Mistakes of an input get one message each, with place, what was found, what is expected and what
+to do.
+"""
 
 import json
 import re

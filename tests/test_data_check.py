@@ -1,4 +1,6 @@
-"""Checks of the data: each fault is reported with file and frame, and sound data raise no suspicion."""
+"""Checks of the data: each fault is reported with file and frame, and sound data raise no
+suspicion.
+"""
 
 import re
 import shutil
@@ -281,7 +283,8 @@ def test_a_system_that_is_listed_twice_has_no_copies(water):
 
 
 HARTREE = 27.211386
-# numbers of atoms of the systems; of the last the energies per atom before, their factor and that of the forces; words
+# numbers of atoms of the systems; of the last the energies per atom before, their factor and that
+# of the forces; words
 OTHER_SYSTEMS = [
     ((12, 12, 12), -600, 1, 1, " eV/atom, expected -5."),
     ((12, 12), -600, 1, 1, " eV/atom, expected -5."),
@@ -346,7 +349,9 @@ def test_systems_of_large_forces_and_isolated_atoms_are_not_of_another_code(tmp_
 
 
 def test_frames_of_three_are_judged_and_those_of_several_kinds_are_not(tmp_path):
-    """Of 60 right frames 24 were "far from the others", and one frame with 2,000 eV/angstrom passed."""
+    """Of 60 right frames 24 were "far from the others", and one frame with 2,000 eV/angstrom
+    passed.
+    """
     few = write_system(tmp_path / "few", frames=3, seed=1)
     edit(few / "set.000" / "energy.npy", lambda e: e.__setitem__(1, e[1] - 40))
     edit(

@@ -1,4 +1,6 @@
-"""Results of checks that a start remembers: nothing is read twice, and nothing that has changed is trusted."""
+"""Results of checks that a start remembers: nothing is read twice, and nothing that has changed is
+trusted.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Batches against brute force: order of atoms, slots, truncation, exclusion, images, reverse slots, labels."""
+"""Batches against brute force: order of atoms, slots, truncation, exclusion, images, reverse slots,
+labels.
+"""
 
 from dataclasses import fields
 
@@ -34,7 +36,9 @@ FRAMES = [
 
 
 def expected_neighbors(frame, atom, layout):
-    """For one atom: per section the list of (neighbor, vector) by distance, truncated, then without excluded pairs."""
+    """For one atom: per section the list of (neighbor, vector) by distance, truncated, then without
+    excluded pairs.
+    """
     pairs = find_pairs(frame.coord, frame.box, layout.rcut)
     vector = pairs.vector(frame.coord, frame.box)
     mine = np.flatnonzero(pairs.i == atom)
@@ -167,7 +171,9 @@ def test_molecules_paired_together_are_bitwise_those_paired_one_by_one(name):
 
 @pytest.mark.parametrize("cells", [1000, 100_000])
 def test_atoms_may_be_many_cells_outside_of_theirs(cells):
-    """All images between the outermost were counted: 3 GB at 150 cells, and more than there is at 1,000."""
+    """All images between the outermost were counted: 3 GB at 150 cells, and more than there is at
+    1,000.
+    """
     frame = make_frame(0)
     moves = np.random.default_rng(0).integers(-cells, cells + 1, frame.coord.shape)
     far = Frame(frame.coord + moves @ frame.box, frame.atom_type, frame.box)

@@ -1,4 +1,6 @@
-"""Data of any format become folders or extended XYZ: every number comes back, and nothing is dropped without a word."""
+"""Data of any format become folders or extended XYZ: every number comes back, and nothing is
+dropped without a word.
+"""
 
 from pathlib import Path
 
@@ -20,7 +22,9 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 def read_all(path, labels=LABELS):
-    """Return the frames below a folder as (sorted rows of element, position, force), box, other labels."""
+    """Return the frames below a folder as (sorted rows of element, position, force), box, other
+    labels.
+    """
     found = []
     for source in open_data([str(path)], list(TYPES), labels):
         for k in range(source.num_frames):
@@ -36,7 +40,9 @@ def read_all(path, labels=LABELS):
 
 
 def assert_holds(path, expected):
-    """Check that the frames below a folder are those of ASE, in any order, stress and its sign included."""
+    """Check that the frames below a folder are those of ASE, in any order, stress and its sign
+    included.
+    """
     found = read_all(path)
     assert len(found) == len(expected)
     by_energy = {float(others["energy"]): (rows, box, others) for rows, box, others in found}
@@ -248,7 +254,9 @@ EVERY_LABEL = ("energy", "force", "virial", "atom_energy", "atom_pref", "hessian
 
 
 def assert_same_frames(name, origins, spec):
-    """Check that a file has every number of other data bit for bit, in their order of frames and atoms."""
+    """Check that a file has every number of other data bit for bit, in their order of frames and
+    atoms.
+    """
     [own], sources = (
         open_data(paths, list(TYPES), EVERY_LABEL, **spec) for paths in ([name], origins)
     )
@@ -265,7 +273,9 @@ def assert_same_frames(name, origins, spec):
 
 
 def write_everything():
-    """Write three systems with every label and parameter: plain, open, and mixed with virtual atoms."""
+    """Write three systems with every label and parameter: plain, open, and mixed with virtual
+    atoms.
+    """
     options = {
         "frames": 6,
         "atom_ener": True,

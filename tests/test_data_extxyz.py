@@ -20,7 +20,9 @@ ELEMENTS = np.array(["O", "H", "C"])
 
 
 def toy_atoms(num_frames=10, seed=0, num_types=2, natoms=None):
-    """Return frames with toy labels, as Atoms; without ``natoms`` of several sizes, and every fifth is open."""
+    """Return frames with toy labels, as Atoms; without ``natoms`` of several sizes, and every fifth
+    is open.
+    """
     from ase import Atoms
     from ase.calculators.singlepoint import SinglePointCalculator
 
@@ -284,7 +286,9 @@ def test_a_run_on_a_file_is_checked_trained_validated_tested_and_restarted_bitwi
 
 
 def test_isolated_atoms_fix_the_energies_of_elements_that_one_composition_leaves_open(here):
-    """A sample of the frames rarely has one: each element then had the mean energy, hundreds of eV from its atom's."""
+    """A sample of the frames rarely has one: each element then had the mean energy, hundreds of eV
+    from its atom's.
+    """
     from ase import Atoms
     from ase.calculators.singlepoint import SinglePointCalculator
     from ase.io import write

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.usefixtures("here")
 
 @pytest.fixture
 def dpdata(monkeypatch):
-    """Put a package in the place of dpdata that reads one frame of two kinds of iron, and notes how it was called."""
+    """Put a package in the place of dpdata that reads one frame of two kinds of iron, and notes how
+    it was called.
+    """
     called = []
 
     def read(path, fmt):
@@ -73,7 +75,9 @@ def test_a_trajectory_of_cp2k_as_training_data_is_to_be_converted(name):
 
 
 def write_runner(path, length=1.0, energy=1.0):
-    """Write two frames of copper for RuNNer, in other units by the numbers of an angstrom and an eV."""
+    """Write two frames of copper for RuNNer, in other units by the numbers of an angstrom and an
+    eV.
+    """
     cell, basis = (
         3.6 * np.eye(3),
         3.6 * np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0.01]]),

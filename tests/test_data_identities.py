@@ -1,4 +1,6 @@
-"""Units and signs: found by identities of energies, forces and virials and by bounds of lengths, or not verified."""
+"""Units and signs: found by identities of energies, forces and virials and by bounds of lengths, or
+not verified.
+"""
 
 import re
 import shutil
@@ -21,7 +23,9 @@ LABELS = ("energy", "force", "virial")
 
 
 def crystal(num, energy=1, force=1, virial=1, seed=9, size=0.01, strains=True):
-    """Return frames of a strained crystal whose atoms are off their sites, with labels multiplied by factors."""
+    """Return frames of a strained crystal whose atoms are off their sites, with labels multiplied
+    by factors.
+    """
     rng = np.random.default_rng(seed)
     coord, types, box = toy_frame(rng, 12, jitter=0.0)
     frames = []
@@ -210,7 +214,9 @@ WATER_ORDERS = [
 
 
 def water_frames(number):
-    """Return frames of four molecules of water on a lattice, turned at random, the atoms as O H H O H H ..."""
+    """Return frames of four molecules of water on a lattice, turned at random, the atoms as O H H O
+    H H ...
+    """
     rng = np.random.default_rng(4)
     bonds = np.array([[0.0, 0.0, 0.0], [0.76, 0.59, 0.0], [-0.76, 0.59, 0.0]])
     frames = []
@@ -235,7 +241,9 @@ def water_frames(number):
 @pytest.mark.usefixtures("real_radii")
 @pytest.mark.parametrize(("order", "names", "words"), WATER_ORDERS)
 def test_types_in_another_order_than_the_positions_are_reported(order, names, words):
-    """A published set passed with "lengths verified, No warnings", and its model was silently worse."""
+    """A published set passed with "lengths verified, No warnings", and its model was silently
+    worse.
+    """
     frames = water_frames(8)
     assert misplaced_types(frames, ["O", "H"]) == []
     moved = [replace(frame, atom_type=np.asarray(order(frame.atom_type))) for frame in frames]
@@ -331,7 +339,8 @@ def test_crystals_that_were_turned_or_mirrored_give_the_ratios_of_those_that_wer
 
 @pytest.mark.parametrize(("factor", "words"), [
     (GPA, "the virials look like volume * stress in kbar or GPa: between frames in one cell they change by "),
-    (1e-3, "the virials look like a stress: between frames in one cell they change by "),  # of 1,000 angstrom^3
+    # of 1,000 angstrom^3
+    (1e-3, "the virials look like a stress: between frames in one cell they change by "),
 ])  # fmt: skip
 def test_virials_far_from_the_size_of_the_forces_are_reported(tmp_path, factor, words):
     """A virial RMS of 1,875 eV/atom passed where frames are far from each other."""

@@ -1,4 +1,6 @@
-"""The loader: the same batches from any start, errors that surface, threads that end, caches that are bounded."""
+"""The loader: the same batches from any start, errors that surface, threads that end, caches that
+are bounded.
+"""
 
 from contextlib import closing
 from dataclasses import fields

@@ -1,4 +1,6 @@
-"""Reading deepmd/npy, deepmd/npy/mixed and HDF5; one message about a file that does not fit, is damaged or absurd."""
+"""Reading deepmd/npy, deepmd/npy/mixed and HDF5; one message about a file that does not fit, is
+damaged or absurd.
+"""
 
 import fcntl
 import re

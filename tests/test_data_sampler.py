@@ -1,4 +1,6 @@
-"""The order of batches: every frame once per epoch, random access, shares of ranks, probabilities, batch rules."""
+"""The order of batches: every frame once per epoch, random access, shares of ranks, probabilities,
+batch rules.
+"""
 
 import math
 from collections import Counter
@@ -47,7 +49,9 @@ def test_a_batch_is_a_function_of_seed_and_number_only(rule, auto_prob):
 
 
 def test_the_order_never_changes_between_versions():
-    """A restart with a newer numpy or a newer version of this package must continue with the same frames."""
+    """A restart with a newer numpy or a newer version of this package must continue with the same
+    frames.
+    """
     assert permutation(8, 1, 2, 3).tolist() == [1, 3, 7, 5, 2, 0, 4, 6]
     sampler = Sampler(FRAMES, ATOMS, 4, seed=7)
     expected = {0: (0, (14, 10, 8, 6)), 1: (0, (11, 4, 0, 5)), 9: (2, (1, 5, 2, 6))}

@@ -1,4 +1,6 @@
-"""Validation frames split off: every kind in both parts, near copies in one, the same for the same seed and data."""
+"""Validation frames split off: every kind in both parts, near copies in one, the same for the same
+seed and data.
+"""
 
 import numpy as np
 import pytest

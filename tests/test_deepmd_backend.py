@@ -1,4 +1,6 @@
-"""The backend `ema` of DeePMD-kit's command `dp`, beside the few parts of DeePMD-kit that it touches."""
+"""The backend `ema` of DeePMD-kit's command `dp`, beside the few parts of DeePMD-kit that it
+touches.
+"""
 
 import argparse
 import importlib
@@ -86,7 +88,9 @@ def parser():
 
 @pytest.fixture
 def load(monkeypatch):
-    """Return a function that loads the module beside a DeePMD-kit, as `dp` does; it returns the backends by name."""
+    """Return a function that loads the module beside a DeePMD-kit, as `dp` does; it returns the
+    backends by name.
+    """
     parts = {
         "deepmd": {}, "deepmd.backend": {}, "deepmd.backend.backend": {"Backend": Backend},
         "deepmd.backend.pytorch": {"PyTorchBackend": PyTorchBackend},

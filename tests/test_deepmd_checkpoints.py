@@ -1,4 +1,6 @@
-"""Checkpoints of DeePMD-kit: read to its numbers, converted, written to the bit, taken by its commands."""
+"""Checkpoints of DeePMD-kit: read to its numbers, converted, written to the bit, taken by its
+commands.
+"""
 
 import json
 import os
@@ -109,7 +111,9 @@ def test_convert_writes_the_same_model(name, suffix, tmp_path, capsys):
 
 
 def test_convert_goes_around_without_a_change(tmp_path):
-    """.pt -> .dp -> .yaml -> .pt -> .dp, to the bit; and the .pt of DeePMD-kit, written once more, back."""
+    """.pt -> .dp -> .yaml -> .pt -> .dp, to the bit; and the .pt of DeePMD-kit, written once more,
+    back.
+    """
     run, averaged = write_run(tmp_path)
     first = load_model(run, use_average=True)
     names = [run, *(tmp_path / name for name in ("a.dp", "b.yaml", "c.pt", "d.dp"))]
@@ -304,7 +308,9 @@ def test_a_task_has_a_name_that_a_module_may_have(task, tmp_path):
 
 
 def test_a_checkpoint_of_deepmd_kit_is_written_as_it_was(tmp_path):
-    """All tensors under all names, but for those of the optimizer (and of se_e3, which has networks without use)."""
+    """All tensors under all names, but for those of the optimizer (and of se_e3, which has networks
+    without use).
+    """
     for name in ("pt", "pt_hybrid", "pt_heads"):
         out = tmp_path / f"{name}.pt"
         assert convert(FILES / f"{name}.pt", out, "--to", "deepmd") == 0
@@ -344,7 +350,9 @@ def test_types_without_dipoles_are_excluded_in_checkpoints_of_deepmd_kit_whose_s
 
 @pytest.fixture(scope="module")
 def two_tasks(tmp_path_factory):
-    """The checkpoint of a run of two tasks that share descriptor and fitting network, with an average."""
+    """The checkpoint of a run of two tasks that share descriptor and fitting network, with an
+    average.
+    """
     folder = tmp_path_factory.mktemp("tasks")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

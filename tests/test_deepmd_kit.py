@@ -1,4 +1,6 @@
-"""Formats that an installed DeePMD-kit reads and writes; here a program in its place copies, or does something else."""
+"""Formats that an installed DeePMD-kit reads and writes; here a program in its place copies, or
+does something else.
+"""
 
 import shutil
 import stat

@@ -1,4 +1,6 @@
-"""The example that distills a potential: its rounds, their continuation, its errors, and the density at its end."""
+"""The example that distills a potential: its rounds, their continuation, its errors, and the
+density at its end.
+"""
 
 import argparse
 import json

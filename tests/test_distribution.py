@@ -1,4 +1,6 @@
-"""The source distribution and the wheel that is built from it: every file, and commands in an empty environment."""
+"""The source distribution and the wheel that is built from it: every file, and commands in an empty
+environment.
+"""
 
 import os
 import site
@@ -16,7 +18,8 @@ from helpers import write_system
 import deepmd_ema
 
 pytest.importorskip("hatchling")
-# not looked for as a module: that takes setuptools' distutils away, which torch's compiler needs in this process
+# not looked for as a module: that takes setuptools' distutils away, which torch's compiler needs in
+# this process
 if not list(distributions(name="pip")):
     pytest.skip("pip is not installed", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -60,14 +63,17 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """Return the commands of an environment with the wheel, whose dependencies are those of this interpreter."""
+    """Return the commands of an environment with the wheel, whose dependencies are those of this
+    interpreter.
+    """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     packages = Path(
         call(folder, python, "-c", "import site; print(site.getsitepackages()[0])").strip()
     )
-    # the .pth files in these folders are not read, so that an editable installation of the repository is not found
+    # the .pth files in these folders are not read, so that an editable installation of the
+    # repository is not found
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
     pip = (sys.executable, "-m", "pip", "--python", python)
     call(folder, *pip, "install", "-q", "--no-deps", "--no-index", wheel)

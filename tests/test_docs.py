@@ -1,4 +1,6 @@
-"""The pages for users stay true: links, commands, options and snippets are checked against the program."""
+"""The pages for users stay true: links, commands, options and snippets are checked against the
+program.
+"""
 
 import json
 import os
@@ -47,7 +49,9 @@ def headings(page):
 
 
 def commands(page):
-    """Return the arguments of every ``dp-ema ...`` in the code of a page, in blocks, indented lines and backticks."""
+    """Return the arguments of every ``dp-ema ...`` in the code of a page, in blocks, indented lines
+    and backticks.
+    """
     text = page.read_text()
     code = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.M | re.S) + re.findall(
         r"^ {4}.*$", text, flags=re.M
@@ -187,7 +191,10 @@ def test_the_page_of_a_run_has_every_error_of_energies_with_its_unit_and_the_let
 
 
 def run_blocks(text, name):
-    """Execute the Python and the commands of a page in order; JSON is `input.json`. Return the names of Python."""
+    """Execute the Python and the commands of a page in order; JSON is `input.json`.
+
+    Return the names of Python.
+    """
     names = {}
     for language, code in re.findall(r"^```(python|sh|json)\n(.*?)^```", text, flags=re.M | re.S):
         if language == "python":

@@ -38,7 +38,9 @@ RENAMED = {
 
 
 def model_of(kind, name):
-    """Return the model of a case, its parameters by DeePMD-kit's names with the numbers that they had, and a frame."""
+    """Return the model of a case, its parameters by DeePMD-kit's names with the numbers that they
+    had, and a frame.
+    """
     case = CASES[kind][name]
     model, named = build_model(model_config_from_dict(case["model"]), 0), {}
     for path, parameter in model.named_parameters():

@@ -1,4 +1,5 @@
-"""The shell lines of DP-GEN 0.14, with ``dp-ema`` in the place of ``dp``, on an input as its generator writes it.
+"""The shell lines of DP-GEN 0.14, with ``dp-ema`` in the place of ``dp``, on an input as its
+generator writes it.
 
 The lines are those of `make_train` and `run_train_dp` of dpgen/generator/run.py.
 """

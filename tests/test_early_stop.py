@@ -1,4 +1,6 @@
-"""Runs that end early: when the errors of full validation no longer fall, and when their time is over."""
+"""Runs that end early: when the errors of full validation no longer fall, and when their time is
+over.
+"""
 
 import logging
 from pathlib import Path
@@ -20,7 +22,8 @@ from deepmd_ema.training.trainer import Callback
 from deepmd_ema.training.validate import EarlyStop
 
 STEPS, EVERY = 24, 2
-# the first full validation of a row is an improvement; none after it lowers the error by as much as 1 eV/angstrom
+# the first full validation of a row is an improvement; none after it lowers the error by as much as
+# 1 eV/angstrom
 STOP = {"patience": 3, "metric": "F:RMSE", "min_delta": 1.0}
 END = 4 * EVERY + 2  # full validation begins after step 4
 VALIDATED = {

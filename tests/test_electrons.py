@@ -8,8 +8,9 @@ from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.config.elements import SYMBOLS, occupied_states
 from deepmd_ema.errors import ConfigError
 
-# made_by: the table electronic_configuration_embedding of deepmd.utils.econf_embd of DeePMD-kit 3.2.0,
-# hashlib.sha256((np.array(list(table.values())) == 1).astype(np.uint8).tobytes()).hexdigest()
+# made_by: the table electronic_configuration_embedding of deepmd.utils.econf_embd of DeePMD-kit
+# 3.2.0, hashlib.sha256((np.array(list(table.values())) ==
+# 1).astype(np.uint8).tobytes()).hexdigest()
 OF_DEEPMD_KIT = "4c313bf3765747380abd37c815f0cd6e703842ab3cb8ab41856c4e0a2261338f"
 
 

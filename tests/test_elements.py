@@ -1,4 +1,6 @@
-"""Weights taken over to a model of other elements: the same atoms have the same energies, for every descriptor."""
+"""Weights taken over to a model of other elements: the same atoms have the same energies, for every
+descriptor.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ every_descriptor = pytest.mark.parametrize("descriptor", sorted(SECTIONS))
 
 
 def with_sel_for(section, num_types):
-    """Return a section of a descriptor with as many numbers in its lists ``sel`` as there are elements."""
+    """Return a section of a descriptor with as many numbers in its lists ``sel`` as there are
+    elements.
+    """
     if "list" in section:
         return {**section, "list": [with_sel_for(part, num_types) for part in section["list"]]}
     return {**section, "sel": [20] * num_types} if isinstance(section.get("sel"), list) else section
@@ -77,7 +81,9 @@ def test_fewer_and_more_elements_leave_the_energies_of_the_others(descriptor, ty
 
 
 def test_parts_of_a_hybrid_by_type_keep_the_neighbors_of_each_element():
-    """``sel`` differs between the elements and between the parts, and is too small for some of them."""
+    """``sel`` differs between the elements and between the parts, and is too small for some of
+    them.
+    """
 
     def parts(*first, second):
         cut = {"sel": second, "rcut": 3.5}

@@ -15,7 +15,9 @@ STILL = {"learning_rate": {"start_lr": 1e-30, "stop_lr": 1e-31}}
 
 
 def config_of(steps=4, **changes):
-    """Return an input with live and averaged weights validated, for a folder beside those of the data."""
+    """Return an input with live and averaged weights validated, for a folder beside those of the
+    data.
+    """
     given = {"training__save_freq": 2, "training__enable_ema": True, "validating": ON, **changes}
     return tiny_input(["../new"], ["../valid"], num_steps=steps, **given)
 
@@ -43,7 +45,9 @@ def all_lines(caplog):
 
 @pytest.fixture
 def start(base, tmp_path, monkeypatch):
-    """Return a function that trains in a folder of its own, from the pretrained model unless another start is given."""
+    """Return a function that trains in a folder of its own, from the pretrained model unless
+    another start is given.
+    """
 
     def run(config, name="run", **how):
         folder = base / tmp_path.name / name

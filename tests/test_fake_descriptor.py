@@ -1,4 +1,6 @@
-"""Another distribution adds a descriptor without `sel` and `neuron`: it goes the whole way; broken ones are named."""
+"""Another distribution adds a descriptor without `sel` and `neuron`: it goes the whole way; broken
+ones are named.
+"""
 
 import inspect
 import itertools
@@ -42,7 +44,9 @@ RUN = {
 
 @pytest.fixture(autouse=True)
 def fake(tmp_path_factory, monkeypatch):
-    """The distribution of the descriptor is installed for one test, and has a small section for the laws."""
+    """The distribution of the descriptor is installed for one test, and has a small section for the
+    laws.
+    """
     site = tmp_path_factory.mktemp("site")
     install(site, "fake-descriptor", {"fake": "fake_descriptor:FAMILY"})
     monkeypatch.syspath_prepend(site)
@@ -170,7 +174,9 @@ def test_messages_of_neighbors_obey_the_laws_of_every_descriptor(law, case):
 
 
 def test_a_model_loads_its_own_families_only():
-    """Nothing imports another descriptor, sums of models, the Kalman filter or compiled files beside what is used."""
+    """Nothing imports another descriptor, sums of models, the Kalman filter or compiled files
+    beside what is used.
+    """
     code = """
 import sys
 from toy_models import toy_model

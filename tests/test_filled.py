@@ -1,4 +1,6 @@
-"""Batches filled up for compiled code: what a model predicts, and its derivatives, are those of the batch."""
+"""Batches filled up for compiled code: what a model predicts, and its derivatives, are those of the
+batch.
+"""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Fine-tuning: weights of a file on other data, elements and fitting networks, for one task or several."""
+"""Fine-tuning: weights of a file on other data, elements and fitting networks, for one task or
+several.
+"""
 
 import copy
 import json
@@ -68,7 +70,9 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
-    """A folder with the data of two tasks, and with an element that the trained model does not know."""
+    """A folder with the data of two tasks, and with an element that the trained model does not
+    know.
+    """
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path)
     write_system("data", frames=4, seed=5, elements=("H", "O", "Na"))
@@ -206,7 +210,9 @@ QUANTITIES = {
 @pytest.mark.parametrize("here", QUANTITIES)
 @pytest.mark.parametrize("there", QUANTITIES)
 def test_a_fitting_network_of_another_quantity_is_refused(there, here, way):
-    """A gap started from an energy model with its network and a bias of -5 eV per atom: shapes agreed."""
+    """A gap started from an energy model with its network and a bias of -5 eV per atom: shapes
+    agreed.
+    """
     saved, new = (
         model_config_from_dict(tiny_input(["data"], model__fitting_net=QUANTITIES[name])["model"])
         for name in (there, here)

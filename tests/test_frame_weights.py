@@ -1,4 +1,6 @@
-"""Weights of frames: read from every format, and in every form of a batch what single frames summed up give."""
+"""Weights of frames: read from every format, and in every form of a batch what single frames summed
+up give.
+"""
 
 import json
 import re

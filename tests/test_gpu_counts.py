@@ -1,4 +1,6 @@
-"""Upper bounds of the kernels of a training step on a CUDA device, which never waits; errors and waits are noticed."""
+"""Upper bounds of the kernels of a training step on a CUDA device, which never waits; errors and
+waits are noticed.
+"""
 
 import pytest
 from gpu_counts import IS_PRETENDED, STEPS, CountedSteps, count_step

@@ -1,4 +1,6 @@
-"""Choice of the GPU of a rank, faults of NCCL, and a rank that is lost while others wait in a collective."""
+"""Choice of the GPU of a rank, faults of NCCL, and a rank that is lost while others wait in a
+collective.
+"""
 
 import os
 import signal
@@ -31,7 +33,9 @@ REMOTE = (
 
 @pytest.fixture
 def visible(monkeypatch):
-    """Return a function that sets the number of GPUs that torch sees; no kernel is launched on them."""
+    """Return a function that sets the number of GPUs that torch sees; no kernel is launched on
+    them.
+    """
 
     def see(number):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)

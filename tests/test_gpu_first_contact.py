@@ -1,4 +1,6 @@
-"""The first contact with a GPU keeps the results that it has, whatever its parts do, and continues with the others."""
+"""The first contact with a GPU keeps the results that it has, whatever its parts do, and continues
+with the others.
+"""
 
 import re
 import shlex

@@ -28,7 +28,9 @@ SEVERAL = {
 
 
 class Calls(TorchDispatchMode):
-    """Records the operations below autograd with their arguments, of tensors those that a graph would record."""
+    """Records the operations below autograd with their arguments, of tensors those that a graph
+    would record.
+    """
 
     def __init__(self):
         super().__init__()
@@ -44,9 +46,11 @@ class Calls(TorchDispatchMode):
 
 
 class PretendedCapture:
-    """Takes the place of a CUDA graph: runs the step each time, and checks that a graph could have done it.
+    """Takes the place of a CUDA graph: runs the step each time, and checks that a graph could have
+    done it.
 
-    At every use the operations are the same, with the same numbers of the host, on static memory, without a wait.
+    At every use the operations are the same, with the same numbers of the host, on static memory,
+    without a wait.
     """
 
     num_launches = 0
@@ -177,7 +181,9 @@ def test_a_step_that_is_not_finite_is_skipped_in_a_graph_too(start):
 
 
 class FreezesAWeight(Callback):
-    """Freezes one weight after step 25, so that the averages are bound anew, and records the captured graphs."""
+    """Freezes one weight after step 25, so that the averages are bound anew, and records the
+    captured graphs.
+    """
 
     def __init__(self):
         self.graphs = {}

@@ -1,4 +1,6 @@
-"""Inference, tests, changed biases and posthoc averages of trained models on a CUDA device, beside the CPU."""
+"""Inference, tests, changed biases and posthoc averages of trained models on a CUDA device, beside
+the CPU.
+"""
 
 import re
 

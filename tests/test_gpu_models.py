@@ -1,4 +1,6 @@
-"""Models on a CUDA device beside the CPU: values, derivatives with respect to parameters, Hessians; and no wait."""
+"""Models on a CUDA device beside the CPU: values, derivatives with respect to parameters, Hessians;
+and no wait.
+"""
 
 from contextlib import nullcontext
 from copy import deepcopy
@@ -18,7 +20,9 @@ ON_CPUS_ONLY = [name for name in MODELS if "interpolated" in name]  # whatever t
 
 
 def numbers_of(model, batch, device, need_hessian=False, counted=counted_waits):
-    """Return outputs and gradients on the CPU, by name, and the waits of a call and its backward pass on ``device``."""
+    """Return outputs and gradients on the CPU, by name, and the waits of a call and its backward
+    pass on ``device``.
+    """
     own, batch = deepcopy(model).to(device).train(), batch.to(torch.device(device))
     with counted() as waits:
         out = own(batch, need_hessian=need_hessian)

@@ -1,4 +1,6 @@
-"""Ranks on several CUDA devices, connected by NCCL: the numbers of one process, restarts, other stages and ranks."""
+"""Ranks on several CUDA devices, connected by NCCL: the numbers of one process, restarts, other
+stages and ranks.
+"""
 
 import json
 import os
@@ -39,7 +41,9 @@ two_gpus = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, water_like, water_like_valid):
-    """Return a function that gives the folder of a run, unbroken or restarted from the middle of another run."""
+    """Return a function that gives the folder of a run, unbroken or restarted from the middle of
+    another run.
+    """
     base = tmp_path_factory.mktemp("ranks")
 
     @cache
@@ -101,7 +105,9 @@ def test_a_checkpoint_of_gpus_is_the_same_bits_at_another_stage_on_other_ranks(m
 
 
 def waits_here(folder):
-    """Train in ``folder`` as one rank; return the device and the waits of steps in which nothing is due."""
+    """Train in ``folder`` as one rank; return the device and the waits of steps in which nothing is
+    due.
+    """
     os.chdir(folder)
     found, devices = Counter(), set()
 

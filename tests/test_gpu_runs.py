@@ -1,4 +1,6 @@
-"""Runs on a CUDA device beside the CPU: optimizers, averages, losses, several tasks, validation, exact restarts."""
+"""Runs on a CUDA device beside the CPU: optimizers, averages, losses, several tasks, validation,
+exact restarts.
+"""
 
 import itertools
 import json
@@ -31,7 +33,8 @@ OPTIMIZERS = {
 ROUNDING = (
     1e-7  # of the largest number of a tensor, after all steps: rates of Adam on CUDA are in float32
 )
-# directions of Muon are in bfloat16 or, by Gram matrices on CUDA, in float16; a CPU has float32 there
+# directions of Muon are in bfloat16 or, by Gram matrices on CUDA, in float16; a CPU has float32
+# there
 IN_HALF = {"AdaMuon": 1e-4, "HybridMuon in bfloat16": 1e-4, "HybridMuon": 1e-3}
 # bases of SOAP turn with rounding where gradients are almost 0
 IN_TURNED_BASES = {"SOAP": 1e-5}
@@ -86,7 +89,9 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def check(run, tmp_path):
-    """Return a function that asserts that a run on the GPU is that of the CPU and restarts to the last bit."""
+    """Return a function that asserts that a run on the GPU is that of the CPU and restarts to the
+    last bit.
+    """
 
     def checked(config, tolerance=ROUNDING):
         whole = run("gpu", config)

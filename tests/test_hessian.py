@@ -26,7 +26,9 @@ WEIGHTS = {"loss__start_pref_h": 5, "loss__limit_pref_h": 1}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A system with Hessians of 5 atoms, a mixed one of 4 and two virtual ones, one of 6 atoms without Hessians."""
+    """A system with Hessians of 5 atoms, a mixed one of 4 and two virtual ones, one of 6 atoms
+    without Hessians.
+    """
     root = tmp_path_factory.mktemp("hessian")
     write_system(root / "cell", frames=4, natoms=5, seed=1, hessian=True)
     write_system(root / "mixed", frames=3, natoms=4, seed=2, mixed=True, virtual=2, hessian=True)

@@ -1,4 +1,6 @@
-"""Deviations of models and neighbor statistics of data: formulas, files, commands, and the numbers of DeePMD-kit."""
+"""Deviations of models and neighbor statistics of data: formulas, files, commands, and the numbers
+of DeePMD-kit.
+"""
 
 from pathlib import Path
 

@@ -25,7 +25,9 @@ SAME_MATH = 1e-10
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory):
-    """One periodic system of 4 frames in two sets, one open of 3 frames without virials, one mixed of 3."""
+    """One periodic system of 4 frames in two sets, one open of 3 frames without virials, one mixed
+    of 3.
+    """
     root = tmp_path_factory.mktemp("labelled")
     write_system(root / "cell", frames=4, natoms=8, seed=1, sets=2, atom_ener=True)
     write_system(root / "open", frames=3, natoms=5, seed=2, pbc=False, atom_ener=True)

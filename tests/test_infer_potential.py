@@ -1,4 +1,6 @@
-"""The Python interface: shapes, one message for each wrong array, kept neighbors, copies, threads and processes."""
+"""The Python interface: shapes, one message for each wrong array, kept neighbors, copies, threads
+and processes.
+"""
 
 import copy
 import os
@@ -188,7 +190,9 @@ KEPT = {
 
 @pytest.mark.parametrize("case", KEPT)
 def test_whatever_changes_between_two_frames_is_noticed(tmp_path, case):
-    """Also by a list of its own for each image of a band, and if slots have means of their own, as files may have."""
+    """Also by a list of its own for each image of a band, and if slots have means of their own, as
+    files may have.
+    """
     loaded = load_model(write_run(tmp_path, **KEPT[case])[0])
     for slots_differ in (False, True):
         if slots_differ:

@@ -20,7 +20,8 @@ def test_a_dipole_that_oscillates_has_one_band_with_the_strength_of_theory():
     assert np.ptp(wavenumber[absorption > absorption.max() / 2]) == pytest.approx(
         example.WIDTH, abs=4
     )
-    # mean square of the derivative times beta / (12 c^2 V epsilon_0), integrated over wavenumbers, 1/m^2
+    # mean square of the derivative times beta / (12 c^2 V epsilon_0), integrated over wavenumbers,
+    # 1/m^2
     square = (units._e * 1e5 * omega) ** 2 / 2
     strength = square / (12 * units._c**2 * 1e-27 * units._eps0 * units._k * 300)
     assert absorption.sum() * wavenumber[1] == pytest.approx(1e-4 * strength, rel=0.01)

@@ -1,4 +1,6 @@
-"""``dp-ema init``: an input is proposed for data of every kind, and trains; time and mistakes are reported."""
+"""``dp-ema init``: an input is proposed for data of every kind, and trains; time and mistakes are
+reported.
+"""
 
 from dataclasses import replace
 from itertools import product

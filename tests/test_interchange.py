@@ -76,12 +76,14 @@ def test_a_file_of_deepmd_kit_written_again_holds_the_same_entries(name, tmp_pat
     assert set(theirs) - {"time"} <= set(ours)
 
 
-# "atom_ener" is null there and an empty list here; a table is made into a spline anew, to the last digits
+# "atom_ener" is null there and an empty list here; a table is made into a spline anew, to the last
+# digits
 OTHERWISE = {
     "zbl": ["/models/0/fitting/atom_ener", "/models/1/tab/rmax", "/models/1/tab/@variables/tab_data"],
-    "dpa2_direct": ["/fitting/precision", "/fitting/nets/networks/0/precision"],  # "default" there, float64 here
-    # the energies of elements that its parts add on their own are in that of the whole; its torch backend does not read
-    # the type that it writes
+    # "default" there, float64 here
+    "dpa2_direct": ["/fitting/precision", "/fitting/nets/networks/0/precision"],
+    # the energies of elements that its parts add on their own are in that of the whole; its torch
+    # backend does not read the type that it writes
     "linear": ["/@variables/out_bias", "/type", "/models/0/@variables/out_bias", "/models/0/fitting/atom_ener",
                "/models/1/@variables/out_bias", "/models/1/fitting/atom_ener", "/models/2/@variables/out_bias",
                "/models/2/tab/rmax", "/models/2/tab/@variables/tab_data"],

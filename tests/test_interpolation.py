@@ -1,4 +1,6 @@
-"""Embedding nets as series in training and as tables in evaluation: errors, numbers of terms, restarts, new weights."""
+"""Embedding nets as series in training and as tables in evaluation: errors, numbers of terms,
+restarts, new weights.
+"""
 
 import logging
 from functools import partial
@@ -106,7 +108,9 @@ def test_no_derivative_of_a_series_of_tanh_nets_is_off_by_more_than_is_accepted(
 
 
 def slopes_of(found):
-    """Return the derivatives of the channels of a sum over one neighbor of each atom with a weight of one."""
+    """Return the derivatives of the channels of a sum over one neighbor of each atom with a weight
+    of one.
+    """
     rows = torch.eye(found.value.shape[-1], dtype=torch.float64)
     return torch.stack([found.vjp(row.expand(len(found.value), 1, -1))[1][:, 0] for row in rows], 1)
 
@@ -174,7 +178,9 @@ def test_ranks_agree_on_the_knots_where_each_has_frames_of_its_own(
 def test_a_validation_has_the_numbers_of_a_test_to_the_last_bit_though_weights_move_fast(
     start, water_like_valid
 ):
-    """The terms were chosen for the first batch and weights, and neither an average nor a validation frame is it."""
+    """The terms were chosen for the first batch and weights, and neither an average nor a
+    validation frame is it.
+    """
     fast = {
         "learning_rate": {"type": "exp", "start_lr": 0.05, "stop_lr": 0.04},
         "validating__max_best_ckpt": 5,
@@ -205,7 +211,8 @@ def test_former_names_of_the_option_and_of_its_state_in_checkpoints_are_read(old
 
 # ---- tables of models that are only evaluated
 
-# of each kind of sum: per element, one for all, per element and centre, beside a net of elements, radial
+# of each kind of sum: per element, one for all, per element and centre, beside a net of elements,
+# radial
 WITH_TABLES = [
     "se_e2_a", "se_e2_r", "se_atten_interpolated", "se_atten_interpolated_one_side", "se_atten_interpolated_strip",
     "dpa2_interpolated",

@@ -1,4 +1,6 @@
-"""Runs are killed at every write to the disk and restarted to the same end; the thread that writes their files."""
+"""Runs are killed at every write to the disk and restarted to the same end; the thread that writes
+their files.
+"""
 
 import io
 import json
@@ -26,7 +28,9 @@ MAX_WRITES = 80  # of one restart and one step
 
 @pytest.fixture(scope="module")
 def stand(tmp_path_factory):
-    """Two folders of one input: ``whole``, with an unbroken run, and ``before``, with one that stopped after BEFORE."""
+    """Two folders of one input: ``whole``, with an unbroken run, and ``before``, with one that
+    stopped after BEFORE.
+    """
     home = tmp_path_factory.mktemp("kill")
     write_system(home / "data", frames=6, natoms=6, seed=1)
     write_system(home / "valid", frames=3, natoms=6, seed=2)
@@ -59,7 +63,9 @@ def half_of_a_row(add, table, line):
 
 
 class Reaper:
-    """Kills the process at write number ``at``: half of the bytes are written, or a move or removal is not made."""
+    """Kills the process at write number ``at``: half of the bytes are written, or a move or removal
+    is not made.
+    """
 
     def __init__(self, at):
         self.at, self.count = at, 0
@@ -88,7 +94,9 @@ class Reaper:
 
 
 class LateReaper(Reaper):
-    """Holds write number ``at`` of the writer up until training is a step ahead, and kills the process then."""
+    """Holds write number ``at`` of the writer up until training is a step ahead, and kills the
+    process then.
+    """
 
     def __init__(self, at):
         super().__init__(at)
@@ -118,7 +126,9 @@ class EndAfterOneStep(Callback):
 
 
 class EndAfterTwoSteps(EndAfterOneStep):
-    """Ends the process when it has taken a second step, and reports to the reaper when its row is in the table."""
+    """Ends the process when it has taken a second step, and reports to the reaper when its row is
+    in the table.
+    """
 
     last = BEFORE + 2
 
@@ -176,7 +186,8 @@ def test_a_run_that_is_killed_at_any_write_restarts_to_the_same_end(stand, monke
             break
         struck += 1
     assert not killed, "raise MAX_WRITES"
-    # out.json, three tables cut; then three rows and two remarks, two best and two numbered files with their moves, ...
+    # out.json, three tables cut; then three rows and two remarks, two best and two numbered files
+    # with their moves, ...
     assert struck * every > 20
 
 

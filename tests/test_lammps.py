@@ -174,7 +174,9 @@ def test_the_printed_lines_run_in_lammps_with_our_numbers_on_one_rank_and_two(tm
 
 @in_lammps
 def test_one_environment_goes_from_training_to_lammps(tmp_path):
-    """Its torch trains and writes the files that its LAMMPS reads; the energy is that of the checkpoint read here."""
+    """Its torch trains and writes the files that its LAMMPS reads; the energy is that of the
+    checkpoint read here.
+    """
     shutil.copytree(ROOT / "examples" / "water", tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "input.json").read_text())
     config["training"].update(numb_steps=20, disp_freq=20)
@@ -201,7 +203,9 @@ def test_one_environment_goes_from_training_to_lammps(tmp_path):
 
 
 def assert_same_numbers(folder, printed, model, coord, types, box):
-    """Compare LAMMPS, with the lines that ``freeze`` printed, on one rank and two, with a model evaluated here."""
+    """Compare LAMMPS, with the lines that ``freeze`` printed, on one rank and two, with a model
+    evaluated here.
+    """
     known = Potential(model, device="cpu").evaluate(coord, types, box)
     before, pair_style, after = printed.partition("in LAMMPS")[2].partition("pair_style")
     (folder / "frame").write_text(data_file(coord, types, box, 2))
@@ -223,7 +227,9 @@ def assert_same_numbers(folder, printed, model, coord, types, box):
 
 
 def data_file(coord, numbers, box, num_types):
-    """Return a frame as a data file of LAMMPS, whose cell vectors are in the lower triangle of ``box``."""
+    """Return a frame as a data file of LAMMPS, whose cell vectors are in the lower triangle of
+    ``box``.
+    """
     sides = [f"0 {box[k, k]:.17g} {'xyz'[k]}lo {'xyz'[k]}hi" for k in range(3)]
     tilts = f"{box[1, 0]:.17g} {box[2, 0]:.17g} {box[2, 1]:.17g} xy xz yz"
     atoms = [

@@ -1,4 +1,6 @@
-"""Laws that every registered descriptor obeys, whatever its numbers, and every other way in which it is computed."""
+"""Laws that every registered descriptor obeys, whatever its numbers, and every other way in which
+it is computed.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -46,7 +48,9 @@ every_smooth_model = pytest.mark.parametrize(
 
 
 def every_model_in(*cells):
-    """Every descriptor in all ``cells``, and every variant, which computes the same pairs in another way, in one."""
+    """Every descriptor in all ``cells``, and every variant, which computes the same pairs in
+    another way, in one.
+    """
     cases = [*product(sorted(DESCRIPTORS), cells), *((name, "triclinic") for name in VARIANTS)]
     return pytest.mark.parametrize(("descriptor", "cell"), cases)
 
@@ -62,7 +66,9 @@ def rotation(seed=1):
 
 
 def slopes(model, frames):
-    """Return the central differences of the energies between the first half of ``frames`` and the other one."""
+    """Return the central differences of the energies between the first half of ``frames`` and the
+    other one.
+    """
     up, down = evaluate(model, *frames)["energy"].reshape(2, -1)
     return (up - down) / (2 * STEP)
 
@@ -100,7 +106,9 @@ def test_forces_and_virials_turn_with_the_frame(descriptor):
 
 @every_model
 def test_a_frame_may_be_written_in_any_way(descriptor):
-    """Atoms in any order, in any periodic image, all somewhere else, in any batch, in a cell or in twice the cell."""
+    """Atoms in any order, in any periodic image, all somewhere else, in any batch, in a cell or in
+    twice the cell.
+    """
     _, model = toy_model(descriptor, more_neighbors(model_section(descriptor)["descriptor"]))
     rng = np.random.default_rng(4)
     frames = [frame("triclinic"), frame("open", 1, 4), frame("tiny", 2, 7), frame("open", 3, 1)]
@@ -182,7 +190,9 @@ def test_the_virial_is_minus_the_derivative_of_the_energy_by_strain(descriptor, 
 
 @every_smooth_model
 def test_energy_and_forces_are_smooth_where_a_neighbor_crosses_the_cutoff(descriptor):
-    """Two atoms apart by the cutoff: energy and force go over to those of single atoms like a cubic and a square."""
+    """Two atoms apart by the cutoff: energy and force go over to those of single atoms like a cubic
+    and a square.
+    """
     _, model = toy_model(descriptor)
     rcut = model.layout.rcut
     far = evaluate(model, ([[0, 0, 0], [rcut + 0.1, 0, 0]], [0, 1], None))
@@ -197,7 +207,9 @@ def test_energy_and_forces_are_smooth_where_a_neighbor_crosses_the_cutoff(descri
 def test_energy_and_forces_continue_smoothly_where_an_atom_among_others_crosses_a_cutoff(
     descriptor,
 ):
-    """Every cutoff of the model; the atom that crosses it has nearer neighbors, and so has the one that it leaves."""
+    """Every cutoff of the model; the atom that crosses it has nearer neighbors, and so has the one
+    that it leaves.
+    """
     _, model = toy_model(descriptor)
     coord, types = toy_atoms(0, 6)
     away = coord[0] - coord.mean(0)
@@ -275,7 +287,9 @@ def test_training_has_the_numbers_of_an_evaluation_and_twice_the_same_bits(descr
 @every_descriptor
 @pytest.mark.parametrize("third", range(3))
 def test_parameter_gradients_of_a_loss_of_all_outputs_are_right(descriptor, third):
-    """Against finite differences along random directions of a third of them: the forces are differentiated too."""
+    """Against finite differences along random directions of a third of them: the forces are
+    differentiated too.
+    """
     changes = [{}, {"type_one_side": True}, {"activation_function": "silu", "resnet_dt": True}]
     _, model = toy_model(descriptor, changes[third])
     batch = batch_of(model, frame("triclinic", natoms=5), frame("open", 1, 4))
@@ -295,7 +309,9 @@ def test_parameter_gradients_of_a_loss_of_all_outputs_are_right(descriptor, thir
 
 @every_model
 def test_parameter_gradients_of_the_hessian_are_right(descriptor):
-    """Against finite differences; torch's own layer normalisation was wrong by 1e-3 in this third derivative."""
+    """Against finite differences; torch's own layer normalisation was wrong by 1e-3 in this third
+    derivative.
+    """
     _, model = toy_model(descriptor)
     batch = batch_of(model, frame("triclinic", natoms=3), frame("open", 1, 2))
     generator = torch.Generator().manual_seed(1)
@@ -355,7 +371,9 @@ EVERY_OPTION = [
     ("descriptor", "option"), [case for case in EVERY_OPTION if not case[1].endswith("gelu")]
 )
 def test_frames_may_lack_elements_or_neighbors(descriptor, option):
-    """A batch in which no atom had a neighbor of some element ended with "cannot reshape tensor of 0 elements"."""
+    """A batch in which no atom had a neighbor of some element ended with "cannot reshape tensor of
+    0 elements".
+    """
     _, model = toy_model(descriptor, OPTIONS[option])
     for frames in LONELY.values():
         quiet = evaluate(model.eval(), *frames)
@@ -375,7 +393,9 @@ def test_frames_may_lack_elements_or_neighbors(descriptor, option):
 
 @pytest.mark.parametrize(("descriptor", "option"), EVERY_OPTION)
 def test_the_written_out_gradient_is_that_of_automatic_differentiation(descriptor, option):
-    """Features, their vector-Jacobian product, and the parameter gradients of both, against ``torch.func.vjp``."""
+    """Features, their vector-Jacobian product, and the parameter gradients of both, against
+    ``torch.func.vjp``.
+    """
     _, model = toy_model(descriptor, OPTIONS[option])
     for frames in (*LONELY.values(), [frame("triclinic"), frame("open", 1, 4)]):
         assert_gradient_is_automatic(model.descriptor.requires_grad_(), batch_of(model, *frames))
@@ -526,7 +546,9 @@ def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(d
     "changes", [{}, {"exclude_types": [[0, 1]], "tebd_input_mode": "strip", "smooth": False}]
 )
 def test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it(descriptor, changes):
-    """On the device ``meta`` a tensor of another device, or a number that is requested, is an error."""
+    """On the device ``meta`` a tensor of another device, or a number that is requested, is an
+    error.
+    """
     net = {"dim_case_embd": 2} if changes else {}
     _, model = toy_model(
         descriptor, changes, net, **TABLE, **({"atom_exclude_types": [1]} if changes else {})

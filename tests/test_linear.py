@@ -29,8 +29,8 @@ def rows(last=4.8, step=0.05, num_types=3):
 
 
 FIT = {"neuron": [6, 6]}
-# the table looks farther than the networks; the features of the second jump where a neighbor goes, so that it has to
-# know its own cutoff
+# the table looks farther than the networks; the features of the second jump where a neighbor goes,
+# so that it has to know its own cutoff
 TABLE = {"type": "pairtab", "tab_file": rows(), "rcut": 4.8, "sel": [40, 40, 60]}
 NETWORKS = [
     {"descriptor": SECTIONS["se_atten"] | {"attn_layer": 1}, "fitting_net": FIT},

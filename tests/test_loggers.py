@@ -1,4 +1,6 @@
-"""Loggers of a run: what they get, what a restart continues, and that none of them can end a training."""
+"""Loggers of a run: what they get, what a restart continues, and that none of them can end a
+training.
+"""
 
 import json
 import logging
@@ -43,7 +45,9 @@ def values(water_like, water_like_valid):
 
 
 def lines(kind=None, path="lines.txt"):
-    """Return the calls of the logger, one list for each; without its first entry if they are those of one kind."""
+    """Return the calls of the logger, one list for each; without its first entry if they are those
+    of one kind.
+    """
     found = [json.loads(line) for line in Path(path).read_text().splitlines()]
     return found if kind is None else [rest for name, *rest in found if name == kind]
 

@@ -1,4 +1,6 @@
-"""The ener loss: DeePMD-kit's numbers, frames with and without labels, weights that move with the learning rate."""
+"""The ener loss: DeePMD-kit's numbers, frames with and without labels, weights that move with the
+learning rate.
+"""
 
 import json
 from pathlib import Path

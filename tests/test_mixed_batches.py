@@ -1,4 +1,6 @@
-"""Training on batches of frames of several systems: the same numbers, gradients, restarts, ranks, tasks, LMDB."""
+"""Training on batches of frames of several systems: the same numbers, gradients, restarts, ranks,
+tasks, LMDB.
+"""
 
 import pytest
 from helpers import assert_same, tiny_input, trains_in, write_system

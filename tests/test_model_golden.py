@@ -44,7 +44,9 @@ def frames_of(name, fitting):
 
 
 def swap_equal_distances(batch, rcut, swaps):
-    """Return the vectors with the pairs of images at equal distances of each section swapped where ``swaps`` says."""
+    """Return the vectors with the pairs of images at equal distances of each section swapped where
+    ``swaps`` says.
+    """
     vector, distance = batch.vector.clone(), batch.vector.norm(dim=-1)
     for atom, row in enumerate(distance):
         same = ((row[1:] - row[:-1]).abs() < 1e-9) & (row[1:] < rcut)
@@ -55,7 +57,9 @@ def swap_equal_distances(batch, rcut, swaps):
 
 
 def with_order_of_the_peer(model, batch, atom_energy):
-    """Return ``batch`` with images at equal distances in the order that gives the peer's atomic energies best."""
+    """Return ``batch`` with images at equal distances in the order that gives the peer's atomic
+    energies best.
+    """
     orders = [
         swap_equal_distances(batch, model.layout.rcut, s)
         for s in itertools.product((False, True), repeat=3)

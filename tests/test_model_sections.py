@@ -1,4 +1,6 @@
-"""Sections of models: mistakes in them by name, options without effect, numbers of neighbors, statistics by part."""
+"""Sections of models: mistakes in them by name, options without effect, numbers of neighbors,
+statistics by part.
+"""
 
 from types import SimpleNamespace
 

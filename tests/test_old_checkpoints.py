@@ -1,4 +1,6 @@
-"""Files of every earlier version stay readable; tests/golden/checkpoints/make.py keeps those of a version."""
+"""Files of every earlier version stay readable; tests/golden/checkpoints/make.py keeps those of a
+version.
+"""
 
 import json
 import re

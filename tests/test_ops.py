@@ -1,4 +1,6 @@
-"""Activations of a CPU, sums over neighbors, views of a neighborhood and switches, each against its definition."""
+"""Activations of a CPU, sums over neighbors, views of a neighborhood and switches, each against its
+definition.
+"""
 
 import numpy as np
 import pytest
@@ -39,7 +41,9 @@ def close(a, b):
 
 @pytest.fixture(params=["eager", "compiled"])
 def gathering(request, monkeypatch):
-    """Both ways to gather: a CPU reads rows and adds up in order, a graph or a GPU writes them into slots."""
+    """Both ways to gather: a CPU reads rows and adds up in order, a graph or a GPU writes them into
+    slots.
+    """
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: request.param == "compiled")
 
 
@@ -85,7 +89,9 @@ def test_functions_of_a_gpu_have_the_second_derivatives_of_the_reference():
 
 @pytest.mark.usefixtures("gathering")
 def test_sums_over_neighbors_do_not_depend_on_the_number_of_threads():
-    """They add up the slots in which an atom is a neighbor, always in one order: a restart is bitwise."""
+    """They add up the slots in which an atom is a neighbor, always in one order: a restart is
+    bitwise.
+    """
     neighbor = torch.randint(64, (512, 40), generator=torch.Generator().manual_seed(0))
     order = neighbor.flatten().argsort(stable=True)
     slots = order.split(neighbor.flatten().bincount(minlength=64).tolist())

@@ -1,4 +1,6 @@
-"""Optimizers: the numbers of torch, steps that are called off, state by name, clipping, groups of parameters."""
+"""Optimizers: the numbers of torch, steps that are called off, state by name, clipping, groups of
+parameters.
+"""
 
 import copy
 import json

@@ -1,4 +1,6 @@
-"""The Kalman filter: DeePMD-kit's numbers, blocks, updates skipped, state; runs with it and with matrix optimizers."""
+"""The Kalman filter: DeePMD-kit's numbers, blocks, updates skipped, state; runs with it and with
+matrix optimizers.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,7 +147,9 @@ def test_errors_go_down_and_a_restart_is_the_same_run_to_the_last_bit(kind, star
 
 
 class Itself(nn.Module):
-    """A model whose parameters are its energies and forces; ``poison`` makes the n-th evaluation of forces infinite."""
+    """A model whose parameters are its energies and forces; ``poison`` makes the n-th evaluation of
+    forces infinite.
+    """
 
     def __init__(self, energy, force, poison=None):
         super().__init__()
@@ -233,7 +237,8 @@ def test_frames_of_other_sizes_count_per_atom_and_choose_their_own_atoms():
     )
     scalar, error, found = measure_force(force, batch, 1.0, torch.tensor([0.1, 0.99]))
     (gradient,) = torch.autograd.grad(scalar, force)
-    # atoms 0 and 1 of the first frame, 0 and 2 of the second; errors are all negative: labels are zero
+    # atoms 0 and 1 of the first frame, 0 and 2 of the second; errors are all negative: labels are
+    # zero
     expected = torch.tensor([1 / 2, 1 / 2, 1 / 3, 0, 1 / 3], dtype=torch.float64)[:, None] / 6
     signs = torch.where(force > 0, -1, 1)
     torch.testing.assert_close(gradient, expected * signs)

@@ -1,4 +1,6 @@
-"""AdaMuon and HybridMuon: DeePMD-kit's numbers, singular values near one, steps skipped, state by name."""
+"""AdaMuon and HybridMuon: DeePMD-kit's numbers, singular values near one, steps skipped, state by
+name.
+"""
 
 import json
 from pathlib import Path
@@ -14,20 +16,24 @@ from deepmd_ema.optim.muon import route
 
 GOLDEN = Path(__file__).parent / "golden" / "optim"
 CASES = json.loads((GOLDEN / "cases.json").read_text())
-# Updates of Adam and AdaMuon are made in float32. The last place of a change by the learning rate, 1e-3, is 1.2e-10,
-# and there are four steps. CPUs differ there: torch takes square roots by MKL, which does not round them correctly.
+# Updates of Adam and AdaMuon are made in float32. The last place of a change by the learning rate,
+# 1e-3, is 1.2e-10, and there are four steps. CPUs differ there: torch takes square roots by MKL,
+# which does not round them correctly.
 IN_SINGLE = 5e-10
-# Directions are made in bfloat16, with 2**-8 of an element as the last place. CPUs add up the products of a matrix in
-# different orders; where a sum lies between two numbers of bfloat16, the order decides which one it becomes. One such
-# element of `large` changes by 1e-3 * 2**-8 times a scale of up to 3.2, which is 1.3e-5. DeePMD-kit itself is as far
-# from its golden numbers on another machine, and so is its Gram path, in float16 and compiled, from ours.
+# Directions are made in bfloat16, with 2**-8 of an element as the last place. CPUs add up the
+# products of a matrix in different orders; where a sum lies between two numbers of bfloat16, the
+# order decides which one it becomes. One such element of `large` changes by 1e-3 * 2**-8 times a
+# scale of up to 3.2, which is 1.3e-5. DeePMD-kit itself is as far from its golden numbers on
+# another machine, and so is its Gram path, in float16 and compiled, from ours.
 IN_HALF = 2e-5
 LR = 1e-3
 KINDS = ["AdaMuon", "HybridMuon"]
 
 
 def parameters(dtype=torch.float64):
-    """Return the parameters of the golden file before the first step, and the gradients of each step."""
+    """Return the parameters of the golden file before the first step, and the gradients of each
+    step.
+    """
     with np.load(GOLDEN / "steps.npz") as file:
         arrays = {name: torch.tensor(file[name]) for name in file.files}
     start = {

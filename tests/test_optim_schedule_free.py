@@ -1,4 +1,6 @@
-"""Schedule-free AdamW: the numbers of the paper, its averaged point as an average of the weights, inputs, restarts."""
+"""Schedule-free AdamW: the numbers of the paper, its averaged point as an average of the weights,
+inputs, restarts.
+"""
 
 import math
 from pathlib import Path
@@ -46,13 +48,17 @@ def gradients_of(step, named):
 
 
 def weights_of(rates, r):
-    """Return the weights of the points in x: of the largest rate so far, and the step to the power r, as a product."""
+    """Return the weights of the points in x: of the largest rate so far, and the step to the power
+    r, as a product.
+    """
     largest = [max(rates[: k + 1]) for k in range(len(rates))]
     return [rate**2 * math.gamma(k + 1 + r) / math.gamma(k + 1) for k, rate in enumerate(largest)]
 
 
 def reference(start, rates, gradients, b1, b2, decay, r):
-    """Return x, y and z after steps by arXiv:2405.15682, algorithm 1; a gradient of None moves no z."""
+    """Return x, y and z after steps by arXiv:2405.15682, algorithm 1; a gradient of None moves no
+    z.
+    """
     x, z, v, t = start.clone(), start.clone(), torch.zeros_like(start), 0
     y, total = start.clone(), 0.0
     for rate, weight, gradient in zip(rates, weights_of(rates, r), gradients):

@@ -1,4 +1,6 @@
-"""SOAP: the numbers of its algorithm, bases of eigenvectors, steps skipped, sides without a basis, CUDA graphs."""
+"""SOAP: the numbers of its algorithm, bases of eigenvectors, steps skipped, sides without a basis,
+CUDA graphs.
+"""
 
 from types import SimpleNamespace
 
@@ -19,7 +21,9 @@ OPTIONS = {"adam_beta1": 0.9, "adam_beta2": 0.97, "shampoo_beta": 0.8, "weight_d
 
 
 def network():
-    """Return matrices, two of them of one shape, an array of three dims, some with dims of size 1, and a vector."""
+    """Return matrices, two of them of one shape, an array of three dims, some with dims of size 1,
+    and a vector.
+    """
     generator = torch.Generator().manual_seed(4)
     shapes = {"a": (6, 4), "b": (6, 4), "wide": (3, 9), "cube": (3, 2, 4), "thin": (1, 5, 3)}
     shapes |= {"bias": (7,), "col": (5, 1)}

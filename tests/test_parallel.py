@@ -1,4 +1,6 @@
-"""Training on 2 and 3 processes: every stage gives what one process gives, and continues the run of any other."""
+"""Training on 2 and 3 processes: every stage gives what one process gives, and continues the run of
+any other.
+"""
 
 import copy
 from functools import cache
@@ -47,8 +49,8 @@ WITH_BANK = validated(
     5, training__averaging=BANK, training__disp_avg=True, validating__max_best_ckpt=9,
     model__fitting_net__neuron=[7, 7],  # 7 rows are distributed unevenly over 2 and over 3
 )  # fmt: skip
-# the frames of a step are of one system: one that has oxygen only in every other frame, or whose last batch has fewer
-# frames than there are ranks, or no virials
+# the frames of a step are of one system: one that has oxygen only in every other frame, or whose
+# last batch has fewer frames than there are ranks, or no virials
 MIXED = {
     "model__data_stat_nbatch": 1, "model__fitting_net__neuron": [7, 7], "training__enable_ema": True,
     "training__ema_decay": 0.9, "training__gradient_max_norm": 0.5, "training__disp_avg": True,
@@ -150,7 +152,8 @@ def lone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, request, water_like_valid):
-    """Return a function that gives the folder of a run and what its ranks held: run(kind, stage, ranks).
+    """Return a function that gives the folder of a run and what its ranks held: run(kind, stage,
+    ranks).
 
     With an ``origin``, (stage, ranks), it is restarted from the middle of another run of this kind.
     """

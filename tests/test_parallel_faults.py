@@ -1,4 +1,6 @@
-"""A fault on one rank ends all of them soon, with one message, and leaves a run that continues; what ranks may hold."""
+"""A fault on one rank ends all of them soon, with one message, and leaves a run that continues;
+what ranks may hold.
+"""
 
 import ctypes
 import gc
@@ -38,7 +40,9 @@ pytestmark = [
     pytest.mark.timeout(480),
 ]
 
-LIMIT_S = 100  # from the start, on a machine that is busy with other things; a fault that is not noticed takes minutes
+# from the start, on a machine that is busy with other things; a fault that is not noticed takes
+# minutes
+LIMIT_S = 100
 
 
 def start(folder, faults, environ=None):
@@ -58,7 +62,9 @@ def run(folder, *faults, environ=None):
 
 
 def assert_continues(folder, step):
-    """The newest checkpoint is that of ``step``, nothing is half-written, and two ranks continue to the end."""
+    """The newest checkpoint is that of ``step``, nothing is half-written, and two ranks continue to
+    the end.
+    """
     assert not list(folder.glob("*.part*"))
     assert load(folder / "model.ckpt.pt")["step"] == step
     (folder / "reported.txt").unlink()
@@ -80,7 +86,8 @@ OTHER_DATA = (
 )
 STOPPED = r"stopped by (SIGTERM|SIGINT) after step {} of 20; everything is saved. Continue with"
 USABLE = rf"cannot be written .*model.ckpt-{SAVED}.pt is whole and still usable"
-# faults of the ranks, changes of the input -> exit codes, the only message, the step from which the run continues
+# faults of the ranks, changes of the input -> exit codes, the only message, the step from which the
+# run continues
 FAULTS = {
     "a rank is killed": (["", "die"], {}, [1, -9], r"rank 1 \(process .*ended without a message", SAVED),
     "rank 0 is killed": (
@@ -233,7 +240,9 @@ def test_sharing_out_without_a_launcher_shares_nothing_out_and_says_so(
 
 
 def most_memory(folder):
-    """Train as a rank; return by what happened how much memory (bytes) it took for a while, on top of what it holds."""
+    """Train as a rank; return by what happened how much memory (bytes) it took for a while, on top
+    of what it holds.
+    """
     from deepmd_ema.distributed import world
     from deepmd_ema.training.trainer import Callback
 

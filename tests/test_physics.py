@@ -153,7 +153,9 @@ def test_the_report_names_what_fails():
 
 @pytest.fixture
 def tested(here, tmp_path, capsys):
-    """Return a function that runs ``dp-ema test`` on a random model and a small system: exit code, stdout, stderr."""
+    """Return a function that runs ``dp-ema test`` on a random model and a small system: exit code,
+    stdout, stderr.
+    """
     write_run(tmp_path / "run")
     write_system(tmp_path / "data", frames=3, natoms=6)
     capsys.readouterr()

@@ -1,4 +1,6 @@
-"""`dp-ema posthoc`: averages made of snapshots, ranked, written, read; and everything that can be wrong with them."""
+"""`dp-ema posthoc`: averages made of snapshots, ranked, written, read; and everything that can be
+wrong with them.
+"""
 
 import csv
 import json
@@ -30,7 +32,9 @@ def run(tmp_path_factory, water_like_valid):
 
 @pytest.fixture
 def copy(run, tmp_path):
-    """A copy of the run that a test may spoil, as deep in folders: its data are named as they are found from there."""
+    """A copy of the run that a test may spoil, as deep in folders: its data are named as they are
+    found from there.
+    """
     return Path(shutil.copytree(run, tmp_path / "run"))
 
 
@@ -147,7 +151,9 @@ def test_the_file_is_a_model_for_every_reader(run, tmp_path, water_like, capsys,
 
 
 def test_files_that_do_not_belong_to_the_run_are_left_out_with_a_note(copy, capsys):
-    """Snapshots of an average whose settings were changed hold no power profile, and gave wrong lengths."""
+    """Snapshots of an average whose settings were changed hold no power profile, and gave wrong
+    lengths.
+    """
     snapshots = copy / "snapshots"
     change(snapshots / "model_p05.ckpt-20.pt", run="another")
     late = checkpoint.load(snapshots / "model_p05.ckpt-400.pt")
@@ -300,7 +306,9 @@ P05, P10, LAST = (
 def test_what_is_wrong_is_reported_before_the_work_and_nothing_is_written_over(
     copy, capsys, spoil, words, phrase
 ):
-    """`-o model.ckpt.pt` put weights in place of the link to the newest checkpoint: no restart could continue."""
+    """`-o model.ckpt.pt` put weights in place of the link to the newest checkpoint: no restart
+    could continue.
+    """
     (copy / "model.ckpt.pt").symlink_to("model.ckpt-400.pt")
     if isinstance(spoil, tuple):
         change(copy / spoil[0], **spoil[1])

@@ -1,4 +1,6 @@
-"""Averages of any width, and decays of the learning rate, out of snapshots: sums are exact, the solve is sound."""
+"""Averages of any width, and decays of the learning rate, out of snapshots: sums are exact, the
+solve is sound.
+"""
 
 import numpy as np
 import pytest
@@ -32,7 +34,9 @@ def every_tenth(steps, *sigma_rels, count=10, start=0, every=1):
 
 
 def test_the_shares_of_a_long_run_keep_their_digits():
-    """Differences of neighbouring powers would lose nine of them at step 10^7, and overflow for short averages."""
+    """Differences of neighbouring powers would lose nine of them at step 10^7, and overflow for
+    short averages.
+    """
     shares = shares_of(Track(200.0, 10_000_000))
     assert shares.sum() == pytest.approx(1, abs=1e-12)
     assert shares[-1] == pytest.approx(-np.expm1(201 * np.log1p(-1e-7)), rel=EXACT, abs=0)
@@ -52,7 +56,9 @@ def test_tracks_say_what_the_bank_has_averaged(profile, settings):
 
 
 def made_and_wanted(tracks, one):
-    """Return the distance of a combination from its average on a random walk, and that of the average from the end."""
+    """Return the distance of a combination from its average on a random walk, and that of the
+    average from the end.
+    """
     walk = np.cumsum(np.random.default_rng(1).normal(size=(tracks[-1].end, 20)), 0)
     averages = [
         shares_of(t) @ walk[t.start + t.every - 1 : t.end : t.every] for t in (*tracks, one.target)
@@ -102,7 +108,9 @@ def test_widths_in_the_resolvable_range_are_resolved_and_others_are_refused_with
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_shares_of_a_decay_leave_what_its_learning_rate_leaves(shape):
-    """Their sum over all later updates is the learning rate, as the shape says at the nodes and linear in between."""
+    """Their sum over all later updates is the learning rate, as the shape says at the nodes and
+    linear in between.
+    """
     decay, update = Decay(shape, NODES, start=7, every=3), np.arange(1, 101)
     shares, at_nodes = shares_of(decay), [SHAPES[shape]((node - 60) / 40) for node in NODES]
     assert 1 - np.cumsum(shares) == pytest.approx(np.interp(update, NODES, at_nodes), abs=1e-12)

@@ -19,7 +19,9 @@ SAME_MATH = 1e-10
 
 @pytest.fixture(scope="module")
 def file(run, tmp_path_factory):
-    """Predictions for a periodic system with its elements in another order, an open one, and one with virtual atoms."""
+    """Predictions for a periodic system with its elements in another order, an open one, and one
+    with virtual atoms.
+    """
     root = tmp_path_factory.mktemp("predicted")
     write_system(root / "a_cell", frames=2, natoms=8, elements=("H", "O"), seed=1)
     write_system(root / "b_open", frames=1, natoms=5, seed=2, pbc=False)

@@ -65,7 +65,9 @@ def test_a_file_with_the_name_of_a_model_and_other_content_is_refused_before_a_r
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers ``/right`` with the file of the server, and other paths in the ways in which downloads fail."""
+    """Answers ``/right`` with the file of the server, and other paths in the ways in which
+    downloads fail.
+    """
 
     def do_GET(self):
         content, kind = self.server.content, self.path.strip("/")
@@ -91,7 +93,9 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(home, monkeypatch):
-    """A server with the weights of a run, and a function that publishes a model at some of its paths."""
+    """A server with the weights of a run, and a function that publishes a model at some of its
+    paths.
+    """
     content = write_run(home / "run")[0].read_bytes()
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
         server.content, server.requested = content, []

@@ -40,7 +40,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
 
 def with_images(coord, types, box, reach, seed):
-    """Return the arguments of a program with ghost atoms: neighbors in any order, beyond the cutoff, with gaps."""
+    """Return the arguments of a program with ghost atoms: neighbors in any order, beyond the
+    cutoff, with gaps.
+    """
     pairs = find_pairs(coord, box, reach)
     rng, natoms = np.random.default_rng(seed), len(coord)
     rows = [np.flatnonzero(pairs.i == i) for i in range(natoms)]
@@ -56,7 +58,9 @@ def with_images(coord, types, box, reach, seed):
 
 @pytest.mark.parametrize("descriptor", [*sorted(DESCRIPTORS), *VARIANTS])
 def test_energies_with_images_are_those_of_the_batch(descriptor):
-    """A frame of its own neighbors and one with ghosts in any order are the same model, forces on images included."""
+    """A frame of its own neighbors and one with ghosts in any order are the same model, forces on
+    images included.
+    """
     _, model = toy_model(descriptor)
     coord, _ = toy_atoms(0, len(TYPES))
     batch = batch_of(model, (coord, TYPES, TRICLINIC))

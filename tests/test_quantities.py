@@ -1,4 +1,6 @@
-"""Dipoles, polarizabilities, properties and DOS: values, files, losses and statistics of DeePMD-kit, and mistakes."""
+"""Dipoles, polarizabilities, properties and DOS: values, files, losses and statistics of
+DeePMD-kit, and mistakes.
+"""
 
 import copy
 import json
@@ -132,14 +134,17 @@ def test_a_checkpoint_of_deepmd_kit_gives_its_dipoles():
 double = partial(torch.tensor, dtype=torch.float64)
 CASES = json.loads((GOLDEN / "losses.json").read_text())
 KINDS = {"TensorLoss": "tensor", "DOSLoss": "dos", "PropertyLoss": "property"}
-# options of DeePMD-kit's losses that are ours of the fitting network, and others that are none of ours
+# options of DeePMD-kit's losses that are ours of the fitting network, and others that are none of
+# ours
 OF_MODEL = {"tensor_name": "type", "var_name": "property_name"}
 OF_MODEL |= {name: name for name in ("numb_dos", "task_dim", "intensive")}
 NOT_OURS = {*OF_MODEL, "tensor_size", "label_name", "starter_learning_rate"}
 
 
 def loss_of(kind, options, fitting, world=None, excluded=()):
-    """Return the loss of a model with the section ``fitting_net``, and the names of what it compares."""
+    """Return the loss of a model with the section ``fitting_net``, and the names of what it
+    compares.
+    """
     model = {"model__fitting_net": fitting, "model__atom_exclude_types": [*excluded]}
     (task,) = (
         run := config_from_dict(tiny_input(["data"], loss={"type": kind, **options}, **model))
@@ -153,7 +158,9 @@ def loss_of(kind, options, fitting, world=None, excluded=()):
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_losses_and_displayed_values_are_those_of_deepmd_kit(number):
-    """Of frames, of atoms, of those that a mask leaves, with a label missing, with weights of atoms."""
+    """Of frames, of atoms, of those that a mask leaves, with a label missing, with weights of
+    atoms.
+    """
     case = CASES[number]
     options, kind = case["options"], KINDS[case["loss"]]
     fitting = {"type": kind} | {
@@ -199,7 +206,9 @@ ADDED_UP = {
 
 
 def labelled(names, chosen):
-    """Return those frames that are chosen of four of different sizes, which lack labels in turn, with predictions."""
+    """Return those frames that are chosen of four of different sizes, which lack labels in turn,
+    with predictions.
+    """
     rng, frames = np.random.default_rng(7), []
     for k, natoms in enumerate((2, 5, 4, 3)):
         about = {"types": rng.integers(0, 2, natoms)}
@@ -228,7 +237,9 @@ def evaluated(loss, names, chosen):
 
 
 def gradients(parts, names):
-    """Return the gradients by the predictions for batches, of their atoms in the order of the files."""
+    """Return the gradients by the predictions for batches, of their atoms in the order of the
+    files.
+    """
     grads = [
         (name, batch, p[name].grad)
         for name in names
@@ -330,8 +341,8 @@ def test_atoms_of_an_excluded_element_do_not_count_in_the_loss_of_atoms(kind, op
 # ---- statistics
 
 STATISTICS = dict(np.load(GOLDEN / "statistics.npz"))
-# a bias that the input gives is for energies only; a type without labels of atoms is fitted to what the means of the
-# others leave of those of frames, in DeePMD-kit as if these were not known
+# a bias that the input gives is for energies only; a type without labels of atoms is fitted to what
+# the means of the others leave of those of frames, in DeePMD-kit as if these were not known
 OTHERS = ("property_preset", "dos_missing_type")
 SETS = {
     name: case for name, case in json.loads(str(STATISTICS["cases"])).items() if name not in OTHERS
@@ -378,7 +389,8 @@ def test_biases_and_spreads_are_those_of_deepmd_kit(name):
     close(model.out_bias[0].numpy(), STATISTICS[f"{name}_bias"])
 
 
-# the labels of an atom of each element, which a model without network adds up, and options of the fitting network
+# the labels of an atom of each element, which a model without network adds up, and options of the
+# fitting network
 DIAGONAL = np.eye(3).ravel()
 EQUAL = dict.fromkeys(("O", "H", "Na"), (5.5, 0.0))
 LAWS = {

@@ -1,4 +1,6 @@
-"""Fine-tuning that keeps to old data: the input of ``dp-ema init --replay``, labels of a model, biases that stay."""
+"""Fine-tuning that keeps to old data: the input of ``dp-ema init --replay``, labels of a model,
+biases that stay.
+"""
 
 import json
 import re
@@ -18,7 +20,9 @@ from deepmd_ema.training.run import run_training
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A folder with old and new frames of other sizes, and a model that was trained on the old ones."""
+    """A folder with old and new frames of other sizes, and a model that was trained on the old
+    ones.
+    """
     folder = tmp_path_factory.mktemp("replay")
     write_system(folder / "old", frames=10, seed=1)
     write_system(folder / "new", frames=10, seed=11, natoms=7)

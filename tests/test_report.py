@@ -1,4 +1,6 @@
-"""Output of a run for people: tables byte for byte, restarts, the bar, the split of the time, log messages."""
+"""Output of a run for people: tables byte for byte, restarts, the bar, the split of the time, log
+messages.
+"""
 
 import io
 import logging
@@ -16,7 +18,8 @@ from deepmd_ema.report.log import Progress, RunTimes, set_up_logging
 from deepmd_ema.report.table import significant
 
 TABLES = Path(__file__).parent / "golden" / "tables"
-# written by `dp --pt train` of DeePMD-kit 3.2.0 (12 steps, disp_freq 4, validation_freq 4, se_e2_a on random frames)
+# written by `dp --pt train` of DeePMD-kit 3.2.0 (12 steps, disp_freq 4, validation_freq 4, se_e2_a
+# on random frames)
 LCURVE = (TABLES / "lcurve.txt").read_text(encoding="utf-8")
 LCURVE_WITHOUT_VALIDATION = (TABLES / "lcurve_without_validation.txt").read_text(encoding="utf-8")
 VAL_LOG = (TABLES / "val.txt").read_text(encoding="utf-8")

@@ -1,4 +1,6 @@
-"""``dp-ema report``: one page without links to elsewhere, with the errors that ``dp-ema test`` finds."""
+"""``dp-ema report``: one page without links to elsewhere, with the errors that ``dp-ema test``
+finds.
+"""
 
 import re
 import shutil
@@ -101,7 +103,9 @@ def report(capsys, *words):
 
 
 class Page(HTMLParser):
-    """The parts of a page that can be checked: tags are closed in order, tables are read cell by cell."""
+    """The parts of a page that can be checked: tags are closed in order, tables are read cell by
+    cell.
+    """
 
     def __init__(self, path="page.html"):
         super().__init__()
@@ -191,7 +195,9 @@ def test_errors_are_those_of_the_test_of_the_same_frames(runs, capsys):
 
 
 def test_virials_have_validation_curves_where_the_volumes_are_alike(trained, page, runs, capsys):
-    """Rows of val.log have the stress; another metric would change its columns, which are DeePMD-kit's."""
+    """Rows of val.log have the stress; another metric would change its columns, which are
+    DeePMD-kit's.
+    """
     rows = [
         line.split()
         for line in (trained / "run/val_ema.log").read_text().splitlines()
@@ -295,7 +301,9 @@ HEADINGS = {"dipole": "Dipole", "polar": "Polarizability", "property": "Gap", "d
 def test_a_model_of_another_quantity_has_its_errors_parity_and_worst_frames(
     kind, tmp_path, monkeypatch, capsys
 ):
-    """The tables were empty, and there was no parity: names of energies, forces and virials were written there."""
+    """The tables were empty, and there was no parity: names of energies, forces and virials were
+    written there.
+    """
     monkeypatch.chdir(tmp_path)
     data = [
         write_labelled(tmp_path / name, seed) for seed, name in enumerate(("a", "valid", "unseen"))
@@ -330,7 +338,9 @@ def test_a_model_of_another_quantity_has_its_errors_parity_and_worst_frames(
 
 
 def label_of(frame, letter):
-    """Return the label of a frame that a metric is about, of dipoles, polarizabilities and densities per atom."""
+    """Return the label of a frame that a metric is about, of dipoles, polarizabilities and
+    densities per atom.
+    """
     name = next(n for n in frame.label if letter in [error.metric for error in LABELS[n].errors])
     is_per_atom = not LABELS[name].per_atom and letter != "P"
     return frame.label[name] / (len(frame.atom_type) if is_per_atom else 1)

@@ -1,4 +1,6 @@
-"""Sharded checkpoints: folders to which every rank writes its own rows, with the content of a gathered file."""
+"""Sharded checkpoints: folders to which every rank writes its own rows, with the content of a
+gathered file.
+"""
 
 import os
 import pickle
@@ -37,7 +39,9 @@ WHOLE = [{"name": "whole", "type": "swa", "layout": "full_tensor"}]
 
 
 def payload(step=1):
-    """Return a training checkpoint in which some tensors are to be distributed, and the same with whole tensors."""
+    """Return a training checkpoint in which some tensors are to be distributed, and the same with
+    whole tensors.
+    """
     moment, none = torch.full((2, 3), float(step)), torch.zeros(0, 3)
     whole = checkpoint_payload(
         step, optimizer={"type": "Adam", "state": {"w": {"exp_avg": moment}}}
@@ -152,7 +156,9 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(data):
-    """Return a function that gives the folder of a run, unbroken or restarted from the middle of another one."""
+    """Return a function that gives the folder of a run, unbroken or restarted from the middle of
+    another one.
+    """
 
     @cache
     def made(stage, ranks, origin=None, form="sharded", num_steps=STEPS, whole=False, **more):
@@ -177,7 +183,9 @@ def run(data):
 
 
 def restart_and_count(folder, start):
-    """Restart as one rank; return how many stored elements it has read, and how many tensors it has gathered."""
+    """Restart as one rank; return how many stored elements it has read, and how many tensors it has
+    gathered.
+    """
     os.chdir(folder)
     rows, read = [], sharded._read_rows
     with (
@@ -191,7 +199,9 @@ def restart_and_count(folder, start):
 
 
 def contents(folder, form="dcp"):
-    """Return the content of every checkpoint of a run by its name, without what names the format and the run."""
+    """Return the content of every checkpoint of a run by its name, without what names the format
+    and the run.
+    """
     found = {}
     for path in sorted([*folder.glob(f"*.{form}"), *folder.glob(f"snapshots/*.{form}")]):
         content = checkpoint.load(path)

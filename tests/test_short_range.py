@@ -1,7 +1,8 @@
-"""Short distances: tables that take over from the network (``use_srtab``), and pair energies (``bridging_method``).
+"""Short distances: tables that take over from the network (``use_srtab``), and pair energies
+(``bridging_method``).
 
-The laws hold for both (test_laws.py), and whole models have the numbers of DeePMD-kit (test_model_golden.py,
-test_dpa4.py).
+The laws hold for both (test_laws.py), and whole models have the numbers of DeePMD-kit
+(test_model_golden.py, test_dpa4.py).
 """
 
 import json

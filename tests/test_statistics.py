@@ -77,7 +77,9 @@ def collected(config, frames, **options):
 
 
 def environment(config, found):
-    """Return mean and spread (T, 4) of the columns of the environment matrix that statistics give a model."""
+    """Return mean and spread (T, 4) of the columns of the environment matrix that statistics give a
+    model.
+    """
     model = build_model(config)
     model.apply_statistics(found)
     return model.descriptor.mean[:, 0].numpy(), model.descriptor.stddev[:, 0].numpy()
@@ -234,7 +236,9 @@ def quantity(kind, **fitting):
 
 
 def labelled(config):
-    """Return frames of two compositions with labels of frames, and as many parameters as a model has."""
+    """Return frames of two compositions with labels of frames, and as many parameters as a model
+    has.
+    """
     rng, fitting = np.random.default_rng(2), config.fitting_net
     label = fitting.labels[0]
     for natoms in (7, 9, 10, 11):
@@ -250,7 +254,9 @@ def labelled(config):
 
 
 def _fparam(fitting, natoms):
-    """Return the parameters of a frame; the smallest one has the default, as a system without a file of them."""
+    """Return the parameters of a frame; the smallest one has the default, as a system without a
+    file of them.
+    """
     if fitting.default_fparam and natoms == 7:
         return np.array(fitting.default_fparam)
     return np.arange(1.0, 1 + fitting.numb_fparam) * natoms if fitting.numb_fparam else None

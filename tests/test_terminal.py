@@ -1,4 +1,6 @@
-"""Text for a terminal: wrapped with the indentation of its text, sparingly colored; files get lines as they are."""
+"""Text for a terminal: wrapped with the indentation of its text, sparingly colored; files get lines
+as they are.
+"""
 
 import io
 import json

@@ -1,4 +1,6 @@
-"""Test data in an input: evaluated once, after the last step, with all weights, and without effect on the run."""
+"""Test data in an input: evaluated once, after the last step, with all weights, and without effect
+on the run.
+"""
 
 import json
 import os

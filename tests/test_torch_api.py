@@ -1,4 +1,5 @@
-"""Functions of torch beside its documented interface that are used here exist, with the arguments they are given.
+"""Functions of torch beside its documented interface that are used here exist, with the arguments
+they are given.
 
 With another torch the test of a line that is gone fails, and says which file needs a look.
 """

@@ -1,4 +1,6 @@
-"""The model for torch-sim: its own checks, the results of single systems, relaxations and dynamics of several."""
+"""The model for torch-sim: its own checks, the results of single systems, relaxations and dynamics
+of several.
+"""
 
 import importlib
 import sys
@@ -49,7 +51,9 @@ def test_it_fulfils_the_interface_of_torch_sim(tmp_path, skin):
 def test_systems_of_any_sizes_have_the_results_that_they_have_alone(
     potential, monkeypatch, pbc, skin, at_once
 ):
-    """Also where the atoms move, systems leave the state or change their places, and batches are small."""
+    """Also where the atoms move, systems leave the state or change their places, and batches are
+    small.
+    """
     monkeypatch.setitem(ATOMS_AT_ONCE, "cpu", at_once)
     monkeypatch.setattr(potentials, "MAX_ATOMS_SHARING", 20)
     model = DPModel(potential, skin=skin)

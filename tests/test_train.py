@@ -1,4 +1,6 @@
-"""A run as a whole: files, restarts to the last bit, signals, bad numbers, full validation, displayed errors."""
+"""A run as a whole: files, restarts to the last bit, signals, bad numbers, full validation,
+displayed errors.
+"""
 
 import errno
 import json
@@ -203,7 +205,9 @@ def test_without_an_input_that_of_the_folder_is_trained(start, capsys):
 
 
 def test_rows_are_on_the_disk_before_a_checkpoint_that_follows_them(start, monkeypatch):
-    """A restart does not write rows of before its checkpoint again; those after it may be lost in a power cut."""
+    """A restart does not write rows of before its checkpoint again; those after it may be lost in a
+    power cut.
+    """
     events, fsync, add, move = [], os.fsync, curves.RowTable._add, os.replace
 
     def noted(event, call):
@@ -243,8 +247,8 @@ ENDINGS = {
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step(start, ending):
-    """Files of a run, best files too, beside what model and average were after each step; also when a run ends
-    while the average is in the model."""
+    """Files of a run, best files too, beside what model and average were after each step; also when
+    a run ends while the average is in the model."""
     act, error, saved = ENDINGS[ending]
     seen = {}
 
@@ -610,7 +614,9 @@ def rows_of(folder):
 
 @pytest.fixture
 def start_without_forces(tmp_path, monkeypatch):
-    """Return a function that trains on one system with forces and one without, each a batch; and the systems."""
+    """Return a function that trains on one system with forces and one without, each a batch; and
+    the systems.
+    """
     data = [
         write_system(tmp_path / f"forces {force}", frames=4, seed=force, force=force)
         for force in (True, False)

@@ -1,4 +1,7 @@
-"""A bank of averages in a run: files, logs, snapshots, restarts. Names carry the demand that a test is for."""
+"""A bank of averages in a run: files, logs, snapshots, restarts.
+
+Names carry the demand that a test is for.
+"""
 
 import io
 import logging
@@ -158,7 +161,9 @@ def test_a_bank_with_all_that_it_writes_leaves_the_live_trajectory_alone(whole, 
 
 
 def test_snapshots_are_kept_at_their_own_pace_in_float32_and_after_the_last_step(start):
-    """Also of a run that is stopped: `dp-ema posthoc` ended up to snapshot_freq steps before the stop."""
+    """Also of a run that is stopped: `dp-ema posthoc` ended up to snapshot_freq steps before the
+    stop.
+    """
     with pytest.raises(Interrupted):
         start("run", 18, callback=StopAfter(7))
     folder = start("run", 18, restart="model.ckpt-7.pt")
@@ -228,7 +233,9 @@ class Terminal(io.StringIO):
 
 
 def test_no_line_about_averages_breaks_the_progress_bar(start, monkeypatch):
-    """Restart, banner, displayed and validated averages, snapshots and saves, on a terminal that draws a bar."""
+    """Restart, banner, displayed and validated averages, snapshots and saves, on a terminal that
+    draws a bar.
+    """
     start("run", 10)
     changed = [{**BANK[0], "decay": 0.5}, *BANK[1:4], {"name": "new", "type": "swa"}]
     stream = Terminal()

@@ -1,4 +1,6 @@
-"""Runs of models of dipoles, polarizabilities, properties and DOS: metrics, restarts, ranks, a task beside energies."""
+"""Runs of models of dipoles, polarizabilities, properties and DOS: metrics, restarts, ranks, a task
+beside energies.
+"""
 
 import json
 from functools import cache
@@ -25,7 +27,8 @@ COMMON = {
 }  # fmt: skip
 TENSOR = {"loss": {"type": "tensor", "pref": 1.0, "pref_atomic": 0.5}}
 GAP = {"type": "property", "property_name": "gap", "task_dim": 2, "intensive": True}
-# the options of a run, the metrics of val.log, first the one by which weights are ranked, and columns of lcurve.out
+# the options of a run, the metrics of val.log, first the one by which weights are ranked, and
+# columns of lcurve.out
 RUNS = {
     "dipole": ({"model__fitting_net__type": "dipole", **TENSOR}, "DW", {"rmse_global_dipole", "rmse_local_dipole"}),
     "polar": ({"model__fitting_net__type": "polar", **TENSOR}, "AB", {"rmse_global_polar", "rmse_local_polar"}),
@@ -38,7 +41,9 @@ OF_TASK = {"energy": {}, "dipole": RUNS["dipole"][0]}
 
 
 def write_labelled(path, seed):
-    """Write frames with every label, made of the forces: vectors that are larger for hydrogen, and products of them."""
+    """Write frames with every label, made of the forces: vectors that are larger for hydrogen, and
+    products of them.
+    """
     frames, natoms = 6, 8
     folder = write_system(path, frames=frames, natoms=natoms, seed=seed) / "set.000"
     atomic = (
@@ -101,7 +106,9 @@ def test_a_run_ranks_by_the_errors_of_its_quantity_and_a_restart_is_bitwise(
 
 
 def assert_same_end(whole, parts):
-    """The last checkpoints and all tables of two runs are the same to the bit; best files have the same names."""
+    """The last checkpoints and all tables of two runs are the same to the bit; best files have the
+    same names.
+    """
     for name in ("model", "model_ema"):
         assert_same(
             load(whole / f"{name}.ckpt-{STEPS}.pt"), load(parts / f"{name}.ckpt-{STEPS}.pt"), name
@@ -125,7 +132,9 @@ def test_a_run_of_dipoles_learns_them(data, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def ranks(data, tmp_path_factory):
-    """Return a function that gives the folder of a run on two processes, or from step 4 of that at stage 0."""
+    """Return a function that gives the folder of a run on two processes, or from step 4 of that at
+    stage 0.
+    """
     base = tmp_path_factory.mktemp("ranks")
 
     @cache

@@ -1,4 +1,6 @@
-"""Tasks that share parts of their models: what is one tensor, what stays with each task, with every optimizer."""
+"""Tasks that share parts of their models: what is one tensor, what stays with each task, with every
+optimizer.
+"""
 
 import copy
 import json

@@ -1,4 +1,6 @@
-"""Training with `training.validation_fraction`: which frames are in which part, in every format, run and restart."""
+"""Training with `training.validation_fraction`: which frames are in which part, in every format,
+run and restart.
+"""
 
 import json
 import re
@@ -102,7 +104,9 @@ VALIDATED = {"training__validation_fraction": 0.2, **validated(4, training__disp
 
 
 class Parts(Callback):
-    """Notes which frames are trained on, and which are there to validate on; ends the run at a step."""
+    """Notes which frames are trained on, and which are there to validate on; ends the run at a
+    step.
+    """
 
     def __init__(self, stop=0):
         self.trained, self.stop = set(), stop

@@ -1,4 +1,5 @@
-"""Names, docstrings, comments and messages of package, benchmarks and tests are plain technical English.
+"""Names, docstrings, comments and messages of package, benchmarks and tests are plain technical
+English.
 
 `python tests/test_wording.py [PATH ...]` prints what is found, as places and words.
 """
@@ -101,7 +102,9 @@ _COMMAND = re.compile(
 
 
 def unquoted_commands(text: str) -> Iterator[int]:
-    """Yield the lines of commands in messages whose words come from values, which a shell may read as several."""
+    """Yield the lines of commands in messages whose words come from values, which a shell may read
+    as several.
+    """
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.JoinedStr):
             for before, after in zip(node.values, node.values[1:]):

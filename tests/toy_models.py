@@ -71,7 +71,9 @@ SECTIONS = {
 
 
 def _repulsion(last=2.4, step=0.02):
-    """Return a table of screened repulsion that ends smoothly at ``last``, one column for each pair of TYPES."""
+    """Return a table of screened repulsion that ends smoothly at ``last``, one column for each pair
+    of TYPES.
+    """
     pairs = np.array([64.0, 8.0, 88.0, 1.0, 11.0, 121.0])  # products of the nuclear charges
     r = 0.3 + step * np.arange(round((last - 0.3) / step) + 1)
     screened = np.exp(-r / 0.5) / r * np.clip(1 - r / last, 0, None) ** 3
@@ -80,7 +82,8 @@ def _repulsion(last=2.4, step=0.02):
 
 TABLE = {"use_srtab": _repulsion(), "sw_rmin": 0.7, "sw_rmax": 2.2, "smin_alpha": 0.15}
 FLOAT64_NET = {"neuron": [12, 12], "precision": "float64"}
-# what is computed in another way than the section of its type: the descriptor, its changes, those of the model
+# what is computed in another way than the section of its type: the descriptor, its changes, those
+# of the model
 VARIANTS = {
     "se_atten_no_attention": ("se_atten", {"attn_layer": 0}, {}),
     "se_atten_strip": ("se_atten", {"tebd_input_mode": "strip"}, {}),
@@ -137,7 +140,9 @@ VARIANTS = {
 
 
 def more_neighbors(section):
-    """Return changes of a section of a descriptor that keep twice as many neighbors, for cells that are full."""
+    """Return changes of a section of a descriptor that keep twice as many neighbors, for cells that
+    are full.
+    """
 
     def whole(part):
         return part | more_neighbors(part)
@@ -152,7 +157,8 @@ def more_neighbors(section):
 
 
 def model_section(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, **changes):
-    """Return the dict of a section ``model``; changes of options that this descriptor does not have are left out.
+    """Return the dict of a section ``model``; changes of options that this descriptor does not have
+    are left out.
 
     ``descriptor`` is one of SECTIONS or of VARIANTS.
     """
@@ -179,7 +185,9 @@ def _kind_of(option, section):
 
 
 def _changed(kind, section, changes):
-    """Return ``section`` of a ``kind`` with the changes of its options and of those of the sections in it."""
+    """Return ``section`` of a ``kind`` with the changes of its options and of those of the sections
+    in it.
+    """
     keys = [key for option in input_options(kind) for key in option.keys]
     section = section | {name: value for name, value in changes.items() if name in keys}
     for o in (o for o in options(kind) if o.sections and o.name in section):
@@ -211,7 +219,9 @@ def toy_model(
 
 @torch.no_grad()
 def disturb(model, seed=5):
-    """Fill the buffers with numbers of the size that data give, and the parameters that begin with zeros."""
+    """Fill the buffers with numbers of the size that data give, and the parameters that begin with
+    zeros.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(like):
@@ -288,7 +298,9 @@ def evaluate(model, *atoms, **kwargs):
 
 
 def assert_parameter_gradients(model, loss, chosen=slice(None)):
-    """The gradients of ``loss()`` by the ``chosen`` parameters are those of differences along random directions."""
+    """The gradients of ``loss()`` by the ``chosen`` parameters are those of differences along
+    random directions.
+    """
     generator = torch.Generator().manual_seed(1)
     model.zero_grad()
     loss().backward()
@@ -320,7 +332,9 @@ def model_from_tree(config, tree):
 
 
 def assert_tree_refused(folder, config, model, change, phrase):
-    """A ``.dp`` file of a model is not read after ``change`` of its tree, with a message that has ``phrase``."""
+    """A ``.dp`` file of a model is not read after ``change`` of its tree, with a message that has
+    ``phrase``.
+    """
     write_dp(folder / "a.dp", model, config)
     tree = read_tree(folder / "a.dp")
     change(tree["model"])

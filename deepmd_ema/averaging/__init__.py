@@ -1,10 +1,11 @@
 """Averages of the weights, updated during training, of the shards that this process holds.
 
-``s <- d * s + (1 - d) * w`` (s: average, w: weight) is elementwise, so a process averages its shards
-without communication. It is computed as ``s.lerp_(w, 1 - d)``, which leaves a weight that does not move bit-identical.
+``s <- d * s + (1 - d) * w`` (s: average, w: weight) is elementwise, so a process averages its
+shards without communication. It is computed as ``s.lerp_(w, 1 - d)``, which leaves a weight that
+does not move bit-identical.
 
-Any trainer can use this package alone; it needs torch, the declarations of options, and the modules of dp-ema for
-names and shards of weights::
+Any trainer can use this package alone; it needs torch, the declarations of options, and the modules
+of dp-ema for names and shards of weights::
 
     import torch
     from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
@@ -12,8 +13,8 @@ names and shards of weights::
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters())
     bank = AverageBank(
-        model,  # or several by task name: {"water": water, "ice": ice}; what they share has one average
-        [
+        model,  # or several by task name: {"water": water, "ice": ice}; what they share has one
+        average [
             EmaProfile("ema", 0.999),
             EmaProfile.from_half_life("slow", 2000, update_every=10, device="cpu"),
             PowerProfile.from_sigma_rel("p1", 0.10),
@@ -25,10 +26,11 @@ names and shards of weights::
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        bank.update()  # once after each optimizer step; update(ok) if only the device knows whether it was made
+        bank.update()  # once after each optimizer step; update(ok) if only the device knows whether
+        it was made
 
-    with bank.swapped_in("ema"):  # the average is in the model; the live weights come back, also after an exception
-        error = model(torch.randn(8, 4)).square().mean()
+    with bank.swapped_in("ema"):  # the average is in the model; the live weights come back, also
+        after an exception error = model(torch.randn(8, 4)).square().mean()
 
     torch.save({"model": model.state_dict(), "averages": bank.state_dict()}, "checkpoint.pt")
     saved = torch.load("checkpoint.pt", weights_only=True)
@@ -38,7 +40,8 @@ names and shards of weights::
     published = torch.nn.Linear(4, 1)
     bank.copy_to("p1", published)  # or bank.weights("p1"), a state dict
 
-A bank can be pickled, also for a process that is spawned. ``bank.info(name)`` returns the decay, updates and mean age.
+A bank can be pickled, also for a process that is spawned. ``bank.info(name)`` returns the decay,
+updates and mean age.
 """
 
 from deepmd_ema.averaging.bank import AverageBank

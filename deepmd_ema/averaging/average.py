@@ -1,4 +1,6 @@
-"""One average of all its tensors: its memory, its counters, its state, and its exchange with the live weights."""
+"""One average of all its tensors: its memory, its counters, its state, and its exchange with the
+live weights.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,17 @@ logger = logging.getLogger(__name__)
 class Average:
     """One average: its tensors, the number of its updates and the mean step of its weights.
 
-    Before ``start_step`` the average is the live weights, and its number of updates is -1. Both numbers are on the host
-    until the first step of which only the device knows whether it was good, then on the device. An average on another
-    device than the weights counts on the host. With the layout ``full_tensor`` a sharded tensor is kept whole on every
-    rank, and each read of its live value is a collective.
+    Before ``start_step`` the average is the live weights, and its number of updates is -1. Both
+    numbers are on the host until the first step of which only the device knows whether it was good,
+    then on the device. An average on another device than the weights counts on the host. With the
+    layout ``full_tensor`` a sharded tensor is kept whole on every rank, and each read of its live
+    value is a collective.
 
-    It can take the place of the live weights, shard by shard, in place. Where both have one precision they change
-    places, which takes memory for one tensor. An average in another precision, or gathered, does not fit into the live
-    tensor: there the live weights are copied to the device of the average. Every rank must call :meth:`swap_in` and
-    :meth:`swap_out` when weights are sharded.
+    It can take the place of the live weights, shard by shard, in place. Where both have one
+    precision they change places, which takes memory for one tensor. An average in another
+    precision, or gathered, does not fit into the live
+    tensor: there the live weights are copied to the device of the average. Every rank must call
+    :meth:`swap_in` and :meth:`swap_out` when weights are sharded.
 
     Args:
         profile: how it is averaged.
@@ -44,7 +48,8 @@ class Average:
         buffers: flat buffers by device and precision.
         staging: staging memory, or None if the averages are on the device of the weights.
         updates: number of updates; out of date while ``on_device`` is not None.
-        on_device: both numbers on the device, (2,), where reading waits for it; None while they are on the host.
+        on_device: both numbers on the device, (2,), where reading waits for it; None while they are
+            on the host.
     """
 
     def __init__(self, profile: Profile, shards: Sequence[Shard]) -> None:
@@ -98,14 +103,18 @@ class Average:
         return self.updates >= 0 or self.counts()[0] >= 0
 
     def count(self, step: int) -> float:
-        """Count an update with the weights of ``step``, on the host; return the share that they get, ``1 - d``."""
+        """Count an update with the weights of ``step``, on the host; return the share that they
+        get, ``1 - d``.
+        """
         decay = host_decay(self.profile, self.updates) if self.updates >= 0 else 0.0
         self._mean_step = decay * self._mean_step + (1.0 - decay) * step
         self.updates += 1
         return 1.0 - decay
 
     def counts(self) -> tuple[int, float]:
-        """Return the number of updates (-1 before the start) and the mean step; may wait for the device."""
+        """Return the number of updates (-1 before the start) and the mean step; may wait for the
+        device.
+        """
         self.flush()
         if self.on_device is not None:
             updates, self._mean_step = self.on_device.tolist()
@@ -134,7 +143,10 @@ class Average:
             self.set_tensor(i, None)
 
     def set_tensor(self, i: int, full: Tensor | StoredTensor | None) -> None:
-        """Set tensor ``i``, to the live value if ``full`` is None. A collective when it is sharded."""
+        """Set tensor ``i``, to the live value if ``full`` is None.
+
+        A collective when it is sharded.
+        """
         shard, gathered = self.shards[i], self._gathered[i]
         if full is None:
             self.tensors[i].copy_(shard.full_tensor(shard.local) if gathered else shard.local)
@@ -142,14 +154,18 @@ class Average:
             self.tensors[i].copy_(whole(full) if gathered else shard.local_shard(full))
 
     def as_tensor(self, i: int) -> Tensor:
-        """Return tensor ``i``, wherever it is now, sharded as its parameter is if it is not kept whole."""
+        """Return tensor ``i``, wherever it is now, sharded as its parameter is if it is not kept
+        whole.
+        """
         if self._gathered[i]:
             return self.tensors[i]
         in_weights = i < self._done and i not in self._aside
         return self.shards[i].as_tensor(self.shards[i].local if in_weights else self.tensors[i])
 
     def live(self, i: int) -> Tensor:
-        """Return the raw weights of shard ``i``, wherever they are now, sharded as the parameter is."""
+        """Return the raw weights of shard ``i``, wherever they are now, sharded as the parameter
+        is.
+        """
         shard = self.shards[i]
         return shard.as_tensor(
             self._aside.get(i, self.tensors[i]) if i < self._done else shard.local
@@ -183,7 +199,9 @@ class Average:
             self._done = i
 
     def carry_over(self, previous: Average) -> None:
-        """Continue ``previous``, of the same profile and other shards; what it did not average starts live."""
+        """Continue ``previous``, of the same profile and other shards; what it did not average
+        starts live.
+        """
         self.set_counts(*previous.counts())
         index = {name: k for k, shard in enumerate(previous.shards) for name in shard.names}
         for i, shard in enumerate(self.shards):
@@ -202,7 +220,9 @@ class Average:
         tasks: Iterable[str],
         binding: Binding,
     ) -> None:
-        """Continue ``saved``, an average in ``state`` of a bank. Every rank must call this when weights are sharded.
+        """Continue ``saved``, an average in ``state`` of a bank.
+
+        Every rank must call this when weights are sharded.
 
         Raises:
             CheckpointError: naming tensors that are missing, extra, renamed or of another shape.
@@ -220,7 +240,8 @@ class Average:
         # they were averaged in the run of the checkpoint, and are live from now on
         dropped = {*binding.frozen, *binding.floating_buffers} - set(self.tensor_names)
         weights = {name: tensor for name, tensor in saved["weights"].items() if name not in dropped}
-        # every averaged tensor must be there, but those that were frozen or live, and those of new tasks
+        # every averaged tensor must be there, but those that were frozen or live, and those of new
+        # tasks
         new = {
             *state["frozen"],
             *(binding.floating_buffers if saved.get("buffers", "copy") == "copy" else ()),
@@ -261,7 +282,8 @@ def count_on_device(
     step: int | Tensor,
     good: Tensor | None,
 ) -> list[Tensor]:
-    """Do :meth:`Average.count` on the device for the averages that are due, and nothing for the others.
+    """Do :meth:`Average.count` on the device for the averages that are due, and nothing for the
+    others.
 
     Args:
         averages: all that count on the device.

@@ -1,4 +1,6 @@
-"""A bank of averages of the weights: updated together after each step, swapped in to validate, saved and restored."""
+"""A bank of averages of the weights: updated together after each step, swapped in to validate,
+saved and restored.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +34,27 @@ logger = logging.getLogger(__name__)
 
 
 class AverageBank:
-    """Averages of the trained parameters of one or several modules, all updated by one call after each step.
+    """Averages of the trained parameters of one or several modules, all updated by one call after
+    each step.
 
-    Build it after the weights are loaded: every average starts as the live weights. Parameters with ``requires_grad``
-    off are not averaged and cost nothing; when one is switched on later, its average starts from its live value.
-    A tensor shared by several modules or names has one average. Nothing here waits for the device, except what reads
-    numbers: :meth:`info`, :meth:`state_dict`, and everything that reads an average kept on the host.
+    Build it after the weights are loaded: every average starts as the live weights. Parameters with
+    ``requires_grad`` off are not averaged and cost nothing; when one is switched on later, its
+    average starts from its live value. A tensor shared by several modules or names has one average.
+    Nothing here waits for the device, except what reads
+    numbers: :meth:`info`, :meth:`state_dict`, and everything that reads an average kept on the
+        host.
 
-    ``bank[name]`` is one average, with its ``profile``, ``tensor_names`` and ``tensors`` on this process.
+    ``bank[name]`` is one average, with its ``profile``, ``tensor_names`` and ``tensors`` on this
+    process.
 
     Attributes:
-        num_bindings: how often the averaged tensors were looked up; after each time the averages are in other memory.
+        num_bindings: how often the averaged tensors were looked up; after each time the averages
+            are in other memory.
 
     Args:
-        modules: the module whose parameters are averaged, or several by task name. Names of tensors are those of the
-            bare module, whatever wraps it (``module.``, ``_orig_mod.``), after ``<task>.`` when there are tasks.
+        modules: the module whose parameters are averaged, or several by task name. Names of tensors
+            are those of the bare module, whatever wraps it (``module.``, ``_orig_mod.``), after
+            ``<task>.`` when there are tasks.
         profiles: one per average, names all different; maybe none.
         around: the module around them, if it may be what FSDP has sharded.
 
@@ -98,8 +106,9 @@ class AverageBank:
         """Move every average towards the live weights; call once after each optimizer step.
 
         Args:
-            ok: scalar on the device of the weights, 1 for a good step. After a bad one (0) nothing changes and nothing
-                is counted, even if the live weights are not finite; the device decides and the host does not wait.
+            ok: scalar on the device of the weights, 1 for a good step. After a bad one (0) nothing
+                changes and nothing is counted, even if the live weights are not finite; the device
+                decides and the host does not wait.
             epoch: handed to ``should_update`` of the profiles that have it.
         """
         due = self.begin(epoch)
@@ -125,8 +134,8 @@ class AverageBank:
         Args:
             due: names from :meth:`begin`, or some of them.
             ok: not on the host, or None; as in :meth:`update`.
-            step: number of the step on the device. For averages on the device of the weights, no number of the host is
-                used then, and all memory that is kept is changed in place.
+            step: number of the step on the device. For averages on the device of the weights, no
+                number of the host is used then, and all memory that is kept is changed in place.
         """
         near = []
         with torch.set_grad_enabled(
@@ -154,12 +163,14 @@ class AverageBank:
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
-        """Run the body with the average in the modules, then put the live weights back, also after an exception.
+        """Run the body with the average in the modules, then put the live weights back, also after
+        an exception.
 
-        Nothing is exchanged for ``live``. The exchange is in place, tensor by tensor, and compiled modules see it. It
-        needs extra memory for the largest tensor only; for all live weights (of this process, where the average is
-        kept) if the average is held in another precision or gathered. SIGINT and ``END_SIGNALS`` wait until an exchange
-        is complete. Every rank must call this when weights are sharded.
+        Nothing is exchanged for ``live``. The exchange is in place, tensor by tensor, and compiled
+        modules see it. It needs extra memory for the largest tensor only; for all live weights (of
+        this process, where the average is kept) if the average is held in another precision or
+        gathered. SIGINT and ``END_SIGNALS`` wait until an exchange is complete. Every rank must
+        call this when weights are sharded.
         """
         if name == LIVE:
             yield
@@ -186,12 +197,13 @@ class AverageBank:
     def weights(self, name: str, take: Take | None = None) -> dict[str, Any]:
         """Return the model under the average ``name``: averaged tensors, everything else live.
 
-        Names and order are those of the state dict. Every rank must call this when weights are sharded.
+        Names and order are those of the state dict. Every rank must call this when weights are
+        sharded.
 
         Args:
             name: of the average; ``live`` for the raw weights, also while an average is swapped in.
-            take: what this rank saves of each tensor, without those of which it saves nothing; None: copies of whole
-                tensors on the CPU.
+            take: what this rank saves of each tensor, without those of which it saves nothing;
+                None: copies of whole tensors on the CPU.
         """
         average = None if name == LIVE else self._averages[name]
         take = take or WholeTensors()
@@ -206,7 +218,8 @@ class AverageBank:
 
     @torch.no_grad()
     def copy_to(self, name: str, module: nn.Module, task: str = "") -> None:
-        """Copy the average and the live buffers into ``module``, an unsharded one of the same structure.
+        """Copy the average and the live buffers into ``module``, an unsharded one of the same
+        structure.
 
         Raises:
             CheckpointError: if names or shapes differ.
@@ -221,7 +234,9 @@ class AverageBank:
             tensor.copy_(found[n])
 
     def info(self, name: str) -> dict[str, Any]:
-        """Return the settings, ``effective_decay`` (last used), ``updates`` and ``mean_age`` in steps: plain values."""
+        """Return the settings, ``effective_decay`` (last used), ``updates`` and ``mean_age`` in
+        steps: plain values.
+        """
         average = self._averages[name]
         updates, mean_step = average.counts()
         return {
@@ -235,10 +250,12 @@ class AverageBank:
     def state_dict(self, weights: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Return all averages by parameter name with their counters, as copies on the CPU.
 
-        It is right also while an average is swapped in. Every rank must call this when weights are sharded.
+        It is right also while an average is swapped in. Every rank must call this when weights are
+        sharded.
 
         Args:
-            weights: what :meth:`weights` has returned for every average; it is taken as it is and not gathered again.
+            weights: what :meth:`weights` has returned for every average; it is taken as it is and
+                not gathered again.
         """
         profiles, take = {}, WholeTensors()
         for name, average in self._averages.items():
@@ -259,9 +276,9 @@ class AverageBank:
     def load_state_dict(self, state: Mapping[str, Any] | None, step: int = 0) -> None:
         """Continue the averages of a checkpoint; call it after the live weights are loaded.
 
-        What the checkpoint does not have (an average or a task that is new in this run, a parameter that was frozen)
-        starts from the live weights, and the log says so. A decay that was changed is used from now on, with a
-        warning. Every rank must call this with the same ``state``.
+        What the checkpoint does not have (an average or a task that is new in this run, a parameter
+        that was frozen) starts from the live weights, and the log says so. A decay that was changed
+        is used from now on, with a warning. Every rank must call this with the same ``state``.
 
         Args:
             state: from :meth:`state_dict`, or None when the checkpoint has no averages.
@@ -282,7 +299,8 @@ class AverageBank:
         point = next((of for of in saved_profiles.values() if of.get("type") == kind), None)
         for name, average in self._averages.items():
             saved = saved_profiles.get(name)
-            # the averaged point of the optimizer is the same under any name, and the live weights are another point
+            # the averaged point of the optimizer is the same under any name, and the live weights
+            # are another point
             if average.profile.type == kind and (saved is None or saved.get("type") != kind):
                 saved = point
             if state is None or saved is None:
@@ -297,8 +315,8 @@ class AverageBank:
     def rebind(self) -> None:
         """Find the averaged tensors again.
 
-        :meth:`update` does this by itself when ``requires_grad`` of a parameter has changed; call it after parameters
-        were moved to another device or replaced.
+        :meth:`update` does this by itself when ``requires_grad`` of a parameter has changed; call
+        it after parameters were moved to another device or replaced.
         """
         assert self._swapped is None, "rebind() while an average is swapped in"
         self._binding = Binding(
@@ -325,12 +343,14 @@ class AverageBank:
     def _taken(
         self, average: Average | None, shards: Sequence[Shard], take: Take
     ) -> dict[str, Any]:
-        """Return ``shards`` as this rank saves them, by every name of each; nothing where ``take`` keeps nothing.
+        """Return ``shards`` as this rank saves them, by every name of each; nothing where ``take``
+        keeps nothing.
 
         Every rank must call this when weights are sharded.
 
         Args:
-            average: whose weights; live ones for None, before it has started, and where it has none.
+            average: whose weights; live ones for None, before it has started, and where it has
+                none.
             shards: what is wanted.
             take: what is saved of a tensor.
         """
@@ -357,7 +377,8 @@ class AverageBank:
 
     def __getstate__(self) -> tuple[Any, ...]:
         assert self._swapped is None, "a bank is pickled while an average is swapped in"
-        # as bytes: tensors made here would be freed, and their shared memory closed, before a spawned process opens it
+        # as bytes: tensors made here would be freed, and their shared memory closed, before a
+        # spawned process opens it
         state = io.BytesIO()
         torch.save(self.state_dict(), state)
         return self._modules, self._profiles, self._around, state.getvalue()
@@ -369,7 +390,9 @@ class AverageBank:
 
 
 def _problems(profile: Profile) -> Iterator[str]:
-    """Yield settings that exclude each other, and decays of another distribution that no average can have."""
+    """Yield settings that exclude each other, and decays of another distribution that no average
+    can have.
+    """
     for finding in profile.conflicts():
         yield f"average {profile.name!r}: {finding}"
     if isinstance(profile, CustomAverage):
@@ -396,7 +419,9 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Hold SIGINT and ``END_SIGNALS`` back until the body is done, then deliver them as they would have been."""
+    """Hold SIGINT and ``END_SIGNALS`` back until the body is done, then deliver them as they would
+    have been.
+    """
     arrived: list[int] = []
     held = [s for s in (signal.SIGINT, *END_SIGNALS) if callable(signal.getsignal(s))]
     try:

@@ -1,4 +1,6 @@
-"""The averaged tensors by name, flat memory of averages and its update, staging memory for averages on the host."""
+"""The averaged tensors by name, flat memory of averages and its update, staging memory for averages
+on the host.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,13 @@ _INNER_WRAPPER = re.compile(
     r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 _requires_grad = attrgetter("requires_grad")
-_ALIGN = 64  # elements between the starts of two tensors in a flat buffer, so that vector loads stay aligned
+# elements between the starts of two tensors in a flat buffer, so that vector loads stay aligned
+_ALIGN = 64
 _AT_ONCE = (
     1 << 17
-)  # elements of live weights that are widened and averaged together: they stay in the cache of a core
+    # elements of live weights that are widened and averaged together: they stay in the cache of a
+    # core
+)
 
 
 class Binding:
@@ -80,7 +85,8 @@ class Shard:
     Attributes:
         names: at least one.
         parameter: the tensor as the optimizer sees it, or a buffer.
-        local: the part of it that this process averages, the same memory; all of it when nothing is sharded.
+        local: the part of it that this process averages, the same memory; all of it when nothing is
+            sharded.
         is_sharded: whether other processes average other parts of it.
         shape: of the full tensor.
     """
@@ -139,7 +145,9 @@ class Buffer:
         )
 
     def live_parts(self, live: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield ``live`` in the precision of the averages, as ``parts``; use each before the next is made."""
+        """Yield ``live`` in the precision of the averages, as ``parts``; use each before the next
+        is made.
+        """
         if live[0].dtype == self.flat.dtype:
             yield from (live[chosen] for chosen in self._slices)
         elif self.flat.device.type == "cpu":
@@ -157,8 +165,9 @@ class Buffer:
 class Staging:
     """Host memory through which the weights of a device reach averages that are kept on the host.
 
-    A copy is enqueued after a step and waited for when the next update begins or the average is read, so training does
-    not wait for it. Whether the step was good, which only the device knows, is copied with the weights.
+    A copy is enqueued after a step and waited for when the next update begins or the average is
+    read, so training does not wait for it. Whether the step was good, which only the device knows,
+    is copied with the weights.
 
     Args:
         buffers: averages on the host.
@@ -197,7 +206,9 @@ class Staging:
         self.step = step
 
     def finish(self) -> tuple[int, list[list[Tensor]]] | None:
-        """Return the step of the copy and the weights of each buffer; None if there is no copy of a good step."""
+        """Return the step of the copy and the weights of each buffer; None if there is no copy of a
+        good step.
+        """
         step, self.step = self.step, None
         if step is None:
             return None
@@ -209,7 +220,8 @@ class Staging:
 def lerp(moves: Iterable[tuple[Buffer, float]], live: list[Tensor] | None = None) -> None:
     """Move the averages of each buffer towards the live tensors by its share of the distance.
 
-    Buffers of the same tensors are updated together, part by part, so that each is read from memory and widened once.
+    Buffers of the same tensors are updated together, part by part, so that each is read from memory
+    and widened once.
 
     Args:
         moves: buffers and their shares.
@@ -250,7 +262,9 @@ def needs_staging(buffers: Sequence[Buffer]) -> bool:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside wrappers (DDP, torch.compile): those whose only child is ``module`` or ``_orig_mod``."""
+    """Return the module inside wrappers (DDP, torch.compile): those whose only child is ``module``
+    or ``_orig_mod``.
+    """
     while True:
         children = dict(module.named_children())
         wrapped = children.get("_orig_mod", children.get("module"))
@@ -312,7 +326,9 @@ def _stride(shape: tuple[int, ...]) -> int:
 
 
 def _slices(shapes: Sequence[tuple[int, ...]]) -> Iterator[slice]:
-    """Yield slices of neighboring tensors with at most ``_AT_ONCE`` elements together, or of one tensor."""
+    """Yield slices of neighboring tensors with at most ``_AT_ONCE`` elements together, or of one
+    tensor.
+    """
     first = size = 0
     for i, shape in enumerate(shapes):
         size += _stride(shape)

@@ -15,7 +15,8 @@ from deepmd_ema.utils import __version__
 
 FORMAT = 1  # of the payload; this version reads it and all smaller ones
 
-# parts that a file must have, by their path, and their types; a digest covers what is inside of them
+# parts that a file must have, by their path, and their types; a digest covers what is inside of
+# them
 _ALL: dict[str, Any] = {
     "version": str,
     "weights": str,
@@ -53,15 +54,16 @@ def payload_head(
     min_nbor_dist: Any,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the first entries of a model file: its kind, the program that wrote it, run and step of its weights.
+    """Return the first entries of a model file: its kind, the program that wrote it, run and step
+    of its weights.
 
     Args:
         kind: ``training``, ``average``, ``best``, ``snapshot`` or ``weights``.
         weights: ``live``, or the name of an average.
         step: optimizer steps after which the weights were saved.
         config: normalized config of the run.
-        min_nbor_dist: nearest pair in the training data, angstrom, or None when it is not known; by task if there are
-            several.
+        min_nbor_dist: nearest pair in the training data, angstrom, or None when it is not known; by
+            task if there are several.
         more: what this kind of file has beside, such as ``run``.
     """
     return {
@@ -117,7 +119,8 @@ def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
 
 @contextmanager
 def reading(path: str | Path, part: str = "its content") -> Iterator[None]:
-    """Report what fails because of a part of a file as the fault of the file: :func:`check_content` knows no details.
+    """Report what fails because of a part of a file as the fault of the file: :func:`check_content`
+    knows no details.
 
     Raises:
         CheckpointError: naming the part.
@@ -151,16 +154,18 @@ def _describe(value: Any) -> str:
 def weights_in(
     payload: Mapping[str, Any], path: str | Path, profile: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the weights that a reader of a file uses, by name, and the facts of the average (empty for live weights).
+    """Return the weights that a reader of a file uses, by name, and the facts of the average (empty
+    for live weights).
 
-    A training checkpoint holds the live weights and every average; any other file holds one set of weights. The live
-    buffers complete an average. Tensors that were fitted after training (``refitted``) take the place of the raw ones,
-    which only a restart needs.
+    A training checkpoint holds the live weights and every average; any other file holds one set of
+    weights. The live buffers complete an average. Tensors that were fitted after training
+    (``refitted``) take the place of the raw ones, which only a restart needs.
 
     Args:
         payload: content of a model file.
         path: where it was read, for messages.
-        profile: an average by name (see :func:`choose_profile`), or None for the file's own weights.
+        profile: an average by name (see :func:`choose_profile`), or None for the file's own
+            weights.
 
     Raises:
         CheckpointError: if there is no average of that name.
@@ -187,7 +192,9 @@ def weights_in(
 
 
 def refitted(payload: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors that were fitted after training, by name of the weights and by their names in the models."""
+    """Return the tensors that were fitted after training, by name of the weights and by their names
+    in the models.
+    """
     # files of 0.1.0 have the bias of their one model itself
     by_weights = payload.get("refitted", payload.get("refitted_bias", {}))
     return {
@@ -197,7 +204,8 @@ def refitted(payload: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
 
 
 def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | None = None) -> str:
-    """Return the name of an average that a training checkpoint holds: ``profile``, or the only one there is.
+    """Return the name of an average that a training checkpoint holds: ``profile``, or the only one
+    there is.
 
     Raises:
         CheckpointError: if there is none, or none of that name, or several and no name.

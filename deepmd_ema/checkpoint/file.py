@@ -1,7 +1,8 @@
 """Model files: written atomically, with a digest, and found, read and checked again.
 
-Files of kind ``training`` hold everything that a restart needs; the others hold weights only. Each way in which a file
-can be wrong has a message. ``content`` has what a file must hold, ``series`` the files that a run keeps.
+Files of kind ``training`` hold everything that a restart needs; the others hold weights only. Each
+way in which a file can be wrong has a message. ``content`` has what a file must hold, ``series``
+the files that a run keeps.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from deepmd_ema.utils import LIVE
 SUFFIXES = (GATHERED_SUFFIX, SHARDED_SUFFIX)
 _ANY = f"(?:{'|'.join(map(re.escape, SUFFIXES))})"
 NUMBERED = rf"-(\d+){_ANY}"  # what follows on the name of a series, with the step
-RANKED = rf"\.ckpt-(\d+)\.t-(\d+){_ANY}"  # the same of a best file, with step and rank; rank 1 is the best
+# the same of a best file, with step and rank; rank 1 is the best
+RANKED = rf"\.ckpt-(\d+)\.t-(\d+){_ANY}"
 DIGEST = "digest"  # of all else in the file; files of 0.1.0 have none
-SHARDS = "shards"  # in the head of a sharded one: its files, and the tensors that are there under another name
+# in the head of a sharded one: its files, and the tensors that are there under another name
+SHARDS = "shards"
 _RENAMED = {"owes_validation": "validation_pending"}  # key of an earlier version: key of this one
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _PLAIN_FLAGS = 0x808  # of an entry of an archive: its name is UTF-8, its sizes stand behind it
@@ -67,21 +70,24 @@ def save(
     option: str = "training.save_dir",
     world: World | None = None,
 ) -> None:
-    """Write ``payload`` to ``path`` in one move, with a digest of it; nothing may change its tensors meanwhile.
+    """Write ``payload`` to ``path`` in one move, with a digest of it; nothing may change its
+    tensors meanwhile.
 
     Args:
         path: the file; its folder is made if it is missing.
         payload: primitive containers, numbers, strings and tensors.
         fallback: an older checkpoint, named in the message when the writing fails.
-        check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
+        check: called with the path of the whole file before it takes its name; what it raises keeps
+            an older file.
         option: what names the place, for the message.
-        world: the processes that write a folder together, with a group that nobody else uses meanwhile; then every rank
-            must call this, and ``payload`` has :class:`~deepmd_ema.distributed.tensors.RowShard` in place of tensors
-            that are distributed. None: a file.
+        world: the processes that write a folder together, with a group that nobody else uses
+            meanwhile; then every rank must call this, and ``payload`` has
+            :class:`~deepmd_ema.distributed.tensors.RowShard` in place of tensors that are
+            distributed. None: a file.
 
     Raises:
-        WriteError: if the disk is full or the folder cannot be written; an older file of that name is kept. Where
-            another rank has failed: :class:`RankLostError`.
+        WriteError: if the disk is full or the folder cannot be written; an older file of that name
+            is kept. Where another rank has failed: :class:`RankLostError`.
     """
     path = Path(path)
     usable = f" {fallback} is whole and still usable." if fallback is not None else ""
@@ -107,13 +113,14 @@ def write_archive(path: Path, payload: Mapping[str, Any]) -> None:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Return the content of a checkpoint, on the CPU; ``path`` may be anything that :func:`resolve` takes.
+    """Return the content of a checkpoint, on the CPU; ``path`` may be anything that :func:`resolve`
+    takes.
 
     A sharded checkpoint is read whole, and has the content of a gathered one.
 
     Raises:
-        CheckpointError: if it is missing, damaged (the newest intact one before it is named), lacks a part, was written
-            by a newer version, or is no checkpoint at all.
+        CheckpointError: if it is missing, damaged (the newest intact one before it is named), lacks
+            a part, was written by a newer version, or is no checkpoint at all.
         DeepmdCheckpointError: if DeePMD-kit has written it.
     """
     payload: dict[str, Any] = whole(load_shards(path))
@@ -121,12 +128,13 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """Return the payload as :func:`load` does, with tensors of a sharded checkpoint left on the disk.
+    """Return the payload as :func:`load` does, with tensors of a sharded checkpoint left on the
+    disk.
 
     Args:
         path: as for :func:`load`.
-        share: number k and n of the processes that read it together, each of which checks the bytes of its n-th of the
-            shards.
+        share: number k and n of the processes that read it together, each of which checks the bytes
+            of its n-th of the shards.
     """
     path = resolve(path)
     try:
@@ -144,7 +152,8 @@ def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, 
 
 
 def resolve(path: str | Path) -> Path:
-    """Return the checkpoint that ``path`` means: itself, its name without ``.pt`` or ``.dcp``, or the folder of a run.
+    """Return the checkpoint that ``path`` means: itself, its name without ``.pt`` or ``.dcp``, or
+    the folder of a run.
 
     Raises:
         CheckpointError: if there is no such file; the checkpoints in that folder are listed.
@@ -190,7 +199,9 @@ def resolve(path: str | Path) -> Path:
 
 
 def _newest_of(link: Path) -> Path | None:
-    """Return the newest checkpoint if a link to it has this name: a file system without links has none of folders."""
+    """Return the newest checkpoint if a link to it has this name: a file system without links has
+    none of folders.
+    """
     with suppress(OSError, ValueError):
         newest = outputs.read_pointer(link.with_name(POINTER))
         series = (series_and_step(newest.name) or ("",))[0]
@@ -200,7 +211,8 @@ def _newest_of(link: Path) -> Path | None:
 
 
 def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """Read one checkpoint under the keys of this version, without its digest, once a run is known to have written it.
+    """Read one checkpoint under the keys of this version, without its digest, once a run is known
+    to have written it.
 
     Raises:
         CheckpointError: if something else has written it, or a newer version.
@@ -259,7 +271,8 @@ def read_archive(path: Path) -> Any:
             f"{path}: holds objects other than tensors and numbers, which are not loaded: they could run any program. "
             f"Of a file of DeePMD-kit `{freeze}` and `dp convert-backend model.pth model.dp` make one that is read."
         ) from error
-    except Exception as error:  # bytes that were changed can make the readers of archives and pickles fail in any way
+    # bytes that were changed can make the readers of archives and pickles fail in any way
+    except Exception as error:
         if (reason := refusal_of(error)) is not None:
             raise CheckpointError(f"{path}: cannot be read {reason}") from error
         raise DamagedError(
@@ -290,8 +303,9 @@ def _check_archive(path: Path) -> None:
                 f"{path}: a TorchScript archive (.pth), not a checkpoint of a run. `{convert}` with DeePMD-kit "
                 "makes a .dp of it, which dp-ema reads."
             )
-        # torch has a reader of its own, which takes a compressed entry or one with the attributes of a folder for
-        # something else than Python's does: then the checksum is right and the weights are wrong
+        # torch has a reader of its own, which takes a compressed entry or one with the attributes
+        # of a folder for something else than Python's does: then the checksum is right and the
+        # weights are wrong
         names = Counter(entry.filename for entry in archive.infolist())
         for entry in archive.infolist():
             plain = (
@@ -327,8 +341,8 @@ def _nearby(path: Path) -> str:
 def _interned(tree: Any) -> Any:
     """Return nested containers in which equal texts are one object.
 
-    Pickle writes an object once, so that the bytes of a file would depend on where its texts come from, for example on
-    whether a run was restarted.
+    Pickle writes an object once, so that the bytes of a file would depend on where its texts come
+    from, for example on whether a run was restarted.
     """
     if isinstance(tree, dict):
         return {_interned(key): _interned(value) for key, value in tree.items()}
@@ -378,7 +392,8 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
         option: what names it, for the message.
 
     Raises:
-        CheckpointError: if the name does not end in .pt, or a file of a run is there, or one that is no model file.
+        CheckpointError: if the name does not end in .pt, or a file of a run is there, or one that
+            is no model file.
     """
     path = Path(path)
     if path.suffix.lower() != ".pt":
@@ -410,7 +425,9 @@ def series_and_step(file: str) -> tuple[str, int] | None:
 
 
 def name_of_weights(file: str, weights: str, step: int | None) -> str:
-    """Return the name of ``file`` with the weights that are not its own and the step that it does not name yet."""
+    """Return the name of ``file`` with the weights that are not its own and the step that it does
+    not name yet.
+    """
     stem = Path(file).stem
     if numbers := series_and_step(file):
         stem = f"{outputs.suffixed(numbers[0], outputs.suffix_of(weights)).name}-{numbers[1]}"
@@ -422,7 +439,9 @@ def name_of_weights(file: str, weights: str, step: int | None) -> str:
 
 
 def files_by_step(folder: Path, series: str, pattern: str) -> dict[int, list[Path]]:
-    """Return the files in ``folder`` whose name is ``series`` and a match of ``NUMBERED`` or ``RANKED``, by step."""
+    """Return the files in ``folder`` whose name is ``series`` and a match of ``NUMBERED`` or
+    ``RANKED``, by step.
+    """
     files: dict[int, list[Path]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if match := re.fullmatch(re.escape(series) + pattern, path.name):

@@ -1,4 +1,6 @@
-"""The files that a run keeps: numbered series with links and rotation, best files, and their common transaction."""
+"""The files that a run keeps: numbered series with links and rotation, best files, and their common
+transaction.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,28 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSeries:
-    """The numbered files of one set of weights: ``<prefix><suffix>-<step>.pt``, and the link to the newest.
+    """The numbered files of one set of weights: ``<prefix><suffix>-<step>.pt``, and the link to the
+    newest.
 
-    Sharded ones are folders that end in ``.dcp``; a run may have both, if a restart has changed the format.
+    Sharded ones are folders that end in ``.dcp``; a run may have both, if a restart has changed the
+    format.
 
-    The suffix comes before the last dot of the prefix: ``model.ckpt`` and ``_ema`` give ``model_ema.ckpt-100.pt``.
-    Rotation uses the step in the name and counts only files up to the current step. Files with higher steps are of
-    an earlier run that went further, or of a branch before a restart: they are kept until this run passes their step,
-    and are then removed, so that they never displace a file of this run.
+    The suffix comes before the last dot of the prefix: ``model.ckpt`` and ``_ema`` give
+    ``model_ema.ckpt-100.pt``. Rotation uses the step in the name and counts only files up to the
+    current step. Files with higher steps are of an earlier run that went further, or of a branch
+    before a restart: they are kept until this run passes their step, and are then removed, so that
+    they never displace a file of this run.
 
     Args:
         prefix: ``training.save_ckpt``; may contain folders.
         suffix: empty for the live weights, ``_<name>`` for an average.
-        save_dir: folder of the numbered files; that of ``prefix`` when None. The link stays beside ``prefix``.
+        save_dir: folder of the numbered files; that of ``prefix`` when None. The link stays beside
+            ``prefix``.
         keep: how many files are kept; less than 1 keeps all.
-        start: the step that this run starts from (0 anew, n at a restart from n); None leaves files of other runs
-            with lower steps than the first save alone.
-        writers: the processes that write sharded files together, from :meth:`World.for_writer`, each in one thread and
-            in one order; None: files are gathered, and one rank writes them.
+        start: the step that this run starts from (0 anew, n at a restart from n); None leaves files
+            of other runs with lower steps than the first save alone.
+        writers: the processes that write sharded files together, from :meth:`World.for_writer`,
+            each in one thread and in one order; None: files are gathered, and one rank writes them.
     """
 
     def __init__(
@@ -68,10 +74,13 @@ class CheckpointSeries:
         return sorted(numbered(self.folder, self.name))
 
     def rotate(self, step: int) -> None:
-        """Remove files after ``step`` was written: those of earlier runs up to it, and the oldest beyond ``keep``."""
+        """Remove files after ``step`` was written: those of earlier runs up to it, and the oldest
+        beyond ``keep``.
+        """
         steps = self.steps()
         last = step if self._last is None else self._last
-        # of an earlier run or another branch: this run would have written its own file at such a step
+        # of an earlier run or another branch: this run would have written its own file at such a
+        # step
         overtaken = [s for s in steps if last < s < step]
         current = [s for s in steps if s <= step and s not in overtaken]
         old = current[: -self.keep] if self.keep >= 1 else []
@@ -92,13 +101,15 @@ class CheckpointSeries:
 
 
 class BestFiles:
-    """Keeps the ``keep`` best files as ``<prefix>.ckpt-<step>.t-<rank>.pt``; lower values are better.
+    """Keeps the ``keep`` best files as ``<prefix>.ckpt-<step>.t-<rank>.pt``; lower values are
+    better.
 
     ``<prefix>.ckpt.pt`` is a link to the best of them.
 
-    A file that is no longer among the best keeps a rank beyond ``keep`` until :meth:`prune` is called, after a training
-    checkpoint with the new records was written: a restart finds the files of its records. :meth:`prune` also removes
-    best files of an earlier run, once this run has one of its own. Rotation of checkpoints never touches best files.
+    A file that is no longer among the best keeps a rank beyond ``keep`` until :meth:`prune` is
+    called, after a training checkpoint with the new records was written: a restart finds the files
+    of its records. :meth:`prune` also removes best files of an earlier run, once this run has one
+    of its own. Rotation of checkpoints never touches best files.
 
     Args:
         prefix: ``best``, or ``best_<name>`` for an average.
@@ -120,7 +131,8 @@ class BestFiles:
         self._pushed_out: list[tuple[float, int]] = []  # by the last record
 
     def offer(self, value: float, step: int) -> bool:
-        """Enter ``value`` if it is among the best, and return whether it is: then :meth:`write` must be called.
+        """Enter ``value`` if it is among the best, and return whether it is: then :meth:`write`
+        must be called.
 
         Of equal errors the earlier one ranks higher. A value that is not finite is never kept.
         """
@@ -133,7 +145,8 @@ class BestFiles:
         return True
 
     def write(self, step: int, payload: Mapping[str, Any]) -> Path:
-        """Write the file of ``step``, which must be among the best, and give the others their ranks; return its path.
+        """Write the file of ``step``, which must be among the best, and give the others their
+        ranks; return its path.
 
         The records must be those that :meth:`offer` has left.
         """
@@ -147,7 +160,9 @@ class BestFiles:
         return self._file(step, 1 + [s for _, s in self.records].index(step))
 
     def prune(self) -> None:
-        """Remove every other file of this prefix, once there is a record: call it after a checkpoint was written."""
+        """Remove every other file of this prefix, once there is a record: call it after a
+        checkpoint was written.
+        """
         if not self.records or not self.writes:
             return
         mine = {self.path(step).name for _, step in self.records}
@@ -161,7 +176,8 @@ class BestFiles:
         return {"metric": str(self.metric), "records": [list(record) for record in self.records]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[tuple[float, int]]:
-        """Continue with the records of ``state`` whose files still exist, and correct the ranks in their names.
+        """Continue with the records of ``state`` whose files still exist, and correct the ranks in
+        their names.
 
         Called where the files are written; other processes take the records that are returned.
         """
@@ -187,7 +203,9 @@ class BestFiles:
         return self.records
 
     def _arrange(self, records: list[tuple[float, int]]) -> None:
-        """Give the files of ``records`` their ranks and lay the link; names differ by step, so no move hits a file."""
+        """Give the files of ``records`` their ranks and lay the link; names differ by step, so no
+        move hits a file.
+        """
         there = self._on_disk()
         for rank, (_, step) in enumerate(records, 1):
             wanted = self._file(step, rank)
@@ -211,7 +229,9 @@ class BestFiles:
 
 
 def _link_only(path: Path, target: Path) -> None:
-    """Let ``path`` be a link to ``target``, and remove that of the other format, which would lead to an older file."""
+    """Let ``path`` be a link to ``target``, and remove that of the other format, which would lead
+    to an older file.
+    """
     link(path, target)
     for suffix in SUFFIXES:
         other = path.with_suffix(suffix)
@@ -229,16 +249,18 @@ def save_together(
     files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]],
     bests: Sequence[BestFiles] = (),
 ) -> list[Path]:
-    """Write the files of one step as one transaction and return their paths; a collective if they are sharded.
+    """Write the files of one step as one transaction and return their paths; a collective if they
+    are sharded.
 
-    The first series is the live one. All files are written before any link moves, and the pointer moves last: a crash
-    at any moment leaves links to a step all of whose files are whole. A file without those of the
-    other series is never linked; the restarted run writes it again.
+    The first series is the live one. All files are written before any link moves, and the pointer
+    moves last: a crash at any moment leaves links to a step all of whose files are whole. A file
+    without those of the other series is never linked; the restarted run writes it again.
 
     Args:
         step: optimizer steps after which the weights were saved.
         files: series and what their file holds, the live one first.
-        bests: best files whose records are in the payload; files that are no longer among them are removed now.
+        bests: best files whose records are in the payload; files that are no longer among them are
+            removed now.
 
     Raises:
         WriteError: if a file cannot be written; links and older files are as before.
@@ -276,7 +298,9 @@ def save_together(
 def _write(
     path: Path, payload: Mapping[str, Any], writers: World | None, fallback: Path | None = None
 ) -> None:
-    """Write one file or folder whole, or leave what is there; see :func:`deepmd_ema.checkpoint.file.save`."""
+    """Write one file or folder whole, or leave what is there; see
+    :func:`deepmd_ema.checkpoint.file.save`.
+    """
     if writers is None and path.is_symlink():
         path.unlink()  # else what it leads to would be replaced
     save(path, payload, fallback, world=writers)

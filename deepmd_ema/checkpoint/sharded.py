@@ -1,6 +1,8 @@
-"""Sharded checkpoints: a folder with a file of plain values and small tensors, and the shards of every rank.
+"""Sharded checkpoints: a folder with a file of plain values and small tensors, and the shards of
+every rank.
 
-Shards are written and read by torch.distributed.checkpoint; each rank writes the rows that it holds.
+Shards are written and read by torch.distributed.checkpoint; each rank writes the rows that it
+holds.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from deepmd_ema.errors import CheckpointError, first_few
 
 _BETWEEN = "/"  # names of a path in the tree; none of them contains it
 TABLE = ".metadata"  # where the rows of each tensor are, a pickle of torch
-_OF_A_TABLE = {  # what such a pickle may refer to, beside precisions and the classes of torch that make it up
+# what such a pickle may refer to, beside precisions and the classes of torch that make it up
+_OF_A_TABLE = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
@@ -38,13 +41,15 @@ _OF_A_TABLE = {  # what such a pickle may refer to, beside precisions and the cl
 
 
 def write_folder(path: Path, payload: Mapping[str, Any], world: World) -> None:
-    """Write ``payload`` to the folder ``path``, which appears when it is complete. Every rank must call this.
+    """Write ``payload`` to the folder ``path``, which appears when it is complete.
+
+    Every rank must call this.
 
     Args:
         path: the folder; what is there is replaced.
         payload: as for :func:`deepmd_ema.checkpoint.file.save`, with
-            :class:`~deepmd_ema.distributed.tensors.RowShard` in place of tensors that are distributed over the ranks;
-            everything else is that of rank 0.
+            :class:`~deepmd_ema.distributed.tensors.RowShard` in place of tensors that are
+            distributed over the ranks; everything else is that of rank 0.
         world: the processes of the run, with a group that nobody else uses meanwhile.
 
     Raises:
@@ -79,8 +84,8 @@ def read_folder(path: Path, share: tuple[int, int]) -> dict[str, Any]:
 
     Args:
         path: the folder.
-        share: number k and n of the processes that read it together: this one checks the bytes of every n-th file from
-            the k-th on, and the head.
+        share: number k and n of the processes that read it together: this one checks the bytes of
+            every n-th file from the k-th on, and the head.
 
     Raises:
         CheckpointError: if a file cannot be read.
@@ -127,7 +132,9 @@ def _make_part(path: Path) -> Path:
 
 
 def _without_shards(tree: Any, shards: dict[str, RowShard], aliases: dict[str, str]) -> Any:
-    """Return ``tree`` with None in place of every shard, which is entered by its place; one of two places once."""
+    """Return ``tree`` with None in place of every shard, which is entered by its place; one of two
+    places once.
+    """
     seen: dict[Any, str] = {}
 
     def strip(value: Any, place: tuple[str, ...]) -> Any:
@@ -198,7 +205,9 @@ class _Writer(dcp.FileSystemWriter):
     """Writes the same bytes for the same content."""
 
     def storage_meta(self) -> None:
-        """Return nothing: it would be the path of the half-written folder, and a number drawn for each writer."""
+        """Return nothing: it would be the path of the half-written folder, and a number drawn for
+        each writer.
+        """
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -301,7 +310,9 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return a member of an enumeration of torch: Python 3.11.0 to 3.11.3 pickles it as an attribute of its class."""
+    """Return a member of an enumeration of torch: Python 3.11.0 to 3.11.3 pickles it as an
+    attribute of its class.
+    """
     if (
         isinstance(kind, EnumMeta)
         and kind.__module__ == metadata.__name__

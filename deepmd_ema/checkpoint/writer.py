@@ -13,18 +13,22 @@ from queue import Queue
 from deepmd_ema.distributed.world import ANNOUNCED, World
 from deepmd_ema.errors import RankLostError
 
-NICENESS = 10  # a tenth of a core where other threads want all of them; measured: the stall of a save is halved
+# a tenth of a core where other threads want all of them; measured: the stall of a save is halved
+NICENESS = 10
 _NAME = "dp-ema-writer"
 
 
 class Writer:
-    """Writes files in a thread, in the order of the jobs: on rank 0 alone, with which others keep in step, or on each.
+    """Writes files in a thread, in the order of the jobs: on rank 0 alone, with which others keep
+    in step, or on each.
 
-    The files of one step may wait together, because they share their tensors. Those of a later step wait for them in
-    :meth:`begin`, before their tensors are copied, so that host memory holds the state of one step at most. What a job
-    refers to must stay as it is until the next :meth:`begin` of another step, :meth:`wait` or :meth:`finish`.
+    The files of one step may wait together, because they share their tensors. Those of a later step
+    wait for them in :meth:`begin`, before their tensors are copied, so that host memory holds the
+    state of one step at most. What a job refers to must stay as it is until the next :meth:`begin`
+    of another step, :meth:`wait` or :meth:`finish`.
 
-    After a job has failed, all others are dropped; its error is raised once, at the next call of training.
+    After a job has failed, all others are dropped; its error is raised once, at the next call of
+    training.
 
     Args:
         world: the processes of the run.
@@ -49,7 +53,8 @@ class Writer:
         self._has_given_up = False
 
     def begin(self, step: int | None = None) -> None:
-        """Wait until all files of earlier steps are written; every rank must call this before it copies for ``step``.
+        """Wait until all files of earlier steps are written; every rank must call this before it
+        copies for ``step``.
 
         Without a step it waits for nothing, and raises what a job has raised.
 
@@ -104,13 +109,15 @@ class Writer:
             thread.join()
 
     def _raise(self) -> None:
-        # an error that another rank reported to the thread is reported again here: both must be in the same collective
+        # an error that another rank reported to the thread is reported again here: both must be in
+        # the same collective
         if self.error is not None and not isinstance(self.error, RankLostError):
             error, self.error = self.error, None
             raise error
 
     def _work(self) -> None:
-        # training goes first where all cores train; nothing is lost, because it waits for files at its next save
+        # training goes first where all cores train; nothing is lost, because it waits for files at
+        # its next save
         if (
             sys.platform == "linux"
         ):  # which alone gives the threads of a process priorities of their own

@@ -1,4 +1,6 @@
-"""The command ``dp-ema``: the table of commands, their functions, and the messages and exit codes of errors."""
+"""The command ``dp-ema``: the table of commands, their functions, and the messages and exit codes
+of errors.
+"""
 
 from deepmd_ema.cli.main import COMMANDS, EXIT_PIPE, MAX_PROBLEMS, build_parser, main
 

@@ -22,7 +22,8 @@ class Group(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command, which is the function of its name in ``module``, imported when the command is given.
+    """A command, which is the function of its name in ``module``, imported when the command is
+    given.
 
     Attributes:
         module: in this package.

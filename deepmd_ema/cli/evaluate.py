@@ -1,4 +1,6 @@
-"""Commands that evaluate models, data and runs: test, model-devi, neighbor-stat, report, posthoc, plot."""
+"""Commands that evaluate models, data and runs: test, model-devi, neighbor-stat, report, posthoc,
+plot.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test(args: argparse.Namespace) -> None:
 
 
 def _document(report: ErrorReport, physics: PhysicsReport | None) -> dict[str, Any]:
-    """Return errors in the units of ``labels.QUANTITIES``, and physics, as values of JSON; None where there is none."""
+    """Return errors in the units of ``labels.QUANTITIES``, and physics, as values of JSON; None
+    where there is none.
+    """
 
     def numbers(errors: Errors) -> dict[str, float | None]:
         return {

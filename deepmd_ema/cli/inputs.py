@@ -63,7 +63,8 @@ def init(args: argparse.Namespace) -> None:
 def _converted(
     paths: Sequence[str], file: Path, ending: str, file_format: str | None, units: str | None
 ) -> list[str]:
-    """Return data that can be trained on: files of other programs become one folder beside the input.
+    """Return data that can be trained on: files of other programs become one folder beside the
+    input.
 
     Args:
         paths: of data; with a format or units all of them are converted.
@@ -97,10 +98,12 @@ def _converted(
 
 
 def check(args: argparse.Namespace) -> None:
-    """Print the report, section by section as it becomes known, or as one document, also of an input with problems.
+    """Print the report, section by section as it becomes known, or as one document, also of an
+    input with problems.
 
     Raises:
-        UserError: if there are problems, with ``--json`` as the cause of a :class:`ReportedElsewhere`.
+        UserError: if there are problems, with ``--json`` as the cause of a
+            :class:`ReportedElsewhere`.
     """
     from deepmd_ema.config import as_launched, read_input
     from deepmd_ema.report.check import (

@@ -11,16 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-# what `import torch` loads first, in this order; no library that uses Python, because the lock of Python is not held
+# what `import torch` loads first, in this order; no library that uses Python, because the lock of
+# Python is not held
 _LIBRARIES = (("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch.so", os.RTLD_LOCAL))
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Import in the body without looking for garbage, which takes a sixth of the time of importing torch.
+    """Import in the body without looking for garbage, which takes a sixth of the time of importing
+    torch.
 
-    What was imported is not looked at later either, so that collections during training and the end of the process
-    take less time. Does nothing where torch is loaded already.
+    What was imported is not looked at later either, so that collections during training and the end
+    of the process take less time. Does nothing where torch is loaded already.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -37,8 +39,8 @@ def loading() -> Iterator[None]:
 def libraries_of_torch() -> Iterator[None]:
     """Load the libraries of torch in a thread while the body runs, and wait for them at its end.
 
-    They take a fifth of the time of importing torch, and need no Python. Where they are not found, importing torch says
-    so in its own words.
+    They take a fifth of the time of importing torch, and need no Python. Where they are not found,
+    importing torch says so in its own words.
     """
     thread = threading.Thread(target=_load, name="dp-ema-libraries", daemon=True)
     if sys.platform == "linux" and "torch" not in sys.modules:

@@ -1,4 +1,6 @@
-"""Parses the command line, runs the command, and makes one message and one exit code of what goes wrong."""
+"""Parses the command line, runs the command, and makes one message and one exit code of what goes
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ INSTALL = {"torch": "torch", "h5py": "h5py", "dpdata": "dpdata", "ase": "'dp-ema
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 2 for the user's mistakes, 1 for ours, 128 + n for signal n."""
+    """Run the command line and return the exit code: 0, 2 for the user's mistakes, 1 for ours, 128
+    + n for signal n.
+    """
     prepare_streams()
     words, launch = list(sys.argv[1:] if argv is None else argv), Launch()
     try:
@@ -82,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(words: Collection[str] = COMMANDS) -> _Parser:
-    """Return the parser of the command line, with the options of the commands that are among ``words``."""
+    """Return the parser of the command line, with the options of the commands that are among
+    ``words``.
+    """
     description = "Train Deep Potential models with averaged weights."
     parser = _Parser(prog="dp-ema", description=description, allow_abbrev=False)
     add_options(parser, (*COMMON, *BEFORE_COMMAND))
@@ -169,7 +175,9 @@ def _one_screen(error: errors.UserError, words: Sequence[str], head: str) -> str
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that answers a mistake with one screen instead of a page of usage, and knows -1e2 for a number."""
+    """A parser that answers a mistake with one screen instead of a page of usage, and knows -1e2
+    for a number.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -197,7 +205,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed words; options of DeePMD-kit are refused by name, others with the nearest that is known."""
+    """Return the parsed words; options of DeePMD-kit are refused by name, others with the nearest
+    that is known.
+    """
     parser = build_parser(words)
     if not words:
         parser.print_help()

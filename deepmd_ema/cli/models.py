@@ -204,7 +204,8 @@ def show(args: argparse.Namespace) -> None:
 
 
 def pretrained(args: argparse.Namespace) -> None:
-    """Download models, or print all, and for each file that is here or was downloaded that its digest is right.
+    """Download models, or print all, and for each file that is here or was downloaded that its
+    digest is right.
 
     Raises:
         CheckpointError: if such a file has another digest, or cannot be downloaded.
@@ -227,6 +228,8 @@ def pretrained(args: argparse.Namespace) -> None:
 
 
 def with_suffix_of_backend(name: str, backend: str | None) -> str:
-    """Return the name of a model file; one without a suffix gets that of the backend given before the command."""
+    """Return the name of a model file; one without a suffix gets that of the backend given before
+    the command.
+    """
     known = (".dp", ".yaml", ".yml", ".pt2", ".pth", ".pte", ".pb", ".savedmodel", ".savedmodeltf")
     return name if Path(name).suffix.lower() in known else name + BACKEND_SUFFIXES[backend]

@@ -92,10 +92,12 @@ log_level = reader(
 
 
 def chosen_systems(args: argparse.Namespace) -> tuple[list[str], list[str] | None]:
-    """Return the systems that the options of systems name, or this folder, and the patterns to search folders with.
+    """Return the systems that the options of systems name, or this folder, and the patterns to
+    search folders with.
 
     Raises:
-        UserError: if a file of paths (one per line; ``#`` begins a comment) cannot be read or names none.
+        UserError: if a file of paths (one per line; ``#`` begins a comment) cannot be read or names
+            none.
         ConfigError: if an input has a mistake or no validation data.
     """
     given = vars(args)

@@ -1,4 +1,6 @@
-"""Makes stdout and stderr safe: reopened if closed, unencodable characters replaced, failures ignored."""
+"""Makes stdout and stderr safe: reopened if closed, unencodable characters replaced, failures
+ignored.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from deepmd_ema.errors import RED, WriteError, colored, fitted, printable
 
 
 def prepare_streams() -> None:
-    """Open what the caller has closed, and let letters that an encoding lacks be shown by similar ones."""
+    """Open what the caller has closed, and let letters that an encoding lacks be shown by similar
+    ones.
+    """
     while (
         number := os.open(os.devnull, os.O_RDWR)
     ) <= 2:  # the lowest free one, which a file of the run would get
@@ -44,7 +48,9 @@ def flush_results() -> None:
 
 
 def settle_streams() -> None:
-    """Discard further output to a stream that fails: Python would flush it at exit, and change the exit code."""
+    """Discard further output to a stream that fails: Python would flush it at exit, and change the
+    exit code.
+    """
     _settle(sys.stdout)
     _settle(sys.stderr)
 
@@ -57,7 +63,8 @@ def say(text: str, is_fitted: bool = True) -> None:
 
 
 def say_error(text: str) -> None:
-    """Write ``text`` to standard error, if anybody is there; what would steer a terminal is shown as a code.
+    """Write ``text`` to standard error, if anybody is there; what would steer a terminal is shown
+    as a code.
 
     On a terminal lines fit its width, and the name of the program at the beginning is red.
     """

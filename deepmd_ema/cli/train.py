@@ -25,7 +25,8 @@ def train(args: argparse.Namespace) -> None:
         launch_ranks(args.nproc_per_node, args.launch, args.words, args.device)
     keep_freed_memory()
     if args.launch.launched:
-        # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
+        # torch's own remarks, on every rank, would hide the one message that matters; read when
+        # torch is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     interval = sys.getswitchinterval()
     with handling(END_SIGNALS if args.launch.size > 1 else (), terminate), ExitStack() as stack:
@@ -39,7 +40,8 @@ def train(args: argparse.Namespace) -> None:
         except (
             KeyboardInterrupt
         ) as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it
-            # a launcher ends the others when one was killed, which may be rank 0: then rank 1 is there to say so
+            # a launcher ends the others when one was killed, which may be rank 0: then rank 1 is
+            # there to say so
             if args.launch.rank <= isinstance(error, Terminated):
                 raise
             raise ReportedElsewhere from error
@@ -47,7 +49,9 @@ def train(args: argparse.Namespace) -> None:
 
 
 def _request(args: argparse.Namespace) -> TrainRequest:
-    """Return the request, with its input checked before torch is imported, so that mistakes are reported at once."""
+    """Return the request, with its input checked before torch is imported, so that mistakes are
+    reported at once.
+    """
     with libraries_of_torch():
         from deepmd_ema.training.request import TrainRequest
 

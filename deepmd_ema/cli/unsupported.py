@@ -1,4 +1,6 @@
-"""Options and commands of DeePMD-kit, and removed ones, that ``dp-ema`` does not have, and what to use instead."""
+"""Options and commands of DeePMD-kit, and removed ones, that ``dp-ema`` does not have, and what to
+use instead.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The schema of an input: one tree of arguments of dargs, made of the declarations of the sections.
 
-dargs decides what is a right input. Of an input that it has refused, :func:`find_mistakes` names every mistake by the
-same tree; of one that it accepts, :func:`to_section` makes the sections.
+dargs decides what is a right input. Of an input that it has refused, :func:`find_mistakes` names
+every mistake by the same tree; of one that it accepts, :func:`to_section` makes the sections.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Field(Argument):
 
     Attributes:
         option: the declaration; None of the whole input and of one kind of a section.
-        section: dataclass that a section becomes; None where ``type`` chooses it, and of plain values.
+        section: dataclass that a section becomes; None where ``type`` chooses it, and of plain
+            values.
         keys: the name of an option and its other spellings.
         kinds: the kinds of a section by their ``type``; none where there is no choice.
         is_section: whether the value is a section, or a list or mapping of sections.
@@ -69,13 +70,14 @@ class Field(Argument):
 def run_arguments(has_tasks: bool = False) -> Field:
     """Return the schema of a whole input.
 
-    ``run_arguments().normalize_value(values, trim_pattern="_*")`` fills in defaults and replaces other spellings,
-    ``run_arguments().check_value(values, strict=True)`` refuses what is wrong. Not in it: rules between options, the
-    places of options in inputs of older versions, and options of DeePMD-kit that have no effect here.
+    ``run_arguments().normalize_value(values, trim_pattern="_*")`` fills in defaults and replaces
+    other spellings, ``run_arguments().check_value(values, strict=True)`` refuses what is wrong. Not
+    in it: rules between options, the places of options in inputs of older versions, and options of
+    DeePMD-kit that have no effect here.
 
     Args:
-        has_tasks: whether it is that of an input of several tasks, in which the names of shared parts are replaced by
-            the parts.
+        has_tasks: whether it is that of an input of several tasks, in which the names of shared
+            parts are replaced by the parts.
     """
     # other distributions may add types at any time
     key: Any = (has_tasks, *(registry.sections() for registry in _REGISTRIES))
@@ -188,7 +190,9 @@ def _items_of(field: Field, value: Any) -> list[tuple[Place, Any]]:
 
 
 def take_options(root: Field, reading: Reading) -> None:
-    """Note the places of all options that an input gives, and leave out those of DeePMD-kit that do nothing here."""
+    """Note the places of all options that an input gives, and leave out those of DeePMD-kit that do
+    nothing here.
+    """
     for section in sections_of(root, reading.values, ()):
         kind = section.kind
         if kind is None:
@@ -229,7 +233,9 @@ def _drop_without_effect(section: Section, kind: Field, key: str, reading: Readi
 
 
 def to_section(field: Field, values: Any, **more: Any) -> Any:
-    """Return a section that dargs has accepted, with all defaults, as an object; ``more`` are fields of no option."""
+    """Return a section that dargs has accepted, with all defaults, as an object; ``more`` are
+    fields of no option.
+    """
     kind = field.kind_of(values)
     assert kind is not None, "dargs has accepted the type"
     given = {
@@ -319,7 +325,9 @@ def _refuse_keys(root: Field, section: Section, kind: Field, reading: Reading) -
 
 
 def _is_right(field: Field, value: Any, place: Place, reading: Reading) -> bool:
-    """Whether the value of an option is right, but for what is in its sections; a wrong one is refused."""
+    """Whether the value of an option is right, but for what is in its sections; a wrong one is
+    refused.
+    """
     if value is INVALID or (value is None and field.option.nullable):
         return value is None
     spelled = reading.paths.get(place, place)

@@ -9,8 +9,8 @@ from deepmd_ema.config.fields import plain
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
 
-# They shape weights. Sums of features that depend on weights are named after these, so that other weights have other
-# sums.
+# They shape weights. Sums of features that depend on weights are named after these, so that other
+# weights have other sums.
 _OF_WEIGHTS = """
     a_compress_e_rate a_compress_rate a_compress_use_split a_dim activation_function add_tebd_to_repinit_out
     atten_f_mix atten_o_proj atten_v_proj attn attn1_hidden attn1_nhead attn2_has_gate attn2_hidden attn2_nhead
@@ -34,7 +34,9 @@ WITHOUT_INFLUENCE = frozenset(" ".join([_OF_WEIGHTS, _OF_START, _OF_NAMES, _OF_M
 
 
 def data_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the options of a section ``model`` that statistics, checks or splits of data may depend on, as JSON."""
+    """Return the options of a section ``model`` that statistics, checks or splits of data may
+    depend on, as JSON.
+    """
     options: dict[str, Any] = _with_influence(plain(model))
     return options
 

@@ -47,11 +47,13 @@ def electrons_of_shells(symbol: str) -> dict[Shell, int]:
 def occupied_states(symbol: str) -> list[bool]:
     """Return for each of ``NUM_STATES`` one-electron states whether it is occupied.
 
-    Shells are sorted by n, then by l. By Hund's rule every orbital of a shell gets one electron before any gets two;
-    of each orbital the state of the second electron comes first, as in DeePMD-kit.
+    Shells are sorted by n, then by l. By Hund's rule every orbital of a shell gets one electron
+    before any gets two; of each orbital the state of the second electron comes first, as in
+    DeePMD-kit.
     """
     states = []
-    for (_, l), number in electrons_of_shells(symbol).items():  # noqa: E741  # its name in quantum mechanics
+    # its name in quantum mechanics
+    for (_, l), number in electrons_of_shells(symbol).items():  # noqa: E741
         orbitals = range(2 * l + 1)
         states += [
             occupied for k in orbitals for occupied in (number > len(orbitals) + k, number > k)

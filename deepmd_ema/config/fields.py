@@ -1,4 +1,6 @@
-"""Declaration of an option, once: type, default, unit, check and manual text on the field of a frozen dataclass."""
+"""Declaration of an option, once: type, default, unit, check and manual text on the field of a
+frozen dataclass.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class Option:
 
     Attributes:
         name: canonical key.
-        types: types of a plain value in the file, without None (``float`` also takes whole numbers).
+        types: types of a plain value in the file, without None (``float`` also takes whole
+            numbers).
         classes: dataclasses of a nested section, as the annotation names them.
         by_type: whether the nested section is one of several, distinguished by the key ``type``.
         many: whether the value is a list of such sections.
@@ -56,7 +59,8 @@ class Option:
         choices: the values of a text option; a ``check`` beside them lets other texts pass.
         default_type: the ``type`` taken when a nested section does not say one.
         convert: applied to a value that passed all checks.
-        removed: values that an earlier version took, each with what to use instead; they are refused.
+        removed: values that an earlier version took, each with what to use instead; they are
+            refused.
         unavailable: pattern of the beginning of texts that DeePMD-kit takes and dp-ema does not.
         registry: the types of a nested section that is open to more of them; replaces ``classes``.
         left_out: types of the registry that are not taken here.
@@ -88,7 +92,9 @@ class Option:
 
     @property
     def sections(self) -> tuple[Any, ...]:
-        """The dataclasses of a nested section; those with a ``type`` are chosen by the key ``type``."""
+        """The dataclasses of a nested section; those with a ``type`` are chosen by the key
+        ``type``.
+        """
         return self.classes if self.registry is None else self.registry.sections(self.left_out)
 
     @property
@@ -110,14 +116,16 @@ class Option:
         return " or ".join(words)
 
     def explain(self, value: Any, has_type: bool = True) -> str:
-        """Return the rest of the message about a value that the option does not take, or an empty string.
+        """Return the rest of the message about a value that the option does not take, or an empty
+        string.
 
-        Refused are also what Python takes for a number: true and false, infinity and nan, whole numbers that do not
-        fit 64 bits; and texts that no file can have as its name.
+        Refused are also what Python takes for a number: true and false, infinity and nan, whole
+        numbers that do not fit 64 bits; and texts that no file can have as its name.
 
         Args:
             value: what the input has.
-            has_type: whether the type is right, which dargs judges, so that the value is the mistake.
+            has_type: whether the type is right, which dargs judges, so that the value is the
+                mistake.
         """
         if value is None and self.nullable and has_type:
             return ""
@@ -155,7 +163,9 @@ class Option:
         return "" if is_finite else bad_value(value, "a finite number")
 
     def wrong_type(self, value: Any) -> str:
-        """Return the message of a value of the wrong type, with the way to mend it when it can be guessed."""
+        """Return the message of a value of the wrong type, with the way to mend it when it can be
+        guessed.
+        """
         scalars, hint = {t for t in self.types if typing.get_origin(t) is None}, ""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if self.many and isinstance(value, dict):
@@ -178,10 +188,11 @@ class Option:
 def option(
     default: Any = dataclasses.MISSING, doc: str = "", check: Check | None = None, **about: Any
 ) -> Any:
-    """Declare one option of a section; ``about`` are the attributes of ``Option``: alias, unit, choices, ...
+    """Declare one option of a section; ``about`` are the attributes of ``Option``: alias, unit,
+    choices, ...
 
-    ``also`` names types that the file may hold and that ``convert`` turns into the annotated one. A default that is a
-    list or a dict is copied for each owner.
+    ``also`` names types that the file may hold and that ``convert`` turns into the annotated one. A
+    default that is a list or a dict is copied for each owner.
     """
     metadata = {"default": default, "doc": doc, "check": check, **about}
     if isinstance(default, list | dict):
@@ -199,7 +210,8 @@ def redefined(section: type, name: str, default: Any = dataclasses.MISSING) -> A
 
 @cache
 def options(section: type) -> tuple[Option, ...]:
-    """Return the options of a section class: its ``first_options``, the others in the order of their declaration.
+    """Return the options of a section class: its ``first_options``, the others in the order of
+    their declaration.
 
     Options of a base class are declared before those of the section, but may be less important.
     """
@@ -241,9 +253,11 @@ def options(section: type) -> tuple[Option, ...]:
 
 @cache
 def input_options(section: type) -> tuple[Option, ...]:
-    """Return the options that an input may give in a section: its own, and those of its ``shorthand``, if any.
+    """Return the options that an input may give in a section: its own, and those of its
+    ``shorthand``, if any.
 
-    A shorthand is a class of options that stand for other ones; ``deepmd_ema.config.upgrade`` replaces them.
+    A shorthand is a class of options that stand for other ones; ``deepmd_ema.config.upgrade``
+    replaces them.
     """
     return options(section) + (options(section.shorthand) if hasattr(section, "shorthand") else ())
 
@@ -263,11 +277,13 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 
 def plain(value: Any, for_deepmd: bool = False) -> Any:
-    """Return a section as plain dictionaries and lists that JSON can hold, with ``type`` first where there is one.
+    """Return a section as plain dictionaries and lists that JSON can hold, with ``type`` first
+    where there is one.
 
     Args:
         value: the section.
-        for_deepmd: leaves out options that DeePMD-kit does not have, and those that are null, which it refuses.
+        for_deepmd: leaves out options that DeePMD-kit does not have, and those that are null, which
+            it refuses.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = {"type": value.type} if hasattr(value, "type") else {}

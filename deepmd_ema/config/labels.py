@@ -1,7 +1,9 @@
-"""Every label, declared once: its name, symbol, shape, unit, files, and the errors that are measured of it.
+"""Every label, declared once: its name, symbol, shape, unit, files, and the errors that are
+measured of it.
 
-Reading, collation, the loss, metrics and all tables take what they know about labels from ``LABELS``; a further label
-is one more entry there. Labels whose width the model sets have it in their names, such as ``dos[250]``.
+Reading, collation, the loss, metrics and all tables take what they know about labels from
+``LABELS``; a further label is one more entry there. Labels whose width the model sets have it in
+their names, such as ``dos[250]``.
 """
 
 from __future__ import annotations
@@ -46,12 +48,14 @@ class Quantity:
     """One error that is measured of a label.
 
     Attributes:
-        name: in ``Errors.summary()`` (``mae_<name>``, ``rmse_<name>``) and detail files (``<prefix>.<name>.out``).
+        name: in ``Errors.summary()`` (``mae_<name>``, ``rmse_<name>``) and detail files
+            (``<prefix>.<name>.out``).
         title: head of its rows and panels.
         unit: of the error, in ASCII.
-        per: what the label's error is divided by: ``atom`` (number of atoms of the frame), ``volume`` (of the cell;
-            open frames do not count), or nothing.
-        metric: letter in ``validation_metric``, ``val.log`` and tables; empty if it is not shown there.
+        per: what the label's error is divided by: ``atom`` (number of atoms of the frame),
+            ``volume`` (of the cell; open frames do not count), or nothing.
+        metric: letter in ``validation_metric``, ``val.log`` and tables; empty if it is not shown
+            there.
         milli: whether tables show a thousandth of the unit.
     """
 
@@ -84,12 +88,15 @@ class Label:
 
     Attributes:
         name: key in dictionaries.
-        symbol: in options of the loss (``start_pref_<symbol>``) and columns of ``lcurve.out`` (``rmse_<symbol>``).
+        symbol: in options of the loss (``start_pref_<symbol>``) and columns of ``lcurve.out``
+            (``rmse_<symbol>``).
         unit: in ASCII; empty without one.
-        files: names of the array in a set, without suffix; the next is looked for when one is absent.
+        files: names of the array in a set, without suffix; the next is looked for when one is
+            absent.
         shape: of one row.
         per_atom: whether an atom has a row; else a frame has one, or
-        per_pair: whether each two of the 3 N coordinates of a frame have a row, (3 N)^2 of them row by row.
+        per_pair: whether each two of the 3 N coordinates of a frame have a row, (3 N)^2 of them row
+            by row.
         extensive: whether it grows with the number of atoms, so that it is judged per atom.
         errors: what is measured of it.
     """
@@ -113,7 +120,9 @@ class Label:
         return (sum(map(self.num_rows, sizes)), *self.shape)
 
     def shape_in_frame(self, num_atoms: int) -> tuple[int, ...]:
-        """Return the shape of the label of one frame, which has no first dimension where the frame is the row."""
+        """Return the shape of the label of one frame, which has no first dimension where the frame
+        is the row.
+        """
         return self.shape_of(num_atoms) if self.per_atom or self.per_pair else self.shape
 
 
@@ -133,7 +142,8 @@ _ATOM_ENERGY_ERROR = Quantity("ae", "Atomic ener", "eV")
 _HESSIAN_ERROR = Quantity("h", "Hessian", "eV/angstrom^2")
 
 
-# units of dipoles and polarizabilities are those of the data; these are what DeePMD-kit's examples have
+# units of dipoles and polarizabilities are those of the data; these are what DeePMD-kit's examples
+# have
 _DIPOLE_ERRORS = (
     Quantity("dipole", "Dipole", "e*angstrom", milli=False),
     Quantity("dipole_peratom", "Dipole", "e*angstrom/atom", per="atom", metric="D", milli=False),
@@ -179,7 +189,8 @@ _DECLARED = (
     Label(
         ATOM_WEIGHT, "", "", ("atomic_weight", "atom_weight"), per_atom=True
     ),  # the same, of tensors
-    # second derivatives of the energy by the coordinates, x y z of the first atom, of the second, ...
+    # second derivatives of the energy by the coordinates, x y z of the first atom, of the second,
+    # ...
     Label(HESSIAN, "h", "eV/angstrom^2", ("hessian",), per_pair=True, errors=(_HESSIAN_ERROR,)),
     *(Label(name, "", "", (name,)) for name in WEIGHTS),
     Label(DIPOLE, "", "e*angstrom", ("dipole",), (3,), extensive=True, errors=_DIPOLE_ERRORS),
@@ -207,7 +218,9 @@ _DECLARED = (
 
 
 class _Labels(dict[str, Label]):
-    """The declared labels, and those of any width: ``dos[250]``, ``atom_dos[250]``, or a property, ``gap[1]``."""
+    """The declared labels, and those of any width: ``dos[250]``, ``atom_dos[250]``, or a property,
+    ``gap[1]``.
+    """
 
     def __missing__(self, name: str) -> Label:
         found = re.fullmatch(r"(atom_)?(.+)\[(\d+)\]", name)

@@ -65,7 +65,9 @@ class InputFile:
 
     @property
     def readable(self) -> RunConfig | None:
-        """The run with defaults in place of wrong options, to check its data; None if something required is wrong."""
+        """The run with defaults in place of wrong options, to check its data; None if something
+        required is wrong.
+        """
         return self._judged[0]
 
     @cached_property
@@ -146,7 +148,8 @@ def saved_config(
 ) -> RunConfig:
     """Return the run that the config of a checkpoint describes, with removed values replaced.
 
-    Unless the ``whole`` config is requested, it has no loggers, and no average of a type whose package is not installed
+    Unless the ``whole`` config is requested, it has no loggers, and no average of a type whose
+    package is not installed
     here: the weights in the file can be used without.
 
     Raises:
@@ -186,9 +189,11 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
 
 
 def _accepted(root: Field, reading: Reading) -> Values | None:
-    """Return the values of an input with all defaults as dargs accepts them; mistakes are noted in ``reading``.
+    """Return the values of an input with all defaults as dargs accepts them; mistakes are noted in
+    ``reading``.
 
-    Wrong options have their defaults; the result is None if something without a default is wrong or missing.
+    Wrong options have their defaults; the result is None if something without a default is wrong or
+    missing.
     """
     take_options(root, reading)
     for is_repaired in (False, True):

@@ -29,9 +29,11 @@ _COMMENTS = {"^_": {"description": "a comment"}}
 
 @dataclass(frozen=True)
 class Entry:
-    """One option in the manual, or one type of a section; ``path`` holds the type where there is a choice.
+    """One option in the manual, or one type of a section; ``path`` holds the type where there is a
+    choice.
 
-    An option that several types declare alike is listed once, without a type; ``types`` are these, if not all.
+    An option that several types declare alike is listed once, without a type; ``types`` are these,
+    if not all.
     """
 
     path: str
@@ -51,7 +53,9 @@ class Entry:
 
     @property
     def facts(self) -> str:
-        """Values, unit, default, other spellings and types of the option, as text; empty for a type of a section."""
+        """Values, unit, default, other spellings and types of the option, as text; empty for a type
+        of a section.
+        """
         o = self.option
         if o is None:
             return ""
@@ -70,7 +74,8 @@ class Entry:
 
 
 def manual(topic: str | None = None) -> str:
-    """Return the manual of all options, or of those under the dotted path ``topic``, or with that word in their name.
+    """Return the manual of all options, or of those under the dotted path ``topic``, or with that
+    word in their name.
 
     Raises:
         ConfigError: if there is no such option; the message names those that look like it.
@@ -122,7 +127,8 @@ def manual_entries() -> list[Entry]:
     """Return all options, and the types of sections, in the order of the manual."""
     root = run_arguments()
     entries = list(_entries([root], "", ()))
-    # options that only an input of several tasks has; sections by task are those of an input of one task
+    # options that only an input of several tasks has; sections by task are those of an input of one
+    # task
     of_tasks = run_arguments(has_tasks=True)
     for path in ("model", "training", ""):
         section, known = (tree.sub_fields[path] if path else tree for tree in (of_tasks, root))
@@ -182,7 +188,9 @@ def _option_entries(field: Field, here: str, listed: tuple[Any, ...]) -> Iterato
 
 
 def _entries(kinds: Sequence[Field], path: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
-    """Yield the options that kinds declare alike, then each kind with its own; the usual one has plain paths."""
+    """Yield the options that kinds declare alike, then each kind with its own; the usual one has
+    plain paths.
+    """
     listed = (*listed, *(kind.section for kind in kinds))
     declared: dict[str, list[Field]] = {}
     for field in (field for kind in kinds for field in kind.sub_fields.values()):
@@ -218,7 +226,9 @@ def _entries(kinds: Sequence[Field], path: str, listed: tuple[Any, ...]) -> Iter
 
 
 def _mark_unknown_keys(schema: Values, field: Field) -> None:
-    """Let editors mark unknown keys and wrong choices, which the schema of dargs leaves out, in a section."""
+    """Let editors mark unknown keys and wrong choices, which the schema of dargs leaves out, in a
+    section.
+    """
     entries = schema
     if field.repeat:
         entries = schema["items"] if field.option.many else schema["additionalProperties"]

@@ -1,4 +1,6 @@
-"""An input while it is read and its places, values and names in messages, and differences of two configs."""
+"""An input while it is read and its places, values and names in messages, and differences of two
+configs.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Source:
     given: frozenset[Place] = frozenset()
 
     def path(self, canonical: str) -> Place:
-        """Return the path that the input spells for a canonical one in dots, e.g. by an alias of the option."""
+        """Return the path that the input spells for a canonical one in dots, e.g. by an alias of
+        the option.
+        """
         path = path_of(canonical)
         for depth in range(len(path), 0, -1):
             if path[:depth] in self.paths:
@@ -132,7 +136,9 @@ def is_comment(key: Any) -> bool:
 
 
 def dotted(path: Place) -> str:
-    """Return a path as people write it: ``training.training_data.systems[0]``; that of a whole input is empty."""
+    """Return a path as people write it: ``training.training_data.systems[0]``; that of a whole
+    input is empty.
+    """
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -174,7 +180,9 @@ def show(value: Any, width: int = 60) -> str:
 
 
 def as_text(section: Mapping[str, Any]) -> str:
-    """Return a section as JSON to be read: lists of numbers, such as the rows of a table, stand on one line each."""
+    """Return a section as JSON to be read: lists of numbers, such as the rows of a table, stand on
+    one line each.
+    """
     text = json.dumps(section, indent=4)
     # no text of JSON has a line break in it
     return re.sub(
@@ -191,7 +199,9 @@ def close_names(key: str, known: Sequence[str]) -> list[str]:
 def without_tasks(
     differences: Iterable[Difference], tasks: Collection[str]
 ) -> Iterator[Difference]:
-    """Yield the differences of two configs that do not follow from ``tasks`` being in one of them only."""
+    """Yield the differences of two configs that do not follow from ``tasks`` being in one of them
+    only.
+    """
     for path, old, new in differences:
         found = _TASK.match(path)
         follows = path.startswith(_SHARES) or (
@@ -202,7 +212,9 @@ def without_tasks(
 
 
 def differences_of(old: Any, new: Any, path: str = "") -> Iterator[Difference]:
-    """Yield the path of each option that differs, with both values; None where a section is missing."""
+    """Yield the path of each option that differs, with both values; None where a section is
+    missing.
+    """
     are_lists = isinstance(old, list) and isinstance(new, list)
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted(set(old) | set(new)):

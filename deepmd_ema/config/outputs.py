@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 POINTER = "checkpoint"  # text file that names the newest training checkpoint
 LOCK = ".dp-ema.lock"  # held by a run in its folder
 RECORD = "run_record.json"  # programs, machine, times and warnings of a run
-SNAPSHOTS = "snapshots"  # folder of the copies that `dp-ema posthoc` combines, beside the numbered checkpoints
+# folder of the copies that `dp-ema posthoc` combines, beside the numbered checkpoints
+SNAPSHOTS = "snapshots"
 CHECKED = ".checked"  # end of the name of a folder that remembers what was found in the data
 LOGGED = ".dp-ema.logged"  # what a restart needs to continue the runs of loggers
 BEST = "best"  # best files are called best.ckpt-<step>.t-<rank>.pt
@@ -55,9 +56,11 @@ def with_absolute_paths(values: Any, folder: str | Path, option: str = "") -> An
 
 
 def outside_paths(values: Any, folder: Path, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield option and path of what normalized values of an input have written outside of ``folder``.
+    """Yield option and path of what normalized values of an input have written outside of
+    ``folder``.
 
-    Every text counts but those of files to read: options of loggers of other distributions are not known here.
+    Every text counts but those of files to read: options of loggers of other distributions are not
+    known here.
 
     Args:
         values: of the sections ``training`` and ``validating``, or a part of them.
@@ -66,7 +69,8 @@ def outside_paths(values: Any, folder: Path, place: str = "") -> Iterator[tuple[
     """
     if isinstance(values, str):
         path = values.removeprefix("file://")
-        # without links as they are written, and with them: the folder itself may be given through one
+        # without links as they are written, and with them: the folder itself may be given through
+        # one
         forms = (Path(os.path.abspath(folder / path)), (folder / path).resolve())
         if not any(
             form.is_relative_to(root) for form in forms for root in (folder, folder.resolve())
@@ -107,14 +111,18 @@ def read_pointer(pointer: Path) -> Path:
 
 
 def suffixed(file: str | Path, suffix: str) -> Path:
-    """Return ``file`` with ``suffix`` before its last dot: ``val.log`` and ``_ema`` give ``val_ema.log``."""
+    """Return ``file`` with ``suffix`` before its last dot: ``val.log`` and ``_ema`` give
+    ``val_ema.log``.
+    """
     file = Path(file)
     stem, dot, ending = file.name.rpartition(".")
     return file.parent / (f"{stem}{suffix}{dot}{ending}" if stem else f"{file.name}{suffix}")
 
 
 def suffix_of(weights: str, task: str = "") -> str:
-    """Return the suffix of the files of these weights, and of a task that has a name; empty for the live weights."""
+    """Return the suffix of the files of these weights, and of a task that has a name; empty for the
+    live weights.
+    """
     return f"_{task}" * bool(task) + f"_{weights}" * (weights != LIVE)
 
 
@@ -124,7 +132,8 @@ def best_link(prefix: str, suffix: str) -> str:
 
 
 def weights_of_rows(file: Path, values: Mapping[str, Any]) -> str:
-    """Return whose rows a file holds by its name: the inverse of :meth:`Outputs.lcurve` and ``validation_log``.
+    """Return whose rows a file holds by its name: the inverse of :meth:`Outputs.lcurve` and
+    ``validation_log``.
 
     Args:
         file: a learning curve or log of full validation.
@@ -154,7 +163,8 @@ class Output:
         content: what it holds, for messages.
         path: where it is.
         is_folder: whether it is a folder.
-        has_rows: whether rows are added to it during the run, so that it can belong to one writer only.
+        has_rows: whether rows are added to it during the run, so that it can belong to one writer
+            only.
         is_link: whether it is a link to the newest or the best weights.
     """
 
@@ -169,8 +179,8 @@ class Output:
 class Outputs:
     """Output paths of a run, by weights (``live`` or the name of an average) and task.
 
-    Learning curves and checkpoints hold all tasks of a run; logs of full validation, best files and cached statistics
-    are one per task.
+    Learning curves and checkpoints hold all tasks of a run; logs of full validation, best files and
+    cached statistics are one per task.
 
     Attributes:
         suffix: end of the names of checkpoints, averages, snapshots and best weights.
@@ -207,7 +217,9 @@ class Outputs:
         return f"{BEST}{suffix_of(weights, task)}"
 
     def checked_data(self, task: str) -> Path:
-        """Return the folder of what was found in the data of a task: beside the cached statistics if there are any."""
+        """Return the folder of what was found in the data of a task: beside the cached statistics
+        if there are any.
+        """
         data = self._config.tasks[task].data
         if data.stat_file is not None and data.stat_file_mode != "read":
             return Path(f"{data.stat_file}{CHECKED}")
@@ -292,7 +304,8 @@ class Schedule:
 
     Args:
         config: of the run.
-        num_steps: of the whole run. What is done at the end is due after this step; an early stop ends a run before it.
+        num_steps: of the whole run. What is done at the end is due after this step; an early stop
+            ends a run before it.
 
     Attributes:
         rows: of the learning curve.
@@ -326,7 +339,9 @@ class Schedule:
                 self.snapshots[average.name] = Due(range(every, end, every), num_steps)
 
     def num_kept(self, most: int | None = None) -> int:
-        """Return the number of checkpoints that are kept, ``most`` or as configured; less than 1: all."""
+        """Return the number of checkpoints that are kept, ``most`` or as configured; less than 1:
+        all.
+        """
         if self._training.ckpt_keep_ratio is None:
             return self._training.max_ckpt_keep if most is None else most
         return max(1, math.ceil(self._training.ckpt_keep_ratio * self.checkpoint.count()))

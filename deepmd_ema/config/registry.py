@@ -1,7 +1,7 @@
 """Types of descriptors, fitting networks, models and averages: records that name their parts.
 
-A part is found by name when it is used, so no other module imports a folder of ``model/families``. Other
-distributions add records by entry points.
+A part is found by name when it is used, so no other module imports a folder of ``model/families``.
+Other distributions add records by entry points.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ class Family:
     """One type of descriptor, fitting network, model or average, and where its parts are.
 
     Attributes:
-        section: dataclass of its section in the input; its module must not import torch. Its ``type`` is the name.
-        module: ``package.module:name`` of what builds the part of the model from the section; empty if the section is
-            all there is.
-        tree: ``package.module:name`` of the class that writes it to ``.dp`` files; empty if it cannot be frozen so.
+        section: dataclass of its section in the input; its module must not import torch. Its
+            ``type`` is the name.
+        module: ``package.module:name`` of what builds the part of the model from the section; empty
+            if the section is all there is.
+        tree: ``package.module:name`` of the class that writes it to ``.dp`` files; empty if it
+            cannot be frozen so.
         example: a small section without ``type``, for tests: three elements, cutoff 4 angstrom.
         origin: name and version of the distribution that adds it; empty for those of dp-ema.
     """
@@ -60,10 +62,12 @@ class Family:
 
 
 class Registry(Mapping[str, Family]):
-    """Records by the ``type`` of their sections: those of dp-ema, then those of other distributions.
+    """Records by the ``type`` of their sections: those of dp-ema, then those of other
+    distributions.
 
     Args:
-        own: type -> ``package.module:name`` of the record, or of the section if there is nothing else to it.
+        own: type -> ``package.module:name`` of the record, or of the section if there is nothing
+            else to it.
         group: entry points by which other distributions add records; empty if they cannot.
         protocol: its members must be in a section of another distribution.
         base: class of sections of other distributions, if an entry point names the section itself.
@@ -101,12 +105,16 @@ class Registry(Mapping[str, Family]):
 
     @property
     def faults(self) -> Mapping[str, str]:
-        """Types that no input may have because of what another distribution adds: what is wrong, and what to do."""
+        """Types that no input may have because of what another distribution adds: what is wrong,
+        and what to do.
+        """
         self._read()
         return self._faults
 
     def _read(self) -> dict[str, Family]:
-        """Return the records; they and the faults are read again after a change of ``own`` or of ``sys.path``."""
+        """Return the records; they and the faults are read again after a change of ``own`` or of
+        ``sys.path``.
+        """
         key = (*self.own.items(), *sys.path)
         if key == self._key:
             return self._records
@@ -129,7 +137,9 @@ class Registry(Mapping[str, Family]):
         return self._records
 
     def _added(self, name: str, found: list[EntryPoint]) -> Family | str:
-        """Return the record that the entry points ``found`` of one name add, or why it cannot be used."""
+        """Return the record that the entry points ``found`` of one name add, or why it cannot be
+        used.
+        """
         origins = [
             f"{entry.dist.name} {entry.dist.version}" if entry.dist else "(no name)"
             for entry in found
@@ -166,7 +176,8 @@ class Registry(Mapping[str, Family]):
         if self._base is not None and not issubclass(section, self._base):
             return f"section {section!r}, expected a subclass of {self._base.__module__}.{self._base.__name__}"
         if self._base is not None and "__dataclass_fields__" not in vars(section):
-            return f"a section that is not decorated as {self._base.__name__} is"  # its options would not be seen
+            # its options would not be seen
+            return f"a section that is not decorated as {self._base.__name__} is"
         try:
             typing.get_type_hints(section)  # config reads them to check options
         except Exception as error:

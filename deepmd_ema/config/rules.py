@@ -1,4 +1,5 @@
-"""Findings about the sections of a run: what does not fit together, has no effect, or is likely a mistake.
+"""Findings about the sections of a run: what does not fit together, has no effect, or is likely a
+mistake.
 
 Each option is right by itself here. A generator per section yields findings at canonical places.
 """
@@ -40,7 +41,8 @@ _MIN_SNAPSHOTS = (
 def findings_of(
     run: RunConfig, num_steps: int | None = None, steps_per: StepsPer | None = None
 ) -> Findings:
-    """Yield the findings of a run whose options are right each by itself, with places that the input spells.
+    """Yield the findings of a run whose options are right each by itself, with places that the
+    input spells.
 
     Options without effect are those that the input gives.
 
@@ -63,7 +65,9 @@ def findings_of(
 
 
 def ignored_options(run: RunConfig) -> list[str]:
-    """Return the options that the input gives and that have no effect in this run, each with the reason."""
+    """Return the options that the input gives and that have no effect in this run, each with the
+    reason.
+    """
     findings = (replace(finding, file="") for finding in findings_of(run))
     return list(dict.fromkeys([*run.unused, *texts_of(UNUSED, findings)]))  # tasks share parts
 
@@ -71,7 +75,9 @@ def ignored_options(run: RunConfig) -> list[str]:
 def config_warnings(
     run: RunConfig, num_steps: int | None = None, steps_per: StepsPer | None = None
 ) -> list[str]:
-    """Return warnings about settings that are allowed but likely mistakes; arguments as of :func:`findings_of`."""
+    """Return warnings about settings that are allowed but likely mistakes; arguments as of
+    :func:`findings_of`.
+    """
     findings = findings_of(run, run.training.numb_steps or num_steps, steps_per)
     return texts_of(WARNING, (replace(finding, file="") for finding in findings))
 
@@ -99,7 +105,8 @@ def _idle(*rows: tuple[Any, str, str]) -> Findings:
 def as_launched(
     run: RunConfig, launched: bool, restart: str | None = None, num_ranks: int = 1
 ) -> RunConfig:
-    """Return the run as a process trains it: at ``zero_stage`` 0, with a note, if no launcher has started it.
+    """Return the run as a process trains it: at ``zero_stage`` 0, with a note, if no launcher has
+    started it.
 
     Args:
         run: the run.
@@ -108,7 +115,8 @@ def as_launched(
         num_ranks: number of processes that were started.
 
     Raises:
-        ConfigError: if so many processes cannot train it, which concerns a start and not the loading of an input.
+        ConfigError: if so many processes cannot train it, which concerns a start and not the
+            loading of an input.
     """
     if isinstance(run.optimizer, LKFConfig) and num_ranks > 1:
         mistake = error(
@@ -211,7 +219,9 @@ _REFUSED_BY_LKF = (
 
 
 def _lkf(run: RunConfig) -> Findings:
-    """LKF trains in one process, with one batch, and of the loss takes only whether energies and forces are fitted."""
+    """LKF trains in one process, with one batch, and of the loss takes only whether energies and
+    forces are fitted.
+    """
     for name, (most, why) in _MAX_WITH_LKF.items():
         value = getattr(run.training, name)
         if value > most:
@@ -283,7 +293,8 @@ def _training(run: RunConfig) -> Findings:
 
 def _gradients(run: RunConfig) -> Findings:
     training = run.training
-    # CUDA graphs that torch.compile makes overwrite the gradients of the batch before (pytorch issue 169545)
+    # CUDA graphs that torch.compile makes overwrite the gradients of the batch before (pytorch
+    # issue 169545)
     if (
         training.accumulate > 1
         and training.enable_compile
@@ -295,7 +306,8 @@ def _gradients(run: RunConfig) -> Findings:
             "which overwrite gradients. Use 1, or backend inductor and mode default in "
             "training.compile_options.",
         )
-    # a Hessian is made by a backward pass within the forward one, after which sharded parameters are given up
+    # a Hessian is made by a backward pass within the forward one, after which sharded parameters
+    # are given up
     if training.zero_stage > 1 and any("h" in task.loss.weights for task in run.tasks.values()):
         yield error(
             "training.zero_stage",
@@ -399,7 +411,9 @@ def _validating(run: RunConfig) -> Findings:
 
 
 def _metrics(run: RunConfig) -> Findings:
-    """Metrics that rank weights and end a run have weights in the loss of every task, at the start and the end."""
+    """Metrics that rank weights and end a run have weights in the loss of every task, at the start
+    and the end.
+    """
     metrics, early_stop = (
         {"validation_metric": run.validating.validation_metric},
         run.validating.early_stop,

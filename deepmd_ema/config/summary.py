@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def config_summary(
     config: RunConfig, num_steps: int = 0, steps_per: StepsPer | None = None
 ) -> list[tuple[str, str]]:
-    """Return names and texts of the main settings: rows for ``dp-ema check``, ``show`` and the start of a run.
+    """Return names and texts of the main settings: rows for ``dp-ema check``, ``show`` and the
+    start of a run.
 
     Args:
         config: of the run.
@@ -92,7 +93,8 @@ def config_summary(
 def rows_of_tasks(
     rows: Mapping[str, Sequence[tuple[str, str]]], links: Sequence[Link]
 ) -> list[tuple[str, str]]:
-    """Return rows of a table with the tasks that each is about, and what they share; with one task as they are.
+    """Return rows of a table with the tasks that each is about, and what they share; with one task
+    as they are.
 
     Args:
         rows: names and texts by the name of the task, which is empty in a run of one.

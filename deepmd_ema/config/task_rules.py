@@ -25,7 +25,9 @@ def findings_of_tasks(run: RunConfig) -> Findings:
 
 
 def _names_of_tasks(run: MultiTaskRun) -> Findings:
-    """Names of tasks, which stand in names of files, tensors and columns, are plain and distinct, as are aliases."""
+    """Names of tasks, which stand in names of files, tensors and columns, are plain and distinct,
+    as are aliases.
+    """
     models = run.model.model_dict
     names = {name.lower(): name for name in reversed(models)}
     taken: dict[str, str] = dict(names)
@@ -79,7 +81,9 @@ def _sections_of_tasks(run: MultiTaskRun) -> Findings:
 
 
 def _shares(run: MultiTaskRun) -> Findings:
-    """``model_prob`` and ``num_epoch_dict`` exclude each other, and no two tasks have one ``stat_file``."""
+    """``model_prob`` and ``num_epoch_dict`` exclude each other, and no two tasks have one
+    ``stat_file``.
+    """
     if run.task_weights and run.task_epochs:
         yield error(
             "training.model_prob",
@@ -103,7 +107,9 @@ def _shares(run: MultiTaskRun) -> Findings:
 
 
 def _shared_parts(run: MultiTaskRun) -> Findings:
-    """Models that share a part have the same elements; what says nothing of elements has no embedding to share."""
+    """Models that share a part have the same elements; what says nothing of elements has no
+    embedding to share.
+    """
     first: dict[str, Link] = {}
     for link in run.links:
         place, model = f"model.model_dict.{link.task}", run.model.model_dict[link.task]
@@ -141,7 +147,8 @@ def _case_embedding(run: MultiTaskRun) -> Findings:
     for key in dict.fromkeys(link.key for link in links):
         names = [link.task for link in links if link.key == key]
         models = [run.tasks[name].model for name in names if name in run.tasks]
-        # a user who chooses what becomes of the energies of a file has thought of the methods of the labels
+        # a user who chooses what becomes of the energies of a file has thought of the methods of
+        # the labels
         is_chosen = any(model.finetune_bias != "auto" for model in models)
         if len(models) > 1 and not models[0].fitting_net.dim_case_embd and not is_chosen:
             yield warning(

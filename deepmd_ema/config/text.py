@@ -1,4 +1,6 @@
-"""The text of a JSON or YAML file as plain values, with the line of every key, and messages about its syntax."""
+"""The text of a JSON or YAML file as plain values, with the line of every key, and messages about
+its syntax.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def read_config_file(path: Path) -> tuple[Values, Lines]:
     """Return the values of a file and the line, from 1, of each key and list item.
 
     Raises:
-        ConfigError: if the file is missing, is no JSON or YAML, names a key twice, or holds no section.
+        ConfigError: if the file is missing, is no JSON or YAML, names a key twice, or holds no
+            section.
     """
     if path.is_dir():
         raise ConfigError(
@@ -155,7 +158,9 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[^\s,:{}\[\]"]+')
 def _json_marks(
     token: str, line: int, tokens: Iterator[tuple[str, int]], place: Place, *, is_key: bool
 ) -> Marks:
-    """Yield the marks of the value that begins with ``token``; the line of one in a section is that of its key."""
+    """Yield the marks of the value that begins with ``token``; the line of one in a section is that
+    of its key.
+    """
     yield place, line, is_key
     if token == "{":
         for key, key_line in tokens:
@@ -175,7 +180,8 @@ def _json_hint(text: str, error: json.JSONDecodeError) -> str:
     """Return a description of the mistake; ``error.pos`` is where JSON ended."""
     here, before = text[error.pos :], text[: error.pos].rstrip()
     rest = here.lstrip()
-    # an illegal trailing comma is reported at the comma by new versions of Python, after it by older ones
+    # an illegal trailing comma is reported at the comma by new versions of Python, after it by
+    # older ones
     at_end = rest.startswith(("}", "]")) or "delimiter" in error.msg
     trailing = re.match(r",\s*[}\]]", here) or (before.endswith(",") and at_end)
     hints = [

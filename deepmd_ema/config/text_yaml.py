@@ -16,7 +16,8 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML in which ``No`` is an element and ``1e-3`` is a number."""
 
 
-# PyYAML follows YAML 1.1, where yes, no, on and off are booleans, 1e-3 is a text and 1:30 is a number
+# PyYAML follows YAML 1.1, where yes, no, on and off are booleans, 1e-3 is a text and 1:30 is a
+# number
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -39,7 +40,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
 def parse_yaml(text: str, source: str) -> tuple[Any, Lines]:
-    """Return the values of a YAML text, with numbers and booleans of YAML 1.2, as in JSON, and their lines.
+    """Return the values of a YAML text, with numbers and booleans of YAML 1.2, as in JSON, and
+    their lines.
 
     Raises:
         ConfigError: with line and column of the first mistake.
@@ -66,7 +68,9 @@ def parse_yaml(text: str, source: str) -> tuple[Any, Lines]:
 
 
 def _marks(node: yaml.Node, place: Place, line: int, *, is_key: bool) -> Marks:
-    """Yield the marks of everything in ``node``; ``line``, from 0, is that of its key, if it has one."""
+    """Yield the marks of everything in ``node``; ``line``, from 0, is that of its key, if it has
+    one.
+    """
     yield place, line + 1, is_key
     for number, item in enumerate(node.value) if isinstance(node, yaml.SequenceNode) else ():
         yield from _marks(item, (*place, number), item.start_mark.line, is_key=False)

@@ -1,4 +1,6 @@
-"""Options of DeePMD-kit 3.2.0 that dp-ema does not support yet, and removed ones: refused by name, never ignored."""
+"""Options of DeePMD-kit 3.2.0 that dp-ema does not support yet, and removed ones: refused by name,
+never ignored.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ class Unavailable:
     """An option of DeePMD-kit, or of an earlier version, that is not here.
 
     Attributes:
-        no_op_values: values without effect (its default in DeePMD-kit); they are accepted and dropped. None:
-            every value, because the option only informs.
+        no_op_values: values without effect (its default in DeePMD-kit); they are accepted and
+            dropped. None: every value, because the option only informs.
         instead: what to do, or an empty string.
         reason: why it is not here.
     """
@@ -137,13 +139,17 @@ INSTEAD_OF_TYPES: dict[str, str] = {
 
 
 def unavailable_key(section: Place, key: str) -> Unavailable | None:
-    """Return the entry of a key that dp-ema does not support, or no longer, or None for any other key."""
+    """Return the entry of a key that dp-ema does not support, or no longer, or None for any other
+    key.
+    """
     path = _of_standard(section)
     return UNAVAILABLE.get(path, {}).get(key) or REMOVED.get(path, {}).get(key)
 
 
 def without_removed(values: Mapping[str, Any]) -> tuple[Values, list[str]]:
-    """Return the config of a checkpoint without removed options, and a note for each one that had an effect."""
+    """Return the config of a checkpoint without removed options, and a note for each one that had
+    an effect.
+    """
     kept, notes = dict(values), []
     for section, known in REMOVED.items():
         own = values.get(section)
@@ -173,7 +179,8 @@ def without_removed(values: Mapping[str, Any]) -> tuple[Values, list[str]]:
 
 
 def unavailable_type(section: Place, name: Any) -> str | None:
-    """Return the remedy for a ``type`` of DeePMD-kit that dp-ema does not support, or None for any other one.
+    """Return the remedy for a ``type`` of DeePMD-kit that dp-ema does not support, or None for any
+    other one.
 
     Args:
         section: path of the section; a part of a hybrid descriptor is a descriptor.
@@ -185,5 +192,7 @@ def unavailable_type(section: Place, name: Any) -> str | None:
 
 
 def _of_standard(path: Place) -> str:
-    """Return a path in dots as it is in a standard model of one task; a part of a model has the same sections."""
+    """Return a path in dots as it is in a standard model of one task; a part of a model has the
+    same sections.
+    """
     return re.sub(r"\Amodel\.models\[\d+\]", "model", of_one_task(dotted(path)))

@@ -1,7 +1,8 @@
 """Older and abbreviated inputs in the sections of today.
 
-Keys of older versions of DeePMD-kit are moved to their place, parts of ``model.shared_dict`` are put where models name
-them, other forms of a model ``dpa4`` become one, and the short form of an average an entry of ``training.averaging``.
+Keys of older versions of DeePMD-kit are moved to their place, parts of ``model.shared_dict`` are
+put where models name them, other forms of a model ``dpa4`` become one, and the short form of an
+average an entry of ``training.averaging``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from deepmd_ema.config.schema.model import FITTINGS, Link, NetworkConfig
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
 
 _RENAMED = {"opt_type": "type", "muon_momentum": "momentum"}
-# keys of `training` of older versions -> their place today; those of version 1, of data, in an input of one task
+# keys of `training` of older versions -> their place today; those of version 1, of data, in an
+# input of one task
 _PLACES_TODAY: dict[str, Place] = {
     **{key: ("learning_rate", key) for key in ("warmup_steps", "warmup_ratio", "warmup_start_factor")},
     **{key: ("optimizer", _RENAMED.get(key, key)) for key in (
@@ -41,12 +43,15 @@ _PLACES_TODAY: dict[str, Place] = {
         "systems", "batch_size", "auto_prob", "auto_prob_style", "sys_probs", "sys_weights",
     )},
 }  # fmt: skip
-# switches that DeePMD-kit's backend pt has in each model, and one in `training` for the whole run here
+# switches that DeePMD-kit's backend pt has in each model, and one in `training` for the whole run
+# here
 _OF_MODELS = {"use_compile": "enable_compile", "enable_tf32": "enable_tf32"}
 
 
 def upgrade(name: str, values: Any, lines: Mapping[Place, int]) -> tuple[Reading, tuple[Link, ...]]:
-    """Return an input in today's sections, and the parts that its models share; what was given is left alone."""
+    """Return an input in today's sections, and the parts that its models share; what was given is
+    left alone.
+    """
     reading = Reading(name, None, dict(lines))
     reading.values = _copied(values, (), reading)
     if not isinstance(values, Mapping):
@@ -70,7 +75,9 @@ def has_tasks(values: Any) -> bool:
 
 
 def _copied(values: Any, place: Place, reading: Reading) -> Any:
-    """Return a copy without comments; sections of it that are one object, by an anchor in YAML, are two."""
+    """Return a copy without comments; sections of it that are one object, by an anchor in YAML, are
+    two.
+    """
     if isinstance(values, list):
         return [_copied(value, (*place, number), reading) for number, value in enumerate(values)]
     if not isinstance(values, Mapping):
@@ -88,7 +95,9 @@ def _copied(values: Any, place: Place, reading: Reading) -> Any:
 
 
 def _move_old_keys(reading: Reading) -> None:
-    """Move keys of ``training`` to the sections that they have today, and leave out those without effect."""
+    """Move keys of ``training`` to the sections that they have today, and leave out those without
+    effect.
+    """
     training = section_at(reading.values, "training")
     has_data = "training_data" in training or "data_dict" in training
     for key, new in _PLACES_TODAY.items():
@@ -129,7 +138,9 @@ def _move_old_keys(reading: Reading) -> None:
 
 
 def _move_switches(reading: Reading) -> None:
-    """Move switches of models that hold for the whole run here to ``training``; a model without a run has none."""
+    """Move switches of models that hold for the whole run here to ``training``; a model without a
+    run has none.
+    """
     training = reading.values.get("training")
     tasks = section_at(reading.values, "model", "model_dict")
     places: list[Place] = [("model",), *(("model", "model_dict", task) for task in tasks)]
@@ -169,7 +180,9 @@ _SHORT_FORM: dict[str, Place] = {  # option of the entry named `ema` -> that of 
 
 
 def _add_averages(reading: Reading) -> None:
-    """Put the average of ``enable_ema`` first into the list ``training.averaging``, and that of an optimizer last."""
+    """Put the average of ``enable_ema`` first into the list ``training.averaging``, and that of an
+    optimizer last.
+    """
     training, validating = (
         section_at(reading.values, "training"),
         section_at(reading.values, "validating"),
@@ -216,7 +229,8 @@ def _add_averages(reading: Reading) -> None:
             f" = {show(name)}: training.enable_ema already tracks one of that "
             f"name{case}. Choose another name, or remove enable_ema.",
         )
-    # where only its validation is requested the input is refused; with the entry, the rules find its other mistakes
+    # where only its validation is requested the input is refused; with the entry, the rules find
+    # its other mistakes
     if not same and (is_on is True or is_validated):
         reading.moved |= {(*_BANK, n + 1): (*_BANK, n) for n in range(len(entries))}
         reading.moved |= {(*_BANK, 0, name): old for name, old in _SHORT_FORM.items()}
@@ -242,7 +256,9 @@ _SHARED: Place = ("model", "shared_dict")
 
 
 def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
-    """Give each model of ``model_dict`` the parts that it names and the keys that hold for all; return the parts."""
+    """Give each model of ``model_dict`` the parts that it names and the keys that hold for all;
+    return the parts.
+    """
     model = section_at(reading.values, "model")
     models = model.get("model_dict")
     if not isinstance(models, dict):
@@ -313,7 +329,8 @@ def _replace_names(reading: Reading, task: str, section: Values, shared: Any) ->
             yield Link(task, part, name, int(level or 0))
 
 
-# ---- a model dpa4 as a sum of models, [learned model, inner_potential] of type linear_ener, and as a standard model
+# ---- a model dpa4 as a sum of models, [learned model, inner_potential] of type linear_ener, and as
+# a standard model
 
 INNER = "inner_potential"
 # options of the part -> those of the model
@@ -327,7 +344,9 @@ _OF_WHOLE = ("type_map", "atom_exclude_types", "pair_exclude_types")
 
 
 def _spell_out_bridging(reading: Reading) -> None:
-    """Turn sums with an ``inner_potential`` and ``standard`` models of the same parts into models of type ``dpa4``."""
+    """Turn sums with an ``inner_potential`` and ``standard`` models of the same parts into models
+    of type ``dpa4``.
+    """
     model = section_at(reading.values, "model")
     tasks, dpa4 = model.get("model_dict"), type_names(DESCRIPTORS["dpa4"].section)
     places: list[Place] = [("model",)]

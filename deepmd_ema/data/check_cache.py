@@ -1,7 +1,9 @@
-"""Results of checks in small files, valid for the content of the data, the options and the source of the program.
+"""Results of checks in small files, valid for the content of the data, the options and the source
+of the program.
 
-The content of the data is hashed at every start. Times of files are not enough: a write through a memory map that was
-open before the check changes neither of them (on ext4 until the page is written back, on tmpfs never).
+The content of the data is hashed at every start. Times of files are not enough: a write through a
+memory map that was open before the check changes neither of them (on ext4 until the page is written
+back, on tmpfs never).
 """
 
 from __future__ import annotations
@@ -32,14 +34,15 @@ def recall_or_find(
     about: Mapping[str, Any],
     find: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the result of ``find`` for the content of files, from ``folder`` if it was stored there.
+    """Return the result of ``find`` for the content of files, from ``folder`` if it was stored
+    there.
 
     Args:
         folder: need not exist; None to find it always.
         files: all that ``find`` reads.
         about: options that the result depends on, JSON values.
-        find: gives JSON values with keys that are text. They are stored with their ``date``, unless there are
-            ``problems`` among them.
+        find: gives JSON values with keys that are text. They are stored with their ``date``, unless
+            there are ``problems`` among them.
     """
     files = list(dict.fromkeys(files))  # many systems may be in one
     key = None if folder is None else _key(files, about)
@@ -86,9 +89,11 @@ def recall(folder: Path, key: str) -> dict[str, Any] | None:
 
 
 def _key(files: Iterable[Path], about: Mapping[str, Any]) -> str | None:
-    """Return a key of the content of files and of everything else that a result depends on; None if unreadable.
+    """Return a key of the content of files and of everything else that a result depends on; None if
+    unreadable.
 
-    Every byte of the files is read, at about 1 GB/s from the page cache, 30 times as fast as the checks read them.
+    Every byte of the files is read, at about 1 GB/s from the page cache, 30 times as fast as the
+    checks read them.
     """
     try:
         contents = [(str(path), file_digest(path)) for path in files]
@@ -100,7 +105,9 @@ def _key(files: Iterable[Path], about: Mapping[str, Any]) -> str | None:
 
 @cache
 def _source_digest() -> str:
-    """Return the digest of the source of this package, which changes between commits of one version."""
+    """Return the digest of the source of this package, which changes between commits of one
+    version.
+    """
     files = sorted(_PACKAGE.rglob("*.py"))
     sources = [
         (str(path.relative_to(_PACKAGE)), path.read_text(encoding="utf-8")) for path in files

@@ -1,4 +1,6 @@
-"""Frames to batches: the neighbor matrix of each frame is made once and kept, and frames are joined by offsets."""
+"""Frames to batches: the neighbor matrix of each frame is made once and kept, and frames are joined
+by offsets.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ from deepmd_ema.geometry import (
     stable_argsort,
 )
 
-# N atoms of a frame, K slots of a frame, M reverse slots, T types, S images; A, F, K of a batch as in batch.py
+# N atoms of a frame, K slots of a frame, M reverse slots, T types, S images; A, F, K of a batch as
+# in batch.py
 
 MAX_CACHE_BYTES = 4 << 30  # a 192-atom frame with 120 slots takes 150 kB: 28,000 of them
-MAX_ATOMS_TOGETHER = 64  # atoms of an open frame whose pairs are found together with those of other frames of a batch
+# atoms of an open frame whose pairs are found together with those of other frames of a batch
+MAX_ATOMS_TOGETHER = 64
 _MAX_TABLE_IMAGES = (
     1 << 20
 )  # images in a block around all that are needed, of which a table is made to find these
@@ -37,10 +41,12 @@ ROUND_TO = 4  # slots come in multiples of this, so that batches have few shapes
 
 @dataclass(frozen=True, eq=False)
 class PairedFrame:
-    """A frame with its neighbors in slots: the part of collation that does not depend on the other frames of a batch.
+    """A frame with its neighbors in slots: the part of collation that does not depend on the other
+    frames of a batch.
 
-    Atoms are sorted by type here ("rows"). The neighbor of an empty slot is the atom itself, and its image is row 0 of
-    ``table``: ``coord[neighbor] + table[image] - coord`` is the vector of every slot, empty or not.
+    Atoms are sorted by type here ("rows"). The neighbor of an empty slot is the atom itself, and
+    its image is row 0 of ``table``: ``coord[neighbor] + table[image] - coord`` is the vector of
+    every slot, empty or not.
 
     Attributes:
         frame: as it was read.
@@ -54,7 +60,8 @@ class PairedFrame:
         image: (N, K) place of the neighbor's image in ``table``, small integers.
         table: (S, 3) cartesian shifts of the images, angstrom.
         reverse: (N, M) int32 slots ``row * K + k`` whose neighbor is the row; ``N * K`` is none.
-        most: per section the most neighbors inside the cutoff that an atom has; those beyond ``sel`` are not here.
+        most: per section the most neighbors inside the cutoff that an atom has; those beyond
+            ``sel`` are not here.
         nearest: shortest distance of two atoms, angstrom; infinite without pairs inside the cutoff.
     """
 
@@ -124,7 +131,8 @@ def pair_frame(
     rank, counts = rank_in_group(key, natoms * sections)
     most = tuple(counts.reshape(natoms, sections).max(axis=0).tolist())
     keep = rank < np.array(layout.sel)[section[sorter]]
-    # by type or not, they are among the nearest of all types, which DeePMD-kit chooses before it looks at types
+    # by type or not, they are among the nearest of all types, which DeePMD-kit chooses before it
+    # looks at types
     nearest, _ = rank_in_group(pairs.i, natoms)
     keep &= (nearest < sum(layout.sel))[sorter]
     if layout.excluded_pairs:
@@ -161,7 +169,8 @@ def pair_frame(
             natoms, layout.num_types
         )
         type_slots = _rounded(counts.max(axis=0), layout.type_sel, round_to)
-    # in the order of the slots: sums over reverse slots are then bitwise the same, however the pairs were found
+    # in the order of the slots: sums over reverse slots are then bitwise the same, however the
+    # pairs were found
     by_slot = np.flatnonzero(image)
     center = neighbor[by_slot].astype(np.int64)
     sorter = stable_argsort(center, natoms)
@@ -178,16 +187,19 @@ def pair_frame(
 
 
 class PairCache:
-    """Frames with their neighbors in slots, computed once and kept while they fit into ``max_bytes``.
+    """Frames with their neighbors in slots, computed once and kept while they fit into
+    ``max_bytes``.
 
-    Molecules, whose pairs are found faster together (:func:`collate`), are returned as they were read, and kept only if
-    reading them takes long.
+    Molecules, whose pairs are found faster together (:func:`collate`), are returned as they were
+    read, and kept only if reading them takes long.
 
-    Nothing is evicted when it is full: frames are drawn in permutations, so that no frame is more likely to come next
-    than another. All tasks of a run, their loaders and statistics share one cache. May be used by several threads.
+    Nothing is evicted when it is full: frames are drawn in permutations, so that no frame is more
+    likely to come next than another. All tasks of a run, their loaders and statistics share one
+    cache. May be used by several threads.
 
     Args:
-        max_bytes: by default a quarter of the machine's memory over the processes on it, at most 4 GiB.
+        max_bytes: by default a quarter of the machine's memory over the processes on it, at most 4
+            GiB.
         local_size: processes of the run on this machine.
     """
 
@@ -201,7 +213,9 @@ class PairCache:
         self._lock = threading.Lock()
 
     def get(self, system: FrameSource, index: int, layout: NeighborLayout) -> PairedFrame | Frame:
-        """Return frame ``index`` of ``system``, with its neighbors as ``layout`` wants them unless it is a molecule."""
+        """Return frame ``index`` of ``system``, with its neighbors as ``layout`` wants them unless
+        it is a molecule.
+        """
         for of_layout in (layout, None):
             if (stored := self._frames.get((system, index, of_layout))) is not None:
                 return stored
@@ -228,13 +242,15 @@ class PairCache:
 def collate(
     frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, labels: Sequence[str] = ()
 ) -> Batch:
-    """Return ``frames`` as one batch; what is missing in some frames is zero there and its ``has_label`` is 0.
+    """Return ``frames`` as one batch; what is missing in some frames is zero there and its
+    ``has_label`` is 0.
 
     Args:
-        frames: at least one; prepared by ``pair_frame`` with the same layout, or not. The pairs of molecules that are
-            not prepared are found together, if the batch has nothing else.
+        frames: at least one; prepared by ``pair_frame`` with the same layout, or not. The pairs of
+            molecules that are not prepared are found together, if the batch has nothing else.
         layout: how the model wants its neighbors.
-        labels: names of labels that the batch has even if no frame has them, unless they are of pairs of atoms.
+        labels: names of labels that the batch has even if no frame has them, unless they are of
+            pairs of atoms.
     """
     raw = [f.frame if isinstance(f, PairedFrame) else f for f in frames]
     num_atoms = np.array([f.num_atoms for f in raw])
@@ -290,7 +306,8 @@ def collate(
     for name in dict.fromkeys((*labels, *(name for f in raw for name in f.labels))):
         label, has = LABELS[name], [name in f.labels for f in raw]
         if label.per_pair and not any(has):
-            continue  # zeros carry no information, and without them nothing is computed to compare with
+            # zeros carry no information, and without them nothing is computed to compare with
+            continue
         has_label[name] = _tensor(np.array(has, np.float64))
         parts = [
             f.labels[name] if name in f.labels else np.zeros(label.shape_in_frame(f.num_atoms))
@@ -336,7 +353,9 @@ def _rounded(used: Iterable[int], limits: Iterable[int], round_to: int) -> tuple
 
 
 def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]:
-    """Return the table of cartesian shifts, an empty slot's first, and the place of each pair's image in it."""
+    """Return the table of cartesian shifts, an empty slot's first, and the place of each pair's
+    image in it.
+    """
     empty = np.array([[2.0 * rcut, 0.0, 0.0]])
     if box is None or len(shift) == 0:
         return np.concatenate([empty, np.zeros((1, 3))]), np.ones(len(shift), np.int64)
@@ -364,7 +383,8 @@ def _by_row(parts: Sequence[Array], rows: Sequence[Array]) -> Array:
 
 
 def _vectors(one: PairedFrame) -> Array:
-    # an empty slot: coord - coord is exactly zero, so that its vector is exactly the table's first row
+    # an empty slot: coord - coord is exactly zero, so that its vector is exactly the table's first
+    # row
     vector = np.take(one.coord, one.neighbor, axis=0)
     vector -= one.coord[:, None]
     vector += np.take(one.table, one.image, axis=0)
@@ -372,7 +392,9 @@ def _vectors(one: PairedFrame) -> Array:
 
 
 def conditions_of(frames: Sequence[Frame], order: Array) -> dict[str, torch.Tensor]:
-    """Return the frame and atom parameters of frames by name, those of atoms in the ``order`` of a batch."""
+    """Return the frame and atom parameters of frames by name, those of atoms in the ``order`` of a
+    batch.
+    """
     out = {}
     for name in (FPARAM, APARAM):
         parts = [getattr(f, name) for f in frames if getattr(f, name) is not None]

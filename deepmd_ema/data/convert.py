@@ -56,7 +56,8 @@ _MAX_LOOKED = 20  # frames of a file whose nearest atoms are searched
 def is_data(path: str, output: str) -> bool:
     """Whether ``dp-ema convert`` takes ``path`` for data.
 
-    Files are that are named as XYZ files are, or not as models are; folders, unless ``output`` is named as models are.
+    Files are that are named as XYZ files are, or not as models are; folders, unless ``output`` is
+    named as models are.
     """
     file = split_address(path)[0]
     if is_xyz(output) or file.suffix.lower() in XYZ_SUFFIXES:
@@ -72,7 +73,9 @@ def is_xyz(output: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Labelled:
-    """A frame with the arrays that are written: its file's number, its kind, elements (N,), arrays by name."""
+    """A frame with the arrays that are written: its file's number, its kind, elements (N,), arrays
+    by name.
+    """
 
     file: int
     kind: str
@@ -91,21 +94,27 @@ def convert_data(
     units: str | None = None,
     selected: Sequence[str] | None = None,
 ) -> list[str]:
-    """Write frames as ``deepmd/npy`` folders or extended XYZ and return what was read, left out and written, in lines.
+    """Write frames as ``deepmd/npy`` folders or extended XYZ and return what was read, left out and
+    written, in lines.
 
     The frames are held in memory, which takes less than their text.
 
     Args:
-        inputs: of ``stored_parts``; after ``#`` the names to read, such as ``train.xyz#energy=REF_energy``.
-        output: folder to make, which with a validation share gets the parts ``train`` and ``validation``; or file named
-            as XYZ files are, which then has the training frames, with the others in ``NAME_validation`` beside it.
+        inputs: of ``stored_parts``; after ``#`` the names to read, such as
+            ``train.xyz#energy=REF_energy``.
+        output: folder to make, which with a validation share gets the parts ``train`` and
+            ``validation``; or file named as XYZ files are, which then has the training frames, with
+            the others in ``NAME_validation`` beside it.
         validation: share of the frames that are kept apart, 0 to 1, see ``split_frames``.
         mixed: whether frames of all compositions with the same number of atoms make one system.
         file_format: of ASE or dpdata, see ``stored_frames``.
         seed: of the choice of validation frames.
-        predict: gives the labels that are written in place of those of the inputs; None: these are written.
-        units: of length and energy in the inputs, such as ``bohr,hartree``; None for those that the reader assumes.
-        selected: elements whose atoms alone have rows in tensors of atoms; None to find them by the numbers of rows.
+        predict: gives the labels that are written in place of those of the inputs; None: these are
+            written.
+        units: of length and energy in the inputs, such as ``bohr,hartree``; None for those that the
+            reader assumes.
+        selected: elements whose atoms alone have rows in tensors of atoms; None to find them by the
+            numbers of rows.
 
     Raises:
         UserError: if the output exists, the share is none, or the units are not known.
@@ -247,7 +256,8 @@ def _read(
 def _factors(
     name: str, inventory: Inventory, stored: Sequence[StoredFrame], units: str | None
 ) -> tuple[dict[str, float], list[str]]:
-    """Return the factors of arrays that have other units than their reader assumes, and lines about the units.
+    """Return the factors of arrays that have other units than their reader assumes, and lines about
+    the units.
 
     Args:
         name: of the file.
@@ -256,7 +266,8 @@ def _factors(
         units: of the user; None for those of the reader.
 
     Raises:
-        DataError: if the units cannot be chosen, or must be, since nearest atoms are in no usual distance.
+        DataError: if the units cannot be chosen, or must be, since nearest atoms are in no usual
+            distance.
     """
     reader, read_by, assumed = (
         inventory.reader,
@@ -307,7 +318,9 @@ def _factors(
 
 
 def _nearest_atoms(stored: Sequence[StoredFrame]) -> float:
-    """Return the median distance of an atom to the nearest other in sums of covalent radii; 1 where none is near."""
+    """Return the median distance of an atom to the nearest other in sums of covalent radii; 1 where
+    none is near.
+    """
     nearest = list[float]()
     for k in even_places(len(stored), _MAX_LOOKED):
         atoms = nearest_neighbors(stored[k].coord, stored[k].box, bond_radii(stored[k].symbols))
@@ -335,7 +348,9 @@ def _chunks(frames: Sequence[_Labelled], type_map: Sequence[str]) -> Iterator[Ch
 
 
 def _write_files(parts: Mapping[Path, Sequence[_Labelled]]) -> list[str]:
-    """Write the frames of each file as extended XYZ and return a line for each; none appears before all are written."""
+    """Write the frames of each file as extended XYZ and return a line for each; none appears before
+    all are written.
+    """
     lines, problems = list[str](), list[str]()
     with ExitStack() as written:
         for path, frames in parts.items():
@@ -355,7 +370,9 @@ def _write_files(parts: Mapping[Path, Sequence[_Labelled]]) -> list[str]:
 def _write_part(
     folder: Path, frames: Sequence[_Labelled], type_map: Sequence[str], mixed: bool
 ) -> list[str]:
-    """Write frames as systems below ``folder``, of one size or one composition, and return a line for each."""
+    """Write frames as systems below ``folder``, of one size or one composition, and return a line
+    for each.
+    """
     groups: dict[tuple[str, bool], list[_Labelled]] = {}
     for frame in frames:
         formula = "".join(

@@ -16,7 +16,8 @@ from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.sampler import Sampler, batch_edges
 from deepmd_ema.data.source import FrameSource
 
-# in a batch whose frames are evaluated only: a GPU needs many for its kernels to take longer than their launches
+# in a batch whose frames are evaluated only: a GPU needs many for its kernels to take longer than
+# their launches
 ATOMS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
 MAX_ATOMS = ATOMS_AT_ONCE["cpu"]
 PREFETCH = 4  # batches of training made ahead
@@ -28,8 +29,9 @@ Pad = Callable[[Batch], Batch]
 class Loader:
     """The batches of a sampler in order, made ahead by a thread, for a GPU by several.
 
-    Batch n depends only on the sampler and n: a loader that starts at n gives the same batches as one that has made
-    all batches before n. An exception in a thread is raised by ``next``, and again by each further ``next``.
+    Batch n depends only on the sampler and n: a loader that starts at n gives the same batches as
+    one that has made all batches before n. An exception in a thread is raised by ``next``, and
+    again by each further ``next``.
 
     Args:
         systems: in the order of the sampler.
@@ -37,7 +39,8 @@ class Loader:
         layout: how the model wants its neighbors.
         start: number of the first batch.
         prefetch: batches made ahead.
-        pin: whether batches are packed into page-locked memory, for one copy to a GPU that runs beside the step.
+        pin: whether batches are packed into page-locked memory, for one copy to a GPU that runs
+            beside the step.
         pad: fills batches up, in the thread too; None: they are as they are.
         cache: neighbor lists shared with other loaders; a new cache by default.
         labels: names that every batch has, even if none of its frames does.
@@ -48,7 +51,8 @@ class Loader:
         cache: neighbor lists.
         batch: returns batch ``n`` as it was collated, whatever comes next.
         pad: as given; may be set before the first batch.
-        position: number of the batch that ``next`` returns; a checkpoint needs nothing else of the loader.
+        position: number of the batch that ``next`` returns; a checkpoint needs nothing else of the
+            loader.
     """
 
     def __init__(
@@ -133,7 +137,8 @@ def sequential_batches(
     world_size: int = 1,
     frames: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[Batch]:
-    """Yield all frames of all systems in order, as many to a batch as have at most ``max_atoms`` atoms, at least one.
+    """Yield all frames of all systems in order, as many to a batch as have at most ``max_atoms``
+    atoms, at least one.
 
     Args:
         systems: whose frames; frames of different systems may share a batch.
@@ -159,7 +164,9 @@ def sequential_batches(
 
 
 def num_batches(systems: Sequence[FrameSource], max_atoms: int = MAX_ATOMS) -> int:
-    """Return the number of batches that :func:`sequential_batches` makes of all frames, for all ranks together."""
+    """Return the number of batches that :func:`sequential_batches` makes of all frames, for all
+    ranks together.
+    """
     sizes = np.concatenate([np.zeros(0, int), *(system.frame_sizes for system in systems)])
     return len(batch_edges(sizes, max_atoms)) - 1
 
@@ -167,7 +174,8 @@ def num_batches(systems: Sequence[FrameSource], max_atoms: int = MAX_ATOMS) -> i
 def prefetch(
     batches: Iterator[Batch], device: torch.device, pad: Pad | None = None
 ) -> Iterator[Batch | PackedBatch]:
-    """Yield ``batches``; for a GPU from page-locked memory, each made while the one before is evaluated.
+    """Yield ``batches``; for a GPU from page-locked memory, each made while the one before is
+    evaluated.
 
     Args:
         batches: called for in a thread if the device is a GPU.
@@ -194,7 +202,9 @@ def atoms_at_once(device: torch.device) -> int:
 def shared_atoms_at_once(
     systems: Sequence[FrameSource], device: torch.device, world_size: int
 ) -> int:
-    """Return the most atoms in a batch of ``systems`` that several ranks share: few enough that each has some."""
+    """Return the most atoms in a batch of ``systems`` that several ranks share: few enough that
+    each has some.
+    """
     share = -(-sum(int(system.frame_sizes.sum()) for system in systems) // world_size)
     return min(atoms_at_once(device), max(MAX_ATOMS, share))
 

@@ -71,7 +71,8 @@ class TaskData(NamedTuple):
 
 
 def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> dict[str, TaskData]:
-    """Return the data of every task by its name, without training frames in which atoms are too close.
+    """Return the data of every task by its name, without training frames in which atoms are too
+    close.
 
     Args:
         config: of the run.
@@ -111,7 +112,8 @@ def checked_config(file: InputFile) -> RunConfig:
     """Return the run that an input describes; of an input with mistakes the data are checked, too.
 
     Raises:
-        ConfigError: with every mistake of the input, and those of the data as far as they can be read.
+        ConfigError: with every mistake of the input, and those of the data as far as they can be
+            read.
     """
     if file.mistakes:
         raise ConfigError(
@@ -189,10 +191,12 @@ def _split(
 def split_off(
     config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[str, Split]
 ) -> dict[str, TaskData]:
-    """Return the data of every task, with the chosen frames as validation frames and without them in training.
+    """Return the data of every task, with the chosen frames as validation frames and without them
+    in training.
 
     Raises:
-        DataError: if nothing of a system is left to train on, and an option has a number for each system.
+        DataError: if nothing of a system is left to train on, and an option has a number for each
+            system.
     """
     divided = dict(data)
     for name, split in splits.items():
@@ -214,7 +218,8 @@ def split_off(
 
 
 def open_split(config: RunConfig, with_test: bool = False) -> dict[str, TaskData]:
-    """Return the training and validation data of every task as the run has split them, and the test data if wanted.
+    """Return the training and validation data of every task as the run has split them, and the test
+    data if wanted.
 
     Raises:
         DataError: if they cannot be read.
@@ -273,13 +278,15 @@ def _lost_systems(
     remaining: Sequence[FrameSource],
     reason: tuple[str, str, str],
 ) -> str:
-    """Return the place of an option, the systems of which nothing is left, and why; empty if there is none.
+    """Return the place of an option, the systems of which nothing is left, and why; empty if there
+    is none.
 
     Args:
         task: whose data.
         lost: names of the training systems of which nothing is left.
         remaining: those with the frames that are left.
-        reason: the option, what the frames that are left out have in common, and what the user can do.
+        reason: the option, what the frames that are left out have in common, and what the user can
+            do.
 
     Raises:
         DataError: if no training system is left, or fewer than an option has numbers for.
@@ -300,7 +307,9 @@ def _lost_systems(
 
 
 def content_of(data: Mapping[str, TaskData]) -> dict[str, Any]:
-    """Return the content of each source, which all ranks must share: its frames, and a digest of each file."""
+    """Return the content of each source, which all ranks must share: its frames, and a digest of
+    each file.
+    """
 
     @cache  # many systems may be in one file
     def digest(path: Path) -> str | None:
@@ -323,7 +332,9 @@ def content_of(data: Mapping[str, TaskData]) -> dict[str, Any]:
 
 
 def digest_of(sources: Sequence[FrameSource]) -> str:
-    """Return a digest of the frames of sources in their order, whatever their paths are; empty if unreadable."""
+    """Return a digest of the frames of sources in their order, whatever their paths are; empty if
+    unreadable.
+    """
     digest = cache(partial(file_digest, most=COMPARED_BYTES))  # many systems may be in one file
     contents = list[list[Any]]()
     for source in sources:
@@ -336,7 +347,9 @@ def digest_of(sources: Sequence[FrameSource]) -> str:
 
 
 def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """Return the first difference of :func:`content_of` of this rank from that of rank 0; empty without any."""
+    """Return the first difference of :func:`content_of` of this rank from that of rank 0; empty
+    without any.
+    """
     for what in {**there, **here}:
         if here.get(what) != there.get(what):
             values = f"{here.get(what, 'none')} here, {there.get(what, 'none')} on rank 0"
@@ -350,8 +363,8 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     Args:
         task: its options.
         data: its sources.
-        results: folder of reports, of which one is returned if the content of the data is the same, without a summary;
-            one without errors is added. None to check the data always.
+        results: folder of reports, of which one is returned if the content of the data is the same,
+            without a summary; one without errors is added. None to check the data always.
     """
     model, descriptor, bridging = task.model, task.model.descriptor, task.model.bridging
     chosen, weighted = task.data.training_data.min_pair_dist, task.data.training_data.frame_weights
@@ -461,7 +474,9 @@ def build_sampler(
     systems: Sequence[FrameSource],
     **of_run: int,
 ) -> Sampler:
-    """Return the sampler of a section of data; ``of_run`` are ``seed``, ``rank`` and ``world_size``."""
+    """Return the sampler of a section of data; ``of_run`` are ``seed``, ``rank`` and
+    ``world_size``.
+    """
     frames, natoms = (
         [system.num_frames for system in systems],
         [system.frame_sizes for system in systems],
@@ -498,8 +513,9 @@ class RunLength(NamedTuple):
         num_steps: of the run.
         tasks: length of the training of each task.
         frames_per_step: mean number of frames in a step of all ranks together.
-        steps_per: steps of one of ``steps``, ``frames`` and ``epochs``, in which lengths of averages are given. In an
-            epoch every task has, on average, seen all of its frames at least once.
+        steps_per: steps of one of ``steps``, ``frames`` and ``epochs``, in which lengths of
+            averages are given. In an epoch every task has, on average, seen all of its frames at
+            least once.
     """
 
     num_steps: int

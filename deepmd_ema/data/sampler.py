@@ -1,4 +1,6 @@
-"""The frames of batch n as a pure function of (seed, n): a run is resumed from the number of a batch alone."""
+"""The frames of batch n as a pure function of (seed, n): a run is resumed from the number of a
+batch alone.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,11 @@ _GRID = 1 << 40  # probabilities are multiples of 1 / _GRID per epoch
 _GOLDEN = (
     679_535_556_991  # odd, next to _GRID / golden ratio: its multiples fill the grid most evenly
 )
-# streams of the seed: order of batches in an epoch, of frames in a system, of systems among the frames of an epoch
+# streams of the seed: order of batches in an epoch, of frames in a system, of systems among the
+# frames of an epoch
 _BATCHES, _FRAMES, _SYSTEMS = 1, 2, 3
-_TRIAL_SEED = 0  # of the orders in which batches are counted: their number must not depend on the seed of a run
+# of the orders in which batches are counted: their number must not depend on the seed of a run
+_TRIAL_SEED = 0
 _MAX_TRIES = (
     100  # orders of an epoch that are tried before a batch may have more atoms than it should
 )
@@ -39,32 +43,34 @@ _MAX_TRIES = (
 class Sampler:
     """The frames of each batch, in an endless sequence of epochs.
 
-    A batch holds frames of one system, or of all systems with the rules ``mixed:N`` and ``mix:N``. An epoch is
-    ``batches_per_epoch`` batches in an order of its own. With probabilities in proportion to the systems' sizes (the
-    default) an epoch has every frame exactly once; with others a system's number of batches (frames, if they are mixed)
-    differs by at most one between epochs, follows its probability in the long run, and its frames come in permutations
-    one after the other, each frame once per permutation. The last batch of a permutation may be smaller. Mixed
-    frames are shuffled and then cut into batches: those of a single system are the batches of one system of that size.
+    A batch holds frames of one system, or of all systems with the rules ``mixed:N`` and ``mix:N``.
+    An epoch is ``batches_per_epoch`` batches in an order of its own. With probabilities in
+    proportion to the systems' sizes (the default) an epoch has every frame exactly once; with
+    others a system's number of batches (frames, if they are mixed) differs by at most one between
+    epochs, follows its probability in the long run, and its frames come in permutations one after
+    the other, each frame once per permutation. The last batch of a permutation may be smaller.
+    Mixed frames are shuffled and then cut into batches: those of a single system are the batches of
+    one system of that size.
 
-    With ``world_size`` ranks, batch n of one rank is a share of a batch ``world_size`` times as large: the frames
-    ``rank, rank + world_size, ...`` of batch n of a single process with that batch size; batches of ``mix:N`` are
-    filled for each rank. A rank that would get none (of a last, smaller batch) repeats a frame of the batch, since
-    every rank must run every step.
+    With ``world_size`` ranks, batch n of one rank is a share of a batch ``world_size`` times as
+    large: the frames ``rank, rank + world_size, ...`` of batch n of a single process with that
+    batch size; batches of ``mix:N`` are filled for each rank. A rank that would get none (of a
+    last, smaller batch) repeats a frame of the batch, since every rank must run every step.
 
     Args:
         num_frames: frames of each system.
         natoms: atoms of each system: a number, or (frames,) numbers where frames differ in size.
         batch_size: a number, a number per system, or a rule, see ``batch_sizes``.
         auto_prob: ``prob_uniform``, ``prob_sys_size`` or ``prob_sys_size;start:stop:weight;...``.
-        sys_probs: probability per system, which overrides ``auto_prob``; negative: a share of what is left in
-            proportion to the system's number of batches, or of frames if they are mixed.
+        sys_probs: probability per system, which overrides ``auto_prob``; negative: a share of what
+            is left in proportion to the system's number of batches, or of frames if they are mixed.
         seed: of all random orders.
         rank: which share of each batch.
         world_size: number of shares.
 
     Attributes:
-        batch_size: frames per batch and rank, per system, of batches of that system alone; 0 for a system left out by
-            ``filter``.
+        batch_size: frames per batch and rank, per system, of batches of that system alone; 0 for a
+            system left out by ``filter``.
         frames: numbers of the frames of each system that take part.
         num_frames: how many they are.
         probabilities: of each system.
@@ -103,7 +109,8 @@ class Sampler:
         self._seed, self._rank, self._world_size = seed, rank, world_size
         self._natoms = [n[own] for n, own in zip(sizes, self.frames)]
         self.num_frames = tuple(map(len, self.frames))
-        # frames or batches of each system, of all ranks together, in an epoch that has every frame once
+        # frames or batches of each system, of all ranks together, in an epoch that has every frame
+        # once
         self._units = self.num_frames
         if not self._is_mixed:
             of_systems = zip(self.num_frames, self.batch_size)
@@ -113,7 +120,8 @@ class Sampler:
         exact = self._probabilities = system_probabilities(self._units, auto_prob, sys_probs)
         self.probabilities = tuple(map(float, exact))
         self._total = sum(self._units)
-        # place of each system's upper edge when the units of an epoch are laid out side by side, in grid steps
+        # place of each system's upper edge when the units of an epoch are laid out side by side, in
+        # grid steps
         self._edges = [0, *(math.floor(edge * self._total * _GRID) for edge in accumulate(exact))]
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
         self._frame_order = lru_cache(maxsize=2 * len(self.frames) + 2)(
@@ -147,11 +155,15 @@ class Sampler:
         )
 
     def is_repeat(self, n: int) -> bool:
-        """Whether batch ``n`` of this rank repeats a frame of another rank, and is excluded from losses."""
+        """Whether batch ``n`` of this rank repeats a frame of another rank, and is excluded from
+        losses.
+        """
         return len(self._shares(n)) <= self._rank
 
     def batches_for_epochs(self, num_epochs: float) -> int:
-        """Return the batches after which even the rarest system has been seen ``num_epochs`` times, as DeePMD-kit."""
+        """Return the batches after which even the rarest system has been seen ``num_epochs`` times,
+        as DeePMD-kit.
+        """
         drawn = math.ceil(
             max(Fraction(n) / p for n, p in zip(self._units, self._probabilities) if n and p > 0)
         )
@@ -178,10 +190,12 @@ class Sampler:
         return [together[rank::world_size] for rank in range(min(world_size, len(together)))]
 
     def _make_epoch(self, epoch: int) -> tuple[Array, list[int]]:
-        """Return systems and numbers (2, units) of an epoch, and with ``mix:N`` the edges of the batches.
+        """Return systems and numbers (2, units) of an epoch, and with ``mix:N`` the edges of the
+        batches.
 
-        An epoch always has the same number of them, the largest that orders tried beforehand need: where an order needs
-        fewer, the largest batches are halved; where it needs more, another order is taken.
+        An epoch always has the same number of them, the largest that orders tried beforehand need:
+        where an order needs fewer, the largest batches are halved; where it needs more, another
+        order is taken.
         """
         order, edges = self._order(epoch, self._seed), list[int]()
         if self._most_atoms is not None:
@@ -215,14 +229,17 @@ class Sampler:
         return order[:2].copy(), edges
 
     def _order(self, epoch: int, seed: int) -> Array:
-        """Return the units of an epoch in random order; those of one system are in the order of its own sequence.
+        """Return the units of an epoch in random order; those of one system are in the order of its
+        own sequence.
 
-        Rows are the system and the number of a batch in the sequence of the system; of mixed frames, which come in
-        permutations one after the other, the system, the number of the frame in it, and its atoms.
+        Rows are the system and the number of a batch in the sequence of the system; of mixed
+        frames, which come in permutations one after the other, the system, the number of the frame
+        in it, and its atoms.
 
-        The number of units of a system differs by at most one between epochs and follows its probability in the long
-        run. In epoch e the edges move by u(e) = (e * GOLDEN mod GRID) / GRID and are rounded down; what lies between
-        two edges is the share of a system, so that the shares add up to the units of the epoch.
+        The number of units of a system differs by at most one between epochs and follows its
+        probability in the long run. In epoch e the edges move by u(e) = (e * GOLDEN mod GRID) /
+        GRID and are rounded down; what lies between two edges is the share of a system, so that the
+        shares add up to the units of the epoch.
         """
         before = []  # units of each system before this epoch, and before the next one
         for end in (epoch, epoch + 1):
@@ -280,15 +297,17 @@ def batch_edges(natoms: Array, limit: int) -> list[int]:
 def batch_sizes(
     rule: BatchRule, natoms: Sequence[Sizes]
 ) -> tuple[tuple[int, ...], list[Array], list[Finding]]:
-    """Return the frames per batch of each system, the numbers of those that take part, and warnings.
+    """Return the frames per batch of each system, the numbers of those that take part, and
+    warnings.
 
-    A number; a list of numbers, one per system; ``auto:N`` = ceil(N / atoms), at least N atoms a batch (``auto`` is
-    ``auto:32``); ``max:N`` = max(1, floor(N / atoms)), at most N atoms; ``filter:N`` = ``max:N`` without the frames
-    of more than N atoms, 0 for a system of such frames alone. Batches of one system alone have N frames with
-    ``mixed:N``, and as many as ``max:N`` with ``mix:N``.
+    A number; a list of numbers, one per system; ``auto:N`` = ceil(N / atoms), at least N atoms a
+    batch (``auto`` is ``auto:32``); ``max:N`` = max(1, floor(N / atoms)), at most N atoms;
+    ``filter:N`` = ``max:N`` without the frames of more than N atoms, 0 for a system of such frames
+    alone. Batches of one system alone have N frames with ``mixed:N``, and as many as ``max:N`` with
+    ``mix:N``.
 
-    Where the frames of a system differ in size, "atoms" is the mean in ``auto``, and the largest that takes part in
-    ``max`` and ``filter``.
+    Where the frames of a system differ in size, "atoms" is the mean in ``auto``, and the largest
+    that takes part in ``max`` and ``filter``.
 
     Raises:
         ConfigError: if the rule is none of these.
@@ -377,7 +396,9 @@ def system_probabilities(
 
 
 def permutation(size: int, *numbers: int) -> Array:
-    """Return a permutation of ``size`` things that depends on ``numbers`` only, the same with every numpy."""
+    """Return a permutation of ``size`` things that depends on ``numbers`` only, the same with every
+    numpy.
+    """
     # raw output of a bit generator is stable by numpy's promise, Generator.permutation is not
     bits = np.random.PCG64(np.random.SeedSequence(numbers)).random_raw(size)
     return np.argsort(bits, kind="stable")

@@ -34,12 +34,13 @@ class Frame:
         coord: (N, 3) float64, angstrom.
         atom_type: (N,) int64, indices into the model's type map.
         box: (3, 3) float64, angstrom, rows are cell vectors; None for an open system.
-        labels: label name (see ``labels``) to float64 array, only labels that this frame has; energy is (), virial
-            (9,), per atom labels (N,) or (N, 3), a Hessian (9 N^2,).
+        labels: label name (see ``labels``) to float64 array, only labels that this frame has;
+            energy is (), virial (9,), per atom labels (N,) or (N, 3), a Hessian (9 N^2,).
         fparam: (P,) float64 or None.
         aparam: (N, Q) float64 or None.
         source: system name and frame number in the system, for messages.
-        file_index: (N,) int64, place of each atom in the file, where virtual atoms count too; None without any.
+        file_index: (N,) int64, place of each atom in the file, where virtual atoms count too; None
+            without any.
     """
 
     coord: Array
@@ -73,8 +74,10 @@ class ReadSpec:
         numb_aparam: atomic parameters per atom, 0 for none.
         default_fparam: frame parameters where the data have none; None to refuse such data.
         selected: elements whose atoms alone may have rows in labels of atoms; None: all have.
-        takes_numbers: whether data that name no elements are read, with types that count in ``type_map``.
-        results: folder of what is known of files that must be read completely when they are opened; None to read them.
+        takes_numbers: whether data that name no elements are read, with types that count in
+            ``type_map``.
+        results: folder of what is known of files that must be read completely when they are opened;
+            None to read them.
     """
 
     type_map: Sequence[str]
@@ -88,7 +91,9 @@ class ReadSpec:
 
     @property
     def num_conditions(self) -> dict[str, int]:
-        """Number of values of ``fparam`` per frame and of ``aparam`` per atom; 0 where the model takes none."""
+        """Number of values of ``fparam`` per frame and of ``aparam`` per atom; 0 where the model
+        takes none.
+        """
         return {FPARAM: self.numb_fparam, APARAM: self.numb_aparam}
 
     @property
@@ -111,7 +116,9 @@ class ReadSpec:
 
 
 class Place(NamedTuple):
-    """Place of a frame, for messages: a file or folder, the frame's number in it (from 0), the number of its frames."""
+    """Place of a frame, for messages: a file or folder, the frame's number in it (from 0), the
+    number of its frames.
+    """
 
     file: str
     frame: int
@@ -124,10 +131,11 @@ class Chunk:
 
     Attributes:
         first: number of the first frame in its source.
-        types: (C, M) model types; -1 where a frame has no atom (it is smaller, or the atom is virtual).
-        arrays: by name, float64: (C, numbers) if a frame has a row, (C, M, numbers) if an atom has one, (C, 3 M, 3 M)
-            for Hessians; ``coord``, ``box`` (rows of 9; absent for open frames), labels, ``fparam``, ``aparam``. Rows
-            of atoms that do not exist hold anything.
+        types: (C, M) model types; -1 where a frame has no atom (it is smaller, or the atom is
+            virtual).
+        arrays: by name, float64: (C, numbers) if a frame has a row, (C, M, numbers) if an atom has
+            one, (C, 3 M, 3 M) for Hessians; ``coord``, ``box`` (rows of 9; absent for open frames),
+            labels, ``fparam``, ``aparam``. Rows of atoms that do not exist hold anything.
     """
 
     first: int
@@ -137,18 +145,24 @@ class Chunk:
 
 @dataclass(eq=False)
 class FrameSource(ABC):
-    """Frames that are stored in one place: a system, a trajectory, a data base. Sizes may differ between frames.
+    """Frames that are stored in one place: a system, a trajectory, a data base.
+
+    Sizes may differ between frames.
 
     Sources are keys of caches: two are equal only if they are the same object.
 
     Attributes:
         name: path of the frames, for messages.
         frame_sizes: (num_frames,) integers: atoms of each frame as stored, virtual atoms included.
-        unread: parameters that are stored and that the model does not take, and weights of frames that are not used.
-        notes: remarks for the user on how the frames are read: units, signs, and arrays that are left out.
-        kinds: kind of calculation of each frame, empty where it has no name; None if the format knows none.
+        unread: parameters that are stored and that the model does not take, and weights of frames
+            that are not used.
+        notes: remarks for the user on how the frames are read: units, signs, and arrays that are
+            left out.
+        kinds: kind of calculation of each frame, empty where it has no name; None if the format
+            knows none.
         is_slow: whether reading a frame takes so long that even small ones are worth keeping.
-        warnings: what of the stored frames is not read although it may have been meant, with its place.
+        warnings: what of the stored frames is not read although it may have been meant, with its
+            place.
         numbers: (num_frames,) of the frames in the source that was opened.
     """
 
@@ -183,7 +197,9 @@ class FrameSource(ABC):
         """Return one frame, without virtual atoms; IndexError if there is no such frame."""
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
-        """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
+        """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or
+        with all.
+        """
         first, most, rows = 0, 0, list[dict[str, Array]]()
         for index in range(self.num_frames):
             frame = self.frame(index)
@@ -240,7 +256,9 @@ class FrameSubset(FrameSource):
         return self.whole.frame(int(self.numbers[index]))
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
-        """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
+        """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or
+        with all.
+        """
         first = 0
         for chunk in self.whole.chunks(names):
             start, stop = np.searchsorted(
@@ -273,14 +291,17 @@ def evenly_spaced(sources: Sequence[FrameSource], most: int) -> list[FrameSource
 
 
 def rows_per(name: str) -> str:
-    """Return the owner of a row of an array of a chunk: ``frame``, ``atom``, or ``pair`` of coordinates of a frame."""
+    """Return the owner of a row of an array of a chunk: ``frame``, ``atom``, or ``pair`` of
+    coordinates of a frame.
+    """
     if name not in LABELS:
         return "atom" if name in (COORD, APARAM) else "frame"
     return "atom" if LABELS[name].per_atom else "pair" if LABELS[name].per_pair else "frame"
 
 
 def of_atoms(name: str, array: Array, chosen: Array) -> Array:
-    """Return the rows of the chosen atoms of an array of a frame, in this order; all of an array not of atoms.
+    """Return the rows of the chosen atoms of an array of a frame, in this order; all of an array
+    not of atoms.
 
     Args:
         name: of the array.
@@ -296,7 +317,9 @@ def of_atoms(name: str, array: Array, chosen: Array) -> Array:
 
 
 def frames_at_once(num_atoms: int, names: Collection[str] = ()) -> int:
-    """Return the largest number of frames in a chunk, of ``num_atoms`` atoms with the arrays ``names``."""
+    """Return the largest number of frames in a chunk, of ``num_atoms`` atoms with the arrays
+    ``names``.
+    """
     has_pairs = any(rows_per(name) == "pair" for name in names)
     return max(1, _NUMBERS_AT_ONCE // ((3 * num_atoms) ** 2 if has_pairs else 3 * num_atoms))
 

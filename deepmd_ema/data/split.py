@@ -1,7 +1,9 @@
-"""Validation frames split off from training frames: every kind of calculation in both parts, near copies in one.
+"""Validation frames split off from training frames: every kind of calculation in both parts, near
+copies in one.
 
-Frames are known by some twenty numbers each that do not depend on the order of atoms, translation and rotation. The
-cost is one pass over the positions, about F log F comparisons for F frames, and some hundred bytes for each frame.
+Frames are known by some twenty numbers each that do not depend on the order of atoms, translation
+and rotation. The cost is one pass over the positions, about F log F comparisons for F frames, and
+some hundred bytes for each frame.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from deepmd_ema.geometry import Array
 from deepmd_ema.utils import seed_for
 
 _COPY = 1e-4  # angstrom; frames nearer than this are copies of each other
-_NEAR = 0.05  # of the distance of two frames drawn at random: nearer ones are near copies, wherever they are
+# of the distance of two frames drawn at random: nearer ones are near copies, wherever they are
+_NEAR = 0.05
 _NEXT = 0.5  # the same for frames that follow each other, of which far fewer are so near by chance
 _PAIRS = 256  # drawn to find that distance
 _WINDOW, _COLUMNS = (
@@ -37,7 +40,8 @@ _WINDOW, _COLUMNS = (
 _MIN_CUT = 10  # a trajectory of fewer different frames is not cut in two
 _MAX_RMS_RATIO = 2.0  # of the forces of the two parts
 _MAX_KINDS = 16  # in one line
-# half of the vectors of whole numbers from -1 to 1: those of the other half have the same structure factors
+# half of the vectors of whole numbers from -1 to 1: those of the other half have the same structure
+# factors
 _WAVES = np.array([h for h in product((-1, 0, 1), repeat=3) if h > (0, 0, 0)])
 _EDGES = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]])
 _NUMBERS = len(_WAVES) + len(_EDGES)
@@ -126,13 +130,14 @@ class Split(NamedTuple):
 
 
 def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
-    """Return a choice of about ``fraction`` of the frames for validation; a function of the arguments alone.
+    """Return a choice of about ``fraction`` of the frames for validation; a function of the
+    arguments alone.
 
-    Each kind of calculation is split on its own; where the data name none, or name single frames, each composition in
-    each file or system.
-    Near copies come to one part; a trajectory that is nearly all of its kind is cut once, and its end is for
-    validation. A kind with one structure is for training, and so are single structures of a composition, unless there
-    are many, and frames with an element that no other frame has.
+    Each kind of calculation is split on its own; where the data name none, or name single frames,
+    each composition in each file or system.
+    Near copies come to one part; a trajectory that is nearly all of its kind is cut once, and its
+    end is for validation. A kind with one structure is for training, and so are single structures
+    of a composition, unless there are many, and frames with an element that no other frame has.
 
     Raises:
         DataError: if one of the parts is empty.
@@ -146,7 +151,8 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
             table.kinds, table.places, table.compositions
         )
     ]
-    # the frames of each set of near copies, in order, and for each frame the first that it is a copy of
+    # the frames of each set of near copies, in order, and for each frame the first that it is a
+    # copy of
     points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
     pairs = [np.zeros((2, 0), np.int64)]
     pairs += [
@@ -161,8 +167,9 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
         following = np.stack([numbers[:-1], numbers[1:]])
         pairs.append(following[:, (distance < _NEXT * scale) & (places[1:] == places[:-1])])
     clusters = list(_groups(_joined(len(points), np.concatenate(pairs, axis=1)).tolist()).values())
-    # Where the data name no kind, the only clusters of their files are together by composition. Structures of a
-    # composition that nothing else has are together as well; too few of them are for training.
+    # Where the data name no kind, the only clusters of their files are together by composition.
+    # Structures of a composition that nothing else has are together as well; too few of them are
+    # for training.
     of_composition = Counter(table.compositions[cluster[0]] for cluster in clusters)
     of_stratum = Counter(strata[cluster[0]] for cluster in clusters)
     divided: dict[Stratum, list[list[int]]] = {}
@@ -206,11 +213,13 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
 
 
 def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> dict[str, Suspects]:
-    """Return frames of validation and of test data that are nearer to a training frame than near copies are, or equal.
+    """Return frames of validation and of test data that are nearer to a training frame than near
+    copies are, or equal.
 
     They are listed by the names of these checks.
 
-    Frames are compared that follow each other closely in the order of a number, so some may be missed.
+    Frames are compared that follow each other closely in the order of a number, so some may be
+    missed.
 
     Args:
         parts: sources of training, validation and test data.
@@ -244,12 +253,13 @@ def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> 
 def describe_frames(chunk: Chunk, num_types: int) -> Array:
     """Return (C, 19) float32 numbers in angstrom that are near for near copies.
 
-    Of periodic frames the sizes of 13 structure factors, each times the distance of its planes, and lengths of the
-    cell; of open ones the moments of the distances from four reference points (ultrafast shape recognition).
+    Of periodic frames the sizes of 13 structure factors, each times the distance of its planes, and
+    lengths of the cell; of open ones the moments of the distances from four reference points
+    (ultrafast shape recognition).
     """
     exists = chunk.types >= 0
-    # atoms of different types have different weights, so that exchanged atoms make another frame; the weight of a type
-    # is the same in every chunk, so that copies are found across files
+    # atoms of different types have different weights, so that exchanged atoms make another frame;
+    # the weight of a type is the same in every chunk, so that copies are found across files
     weight = exists * (1.0 + chunk.types / num_types)
     coord = np.where(exists[..., None], chunk.arrays[COORD], 0.0)
     out = np.zeros((len(coord), _NUMBERS), np.float32)
@@ -265,7 +275,8 @@ def describe_frames(chunk: Chunk, num_types: int) -> Array:
             out[:, 3 * reference : 3 * reference + 3] = np.stack(
                 [mean, np.sqrt(variance), np.cbrt(third)], axis=1
             )
-            # the next: the atom nearest to the center, the one farthest from it, the one farthest from that
+            # the next: the atom nearest to the center, the one farthest from it, the one farthest
+            # from that
             if reference == 0:
                 nearest = np.where(weight > 0, distance, np.inf).argmin(axis=1)
             if reference != 1:
@@ -320,7 +331,9 @@ def _scale(points: Array, members: Sequence[int]) -> float:
 
 
 def _near_pairs(points: Array, members: Sequence[int], bound: float) -> Array:
-    """Return pairs of frames (2, P) nearer than ``bound``, of those that follow each other in the order of a number."""
+    """Return pairs of frames (2, P) nearer than ``bound``, of those that follow each other in the
+    order of a number.
+    """
     own, found = np.array(members), [np.zeros((2, 0), np.int64)]
     columns = np.argsort(-points[own].var(axis=0), kind="stable")[:_COLUMNS]
     for column in columns:
@@ -332,7 +345,9 @@ def _near_pairs(points: Array, members: Sequence[int], bound: float) -> Array:
 
 
 def _taken(clusters: Sequence[list[int]], copies: Array, wanted: int, fraction: float) -> list[int]:
-    """Return about ``wanted`` frames of one stratum: whole clusters in their order, and the ends of large ones."""
+    """Return about ``wanted`` frames of one stratum: whole clusters in their order, and the ends of
+    large ones.
+    """
     taken, whole = list[int](), list[list[int]]()
     for cluster in clusters:
         if len(cluster) <= wanted and len(clusters) > 1:

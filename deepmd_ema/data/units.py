@@ -135,7 +135,8 @@ def stated_factor(key: str, text: str, unit: str) -> float:
 
 @lru_cache(maxsize=1000)
 def stated_system(key: str, text: str) -> tuple[float, float]:
-    """Return the units of energy (eV) and length (angstrom) of all numbers, which a file states under ``key``.
+    """Return the units of energy (eV) and length (angstrom) of all numbers, which a file states
+    under ``key``.
 
     Raises:
         DataError: if they are not known.

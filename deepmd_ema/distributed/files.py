@@ -1,4 +1,5 @@
-"""Files: written whole or not at all, moved so that a power cut keeps them, never over what is not ours.
+"""Files: written whole or not at all, moved so that a power cut keeps them, never over what is not
+ours.
 
 Locks: a place has one run at a time, on this machine or on any other that shares the file system.
 """
@@ -42,7 +43,8 @@ _NO_SYNC = (
     errno.ENOSYS,
 )  # some network file systems have no fsync of a folder
 BEAT_S = 15.0  # between two signs of life of a run
-WATCH_S = 70.0  # that those of a run on another machine are watched for: network file systems show them late
+# that those of a run on another machine are watched for: network file systems show them late
+WATCH_S = 70.0
 GONE_S = 3600.0  # without a sign of life, by the clock of the file system
 SILENT_S = (
     300.0  # without a sign of life, by the clock of this machine, after which a reader says so
@@ -77,7 +79,8 @@ TABLE = Kind("a table that begins with #", re.compile(rb"#"))
 CSV = Kind("a table of `dp-ema posthoc`", re.compile(rb"weights,kind,"))
 HTML = Kind("an HTML page", re.compile(rb"\s*<!doctype html", re.IGNORECASE))
 LOG = Kind("a log of dp-ema", re.compile(rb"\[\d{4}-\d\d-\d\d "))
-# HDF5, the keys of a tree in YAML, or an archive by its first entry: compiled code, TorchScript, torch.export
+# HDF5, the keys of a tree in YAML, or an archive by its first entry: compiled code, TorchScript,
+# torch.export
 _ARCHIVE_HEAD = rb"PK\x03\x04.{26}[^/]{1,200}/data/(aotinductor/|0|weights/)"
 _MODEL_HEAD = rb"\x89HDF|" + _ARCHIVE_HEAD + rb"|.{0,4000}(@class|@version|@variables|software:)"
 MODEL_FILE = Kind("a frozen model", re.compile(_MODEL_HEAD, re.DOTALL))
@@ -91,13 +94,15 @@ PICTURE = Kind(
 def atomic_write(path: str | Path, advice: str = "") -> Iterator[Path]:
     """Yield a path to write to; on success it becomes ``path`` in one move, else it is removed.
 
-    The file and its folder are flushed to the disk, so that a crash at any moment leaves the old file or the new one.
-    Links are followed: what they lead to is replaced. What is no regular file (a device, a pipe) is given the bytes.
-    The path that is yielded ends as ``path`` does, and nobody can foresee it or lay a link in its place.
+    The file and its folder are flushed to the disk, so that a crash at any moment leaves the old
+    file or the new one. Links are followed: what they lead to is replaced. What is no regular file
+    (a device, a pipe) is given the bytes. The path that is yielded ends as ``path`` does, and
+    nobody can foresee it or lay a link in its place.
 
     Args:
         path: the file.
-        advice: what the user can do when it cannot be written, beside what the error itself calls for.
+        advice: what the user can do when it cannot be written, beside what the error itself calls
+            for.
 
     Raises:
         WriteError: if the system refuses to write.
@@ -150,7 +155,8 @@ def move(old: Path, new: Path) -> None:
 
 
 def replace_folder(part: Path, final: Path) -> None:
-    """Give a folder that was written as ``part`` the name ``final``, and remove the folder that has it.
+    """Give a folder that was written as ``part`` the name ``final``, and remove the folder that has
+    it.
 
     A crash at any moment leaves a whole folder as ``final``, or as :func:`spare_of` it.
     """
@@ -172,7 +178,9 @@ def spare_of(folder: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder, which no longer has its name when the first of its files goes."""
+    """Remove a file, a link, or a folder, which no longer has its name when the first of its files
+    goes.
+    """
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
         return
@@ -188,7 +196,8 @@ def size_of(path: Path) -> int:
 
 
 def append(path: Path, text: str, anew: bool = False) -> None:
-    """Add ``text`` to a file, or begin it ``anew``; a power cut may lose it until :func:`sync` is called.
+    """Add ``text`` to a file, or begin it ``anew``; a power cut may lose it until :func:`sync` is
+    called.
 
     Raises:
         WriteError: if the system refuses to write.
@@ -206,7 +215,8 @@ class _NotWrittenError(Exception):
 def check_output(
     path: str | Path, option: str, kind: Kind | None, inputs: Iterable[str | Path | None] = ()
 ) -> None:
-    """Check that the system lets a file be written, and that nothing is lost then: call it before the work.
+    """Check that the system lets a file be written, and that nothing is lost then: call it before
+    the work.
 
     Args:
         path: see :func:`refuse_to_lose`, as for the other arguments.
@@ -215,7 +225,8 @@ def check_output(
         inputs: files that the command reads.
 
     Raises:
-        UserError: if the folder is missing, the system refuses to write, or an input or another kind of file is there.
+        UserError: if the folder is missing, the system refuses to write, or an input or another
+            kind of file is there.
     """
     if not (folder := Path(path).parent).is_dir():
         raise UserError(
@@ -228,7 +239,8 @@ def check_output(
 
 
 def ensure_writable(folder: str | Path, option: str) -> None:
-    """Make ``folder`` if need be, and check that a file can be written into it; ``option`` names it, for the message.
+    """Make ``folder`` if need be, and check that a file can be written into it; ``option`` names
+    it, for the message.
 
     Raises:
         WriteError: if not.
@@ -245,7 +257,8 @@ def ensure_writable(folder: str | Path, option: str) -> None:
 def refuse_to_lose(
     path: str | Path, option: str, kind: Kind | None, inputs: Iterable[str | Path | None] = ()
 ) -> None:
-    """Check that nothing is lost when a file of ``kind`` is written to ``path``: call it before the work.
+    """Check that nothing is lost when a file of ``kind`` is written to ``path``: call it before the
+    work.
 
     Args:
         path: the file; need not exist.
@@ -276,7 +289,8 @@ def refuse_to_lose(
 def sweep(folder: Path) -> None:
     """Remove half-written files and folders in ``folder`` that a killed process has left.
 
-    A process is looked up on its own machine only; a file of another machine is removed after a day.
+    A process is looked up on its own machine only; a file of another machine is removed after a
+    day.
     """
     for name in os.listdir(folder) if folder.is_dir() else ():
         if (match := _PART.fullmatch(name)) is not None:
@@ -295,7 +309,9 @@ def sweep(folder: Path) -> None:
 
 @cache
 def this_machine() -> str:
-    """Return an identifier of this machine since its start, within which process numbers are unique."""
+    """Return an identifier of this machine since its start, within which process numbers are
+    unique.
+    """
     facts = [socket.gethostname()]
     with suppress(OSError):
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8"))
@@ -305,7 +321,9 @@ def this_machine() -> str:
 
 
 def file_digest(path: Path, most: float = math.inf) -> str:
-    """Return the SHA-256 of a file, of evenly spaced parts of it if it has more than ``most`` bytes."""
+    """Return the SHA-256 of a file, of evenly spaced parts of it if it has more than ``most``
+    bytes.
+    """
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
         skipped = _BLOCK_BYTES * int(os.fstat(file.fileno()).st_size / most)
@@ -316,7 +334,9 @@ def file_digest(path: Path, most: float = math.inf) -> str:
 
 
 def path_digest(path: Path, most: float = math.inf) -> str:
-    """Return the SHA-256 of a file, or of the names and contents of the files in a folder; see :func:`file_digest`."""
+    """Return the SHA-256 of a file, or of the names and contents of the files in a folder; see
+    :func:`file_digest`.
+    """
     if not path.is_dir():
         return file_digest(path, most)
     contents = [
@@ -338,7 +358,9 @@ def sync(path: Path) -> None:
 
 
 def part_of(final: Path) -> Path:
-    """Return the path of the half-written form of a file or folder, which nobody can foresee and `sweep` knows."""
+    """Return the path of the half-written form of a file or folder, which nobody can foresee and
+    `sweep` knows.
+    """
     suffix = final.suffix if len(os.fsencode(final.suffix)) < 100 else ""
     mark = f".{this_machine()}-{os.getpid()}-{secrets.token_hex(8)}.part{suffix}"
     name = os.fsdecode(os.fsencode(final.name)[: _MAX_NAME_BYTES - len(os.fsencode(mark))])
@@ -373,11 +395,12 @@ def read_holder(path: Path) -> Holder | None:
 
 @contextmanager
 def locked(paths: Iterable[Path]) -> Iterator[None]:
-    """Hold the locks ``paths``, files that are made and removed again; the system frees those of a killed process.
+    """Hold the locks ``paths``, files that are made and removed again; the system frees those of a
+    killed process.
 
-    A lock file names its holder. The system's own lock on it decides on one machine, and on several where the file
-    system supports such locks. Where it does not, a run on another machine is recognized by its heartbeat: the
-    modification time of the file, which a thread updates.
+    A lock file names its holder. The system's own lock on it decides on one machine, and on several
+    where the file system supports such locks. Where it does not, a run on another machine is
+    recognized by its heartbeat: the modification time of the file, which a thread updates.
 
     Raises:
         UserError: if another run holds one of them; the message names its process and machine.
@@ -399,7 +422,9 @@ def locked(paths: Iterable[Path]) -> Iterator[None]:
 
 @contextmanager
 def taking_the_place_of(final: Path) -> Iterator[Path]:
-    """Yield a path beside ``final`` for a half-written file or folder, which is moved there at the end, or removed."""
+    """Yield a path beside ``final`` for a half-written file or folder, which is moved there at the
+    end, or removed.
+    """
     sweep(final.parent)
     part = part_of(final)
     try:
@@ -411,10 +436,11 @@ def taking_the_place_of(final: Path) -> Iterator[Path]:
 
 
 def _time_in(folder: Path) -> float:
-    """Return the time that a file gets which is written to ``folder`` now, by the clock of its file system.
+    """Return the time that a file gets which is written to ``folder`` now, by the clock of its file
+    system.
 
-    The clock of this machine may be another one, and may have been set since: the ages of other files do not follow
-    from it.
+    The clock of this machine may be another one, and may have been set since: the ages of other
+    files do not follow from it.
     """
     with tempfile.TemporaryFile(dir=folder) as probe:
         return os.fstat(probe.fileno()).st_mtime
@@ -431,7 +457,9 @@ def _is_running(pid: int) -> bool:
 
 @contextmanager
 def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
-    """Hold one lock, see :func:`locked`, and yield its open file; holders that have ended join ``ended_runs``."""
+    """Hold one lock, see :func:`locked`, and yield its open file; holders that have ended join
+    ``ended_runs``.
+    """
     while True:
         with ExitStack() as stack:
             with writing(path):

@@ -1,4 +1,7 @@
-"""Rank and number of ranks of this process, from its launcher. Does not import torch, so that commands start fast."""
+"""Rank and number of ranks of this process, from its launcher.
+
+Does not import torch, so that commands start fast.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,13 @@ ADDRESS = ("MASTER_ADDR", PORT)
 # rank, number of ranks, rank on this machine; the first that a launcher sets wins
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-# of a launcher, of a terminal that is closed, and of batch systems before they kill: Slurm sends what --signal names,
-# LSF and Grid Engine SIGUSR2, SIGUSR1 or, at a limit of processor time, SIGXCPU. Not every system has all.
+# of a launcher, of a terminal that is closed, and of batch systems before they kill: Slurm sends
+# what --signal names, LSF and Grid Engine SIGUSR2, SIGUSR1 or, at a limit of processor time,
+# SIGXCPU. Not every system has all.
 _NAMES = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 END_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
-# of Python code before another thread gets its turn; after 5 ms, the default, a step waits for the loader at each call
+# of Python code before another thread gets its turn; after 5 ms, the default, a step waits for the
+# loader at each call
 TURN_S = 5e-4
 
 
@@ -33,9 +38,11 @@ TURN_S = 5e-4
 def handling(
     numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
-    """Have ``handler`` called at these signals in the body; nothing changes outside of the main thread.
+    """Have ``handler`` called at these signals in the body; nothing changes outside of the main
+    thread.
 
-    One that is ignored stays so, but for SIGTERM and SIGINT: ``nohup`` has SIGHUP ignored, ``trap '' USR1`` SIGUSR1.
+    One that is ignored stays so, but for SIGTERM and SIGINT: ``nohup`` has SIGHUP ignored, ``trap
+    '' USR1`` SIGUSR1.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread only
@@ -47,7 +54,8 @@ def handling(
         yield
     finally:
         for number, old in before.items():
-            # an error keeps what the rendezvous has set: a rank that reports one ignores them until it has ended
+            # an error keeps what the rendezvous has set: a rank that reports one ignores them until
+            # it has ended
             if signal.getsignal(number) == handler:
                 signal.signal(number, old)
 
@@ -60,7 +68,8 @@ class Launch:
         rank: of this process, from 0.
         size: number of processes.
         local_rank: of this process on its machine, from 0.
-        local_size: number of processes on this machine; all of them where the launcher does not say.
+        local_size: number of processes on this machine; all of them where the launcher does not
+            say.
         launched: whether a launcher has started this process.
     """
 
@@ -79,7 +88,8 @@ class Launch:
 def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     """Return the ranks and sizes that ``torchrun`` or ``srun`` has set in ``environ``.
 
-    Under ``srun`` the user sets ``MASTER_ADDR`` and ``MASTER_PORT``; a SLURM job without them is one process.
+    Under ``srun`` the user sets ``MASTER_ADDR`` and ``MASTER_PORT``; a SLURM job without them is
+    one process.
 
     Raises:
         UserError: if what is set makes no sense.
@@ -119,7 +129,8 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
     """Raise :class:`Terminated`, as a handler of ``END_SIGNALS`` where there are other ranks.
 
-    torchrun sends it to the ranks that are left when one has ended. By default they would end without a message.
+    torchrun sends it to the ranks that are left when one has ended. By default they would end
+    without a message.
     """
     raise Terminated(signal_number=number)
 
@@ -127,13 +138,16 @@ def terminate(number: int, frame: FrameType | None) -> NoReturn:
 def launch_ranks(
     number: str, launch: Launch, words: Sequence[str], device: str | None = None
 ) -> NoReturn:
-    """Replace this process by torchrun, which starts ``dp-ema WORDS`` on this machine; its signals and codes are ours.
+    """Replace this process by torchrun, which starts ``dp-ema WORDS`` on this machine; its signals
+    and codes are ours.
 
     Args:
-        number: of processes; ``gpu``: one per GPU; ``auto``: the same, or one where there is no GPU.
+        number: of processes; ``gpu``: one per GPU; ``auto``: the same, or one where there is no
+            GPU.
         launch: of this process, which no launcher may have started.
         words: the command line, from which ``--nproc-per-node`` is removed.
-        device: that the command line names; on ``cpu`` ``auto`` is one process, and any number is possible.
+        device: that the command line names; on ``cpu`` ``auto`` is one process, and any number is
+            possible.
 
     Raises:
         UserError: if a launcher has started this process, or there is no GPU or not so many.
@@ -170,7 +184,9 @@ def launch_ranks(
 
 
 def write_error_file(message: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Let torchrun, where it has started this process, show ``message`` as the root cause on its own page."""
+    """Let torchrun, where it has started this process, show ``message`` as the root cause on its
+    own page.
+    """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         import json

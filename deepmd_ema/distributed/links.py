@@ -19,9 +19,11 @@ _NO_LINKS = (*UNSUPPORTED, errno.EXDEV, errno.EMLINK, errno.EISDIR)
 
 
 def link(path: Path, target: Path) -> None:
-    """Let ``path`` be a link to ``target``, relative to its folder; what is there is replaced in one move.
+    """Let ``path`` be a link to ``target``, relative to its folder; what is there is replaced in
+    one move.
 
-    Where the file system refuses symbolic links it is a hard link, else a copy; nothing for a folder.
+    Where the file system refuses symbolic links it is a hard link, else a copy; nothing for a
+    folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     refusal = _lay(path, lambda part: part.symlink_to(os.path.relpath(target, path.parent)))
@@ -41,7 +43,9 @@ def link(path: Path, target: Path) -> None:
 
 
 def _lay(path: Path, lay: Callable[[Path], object]) -> str:
-    """Put what ``lay`` makes in the place of ``path``; return the refusal of a file system that does not have this."""
+    """Put what ``lay`` makes in the place of ``path``; return the refusal of a file system that
+    does not have this.
+    """
     try:
         with taking_the_place_of(path) as part:
             lay(part)
@@ -63,7 +67,9 @@ def _report_no_links(folder: Path, refusal: str, way: str) -> None:
 
 
 def is_copy(path: Path) -> bool:
-    """Whether a file has the content of another one beside it of the same kind: in the place of a link, it is none."""
+    """Whether a file has the content of another one beside it of the same kind: in the place of a
+    link, it is none.
+    """
     size = path.stat().st_size
     others = [
         file for file in path.parent.glob(f"*{path.suffix}") if file != path and file.is_file()

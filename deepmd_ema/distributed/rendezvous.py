@@ -1,4 +1,6 @@
-"""Rendezvous of the ranks of a run, the watch on others while it lasts, and the rank that reports its end."""
+"""Rendezvous of the ranks of a run, the watch on others while it lasts, and the rank that reports
+its end.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ PEER_ERROR_S = (
     3.0  # for a rank that has not been heard of since another one has failed: it may be dead
 )
 LINGER_S = 10.0  # for a rank that is known to end, or to know why: a loaded machine takes seconds
-HEAD_START_S = 0.3  # for the rank that knows why to end first: torchrun names the first that ended as the root cause
+# for the rank that knows why to end first: torchrun names the first that ended as the root cause
+HEAD_START_S = 0.3
 MAX_POLL_INTERVAL_S = 0.5
 # in errors of NCCL, which writes "socket" and "system error" for faults of its own too
 LOST_PEER = (
@@ -57,11 +60,12 @@ EXIT_LOST = 1
 
 
 class Rendezvous:
-    """The key-value store of a run. torchrun's agent hosts it; without an agent rank 0 does, until it ends.
+    """The key-value store of a run. torchrun's agent hosts it; without an agent rank 0 does, until
+    it ends.
 
-    Keys: ``joined K`` and ``ready K`` of rank K (its process and machine), ``ending K``, ``left K`` (it will not ask
-    the store any more), and ``error``, the number of ranks that wanted to report one. Methods raise a RuntimeError of
-    torch where the host of the store has ended.
+    Keys: ``joined K`` and ``ready K`` of rank K (its process and machine), ``ending K``, ``left K``
+    (it will not ask the store any more), and ``error``, the number of ranks that wanted to report
+    one. Methods raise a RuntimeError of torch where the host of the store has ended.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -94,7 +98,8 @@ class Rendezvous:
         )
 
     def meet(self, key: str) -> None:
-        """Wait until all ranks have come to ``key``: ``joined`` at first, ``ready`` before they exchange tensors.
+        """Wait until all ranks have come to ``key``: ``joined`` at first, ``ready`` before they
+        exchange tensors.
 
         Raises:
             UserError: naming the ranks that are missing, or came twice.
@@ -123,7 +128,9 @@ class Rendezvous:
         )
 
     def report_of(self, error: BaseException) -> BaseException | None:
-        """Return the error that this rank reports for ``error``, or None where another rank reports the reason."""
+        """Return the error that this rank reports for ``error``, or None where another rank reports
+        the reason.
+        """
         rank = self._launch.rank
         if isinstance(error, Interrupted):  # all ranks have it
             return error if rank == 0 else None
@@ -188,7 +195,9 @@ class Rendezvous:
         )
 
     def _is_up(self) -> bool:
-        """Whether somebody listens at the address of the store; unlike the store itself, answers within 5 s."""
+        """Whether somebody listens at the address of the store; unlike the store itself, answers
+        within 5 s.
+        """
         try:
             socket.create_connection(self._address, timeout=5).close()
         except OSError:
@@ -206,7 +215,9 @@ class Rendezvous:
 
 
 def in_thread(work: Callable[[], T]) -> T:
-    """Return ``work()``, done in a thread: a signal ends the wait for it, while Python runs no handler inside torch."""
+    """Return ``work()``, done in a thread: a signal ends the wait for it, while Python runs no
+    handler inside torch.
+    """
     done: Future[T] = Future()
 
     def run() -> None:
@@ -224,13 +235,15 @@ def in_thread(work: Callable[[], T]) -> T:
 def watched_peers(rendezvous: Rendezvous, launch: Launch, nccl: bool) -> Iterator[None]:
     """Watch the other ranks while the body runs. A collective at both ends with NCCL.
 
-    Rank 0 logs a line about each rank that does not answer: it is stopped, or cut off. A thread of each rank counts in
-    the store. The others wait for a rank that is stopped until a timeout of half an hour.
+    Rank 0 logs a line about each rank that does not answer: it is stopped, or cut off. A thread of
+    each rank counts in the store. The others wait for a rank that is stopped until a timeout of
+    half an hour.
 
-    With NCCL another thread watches the next rank. The connections of gloo close when a process ends, however that
-    happens. The thread of rank k waits for a message of rank k + 1, which that rank sends at its end; if the connection
-    closes instead, the main thread may wait for ever in a collective of NCCL, so the thread reports the loss and ends
-    the process. The rank before then notices that in turn.
+    With NCCL another thread watches the next rank. The connections of gloo close when a process
+    ends, however that happens. The thread of rank k waits for a message of rank k + 1, which that
+    rank sends at its end; if the connection closes instead, the main thread may wait for ever in a
+    collective of NCCL, so the thread reports the loss and ends the process. The rank before then
+    notices that in turn.
     """
     has_left, store = threading.Event(), rendezvous.store
     group = dist.new_group(backend="gloo", timeout=WATCH_TIMEOUT) if nccl else None
@@ -290,7 +303,8 @@ def is_peer_lost(error: BaseException) -> bool:
         return any(word in str(error).lower() for word in LOST_PEER)
     if isinstance(error, RankLostError | Terminated | dist.DistError):
         return True
-    # gloo raises a bare RuntimeError that begins with the path of its source file; "enforce fail" is a wrong setting
+    # gloo raises a bare RuntimeError that begins with the path of its source file; "enforce fail"
+    # is a wrong setting
     return (
         isinstance(error, RuntimeError)
         and "gloo" in str(error)

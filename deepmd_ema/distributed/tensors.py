@@ -1,6 +1,8 @@
-"""Tensors of a model: by name, copied to the CPU, checked to fit, sharded over ranks (FSDP2), and what a rank saves.
+"""Tensors of a model: by name, copied to the CPU, checked to fit, sharded over ranks (FSDP2), and
+what a rank saves.
 
-Functions of sharded tensors take plain ones as well and return them unchanged, so that callers need not ask.
+Functions of sharded tensors take plain ones as well and return them unchanged, so that callers need
+not ask.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from deepmd_ema.errors import CheckpointError, first_few
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-SMALL = 4096  # elements: rank 0 writes replicated tensors of fewer, which cost more to distribute than to write
+# elements: rank 0 writes replicated tensors of fewer, which cost more to distribute than to write
+SMALL = 4096
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,16 @@ class StoredTensor:
 
 
 def whole(tree: Any) -> Any:
-    """Return nested dictionaries, lists and tuples with every :class:`StoredTensor` read; one of two names once."""
+    """Return nested dictionaries, lists and tuples with every :class:`StoredTensor` read; one of
+    two names once.
+    """
     return map_tensors(cache(StoredTensor.whole), tree, StoredTensor)
 
 
 def precision(name: str) -> torch.dtype:
-    """Return the torch dtype of an option ``precision``: ``float32``, ``float64``, or ``default`` (float64)."""
+    """Return the torch dtype of an option ``precision``: ``float32``, ``float64``, or ``default``
+    (float64).
+    """
     return torch.float32 if name == "float32" else torch.float64
 
 
@@ -136,7 +143,8 @@ def prefix_of(task: str) -> str:
 
 
 def on_cpu(tree: Any) -> Any:
-    """Return nested dictionaries, lists and tuples with every tensor detached, on the CPU, in memory of its own size.
+    """Return nested dictionaries, lists and tuples with every tensor detached, on the CPU, in
+    memory of its own size.
 
     Tensors that are so already are not copied: the result may share memory with ``tree``.
     """
@@ -144,7 +152,9 @@ def on_cpu(tree: Any) -> Any:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on ``device``, without waiting for it; on a CPU it is returned itself."""
+    """Return a tensor of the host on ``device``, without waiting for it; on a CPU it is returned
+    itself.
+    """
     if device.type == "cpu":
         return tensor
     # a copy from pageable memory would wait
@@ -159,13 +169,16 @@ def place_of(tensor: Tensor) -> Any:
 
 
 class HostCopies:
-    """Copies in host memory of tensors as they are now; each tensor is copied once, under whatever names it comes.
+    """Copies in host memory of tensors as they are now; each tensor is copied once, under whatever
+    names it comes.
 
-    Copies from a GPU are enqueued and arrive later. The tensors are referred to as long as this object lives, so that
-    their memory is no other tensor's meanwhile; they must not be changed before the last copy is taken.
+    Copies from a GPU are enqueued and arrive later. The tensors are referred to as long as this
+    object lives, so that their memory is no other tensor's meanwhile; they must not be changed
+    before the last copy is taken.
 
     Args:
-        wait: whether a copy is complete when it is returned; else the function from :meth:`arrival` waits for it.
+        wait: whether a copy is complete when it is returned; else the function from :meth:`arrival`
+            waits for it.
         share: whether a tensor that is alone in host memory, and contiguous, is returned itself.
     """
 
@@ -175,7 +188,9 @@ class HostCopies:
         self._devices: set[torch.device] = set()
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the copy of ``tensor``: of its shape and precision, contiguous, and alone in its memory."""
+        """Return the copy of ``tensor``: of its shape and precision, contiguous, and alone in its
+        memory.
+        """
         source, key = tensor.detach(), place_of(tensor)
         if key not in self._made:
             later = source.is_cuda and not self._wait
@@ -191,7 +206,9 @@ class HostCopies:
         return self._made[key][1]
 
     def arrival(self) -> Callable[[], None]:
-        """Return a function, to be called in any thread, that waits for the copies that were made so far."""
+        """Return a function, to be called in any thread, that waits for the copies that were made
+        so far.
+        """
         events = [torch.cuda.current_stream(device).record_event() for device in self._devices]
 
         def wait() -> None:
@@ -202,7 +219,9 @@ class HostCopies:
 
 
 def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) -> Any:
-    """Return nested dictionaries, lists and tuples with ``change`` of every tensor, of a ``kind``, in its place."""
+    """Return nested dictionaries, lists and tuples with ``change`` of every tensor, of a ``kind``,
+    in its place.
+    """
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, Mapping):
@@ -214,9 +233,11 @@ def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) ->
 
 
 def content_digest(tree: Any) -> str:
-    """Return a SHA-256 of nested dictionaries and lists of numbers, texts, tensors on the CPU and arrays.
+    """Return a SHA-256 of nested dictionaries and lists of numbers, texts, tensors on the CPU and
+    arrays.
 
-    It is that of the content, not of the bytes of a file: a tuple counts as a list, a number of numpy as an array.
+    It is that of the content, not of the bytes of a file: a tuple counts as a list, a number of
+    numpy as an array.
     """
     digest = hashlib.sha256()
     for piece in _pieces(tree):
@@ -226,14 +247,17 @@ def content_digest(tree: Any) -> str:
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether each rank holds only a shard of ``tensor``."""
-    # not imported: that takes half a second, and before somebody has done it there is no sharded tensor
-    # another thread, which writes a sharded checkpoint, may be importing it: then it has no DTensor yet
+    # not imported: that takes half a second, and before somebody has done it there is no sharded
+    # tensor another thread, which writes a sharded checkpoint, may be importing it: then it has no
+    # DTensor yet
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return the shard of ``tensor`` on this rank, sharing memory and detached; a plain tensor is returned itself."""
+    """Return the shard of ``tensor`` on this rank, sharing memory and detached; a plain tensor is
+    returned itself.
+    """
     if not is_sharded(tensor):
         return tensor
     with (
@@ -243,7 +267,10 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` gathered from all ranks, in memory of its own. Every rank must call this if it is sharded."""
+    """Return ``tensor`` gathered from all ranks, in memory of its own.
+
+    Every rank must call this if it is sharded.
+    """
     if not is_sharded(tensor):
         return tensor
     mesh = tensor.device_mesh
@@ -251,7 +278,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return (
             tensor.full_tensor().clone()
         )  # where it is the same on all ranks, it is the local one
-    # DTensor's own way takes twice as long: most of it is bookkeeping, and the tensors of a model are small
+    # DTensor's own way takes twice as long: most of it is bookkeeping, and the tensors of a model
+    # are small
     return all_gather_rows(
         local_shard(tensor).detach(), tensor.shape[0], mesh.size(), mesh.get_group()
     )
@@ -263,7 +291,8 @@ def all_gather_rows(
     """Return the parts of all ranks, one after the other along dim 0. A collective.
 
     Args:
-        part: rows of this rank, cut as ``torch.chunk`` does: equally many on all ranks but the last ones.
+        part: rows of this rank, cut as ``torch.chunk`` does: equally many on all ranks but the last
+            ones.
         rows: of all ranks together.
         size: number of ranks.
         group: of these ranks; the default group if None.
@@ -284,7 +313,8 @@ def from_local(shard: Tensor, like: Tensor) -> Tensor:
         return shard
     from torch.distributed.tensor import DTensor
 
-    # shape and stride must be given: guessed from one shard they are wrong where shards differ in size
+    # shape and stride must be given: guessed from one shard they are wrong where shards differ in
+    # size
     return DTensor.from_local(
         shard,
         like.device_mesh,
@@ -296,11 +326,14 @@ def from_local(shard: Tensor, like: Tensor) -> Tensor:
 
 
 def settle_shards(module: nn.Module) -> None:
-    """Move the shards of ``module`` to the memory where they stay. Must be called by every rank, if it is sharded.
+    """Move the shards of ``module`` to the memory where they stay.
+
+    Must be called by every rank, if it is sharded.
 
     Call it before anything refers to their memory, as averages and optimizers do.
     """
-    # torch before 2.10 copies those of fewer rows in the first forward pass, unless they have been gathered before
+    # torch before 2.10 copies those of fewer rows in the first forward pass, unless they have been
+    # gathered before
     if torch.__version__ < "2.10" and "torch.distributed.fsdp" in sys.modules:
         from torch.distributed.fsdp import FSDPModule
 
@@ -331,7 +364,8 @@ def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def shard_like(full: Tensor | StoredTensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of ``full``, cut as ``like`` is, where ``full`` is; without communication.
+    """Return this rank's shard of ``full``, cut as ``like`` is, where ``full`` is; without
+    communication.
 
     Args:
         full: a tensor that every rank holds, or one on the disk, of which only this shard is read.
@@ -348,11 +382,14 @@ def shard_like(full: Tensor | StoredTensor, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class WholeTensors:
-    """Copies whole tensors to host memory. Every rank must call it, for the same tensors, where they are sharded.
+    """Copies whole tensors to host memory.
+
+    Every rank must call it, for the same tensors, where they are sharded.
 
     Attributes:
         copies: makes the copies of what is not gathered.
-        keep: whether this rank wants the result; else it takes part in collectives only and gets None.
+        keep: whether this rank wants the result; else it takes part in collectives only and gets
+            None.
     """
 
     copies: HostCopies = field(default_factory=partial(HostCopies, wait=True))
@@ -376,8 +413,8 @@ class WholeTensors:
 class OwnRows:
     """Copies the rows of tensors that this rank writes into a sharded checkpoint to host memory.
 
-    Of a tensor that is sharded these are the rows that the rank holds, without communication. Rows of one that every
-    rank holds are distributed evenly over the ranks.
+    Of a tensor that is sharded these are the rows that the rank holds, without communication. Rows
+    of one that every rank holds are distributed evenly over the ranks.
 
     Attributes:
         rank: of this process.
@@ -417,13 +454,16 @@ Take: TypeAlias = WholeTensors | OwnRows
 
 
 def _pieces(tree: Any) -> Iterator[bytes | memoryview]:
-    """Yield bytes that identify the content of ``tree``; each part begins with its kind and its size."""
+    """Yield bytes that identify the content of ``tree``; each part begins with its kind and its
+    size.
+    """
     if isinstance(tree, Tensor):
         yield f"{tree.dtype} {tuple(tree.shape)};".encode()
         yield tree.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data
     elif isinstance(tree, np.ndarray | np.generic):
         array = np.asarray(tree)
-        yield f"{array.dtype.str} {array.shape};".encode()  # with its byte order, which `name` lacks
+        # with its byte order, which `name` lacks
+        yield f"{array.dtype.str} {array.shape};".encode()
         yield array.tobytes()
     elif isinstance(tree, Mapping):
         yield f"dict {len(tree)};".encode()

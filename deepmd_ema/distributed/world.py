@@ -1,4 +1,6 @@
-"""The processes of a run: the rank and device of this one, what they exchange, and how they end together."""
+"""The processes of a run: the rank and device of this one, what they exchange, and how they end
+together.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ from deepmd_ema.utils import keep_freed_memory
 
 T = TypeVar("T")
 
-# With gloo a rank that ends is noticed at once, because its connections close; the limits are for one that hangs or
-# whose machine is gone. NCCL does not notice an end: there a thread does (dist.rendezvous).
+# With gloo a rank that ends is noticed at once, because its connections close; the limits are for
+# one that hangs or whose machine is gone. NCCL does not notice an end: there a thread does
+# (dist.rendezvous).
 STEP_TIMEOUT = timedelta(
     minutes=30
 )  # of a collective, and of what one rank does alone during training: writing files
@@ -44,12 +47,14 @@ ANNOUNCED = "all_ranks_know"  # attribute of an error that all_ranks_ok has rais
 class World(Launch):
     """The processes that train together. With one process every method returns immediately.
 
-    Made once, by :func:`open_world`, and handed down; nothing else reads the environment. Methods are collectives:
-    every rank must call each of them in the same order. They raise an error of torch if another rank has ended.
+    Made once, by :func:`open_world`, and handed down; nothing else reads the environment. Methods
+    are collectives: every rank must call each of them in the same order. They raise an error of
+    torch if another rank has ended.
 
     Attributes:
         device: of this rank; tensors that are exchanged are moved there.
-        cpu_group: gloo group for control messages; None means the default group, which is gloo itself on CPUs.
+        cpu_group: gloo group for control messages; None means the default group, which is gloo
+            itself on CPUs.
         long_timeout_group: gloo group for waiting until rank 0 has prepared the run.
     """
 
@@ -68,7 +73,9 @@ class World(Launch):
     def all_reduce_max(
         self, numbers: Sequence[int], group: dist.ProcessGroup | None = None
     ) -> list[int]:
-        """Return the largest over the ranks of each of as many numbers; waits for them, but not for the device."""
+        """Return the largest over the ranks of each of as many numbers; waits for them, but not for
+        the device.
+        """
         if self.size == 1 or not numbers:
             return list(numbers)
         largest = torch.tensor(numbers)
@@ -99,7 +106,10 @@ class World(Launch):
         return values
 
     def for_writer(self) -> World:
-        """Return the same processes with a group of their own, for the thread that writes files. A collective."""
+        """Return the same processes with a group of their own, for the thread that writes files.
+
+        A collective.
+        """
         if self.size == 1:
             return self
         group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT)
@@ -110,10 +120,12 @@ class World(Launch):
         """Run the body on every rank, and end all ranks if it fails on one.
 
         Args:
-            group: whose timeout is the longest that a rank waits for others; that of a step by default.
+            group: whose timeout is the longest that a rank waits for others; that of a step by
+                default.
 
         Raises:
-            RankLostError: where the body succeeded, if it failed on another rank, which raises its own error.
+            RankLostError: where the body succeeded, if it failed on another rank, which raises its
+                own error.
         """
         if self.size == 1:
             yield
@@ -142,7 +154,8 @@ class World(Launch):
 
 @contextmanager
 def open_world(device: str | None, launch: Launch) -> Iterator[World]:
-    """Join the processes that were launched together, and leave them at the end; NCCL on GPUs, gloo on CPUs.
+    """Join the processes that were launched together, and leave them at the end; NCCL on GPUs, gloo
+    on CPUs.
 
     An error on one rank ends all, and one of them reports it.
 
@@ -210,9 +223,10 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
             yield world
         # Not after an error: other ranks may have ended, and this would wait for them.
         dist.destroy_process_group()
-        # The destructor of a group joins its threads, which may need the interpreter lock. A DDP module that outlives
-        # the group would run it while holding the lock, and hang now and then (pytorch issue 56297). So modules go
-        # first, and the last reference is a Python one, whose deletion releases the lock.
+        # The destructor of a group joins its threads, which may need the interpreter lock. A DDP
+        # module that outlives the group would run it while holding the lock, and hang now and then
+        # (pytorch issue 56297). So modules go first, and the last reference is a Python one, whose
+        # deletion releases the lock.
         gc.collect()
         del default_group
     except (Exception, KeyboardInterrupt) as error:
@@ -230,11 +244,12 @@ def select_device(name: str | None = None, local_rank: int = 0) -> torch.device:
 
     Args:
         name: ``cpu``, ``cuda`` or ``cuda:N``.
-        local_rank: of this process on its machine: which GPU ``cuda`` without a number is; where a launcher shows each
-            process a GPU of its own, that one.
+        local_rank: of this process on its machine: which GPU ``cuda`` without a number is; where a
+            launcher shows each process a GPU of its own, that one.
 
     Raises:
-        UserError: if the device is unknown or absent on this machine, or there are fewer GPUs than local ranks.
+        UserError: if the device is unknown or absent on this machine, or there are fewer GPUs than
+            local ranks.
     """
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name is None:

@@ -1,1 +1,3 @@
-"""Inference: predictions, errors on labelled frames, the output bias of a model file, and what a file holds."""
+"""Inference: predictions, errors on labelled frames, the output bias of a model file, and what a
+file holds.
+"""

@@ -46,7 +46,8 @@ class BiasRequest:
     """Source of a new bias: a fit to ``systems``, or ``values``.
 
     Attributes:
-        mode: ``change`` adds what makes the mean residual per atom zero, ``set`` takes the fit of the labels alone.
+        mode: ``change`` adds what makes the mean residual per atom zero, ``set`` takes the fit of
+            the labels alone.
         systems: systems, or folders searched for systems.
         num_frames: frames of each system, from its first; 0 takes all.
         values: eV, one per element of the model, instead of a fit.
@@ -155,22 +156,23 @@ def write_changed(
 ) -> ChangedBias:
     """Write a model file with another output bias; everything else in it stays, other models too.
 
-    Of a checkpoint (``.pt``) the result is a file of kind ``weights``: the live weights or one average, without what a
-    restart needs. Of a ``.dp`` or ``.yaml`` file it is a file of that format.
+    Of a checkpoint (``.pt``) the result is a file of kind ``weights``: the live weights or one
+    average, without what a restart needs. Of a ``.dp`` or ``.yaml`` file it is a file of that
+    format.
 
     Args:
         model: a checkpoint of any kind, the folder of a run, or a ``.dp`` or ``.yaml`` file.
         request: what the bias shall be.
-        output: the file to write; if not given ``<stem>_updated<suffix>`` beside the model, where the stem of a
-            checkpoint names weights and step.
+        output: the file to write; if not given ``<stem>_updated<suffix>`` beside the model, where
+            the stem of a checkpoint names weights and step.
         use_average: takes the averaged weights of a training checkpoint.
         average: which average, when there are several; implies ``use_average``.
         head: which model of a file that holds several.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
 
     Raises:
-        UserError: if the model or the data cannot be read, no frame has an energy, the values are not one per element,
-            or the file cannot be written.
+        UserError: if the model or the data cannot be read, no frame has an energy, the values are
+            not one per element, or the file cannot be written.
     """
     file = load_models(model, use_average=use_average, average=average)
     head = choose_head(
@@ -272,7 +274,8 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
         path = Path(output)
     elif frozen:
         path = source.with_name(f"{source.stem}_updated{source.suffix}")
-    else:  # the name of a checkpoint says whose weights of which step; a link to the newest file does not
+    # the name of a checkpoint says whose weights of which step; a link to the newest file does not
+    else:
         weights = loaded.info.weights if loaded.info.kind == "training" else LIVE
         name = name_of_weights(source.resolve().name, weights, loaded.info.step)
         path = source.with_name(f"{Path(name).stem}_updated{GATHERED_SUFFIX}")

@@ -37,14 +37,17 @@ class CompiledModel(nn.Module):
     def forward(
         self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True
     ) -> dict[str, Tensor]:
-        """Return the energies (F,), atomic energies (A,), forces (A, 3) and virials (F, 9), all float64."""
+        """Return the energies (F,), atomic energies (A,), forces (A, 3) and virials (F, 9), all
+        float64.
+        """
         assert not create_graph, "compiled code has no parameters"
         energy, virial = (
             batch.coord.new_zeros(batch.num_frames),
             batch.coord.new_zeros(batch.num_frames, 9),
         )
         atom_energy, force = torch.zeros_like(batch.coord[:, 0]), torch.zeros_like(batch.coord)
-        # by the sizes that the host knows, and with images of empty slots: nothing is to wait for a GPU here
+        # by the sizes that the host knows, and with images of empty slots: nothing is to wait for a
+        # GPU here
         in_file_order = torch.argsort(batch.atom_order).split(batch.sizes)
         for f, rows in enumerate(in_file_order):
             conditions: dict[str, Any] = {FPARAM: slice(f, f + 1), APARAM: rows}
@@ -94,7 +97,9 @@ class CompiledModel(nn.Module):
 
 
 def _images(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return coordinates, types, neighbors and mapping of the atoms ``rows`` (N,), with an image for each slot."""
+    """Return coordinates, types, neighbors and mapping of the atoms ``rows`` (N,), with an image
+    for each slot.
+    """
     num_atoms, device = len(rows), rows.device
     filled, neighbor = batch.occupied[rows], batch.neighbor[rows]
     place = torch.full((len(batch.atom_type),), -1, device=device)

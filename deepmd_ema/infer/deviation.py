@@ -39,7 +39,8 @@ class DeviationOptions:
     Attributes:
         real_error: whether the labels take the place of the mean over the models.
         atomic: whether each atom's deviation of the force is kept.
-        relative: level in eV/angstrom; deviations of forces are divided by the length of the force plus this level.
+        relative: level in eV/angstrom; deviations of forces are divided by the length of the force
+            plus this level.
         relative_v: level in eV per atom; the same for virials.
         frequency: steps of the trajectory between two frames.
     """
@@ -57,9 +58,9 @@ class DeviationReport:
 
     Attributes:
         models: descriptions of the models that were compared.
-        systems: by the name of the system, (F, 8) numbers in the order of ``COLUMNS``: eV per atom, eV/angstrom, or
-            plain numbers where relative; with the atoms' deviations of the force (F, 8 + N) if these were requested,
-            nan beyond the atoms of a smaller frame.
+        systems: by the name of the system, (F, 8) numbers in the order of ``COLUMNS``: eV per atom,
+            eV/angstrom, or plain numbers where relative; with the atoms' deviations of the force
+            (F, 8 + N) if these were requested, nan beyond the atoms of a smaller frame.
     """
 
     models: Sequence[str]
@@ -111,7 +112,8 @@ def measure_deviation(
         systems: systems, or folders searched for systems.
         options: what is measured.
         use_average: takes the averaged weights of training checkpoints.
-        averages: which averages, or ``live``; each model is taken once with each of them. Implies ``use_average``.
+        averages: which averages, or ``live``; each model is taken once with each of them. Implies
+            ``use_average``.
         head: which model of files that hold several.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         rglob_patterns: names of systems to search for in folders.
@@ -148,11 +150,12 @@ def frame_deviation(
     labels: Mapping[str, NDArray[Any]] | None,
     options: DeviationOptions,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the deviations of one frame, (7,) in the order of ``COLUMNS`` without the step, and (N,) of the forces.
+    """Return the deviations of one frame, (7,) in the order of ``COLUMNS`` without the step, and
+    (N,) of the forces.
 
-    The deviation of a number is the root of the mean over the models of its squared distance to their mean (to the
-    label, if ``labels`` are given). Of a force it is the length of the vector of its three, of a virial the number is
-    per atom, and its average is the length of the nine over 3.
+    The deviation of a number is the root of the mean over the models of its squared distance to
+    their mean (to the label, if ``labels`` are given). Of a force it is the length of the vector of
+    its three, of a virial the number is per atom, and its average is the length of the nine over 3.
 
     Args:
         predictions: of each model: energy (), force (N, 3), virial (9,).

@@ -1,4 +1,6 @@
-"""Errors of a model on labelled frames, measured as full validation does, and numbers of neighbors of frames."""
+"""Errors of a model on labelled frames, measured as full validation does, and numbers of neighbors
+of frames.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ class ErrorReport:
 
     @property
     def labels(self) -> Errors:
-        """Errors of predictions that are zero, of which the RMSE is the root mean square of the labels."""
+        """Errors of predictions that are zero, of which the RMSE is the root mean square of the
+        labels.
+        """
         zeros = Errors()
         for frame in self.frames:
             nothing = {name: np.zeros_like(label) for name, label in frame.label.items()}
@@ -115,7 +119,9 @@ class ErrorReport:
 
     @property
     def by_kind(self) -> dict[str, Errors]:
-        """Errors of each kind of calculation; ``none`` is a frame that names none, or all if names are of frames."""
+        """Errors of each kind of calculation; ``none`` is a frame that names none, or all if names
+        are of frames.
+        """
         kinds = self.kinds
         if describe_singles(list(kinds.values())):
             return {"none": self.total}
@@ -157,7 +163,8 @@ class ErrorReport:
             "# ----------weighted average of errors----------- ",
             f"# number of systems : {len(systems)}",
         ]
-        # scripts read these lines, which are in the units of DeePMD-kit; all below are in those of other commands
+        # scripts read these lines, which are in the units of DeePMD-kit; all below are in those of
+        # other commands
         lines += [*_error_lines(self.total), _LINE]
         in_mev = describe_errors(self.total, with_gpa=True).split(", ")
         lines += ["# all frames, MAE / RMSE", *(f"# {text}" for text in in_mev), _LINE]
@@ -181,7 +188,9 @@ class ErrorReport:
         return f"{'F' if 'F' in letters else letters[:1] or 'E'}:RMSE"
 
     def groups(self) -> list[Table]:
-        """Return errors by kind of calculation and by composition, where there are several; the worst first."""
+        """Return errors by kind of calculation and by composition, where there are several; the
+        worst first.
+        """
         groups = {" or ".join(KIND_NAMES): self.by_kind, "composition": self.by_composition}
         metrics = [
             f"{quantity}:{kind}"
@@ -205,10 +214,11 @@ class ErrorReport:
         return tables
 
     def write_details(self, prefix: str | Path) -> list[Path]:
-        """Write labels beside predictions to ``<prefix>.e.out``, ``.f.out``, ``.v.out`` and so on; return the files.
+        """Write labels beside predictions to ``<prefix>.e.out``, ``.f.out``, ``.v.out`` and so on;
+        return the files.
 
-        One block per system, headed by its name; atoms are in the order of the files of the data, without virtual
-        atoms; nan is written for a label that a frame does not have.
+        One block per system, headed by its name; atoms are in the order of the files of the data,
+        without virtual atoms; nan is written for a label that a frame does not have.
         """
         written = []
         for label in (
@@ -216,7 +226,8 @@ class ErrorReport:
             for name in dict.fromkeys(name for frame in self.frames for name in frame.label)
         ):
             for quantity in label.errors:
-                # an open frame has no volume, and pairs of atoms are predicted where there is something to compare with
+                # an open frame has no volume, and pairs of atoms are predicted where there is
+                # something to compare with
                 frames = [
                     f for f in self.frames if quantity.per != "volume" or f.volume is not None
                 ]
@@ -236,10 +247,11 @@ class ErrorReport:
         return plot_parity(self.pairs(), path, f"{self.info.path.name}: {weights}; {count}")
 
     def pairs(self) -> dict[str, tuple[NDArray[Any], NDArray[Any], str]]:
-        """Return labels, predictions and unit by quantity, and by component where it has up to nine of them.
+        """Return labels, predictions and unit by quantity, and by component where it has up to nine
+        of them.
 
-        Energies and their derivatives are always there, empty without a label, unless frames have other labels only.
-        Energies, virials and other sums over atoms are per atom.
+        Energies and their derivatives are always there, empty without a label, unless frames have
+        other labels only. Energies, virials and other sums over atoms are per atom.
         """
         derived, found = (ENERGY, FORCE, VIRIAL), {}
         labelled = dict.fromkeys(name for frame in self.frames for name in frame.label)
@@ -278,7 +290,9 @@ class ErrorReport:
         )
 
     def worst(self) -> Table:
-        """Return the frames of largest force error (energy error without forces), in meV, and where they are."""
+        """Return the frames of largest force error (energy error without forces), in meV, and where
+        they are.
+        """
         metric = self._metric
         by = METRICS[metric[0]].title.lower()
         columns = ("F:RMSE", "E:RMSE") if metric[0] in "FE" else (metric,)
@@ -307,7 +321,8 @@ def measure(
     rglob_patterns: Sequence[str] | None = None,
     compiled: bool = False,
 ) -> ErrorReport:
-    """Return the errors of a model on systems; those of second derivatives too, where frames have them as a label.
+    """Return the errors of a model on systems; those of second derivatives too, where frames have
+    them as a label.
 
     Args:
         model: a ``.pt`` checkpoint or a frozen ``.dp`` or ``.yaml``.
@@ -322,7 +337,8 @@ def measure(
         compiled: whether the model is compiled first, for many frames.
 
     Raises:
-        UserError: if the model or the data cannot be read, no frame has a label, or the model cannot be compiled.
+        UserError: if the model or the data cannot be read, no frame has a label, or the model
+            cannot be compiled.
     """
     loaded = load_model(model, use_average=use_average, average=average, head=head)
     labels = loaded.config.fitting_net.labels + (
@@ -477,12 +493,14 @@ def describe_neighbors(
     mixed_type: bool = False,
     rglob_patterns: Sequence[str] | None = None,
 ) -> str:
-    """Return the lines of ``dp neighbor-stat``: shortest distance and most neighbors over all frames of systems.
+    """Return the lines of ``dp neighbor-stat``: shortest distance and most neighbors over all
+    frames of systems.
 
     Args:
         systems: systems, or folders searched for systems.
         rcut: cutoff radius, angstrom.
-        type_map: the elements; by default those of the systems' type_map.raw, in a line of their own.
+        type_map: the elements; by default those of the systems' type_map.raw, in a line of their
+            own.
         mixed_type: whether neighbors of all types are counted together.
         rglob_patterns: names of systems to search for in folders.
 
@@ -511,7 +529,9 @@ def describe_neighbors(
 
 
 def _refuse_non_finite(report: ErrorReport, loaded: LoadedModel) -> None:
-    """Raise DataError if the model gives no number for some frame, as it does for atoms in one place."""
+    """Raise DataError if the model gives no number for some frame, as it does for atoms in one
+    place.
+    """
     bad = [
         f
         for f in report.frames

@@ -1,4 +1,6 @@
-"""Images of the atoms of a frame and the list of its neighbors, kept while the pairs are: what compiled models take."""
+"""Images of the atoms of a frame and the list of its neighbors, kept while the pairs are: what
+compiled models take.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Images:
         frame: its elements and its cell.
         pairs: also those beyond the cutoff, which a compiled model leaves out.
         layout: how the model wants its neighbors.
-        close: angstrom, pairs that may come nearer than any in the training data are not farther apart now.
+        close: angstrom, pairs that may come nearer than any in the training data are not farther
+            apart now.
         device: where the model computes.
 
     Attributes:
@@ -68,7 +71,9 @@ class Images:
         return torch.from_numpy(coord[self._mapping] + self._offset).to(self._device)
 
     def most(self, coord: NDArray[np.float64]) -> tuple[int, ...]:
-        """Return per section the most neighbors of an atom inside the cutoff, or a bound that ``sel`` has room for."""
+        """Return per section the most neighbors of an atom inside the cutoff, or a bound that
+        ``sel`` has room for.
+        """
         # no pair is shorter than it was by more than both of its atoms have moved
         moved = float(np.sqrt(np.square(coord - self._start).sum(axis=1).max(initial=0.0)))
         if self._layout.rcut + 2 * moved <= self._crowded:
@@ -86,7 +91,9 @@ class Images:
         return float(np.linalg.norm(some.vector(coord, self._box), axis=1).min(initial=np.inf))
 
     def _nearest_dropped(self, distance: NDArray[np.float64]) -> float:
-        """Return the least distance at which an atom has one neighbor more in a section than are kept."""
+        """Return the least distance at which an atom has one neighbor more in a section than are
+        kept.
+        """
         if all(most <= sel for most, sel in zip(self._most, self._layout.sel)):
             return np.inf
         # pairs come by atom, then by distance

@@ -1,4 +1,6 @@
-"""Batches of a frame whose atoms move, with slots that are filled from pairs that are kept, without sorting."""
+"""Batches of a frame whose atoms move, with slots that are filled from pairs that are kept, without
+sorting.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,14 @@ from deepmd_ema.geometry import Pairs, rank_in_group, stable_argsort
 class MovingFrame:
     """Slots of a frame, and of those after it for which its pairs hold.
 
-    Neighbors come in the order of their distances when the pairs were searched, and not, as in ``pair_frame``, in that
-    of now: results differ by the rounding of sums.
+    Neighbors come in the order of their distances when the pairs were searched, and not, as in
+    ``pair_frame``, in that of now: results differ by the rounding of sums.
 
     Args:
         frame: its elements and its cell.
         pairs: also those beyond the cutoff.
-        layout: how the model wants its neighbors; :meth:`serves` says whether this is possible here.
+        layout: how the model wants its neighbors; :meth:`serves` says whether this is possible
+            here.
 
     Attributes:
         pairs: those that were given.
@@ -49,7 +52,9 @@ class MovingFrame:
 
     @staticmethod
     def serves(layout: NeighborLayout) -> bool:
-        """Whether no part of a model looks for neighbors by their place in the list, and no pair is left out."""
+        """Whether no part of a model looks for neighbors by their place in the list, and no pair is
+        left out.
+        """
         return not (layout.inner or layout.type_sel or layout.excluded_pairs)
 
     def holds(self, frame: Frame, pairs: Pairs) -> bool:
@@ -57,10 +62,11 @@ class MovingFrame:
         return pairs is self.pairs and np.array_equal(frame.atom_type, self._types)
 
     def at(self, frame: Frame) -> tuple[Batch, list[int], float] | None:
-        """Return ``frame`` with its neighbors in slots; None if an atom has more than the model keeps.
+        """Return ``frame`` with its neighbors in slots; None if an atom has more than the model
+        keeps.
 
-        Beside it: per section the most neighbors inside the cutoff that an atom has, and the shortest distance of two
-        atoms, angstrom.
+        Beside it: per section the most neighbors inside the cutoff that an atom has, and the
+        shortest distance of two atoms, angstrom.
         """
         natoms, layout = frame.num_atoms, self._layout
         coord = frame.coord[self._order]

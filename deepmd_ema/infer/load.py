@@ -1,4 +1,6 @@
-"""A model from a file: checkpoints, averaged and best files of this program, and DeePMD-kit's own and ``.dp`` files."""
+"""A model from a file: checkpoints, averaged and best files of this program, and DeePMD-kit's own
+and ``.dp`` files.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,15 @@ class Provenance:
 
     Attributes:
         path: the file.
-        kind: ``training``, ``average``, ``best``, ``snapshot``, ``weights``, ``frozen``, or ``deepmd`` for a checkpoint
-            of DeePMD-kit.
+        kind: ``training``, ``average``, ``best``, ``snapshot``, ``weights``, ``frozen``, or
+            ``deepmd`` for a checkpoint of DeePMD-kit.
         weights: ``live``, the name of the average, or empty when the file does not say.
         step: optimizer steps of the weights, or None when the file does not say.
         average: profile, settings, updates and mean age of the average; empty for live weights.
         min_nbor_dist: nearest pair of the training data, angstrom, or None.
         version: the program that wrote the file.
-        config: the whole config of the run as a dictionary, or only its model section under ``model``.
+        config: the whole config of the run as a dictionary, or only its model section under
+            ``model``.
         bias: how ``dp-ema change-bias`` changed the output bias; empty if it did not.
         head: which of several models it was; empty where there was one, or the file does not say.
     """
@@ -122,7 +125,8 @@ class LoadedModel:
             )
 
     def on(self, device: str | None) -> tuple[EnergyModel | CompiledModel, torch.device]:
-        """Return the model that evaluates batches, and its device: ``device``, or that of the file or of the machine.
+        """Return the model that evaluates batches, and its device: ``device``, or that of the file
+        or of the machine.
 
         Raises:
             UserError: if the device is not there, or the file is compiled for another one.
@@ -151,7 +155,9 @@ class ModelFile:
 
 @contextmanager
 def without_modes(device: torch.device | None = None) -> Iterator[None]:
-    """Switch off inference mode, autocast on ``device`` and a default device of the caller within it."""
+    """Switch off inference mode, autocast on ``device`` and a default device of the caller within
+    it.
+    """
     with ExitStack() as stack:
         # checked first: to enter them takes time in each step of MD
         if torch.is_inference_mode_enabled():
@@ -169,16 +175,19 @@ def load_model(
     """Return the model in ``path``.
 
     Args:
-        path: a checkpoint of any kind, of DeePMD-kit too, the folder of a run (its latest checkpoint), a ``.dp``,
-            ``.yaml`` or ``.pt2`` file, or a ``.pth``, ``.pte`` or ``.pb`` file, which an installed DeePMD-kit converts;
-            or the name of a published model, which is downloaded.
-        use_average: takes the averaged weights out of a training checkpoint instead of the file's own weights.
-        average: which average, when the checkpoint holds several; implies ``use_average``. ``live`` is the trained
-            weights.
+        path: a checkpoint of any kind, of DeePMD-kit too, the folder of a run (its latest
+            checkpoint), a ``.dp``, ``.yaml`` or ``.pt2`` file, or a ``.pth``, ``.pte`` or ``.pb``
+            file, which an installed DeePMD-kit converts; or the name of a published model, which is
+            downloaded.
+        use_average: takes the averaged weights out of a training checkpoint instead of the file's
+            own weights.
+        average: which average, when the checkpoint holds several; implies ``use_average``. ``live``
+            is the trained weights.
         head: which model of a file that holds several.
 
     Raises:
-        CheckpointError: if the file is missing, damaged or not a model, or lacks an average that is requested.
+        CheckpointError: if the file is missing, damaged or not a model, or lacks an average that is
+            requested.
     """
     name = str(path)
     found = load_models(path, use_average, average, lambda names: [choose_head(names, head, name)])
@@ -195,8 +204,8 @@ def load_models(
 ) -> ModelFile:
     """Return the models in ``path``, see :func:`load_model`.
 
-    ``choose`` gets the names of the models, with their aliases, and returns those that are wanted. One without a name
-    is called ``""``.
+    ``choose`` gets the names of the models, with their aliases, and returns those that are wanted.
+    One without a name is called ``""``.
     """
     path = Path(local_file(str(path)))
     wants_live = average == LIVE

@@ -1,4 +1,6 @@
-"""``dp-ema test --physics``: dynamics, bond scans and the cutoff of a model, in one table with limits."""
+"""``dp-ema test --physics``: dynamics, bond scans and the cutoff of a model, in one table with
+limits.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,12 @@ MAX_FRAMES = 200  # of all systems, evenly, of which distances are taken
 FRICTION = 0.01  # 1/fs, of the thermostat: it couples within 0.1 ps
 CHECK_EVERY = 10  # steps between two searches for pairs that are too close
 MAX_FORCE = 100.0  # eV/angstrom: those of vibrations are about 1
-# times the temperature of the thermostat: the kinetic energy of 9 degrees of freedom is above it with probability 1e-6
+# times the temperature of the thermostat: the kinetic energy of 9 degrees of freedom is above it
+# with probability 1e-6
 MAX_HEAT = 5.0
-SKIN = 1.0  # angstrom: neighbors are searched that far beyond the cutoff, and again when atoms have moved half of it
+# angstrom: neighbors are searched that far beyond the cutoff, and again when atoms have moved half
+# of it
+SKIN = 1.0
 EV_PER_KELVIN = 8.617333262e-5  # Boltzmann constant (CODATA 2018)
 # (angstrom/fs)^2 of 1 eV/u: e / (u * (1e5 m/s)^2), CODATA 2018
 SPEED2_PER_EV = 9.648533212e-3
@@ -49,9 +54,11 @@ SPEED2_PER_EV = 9.648533212e-3
 BOND_POINTS = 81
 BOND_REACH = 1.25  # a bond is stretched to this times its length in the frame
 MIN_BARRIER = 1e-3  # eV: lower ripples are not counted
-# angstrom, on either side of the cutoff: over it the force along a stiff bond (50 eV/angstrom^2) changes by 1e-4
+# angstrom, on either side of the cutoff: over it the force along a stiff bond (50 eV/angstrom^2)
+# changes by 1e-4
 CUTOFF_GAP = 1e-6
-# angstrom, of the difference quotient; its error, h^2 / 6 times the third derivative (300 eV/angstrom^3), is 2e-4
+# angstrom, of the difference quotient; its error, h^2 / 6 times the third derivative (300
+# eV/angstrom^3), is 2e-4
 CUTOFF_STEP = 2e-3
 CUTOFF_SEARCH = 0.5  # angstrom, beyond the cutoff
 
@@ -102,7 +109,8 @@ class Dynamics:
         time: until the failure, or the end, ps.
         failure: what failed, or empty.
         drift: slope of the total energy, eV/atom/ps; nan if the run failed.
-        spread: RMS deviation of the total energy from the straight line, eV/atom; nan if the run failed.
+        spread: RMS deviation of the total energy from the straight line, eV/atom; nan if the run
+            failed.
     """
 
     time: float
@@ -113,7 +121,9 @@ class Dynamics:
 
 @dataclass(frozen=True)
 class BondScan:
-    """Energies (P,), eV, by the distance (P,), angstrom, of a pair of elements; extrema beyond the one well."""
+    """Energies (P,), eV, by the distance (P,), angstrom, of a pair of elements; extrema beyond the
+    one well.
+    """
 
     elements: tuple[str, str]
     distance: Array
@@ -127,7 +137,8 @@ class PhysicsReport:
 
     Attributes:
         source: system and number of the frame of dynamics and scans.
-        run: temperature of the run without thermostat (K), time_step (fs), steps and seed of the dynamics.
+        run: temperature of the run without thermostat (K), time_step (fs), steps and seed of the
+            dynamics.
         rows: the lines of the table.
         bonds: one scan for each pair of elements.
         is_short: whether the dynamics are too short for a verdict, unless they fail.
@@ -179,7 +190,8 @@ def measure_physics(
     head: str | None = None,
     device: str | None = None,
 ) -> PhysicsReport:
-    """Return the physics of a model at frames whose errors were measured; the first is that of dynamics and scans.
+    """Return the physics of a model at frames whose errors were measured; the first is that of
+    dynamics and scans.
 
     Args:
         model: a ``.pt`` checkpoint or a frozen file.
@@ -202,7 +214,9 @@ def measure_physics(
 
 
 def physics_of(model: Potential, frames: Sequence[Frame], options: PhysicsOptions) -> PhysicsReport:
-    """Return the physics of a model at the first of some frames; of all of them distances are taken."""
+    """Return the physics of a model at the first of some frames; of all of them distances are
+    taken.
+    """
     shortest = shortest_distances(frames, len(model.type_map), model.rcut)
     least = MIN_DISTANCE_RATIO * np.where(np.isfinite(shortest), shortest, 0.0)
     surface, temperature, seed = Surface(model, frames[0]), options.temperature, options.seed
@@ -234,7 +248,9 @@ def physics_of(model: Potential, frames: Sequence[Frame], options: PhysicsOption
 
 
 def shortest_distances(frames: Sequence[Frame], num_types: int, within: float) -> Array:
-    """Return (T, T) shortest distances by the types of two atoms, angstrom; inf where none is below ``within``."""
+    """Return (T, T) shortest distances by the types of two atoms, angstrom; inf where none is below
+    ``within``.
+    """
     shortest = np.full((num_types, num_types), math.inf)
     for frame in frames:
         i, j, _, distance = find_pairs_once(frame.coord, frame.box, within)
@@ -283,7 +299,9 @@ class Surface:
         return self._model.evaluate(coord, self.types, self.box, fparam, aparam, kept)
 
     def moved(self, atom: int, axis: Array, shifts: Array) -> Array:
-        """Return (P, N, 3) positions in which one atom is moved along ``axis`` by ``shifts`` (P,), angstrom."""
+        """Return (P, N, 3) positions in which one atom is moved along ``axis`` by ``shifts`` (P,),
+        angstrom.
+        """
         coord = np.repeat(self.coord[None], len(shifts), axis=0)
         coord[:, atom] += shifts[:, None] * axis
         return coord
@@ -291,11 +309,13 @@ class Surface:
     def too_close(
         self, coord: Array, least: Array
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], Array]:
-        """Return the pairs that are closer than their elements may be: atoms i and j, and distances in angstrom.
+        """Return the pairs that are closer than their elements may be: atoms i and j, and distances
+        in angstrom.
 
         Args:
             coord: (N, 3), angstrom.
-            least: (T, T), least distances by the types of the two, angstrom; 0 where any distance is allowed.
+            least: (T, T), least distances by the types of the two, angstrom; 0 where any distance
+                is allowed.
         """
         i, j, _, distance = find_pairs_once(coord, self.box, max(float(least.max()), 0.1))
         bad = distance < least[self.types[i], self.types[j]]
@@ -311,14 +331,16 @@ def run_dynamics(
     seed: int,
     friction: float = 0.0,
 ) -> Dynamics:
-    """Run molecular dynamics until it fails: velocity Verlet, or with friction Langevin dynamics (BAOAB).
+    """Run molecular dynamics until it fails: velocity Verlet, or with friction Langevin dynamics
+    (BAOAB).
 
-    A run fails when an energy is not finite, a pair is closer than ``least``, a force is above ``MAX_FORCE``, or, with
-    a thermostat, the kinetic temperature is above ``MAX_HEAT`` times its own. A straight line is fitted to the total
-    energies E(t): drift is its slope over N, spread the RMS of the residuals over N. Without friction the temperature
-    changes as the frame relaxes.
+    A run fails when an energy is not finite, a pair is closer than ``least``, a force is above
+    ``MAX_FORCE``, or, with a thermostat, the kinetic temperature is above ``MAX_HEAT`` times its
+    own. A straight line is fitted to the total energies E(t): drift is its slope over N, spread the
+    RMS of the residuals over N. Without friction the temperature changes as the frame relaxes.
 
-    ``least`` (T, T) is in angstrom, by type, ``temperature`` in K, ``time_step`` in fs, ``friction`` in 1/fs.
+    ``least`` (T, T) is in angstrom, by type, ``temperature`` in K, ``time_step`` in fs,
+    ``friction`` in 1/fs.
     """
     energies: list[float] = []
     step, failure = 0, ""
@@ -360,10 +382,12 @@ def run_dynamics(
 def trajectory(
     surface: Surface, temperature: float, time_step: float, steps: int, seed: int, friction: float
 ) -> Iterator[tuple[Array, float, Array, float]]:
-    """Yield positions (N, 3), potential energy, forces (N, 3) and kinetic energy of the frame and every step after it.
+    """Yield positions (N, 3), potential energy, forces (N, 3) and kinetic energy of the frame and
+    every step after it.
 
-    BAOAB (Leimkuhler and Matthews, Appl. Math. Res. Express 2013, 34): half a kick, half a drift, friction and noise,
-    half a drift, half a kick. Without friction this is velocity Verlet. Units are angstrom and eV.
+    BAOAB (Leimkuhler and Matthews, Appl. Math. Res. Express 2013, 34): half a kick, half a drift,
+    friction and noise, half a drift, half a kick. Without friction this is velocity Verlet. Units
+    are angstrom and eV.
     """
     random, masses = np.random.default_rng(seed), surface.masses[:, None]
     keep, kept = math.exp(-friction * time_step), KeptPairs(SKIN)
@@ -391,11 +415,13 @@ def trajectory(
 
 
 def scan_bonds(surface: Surface, shortest: Array, fraction: float) -> list[BondScan]:
-    """Return a scan of each pair of elements that are neighbors in the frame, after BSCT (arXiv:2602.04861).
+    """Return a scan of each pair of elements that are neighbors in the frame, after BSCT
+    (arXiv:2602.04861).
 
-    The nearest pair of these elements is taken. One of its atoms is moved along the line between them, from
-    ``fraction`` of the shortest distance of these elements in the data to ``BOND_REACH`` times that of the pair; all
-    others rest. The scan ends before another pair is closer than ``fraction`` of the shortest distance of its elements.
+    The nearest pair of these elements is taken. One of its atoms is moved along the line between
+    them, from ``fraction`` of the shortest distance of these elements in the data to ``BOND_REACH``
+    times that of the pair; all others rest. The scan ends before another pair is closer than
+    ``fraction`` of the shortest distance of its elements.
 
     Args:
         surface: model and frame.
@@ -434,9 +460,10 @@ def scan_bonds(surface: Surface, shortest: Array, fraction: float) -> list[BondS
 def scan_cutoff(surface: Surface) -> list[Row]:
     """Return jumps of the surface where the pair that is nearest to the cutoff passes it.
 
-    E+ and E- are the energies ``CUTOFF_GAP`` outside and inside, and their jump is E+ - E- + 2 gap F, with F the force
-    on the moved atom along the line. The jump of the force is the largest change of that on an atom. The force error is
-    |F + (E(r + h) - E(r - h)) / (2 h)|, h = ``CUTOFF_STEP``.
+    E+ and E- are the energies ``CUTOFF_GAP`` outside and inside, and their jump is E+ - E- + 2 gap
+    F, with F the force on the moved atom along the line. The jump of the force is the largest
+    change of that on an atom. The force error is |F + (E(r + h) - E(r - h)) / (2 h)|, h =
+    ``CUTOFF_STEP``.
     """
     i, j, vector, distance = find_pairs_once(
         surface.coord, surface.box, surface.rcut + CUTOFF_SEARCH
@@ -470,7 +497,9 @@ def scan_cutoff(surface: Surface) -> list[Row]:
 
 
 def count_extrema(energy: Array, barrier: float) -> tuple[int, int]:
-    """Return the numbers of minima and maxima of energies (P,) where they change by more than ``barrier`` both ways."""
+    """Return the numbers of minima and maxima of energies (P,) where they change by more than
+    ``barrier`` both ways.
+    """
     minima = maxima = trend = 0
     low = high = float(energy[0])
     for value in map(float, energy[1:]):

@@ -57,8 +57,9 @@ Rows: TypeAlias = "NDArray[np.float64] | list[None]"  # one per frame
 SAME_PLACE = 1e-3  # angstrom; two atoms this close leave no direction between them
 _THREADS_OF = os.getpid()  # the process in which torch may have started threads
 _ROUNDING = 1e-6  # of a distance that was found twice
-# a frame of more atoms whose pairs are kept is evaluated alone on a CPU: keeping its slots as well is worth more than
-# sharing a batch (water, se_e2_a: 1.2 times at 96 atoms; at 12 atoms a batch of 64 frames is 5 times as fast)
+# a frame of more atoms whose pairs are kept is evaluated alone on a CPU: keeping its slots as well
+# is worth more than sharing a batch (water, se_e2_a: 1.2 times at 96 atoms; at 12 atoms a batch of
+# 64 frames is 5 times as fast)
 MAX_ATOMS_SHARING = 64
 
 
@@ -81,7 +82,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class QuantityPrediction:
-    """Predictions of a model of another quantity than energies, also as attributes of its name: ``.dipole``.
+    """Predictions of a model of another quantity than energies, also as attributes of its name:
+    ``.dipole``.
 
     Attributes:
         name: ``dipole``, ``polarizability``, ``dos``, or that of the property.
@@ -112,8 +114,9 @@ class Potential:
     It can be copied and pickled. Several threads may use it, each with ``kept`` pairs of its own.
 
     Args:
-        path: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``, or a model already
-            loaded. A ``.pt2`` is machine code, which runs when it is loaded: only from whom you trust.
+        path: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``, or
+            a model already loaded. A ``.pt2`` is machine code, which runs when it is loaded: only
+            from whom you trust.
         device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
         head: which model of a file that holds several.
 
@@ -155,7 +158,9 @@ class Potential:
 
     @property
     def num_conditions(self) -> dict[str, int]:
-        """Number of values of ``fparam`` per frame and of ``aparam`` per atom; 0 if the model takes none."""
+        """Number of values of ``fparam`` per frame and of ``aparam`` per atom; 0 if the model takes
+        none.
+        """
         return {
             FPARAM: self.config.fitting_net.numb_fparam,
             APARAM: self.config.fitting_net.numb_aparam,
@@ -180,21 +185,25 @@ class Potential:
         aparam: ArrayLike | None = None,
         kept: KeptPairs | None = None,
     ) -> Any:
-        """Return energies, forces, virials and atomic energies of F frames of N atoms, a :class:`Prediction`.
+        """Return energies, forces, virials and atomic energies of F frames of N atoms, a
+        :class:`Prediction`.
 
-        Of a model of dipoles, polarizabilities, properties or densities of states a :class:`QuantityPrediction`.
+        Of a model of dipoles, polarizabilities, properties or densities of states a
+        :class:`QuantityPrediction`.
 
         Args:
             coord: (F, N, 3), (F, 3N), or (N, 3) for one frame; angstrom.
             types: (N,) or (F, N): places in ``type_map``, or element symbols.
-            box: cell vectors as rows, angstrom: (F, 3, 3) or (F, 9), or (3, 3) or (9,) for all frames; None: open.
+            box: cell vectors as rows, angstrom: (F, 3, 3) or (F, 9), or (3, 3) or (9,) for all
+                frames; None: open.
             fparam: frame parameters, (F, P) or (P,) for all frames.
             aparam: atomic parameters, (F, N, Q) or (F, N Q), or (N, Q) for all frames.
-            kept: neighbor pairs that are kept from frame to frame and from call to call; None: each frame is searched.
+            kept: neighbor pairs that are kept from frame to frame and from call to call; None: each
+                frame is searched.
 
         Raises:
-            UserError: if an array has another shape, a number is not finite, a type is unknown, or the model has no
-                energy for a frame, as for two atoms in one place.
+            UserError: if an array has another shape, a number is not finite, a type is unknown, or
+                the model has no energy for a frame, as for two atoms in one place.
         """
         frames = _frames(self, coord, types, box, fparam, aparam)
         count, natoms = len(frames), np.shape(types)[-1]
@@ -227,11 +236,14 @@ class Potential:
         ],
         kept: Sequence[KeptPairs] | None = None,
     ) -> list[Prediction]:
-        """Return energies, forces, virials and atomic energies of S systems of any sizes, which share batches.
+        """Return energies, forces, virials and atomic energies of S systems of any sizes, which
+        share batches.
 
         Args:
-            systems: positions (N, 3) in angstrom, types (N,) as for :meth:`evaluate`, and cell (3, 3) or None of each.
-            kept: neighbor pairs of each system, or of more, that are kept from call to call; None: all are searched.
+            systems: positions (N, 3) in angstrom, types (N,) as for :meth:`evaluate`, and cell (3,
+                3) or None of each.
+            kept: neighbor pairs of each system, or of more, that are kept from call to call; None:
+                all are searched.
 
         Raises:
             UserError: as :meth:`evaluate`, and of a model that does not predict energies.
@@ -344,7 +356,9 @@ class Potential:
         return {name: value.to("cpu").numpy() for name, value in found.items()}
 
     def _warn_once(self, most: list[int], nearest: float) -> None:
-        """Log what the model was not made for: neighbors that it drops, and atoms nearer than it was trained on."""
+        """Log what the model was not made for: neighbors that it drops, and atoms nearer than it
+        was trained on.
+        """
         kept = list(self._layout.sel)
         if any(map(gt, most, kept)):
             self._warn(
@@ -396,7 +410,9 @@ def describe_short_pair(
 
 
 def _refrain_from_lost_threads() -> None:
-    """Let torch compute with one thread in a process that forked: it would wait for the threads of its parent."""
+    """Let torch compute with one thread in a process that forked: it would wait for the threads of
+    its parent.
+    """
     if os.getpid() != _THREADS_OF and torch.get_num_threads() > 1:
         torch.set_num_threads(1)
         logger.warning(
@@ -406,7 +422,9 @@ def _refrain_from_lost_threads() -> None:
 
 
 def _refuse_without_energy(frames: Sequence[Frame], potential: Potential) -> None:
-    """Raise UserError for frames that have no finite energies and forces; one of them spoils a batch."""
+    """Raise UserError for frames that have no finite energies and forces; one of them spoils a
+    batch.
+    """
     for frame in frames:
         short = describe_short_pair(
             frame, potential._loaded.model, potential.type_map, potential.rcut
@@ -422,7 +440,9 @@ def _refuse_without_energy(frames: Sequence[Frame], potential: Potential) -> Non
 def _lone_atom(
     frames: Sequence[Frame], force: NDArray[np.float64], potential: Potential
 ) -> str | None:
-    """Return an atom among others that has no neighbor; they are searched only if some atom has no force (N, 3)."""
+    """Return an atom among others that has no neighbor; they are searched only if some atom has no
+    force (N, 3).
+    """
     still = np.logical_not(force.any(axis=1))
     ends = np.cumsum([0, *(frame.num_atoms for frame in frames)])
     for frame, (begin, end) in zip(frames, pairwise(ends)) if still.any() else ():
@@ -516,7 +536,9 @@ def _parameters(name: str, value: Any, count: int, shape: tuple[int, ...]) -> Ro
 def _rows(
     name: str, value: Any, count: int, shape: tuple[int, ...], expected: str
 ) -> NDArray[np.float64]:
-    """Return (F, *shape) numbers that are given for each frame or once for all of them, in shapes ``expected``."""
+    """Return (F, *shape) numbers that are given for each frame or once for all of them, in shapes
+    ``expected``.
+    """
     found = _numbers(name, value)
     for given in (shape, (math.prod(shape),)):
         if found.shape in (given, (count, *given)):

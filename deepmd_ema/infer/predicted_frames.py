@@ -28,9 +28,11 @@ def refuse_frames(path: str) -> None:
 
 
 def write_frames(report: ErrorReport, path: str) -> Path:
-    """Write all frames with predictions under the names of ASE, and labels as ``REF_energy``, ``REF_forces``, ...
+    """Write all frames with predictions under the names of ASE, and labels as ``REF_energy``,
+    ``REF_forces``, ...
 
-    A periodic frame has the stress in place of the virial, in eV/angstrom^3, positive under tension.
+    A periodic frame has the stress in place of the virial, in eV/angstrom^3, positive under
+    tension.
     """
     kinds = report.kinds
     with atomic_write(path, "Choose another -o.") as part, part.open("w", encoding="utf-8") as file:
@@ -46,7 +48,8 @@ def write_frames(report: ErrorReport, path: str) -> Path:
             for prefix, values in (("", result.prediction), (REFERENCE, result.label)):
                 for name, value in values.items():
                     if LABELS[name].per_atom and name not in (FORCE, *result.label):
-                        continue  # a share of an atom would be taken for a label when the file is read
+                        # a share of an atom would be taken for a label when the file is read
+                        continue
                     if name == VIRIAL and result.volume is not None:
                         arrays[prefix + STRESS] = -value / result.volume
                     else:

@@ -122,7 +122,9 @@ def _model(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _run(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the settings of the run; nothing when the file holds a model section only, or is of another version."""
+    """Return the settings of the run; nothing when the file holds a model section only, or is of
+    another version.
+    """
     try:
         return config_summary(saved_config(config)) if "training" in config else []
     except ConfigError:

@@ -46,7 +46,8 @@ class DeepmdKit:
         path: Path,
         edit: Callable[[Path, Path], object] = shutil.copyfile,
     ) -> None:
-        """Run a command of DeePMD-kit that writes a file, which takes the name ``path`` when it is complete.
+        """Run a command of DeePMD-kit that writes a file, which takes the name ``path`` when it is
+        complete.
 
         Args:
             words: the command; ``{}`` is the file that it writes.
@@ -108,7 +109,8 @@ def find_deepmd_kit(path: Path, program: str | None = None) -> DeepmdKit:
 def copy_with_task_dim(source: Path, target: Path) -> None:
     """Copy a ``.pth`` of a dipole model, with the method ``get_task_dim``.
 
-    LAMMPS of DeePMD-kit 3.2.0 calls it (``DeepTensorPT::init``), and the files that DeePMD-kit writes do not have it.
+    LAMMPS of DeePMD-kit 3.2.0 calls it (``DeepTensorPT::init``), and the files that DeePMD-kit
+    writes do not have it.
     """
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
         for name in old.namelist():

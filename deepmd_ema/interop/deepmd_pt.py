@@ -1,9 +1,10 @@
 """Checkpoints of DeePMD-kit (``.pt``), read and written by way of the tree of a ``.dp`` file.
 
-A checkpoint holds the section ``model`` of its input and tensors under the names of modules. The section gives the tree
-of a model with its arrays in place, and each array has one name in a checkpoint: :func:`_name_of`, of which the names
-in one descriptor are those of its ``PartTree.modules``. Checkpoints of the backends pt and pt_expt are read, and such
-of pt are written.
+A checkpoint holds the section ``model`` of its input and tensors under the names of modules. The
+section gives the tree of a model with its arrays in place, and each array has one name in a
+checkpoint: :func:`_name_of`, of which the names in one descriptor are those of its
+``PartTree.modules``. Checkpoints of the backends pt and pt_expt are read, and such of pt are
+written.
 """
 
 from __future__ import annotations
@@ -69,11 +70,13 @@ _CONVERT = "With DeePMD-kit: `dp --pt freeze -c {path} -o model.pth`, then `dp c
 def read_deepmd_pt(
     payload: Any, path: Path, head: str | None = None, use_average: bool = False
 ) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]:
-    """Return one model of a checkpoint of DeePMD-kit: its section, itself in evaluation mode, and facts.
+    """Return one model of a checkpoint of DeePMD-kit: its section, itself in evaluation mode, and
+    facts.
 
-    ``min_nbor_dist`` of the model is set. The facts are ``weights`` (``live``, ``ema``, or empty: a file with weights
-    only does not say what they are), ``step`` (optimizer steps of the weights, or None), ``average`` (empty for other
-    weights), ``bias``, and ``version``, the program that wrote the file.
+    ``min_nbor_dist`` of the model is set. The facts are ``weights`` (``live``, ``ema``, or empty: a
+    file with weights only does not say what they are), ``step`` (optimizer steps of the weights, or
+    None), ``average`` (empty for other weights), ``bias``, and ``version``, the program that wrote
+    the file.
 
     Args:
         payload: the content of the file.
@@ -129,13 +132,16 @@ def write_deepmd_pt(
     models: Mapping[str, tuple[ModelConfig, EnergyModel, Mapping[str, Any]]],
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write models as a checkpoint of DeePMD-kit's backend pt; the file appears whole or not at all.
+    """Write models as a checkpoint of DeePMD-kit's backend pt; the file appears whole or not at
+    all.
 
     Args:
         path: ends in ``.pt``.
-        models: by name of the task: the section ``model``, the model as built from it, with ``min_nbor_dist`` if that
-            is known, and plain facts about the weights. One without a name is called ``""``.
-        check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
+        models: by name of the task: the section ``model``, the model as built from it, with
+            ``min_nbor_dist`` if that is known, and plain facts about the weights. One without a
+            name is called ``""``.
+        check: called with the path of the whole file before it takes its name; what it raises keeps
+            an older file.
 
     Raises:
         CheckpointError: if that backend does not have such a model.
@@ -158,7 +164,8 @@ def write_deepmd_pt(
     train_infos = {"lr": 0.0, "step": max(0, (next(iter(facts.values())).get("step") or 0) - 1)}
     params = sections.get("") or {"model_dict": sections}
     state[_EXTRA] = {"model_params": params, "train_infos": train_infos}
-    # DeePMD-kit starts no run from a checkpoint without the entry `optimizer`, and makes a new one of None
+    # DeePMD-kit starts no run from a checkpoint without the entry `optimizer`, and makes a new one
+    # of None
     payload = {"model": state, "optimizer": None, EXTRA: facts}
     with atomic_write(path, "Choose another OUT, or make room.") as part:
         # no digest: DeePMD-kit changes tensors of a file and keeps what it does not know
@@ -168,7 +175,9 @@ def write_deepmd_pt(
 
 
 def heads_of(payload: Any, path: Path) -> dict[str, list[str]]:
-    """Return the names of the models of a checkpoint of DeePMD-kit, with their aliases; none where there is one."""
+    """Return the names of the models of a checkpoint of DeePMD-kit, with their aliases; none where
+    there is one.
+    """
     with faults_as_messages(path):
         models = _extra_of(payload, path)["model_params"].get("model_dict", {})
         return {
@@ -190,8 +199,8 @@ def _extra_of(payload: Any, path: Path) -> Mapping[str, Any]:
 def _as_built(section: Any, path: Path) -> Any:
     """Return a section as the peer builds it.
 
-    ``se_e2_r`` has one side, all types have dipoles (its ``sel_type`` has no effect), and tables are rows, not lines
-    of files.
+    ``se_e2_r`` has one side, all types have dipoles (its ``sel_type`` has no effect), and tables
+    are rows, not lines of files.
     """
     if isinstance(section, list):
         return [_as_built(part, path) for part in section]
@@ -258,7 +267,9 @@ def deepmd_section(config: ModelConfig) -> Tree:
 
 
 def _not_in_pt(task: str, config: ModelConfig) -> str:
-    """Return the feature of the model of a task that DeePMD-kit's backend pt lacks, or an empty string."""
+    """Return the feature of the model of a task that DeePMD-kit's backend pt lacks, or an empty
+    string.
+    """
     if task == _ONLY or "." in task or hasattr(nn.ModuleDict(), task):
         return f"a task of the name {task!r}"
     alpha = getattr(config, "smin_alpha", _SMIN_ALPHA)
@@ -274,7 +285,9 @@ def _not_in_pt(task: str, config: ModelConfig) -> str:
 
 
 def _parts(config: ModelConfig) -> Sequence[Any]:
-    """Return the sections of the parts of a model, which is its own part if it is not a sum of some."""
+    """Return the sections of the parts of a model, which is its own part if it is not a sum of
+    some.
+    """
     parts: Sequence[Any] = getattr(config, "models", [config])
     return parts
 
@@ -303,9 +316,11 @@ def _tensors(model: EnergyModel, config: ModelConfig) -> Iterator[tuple[str, Ten
 
 
 def _added(node: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
-    """Yield arrays that a checkpoint has beside those of the tree, with places as if they were there.
+    """Yield arrays that a checkpoint has beside those of the tree, with places as if they were
+    there.
 
-    They are empty until DeePMD-kit compresses the model, but for the default of the frame parameters.
+    They are empty until DeePMD-kit compresses the model, but for the default of the frame
+    parameters.
     """
     if not isinstance(node, dict | list):
         return
@@ -356,7 +371,9 @@ def _put(tree: Tree, state: Mapping[str, Any], path: Path, config: ModelConfig) 
 
 
 def _is_weight(name: str, tensor: Any) -> bool:
-    """Whether a tensor is one of the arrays of a tree: no mask, no list of places, nothing compressed."""
+    """Whether a tensor is one of the arrays of a tree: no mask, no list of places, nothing
+    compressed.
+    """
     if not isinstance(tensor, Tensor) or not _is_read(tensor):
         return False
     second = "._networks.", ".nets.networks."  # names of networks that have another one, too
@@ -380,9 +397,11 @@ def _is_read(array: Any) -> bool:
 def _name_of(
     place: str, config: ModelConfig, backend: str
 ) -> tuple[str | None, PartTree | None, str]:
-    """Return the name in a checkpoint of the array at a place in the tree of a model, or None: it is not there.
+    """Return the name in a checkpoint of the array at a place in the tree of a model, or None: it
+    is not there.
 
-    Beside it: the reader of the descriptor or fitting network that has the array, if any, and the place inside.
+    Beside it: the reader of the descriptor or fitting network that has the array, if any, and the
+    place inside.
     """
     match = _PART.fullmatch(place.removeprefix(f"{INSIDE}."))
     assert match is not None, place

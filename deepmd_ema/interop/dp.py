@@ -1,4 +1,6 @@
-"""DeePMD-kit's model files, ``.dp`` (HDF5) and ``.yaml``: written from our models and read into them."""
+"""DeePMD-kit's model files, ``.dp`` (HDF5) and ``.yaml``: written from our models and read into
+them.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,12 @@ def file_tree(
     Args:
         model: as built from ``config``.
         config: the section ``model``.
-        min_nbor_dist: shortest distance in the training data, angstrom; by default ``model.min_nbor_dist``.
+        min_nbor_dist: shortest distance in the training data, angstrom; by default
+            ``model.min_nbor_dist``.
         extra: plain facts about the weights, returned by ``read_dp`` under ``dp_ema``.
-        for_deepmd: whether DeePMD-kit converts the file: the section ``model`` in it then has only options that it
-            knows and that have a value, because ``dp compress`` builds the model from them.
+        for_deepmd: whether DeePMD-kit converts the file: the section ``model`` in it then has only
+            options that it knows and that have a value, because ``dp compress`` builds the model
+            from them.
     """
     section = model_config_from_dict(config) if isinstance(config, Mapping) else config
     distance = model.min_nbor_dist if min_nbor_dist is None else min_nbor_dist
@@ -85,7 +89,8 @@ def rewrite_bias(
     std: np.ndarray | None,
     facts: Mapping[str, Any],
 ) -> None:
-    """Write the model file ``path`` to ``target`` with another output bias and otherwise the same content.
+    """Write the model file ``path`` to ``target`` with another output bias and otherwise the same
+    content.
 
     Args:
         path: a file that :func:`read_dp` reads.
@@ -109,11 +114,13 @@ def rewrite_bias(
 def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]:
     """Return the section ``model``, the model in evaluation mode, and what else the file says.
 
-    The dictionary holds ``software``, ``version``, ``model_def_script``, ``min_nbor_dist`` (or None) and ``dp_ema``,
-    which is empty in files of DeePMD-kit that it has not converted from one of ours.
+    The dictionary holds ``software``, ``version``, ``model_def_script``, ``min_nbor_dist`` (or
+    None) and ``dp_ema``, which is empty in files of DeePMD-kit that it has not converted from one
+    of ours.
 
     Raises:
-        CheckpointError: if the file is missing, damaged, or holds a model that is not available here.
+        CheckpointError: if the file is missing, damaged, or holds a model that is not available
+            here.
     """
     path = Path(path)
     tree = read_tree(path)
@@ -206,7 +213,9 @@ def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
 
 
 def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
-    """Return the section ``model``: the shape from the model itself, the rest from the input that is kept with it."""
+    """Return the section ``model``: the shape from the model itself, the rest from the input that
+    is kept with it.
+    """
     model, script = tree["model"], tree.get("model_def_script") or {}
     section = {
         **chosen(script, ("data_stat_nbatch", "data_stat_protect")),
@@ -241,7 +250,8 @@ def fill_model(model: EnergyModel, config: ModelConfig, tree: Tree) -> None:
 
 
 def normalized(tree: Tree) -> Tree:
-    """Return a tree that was read in the form that is compared with the one that is written: see :class:`StandardTree`.
+    """Return a tree that was read in the form that is compared with the one that is written: see
+    :class:`StandardTree`.
 
     Raises:
         ValueError: if it has what is not available here.
@@ -318,7 +328,8 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
 
 
 class StandardTree:
-    """Tree of a standard model; one with a table of pair energies is of type ``zbl`` there, with two parts.
+    """Tree of a standard model; one with a table of pair energies is of type ``zbl`` there, with
+    two parts.
 
     The base of those of other types.
 
@@ -346,7 +357,8 @@ class StandardTree:
         }  # fmt: skip
 
     def normalized(self, tree: Tree) -> Tree:
-        """Return a tree with options in place of tables, and networks where those of a model without tables are.
+        """Return a tree with options in place of tables, and networks where those of a model
+        without tables are.
 
         Raises:
             ValueError: if it has what is not available here.
@@ -392,7 +404,9 @@ def network_trees(descriptor: Descriptor, fitting: Fitting, config: StandardConf
 
 
 def network_sections(tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
-    """Return the sections of a descriptor and its fitting network, with the seeds of those in ``script``."""
+    """Return the sections of a descriptor and its fitting network, with the seeds of those in
+    ``script``.
+    """
     sections: Tree = {}
     for part, (kinds, name) in PARTS.items():
         reader, section = tree_of(kinds, tree[part]), script.get(name)
@@ -406,7 +420,8 @@ def network_sections(tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree
 
 
 def part_tree(whole: Mapping[str, Any], kind: str, entries: Tree) -> Tree:
-    """Return the tree of a part of the model ``whole``, whose energies of the elements are those of the whole.
+    """Return the tree of a part of the model ``whole``, whose energies of the elements are those of
+    the whole.
 
     Args:
         whole: tree of the model.

@@ -1,4 +1,6 @@
-"""Freezing and conversion: writes weights as another model file, which is compared before it takes its name."""
+"""Freezing and conversion: writes weights as another model file, which is compared before it takes
+its name.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from deepmd_ema.model.tabulated import make_tables, min_table_distance, tabulate
 SUFFIXES = (".dp", ".yaml", ".yml", COMPILED_SUFFIX)
 WEIGHTS = ".pt"
 FOLDERS = (".savedmodel", ".savedmodeltf")  # that `dp convert-backend` makes of a .dp
-# largest difference between the file that was read back and the checkpoint, relative to the largest number
+# largest difference between the file that was read back and the checkpoint, relative to the largest
+# number
 SAME_MATH = {torch.float64: 1e-10, torch.float32: 1e-4}
 FROM_TABLES = {
     torch.float64: 1e-8,
@@ -71,7 +74,9 @@ class Frozen:
     pressure: str = ""
 
     def text(self) -> str:
-        """Return lines about the file: size, largest differences to the checkpoint, and programs that read it."""
+        """Return lines about the file: size, largest differences to the checkpoint, and programs
+        that read it.
+        """
         each = ", ".join(
             f"{name} {value:.1e} {LABELS[name].unit}".rstrip()
             for name, value in self.difference.items()
@@ -86,20 +91,21 @@ class Frozen:
 def convert(
     file: ModelFile, output: str | Path, for_deepmd: bool = False, program: str | None = None
 ) -> Frozen:
-    """Write models to another kind of file, read it back, and compare them before the file takes its name.
+    """Write models to another kind of file, read it back, and compare them before the file takes
+    its name.
 
     Args:
-        file: the models with where their weights come from, which the file records; a single one gets no name there,
-            and only a checkpoint of DeePMD-kit holds several.
-        output: as for :func:`freeze`, or ``.pt``: a file of kind ``weights``, without what a restart needs, or a
-            checkpoint of DeePMD-kit.
+        file: the models with where their weights come from, which the file records; a single one
+            gets no name there, and only a checkpoint of DeePMD-kit holds several.
+        output: as for :func:`freeze`, or ``.pt``: a file of kind ``weights``, without what a
+            restart needs, or a checkpoint of DeePMD-kit.
         for_deepmd: which of these a ``.pt`` is.
         program: the command of DeePMD-kit, for the formats that it writes.
 
     Raises:
         UserError: if the name says no format, or there is something else.
-        CheckpointError: if DeePMD-kit does not have such a model, the file cannot be written or is not the same models;
-            an older file of that name stays.
+        CheckpointError: if DeePMD-kit does not have such a model, the file cannot be written or is
+            not the same models; an older file of that name stays.
     """
     path = Path(output)
     models = file.models if len(file.models) > 1 else {"": next(iter(file.models.values()))}
@@ -155,22 +161,27 @@ def freeze(
     compress: bool | None = None,
     program: str | None = None,
 ) -> Frozen:
-    """Write a model to ``output``, read it back, and compare the two before the file takes its name.
+    """Write a model to ``output``, read it back, and compare the two before the file takes its
+    name.
 
     Args:
         loaded: the model with where its weights come from, which the file records.
-        output: ``.dp``, ``.yaml``, ``.pt2``, which takes minutes to compile, or ``.pth``, ``.pte``, ``.pb``, which an
-            installed DeePMD-kit writes; ``.dp`` is added without a suffix.
+        output: ``.dp``, ``.yaml``, ``.pt2``, which takes minutes to compile, or ``.pth``, ``.pte``,
+            ``.pb``, which an installed DeePMD-kit writes; ``.dp`` is added without a suffix.
         option: what names the file, for messages.
-        device: what a ``.pt2`` is compiled for: ``cpu``, ``cuda``; CUDA when there is one if not given.
-        compress: whether a ``.pt2`` has tables of the embedding networks instead of the networks; None: for a CPU and
-            networks of which tables are faster.
-        program: the command of DeePMD-kit, for the formats that it writes; None: ``dp`` on the PATH.
+        device: what a ``.pt2`` is compiled for: ``cpu``, ``cuda``; CUDA when there is one if not
+            given.
+        compress: whether a ``.pt2`` has tables of the embedding networks instead of the networks;
+            None: for a CPU and networks of which tables are faster.
+        program: the command of DeePMD-kit, for the formats that it writes; None: ``dp`` on the
+            PATH.
 
     Raises:
-        UserError: if a ``.pt2`` cannot be compiled here, ``device``, ``compress`` or ``program`` is given for another
-            format, or there is no DeePMD-kit for a format that it writes, or it fails.
-        CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
+        UserError: if a ``.pt2`` cannot be compiled here, ``device``, ``compress`` or ``program`` is
+            given for another format, or there is no DeePMD-kit for a format that it writes, or it
+            fails.
+        CheckpointError: if the file cannot be written or is not the same model; an older file of
+            that name stays.
     """
     path, info = Path(output), loaded.info
     if path.suffix in FOLDERS:
@@ -253,7 +264,9 @@ def freeze(
 
 
 def _describe_pressure(config: Mapping[str, Any], head: str) -> str:
-    """Return a line about a model of energies whose loss had no virials; of other models an empty string."""
+    """Return a line about a model of energies whose loss had no virials; of other models an empty
+    string.
+    """
     losses = config.get("loss_dict", {})
     loss = losses.get(head, {}) if losses else config.get("loss", {})
     has_virials = any(loss.get(f"{when}_pref_v") for when in ("start", "limit"))
@@ -263,11 +276,12 @@ def _describe_pressure(config: Mapping[str, Any], head: str) -> str:
 
 
 def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
-    """Return the lines of an input of LAMMPS that use a frozen file, after one with the versions they were tried with.
+    """Return the lines of an input of LAMMPS that use a frozen file, after one with the versions
+    they were tried with.
 
-    Atom types of LAMMPS are numbered as in the type map. A ``.pt2`` that passes messages must know which atom an image
-    belongs to (``atom_modify map yes``), and runs on one rank; a ``.pth`` exchanges them itself. Parameters without
-    default are named, for the user to replace.
+    Atom types of LAMMPS are numbered as in the type map. A ``.pt2`` that passes messages must know
+    which atom an image belongs to (``atom_modify map yes``), and runs on one rank; a ``.pth``
+    exchanges them itself. Parameters without default are named, for the user to replace.
     """
     fitting = loaded.config.fitting_net
     if ENERGY not in loaded.model.labels:
@@ -302,7 +316,8 @@ def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
 def _has_dipoles_in_lammps(loaded: LoadedModel) -> bool:
     """Whether ``compute deeptensor/atom`` of DeePMD-kit 3.2.0 reads the ``.pth`` of a model.
 
-    It wants derivatives, which models of polarizabilities do not have there, and exchanges no messages.
+    It wants derivatives, which models of polarizabilities do not have there, and exchanges no
+    messages.
     """
     return (
         loaded.config.fitting_net.type == "dipole" and not loaded.model.descriptor.passes_messages
@@ -315,14 +330,17 @@ def compress(
     """Write a frozen model with tables of its embedding networks, and return lines about the file.
 
     Args:
-        source: a ``.pt2``, which is compiled again, or a file that an installed DeePMD-kit compresses.
+        source: a ``.pt2``, which is compiled again, or a file that an installed DeePMD-kit
+            compresses.
         target: of the same kind.
         device: what a ``.pt2`` is compiled for.
         program: the command of DeePMD-kit.
 
     Raises:
-        UserError: if no network of the model can have tables, or there is no DeePMD-kit for the kind of file.
-        CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
+        UserError: if no network of the model can have tables, or there is no DeePMD-kit for the
+            kind of file.
+        CheckpointError: if the file cannot be written or is not the same model; an older file of
+            that name stays.
     """
     if source.suffix.lower() == COMPILED_SUFFIX:
         return freeze(
@@ -402,7 +420,8 @@ def compare(
     where: torch.device | None = None,
     tolerances: Mapping[torch.dtype, float] = SAME_MATH,
 ) -> dict[str, float]:
-    """Return the largest differences of two models on frames with all elements, one periodic and one open.
+    """Return the largest differences of two models on frames with all elements, one periodic and
+    one open.
 
     Args:
         model: what was read.
@@ -433,9 +452,11 @@ def compare(
 
 
 def _made_up_frames(model: EnergyModel, config: ModelConfig, smallest: float) -> Batch:
-    """Return frames in a cell of at least ``smallest`` angstrom: without images of an atom as its own neighbors.
+    """Return frames in a cell of at least ``smallest`` angstrom: without images of an atom as its
+    own neighbors.
 
-    A compiled model sorts neighbors itself, and may take two images of one atom at one distance in another order.
+    A compiled model sorts neighbors itself, and may take two images of one atom at one distance in
+    another order.
     """
     rng = np.random.default_rng(0)
     num_types = len(config.type_map)

@@ -1,4 +1,6 @@
-"""Trees of descriptors and fitting networks: what every family's table of names is made of, and how arrays are read."""
+"""Trees of descriptors and fitting networks: what every family's table of names is made of, and how
+arrays are read.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,9 @@ _NO_ACTIVATION = {"none", "linear"}  # of the last layer, by version
 class PartTree:
     """Writer and reader of the tree of one kind of descriptor or fitting.
 
-    :meth:`write` is the table of names from which both directions follow: its arrays are the memory of parameters and
-    buffers, and a tree that was read is copied into them (:func:`fill`). What is read is what was written, bitwise.
+    :meth:`write` is the table of names from which both directions follow: its arrays are the memory
+    of parameters and buffers, and a tree that was read is copied into them (:func:`fill`). What is
+    read is what was written, bitwise.
 
     Args:
         section: class of its section in the config.
@@ -62,11 +65,12 @@ class PartTree:
     Attributes:
         names: values of ``type`` of its trees.
         version: the newest of its trees; what is newer is compressed.
-        modules: names of its modules in checkpoints of DeePMD-kit, by backend, that are not those of the entries of
-            its tree: patterns of places in the tree and replacements, applied in this order. None of a backend that
-            does not have this type.
+        modules: names of its modules in checkpoints of DeePMD-kit, by backend, that are not those
+            of the entries of its tree: patterns of places in the tree and replacements, applied in
+            this order. None of a backend that does not have this type.
         defaults: numbers that older checkpoints do not have, by their names in the tree.
-        has_second_names: whether checkpoints hold the arrays of networks twice, under a second name.
+        has_second_names: whether checkpoints hold the arrays of networks twice, under a second
+            name.
     """
 
     version: ClassVar[float] = np.inf
@@ -79,7 +83,9 @@ class PartTree:
         self._options = ("type", *(field.name for field in fields(section)))
 
     def write(self, part: Any, config: StandardConfig) -> Tree:
-        """Return the tree of a descriptor or fitting; arrays are in the memory of the part where that is the CPU's."""
+        """Return the tree of a descriptor or fitting; arrays are in the memory of the part where
+        that is the CPU's.
+        """
         raise NotImplementedError
 
     def unavailable(self, tree: Mapping[str, Any]) -> Iterator[str]:
@@ -101,7 +107,9 @@ class PartTree:
         return tree
 
     def name_of(self, place: str, section: Any, backend: str) -> str:
-        """Return the name of the array at a place in the tree in checkpoints of a backend of DeePMD-kit."""
+        """Return the name of the array at a place in the tree in checkpoints of a backend of
+        DeePMD-kit.
+        """
         for pattern, name in (*self.modules[backend], *_MODULES[backend]):
             place = re.sub(pattern, name, place)
         return place
@@ -151,7 +159,9 @@ def node(kind: str, version: int) -> Tree:
 
 
 def collection_tree(kind: str, networks: Sequence[Tree], ndim: int, ntypes: int) -> Tree:
-    """Return the tree of networks of a ``network_type``, each of which depends on ``ndim`` elements."""
+    """Return the tree of networks of a ``network_type``, each of which depends on ``ndim``
+    elements.
+    """
     return {
         **node("NetworkCollection", 1), "ndim": ndim, "ntypes": ntypes, "network_type": kind,
         "networks": list(networks),
@@ -217,7 +227,9 @@ def type_embedding_tree(embedding: TypeEmbedding, type_map: Sequence[str], train
 
 
 def statistics_tree(module: Any) -> Tree:
-    """Return the arrays of the means and spreads by which a module normalises its environment matrix."""
+    """Return the arrays of the means and spreads by which a module normalises its environment
+    matrix.
+    """
     return {"davg": array(module.mean), "dstd": array(module.stddev)}
 
 
@@ -227,7 +239,9 @@ def env_mat_tree(rcut: float, rcut_smth: float, protection: float) -> Tree:
 
 
 def options_tree(section: Any, *left_out: str) -> Tree:
-    """Return the options of a section that DeePMD-kit has, but for precision, seed, and those that are left out."""
+    """Return the options of a section that DeePMD-kit has, but for precision, seed, and those that
+    are left out.
+    """
     tree = tree_without_effect(section)
     tree |= {
         one.name: plain(getattr(section, one.name))
@@ -245,7 +259,9 @@ def tree_without_effect(section: Any) -> Tree:
 
 
 def parts_of(module: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts that a module has, by their names in a tree; ``names`` are their names in the module by these."""
+    """Yield the parts that a module has, by their names in a tree; ``names`` are their names in the
+    module by these.
+    """
     for key, path in names.items():
         part = reduce(lambda owner, name: getattr(owner, name, None), path.split("."), module)
         if part is not None:
@@ -253,7 +269,9 @@ def parts_of(module: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]
 
 
 def residuals_tree(layer: Any, names: Mapping[str, str]) -> Tree:
-    """Return the trained factors of the updates of a layer, by their names in a tree; see :func:`parts_of`."""
+    """Return the trained factors of the updates of a layer, by their names in a tree; see
+    :func:`parts_of`.
+    """
     factors = {
         key: [array(factor) for factor in update.factors] for key, update in parts_of(layer, names)
     }
@@ -279,9 +297,11 @@ def chosen(tree: Mapping[str, Any], names: Sequence[str]) -> Tree:
 
 
 def fill(target: Any, source: Any, name: str = "") -> None:
-    """Write the arrays of a tree that was read into those of a tree that was written: the tensors of its model change.
+    """Write the arrays of a tree that was read into those of a tree that was written: the tensors
+    of its model change.
 
-    Entries of ``target`` without arrays are not compared, but for activation functions and whether types are mixed.
+    Entries of ``target`` without arrays are not compared, but for activation functions and whether
+    types are mixed.
 
     Args:
         target: the tree of a model on the CPU, or a part of it.
@@ -289,8 +309,8 @@ def fill(target: Any, source: Any, name: str = "") -> None:
         name: of the part, for messages.
 
     Raises:
-        ValueError: if a shape, an activation function or a number of networks, layers or arrays differs, or if an array
-            is there in one of the trees only.
+        ValueError: if a shape, an activation function or a number of networks, layers or arrays
+            differs, or if an array is there in one of the trees only.
     """
     if isinstance(target, list):
         source = [] if source is None else source
@@ -340,7 +360,8 @@ def fill(target: Any, source: Any, name: str = "") -> None:
 
 
 def refuse_angular_means(tree: Mapping[str, Any], name: str = "") -> None:
-    """Refuse the statistics of a block of pairs of neighbors that would make energies depend on the orientation.
+    """Refuse the statistics of a block of pairs of neighbors that would make energies depend on the
+    orientation.
 
     Raises:
         ValueError: naming them; ``name`` is that of the block.

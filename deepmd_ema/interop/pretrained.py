@@ -97,7 +97,8 @@ PUBLISHED = tuple(
 
 
 def download(name: str, folder: Path | None = None) -> Path:
-    """Return the file of a published model in ``folder`` (:data:`DOWNLOADS`), downloaded if it is not there yet.
+    """Return the file of a published model in ``folder`` (:data:`DOWNLOADS`), downloaded if it is
+    not there yet.
 
     Raises:
         CheckpointError: if no address gives the file, or a file of its name has other content.
@@ -149,7 +150,8 @@ def _receive(url: str, path: Path) -> None:
         with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False) as bar:
             total = total_before = 0
             begin = time.monotonic()
-            # read1 returns what has come: read would wait for a whole block, however slowly it comes
+            # read1 returns what has come: read would wait for a whole block, however slowly it
+            # comes
             while block := answer.read1(_BLOCK_BYTES):
                 file.write(block)
                 bar.update(len(block))
@@ -167,7 +169,8 @@ def _receive(url: str, path: Path) -> None:
 
 
 def local_file(name: str) -> str:
-    """Return the path of a file of weights, which is downloaded if ``name`` is that of a published model and no path.
+    """Return the path of a file of weights, which is downloaded if ``name`` is that of a published
+    model and no path.
 
     Raises:
         UserError: as :func:`download` does.
@@ -177,7 +180,8 @@ def local_file(name: str) -> str:
 
 
 def check_digest(path: Path) -> str:
-    """Return the name of the published model that a file holds, or an empty string: no model has a file of that name.
+    """Return the name of the published model that a file holds, or an empty string: no model has a
+    file of that name.
 
     Raises:
         CheckpointError: if the file has the name of a published one and other content.

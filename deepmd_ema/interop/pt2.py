@@ -1,4 +1,6 @@
-"""Models compiled to machine code (``.pt2``): packages of AOTInductor, laid out as DeePMD-kit reads them."""
+"""Models compiled to machine code (``.pt2``): packages of AOTInductor, laid out as DeePMD-kit reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ _OPTIONS = {"cpp.dynamic_threads": True, **CODE_OPTIONS}
 
 
 def check_compiler(path: Path) -> None:
-    """Check that torch and a C++ compiler can write a ``.pt2`` here, which would fail after a minute otherwise.
+    """Check that torch and a C++ compiler can write a ``.pt2`` here, which would fail after a
+    minute otherwise.
 
     Raises:
         UserError: if torch is too old, or there is no C++ compiler.
@@ -79,15 +82,19 @@ def write_pt2(
     device: torch.device,
     check: Callable[[Path], None] | None = None,
 ) -> bool:
-    """Compile a model for ``device`` and write it; the file appears whole or not at all. This takes minutes.
+    """Compile a model for ``device`` and write it; the file appears whole or not at all.
+
+    This takes minutes.
 
     Args:
         path: ends in ``.pt2``.
-        model: in evaluation mode. Tables of its nets, if it has been evaluated with some, are constants in the file.
+        model: in evaluation mode. Tables of its nets, if it has been evaluated with some, are
+            constants in the file.
         config: the section ``model``.
         tree: content of the ``.dp`` file of the model, which the package holds as well.
         device: where the file computes.
-        check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
+        check: called with the path of the whole file before it takes its name; what it raises keeps
+            an older file.
 
     Returns:
         Whether the code has vector instructions.
@@ -115,7 +122,8 @@ def write_pt2(
             except RuntimeError as error:
                 if not (CODE_OPTIONS and "CppCompileError" in f"{type(error).__name__}: {error}"):
                     raise
-                # names that are not declared are, for some models, also in loops that transpose vectors
+                # names that are not declared are, for some models, also in loops that transpose
+                # vectors
                 logger.info(
                     "compiling it without vectors, of which torch %s makes wrong code",
                     torch.__version__,
@@ -137,7 +145,8 @@ def write_pt2(
 def load_compiled(
     path: Path, name: str | None = None
 ) -> tuple[Callable[..., dict[str, Tensor]], torch.device]:
-    """Return the compiled function of a ``.pt2`` file, which takes what ``ExtendedModel`` takes, and where it runs.
+    """Return the compiled function of a ``.pt2`` file, which takes what ``ExtendedModel`` takes,
+    and where it runs.
 
     Machine code in the file runs as it is loaded.
 
@@ -187,7 +196,8 @@ def metadata(model: EnergyModel, config: ModelConfig) -> dict[str, Any]:
     """Return the metadata that DeePMD-kit reads from a package before it runs it."""
     layout, fitting = model.layout, config.fitting_net
     default = list(fitting.default_fparam) if fitting.default_fparam else None
-    # DeePMD-kit fills lists up to that many and cuts none: of a model that keeps all neighbors it is a small number
+    # DeePMD-kit fills lists up to that many and cuts none: of a model that keeps all neighbors it
+    # is a small number
     sel = list(layout.sel) if sum(layout.sel) < MAX_SIZE else [MIN_SIZE]
     energy = {"name": "energy", "shape": [1], "reducible": True, "r_differentiable": True, "c_differentiable": True,
               "atomic": True, "category": 0, "r_hessian": False, "magnetic": False, "intensive": False}  # fmt: skip
@@ -212,7 +222,8 @@ def _exported(
 ) -> torch.export.ExportedProgram:
     """Return the graph of a model for frames of any number and size.
 
-    It is traced twice: ``torch.export`` cannot look into ``torch.func.vjp``, and ``make_fx`` writes it out.
+    It is traced twice: ``torch.export`` cannot look into ``torch.func.vjp``, and ``make_fx`` writes
+    it out.
     """
     from torch.export import Dim
     from torch.export.passes import move_to_device_pass
@@ -244,7 +255,9 @@ def _exported(
 
 
 def _with_conditions(model: EnergyModel, config: ModelConfig) -> Callable[..., dict[str, Tensor]]:
-    """Return the function of the positional tensors of a model: parameters only where it takes some."""
+    """Return the function of the positional tensors of a model: parameters only where it takes
+    some.
+    """
     extended, has_frame = ExtendedModel(model), config.fitting_net.numb_fparam > 0
 
     def run(
@@ -260,7 +273,9 @@ def _with_conditions(model: EnergyModel, config: ModelConfig) -> Callable[..., d
 
 @contextmanager
 def _clock() -> Iterator[tqdm]:
-    """Yield a line with a description and the time since now, which a terminal shows until the end of the block."""
+    """Yield a line with a description and the time since now, which a terminal shows until the end
+    of the block.
+    """
     with tqdm(bar_format="{desc}  {elapsed}", delay=1, disable=None, leave=False) as line:
         is_done = Event()
 
@@ -279,7 +294,9 @@ def _clock() -> Iterator[tqdm]:
 
 
 def _samples(model: EnergyModel, config: ModelConfig) -> tuple[Tensor, ...]:
-    """Return arguments whose sizes are unlike each other and all of the model: equal ones would become one size."""
+    """Return arguments whose sizes are unlike each other and all of the model: equal ones would
+    become one size.
+    """
     fitting = config.fitting_net
     taken = {size for tensor in model.state_dict().values() for size in tensor.shape}
     taken |= {
@@ -308,7 +325,9 @@ def _samples(model: EnergyModel, config: ModelConfig) -> tuple[Tensor, ...]:
 
 @contextmanager
 def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
-    """Turn errors of compilation into messages with the place in the code; these errors have no type of their own."""
+    """Turn errors of compilation into messages with the place in the code; these errors have no
+    type of their own.
+    """
     try:
         yield
     except (

@@ -1,4 +1,6 @@
-"""Nested dictionaries with arrays in DeePMD-kit's ``.dp`` (HDF5) and ``.yaml`` files, and inside of its ``.pt2``."""
+"""Nested dictionaries with arrays in DeePMD-kit's ``.dp`` (HDF5) and ``.yaml`` files, and inside of
+its ``.pt2``.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,14 @@ _MAX_COMPRESSION = 1100  # deflate does not do better
 
 
 def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = None) -> None:
-    """Write ``tree`` with its digest to a ``.yaml`` or an HDF5 file; it appears whole or not at all.
+    """Write ``tree`` with its digest to a ``.yaml`` or an HDF5 file; it appears whole or not at
+    all.
 
     Args:
         path: the file; its suffix says which format.
         tree: what it will hold.
-        check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
+        check: called with the path of the whole file before it takes its name; what it raises keeps
+            an older file.
 
     Raises:
         WriteError: if the file cannot be written.
@@ -53,7 +57,8 @@ def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = No
 
 
 def read_tree(path: Path) -> Tree:
-    """Return the tree that ``write_tree`` or DeePMD-kit wrote, without the digest, which is checked.
+    """Return the tree that ``write_tree`` or DeePMD-kit wrote, without the digest, which is
+    checked.
 
     Raises:
         CheckpointError: if the file is missing, damaged or of another kind.
@@ -65,7 +70,8 @@ def read_tree(path: Path) -> Tree:
         tree = read(path)
     except CheckpointError:
         raise
-    except Exception as error:  # bytes that were changed can make the readers of HDF5, JSON and YAML fail in any way
+    # bytes that were changed can make the readers of HDF5, JSON and YAML fail in any way
+    except Exception as error:
         if (refused := refusal_of(error)) is not None:
             raise CheckpointError(f"{path}: cannot be read {refused}") from error
         reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -161,7 +167,8 @@ def _as_array(lists: Tree) -> Any:
 
 @contextmanager
 def opened_package(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Open a ``.pt2``, which torch is going to unpack, after a look at the names and sizes of its members.
+    """Open a ``.pt2``, which torch is going to unpack, after a look at the names and sizes of its
+    members.
 
     Raises:
         CheckpointError: if one has no place in a package.

@@ -1,13 +1,18 @@
-"""Zone bridging: an analytic pair energy for close atoms, whose distances are clamped for the network.
+"""Zone bridging: an analytic pair energy for close atoms, whose distances are clamped for the
+network.
 
 Three parts share a window of distances (DPA-4, arXiv:2606.02419):
 
-- the screened repulsion of two nuclei (Ziegler, Biersack and Littmark, 1985) is added for all pairs inside the cutoff,
-- the network gets vectors to neighbors with lengths clamped from below at the inner edge of the window,
-- an atom with a neighbor nearer than that sends no messages, because the direction to it changes fast.
+- the screened repulsion of two nuclei (Ziegler, Biersack and Littmark, 1985) is added for all pairs
+  inside the cutoff,
+- the network gets vectors to neighbors with lengths clamped from below at the inner edge of the
+  window,
+- an atom with a neighbor nearer than that sends no messages, because the direction to it changes
+  fast.
 
-The first two are done here, for any descriptor. A descriptor that passes messages multiplies those of an atom j by
-``source_gate``; it gets the window by its section (``config.schema.descriptor.HasBridging``).
+The first two are done here, for any descriptor. A descriptor that passes messages multiplies those
+of an atom j by ``source_gate``; it gets the window by its section
+(``config.schema.descriptor.HasBridging``).
 """
 
 from __future__ import annotations
@@ -40,7 +45,8 @@ SCREENING = ((0.18175, 3.1998), (0.50986, 0.94229), (0.28022, 0.4029), (0.028171
 def clamped_distance(distance: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     """Return clamped distances, angstrom, and their derivatives by the distances.
 
-    ``inner + (outer - inner) (20 t^4 - 45 t^5 + 36 t^6 - 10 t^7)``, t from 0 to 1 in the window, with three continuous
+    ``inner + (outer - inner) (20 t^4 - 45 t^5 + 36 t^6 - 10 t^7)``, t from 0 to 1 in the window,
+    with three continuous
     derivatives: constant before it, the distance itself behind it.
 
     Args:
@@ -56,7 +62,8 @@ def clamped_distance(distance: Tensor, window: Window) -> tuple[Tensor, Tensor]:
 
 
 def pair_switch(distance: Tensor, window: Window) -> Tensor:
-    """Return the weight of a neighbor in the gate: ``35 t^4 - 84 t^5 + 70 t^6 - 20 t^7``, t from 0 to 1 in the window.
+    """Return the weight of a neighbor in the gate: ``35 t^4 - 84 t^5 + 70 t^6 - 20 t^7``, t from 0
+    to 1 in the window.
 
     It is 0 before the window and 1 behind it, with three continuous derivatives.
 
@@ -69,13 +76,15 @@ def pair_switch(distance: Tensor, window: Window) -> Tensor:
 
 
 def source_gate(distance: Tensor, near: Tensor, window: Window) -> Tensor:
-    """Return the factors (A,) of the messages of each atom: the product of ``pair_switch`` over its neighbors.
+    """Return the factors (A,) of the messages of each atom: the product of ``pair_switch`` over its
+    neighbors.
 
-    It may be differentiated twice. A product of torch with two zeros has no second derivative in compiled code, so that
-    logarithms are added up.
+    It may be differentiated twice. A product of torch with two zeros has no second derivative in
+    compiled code, so that logarithms are added up.
 
     Args:
-        distance: (A, K) lengths of the vectors that the descriptor gets, which are clamped already, angstrom.
+        distance: (A, K) lengths of the vectors that the descriptor gets, which are clamped already,
+            angstrom.
         near: (A, K) which slots hold a neighbor.
         window: of the model.
     """
@@ -88,9 +97,9 @@ def source_gate(distance: Tensor, near: Tensor, window: Window) -> Tensor:
 class ZblEnergies(nn.Module):
     """The screened repulsion of the nuclei of each pair and its derivative; without parameters.
 
-    ``V(r) = COULOMB Z_i Z_j / r sum_k a_k exp(-b_k r / l)`` with ``l = SCREENING_LENGTH / (Z_i^p + Z_j^p)``, p =
-    ``SCREENING_EXPONENT``. As in DeePMD-kit it is not switched off but ends at the cutoff, where it is 1 meV for two
-    oxygen atoms at 6 angstrom.
+    ``V(r) = COULOMB Z_i Z_j / r sum_k a_k exp(-b_k r / l)`` with ``l = SCREENING_LENGTH / (Z_i^p +
+    Z_j^p)``, p = ``SCREENING_EXPONENT``. As in DeePMD-kit it is not switched off but ends at the
+    cutoff, where it is 1 meV for two oxygen atoms at 6 angstrom.
 
     Its buffers are not saved: they follow from the elements.
 
@@ -108,7 +117,8 @@ class ZblEnergies(nn.Module):
         self._inverse_length = nn.Buffer(inverse, persistent=False)
 
     def forward(self, batch: Batch, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the energy (A, K) of each pair, eV, and its derivative by the distance, eV/angstrom.
+        """Return the energy (A, K) of each pair, eV, and its derivative by the distance,
+        eV/angstrom.
 
         Args:
             batch: frames with their neighbors.
@@ -141,12 +151,14 @@ class Bridging(nn.Module):
         self.pairs, self.window, self._rcut = pairs, window, rcut
 
     def forward(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the energies (A,), eV, and their gradient with respect to ``batch.vector`` (A, K, 3).
+        """Return the energies (A,), eV, and their gradient with respect to ``batch.vector`` (A, K,
+        3).
 
         Args:
             batch: frames with their neighbors.
             network: the rest of the model, which is given clamped vectors.
-            counted: (T,) 0 for types whose atoms have no energy of their own, nor has a pair with one of them; else 1.
+            counted: (T,) 0 for types whose atoms have no energy of their own, nor has a pair with
+                one of them; else 1.
         """
         distance = torch.linalg.vector_norm(batch.vector, dim=-1)
         clamped, slope = clamped_distance(distance, self.window)
@@ -160,6 +172,7 @@ class Bridging(nn.Module):
         near = near & is_counted[batch.atom_type][:, None] & is_counted[batch.neighbor_type]
         pair, pair_slope = self.pairs(batch, distance, near)
         unit = batch.vector / distance.unsqueeze(-1)
-        # the part of the gradient along the vector changes by the slope of the clamped distance, the rest by the scale
+        # the part of the gradient along the vector changes by the slope of the clamped distance,
+        # the rest by the scale
         along = (slope - scale) * (grad * unit).sum(-1) + 0.5 * pair_slope
         return energy + 0.5 * pair.sum(1), scale.unsqueeze(-1) * grad + along.unsqueeze(-1) * unit

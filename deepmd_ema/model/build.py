@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
-    """Return the model of a config with random parameters; equal configs and seeds give equal parameters.
+    """Return the model of a config with random parameters; equal configs and seeds give equal
+    parameters.
 
     The global random state of torch is neither read nor moved.
 
@@ -67,10 +68,12 @@ def build_models(
 
 
 def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> None:
-    """Let models have parts in common: one module, whose parameters are trained by all of their tasks.
+    """Let models have parts in common: one module, whose parameters are trained by all of their
+    tasks.
 
-    Of two models with a link of one name the second gets the part of the first. A part is first a whole one, if there
-    is any. What distinguishes tasks stays with each: the output bias and the case embedding.
+    Of two models with a link of one name the second gets the part of the first. A part is first a
+    whole one, if there is any. What distinguishes tasks stays with each: the output bias and the
+    case embedding.
 
     Args:
         models: by name of the task; changed.
@@ -97,7 +100,9 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
 
 
 def network_parts(config: NetworkConfig, seed: int) -> Parts:
-    """Return the parts of a model of one descriptor and one fitting network, and perhaps bridging or a table."""
+    """Return the parts of a model of one descriptor and one fitting network, and perhaps bridging
+    or a table.
+    """
     window, section = config.bridging, config.descriptor
     short_range: ShortRange | None = None
     if window is not None:

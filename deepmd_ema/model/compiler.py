@@ -1,6 +1,8 @@
-"""Models evaluated by code that ``torch.compile`` makes: one graph for all models of one structure and all sizes.
+"""Models evaluated by code that ``torch.compile`` makes: one graph for all models of one structure
+and all sizes.
 
-``torch._dynamo`` is imported where it is used: it takes half a second, and most runs do not compile.
+``torch._dynamo`` is imported where it is used: it takes half a second, and most runs do not
+compile.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ COMPARED_STEP = (
 )
 # two sets of operations differ by at most 33 eps for all descriptors, in float64 and float32
 MAX_ROUNDING = 100  # eps
-# of products in TF32 or bfloat16: of eager code and of compiled code, and as much again, as both are samples
+# of products in TF32 or bfloat16: of eager code and of compiled code, and as much again, as both
+# are samples
 ROUNDING_FACTOR = 4
 MIN_GRADIENT = 1e-2  # of the largest gradient: a smaller one is what is left of terms that cancel
 
@@ -79,15 +82,17 @@ class Graph:
 class Compiler:
     """Evaluates models as :func:`~deepmd_ema.model.energy.run` does, by compiled code.
 
-    Every parameter and buffer is an input of a graph, and torch guards everything else that a graph depends on, so that
-    models of one structure share one graph and no model runs with the constants of another. Batches are filled up so
-    that their sizes are of one kind (:mod:`~deepmd_ema.model.dummy_atoms`); gradients and values stay the same. Loaders
-    fill them up ahead (:func:`pad_for`), and then predictions have the dummy frames and atoms too; a batch that is not
-    filled up is so here, and its predictions are its own.
+    Every parameter and buffer is an input of a graph, and torch guards everything else that a graph
+    depends on, so that models of one structure share one graph and no model runs with the constants
+    of another. Batches are filled up so that their sizes are of one kind
+    (:mod:`~deepmd_ema.model.dummy_atoms`); gradients and values stay the same. Loaders fill them up
+    ahead (:func:`pad_for`), and then predictions have the dummy frames and atoms too; a batch that
+    is not filled up is so here, and its predictions are its own.
 
-    The numbers of each new graph are compared with the eager ones (:meth:`difference`), again after 20 steps, and where
-    `due` says so. Where they differ by more than rounding, or torch cannot compile, models are evaluated eagerly from
-    then on, and a warning says so. Other ranks follow in :meth:`agree`.
+    The numbers of each new graph are compared with the eager ones (:meth:`difference`), again after
+    20 steps, and where `due` says so. Where they differ by more than rounding, or torch cannot
+    compile, models are evaluated eagerly from then on, and a warning says so. Other ranks follow in
+    :meth:`agree`.
 
     Attributes:
         options: of torch.
@@ -96,8 +101,8 @@ class Compiler:
         in_validation: whether models in evaluation mode are.
         graphs: made so far.
         due: modes, whether they are that of training, that are compared at their next evaluation.
-        refused: a mode, whether it is that of training, and the reason why this rank evaluates it eagerly, which other
-            ranks do not know yet.
+        refused: a mode, whether it is that of training, and the reason why this rank evaluates it
+            eagerly, which other ranks do not know yet.
     """
 
     options: CompileConfig
@@ -132,7 +137,9 @@ class Compiler:
         return self.in_validation and not model.has_tables
 
     def __call__(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
-        """Return the predictions of ``model`` for ``batch``, with gradients by parameters in training mode."""
+        """Return the predictions of ``model`` for ``batch``, with gradients by parameters in
+        training mode.
+        """
         graphs, training = len(self.graphs), model.training
         self._steps += training
         if training and self._steps == COMPARED_STEP:
@@ -156,14 +163,16 @@ class Compiler:
         return prediction
 
     def trace(self, model: EnergyModel, batch: Batch) -> str:
-        """Make the graph of a model before it is used, and return the reason not to use it; empty if there is none.
+        """Make the graph of a model before it is used, and return the reason not to use it; empty
+        if there is none.
 
-        Weights that are 0 are random numbers meanwhile: of a fresh model most gradients would be 0, and those that
-        compiled code leaves out would not be noticed.
+        Weights that are 0 are random numbers meanwhile: of a fresh model most gradients would be 0,
+        and those that compiled code leaves out would not be noticed.
 
-        It is made for a batch all of whose sizes differ, and differ from widths: torch would take sizes that are equal
-        in the first batch for equal in all, and make another graph later. And the code depends a little on the sizes it
-        was made for: a restart makes it for the same batch as the first start.
+        It is made for a batch all of whose sizes differ, and differ from widths: torch would take
+        sizes that are equal in the first batch for equal in all, and make another graph later. And
+        the code depends a little on the sizes it was made for: a restart makes it for the same
+        batch as the first start.
         """
         widths = {
             size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape
@@ -173,7 +182,9 @@ class Compiler:
             return self.difference(model, _fill(batch, model.layout, up).batch)
 
     def refuse(self, training: bool, reason: str) -> None:
-        """Evaluate models eagerly from now on if there is a reason, found in training or in evaluation mode."""
+        """Evaluate models eagerly from now on if there is a reason, found in training or in
+        evaluation mode.
+        """
         if reason and (self.in_training if training else self.in_validation):
             self.refused = training, reason
             self.in_training, self.in_validation = self.in_training and not training, False
@@ -190,13 +201,15 @@ class Compiler:
         self.refused = False, ""
 
     def difference(self, model: EnergyModel, batch: Batch) -> str:
-        """Return the first number of compiled code that is not the eager one to rounding; empty if all are.
+        """Return the first number of compiled code that is not the eager one to rounding; empty if
+        all are.
 
-        Compares predictions, and in training mode the gradients by parameters of a weighted sum of all of them. Another
-        order of the same sums changes them by the eps of the parameters times what cancels: half of the digits must
-        agree, so that a difference is at most sqrt(eps) of the largest eager number, or 100 eps where that is more.
-        Products in TF32 or bfloat16 round more, by as much as eager numbers differ from those of full precision: the
-        bound is 4 times this, of the number or of the median over all. A number that is not finite differs.
+        Compares predictions, and in training mode the gradients by parameters of a weighted sum of
+        all of them. Another order of the same sums changes them by the eps of the parameters times
+        what cancels: half of the digits must agree, so that a difference is at most sqrt(eps) of
+        the largest eager number, or 100 eps where that is more. Products in TF32 or bfloat16 round
+        more, by as much as eager numbers differ from those of full precision: the bound is 4 times
+        this, of the number or of the median over all. A number that is not finite differs.
 
         Args:
             model: in the mode and the context of products in which it is used.
@@ -253,7 +266,9 @@ class Compiler:
         )
 
     def _why_not(self, error: Exception) -> str:
-        """Return the reason why torch could not compile a model; without a C++ compiler the first is a UserError."""
+        """Return the reason why torch could not compile a model; without a C++ compiler the first
+        is a UserError.
+        """
         chain: list[BaseException] = [error]
         while (
             cause := chain[-1].__cause__ or chain[-1].__context__
@@ -286,7 +301,8 @@ class Compiler:
         return prediction
 
     def _evaluate_again(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
-        """Return eager predictions; the code is refused if these are finite and no longer series were needed.
+        """Return eager predictions; the code is refused if these are finite and no longer series
+        were needed.
 
         A graph has series of one length, on a CPU, and gives nan where a batch needs longer ones.
         """
@@ -346,19 +362,24 @@ class Compiler:
 
 
 def pad_for(options: CompileConfig, layout: NeighborLayout) -> Callable[[Batch], Batch]:
-    """Return the function that fills up batches of a layout for compiled code; a loader calls it in its thread."""
+    """Return the function that fills up batches of a layout for compiled code; a loader calls it in
+    its thread.
+    """
     return partial(pad, layout=layout, up=_rounding(options))
 
 
 def _rounding(options: CompileConfig) -> Round:
-    """Return to which sizes batches are filled up: one graph serves all, or each size has its graph."""
+    """Return to which sizes batches are filled up: one graph serves all, or each size has its
+    graph.
+    """
     return at_least_two if options.dynamic else to_half_octave
 
 
 def _fill(batch: Batch, layout: NeighborLayout, up: Round) -> Filled:
     """Return ``batch`` filled up as a loader does it.
 
-    For a GPU its tensors are views of one buffer, which graphs made for tensors of their own do not take.
+    For a GPU its tensors are views of one buffer, which graphs made for tensors of their own do not
+    take.
     """
     filled = fill(_without_labels(batch), layout, up)
     device = batch.vector.device
@@ -374,7 +395,9 @@ def _without_labels(batch: Batch) -> Batch:
 
 def _counts() -> tuple[int, int]:
     """Return the number of graphs that were made, and of those whose code was found in a cache."""
-    try:  # private to torch: without it no later graph is logged, nor compared; the first ones are compared by trace
+    # private to torch: without it no later graph is logged, nor compared; the first ones are
+    # compared by trace
+    try:
         from torch._dynamo.utils import counters, get_compilation_metrics  # noqa: F401
     except ImportError:
         return 0, 0
@@ -390,13 +413,15 @@ def _numbers(
     batch: Batch,
     scale: dict[str, float],
 ) -> dict[str, Tensor]:
-    """Return predictions and, in training mode, gradients of their sum by parameters, each (n,) float64, by name.
+    """Return predictions and, in training mode, gradients of their sum by parameters, each (n,)
+    float64, by name.
 
     Args:
         evaluate: the model.
         model: in training or evaluation mode.
         batch: filled up or not.
-        scale: the largest of each, which those of another evaluation are compared with; filled in if it is empty.
+        scale: the largest of each, which those of another evaluation are compared with; filled in
+            if it is empty.
     """  # fmt: skip
     found = {name: value.flatten() for name, value in evaluate(model, batch).items()}
     # beside those of the elements the energies that networks give may be small
@@ -443,7 +468,8 @@ def _is_finite(prediction: Mapping[str, Tensor]) -> bool:
 def _with_series(
     model: EnergyModel, evaluate: Callable[[], T], keep: bool = False
 ) -> tuple[T, bool]:
-    """Return the result of an eager evaluation, and whether it needed longer series than graphs of the model have.
+    """Return the result of an eager evaluation, and whether it needed longer series than graphs of
+    the model have.
 
     Args:
         model: which is evaluated.
@@ -465,7 +491,9 @@ def _with_series(
 
 @contextmanager
 def _without_zeros(model: EnergyModel) -> Iterator[None]:
-    """Have random numbers in the place of weights that are 0 within this context; afterwards they are as before."""
+    """Have random numbers in the place of weights that are 0 within this context; afterwards they
+    are as before.
+    """
     generator = torch.Generator().manual_seed(0)  # apart from the random streams of the run
     before = {p: p.detach().clone() for p in model.parameters() if bool((p == 0).any())}
     filled: dict[nn.Parameter, Tensor] = {}
@@ -488,7 +516,9 @@ def _copy_to_keys(values: Mapping[nn.Parameter, Tensor]) -> None:
 
 
 def _rounding_of_sums(model: EnergyModel) -> float:
-    """Return the largest difference that another order of the same sums makes, relative to the largest number."""
+    """Return the largest difference that another order of the same sums makes, relative to the
+    largest number.
+    """
     eps = max(torch.finfo(parameter.dtype).eps for parameter in model.parameters())
     return max(math.sqrt(eps), MAX_ROUNDING * eps)
 

@@ -1,4 +1,6 @@
-"""Batches filled up with dummy atoms, which are in frames of their own, so that few graphs are compiled."""
+"""Batches filled up with dummy atoms, which are in frames of their own, so that few graphs are
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,16 @@ def at_least_two(number: int) -> int:
 
 
 def to_half_octave(number: int) -> int:
-    """Return the next of 2, 3, 4, 6, 8, 12, 16, 24 and so on: for graphs of one size each, of which there are few."""
+    """Return the next of 2, 3, 4, 6, 8, 12, 16, 24 and so on: for graphs of one size each, of which
+    there are few.
+    """
     return _to_part(number, 4)
 
 
 def to_eighth(number: int) -> int:
-    """Return the next of 2, 3, ..., 16, 18, ..., 32, 36, ...: at most an eighth more, for graphs that cost little."""
+    """Return the next of 2, 3, ..., 16, 18, ..., 32, 36, ...: at most an eighth more, for graphs
+    that cost little.
+    """
     return _to_part(number, 16)
 
 
@@ -42,7 +48,9 @@ def _to_part(number: int, parts: int) -> int:
 
 
 def to_prime(taken: Collection[int]) -> Round:
-    """Return a function to the next prime from 5 on that it has not returned and is not ``taken``: no two are equal."""
+    """Return a function to the next prime from 5 on that it has not returned and is not ``taken``:
+    no two are equal.
+    """
     given = set(taken)
 
     def next_prime(number: int) -> int:
@@ -59,8 +67,9 @@ def to_prime(taken: Collection[int]) -> Round:
 class Filled:
     """A batch filled up to chosen numbers of atoms, slots and frames, and the way back.
 
-    The atoms added are in frames of their own, after those of the batch, without neighbors and labels. What a model
-    predicts for the frames of the batch, its derivatives, and the loss are then those of the batch itself.
+    The atoms added are in frames of their own, after those of the batch, without neighbors and
+    labels. What a model predicts for the frames of the batch, its derivatives, and the loss are
+    then those of the batch itself.
 
     Attributes:
         batch: filled up; labels of pairs of atoms are left out.
@@ -83,9 +92,11 @@ class Filled:
 
 
 def pad(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Batch:
-    """Return ``batch`` filled up, with its labels, so that a loss may take it in the place of ``batch``.
+    """Return ``batch`` filled up, with its labels, so that a loss may take it in the place of
+    ``batch``.
 
-    A batch with labels of pairs of atoms is returned as it is: second derivatives are evaluated frame by frame.
+    A batch with labels of pairs of atoms is returned as it is: second derivatives are evaluated
+    frame by frame.
     """
     return (
         batch
@@ -95,7 +106,8 @@ def pad(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Batch
 
 
 def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Filled:
-    """Return ``batch`` with the next numbers that ``up`` gives of atoms of each type, slots of each section and frames.
+    """Return ``batch`` with the next numbers that ``up`` gives of atoms of each type, slots of each
+    section and frames.
 
     Args:
         batch: on any device, where the work is done.

@@ -1,8 +1,8 @@
 """Weights of a model in a model of other elements: what belongs to an element is found by its name.
 
-A tensor is of one of three kinds. One of its dims counts elements: the rows of a type embedding (unless they are of
-electronic states), means and spreads, the bias. Or it is of a network that one element, or a pair of them, has for
-itself. All others do not depend on elements.
+A tensor is of one of three kinds. One of its dims counts elements: the rows of a type embedding
+(unless they are of electronic states), means and spreads, the bias. Or it is of a network that one
+element, or a pair of them, has for itself. All others do not depend on elements.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def carried_over(
 
 
 def elements_problem(old: EnergyModel, elements: Iterable[str]) -> str:
-    """Return why a descriptor with networks for each element is not taken over with others; empty if it may be."""
+    """Return why a descriptor with networks for each element is not taken over with others; empty
+    if it may be.
+    """
     elements = list(map(str, elements))
     if sorted(elements) != sorted(old.type_map) and _has_networks_of_elements(old.state_dict()):
         return (
@@ -129,7 +131,8 @@ def _has_networks_of_elements(names: Iterable[str]) -> bool:
 def _orders_of_slots(
     old: EnergyModel, new: EnergyModel, places: Places, have: dict[str, Tensor]
 ) -> dict[str, list[int]]:
-    """Return the old slots in the order of the new sections, by the prefix of the names of a part with sections.
+    """Return the old slots in the order of the new sections, by the prefix of the names of a part
+    with sections.
 
     Raises:
         ElementsError: if elements have networks and sections of slots of their own, and other ones.
@@ -173,9 +176,11 @@ def _copy(
     axis: int | None,
     is_of_all: bool = False,
 ) -> list[str]:
-    """Copy ``source`` into ``target``, by element where the dim ``axis`` counts them; return what is wrong.
+    """Copy ``source`` into ``target``, by element where the dim ``axis`` counts them; return what
+    is wrong.
 
-    New elements have what ``target`` has for them, or, where a number is one for all elements, that of the others.
+    New elements have what ``target`` has for them, or, where a number is one for all elements, that
+    of the others.
     """
     one, two = (list(tensor.shape) for tensor in (source, target))
     if axis is not None and len(one) == len(two):
@@ -190,7 +195,8 @@ def _copy(
     if axis is None:
         target.copy_(source)
         return []
-    # the weight of a type embedding (T, E) with that of its skip connection, which it has if E is T or 2 T
+    # the weight of a type embedding (T, E) with that of its skip connection, which it has if E is T
+    # or 2 T
     skips = name.endswith(_TYPE_EMBEDDING)
     for new, old in enumerate(places):
         if old is None and is_of_all:
@@ -217,7 +223,9 @@ def _skipped(weight: Tensor) -> Tensor:
 def _source(
     name: str, places: Places, have: dict[str, Tensor], targets: dict[str, Tensor]
 ) -> str | None:
-    """Return the name of the old tensor that ``name`` takes its values from, or None if it is of new elements."""
+    """Return the name of the old tensor that ``name`` takes its values from, or None if it is of
+    new elements.
+    """
     match = _OF_NETWORK.fullmatch(name)
     if match is None:
         return name

@@ -34,9 +34,10 @@ VALUES_PER_ATOM = 10  # that are summed, of a virial and an index
 class EnergyModel(nn.Module):
     """Energies that add up over atoms, with forces and virials that are their exact derivatives.
 
-    The gradient is part of the forward pass: descriptor and fitting return it as an ordinary function of the
-    parameters, so a loss of forces needs one backward pass. Where ``batch.vector`` requires a gradient, the outputs can
-    be differentiated with respect to it as well, which takes longer.
+    The gradient is part of the forward pass: descriptor and fitting return it as an ordinary
+    function of the parameters, so a loss of forces needs one backward pass. Where ``batch.vector``
+    requires a gradient, the outputs can be differentiated with respect to it as well, which takes
+    longer.
 
     Args:
         config: the section ``model``.
@@ -49,10 +50,13 @@ class EnergyModel(nn.Module):
         labels: names of what is predicted, as far as data have it as labels.
         excluded_types: types whose atoms have no energy of their own.
         layout: how ``batch`` must hold the neighbors.
-        min_nbor_dist: shortest distance in the training data, angstrom, or None when it is not known.
-        has_tables: whether embedding nets are read from tables, where no gradients by parameters are wanted.
+        min_nbor_dist: shortest distance in the training data, angstrom, or None when it is not
+            known.
+        has_tables: whether embedding nets are read from tables, where no gradients by parameters
+            are wanted.
         out_bias: (1, T, W) float64 buffer, energy added for each atom of a type, eV; W is 1.
-        out_std: (1, T, W) float64 buffer, spread of the residual of the bias; kept for DeePMD-kit, not used.
+        out_std: (1, T, W) float64 buffer, spread of the residual of the bias; kept for DeePMD-kit,
+            not used.
     """
 
     def __init__(
@@ -92,15 +96,17 @@ class EnergyModel(nn.Module):
         need_virial: bool = True,
         need_hessian: bool = False,
     ) -> dict[str, Tensor]:
-        """Return the energies (F,), atomic energies (A,), forces (A, 3) and virials (F, 9), all float64.
+        """Return the energies (F,), atomic energies (A,), forces (A, 3) and virials (F, 9), all
+        float64.
 
         Args:
             batch: frames with neighbors in ``layout``, on the device of the model.
-            create_graph: whether the outputs can be differentiated with respect to the parameters, and to the vectors
-                if they require a gradient; by default in training mode only.
+            create_graph: whether the outputs can be differentiated with respect to the parameters,
+                and to the vectors if they require a gradient; by default in training mode only.
             need_virial: whether virials are computed.
-            need_hessian: whether the Hessians are computed as well, those of the frames one after the other, each
-                ((3 N)^2,) with the atoms as in the files; by a backward pass per coordinate of the largest frame.
+            need_hessian: whether the Hessians are computed as well, those of the frames one after
+                the other, each ((3 N)^2,) with the atoms as in the files; by a backward pass per
+                coordinate of the largest frame.
         """
         graph = self.training if create_graph is None else create_graph
         # the gradients of other operations can be differentiated by the parameters alone
@@ -117,7 +123,9 @@ class EnergyModel(nn.Module):
         return out if graph else {name: value.detach() for name, value in out.items()}
 
     def energy_and_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the energies of the atoms (A,), eV, and the gradient of their sum by ``batch.vector`` (A, K, 3)."""
+        """Return the energies of the atoms (A,), eV, and the gradient of their sum by
+        ``batch.vector`` (A, K, 3).
+        """
         if self.short_range is not None:
             atom_energy, pair = self.short_range(batch, self._network, self._counted)
         else:
@@ -126,7 +134,9 @@ class EnergyModel(nn.Module):
         return atom_energy + (self.out_bias.view(-1) * self._counted)[batch.atom_type], pair
 
     def _network(self, batch: Batch) -> tuple[Tensor, Tensor, Vjp]:
-        """Return the energies (A,) of the fitting network, their gradient by the features (A, D), and the vjp."""
+        """Return the energies (A,) of the fitting network, their gradient by the features (A, D),
+        and the vjp.
+        """
         features, vjp = self.descriptor(batch)
         atom_energy, grad_features = self.fitting(features, batch)
         if self.excluded_types:
@@ -138,7 +148,9 @@ class EnergyModel(nn.Module):
         return atom_energy, grad_features, vjp
 
     def evaluate_all_blocks(self) -> None:
-        """From now on evaluate all blocks, whatever elements a batch has; needed where they are sharded."""
+        """From now on evaluate all blocks, whatever elements a batch has; needed where they are
+        sharded.
+        """
         for part in self.modules():
             if isinstance(part, Fitting):
                 part.skips_absent = False
@@ -154,8 +166,9 @@ class EnergyModel(nn.Module):
 def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str, Tensor]:
     """Return ``model(batch)``: what ``torch.compile(run, dynamic=True)`` compiles.
 
-    A function of the module, not a method of one: models of one structure then share their graphs, because parameters
-    and buffers are inputs of a graph. The number of graphs is that of kinds of sizes (doc/decisions.md).
+    A function of the module, not a method of one: models of one structure then share their graphs,
+    because parameters and buffers are inputs of a graph. The number of graphs is that of kinds of
+    sizes (doc/decisions.md).
     """
     return model(batch, need_virial=need_virial)
 
@@ -163,7 +176,9 @@ def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str,
 def outputs_of(
     atom_energy: Tensor, pair: Tensor, batch: Batch, need_virial: bool
 ) -> dict[str, Tensor]:
-    """Return energies, forces and virials from the energies (A,) of atoms and their gradient by vectors (A, K, 3)."""
+    """Return energies, forces and virials from the energies (A,) of atoms and their gradient by
+    vectors (A, K, 3).
+    """
     sum_of_frames = frame_sums(batch)
     out = {
         ENERGY: sum_of_frames(atom_energy),
@@ -177,7 +192,9 @@ def outputs_of(
 
 
 def frame_sums(batch: Batch) -> Callable[[Tensor], Tensor]:
-    """Return a function from (A, ...) float64 of atoms to its sums over those of each frame, in a fixed order."""
+    """Return a function from (A, ...) float64 of atoms to its sums over those of each frame, in a
+    fixed order.
+    """
     num_frames, num_atoms, frame = batch.num_frames, batch.atom_frame.shape[0], batch.atom_frame
     frames = torch.arange(num_frames, device=frame.device)
     is_small = (

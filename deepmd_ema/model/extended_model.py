@@ -1,7 +1,8 @@
-"""An energy model as a function of plain tensors: atoms with the images of their neighbors, and a list of neighbors.
+"""An energy model as a function of plain tensors: atoms with the images of their neighbors, and a
+list of neighbors.
 
-This is what is written to a ``.pt2`` file. Names, shapes and order of arguments and outputs are those that DeePMD-kit
-gives to a file of kind ``nlist`` and takes from it.
+This is what is written to a ``.pt2`` file. Names, shapes and order of arguments and outputs are
+those that DeePMD-kit gives to a file of kind ``nlist`` and takes from it.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.ops.operations import REFERENCE, with_operations
 
-# F frames, N atoms of a frame, E atoms of a frame and images of them, A = F N atoms, K slots, L slots as given,
-# T types, P frame parameters, Q atom parameters
+# F frames, N atoms of a frame, E atoms of a frame and images of them, A = F N atoms, K slots, L
+# slots as given, T types, P frame parameters, Q atom parameters
 
 _ROUNDING = 1e-9  # angstrom, of two distances that are equal
 
 
 @dataclass(frozen=True)
 class ExtendedBatch(Batch):
-    """A batch made inside of a graph: which slots hold a neighbor is known, ``reverse`` is not and has no columns.
+    """A batch made inside of a graph: which slots hold a neighbor is known, ``reverse`` is not and
+    has no columns.
 
     Attributes:
         occupied: (A, K) bool, whether the slot holds a neighbor.
@@ -37,7 +39,8 @@ class ExtendedBatch(Batch):
         first_type: (F,) int64, type of the first atom of each frame.
     """
 
-    occupied: Tensor = torch.zeros(0, 0, dtype=torch.bool)  # noqa: RUF009  # fields before it have defaults
+    # fields before it have defaults
+    occupied: Tensor = torch.zeros(0, 0, dtype=torch.bool)  # noqa: RUF009
     neighbor_type: Tensor = torch.zeros(0, 0, dtype=torch.int64)  # noqa: RUF009
     first_type: Tensor = torch.zeros(0, dtype=torch.int64)  # noqa: RUF009
 
@@ -77,16 +80,18 @@ class ExtendedModel(nn.Module):
         Args:
             coord: (F, E, 3) float64, angstrom; the first N of each frame are its atoms.
             atype: (F, E) int64.
-            nlist: (F, N, L) int64, places of neighbors among the E, in any order, -1 is none. Neighbors beyond the
-                cutoff and excluded pairs count for nothing.
-            mapping: (F, E) int64, the atom that each is an image of; read only by models that pass messages.
+            nlist: (F, N, L) int64, places of neighbors among the E, in any order, -1 is none.
+                Neighbors beyond the cutoff and excluded pairs count for nothing.
+            mapping: (F, E) int64, the atom that each is an image of; read only by models that pass
+                messages.
             fparam: (F, P) float64.
             aparam: (F, N, Q) float64.
 
         Returns:
-            ``energy`` (F, N, 1) of each atom and ``energy_redu`` (F, 1), eV; ``energy_derv_r`` (F, E, 1, 3) forces on
-            atoms and images, eV/angstrom; ``energy_derv_c_redu`` (F, 1, 9) virials, eV; ``mask`` (F, N) int32, ones;
-            ``energy_derv_c`` (F, E, 1, 9) of pairs at their neighbors, which add up to the virials.
+            ``energy`` (F, N, 1) of each atom and ``energy_redu`` (F, 1), eV; ``energy_derv_r`` (F,
+            E, 1, 3) forces on atoms and images, eV/angstrom; ``energy_derv_c_redu`` (F, 1, 9)
+            virials, eV; ``mask`` (F, N) int32, ones; ``energy_derv_c`` (F, E, 1, 9) of pairs at
+            their neighbors, which add up to the virials.
         """
         frames, extended = atype.shape
         num_atoms = nlist.shape[1]
@@ -128,7 +133,8 @@ def _batch(
     *,
     keeps_order: bool,
 ) -> tuple[ExtendedBatch, Tensor]:
-    """Return a batch in the layout of the model, and the place (A, K) of each neighbor among all F E atoms and images.
+    """Return a batch in the layout of the model, and the place (A, K) of each neighbor among all F
+    E atoms and images.
 
     Args:
         coord: (F, E, 3), angstrom.
@@ -142,7 +148,8 @@ def _batch(
     frames, extended = atype.shape
     num_atoms = nlist.shape[1]
     frame = torch.arange(frames, device=atype.device)
-    # picked, not sliced: a graph depends on whether a slice is the whole, and would hold for one of the cases only
+    # picked, not sliced: a graph depends on whether a slice is the whole, and would hold for one of
+    # the cases only
     own = (torch.arange(num_atoms, device=atype.device) + (frame * extended)[:, None]).flatten()
     order, counts = _by_type(atype.flatten()[own], model)
     own = own[order]  # place of the atom in each row of the batch among all atoms and images
@@ -187,7 +194,8 @@ def _batch(
     slot = torch.full_like(place, total)
     for start, width, mine, found in zip(accumulate(slots, initial=0), slots, sections, inside):
         slot = torch.where(mine & (found <= width), found - 1 + start, slot)
-    # the last column takes what is not kept, and is thrown away; split, not sliced: the graph knows its size then
+    # the last column takes what is not kept, and is thrown away; split, not sliced: the graph knows
+    # its size then
     empty = own[:, None].expand(-1, total + 1)
     place, _ = empty.scatter(1, slot, place).split([total, 1], 1)
     filled, _ = (
@@ -226,7 +234,9 @@ def _batch(
 
 
 def _by_type(atype: Tensor, model: EnergyModel) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the order (A,) of the atoms by type and the number of each, or as they are where types stay mixed."""
+    """Return the order (A,) of the atoms by type and the number of each, or as they are where types
+    stay mixed.
+    """
     layout = model.layout
     if not (layout.by_type or layout.type_sel):
         return torch.arange(atype.shape[0], device=atype.device), (atype.shape[0],)

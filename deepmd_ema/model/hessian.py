@@ -11,22 +11,24 @@ from deepmd_ema.model.ops.gather import sum_over_reverse
 
 # A atoms, K neighbor slots, D directions: coordinates of an atom of each frame, N atoms of a frame
 
-PAIRS_AT_ONCE = 200_000  # slots times directions of one pass; with 100 channels and float64 about 160 MB per tensor
+# slots times directions of one pass; with 100 channels and float64 about 160 MB per tensor
+PAIRS_AT_ONCE = 200_000
 PAIRS_IN_CACHE = 3_000  # the same on a CPU: of 240 to 200,000 the fastest, for 15 atoms and dpa2
 
 
 def hessian(gradient: Tensor, batch: Batch, create_graph: bool) -> Tensor:
     """Return the Hessians of the frames one after the other, each ((3 N)^2,), in eV/angstrom^2.
 
-    A column is the change of the gradient as one coordinate moves. Frames do not know of each other, so the same
-    coordinate of all of them moves at once. The second derivatives of an energy by the vectors are symmetric, so that
-    the backward pass of the gradient gives its change.
+    A column is the change of the gradient as one coordinate moves. Frames do not know of each
+    other, so the same coordinate of all of them moves at once. The second derivatives of an energy
+    by the vectors are symmetric, so that the backward pass of the gradient gives its change.
 
     Args:
-        gradient: (A, K, 3) of the energy with respect to ``batch.vector``, eV/angstrom, differentiable by it.
+        gradient: (A, K, 3) of the energy with respect to ``batch.vector``, eV/angstrom,
+            differentiable by it.
         batch: frames; ``vector`` requires a gradient.
-        create_graph: whether the result can be differentiated with respect to the parameters. The graphs of all
-            directions are then kept until the backward pass.
+        create_graph: whether the result can be differentiated with respect to the parameters. The
+            graphs of all directions are then kept until the backward pass.
     """
     num_atoms, num_slots = batch.neighbor.shape
     most = 3 * max(batch.sizes)
@@ -40,7 +42,8 @@ def hessian(gradient: Tensor, batch: Batch, create_graph: bool) -> Tensor:
         moved = one_hot(number // 3, most // 3).double()[:, place].unsqueeze(-1) * axis[
             number % 3
         ].unsqueeze(1)
-        # the change of the gradient with respect to positions (A, 3, D) as atoms move by `moved` (D, A, 3)
+        # the change of the gradient with respect to positions (A, 3, D) as atoms move by `moved`
+        # (D, A, 3)
         by_vector = moved[:, batch.neighbor] - moved.unsqueeze(2)
         (change,) = torch.autograd.grad(
             gradient,

@@ -1,6 +1,8 @@
-"""Protocol of the descriptor and base of the fitting networks of an ``EnergyModel``, and sums over data for both.
+"""Protocol of the descriptor and base of the fitting networks of an ``EnergyModel``, and sums over
+data for both.
 
-Both are ``torch.nn.Module``; their parameters and persistent buffers are what checkpoints and averages hold.
+Both are ``torch.nn.Module``; their parameters and persistent buffers are what checkpoints and
+averages hold.
 """
 
 from __future__ import annotations
@@ -34,14 +36,18 @@ Network: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor, Vjp]]
 
 
 class ShortRange(Protocol):
-    """Pair energies that act at short distances beside a network, or instead of it; without parameters."""
+    """Pair energies that act at short distances beside a network, or instead of it; without
+    parameters.
+    """
 
     def __call__(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the energies of the atoms (A,), eV, and the gradient of their sum by ``batch.vector`` (A, K, 3).
+        """Return the energies of the atoms (A,), eV, and the gradient of their sum by
+        ``batch.vector`` (A, K, 3).
 
         Args:
             batch: frames with their neighbors.
-            network: evaluated once, on ``batch`` or with other vectors. Its energies are without the bias of elements.
+            network: evaluated once, on ``batch`` or with other vectors. Its energies are without
+                the bias of elements.
             counted: (T,) 0 for types whose atoms have no energy of their own, else 1.
         """
 
@@ -51,7 +57,8 @@ class Descriptor(Protocol):
 
     Attributes:
         dtype: precision of the parameters and of the features.
-        mixed_types: whether the features distinguish the elements, so that one fitting network serves all of them.
+        mixed_types: whether the features distinguish the elements, so that one fitting network
+            serves all of them.
         passes_messages: whether the features of an atom depend on the neighbors of its neighbors.
     """
 
@@ -73,19 +80,23 @@ class Descriptor(Protocol):
     def __call__(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and what turns their gradient into that of ``batch.vector``.
 
-        A hand-written vjp and that of ``torch.func.vjp`` both fit. Features must go to those of an atom without this
-        neighbor, with two derivatives, where the vector of a neighbor reaches the cutoff.
+        A hand-written vjp and that of ``torch.func.vjp`` both fit. Features must go to those of an
+        atom without this neighbor, with two derivatives, where the vector of a neighbor reaches the
+        cutoff.
         """
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        """Return the names of what ``measure`` returns, which are also the entries of a stat file (``folder/name``).
+        """Return the names of what ``measure`` returns, which are also the entries of a stat file
+        (``folder/name``).
 
         The names of sums that depend on weights are others for other weights.
         """
 
     def measure(self, batch: Batch) -> Sums:
-        """Return the sums over a batch, on the CPU, from which ``apply_statistics`` sets buffers; may be empty."""
+        """Return the sums over a batch, on the CPU, from which ``apply_statistics`` sets buffers;
+        may be empty.
+        """
 
     def apply_statistics(self, sums: Sums) -> None:
         """Set means and spreads from the sums over all data."""
@@ -101,18 +112,22 @@ class HasEquivariants(Descriptor, Protocol):
     dim_equivariants: int
 
     def features_and_equivariants(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the features (A, D), and equivariant vectors (A, M, 3), as functions of the parameters."""
+        """Return the features (A, D), and equivariant vectors (A, M, 3), as functions of the
+        parameters.
+        """
 
 
 class Fitting(nn.Module):
-    """Base of what turns the features of atoms into their energies, here without networks and parameters.
+    """Base of what turns the features of atoms into their energies, here without networks and
+    parameters.
 
-    ``forward(features, batch)`` returns the energies (A,) float64, eV, and their gradient with respect to the features
-    (A, D).
+    ``forward(features, batch)`` returns the energies (A,) float64, eV, and their gradient with
+    respect to the features (A, D).
 
     Attributes:
-        skips_absent: whether nets of elements that a batch does not have are left out in evaluation. False where
-            parameters are sharded: to gather a net is a collective, so every rank must evaluate all of them.
+        skips_absent: whether nets of elements that a batch does not have are left out in
+            evaluation. False where parameters are sharded: to gather a net is a collective, so
+            every rank must evaluate all of them.
         distinguishes_types: whether each element has an output bias of its own.
     """
 
@@ -120,7 +135,8 @@ class Fitting(nn.Module):
     distinguishes_types = True
 
     def share_networks(self, other: Any, whose: str) -> None:
-        """Take the networks of another fitting of the same section; ``whose`` names both owners for messages.
+        """Take the networks of another fitting of the same section; ``whose`` names both owners for
+        messages.
 
         Raises:
             ConfigError: if they do not fit.
@@ -138,7 +154,8 @@ class Fitting(nn.Module):
         """Set means and spreads of the conditions: (P, 3) sums by name, ``fparam`` and ``aparam``.
 
         Args:
-            sums: count, sum and sum of squares of each number; names that are not read may be among them.
+            sums: count, sum and sum of squares of each number; names that are not read may be among
+                them.
             protect: smallest spread.
         """
 
@@ -148,7 +165,9 @@ class Fitting(nn.Module):
 
 
 def mean_and_spread(sums: np.ndarray, smallest: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and standard deviation (N,), at least ``smallest``, from (N, 3) count, sum and sum of squares."""
+    """Return mean and standard deviation (N,), at least ``smallest``, from (N, 3) count, sum and
+    sum of squares.
+    """
     count = np.maximum(sums[:, 0], 1)
     mean = sums[:, 1] / count
     variance = np.maximum(sums[:, 2] / count - mean**2, 0)
@@ -156,7 +175,9 @@ def mean_and_spread(sums: np.ndarray, smallest: float) -> tuple[np.ndarray, np.n
 
 
 def label_weight(batch: Batch, name: str) -> Tensor:
-    """Return the weight of a label in each frame (F,), 0 without the label; without weights what ``has_label`` has."""
+    """Return the weight of a label in each frame (F,), 0 without the label; without weights what
+    ``has_label`` has.
+    """
     weight = batch.has_label[name]
     for kind in (WEIGHT, WEIGHT_OF.get(name, "")):
         if kind in batch.labels:

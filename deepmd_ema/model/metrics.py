@@ -39,8 +39,8 @@ class FrameResult:
         source: (system, frame number in the system).
         atom_type: (N,) types in the order of the model's type map.
         volume: angstrom^3, or None for an open frame.
-        prediction: by the names in ``labels``: energy (), force (N, 3), virial (9,), atom_energy (N,), and hessian
-            (9 N^2,) where it is requested.
+        prediction: by the names in ``labels``: energy (), force (N, 3), virial (9,), atom_energy
+            (N,), and hessian (9 N^2,) where it is requested.
         label: the same for the labels that the frame has.
         counted: (N,) bool, atoms that have what is predicted; None: all.
         force_weight: (N,) weights of the forces in the loss; None: the frame has none.
@@ -87,12 +87,12 @@ class FrameResult:
 class Errors:
     """Sums of absolute and squared errors and their counts, from which every MAE and RMSE follows.
 
-    A frame without a label adds nothing to the sums of that label and nothing to their count. ``add`` does not
-    synchronise with the device; ``summary`` and ``metric`` do.
+    A frame without a label adds nothing to the sums of that label and nothing to their count.
+    ``add`` does not synchronise with the device; ``summary`` and ``metric`` do.
 
     Attributes:
-        sums: (Q + 1, 3) float64, per quantity the sum of absolute errors, of squared errors, and the number of
-            components; the last row has the number of frames and of atoms.
+        sums: (Q + 1, 3) float64, per quantity the sum of absolute errors, of squared errors, and
+            the number of components; the last row has the number of frames and of atoms.
         frames: the frames one by one, when they are collected.
         collect: whether ``add`` keeps them.
     """
@@ -135,10 +135,11 @@ class Errors:
         self.frames.extend(other.frames)
 
     def summary(self) -> dict[str, float]:
-        """Return every error by name, in the units of ``labels.QUANTITIES``, and the numbers of frames and atoms.
+        """Return every error by name, in the units of ``labels.QUANTITIES``, and the numbers of
+        frames and atoms.
 
-        Names are ``mae_e``, ``rmse_e``, ``mae_e_peratom`` and so on; an error without any label is nan.
-        ``num_frames`` and ``num_atoms`` count all frames, also those without labels.
+        Names are ``mae_e``, ``rmse_e``, ``mae_e_peratom`` and so on; an error without any label is
+        nan. ``num_frames`` and ``num_atoms`` count all frames, also those without labels.
         """
         *rows, (frames, atoms, _) = self.sums.tolist()
         out = {}
@@ -148,7 +149,8 @@ class Errors:
         return out | {"num_frames": frames, "num_atoms": atoms}
 
     def metric(self, name: str) -> float:
-        """Return one error by a name such as ``E:MAE`` or ``F:RMSE``; nan when no frame has the label.
+        """Return one error by a name such as ``E:MAE`` or ``F:RMSE``; nan when no frame has the
+        label.
 
         The unit is that of ``labels.METRICS``.
         """
@@ -164,10 +166,12 @@ def evaluate(
     collect: bool = False,
     hessian: bool = False,
 ) -> Errors:
-    """Return the errors of ``model`` over all frames of ``batches``; validation and tests both use this function.
+    """Return the errors of ``model`` over all frames of ``batches``; validation and tests both use
+    this function.
 
     Args:
-        model: gives energies, forces and virials of a batch; it is in evaluation mode during the call.
+        model: gives energies, forces and virials of a batch; it is in evaluation mode during the
+            call.
         batches: labelled frames.
         device: where the model is.
         progress: called after each batch with the number of its frames.
@@ -201,7 +205,9 @@ def evaluated(model: nn.Module) -> Iterator[None]:
 def group_frames(
     frames: Iterable[FrameResult], key: Callable[[FrameResult], Key]
 ) -> dict[Key, Errors]:
-    """Return the errors of each group of frames, such as those of one system (``lambda f: f.source[0]``)."""
+    """Return the errors of each group of frames, such as those of one system (``lambda f:
+    f.source[0]``).
+    """
     groups: dict[Key, Errors] = {}
     for frame in frames:
         groups.setdefault(key(frame), Errors()).merge(frame.errors)
@@ -211,14 +217,18 @@ def group_frames(
 def worst_frames(
     frames: Iterable[FrameResult], metric: str = "F:RMSE", count: int = 10
 ) -> list[FrameResult]:
-    """Return the ``count`` frames with the largest ``metric``, the worst first, without those that lack the label."""
+    """Return the ``count`` frames with the largest ``metric``, the worst first, without those that
+    lack the label.
+    """
     scored = [(frame.errors.metric(metric), frame) for frame in frames]
     scored = [(value, frame) for value, frame in scored if not math.isnan(value)]
     return [frame for _, frame in sorted(scored, key=lambda pair: -pair[0])[:count]]
 
 
 def force_errors_by_type(frames: Iterable[FrameResult], num_types: int) -> list[Errors]:
-    """Return, for each type, the errors of the forces on its atoms; ``num_atoms`` counts the atoms with a force."""
+    """Return, for each type, the errors of the forces on its atoms; ``num_atoms`` counts the atoms
+    with a force.
+    """
     per_type = [Errors() for _ in range(num_types)]
     row = list(QUANTITIES).index("f")
     for frame in frames:
@@ -242,7 +252,9 @@ def _error_sums(
     volume: Tensor,
     periodic: Tensor,
 ) -> Tensor:
-    """Return the sums of errors given as (error, whether the frame of each row has the label); volume is not 0 (F,)."""
+    """Return the sums of errors given as (error, whether the frame of each row has the label);
+    volume is not 0 (F,).
+    """
     per_atom = 1 / num_atoms.to(torch.float64).unsqueeze(1)
     sums: dict[str, Tensor] = {}
     for name, (error, weight) in errors.items():
@@ -255,13 +267,16 @@ def _error_sums(
             else:
                 sums[quantity.name] = _sums(error, weight)
     nothing = torch.zeros(3, dtype=torch.float64, device=num_atoms.device)
-    # adding a host number to a device tensor does not synchronise; a tensor made from a list would be copied
+    # adding a host number to a device tensor does not synchronise; a tensor made from a list would
+    # be copied
     size = torch.stack([*(nothing[0] + number for number in num_real), nothing[0]])
     return torch.stack([*(sums.get(name, nothing) for name in QUANTITIES), size])
 
 
 def _sums(error: Tensor, weight: Tensor) -> Tensor:
-    """Return sum of absolute and of squared errors (n, components) and their number, over rows of weight 1."""
+    """Return sum of absolute and of squared errors (n, components) and their number, over rows of
+    weight 1.
+    """
     rows = weight.unsqueeze(1)
     count = weight.sum() * error.shape[1]
     return torch.stack([(rows * error.abs()).sum(), (rows * error.square()).sum(), count])

@@ -20,15 +20,17 @@ T = TypeVar("T")
 class ModelSet(nn.Module):
     """The models of a run: one module for the optimizer, for the ranks and for files.
 
-    Tensors are called ``<task>.<name in the model>``; those of a single task without a name keep the names of the
-    model, so a file of one model does not depend on this class. A tensor that tasks share is one parameter, under the
-    name of the first task that has it; a state dict has it under all its names.
+    Tensors are called ``<task>.<name in the model>``; those of a single task without a name keep
+    the names of the model, so a file of one model does not depend on this class. A tensor that
+    tasks share is one parameter, under the name of the first task that has it; a state dict has it
+    under all its names.
 
     Args:
         models: by name of the task.
 
     Attributes:
-        by_task: the models. They are called through this set, which ranks may have sharded as a whole.
+        by_task: the models. They are called through this set, which ranks may have sharded as a
+            whole.
         compiler: evaluates the models, but for Hessians; None: they are evaluated eagerly.
     """
 
@@ -62,7 +64,9 @@ class ModelSet(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules under the names that files use, which those of parameters and buffers follow."""
+        """Yield modules under the names that files use, which those of parameters and buffers
+        follow.
+        """
         memo = set() if memo is None else memo
         if remove_duplicate:
             memo.add(self)
@@ -73,7 +77,9 @@ class ModelSet(nn.Module):
             )
 
     def first_names(self) -> dict[str, str]:
-        """Return for each name of a parameter, all of a shared one, that which :meth:`named_parameters` has."""
+        """Return for each name of a parameter, all of a shared one, that which
+        :meth:`named_parameters` has.
+        """
         first: dict[int, str] = {}
         return {
             name: first.setdefault(id(p), name)
@@ -81,7 +87,9 @@ class ModelSet(nn.Module):
         }
 
     def tasks_of_parameters(self) -> dict[str, list[str]]:
-        """Return the tasks that have a parameter, by the name that :meth:`named_parameters` has for it."""
+        """Return the tasks that have a parameter, by the name that :meth:`named_parameters` has for
+        it.
+        """
         own = {task: set(map(id, model.parameters())) for task, model in self.by_task.items()}
         return {
             name: [task for task in own if id(p) in own[task]]
@@ -98,7 +106,9 @@ class ModelSet(nn.Module):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Take in the tensors of a state dict with exactly these names; a shared one as the first task has it."""
+        """Take in the tensors of a state dict with exactly these names; a shared one as the first
+        task has it.
+        """
         for task, model in reversed(
             self.by_task.items()
         ):  # averages hold a shared tensor under its first name only
@@ -143,7 +153,9 @@ def unnested(by_task: Mapping[str, T]) -> T | dict[str, T]:
 
 
 def nested(value: Any, tasks: Iterator[str] | tuple[str, ...]) -> dict[str, Any]:
-    """Return the values by task of which :func:`unnested` made ``value``; tasks that it does not know are left out."""
+    """Return the values by task of which :func:`unnested` made ``value``; tasks that it does not
+    know are left out.
+    """
     return (
         {"": value}
         if tuple(tasks) == ("",)

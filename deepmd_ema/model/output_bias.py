@@ -1,21 +1,24 @@
-"""The output bias of a model, the energy that each atom of an element adds, from the energies of data.
+"""The output bias of a model, the energy that each atom of an element adds, from the energies of
+data.
 
-A fit finds, by least squares over frames f, the energies x of the elements t that explain what is given::
+A fit finds, by least squares over frames f, the energies x of the elements t that explain what is
+given::
 
     sum_t counts[f, t] * x[t] = target[f]
 
-``set`` takes the labels as the target, as the statistics of a new model do. ``change`` takes what the model leaves
-unexplained, label minus prediction, and adds x to the bias that the model has. There each frame is divided by its
-number of atoms first: the sum over t of ``counts[f, t] / num_atoms[f]`` is 1 for every frame, so the residual of the
-least squares is orthogonal to ones, which says that the mean residual per atom is zero. DeePMD-kit fits total energies,
-which is the same when all frames have the same number of atoms; otherwise its mean per atom is not zero.
+``set`` takes the labels as the target, as the statistics of a new model do. ``change`` takes what
+the model leaves unexplained, label minus prediction, and adds x to the bias that the model has.
+There each frame is divided by its number of atoms first: the sum over t of ``counts[f, t] /
+num_atoms[f]`` is 1 for every frame, so the residual of the least squares is orthogonal to ones,
+which says that the mean residual per atom is zero. DeePMD-kit fits total energies, which is the
+same when all frames have the same number of atoms; otherwise its mean per atom is not zero.
 
-The mean is not zero where the fit may not have its way: if the config fixes the energy of an element or an excluded
-element has none.
+The mean is not zero where the fit may not have its way: if the config fixes the energy of an
+element or an excluded element has none.
 
-A model of a file is given to data of the same method or of another one. Labels of another method, code or
-pseudopotential differ by an energy of each element, hundreds of eV, and around it little; errors of a model do not have
-this form. ``move_bias`` distinguishes them.
+A model of a file is given to data of the same method or of another one. Labels of another method,
+code or pseudopotential differ by an energy of each element, hundreds of eV, and around it little;
+errors of a model do not have this form. ``move_bias`` distinguishes them.
 """
 
 from __future__ import annotations
@@ -67,7 +70,8 @@ class FrameEnergies:
     _predicted: list[Array] = field(default_factory=list)
 
     def add(self, batch: Batch, predicted: Tensor | None = None) -> None:
-        """Take in the labels of a batch that have a weight, and what a model gives for them: (F,) eV.
+        """Take in the labels of a batch that have a weight, and what a model gives for them: (F,)
+        eV.
 
         Raises:
             DataError: if the model gives no finite energy for a frame.
@@ -102,7 +106,9 @@ class FrameEnergies:
 
     @property
     def counts(self) -> Array:
-        """Atoms of each type that have an energy of their own (F, T), or fractions of them for a mean over atoms."""
+        """Atoms of each type that have an energy of their own (F, T), or fractions of them for a
+        mean over atoms.
+        """
         counts = np.concatenate(self._counts)
         counts[:, list(self.config.excluded_types)] = 0
         return (
@@ -123,7 +129,9 @@ class FrameEnergies:
         return np.ones_like(num_atoms) if self.config.fitting_net.intensive else 1 / num_atoms
 
     def residual(self, change: Array | None = None) -> Array:
-        """Return label minus prediction (F, ...), eV, of the model with its bias moved by ``change`` (T, ...)."""
+        """Return label minus prediction (F, ...), eV, of the model with its bias moved by
+        ``change`` (T, ...).
+        """
         residual = np.concatenate(self._labels) - np.concatenate(self._predicted)
         return residual if change is None else residual - self.effect @ change
 
@@ -134,8 +142,10 @@ class BiasFit:
 
     Attributes:
         bias: (T,) eV, or (T, W) of another quantity.
-        std: of the same shape, spread over frames of the energy that it leaves unexplained, eV; ones without energies.
-        rmse_per_atom: root mean square of the same, eV/atom (of a mean over atoms, of this), or None without energies.
+        std: of the same shape, spread over frames of the energy that it leaves unexplained, eV;
+            ones without energies.
+        rmse_per_atom: root mean square of the same, eV/atom (of a mean over atoms, of this), or
+            None without energies.
         undetermined: elements whose energies the compositions do not determine separately.
         rank: how many numbers the frames determine for each component.
     """
@@ -149,17 +159,18 @@ class BiasFit:
 
 @dataclass(frozen=True, eq=False)
 class BiasMove:
-    """Output bias of a model of a file for data, and the difference of their labels from its predictions.
+    """Output bias of a model of a file for data, and the difference of their labels from its
+    predictions.
 
-    Numbers are per atom, of a mean over atoms those of a frame; of a quantity with several components root mean squares
-    over these.
+    Numbers are per atom, of a mean over atoms those of a frame; of a quantity with several
+    components root mean squares over these.
 
     Attributes:
         bias: (T,) eV, or (T, W) of another quantity.
         std: spread of frames around the bias, of the same shape.
         is_moved: whether elements that the model knows have another bias than in the file.
-        shift: part of label minus prediction that another bias of these elements explains, root mean square over frames
-            with the sign of the mean.
+        shift: part of label minus prediction that another bias of these elements explains, root
+            mean square over frames with the sign of the mean.
         spread: root mean square of what it leaves.
         is_of_another_method: whether the labels have another reference than the model.
         change: (T,) eV, or (T, W), that explains it, also where the bias stays.
@@ -176,7 +187,9 @@ class BiasMove:
     is_unique: bool
 
     def evidence(self, config: ModelConfig) -> str:
-        """Return the difference as text, such as ``energies differ by -641.5 eV/atom (spread 0.05)``."""
+        """Return the difference as text, such as ``energies differ by -641.5 eV/atom (spread
+        0.05)``.
+        """
         label = LABELS[config.fitting_net.labels[0]]
         what = "energies" if label.name == ENERGY else f"labels of {label.name.partition('[')[0]}"
         unit = label.unit
@@ -198,7 +211,8 @@ class BiasMove:
 def energies_of(
     model: EnergyModel | TaskModel, config: ModelConfig, batches: Iterable[Batch]
 ) -> FrameEnergies:
-    """Return the energies of all frames in ``batches`` beside those of the model with the weights it has now.
+    """Return the energies of all frames in ``batches`` beside those of the model with the weights
+    it has now.
 
     Of a model of another quantity they are its values.
 
@@ -212,7 +226,8 @@ def energies_of(
     """
     frames = FrameEnergies(config)
     for batch in batches:
-        # without autograd the forces cost a twelfth of the energies: there is no way of its own without them
+        # without autograd the forces cost a twelfth of the energies: there is no way of its own
+        # without them
         found = model(batch.to(model.out_bias.device), create_graph=False, need_virial=False)
         frames.add(batch, found[config.fitting_net.labels[0]])
     return frames
@@ -225,7 +240,8 @@ def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
 
     Args:
         frames: with their labels.
-        atomic: (T, 3, ...) number, sum and sum of squares of the labels of atomic energies, or None.
+        atomic: (T, 3, ...) number, sum and sum of squares of the labels of atomic energies, or
+            None.
     """
     bias, known = _given_energies(frames.config, atomic)
     if not len(frames):
@@ -249,8 +265,9 @@ def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
 def change_bias(frames: FrameEnergies, bias: Array) -> BiasFit:
     """Return ``bias`` moved so that the mean residual per atom of the model is zero.
 
-    Elements whose energy the config fixes (``preset_out_bias``, ``fitting_net.atom_ener``) stay as they are. Where the
-    compositions do not determine elements separately, the change with the smallest sum of squares is used.
+    Elements whose energy the config fixes (``preset_out_bias``, ``fitting_net.atom_ener``) stay as
+    they are. Where the compositions do not determine elements separately, the change with the
+    smallest sum of squares is used.
 
     Args:
         frames: at least one, with the energies that the model gives with ``bias``.
@@ -268,13 +285,15 @@ def move_bias(
 ) -> BiasMove:
     """Return the bias that a model of a file has on data.
 
-    Elements whose energy the config fixes stay as they are. Elements that the file does not have get what the model
-    leaves unexplained. Those that it has are moved if this explains much more than it leaves: labels of another method.
+    Elements whose energy the config fixes stay as they are. Elements that the file does not have
+    get what the model leaves unexplained. Those that it has are moved if this explains much more
+    than it leaves: labels of another method.
 
     Args:
         frames: at least one, with the values that the model gives with ``bias``.
         bias: (T,) eV, or (T, W) of another quantity, of the model now.
-        std: of the same shape, spread of values of frames in the data that the model was trained on.
+        std: of the same shape, spread of values of frames in the data that the model was trained
+            on.
         new: elements that the file does not have.
         how: ``fit`` moves known elements, ``keep`` does not, ``auto`` decides.
     """
@@ -315,7 +334,9 @@ def move_bias(
 
 
 def with_given_energies(config: ModelConfig, bias: Array) -> Array:
-    """Return ``bias`` (T, ...) with the energies that the config gives (``preset_out_bias``, ``atom_ener``)."""
+    """Return ``bias`` (T, ...) with the energies that the config gives (``preset_out_bias``,
+    ``atom_ener``).
+    """
     given, fixed = _given_energies(config)
     return np.where(fixed, given, bias) if fixed.any() else bias
 
@@ -329,7 +350,9 @@ def fixed_elements(config: ModelConfig) -> tuple[str, ...]:
 def _fit(
     frames: FrameEnergies, counts: Array, target: Array, start: Array, free: Array, weight: Array
 ) -> BiasFit:
-    """Add to ``start`` (T,), where ``free``, the energies that explain ``target`` (F,) by ``counts`` (F, T) best."""
+    """Add to ``start`` (T,), where ``free``, the energies that explain ``target`` (F,) by
+    ``counts`` (F, T) best.
+    """
     config = frames.config
     change = np.zeros_like(start)
     columns = counts[:, free]
@@ -358,8 +381,8 @@ def _fit(
 def _unit_of_loss(values: Array, residual: Array) -> Array:
     """Return the standard deviation of ``residual`` (F, ...), which is left of ``values`` (F, ...).
 
-    The loss of a property is in units of it. Where the bias explains all frames there is none, and the unit is that of
-    the labels: DeePMD-kit divides by zero.
+    The loss of a property is in units of it. Where the bias explains all frames there is none, and
+    the unit is that of the labels: DeePMD-kit divides by zero.
     """
     spread: Array = residual.std(0)
     is_rounding = spread <= _ROUNDING * np.abs(values).max(0)

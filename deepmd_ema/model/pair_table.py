@@ -18,7 +18,8 @@ Array: TypeAlias = np.ndarray
 
 
 class PairTable(nn.Module):
-    """The energy of each pair and its derivative, from evenly spaced distances up to a cutoff; without parameters.
+    """The energy of each pair and its derivative, from evenly spaced distances up to a cutoff;
+    without parameters.
 
     Its buffer is not saved: it follows from the config.
 
@@ -30,7 +31,8 @@ class PairTable(nn.Module):
         rows: continued with zeros where they end before the cutoff.
         first: distance of the first row, angstrom.
         step: distance between two rows, angstrom.
-        coefficients: (T T (R - 1), 4) buffer: the energy in an interval is ``((c0 u + c1) u + c2) u + c3``, u from 0 to
+        coefficients: (T T (R - 1), 4) buffer: the energy in an interval is ``((c0 u + c1) u + c2) u
+            + c3``, u from 0 to
             1. The spline has two continuous derivatives, and none at the first and the last row.
     """
 
@@ -63,12 +65,14 @@ class PairTable(nn.Module):
         self.coefficients = nn.Buffer(torch.from_numpy(out).view(-1, 4), persistent=False)
 
     def forward(self, batch: Batch, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the energy (A, K) of each pair, eV, and its derivative, nan nearer than the first row.
+        """Return the energy (A, K) of each pair, eV, and its derivative, nan nearer than the first
+        row.
 
         Args:
             batch: frames with their neighbors.
             distance: (A, K) of each pair, angstrom.
-            near: (A, K) which pairs are nearer than the cutoff of the table; the others have no energy.
+            near: (A, K) which pairs are nearer than the cutoff of the table; the others have no
+                energy.
         """
         place = (distance - self.first) / self.step
         interval = place.floor().clamp(0, self._num_intervals - 1)
@@ -86,7 +90,8 @@ class PairTable(nn.Module):
 def _slopes(value: Array) -> Array:
     """Return (R, P) the derivatives at the rows, per step, of the clamped cubic spline.
 
-    They solve ``s[k-1] + 4 s[k] + s[k+1] = 3 (v[k+1] - v[k-1])`` with s = 0 at both ends, here by elimination.
+    They solve ``s[k-1] + 4 s[k] + s[k+1] = 3 (v[k+1] - v[k-1])`` with s = 0 at both ends, here by
+    elimination.
     """
     slope, right = np.zeros_like(value), 3 * (value[2:] - value[:-2])
     factor, reduced = np.zeros(len(right)), np.zeros_like(right)

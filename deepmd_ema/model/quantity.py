@@ -1,4 +1,6 @@
-"""The model of a quantity other than the energy: a dipole, a polarizability, a property or a density of states."""
+"""The model of a quantity other than the energy: a dipole, a polarizability, a property or a
+density of states.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,16 @@ if TYPE_CHECKING:
     from deepmd_ema.model.interface import HasEquivariants
 
 COUNTED = "counted"  # beside the predictions: (A,) 1 for atoms that have the quantity, else 0
-SPREAD = "spread"  # beside the predictions: (1, W), of a property in the data, in units of which its loss is
+# beside the predictions: (1, W), of a property in the data, in units of which its loss is
+SPREAD = "spread"
 
 # F frames, A atoms, W components
 
 
 class QuantityModel(EnergyModel):
-    """Values of atoms that add up to that of their frame, or whose mean it is; without derivatives by positions."""
+    """Values of atoms that add up to that of their frame, or whose mean it is; without derivatives
+    by positions.
+    """
 
     def forward(
         self,
@@ -29,12 +34,13 @@ class QuantityModel(EnergyModel):
         need_virial: bool = True,
         need_hessian: bool = False,
     ) -> dict[str, Tensor]:
-        """Return the values of frames (F, W) and of atoms (A, W), float64, by the names in ``labels``, and constants.
+        """Return the values of frames (F, W) and of atoms (A, W), float64, by the names in
+        ``labels``, and constants.
 
         Args:
             batch: frames with neighbors in ``layout``, on the device of the model.
-            create_graph: whether the outputs can be differentiated with respect to the parameters; by default in
-                training mode only.
+            create_graph: whether the outputs can be differentiated with respect to the parameters;
+                by default in training mode only.
             need_virial: no effect.
             need_hessian: no effect.
         """

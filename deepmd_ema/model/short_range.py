@@ -1,8 +1,9 @@
 """Tabulated pair energies that take over from the network where atoms come close (DP-ZBL).
 
-Wang et al., Appl. Phys. Lett. 114, 244101 (2019). The energy of an atom is ``w E_table + (1 - w) E_network`` with
-``E_table = 1/2 sum_k V(r_k)``. The weight w goes smoothly from 1 to 0 where the soft minimum of the distances to its
-neighbors, ``sigma = sum_k r_k exp(-r_k / alpha) / sum_k exp(-r_k / alpha)``, goes from the inner to the outer radius.
+Wang et al., Appl. Phys. Lett. 114, 244101 (2019). The energy of an atom is ``w E_table + (1 - w)
+E_network`` with ``E_table = 1/2 sum_k V(r_k)``. The weight w goes smoothly from 1 to 0 where the
+soft minimum of the distances to its neighbors, ``sigma = sum_k r_k exp(-r_k / alpha) / sum_k
+exp(-r_k / alpha)``, goes from the inner to the outer radius.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class TabulatedShortRange(nn.Module):
         self.table, self.alpha, self.inner, self.outer = table, alpha, inner, outer
 
     def forward(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the energies (A,), eV, and their gradient with respect to ``batch.vector`` (A, K, 3).
+        """Return the energies (A,), eV, and their gradient with respect to ``batch.vector`` (A, K,
+        3).
 
         Args:
             batch: frames with their neighbors.
@@ -61,7 +63,9 @@ class TabulatedShortRange(nn.Module):
         return keep * energy + weight * tabulated, blended + slope.unsqueeze(-1) * unit
 
     def _weight(self, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight (A,) of the table and its derivatives (A, K) with respect to the distances."""
+        """Return the weight (A,) of the table and its derivatives (A, K) with respect to the
+        distances.
+        """
         # measured from the nearest neighbor, so that the sums do not vanish where it is far away
         limit = distance.new_full(
             (distance.shape[0], 1), self.table.rcut

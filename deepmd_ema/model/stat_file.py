@@ -59,9 +59,11 @@ def write_stat_file(path: str | Path, config: ModelConfig, statistics: Statistic
 def read_stat_file(
     path: str | Path, config: ModelConfig, descriptor: Descriptor
 ) -> Statistics | str:
-    """Return the statistics of this model in a stat file, or the reason why the file does not hold them.
+    """Return the statistics of this model in a stat file, or the reason why the file does not hold
+    them.
 
-    A file of DeePMD-kit does not say of which options it is; its names and the shapes of its arrays decide.
+    A file of DeePMD-kit does not say of which options it is; its names and the shapes of its arrays
+    decide.
 
     Raises:
         DataError: if the file is there but cannot be read.
@@ -102,7 +104,9 @@ def read_stat_file(
 
 
 def _difference(settings: Array | None, config: ModelConfig) -> str:
-    """Return the options of a model that are others than those a file was written with, or an empty string."""
+    """Return the options of a model that are others than those a file was written with, or an empty
+    string.
+    """
     if settings is None:  # written by DeePMD-kit
         return ""
     stored = json.loads(np.ravel(settings)[0])

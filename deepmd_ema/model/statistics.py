@@ -29,8 +29,8 @@ class Statistics:
     Attributes:
         type_map: T names of elements.
         measured: sums that the descriptor has measured, by name.
-        conditions: sums of the frame parameters ``fparam`` (P, 3) and the atom parameters ``aparam`` (Q, 3), if there
-            are any; a row is (count, sum, sum of squares).
+        conditions: sums of the frame parameters ``fparam`` (P, 3) and the atom parameters
+            ``aparam`` (Q, 3), if there are any; a row is (count, sum, sum of squares).
         fit: energy of each element.
         observed: elements that the data hold, sorted by name.
         protect: smallest spread of frame and atom parameters.
@@ -118,7 +118,8 @@ def collect_statistics(
 def shared_statistics(
     found: Mapping[str, Statistics], links: Iterable[Link], shares: Mapping[str, float]
 ) -> dict[str, Statistics]:
-    """Return the statistics of tasks with one set of sums for what their models share: the data of each by its share.
+    """Return the statistics of tasks with one set of sums for what their models share: the data of
+    each by its share.
 
     Args:
         found: those of the data of each task.

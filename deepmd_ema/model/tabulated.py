@@ -20,9 +20,11 @@ MIN_DISTANCE = (
     0.7  # angstrom, where the shortest distance of the training data is not known; H2 has 0.74
 )
 NEARER = 0.9  # atoms that move come a bit nearer than in the training data
-# of layers, for a pair and for all pairs of a batch, from which on "auto" uses tables (doc/decisions.md)
+# of layers, for a pair and for all pairs of a batch, from which on "auto" uses tables
+# (doc/decisions.md)
 MIN_WIDTH, MIN_NUMBERS = 40, 200_000
-MAX_LENGTH = 1.2  # terms of a table for each number that the layers have for a pair, with which both take as long
+# terms of a table for each number that the layers have for a pair, with which both take as long
+MAX_LENGTH = 1.2
 
 
 def interpolations_of(model: nn.Module) -> dict[str, Interpolation]:
@@ -35,13 +37,15 @@ def interpolations_of(model: nn.Module) -> dict[str, Interpolation]:
 
 
 def tabulate(model: EnergyModel, always: bool = False) -> bool:
-    """Let a model that is only evaluated use tables of its nets, and return whether it does (doc/decisions.md).
+    """Let a model that is only evaluated use tables of its nets, and return whether it does
+    (doc/decisions.md).
 
     Its parameters get no gradients from then on. Tables are made by the first evaluation.
 
     Args:
         model: on a CPU; on another device nothing is done but that.
-        always: tables for nets of any size, in batches of any size, also where ``interpolate`` is ``never``.
+        always: tables for nets of any size, in batches of any size, also where ``interpolate`` is
+            ``never``.
     """
     model.requires_grad_(False)
     return _add_tables(model, always)
@@ -51,7 +55,8 @@ def tabulate(model: EnergyModel, always: bool = False) -> bool:
 def tables_in(models: Iterable[EnergyModel]) -> Iterator[None]:
     """Evaluate models that are trained as :func:`tabulate` evaluates them, within the body.
 
-    Weights must not change in it. Every rank may call this; with gradients nets are evaluated directly.
+    Weights must not change in it. Every rank may call this; with gradients nets are evaluated
+    directly.
     """
     found = list(models)
     try:
@@ -66,10 +71,11 @@ def tables_in(models: Iterable[EnergyModel]) -> Iterator[None]:
 
 
 def make_tables(model: EnergyModel, batch: Batch) -> list[Series]:
-    """Make the tables of a tabulated model that a graph can read, which then serve batches of any size.
+    """Make the tables of a tabulated model that a graph can read, which then serve batches of any
+    size.
 
-    Those for each element of the centre need atoms in the order of their types, which images lack: such nets are
-    evaluated directly.
+    Those for each element of the centre need atoms in the order of their types, which images lack:
+    such nets are evaluated directly.
 
     Args:
         model: on which ``tabulate`` was called.
@@ -91,7 +97,9 @@ def make_tables(model: EnergyModel, batch: Batch) -> list[Series]:
 
 
 def seal(model: nn.Module) -> None:
-    """From now on use the tables that there are for all batches, whether or not weights have changed."""
+    """From now on use the tables that there are for all batches, whether or not weights have
+    changed.
+    """
     for interpolation in interpolations_of(model).values():
         if interpolation.tables is not None:
             interpolation.tables.sealed = True

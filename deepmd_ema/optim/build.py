@@ -1,4 +1,6 @@
-"""Optimizers by name, clipping, steps that a flag on the device can skip, and optimizer state by parameter name."""
+"""Optimizers by name, clipping, steps that a flag on the device can skip, and optimizer state by
+parameter name.
+"""
 
 from __future__ import annotations
 
@@ -48,18 +50,19 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer that ``config`` describes, over the parameters that are trained.
 
-    State is allocated at construction, so that a skipped step leaves all of it as it was. The step counters are on the
-    device of the parameters, so that no step waits. The learning rate is 0 until the caller sets it in
-    ``param_groups``. Adam and AdamW run as one fused kernel.
+    State is allocated at construction, so that a skipped step leaves all of it as it was. The step
+    counters are on the device of the parameters, so that no step waits. The learning rate is 0
+    until the caller sets it in ``param_groups``. Adam and AdamW run as one fused kernel.
 
     Args:
         config: the section ``optimizer``.
         named_parameters: parameters by name; those with ``requires_grad`` off are left out.
-        shared: whether each rank keeps the state of a part of the parameters only, updates these, and sends them to
-            all others (ZeRO stage 1; Rajbhandari et al., arXiv:1910.02054).
-        names: all names of parameters that ``groups`` may match, each with its name in ``named_parameters``; by default
-            the names there.
-        warmup: length of the warm-up of the learning rate, in steps, and its first rate over the last one.
+        shared: whether each rank keeps the state of a part of the parameters only, updates these,
+            and sends them to all others (ZeRO stage 1; Rajbhandari et al., arXiv:1910.02054).
+        names: all names of parameters that ``groups`` may match, each with its name in
+            ``named_parameters``; by default the names there.
+        warmup: length of the warm-up of the learning rate, in steps, and its first rate over the
+            last one.
 
     Raises:
         ConfigError: if a pattern of ``groups`` matches no parameter.
@@ -99,13 +102,15 @@ def build_optimizer(
                 "ignore", DeprecationWarning
             )  # importing it uses parts of torch that are deprecated
             from torch.distributed.optim import ZeroRedundancyOptimizer
-        # the parameters of a rank become views of one tensor, which is sent to the other ranks at once
+        # the parameters of a rank become views of one tensor, which is sent to the other ranks at
+        # once
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
             parameters, optimizer_class=kind, parameters_as_bucket_view=True, lr=0.0, **settings
         )
     else:
-        # torch wraps methods so that its compiler leaves them alone, and the first call of a wrapper imports the
-        # compiler, which takes half a second; an optimizer is never compiled here
+        # torch wraps methods so that its compiler leaves them alone, and the first call of a
+        # wrapper imports the compiler, which takes half a second; an optimizer is never compiled
+        # here
         plain = {
             name: inspect.unwrap(getattr(kind, name))
             for name in ("add_param_group", "zero_grad", "step")
@@ -126,7 +131,8 @@ def split_by_pattern(
 
     Args:
         groups: of which a parameter belongs to the first whose pattern matches one of its names.
-        names: all names of parameters, those that tasks share under several, each with the name to return.
+        names: all names of parameters, those that tasks share under several, each with the name to
+            return.
         source: the input, for messages.
 
     Raises:
@@ -182,8 +188,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) ->
 
     Args:
         optimizer: one from :func:`build_optimizer`.
-        rate: a float; on a GPU also a scalar in float64 there, with which a step reads no number of the host. Both
-            give the same bits there: rates are rounded to float32, in which the fused kernels of torch read a scalar.
+        rate: a float; on a GPU also a scalar in float64 there, with which a step reads no number of
+            the host. Both give the same bits there: rates are rounded to float32, in which the
+            fused kernels of torch read a scalar.
     """
     on_host = optimizer.param_groups[0]["params"][0].is_cpu
     rates: dict[float, float | Tensor] = {}
@@ -204,7 +211,8 @@ def clip_gradients(
     max_norm: float | None,
     all_reduce_sum: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Scale the gradients so that their global L2 norm is at most ``max_norm``; nothing waits for the device.
+    """Scale the gradients so that their global L2 norm is at most ``max_norm``; nothing waits for
+    the device.
 
     Parameters without a gradient are left out.
 
@@ -234,7 +242,8 @@ def clip_gradients(
 def guarded_step(
     optimizer: torch.optim.Optimizer, found_inf: Tensor, number: int | Tensor = 1
 ) -> None:
-    """Take an optimizer step, unless ``found_inf`` is 1: then weights, moments and counters stay as they are.
+    """Take an optimizer step, unless ``found_inf`` is 1: then weights, moments and counters stay as
+    they are.
 
     The device decides, the host does not wait for it.
 
@@ -243,7 +252,8 @@ def guarded_step(
         found_inf: scalar on the device of the parameters, 1 to skip the step, else 0.
         number: of the step in the run, from 1, by which SOAP knows when its bases are due.
     """
-    # the fused kernels of torch look for this attribute, which is how torch.amp.GradScaler skips a step
+    # the fused kernels of torch look for this attribute, which is how torch.amp.GradScaler skips a
+    # step
     local = _local(optimizer)
     assert isinstance(local, GuardedOptimizer) or local.defaults["fused"], (
         "the step would not be skipped"
@@ -268,16 +278,18 @@ def optimizer_state(
     take: Take | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return a copy in host memory of the whole state: ``{"type": name, "state": {parameter: {key: tensor}}}``.
+    """Return a copy in host memory of the whole state: ``{"type": name, "state": {parameter: {key:
+    tensor}}}``.
 
-    Hyperparameters and the learning rate are not in it: they follow from the config and the step. When the state is
-    sharded, every rank must call this; rank 0 gets all of it.
+    Hyperparameters and the learning rate are not in it: they follow from the config and the step.
+    When the state is sharded, every rank must call this; rank 0 gets all of it.
 
     Args:
         optimizer: one from :func:`build_optimizer`.
         named_parameters: those that it was made for.
         take: what this rank saves of each tensor; copies of whole ones if None.
-        group: of all ranks, through whose host memory rank 0 gets a state that is sharded; the default group if None.
+        group: of all ranks, through whose host memory rank 0 gets a state that is sharded; the
+            default group if None.
     """
     local, take = _local(optimizer), take or WholeTensors()
     shared = local is not optimizer
@@ -298,13 +310,16 @@ def optimizer_state(
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, named_parameters: NamedParameters, state: Mapping[str, Any]
 ) -> None:
-    """Copy a state made by :func:`optimizer_state` into an optimizer over parameters of the same names.
+    """Copy a state made by :func:`optimizer_state` into an optimizer over parameters of the same
+    names.
 
-    The state must be whole on every rank, however it was or will be sharded. Parameters that it names under ``new``
-    (of tasks that the checkpoint does not have) keep the state that the optimizer has.
+    The state must be whole on every rank, however it was or will be sharded. Parameters that it
+    names under ``new`` (of tasks that the checkpoint does not have) keep the state that the
+    optimizer has.
 
     Raises:
-        CheckpointError: if the state is of another optimizer or other parameters; nothing is changed then.
+        CheckpointError: if the state is of another optimizer or other parameters; nothing is
+            changed then.
     """
     local, new = _local(optimizer), state.get("new", ())
     trained = {

@@ -1,4 +1,6 @@
-"""Optimizers of our own: a step that the device can skip, parameters as vectors, and Adam as one of their updates."""
+"""Optimizers of our own: a step that the device can skip, parameters as vectors, and Adam as one of
+their updates.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from deepmd_ema.distributed.tensors import (
 Values = dict[str, Tensor]
 Out = Mapping[str, Tensor | None]
 ADAM_EPS = 1e-8  # the default of Adam (arXiv:1412.6980, algorithm 1), of torch and of DeePMD-kit
-# that are updated together, if not of a single parameter. On a CPU they stay in the cache of a core; on a GPU more
-# would take memory and no less time
+# that are updated together, if not of a single parameter. On a CPU they stay in the cache of a
+# core; on a GPU more would take memory and no less time
 BATCH_ENTRIES = {"cpu": 2**17}
 GPU_BATCH_ENTRIES = 2**22
 WEIGHT = "weight"
@@ -30,10 +32,11 @@ WEIGHT = "weight"
 
 
 class ParameterVector:
-    """Parameters of one dtype and their states as vectors, which are read, changed, and written back together.
+    """Parameters of one dtype and their states as vectors, which are read, changed, and written
+    back together.
 
-    An update of all of them is then a few operations on vectors instead of a few for each parameter. Every rank must
-    call :meth:`full` and :meth:`own` when the parameters are sharded.
+    An update of all of them is then a few operations on vectors instead of a few for each
+    parameter. Every rank must call :meth:`full` and :meth:`own` when the parameters are sharded.
 
     Args:
         parameters: of one kind and dtype.
@@ -71,11 +74,15 @@ class ParameterVector:
         self._parts = {g: [t.numel() for t in memory] for g, memory in self._memory.items()}
 
     def read(self) -> dict[Hashable, Tensor]:
-        """Return all weights and states as few vectors: copies, or the memory itself of a tensor that is alone."""
+        """Return all weights and states as few vectors: copies, or the memory itself of a tensor
+        that is alone.
+        """
         return {group: joined(memory) for group, memory in self._memory.items()}
 
     def split(self, vectors: Mapping[Hashable, Tensor]) -> dict[str, Tensor]:
-        """Return the vector of the weights (N,) and that of each state by its key, views of ``vectors``."""
+        """Return the vector of the weights (N,) and that of each state by its key, views of
+        ``vectors``.
+        """
         found: dict[str, Tensor] = {}
         for group, keys in self._groups.items():
             parts = (
@@ -94,8 +101,8 @@ class ParameterVector:
         Args:
             values: what :meth:`split` returned, changed.
             before: what :meth:`read` returned.
-            skip: scalar; where it is True all stays as it was before, bit by bit. None: never, and ``values`` may have
-                been changed in place.
+            skip: scalar; where it is True all stays as it was before, bit by bit. None: never, and
+                ``values`` may have been changed in place.
         """
         for group, keys in self._groups.items():
             changed, memory = joined([values[key] for key in keys]), self._memory[group]
@@ -111,7 +118,9 @@ class ParameterVector:
         )
 
     def per_entry(self, values: Tensor) -> Tensor:
-        """Return the value of its parameter for each entry, (P,) to (N,); of a single parameter (1,)."""
+        """Return the value of its parameter for each entry, (P,) to (N,); of a single parameter
+        (1,).
+        """
         if len(self._sizes) == 1:
             return values
         if self._owner is None:
@@ -149,10 +158,11 @@ class ParameterVector:
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose :meth:`step` is skipped where ``found_inf`` is 1, as the fused ones of torch do.
+    """An optimizer whose :meth:`step` is skipped where ``found_inf`` is 1, as the fused ones of
+    torch do.
 
-    State is allocated at construction and changed in place. The learning rate ``lr`` of a group is what
-    :func:`deepmd_ema.optim.build.set_learning_rate` takes.
+    State is allocated at construction and changed in place. The learning rate ``lr`` of a group is
+    what :func:`deepmd_ema.optim.build.set_learning_rate` takes.
 
     Attributes:
         with_gradient_only: whether a parameter without a gradient is left as it is.
@@ -179,7 +189,9 @@ class GuardedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def kind(self, p: Tensor, group: dict[str, Any]) -> Hashable:
-        """Return a key that parameters must share to be updated together, None where it is no matrix; by default."""
+        """Return a key that parameters must share to be updated together, None where it is no
+        matrix; by default.
+        """
         return None
 
     def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
@@ -189,12 +201,14 @@ class GuardedOptimizer(torch.optim.Optimizer):
     def updated(
         self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]
     ) -> Values:
-        """Return new weights and states of parameters of one kind that have gradients, or all have none.
+        """Return new weights and states of parameters of one kind that have gradients, or all have
+        none.
 
         Args:
             vector: the parameters.
             values: their weights and states, vectors by name.
-            out: where the new ones are put, ``values`` themselves where they may be changed; None: new memory.
+            out: where the new ones are put, ``values`` themselves where they may be changed; None:
+                new memory.
             group: options of the parameters, with ``lr``.
         """
         raise NotImplementedError
@@ -239,8 +253,9 @@ class GuardedOptimizer(torch.optim.Optimizer):
     ) -> Values:
         """Return parameters and their states after an update by Adam with moments in float32.
 
-        ``w <- (1 - lr * decay) * w - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)`` (arXiv:1412.6980, algorithm
-        1; the decay as in arXiv:1711.05101). With ``lr_adjust > 0`` the learning rate is divided by it.
+        ``w <- (1 - lr * decay) * w - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)``
+        (arXiv:1412.6980, algorithm 1; the decay as in arXiv:1711.05101). With ``lr_adjust > 0`` the
+        learning rate is divided by it.
 
         Args:
             vector: parameters with gradients.
@@ -297,7 +312,9 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 def batches(
     parameters: Iterable[Tensor], kind: Callable[[Tensor], Hashable]
 ) -> Iterator[list[Tensor]]:
-    """Yield parameters of one kind and one dtype together, in their order, with at most ``BATCH_ENTRIES`` entries."""
+    """Yield parameters of one kind and one dtype together, in their order, with at most
+    ``BATCH_ENTRIES`` entries.
+    """
     open_batches: dict[Hashable, list[Tensor]] = {}
     for p in parameters:
         key = kind(p), p.dtype
@@ -311,6 +328,8 @@ def batches(
 
 
 def adam_state(p: Tensor, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Return the moments of Adam before the first update; those of :func:`adam_updated` are in float32."""
+    """Return the moments of Adam before the first update; those of :func:`adam_updated` are in
+    float32.
+    """
     moments = {name: torch.zeros_like(p, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), dtype=torch.float32, device=p.device), **moments}

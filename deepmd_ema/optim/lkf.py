@@ -1,4 +1,6 @@
-"""LKF: the layer-wise extended Kalman filter (RLEKF), which fits weights to one measurement after the other."""
+"""LKF: the layer-wise extended Kalman filter (RLEKF), which fits weights to one measurement after
+the other.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ MEMORY_RATE = 0.9987  # RLEKF: the rate nu at which lambda goes to 1
 
 
 class LKF:
-    """Reorganized layer extended Kalman filter (Hu et al., AAAI 2023, arXiv:2212.06989, algorithm 1).
+    """Reorganized layer extended Kalman filter (Hu et al., AAAI 2023, arXiv:2212.06989, algorithm
+    1).
 
-    All weights form one row, cut into L blocks; each has a covariance P, at first the identity. An update with the
-    error e of a measurement and its gradient H, in blocks H_l:
+    All weights form one row, cut into L blocks; each has a covariance P, at first the identity. An
+    update with the error e of a measurement and its gradient H, in blocks H_l:
 
         A   = 1 / sum_l (lambda + H_l^T P_l H_l)
         K_l = P_l H_l
@@ -32,16 +35,18 @@ class LKF:
         P_l <- (P_l - A * K_l K_l^T) / lambda
         lambda <- nu * lambda + 1 - nu
 
-    Neighbors in the row share a block while they have at most ``block_size`` weights together; a larger parameter is
-    cut and does not share its blocks. The memory of all P is that of L times ``block_size`` squared numbers at most.
+    Neighbors in the row share a block while they have at most ``block_size`` weights together; a
+    larger parameter is cut and does not share its blocks. The memory of all P is that of L times
+    ``block_size`` squared numbers at most.
 
-    With several tasks the row of an update is that of the weights of one; the blocks of the others stay as they are.
-    Weights that are not of the same tasks share no block.
+    With several tasks the row of an update is that of the weights of one; the blocks of the others
+    stay as they are. Weights that are not of the same tasks share no block.
 
     Args:
         named_parameters: parameters by name; those with ``requires_grad`` off are left out.
         block_size: most weights of a block.
-        tasks: the tasks that have a parameter, by its name; one task without a name has all if not given.
+        tasks: the tasks that have a parameter, by its name; one task without a name has all if not
+            given.
     """
 
     def __init__(
@@ -101,8 +106,9 @@ class LKF:
         for covariance, part in zip(
             covariances, torch.where(good, gain, 0).split([len(c) for c in covariances])
         ):
-            # some rows at a time. Each operation rounds elements (i, j) and (j, i) alike, so that P stays symmetric to
-            # the last bit. A fused one (addr) does not: its last columns are computed in another way than the others
+            # some rows at a time. Each operation rounds elements (i, j) and (j, i) alike, so that P
+            # stays symmetric to the last bit. A fused one (addr) does not: its last columns are
+            # computed in another way than the others
             for rows, few in zip(
                 *(t.split(max(1, AT_ONCE // len(part))) for t in (covariance, part))
             ):
@@ -118,7 +124,9 @@ class LKF:
         )
 
     def state_dict(self, copy: Callable[[Tensor], Any] | None = None) -> dict[str, Any]:
-        """Return copies in host memory of the memory factor and all covariances, with the shapes of the parameters."""
+        """Return copies in host memory of the memory factor and all covariances, with the shapes of
+        the parameters.
+        """
         copy = copy or HostCopies(wait=True)
         return {
             "type": "LKF",
@@ -131,7 +139,8 @@ class LKF:
         """Continue with the memory factor and covariances of ``state``.
 
         Raises:
-            CheckpointError: if the state is of another optimizer, other parameters or other blocks; nothing is changed.
+            CheckpointError: if the state is of another optimizer, other parameters or other blocks;
+                nothing is changed.
         """
         check_state_type(state, "LKF")
         found = {name: tuple(shape) for name, shape in state["parameters"].items()}
@@ -152,7 +161,9 @@ class LKF:
 
 
 def block_sizes(counts: Sequence[int], block_size: int) -> list[int]:
-    """Return the sizes of the blocks into which parameters of ``counts`` weights are put, one after the other."""
+    """Return the sizes of the blocks into which parameters of ``counts`` weights are put, one after
+    the other.
+    """
     sizes: list[int] = []
     open_block = False
     for count in counts:

@@ -1,4 +1,5 @@
-"""AdaMuon and HybridMuon: momentum of matrices made orthogonal by polynomials of themselves, Adam for everything else.
+"""AdaMuon and HybridMuon: momentum of matrices made orthogonal by polynomials of themselves, Adam
+for everything else.
 
 The polynomials are the Newton-Schulz iterations of Muon.
 """
@@ -33,7 +34,8 @@ QUINTIC = (
     2.0315,
 )  # Muon (Keller Jordan et al., 2024): steep at 0, ends between about 0.7 and 1.2
 MUON: Coefficients = (QUINTIC,) * 5
-# eight steep steps and two of 2 x - 1.5 x^3 + 0.5 x^5, which has 1 as a fixed point: singular values end at 1
+# eight steep steps and two of 2 x - 1.5 x^3 + 0.5 x^5, which has 1 as a fixed point: singular
+# values end at 1
 CONVERGED: Coefficients = (QUINTIC,) * 8 + ((2.0, -1.5, 0.5),) * 2
 _SAFETY = (
     1.05  # singular values are taken this much larger, so that rounding does not leave the interval
@@ -68,9 +70,11 @@ TINY = 1e-12  # least product of two lengths that a cosine is divided by
 
 
 class AdaMuon(GuardedOptimizer):
-    """AdaMuon (arXiv:2507.11005, algorithm 1) for matrices, Adam for scalars and vectors, as in DeePMD-kit.
+    """AdaMuon (arXiv:2507.11005, algorithm 1) for matrices, Adam for scalars and vectors, as in
+    DeePMD-kit.
 
-    With the gradient g of a matrix of R rows and C columns (an array of more dims: its first, and all others):
+    With the gradient g of a matrix of R rows and C columns (an array of more dims: its first, and
+    all others):
 
         m <- momentum * m + (1 - momentum) * g
         O  = NewtonSchulz(sign(momentum * m + (1 - momentum) * g))
@@ -78,9 +82,10 @@ class AdaMuon(GuardedOptimizer):
         H  = O / (sqrt(v) + eps)
         w <- (1 - lr * weight_decay) * w - lr * a * 0.2 * sqrt(R * C) / |H| * H
 
-    a is ``sqrt(max(1, R / C))`` with ``lr_adjust > 0``, when Adam has the rate ``lr / lr_adjust``; else
-    ``lr_adjust_coeff * sqrt(max(R, C))``, and Adam has ``lr``. The direction is taken in bfloat16, v and the update in
-    float32, for weights of any precision. Sharded matrices are gathered for it.
+    a is ``sqrt(max(1, R / C))`` with ``lr_adjust > 0``, when Adam has the rate ``lr / lr_adjust``;
+    else ``lr_adjust_coeff * sqrt(max(R, C))``, and Adam has ``lr``. The direction is taken in
+    bfloat16, v and the update in float32, for weights of any precision. Sharded matrices are
+    gathered for it.
 
     Args:
         params: parameters that are trained.
@@ -133,26 +138,30 @@ class AdaMuon(GuardedOptimizer):
 
 
 class HybridMuon(GuardedOptimizer):
-    """HybridMuon of DeePMD-kit: Muon (Keller Jordan et al., 2024), damped as in Magma, with Adam beside it.
+    """HybridMuon of DeePMD-kit: Muon (Keller Jordan et al., 2024), damped as in Magma, with Adam
+    beside it.
 
-    Dims of size 1 do not count here. Parameters of fewer than two other dims go to Adam, and so do those whose name
-    (its last part that is no number, in any case) has ``bias`` in it or begins with ``adam_``, all without weight
-    decay; names that begin with ``adamw_`` go to AdamW. The others are matrices of R rows and C columns: ``flat``, all
-    dims but the last are rows; ``slice``, the last two, one matrix for each index of those before; ``2d``, more than
-    two dims go to AdamW. With the gradient g of a matrix:
+    Dims of size 1 do not count here. Parameters of fewer than two other dims go to Adam, and so do
+    those whose name (its last part that is no number, in any case) has ``bias`` in it or begins
+    with ``adam_``, all without weight decay; names that begin with ``adamw_`` go to AdamW. The
+    others are matrices of R rows and C columns: ``flat``, all dims but the last are rows;
+    ``slice``, the last two, one matrix for each index of those before; ``2d``, more than two dims
+    go to AdamW. With the gradient g of a matrix:
 
         m <- momentum * m + (1 - momentum) * g
         O  = orthogonal factor of (momentum * m + (1 - momentum) * g)
         w <- (1 - lr * weight_decay) * w - lr * a * d * O
 
-    a is ``sqrt(max(1, R / C))`` with ``lr_adjust > 0``, when Adam has the rate ``lr / lr_adjust``; else
-    ``lr_adjust_coeff * sqrt(max(R, C))`` (Moonlight, arXiv:2502.16982, equation 4), and Adam has ``lr``.
-    With ``magma_muon`` d is ``0.1 + 0.9 s`` for the score s of the matrix, at first 0.5; without it 1:
+    a is ``sqrt(max(1, R / C))`` with ``lr_adjust > 0``, when Adam has the rate ``lr / lr_adjust``;
+    else ``lr_adjust_coeff * sqrt(max(R, C))`` (Moonlight, arXiv:2502.16982, equation 4), and Adam
+    has ``lr``. With ``magma_muon`` d is ``0.1 + 0.9 s`` for the score s of the matrix, at first
+    0.5; without it 1:
 
-        s <- 0.9 * s + 0.1 * q(cos(m, g))      q(x) = (f(x) - f(-1)) / (f(1) - f(-1))      f(x) = 1 / (1 + exp(-x / 2))
+        s <- 0.9 * s + 0.1 * q(cos(m, g))      q(x) = (f(x) - f(-1)) / (f(1) - f(-1))      f(x) = 1
+        / (1 + exp(-x / 2))
 
-    The orthogonal factor of a matrix that is not square comes from five steps of :func:`gram_newton_schulz` with
-    ``enable_gram``, else from ten of :func:`newton_schulz`.
+    The orthogonal factor of a matrix that is not square comes from five steps of
+    :func:`gram_newton_schulz` with ``enable_gram``, else from ten of :func:`newton_schulz`.
 
     Args:
         params: groups of parameters that are trained, from :func:`routed`.
@@ -238,7 +247,8 @@ class MatrixVector(ParameterVector):
     Attributes:
         stacks: of the matrices.
         scales: of each matrix, (M,) float64.
-        scales_in_stacks: the same for each stack, (B, 1, 1), not narrower than its directions and float32.
+        scales_in_stacks: the same for each stack, (B, 1, 1), not narrower than its directions and
+            float32.
     """
 
     def __init__(
@@ -305,7 +315,8 @@ def view_shape(shape: tuple[int, ...], mode: str) -> tuple[int, int, int]:
 
 
 def cosines_of(means: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """Return the cosine between the mean of the gradients and the gradient of each matrix, (M,) float32.
+    """Return the cosine between the mean of the gradients and the gradient of each matrix, (M,)
+    float32.
 
     Args:
         means: stacks (B, R, C).
@@ -342,9 +353,9 @@ def gram_newton_schulz(matrices: Tensor, coefficients: Coefficients = POLAR_EXPR
 
     On CUDA it is in float16, else in float32.
 
-    A step only multiplies X from the left, by a polynomial of ``G = X X^T``. So the steps are taken on G, whose size is
-    the smaller of R and C, and their product is applied to X at the end, and once in between (Dao et al., 2026, "Gram
-    Newton-Schulz").
+    A step only multiplies X from the left, by a polynomial of ``G = X X^T``. So the steps are taken
+    on G, whose size is the smaller of R and C, and their product is applied to X at the end, and
+    once in between (Dao et al., 2026, "Gram Newton-Schulz").
 
     Args:
         matrices: (B, R, C).
@@ -361,7 +372,9 @@ def gram_newton_schulz(matrices: Tensor, coefficients: Coefficients = POLAR_EXPR
 
 
 def _wide(x: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Return matrices with the longer side as columns, their Frobenius norms (B, 1, 1), and whether rows are longer."""
+    """Return matrices with the longer side as columns, their Frobenius norms (B, 1, 1), and whether
+    rows are longer.
+    """
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     return x, torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True), tall

@@ -1,4 +1,6 @@
-"""Learning rate as a function of the step: warm-up, then exponential, cosine, warm-up-stable-decay, inverse root."""
+"""Learning rate as a function of the step: warm-up, then exponential, cosine, warm-up-stable-decay,
+inverse root.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ MIN_STOP_LR = (
 def build_schedule(config: optim.ScheduleConfig, num_steps: int) -> Schedule:
     """Return the schedule that ``config`` describes for a run of ``num_steps`` updates.
 
-    During the ``warmup_steps`` the rate grows linearly from ``warmup_factor * start_lr`` to ``start_lr``, then it
-    follows the decay of ``type``.
+    During the ``warmup_steps`` the rate grows linearly from ``warmup_factor * start_lr`` to
+    ``start_lr``, then it follows the decay of ``type``.
 
     Raises:
         ConfigError: if the warm-up is as long as the run, or the rate can never reach ``stop_lr``.

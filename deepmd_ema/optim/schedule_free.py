@@ -1,4 +1,6 @@
-"""Schedule-free AdamW: gradients between a fast point and an average of it, in place of a decaying learning rate."""
+"""Schedule-free AdamW: gradients between a fast point and an average of it, in place of a decaying
+learning rate.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ from deepmd_ema.optim.guarded import (
 
 
 class AdamWScheduleFree(GuardedOptimizer):
-    """Schedule-free AdamW (Defazio et al., arXiv:2405.15682, algorithm 1, as in the package schedulefree).
+    """Schedule-free AdamW (Defazio et al., arXiv:2405.15682, algorithm 1, as in the package
+    schedulefree).
 
-    The weights are y, at which the gradient g is taken. z is moved by it, and x is an average of all z:
+    The weights are y, at which the gradient g is taken. z is moved by it, and x is an average of
+    all z:
 
         v <- b2 * v + (1 - b2) * g^2                               b1, b2 = adam_beta1, adam_beta2
         z <- z - lr * (g / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * y)
@@ -29,19 +33,21 @@ class AdamWScheduleFree(GuardedOptimizer):
         y <- b1 * x + (1 - b1) * z
 
     x is not stored here: ``x = (y - (1 - b1) * z) / b1``. It is an average of y as well, which
-    :class:`deepmd_ema.config.schema.averaging.ScheduleFreeProfile` describes. Without a gradient, z of a parameter
-    stays, and its x and y come closer to z.
+    :class:`deepmd_ema.config.schema.averaging.ScheduleFreeProfile` describes. Without a gradient, z
+    of a parameter stays, and its x and y come closer to z.
 
     Args:
         params: parameters that are trained, or groups of them.
-        options: those of the section AdamWScheduleFree, ``lr``, and the ``warmup_steps`` and ``warmup_start_factor`` of
-            the learning rate.
+        options: those of the section AdamWScheduleFree, ``lr``, and the ``warmup_steps`` and
+            ``warmup_start_factor`` of the learning rate.
     """
 
     with_gradient_only: ClassVar[bool] = False
 
     def first_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Return z at the weights, and zero moments; ``step`` counts gradients, ``averaged`` points in x."""
+        """Return z at the weights, and zero moments; ``step`` counts gradients, ``averaged`` points
+        in x.
+        """
         counts = {
             name: torch.zeros((), dtype=torch.float32, device=p.device)
             for name in ("step", "averaged")

@@ -20,28 +20,30 @@ from deepmd_ema.optim.guarded import (
 )
 
 SIDES = ("left", "right")  # of a matrix: its rows, its columns
-# Added to the diagonal of a covariance, over its mean: where there were no gradients yet, any basis is one of
-# eigenvectors, and rounding would choose another on each rank and at each zero_stage
+# Added to the diagonal of a covariance, over its mean: where there were no gradients yet, any basis
+# is one of eigenvectors, and rounding would choose another on each rank and at each zero_stage
 RIDGE = 1e-6
 
 # B matrices of R rows and C columns; n is R or C
 
 
 class SOAP(GuardedOptimizer):
-    """SOAP (Vyas et al., arXiv:2409.11321, algorithm 3) for matrices, AdamW for scalars and vectors.
+    """SOAP (Vyas et al., arXiv:2409.11321, algorithm 3) for matrices, AdamW for scalars and
+    vectors.
 
-    Dims of size 1 do not count. The first other dim of a parameter is the rows of its matrix, all others are the
-    columns. With its gradient g in step t:
+    Dims of size 1 do not count. The first other dim of a parameter is the rows of its matrix, all
+    others are the columns. With its gradient g in step t:
 
         m  <- b1 * m + (1 - b1) * g                               b1, b2 = adam_beta1, adam_beta2
         v  <- b2 * v + (1 - b2) * (U^T g V)^2                     per element
-        w  <- (1 - lr * weight_decay) * w - lr * U [(U^T m V) / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)] V^T
-        L  <- shampoo_beta * L + (1 - shampoo_beta) * g g^T       R, of the columns, with g^T g
-        U  <- QR(L U)                                             V with R; algorithm 4
+        w  <- (1 - lr * weight_decay) * w - lr * U [(U^T m V) / (1 - b1^t) / (sqrt(v / (1 - b2^t)) +
+        eps)] V^T L  <- shampoo_beta * L + (1 - shampoo_beta) * g g^T       R, of the columns, with
+        g^T g U  <- QR(L U)                                             V with R; algorithm 4
 
-    The last line is for the first ``precondition_frequency`` steps of the run and each step that is a multiple of it.
-    U and V are the identity at first, and for a side longer than ``max_precond_dim``. Sharded matrices are gathered;
-    each rank has all of L, R, U and V of every matrix.
+    The last line is for the first ``precondition_frequency`` steps of the run and each step that is
+    a multiple of it. U and V are the identity at first, and for a side longer than
+    ``max_precond_dim``. Sharded matrices are gathered; each rank has all of L, R, U and V of every
+    matrix.
 
     Args:
         params: parameters that are trained, or groups of them.
@@ -61,7 +63,9 @@ class SOAP(GuardedOptimizer):
         return state
 
     def kind(self, p: Tensor, group: dict[str, Any]) -> tuple[int, int] | None:
-        """Return rows and columns of a parameter with two dims or more that are not of size 1, as one matrix."""
+        """Return rows and columns of a parameter with two dims or more that are not of size 1, as
+        one matrix.
+        """
         first, *others = (size for size in p.shape if size != 1) if p.numel() != 1 else (1,)
         return (first, math.prod(others)) if others else None
 
@@ -121,7 +125,9 @@ class SOAP(GuardedOptimizer):
 
 
 def rotated(matrices: Tensor, bases: Sequence[Tensor | None]) -> Tensor:
-    """Return ``U^T X V`` for matrices X (B, R, C), with U (B, R, R) and V (B, C, C); None is the identity."""
+    """Return ``U^T X V`` for matrices X (B, R, C), with U (B, R, R) and V (B, C, C); None is the
+    identity.
+    """
     left, right = bases
     matrices = matrices if left is None else left.mT @ matrices
     return matrices if right is None else matrices @ right

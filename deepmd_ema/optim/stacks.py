@@ -14,8 +14,9 @@ from deepmd_ema.optim.guarded import joined
 Shape = tuple[int, int, int]
 """Number, rows and columns of the matrices of a parameter."""
 
-# Multiplications in one product that filling up may cost. The 15 products of a direction then take 0.05 ms at the
-# 10 TFLOP/s of small products, and the launches that another stack costs, 20 to 40, take longer
+# Multiplications in one product that filling up may cost. The 15 products of a direction then take
+# 0.05 ms at the 10 TFLOP/s of small products, and the launches that another stack costs, 20 to 40,
+# take longer
 MAX_FILL_WORK = 2**24
 
 # B matrices of R rows and C columns in a stack, N entries of M matrices in all
@@ -46,14 +47,16 @@ class Stack:
 
 
 class Stacks:
-    """The matrices of parameters in stacks (B, R, C): the positions of their entries, and the way there and back.
+    """The matrices of parameters in stacks (B, R, C): the positions of their entries, and the way
+    there and back.
 
     Args:
         shapes: of each parameter.
         kind: of a matrix by its rows and columns; those of two kinds share no stack.
         device: of the matrices.
-        fill: whether matrices of several shapes share a stack, where a small product costs its launch: filled up with
-            zeros, which change no product, and with the longer side as columns. Else each shape has a stack of its own.
+        fill: whether matrices of several shapes share a stack, where a small product costs its
+            launch: filled up with zeros, which change no product, and with the longer side as
+                columns. Else each shape has a stack of its own.
 
     Attributes:
         stacks: their sizes and members.
@@ -98,7 +101,9 @@ class Stacks:
             self._positions = on_device(torch.cat([found[i] for i in range(len(found))]), device)
 
     def stack(self, vectors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return for each vector (N,), in which the entries of matrices follow each other, its stacks (B, R, C)."""
+        """Return for each vector (N,), in which the entries of matrices follow each other, its
+        stacks (B, R, C).
+        """
         if self._positions is None:
             shaped = (
                 [t.view(s) for t, s in zip(vector.split(self._sizes), self._shapes)]

@@ -1,7 +1,8 @@
-"""The report of ``dp-ema check``: data, plan and cost of a run before it starts, as text and as JSON.
+"""The report of ``dp-ema check``: data, plan and cost of a run before it starts, as text and as
+JSON.
 
-The JSON document is described in doc/data.md; keys end with the unit of their numbers. Modules that load torch are
-imported where the data are read, so that an input is checked without.
+The JSON document is described in doc/data.md; keys end with the unit of their numbers. Modules that
+load torch are imported where the data are read, so that an input is checked without.
 """
 
 from __future__ import annotations
@@ -214,7 +215,9 @@ def data_lines(check: RunCheck) -> Iterator[str]:
 
 
 def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -> Iterator[str]:
-    """Yield the table of systems; of many those with suspicious frames and the largest forces come first."""
+    """Yield the table of systems; of many those with suspicious frames and the largest forces come
+    first.
+    """
     from deepmd_ema.data.check.scan import Range
 
     suspects = _suspicious_frames(report)
@@ -298,7 +301,9 @@ def _table(title: str, columns: Mapping[str, Column], rows: Sequence[Mapping[str
 
 
 def _suspicious_frames(report: DataReport) -> dict[int, int]:
-    """Return the number of frames that the checks have found in each system, by the identity of its scan."""
+    """Return the number of frames that the checks have found in each system, by the identity of its
+    scan.
+    """
     from deepmd_ema.data.check.suspects import SHARED_OF
 
     found = {name: one.by_system for name, one in report.suspects.items() if one.by_system}
@@ -431,7 +436,8 @@ def _size(num_bytes: float) -> str:
 def document(
     input_file: str, check: RunCheck | None, problems: Sequence[Finding]
 ) -> dict[str, Any]:
-    """Return the report as JSON values; parts that are not known, because of problems, are null or empty.
+    """Return the report as JSON values; parts that are not known, because of problems, are null or
+    empty.
 
     Args:
         input_file: as given.

@@ -49,8 +49,9 @@ _VALIDATION_NOTE = (
 class RowTable:
     """A text file with one header, to which rows are added; each is in the file at once.
 
-    The file starts anew with the first row, unless :meth:`cut_after` was called before. Rows are flushed to the disk,
-    which takes milliseconds, when :meth:`sync` is called, and now and then by themselves.
+    The file starts anew with the first row, unless :meth:`cut_after` was called before. Rows are
+    flushed to the disk, which takes milliseconds, when :meth:`sync` is called, and now and then by
+    themselves.
 
     Attributes:
         path: the file.
@@ -62,10 +63,11 @@ class RowTable:
     _begun, _is_synced, _synced_at = False, True, -math.inf
 
     def cut_after(self, step: int) -> None:
-        """Continue the file as it was after ``step``: later rows and an incomplete last line are removed.
+        """Continue the file as it was after ``step``: later rows and an incomplete last line are
+        removed.
 
-        A second header with the same columns is removed as well; if the columns have changed, the new header follows
-        the old rows.
+        A second header with the same columns is removed as well; if the columns have changed, the
+        new header follows the old rows.
         """
         old = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
         lines = []
@@ -89,7 +91,9 @@ class RowTable:
         self._begun = True
 
     def sync(self) -> None:
-        """Bring all rows to the disk: call it before a checkpoint, because a restart does not write them again."""
+        """Bring all rows to the disk: call it before a checkpoint, because a restart does not write
+        them again.
+        """
         if not self._is_synced and self.path.is_file():  # a device or a pipe has nothing to flush
             # set before: another thread may add a row meanwhile, which counts as not flushed
             self._is_synced, self._synced_at = True, time.monotonic()
@@ -104,11 +108,13 @@ class RowTable:
 
 
 class LcurveFile(RowTable):
-    """The learning curve: one row per displayed step, columns sorted by name, validation before training.
+    """The learning curve: one row per displayed step, columns sorted by name, validation before
+    training.
 
     Args:
         path: ``training.disp_file``.
-        names: task to what is shown of it, such as ``rmse``, ``rmse_e``; the name of a single task is empty.
+        names: task to what is shown of it, such as ``rmse``, ``rmse_e``; the name of a single task
+            is empty.
         validated: tasks with a column of validation values before each of training.
     """
 
@@ -144,12 +150,14 @@ class LcurveFile(RowTable):
 
 
 class ValidationLog(RowTable):
-    """Errors over the whole validation set: one row per full validation, and a line for each best file.
+    """Errors over the whole validation set: one row per full validation, and a line for each best
+    file.
 
     Args:
         path: ``validating.full_val_file``.
         num_steps: steps of the run; they set the width of the first column.
-        metric: ``validating.validation_metric``; V shows virials per atom in the last columns, else stress is shown.
+        metric: ``validating.validation_metric``; V shows virials per atom in the last columns, else
+            stress is shown.
         quantities: letters of what the model predicts.
     """
 
@@ -200,19 +208,22 @@ class NoRowsError(UserError):
 class Curve:
     """One file of a run, read: what was measured at which steps.
 
-    A header that is repeated after a restart is skipped, and of a step that was done twice the last row counts.
+    A header that is repeated after a restart is skipped, and of a step that was done twice the last
+    row counts.
 
     Args:
         path: a learning curve or validation log.
 
     Attributes:
         path: the file.
-        kind: ``lcurve`` (single batches, while it trains) or ``validation`` (the whole validation set).
+        kind: ``lcurve`` (single batches, while it trains) or ``validation`` (the whole validation
+            set).
         weights: ``live``, or the name of the average whose errors these are.
         steps: (R,) int64, rising.
         columns: column name to (R,) float64, in the units of the file.
         best_steps: steps whose weights were kept as the best.
-        task: whose errors these are; empty in a run of one task, and of a learning curve of all tasks.
+        task: whose errors these are; empty in a run of one task, and of a learning curve of all
+            tasks.
 
     Raises:
         NoRowsError: if the file is missing or has no rows.
@@ -282,7 +293,9 @@ class Curve:
                 break
 
     def of_tasks(self) -> list[Curve]:
-        """Return the learning curve of each task; of another file, or of one task, the curve itself."""
+        """Return the learning curve of each task; of another file, or of one task, the curve
+        itself.
+        """
         of_tasks, shared = (
             dict[str, dict[str, NDArray[np.float64]]](),
             dict[str, NDArray[np.float64]](),
@@ -301,7 +314,8 @@ class Curve:
 
 
 def curve_files(path: str | Path) -> list[Path]:
-    """Return the files of rows in the folder of a run, those of the live weights first; a file is itself one.
+    """Return the files of rows in the folder of a run, those of the live weights first; a file is
+    itself one.
 
     Those that its input names are returned whether they exist or not, if one of them does.
 
@@ -328,7 +342,8 @@ def curve_files(path: str | Path) -> list[Path]:
 
 
 def read_curves(files: Sequence[str | Path]) -> list[Curve]:
-    """Return the curves of files, or of folders of runs, one for each task; files without rows are named in the log.
+    """Return the curves of files, or of folders of runs, one for each task; files without rows are
+    named in the log.
 
     Raises:
         NoRowsError: if none has rows.

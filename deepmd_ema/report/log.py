@@ -1,4 +1,6 @@
-"""Messages of a run: handlers of the terminal and of a log file, the progress bar, and the times of its parts."""
+"""Messages of a run: handlers of the terminal and of a log file, the progress bar, and the times of
+its parts.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ _FIRST = 2  # steps that prepare memory and caches: their time says nothing of t
 def set_up_logging(
     level: str | int = "INFO", log_file: str | Path | None = None, is_main: bool = True
 ) -> None:
-    """Send the messages of this package to stderr, and to ``log_file`` if given; may be called again.
+    """Send the messages of this package to stderr, and to ``log_file`` if given; may be called
+    again.
 
     Args:
         level: name or number of the lowest level shown.
@@ -85,7 +88,9 @@ class _TerminalHandler(logging.Handler):
 
 
 class _FileHandler(logging.FileHandler):
-    """Appends to the file of ``--log-path``; if that fails it warns once, and the run continues without the file."""
+    """Appends to the file of ``--log-path``; if that fails it warns once, and the run continues
+    without the file.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name of logging
         """Leave the file alone from now on."""
@@ -134,13 +139,17 @@ class RunTimes:
         )
 
     def waiting_share(self) -> float:
-        """Return the share of the time since the first batch was there that was spent waiting for others, 0 to 1."""
+        """Return the share of the time since the first batch was there that was spent waiting for
+        others, 0 to 1.
+        """
         total = max(time.perf_counter() - self._began, 1e-9)
         return min(1.0, max(0.0, self.seconds["data"] - (self._first_wait or 0.0)) / total)
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        """Count the time of the body under ``part``: data, step, row, validation, snapshot or checkpoint."""
+        """Count the time of the body under ``part``: data, step, row, validation, snapshot or
+        checkpoint.
+        """
         begin = time.perf_counter()
         try:
             yield
@@ -154,7 +163,9 @@ class RunTimes:
                 self._measured_from = end, sum(self.seconds.get(part, 0.0) for part in self._due)
 
     def step_seconds(self) -> float | None:
-        """Return the mean seconds of a step with all that is not due at its own pace; None in the first steps."""
+        """Return the mean seconds of a step with all that is not due at its own pace; None in the
+        first steps.
+        """
         steps = self._counts["step"] - _FIRST
         if self._measured_from is None or steps < 1:
             return None
@@ -163,7 +174,8 @@ class RunTimes:
         return max(0.0, time.perf_counter() - since - (due - before)) / steps
 
     def left(self, step: int, num_steps: int) -> float | None:
-        """Return the seconds from ``step`` to the end, with all that is still due; None in the first steps.
+        """Return the seconds from ``step`` to the end, with all that is still due; None in the
+        first steps.
 
         A part that was not due yet is counted with its expected time.
         """
@@ -182,7 +194,8 @@ class RunTimes:
         return left
 
     def split(self) -> str:
-        """Return such as ``data 2 % | step 95 % | validation 2 % | checkpoint 1 %`` and start a new interval.
+        """Return such as ``data 2 % | step 95 % | validation 2 % | checkpoint 1 %`` and start a new
+        interval.
 
         The first time that more than a tenth was spent waiting for data, a hint is logged.
         """
@@ -253,7 +266,9 @@ class Progress:
         )
 
     def _facts(self, step: int) -> str:
-        """Return the force error, the time left and that of a step; the last are left out where there is no room."""
+        """Return the force error, the time left and that of a step; the last are left out where
+        there is no room.
+        """
         left, seconds = self._times.left(step, self._num_steps), self._times.step_seconds()
         facts = [self._error] * bool(self._error)
         if left is not None and seconds is not None:
@@ -265,7 +280,8 @@ class Progress:
         return ", ".join(facts)
 
     def show(self, step: int, lr: float, errors: Mapping[str, ValuesByTask]) -> None:
-        """Log the errors of a displayed step, a line for each task; where no bar is drawn with speed and time left.
+        """Log the errors of a displayed step, a line for each task; where no bar is drawn with
+        speed and time left.
 
         Args:
             step: optimizer steps so far.
@@ -301,7 +317,9 @@ class Progress:
     def show_validation(
         self, step: int, results: Mapping[str, Errors], best: Collection[str] = ()
     ) -> None:
-        """Log the RMSE of a full validation, a line for each task, with a star at the rows that are ``best`` so far."""
+        """Log the RMSE of a full validation, a line for each task, with a star at the rows that are
+        ``best`` so far.
+        """
         rows = [(*name.rpartition(" ")[::2], errors) for name, errors in results.items()]
         for task in dict.fromkeys(task for task, _, _ in rows):
             cells = [f"{step:{self._width}d}", *[task] * bool(task), "full"]
@@ -317,7 +335,8 @@ class Progress:
                     f"{weights}{'*' * (f'{task} {weights}'.lstrip() in best)} {describe_values(values)}"
                 )
             logger.info("%s", "  ".join(cells))
-        # beside the bar: force errors of each task by the first average, or by the live weights if there is none
+        # beside the bar: force errors of each task by the first average, or by the live weights if
+        # there is none
         chosen = next((weights for _, weights, _ in rows if weights != LIVE), LIVE)
         forces = {
             task: errors.metric("F:RMSE") for task, weights, errors in rows if weights == chosen
@@ -336,7 +355,9 @@ class Progress:
 
 
 def _force_errors(name: str, errors: Mapping[str, float]) -> str:
-    """Return force errors by task, given in eV/angstrom, as ``ema F 44.4 meV/Å``; nothing where there are none."""
+    """Return force errors by task, given in eV/angstrom, as ``ema F 44.4 meV/Å``; nothing where
+    there are none.
+    """
     factor, unit = METRICS["F"].display_factor, METRICS["F"].display_unit
     known = {task: factor * force for task, force in errors.items() if not math.isnan(force)}
     shown = [f"{task} {significant(force, _DIGITS)}".strip() for task, force in known.items()]
@@ -344,7 +365,9 @@ def _force_errors(name: str, errors: Mapping[str, float]) -> str:
 
 
 def describe_values(errors: Mapping[str, float]) -> str:
-    """Return errors by columns of lcurve.out in the units of tables, such as ``E 3.24 F 146``, without the loss."""
+    """Return errors by columns of lcurve.out in the units of tables, such as ``E 3.24 F 146``,
+    without the loss.
+    """
     parts = []
     letters = {name: letter for letter, name in CURVE_NAMES.items()}
     for name, value in errors.items():

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class Loggers:
     """The loggers of a run on rank 0.
 
-    What a logger returns as its id is kept in the file ``.dp-ema.logged``, with the last step of each value, so that a
-    restart continues and logs nothing twice.
+    What a logger returns as its id is kept in the file ``.dp-ema.logged``, with the last step of
+    each value, so that a restart continues and logs nothing twice.
 
     Args:
         config: of the run.
@@ -79,7 +79,9 @@ class Loggers:
     def log(
         self, step: int, values: Mapping[str, float], to: Callable[[Logger], bool] = lambda _: True
     ) -> None:
-        """Log the values that are finite, of steps that were not logged before a restart, to some of the loggers."""
+        """Log the values that are finite, of steps that were not logged before a restart, to some
+        of the loggers.
+        """
         for place, (one, last) in list(self._active.items()):
             new = {n: v for n, v in values.items() if math.isfinite(v) and step > last.get(n, -1)}
             if new and to(one):
@@ -89,7 +91,9 @@ class Loggers:
         self._write()
 
     def takes_training_errors(self, step: int) -> Callable[[Logger], bool] | None:
-        """Return whether a logger has a point of training errors at a step; None if no logger has one."""
+        """Return whether a logger has a point of training errors at a step; None if no logger has
+        one.
+        """
 
         def is_due(to: Logger) -> bool:
             return to.freq is not None and (step == 1 or step % to.freq == 0)
@@ -119,7 +123,8 @@ class Loggers:
         if self._logged:
             part = part_of(Path(LOGGED))
             with suppress(OSError):  # a disk that is full ends the run elsewhere
-                # not flushed to the disk, which takes milliseconds: after a power cut some values are logged twice
+                # not flushed to the disk, which takes milliseconds: after a power cut some values
+                # are logged twice
                 part.write_text(
                     json.dumps({"run": self._run_id, "loggers": self._logged}), encoding="utf-8"
                 )
@@ -156,7 +161,9 @@ def loggers_of(config: RunConfig) -> dict[str, Logger]:
 
 
 def named(group: str, weights: str, errors: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return errors by the names that loggers get: ``train/live/rmse_f``, of a task ``train/live/water/rmse_f``."""
+    """Return errors by the names that loggers get: ``train/live/rmse_f``, of a task
+    ``train/live/water/rmse_f``.
+    """
     return {
         "/".join(filter(None, (group, weights, task, name))): value
         for task, of_task in errors.items()
@@ -180,7 +187,9 @@ class TensorBoardLogger(Logger):
         self._writer = SummaryWriter(self.log_dir, purge_step=run.step + 1 if run.step else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add points; training errors have DeePMD-kit's tags: ``Default/rmse_f``, or that of the task."""
+        """Add points; training errors have DeePMD-kit's tags: ``Default/rmse_f``, or that of the
+        task.
+        """
         for name, value in values.items():
             tag = re.sub("^val/", "validation/", name.removeprefix("train/live/"))
             self._writer.add_scalar(tag if "/" in tag else f"Default/{tag}", value, step)
@@ -192,7 +201,9 @@ class TensorBoardLogger(Logger):
 
 @dataclass(kw_only=True)
 class WandbLogger(Logger):
-    """A run of Weights & Biases, which a restart continues; log in before, with `wandb login` or `WANDB_API_KEY`."""
+    """A run of Weights & Biases, which a restart continues; log in before, with `wandb login` or
+    `WANDB_API_KEY`.
+    """
 
     type: ClassVar[str] = "wandb"
     needs: ClassVar[Mapping[str, str]] = {"wandb": "dp-ema[wandb]"}
@@ -246,7 +257,10 @@ class MlflowLogger(Logger):
     name: str | None = option(None, doc="Name of the run; null: one is made up.")
 
     def start(self, run: LoggedRun) -> str:
-        """Begin or continue a run; return its id. The options are its parameters and the file ``input.json``."""
+        """Begin or continue a run; return its id.
+
+        The options are its parameters and the file ``input.json``.
+        """
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -281,7 +295,9 @@ class MlflowLogger(Logger):
 
 
 def _flat(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the options by dotted path, with their values as text of at most 500 characters, which all stores take."""
+    """Yield the options by dotted path, with their values as text of at most 500 characters, which
+    all stores take.
+    """
     for name, value in section.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{path}{name}.")

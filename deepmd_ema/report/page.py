@@ -1,4 +1,6 @@
-"""One page about a run, ``dp-ema report``: errors, curves, parity, averages, times, data and programs."""
+"""One page about a run, ``dp-ema report``: errors, curves, parity, averages, times, data and
+programs.
+"""
 
 from __future__ import annotations
 
@@ -79,15 +81,17 @@ def write_report(
     systems: Sequence[str] = (),
     title: str | None = None,
 ) -> list[str]:
-    """Write the page about a run, which may still be training or have been interrupted; return what it lacks, and why.
+    """Write the page about a run, which may still be training or have been interrupted; return what
+    it lacks, and why.
 
     Args:
         run: its folder, of which the newest checkpoint counts, or a training checkpoint.
         output: the page.
-        num_frames: most frames that are evaluated of each part of the data, evenly spaced; 0: all for validation and
-            test, as many as for validation for training.
+        num_frames: most frames that are evaluated of each part of the data, evenly spaced; 0: all
+            for validation and test, as many as for validation for training.
         device: on which the model is evaluated.
-        average: the average of which details are shown; the first one if None, the live weights if there is none.
+        average: the average of which details are shown; the first one if None, the live weights if
+            there is none.
         systems: test data of a run of one task, in place of those of its input.
         title: of the page; the name of the folder if None.
 
@@ -103,7 +107,8 @@ def write_report(
         page.title = title
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as scratch:
         body = "\n".join(page.parts(Path(scratch)))
-    # its style is for screens of any width and for paper; pictures are drawn once, and inverted in dark mode
+    # its style is for screens of any width and for paper; pictures are drawn once, and inverted in
+    # dark mode
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     with atomic_write(output) as part:
         part.write_text(template.substitute(title=escape(page.title), body=body), encoding="utf-8")
@@ -122,7 +127,9 @@ def _evaluate(
     num_frames: int,
     device: str | None,
 ) -> Iterator[Tested]:
-    """Yield the errors by task, weights and part of the data; arguments are those of :func:`write_report`."""
+    """Yield the errors by task, weights and part of the data; arguments are those of
+    :func:`write_report`.
+    """
     cache = PairCache()
     for task, of_task in data.items():
         valid, test = (
@@ -156,8 +163,8 @@ class _Page:
         remarks: what the page lacks, and why.
         weights: ``live`` and the names of the averages, the chosen one first.
         chosen: the weights of which details are shown.
-        shown: by task and part, the errors in the order of the weights: on validation frames, or on training frames if
-            there are none, and on test frames.
+        shown: by task and part, the errors in the order of the weights: on validation frames, or on
+            training frames if there are none, and on test frames.
         details: those of the chosen weights.
     """
 
@@ -236,7 +243,9 @@ class _Page:
         ]
 
     def parts(self, scratch: Path) -> Iterator[str]:
-        """Yield the parts of the page from top to bottom; pictures are made in the folder ``scratch``."""
+        """Yield the parts of the page from top to bottom; pictures are made in the folder
+        ``scratch``.
+        """
         yield f"<header><h1>{escape(self.title)}</h1>"
         for name, task in self.config.tasks.items():
             label = task.model.fitting_net.labels[0].partition("[")[0]
@@ -396,7 +405,9 @@ class _Page:
             yield _paragraph(words, "soft")
 
     def _details(self) -> Iterator[str]:
-        """Yield errors of all weights, then by element, system, composition and kind of calculation."""
+        """Yield errors of all weights, then by element, system, composition and kind of
+        calculation.
+        """
         if self.tested:
             rows = {
                 f"{one.task} {one.weights}, {one.part}".strip(): one.report.total
@@ -428,7 +439,9 @@ class _Page:
                     yield _table(_table_of_errors(title, name, first, quantities), long=("system",))
 
     def _worst(self, one: Tested) -> Iterator[str]:
-        """Yield the frames of largest force error, or energy error without forces, and where they are."""
+        """Yield the frames of largest force error, or energy error without forces, and where they
+        are.
+        """
         quantities = _quantities([one])
         first = "F" if "F" in quantities else quantities[:1] or "E"
         by = METRICS[first].title.lower()
@@ -456,7 +469,9 @@ class _Page:
         yield _table(table, long=("file",))
 
     def _averages(self) -> Iterator[str]:
-        """Yield settings, updates and mean age of each average, and their relative distances from the live weights."""
+        """Yield settings, updates and mean age of each average, and their relative distances from
+        the live weights.
+        """
         averages = self.payload.get("averages", {}).get("profiles", {})
         if not averages:
             return
@@ -539,7 +554,9 @@ def _table_of_data(data: Mapping[str, TaskData]) -> Table:
 def _table_of_errors(
     title: str, first: str, errors: Mapping[str, Errors], quantities: str, counts: str = "frames"
 ) -> Table:
-    """Return a row for each entry of ``errors``, with the number of frames or atoms and both errors per quantity."""
+    """Return a row for each entry of ``errors``, with the number of frames or atoms and both errors
+    per quantity.
+    """
     columns = [Column(first), Column(counts, "", ",.0f")]
     columns += [
         Column(f"{METRICS[q].title} {k}", METRICS[q].display_unit, "s")
@@ -579,7 +596,9 @@ def _paragraph(text: str, kind: str = "") -> str:
 
 
 def _list(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return a list of names and texts; names without a text are left out, and a name is not repeated."""
+    """Return a list of names and texts; names without a text are left out, and a name is not
+    repeated.
+    """
     items, last = [], ""
     for name, text in pairs:
         if text:
@@ -589,7 +608,9 @@ def _list(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def _table(table: Table, long: Sequence[str] = ()) -> str:
-    """Return a table; columns of text are set to the left, and those named in ``long`` may be wrapped."""
+    """Return a table; columns of text are set to the left, and those named in ``long`` may be
+    wrapped.
+    """
     html = f"<caption>{escape(table.title)}</caption><tr>" if table.title else "<tr>"
     for column in table.columns:
         kind, unit = (

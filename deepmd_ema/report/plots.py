@@ -1,4 +1,6 @@
-"""Figures: learning curves of one or several runs, errors over widths of averages, predictions against labels."""
+"""Figures: learning curves of one or several runs, errors over widths of averages, predictions
+against labels.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ class Figure(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The meaning of a kind of line in all figures; a width of 0 is that of a star in place of a line."""
+    """The meaning of a kind of line in all figures; a width of 0 is that of a star in place of a
+    line.
+    """
 
     label: str
     color: str
@@ -109,7 +113,8 @@ class _Style(NamedTuple):
 
 
 class CurvePlot:
-    """Learning curves, panel by panel: in one run each set of weights has its color, of several runs each run has.
+    """Learning curves, panel by panel: in one run each set of weights has its color, of several
+    runs each run has.
 
     Args:
         curves: of one or several runs and tasks.
@@ -170,7 +175,9 @@ class CurvePlot:
             self.styles[curve.path, curve.task] = style
 
     def draw(self, axis: Any, panel: Panel, log_steps: bool = False) -> None:
-        """Draw one quantity of all curves; of several runs errors on single batches only where there are no better."""
+        """Draw one quantity of all curves; of several runs errors on single batches only where
+        there are no better.
+        """
         validated = {
             (c.path.parent, c.task)
             for c in self.curves
@@ -235,7 +242,9 @@ class CurvePlot:
 
 
 def _series(curve: Curve, panel: Panel) -> list[tuple[str, Array]]:
-    """Return name and values of the columns that a panel shows, of every task, without those that are all nan."""
+    """Return name and values of the columns that a panel shows, of every task, without those that
+    are all nan.
+    """
     starts = (f"{panel.batch}_trn", f"{panel.batch}_val")
     is_full = curve.kind == VALIDATION
     names = [
@@ -247,7 +256,9 @@ def _series(curve: Curve, panel: Panel) -> list[tuple[str, Array]]:
 
 
 def _running_mean(values: Array) -> Array:
-    """Return the geometric mean over a twentieth of the rows around each; rows without a number are left out."""
+    """Return the geometric mean over a twentieth of the rows around each; rows without a number are
+    left out.
+    """
     known = np.isfinite(values) & (values > 0)
     window = np.ones(max(1, len(values) // 20))
     sums = np.convolve(np.log(np.where(known, values, 1.0)), window, mode="same")
@@ -258,11 +269,12 @@ def _running_mean(values: Array) -> Array:
 def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool = False) -> Path:
     """Draw the learning curves in ``files`` together and return the path of the figure.
 
-    Live and averaged weights have their own colors; with files of several runs, or tasks, each of these has one. A
-    file without rows is left out with a warning.
+    Live and averaged weights have their own colors; with files of several runs, or tasks, each of
+    these has one. A file without rows is left out with a warning.
 
     Args:
-        files: lcurve.out, val.log, val_ema.log of one or several runs, also DeePMD-kit's; or folders of runs.
+        files: lcurve.out, val.log, val_ema.log of one or several runs, also DeePMD-kit's; or
+            folders of runs.
         output: picture to write; the suffix says which format.
         log_steps: a logarithmic axis of steps.
 
@@ -300,8 +312,9 @@ def curve_figures(
     Args:
         curves: of one run and one task.
         folder: where the files are written.
-        volume: mean per atom of validation frames of like volume, angstrom^3: errors of stresses in ``val.log`` are
-            drawn as errors of virials, which are larger by this factor. 0: as they are.
+        volume: mean per atom of validation frames of like volume, angstrom^3: errors of stresses in
+            ``val.log`` are drawn as errors of virials, which are larger by this factor. 0: as they
+            are.
     """
     for curve in curves if volume else ():
         if (stress := curve.columns.pop(QUANTITIES["S"].full, None)) is not None:
@@ -332,7 +345,8 @@ def curve_figures(
 def plot_parity(
     pairs: Mapping[str, tuple[Array, Array, str]], output: str | Path, title: str
 ) -> Path:
-    """Draw predictions against labels, and below them how the errors are distributed; return the path of the figure.
+    """Draw predictions against labels, and below them how the errors are distributed; return the
+    path of the figure.
 
     Args:
         pairs: quantity to (labels, predictions, unit); arrays of one shape.
@@ -372,14 +386,18 @@ def parity_figures(pairs: Mapping[str, tuple[Array, Array, str]], folder: Path) 
 
 
 def _unit_of_errors(unit: str) -> tuple[float, str]:
-    """Return factor and unit in which errors are shown, a thousandth of those of energies and dipoles."""
+    """Return factor and unit in which errors are shown, a thousandth of those of energies and
+    dipoles.
+    """
     return (1000.0, f"m{unit}") if unit.startswith("e") else (1.0, unit)
 
 
 def _draw_parity(
     axis: Any, below: Any, name: str, label: Array, predicted: Array, unit: str
 ) -> None:
-    """Draw predictions against labels; where dots would hide each other, their number in each place."""
+    """Draw predictions against labels; where dots would hide each other, their number in each
+    place.
+    """
     label, predicted = np.ravel(label), np.ravel(predicted)
     low, high = min(label.min(), predicted.min()), max(label.max(), predicted.max())
     margin = 0.04 * (high - low) or 1e-3 * max(1.0, abs(high))
@@ -426,9 +444,10 @@ def plot_sigma_rels(
     """Draw errors over the width of an average and return the path of the figure.
 
     Args:
-        curves: by label, widths and their RMSEs (``E``, ``F``, ``V``: meV/atom, meV/angstrom, meV/atom; nan without a
-            label); averages of one kind, by rising width.
-        others: name of other weights to their width (None: they have none) and their RMSEs; the live ones first.
+        curves: by label, widths and their RMSEs (``E``, ``F``, ``V``: meV/atom, meV/angstrom,
+            meV/atom; nan without a label); averages of one kind, by rising width.
+        others: name of other weights to their width (None: they have none) and their RMSEs; the
+            live ones first.
         chosen: width and RMSEs of what was chosen.
         output: picture to write.
         title: what was measured.
@@ -452,7 +471,8 @@ def plot_sigma_rels(
                           zorder=4, label=label)  # fmt: skip
             axis.plot(chosen[0], chosen[1][name], "*", color=AVERAGE_COLOR, ms=14, mec="white", mew=0.8, zorder=6,
                       label="chosen")  # fmt: skip
-            # weights that have a width are a point, others a horizontal line; distant ones would flatten the curves
+            # weights that have a width are a point, others a horizontal line; distant ones would
+            # flatten the curves
             drawn = [*(values[name] for values in every), next(iter(others.values()))[1][name]]
             low, high = min(drawn), max(drawn)
             span = high - low or 0.1 * high
@@ -505,7 +525,9 @@ def _suffix(points: int) -> str:
 def _picture(
     output: Path, panels: int, title: str = "", heights: Sequence[float] | None = None
 ) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield a figure that belongs to no window, and its axes row by row; it is written after the block."""
+    """Yield a figure that belongs to no window, and its axes row by row; it is written after the
+    block.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure as Drawing
 
@@ -535,7 +557,8 @@ def _picture(
 
 
 def _fit_values(axis: Any) -> None:
-    """Fit the axis of values to the validation lines, if there are any: one lucky batch would stretch it by decades.
+    """Fit the axis of values to the validation lines, if there are any: one lucky batch would
+    stretch it by decades.
 
     An axis that is not about tiny numbers gets plain ones at its ticks.
     """
@@ -556,7 +579,9 @@ def _fit_values(axis: Any) -> None:
 
 
 def _plain_numbers(axis: Any, parts: Sequence[float] = ()) -> None:
-    """Write plain numbers at the ticks of a logarithmic axis: ``parts`` of each decade, or as on a linear one."""
+    """Write plain numbers at the ticks of a logarithmic axis: ``parts`` of each decade, or as on a
+    linear one.
+    """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
     axis.set_major_locator(LogLocator(subs=parts) if parts else MaxNLocator(5))
@@ -567,7 +592,8 @@ def _plain_numbers(axis: Any, parts: Sequence[float] = ()) -> None:
 def _legend(
     figure: Any, axes: Sequence[Any], side: str = "upper", keys: Mapping[str, Any] | None = None
 ) -> None:
-    """Put one legend into a free place of the grid, or beside all panels: a line means the same in each.
+    """Put one legend into a free place of the grid, or beside all panels: a line means the same in
+    each.
 
     Args:
         figure: of the panels.
@@ -591,7 +617,8 @@ def _legend(
     if not entries:
         return
     free = [axis for axis in figure.axes if axis not in axes]
-    # a letter is about half as wide as the type is high; a wider legend would be cut at the edges of the figure
+    # a letter is about half as wide as the type is high; a wider legend would be cut at the edges
+    # of the figure
     width = 0.53 * SMALL * max(map(len, entries)) + 60  # points, with handle and space
     if free and len(entries) < 9 and width < 72 * PANEL[0]:
         free[0].legend(entries.values(), entries.keys(), loc="center left", labelspacing=0.9)

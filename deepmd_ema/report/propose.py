@@ -1,4 +1,6 @@
-"""An input proposed for data, ``dp-ema init``; models, recipes and reasons are in files of the folder ``presets``."""
+"""An input proposed for data, ``dp-ema init``; models, recipes and reasons are in files of the
+folder ``presets``.
+"""
 
 from __future__ import annotations
 
@@ -61,13 +63,16 @@ class Wishes:
         size: S, M or L.
         kind: of the data.
         rcut: cutoff radius, angstrom.
-        property: name and width of what is predicted instead of energies, such as ``dipole`` or ``dos[250]``.
-        sel_type: elements whose atoms have the tensors that are predicted; None for those that have rows.
+        property: name and width of what is predicted instead of energies, such as ``dipole`` or
+            ``dos[250]``.
+        sel_type: elements whose atoms have the tensors that are predicted; None for those that have
+            rows.
         type_map: elements.
         steps: of the run.
         hours: of the run on this machine.
         device: on which the run is going to be.
-        finetune: file of the model that is trained further; model, size and rcut have no effect then.
+        finetune: file of the model that is trained further; model, size and rcut have no effect
+            then.
         head: which model of that file, if it holds several.
         train: what of it is trained: ``all``, or ``fitting``, its fitting network.
         replay: data that this model was trained on, which it is to keep to.
@@ -125,7 +130,8 @@ class Wishes:
 
 
 class Proposal:
-    """An input with a reason for each choice, by default for the steps of the recipe, or of fine-tuning a model.
+    """An input with a reason for each choice, by default for the steps of the recipe, or of
+    fine-tuning a model.
 
     Args:
         wishes: of the user, with the elements.
@@ -273,7 +279,9 @@ class Proposal:
         ]
 
     def text(self, file: Path) -> str:
-        """Return the text of the input: YAML with comments, or JSON whose comments are keys that begin with ``_``."""
+        """Return the text of the input: YAML with comments, or JSON whose comments are keys that
+        begin with ``_``.
+        """
         if file.suffix.lower() in JSON_SUFFIXES:
             commented = {"_comment": self.head, **_with_comments(self.values, self.why)}
             return json.dumps(commented, indent=2, ensure_ascii=False) + "\n"
@@ -430,7 +438,9 @@ class _Data:
 
 
 def _loss_section(predicted: str, of_frame: bool = True, of_atom: bool = True) -> dict[str, Any]:
-    """Return the section ``loss`` of a quantity, which weighs the labels of frames and of atoms that are present."""
+    """Return the section ``loss`` of a quantity, which weighs the labels of frames and of atoms
+    that are present.
+    """
     kind = predicted.partition("[")[0]
     if kind in (DIPOLE, POLAR):
         return {"type": "tensor", "pref": int(of_frame), "pref_atomic": int(of_atom)}
@@ -476,9 +486,11 @@ def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:
 def _bias_of_start(
     source: LoadedModel, sample: Sequence[FrameSource], predicted: Sequence[str]
 ) -> tuple[str, str]:
-    """Return the option ``finetune_bias`` and its reason, from errors of the model of a file on some frames.
+    """Return the option ``finetune_bias`` and its reason, from errors of the model of a file on
+    some frames.
 
-    Frames with elements that the model does not know are left out. Both are empty if the fitting network starts anew.
+    Frames with elements that the model does not know are left out. Both are empty if the fitting
+    network starts anew.
     """
     config, model = source.config, source.model
     fitting = config.fitting_net
@@ -532,7 +544,9 @@ def _steps_in(seconds: float, cost: Cost) -> int:
 
 
 def _yaml(commented: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield lines of YAML, each option with its reason, which is under its name with ``_`` before it."""
+    """Yield lines of YAML, each option with its reason, which is under its name with ``_`` before
+    it.
+    """
     for key, value in commented.items():
         if key.startswith("_"):
             continue

@@ -1,4 +1,6 @@
-"""The record that a run keeps beside its files: programs, machine, times of its parts, warnings, and how it ended."""
+"""The record that a run keeps beside its files: programs, machine, times of its parts, warnings,
+and how it ended.
+"""
 
 from __future__ import annotations
 
@@ -51,18 +53,19 @@ class Part:
         ranks: number of processes.
         began: local time of the start, as ISO 8601.
         updated: local time of the last entry.
-        ended: how it ended, such as ``ended``, ``ended early: ...`` or ``interrupted by SIGTERM``; empty while it runs,
-            or if it was killed.
+        ended: how it ended, such as ``ended``, ``ended early: ...`` or ``interrupted by SIGTERM``;
+            empty while it runs, or if it was killed.
         first_step: steps done before it.
         step: steps done.
         num_steps: of the whole run.
         elapsed: seconds of this part of the run, with data and validation.
         left: seconds until the end, at its last entry; None while it is not known.
-        seconds: by part: start, data, step, forward, backward, optimizer (in step), row, validation, checkpoint.
+        seconds: by part: start, data, step, forward, backward, optimizer (in step), row,
+            validation, checkpoint.
         averages: settings, updates and mean age of each average, at the last checkpoint.
         warnings: time and text of the last warnings.
-        test: errors on the test data after the last step, by weights, after the task if there are several, and by
-            column as in validation logs, with the step of the weights.
+        test: errors on the test data after the last step, by weights, after the task if there are
+            several, and by column as in validation logs, with the step of the weights.
     """
 
     command: str = ""
@@ -85,7 +88,8 @@ class Part:
 
 
 class RunRecord:
-    """Writes the record of a run, at most every ten seconds; where it cannot be written the run continues without it.
+    """Writes the record of a run, at most every ten seconds; where it cannot be written the run
+    continues without it.
 
     Args:
         path: the file; None writes nothing.
@@ -96,7 +100,8 @@ class RunRecord:
         continues: whether the run continues the one that the file is of.
 
     Attributes:
-        early_end: why the run ends before its last step although nothing has interrupted it; empty if it does not.
+        early_end: why the run ends before its last step although nothing has interrupted it; empty
+            if it does not.
     """
 
     def __init__(
@@ -161,7 +166,8 @@ class RunRecord:
         left: float | None,
         averages: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Note that ``step`` is done; it is in the file at once if averages are given, else some seconds later.
+        """Note that ``step`` is done; it is in the file at once if averages are given, else some
+        seconds later.
 
         Args:
             step: optimizer steps so far.
@@ -205,7 +211,9 @@ class RunRecord:
 
 
 def read_record(folder: str | Path) -> list[Part]:
-    """Return the parts of the run in a folder, the last one last; nothing where there is no record, or no whole one."""
+    """Return the parts of the run in a folder, the last one last; nothing where there is no record,
+    or no whole one.
+    """
     with suppress(OSError, ValueError, TypeError, AttributeError):
         names = {f.name for f in fields(Part)}
         parts = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
@@ -216,7 +224,9 @@ def read_record(folder: str | Path) -> list[Part]:
 
 
 def table_of_times(parts: Sequence[Part]) -> Table:
-    """Return the times of the parts of a run and their shares; no rows where there is no record of them."""
+    """Return the times of the parts of a run and their shares; no rows where there is no record of
+    them.
+    """
     spent = {name: sum(part.seconds.get(name, 0.0) for part in parts) for name in _PARTS}
     elapsed = sum(part.elapsed for part in parts)
     in_step = sum(spent[name] for name in _IN_STEP)
@@ -250,7 +260,9 @@ class _Keeper(logging.Handler):
     last: deque[list[str]]
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one message, and show it where nothing else does, as logging would without this handler."""
+        """Keep one message, and show it where nothing else does, as logging would without this
+        handler.
+        """
         self.last.append(
             [datetime.now().astimezone().isoformat(" ", "seconds"), record.getMessage()]
         )

@@ -1,4 +1,6 @@
-"""Status of a run, from its files alone: at any moment, without writing or locking one, and without loading torch."""
+"""Status of a run, from its files alone: at any moment, without writing or locking one, and without
+loading torch.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class RunStatus:
         elapsed: seconds of all parts of the run; None: not known.
         left: seconds until the end, of a run that is training; None: not known.
         last_row: last row of the learning curve, by column; empty without one.
-        validation: by weights, and task where there are several, the last row of a validation log, by column.
+        validation: by weights, and task where there are several, the last row of a validation log,
+            by column.
         best: the same for the rows with the smallest errors by ``metric``.
         metric: column of the validation logs by which the best row is chosen, of the first log.
         metrics: the same of each log.
@@ -168,7 +171,9 @@ class RunStatus:
         return facts(f"{self.folder}: {self.describe()}", self._rows())
 
     def to_dict(self) -> dict[str, object]:
-        """Return the status for programs; times in seconds, errors by column of the files, None in place of nan."""
+        """Return the status for programs; times in seconds, errors by column of the files, None in
+        place of nan.
+        """
         values = {name: _without_nan(getattr(self, name)) for name in _IN_JSON}
         return {
             "folder": str(self.folder),

@@ -60,7 +60,8 @@ class Table:
     Attributes:
         title: what it shows; may be empty.
         columns: from left to right.
-        rows: one cell per column; a number is formatted by the column's ``spec``, text is printed as it is.
+        rows: one cell per column; a number is formatted by the column's ``spec``, text is printed
+            as it is.
     """
 
     title: str
@@ -80,7 +81,8 @@ def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def render(table: Table, indent: str = "") -> list[str]:
-    """Return a table as plain text: title, names, units, rows; numbers are set to the right and text to the left.
+    """Return a table as plain text: title, names, units, rows; numbers are set to the right and
+    text to the left.
 
     Args:
         table: to be shown.
@@ -101,7 +103,9 @@ def render(table: Table, indent: str = "") -> list[str]:
 
 
 def significant(value: float, digits: int = _DIGITS) -> str:
-    """Return ``value`` with so many significant digits, and an exponent if it is that of a failed run."""
+    """Return ``value`` with so many significant digits, and an exponent if it is that of a failed
+    run.
+    """
     if not math.isfinite(value):
         return str(value)
     if abs(value) >= _MIN_WITH_EXPONENT:
@@ -122,13 +126,16 @@ def labelled(errors: Errors) -> str:
 
 
 def mae_rmse(errors: Errors, quantity: str, factor: float = 0.0) -> str:
-    """Return both errors of a quantity as ``94.363 / 120.02``, in its unit of tables, or times ``factor``."""
+    """Return both errors of a quantity as ``94.363 / 120.02``, in its unit of tables, or times
+    ``factor``.
+    """
     factor = factor or METRICS[quantity].display_factor
     return " / ".join(significant(factor * errors.metric(f"{quantity}:{kind}")) for kind in KINDS)
 
 
 def describe_errors(errors: Errors, before: Errors | None = None, with_gpa: bool = False) -> str:
-    """Return MAE and RMSE of every quantity that some frame has a label of, with those ``before`` in front.
+    """Return MAE and RMSE of every quantity that some frame has a label of, with those ``before``
+    in front.
 
     With ``with_gpa`` those of the stress are in GPa as well.
     """

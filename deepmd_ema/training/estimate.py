@@ -1,4 +1,6 @@
-"""The cost of a run on this machine, from some of its steps, taken in a folder that is removed afterwards."""
+"""The cost of a run on this machine, from some of its steps, taken in a folder that is removed
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,22 @@ from deepmd_ema.training.trainer import Callback, Trainer
 from deepmd_ema.utils import peak_memory
 
 _FIRST = 2  # steps that prepare memory and caches, not counted
-_NEW = 14  # steps whose frames are new; as many follow with the same frames, whose neighbors are in the cache
+# steps whose frames are new; as many follow with the same frames, whose neighbors are in the cache
+_NEW = 14
 _SHOWN_EVERY = 8  # steps between two rows, of which some must be measured
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The measured cost of a run, by the names in the document of ``dp-ema check --json``; the unit ends a name.
+    """The measured cost of a run, by the names in the document of ``dp-ema check --json``; the unit
+    ends a name.
 
     Attributes:
         start_s: from the command to the first step, with the checks of the data.
         step_s: mean time of a step after the first epoch.
         row_s: mean time of a row.
-        first_validation_s: time of the first validation, in which neighbors are searched; 0 if there is none.
+        first_validation_s: time of the first validation, in which neighbors are searched; 0 if
+            there is none.
         validation_s: time of a later one.
         checkpoint_s: mean time of a step that is spent on a checkpoint.
         end_s: after the last step, with the last checkpoint.
@@ -53,7 +58,8 @@ class Cost:
         checkpoints: in the run.
         steps: steps of the run.
         steps_of_first_epoch: those of the run, or more.
-        step_of_first_epoch_s: mean time of a step of the first epoch, in which neighbors are searched.
+        step_of_first_epoch_s: mean time of a step of the first epoch, in which neighbors are
+            searched.
         steps_measured: steps that were measured.
         memory_bytes: largest memory of the process, with the neighbors of all frames.
         gpu_memory_bytes: largest memory of a CUDA device; 0 on a CPU.
@@ -97,12 +103,13 @@ class Cost:
 
 
 def measure_steps(config: RunConfig, device: str | None = None, seconds: float = 15.0) -> Cost:
-    """Return the cost of a run, from steps, validations and a checkpoint of it in a process of its own.
+    """Return the cost of a run, from steps, validations and a checkpoint of it in a process of its
+    own.
 
-    Counted are the start of the program, the checks of the data, statistics, compilation, steps with and without a
-    search for neighbors, rows, validations, checkpoints, and the end; not TensorBoard and
-    ``change_bias_after_training``. Nothing is written but to a temporary folder. The frames differ, so the mean of some
-    steps has an error.
+    Counted are the start of the program, the checks of the data, statistics, compilation, steps
+    with and without a search for neighbors, rows, validations, checkpoints, and the end; not
+    TensorBoard and ``change_bias_after_training``. Nothing is written but to a temporary folder.
+    The frames differ, so the mean of some steps has an error.
 
     Args:
         config: of the run.
@@ -223,7 +230,8 @@ class _Stopwatch(Callback):
 def _measure(
     folder: str, began: float, device: str | None, seconds: float, path: list[str]
 ) -> dict[str, Any]:
-    """Return the times and the memory of steps of an input in a folder; a process of its own runs this, silently.
+    """Return the times and the memory of steps of an input in a folder; a process of its own runs
+    this, silently.
 
     Args:
         folder: of the input.

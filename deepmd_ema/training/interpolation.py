@@ -1,4 +1,6 @@
-"""Chooses which embedding nets are interpolated while training, and adapts the length of their series."""
+"""Chooses which embedding nets are interpolated while training, and adapts the length of their
+series.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,10 @@ MIN_NUMBERS_PER_SITE = 3000  # of layers, from which on "auto" uses series (doc/
 class InterpolationControl:
     """The series of the models of a run.
 
-    Each evaluation extends a series that is too short for it, so that errors are small whatever is chosen here. The
-    length with which evaluations begin follows what those since the last check needed: only their time depends on it.
-    It is the same on all ranks, and after a restart that of the run without a break.
+    Each evaluation extends a series that is too short for it, so that errors are small whatever is
+    chosen here. The length with which evaluations begin follows what those since the last check
+    needed: only their time depends on it. It is the same on all ranks, and after a restart that of
+        the run without a break.
 
     Must be made by every rank. It chooses which nets are interpolated, and their number of terms.
 
@@ -102,8 +105,8 @@ class InterpolationControl:
         used = {name: one for name, one in self._named.items() if one.terms}
         if step % self.interval or not used:
             return
-        # a graph records nothing, so that only batches that it could not evaluate count; each number of terms needs a
-        # graph of its own, which takes a minute
+        # a graph records nothing, so that only batches that it could not evaluate count; each
+        # number of terms needs a graph of its own, which takes a minute
         compiled = self.models.compiler is not None and self.models.compiler.in_training
         needed = self.world.all_reduce_max([one.needed for one in used.values()])
         for (name, one), terms in zip(used.items(), needed, strict=True):
@@ -117,7 +120,10 @@ class InterpolationControl:
                 self._use(name, one, terms)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with which a restart continues with the same series. Must be called by every rank."""
+        """Return the state with which a restart continues with the same series.
+
+        Must be called by every rank.
+        """
         needed = self.world.all_reduce_max([one.needed for one in self._named.values()])
         return {
             "choice": {name: one.choice for name, one in self._named.items()},
@@ -138,7 +144,9 @@ class InterpolationControl:
 
 
 def _first_terms(one: Interpolation) -> int:
-    """Return the terms that the first batches need, 0 where ``auto`` finds a series not to be less work."""
+    """Return the terms that the first batches need, 0 where ``auto`` finds a series not to be less
+    work.
+    """
     unused = not one.evaluated_sites  # attention sees each pair
     if unused or (
         one.choice == AUTO and one.direct_numbers < MIN_NUMBERS_PER_SITE * one.evaluated_sites

@@ -1,4 +1,6 @@
-"""Training steps of the Kalman filter LKF: one update with the energies of a batch, then some with its forces."""
+"""Training steps of the Kalman filter LKF: one update with the energies of a batch, then some with
+its forces.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,18 @@ GROUP_ATOMS = 6  # atoms of each frame in one of them; both as in DeePMD-kit
 class KalmanStep(Step):
     """Fits energies and forces with the Kalman filter, as DeePMD-kit does.
 
-    The terms of the loss say what is fitted, its weights do not matter. With F frames of N atoms, prediction y and
-    label Y, an update takes in one number and its gradient, in which each prediction goes towards its label:
+    The terms of the loss say what is fitted, its weights do not matter. With F frames of N atoms,
+    prediction y and label Y, an update takes in one number and its gradient, in which each
+    prediction goes towards its label:
 
         energy:  e = sqrt(F) * mean |c (Y - y)| / N      H = c / N * sum_f sign(Y - y) dy/dw
         forces:  e = sqrt(F) * mean |c (Y - y)| / N      H = c / (3 G N) * sum sign(Y - y) dy/dw
 
-    the latter over the components of G atoms of each frame, drawn at random with the seed of the run. The factor c goes
-    from its start to its limit as ``start * (limit / start) ** (steps done / num_steps)``. Frames without a label do
-    not count. Each update is made with new predictions. With several tasks it leaves weights and covariances that the
-    task of the step does not have as they are; the memory factor is one for all.
+    the latter over the components of G atoms of each frame, drawn at random with the seed of the
+    run. The factor c goes from its start to its limit as ``start * (limit / start) ** (steps done /
+    num_steps)``. Frames without a label do not count. Each update is made with new predictions.
+    With several tasks it leaves weights and covariances that the task of the step does not have as
+    they are; the memory factor is one for all.
 
     Args:
         prepared: models and config of the run.
@@ -113,7 +117,9 @@ class KalmanStep(Step):
         return start * (limit / start) ** ((step - 1) / self._num_steps)
 
     def _draws(self, step: int, device: torch.device) -> Tensor:
-        """Return numbers from 0 to 1, (groups, G), that choose the atoms of a step, by one copy to the device."""
+        """Return numbers from 0 to 1, (groups, G), that choose the atoms of a step, by one copy to
+        the device.
+        """
         generator = np.random.default_rng(seed_for("kalman", self._seed, step))
         return on_device(torch.from_numpy(generator.random((GROUPS, GROUP_ATOMS))), device)
 
@@ -147,8 +153,8 @@ def measure_force(force: Tensor, batch: Batch, weight: float, numbers: Tensor) -
         force: (A, 3) eV/angstrom.
         batch: frames with labels.
         weight: the factor c.
-        numbers: (G,) from 0 to 1, on the device of the batch; number u is atom floor(u * N) of a frame of N atoms, in
-            the order of the file.
+        numbers: (G,) from 0 to 1, on the device of the batch; number u is atom floor(u * N) of a
+            frame of N atoms, in the order of the file.
     """
     found, sizes = batch.has_label[FORCE], batch.num_atoms
     first = torch.cumsum(sizes, 0) - sizes

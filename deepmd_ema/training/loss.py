@@ -1,4 +1,6 @@
-"""The losses: weighted sums of the errors of energies and what follows from them, or of another quantity."""
+"""The losses: weighted sums of the errors of energies and what follows from them, or of another
+quantity.
+"""
 
 from __future__ import annotations
 
@@ -42,23 +44,26 @@ Term: TypeAlias = "Callable[[Mapping[str, Tensor], Batch], _Sums]"
 class Loss:
     """A weighted sum of errors whose weights follow the learning rate.
 
-    The weight of a term is ``limit_pref + (start_pref - limit_pref) * lr / start_lr``. A term is active if its start or
-    its limit prefactor is not zero, as in DeePMD-kit's ``pt_expt`` backend. (The ``pt`` backend requires both, and so
-    drops a term that starts or ends at zero.)
+    The weight of a term is ``limit_pref + (start_pref - limit_pref) * lr / start_lr``. A term is
+    active if its start or its limit prefactor is not zero, as in DeePMD-kit's ``pt_expt`` backend.
+    (The ``pt`` backend requires both, and so drops a term that starts or ends at zero.)
 
-    Means run over the frames of the batch that have the label, forces and atomic energies pooled over their atoms; that
-    of a Hessian is taken in its frame first, so that large frames, with the square of the numbers, do not outweigh. A
-    frame without the label adds nothing to the sum and nothing to the count; a batch without it adds zero.
+    Means run over the frames of the batch that have the label, forces and atomic energies pooled
+    over their atoms; that of a Hessian is taken in its frame first, so that large frames, with the
+    square of the numbers, do not outweigh. A frame without the label adds nothing to the sum and
+    nothing to the count; a batch without it adds zero.
 
-    Weights of frames, where a batch holds them, multiply what frames add to the sums and not the counts, as in MACE's
-    losses: with the errors x of the N frames that have the label, a term is ``1 / N * sum_f weight_f * term_weight_f *
-    x_f``, where ``term_weight`` is ``energy_weight``, ``force_weight`` (also of ``pf``) or ``virial_weight``, 1 for the
-    other terms and where a frame has no weight. What a frame adds to the gradient hence does not depend on the weights
-    of the frames beside it. Displayed errors are without weights, but for ``rmse``, the root of the loss.
+    Weights of frames, where a batch holds them, multiply what frames add to the sums and not the
+    counts, as in MACE's
+    losses: with the errors x of the N frames that have the label, a term is ``1 / N * sum_f
+    weight_f * term_weight_f * x_f``, where ``term_weight`` is ``energy_weight``, ``force_weight``
+    (also of ``pf``) or ``virial_weight``, 1 for the other terms and where a frame has no weight.
+    What a frame adds to the gradient hence does not depend on the weights of the frames beside it.
+    Displayed errors are without weights, but for ``rmse``, the root of the loss.
 
-    On several ranks the means run over the frames of all of them, so that the loss is that of one process with all
-    these frames. A rank differentiates its own share times the number of ranks, because ranks average their gradients:
-    the mean of these gradients is the gradient of the loss.
+    On several ranks the means run over the frames of all of them, so that the loss is that of one
+    process with all these frames. A rank differentiates its own share times the number of ranks,
+    because ranks average their gradients: the mean of these gradients is the gradient of the loss.
 
     Attributes:
         terms: the sums of each active term, by its name (``e``, ``f``, ...).
@@ -99,9 +104,10 @@ class Loss:
             lr: learning rate of this step, a number or a float64 scalar on the device.
 
         Returns:
-            The total to differentiate, a float64 scalar, and the displayed values: ``rmse`` is the root of the loss,
-            the others are plain errors in eV per atom, eV/angstrom and eV/angstrom^2, nan where no frame has the label.
-            They are detached, equal on all ranks, and nothing here synchronises with the device.
+            The total to differentiate, a float64 scalar, and the displayed values: ``rmse`` is the
+            root of the loss, the others are plain errors in eV per atom, eV/angstrom and
+            eV/angstrom^2, nan where no frame has the label. They are detached, equal on all ranks,
+            and nothing here synchronises with the device.
         """
         if not self.terms:
             return self._limits.sum(), {ROOT: self._limits.sum()}
@@ -119,14 +125,16 @@ class Loss:
         """Return the sums of a batch over its frames on this rank.
 
         Returns:
-            The sum of each term, (T,), to differentiate; and, detached, (3, T) the sums of the terms, those of what is
-            displayed of them (squared, unless mae), and the numbers of rows with the label.
+            The sum of each term, (T,), to differentiate; and, detached, (3, T) the sums of the
+            terms, those of what is displayed of them (squared, unless mae), and the numbers of rows
+            with the label.
         """
         value, shown, rows = zip(*[compute(prediction, batch) for compute in self.terms.values()])
         return torch.stack(value), torch.stack([*value, *shown, *rows]).detach().view(3, len(value))
 
     def displayed(self, loss: Tensor, errors: Tensor, counts: Tensor) -> dict[str, Tensor]:
-        """Return the displayed values, by the names and in the order of ``display_names``, and the root of the loss.
+        """Return the displayed values, by the names and in the order of ``display_names``, and the
+        root of the loss.
 
         Args:
             loss: scalar, of all frames.
@@ -244,7 +252,9 @@ class EnergyLoss(Loss):
     def _compared(
         self, name: str, prediction: Mapping[str, Tensor], batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return predicted and labelled values of a quantity of atoms, which frames have the label, and weights."""
+        """Return predicted and labelled values of a quantity of atoms, which frames have the label,
+        and weights.
+        """
         found, (label, has_label, weight) = prediction[name], _label(batch, name)
         if name == FORCE and self.config.relative_f is not None:
             found = (found - label) / (
@@ -266,10 +276,11 @@ class EnergyLoss(Loss):
 
 
 class QuantityLoss(Loss):
-    """Squared errors of the values of frames (``global``) and of atoms (``local``) that a model predicts.
+    """Squared errors of the values of frames (``global``) and of atoms (``local``) that a model
+    predicts.
 
-    Means run over frames, and over the atoms that have the quantity. Displayed errors of frames are divided by the
-    number of these atoms. As DeePMD-kit's losses ``tensor`` and ``dos``.
+    Means run over frames, and over the atoms that have the quantity. Displayed errors of frames are
+    divided by the number of these atoms. As DeePMD-kit's losses ``tensor`` and ``dos``.
     """
 
     def __init__(
@@ -308,10 +319,12 @@ class QuantityLoss(Loss):
 
 
 class PropertyLoss(Loss):
-    """Errors of a property, of an extensive one per atom, in units of the spread of the data, summed over frames.
+    """Errors of a property, of an extensive one per atom, in units of the spread of the data,
+    summed over frames.
 
-    A sum of frames is not divided by their number, on several ranks and batches neither. ``rmse`` and ``mape`` are
-    means; the latter, and what is displayed, are not in units of the spread. As DeePMD-kit's loss ``property``.
+    A sum of frames is not divided by their number, on several ranks and batches neither. ``rmse``
+    and ``mape`` are means; the latter, and what is displayed, are not in units of the spread. As
+    DeePMD-kit's loss ``property``.
     """
 
     _is_plain = True
@@ -390,7 +403,9 @@ LOSSES: Mapping[str, Callable[..., Loss]] = {
 
 
 def constant_prediction(batch: Batch, bias: Tensor) -> dict[str, Tensor]:
-    """Return the prediction without forces in which each atom of type t has the energy ``bias[t]`` (T,), in eV."""
+    """Return the prediction without forces in which each atom of type t has the energy ``bias[t]``
+    (T,), in eV.
+    """
     names = (name for name, label in LABELS.items() if label.errors and name != HESSIAN)
     nothing = {name: torch.zeros_like(_label(batch, name)[0]) for name in names}
     return {
@@ -405,11 +420,12 @@ def root_of(displayed: Mapping[str, Tensor]) -> Tensor:
 
 
 class LossOverBatches:
-    """The loss of all frames of several batches together, and its gradient, from one batch after the other.
+    """The loss of all frames of several batches together, and its gradient, from one batch after
+    the other.
 
-    Means run over the frames of all batches on all ranks, which are counted before the first is evaluated: the sum of
-    the gradients of what :meth:`add` returns is, to rounding, that of one batch with all the frames. Must be made by
-    every rank.
+    Means run over the frames of all batches on all ranks, which are counted before the first is
+    evaluated: the sum of the gradients of what :meth:`add` returns is, to rounding, that of one
+    batch with all the frames. Must be made by every rank.
 
     Args:
         loss: of a batch.
@@ -452,7 +468,8 @@ class LossOverBatches:
 
 
 class _Sums(NamedTuple):
-    """Of one term: what counts in the loss, what is displayed (squared, unless mae), and the rows with a label.
+    """Of one term: what counts in the loss, what is displayed (squared, unless mae), and the rows
+    with a label.
 
     A row is a frame or an atom; of its components the mean is taken.
     """
@@ -463,7 +480,9 @@ class _Sums(NamedTuple):
 
 
 def _sums(value: Tensor, shown: Tensor, has_label: Tensor, weight: Tensor) -> _Sums:
-    """Return the sums of ``value`` times ``weight``, and of ``shown`` (n, ...), over the rows with a label."""
+    """Return the sums of ``value`` times ``weight``, and of ``shown`` (n, ...), over the rows with
+    a label.
+    """
     total, is_same = torch.dot(weight, _of_rows(value)), shown is value and weight is has_label
     return _Sums(
         total, total if is_same else torch.dot(has_label, _of_rows(shown.detach())), has_label.sum()
@@ -476,9 +495,11 @@ def _of_rows(values: Tensor) -> Tensor:
 
 
 def _label(batch: Batch, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a label and, per frame, whether the frame has it, 1 or 0, and its weight in the loss, 0 without the label.
+    """Return a label and, per frame, whether the frame has it, 1 or 0, and its weight in the loss,
+    0 without the label.
 
-    Without the label in the batch all are zeros; without weights in the batch the last two are one tensor.
+    Without the label in the batch all are zeros; without weights in the batch the last two are one
+    tensor.
     """
     if name in batch.labels:
         return batch.labels[name], batch.has_label[name], label_weight(batch, name)

@@ -1,4 +1,6 @@
-"""Modes that config, device and ranks decide: compiled code, CUDA graphs, batches that are filled up, sharding."""
+"""Modes that config, device and ranks decide: compiled code, CUDA graphs, batches that are filled
+up, sharding.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ Products: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def products_in(tf32: bool, bfloat16: Iterable[Any] = ()) -> Iterator[None]:
-    """Multiply float32 matrices in TF32, and blocks of these parts of models in bfloat16, within this context."""
+    """Multiply float32 matrices in TF32, and blocks of these parts of models in bfloat16, within
+    this context.
+    """
     before = torch.get_float32_matmul_precision()
     if tf32:
         torch.set_float32_matmul_precision("high")
@@ -55,7 +59,8 @@ def products_in(tf32: bool, bfloat16: Iterable[Any] = ()) -> Iterator[None]:
 def contexts_of_products(
     config: RunConfig, models: nn.Module, device: torch.device
 ) -> tuple[Products, Products]:
-    """Return the contexts in which steps and validations multiply matrices of ``models`` on a device.
+    """Return the contexts in which steps and validations multiply matrices of ``models`` on a
+    device.
 
     The log says which options of the input have no effect there.
     """
@@ -112,7 +117,9 @@ def why_no_graphs(config: RunConfig, world: World) -> str:
 
 
 def launches_graphs(config: RunConfig, world: World) -> bool:
-    """Whether steps are launched as CUDA graphs; if the input leaves it open, only where this is known to work."""
+    """Whether steps are launched as CUDA graphs; if the input leaves it open, only where this is
+    known to work.
+    """
     chosen = config.training.cuda_graphs
     if chosen is None:
         chosen = torch.version.cuda is not None and not config.training.enable_compile
@@ -122,7 +129,9 @@ def launches_graphs(config: RunConfig, world: World) -> bool:
 def pads(
     config: RunConfig, compiler: Compiler | None, world: World, layout: NeighborLayout
 ) -> list[Pad | None]:
-    """Return the functions that fill up batches of training and displayed ones of validation; None: they stay."""
+    """Return the functions that fill up batches of training and displayed ones of validation; None:
+    they stay.
+    """
     modes = (
         (compiler.in_training, compiler.in_validation) if compiler is not None else (False, False)
     )
@@ -142,10 +151,11 @@ def compile_models(
     world: World,
     products: tuple[Products, Products],
 ) -> RunConfig:
-    """Compile ``models`` if the input says so, and return the config with the modes that are compiled.
+    """Compile ``models`` if the input says so, and return the config with the modes that are
+    compiled.
 
-    All ranks compile for the same batches, so that those of one machine find the code in the cache. Must be called by
-    every rank, before the models are sharded.
+    All ranks compile for the same batches, so that those of one machine find the code in the cache.
+    Must be called by every rank, before the models are sharded.
 
     Args:
         config: of the run.
@@ -196,9 +206,11 @@ LAST_REPLICATED_STAGE = 1  # the largest stage at which every rank holds all par
 
 
 def parallelize(models: ModelSet, world: World, stage: int) -> nn.Module:
-    """Return the module that a training step calls; from stage 2 on ``models`` itself is sharded in place.
+    """Return the module that a training step calls; from stage 2 on ``models`` itself is sharded in
+    place.
 
-    Weights must be the same on all ranks. Gradients become means over the ranks in the backward pass.
+    Weights must be the same on all ranks. Gradients become means over the ranks in the backward
+    pass.
 
     Args:
         models: on the device they compute on.
@@ -210,8 +222,8 @@ def parallelize(models: ModelSet, world: World, stage: int) -> nn.Module:
         return models
     if world.size == 1:
         return models
-    # buckets that are laid out anew after the first step would add up in another order after a restart:
-    # with unused parameters allowed, they stay
+    # buckets that are laid out anew after the first step would add up in another order after a
+    # restart: with unused parameters allowed, they stay
     known = inspect.signature(DistributedDataParallel).parameters
     # the name of the option from torch 2.13 on, and before
     buffers: dict[str, Any] = {
@@ -227,7 +239,9 @@ def parallelize(models: ModelSet, world: World, stage: int) -> nn.Module:
 
 
 def check_replicas(models: nn.Module, world: World, step: int) -> None:
-    """Check that all ranks hold equal tensors, where each holds all of them. Must be called by every rank.
+    """Check that all ranks hold equal tensors, where each holds all of them.
+
+    Must be called by every rank.
 
     Reads all tensors: for the start of a run and its checkpoints, not for each step.
 
@@ -283,8 +297,9 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
             shard(block)
             for method in methods:
                 register_fsdp_forward_method(block, method)
-    # what tasks share must be sharded before the models around it, which would each take it for their own: the largest
-    # modules inside several of them; torch does not take lists of modules as one
+    # what tasks share must be sharded before the models around it, which would each take it for
+    # their own: the largest modules inside several of them; torch does not take lists of modules as
+    # one
     inside = [
         [module for module in model.modules() if module is not model]
         for model in dict.fromkeys(each)

@@ -1,4 +1,6 @@
-"""The files that a run writes: checked and locked before the data are read; files of earlier runs are moved away."""
+"""The files that a run writes: checked and locked before the data are read; files of earlier runs
+are moved away.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
         request: with the files that the run reads, and where the normalized input is written.
 
     Raises:
-        CheckpointError: naming every place that cannot be written, or where there is something else.
+        CheckpointError: naming every place that cannot be written, or where there is something
+            else.
     """
     weights, output = request.init_model or request.finetune, request.output
     inputs = (request.file, request.restart, request.init_model, request.finetune)
@@ -101,7 +104,8 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
 def lock_outputs(config: RunConfig) -> AbstractContextManager[None]:
     """Return the locks of the folder of the run, and of each of its files in other folders.
 
-    Other folders may have files of several runs, under other names. Statistics and TensorBoard's files are shared.
+    Other folders may have files of several runs, under other names. Statistics and TensorBoard's
+    files are shared.
     """
     outputs, here = Outputs(config), Path.cwd()
     single = [o.path for o in outputs if not o.is_folder]
@@ -146,7 +150,8 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
 
 
 def _is_normalized(path: Path) -> bool:
-    """Whether a file is what a run writes there: beside it such a run, which ended before its first row, left nothing.
+    """Whether a file is what a run writes there: beside it such a run, which ended before its first
+    row, left nothing.
 
     An input of the user, which says less, is kept.
     """
@@ -177,8 +182,8 @@ def _in_the_way(config: RunConfig) -> Iterator[Path]:
 def _set_aside(files: Iterable[Path]) -> list[Path]:
     """Move files to ``earlier-N``, N the same everywhere, and return these folders.
 
-    It has the folders of the run below it; files from elsewhere have one beside them. Links between the files are laid
-    anew.
+    It has the folders of the run below it; files from elsewhere have one beside them. Links between
+    the files are laid anew.
     """
     here, places = (
         Path.cwd(),

@@ -1,4 +1,6 @@
-"""From a config to checked systems, statistics, models with their first weights, averages, and fits of the bias."""
+"""From a config to checked systems, statistics, models with their first weights, averages, and fits
+of the bias.
+"""
 
 from __future__ import annotations
 
@@ -100,8 +102,8 @@ def prepare(
 ) -> PreparedRun:
     """Open and check the data, resolve ``sel``, and make the models with their first weights.
 
-    A new run gets statistics from data; a run that starts from a file takes those of the file. rank 0 looks at the
-    data, and the others learn what it has found.
+    A new run gets statistics from data; a run that starts from a file takes those of the file. rank
+    0 looks at the data, and the others learn what it has found.
 
     Raises:
         DataError: with every problem of the data at once.
@@ -185,7 +187,9 @@ def _check_data(
     start: Start,
     skip: bool,
 ) -> tuple[RunConfig, dict[str, float | None], list[str]]:
-    """Return the config with ``sel`` resolved, nearest pairs by task, and dates of earlier checks that still hold."""
+    """Return the config with ``sel`` resolved, nearest pairs by task, and dates of earlier checks
+    that still hold.
+    """
     nearest, found, dates = {}, {}, []
     problems = list[str | Finding]()
     for name, task in config.tasks.items():
@@ -212,8 +216,11 @@ def _check_data(
 
 
 def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[str, Tensor]:
-    """Put the weights of a file into the models, or statistics beside those of the seed, and return them."""
-    # the file may not have all means, spreads and biases: of new tasks, elements or fitting networks
+    """Put the weights of a file into the models, or statistics beside those of the seed, and return
+    them.
+    """
+    # the file may not have all means, spreads and biases: of new tasks, elements or fitting
+    # networks
     if run.config.tasks.keys() - start.saved.keys() or any(
         source.fresh_fitting or start.new_elements(name, run.config.tasks[name].model.type_map)
         for name, source in start.sources.items()
@@ -287,7 +294,9 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
 
 
 def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
-    """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of all ranks of every system."""
+    """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of all ranks
+    of every system.
+    """
     path, place = task.config.data.stat_file, f"{task.config.place('training')}.stat_file"
     if path is not None:
         stored = read_stat_file(path, task.config.model, task.model.descriptor)
@@ -321,12 +330,13 @@ def _statistics_batches(task: Task, seed: int, num_ranks: int) -> Iterator[Batch
     for number, (system, size, frames) in enumerate(zip(train, sizes, taken)):
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
         order = frames[permutation(len(frames), seed_for(stream, seed, number))]
-        # as many as one process with all the frames of a step would take, so that it starts from the same model
+        # as many as one process with all the frames of a step would take, so that it starts from
+        # the same model
         drawn = task.config.model.data_stat_nbatch * size * num_ranks
         chosen.append(order[:drawn].tolist())
-        # and the isolated atoms of the first hundred of the others that are one atom: a sample rarely has one, and
-        # without them nothing fixes what compositions leave open. Of one molecule alone each element gets the mean
-        # energy, hundreds of eV from that of its atom.
+        # and the isolated atoms of the first hundred of the others that are one atom: a sample
+        # rarely has one, and without them nothing fixes what compositions leave open. Of one
+        # molecule alone each element gets the mean energy, hundreds of eV from that of its atom.
         rest = order[drawn:]
         for k in rest[system.frame_sizes[rest] == 1][:100].tolist():
             box = system.frame(k).box
@@ -337,13 +347,15 @@ def _statistics_batches(task: Task, seed: int, num_ranks: int) -> Iterator[Batch
 
 
 def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, Tensor]]:
-    """Return the output biases (1, T, 1) in eV that fit the data, by weights and by their names in the models.
+    """Return the output biases (1, T, 1) in eV that fit the data, by weights and by their names in
+    the models.
 
-    The weights are ``live`` and every average. With its bias the mean residual per atom over the training frames of a
-    task is zero for the weights that it was fitted with. All frames take part up to 10,000, of more a sample in which
-    every system has its share; it depends on the seed of the run only. Nothing in the models or the bank changes. A
-    task without energies is left out, with a warning. Readers of the last files use these biases, in place of those
-    that a restart continues from.
+    The weights are ``live`` and every average. With its bias the mean residual per atom over the
+    training frames of a task is zero for the weights that it was fitted with. All frames take part
+    up to 10,000, of more a sample in which every system has its share; it depends on the seed of
+    the run only. Nothing in the models or the bank changes. A task without energies is left out,
+    with a warning. Readers of the last files use these biases, in place of those that a restart
+    continues from.
 
     Args:
         prepared: data and models of the run; it computes where the models are.
@@ -376,7 +388,9 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, 
 def _fit_bias(
     task: Task, model: EnergyModel | TaskModel, batches: Iterable[Batch], words: str
 ) -> BiasFit | None:
-    """Return the bias with which the mean residual per atom of frames is zero; None if none has an energy."""
+    """Return the bias with which the mean residual per atom of frames is zero; None if none has an
+    energy.
+    """
     before = model.out_bias.view(-1).cpu().numpy()
     frames = energies_of(model, task.config.model, batches)
     if not len(frames):
@@ -395,7 +409,9 @@ def _fit_bias(
 def chosen_frames(
     task: TaskConfig, train: Sequence[FrameSource], seed: int, most: int
 ) -> list[Sequence[int]]:
-    """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
+    """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the
+    systems' sizes.
+    """
     # frames that `filter:N` leaves out were not trained on
     _, frames, _ = batch_sizes(
         task.data.training_data.batch_size, [system.frame_sizes for system in train]

@@ -51,8 +51,8 @@ class Reporter:
 
     Attributes:
         times: stopwatch of the run.
-        curves: ``live`` and names of averages to the files of their learning curves, on the same batches; None on
-            ranks that write nothing.
+        curves: ``live`` and names of averages to the files of their learning curves, on the same
+            batches; None on ranks that write nothing.
         validated: errors of the last full validation, by row.
         validated_step: its step.
         before: errors by task of the weights that the run started with, if they are of a file.
@@ -88,7 +88,8 @@ class Reporter:
         # by task: values of its last step, and their mean over its steps in the current interval
         self._last: dict[str, Mapping[str, Tensor]] = {}
         self._means = {task.name: _Mean() for task in tasks}
-        # by task, of the last rows in the second half of the run: an error of the training batches, and a constant's
+        # by task, of the last rows in the second half of the run: an error of the training batches,
+        # and a constant's
         self._compared = {
             task.name: deque[tuple[float, float]](maxlen=COMPARED_ROWS) for task in tasks
         }
@@ -104,7 +105,9 @@ class Reporter:
             self._loggers.start(step)
 
     def record(self, step: int, task: Task, rate: float, values: Mapping[str, Tensor]) -> None:
-        """Record a step; nothing waits for the device unless a logger takes training errors more often than shown."""
+        """Record a step; nothing waits for the device unless a logger takes training errors more
+        often than shown.
+        """
         self._progress.advance(step)
         self._last[task.name] = values
         if self._shows_means:
@@ -124,7 +127,8 @@ class Reporter:
         rate: float,
         values: Mapping[str, Tensor],
     ) -> None:
-        """Write the row of ``step`` and a line with losses, speed and the split of the interval's time.
+        """Write the row of ``step`` and a line with losses, speed and the split of the interval's
+        time.
 
         Args:
             step: optimizer steps so far.
@@ -174,7 +178,9 @@ class Reporter:
         self._means = {name: _Mean() for name in self._means}
 
     def warn_if_nothing_is_learned(self, step: int, remedy: str, at_least: int = 1) -> None:
-        """Warn once of each task whose training errors are those of a constant, over ``at_least`` rows or more."""
+        """Warn once of each task whose training errors are those of a constant, over ``at_least``
+        rows or more.
+        """
         for task in self._tasks:
             rows = [pair for pair in self._compared[task.name] if not any(map(math.isnan, pair))]
             if task.name in self._warned or len(rows) < max(1, at_least):
@@ -201,7 +207,9 @@ class Reporter:
     def show_validation(
         self, step: int, results: Mapping[str, Errors], best: Collection[str]
     ) -> None:
-        """Set the errors of the live and the averaged weights side by side; ``best`` rows have the lowest so far."""
+        """Set the errors of the live and the averaged weights side by side; ``best`` rows have the
+        lowest so far.
+        """
         self.validated_step, self.validated = step, results
         self._progress.show_validation(step, results, best)
         if self._loggers is not None:
@@ -217,7 +225,9 @@ class Reporter:
     def show_test(
         self, tested: Mapping[tuple[str, str], tuple[int, Errors]]
     ) -> dict[str, dict[str, float]]:
-        """Keep the errors on the test data; return them by row, and by column in the units of tables."""
+        """Keep the errors on the test data; return them by row, and by column in the units of
+        tables.
+        """
         self.tested, rows = tested, {}
         for (weights, task), (step, errors) in tested.items():
             row = rows[f"{task} {weights}".lstrip()] = {"step": float(step)}
@@ -236,7 +246,9 @@ class Reporter:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of the current interval, and the last values of tasks that the next step may not draw."""
+        """Return the sums of the current interval, and the last values of tasks that the next step
+        may not draw.
+        """
         state: dict[str, Any] = {
             "sums": unnested({name: dict(mean.sums) for name, mean in self._means.items()}),
             "counts": unnested({name: dict(mean.counts) for name, mean in self._means.items()}),
@@ -280,7 +292,8 @@ class Reporter:
         rate: float,
         is_constant: bool = False,
     ) -> dict[str, dict[str, float]]:
-        """Return each displayed value by task over all frames of a step, of one task; empty for the others.
+        """Return each displayed value by task over all frames of a step, of one task; empty for the
+        others.
 
         They are those of the model, or of the energies of its elements alone.
         """
@@ -300,7 +313,9 @@ class Reporter:
     def _mean_values(
         self, batches: Mapping[str, Sequence[Batch | PackedBatch]], rate: float
     ) -> dict[str, dict[str, float]]:
-        """Return each displayed value by task over its batches, weighted by their atoms; empty without any."""
+        """Return each displayed value by task over its batches, weighted by their atoms; empty
+        without any.
+        """
         means: dict[str, dict[str, float]] = {}
         for task in self._tasks:
             mean = _Mean()
@@ -316,7 +331,9 @@ class Reporter:
 
 
 def _judged(task: Task) -> str:
-    """Return the displayed error that says whether a task learns: of forces, else of energies, else empty."""
+    """Return the displayed error that says whether a task learns: of forces, else of energies, else
+    empty.
+    """
     return next(
         (name for name in reversed(task.loss.display_names) if name.endswith(("_f", "_pf", "_e"))),
         "",
@@ -325,7 +342,8 @@ def _judged(task: Task) -> str:
 
 @dataclass
 class _Mean:
-    """Mean of displayed values over batches: a batch without a label does not count for the error of that label.
+    """Mean of displayed values over batches: a batch without a label does not count for the error
+    of that label.
 
     Attributes:
         sums: by name, the sum of the values times their weights.
@@ -338,7 +356,8 @@ class _Mean:
     def add(self, values: Mapping[str, Tensor], weight: Tensor | float = 1.0) -> None:
         """Add the values of a batch; nothing waits for the device."""
         numbers = torch.stack(list(values.values()))
-        # nan beside a loss that is not nan: no frame has the label; an error that is nan makes it nan
+        # nan beside a loss that is not nan: no frame has the label; an error that is nan makes it
+        # nan
         lacking = numbers.isnan() & ~root_of(values).isnan()
         counts = (weight * (~lacking).to(numbers.dtype)).unbind()
         for name, value, count in zip(
@@ -348,5 +367,7 @@ class _Mean:
             self.counts[name] = self.counts[name] + count if name in self.counts else count
 
     def values(self) -> dict[str, float]:
-        """Return the mean of each value; nan where no batch has the label, nothing without any batch."""
+        """Return the mean of each value; nan where no batch has the label, nothing without any
+        batch.
+        """
         return {name: float(total / self.counts[name]) for name, total in self.sums.items()}

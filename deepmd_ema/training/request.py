@@ -17,16 +17,19 @@ DEFAULT_INPUT = "input.json"
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """A request to train: the input, and how the run starts. At most one of the three start files is given.
+    """A request to train: the input, and how the run starts.
+
+    At most one of the three start files is given.
 
     Attributes:
-        input_file: JSON or YAML, or the values of one. None: the config of the checkpoint that is restarted, otherwise
-            ``input.json`` of this folder.
+        input_file: JSON or YAML, or the values of one. None: the config of the checkpoint that is
+            restarted, otherwise ``input.json`` of this folder.
         restart: checkpoint to continue exactly.
         init_model: file whose weights, live or averaged, a new run starts from.
-        finetune: file whose weights a new run on other data, perhaps of other elements, starts from.
-        model_branch: name of a model in a file that holds several; ``RANDOM`` is a fresh fitting network for
-            fine-tuning.
+        finetune: file whose weights a new run on other data, perhaps of other elements, starts
+            from.
+        model_branch: name of a model in a file that holds several; ``RANDOM`` is a fresh fitting
+            network for fine-tuning.
         use_pretrain_script: whether the section ``model`` is taken from the start file.
         output: file to which the normalized config is written.
         device: ``cpu``, ``cuda`` or ``cuda:1``; chosen automatically if None.

@@ -73,7 +73,8 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
     """Compare the config of a run with that of the checkpoint that it continues.
 
     Returns:
-        The start, with the tasks whose training data have other paths: :func:`check_content` compares their content.
+        The start, with the tasks whose training data have other paths: :func:`check_content`
+        compares their content.
 
     Args:
         start: the checkpoint.
@@ -91,7 +92,8 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
         )
     before, now = start.config, to_dict(config)
     if before != now:
-        # both in today's form: the checkpoint may be of an older version, with options under other names
+        # both in today's form: the checkpoint may be of an older version, with options under other
+        # names
         saved = saved_config(start.config, str(start.path))
         for note in saved.notes:  # what it has that was removed since
             logger.info("%s", note)
@@ -192,7 +194,8 @@ def outside_outputs(config: RunConfig) -> list[str]:
 
 
 def refuse_outside_outputs(start: Start, config: RunConfig) -> None:
-    """Check that a run with the config of its checkpoint, perhaps of somebody else, writes to the working folder only.
+    """Check that a run with the config of its checkpoint, perhaps of somebody else, writes to the
+    working folder only.
 
     Raises:
         CheckpointError: if it does not.
@@ -205,7 +208,9 @@ def refuse_outside_outputs(start: Start, config: RunConfig) -> None:
 
 
 def check_same_start(start: Start, config: RunConfig, world: World) -> None:
-    """Check that all ranks have read the same input and the same start file. Must be called by every rank.
+    """Check that all ranks have read the same input and the same start file.
+
+    Must be called by every rank.
 
     Args:
         start: the file that the run starts from, if there is one.
@@ -242,7 +247,8 @@ def check_same_start(start: Start, config: RunConfig, world: World) -> None:
 
 
 def warn_of_other_input(start: Start, config: RunConfig) -> None:
-    """Warn if the input in this folder, which is not used, differs from the config of the checkpoint.
+    """Warn if the input in this folder, which is not used, differs from the config of the
+    checkpoint.
 
     Args:
         start: the checkpoint.
@@ -271,7 +277,9 @@ def warn_of_other_input(start: Start, config: RunConfig) -> None:
 
 
 def reads_shards(start: Start, config: RunConfig) -> bool:
-    """Whether each rank reads its shards only, once the models are sharded: no step before needs the weights."""
+    """Whether each rank reads its shards only, once the models are sharded: no step before needs
+    the weights.
+    """
     if not start.payload or config.training.zero_stage <= 1:
         return False
     is_unchanged = (
@@ -318,7 +326,8 @@ def state_of_tasks(start: Start, models: ModelSet, streams: Mapping[str, Any]) -
     names |= {name: name for name, _ in models.named_buffers() if name in payload["model"]}
     moments = payload["optimizer"]["state"]
     kept = {name: moments[old] for name, old in names.items() if old in moments}
-    # no rank requests the first moments from the others of new tasks: the optimizer, which was just built, has them
+    # no rank requests the first moments from the others of new tasks: the optimizer, which was just
+    # built, has them
     new = [name for name, _ in models.named_parameters() if name not in kept]
     state = {**payload, "optimizer": {**payload["optimizer"], "state": kept, "new": new}}
     state["streams"] = {task: payload["streams"].get(task, own) for task, own in streams.items()}

@@ -1,4 +1,6 @@
-"""A training run from its request to its last checkpoint, with the tables in its log at the start and the end."""
+"""A training run from its request to its last checkpoint, with the tables in its log at the start
+and the end.
+"""
 
 from __future__ import annotations
 
@@ -78,10 +80,11 @@ def run_training(
     ``run_training(TrainRequest("input.json", restart="model.ckpt.pt"))``.
 
     Args:
-        request: the request, its input file, or the values of one; None: see :attr:`TrainRequest.input_file`.
-        should_update: by name of an average, a function of (step, epoch) that says whether the average is updated with
-            the weights of that step; for rules that no option has. It must depend on nothing else, or a restart is not
-            exact.
+        request: the request, its input file, or the values of one; None: see
+            :attr:`TrainRequest.input_file`.
+        should_update: by name of an average, a function of (step, epoch) that says whether the
+            average is updated with the weights of that step; for rules that no option has. It must
+            depend on nothing else, or a restart is not exact.
         callback: watches the run.
         launch: rank of this process and number of ranks; read from the environment if None.
         options: the other attributes of the request, if an input is given.
@@ -124,7 +127,8 @@ def run_training(
 
         seed = world.broadcast_from_rank0(take_outputs)
         config = replace(config, training=replace(config.training, seed=seed))
-        # the config of a checkpoint has every default: what has no effect was listed when it was an input
+        # the config of a checkpoint has every default: what has no effect was listed when it was an
+        # input
         unused = () if request.takes_saved_config else ignored_options(config)
         for line in (*config.notes, *unused):
             logger.warning("%s", line)
@@ -189,12 +193,14 @@ def train(
 ) -> TrainedRun:
     """Train as the command line does, with its messages on stderr; for scripts and notebooks.
 
-    ``train("input.json")``, ``train({"model": ...})`` or ``train(restart="model.ckpt.pt")``. The arguments are those of
-    :func:`run_training`. Where the program has handlers of log messages, these get the messages.
+    ``train("input.json")``, ``train({"model": ...})`` or ``train(restart="model.ckpt.pt")``. The
+    arguments are those of :func:`run_training`. Where the program has handlers of log messages,
+    these get the messages.
 
     Raises:
         UserError: for every mistake in the input, the data or the files.
-        Interrupted: after Ctrl-C, or when a notebook interrupts the cell, with the current step saved.
+        Interrupted: after Ctrl-C, or when a notebook interrupts the cell, with the current step
+            saved.
     """
     log = logging.getLogger("deepmd_ema")
     if not log.hasHandlers():
@@ -207,7 +213,9 @@ def train(
 
 
 def load_start(request: TrainRequest, launch: Launch, world: World) -> tuple[Start, RunConfig]:
-    """Return the start of a run, and its checked config, with what it leaves open as it is in the start file."""
+    """Return the start of a run, and its checked config, with what it leaves open as it is in the
+    start file.
+    """
     heads, start = request.heads(), Start()
     if request.restart is not None:
         start = load_restart(request.restart, (world.rank, world.size))
@@ -241,7 +249,9 @@ SHARED = {
 
 
 def start_table(trainer: Trainer) -> Table:
-    """Return the summary of ``dp-ema check`` with facts that are known once the parts of the run are built."""
+    """Return the summary of ``dp-ema check`` with facts that are known once the parts of the run
+    are built.
+    """
     prepared, bank, num_steps = trainer.prepared, trainer.bank, trainer.num_steps
     config, stage, world = prepared.config, prepared.config.training.zero_stage, trainer.world
     per_step = f"{prepared.length.frames_per_step:.6g} frames per step over all ranks"
@@ -333,10 +343,13 @@ class TrainedRun:
     Attributes:
         checkpoint: the newest live weights, from which a run can be restarted.
         averages: the newest weights of each average, by its name.
-        best: the best weights by name of the weights, and of the task where there are several (``ema``, ``ice ema``).
-        errors: of the last full validation by the same names; ``errors["ema"]["F:RMSE"]``, in eV and angstrom.
+        best: the best weights by name of the weights, and of the task where there are several
+            (``ema``, ``ice ema``).
+        errors: of the last full validation by the same names; ``errors["ema"]["F:RMSE"]``, in eV
+            and angstrom.
         test: of the test data, by the same names and those of the best weights (``best ema``).
-        before: of the weights of a file that the run started with, by task; empty unless full validation is on.
+        before: of the weights of a file that the run started with, by task; empty unless full
+            validation is on.
         step: optimizer steps of the whole run.
         seconds: of this process, with data and validation.
     """

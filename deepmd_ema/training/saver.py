@@ -31,21 +31,24 @@ MakeState: TypeAlias = Callable[[Take], Mapping[str, Any]]
 
 @dataclass
 class StateBuilder:
-    """Builds the content of model files; tensors are copies on the CPU, so a later step cannot change them.
+    """Builds the content of model files; tensors are copies on the CPU, so a later step cannot
+    change them.
 
-    All files of a step share one copy of each tensor, which is dropped at :meth:`forget` or when another step is
+    All files of a step share one copy of each tensor, which is dropped at :meth:`forget` or when
+    another step is
     requested: between, neither weights nor averages may change, and no average be swapped in.
 
     Attributes:
         models: the live models.
         bank: averages, maybe none.
         config: normalized config of the run, ``sel`` resolved.
-        min_nbor_dist: nearest pair in the training data, angstrom, or None when it was not looked for; by task if there
-            are several.
+        min_nbor_dist: nearest pair in the training data, angstrom, or None when it was not looked
+            for; by task if there are several.
         run: identifies the trajectory of weights; a restart keeps that of the checkpoint.
         num_steps: of the whole run, as planned.
         take_from: what this process saves of a tensor, made from the copies of a step.
-        copies: copies of the tensors of a step. From a GPU they arrive later: see :meth:`HostCopies.arrival`.
+        copies: copies of the tensors of a step. From a GPU they arrive later: see
+            :meth:`HostCopies.arrival`.
         take: what this process saves of a tensor of that step, if it is to ``keep`` anything.
     """
 
@@ -62,7 +65,9 @@ class StateBuilder:
     _models: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
     def training(self, step: int, state: MakeState) -> dict[str, Any]:
-        """Return the content of ``model.ckpt-<step>.pt``: raw weights, averages and everything that a restart needs."""
+        """Return the content of ``model.ckpt-<step>.pt``: raw weights, averages and everything that
+        a restart needs.
+        """
         content = {"model": self._weights(LIVE, step), **state(self.take)}
         if self.bank.names:
             averaged = {name: self._weights(name, step) for name in self.bank.names}
@@ -77,7 +82,9 @@ class StateBuilder:
         return self._content(kind, name, step, content)
 
     def snapshot(self, name: str, step: int) -> dict[str, Any]:
-        """Return the content of a copy of the average ``name`` for ``dp-ema posthoc``, to be :func:`narrowed`."""
+        """Return the content of a copy of the average ``name`` for ``dp-ema posthoc``, to be
+        :func:`narrowed`.
+        """
         content = self.weights(name, step, "snapshot")
         return (
             {**content, "averaged": list(self.bank[name].tensor_names)}
@@ -129,7 +136,8 @@ def narrowed(snapshot: Mapping[str, Any], buffers: Iterable[str]) -> dict[str, A
 
 
 class Saver:
-    """Has the files of a step written beside training; live and averaged files of one step are one transaction.
+    """Has the files of a step written beside training; live and averaged files of one step are one
+    transaction.
 
     Args:
         config: of the run.
@@ -137,7 +145,8 @@ class Saver:
         start: steps done before it, at a restart.
         builder: makes the content of the files.
         bests: best files, which are pruned once a checkpoint knows of them.
-        tables: their rows are on the disk before a checkpoint, so that a restart does not write them again.
+        tables: their rows are on the disk before a checkpoint, so that a restart does not write
+            them again.
         writers: the processes that write sharded files together, or None.
         world: the processes of the run.
 
@@ -167,7 +176,9 @@ class Saver:
         }
 
     def keep_snapshots(self, names: Sequence[str], step: int) -> None:
-        """Write the snapshots of ``step`` of averages that have begun, and remove those of earlier runs up to it."""
+        """Write the snapshots of ``step`` of averages that have begun, and remove those of earlier
+        runs up to it.
+        """
         self.writer.begin(step)
         buffers = [name for name, _ in self.builder.models.named_buffers()]
         for name in names:
@@ -203,8 +214,9 @@ class Saver:
         Args:
             step: optimizer steps so far.
             state: everything a restart needs beside weights and averages.
-            refitted: tensors that were fitted after the last step, by weights. Averaged files have them in the model;
-                the training file has them beside raw weights, so that a restart stays exact.
+            refitted: tensors that were fitted after the last step, by weights. Averaged files have
+                them in the model; the training file has them beside raw weights, so that a restart
+                stays exact.
             words: what the log says when all is written, beside the names of the files.
         """
         self.writer.begin(step)

@@ -1,4 +1,6 @@
-"""Training steps that follow the gradient of the loss, also as CUDA graphs, and the guard against diverging."""
+"""Training steps that follow the gradient of the loss, also as CUDA graphs, and the guard against
+diverging.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,8 @@ class Updated(NamedTuple):
 class Step:
     """Base of what takes the steps of a run; a subclass says how batches change the weights.
 
-    After the first step that was not finite no later one changes the weights, on the device and without waiting for
-    it; :meth:`raise_if_diverged` then names the step.
+    After the first step that was not finite no later one changes the weights, on the device and
+    without waiting for it; :meth:`raise_if_diverged` then names the step.
 
     Args:
         module: owner of the parameters, by the names that checkpoints use.
@@ -60,7 +62,8 @@ class Step:
     Attributes:
         schedule: as given.
         laps: seconds of the parts of the steps so far, on a device that the host waits for.
-        checks_are_free: whether reading a number from the device costs no wait, so that each step may be checked.
+        checks_are_free: whether reading a number from the device costs no wait, so that each step
+            may be checked.
     """
 
     skipped = "by that step"  # updates of the weights that are left out
@@ -68,7 +71,8 @@ class Step:
 
     def __init__(self, module: nn.Module, schedule: Callable[[int], float]) -> None:
         self.schedule = schedule
-        # looked up now: a module that FSDP has left gathered after a forward pass names other objects
+        # looked up now: a module that FSDP has left gathered after a forward pass names other
+        # objects
         self._named = dict(module.named_parameters())
         self._trained = [p for p in self._named.values() if p.requires_grad]
         self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
@@ -85,7 +89,8 @@ class Step:
             self._lap_began = now
 
     def raise_if_diverged(self, tasks: TaskMixture, last_step: int, world: World) -> None:
-        """Check that every step so far was finite; waits for the device, and is called by all ranks.
+        """Check that every step so far was finite; waits for the device, and is called by all
+        ranks.
 
         Raises:
             DivergedError: with step, task and frames of the first that was not.
@@ -110,7 +115,8 @@ class Step:
         )
 
     def _note(self, finite: Tensor, step: int | Tensor, own: Tensor | None = None) -> Tensor:
-        """Return 1, or 0 if ``step`` or one before it was not finite, and remember the first such step, in place.
+        """Return 1, or 0 if ``step`` or one before it was not finite, and remember the first such
+        step, in place.
 
         Args:
             finite: scalar, the same on all ranks, so that all of them decide alike.
@@ -169,8 +175,9 @@ class GradientStep(Step):
             task: whose batches they are.
             batches: one on the device, or several in host memory, whose gradients are added up.
             rate: learning rate, or a scalar in float64 on the device.
-            step: from 1, or an int64 scalar on the device. With both on a CUDA device, no number of the host is used,
-                and all memory that is kept from one step to the next is changed in place.
+            step: from 1, or an int64 scalar on the device. With both on a CUDA device, no number of
+                the host is used, and all memory that is kept from one step to the next is changed
+                in place.
         """
         set_learning_rate(self._optimizer, rate)
         self._optimizer.zero_grad(set_to_none=True)
@@ -231,10 +238,11 @@ MAX_GRAPHS = 64  # each takes some MB of its nodes; further shapes stay eager
 class GraphedSteps:
     """Takes steps, each with the averages after it, by one launch from the third use of a shape on.
 
-    Everything that differs from step to step is in buffers that stay in their place: the bytes of the batch, the
-    learning rate and the number of the step. A step is captured once for each task, layout of a batch and set of
-    averages that are due. Other steps run eagerly by the same function, so that the bits do not depend on which steps
-    are captured. Averages that are kept on the host are updated after the launch.
+    Everything that differs from step to step is in buffers that stay in their place: the bytes of
+    the batch, the learning rate and the number of the step. A step is captured once for each task,
+    layout of a batch and set of averages that are due. Other steps run eagerly by the same
+    function, so that the bits do not depend on which steps are captured. Averages that are kept on
+    the host are updated after the launch.
 
     Args:
         take_step: changes the weights.
@@ -256,7 +264,8 @@ class GraphedSteps:
         self._num_bindings, self._max_graphs = 0, MAX_GRAPHS
 
     def capture(self, step: Callable[[], Updated]) -> Callable[[], Updated]:
-        """Return a function that launches all kernels of ``step`` at once; recording does not take the step.
+        """Return a function that launches all kernels of ``step`` at once; recording does not take
+        the step.
 
         Args:
             step: makes no tensor of host numbers and does not wait for the device.
@@ -276,7 +285,8 @@ class GraphedSteps:
     def __call__(
         self, task: Task, packed: PackedBatch, rate: float, step: int, epoch: float
     ) -> tuple[Updated, Batch]:
-        """Update weights and averages with one batch; return the result and the batch on the device.
+        """Update weights and averages with one batch; return the result and the batch on the
+        device.
 
         Args:
             task: whose batch it is.
@@ -294,9 +304,9 @@ class GraphedSteps:
         due = tuple(name for name in due if name not in far)
         if self._bank.num_bindings != self._num_bindings:
             self._graphs.clear()  # the averages are in other memory than when these were captured
-            # The first update after a binding copies the counts of the averages from the host, and the optimizer makes
-            # the moments of parameters that are trained from now on. A graph would repeat both at every launch, so
-            # steps are eager again as at the start of a run.
+            # The first update after a binding copies the counts of the averages from the host, and
+            # the optimizer makes the moments of parameters that are trained from now on. A graph
+            # would repeat both at every launch, so steps are eager again as at the start of a run.
             self._uses.clear()
             self._num_bindings = self._bank.num_bindings
         key = (task.name, packed.layout, due)

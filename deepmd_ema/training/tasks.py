@@ -1,4 +1,6 @@
-"""A task is a model with its loss and its frames; a run trains a mixture of them, of one in the simplest case."""
+"""A task is a model with its loss and its frames; a run trains a mixture of them, of one in the
+simplest case.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class Task:
         cache: neighbors found so far, of training and validation frames of all tasks.
         content: digest of the training data as they were opened.
         split: hash of the frames that were split off for validation; empty without.
-        models: the models of the run, through which that of the task is called: ranks may have sharded them as a whole.
+        models: the models of the run, through which that of the task is called: ranks may have
+            sharded them as a whole.
         model: the one of its name, which it trains.
         loss: the weighted loss.
         accumulate: how many training batches a step takes.
@@ -64,7 +67,9 @@ class Task:
     display_loader: Loader | None
 
     def next_display_batches(self) -> list[Batch | PackedBatch]:
-        """Return the validation batches of the next row of the learning curve, in host memory; maybe none."""
+        """Return the validation batches of the next row of the learning curve, in host memory;
+        maybe none.
+        """
         shown, loader = self.config.displayed_data, self.display_loader
         return (
             [next(loader) for _ in range(shown.numb_btch)]
@@ -73,7 +78,9 @@ class Task:
         )
 
     def frames_of_step(self, back: int) -> list[tuple[str, int]]:
-        """Return the origin of the frames of the last step of this task (``back`` 1), or of one before it."""
+        """Return the origin of the frames of the last step of this task (``back`` 1), or of one
+        before it.
+        """
         first = self.train_loader.position - back * self.accumulate
         return [
             frame
@@ -82,7 +89,9 @@ class Task:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches that were consumed; their order is a function of the seed and of the data."""
+        """Return the number of batches that were consumed; their order is a function of the seed
+        and of the data.
+        """
         sampler = self.train_loader.sampler
         consumed: dict[str, Any] = {
             "frames": self.train_loader.position,
@@ -133,7 +142,8 @@ class Task:
 
 
 class TaskMixture:
-    """Draws the task of each step, with given probabilities, as a function of the seed and the step.
+    """Draws the task of each step, with given probabilities, as a function of the seed and the
+    step.
 
     Args:
         tasks: in the order of the input.

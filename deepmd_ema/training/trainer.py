@@ -70,7 +70,8 @@ class Trainer:
         prepared: config, data and models of the run.
         start: where it starts; one that continues a run is loaded.
         world: the processes of the run.
-        should_update: by name of an average, whether it is updated with the weights of a (step, epoch).
+        should_update: by name of an average, whether it is updated with the weights of a (step,
+            epoch).
         input_file: named in the command that tests the model.
         callback: watches the run.
         record: file of what is known of the run beside its weights and errors.
@@ -202,7 +203,8 @@ class Trainer:
             Interrupted: after one of ``END_SIGNALS`` or Ctrl-C, with the current step saved.
             DivergedError: at the first non-finite loss or gradient; nothing bad was saved.
         """
-        # other ranks are waited for, which on GPUs, where the host runs ahead, is worth it now and then only
+        # other ranks are waited for, which on GPUs, where the host runs ahead, is worth it now and
+        # then only
         poll_every = (
             STOP_POLL_INTERVAL if self.world.size > 1 and self.world.device.type != "cpu" else 1
         )
@@ -217,7 +219,8 @@ class Trainer:
                     and self.schedule.validation is not None
                     and self.validator.rows
                 ):
-                    # a stop that is requested meanwhile ends the run as always, after the first step
+                    # a stop that is requested meanwhile ends the run as always, after the first
+                    # step
                     with self.times.of("validation"), suppress(ValidationAborted):
                         self.reporter.show_before(self.validator.errors(self._is_stopped))
                 try:
@@ -270,8 +273,9 @@ class Trainer:
                 batches: Sequence[Batch | PackedBatch] = [
                     next(task.train_loader) for _ in range(task.accumulate)
                 ]
-            # A GPU's own thread of the backward pass counts the operations of second derivatives apart. The order in
-            # which gradients are added would depend on the steps before, and a restart would not be bitwise.
+            # A GPU's own thread of the backward pass counts the operations of second derivatives
+            # apart. The order in which gradients are added would depend on the steps before, and a
+            # restart would not be bitwise.
             with self.times.of("step"), torch.autograd.set_multithreading_enabled(False):
                 self.interpolation.before_step(number)
                 if self.graphs is not None and isinstance(batches[0], PackedBatch):
@@ -285,7 +289,8 @@ class Trainer:
                     self.step = number
                     if self.take_step.checks_are_free:
                         self._raise_if_diverged()
-                    # a step that was checked on the host is good; else the device decides, and nothing waits for it
+                    # a step that was checked on the host is good; else the device decides, and
+                    # nothing waits for it
                     self.bank.update(None if self.take_step.checks_are_free else updated.ok, epoch)
             self.callback.after_update(self)
             self.reporter.record(number, task, rate, updated.values)
@@ -311,11 +316,13 @@ class Trainer:
                 self._save()
             elif number in self.schedule.rows:
                 self._note()
-            self.saver.builder.forget()  # nothing more is due: copies are kept only as long as files need them
+            # nothing more is due: copies are kept only as long as files need them
+            self.saver.builder.forget()
         self.callback.after_step(self)
 
     def _is_stopped(self) -> bool:
-        """Whether some rank received a signal or is out of time: all of them then stop after this step.
+        """Whether some rank received a signal or is out of time: all of them then stop after this
+        step.
 
         They also agree on which models are compiled.
 
@@ -364,7 +371,8 @@ class Trainer:
                 and self.step >= self.num_steps
             ):
                 if self._saved < self.step:
-                    self._write()  # the fit reads many frames: what ends it early costs no step of the run
+                    # the fit reads many frames: what ends it early costs no step of the run
+                    self._write()
                 self._refitted = refit_bias(self.prepared, self.bank)
             self._write()
 
@@ -388,7 +396,9 @@ class Trainer:
         self._note(averages)
 
     def _note(self, averages: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """Keep what is known of the run now; with averages, at a checkpoint, it is in the file at once."""
+        """Keep what is known of the run now; with averages, at a checkpoint, it is in the file at
+        once.
+        """
         seconds = {**self.times.seconds, **self.take_step.laps}
         self.record.note(self.step, seconds, self.times.left(self.step, self.num_steps), averages)
 
@@ -412,7 +422,9 @@ class Trainer:
         self.take_step.raise_if_diverged(self.tasks, self.step, self.world)
 
     def state_dict(self, take: Take) -> dict[str, Any]:
-        """Return everything a restart needs beside weights and averages, with what ``take`` saves of each tensor."""
+        """Return everything a restart needs beside weights and averages, with what ``take`` saves
+        of each tensor.
+        """
         return {
             "optimizer": self.take_step.state_dict(take),
             "streams": self.tasks.state_dict(),
@@ -423,7 +435,9 @@ class Trainer:
         }
 
     def load_state_dict(self, start: Start) -> None:
-        """Continue after the step of a checkpoint: the next one is that which an uninterrupted run would have taken."""
+        """Continue after the step of a checkpoint: the next one is that which an uninterrupted run
+        would have taken.
+        """
         path, step = start.path, start.step
         with checkpoint.reading(path):
             state = state_of_tasks(start, self.validator.models, self.tasks.state_dict())
@@ -470,7 +484,9 @@ def restart_command(trainer: Trainer) -> str:
 
 
 class StopRequest:
-    """The first of ``END_SIGNALS`` or Ctrl-C, which the loop checks after a step; a second Ctrl-C ends at once."""
+    """The first of ``END_SIGNALS`` or Ctrl-C, which the loop checks after a step; a second Ctrl-C
+    ends at once.
+    """
 
     signal: signal.Signals | None = None
     _since = 0.0
@@ -484,9 +500,12 @@ class StopRequest:
 
 
 class Callback:
-    """Watches a run; the trainer calls these methods, which do nothing here. It must not change what it is shown.
+    """Watches a run; the trainer calls these methods, which do nothing here.
 
-    Everything of the trainer that has no underscore may be read; ``trainer.stop.request`` ends a run as a signal does.
+    It must not change what it is shown.
+
+    Everything of the trainer that has no underscore may be read; ``trainer.stop.request`` ends a
+    run as a signal does.
     """
 
     def on_start(self, trainer: Trainer) -> None:
@@ -500,10 +519,14 @@ class Callback:
         return nullcontext()
 
     def after_update(self, trainer: Trainer) -> None:
-        """Called when weights and averages are those of a step, before anything that is due is shown or saved."""
+        """Called when weights and averages are those of a step, before anything that is due is
+        shown or saved.
+        """
 
     def in_validation(self, trainer: Trainer, weights: str) -> None:
-        """Called with the weights ``live``, or those of an average, in the models, before they are evaluated."""
+        """Called with the weights ``live``, or those of an average, in the models, before they are
+        evaluated.
+        """
 
     def after_step(self, trainer: Trainer) -> None:
         """Called when everything that was due after a step is done."""

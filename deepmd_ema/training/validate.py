@@ -84,8 +84,9 @@ class Validated:
 class FullValidation:
     """Writes one row per set of weights and task at a validation, and keeps the best files.
 
-    The live weights and every average with full validation are evaluated on the data of each task that has some. Every
-    rank takes its share of the batches, and all get the errors over all of them.
+    The live weights and every average with full validation are evaluated on the data of each task
+    that has some. Every rank takes its share of the batches, and all get the errors over all of
+    them.
 
     Args:
         prepared: models and data of the run.
@@ -160,7 +161,8 @@ class FullValidation:
     def run(
         self, step: int, saver: Saver, stopped: Callable[[], bool], entered: Callable[[str], None]
     ) -> dict[str, Errors]:
-        """Validate every set of weights, write its rows, and have its best files written; return errors by row.
+        """Validate every set of weights, write its rows, and have its best files written; return
+        errors by row.
 
         Args:
             step: optimizer steps done.
@@ -196,7 +198,8 @@ class FullValidation:
     def test(
         self, step: int, refitted: Mapping[str, Mapping[str, Tensor]], stopped: Callable[[], bool]
     ) -> dict[Row, tuple[int, Errors]]:
-        """Return step and errors on the test data, by names of weights (``best ema`` of best files) and task.
+        """Return step and errors on the test data, by names of weights (``best ema`` of best files)
+        and task.
 
         Must be called by every rank, when all files are written.
 
@@ -245,7 +248,9 @@ class FullValidation:
     def errors(
         self, stopped: Callable[[], bool], tested: Mapping[str, Task] | None = None
     ) -> dict[str, Errors]:
-        """Return the errors by task of the weights that are in the models. Must be called by every rank.
+        """Return the errors by task of the weights that are in the models.
+
+        Must be called by every rank.
 
         Args:
             stopped: called between batches; True ends the validation.
@@ -317,7 +322,9 @@ class FullValidation:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
-        """Continue after the validation of ``step``; later rows are cut, and what ``state`` lacks starts anew."""
+        """Continue after the validation of ``step``; later rows are cut, and what ``state`` lacks
+        starts anew.
+        """
         for row in self.rows:
             if row.best is not None and (records := _of_row(state.get("best", {}), row.key)):
                 # rank 0 checks which files are there
@@ -347,8 +354,9 @@ def _of_row(values: Mapping[str, Any], row: Row) -> Any:
 class EarlyStop:
     """Counts the full validations since the last improvement of any watched error.
 
-    An error is an improvement if it is the first of its weights and task, or lower than at their last improvement by
-    more than ``min_delta``. Errors that are not finite are none. All ranks have the same errors, and so decide alike.
+    An error is an improvement if it is the first of its weights and task, or lower than at their
+    last improvement by more than ``min_delta``. Errors that are not finite are none. All ranks have
+    the same errors, and so decide alike.
 
     Args:
         config: patience, metric, ``min_delta`` and weights.

@@ -1,4 +1,6 @@
-"""Start of a run: from its seed, the weights of a file, models that are fine-tuned, or a checkpoint."""
+"""Start of a run: from its seed, the weights of a file, models that are fine-tuned, or a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,13 @@ logger = logging.getLogger(__name__)
 RANDOM = "RANDOM"  # as a head: a fresh fitting network
 ONLY = "Default"  # DeePMD-kit's name for the model of a file that has one
 _CHOOSES = "--model-branch or finetune_head"
-# Options of a model that may differ from those of the file: all others change what the weights mean, new ones as well.
+# Options of a model that may differ from those of the file: all others change what the weights
+# mean, new ones as well.
 _OF_THE_RUN = frozenset({
     "trainable", "seed", "interpolate",  # how it is trained and evaluated
     "finetune_head", "finetune_bias", "model_branch_alias",  # what is taken from a file
-    "data_stat_nbatch", "data_stat_protect", "rcond", "atom_ener", "preset_out_bias",  # first biases and statistics
+    # first biases and statistics
+    "data_stat_nbatch", "data_stat_protect", "rcond", "atom_ener", "preset_out_bias",
     "type_map",  # elements are found by their names
 })  # fmt: skip
 # options that count elements: pairs of their numbers, numbers, or an entry for each
@@ -53,7 +57,8 @@ class Source:
     Attributes:
         loaded: the model.
         fresh_fitting: whether the fitting network starts anew.
-        continues: whether the task of the same name is trained further, whose output bias stays as in the file.
+        continues: whether the task of the same name is trained further, whose output bias stays as
+            in the file.
     """
 
     loaded: LoadedModel
@@ -68,14 +73,17 @@ class Start:
     Attributes:
         path: the file.
         sources: models of the file from which the tasks of a new run start, by name.
-        fine_tunes: whether these may have other elements, and their bias is moved to the data. Elements that the file
-            does not have get the parameters of the seed and statistics of the data. The bias is moved by a fit of label
-            minus prediction, or, with a fresh fitting network, set by a fit of the labels.
-        payload: content of the checkpoint that is continued, bitwise as without a break; empty: the run is new.
+        fine_tunes: whether these may have other elements, and their bias is moved to the data.
+            Elements that the file does not have get the parameters of the seed and statistics of
+            the data. The bias is moved by a fit of label minus prediction, or, with a fresh fitting
+            network, set by a fit of the labels.
+        payload: content of the checkpoint that is continued, bitwise as without a break; empty: the
+            run is new.
         config: of the file, as its program has written it.
         saved: sections of the models of the file, by name of the task.
         step: optimizer steps done before the start.
-        moved: lines about tasks whose training data have other paths than in the checkpoint that is continued, by task.
+        moved: lines about tasks whose training data have other paths than in the checkpoint that is
+            continued, by task.
     """
 
     path: Path = Path()
@@ -88,7 +96,8 @@ class Start:
     moved: Mapping[str, str] = field(default_factory=dict)
 
     def moves_bias(self, task: str, choice: str) -> str | None:
-        """Return the way in which the output bias of a task is moved to the data at the start; None: it is fresh.
+        """Return the way in which the output bias of a task is moved to the data at the start;
+        None: it is fresh.
 
         Args:
             task: its name.
@@ -104,7 +113,9 @@ class Start:
         return [name for name in type_map if name not in self.saved[task].type_map]
 
     def min_nbor_dist(self, task: str, in_data: float | None) -> float | None:
-        """Return the nearest pair that the model of a task has seen, angstrom: in its data, or as the file records."""
+        """Return the nearest pair that the model of a task has seen, angstrom: in its data, or as
+        the file records.
+        """
         if self.payload:
             recorded: float | None = nested(self.payload.get("min_nbor_dist"), (task,)).get(task)
             return recorded
@@ -114,7 +125,9 @@ class Start:
         return min((d for d in (in_data, before) if d is not None), default=None)
 
     def run_id(self, config: RunConfig) -> str:
-        """Return the identifier of this trajectory of weights: the same config and start always give the same."""
+        """Return the identifier of this trajectory of weights: the same config and start always
+        give the same.
+        """
         if self.payload.get("run"):  # files of 0.1.0 have none
             return str(self.payload["run"])
         origin = f"{self.path}{' fine-tuned' * self.fine_tunes}" if self.sources else ""
@@ -124,14 +137,16 @@ class Start:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def model_section(self, values: Any) -> Any:
-        """Return the section ``model`` of the file, in place of ``values``, that of the input, which may be wrong.
+        """Return the section ``model`` of the file, in place of ``values``, that of the input,
+        which may be wrong.
 
-        For fine-tuning it has descriptors and fitting networks of the file, trainable as given. A part that tasks share
-        is that of the first of them that takes it from the file.
+        For fine-tuning it has descriptors and fitting networks of the file, trainable as given. A
+        part that tasks share is that of the first of them that takes it from the file.
 
         Raises:
-            ConfigError: if the run does not start from a file, the file does not say what its models share, or options
-                of it count elements by number, and the elements are others.
+            ConfigError: if the run does not start from a file, the file does not say what its
+                models share, or options of it count elements by number, and the elements are
+                others.
         """
         if not self.config:
             raise ConfigError(
@@ -208,7 +223,8 @@ class Start:
         return {**values, "type_map": type_map, **parts}
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
-        """Return ``config`` with what it leaves open as in the file: ``sel`` where it fits, and the seed of a restart.
+        """Return ``config`` with what it leaves open as in the file: ``sel`` where it fits, and the
+        seed of a restart.
 
         Raises:
             CheckpointError: if the file holds models of other elements or tasks.
@@ -265,7 +281,8 @@ class Start:
         )
 
     def _refuse_another_quantity(self, saved: ModelConfig, model: ModelConfig, place: str) -> None:
-        """Raise CheckpointError if the fitting network of a file predicts another quantity than that of the input.
+        """Raise CheckpointError if the fitting network of a file predicts another quantity than
+        that of the input.
 
         Shapes may agree, and the network and the bias of energies would be those of a band gap.
         """
@@ -281,7 +298,8 @@ class Start:
         )
 
     def load_weights(self, models: ModelSet) -> None:
-        """Put the weights of the file into ``models``, also into what new tasks share with those of the file.
+        """Put the weights of the file into ``models``, also into what new tasks share with those of
+        the file.
 
         Raises:
             CheckpointError: naming every missing, extra or reshaped tensor.
@@ -326,8 +344,8 @@ class Start:
     def _fine_tune(self, by_task: Mapping[str, EnergyModel]) -> None:
         """Take over the weights of the file for the elements that it has.
 
-        What tasks share has the weights that it has in the model of the first of them, a fitting network those of the
-        first that does not start anew.
+        What tasks share has the weights that it has in the model of the first of them, a fitting
+        network those of the first that does not start anew.
         """
         order = [*by_task][::-1]  # the last to be written stays
         order.sort(key=lambda task: not self.sources[task].fresh_fitting)
@@ -365,9 +383,9 @@ class Start:
             )  # fmt: skip
         if len(by_task) == 1:
             return
-        # Tasks that share a fitting network have a case each. One that comes from a model of the file keeps the case of
-        # that model, with which the network was trained; of two from the same model that which keeps its bias, or the
-        # first.
+        # Tasks that share a fitting network have a case each. One that comes from a model of the
+        # file keeps the case of that model, with which the network was trained; of two from the
+        # same model that which keeps its bias, or the first.
         taken: dict[int, set[int]] = {}
         for task in sorted(
             by_task,
@@ -385,10 +403,12 @@ def load_restart(file: str, share: tuple[int, int] = (0, 1)) -> Start:
 
     Args:
         file: the checkpoint.
-        share: rank of this process and number of ranks, which check the shards of a sharded checkpoint together.
+        share: rank of this process and number of ranks, which check the shards of a sharded
+            checkpoint together.
 
     Raises:
-        CheckpointError: if it is missing, damaged, or of the wrong kind (an average cannot be restarted from).
+        CheckpointError: if it is missing, damaged, or of the wrong kind (an average cannot be
+            restarted from).
     """
     if Path(file).suffix.lower() in FROZEN_SUFFIXES:
         raise CheckpointError(
@@ -408,7 +428,8 @@ def load_weights(file: str, head: str | None = None) -> Start:
 
     Args:
         file: a checkpoint of any kind or a frozen model, also of DeePMD-kit.
-        head: the model of a file with several that the only task starts from; None: each starts from that of its name.
+        head: the model of a file with several that the only task starts from; None: each starts
+            from that of its name.
     """
     loaded = load_models(
         file, choose=lambda names: names if head is None else [_named(names, head, file)]
@@ -428,7 +449,8 @@ def load_pretrained(file: str, heads: Mapping[str, str | None] | None = None) ->
     """
     if name := check_digest(Path(file)):
         logger.info("%s: the published model %s, sha256 verified", file, name)
-    # for a task: the model of the file, whether its fitting network is fresh, whether its bias is kept
+    # for a task: the model of the file, whether its fitting network is fresh, whether its bias is
+    # kept
     chosen: dict[str, tuple[str, bool, bool]] = {}
 
     def choose(names: Mapping[str, Sequence[str]]) -> set[str]:
@@ -481,7 +503,8 @@ def _named(names: Mapping[str, Sequence[str]], head: str, file: str) -> str:
 def report_differences(
     saved: ModelConfig, model: ModelConfig, place: str, is_fresh: bool = False
 ) -> None:
-    """Warn of options of a model that are not those of its file: weights may fit and mean another thing.
+    """Warn of options of a model that are not those of its file: weights may fit and mean another
+    thing.
 
     Args:
         saved: section ``model`` of the file.
@@ -522,7 +545,8 @@ def report_differences(
 
 
 def _by_element(value: Any, type_map: Sequence[str], common: Sequence[str]) -> Any:
-    """Return a section with names of elements in place of their numbers, as far as both models have them.
+    """Return a section with names of elements in place of their numbers, as far as both models have
+    them.
 
     Options that may differ from those of the file are left out.
     """
@@ -547,7 +571,9 @@ def _by_element(value: Any, type_map: Sequence[str], common: Sequence[str]) -> A
 
 
 def _part(values: Any, section: Any, before: Mapping[str, Any], shared: dict[str, Any]) -> Any:
-    """Return a section of the file in place of that of the input, which may be the name of a shared one."""
+    """Return a section of the file in place of that of the input, which may be the name of a shared
+    one.
+    """
     if isinstance(values, str):
         key = values.partition(":")[0]
         shared.setdefault(key, _part(before.get(key), section, {}, {}))
@@ -567,7 +593,9 @@ def _part(values: Any, section: Any, before: Mapping[str, Any], shared: dict[str
 
 
 def _paths_by_number(value: Any, path: str) -> Iterator[str]:
-    """Yield the paths of options that count elements by number, in a section and in those inside of it."""
+    """Yield the paths of options that count elements by number, in a section and in those inside of
+    it.
+    """
     inside = (
         value.items()
         if isinstance(value, Mapping)

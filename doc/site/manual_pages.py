@@ -1,4 +1,5 @@
-"""Writes the options on the pages of doc/manual from their declarations: `python doc/site/manual_pages.py`.
+"""Writes the options on the pages of doc/manual from their declarations:
+`python doc/site/manual_pages.py`.
 
 A page marks the place, and names its part of the input and what other pages have of it::
 
@@ -40,7 +41,9 @@ def entries_of(topic: str, left_out: Sequence[str]) -> list[Entry]:
 
 
 def children(place: str, entries: Sequence[Entry]) -> Iterator[tuple[str, list[Entry], bool]]:
-    """Yield the paths directly under ``place``, each with the entries at or under it, and whether it is a section."""
+    """Yield the paths directly under ``place``, each with the entries at or under it, and whether
+    it is a section.
+    """
     found: dict[str, list[Entry]] = {}
     for entry in entries:
         below = (
@@ -67,7 +70,9 @@ def _part(found: re.Match[str]) -> str:
 
 
 def _lines(place: str, entries: Sequence[Entry], level: int) -> Iterator[str]:
-    """Yield what ``place`` itself is, its options as a list, and a section for each that has options of its own."""
+    """Yield what ``place`` itself is, its options as a list, and a section for each that has
+    options of its own.
+    """
     for entry in entries:
         if entry.path == place:
             yield from ("\\\n".join(_texts(entry)), "")

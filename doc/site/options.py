@@ -1,10 +1,10 @@
 """A directive that writes the manual of the options of an input from their declarations.
 
-It takes the place of the Markdown of the options on the pages of the manual (manual_pages.py), for other readers than
-the site.
+It takes the place of the Markdown of the options on the pages of the manual (manual_pages.py), for
+other readers than the site.
 
-Each option has an anchor, its dotted path. Code on any page that is such a path with a dot links there. An option that
-is on no page is a warning.
+Each option has an anchor, its dotted path. Code on any page that is such a path with a dot links
+there. An option that is on no page is a warning.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Options(SphinxDirective):
         return self._sections(topic, entries_of(topic, left_out))
 
     def _sections(self, place: str, entries: Sequence[Entry]) -> list[nodes.Node]:
-        """Return what ``place`` itself is, its options, and a section for each of them that has options of its own."""
+        """Return what ``place`` itself is, its options, and a section for each of them that has
+        options of its own.
+        """
         own = [e for e in entries if e.path == place]
         found: list[nodes.Node] = (
             [*self._about(own[0], nodes.paragraph(ids=[self._anchor(own[0])]))] if own else []

@@ -1,4 +1,5 @@
-"""Draws the curves on the pages, as SVG for light and dark pages: `python doc/site/pictures.py RUN`.
+"""Draws the curves on the pages, as SVG for light and dark pages:
+`python doc/site/pictures.py RUN`.
 
 RUN is the folder of a run of examples/water, whose validation errors README.md shows.
 """
@@ -75,7 +76,9 @@ def errors(*axes):
 
 
 def average(*axes):
-    """Draw what an average does, by descent with noise in a valley of 40 dimensions, of which two are shown."""
+    """Draw what an average does, by descent with noise in a valley of 40 dimensions, of which two
+    are shown.
+    """
     rng, steps, decay = np.random.default_rng(1), 300, 0.97
     curvature = np.geomspace(0.5, 4, 40)
     live, mean = np.empty((steps, 40)), np.empty((steps, 40))

@@ -1,4 +1,6 @@
-"""Comparison of a student with its teacher, from dynamics of both: rows of quantity, unit, teacher, student."""
+"""Comparison of a student with its teacher, from dynamics of both: rows of quantity, unit, teacher,
+student.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +47,9 @@ def picoseconds(runs: Runs) -> float:
 
 
 def interval(values: Array, of: Callable[[Array], Any] = np.asarray) -> tuple[Array, Array]:
-    """Return the mean of ``of`` a series without its first fifth, and half of its 95 % interval; nan if it is short."""
+    """Return the mean of ``of`` a series without its first fifth, and half of its 95 % interval;
+    nan if it is short.
+    """
     if len(values) < 2 * BLOCKS:  # a dynamics that failed at once
         values = np.full((2 * BLOCKS, *values.shape[1:]), np.nan)
     parts = np.array_split(values[len(values) // 5 :], BLOCKS)
@@ -56,8 +60,8 @@ def interval(values: Array, of: Callable[[Array], Any] = np.asarray) -> tuple[Ar
 def errors(tests: list[Atoms], first: list[Atoms], second: list[Atoms]) -> list[Row]:
     """Return errors of the first of two students on frames with labels.
 
-    RMSE beside the standard deviation of the labels; the largest force error of a frame, which 5 % of the frames
-    exceed, beside the same of the disagreement of the students.
+    RMSE beside the standard deviation of the labels; the largest force error of a frame, which 5 %
+    of the frames exceed, beside the same of the disagreement of the students.
     """
     forces = [
         np.array([frame.get_forces() for frame in frames]) for frames in (tests, first, second)
@@ -93,7 +97,8 @@ def errors(tests: list[Atoms], first: list[Atoms], second: list[Atoms]) -> list[
 
 
 def density(runs: list[list[Atoms]], kelvin: float) -> str:
-    """Return the density at zero pressure, g/cm3, and its interval, from the pressures at three volumes.
+    """Return the density at zero pressure, g/cm3, and its interval, from the pressures at three
+    volumes.
 
     That of the middle one is corrected by its pressure over the bulk modulus between the others.
     """

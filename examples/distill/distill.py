@@ -2,9 +2,10 @@
 
     python distill.py structure.cif --teacher chgnet --temperature 300 1200 --hours 1 -o out/
 
-Dynamics with the teacher gives the first labels. In each round two students with different seeds are trained, and the
-teacher labels frames of the dynamics of the first on which their forces disagree. The end compares student and teacher.
-Every step leaves a file in the folder of -o: the same command continues a run that was stopped.
+Dynamics with the teacher gives the first labels. In each round two students with different seeds
+are trained, and the teacher labels frames of the dynamics of the first on which their forces
+disagree. The end compares student and teacher. Every step leaves a file in the folder of -o: the
+same command continues a run that was stopped.
 """
 
 import argparse
@@ -41,7 +42,8 @@ Source = tuple[str, str]  # of a calculator: module:Class, and its arguments as 
 
 TEACHERS = {"chgnet": "chgnet.model.dynamics:CHGNetCalculator"}
 STUDENT = "deepmd_ema.calculator:DP"
-# strain tensors of the cells, relative to that at the end of the last dynamics at zero pressure, "npt"
+# strain tensors of the cells, relative to that at the end of the last dynamics at zero pressure,
+# "npt"
 CELLS = {
     "npt": 0 * np.eye(3),
     "small": -0.015 * np.eye(3),
@@ -98,7 +100,9 @@ def evaluate(atoms: Atoms, source: Source) -> Atoms:
 
 
 def label(atoms: Atoms, source: Source) -> Atoms | None:
-    """Return the frame with labels, or None where the teacher fails or a force is too large to learn from."""
+    """Return the frame with labels, or None where the teacher fails or a force is too large to
+    learn from.
+    """
     try:
         frame = evaluate(atoms, source)
     except Exception:  # of any teacher
@@ -119,9 +123,10 @@ def simulate(
 ) -> list[Atoms]:
     """Return frames of dynamics with the first of the calculators; read them if the file exists.
 
-    Langevin dynamics in a strained cell, or dynamics at zero pressure. ``disagreement`` of a frame is the largest
-    deviation of the force on an atom among the calculators, as of `dp-ema model-devi`, ``seconds`` the time of the
-    steps so far, ``failed`` whether the disagreement exceeds ``stop`` or a student cannot go on.
+    Langevin dynamics in a strained cell, or dynamics at zero pressure. ``disagreement`` of a frame
+    is the largest deviation of the force on an atom among the calculators, as of
+    `dp-ema model-devi`, ``seconds`` the time of the steps so far, ``failed`` whether the
+    disagreement exceeds ``stop`` or a student cannot go on.
 
     Raises:
         RuntimeError: if the teacher fails.
@@ -204,12 +209,15 @@ def command(folder: Path, *arguments: object) -> str:
 
 
 def propose(folder: Path, hours: float) -> None:
-    """Write the input that `dp-ema init` proposes for this time, or for the least time that it needs here."""
+    """Write the input that `dp-ema init` proposes for this time, or for the least time that it
+    needs here.
+    """
     words = ("init", "../frames.extxyz", "-o", "proposed.json", "--hours")
     try:
         command(folder, *words, hours)
     except RuntimeError as error:
-        # on a busy machine a step may take many times as long as planned: a small student is better than no table
+        # on a busy machine a step may take many times as long as planned: a small student is better
+        # than no table
         least = re.search(r"and a run needs .*?\(--hours ([\d.]+)\)", str(error))
         if least is None:
             raise
@@ -283,7 +291,9 @@ class Distillation:
         self.begin = time.monotonic() - 60 * float(spent)
 
     def report(self, text: str) -> float:
-        """Print a line, also to a file, after the minutes that are spent; return the part of the time."""
+        """Print a line, also to a file, after the minutes that are spent; return the part of the
+        time.
+        """
         minutes = (time.monotonic() - self.begin) / 60
         with self.progress.open("a") as file:
             for place in (sys.stdout, file):
@@ -348,7 +358,9 @@ class Distillation:
         return students
 
     def label(self, name: str, frames: list[Atoms]) -> list[Atoms]:
-        """Return frames with labels of the teacher, evenly chosen from these; report those that it cannot label."""
+        """Return frames with labels of the teacher, evenly chosen from these; report those that it
+        cannot label.
+        """
         even = frames[:: -(-len(frames) // MAX_LABELS) or 1]
         if frames and not (self.out / name).exists():
             save(
@@ -462,8 +474,8 @@ def main() -> int:
             )
         with ProcessPoolExecutor(args.workers, get_context("spawn"), start_process) as pool:
             try:
-                # Processes are started before Ctrl-C is possible: one that is interrupted while it starts is in no
-                # list of those to be killed, and would work on for minutes.
+                # Processes are started before Ctrl-C is possible: one that is interrupted while it
+                # starts is in no list of those to be killed, and would work on for minutes.
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 started = [pool.submit(os.getpid) for _ in range(args.workers)]
                 wait(started)

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 run = Path(sys.argv[1])
-# lines such as "2026-11-23 09:00:00,000 - INFO : -------------------------iter.000000 task 01---..."
+# lines such as "2026-11-23 09:00:00,000 - INFO : -------------------------iter.000000 task
+# 01---..."
 stamp = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ - INFO : -+iter\.(\d{6}) task (\d\d)")
 began = [
     (datetime.fromisoformat(found[1]), int(found[2]), int(found[3]))

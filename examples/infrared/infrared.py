@@ -1,4 +1,5 @@
-"""Infrared spectrum of liquid water: molecular dynamics with a potential, dipoles with a second model.
+"""Infrared spectrum of liquid water: molecular dynamics with a potential, dipoles with a second
+model.
 
     python infrared.py potential/model_ema.ckpt.pt dipole/model_ema.ckpt.pt
 
@@ -32,13 +33,17 @@ EXPERIMENT = {"hydrogen bond": 200, "libration": 660, "bend": 1640, "stretch": 3
 
 
 def first_frame() -> Atoms:
-    """Return 64 molecules in the order O, H, H at 1.00 g/cm3, from the training data of the dipoles."""
+    """Return 64 molecules in the order O, H, H at 1.00 g/cm3, from the training data of the
+    dipoles.
+    """
     coord, box = (np.load(DATA / f"{name}.npy")[-1].reshape(-1, 3) for name in ("coord", "box"))
     return Atoms("OHH" * (len(coord) // 3), coord, cell=box, pbc=True)
 
 
 def simulate(atoms: Atoms, frames: int, path: Path) -> None:
-    """Write positions of molecules that stay whole, angstrom, (frames, atoms, 3): 1 ps of NVT, then NVE."""
+    """Write positions of molecules that stay whole, angstrom, (frames, atoms, 3): 1 ps of NVT, then
+    NVE.
+    """
     rng = np.random.default_rng(1)
     thermalize_momenta(atoms, temperature_K=TEMPERATURE, rng=rng)
     thermostat = {
@@ -64,10 +69,12 @@ def simulate(atoms: Atoms, frames: int, path: Path) -> None:
 
 
 def total_dipole(model: Potential, positions: Array, cell: Array) -> Array:
-    """Return the dipoles of the cell, e angstrom, (frames, 3), by the modern theory of polarization.
+    """Return the dipoles of the cell, e angstrom, (frames, 3), by the modern theory of
+    polarization.
 
-    The cores have charges of +1 (H) and +6 (O), the eight electrons of a molecule -8. The model predicts the sum of the
-    vectors from O to the four Wannier centers, each of which is a pair of electrons.
+    The cores have charges of +1 (H) and +6 (O), the eight electrons of a molecule -8. The model
+    predicts the sum of the vectors from O to the four Wannier centers, each of which is a pair of
+    electrons.
     """
     dipoles = []
     for k in range(0, len(positions), 100):
@@ -83,8 +90,9 @@ def spectrum(
 ) -> tuple[Array, Array]:
     """Return wavenumbers and absorption coefficient times refractive index, both in 1/cm.
 
-    beta / (6 c V epsilon_0) times the Fourier transform of <M'(0) M'(t)>, M' the derivative of the dipole by time: the
-    classical correlation with the harmonic quantum correction (Ramirez et al., J. Chem. Phys. 121, 3973, 2004).
+    beta / (6 c V epsilon_0) times the Fourier transform of <M'(0) M'(t)>, M' the derivative of the
+    dipole by time: the classical correlation with the harmonic quantum correction (Ramirez et al.,
+    J. Chem. Phys. 121, 3973, 2004).
 
     Args:
         dipole: (frames, 3), e angstrom.

@@ -1,8 +1,10 @@
-"""Make the data of this example: eight small molecules in vacuum, sampled and labelled with GFN2-xTB.
+"""Make the data of this example: eight small molecules in vacuum, sampled and labelled with
+GFN2-xTB.
 
-Every trajectory is one job with a seed of its own; tblite drives the dynamics and gives the labels. The result is kept
-in the work folder, so an interrupted run goes on where it stopped. Training and validation frames never share a
-trajectory. Molecules of different size share a `deepmd/npy/mixed` system: the smaller ones end in virtual atoms.
+Every trajectory is one job with a seed of its own; tblite drives the dynamics and gives the labels.
+The result is kept in the work folder, so an interrupted run goes on where it stopped. Training and
+validation frames never share a trajectory. Molecules of different size share a `deepmd/npy/mixed`
+system: the smaller ones end in virtual atoms.
 
     pip install dp-ema[examples]
     python make_data.py --output data --workers 2
@@ -21,7 +23,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# one thread per process: --workers is the only parallelism, and the sums inside the labels keep their order
+# one thread per process: --workers is the only parallelism, and the sums inside the labels keep
+# their order
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -31,7 +34,8 @@ if TYPE_CHECKING:
 
 TYPE_MAP = ("C", "H", "N", "O")
 VIRTUAL = -1  # type of an atom that only fills a frame up to the length of its system
-# system -> its molecules, by their names in ase.build.molecule; a system is as long as its largest molecule
+# system -> its molecules, by their names in ase.build.molecule; a system is as long as its largest
+# molecule
 SYSTEMS = {
     "small": ("CH3OH", "H3CNH2", "HCOOH", "CH3COOH"),
     "large": ("CH3CH2OH", "CH3OCH3", "CH3CONH2", "C3H8"),
@@ -142,7 +146,8 @@ def run_job(job: Job, work: Path) -> float:
         TIME_STEP_FS * units.fs,
         temperature_K=job.temperature,
         friction=FRICTION_PER_FS / units.fs,
-        fixcm=False,  # fixing it is not quite NVT for few atoms; the drift is removed from the frames
+        # fixing it is not quite NVT for few atoms; the drift is removed from the frames
+        fixcm=False,
         rng=rng,
     )
     dynamics.run(round(EQUILIBRATION_FS / TIME_STEP_FS))
@@ -159,7 +164,8 @@ def run_job(job: Job, work: Path) -> float:
 
 
 def label(atoms: Atoms) -> dict[str, np.ndarray]:
-    """Return one frame: types, coord (angstrom, center of mass at 0), energy (eV), force (eV/angstrom).
+    """Return one frame: types, coord (angstrom, center of mass at 0), energy (eV), force
+    (eV/angstrom).
 
     The labels come from a fresh calculator, so they do not depend on the history of the trajectory.
     """
@@ -199,7 +205,9 @@ def write_all(jobs: list[Job], work: Path, output: Path) -> None:
 
 
 def pad(arrays: dict[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
-    """Return the frames with `length` atoms each: virtual atoms at the end, at the origin, without force."""
+    """Return the frames with `length` atoms each: virtual atoms at the end, at the origin, without
+    force.
+    """
     num_frames, num_atoms = arrays["real_atom_types"].shape
     missing = length - num_atoms
     return {

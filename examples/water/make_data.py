@@ -1,8 +1,9 @@
-"""Make the data of this example: liquid water sampled with a classical model, labelled with GFN1-xTB.
+"""Make the data of this example: liquid water sampled with a classical model, labelled with
+GFN1-xTB.
 
-Every trajectory is one job: its own seed, its own start and its own box. OpenMM samples it, tblite labels it, and the
-result is kept in the work folder, so an interrupted run goes on where it stopped. Training and validation frames never
-share a trajectory.
+Every trajectory is one job: its own seed, its own start and its own box. OpenMM samples it, tblite
+labels it, and the result is kept in the work folder, so an interrupted run goes on where it
+stopped. Training and validation frames never share a trajectory.
 
     pip install dp-ema[examples]
     python make_data.py --output data --workers 2
@@ -20,7 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# one thread per process: --workers is the only parallelism, and the sums inside the labels keep their order
+# one thread per process: --workers is the only parallelism, and the sums inside the labels keep
+# their order
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -37,9 +39,10 @@ DENSITY_RANGE = (
     1.06,
 )  # g/cm3, drawn once per trajectory so that the virials span both signs of pressure
 
-# SPC/Fw (Wu, Tepper, Voth 2006) for charges and Lennard-Jones; its bonds are 0.055 angstrom too long for GFN1-xTB.
-# The bond and angle below are those for which the liquid has the mean O-H length (0.974 angstrom) and H-O-H angle
-# (105 degrees) of GFN1-xTB relaxed liquid; the force constants are the second derivatives of the GFN1-xTB monomer.
+# SPC/Fw (Wu, Tepper, Voth 2006) for charges and Lennard-Jones; its bonds are 0.055 angstrom too
+# long for GFN1-xTB. The bond and angle below are those for which the liquid has the mean O-H length
+# (0.974 angstrom) and H-O-H angle (105 degrees) of GFN1-xTB relaxed liquid; the force constants are
+# the second derivatives of the GFN1-xTB monomer.
 CHARGE_H = 0.41  # e
 SIGMA_O = 0.3165492  # nm
 EPSILON_O = 0.6501696  # kJ/mol
@@ -53,7 +56,8 @@ TIME_STEP_PS = 0.0005
 FRICTION_PER_PS = 2.0
 EQUILIBRATION_PS = 10.0
 SPACING_PS = 2.0
-SCF_ACCURACY = 0.1  # tblite's multiplier of its thresholds; the default 1.0 changes a virial by 1e-5 of its value
+# tblite's multiplier of its thresholds; the default 1.0 changes a virial by 1e-5 of its value
+SCF_ACCURACY = 0.1
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,9 @@ def run_job(job: Job, work: Path) -> float:
 
 
 def sample(job: Job) -> tuple[np.ndarray, float]:
-    """Return frames `SPACING_PS` apart, (frames, atoms, 3), angstrom, and the length of their cubic box, angstrom."""
+    """Return frames `SPACING_PS` apart, (frames, atoms, 3), angstrom, and the length of their cubic
+    box, angstrom.
+    """
     import openmm
     from openmm import unit
 
@@ -173,7 +179,9 @@ def sample(job: Job) -> tuple[np.ndarray, float]:
 
 
 def flexible_water(box_length: float) -> openmm.System:
-    """Return the OpenMM system of `NUM_MOLECULES` flexible water molecules in a cubic box, length in nm."""
+    """Return the OpenMM system of `NUM_MOLECULES` flexible water molecules in a cubic box, length
+    in nm.
+    """
     import openmm
 
     system = openmm.System()
@@ -217,13 +225,16 @@ def random_start(rng: np.random.Generator, box_length: float) -> np.ndarray:
 
 
 def wrap_molecules(coord: np.ndarray, box_length: float) -> np.ndarray:
-    """Return the coordinates, (atoms, 3), with every oxygen inside the box and its hydrogens beside it, angstrom."""
+    """Return the coordinates, (atoms, 3), with every oxygen inside the box and its hydrogens beside
+    it, angstrom.
+    """
     molecules = coord.reshape(-1, 3, 3)
     return (molecules - box_length * np.floor(molecules[:, :1] / box_length)).reshape(-1, 3)
 
 
 def label(coord: np.ndarray, box_length: float) -> dict[str, np.ndarray]:
-    """Return one frame in DeePMD arrays: coord, box (angstrom), energy (eV), force (eV/angstrom), virial (eV).
+    """Return one frame in DeePMD arrays: coord, box (angstrom), energy (eV), force (eV/angstrom),
+    virial (eV).
 
     virial_ab = -dE/dstrain_ab = -volume * stress_ab   (stress: ASE's sign, positive under tension)
     """
@@ -242,7 +253,9 @@ def label(coord: np.ndarray, box_length: float) -> dict[str, np.ndarray]:
 
 
 def write_all(jobs: list[Job], work: Path, output: Path) -> None:
-    """Write one training system per temperature, one validation system for all, and how they were made."""
+    """Write one training system per temperature, one validation system for all, and how they were
+    made.
+    """
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         groups.setdefault(

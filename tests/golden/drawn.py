@@ -1,4 +1,6 @@
-"""Frames, parameters and projections of gradients that follow from names, for the golden numbers of dpa4 and dpa4c."""
+"""Frames, parameters and projections of gradients that follow from names, for the golden numbers of
+dpa4 and dpa4c.
+"""
 
 import zlib
 
@@ -7,7 +9,9 @@ import torch
 
 
 def frames(number):
-    """Return positions (number, 14, 3), types (14,) and cells (number, 3, 3), each larger than the one before."""
+    """Return positions (number, 14, 3), types (14,) and cells (number, 3, 3), each larger than the
+    one before.
+    """
     rng = np.random.default_rng(7)
     box = np.array([[7.3, 0, 0], [0.4, 6.9, 0], [-0.3, 0.5, 7.6]])
     grid = np.array([(i, j, k) for i in range(3) for j in range(3) for k in range(2)][:14]) / [
@@ -50,7 +54,9 @@ def loss_of(energy, force, virial):
 
 
 def projections(gradients):
-    """Return one number for each parameter in the order of names, a product with random numbers of its name."""
+    """Return one number for each parameter in the order of names, a product with random numbers of
+    its name.
+    """
     return [
         float((gradients[name] * normal(f"{name} gradient", gradients[name].shape)).sum())
         for name in sorted(gradients)

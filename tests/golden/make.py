@@ -1,10 +1,13 @@
-"""Compute golden numbers again with DeePMD-kit 3.2.0. The files hold the inputs too: a new case is a new input there.
+"""Compute golden numbers again with DeePMD-kit 3.2.0.
 
-usage: DIR/bin/python tests/golden/make.py PART ...        (DIR: a virtual environment with DeePMD-kit)
-       DIR/bin/python tests/golden/make.py model NAME [INPUT.json]
+The files hold the inputs too: a new case is a new input there.
 
-Parts are the functions below. ``model`` writes NAME.npz, what NAME.dp gives for the frames of ``systems.npz``; with a
-section ``model`` in INPUT.json it makes NAME.dp first, with all numbers drawn at random.
+usage: DIR/bin/python tests/golden/make.py PART ...        (DIR: a virtual environment with
+       DeePMD-kit) DIR/bin/python tests/golden/make.py model NAME [INPUT.json]
+
+Parts are the functions below. ``model`` writes NAME.npz, what NAME.dp gives for the frames of
+``systems.npz``; with a section ``model`` in INPUT.json it makes NAME.dp first, with all numbers
+drawn at random.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ def dpa4() -> None:
 
 
 def dpa4c() -> None:
-    """dpa4c.json: the same of DPA4C, calibrated by two frames; dpa4c.dp and dpa4c.pt are two of its models."""
+    """dpa4c.json: the same of DPA4C, calibrated by two frames; dpa4c.dp and dpa4c.pt are two of its
+    models.
+    """
     from deepmd.dpmodel.utils.serialization import save_dp_model
     from deepmd.pt_expt.model import get_model
 
@@ -101,7 +106,9 @@ def _named(built: Any) -> dict[str, Any]:
 
 
 def _with_gradients(built: Any, frames: tuple) -> dict[str, Any]:
-    """Return numbers of the first frame, and projections of the gradients of a loss by the parameters."""
+    """Return numbers of the first frame, and projections of the gradients of a loss by the
+    parameters.
+    """
     coord, kinds, box = frames
     found, named = _evaluated(built, coord[0], kinds, box[0]), _named(built)
     gradients = torch.autograd.grad(
@@ -255,7 +262,9 @@ def schedule() -> None:
 
 
 def loss() -> None:
-    """loss.json: total and displayed values of losses (None for nan), each with and without a label."""
+    """loss.json: total and displayed values of losses (None for nan), each with and without a
+    label.
+    """
     from deepmd.pt.loss.ener import EnergyStdLoss
 
     found = json.loads((HERE / "loss.json").read_text())
@@ -285,7 +294,9 @@ def loss() -> None:
 
 
 def optimizers() -> None:
-    """optim/steps.npz: parameters (w) after steps by gradients (g), for each case of optim/cases.json."""
+    """optim/steps.npz: parameters (w) after steps by gradients (g), for each case of
+    optim/cases.json.
+    """
     from deepmd.pt.optimizer import AdaMuonOptimizer, HybridMuonOptimizer
 
     kinds = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
@@ -310,10 +321,12 @@ def optimizers() -> None:
 
 
 def kalman() -> None:
-    """optim/lkf.npz: parameters after updates of the Kalman filter, alone and by energies and forces.
+    """optim/lkf.npz: parameters after updates of the Kalman filter, alone and by energies and
+    forces.
 
-    ``wrapper/``: of a model whose parameters are the energies (F, 1) and forces (F, N, 3) themselves, after an update
-    of energies and four of forces, and how often each force counted in each of these.
+    ``wrapper/``: of a model whose parameters are the energies (F, 1) and forces (F, N, 3)
+    themselves, after an update of energies and four of forces, and how often each force counted in
+    each of these.
     """
     from deepmd.pt.optimizer import KFOptimizerWrapper, LKFOptimizer
 
@@ -367,7 +380,9 @@ def kalman() -> None:
 
 
 def quantities() -> None:
-    """quantities/: values of models of other quantities, losses, statistics, and what a checkpoint gives."""
+    """quantities/: values of models of other quantities, losses, statistics, and what a checkpoint
+    gives.
+    """
     from deepmd.dpmodel.utils.serialization import load_dp_model
     from deepmd.infer.deep_dipole import DeepDipole
     from deepmd.pt import loss as losses

@@ -51,7 +51,9 @@ def worst_of(found: dict[str, np.ndarray], reference: Path) -> dict[str, float]:
 
 
 def largest_difference(found: np.ndarray, reference: np.ndarray) -> float:
-    """Return the largest difference relative to the largest number; infinite where one is not a number."""
+    """Return the largest difference relative to the largest number; infinite where one is not a
+    number.
+    """
     if not np.isfinite(reference).all() or not np.isfinite(found).all():
         return 0.0 if np.array_equal(found, reference, equal_nan=True) else np.inf
     size = np.abs(reference).max()

@@ -1,14 +1,16 @@
-"""Random option sets of every descriptor: is an accepted option the same function here and in DeePMD-kit.
+"""Random option sets of every descriptor: is an accepted option the same function here and in
+DeePMD-kit.
 
 usage: python tests/peer/fuzz.py --peer DIR [--sets 20] [--seed 1] [--kinds NAME ...]
 
-For each set DeePMD-kit makes a model in float64, draws all its numbers at random and writes a ``.dp`` file. Read
-here, the model gives the same energies, atomic energies, forces and virials of a molecule with an isolated atom, a
-small skewed cell and a larger box; written again, every entry of the file is the same, and DeePMD-kit evaluates it, and
-its checkpoint written here, to the same numbers. The options of the file are those that the input says here.
+For each set DeePMD-kit makes a model in float64, draws all its numbers at random and writes a
+``.dp`` file. Read here, the model gives the same energies, atomic energies, forces and virials of a
+molecule with an isolated atom, a small skewed cell and a larger box; written again, every entry of
+the file is the same, and DeePMD-kit evaluates it, and its checkpoint written here, to the same
+numbers. The options of the file are those that the input says here.
 
-The options are those of the sections' classes: both values of a flag, all choices of a text, and of a number those in
-``VALUES``; some by their other spellings.
+The options are those of the sections' classes: both values of a flag, all choices of a text, and of
+a number those in ``VALUES``; some by their other spellings.
 """
 
 import argparse
@@ -103,7 +105,9 @@ class Draw:
         return section
 
     def descriptor(self, kind: str, cut: bool, extra: int, in_hybrid: bool = False) -> Values:
-        """Return a section ``descriptor``; ``cut``: whether it keeps fewer neighbors than there are."""
+        """Return a section ``descriptor``; ``cut``: whether it keeps fewer neighbors than there
+        are.
+        """
         section, base = DESCRIPTORS[kind].section, {"type": kind, "precision": "float64"}
         if kind == "dpa2":
             first = {"rcut": 3.4, "rcut_smth": 0.5, "neuron": [4, 8, 16], "axis_neuron": 4, "nsel": 9 if cut else 60,
@@ -270,8 +274,9 @@ def _jobs(work: Path, kinds: list[str], sets: int, seed: int) -> Iterator[Values
         draw = Draw(np.random.default_rng([seed, KINDS.index(kind)]))
         for number in range(sets):
             section, cut = draw.model(kind, str(work / "table.txt"))
-            # in a small cell some neighbors are at the same distance: with cut lists or means by slot anything goes;
-            # a pair that is excluded leaves an empty slot there, and its slot to the next one here
+            # in a small cell some neighbors are at the same distance: with cut lists or means by
+            # slot anything goes; a pair that is excluded leaves an empty slot there, and its slot
+            # to the next one here
             one_mean = "pair_exclude_types" in section or (not cut and draw.often(0.6))
             fitting = section["fitting_net"]
             more = {
@@ -286,7 +291,9 @@ def _jobs(work: Path, kinds: list[str], sets: int, seed: int) -> Iterator[Values
 
 
 def _write_systems(work: Path) -> None:
-    """Write frames, ``systems.npz``, and those of them without neighbors at the same distance, ``untied.npz``."""
+    """Write frames, ``systems.npz``, and those of them without neighbors at the same distance,
+    ``untied.npz``.
+    """
     rng, arrays = np.random.default_rng(5), {}
     seven = np.array([[0.1, 0.1, 0.1], [1.0, 0.3, 0.0], [-0.2, 1.0, 0.2], [2.2, 2.1, 2.0], [2.9, 2.7, 2.4],
                       [1.6, 2.6, 2.8], [3.1, 0.6, 2.8]])  # fmt: skip
@@ -321,7 +328,9 @@ def _error(out: str) -> str:
 
 
 def _compare(job: Values) -> None:
-    """Note why a program does not take the set, what its file has otherwise, and the differences by output."""
+    """Note why a program does not take the set, what its file has otherwise, and the differences by
+    output.
+    """
     theirs, ours, config = Path(f"{job['out']}.dp"), Path(f"{job['out']}.ours.dp"), None
     job["refused"] = _error(job["out"])
     try:

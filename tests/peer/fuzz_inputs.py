@@ -1,10 +1,12 @@
-"""Random inputs: are there mistakes exactly where dargs refuses, and what does the schema of DeePMD-kit say of them.
+"""Random inputs: are there mistakes exactly where dargs refuses, and what does the schema of
+DeePMD-kit say of them.
 
 usage: python tests/peer/fuzz_inputs.py [--examples FOLDER] [--number 20000] [--seed 1] [--peer DIR]
 
-Every input of `examples`, `configs` and FOLDER (such as `examples` of DeePMD-kit) is changed in one to three places, as
-in `tests/test_argcheck.py`. With ``--peer`` the schema of DeePMD-kit judges the same inputs, after the same changes of
-older spellings; what only one of the two accepts is counted by the option, and an input of each is shown.
+Every input of `examples`, `configs` and FOLDER (such as `examples` of DeePMD-kit) is changed in one
+to three places, as in `tests/test_argcheck.py`. With ``--peer`` the schema of DeePMD-kit judges the
+same inputs, after the same changes of older spellings; what only one of the two accepts is counted
+by the option, and an input of each is shown.
 """
 
 import argparse
@@ -21,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # of the tests
 from test_argcheck import FILES, ROOT, judged, mutated
 
 SHOWN = 5  # differences of each kind
-# runs in the environment of DeePMD-kit: a line of JSON in, a line with the message out; empty where it accepts
+# runs in the environment of DeePMD-kit: a line of JSON in, a line with the message out; empty where
+# it accepts
 PEER = """
 import json, sys, warnings
 warnings.simplefilter("ignore")

@@ -1,8 +1,10 @@
-"""Loss (energy, force and virial) of one batch and its gradients by each parameter, here and in DeePMD-kit.
+"""Loss (energy, force and virial) of one batch and its gradients by each parameter, here and in
+DeePMD-kit.
 
-Both read the ``.dp`` files of tests/golden, take the same labels, and give gradients under the names of the file's
-tree: the model is serialized once more with each parameter replaced by its gradient. A name with ``+hessian`` is its
-model with second derivatives in the loss as well.
+Both read the ``.dp`` files of tests/golden, take the same labels, and give gradients under the
+names of the file's
+tree: the model is serialized once more with each parameter replaced by its gradient. A name with
+``+hessian`` is its model with second derivatives in the loss as well.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ LOSS, MASKED = (
 
 
 def summary(gradients: dict[str, np.ndarray]) -> dict[str, list[float]]:
-    """Return two numbers of each array: its length, and its sum weighted by cosines, which notices other orders."""
+    """Return two numbers of each array: its length, and its sum weighted by cosines, which notices
+    other orders.
+    """
     return {
         path: [float(np.linalg.norm(value)), float(value.ravel() @ np.cos(np.arange(value.size)))]
         for path, value in gradients.items()
@@ -51,7 +55,8 @@ def summary(gradients: dict[str, np.ndarray]) -> dict[str, list[float]]:
 def parameter_leaves(
     model: torch.nn.Module, tree: Callable[[], dict[str, Any]]
 ) -> dict[str, np.ndarray]:
-    """Return the gradient of each array of a model's tree that holds parameters, by its path; it ruins the model.
+    """Return the gradient of each array of a model's tree that holds parameters, by its path; it
+    ruins the model.
 
     Args:
         model: after a backward pass.
@@ -92,8 +97,8 @@ def _arrays(tree: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
 def batch_of(name: str) -> dict[str, np.ndarray | None]:
     """Return frames with labels near what the model predicts, and parameters if it takes some.
 
-    Of 64 atoms, with Hessians, which have 36,864 numbers then, of seven. Images at exactly equal distances, as in
-    ``triclinic``, are in any order in the peer.
+    Of 64 atoms, with Hessians, which have 36,864 numbers then, of seven. Images at exactly equal
+    distances, as in ``triclinic``, are in any order in the peer.
     """
     system = "molecule" if name.endswith(WITH_HESSIAN) else "grid"
     systems, predicted = (
@@ -178,8 +183,9 @@ def our_gradients(name: str) -> dict[str, np.ndarray]:
 def peer_gradients(name: str) -> dict[str, np.ndarray]:
     """Return loss and gradients of DeePMD-kit's model and loss; runs in its environment.
 
-    The per-atom mask is set to one: its own is of integers, so that it divides by the number of atoms in float32, and
-    it leaves atoms of ``atom_exclude_types`` out of the loss, which is also returned.
+    The per-atom mask is set to one: its own is of integers, so that it divides by the number of
+    atoms in float32, and it leaves atoms of ``atom_exclude_types`` out of the loss, which is also
+    returned.
     """
     import torch
     from deepmd.pt.loss.ener import EnergyStdLoss

@@ -1,11 +1,13 @@
-"""Models of every kind, trained for a few steps here and in DeePMD-kit: frozen files, checkpoints, fine-tuning.
+"""Models of every kind, trained for a few steps here and in DeePMD-kit: frozen files, checkpoints,
+fine-tuning.
 
 usage: python tests/peer/parity.py --peer DIR [--models NAME ...]
 
-Models of the options of tests/golden, trained with an average. Files frozen here (live and averaged weights) go through
-what ``dp convert-backend`` calls to ``.pth`` and ``DeepPot``; checkpoints of the backends ``pt`` and ``pt-expt`` are
-read here, converted, and trained on; biases of the elements after a fine-tuning are those of DeePMD-kit. The golden
-models themselves are in tests/test_model_golden.py and tests/test_interchange.py.
+Models of the options of tests/golden, trained with an average. Files frozen here (live and averaged
+weights) go through what ``dp convert-backend`` calls to ``.pth`` and ``DeepPot``; checkpoints of
+the backends ``pt`` and ``pt-expt`` are read here, converted, and trained on; biases of the elements
+after a fine-tuning are those of DeePMD-kit. The golden models themselves are in
+tests/test_model_golden.py and tests/test_interchange.py.
 """
 
 import argparse
@@ -30,7 +32,8 @@ GOLDEN = common.ROOT / "tests" / "golden"
 STEPS = 4
 AVERAGE = {"enable_ema": True, "ema_decay": 0.5}
 OF_FINE_TUNING = ("se_e2_a", "dpa1")
-# DeepPot gives other numbers for these checkpoints than DeePMD-kit does for their frozen files, which are equal to ours
+# DeepPot gives other numbers for these checkpoints than DeePMD-kit does for their frozen files,
+# which are equal to ours
 OTHERWISE = {("dpa1", "pt-expt"), ("dpa1_v2", "pt-expt")}
 
 
@@ -127,7 +130,9 @@ def checkpoints(peer: str, work: Path, names: list[str]) -> dict[Any, Any]:
 
 
 def _of_checkpoint(file: Path, job: dict[str, Any]) -> float:
-    """Return the largest difference of a checkpoint as it is, converted, and after a step of no length."""
+    """Return the largest difference of a checkpoint as it is, converted, and after a step of no
+    length.
+    """
     found, start = [_worst(file, job)], file.with_name(f"from_{file.stem}")
     start.mkdir(exist_ok=True)
     values = json.loads((file.parent / "input.json").read_text())
@@ -237,7 +242,9 @@ def _prepare(
 
 
 def _write_data(folder: Path, fitting: dict[str, Any], number: int, seed: int) -> str:
-    """Write a system of eight frames of seven atoms with labels at random, number 3 open, and return its path."""
+    """Write a system of eight frames of seven atoms with labels at random, number 3 open, and
+    return its path.
+    """
     rng, count = np.random.default_rng(seed), 8
     system = peer_side.frames_of(GOLDEN / "systems.npz")["triclinic"]
     kinds = rng.permutation(system["type"])

@@ -1,17 +1,21 @@
-"""The part of the comparisons that runs in DeePMD-kit's environment: it makes models, and evaluates model files.
+"""The part of the comparisons that runs in DeePMD-kit's environment: it makes models, and evaluates
+model files.
 
 usage: DIR/bin/python tests/peer/peer_side.py JOBS.json
 
 JOBS.json holds a list of dictionaries with ``out``, where the answer goes, and one of
 
-- ``input``: a section ``model``. A model is made of it, all its numbers are drawn at random, and ``out``.dp is written.
-- ``file``: a ``.dp`` file that is read, or a ``.pt`` of the backend pt, of which every tensor has to be of the model.
+- ``input``: a section ``model``. A model is made of it, all its numbers are drawn at random, and
+  ``out``.dp is written.
+- ``file``: a ``.dp`` file that is read, or a ``.pt`` of the backend pt, of which every tensor has
+  to be of the model.
 - ``predict``: a file of any format, which ``DeepPot`` reads.
 - ``train``: words of a training command, run in the folder ``cwd``; nothing is predicted.
-- ``convert``: a file that what ``dp convert-backend`` calls converts to ``out``.pth, which ``DeepPot`` reads.
+- ``convert``: a file that what ``dp convert-backend`` calls converts to ``out``.pth, which
+  ``DeepPot`` reads.
 
-Energies, forces and virials of the frames in ``frames`` are written to ``out``.npz, or what it says instead to
-``out``.error.
+Energies, forces and virials of the frames in ``frames`` are written to ``out``.npz, or what it says
+instead to ``out``.error.
 """
 
 import copy
@@ -43,7 +47,9 @@ def main() -> None:
 
 
 def frames_of(path: str | Path) -> dict[str, dict[str, np.ndarray]]:
-    """Return the arrays ``coord``, ``type`` and ``box`` of each system of a file: names are ``SYSTEM_ARRAY``."""
+    """Return the arrays ``coord``, ``type`` and ``box`` of each system of a file: names are
+    ``SYSTEM_ARRAY``.
+    """
     with np.load(path) as file:
         names = sorted({key.rpartition("_")[0] for key in file.files})
         return {
@@ -95,7 +101,9 @@ def answer(job: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def read_model(path: str) -> Any:
-    """Return the model of a ``.dp``, or of a ``.pt`` as commands but ``dp test`` read it: by all names of modules."""
+    """Return the model of a ``.dp``, or of a ``.pt`` as commands but ``dp test`` read it: by all
+    names of modules.
+    """
     import torch
     from deepmd.dpmodel.utils.serialization import load_dp_model
     from deepmd.pt.model.model import get_model
@@ -125,7 +133,9 @@ def _as_lists(preset: Any) -> Any:
 
 
 def _normalized(section: dict[str, Any]) -> dict[str, Any]:
-    """Return a section ``model`` as the training command makes it: checked, names and defaults filled in."""
+    """Return a section ``model`` as the training command makes it: checked, names and defaults
+    filled in.
+    """
     from deepmd.utils.argcheck import normalize
 
     data = {"systems": ["none"], "batch_size": 1}
@@ -161,7 +171,8 @@ def _fill_buffer(name: str, buffer: Any, draw: Any, job: dict[str, Any]) -> None
     leaf = name.rpartition(".")[2]
     if leaf in ("mean", "davg") and buffer.ndim == 3:
         mean = 0.05 * draw(buffer[..., 0])
-        # as from a fit: the same in all slots, without which images at the same distance stand in an accidental order
+        # as from a fit: the same in all slots, without which images at the same distance stand in
+        # an accidental order
         buffer[..., 0] = mean[:, :1] if job.get("one_mean") else mean
     elif leaf in ("stddev", "dstd") and buffer.ndim == 3:
         buffer[..., 0] = (0.1 + 0.2 * draw(buffer[:, 0, 0]))[:, None]

@@ -1,4 +1,5 @@
-"""Every line of `dp` in DeePMD-kit's documentation for training, freezing, testing and so on, with the backend `ema`.
+"""Every line of `dp` in DeePMD-kit's documentation for training, freezing, testing and so on, with
+the backend `ema`.
 
 It needs dp-ema in the environment of DeePMD-kit 3.2.0 (`DIR/bin/pip install -e .`):
 
@@ -27,7 +28,8 @@ pytestmark = [
     pytest.mark.timeout(3600),
     pytest.mark.nightly,
 ]
-# lines of doc/ and README.md, with --ema for their backend, in this order: exit code, and a file that is written
+# lines of doc/ and README.md, with --ema for their backend, in this order: exit code, and a file
+# that is written
 LINES = [
     ("dp --ema train input.json", 0, "model.ckpt.pt"),
     ("dp --ema train input.json --restart model.ckpt.pt", 0, "lcurve.out"),

@@ -1,6 +1,7 @@
 """The programs of this folder, which compare with DeePMD-kit and fail if a difference is too large.
 
-They need DeePMD-kit 3.2.0 in a virtual environment of its own: DP_PEER=DIR python -m pytest -m nightly tests/peer
+They need DeePMD-kit 3.2.0 in a virtual environment of its own: DP_PEER=DIR python -m pytest -m
+nightly tests/peer
 """
 
 import os

@@ -1,24 +1,28 @@
-"""A pretended CUDA device: code for GPUs runs on a machine without one, and what a GPU does not forgive is an error.
+"""A pretended CUDA device: code for GPUs runs on a machine without one, and what a GPU does not
+forgive is an error.
 
-    python tests/pretend_cuda -m pytest -m gpu            # any module or script, and all processes it starts
-    python tests/pretend_cuda -m deepmd_ema train input.json
+    python tests/pretend_cuda -m pytest -m gpu            # any module or script, and all processes
+    it starts python tests/pretend_cuda -m deepmd_ema train input.json
 
-It needs a torch without CUDA and g++. ``device.cpp`` registers for the dispatch key CUDA an allocator, a device guard,
-page-locked memory, and for every operation the kernel of the CPU on the same memory; ``collectives.cpp`` is NCCL by
-gloo. So ``torch.device("cuda")``, ``torch.cuda.is_available()`` and the threads in which autograd runs the backward
-pass of a device are as on a GPU, with real numbers. Errors are:
+It needs a torch without CUDA and g++. ``device.cpp`` registers for the dispatch key CUDA an
+allocator, a device guard, page-locked memory, and for every operation the kernel of the CPU on the
+same memory; ``collectives.cpp`` is NCCL by gloo. So ``torch.device("cuda")``,
+``torch.cuda.is_available()`` and the threads in which autograd runs the backward pass of a device
+are as on a GPU, with real numbers. Errors are:
 
 - operations that mix devices (numbers of the host are allowed where torch allows them);
-- a copy to page-locked memory that is read before its event was waited for: until then it holds nan;
+- a copy to page-locked memory that is read before its event was waited for: until then it holds
+  nan;
 - uninitialised memory of the device: it holds nan;
 - tensors of the host in a collective of NCCL;
 - waits within ``torch.cuda.set_sync_debug_mode("error")``.
 
-:func:`counted_waits` counts waits with the line that waited. What it cannot show: rounding and atomic additions of CUDA
-kernels, TF32, streams and races between them, Triton, CUDA graphs, AOTInductor, NCCL itself.
+:func:`counted_waits` counts waits with the line that waited. What it cannot show: rounding and
+atomic additions of CUDA kernels, TF32, streams and races between them, Triton, CUDA graphs,
+AOTInductor, NCCL itself.
 
-The environment variable PRETEND_CUDA_DEVICES is the number of devices, 2 by default; with 1 it is as if a launcher
-shows each process one GPU.
+The environment variable PRETEND_CUDA_DEVICES is the number of devices, 2 by default; with 1 it is
+as if a launcher shows each process one GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ def is_active() -> bool:
 
 @contextmanager
 def counted_waits():
-    """Count the waits within; gives an object with ``waits`` by operation and ``places`` by (operation, lines)."""
+    """Count the waits within; gives an object with ``waits`` by operation and ``places`` by
+    (operation, lines).
+    """
     found = SimpleNamespace(waits={}, places={})
     _places.clear()
     device.count_waits(True, _note_wait)

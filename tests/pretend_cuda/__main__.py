@@ -26,7 +26,9 @@ def main() -> int:
 
 
 def built() -> Path:
-    """Return the extension for this torch, compiled if it is not in the cache; that takes one to two minutes."""
+    """Return the extension for this torch, compiled if it is not in the cache; that takes one to
+    two minutes.
+    """
     import torch
 
     if torch.version.cuda is not None:

@@ -1,1 +1,3 @@
-"""Averages of any width, made after training from snapshots of power-profile averages, ranked by validation error."""
+"""Averages of any width, made after training from snapshots of power-profile averages, ranked by
+validation error.
+"""

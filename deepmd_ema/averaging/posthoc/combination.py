@@ -1,14 +1,15 @@
 """Profiles of averages, and the average of any width as a combination of snapshots.
 
-EDM2 (Karras et al., arXiv:2312.02696, section 3.2 and appendix C) stores averages of power profiles at many steps of a
-run and finds, after it, the combination of them whose profile is nearest to that of an average which was not tracked.
-A *profile* says how much of the weights after each step is in an average. With p = gamma + 1, an average that has seen
-n updates holds of those at update j the share
+EDM2 (Karras et al., arXiv:2312.02696, section 3.2 and appendix C) stores averages of power profiles
+at many steps of a run and finds, after it, the combination of them whose profile is nearest to that
+of an average which was not tracked. A *profile* says how much of the weights after each step is in
+an average. With p = gamma + 1, an average that has seen n updates holds of those at update j the
+share
 
     (j^p - (j - 1)^p) / n^p
 
-exactly, so all products of profiles here are exact sums and not the integrals of the paper. Unlike there, coefficients
-add up to one, so that a weight which never moves keeps its value.
+exactly, so all products of profiles here are exact sums and not the integrals of the paper. Unlike
+there, coefficients add up to one, so that a weight which never moves keeps its value.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Track:
 
     @classmethod
     def of(cls, info: Mapping[str, Any], step: int) -> Track:
-        """Return the track of an average from ``AverageBank.info`` after ``step`` steps; of type power or swa."""
+        """Return the track of an average from ``AverageBank.info`` after ``step`` steps; of type
+        power or swa.
+        """
         every, updates = int(info["update_every"]), int(info["updates"])
         last = (
             step - (step - int(info["start_step"])) % every
@@ -89,11 +92,14 @@ class Track:
 
     @property
     def power(self) -> float:
-        """Exponent of the decrease of a share with further updates: ``n ** -power`` after n updates."""
+        """Exponent of the decrease of a share with further updates: ``n ** -power`` after n
+        updates.
+        """
         return self.gamma + 1
 
     def shares_at(self, update: Array, updates: float) -> Array:
-        """Return the share of the weights at each ``update`` in the average after ``updates``; all add up to one.
+        """Return the share of the weights at each ``update`` in the average after ``updates``; all
+        add up to one.
 
         It is ``(j^p - (j - 1)^p) / n^p`` for j = ``update``, n = ``updates`` and p = gamma + 1.
         """
@@ -120,14 +126,17 @@ class Track:
 
 @dataclass(frozen=True)
 class Decay:
-    """The average that replaces a decay of the learning rate over the last part of a run at a constant rate.
+    """The average that replaces a decay of the learning rate over the last part of a run at a
+    constant rate.
 
-    With updates g of the weights, a run at the rate r has the weights ``w_j = w_0 + sum over i <= j of r g_i``, and a
-    decay by the factors eta_i leads, as far as it leaves the g_i as they are, to ``w_0 + sum of eta_i r g_i``. That is
-    ``sum of a_j w_j`` with the shares ``a_j = eta_j - eta_(j+1)``: a linear decay is the mean over the part, and
-    merging checkpoints replaces a decay (WSM, arXiv:2507.17634).
+    With updates g of the weights, a run at the rate r has the weights ``w_j = w_0 + sum over i <= j
+    of r g_i``, and a decay by the factors eta_i leads, as far as it leaves the g_i as they are, to
+    ``w_0 + sum of eta_i r g_i``. That is ``sum of a_j w_j`` with the shares ``a_j = eta_j -
+    eta_(j+1)``: a linear decay is the mean over the part, and merging checkpoints replaces a decay
+    (WSM, arXiv:2507.17634).
 
-    The factors follow the shape at ``nodes`` and are linear in between, so that shares are constant between two nodes.
+    The factors follow the shape at ``nodes`` and are linear in between, so that shares are constant
+    between two nodes.
 
     Attributes:
         shape: one of ``SHAPES``.
@@ -172,7 +181,9 @@ class Decay:
         return float(np.sqrt(variance)) / self.updates
 
     def shares_at(self, update: Array, updates: float) -> Array:
-        """Return the share of the weights at each ``update``, whatever ``updates`` is; all add up to one."""
+        """Return the share of the weights at each ``update``, whatever ``updates`` is; all add up
+        to one.
+        """
         each = np.concatenate([[0.0], self._masses() / np.diff(self.nodes), [0.0]])
         return each[np.searchsorted(self.nodes, update)]
 
@@ -199,8 +210,10 @@ class Combination:
     Attributes:
         target: the average that it approximates.
         coefficients: (S,) one per snapshot; their sum is one.
-        residual: norm of the difference of the profiles, relative to the norm of the target's profile.
-        amplification: norm of the coefficients, by which the rounding error of one snapshot is multiplied.
+        residual: norm of the difference of the profiles, relative to the norm of the target's
+            profile.
+        amplification: norm of the coefficients, by which the rounding error of one snapshot is
+            multiplied.
     """
 
     target: Track | Decay
@@ -221,7 +234,8 @@ class Combinations:
         combinations: in the order of the widths, then of the decays.
         condition: condition number of the Gram matrix of normalized profiles.
         dropped: eigenvectors left out because their eigenvalues are below rounding.
-        resolvable: smallest and largest sigma_rel that the snapshots resolve, or None; where it was looked for.
+        resolvable: smallest and largest sigma_rel that the snapshots resolve, or None; where it was
+            looked for.
         left_out: decays that the snapshots do not resolve, by reason.
     """
 
@@ -235,10 +249,12 @@ class Combinations:
 def place_decays(
     requests: Sequence[tuple[str, float]], tracks: Sequence[Track], step: int
 ) -> tuple[list[Decay], dict[str, list[str]]]:
-    """Return the decays with their nodes at snapshots, and by reason the ones that there are too few snapshots for.
+    """Return the decays with their nodes at snapshots, and by reason the ones that there are too
+    few snapshots for.
 
     Args:
-        requests: shapes and parts; a decay begins at the snapshot that is nearest to where its part does.
+        requests: shapes and parts; a decay begins at the snapshot that is nearest to where its part
+            does.
         tracks: of the snapshots, none of them later than ``step``.
         step: the end of the decays.
     """
@@ -264,7 +280,8 @@ def place_decays(
 def find_combinations(
     tracks: Sequence[Track], sigma_rels: Sequence[float], step: int, decays: Sequence[Decay] = ()
 ) -> Combinations:
-    """Return the combinations of ``tracks`` nearest to averages of the widths ``sigma_rels`` after ``step``.
+    """Return the combinations of ``tracks`` nearest to averages of the widths ``sigma_rels`` after
+    ``step``.
 
     Args:
         tracks: of the snapshots, none of them later than ``step``.
@@ -272,7 +289,8 @@ def find_combinations(
         step: the last step that is averaged over.
         decays: further averages to approximate, which end at ``step``.
     """
-    # tracked beside the snapshots: from the earliest of them on, as often as the one that is updated most often
+    # tracked beside the snapshots: from the earliest of them on, as often as the one that is
+    # updated most often
     first, every = _grid(tracks)
     targets: list[Track | Decay] = [
         Track(gamma_of(w), (step - first) // every, first, every) for w in sigma_rels
@@ -283,7 +301,8 @@ def find_combinations(
     length = np.sqrt(np.diag(gram))
     unit = gram / np.outer(length, length)
     matrix, right = unit[:num, :num], unit[:num, num:] * length[num:]
-    # unknown z = x * length; sum of x = 1 leaves z = z0 + free @ y, with the columns of free orthogonal to 1 / length
+    # unknown z = x * length; sum of x = 1 leaves z = z0 + free @ y, with the columns of free
+    # orthogonal to 1 / length
     free = np.linalg.qr((1 / length[:num])[:, None], mode="complete")[0][:, 1:]
     values, vectors = np.linalg.eigh(free.T @ matrix @ free)
     good = values > _NOISE * num * values.max(initial=0.0)
@@ -309,7 +328,9 @@ def find_combinations(
 
 
 def resolvable_range(tracks: Sequence[Track], step: int) -> tuple[float, float] | None:
-    """Return the smallest and largest sigma_rel that snapshots of ``tracks`` resolve after ``step``, or None."""
+    """Return the smallest and largest sigma_rel that snapshots of ``tracks`` resolve after
+    ``step``, or None.
+    """
     considered = np.geomspace(MIN_SIGMA_REL, MAX_SIGMA_REL, _NUM_CONSIDERED).tolist()
     found = zip(considered, find_combinations(tracks, considered, step).combinations)
     stretches = [
@@ -352,19 +373,23 @@ def percent(part: float) -> str:
 
 
 def _grid(tracks: Sequence[Track]) -> tuple[int, int]:
-    """Return the start of the earliest of ``tracks``, and the fewest steps between two updates of any."""
+    """Return the start of the earliest of ``tracks``, and the fewest steps between two updates of
+    any.
+    """
     return min(track.start for track in tracks), min(track.every for track in tracks)
 
 
 def _products(tracks: Sequence[Track | Decay]) -> Array:
-    """Return the exact products of all profiles with each other, (T, T) for T tracks, up to a factor common to all.
+    """Return the exact products of all profiles with each other, (T, T) for T tracks, up to a
+    factor common to all.
 
-    Averages of one gamma and one grid of updates share a profile up to where it ends and its scale: so one walk along
-    the axis gives all products as running sums, in memory that does not grow with the run. An average that is updated
-    every k steps counts as spread evenly over those, when others are updated at other steps.
+    Averages of one gamma and one grid of updates share a profile up to where it ends and its scale:
+    so one walk along the axis gives all products as running sums, in memory that does not grow with
+    the run. An average that is updated every k steps counts as spread evenly over those, when
+    others are updated at other steps.
     """
-    # place m of the axis is step origin + m * stride, m = 1, 2, ...: one per update when all are updated at the same
-    # steps, else one per step
+    # place m of the axis is step origin + m * stride, m = 1, 2, ...: one per update when all are
+    # updated at the same steps, else one per step
     grids = {(track.start, track.every) for track in tracks}
     origin, stride = grids.pop() if len(grids) == 1 else (min(track.start for track in tracks), 1)
     # tracks whose shares differ by a factor, and by where they end, are one class
@@ -409,7 +434,8 @@ def _products(tracks: Sequence[Track | Decay]) -> Array:
     )
     gram = np.empty((len(tracks), len(tracks)))
     for i in range(len(tracks)):
-        # both reach up to where the shorter one ends; the longer one is scaled by its own number of updates
+        # both reach up to where the shorter one ends; the longer one is scaled by its own number of
+        # updates
         scale = (number[which[i]][kind] / updates) ** power[kind]
         gram[i] = np.where(which >= which[i], sums[which[i], kind[i], kind] * scale, 0.0)
     return np.where(which[:, None] <= which[None, :], gram, gram.T)

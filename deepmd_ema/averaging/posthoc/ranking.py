@@ -23,11 +23,13 @@ from deepmd_ema.model.metrics import Errors
 from deepmd_ema.report.table import METRICS_IN_ORDER, Column, Table, labelled, render
 from deepmd_ema.utils import POSTHOC
 
-RANKED = "EFV"  # quantities of the table and of `overall`; of a model without energies those that it predicts
+# quantities of the table and of `overall`; of a model without energies those that it predicts
+RANKED = "EFV"
 OTHERS = METRICS_IN_ORDER.partition("V")[2]
 # kinds of rows, beside those of live weights and of lengths made of snapshots
 TRACKED, SHAPE = "tracked", "shape"
-OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
+# mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
+OVERALL = "overall"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class Row:
         return target if isinstance(target, Decay) else None
 
     def score(self, metric: str, live: Errors) -> float:
-        """Return the value of ``metric``: ``overall`` (relative to ``live``), or one such as ``F:RMSE``."""
+        """Return the value of ``metric``: ``overall`` (relative to ``live``), or one such as
+        ``F:RMSE``.
+        """
         if metric != OVERALL:
             return self.errors.metric(metric)
         pairs = [

@@ -1,4 +1,6 @@
-"""``dp-ema posthoc``: averages of many widths and decays made of a run's snapshots, ranked; the best is written."""
+"""``dp-ema posthoc``: averages of many widths and decays made of a run's snapshots, ranked; the
+best is written.
+"""
 
 from __future__ import annotations
 
@@ -69,22 +71,24 @@ def run_posthoc(
     device: str | None = None,
     say: Callable[[str], Any],
 ) -> PosthocReport:
-    """Make averages of the widths ``sigma_rel`` and the decays ``shapes``, print their errors, and write the best one.
+    """Make averages of the widths ``sigma_rel`` and the decays ``shapes``, print their errors, and
+    write the best one.
 
     Args:
         folder: where the run was started.
-        sigma_rel: numbers, or words as ``0.05`` and ``0.02:0.2:9``; by default the whole resolvable range, unless
-            ``shapes`` names some.
+        sigma_rel: numbers, or words as ``0.05`` and ``0.02:0.2:9``; by default the whole resolvable
+            range, unless ``shapes`` names some.
         step: the last step to average over; that of the newest snapshot by default.
-        shapes: words as ``linear`` and ``cosine:0.2``, or ``none``; by default those that the snapshots resolve, unless
-            ``sigma_rel`` is given.
+        shapes: words as ``linear`` and ``cosine:0.2``, or ``none``; by default those that the
+            snapshots resolve, unless ``sigma_rel`` is given.
         metric: what best means: ``overall``, or a metric of validation such as ``F:RMSE``.
         systems: validation systems; by default those of the run's input.
         rglob_patterns: names of systems to search for in ``systems``.
         output: model file; ``model_posthoc.pt`` in ``folder`` by default.
         plot: picture; ``posthoc.png`` in ``folder`` by default.
         table: ``posthoc.csv`` in ``folder`` by default.
-        head: the task whose errors are measured, of a run of several; the file holds the model of each.
+        head: the task whose errors are measured, of a run of several; the file holds the model of
+            each.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         say: prints a text.
 
@@ -186,7 +190,8 @@ def run_posthoc(
 
 
 def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
-    """Return the widths that a command line names: ``0.05``, several, or ``0.02:0.2`` or ``0.02:0.2:9``; none for None.
+    """Return the widths that a command line names: ``0.05``, several, or ``0.02:0.2`` or
+    ``0.02:0.2:9``; none for None.
 
     Raises:
         UserError: naming every word that is none of these.
@@ -218,8 +223,8 @@ def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
 def parse_shapes(words: Sequence[str] | None) -> list[tuple[str, float]]:
     """Return shape and part of the decays that a command line names; none for None.
 
-    Words are ``linear``, ``linear:0.2``, several, or ``none``. A shape without a part means one decay with each of
-    ``DEFAULT_PARTS``.
+    Words are ``linear``, ``linear:0.2``, several, or ``none``. A shape without a part means one
+    decay with each of ``DEFAULT_PARTS``.
 
     Raises:
         UserError: naming every word that is none of these.
@@ -248,10 +253,12 @@ def find_requested(
     sigma_rels: Sequence[float],
     requests: Sequence[tuple[str, float]] | None = None,
 ) -> Combinations:
-    """Return the requested combinations, with the resolvable range and decays that are left out, by reason.
+    """Return the requested combinations, with the resolvable range and decays that are left out, by
+    reason.
 
-    Without widths and requests they are widths over the resolvable range, and the decays that the snapshots resolve.
-    With one of the two it is only that; with an empty list of requests, only widths.
+    Without widths and requests they are widths over the resolvable range, and the decays that the
+    snapshots resolve. With one of the two it is only that; with an empty list of requests, only
+    widths.
 
     Raises:
         UserError: if the snapshots do not resolve a requested width or decay.
@@ -292,7 +299,9 @@ def find_requested(
 
 
 def _spaced(low: float, high: float, count: int = NUM_SIGMA_RELS) -> list[float]:
-    """Return ``count`` widths from ``low`` to ``high``, both exactly, evenly on a logarithmic scale."""
+    """Return ``count`` widths from ``low`` to ``high``, both exactly, evenly on a logarithmic
+    scale.
+    """
     return [low] if low == high else [low, *np.geomspace(low, high, count)[1:-1].tolist(), high]
 
 
@@ -304,8 +313,11 @@ def _row_of(made: combination.Combination) -> Row:
 
 
 def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
-    """Yield the live weights and every average of the training checkpoint, each with its row, still without errors."""
-    # a bias that was refitted after training would make live and tracked weights look better than those made here
+    """Yield the live weights and every average of the training checkpoint, each with its row, still
+    without errors.
+    """
+    # a bias that was refitted after training would make live and tracked weights look better than
+    # those made here
     payload = {
         name: value
         for name, value in run.payload.items()

@@ -1,4 +1,6 @@
-"""The snapshots of averages that a run has written (files of kind snapshot): found, checked and combined."""
+"""The snapshots of averages that a run has written (files of kind snapshot): found, checked and
+combined.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,8 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
         step: the last step to average over, one that has a snapshot; the newest by default.
 
     Raises:
-        CheckpointError: if there are no checkpoints or too few snapshots, or some cannot be read or combined.
+        CheckpointError: if there are no checkpoints or too few snapshots, or some cannot be read or
+            combined.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -127,10 +130,11 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
 def combine(
     run: SnapshotRun, combinations: Sequence[Combination], most_bytes: int = MAX_BYTES
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of each combination in turn: averaged tensors combined, all others as in the last snapshot.
+    """Yield the weights of each combination in turn: averaged tensors combined, all others as in
+    the last snapshot.
 
-    One snapshot at a time is in memory. Sums are in float64; the results have the precision of an average that was
-    tracked, float32 or wider.
+    One snapshot at a time is in memory. Sums are in float64; the results have the precision of an
+    average that was tracked, float32 or wider.
 
     Args:
         run: whose snapshots.
@@ -182,7 +186,8 @@ def _read_all(
                 problems.append(f"{path}: was updated when {hook} decided, and not at known steps.")
             elif average["updates"] > 0:
                 track = Track.of(average, step)
-                # counted while it was averaged: differs if the settings were others in some part of the run
+                # counted while it was averaged: differs if the settings were others in some part of
+                # the run
                 mean_age = track.mean_age() + step - track.end
                 if math.isclose(average["mean_age"], mean_age, rel_tol=1e-6, abs_tol=1e-3):
                     averaged = frozenset(map(str, facts["averaged"]))

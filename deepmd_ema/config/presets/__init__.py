@@ -1,4 +1,6 @@
-"""Models and recipes of ``dp-ema init``, as YAML files beside this module (``configs/presets`` in the repository)."""
+"""Models and recipes of ``dp-ema init``, as YAML files beside this module (``configs/presets`` in
+the repository).
+"""
 
 from __future__ import annotations
 

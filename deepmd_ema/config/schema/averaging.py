@@ -1,7 +1,9 @@
-"""Averages of the weights: one class per kind is the section of ``training.averaging``, its rules and its formula.
+"""Averages of the weights: one class per kind is the section of ``training.averaging``, its rules
+and its formula.
 
-``deepmd_ema.averaging`` tracks them. The formulas use operators and methods of numbers and tensors only, so that this
-module needs no torch, and one formula serves counters of the host and of a device.
+``deepmd_ema.averaging`` tracks them. The formulas use operators and methods of numbers and tensors
+only, so that this module needs no torch, and one formula serves counters of the host and of a
+device.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from deepmd_ema.utils import Check, fraction, is_number, not_negative, positive_
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.run import RunConfig
 
-# width of equal weights over the run, the widest of a power average (EDM2, arXiv:2312.02696, section 3.1)
+# width of equal weights over the run, the widest of a power average (EDM2, arXiv:2312.02696,
+# section 3.1)
 MAX_SIGMA_REL = 1 / math.sqrt(12)
 DEFAULT_DECAY = 0.999  # of an average that is made in Python
 
@@ -37,15 +40,18 @@ _sigma_rel = Check(
 
 @dataclass(frozen=True)
 class EmaProfile(Profile):
-    """Exponential moving average: in each step `average <- decay * average + (1 - decay) * weights`.
+    """Exponential moving average: in each step
+    `average <- decay * average + (1 - decay) * weights`.
 
-    With ``warmup`` step t (from 0, counted from the start) has the decay ``min(decay, (1 + t) / (10 + t))``, so that
-    the start is soon forgotten. With ``should_update`` the updates are counted instead of the steps.
+    With ``warmup`` step t (from 0, counted from the start) has the decay ``min(decay, (1 + t) / (10
+    + t))``, so that the start is soon forgotten. With ``should_update`` the updates are counted
+    instead of the steps.
 
     Attributes:
         decay: d, 0 <= d < 1, per optimizer step; the window is ``1 / (1 - d)`` steps.
         warmup: whether the decay starts low.
-        half_life: in place of ``decay``, in ``half_life_unit``; only a run knows the length of frames and epochs.
+        half_life: in place of ``decay``, in ``half_life_unit``; only a run knows the length of
+            frames and epochs.
     """
 
     type = "ema"
@@ -77,7 +83,8 @@ class EmaProfile(Profile):
 
     @classmethod
     def from_half_life(cls, name: str, steps: float, **more: Any) -> EmaProfile:
-        """Return the average in which a weight counts half after ``steps`` optimizer steps: ``d = 0.5 ** (1 / steps)``.
+        """Return the average in which a weight counts half after ``steps`` optimizer steps: ``d =
+        0.5 ** (1 / steps)``.
 
         Args:
             name: of the average.
@@ -87,7 +94,9 @@ class EmaProfile(Profile):
         return cls(name, half_life=steps, **more).in_steps({"steps": 1.0})
 
     def in_steps(self, steps_per: StepsPer, **changes: Any) -> EmaProfile:
-        """Return the average with a start in steps and a decay, which is 0.999 if there is no half-life either."""
+        """Return the average with a start in steps and a decay, which is 0.999 if there is no
+        half-life either.
+        """
         if self.half_life is not None:
             decay = 0.5 ** (1 / (self.half_life * steps_per[self.half_life_unit]))
             changes |= {"decay": decay, "half_life": None, "half_life_unit": "steps"}
@@ -121,7 +130,9 @@ class EmaProfile(Profile):
 
 @section
 class SwaProfile(Profile):
-    """Stochastic weight averaging: equal weights of all steps since the start; the same as `power` with gamma 0."""
+    """Stochastic weight averaging: equal weights of all steps since the start; the same as `power`
+    with gamma 0.
+    """
 
     type = "swa"
     gamma: ClassVar[float | None] = 0.0  # all steps weigh the same
@@ -142,7 +153,9 @@ class SwaProfile(Profile):
         return decay ** (self.gamma + 1) if self.gamma else decay  # one kernel less on a GPU
 
     def decay_of_update(self, updates: Any) -> Any:
-        """Return the decay of an update, which is that of a step: both follow the number of those before."""
+        """Return the decay of an update, which is that of a step: both follow the number of those
+        before.
+        """
         return self.decay_at(updates)
 
     def describe_length(self, steps_per: StepsPer) -> str:
@@ -152,12 +165,14 @@ class SwaProfile(Profile):
 
 @dataclass(frozen=True)
 class PowerProfile(SwaProfile):
-    """Power average of EDM2 (arXiv:2312.02696): step t has the weight t^gamma, so its length grows with the run.
+    """Power average of EDM2 (arXiv:2312.02696): step t has the weight t^gamma, so its length grows
+    with the run.
 
-    The weights of step tau after t steps are in the ratio of ``tau ** gamma`` (section 3.1). Update t = 1, 2, ... has
-    the decay ``(1 - 1 / t) ** (gamma + 1)`` (equation 127), so the first one takes the live weights as they are. With
-    ``update_every`` k the same decays come every k steps, and the live weights of step tau count exactly
-    ``(tau ** (gamma + 1) - (tau - k) ** (gamma + 1)) / t ** (gamma + 1)``, steps counted from the start.
+    The weights of step tau after t steps are in the ratio of ``tau ** gamma`` (section 3.1). Update
+    t = 1, 2, ... has the decay ``(1 - 1 / t) ** (gamma + 1)`` (equation 127), so the first one
+    takes the live weights as they are. With ``update_every`` k the same decays come every k steps,
+    and the live weights of step tau count exactly ``(tau ** (gamma + 1) - (tau - k) ** (gamma + 1))
+    / t ** (gamma + 1)``, steps counted from the start.
 
     Attributes:
         gamma: at least 0; 0 gives equal weights, higher ones forget the start sooner.
@@ -183,7 +198,8 @@ class PowerProfile(SwaProfile):
 
     @classmethod
     def from_sigma_rel(cls, name: str, sigma_rel: float, **more: Any) -> PowerProfile:
-        """Return the average whose weights spread over ``sigma_rel`` (a standard deviation) of the run so far.
+        """Return the average whose weights spread over ``sigma_rel`` (a standard deviation) of the
+        run so far.
 
         Args:
             name: of the average.
@@ -212,7 +228,8 @@ class ScheduleFreeProfile(Profile):
     """Averaged point x of the optimizer `AdamWScheduleFree`, updated in each step from the start.
 
     Its weights are y. From ``y = b1 * x + (1 - b1) * z`` and ``x <- (1 - c) * x + c * z`` follows
-    ``x <- d * x + (1 - d) * y`` with ``d = (1 - c) * (1 - b1) / (1 - b1 + c * b1)``, so that x is an average of y.
+    ``x <- d * x + (1 - d) * y`` with ``d = (1 - c) * (1 - b1) / (1 - b1 + c * b1)``, so that x is
+    an average of y.
 
     Attributes:
         adam_beta1: of the optimizer, b1.
@@ -269,11 +286,14 @@ class ScheduleFreeProfile(Profile):
 
 @section
 class CustomAverage(Profile):
-    """Base class of averages that other distributions add: their section in the input and their rule in one.
+    """Base class of averages that other distributions add: their section in the input and their
+    rule in one.
 
-    The averages are ``average <- d * average + (1 - d) * weights`` after each optimizer step. A subclass says what d
-    is, and may say which steps count; both must follow from the arguments and the options alone, so that a restart is
-    exact: there is no other state. The module must not import torch, so that checking an input starts fast::
+    The averages are ``average <- d * average + (1 - d) * weights`` after each optimizer step. A
+    subclass says what d is, and may say which steps count; both must follow from the arguments and
+    the options alone, so that a restart is
+    exact: there is no other state. The module must not import torch, so that checking an input
+    starts fast::
 
         @section
         class CycleAverage(CustomAverage):
@@ -285,10 +305,10 @@ class CustomAverage(Profile):
                 place = done % self.period
                 return place / (place + 1)
 
-    It has the options of all averages: ``start_step``, ``update_every``, ``full_validation``, ... A method
-    ``should_update(self, step, epoch)`` is a rule in place of ``update_every``: whether the average is updated with the
-    weights of a step. Its arguments are the optimizer steps of the run, after the start of the average, and the passes
-    over the training data so far.
+    It has the options of all averages: ``start_step``, ``update_every``, ``full_validation``, ... A
+    method ``should_update(self, step, epoch)`` is a rule in place of ``update_every``: whether the
+    average is updated with the weights of a step. Its arguments are the optimizer steps of the run,
+    after the start of the average, and the passes over the training data so far.
     """
 
     counts_on_tensors = True
@@ -300,9 +320,10 @@ class CustomAverage(Profile):
         With ``update_every`` an update has the product of the decays of its steps.
 
         Args:
-            done: steps since the start of the average, or updates if there is a method ``should_update``: a tensor in
-                float64, of any shape, perhaps on a GPU. Each element is a case of its own: use operators and functions
-                of tensors, and ``torch.where`` in place of ``if``.
+            done: steps since the start of the average, or updates if there is a method
+                ``should_update``: a tensor in float64, of any shape, perhaps on a GPU. Each element
+                is a case of its own: use operators and functions of tensors, and ``torch.where`` in
+                place of ``if``.
 
         Returns:
             A tensor of the shape of ``done``, or one number for all steps.
@@ -380,7 +401,8 @@ def sigma_rel_of(gamma: float) -> float:
 
 
 def gamma_of(sigma_rel: float) -> float:
-    """Return the gamma of a relative width, the inverse of :func:`sigma_rel_of` (arXiv:2312.02696, equation 126).
+    """Return the gamma of a relative width, the inverse of :func:`sigma_rel_of` (arXiv:2312.02696,
+    equation 126).
 
     Raises:
         ValueError: if no gamma of at least 0 has this width.
@@ -401,10 +423,11 @@ def share_of_next(done: Any, warmup_steps: int, start_factor: float, r: float) -
     """Return the share c of the next point z in the average x of :class:`AdamWScheduleFree`.
 
     It is the weight of z over the sum of all weights so far.
-    The weight of point n, counted from 1, is ``lr^2 * n (n + 1) ... (n + r - 1)``, with gamma functions where r is no
-    whole number, so that c is ``(r + 1) / (n + r)`` at a constant rate (polynomial-decay averaging; Shamir and Zhang,
-    arXiv:1212.1824, section 4). The rate is the largest one so far where it falls. That of the warm-up rises linearly;
-    skipped steps do not count.
+    The weight of point n, counted from 1, is ``lr^2 * n (n + 1) ... (n + r - 1)``, with gamma
+    functions where r is no whole number, so that c is ``(r + 1) / (n + r)`` at a constant rate
+    (polynomial-decay averaging; Shamir and Zhang, arXiv:1212.1824, section 4). The rate is the
+    largest one so far where it falls. That of the warm-up rises linearly; skipped steps do not
+    count.
 
     Args:
         done: number of points in x, a float64 tensor.
@@ -416,7 +439,8 @@ def share_of_next(done: Any, warmup_steps: int, start_factor: float, r: float) -
     slope = (1 - first) / length
     n = done + 1
     m = n.clamp(max=length)  # points of the warm-up
-    # the square of the rate of point n is a polynomial of n + r, each term of which has a sum in closed form
+    # the square of the rate of point n is a polynomial of n + r, each term of which has a sum in
+    # closed form
     u, start = m + r, first - slope * (1 + r)
     linear, square = (
         (2 * start - slope) * slope * (u + 1) / (r + 2),

@@ -16,7 +16,8 @@ from deepmd_ema.findings import Findings, error
 
 Section = TypeVar("Section", bound=Any)
 
-MAX_SIZE = 100_000  # of a layer, of the neighbors of an atom: far beyond any model, so that a typo is found
+# of a layer, of the neighbors of an atom: far beyond any model, so that a typo is found
+MAX_SIZE = 100_000
 layer_widths = Check(
     lambda v: len(v) > 0 and all(0 < n <= MAX_SIZE for n in v),
     f"a list of at least one whole number > 0, none above {MAX_SIZE:,}",
@@ -39,7 +40,8 @@ SEL_MULTIPLE = 4  # `sel: auto` is rounded up to a multiple of this, as DeePMD-k
 
 
 def auto_sel(max_neighbors: Iterable[int], sel: str = "auto") -> list[int]:
-    """Return the numbers for ``auto`` or ``auto:1.2``: the largest found times 1.1 or 1.2, up to a multiple of four.
+    """Return the numbers for ``auto`` or ``auto:1.2``: the largest found times 1.1 or 1.2, up to a
+    multiple of four.
 
     Where no atom has a neighbor it is four: sums over neighbors are divided by it.
     """
@@ -49,7 +51,9 @@ def auto_sel(max_neighbors: Iterable[int], sel: str = "auto") -> list[int]:
 
 
 def _is_sel(value: Any) -> bool:
-    """Whether numbers of neighbors have a sum above 0 that a model can have, or a text is ``auto`` or ``auto:1.2``."""
+    """Whether numbers of neighbors have a sum above 0 that a model can have, or a text is ``auto``
+    or ``auto:1.2``.
+    """
     if isinstance(value, str):
         found = re.fullmatch(r"auto(?::(\d+(?:\.\d*)?))?", value)
         return found is not None and (found[1] is None or 1 <= float(found[1]) <= MAX_SEL_RATIO)
@@ -79,7 +83,9 @@ def sel_option(
 
 
 def with_options(section: Section, values: Mapping[str, Any]) -> Section:
-    """Return a section with values of options replaced; one of a section in it has the name of that before a dot."""
+    """Return a section with values of options replaced; one of a section in it has the name of that
+    before a dot.
+    """
     for path, value in values.items():
         outer, _, name = path.rpartition(".")
         changes = (

@@ -1,6 +1,7 @@
 """Sections ``model.descriptor``: their protocol, and the registry of descriptors.
 
-A descriptor is a folder of ``model/families/`` or another distribution; no other package knows its options.
+A descriptor is a folder of ``model/families/`` or another distribution; no other package knows its
+options.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class DescriptorConfig(Protocol):
         aliases: other values of ``type`` in the input.
         precision: of the parameters: ``default``, ``float64`` or ``float32``.
         neighbors_option: name of the option that ``neighbors`` come from, for messages.
-        has_type_embedding: whether the module has a ``type_embedding``, which tasks may share alone.
+        has_type_embedding: whether the module has a ``type_embedding``, which tasks may share
+            alone.
     """
 
     type: ClassVar[str]
@@ -42,13 +44,19 @@ class DescriptorConfig(Protocol):
 
     @property
     def neighbors(self) -> tuple[int, ...] | None:
-        """Return the most neighbors kept, per element or one number for all; None while this is left to the data."""
+        """Return the most neighbors kept, per element or one number for all; None while this is
+        left to the data.
+        """
 
     def with_neighbors(self, found: NeighborStatistics) -> DescriptorConfig:
-        """Return the section with the number of neighbors chosen from data; one that has numbers stays as it is."""
+        """Return the section with the number of neighbors chosen from data; one that has numbers
+        stays as it is.
+        """
 
     def with_neighbors_of(self, saved: DescriptorConfig) -> DescriptorConfig:
-        """Return the section with the number of neighbors of ``saved``, if it leaves it to the data."""
+        """Return the section with the number of neighbors of ``saved``, if it leaves it to the
+        data.
+        """
 
     def findings(self, type_map: Sequence[str]) -> Findings:
         """Yield findings about the options together; each value is right in itself.
@@ -63,27 +71,35 @@ class DescriptorConfig(Protocol):
 
     @property
     def vacuum_needs(self) -> str:
-        """Return the setting that makes the features of an isolated atom zero, ``name = true``; empty if they are."""
+        """Return the setting that makes the features of an isolated atom zero, ``name = true``;
+        empty if they are.
+        """
 
 
 @runtime_checkable
 class HasInnerNeighbors(Protocol):
-    """A section ``model.descriptor`` that keeps further, shorter lists of neighbors inside ``cutoff``."""
+    """A section ``model.descriptor`` that keeps further, shorter lists of neighbors inside
+    ``cutoff``.
+    """
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
-        """Yield the option, its cutoff (angstrom) and the most neighbors kept of each list that has a number."""
+        """Yield the option, its cutoff (angstrom) and the most neighbors kept of each list that has
+        a number.
+        """
 
 
 @runtime_checkable
 class HasBridging(Protocol):
     """A section ``model.descriptor`` of a descriptor for models with a ``bridging_method``.
 
-    The model gives the descriptor vectors with clamped lengths. A descriptor that passes messages multiplies those of
-    an atom by ``deepmd_ema.model.bridging.source_gate``.
+    The model gives the descriptor vectors with clamped lengths. A descriptor that passes messages
+    multiplies those of an atom by ``deepmd_ema.model.bridging.source_gate``.
     """
 
     def bridged(self, window: Window) -> DescriptorConfig:
-        """Return the section with the window, which is no option of it, for the module that is built from it."""
+        """Return the section with the window, which is no option of it, for the module that is
+        built from it.
+        """
 
 
 @runtime_checkable

@@ -82,7 +82,8 @@ class NeighborLists:
     """Sections with a list of neighbors, and perhaps shorter ones inside of it.
 
     Attributes:
-        sel_options: options of the most neighbors of each list, each with that of its cutoff; the longest list first.
+        sel_options: options of the most neighbors of each list, each with that of its cutoff; the
+            longest list first.
         counts_elements: whether the number is a list of numbers by element, or one for all.
     """
 
@@ -97,7 +98,9 @@ class NeighborLists:
 
     @property
     def neighbors(self) -> tuple[int, ...] | None:
-        """Return the number of the longest list, by element or one for all, or None while one is ``auto``."""
+        """Return the number of the longest list, by element or one for all, or None while one is
+        ``auto``.
+        """
         first, *others = (attrgetter(name)(self) for name in self.sel_options)
         if any(isinstance(sel, str) for sel in (first, *others)):
             return None
@@ -105,7 +108,9 @@ class NeighborLists:
         return tuple(numbers) if self.counts_elements else (sum(numbers),)
 
     def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
-        """Return the section with each number that is ``auto`` as a number, or as one for each element."""
+        """Return the section with each number that is ``auto`` as a number, or as one for each
+        element.
+        """
         values: Values = {}
         for name, cutoff in self.sel_options.items():
             if isinstance(sel := attrgetter(name)(self), str):
@@ -212,19 +217,25 @@ class PerElementSection(ListSection):
 
     @property
     def vacuum_needs(self) -> str:
-        """Return the setting that makes the features of an isolated atom zero, not those of rows ``-mean / stddev``."""
+        """Return the setting that makes the features of an isolated atom zero, not those of rows
+        ``-mean / stddev``.
+        """
         return "" if self.set_davg_zero else "set_davg_zero = true"
 
 
 @section
 class OneListSection(TypeEmbeddedOptions, ListSection):
-    """Options of descriptors with one list of neighbors for all elements, and embeddings of elements."""
+    """Options of descriptors with one list of neighbors for all elements, and embeddings of
+    elements.
+    """
 
     if TYPE_CHECKING:
 
         @property
         def tebd_input_mode(self) -> str:
-            """Return whether elements are inputs of the network, ``concat``, or of one of their own, ``strip``."""
+            """Return whether elements are inputs of the network, ``concat``, or of one of their
+            own, ``strip``.
+            """
 
         @property
         def smooth(self) -> bool:

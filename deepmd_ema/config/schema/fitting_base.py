@@ -16,12 +16,14 @@ from deepmd_ema.findings import Findings, error
 
 @section
 class FittingOptions:
-    """A network from the descriptor of an atom to a quantity of it, and what it may depend on besides.
+    """A network from the descriptor of an atom to a quantity of it, and what it may depend on
+    besides.
 
     Attributes:
-        labels: names of what the model predicts, first that of a frame, which are read where data have them.
-        rcond: singular values below this fraction of the largest count as zero in the fit of the bias; None is
-            machine precision times the size of the problem.
+        labels: names of what the model predicts, first that of a frame, which are read where data
+            have them.
+        rcond: singular values below this fraction of the largest count as zero in the fit of the
+            bias; None is machine precision times the size of the problem.
         atom_ener: energy of each isolated atom, as far as it is given, eV.
         sel_type: types whose atoms have the quantity; None: all.
         intensive: whether the value of a frame is the mean over its atoms, not their sum.
@@ -100,7 +102,9 @@ class FittingOptions:
 
     @property
     def bias_effect(self) -> float | list[float]:
-        """Change of the value of an atom per unit of the output bias, for all elements or each; 0: there is none."""
+        """Change of the value of an atom per unit of the output bias, for all elements or each; 0:
+        there is none.
+        """
         return 1.0
 
     @property

@@ -22,7 +22,8 @@ class LoggedRun:
         config: the normalized input, as in ``out.json``.
         step: optimizer steps done before; above 0 at a restart.
         folder: of the run.
-        id: what :meth:`Logger.start` has returned for the part of the run that is continued; None for a new run.
+        id: what :meth:`Logger.start` has returned for the part of the run that is continued; None
+            for a new run.
     """
 
     config: Mapping[str, Any]
@@ -35,8 +36,9 @@ class LoggedRun:
 class Logger(ABC):
     """Base class of loggers: their section in the input, and what they do with the values of a run.
 
-    An object serves one run, on rank 0. If a method raises an exception, this is reported once and the logger is not
-    called again; training continues. Its package is imported in :meth:`start`, so that checking an input starts fast::
+    An object serves one run, on rank 0. If a method raises an exception, this is reported once and
+    the logger is not called again; training continues. Its package is imported in :meth:`start`, so
+    that checking an input starts fast::
 
         @dataclass(kw_only=True)
         class FileLogger(Logger):
@@ -53,7 +55,8 @@ class Logger(ABC):
                 self._file.close()
 
     Attributes:
-        needs: modules that :meth:`start` imports, each with what pip installs; looked for before a training.
+        needs: modules that :meth:`start` imports, each with what pip installs; looked for before a
+            training.
     """
 
     type: ClassVar[str]
@@ -71,22 +74,26 @@ class Logger(ABC):
         """Begin, or continue the run ``run.id``.
 
         Returns:
-            An identifier by which a restart can continue; values of steps that it has are then not logged again. None:
-            there is none, and a restart begins anew.
+            An identifier by which a restart can continue; values of steps that it has are then not
+            logged again. None: there is none, and a restart begins anew.
         """
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values after ``step`` optimizer steps; called several times for a step, each time with other names.
+        """Record values after ``step`` optimizer steps; called several times for a step, each time
+        with other names.
 
-        Names are ``lr``; ``train/W/E``, an error of the training batch; ``batch/W/E``, of the validation batches of a
-        displayed line; ``val/W/E``, of a full validation. W is ``live`` or the name of an average, followed by that of
-        the task if there are several; E is as in ``lcurve.out``: ``train/live/rmse_f``, ``val/ema/ice/mae_e_peratom``.
-        Units are eV and angstrom. All values are finite.
+        Names are ``lr``; ``train/W/E``, an error of the training batch; ``batch/W/E``, of the
+        validation batches of a displayed line; ``val/W/E``, of a full validation. W is ``live`` or
+        the name of an average, followed by that of the task if there are several; E is as in
+        ``lcurve.out``: ``train/live/rmse_f``, ``val/ema/ice/mae_e_peratom``. Units are eV and
+        angstrom. All values are finite.
         """
 
     def finish(self, status: str) -> None:  # noqa: B027 - nothing to do by default
-        """End with the run, whose ``status`` is ``finished``, ``interrupted`` (it can be continued) or ``failed``."""
+        """End with the run, whose ``status`` is ``finished``, ``interrupted`` (it can be continued)
+        or ``failed``.
+        """
 
 
 LOGGERS = Registry(

@@ -1,4 +1,6 @@
-"""The section ``model``: its protocol, and the standard type, of a descriptor and a fitting network."""
+"""The section ``model``: its protocol, and the standard type, of a descriptor and a fitting
+network.
+"""
 
 from __future__ import annotations
 
@@ -360,7 +362,8 @@ class Link:
         task: name of the task.
         part: ``type_map``, ``descriptor``, ``descriptor.list[0]`` or ``fitting_net``.
         key: name of the part in ``model.shared_dict``.
-        level: what is shared with the first task that has the part: 0 all of it, 1 the embedding of elements only.
+        level: what is shared with the first task that has the part: 0 all of it, 1 the embedding of
+            elements only.
     """
 
     task: str

@@ -76,7 +76,9 @@ class _Schedule:
         )
 
     def summary(self, num_steps: int = 0) -> str:
-        """Return type and main options as text; ``num_steps`` is the length of the run, 0 while it is not known."""
+        """Return type and main options as text; ``num_steps`` is the length of the run, 0 while it
+        is not known.
+        """
         warmup = (
             f"{100 * self.warmup_ratio:g} % of the"
             if self.warmup_ratio
@@ -109,7 +111,8 @@ class ExpScheduleConfig(_Schedule):
     def used_decay_steps(self, num_steps: int) -> int:
         """Return the steps between two decays of a run of ``num_steps`` steps.
 
-        ``decay_steps``; where no ``decay_rate`` is given and one decay would be as long as the run, DeePMD-kit's rule.
+        ``decay_steps``; where no ``decay_rate`` is given and one decay would be as long as the run,
+        DeePMD-kit's rule.
         """
         steps = max(1, num_steps - self.num_warmup_steps(num_steps))
         if self.decay_rate is not None or self.decay_steps < steps:
@@ -158,7 +161,8 @@ class WsdScheduleConfig(_Schedule):
 
 @section
 class InvSqrtScheduleConfig(WsdScheduleConfig):
-    """Inverse square root of the step, which needs no length of the run; optionally down to `stop_lr` at its end.
+    """Inverse square root of the step, which needs no length of the run; optionally down to
+    `stop_lr` at its end.
 
     `start_lr * sqrt(a / (a + t))`, t steps after the warm-up (arXiv:2602.03702). Only in dp-ema.
     """
@@ -230,10 +234,11 @@ class AdamWConfig(AdamConfig):
 
 @section
 class AdamWScheduleFreeConfig(AdamWConfig):
-    """AdamW without a schedule: gradients at points between z, which they move, and an average x of all z.
+    """AdamW without a schedule: gradients at points between z, which they move, and an average x of
+    all z.
 
-    The live weights are these points. x is an average of `training.averaging` of type `schedule_free`, which is added
-    if the list has none. Only in dp-ema.
+    The live weights are these points. x is an average of `training.averaging` of type
+    `schedule_free`, which is added if the list has none. Only in dp-ema.
     """
 
     type = "AdamWScheduleFree"
@@ -273,7 +278,9 @@ class AdaMuonConfig:
 
 @section
 class HybridMuonConfig(AdaMuonConfig):
-    """Orthogonal momentum for matrices, damped where gradients disagree; Adam for the rest, and by name."""
+    """Orthogonal momentum for matrices, damped where gradients disagree; Adam for the rest, and by
+    name.
+    """
 
     type = "HybridMuon"
     without_effect: ClassVar[WithoutEffect] = {
@@ -299,7 +306,10 @@ class HybridMuonConfig(AdaMuonConfig):
 
 @section
 class SOAPConfig(AdamWConfig):
-    """Adam in the eigenbasis of Shampoo's preconditioner for matrices, AdamW for vectors. Only in dp-ema."""
+    """Adam in the eigenbasis of Shampoo's preconditioner for matrices, AdamW for vectors.
+
+    Only in dp-ema.
+    """
 
     type = "SOAP"
 
@@ -323,7 +333,9 @@ class SOAPConfig(AdamWConfig):
 
 @section
 class LKFConfig:
-    """Layer-wise Kalman filter; it fits energies and forces, has no learning rate, and needs much memory."""
+    """Layer-wise Kalman filter; it fits energies and forces, has no learning rate, and needs much
+    memory.
+    """
 
     type = "LKF"
     groups: ClassVar[tuple[GroupConfig, ...]] = ()
@@ -358,7 +370,9 @@ Weights: TypeAlias = dict[str, tuple[float, float]]
 
 
 def active_weights(loss: Any, terms: Iterable[str]) -> Weights:
-    """Return the options ``start_pref_*`` and ``limit_pref_*`` of the terms of which one is not zero."""
+    """Return the options ``start_pref_*`` and ``limit_pref_*`` of the terms of which one is not
+    zero.
+    """
     pairs = {
         term: (getattr(loss, f"start_pref_{term}"), getattr(loss, f"limit_pref_{term}"))
         for term in terms
@@ -380,11 +394,15 @@ class QuantityLossConfig:
 
     @property
     def weights(self) -> Weights:
-        """First and last weight of each term, by its column in ``lcurve.out``; one of both zero is only shown."""
+        """First and last weight of each term, by its column in ``lcurve.out``; one of both zero is
+        only shown.
+        """
         raise NotImplementedError
 
     def labels(self, predicted: Sequence[str]) -> Names:
-        """Return the labels that the terms compare with, of those of a frame and of an atom that are predicted."""
+        """Return the labels that the terms compare with, of those of a frame and of an atom that
+        are predicted.
+        """
         uses = ["local" in name for name, pair in self.weights.items() if any(pair)]
         return tuple(
             name for name, of_atom in zip(predicted, (False, True), strict=False) if of_atom in uses
@@ -482,7 +500,8 @@ class PropertyLossConfig(QuantityLossConfig):
 class EnerLossConfig:
     """Weighted errors of energies, forces, virials and more.
 
-    A weight follows the learning rate from `start_pref` to `limit_pref`: `limit + (start - limit) * lr / start_lr`.
+    A weight follows the learning rate from `start_pref` to `limit_pref`:
+    `limit + (start - limit) * lr / start_lr`.
     """
 
     type = "ener"
@@ -536,12 +555,16 @@ class EnerLossConfig:
 
     @property
     def error(self) -> str:
-        """Function of a difference: ``mse``, ``huber`` or ``mae``, to which ``use_huber`` does not apply."""
+        """Function of a difference: ``mse``, ``huber`` or ``mae``, to which ``use_huber`` does not
+        apply.
+        """
         return "huber" if self.use_huber and self.loss_func == "mse" else self.loss_func
 
     @property
     def weights(self) -> Weights:
-        """First and last weight of each active term (``e``, ``f``, ...): either of them is not zero."""
+        """First and last weight of each active term (``e``, ``f``, ...): either of them is not
+        zero.
+        """
         return active_weights(self, _TERMS)
 
     def labels(self, predicted: Sequence[str]) -> Names:

@@ -17,7 +17,9 @@ _UNEVEN = 1e-2  # of the spacing: tables are printed with few digits
 
 
 def read_table(value: str | Table) -> Table:
-    """Return the rows of a table, which is in a text file or, in the config of a checkpoint, in the config."""
+    """Return the rows of a table, which is in a text file or, in the config of a checkpoint, in the
+    config.
+    """
     if not isinstance(value, str):
         return [list(map(float, row)) for row in value]
     lines = (

@@ -1,4 +1,6 @@
-"""The base class of averages of the weights: common options, rules between them, updates that are due, and words."""
+"""The base class of averages of the weights: common options, rules between them, updates that are
+due, and words.
+"""
 
 from __future__ import annotations
 
@@ -43,26 +45,31 @@ _name = Check(
 class Profile(ABC):
     """One average: use :class:`EmaProfile`, :class:`PowerProfile` or :class:`SwaProfile`.
 
-    All follow ``s <- d * s + (1 - d) * w`` (s: average, w: live weights); they differ in the decay d. No update comes
-    before ``start_step``; there the average is the live weights. The options of files and validation are those of a
-    run; ``AverageBank`` alone does not read them.
+    All follow ``s <- d * s + (1 - d) * w`` (s: average, w: live weights); they differ in the decay
+    d. No update comes before ``start_step``; there the average is the live weights. The options of
+    files and validation are those of a run; ``AverageBank`` alone does not read them.
 
     Attributes:
         name: in file names and logs.
         start_step: optimizer steps before the average starts.
         update_every: optimizer steps between two updates; decays are corrected for it.
-        device: ``live`` keeps the average where the weights are, ``cpu`` in host memory. Weights of a GPU are then
-            copied asynchronously, and used when the next update begins or the average is read.
-        dtype: ``float64`` or ``float32``; never narrower than the weights themselves. An average in ``float32`` of
-            weights in float32 loses updates that are smaller than its rounding: at the end of a run in which the
-            learning rate decays, 7 to 10 % of its distance from the live weights (decay 0.999 to 0.9999).
-        layout: ``local_shard`` averages what each rank holds, without communication; ``full_tensor`` gathers sharded
-            weights at each update and holds the whole average on every rank.
-        buffers: ``copy`` leaves buffers alone, so that the live ones complete the average; ``average`` averages the
-            floating-point ones that are in the state dict. Integer and bool ones never are.
-        should_update: ``should_update(step, epoch)`` decides instead of ``update_every`` which steps after the start
-            count; the epoch is what the trainer hands to ``AverageBank.update``. It must be possible to pickle it. A
-            subclass may have a method of this name instead.
+        device: ``live`` keeps the average where the weights are, ``cpu`` in host memory. Weights of
+            a GPU are then copied asynchronously, and used when the next update begins or the
+            average is read.
+        dtype: ``float64`` or ``float32``; never narrower than the weights themselves. An average in
+            ``float32`` of weights in float32 loses updates that are smaller than its rounding: at
+            the end of a run in which the learning rate decays, 7 to 10 % of its distance from the
+            live weights (decay 0.999 to 0.9999).
+        layout: ``local_shard`` averages what each rank holds, without communication;
+            ``full_tensor`` gathers sharded weights at each update and holds the whole average on
+            every rank.
+        buffers: ``copy`` leaves buffers alone, so that the live ones complete the average;
+            ``average`` averages the floating-point ones that are in the state dict. Integer and
+            bool ones never are.
+        should_update: ``should_update(step, epoch)`` decides instead of ``update_every`` which
+            steps after the start count; the epoch is what the trainer hands to
+            ``AverageBank.update``. It must be possible to pickle it. A subclass may have a method
+            of this name instead.
         formula: names of the settings that give the decay, in files.
         lengths: options of which an input gives exactly one; none for equal weights.
         counts_on_tensors: whether the formula takes tensors only.
@@ -166,13 +173,17 @@ class Profile(ABC):
 
     @abstractmethod
     def decay_at(self, done: Any) -> Any:
-        """Return the decay d of the step that follows ``done`` steps after the start; an int, or a float64 tensor."""
+        """Return the decay d of the step that follows ``done`` steps after the start; an int, or a
+        float64 tensor.
+        """
 
     def decay_of_update(self, updates: Any) -> Any:
-        """Return the decay of the update after ``updates`` updates: the product of those of its ``update_every`` steps.
+        """Return the decay of the update after ``updates`` updates: the product of those of its
+        ``update_every`` steps.
 
         Args:
-            updates: an int; or a float64 tensor, a counter that only the device knows: nothing waits for the device.
+            updates: an int; or a float64 tensor, a counter that only the device knows: nothing
+                waits for the device.
         """
         every = self.update_every
         if every == 1:
@@ -208,7 +219,9 @@ class Profile(ABC):
         return replace(self, **{"should_update": vars(self).get("should_update"), **changes})
 
     def settings(self) -> Values:
-        """Return the settings as plain values, ``type`` first, without the name; a hook by its name."""
+        """Return the settings as plain values, ``type`` first, without the name; a hook by its
+        name.
+        """
         hook = self.should_update
         common = ("start_step", "update_every", "device", "dtype", "layout", "buffers")
         return {
@@ -277,7 +290,9 @@ class Profile(ABC):
 
     @property
     def length(self) -> tuple[str, float]:
-        """Name and value of the option that gives the length of the average; equal weights are a power of 0."""
+        """Name and value of the option that gives the length of the average; equal weights are a
+        power of 0.
+        """
         given = ((name, getattr(self, name)) for name in self.lengths)
         return next(((name, value) for name, value in given if value is not None), ("gamma", 0.0))
 

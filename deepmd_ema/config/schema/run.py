@@ -55,7 +55,9 @@ class TaskConfig:
         return self.loss.labels(self.model.fitting_net.labels)
 
     def metric(self, metric: Metric) -> Metric:
-        """Return ``metric``, or the same kind of error of what the loss has, if the model does not predict this."""
+        """Return ``metric``, or the same kind of error of what the loss has, if the model does not
+        predict this.
+        """
         in_loss = (
             error.metric for name in self.labels for error in LABELS[name].errors if error.metric
         )
@@ -73,7 +75,9 @@ class TaskConfig:
 
     @property
     def displayed_data(self) -> ValidationDataConfig | None:
-        """Sampling of validation frames for the learning curve; split-off frames are drawn as training frames."""
+        """Sampling of validation frames for the learning curve; split-off frames are drawn as
+        training frames.
+        """
         if self.data.validation_fraction is None:
             return self.data.validation_data
         size = self.data.training_data.batch_size
@@ -81,7 +85,9 @@ class TaskConfig:
         return auto if isinstance(size, list) else replace(auto, batch_size=size)
 
     def place(self, section: str) -> str:
-        """Return the dotted path of its ``model``, ``loss``, data (``training``) or ``validating.test_data``."""
+        """Return the dotted path of its ``model``, ``loss``, data (``training``) or
+        ``validating.test_data``.
+        """
         if not self.name:
             return section
         outer = {"model": "model.model_dict", "training": "training.data_dict"}.get(
@@ -97,7 +103,8 @@ class RunConfig:
     Attributes:
         first_options: sections that are listed first.
         source: the file, and the place of each option in it; not compared.
-        notes: what was accepted from an older input and taken differently, for the log; not compared.
+        notes: what was accepted from an older input and taken differently, for the log; not
+            compared.
         unused: options of a short form that have no effect in this run, for the log; not compared.
         links: parts of models that stand in ``model.shared_dict``; only with several tasks.
     """
@@ -149,7 +156,9 @@ class RunConfig:
         )
 
     def sharing_with(self, task: str) -> list[str]:
-        """Return ``task`` and the tasks with which it shares a part of the descriptor, directly or by others."""
+        """Return ``task`` and the tasks with which it shares a part of the descriptor, directly or
+        by others.
+        """
         together = {task}
         keys = {link.key for link in self.links if link.part.startswith("descriptor")}
         groups = [{link.task for link in self.links if link.key == key} for key in keys]
@@ -182,7 +191,9 @@ class RunConfig:
 
     @property
     def fully_validated(self) -> list[str]:
-        """Names of the weights that are validated on all validation data: ``live``, then those of averages."""
+        """Names of the weights that are validated on all validation data: ``live``, then those of
+        averages.
+        """
         live = [LIVE] if self.validating.full_validation else []
         return live + [
             average.name for average in self.training.averaging if average.full_validation
@@ -244,7 +255,9 @@ class MultiTaskRun(RunConfig):
 
     @property
     def tasks(self) -> dict[str, TaskConfig]:
-        """The tasks in the order of ``model_dict``; those without data, which a rule refuses, are left out."""
+        """The tasks in the order of ``model_dict``; those without data, which a rule refuses, are
+        left out.
+        """
         data, test = self.training.data_dict, self.validating.test_data_dict
         return {
             name: TaskConfig(
@@ -256,7 +269,9 @@ class MultiTaskRun(RunConfig):
 
 
 def to_dict(config: RunConfig | ModelConfig) -> Values:
-    """Return the normalized config as plain JSON: canonical keys, every default filled in (the file ``out.json``)."""
+    """Return the normalized config as plain JSON: canonical keys, every default filled in (the file
+    ``out.json``).
+    """
     result: Values = plain(config)
     if isinstance(config, RunConfig) and config.links:
         shared = result["model"]["shared_dict"] = {}

@@ -1,4 +1,5 @@
-"""Text options of several parts, such as ``max:64`` and ``F:RMSE``: read once, here, and handed on with their parts.
+"""Text options of several parts, such as ``max:64`` and ``F:RMSE``: read once, here, and handed on
+with their parts.
 
 They compare, print and are written to files as the text.
 """
@@ -55,9 +56,9 @@ class BatchSizeRule(TextOption):
     """Frames of a batch.
 
     Attributes:
-        kind: ``auto`` (at least ``number`` atoms in a batch), ``max`` (at most), ``filter`` (at most, and frames of
-            more are left out), ``mixed`` (``number`` frames of all systems) or ``mix`` (frames of all systems with at
-            most ``number`` atoms).
+        kind: ``auto`` (at least ``number`` atoms in a batch), ``max`` (at most), ``filter`` (at
+            most, and frames of more are left out), ``mixed`` (``number`` frames of all systems) or
+            ``mix`` (frames of all systems with at most ``number`` atoms).
         number: of atoms or frames; that of a plain ``auto`` is 32, as in DeePMD-kit.
     """
 
@@ -91,7 +92,8 @@ class SystemProbability(TextOption):
 
     Attributes:
         kind: ``prob_uniform`` (all alike) or ``prob_sys_size`` (by the number of batches).
-        blocks: ``(start, stop, weight)`` of blocks of systems, within which ``kind`` holds; empty for one block of all.
+        blocks: ``(start, stop, weight)`` of blocks of systems, within which ``kind`` holds; empty
+            for one block of all.
     """
 
     option = "auto_prob"
@@ -121,7 +123,8 @@ class ActivationName(TextOption):
     """An activation function.
 
     Attributes:
-        known: what an input may say, beside ``silut:T``; other capital letters are read here and refused there.
+        known: what an input may say, beside ``silut:T``; other capital letters are read here and
+            refused there.
         kind: the name in lower case, ``silut`` for one with a number.
         bend: where ``silut`` bends into a tanh; 3 without a number, as in DeePMD-kit.
     """

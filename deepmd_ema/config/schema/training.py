@@ -376,7 +376,9 @@ class EarlyStopConfig:
 
 @section
 class ValidatingConfig:
-    """Full validation: errors over the whole validation set at regular steps; the best weights are kept."""
+    """Full validation: errors over the whole validation set at regular steps; the best weights are
+    kept.
+    """
 
     shorthand = EmaValidationShorthand
 

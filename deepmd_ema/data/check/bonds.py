@@ -1,4 +1,6 @@
-"""Distances of nearest neighbors beside covalent radii, and types that are in another order than the positions."""
+"""Distances of nearest neighbors beside covalent radii, and types that are in another order than
+the positions.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from deepmd_ema.geometry import Array, find_pairs_once
 
 SHORT, LONG = 0.65, 1.8  # bounds of the distance of nearest neighbors, in sums of covalent radii
 REACH = 2.6  # where neighbors are searched, beyond bonds in bohr
-# least median distance of nearest neighbors, in sums of covalent radii: it is 0.77 in N2, 0.79 in CO and
-# acetylene; that of metals may be less: U=O has 0.67, Cr2 0.60
+# least median distance of nearest neighbors, in sums of covalent radii: it is 0.77 in N2, 0.79 in
+# CO and acetylene; that of metals may be less: U=O has 0.67, Cr2 0.60
 _MIN_BOND = 0.76
 _BOND_SPREAD = 1.15  # of the quartiles of lengths of bonds: 1.03 to 1.1 from 300 to 3,000 K
 _REPULSION = 15.0  # eV/angstrom; median force on atoms that are pressed together beyond any bond
 _NONMETALS = {"H", "B", "C", "N", "O", "F", "Si", "P", "S", "Cl", "Ge", "As", "Se", "Br", "Te", "I"}
-# angstrom; bonds of H have 0.74 (H2), 0.92 (HF), 0.97 (water), 1.02 (ammonia) and 1.09 (methane), and one that
-# moves from a molecule of water to another is 1.2 from both
+# angstrom; bonds of H have 0.74 (H2), 0.92 (HF), 0.97 (water), 1.02 (ammonia) and 1.09 (methane),
+# and one that moves from a molecule of water to another is 1.2 from both
 _REACH_OF_HYDROGEN = 1.12
 _MAX_BRIDGES = 0.05  # share of hydrogen atoms, in a median frame
 _NOBLE = {"He", "Ne", "Ar", "Kr", "Xe", "Rn"}  # they have no bonds
@@ -43,12 +45,14 @@ H 31 He 28 Li 128 Be 96 B 84 C 76 N 71 O 66 F 57 Ne 58 Na 166 Mg 141 Al 121 Si 1
 """
 COVALENT_RADII = {name: int(r) / 100 for name, r in zip(_RADII.split()[::2], _RADII.split()[1::2])}
 
-# of an atom: distance of its nearest neighbor in sums of covalent radii and in angstrom, both atoms, the frame
+# of an atom: distance of its nearest neighbor in sums of covalent radii and in angstrom, both
+# atoms, the frame
 _Bond: TypeAlias = tuple[float, float, int, int, Frame]
 
 
 def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[str]:
-    """Return texts about distances that no bonds of their elements have, in most frames; empty without any.
+    """Return texts about distances that no bonds of their elements have, in most frames; empty
+    without any.
 
     Where types are in another order than positions, bonds are between atoms of any elements.
     """
@@ -95,7 +99,9 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
 
 
 def nearest_bonds(frames: Sequence[Frame], type_map: Sequence[str]) -> list[_Bond]:
-    """Return the nearest neighbors of the atoms of frames, the shortest of the scaled distances first."""
+    """Return the nearest neighbors of the atoms of frames, the shortest of the scaled distances
+    first.
+    """
     radii = bond_radii(type_map)
     bonds = list[_Bond]()
     for frame in frames:
@@ -114,7 +120,9 @@ def bonds_by_elements(bonds: Sequence[_Bond]) -> dict[tuple[int, int], list[_Bon
 
 
 def bond_radii(symbols: Sequence[str]) -> Array:
-    """Return covalent radii of elements, angstrom; NaN of noble gases and of names that are no elements."""
+    """Return covalent radii of elements, angstrom; NaN of noble gases and of names that are no
+    elements.
+    """
     return np.array(
         [math.nan if name in _NOBLE else COVALENT_RADII.get(name, math.nan) for name in symbols]
     )
@@ -123,7 +131,8 @@ def bond_radii(symbols: Sequence[str]) -> Array:
 def nearest_neighbors(
     coord: Array, box: Array | None, radii: Array
 ) -> list[tuple[float, float, int, int]]:
-    """Return distances of nearest neighbors in sums of covalent radii and in angstrom, and both atoms, of each atom.
+    """Return distances of nearest neighbors in sums of covalent radii and in angstrom, and both
+    atoms, of each atom.
 
     Args:
         coord: (N, 3) angstrom.

@@ -1,9 +1,11 @@
-"""Identities between energies, forces and virials, and bounds of lengths: what shows units and signs without a guess.
+"""Identities between energies, forces and virials, and bounds of lengths: what shows units and
+signs without a guess.
 
-Along a path on which atoms move by u and the cell by a strain e the energy changes by -F u - W e, with the means F and
-W of forces and virials at both ends (trapezoidal rule, which is exact in a harmonic potential). The virial of an open
-system is ``sum_i r_i F_i^T``, which has no antisymmetric part. What no identity reaches is not verified, as a unit that
-energies, forces and virials have in common.
+Along a path on which atoms move by u and the cell by a strain e the energy changes by -F u - W e,
+with the means F and W of forces and virials at both ends (trapezoidal rule, which is exact in a
+harmonic potential). The virial of an open system is ``sum_i r_i F_i^T``, which has no antisymmetric
+part. What no identity reaches is not verified, as a unit that energies, forces and virials have in
+common.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from deepmd_ema.utils import even_places
 
 _KCAL = 1 / ENERGIES["kcal/mol"]
 _KJ = 1 / ENERGIES["kj/mol"]
-# numbers that 1 eV, 1 eV/angstrom and 1 eV of a virial have in other units; those of a stress are over the volume
+# numbers that 1 eV, 1 eV/angstrom and 1 eV of a virial have in other units; those of a stress are
+# over the volume
 ENERGY_UNITS = {
     "Hartree": 1 / HARTREE,
     "Rydberg": 2 / HARTREE,
@@ -55,35 +58,40 @@ _FORCES = {
 }
 _VIRIALS = {**ENERGY_UNITS, "GPa * angstrom^3": GPA, "kbar * angstrom^3": 10 * GPA}
 _STRESSES = {"eV/angstrom^3": 1.0, "GPa": GPA, "kbar": 10 * GPA}
-# of three ratios: energy differences over the works of forces and of virials, and virials over those works of forces
+# of three ratios: energy differences over the works of forces and of virials, and virials over
+# those works of forces
 _EXPONENTS = {
     "energies": (1, 1, 0),
     "forces": (-1, 0, -1),
     "virials": (0, -1, 1),
     "lengths": (-1, 0, -1),
 }
-_SAME = 1.5  # ratio of what is equal: 0.83 to 1.2 in right data, where a line explains the share of _EXPLAINED
+# ratio of what is equal: 0.83 to 1.2 in right data, where a line explains the share of _EXPLAINED
+_SAME = 1.5
 _SAME_UNIT = 1.2  # ratio to that of a unit that is named: kcal/mol is 1.18 / hartree
 _EXPLAINED = 0.95  # least share of the squares of the energy differences that a line explains
 _HALF = 0.5  # a larger share is explained by forces that are those of the frames
 _EXPLAINED_BY_HALF = (
     0.9  # the same in each half of the frames, whose ratios differ by at most _SAME
 )
-# largest displacement of an atom (angstrom) and strain of two frames; nearer ones are compared first
+# largest displacement of an atom (angstrom) and strain of two frames; nearer ones are compared
+# first
 _LEVELS = ((0.3, 0.03), (0.6, 0.06), (1.0, 0.1))
 _MIN_STRAIN = 1e-6  # of rounding
 _MAX_STRAIN = 1e-3  # of frames in one cell
 _MIN_CHANGE = (
     0.2  # eV/angstrom, RMS of the changes of forces that changes of virials are held against
 )
-# Bounds of the change of virials over that of forces times the spacing of atoms. It is 0.03 to 3 in right data, 160 and
-# 1,602 times as much from stresses in GPa and kbar, and a volume of 100 angstrom^3 and more times less as a stress.
+# Bounds of the change of virials over that of forces times the spacing of atoms. It is 0.03 to 3 in
+# right data, 160 and 1,602 times as much from stresses in GPa and kbar, and a volume of 100
+# angstrom^3 and more times less as a stress.
 _SMALL_CHANGE, _LARGE_CHANGE = 5e-3, 10.0
 _MIN_WORK = 1e-6  # eV, RMS; forces that are zero by symmetry do less
 _MIN_FRAMES = 8  # in the pairs
 _MIN_OPEN = 3  # frames of an open system, whose virials or torques are compared
 _MIN_FORCE = 0.1  # eV/angstrom, the largest of a frame; those of relaxed molecules are noise
-_MAX_TORQUE = 0.3  # antisymmetric part of sum_i r_i F_i^T over the symmetric one: rounding in right data, 1 by chance
+# antisymmetric part of sum_i r_i F_i^T over the symmetric one: rounding in right data, 1 by chance
+_MAX_TORQUE = 0.3
 _MAX_SHORTEST = (
     1.2  # of all, 0.64 in angstrom: where it is less, the others are atoms of dissociated molecules
 )
@@ -160,10 +168,11 @@ class Ratios(NamedTuple):
     Attributes:
         force: energy differences over the work of the forces.
         virial: energy differences over the work of the virials.
-        open_virial: virials over ``sum_i r_i F_i^T``, of open systems; NaN if they are no multiple of it.
+        open_virial: virials over ``sum_i r_i F_i^T``, of open systems; NaN if they are no multiple
+            of it.
         torque: the antisymmetric part of that sum over the symmetric one.
-        change: that of virials over that of forces times the spacing of atoms, between frames in one cell; None within
-            its bounds.
+        change: that of virials over that of forces times the spacing of atoms, between frames in
+            one cell; None within its bounds.
     """
 
     force: float | None = None
@@ -210,7 +219,9 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
 
 
 def _without_unknown_forces(frame: Frame) -> Frame:
-    """Return a frame without its forces if the loss does not compare those of some atoms, which may be unknown."""
+    """Return a frame without its forces if the loss does not compare those of some atoms, which may
+    be unknown.
+    """
     if frame.labels[ATOM_PREF].all():
         return frame
     labels = {name: label for name, label in frame.labels.items() if name != FORCE}
@@ -218,7 +229,9 @@ def _without_unknown_forces(frame: Frame) -> Frame:
 
 
 def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[SystemScan, int]]]]:
-    """Yield the name and some frames of each system, or of all small systems together, in runs of consecutive ones."""
+    """Yield the name and some frames of each system, or of all small systems together, in runs of
+    consecutive ones.
+    """
     small: dict[bool, list[tuple[SystemScan, int]]] = {True: [], False: []}
     parts: dict[
         str, list[SystemScan]
@@ -245,7 +258,9 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
 def _judge_lengths(
     frames: Sequence[Frame], type_map: Sequence[str]
 ) -> tuple[float, list[str], bool]:
-    """Return an angstrom in the unit of the frames, texts about it, and whether lengths are within their bounds."""
+    """Return an angstrom in the unit of the frames, texts about it, and whether lengths are within
+    their bounds.
+    """
     found = nearest_bonds(frames, type_map)
     if not found:
         far = f"lengths are too large: no atom has a neighbor within {REACH} sums of covalent radii"
@@ -286,7 +301,9 @@ def _judge_lengths(
 def _judge_ratios(
     ratios: Ratios, frames: Sequence[Frame], length: float
 ) -> tuple[list[str], set[str]]:
-    """Return texts about wrong units and signs, and the quantities that are verified; ``length`` is an angstrom."""
+    """Return texts about wrong units and signs, and the quantities that are verified; ``length`` is
+    an angstrom.
+    """
     by_force, by_virial, between = (
         ratios.force and ratios.force * length, ratios.virial, ratios.open_virial and ratios.open_virial / length
     )  # fmt: skip
@@ -406,7 +423,9 @@ def ratios_of(frames: Sequence[Frame]) -> Ratios:
 
 
 def misplaced_forces(frames: Sequence[Frame]) -> str:
-    """Return the frames or atoms whose forces are at others, as near frames show; empty if there are none."""
+    """Return the frames or atoms whose forces are at others, as near frames show; empty if there
+    are none.
+    """
     labelled = {frame.source: frame for frame in frames if FORCE in frame.labels}
     pairs = _pairs_of(list(labelled.values()))
     shares = [
@@ -439,7 +458,9 @@ def misplaced_forces(frames: Sequence[Frame]) -> str:
 
 
 def _works(frames: Sequence[Frame]) -> tuple[float | None, float | None, float | None]:
-    """Return the energy differences over the works of forces and of virials, and the change of virials, of frames."""
+    """Return the energy differences over the works of forces and of virials, and the change of
+    virials, of frames.
+    """
     force = virial = None
     pairs = _pairs_of(frames)
     for max_step, max_strain in _LEVELS if len(pairs) else ():
@@ -464,7 +485,8 @@ def _works(frames: Sequence[Frame]) -> tuple[float | None, float | None, float |
 
 
 def _slope(pairs: Array, column: int, other: int) -> float | None:
-    """Return by what a work of ``pairs`` is multiplied in the energy differences; None if no line explains them.
+    """Return by what a work of ``pairs`` is multiplied in the energy differences; None if no line
+    explains them.
 
     It must do so in all pairs and in those of each half of the frames.
     """
@@ -489,7 +511,9 @@ def _slope(pairs: Array, column: int, other: int) -> float | None:
 
 
 def _partial(rise: Array, one: Array, other: Array) -> tuple[float, float]:
-    """Return the slope of ``rise`` over ``one``, and the share that it explains, after what ``other`` explains."""
+    """Return the slope of ``rise`` over ``one``, and the share that it explains, after what
+    ``other`` explains.
+    """
     scale = float(other @ other)
     if scale > 0:
         rise, one = (values - other * float(values @ other) / scale for values in (rise, one))
@@ -515,10 +539,12 @@ def _pairs_of(frames: Sequence[Frame]) -> Array:
 
 
 def _pairs(frames: Sequence[Frame]) -> Array:
-    """Return (pairs, 9): two frames, energy difference, work of forces and virials, displacement, strain; eV, angstrom.
+    """Return (pairs, 9): two frames, energy difference, work of forces and virials, displacement,
+    strain; eV, angstrom.
 
-    Then the change of the virial, and of its traceless part, which has no pressure of hot electrons, over that of the
-    forces times the spacing of atoms. Numbers that are not known are NaN.
+    Then the change of the virial, and of its traceless part, which has no pressure of hot
+    electrons, over that of the forces times the spacing of atoms. Numbers that are not known are
+    NaN.
     """
     coord = np.stack([frame.coord for frame in frames])
     force = np.stack([frame.labels[FORCE].reshape(-1, 3) for frame in frames])
@@ -543,8 +569,8 @@ def _pairs(frames: Sequence[Frame]) -> Array:
             turn = left @ right
             step, strain = ends @ turn - start, np.zeros_like(turn)
         else:
-            # A turned or mirrored frame has the same energy. What is left of the change of its cell is symmetric and
-            # positive definite, so that the mean cell is not singular.
+            # A turned or mirrored frame has the same energy. What is left of the change of its cell
+            # is symmetric and positive definite, so that the mean cell is not singular.
             left, _, right = np.linalg.svd(np.linalg.solve(box[k], box[k + 1 :]))
             turn = (left @ right).transpose(0, 2, 1)  # of the polar decomposition
             other = box[k + 1 :] @ turn

@@ -155,7 +155,8 @@ def check_systems(
         descriptor: section of the model, which knows its cutoff and how many neighbors it keeps.
         labels: labels that the loss has a prefactor for.
         min_distance: atoms closer than this, angstrom, are a problem.
-        max_searched: largest number of frames whose neighbors are searched; of more frames an even sample is taken.
+        max_searched: largest number of frames whose neighbors are searched; of more frames an even
+            sample is taken.
         task: whose data these are, for warnings; empty in a run of one task.
         test: test systems, of which neighbors are not counted: nothing in a run depends on them.
     """
@@ -274,7 +275,8 @@ def _neighbor_warnings(
     descriptor: DescriptorConfig, near: NeighborStatistics, type_map: Sequence[str]
 ) -> Iterator[Finding]:
     """Yield warnings about neighbors that a descriptor does not keep."""
-    # option, what it is, what is needed (of all types or one per type), within which cutoff, and what is enough
+    # option, what it is, what is needed (of all types or one per type), within which cutoff, and
+    # what is enough
     small = list[tuple[str, Any, Any, float, Any]]()
     jumps = "the farthest are dropped, which makes the energy jump"
     if (kept := descriptor.neighbors) is not None:
@@ -309,7 +311,9 @@ def _neighbor_warnings(
 
 
 def _nothing_to_learn(scans: Sequence[SystemScan], labels: Sequence[str]) -> Finding:
-    """Return an error about training data without a label of the loss, with the weights of those that are there."""
+    """Return an error about training data without a label of the loss, with the weights of those
+    that are there.
+    """
     files = ", ".join(f"{LABELS[label].files[0]}.npy" for label in labels)
     text = f": no label of the loss is present in any system ({files}): there is nothing to learn."
     for name in dict.fromkeys(name for scan in scans for name in scan.label_frames):

@@ -30,14 +30,15 @@ class SystemScan:
         system: the source.
         faults: by file and kind.
         bad_frames: frames whose geometry cannot be used.
-        outliers: frames far from the others in energy or forces, which the checks of units leave out.
+        outliers: frames far from the others in energy or forces, which the checks of units leave
+            out.
         type_counts: (F, T) atoms of each type.
         energy: (F,) eV, NaN where missing.
         isolated: (F,) whether a frame is one atom without neighbors within the cutoff.
         net_force: (F,) length of the sum of the forces, eV/angstrom, NaN where missing.
         force_rms: (F,) eV/angstrom, NaN where missing.
-        element_forces: (T, 3) of the forces on each element: number of finite components, sum of their squares, and
-            the largest, eV/angstrom.
+        element_forces: (T, 3) of the forces on each element: number of finite components, sum of
+            their squares, and the largest, eV/angstrom.
         ranges: of the labels that metrics show, extensive ones per atom.
         label_frames: number of frames that have each label.
         conditions: smallest and largest value, and numbers per row, of frame and atomic parameters.
@@ -53,7 +54,8 @@ class SystemScan:
         self.faults: dict[tuple[str, str], Fault] = {}
         self.bad_frames: set[int] = set()
         self.outliers: set[int] = set()
-        # kept of each frame are 41 bytes and, of small frames, one per type, so that this fits for millions of frames
+        # kept of each frame are 41 bytes and, of small frames, one per type, so that this fits for
+        # millions of frames
         small = np.min_scalar_type(-int(system.frame_sizes.max(initial=0)) - 1)
         self.type_counts = np.zeros((system.num_frames, num_types), small)
         self.energy, self.net_force, self.force_rms = np.full((3, system.num_frames), np.nan)
@@ -148,7 +150,8 @@ def scan_system(system: FrameSource, num_types: int, rcut: float) -> SystemScan:
     Args:
         system: the source.
         num_types: number of elements of the model.
-        rcut: cutoff radius of the model, angstrom: whether neighbors of a frame can be searched depends on it.
+        rcut: cutoff radius of the model, angstrom: whether neighbors of a frame can be searched
+            depends on it.
     """
     scan = SystemScan(system, num_types)
     with np.errstate(
@@ -166,7 +169,9 @@ def scan_system(system: FrameSource, num_types: int, rcut: float) -> SystemScan:
 
 
 def _faults_of(chunk: Chunk, rcut: float) -> Iterator[tuple[int, str, str, str]]:
-    """Yield row, array, kind and text of numbers that are not finite, and of positions and cells of no atoms."""
+    """Yield row, array, kind and text of numbers that are not finite, and of positions and cells of
+    no atoms.
+    """
     exists, reported = (chunk.types >= 0)[:, :, None], set[int]()
     for name, array in chunk.arrays.items():
         bad, per = ~(np.abs(array) <= _MAX_NUMBER), rows_per(name)
@@ -272,7 +277,8 @@ def is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
 
 
 def _digests(chunk: Chunk) -> Array:
-    # in float32: the same frame may be stored in double precision here and in single precision there; -0 becomes 0
+    # in float32: the same frame may be stored in double precision here and in single precision
+    # there; -0 becomes 0
     types, coord = (
         chunk.types.astype(np.int32),
         chunk.arrays[COORD].astype(np.float32) + np.float32(0),

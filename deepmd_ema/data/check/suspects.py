@@ -1,4 +1,6 @@
-"""Frames that a user should look at: copies, outliers, placeholders, and forces that do not add up to zero."""
+"""Frames that a user should look at: copies, outliers, placeholders, and forces that do not add up
+to zero.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ OUTLIER_SIGMAS = (
 )
 OUTLIER_ENERGY = 0.2  # eV/atom; a smaller residual is no outlier: near copies have no spread
 FAR_ENERGY = 1.0  # eV/atom; a larger residual is one
-# Systems are compared with each other. Cohesive energies are at most 8.9 eV/atom (tungsten), and atoms that repel each
-# other have forces that lead to a minimum within about an angstrom.
+# Systems are compared with each other. Cohesive energies are at most 8.9 eV/atom (tungsten), and
+# atoms that repel each other have forces that lead to a minimum within about an angstrom.
 _FAR_SYSTEM = 20.0  # eV/atom, of medians of systems
 _NEAR_MINIMUM = 1.0  # angstrom
 _NEAR_UNIT = 1.05  # ratio to that of a unit: energies of systems of one composition are nearer
@@ -34,8 +36,9 @@ _IN_UNITS |= {
     f" as if the others were in {unit}": 1 / number for unit, number in ENERGY_UNITS.items()
 }
 OUTLIER_FORCE, OUTLIER_FACTOR = 15.0, 30.0  # eV/angstrom, and times the median of the system
-# distance in sums of covalent radii within which atoms repel each other, and the power with which the largest force may
-# rise as the shortest distance falls below that of other frames: 3 to 5 in right data beyond 15 eV/angstrom
+# distance in sums of covalent radii within which atoms repel each other, and the power with which
+# the largest force may rise as the shortest distance falls below that of other frames: 3 to 5 in
+# right data beyond 15 eV/angstrom
 _CONTACT, _STEEPNESS = 1.2, 8
 _MIN_CONTACT = 1e-3  # angstrom, of atoms in one place, so that ratios of distances are finite
 _NUM_USUAL, _MAX_SEARCHED = (
@@ -142,7 +145,9 @@ def findings_of(suspects: Mapping[str, Suspects]) -> Iterator[Finding]:
 
 
 def name_of(sources: Sequence[FrameSource], frame: int) -> str:
-    """Return the name of a frame, which is counted through all ``sources``, with its number in the file or system."""
+    """Return the name of a frame, which is counted through all ``sources``, with its number in the
+    file or system.
+    """
     for source in sources:
         if frame < source.num_frames:
             break
@@ -151,7 +156,8 @@ def name_of(sources: Sequence[FrameSource], frame: int) -> str:
 
 
 def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
-    """Return frames of training data that are copies of others, and those of validation and test data that it has.
+    """Return frames of training data that are copies of others, and those of validation and test
+    data that it has.
 
     Training frames of a system that is listed again are no copies: a warning names the system.
     """
@@ -190,9 +196,11 @@ def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
 
 
 def energy_residuals(training: Sequence[SystemScan], others: Sequence[SystemScan]) -> list[Array]:
-    """Return energies (F,) minus those per element, which are fitted to the training frames, eV/atom, of each system.
+    """Return energies (F,) minus those per element, which are fitted to the training frames,
+    eV/atom, of each system.
 
-    They are NaN where they are not known and of isolated atoms; none are returned if too few are known.
+    They are NaN where they are not known and of isolated atoms; none are returned if too few are
+    known.
     """
     scans = [*training, *others]
     # without isolated atoms, which are a cohesive energy above all others
@@ -209,8 +217,9 @@ def energy_residuals(training: Sequence[SystemScan], others: Sequence[SystemScan
     weights = [np.isfinite(energy) * 1.0 for energy in energies[: len(training)]]
     fit = np.full(num_types, np.inf)
     for _ in range(_NUM_FITS):
-        # to the least sum of sizes, not of squares, which a frame far from all others would tilt; compositions and
-        # energies per atom are reduced to the triangle that a QR decomposition leaves
+        # to the least sum of sizes, not of squares, which a frame far from all others would tilt;
+        # compositions and energies per atom are reduced to the triangle that a QR decomposition
+        # leaves
         reduced = np.zeros((0, num_types + 1))
         for scan, energy, weight in zip(training, energies, weights):
             for begin in range(0, len(energy), _AT_ONCE):
@@ -234,7 +243,8 @@ def energy_residuals(training: Sequence[SystemScan], others: Sequence[SystemScan
 
 
 def shifted_systems(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> Iterator[Finding]:
-    """Yield a warning about systems whose energies are in another unit, or from another zero, than those of others.
+    """Yield a warning about systems whose energies are in another unit, or from another zero, than
+    those of others.
 
     Args:
         scans: the systems.
@@ -293,7 +303,9 @@ def energy_outliers(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> 
 
 
 def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Suspects:
-    """Return frames with forces far beyond those of the system, in which no atoms are nearer than in other frames."""
+    """Return frames with forces far beyond those of the system, in which no atoms are nearer than
+    in other frames.
+    """
     radii, sizes = np.array([COVALENT_RADII.get(name, 1.0) for name in type_map]), []
     for scan in scans:
         of_both = [
@@ -305,7 +317,8 @@ def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Susp
         large = np.flatnonzero(size > OUTLIER_FORCE)
         usual = np.setdiff1d(np.flatnonzero(size <= OUTLIER_FORCE), list(scan.bad_frames))
         if 0 < len(large) <= max(1, _SEVERAL * len(size)) and len(usual):
-            # large forces of right frames come from atoms near each other, as in rattled cells beside relaxed ones
+            # large forces of right frames come from atoms near each other, as in rattled cells
+            # beside relaxed ones
             usual = usual[even_places(len(usual), _NUM_USUAL)]
             contacts = np.median(
                 [_contacts(scan.system.frame(k), radii) for k in usual.tolist()], axis=0
@@ -322,7 +335,9 @@ def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Susp
 
 
 def _contacts(frame: Frame, radii: Array) -> Array:
-    """Return the shortest distances of pairs of elements (T, T) in sums of their radii (T,), at most ``_CONTACT``."""
+    """Return the shortest distances of pairs of elements (T, T) in sums of their radii (T,), at
+    most ``_CONTACT``.
+    """
     shortest = np.full((len(radii), len(radii)), _CONTACT)
     try:
         i, j, _, distance = find_pairs_once(
@@ -367,7 +382,9 @@ def _outliers(
 
 
 def _middles(scan: SystemScan, values: Array) -> tuple[Array, Array]:
-    """Return medians of values (F,) over frames with the same elements, NaN of less than three, and their number."""
+    """Return medians of values (F,) over frames with the same elements, NaN of less than three, and
+    their number.
+    """
     kinds = np.unique(scan.type_counts > 0, axis=0, return_inverse=True)[1].ravel()
     middles, number = np.full(len(values), np.nan), np.zeros(len(values))
     for kind in range(kinds.max(initial=-1) + 1):
@@ -416,7 +433,8 @@ def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
 def elements_without_tensors(
     scans: Sequence[SystemScan], labels: Sequence[str], type_map: Sequence[str], excluded: Set[int]
 ) -> Iterator[Finding]:
-    """Yield warnings about elements of which all atoms have a tensor of exactly 0, as those that have none are written.
+    """Yield warnings about elements of which all atoms have a tensor of exactly 0, as those that
+    have none are written.
 
     Args:
         scans: of training systems.
@@ -444,7 +462,9 @@ def elements_without_tensors(
 
 
 def zero_forces(scans: Sequence[SystemScan]) -> Suspects:
-    """Return frames whose forces are all zero, though others of the system are not and symmetry does not explain it."""
+    """Return frames whose forces are all zero, though others of the system are not and symmetry
+    does not explain it.
+    """
     by_system, named = list[int](), list[str]()
     for scan in scans:
         zero = (scan.force_rms == 0) & ~scan.isolated & (scan.force_rms > 0).any()
@@ -476,8 +496,8 @@ def forces_vanish(frame: Frame) -> bool:
 def net_forces(scans: Sequence[SystemScan]) -> Suspects:
     """Return frames whose forces do not add up to zero.
 
-    Errors of N forces that have nothing to do with each other add up to sqrt(N) times one of them, so the sum is judged
-    by that.
+    Errors of N forces that have nothing to do with each other add up to sqrt(N) times one of them,
+    so the sum is judged by that.
     """
     by_system = list[int]()
     known = 0

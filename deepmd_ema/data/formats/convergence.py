@@ -1,4 +1,6 @@
-"""Electrons that did not converge, and forces that a reader left out, by the text that a program wrote."""
+"""Electrons that did not converge, and forces that a reader left out, by the text that a program
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -97,8 +99,9 @@ def notes_of_output(
 def unconverged_steps_of_vasp(path: Path, is_xml: bool) -> int:
     """Return the number of ionic steps in a file of VASP whose electrons did not converge.
 
-    VASP 5 writes that EDIFF is reached after NELM steps in any case, and vasprun.xml has no word for it: there steps
-    that took NELM electronic steps count, unless the last changes of the energy are below EDIFF.
+    VASP 5 writes that EDIFF is reached after NELM steps in any case, and vasprun.xml has no word
+    for it: there steps that took NELM electronic steps count, unless the last changes of the energy
+    are below EDIFF.
     """
     with _mapped(path) as text:
         return _of_xml(text) if is_xml else _of_outcar(text)
@@ -155,7 +158,9 @@ def _of_xml(text: mmap.mmap) -> int:
 
 
 def _gaussian_failures(text: mmap.mmap) -> int:
-    """Return the number of steps whose last method for the electrons did not converge (with XQC there is a second)."""
+    """Return the number of steps whose last method for the electrons did not converge (with XQC
+    there is a second).
+    """
     marks = {b"SCF Done:": "end", _GAUSSIAN_FAILURE: "failure", b"Forces (Hartrees/Bohr)": "forces"}
     events = sorted(
         (place, mark) for words, mark in marks.items() for place in _places(text, words)

@@ -28,11 +28,13 @@ _MAX_NAMES = 8  # neighbors of a missing path that a message lists
 
 
 class Format(NamedTuple):
-    """A format that is recognised by its path; folders that no format claims are searched for DeePMD-kit's systems.
+    """A format that is recognised by its path; folders that no format claims are searched for
+    DeePMD-kit's systems.
 
     Attributes:
         claims: whether a path is of this format, without its part after ``#``.
-        find: what opens each source at a path (with the part after ``#``), sorted; may raise DataError.
+        find: what opens each source at a path (with the part after ``#``), sorted; may raise
+            DataError.
     """
 
     claims: Callable[[Path], bool]
@@ -55,15 +57,17 @@ def open_systems(
     rglob_patterns: Sequence[str] | None = None,
     where: str = "systems",
 ) -> list[FrameSource]:
-    """Return the sources at ``paths``, sorted within each path, after checking names and shapes of all their arrays.
+    """Return the sources at ``paths``, sorted within each path, after checking names and shapes of
+    all their arrays.
 
     Values are not read yet (``check.check_systems`` does), only headers and types.
 
     Args:
-        paths: folders with ``type.raw``, parents of such folders at any depth, ``file.h5`` or ``file.h5#/group``,
-            ``file.extxyz`` or ``file.extxyz#energy=REF_energy``, ``data.lmdb``.
+        paths: folders with ``type.raw``, parents of such folders at any depth, ``file.h5`` or
+            ``file.h5#/group``, ``file.extxyz`` or ``file.extxyz#energy=REF_energy``, ``data.lmdb``.
         spec: what to read; a set without the file of a label does not have this label.
-        rglob_patterns: when given, only folders below each path that match one of these patterns are taken.
+        rglob_patterns: when given, only folders below each path that match one of these patterns
+            are taken.
         where: what to call ``paths`` in messages.
 
     Raises:
@@ -88,7 +92,8 @@ def open_systems(
 
 
 def stored_type_map(paths: Sequence[str], rglob_patterns: Sequence[str] | None = None) -> list[str]:
-    """Return the elements that the systems at ``paths`` name in type_map.raw, each once, in the order of the files.
+    """Return the elements that the systems at ``paths`` name in type_map.raw, each once, in the
+    order of the files.
 
     Raises:
         DataError: if a path cannot be read, or data do not say which elements they have.
@@ -107,7 +112,8 @@ def stored_type_map(paths: Sequence[str], rglob_patterns: Sequence[str] | None =
 
 
 def find_stores(path: str, rglob_patterns: Sequence[str] | None = None) -> list[ArrayStore | None]:
-    """Return the files of each system at ``path``: a folder, a parent of folders, or HDF5; None for other formats.
+    """Return the files of each system at ``path``: a folder, a parent of folders, or HDF5; None for
+    other formats.
 
     Raises:
         DataError: if there is none.
@@ -116,14 +122,16 @@ def find_stores(path: str, rglob_patterns: Sequence[str] | None = None) -> list[
 
 
 def selected_elements(paths: Iterable[str], type_map: Sequence[str] = ()) -> tuple[str, ...] | None:
-    """Return the elements whose atoms alone have rows in tensors of atoms, by the numbers of rows; None if all have.
+    """Return the elements whose atoms alone have rows in tensors of atoms, by the numbers of rows;
+    None if all have.
 
     Args:
         paths: what ``train`` reads.
         type_map: elements of systems that name none.
 
     Raises:
-        DataError: if several choices of elements have these numbers of atoms, or a system cannot be opened.
+        DataError: if several choices of elements have these numbers of atoms, or a system cannot be
+            opened.
     """
     found = list[
         tuple[str, Counter[str], float]
@@ -167,7 +175,9 @@ def is_cp2k_trajectory(path: Path) -> bool:
 
 
 def split_address(path: str) -> tuple[Path, str]:
-    """Return the file or folder of ``path``, the longest one that exists, and what follows it after ``#``."""
+    """Return the file or folder of ``path``, the longest one that exists, and what follows it after
+    ``#``.
+    """
     ends = [k for k, letter in enumerate(path) if letter == "#"]
     end = next(
         (k for k in (len(path), *reversed(ends)) if Path(path[:k]).exists()),
@@ -179,7 +189,9 @@ def split_address(path: str) -> tuple[Path, str]:
 def repeated(
     training: Iterable[str], validation: Iterable[str] = (), test: Iterable[str] = ()
 ) -> Iterator[Finding]:
-    """Yield warnings about sources, by name, that are listed more than once, and about those to train and to judge."""
+    """Yield warnings about sources, by name, that are listed more than once, and about those to
+    train and to judge.
+    """
     parts: list[dict[str, list[str]]] = []
     for names in (training, validation, test):
         parts.append({})  # by real path and group in the file
@@ -247,7 +259,9 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
 
 
 def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
-    """Return the folders with a type.raw that match a pattern, or that are at or below ``root``, sorted."""
+    """Return the folders with a type.raw that match a pattern, or that are at or below ``root``,
+    sorted.
+    """
     if patterns:
         absolute = [pattern for pattern in patterns if not pattern or pattern.startswith("/")]
         if absolute:

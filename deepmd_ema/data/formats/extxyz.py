@@ -1,4 +1,6 @@
-"""Extended XYZ: frames of any sizes and compositions one after the other, of which single ones are read again."""
+"""Extended XYZ: frames of any sizes and compositions one after the other, of which single ones are
+read again.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ _BOOLEANS = {
 
 @dataclass(eq=False, kw_only=True)
 class ExtxyzFile(FrameSource):
-    """The frames of one file, of which only the first bytes are kept; its name has the names that the user has chosen.
+    """The frames of one file, of which only the first bytes are kept; its name has the names that
+    the user has chosen.
 
     Attributes:
         path: of the file.
@@ -147,7 +150,8 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield first byte and text of each frame of a file.
 
     Raises:
-        DataError: if the file cannot be read, or a frame does not begin with its number of atoms or is cut off.
+        DataError: if the file cannot be read, or a frame does not begin with its number of atoms or
+            is cut off.
     """
     is_there(path)  # a pipe would be waited for
     start, number, line_number = 0, 0, 1
@@ -174,13 +178,15 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = "") -> str:
-    """Return a frame of N atoms in extended XYZ; ``read_block`` returns the same numbers, bit for bit.
+    """Return a frame of N atoms in extended XYZ; ``read_block`` returns the same numbers, bit for
+    bit.
 
     Args:
         symbols: (N,) names of elements.
-        arrays: float64 arrays by name: ``coord`` (N, 3) and, where the frame has them, ``box`` (3, 3), labels,
-            ``fparam`` and ``aparam``, in the shapes of :class:`~deepmd_ema.data.source.Frame`; ``stress`` (9,), in
-            eV/angstrom^3, positive under tension; and any of them with ``REFERENCE`` before its name.
+        arrays: float64 arrays by name: ``coord`` (N, 3) and, where the frame has them, ``box`` (3,
+            3), labels, ``fparam`` and ``aparam``, in the shapes of
+            :class:`~deepmd_ema.data.source.Frame`; ``stress`` (9,), in eV/angstrom^3, positive
+            under tension; and any of them with ``REFERENCE`` before its name.
         kind: kind of calculation; empty without one.
 
     Raises:

@@ -1,4 +1,6 @@
-"""Files of any format, read whole and frame by frame as they are stored; those of other programs by ASE or dpdata."""
+"""Files of any format, read whole and frame by frame as they are stored; those of other programs by
+ASE or dpdata.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
 _MAX_PROBLEMS = 5
 _MAX_REASON_CHARACTERS = 1000  # letters of what another program says
 _TAIL_BYTES = 100_000  # with the end of a file
-# names of ASE and dpdata for formats whose numbers have one unit of length and one of energy, which the readers take
-# for these; the others are outputs of programs with units of their own, which they know
+# names of ASE and dpdata for formats whose numbers have one unit of length and one of energy, which
+# the readers take for these; the others are outputs of programs with units of their own, which they
+# know
 _UNITS_OF = {
     (
         "angstrom",
@@ -66,9 +69,11 @@ def stored_parts(
     """Yield name, content and all frames of an input, of each system where it has several.
 
     Args:
-        address: what ``train`` reads, or a file that ASE or dpdata reads; after ``#`` the names to read in a file.
-        file_format: of ASE (``vasp-out``, ``vasp-xml``, ``db``, ...) or, with a ``/`` in it and ``n2p2``, of dpdata
-            (``cp2k/output``, ...); found from the name and the content when not given; dpdata reads what ASE cannot.
+        address: what ``train`` reads, or a file that ASE or dpdata reads; after ``#`` the names to
+            read in a file.
+        file_format: of ASE (``vasp-out``, ``vasp-xml``, ``db``, ...) or, with a ``/`` in it and
+            ``n2p2``, of dpdata (``cp2k/output``, ...); found from the name and the content when not
+            given; dpdata reads what ASE cannot.
         selected: elements whose atoms alone have rows in tensors of atoms; None if all have.
 
     Raises:
@@ -201,7 +206,9 @@ def _ase_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[
 
 
 def _note_what_vasp_left_out(path: Path, is_xml: bool, inventory: Inventory) -> None:
-    """Note what readers pass over in a file of VASP: a last frame that is cut off, energies that did not converge."""
+    """Note what readers pass over in a file of VASP: a last frame that is cut off, energies that
+    did not converge.
+    """
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         tail = file.read()
@@ -277,7 +284,8 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
         per_frame = {
             NAMES_OF_DPDATA[name]: data[name][k] for name in ("energies", "virials") if name in data
         }
-        # what belongs to each frame has a row for it: parameters, and labels that dpdata does not know
+        # what belongs to each frame has a row for it: parameters, and labels that dpdata does not
+        # know
         per_frame |= {
             n: v[k] if np.shape(v)[:1] == np.shape(data["coords"])[:1] else v
             for n, v in more.items()
@@ -293,7 +301,9 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
 
 @contextmanager
 def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
-    """Turn whatever the readers of some hundred formats raise into a message, and what they print into remarks."""
+    """Turn whatever the readers of some hundred formats raise into a message, and what they print
+    into remarks.
+    """
     printed = io.StringIO()
     log = logging.StreamHandler(printed)
     logging.getLogger().addHandler(log)

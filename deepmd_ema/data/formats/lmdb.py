@@ -1,4 +1,6 @@
-"""DeePMD-kit's LMDB data sets: one record per frame, written with msgpack, and a description under ``__metadata__``."""
+"""DeePMD-kit's LMDB data sets: one record per frame, written with msgpack, and a description under
+``__metadata__``.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ class _Store:
             return values
 
     def frame(self, index: int) -> dict[str, Array]:
-        """Return the arrays of a frame by the names of ``labels``, without those that it says it does not have."""
+        """Return the arrays of a frame by the names of ``labels``, without those that it says it
+        does not have.
+        """
         key = format(index, self.key_format)
         record = self.record(key)
         if record is None:
@@ -163,7 +167,8 @@ def find_lmdb(path: Path, group: str) -> list[partial[LmdbFile]]:
 
 
 def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
-    """Return the frames of a data base, after reading all of it once, unless the result of that was stored.
+    """Return the frames of a data base, after reading all of it once, unless the result of that was
+    stored.
 
     Raises:
         DataError: with the first problems of its frames.
@@ -199,7 +204,9 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     }
 
     def read_all() -> dict[str, Any]:
-        """Return the sizes of all frames, types that occur, and the number of frames with each name."""
+        """Return the sizes of all frames, types that occur, and the number of frames with each
+        name.
+        """
         sizes, types, occurring, problems = list[int](), set[int](), Counter[str](), list[str]()
         plain, elements = np.append(np.arange(num_types), -1), [str(t) for t in range(num_types)]
         for index in range(num_frames):
@@ -248,7 +255,8 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
 
 
 def lmdb_frames(path: Path) -> Iterator[StoredFrame]:
-    """Yield the frames of a data base with all labels and parameters that it has, without virtual atoms.
+    """Yield the frames of a data base with all labels and parameters that it has, without virtual
+    atoms.
 
     Raises:
         DataError: as ``open_lmdb``, and if it names no elements.

@@ -1,4 +1,6 @@
-"""Outputs of other programs: the names of their formats in dpdata and ASE, and the path that dpdata takes."""
+"""Outputs of other programs: the names of their formats in dpdata and ASE, and the path that dpdata
+takes.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,8 @@ def recognized(path: Path) -> Output | None:
 
 
 def argument_of(path: Path, name: str) -> Path:
-    """Return the path that dpdata takes for a file, a folder, or files of one name; ``path`` for ASE.
+    """Return the path that dpdata takes for a file, a folder, or files of one name; ``path`` for
+    ASE.
 
     Raises:
         DataError: if it does not exist, or dpdata would read a part of it.

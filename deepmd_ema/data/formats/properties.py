@@ -1,4 +1,6 @@
-"""Names under which other programs keep labels, and how their arrays become those of ``config.labels``."""
+"""Names under which other programs keep labels, and how their arrays become those of
+``config.labels``.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ from deepmd_ema.data.units import (
 from deepmd_ema.errors import DataError, counted, did_you_mean, first_few, show_text
 from deepmd_ema.geometry import Array
 
-STRESS = "stress"  # (3, 3) or Voigt's six, eV/angstrom^3, positive under tension: minus the virial over the volume
+# (3, 3) or Voigt's six, eV/angstrom^3, positive under tension: minus the virial over the volume
+STRESS = "stress"
 # usual names in small letters, without what says where the numbers are from
 _NAMES = {
     ENERGY: ("energy", "potential_energy", "total_energy"),
@@ -65,7 +68,8 @@ _ORIGIN = re.compile(r"^(ref|reference|dft|qm|target)[_-]")
 _VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # of xx yy zz yz xz xy, as ASE orders them
 _MAX_NAMES = 12
 _MAX_SHOWN = 40  # letters of a value in a message
-_FREE = "free_energy"  # with electrons at a temperature, the energy whose gradient the forces are; read without another
+# with electrons at a temperature, the energy whose gradient the forces are; read without another
+_FREE = "free_energy"
 _SMEARED = 1e-5  # eV; VASP and ASE round to less
 _OTHER = {VIRIAL: STRESS, STRESS: VIRIAL}  # one is enough, and where both are they may differ
 _UNIT_KEY = re.compile(
@@ -104,21 +108,26 @@ class StoredFrame:
 
 @dataclass
 class Inventory:
-    """Content of the frames of a file, the part that is read, and from which names; each is reported once.
+    """Content of the frames of a file, the part that is read, and from which names; each is
+    reported once.
 
     Attributes:
-        given: chosen by the user: label, ``stress``, ``fparam`` or ``aparam`` to the name in the file.
-        wanted: labels, ``fparam`` and ``aparam`` that are read; None: all but those whose width a model sets.
+        given: chosen by the user: label, ``stress``, ``fparam`` or ``aparam`` to the name in the
+            file.
+        wanted: labels, ``fparam`` and ``aparam`` that are read; None: all but those whose width a
+            model sets.
         num_frames: frames seen.
         read: by what is read, the number of frames that have it under each name.
         both: number of frames that have a virial and a stress.
         left: number of frames that have each name that is not read.
-        kinds: by the name under which frames name their kind of calculation, the number of frames of each kind.
+        kinds: by the name under which frames name their kind of calculation, the number of frames
+            of each kind.
         other: further remarks, with the number of frames they are about; 0 of the whole file.
         unused: what frames have that is not wanted.
         states_units: whether frames name the units of their numbers.
         reader: the program that reads the file, and the name that it has for the format.
-        units: units of length and energy that this reader takes the numbers for; None for those that the format says.
+        units: units of length and energy that this reader takes the numbers for; None for those
+            that the format says.
     """
 
     given: Mapping[str, str] = field(default_factory=dict)
@@ -138,7 +147,9 @@ class Inventory:
     )
 
     def sources(self, frame: StoredFrame) -> dict[str, str]:
-        """Return the name of everything that is read of a frame; of several for one thing the first."""
+        """Return the name of everything that is read of a frame; of several for one thing the
+        first.
+        """
         return {what: names[0] for what, names in self._names_of(frame).items()}
 
     def _names_of(self, frame: StoredFrame) -> dict[str, list[str]]:
@@ -239,7 +250,9 @@ class Inventory:
         return problems
 
     def lines(self) -> list[str]:
-        """Return lines with the names that are read, with unit and sign of stress, and those that are not."""
+        """Return lines with the names that are read, with unit and sign of stress, and those that
+        are not.
+        """
 
         def in_frames(number: int) -> str:
             return "" if number == self.num_frames else f" in {counted(number, 'frame')}"
@@ -279,7 +292,9 @@ def kind_of(frame: StoredFrame) -> str:
 
 
 def describe_singles(kinds: Sequence[str]) -> str:
-    """Return a line if ``kinds`` (empty where a frame names none) name single frames; empty if they name groups."""
+    """Return a line if ``kinds`` (empty where a frame names none) name single frames; empty if they
+    name groups.
+    """
     named, values = sum(map(bool, kinds)), len(set(kinds) - {""})
     if values < 2 or 2 * values <= named:
         return ""
@@ -287,7 +302,9 @@ def describe_singles(kinds: Sequence[str]) -> str:
 
 
 def _names_of(wanted: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return the usual names of all labels, and those of the labels in ``wanted`` whose width a model sets."""
+    """Return the usual names of all labels, and those of the labels in ``wanted`` whose width a
+    model sets.
+    """
     return _NAMES | {name: LABELS[name].files for name in wanted if name not in _NAMES}
 
 
@@ -320,7 +337,8 @@ def parse_choice(text: str, wanted: Collection[str] = ()) -> dict[str, str]:
 def labels_of(
     frame: StoredFrame, sources: Mapping[str, str], wanted: Collection[str]
 ) -> dict[str, Array]:
-    """Return the arrays of a frame by label, in the shapes of :class:`~deepmd_ema.data.source.Frame`.
+    """Return the arrays of a frame by label, in the shapes of
+    :class:`~deepmd_ema.data.source.Frame`.
 
     Args:
         frame: as stored.
@@ -371,9 +389,11 @@ def labels_of(
 
 
 def stated_units(per_frame: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return key and value of the units that a frame states, by what they belong to: a label, a name, lengths or all.
+    """Return key and value of the units that a frame states, by what they belong to: a label, a
+    name, lengths or all.
 
-    That of all numbers is under an empty name. Keys of other quantities, such as ``time_unit``, are left out.
+    That of all numbers is under an empty name. Keys of other quantities, such as ``time_unit``, are
+    left out.
     """
     stated = dict[str, tuple[str, str]]()
     present = {"", *map(str.lower, per_frame)}
@@ -392,14 +412,16 @@ def stated_units(per_frame: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, float]:
-    """Return the factor to the units of ``config.labels`` of everything whose unit a frame states, and of positions.
+    """Return the factor to the units of ``config.labels`` of everything whose unit a frame states,
+    and of positions.
 
     Args:
         per_frame: what belongs to the frame, by name.
         sources: the names that are read, of :meth:`Inventory.sources`.
 
     Raises:
-        DataError: if a unit is not known, or one is not stated while others are stated that it may or may not follow.
+        DataError: if a unit is not known, or one is not stated while others are stated that it may
+            or may not follow.
     """
     stated = stated_units(per_frame)
     factors = dict[str, float]()
@@ -443,7 +465,9 @@ def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> di
 
 
 def in_angstrom(stored: StoredFrame) -> StoredFrame:
-    """Return a frame whose positions and cell are converted from the unit of length that it states, if it does."""
+    """Return a frame whose positions and cell are converted from the unit of length that it states,
+    if it does.
+    """
     factor = unit_factors(stored.per_frame, {}).get(COORD, 1.0)
     if factor == 1:
         return stored
@@ -455,7 +479,9 @@ def in_angstrom(stored: StoredFrame) -> StoredFrame:
 def make_frame(
     stored: StoredFrame, sources: Mapping[str, str], spec: ReadSpec, source: tuple[str, int]
 ) -> Frame:
-    """Return a frame with the types of the model and what it reads; DataError if it lacks something it must have."""
+    """Return a frame with the types of the model and what it reads; DataError if it lacks something
+    it must have.
+    """
     conditions = {name: number for name, number in spec.num_conditions.items() if number}
     read = labels_of(stored, sources, {*spec.labels, *conditions})
     if spec.numb_fparam and spec.default_fparam is not None:

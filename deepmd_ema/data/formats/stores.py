@@ -1,4 +1,5 @@
-"""Files of DeePMD-kit's systems in folders (npy and text), and in groups of HDF5 files, where a dataset is a file.
+"""Files of DeePMD-kit's systems in folders (npy and text), and in groups of HDF5 files, where a
+dataset is a file.
 
 Of arrays a few rows are read at a time.
 """
@@ -28,7 +29,8 @@ _MAX_ROWS = 2**48  # of any array that a computer can hold
 _MAX_REASON_CHARACTERS = 200  # letters of a reader's own words
 _HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 _MAX_OPEN_FILES = 1000  # files kept open, and at most a quarter of what the process may have open
-# the end of the name of a set that someone has put aside: set.000.bak, set.000_old2, set.orig, set.000~
+# the end of the name of a set that someone has put aside: set.000.bak, set.000_old2, set.orig,
+# set.000~
 _BACKUP = re.compile(
     r"[._-](bak|bkp|backup|orig|original|old|copy|save|saved)[._-]?\d*$|~$", re.IGNORECASE
 )
@@ -44,7 +46,9 @@ class NpyStore:
     )  # in each folder
 
     def set_names(self, backups: bool = False) -> list[str]:
-        """Return the names of the set.* folders, sorted, or of those that are backups; DataError if one is a file."""
+        """Return the names of the set.* folders, sorted, or of those that are backups; DataError if
+        one is a file.
+        """
         self.has("")
         names = sorted(name for name in self._names[""] if name.startswith("set."))
         folders = [
@@ -88,7 +92,8 @@ class NpyStore:
         """Return the npy file, of which only the header is read now; None if there is no such file.
 
         Raises:
-            DataError: if it is not an npy file, holds Python objects or text, or is shorter than its header says.
+            DataError: if it is not an npy file, holds Python objects or text, or is shorter than
+                its header says.
         """
         if not self.has(file):
             return None
@@ -136,7 +141,9 @@ class Hdf5Store:
     name: str
 
     def set_names(self, backups: bool = False) -> list[str]:
-        """Return the names of the set.* groups, sorted, or of those that are backups; DataError if one is no group."""
+        """Return the names of the set.* groups, sorted, or of those that are backups; DataError if
+        one is no group.
+        """
         with _readable_hdf5(self.name):
             names = sorted(name for name in self.group if name.startswith("set."))
         for name in names:
@@ -147,7 +154,9 @@ class Hdf5Store:
         return [name for name in names if bool(_BACKUP.search(name)) is backups]
 
     def has(self, file: str) -> bool:
-        """Whether there is a dataset or group ``file``; DataError if it is a link to what does not exist."""
+        """Whether there is a dataset or group ``file``; DataError if it is a link to what does not
+        exist.
+        """
         return self._item(file) is not None
 
     def words(self, file: str) -> list[str] | None:
@@ -187,7 +196,8 @@ class Hdf5Store:
                 status = path.stat()
                 array.offset, array.identity = offset, (status.st_dev, status.st_ino)
                 if array.read(0, 1).tobytes() == np.asarray(dataset[:1]).tobytes():
-                    return array  # without the open dataset, which takes 28 kB, and there may be 50,000
+                    # without the open dataset, which takes 28 kB, and there may be 50,000
+                    return array
 
         def load(start: int, stop: int) -> Array:
             with _readable_hdf5(name):
@@ -215,7 +225,8 @@ class Hdf5Store:
         """Return a dataset that holds data, None if there is none.
 
         Raises:
-            DataError: if a part of it was never written: it takes no room in the file and is read as zeros.
+            DataError: if a part of it was never written: it takes no room in the file and is read
+                as zeros.
         """
         item, name = self._item(file), f"{self.name}/{file}"
         if item is None:
@@ -244,9 +255,10 @@ class Hdf5Store:
 class StoredArray:
     """An array on disk, of which rows are read when they are needed.
 
-    Rows are read at their offset, and the page cache of the operating system keeps what is read often, as it would for
-    a mapped file. It is not mapped, because a file that another program cuts would then end the process without a
-    message. The files that were read last stay open, so that a data set may have any number of them.
+    Rows are read at their offset, and the page cache of the operating system keeps what is read
+    often, as it would for a mapped file. It is not mapped, because a file that another program cuts
+    would then end the process without a message. The files that were read last stay open, so that a
+    data set may have any number of them.
 
     Attributes:
         name: path, for messages.
@@ -255,7 +267,8 @@ class StoredArray:
         dtype: of the numbers.
         offset: of the first row in the file, bytes.
         identity: device and inode: another file of this path is not read in its place.
-        load: returns rows ``start`` to ``stop`` where they do not stand in the file as they are; else None.
+        load: returns rows ``start`` to ``stop`` where they do not stand in the file as they are;
+            else None.
     """
 
     name: str
@@ -325,8 +338,8 @@ def is_there(path: Path) -> bool:
     """Whether there is a file or folder at ``path``.
 
     Raises:
-        DataError: if it is a link to what does not exist, which is a loss and no absence, a pipe, or cannot be
-            looked at.
+        DataError: if it is a link to what does not exist, which is a loss and no absence, a pipe,
+            or cannot be looked at.
     """
     with readable(path):
         try:
@@ -347,7 +360,9 @@ def is_there(path: Path) -> bool:
 def readable(
     path: Path, kind: str = "readable", expected: str = "its content as it was written"
 ) -> Iterator[None]:
-    """Raise DataError for every failure to read the file at ``path``, of a kind and with the content expected."""
+    """Raise DataError for every failure to read the file at ``path``, of a kind and with the
+    content expected.
+    """
     try:
         yield
     except OSError as error:
@@ -366,7 +381,9 @@ def readable(
 
 
 def _refuse_other_files(item: Any, file: str, name: str) -> None:
-    """Raise DataError if an item of a file is in another one, or a part of it: that may be any on this machine."""
+    """Raise DataError if an item of a file is in another one, or a part of it: that may be any on
+    this machine.
+    """
     others = [item.file.filename] * (item.file.filename != file)
     if hasattr(item, "shape"):
         others += [path for path, *_ in item.external or ()]
@@ -434,7 +451,9 @@ def _readable_hdf5(
 
 @contextmanager
 def readable_as(kind: str, name: str, failures: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Raise DataError for every failure to read ``name`` as a ``kind`` of file, by the reader's own reason."""
+    """Raise DataError for every failure to read ``name`` as a ``kind`` of file, by the reader's own
+    reason.
+    """
     try:
         yield
     except failures as error:

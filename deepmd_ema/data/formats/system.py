@@ -1,4 +1,6 @@
-"""DeePMD-kit's systems (type.raw and set.*), plain and mixed: names and shapes are checked when they are opened."""
+"""DeePMD-kit's systems (type.raw and set.*), plain and mixed: names and shapes are checked when
+they are opened.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +52,16 @@ class FrameSet(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class DeepmdSystem(FrameSource):
-    """Frames of one system, read on demand; slow where a frame takes more than its rows, as of a compressed array.
+    """Frames of one system, read on demand; slow where a frame takes more than its rows, as of a
+    compressed array.
 
     Attributes:
         natoms: number of atoms in the files; mixed frames may have fewer, the rest being virtual.
         periodic: whether the frames have cells.
         spec: what is read.
         sets: its parts.
-        atom_type: model type of each atom; None in a mixed system, where each frame has its own types.
+        atom_type: model type of each atom; None in a mixed system, where each frame has its own
+            types.
         index_of: type in the files to model type, with -1 for itself at the end.
         text_files: those of its files that hold no arrays.
         selected: places of the atoms of which some labels have rows; None in a mixed system.
@@ -104,7 +108,9 @@ class DeepmdSystem(FrameSource):
         )
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
-        """Yield all frames in order, some of one set at a time, with the arrays ``names``, or with all."""
+        """Yield all frames in order, some of one set at a time, with the arrays ``names``, or with
+        all.
+        """
         for part in self.sets:
             wanted = [name for name in part.arrays if names is None or name in names]
             step = frames_at_once(self.natoms, wanted)
@@ -112,7 +118,9 @@ class DeepmdSystem(FrameSource):
                 yield self._read(part, wanted, start, min(start + step, part.num_frames))
 
     def where(self, index: int, array: str = "") -> Place:
-        """Return the set of a frame, or the file of one of its arrays, and the frame's number there."""
+        """Return the set of a frame, or the file of one of its arrays, and the frame's number
+        there.
+        """
         part, k = self._locate(index)
         return Place(part.arrays[array].name if array else part.name, k, part.num_frames)
 
@@ -154,7 +162,8 @@ class DeepmdSystem(FrameSource):
 
 
 class _Expected(NamedTuple):
-    """An array to look for: names of its file, numbers per frame, and why a set must have it, if it must.
+    """An array to look for: names of its file, numbers per frame, and why a set must have it, if it
+    must.
 
     ``of_selected`` is another number per frame, if there may be one: of the rows of selected atoms.
     """
@@ -271,7 +280,9 @@ def _open_set(
     expected: Sequence[_Expected],
     problems: list[str],
 ) -> FrameSet | None:
-    """Return a set whose arrays all fit together; None after adding to ``problems`` where they do not."""
+    """Return a set whose arrays all fit together; None after adding to ``problems`` where they do
+    not.
+    """
     before, arrays = len(problems), dict[str, StoredArray]()
     for one in expected:
         with collect_problems(problems):
@@ -325,11 +336,13 @@ def _open_set(
 def system_frames(
     store: ArrayStore, selected: Sequence[str] | None = None
 ) -> Iterator[StoredFrame]:
-    """Yield the frames of a system with all labels and parameters that it has, without virtual atoms.
+    """Yield the frames of a system with all labels and parameters that it has, without virtual
+    atoms.
 
     Args:
         store: its files.
-        selected: elements whose atoms alone may have rows in labels of atoms, where the others are 0.
+        selected: elements whose atoms alone may have rows in labels of atoms, where the others are
+            0.
 
     Raises:
         DataError: with all problems of its files, or if it names no elements.
@@ -367,7 +380,9 @@ def system_frames(
 
 
 def backups_of(store: ArrayStore) -> list[str]:
-    """Return a remark on the sets that are left out because their names say that they are backups, if there are any."""
+    """Return a remark on the sets that are left out because their names say that they are backups,
+    if there are any.
+    """
     names = store.set_names(backups=True)
     return [f"left out, since their names end as those of backups do: {first_few(names)}."] * bool(
         names
@@ -397,7 +412,8 @@ def type_table(
     used: Array,
     problems: list[str],
 ) -> Array:
-    """Return the model type of each file type, -1 last for virtual atoms; elements that do not occur may be unknown.
+    """Return the model type of each file type, -1 last for virtual atoms; elements that do not
+    occur may be unknown.
 
     Args:
         where: where ``names`` are stored, for messages.
@@ -431,7 +447,9 @@ def type_table(
 
 
 def _used_in_mixed(sets: Sequence[FrameSet], problems: list[str]) -> Array:
-    """Return the types that occur in a mixed system; what is wrong is added to ``problems``, of each set the first."""
+    """Return the types that occur in a mixed system; what is wrong is added to ``problems``, of
+    each set the first.
+    """
     used: set[int] = set()
     for part in sets:
         array, before = part.arrays[TYPES], len(problems)

@@ -1,4 +1,6 @@
-"""The tree of the descriptor dpa4: its options, and its arrays by the names of DeePMD-kit's modules."""
+"""The tree of the descriptor dpa4: its options, and its arrays by the names of DeePMD-kit's
+modules.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ FIRST_VERSION = 1.0  # of files that do not say which
 
 
 class DPA4Tree(PartTree):
-    """Tree of dpa4. It holds index arrays as well, which DeePMD-kit requires and which follow from the options."""
+    """Tree of dpa4.
+
+    It holds index arrays as well, which DeePMD-kit requires and which follow from the options.
+    """
 
     modules = dict.fromkeys(BACKENDS, ())
     defaults: ClassVar[Mapping[str, float]] = {"version_tensor": FIRST_VERSION}
@@ -83,7 +88,9 @@ def _name(place: str) -> str:
 
 
 def _constants(part: DPA4Descriptor, section: DPA4Config) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield arrays that DeePMD-kit keeps beside parameters; l is the degree, m the order of a coefficient."""
+    """Yield arrays that DeePMD-kit keeps beside parameters; l is the degree, m the order of a
+    coefficient.
+    """
     dtype = precision_of(part.dtype)
     yield from (("mean", np.zeros(0, dtype)), ("stddev", np.zeros(0, dtype)))
     lmax = section.largest_degree + section.extra_node_l
@@ -138,8 +145,9 @@ def _constants_of(
         yield "pos_indices", np.flatnonzero(order > 0)
         yield "neg_indices", np.flatnonzero(order < 0)
     elif isinstance(module, RadialMixer):
-        # of each entry of the matrices between degrees, one for each |m|: its place among all of them, and its place in
-        # a whole matrix between coefficients, by the coefficient of the neighbor first
+        # of each entry of the matrices between degrees, one for each |m|: its place among all of
+        # them, and its place in a whole matrix between coefficients, by the coefficient of the
+        # neighbor first
         compact, dense = [], []
         for m in orders(mmax):
             places = np.flatnonzero(order == m)

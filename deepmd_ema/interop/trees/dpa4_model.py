@@ -18,7 +18,9 @@ _FORCE_SPREAD = "dens_force_rmsd"  # of another fitting network; 1 without it
 
 
 class DPA4ModelTree(StandardTree):
-    """Tree of a model dpa4: descriptor and fitting network are in an inner tree there, ``atomic_model``."""
+    """Tree of a model dpa4: descriptor and fitting network are in an inner tree there,
+    ``atomic_model``.
+    """
 
     kinds = (
         "SeZM",

@@ -47,7 +47,9 @@ class HybridTree(PartTree):
         return {**tree, "list": [reader.upgraded(one) for one, reader in _readers(tree)]}
 
     def name_of(self, place: str, section: HybridConfig, backend: str) -> str:
-        """Return the name of the array at a place in the tree in checkpoints of a backend of DeePMD-kit."""
+        """Return the name of the array at a place in the tree in checkpoints of a backend of
+        DeePMD-kit.
+        """
         _, number, inner = place.split(".", 2)
         part = section.list[int(number)]
         return f"descrpt_list.{number}.{tree_by_type(DESCRIPTORS, part.type).name_of(inner, part, backend)}"

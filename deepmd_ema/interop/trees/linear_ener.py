@@ -1,4 +1,6 @@
-"""The tree of a model whose parts are added up with weights (``linear``), from and to trees of its parts."""
+"""The tree of a model whose parts are added up with weights (``linear``), from and to trees of its
+parts.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class LinearTree(dp.StandardTree):
         }
 
     def normalized(self, tree: Tree) -> Tree:
-        """Return the tree with the energies of elements that parts add on their own in that of the whole."""
+        """Return the tree with the energies of elements that parts add on their own in that of the
+        whole.
+        """
         parts, weights = tree["models"], tree.get("weights", "mean")
         if isinstance(weights, str):
             factors = [1 / len(parts) if weights == "mean" else 1.0] * len(parts)

@@ -1,4 +1,6 @@
-"""Base of descriptors with one embedding network per element: networks, statistics, slots of neighbors."""
+"""Base of descriptors with one embedding network per element: networks, statistics, slots of
+neighbors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Means and spreads of the environment matrix by type of centre, which descriptors normalise it with."""
+"""Means and spreads of the environment matrix by type of centre, which descriptors normalise it
+with.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class EnvironmentMatrix(nn.Module):
         self.register_buffer("stddev", torch.full(shape, spread, dtype=dtype))
 
     def radial_range(self, min_distance: float) -> tuple[float, float]:
-        """Return the least and the largest number of pairs at which nets are evaluated, that of the first column.
+        """Return the least and the largest number of pairs at which nets are evaluated, that of the
+        first column.
 
         Args:
             min_distance: of two atoms, angstrom.
@@ -73,20 +76,21 @@ class EnvironmentMatrix(nn.Module):
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the normalised environment matrix and its vector-Jacobian product.
 
-        Its raw rows are ``(s, c x, c y, c z)`` with ``s = w / (r + p)``, ``c = w / (r + p)^2``, w the smooth switch and
-        p the protection; where the buffers have one column, ``s`` alone. All are zero beyond the cutoff, so that empty
-        slots have no gradient.
+        Its raw rows are ``(s, c x, c y, c z)`` with ``s = w / (r + p)``, ``c = w / (r + p)^2``, w
+        the smooth switch and p the protection; where the buffers have one column, ``s`` alone. All
+        are zero beyond the cutoff, so that empty slots have no gradient.
 
         Args:
             vector: (A, K, 3) float64, angstrom.
-            dropped: (A, K) bool, pairs whose rows are zero after normalisation, or None; no empty slots.
+            dropped: (A, K) bool, pairs whose rows are zero after normalisation, or None; no empty
+                slots.
             atom_type: (A,) of the centres.
             slots: (K,) of the vectors; None: the first ones.
             radial: of the vectors, if it is at hand.
 
         Returns:
-            The rows (A, K, 4) or (A, K, 1), ``-mean / spread`` in an empty slot, and a function from the gradient by
-            them to that by ``vector`` (A, K, 3) float64.
+            The rows (A, K, 4) or (A, K, 1), ``-mean / spread`` in an empty slot, and a function
+            from the gradient by them to that by ``vector`` (A, K, 3) float64.
         """
         distance, weight, dweight = radial or Radial.of(vector, self.rcut, self.rcut_smth)
         inverse = (distance + self.protection).reciprocal()
@@ -116,9 +120,12 @@ class EnvironmentMatrix(nn.Module):
         return rows.to(self.dtype), vjp
 
     def normalisation(self, slots: Tensor | int, atom_type: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and spread (A, K, C) in float64 of slots (K,), or of the first ones, by type of centre (A,)."""
+        """Return mean and spread (A, K, C) in float64 of slots (K,), or of the first ones, by type
+        of centre (A,).
+        """
         if isinstance(slots, Tensor) or torch.compiler.is_compiling():
-            # selected, not sliced: whether a slice is contiguous depends on its length, as a graph then would
+            # selected, not sliced: whether a slice is contiguous depends on its length, as a graph
+            # then would
             if not isinstance(slots, Tensor):  # a number, or a symbol of a graph
                 slots = torch.arange(slots, device=atom_type.device)
             of_slots = [of.index_select(1, slots) for of in (self.mean, self.stddev)]
@@ -132,13 +139,15 @@ class EnvironmentStatistics:
     """Measurement of the sums of the environment matrix of a module, and its mean and spread.
 
     Args:
-        module: with ``sel``: the most neighbors of each element, which come in one section each, or one number for all.
+        module: with ``sel``: the most neighbors of each element, which come in one section each, or
+            one number for all.
         exclude_types: pairs of types that do not see each other in this descriptor.
         zero_mean: whether the mean is zero instead of measured.
 
     Attributes:
         most: sum of ``sel``.
-        sum_names: radial and angular sums by type of centre, where DeePMD-kit keeps them in a stat file.
+        sum_names: radial and angular sums by type of centre, where DeePMD-kit keeps them in a stat
+            file.
     """
 
     def __init__(
@@ -150,7 +159,8 @@ class EnvironmentStatistics:
         self.most = sum(sel)
         num_types, _, num_columns = module.mean.shape
         kinds = "r" if num_columns == 1 else "ra"
-        # what DeePMD-kit hashes for the name of the folder of a stat file, and what that rounds or leaves out
+        # what DeePMD-kit hashes for the name of the folder of a stat file, and what that rounds or
+        # leaves out
         identity = {
             "type": "se_r" if num_columns == 1 else "se_a",
             "ntypes": num_types,
@@ -164,8 +174,8 @@ class EnvironmentStatistics:
         self.sum_names = tuple(f"{folder}/{kind}_{t}" for kind in kinds for t in range(num_types))
 
     def measure(self, batch: Batch, excluded: ExcludedPairs) -> dict[str, np.ndarray]:
-        """Return count, sum and sum of squares (3,) of the radial column of the environment matrix, ``r_<type>``, and
-        of its three angular columns together, ``a_<type>``, by type of centre.
+        """Return count, sum and sum of squares (3,) of the radial column of the environment matrix,
+        ``r_<type>``, and of its three angular columns together, ``a_<type>``, by type of centre.
 
         All ``sel`` slots are counted; empty ones are zeros.
 
@@ -194,7 +204,9 @@ class EnvironmentStatistics:
         return dict(zip(self.sum_names, np.concatenate(parts), strict=True))
 
     def apply(self, sums: Mapping[str, np.ndarray]) -> None:
-        """Set mean and spread of the columns from ``measure`` over all data, equal for all slots of a type."""
+        """Set mean and spread of the columns from ``measure`` over all data, equal for all slots of
+        a type.
+        """
         num_types, _, num_columns = self._module.mean.shape
         radial, *angular = np.stack([sums[name] for name in self.sum_names]).reshape(
             -1, num_types, 3
@@ -240,7 +252,9 @@ class EnvironmentDescriptor(nn.Module):
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        """Sums of the environment matrices by type of centre, where DeePMD-kit keeps them in a stat file."""
+        """Sums of the environment matrices by type of centre, where DeePMD-kit keeps them in a stat
+        file.
+        """
         return tuple(dict.fromkeys(name for one in self.environments for name in one.sum_names))
 
     def measure(self, batch: Batch) -> dict[str, np.ndarray]:
@@ -257,7 +271,8 @@ class EnvironmentDescriptor(nn.Module):
 
 
 def has_equal_slots(model: nn.Module) -> bool:
-    """Whether all slots have one mean and spread, so that a neighbor counts the same in any of them.
+    """Whether all slots have one mean and spread, so that a neighbor counts the same in any of
+    them.
 
     Statistics of this program are equal; those in files of others may differ from slot to slot.
     """

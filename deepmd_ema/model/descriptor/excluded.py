@@ -28,7 +28,8 @@ class ExcludedPairs(nn.Module):
         self._table = nn.Buffer(table, persistent=False)
 
     def forward(self, batch: Batch, neighborhood: Neighborhood | None = None) -> Tensor | None:
-        """Return (A, K) bool, pairs of a neighborhood that are excluded at any distance, or None where there are none.
+        """Return (A, K) bool, pairs of a neighborhood that are excluded at any distance, or None
+        where there are none.
 
         Without a neighborhood it is the whole list of the batch.
         """

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class TypeEmbeddedDescriptor(EnvironmentDescriptor):
-    """Features from the neighbors and the type embeddings, and beside them, if wanted, the embedding of the atom.
+    """Features from the neighbors and the type embeddings, and beside them, if wanted, the
+    embedding of the atom.
 
     Args:
         config: the section ``model.descriptor``; numbers of neighbors must be numbers.
@@ -82,7 +83,9 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         return features, vectors
 
     def _features_and_equivariants(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the features of the neighbors (A, num_features) and equivariant vectors (A, M, 3), as in forward."""
+        """Return the features of the neighbors (A, num_features) and equivariant vectors (A, M, 3),
+        as in forward.
+        """
         raise NotImplementedError
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:

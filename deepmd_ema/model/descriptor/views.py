@@ -1,7 +1,9 @@
-"""One batch seen in the neighbor layout of one part of a model: a choice of its slots, in another order.
+"""One batch seen in the neighbor layout of one part of a model: a choice of its slots, in another
+order.
 
-The parts of a model share one list of neighbors. A part that keeps fewer of them sees the first slots, and one that
-wants them by type sees a permutation. `View.vjp` brings gradients back to the slots of the list.
+The parts of a model share one list of neighbors. A part that keeps fewer of them sees the first
+slots, and one that wants them by type sees a permutation. `View.vjp` brings gradients back to the
+slots of the list.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ class View:
 
     Attributes:
         batch: with the slots of the part.
-        slot: (A, V) int64, flat slot ``i * K + k`` of the list in each slot of the view; ``A * K`` is none. None where
-            the view is the list itself.
-        place: (A * K, 1) int64, flat slot ``i * V + v`` of the view of each slot of the list; ``A * V`` is none.
+        slot: (A, V) int64, flat slot ``i * K + k`` of the list in each slot of the view; ``A * K``
+            is none. None where the view is the list itself.
+        place: (A * K, 1) int64, flat slot ``i * V + v`` of the view of each slot of the list; ``A *
+            V`` is none.
     """
 
     batch: Batch
@@ -34,7 +37,9 @@ class View:
     place: Tensor | None = None
 
     def vjp(self, grad_vector: Tensor) -> Tensor:
-        """Return the gradient with respect to the vectors of the list (A, K, 3) from that of the view (A, V, 3)."""
+        """Return the gradient with respect to the vectors of the list (A, K, 3) from that of the
+        view (A, V, 3).
+        """
         if self.slot is None or self.place is None:
             return grad_vector
         return sum_over_reverse(grad_vector, self.slot, self.place).view(
@@ -49,8 +54,8 @@ def view_of(
 
     Args:
         batch: in ``layout``.
-        layout: of the whole model: no shorter cutoff and no fewer slots than any part wants, by type only if every part
-            wants its neighbors by type.
+        layout: of the whole model: no shorter cutoff and no fewer slots than any part wants, by
+            type only if every part wants its neighbors by type.
         part: of the part.
         inside: whether a part with a shorter cutoff sees only the neighbors inside of it.
     """

@@ -1,1 +1,3 @@
-"""Types of descriptors, fitting networks and models: one folder each, which ``config.registry`` finds by name."""
+"""Types of descriptors, fitting networks and models: one folder each, which ``config.registry``
+finds by name.
+"""

@@ -1,4 +1,6 @@
-"""The records of all families: their sections, and the names of what builds them and of what writes them."""
+"""The records of all families: their sections, and the names of what builds them and of what writes
+them.
+"""
 
 from deepmd_ema.config.registry import Family
 from deepmd_ema.model.families.dpa2.section import DPA2Config

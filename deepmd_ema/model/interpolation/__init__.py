@@ -1,1 +1,3 @@
-"""Interpolated embedding nets: sums over neighbors at a cost that does not depend on their size (doc/decisions.md)."""
+"""Interpolated embedding nets: sums over neighbors at a cost that does not depend on their size
+(doc/decisions.md).
+"""

@@ -29,15 +29,19 @@ if TYPE_CHECKING:
 # A atoms, K neighbor slots, C columns of what is summed, M channels of the net, F functions
 
 AUTO, ALWAYS, NEVER = "auto", "always", "never"  # values of the option `interpolate`
-MARGIN = 2  # the number of terms kept for later batches gives an error so many times smaller than what is accepted
+# the number of terms kept for later batches gives an error so many times smaller than what is
+# accepted
+MARGIN = 2
 
 
 class Interpolation(nn.Module):
-    """Evaluates embedding nets of one number once per site, or leaves it to the caller to evaluate them at each pair.
+    """Evaluates embedding nets of one number once per site, or leaves it to the caller to evaluate
+    them at each pair.
 
-    While weights change a net is a series between the ends of each batch. The error of every series is estimated, and
-    one that is too short is not used: it is made again with more terms, or the net is evaluated at each pair. A model
-    that is only evaluated has tables. There are no parameters, and no state that files hold.
+    While weights change a net is a series between the ends of each batch. The error of every series
+    is estimated, and one that is too short is not used: it is made again with more terms, or the
+    net is evaluated at each pair. A model that is only evaluated has tables. There are no
+    parameters, and no state that files hold.
 
     The module that has it as ``interpolation`` also has a method ``radial_range``, the range of s
     (:meth:`~deepmd_ema.model.descriptor.env_statistics.EnvironmentMatrix.radial_range`).
@@ -51,9 +55,10 @@ class Interpolation(nn.Module):
         terms: N of the first series of an evaluation; 0: each pair is evaluated directly.
         max_error: of the derivative of a series, over its largest value.
         recording: whether evaluations without gradients are recorded as well.
-        needed: terms that are enough for all evaluations since it was set to 0, with a margin; more than `MAX_TERMS` if
-            a net was evaluated at each pair.
-        direct_numbers: that the layers would have for all pairs of these evaluations, if each was evaluated directly.
+        needed: terms that are enough for all evaluations since it was set to 0, with a margin; more
+            than `MAX_TERMS` if a net was evaluated at each pair.
+        direct_numbers: that the layers would have for all pairs of these evaluations, if each was
+            evaluated directly.
         evaluated_sites: at which nets were evaluated instead.
         tables: of a model that is only evaluated; None: the range of s is that of each batch.
     """
@@ -91,16 +96,20 @@ class Interpolation(nn.Module):
         in_place: bool = True,
         further: Tensor | None = None,
     ) -> NeighborSum:
-        """Return ``sum_k left[k] net(s_k)``, or with further inputs of the net ``sum_kn left[k, n] net(s_k, n)``.
+        """Return ``sum_k left[k] net(s_k)``, or with further inputs of the net ``sum_kn left[k, n]
+        net(s_k, n)``.
 
         Args:
             left: (A, K, C F) of each pair.
             s: (A, K) first input of the net.
             net: whose functions of s these are.
-            beside: (F, inputs) further inputs that make F functions of the net; None: it has no other.
+            beside: (F, inputs) further inputs that make F functions of the net; None: it has no
+                other.
             which: of several ``beside`` with which the net is evaluated.
-            in_place: whether polynomials are made in place, which is for eager mode and not differentiable twice by s.
-            further: (B,) numbers at which a net of one input is evaluated as well, for ``beyond`` of the sum.
+            in_place: whether polynomials are made in place, which is for eager mode and not
+                differentiable twice by s.
+            further: (B,) numbers at which a net of one input is evaluated as well, for ``beyond``
+                of the sum.
         """
         if self.tables is not None:
             return self.tables.sum(left, s, net, beside, which, in_place, further)
@@ -111,7 +120,8 @@ class Interpolation(nn.Module):
         series, beyond, terms, error = fit(
             net, beside, centre.unsqueeze(0), half, constants, self.max_error, further
         )
-        # evaluations without gradients may be of averaged weights, whose number must not change the training
+        # evaluations without gradients may be of averaged weights, whose number must not change the
+        # training
         if not torch.compiler.is_dynamo_compiling() and (torch.is_grad_enabled() or self.recording):
             self.direct_numbers += s.numel() * net.numbers_per_row
             self.evaluated_sites += terms if beside is None else terms * len(beside)

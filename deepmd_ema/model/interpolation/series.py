@@ -1,20 +1,23 @@
-"""Embedding nets of one number as series of Chebyshev polynomials, and sums over neighbors with these.
+"""Embedding nets of one number as series of Chebyshev polynomials, and sums over neighbors with
+these.
 
-The range of s is cut into P equal panels. In each of them, and a little beyond, a net G is interpolated at the N zeros
-of a Chebyshev polynomial (Trefethen, Approximation Theory and Approximation Practice, 2019, chapters 2 to 4). With
-``x = (s - centre) / half``::
+The range of s is cut into P equal panels. In each of them, and a little beyond, a net G is
+interpolated at the N zeros of a Chebyshev polynomial (Trefethen, Approximation Theory and
+Approximation Practice, 2019, chapters 2 to 4). With ``x = (s - centre) / half``::
 
     G(s) = sum_n c_n T_n(x),    G'(s) = sum_n d_n T_n(x),    c = S G(sites),    d = D c / half
 
-S is the discrete cosine transform and D the derivative of a series. The error falls geometrically with N, the more
-slowly the steeper the net; it is estimated from the decay of the coefficients (:func:`estimated_errors`). A sum over
-the neighbors of an atom is computed over the polynomials first, and contracted with the coefficients once per atom::
+S is the discrete cosine transform and D the derivative of a series. The error falls geometrically
+with N, the more slowly the steeper the net; it is estimated from the decay of the coefficients
+(:func:`estimated_errors`). A sum over the neighbors of an atom is computed over the polynomials
+first, and contracted with the coefficients once per atom::
 
     sum_k left[k] G(s_k) = (sum_k left[k] T(x_k)) c
 
-So the cost of a net does not grow with the number of pairs, and there is no number per pair and channel. Everything but
-the polynomials is a product of matrices, whose sums have a fixed order. Panels are further functions, each with columns
-of ``left`` that are zero for the pairs of other panels.
+So the cost of a net does not grow with the number of pairs, and there is no number per pair and
+channel. Everything but the polynomials is a product of matrices, whose sums have a fixed order.
+Panels are further functions, each with columns of ``left`` that are zero for the pairs of other
+panels.
 """
 
 from __future__ import annotations
@@ -31,20 +34,25 @@ from torch import Tensor
 from deepmd_ema.model.interpolation.sums import NeighborSum, inputs_at
 from deepmd_ema.model.nn.layers import RadialFunctions
 
-# A atoms, K neighbor slots, C columns of what is summed, M channels of the net, N polynomials, P panels, F functions
+# A atoms, K neighbor slots, C columns of what is summed, M channels of the net, N polynomials, P
+# panels, F functions
 
-# Largest estimated error of the derivative of a series, over its largest value, with which it is used; tables, which
-# are made once, aim at a tenth of it. It is no bound: of softplus nets whose first layer is 10 or 30 times as steep as
-# that of a new one an eighth of the series are off by more, by 1.2e-8 at most.
+# Largest estimated error of the derivative of a series, over its largest value, with which it is
+# used; tables, which are made once, aim at a tenth of it. It is no bound: of softplus nets whose
+# first layer is 10 or 30 times as steep as that of a new one an eighth of the series are off by
+# more, by 1.2e-8 at most.
 MAX_ERROR = {torch.float64: 1e-9, torch.float32: 1e-6}
-# of the range of s: at the ends of a series the rounding of its derivative grows with the third power of N
+# of the range of s: at the ends of a series the rounding of its derivative grows with the third
+# power of N
 STRETCH = 1.02
 MIN_HALF = 0.5  # of the length of a panel: nearer sites only amplify the rounding of derivatives
 MIN_TERMS, FIRST_TERMS = 16, 32
-MAX_TERMS = 384  # the rounding of derivatives, which grows with N^1.5, is then still below what float64 allows
+# the rounding of derivatives, which grows with N^1.5, is then still below what float64 allows
+MAX_TERMS = 384
 MULTIPLE = 4  # of which numbers of terms are multiples
 PARTS = 8  # of a series, of which the decay of the last three is compared
-# an estimate that is not below it comes from coefficients that do not decay yet: it says nothing about N
+# an estimate that is not below it comes from coefficients that do not decay yet: it says nothing
+# about N
 UNRESOLVED = 0.1
 RESOLVED = 1e-13  # an estimate below it is one of rounding
 ROUNDING = (
@@ -81,7 +89,8 @@ def transform(terms: int) -> Transform:
     at_sites = np.cos(np.outer(angles, n)) * sign.T
     solve = 2 / terms * np.cos(np.outer(n, angles))
     solve[0] /= 2
-    # the derivative of T_n is 2 n times the sum of all T_m with m < n and n - m odd, T_0 half (Trefethen, exercise 3.2)
+    # the derivative of T_n is 2 n times the sum of all T_m with m < n and n - m odd, T_0 half
+    # (Trefethen, exercise 3.2)
     slope = np.where((n > m) & ((n - m) % 2 == 1), 2.0 * n, 0.0)
     slope[0] /= 2
     steepest = np.minimum(n**2, n / np.sqrt(1 - STRETCH**-2))
@@ -90,7 +99,9 @@ def transform(terms: int) -> Transform:
 
 
 def signs(terms: int) -> np.ndarray:
-    """Return the signs (N,) of the polynomials of a basis: + + - - and again, with which each step is one addition."""
+    """Return the signs (N,) of the polynomials of a basis: + + - - and again, with which each step
+    is one addition.
+    """
     return np.where(np.arange(terms) % 4 < 2, 1.0, -1.0)
 
 
@@ -101,8 +112,8 @@ class Series:
     Attributes:
         centres: (P,) of the panels.
         half: () of the length of a panel, with what it is interpolated beyond its ends.
-        coefficients: (2 F P N, M) those of the functions, one after the other, in each panel, then those of their
-            derivatives; functions of the parameters of the net.
+        coefficients: (2 F P N, M) those of the functions, one after the other, in each panel, then
+            those of their derivatives; functions of the parameters of the net.
         terms: N.
         error: of the derivatives, over their largest value, as it is estimated.
     """
@@ -121,7 +132,8 @@ class Series:
         Args:
             left: (A, K, C F).
             s: (A, K) in the range.
-            in_place: whether polynomials are made in place, which is for eager mode and not differentiable twice by s.
+            in_place: whether polynomials are made in place, which is for eager mode and not
+                differentiable twice by s.
             beyond: of the sum.
         """
         panels, sums = len(self.centres), _sum_in_place if in_place else _plain_sum
@@ -151,9 +163,9 @@ def fit(
 ) -> tuple[Series | None, Tensor, int, float]:
     """Interpolate a net with as many terms as its error allows.
 
-    A series whose error is too large is made again with as many terms as the decay of its coefficients requires, at
-    most ``MAX_TERMS``. A graph that is compiled has one number of terms, and nan if these are too few: its caller
-    evaluates such a batch again.
+    A series whose error is too large is made again with as many terms as the decay of its
+    coefficients requires, at most ``MAX_TERMS``. A graph that is compiled has one number of terms,
+    and nan if these are too few: its caller evaluates such a batch again.
 
     Args:
         net: G.
@@ -162,11 +174,12 @@ def fit(
         half: () of the length of a panel.
         constants: of the number of terms that is tried first.
         max_error: that is accepted.
-        further: (B,) numbers at which the net is evaluated as well: a call with few rows takes as long as with many.
+        further: (B,) numbers at which the net is evaluated as well: a call with few rows takes as
+            long as with many.
 
     Returns:
-        The series, or None if no number of terms has that error; the values (B, M) at ``further``; the number of terms
-        that was tried last, and the error of that by the terms left out.
+        The series, or None if no number of terms has that error; the values (B, M) at ``further``;
+        the number of terms that was tried last, and the error of that by the terms left out.
     """
     # in float64: derivatives amplify the rounding of coefficients by the square of their number
     wide, panels = half.double(), len(centres)
@@ -204,7 +217,9 @@ def fit(
 
 
 def terms_for(terms: int, error: float, accepted: float) -> int:
-    """Return the number of terms with an accepted error, if ``terms`` have ``error``, which falls geometrically."""
+    """Return the number of terms with an accepted error, if ``terms`` have ``error``, which falls
+    geometrically.
+    """
     growth = (
         2.0
         if error >= UNRESOLVED
@@ -214,11 +229,13 @@ def terms_for(terms: int, error: float, accepted: float) -> int:
 
 
 def estimated_errors(coefficients: Tensor, constants: Transform, half: Tensor) -> tuple[Any, Any]:
-    """Return the errors of the derivative, over its largest value, by the terms left out and by rounding.
+    """Return the errors of the derivative, over its largest value, by the terms left out and by
+    rounding.
 
-    The terms that are left out are extrapolated: bounds of the derivatives of the last terms, in three parts of N / 8
-    each, decay at least by the slower one of the two ratios of their largest values, and the sum of a geometric series
-    follows. Coefficients that are interpolated hold the terms left out once more (Trefethen, theorem 4.2).
+    The terms that are left out are extrapolated: bounds of the derivatives of the last terms, in
+    three parts of N / 8 each, decay at least by the slower one of the two ratios of their largest
+    values, and the sum of a geometric series follows. Coefficients that are interpolated hold the
+    terms left out once more (Trefethen, theorem 4.2).
 
     Args:
         coefficients: (2 F P N, M), those of the functions and of their derivatives.
@@ -240,7 +257,8 @@ def estimated_errors(coefficients: Tensor, constants: Transform, half: Tensor) -
     if torch.compiler.is_dynamo_compiling():
         first, second, third = last.unflatten(0, (3, part)).amax(1).unbind(0)
     else:
-        # in numbers of Python, because an operation of torch on one number takes longer than all that follows
+        # in numbers of Python, because an operation of torch on one number takes longer than all
+        # that follows
         found = torch.cat([last, noise.view(1), scale.view(1)])
         try:
             *numbers, noise, scale = found.tolist()
@@ -313,7 +331,8 @@ def _sum_in_place(
     torch.mul(twice, 0.5, out=parts[1])
     for n in range(2, terms):
         torch.addcmul(parts[n - 2], twice, parts[n - 1], value=1 - 2 * (n % 2 == 0), out=parts[n])
-    # torch reads the signature of a function at each ``apply``, which takes longer than many an operation
+    # torch reads the signature of a function at each ``apply``, which takes longer than many an
+    # operation
     sums = _SeriesSum.apply if torch.is_grad_enabled() else _SeriesSum.forward
     return sums(left, s, coefficients, basis)[0], basis
 
@@ -321,9 +340,12 @@ def _sum_in_place(
 def _plain_sum(
     left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the same by ``T_m+j = 2 T_m T_j - T_m-j``, with which few operations make all polynomials."""
+    """Return the same by ``T_m+j = 2 T_m T_j - T_m-j``, with which few operations make all
+    polynomials.
+    """
     x = (s - centre) / half
-    # the polynomials are last in memory: inductor refuses a bmm with strides that are products of unknown sizes
+    # the polynomials are last in memory: inductor refuses a bmm with strides that are products of
+    # unknown sizes
     found = torch.stack([torch.ones_like(x), x], -1)
     while found.shape[-1] < terms:
         last = found[..., -1:]
@@ -337,7 +359,9 @@ def _plain_sum(
 
 
 class _SeriesSum(torch.autograd.Function):
-    """The sum, with the gradient by ``left`` and s that ``torch.func.vjp`` of a whole descriptor needs."""
+    """The sum, with the gradient by ``left`` and s that ``torch.func.vjp`` of a whole descriptor
+    needs.
+    """
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
 """Sums over the neighbors of an atom with an embedding net of one number per pair.
 
-An embedding net G of se_e2_a, se_e2_r and se_atten is a function of one number s per pair, and perhaps of elements.
-Where it depends on elements there are several functions of s, and ``left`` has a column for each, which is zero for the
-pairs of the others.
+An embedding net G of se_e2_a, se_e2_r and se_atten is a function of one number s per pair, and
+perhaps of elements. Where it depends on elements there are several functions of s, and ``left`` has
+a column for each, which is zero for the pairs of the others.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ class NeighborSum(ABC):
 
     @abstractmethod
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients with respect to ``left`` (A, K, C F) and s (A, K) from that of the value."""
+        """Return the gradients with respect to ``left`` (A, K, C F) and s (A, K) from that of the
+        value.
+        """
 
     def rows_vjp(self, grad_value: Tensor) -> Tensor:
-        """Return the gradient with respect to ``left`` (A, K, C) whose first column is s, from that of the value."""
+        """Return the gradient with respect to ``left`` (A, K, C) whose first column is s, from that
+        of the value.
+        """
         of_left, of_s = self.vjp(grad_value)
         return of_left + functional.pad(of_s.unsqueeze(2), (0, of_left.shape[2] - 1))
 
@@ -84,7 +88,9 @@ class DirectSum(NeighborSum):
 
 
 def inputs_at(s: Tensor, beside: Tensor | None) -> Tensor:
-    """Return the inputs (F, S, 1 + further ones) of a net at (S,) numbers, beside each of F rows of further inputs."""
+    """Return the inputs (F, S, 1 + further ones) of a net at (S,) numbers, beside each of F rows of
+    further inputs.
+    """
     if beside is None:
         return s[None, :, None]
     further = beside.to(s.dtype)[:, None].expand(-1, len(s), -1)

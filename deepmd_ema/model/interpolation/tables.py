@@ -1,7 +1,9 @@
-"""Tables of embedding nets: series with coefficients that are made once, for models that are only evaluated.
+"""Tables of embedding nets: series with coefficients that are made once, for models that are only
+evaluated.
 
-The range of s is known from a model alone: from the cutoff, where it is least, to a least distance of two atoms. Pairs
-outside of it, nearer than that, are evaluated by the net itself: no number is extrapolated, at any distance.
+The range of s is known from a model alone: from the cutoff, where it is least, to a least distance
+of two atoms. Pairs outside of it, nearer than that, are evaluated by the net itself: no number is
+extrapolated, at any distance.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from deepmd_ema.model.interpolation.series import (
 from deepmd_ema.model.interpolation.sums import DirectSum, NeighborSum
 from deepmd_ema.model.nn.layers import RadialFunctions
 
-# A atoms, K neighbor slots, C columns of what is summed, M channels of the net, F functions, D slots of which some are
-# evaluated directly
+# A atoms, K neighbor slots, C columns of what is summed, M channels of the net, F functions, D
+# slots of which some are evaluated directly
 
 PANELS = 4  # a sum costs about as much with 2 and with 4; with one it is up to 1.7 times slower
 MARGIN = 10  # of the error that tables aim at, below the one with which they are used
@@ -54,17 +56,20 @@ class Table:
 
 
 class Tables:
-    """Tables of the nets of one `Interpolation`, made when they are first used and again when weights have changed.
+    """Tables of the nets of one `Interpolation`, made when they are first used and again when
+    weights have changed.
 
     Args:
         low: least s.
         high: largest s that tables are made for.
         precision: of the nets, for the accuracy.
         min_pairs: of a batch, below which nets are evaluated at each of them.
-        longest: largest number of terms of a table that is used; the net is evaluated at each pair instead.
+        longest: largest number of terms of a table that is used; the net is evaluated at each pair
+            instead.
 
     Attributes:
-        sealed: tables are neither made nor compared with the weights any more: for graphs that are written to a file.
+        sealed: tables are neither made nor compared with the weights any more: for graphs that are
+            written to a file.
     """
 
     def __init__(
@@ -78,7 +83,9 @@ class Tables:
         ] = {}  # a copy has copies of the nets here
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy; tensors that were made inside torch.func are wrapped, and cannot be copied."""
+        """Return the state of a copy; tensors that were made inside torch.func are wrapped, and
+        cannot be copied.
+        """
         return vars(self) | {
             "_tables": {key: _cloned(table) for key, table in self._tables.items()}
         }
@@ -92,7 +99,9 @@ class Tables:
 
     @property
     def by_centre(self) -> bool:
-        """Whether there are tables for each element of the centre, which need atoms in the order of their types."""
+        """Whether there are tables for each element of the centre, which need atoms in the order of
+        their types.
+        """
         return any(which for _, which in self._tables)
 
     def serve(self, neighbor: Tensor) -> bool:
@@ -103,14 +112,17 @@ class Tables:
         self, left: Tensor, s: Tensor, net: RadialFunctions, beside: Tensor | None, which: int, in_place: bool = True,
         further: Tensor | None = None,
     ) -> NeighborSum:  # fmt: skip
-        """Return ``sum_k left[k] net(s_k)`` for `Interpolation.forward`, which has the same arguments."""
+        """Return ``sum_k left[k] net(s_k)`` for `Interpolation.forward`, which has the same
+        arguments.
+        """
         if torch.is_grad_enabled() and any(p.requires_grad for p in net.parameters()):
             return DirectSum(
                 left, s, net, beside, None if further is None else net(further[:, None])
             )
         table = self._tables.get((net, which))
         if table is None or not self.sealed:
-            # numbers, not versions of tensors: `.data` and views of other libraries change weights without a trace
+            # numbers, not versions of tensors: `.data` and views of other libraries change weights
+            # without a trace
             made_of = [*net.parameters(), *(t for t in (beside, further) if t is not None)]
             source = torch.cat([t.detach().flatten() for t in made_of])
             if table is None or not torch.equal(source, table.source):
@@ -152,7 +164,9 @@ class SplitSum(NeighborSum):
         self._far, self._near, self._keep = far, near, keep
 
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients with respect to ``left`` (A, K, C F) and s (A, K) from that of the value."""
+        """Return the gradients with respect to ``left`` (A, K, C F) and s (A, K) from that of the
+        value.
+        """
         of_left, of_s = self._near.vjp(grad_value)
         far_left, far_s = self._far.vjp(grad_value)
         width = self._keep.shape[1]
@@ -206,14 +220,16 @@ def _last_outside(inside: Tensor) -> Tensor:
 
 
 def _symbolic_width(inside: Tensor) -> int:
-    """Return the slots that are evaluated directly in a graph: at least 2, as sizes that a graph does not know."""
+    """Return the slots that are evaluated directly in a graph: at least 2, as sizes that a graph
+    does not know.
+    """
     width = cast("int", _last_outside(inside).clamp(min=_MIN_DIRECT).item())
     torch.sym_constrain_range(width, min=_MIN_DIRECT)
     return width
 
 
-# picked and copied, not sliced: a graph depends on whether a slice is shorter than its tensor. There are enough slots
-# with `_MIN_DIRECT` more
+# picked and copied, not sliced: a graph depends on whether a slice is shorter than its tensor.
+# There are enough slots with `_MIN_DIRECT` more
 
 
 def _first(per_slot: Tensor, width: int) -> Tensor:

@@ -20,9 +20,11 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class Layer(nn.Module):
-    """``y = act(x W + b) * idt``, plus ``x`` if M == N, or ``[x, x]`` if M == 2 N, when ``residual`` is on.
+    """``y = act(x W + b) * idt``, plus ``x`` if M == N, or ``[x, x]`` if M == 2 N, when
+    ``residual`` is on.
 
-    ``b`` and ``idt`` are left out where there are none. All but ``vjp`` compute in the precision of x.
+    ``b`` and ``idt`` are left out where there are none. All but ``vjp`` compute in the precision of
+    x.
 
     Args:
         num_in: N.
@@ -107,7 +109,9 @@ class Layer(nn.Module):
 
 
 def module_list(modules: Iterable[ModuleT]) -> Sequence[ModuleT]:
-    """Return a ``torch.nn.ModuleList``, for type checkers as a sequence of modules of their own type."""
+    """Return a ``torch.nn.ModuleList``, for type checkers as a sequence of modules of their own
+    type.
+    """
     return cast("Sequence[ModuleT]", nn.ModuleList(modules))
 
 
@@ -141,8 +145,10 @@ class Network(nn.Module):
         bias: whether the hidden layers have a ``b``.
 
     Attributes:
-        is_tanh: whether all layers are ``tanh(x W + b)`` plus a skip connection, the first one without one.
-        is_scalar_tanh: whether these are layers of tanh, with step sizes or not, before a linear one with one output.
+        is_tanh: whether all layers are ``tanh(x W + b)`` plus a skip connection, the first one
+            without one.
+        is_scalar_tanh: whether these are layers of tanh, with step sizes or not, before a linear
+            one with one output.
         numbers_per_row: outputs of all layers.
     """
 
@@ -191,7 +197,8 @@ class Network(nn.Module):
     def value_and_gradient(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the outputs (B,) and its gradient with respect to the inputs (B, N).
 
-        Both are ordinary functions of the parameters: a loss of the gradient needs one backward pass, not two.
+        Both are ordinary functions of the parameters: a loss of the gradient needs one backward
+        pass, not two.
         """
         derivatives = []
         for layer in self.layers:
@@ -216,7 +223,9 @@ class Network(nn.Module):
 def linear(
     num_in: int, num_out: int, dtype: torch.dtype, source: torch.Generator | int, bias: bool = True
 ) -> Layer:
-    """Return a layer without activation function; its parameters are drawn from ``source``, or with it as the seed."""
+    """Return a layer without activation function; its parameters are drawn from ``source``, or with
+    it as the seed.
+    """
     generator = torch.Generator().manual_seed(source) if isinstance(source, int) else source
     return Layer(
         num_in,
@@ -239,6 +248,8 @@ def embedding_network(options: ListSection, num_in: int, dtype: torch.dtype, see
 
 
 def freeze(module: nn.Module, trainable: bool | Iterable[bool]) -> None:
-    """Take the parameters of ``module`` out of training unless ``trainable`` (all of it, if it is a list)."""
+    """Take the parameters of ``module`` out of training unless ``trainable`` (all of it, if it is a
+    list).
+    """
     wanted = trainable if isinstance(trainable, bool) else all(trainable)
     module.requires_grad_(wanted)

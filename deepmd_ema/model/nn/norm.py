@@ -14,7 +14,8 @@ def eps_of(ln_eps: float | None) -> float:
 
 
 class LayerNorm(nn.Module):
-    """``y = (x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension (Ba et al., arXiv:1607.06450).
+    """``y = (x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension (Ba et al.,
+    arXiv:1607.06450).
 
     Args:
         width: numbers of the last dimension.
@@ -37,7 +38,8 @@ class LayerNorm(nn.Module):
 def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Return the same as ``torch.nn.functional.layer_norm``, with all derivatives.
 
-    That takes mean and variance as constants in its third derivative, without an error (torch 2.13).
+    That takes mean and variance as constants in its third derivative, without an error (torch
+    2.13).
     """
     centred = x - x.mean(-1, keepdim=True)  # torch.var_mean warns of inputs without rows
     return centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + bias

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class TypeEmbedding(nn.Module):
-    """One dense layer of the one-hot vector of an element (DPA-1, Zhang et al., arXiv:2208.08236, eq. 7).
+    """One dense layer of the one-hot vector of an element (DPA-1, Zhang et al., arXiv:2208.08236,
+    eq. 7).
 
-    With ``use_econf_tebd`` it is a layer of the occupied one-electron states of the element, 1 or -1 over the root of
-    their number. Elements then have names: ``name_elements`` must be called.
+    With ``use_econf_tebd`` it is a layer of the occupied one-electron states of the element, 1 or
+    -1 over the root of their number. Elements then have names: ``name_elements`` must be called.
 
     Args:
         options: of the section ``model.descriptor``.
@@ -67,7 +68,8 @@ class TypeEmbedding(nn.Module):
 
 
 def pick(table: Tensor, index: Tensor) -> Tensor:
-    """Return ``table[index]`` (..., C) by a product: its derivative adds in a fixed order, on any device.
+    """Return ``table[index]`` (..., C) by a product: its derivative adds in a fixed order, on any
+    device.
 
     A ``table`` (..., T, C) of more dimensions is picked from with an ``index`` (..., K).
     """

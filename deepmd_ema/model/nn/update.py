@@ -12,14 +12,16 @@ from deepmd_ema.utils import seed_for
 
 
 class Update(nn.Module):
-    """``u + sum_k r_k u_k``, ``u + sum_k u_k / sqrt(n)`` or ``(u + sum_k u_k) / sqrt(n + 1)`` for n updates ``u_k``.
+    """``u + sum_k r_k u_k``, ``u + sum_k u_k / sqrt(n)`` or ``(u + sum_k u_k) / sqrt(n + 1)`` for n
+    updates ``u_k``.
 
     Args:
         width: of the features and the updates.
         num_updates: n.
-        options: a section with ``update_style``, which is ``res_residual`` with trained vectors ``r_k``, ``res_incr``
-            or ``res_avg``, in the order above; ``update_residual``, the size of the ``r_k`` at the start; and
-            ``update_residual_init``, ``const`` (all have this size) or ``norm`` (random, of this spread).
+        options: a section with ``update_style``, which is ``res_residual`` with trained vectors
+            ``r_k``, ``res_incr`` or ``res_avg``, in the order above; ``update_residual``, the size
+            of the ``r_k`` at the start; and ``update_residual_init``, ``const`` (all have this
+            size) or ``norm`` (random, of this spread).
         dtype: precision of the ``r_k``.
         seed: of the ``r_k``.
     """
@@ -39,14 +41,16 @@ class Update(nn.Module):
         self.factors = nn.ParameterList()
         for k in range(num_updates if style == "res_residual" else 0):
             generator = torch.Generator().manual_seed(seed_for("update", seed, k))
-            # drawn in float64 whatever the precision, so that both precisions start from the same numbers
+            # drawn in float64 whatever the precision, so that both precisions start from the same
+            # numbers
             drawn = torch.randn(width, dtype=torch.float64, generator=generator)
             self.factors.append((size * (drawn if is_random else torch.ones_like(drawn))).to(dtype))
 
     def forward(self, features: Tensor, updates: Sequence[Tensor]) -> Tensor:
         """Return the updated features (..., width)."""
         if len(self.factors) and features.dim() == 2:
-            # the few numbers of atoms in as few operations as one update; those of pairs would be copied for it
+            # the few numbers of atoms in as few operations as one update; those of pairs would be
+            # copied for it
             scaled = torch.stack(list(updates), 1) * torch.stack(
                 [self.factors[k] for k in range(len(updates))]
             )
@@ -60,7 +64,9 @@ class Update(nn.Module):
         return features if self.scale == 1 else features * self.scale
 
     def each_factor(self, like: Tensor) -> list[Tensor]:
-        """Return the ``r_k``, or their equal number as tensors without dimensions, of the kind of ``like``."""
+        """Return the ``r_k``, or their equal number as tensors without dimensions, of the kind of
+        ``like``.
+        """
         if len(self.factors):
             return list(self.factors)
         return [like.new_full((), self.factor)] * self.num_updates

@@ -1,4 +1,6 @@
-"""Layers of attention among the neighbors of an atom, in plain torch (DPA-1), and softmax over neighbors."""
+"""Layers of attention among the neighbors of an atom, in plain torch (DPA-1), and softmax over
+neighbors.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from deepmd_ema.model.nn.norm import normalised
 
 # A atoms, K neighbor slots, M channels of a pair, C columns of the rows
 
-LOGIT_SHIFT = 20.0  # a neighbor at the cutoff has the logit of an empty slot, -20, in smooth attention; as DeePMD-kit
+# a neighbor at the cutoff has the logit of an empty slot, -20, in smooth attention; as DeePMD-kit
+LOGIT_SHIFT = 20.0
 EPS = 1e-12  # shorter rows are divided by this number; as torch.nn.functional.normalize
 
 
@@ -25,7 +28,8 @@ class AttentionOptions:
         gated: whether weights are multiplied by the cosines of the angles between neighbors.
         unit: whether queries, keys and values have the length 1.
         scaling: factor of the product of query and key.
-        shift: added to logits before they are multiplied by the switch; None where they are not, which is not smooth.
+        shift: added to logits before they are multiplied by the switch; None where they are not,
+            which is not smooth.
         eps: of the layer norm.
     """
 
@@ -74,7 +78,8 @@ def attended_moments(
         flat = torch.addmm(weights.in_bias, pairs.flatten(0, -2), weights.in_weight)
         projected = flat.view(*pairs.shape[:-1], len(weights.in_bias)).unflatten(-1, (3, -1))
         if options.unit:
-            # as torch.nn.functional.normalize, but of rows about as short as EPS, in fewer operations
+            # as torch.nn.functional.normalize, but of rows about as short as EPS, in fewer
+            # operations
             projected = projected * (projected.square().sum(-1, keepdim=True) + EPS**2).rsqrt()
         query, key, value = projected.unbind(-2)
         logits = torch.bmm(query * options.scaling, key.transpose(1, 2))
@@ -98,12 +103,16 @@ def attended_moments(
 
 
 def softmax_with_absent(logits: Tensor, num_slots: int) -> Tensor:
-    """Return the softmax of ``logits`` (..., K) among ``num_slots`` of which those beyond K are empty, at -20."""
+    """Return the softmax of ``logits`` (..., K) among ``num_slots`` of which those beyond K are
+    empty, at -20.
+    """
     absent = torch.full_like(logits[..., :1], num_slots - logits.shape[-1]).log() - LOGIT_SHIFT
     return torch.cat([logits, absent], -1).softmax(-1)[..., :-1]
 
 
 def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
-    """Return the softmax of ``logits`` (..., K) where ``mask`` is true; equal numbers where it is nowhere true."""
+    """Return the softmax of ``logits`` (..., K) where ``mask`` is true; equal numbers where it is
+    nowhere true.
+    """
     # finite, so that a row of empty slots has no nan
     return logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1)

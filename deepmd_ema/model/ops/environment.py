@@ -26,19 +26,24 @@ def switch_and_derivative(distance: Tensor, rcut: float, rcut_smth: float) -> tu
 def exponential_switch_and_derivative(
     distance: Tensor, rcut: float, rcut_smth: float
 ) -> tuple[Tensor, Tensor]:
-    """Return w(r) and dw/dr (1/angstrom) of ``w = exp(-exp(20 (r - s) / s))``, s = ``rcut_smth``, at most at ``rcut``.
+    """Return w(r) and dw/dr (1/angstrom) of ``w = exp(-exp(20 (r - s) / s))``, s = ``rcut_smth``,
+    at most at ``rcut``.
 
-    It is about 1 below 0.8 s and constant beyond ``rcut``, small but not zero (DPA-3, arXiv:2506.01686).
+    It is about 1 below 0.8 s and constant beyond ``rcut``, small but not zero (DPA-3,
+    arXiv:2506.01686).
     """
     exponent = (distance.clamp(max=rcut) - rcut_smth) * (20 / rcut_smth)
-    # from 7 on it is zero in float64; larger exponents would give 0 times infinity in the derivative
+    # from 7 on it is zero in float64; larger exponents would give 0 times infinity in the
+    # derivative
     growth = exponent.clamp(max=10).exp()
     weight = (-growth).exp()
     return weight, torch.where(distance < rcut, growth * weight * (-20 / rcut_smth), 0)
 
 
 class Radial(NamedTuple):
-    """The length of vectors and the switch of it, which several functions of the vectors take; all (A, K)."""
+    """The length of vectors and the switch of it, which several functions of the vectors take; all
+    (A, K).
+    """
 
     distance: Tensor  # angstrom
     weight: Tensor
@@ -54,7 +59,9 @@ class Radial(NamedTuple):
 def switch_and_vjp(
     vector: Tensor, mask: Tensor, radial: Radial
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return w (A, K) of vectors (A, K, 3), 0 outside of ``mask`` (A, K), and its vector-Jacobian product."""
+    """Return w (A, K) of vectors (A, K, 3), 0 outside of ``mask`` (A, K), and its vector-Jacobian
+    product.
+    """
     along = torch.where(mask, radial.dweight / radial.distance, 0)[..., None] * vector
     return torch.where(mask, radial.weight, 0), lambda grad: grad.double()[..., None] * along
 
@@ -62,7 +69,9 @@ def switch_and_vjp(
 def directions_and_vjp(
     vector: Tensor, mask: Tensor, distance: Tensor, rcut: float
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return unit vectors (A, K, 3), 0 outside of ``mask`` (A, K) and of ``rcut``, and the vjp of them."""
+    """Return unit vectors (A, K, 3), 0 outside of ``mask`` (A, K) and of ``rcut``, and the vjp of
+    them.
+    """
     inverse = torch.where(mask & (distance < rcut), 1 / distance, 0)[..., None]
     unit = vector * inverse
 

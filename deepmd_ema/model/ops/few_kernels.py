@@ -1,4 +1,5 @@
-"""Functions whose first and second derivatives are written out in few passes, where autograd takes many.
+"""Functions whose first and second derivatives are written out in few passes, where autograd takes
+many.
 
 There is no third derivative, which Hessians in a loss need: these are made of the reference.
 """
@@ -20,8 +21,8 @@ class Rule(NamedTuple):
     Attributes:
         value: of (x, option).
         vjp: of (x, option, gradient by the value), the gradient by x.
-        vjp_of_vjp: of (x, option, gradient by the value, gradient by that of x), those by the last two but one: x and
-            the gradient by the value.
+        vjp_of_vjp: of (x, option, gradient by the value, gradient by that of x), those by the last
+            two but one: x and the gradient by the value.
     """
 
     value: Callable[[Tensor, Any], Tensor]
@@ -69,8 +70,8 @@ class _Vjp(torch.autograd.Function):
 
 
 def _silu_vjp_of_vjp(z: Tensor, _: None, grad: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
-    # with s = sigmoid(z): silu'' = s (1 - s) (2 + z (1 - 2 s)). s is made again: to keep it would take as much memory
-    # as z, for every layer
+    # with s = sigmoid(z): silu'' = s (1 - s) (2 + z (1 - 2 s)). s is made again: to keep it would
+    # take as much memory as z, for every layer
     s = torch.sigmoid(z)
     second = torch.addcmul(s, s, s, value=-1) * (torch.addcmul(z, z, s, value=-2) + 2)
     return second * grad * change, torch.ops.aten.silu_backward(change, z)
@@ -113,12 +114,16 @@ def symmetrized(features: Tensor, vectors: Tensor, num_axis: int) -> Tensor:
 
 
 def _normal(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``n = (x - mean) r`` over the last dimension, the mean and ``r = (variance + eps)^-1/2``."""
+    """Return ``n = (x - mean) r`` over the last dimension, the mean and ``r = (variance +
+    eps)^-1/2``.
+    """
     return torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
 
 
 def _by_normal(x: Tensor, eps: float, *grads: Tensor) -> list[Tensor]:
-    """Return ``L(g) = r (g - mean(g) - n mean(g n))`` of each g, the gradient by x from that by n; L is symmetric."""
+    """Return ``L(g) = r (g - mean(g) - n mean(g n))`` of each g, the gradient by x from that by n;
+    L is symmetric.
+    """
     _, *statistics = _normal(x, eps)
     backward = torch.ops.aten.native_layer_norm_backward
     return [

@@ -1,13 +1,15 @@
-"""Maps between atoms and pairs whose sums have a fixed order: no device adds atomically, so a restart is bitwise.
+"""Maps between atoms and pairs whose sums have a fixed order: no device adds atomically, so a
+restart is bitwise.
 
-``neighbor`` names the atom in every slot, ``reverse`` the slots in which an atom is a neighbor. With both, the
-two maps are each other's adjoint, so that on a GPU either one, its gradient and the gradient of that only read::
+``neighbor`` names the atom in every slot, ``reverse`` the slots in which an atom is a neighbor.
+With both, the two maps are each other's adjoint, so that on a GPU either one, its gradient and the
+gradient of that only read::
 
     gather_neighbors(node)[i, k] = node[neighbor[i, k]], 0 where there is none
     sum_over_reverse(pair)[j]    = sum of pair[i, k] over the slots (i, k) that hold j
 
-Both take ``(values, neighbor, reverse)`` of a `deepmd_ema.batch.Neighborhood`. Sums from pairs to their own centres are
-plain sums over the dimension of the slots.
+Both take ``(values, neighbor, reverse)`` of a `deepmd_ema.batch.Neighborhood`. Sums from pairs to
+their own centres are plain sums over the dimension of the slots.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ def gather_neighbors(node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
     """Return (A, K, C) from (A, C)."""
     if _adds_in_order(node) or not reverse.shape[1]:
         return _rows(node, neighbor)
-    # written into the slots instead of read from the atoms: autograd derives a sum over `reverse` from that, while the
-    # derivative of node[neighbor] would add atomically. Slots that no atom writes keep 0; the last row is thrown away
+    # written into the slots instead of read from the atoms: autograd derives a sum over `reverse`
+    # from that, while the derivative of node[neighbor] would add atomically. Slots that no atom
+    # writes keep 0; the last row is thrown away
     out = node.new_zeros(neighbor.numel() + 1, node.shape[1])
     out = out.index_put((reverse,), node.unsqueeze(1).expand(*reverse.shape, -1))
     return out[:-1].view(*neighbor.shape, node.shape[1])
@@ -44,6 +47,8 @@ def _adds_in_order(x: Tensor) -> bool:
 
 
 def _rows(table: Tensor, index: Tensor) -> Tensor:
-    """Return ``table[index]``, zeros where the index is one past the end (index_select is 3 times faster than [])."""
+    """Return ``table[index]``, zeros where the index is one past the end (index_select is 3 times
+    faster than []).
+    """
     padded = torch.cat([table, table.new_zeros(1, table.shape[1])])
     return padded.index_select(0, index.flatten()).view(*index.shape, table.shape[1])

@@ -18,12 +18,14 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class Operations(NamedTuple):
-    """The operations of which there may be several versions; their signatures are those of the reference.
+    """The operations of which there may be several versions; their signatures are those of the
+    reference.
 
     Attributes:
-        is_for_cpu: whether operations work in place, in portions, and may read numbers, for which a GPU would wait.
-            Those of the reference can be traced, and differentiated any number of times by anything; those of other
-            sets need eager mode, and their gradients can be differentiated by the parameters alone.
+        is_for_cpu: whether operations work in place, in portions, and may read numbers, for which a
+            GPU would wait. Those of the reference can be traced, and differentiated any number of
+            times by anything; those of other sets need eager mode, and their gradients can be
+            differentiated by the parameters alone.
     """
 
     activated: Callable[..., Tensor] = reference.activated
@@ -73,7 +75,8 @@ def use_operations(module: nn.Module, operations: Operations) -> None:
 
 
 def with_operations(module: ModuleT, operations: Operations) -> ModuleT:
-    """Return a module with another set of operations and the same parameters, buffers and other attributes.
+    """Return a module with another set of operations and the same parameters, buffers and other
+    attributes.
 
     It is for one evaluation: attributes that are set later on the given module are not seen.
     """

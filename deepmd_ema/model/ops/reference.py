@@ -1,7 +1,7 @@
 """The reference operations of descriptors, in plain torch, and derivatives by ``torch.func``.
 
-Every function here returns new tensors. This is the code that is compiled, exported, differentiated by ``torch.func``
-or twice. :mod:`deepmd_ema.model.ops.cpu` has what is faster in eager mode
+Every function here returns new tensors. This is the code that is compiled, exported, differentiated
+by ``torch.func`` or twice. :mod:`deepmd_ema.model.ops.cpu` has what is faster in eager mode
 on a CPU or a GPU, and :mod:`deepmd_ema.model.ops.operations` selects.
 """
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Moments:
-    """``sum_k rows[k, c] G(s_k)`` over the neighbors of each atom, s = rows[..., 0], and its vector-Jacobian product.
+    """``sum_k rows[k, c] G(s_k)`` over the neighbors of each atom, s = rows[..., 0], and its
+    vector-Jacobian product.
 
     Attributes:
         rows: (A, K, 4) normalised environment matrix in the precision of the net, a constant.
@@ -39,7 +40,9 @@ class Moments:
     jet: Tensor
 
     def vjp(self, grad_moments: Tensor) -> Tensor:
-        """Return the gradient with respect to the rows (A, K, 4), also through s, from that of the moments."""
+        """Return the gradient with respect to the rows (A, K, 4), also through s, from that of the
+        moments.
+        """
         both = torch.bmm(self.jet.flatten(1, 2), grad_moments.transpose(1, 2)).view(
             *self.jet.shape[:3], 4
         )
@@ -54,7 +57,8 @@ def activated(z: Tensor, function: Activation) -> Tensor:
 
 def moments(rows: Tensor, net: Network) -> Moments:
     """Return the moments of a net of one number; ``rows`` are (A, K, 4)."""
-    # atoms and slots stay two dimensions: inductor cannot lower a view that splits a product of two symbolic sizes
+    # atoms and slots stay two dimensions: inductor cannot lower a view that splits a product of two
+    # symbolic sizes
     jet = torch.stack(net.value_and_derivative(rows[..., :1].contiguous()), 1)
     return Moments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
 
@@ -83,7 +87,8 @@ def values_and_gradients(
 def triple_sums_and_vjp(
     products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
-    """Return ``sum_jk c_jk G(c_jk, E_j, E_k)`` (A, M), and a function from its gradient to that by ``products``.
+    """Return ``sum_jk c_jk G(c_jk, E_j, E_k)`` (A, M), and a function from its gradient to that by
+    ``products``.
 
     Args:
         products: (A, K, K), the c; 0 where there is no neighbor.
@@ -108,7 +113,8 @@ def triple_sums_and_vjp(
 def vjp_of(
     function: Callable[..., Tensor], *inputs: Tensor
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
-    """Return ``function(*inputs)`` and its vector-Jacobian product, an ordinary function of the parameters.
+    """Return ``function(*inputs)`` and its vector-Jacobian product, an ordinary function of the
+    parameters.
 
     Args:
         function: of operations that ``torch.func`` knows.
@@ -118,7 +124,9 @@ def vjp_of(
 
 
 def with_vjp(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Vjp]:
-    """Return ``function(x)`` and its vector-Jacobian product, as from the vectors of a batch to features."""
+    """Return ``function(x)`` and its vector-Jacobian product, as from the vectors of a batch to
+    features.
+    """
     value, vjp = vjp_of(function, x)
     return value, lambda grad_features: vjp(grad_features)[0]
 
@@ -139,7 +147,8 @@ def axis_features_vjp(grad: Tensor, moments: Tensor, axis: int) -> Tensor:
 def symmetrized(features: Tensor, vectors: Tensor, num_axis: int) -> Tensor:
     """Return ``M[:, :X]^T M`` as (A, X C) with the moments ``M = sum_k h_k g_k^T`` (A, 3, C).
 
-    The terms ``grrg`` and ``drrd`` of DPA-2, Zhang et al., arXiv:2312.15492, which are divided by 3 there.
+    The terms ``grrg`` and ``drrd`` of DPA-2, Zhang et al., arXiv:2312.15492, which are divided by 3
+    there.
 
     Args:
         features: (A, K, C) g, zero where there is no neighbor.

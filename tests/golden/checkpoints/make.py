@@ -1,6 +1,7 @@
 """Keep files of this version, so that later ones are tested to load them and to continue from them.
 
-usage: python make.py NAME      (writes a folder of that name beside this file: a version, or the commit)
+usage: python make.py NAME      (writes a folder of that name beside this file: a version, or the
+commit)
 """
 
 import json
@@ -24,7 +25,9 @@ BANK = [
 
 
 def main(name):
-    """Train four steps on toy data, keep the files with what they predict, and the weights two steps later."""
+    """Train four steps on toy data, keep the files with what they predict, and the weights two
+    steps later.
+    """
     from helpers import tiny_input, toy_frame, write_system
 
     import deepmd_ema

@@ -21,8 +21,8 @@ from deepmd_ema.utils import seed_for
 if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa2.section import RepformerConfig
 
-# A atoms, K neighbor slots (J and K of two neighbors), S slots up to sel, M reverse slots, C channels of an atom, G of
-# a pair, X axis channels, D hidden width of a head, H heads
+# A atoms, K neighbor slots (J and K of two neighbors), S slots up to sel, M reverse slots, C
+# channels of an atom, G of a pair, X axis channels, D hidden width of a head, H heads
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Surroundings:
         weight: (A, K) of a neighbor in sums: the switch if smooth, else 1; 0 where there is none.
         smooth: whether the weight is the switch.
         num_slots: S, which counts in softmax.
-        per_neighbor: what sums over neighbors are multiplied by: one over their number, a number or (A, 1).
+        per_neighbor: what sums over neighbors are multiplied by: one over their number, a number or
+            (A, 1).
         per_moment: the same for moments, a number or (A, 1, 1).
     """
 
@@ -50,7 +51,9 @@ class Surroundings:
     per_moment: Tensor | float
 
     def gather(self, node: Tensor) -> Tensor:
-        """Return the features of the neighbors (A, K, C), 0 where there is none, from those of the atoms (A, C)."""
+        """Return the features of the neighbors (A, K, C), 0 where there is none, from those of the
+        atoms (A, C).
+        """
         return gather_neighbors(node, self.neighbor, self.reverse)
 
 
@@ -60,10 +63,10 @@ LayerVjp = Callable[[Tensor, "Tensor | None"], tuple[Tensor, Tensor, Tensor, Ten
 class RepformerLayer(UsesOperations):
     """A layer of the repformer (DPA-2, Zhang et al., arXiv:2312.15492, section "repformer").
 
-    Atoms take the convolution ``sum_k (W g_k) f_k``, scalar products of the moments of the channels g of their pairs
-    (``grrg``) and of the features f of their neighbors (``drrd``), and attention to neighbors. Pairs take a layer of
-    their channels, the product of the features of both atoms, and attention among the pairs of an atom, which also
-    changes their vectors. Each is an option.
+    Atoms take the convolution ``sum_k (W g_k) f_k``, scalar products of the moments of the channels
+    g of their pairs (``grrg``) and of the features f of their neighbors (``drrd``), and attention
+    to neighbors. Pairs take a layer of their channels, the product of the features of both atoms,
+    and attention among the pairs of an atom, which also changes their vectors. Each is an option.
 
     Args:
         options: the section ``repformer``.
@@ -122,7 +125,9 @@ class RepformerLayer(UsesOperations):
     def forward(
         self, node: Tensor, pair: Tensor, vectors: Tensor, around: Surroundings
     ) -> tuple[Tensor, ...]:
-        """Return the features of atoms (A, C), the channels (A, K, G) and the vectors (A, K, 3) of pairs, changed."""
+        """Return the features of atoms (A, C), the channels (A, K, G) and the vectors (A, K, 3) of
+        pairs, changed.
+        """
         options, weight = self.options, around.weight[..., None]
         gathers = options.update_g1_has_conv or options.update_g1_has_drrd
         needed = gathers or (not self.last and options.update_g2_has_g1g1)
@@ -187,18 +192,22 @@ class RepformerLayer(UsesOperations):
     def with_vjp(
         self, node: Tensor, pair: Tensor, sides: Tensor, around: Surroundings
     ) -> tuple[Tensor, Tensor, LayerVjp]:
-        """Return the features of atoms (A, C) and the channels of pairs (A, K, G), changed, and a function.
+        """Return the features of atoms (A, C) and the channels of pairs (A, K, G), changed, and a
+        function.
 
-        With n the features of an atom, g the channels, h the vector and w the weight of a pair, m the features of its
-        neighbor, ``Q = [w g, q w h / sqrt(3)]``, and p and q the factors of sums over neighbors and of moments::
+        With n the features of an atom, g the channels, h the vector and w the weight of a pair, m
+        the features of its neighbor, ``Q = [w g, q w h / sqrt(3)]``, and p and q the factors of
+        sums over neighbors and of moments::
 
             B = sum_k Q_k m_k^T = [O, D]        R = sum_k q w_k h_k g_k^T / sqrt(3)
             e = [R[:X]^T R, D[:X]^T D]          grrg and drrd
             n' = a (n + r_1 tanh(n W_1 + b_1) + r_2 p sum_g O_g C_g + r_3 tanh(e W_3 + b_3))
             g' = b (g + r_4 tanh(g W_4 + b_4))
 
-        The weight of a neighbor is applied to its few channels, not beside its many features. All are ordinary
-        operations: the layers take about half of those that autograd makes of them for a loss of forces.
+        The weight of a neighbor is applied to its few channels, not beside its many features. All
+        are ordinary
+        operations: the layers take about half of those that autograd makes of them for a loss of
+            forces.
 
         Args:
             node: n.
@@ -207,8 +216,8 @@ class RepformerLayer(UsesOperations):
             around: the neighbors.
 
         Returns:
-            n', g' and the function from the gradients by these (None: by g' it is 0) to those by n, g, w (A, K, 1) with
-            the sides fixed, and the sides (A, K, 3).
+            n', g' and the function from the gradients by these (None: by g' it is 0) to those by n,
+            g, w (A, K, 1) with the sides fixed, and the sides (A, K, 3).
         """
         weight, axis, width = around.weight[..., None], self.options.axis_neuron, pair.shape[2]
         assert self.node_mlp is not None
@@ -279,7 +288,9 @@ class RepformerLayer(UsesOperations):
 
 
 def _by_moments(moments: Tensor, columns: Tensor, by_products: Tensor) -> Tensor:
-    """Return the gradient by moments (A, 3, C), from that by the products (A, X, C) of the first X columns with all."""
+    """Return the gradient by moments (A, 3, C), from that by the products (A, X, C) of the first X
+    columns with all.
+    """
     whole = (columns.unsqueeze(3) * by_products.unsqueeze(1)).sum(2)
     by_columns = (moments.unsqueeze(2) * by_products.unsqueeze(1)).sum(3)
     first, rest = whole.split([by_products.shape[1], moments.shape[2] - by_products.shape[1]], 2)
@@ -296,7 +307,8 @@ def _times(x: Tensor, number: float) -> Tensor:
 
 
 class AtomAttention(nn.Module):
-    """An atom attends to its neighbors: ``sum_k softmax_k(q_i . k_k / sqrt(D)) v_k``, heads joined by a layer.
+    """An atom attends to its neighbors: ``sum_k softmax_k(q_i . k_k / sqrt(D)) v_k``, heads joined
+    by a layer.
 
     Args:
         options: the section ``repformer``.
@@ -321,7 +333,8 @@ class AtomAttention(nn.Module):
     def forward(self, node: Tensor, around: Surroundings) -> Tensor:
         """Return the update of ``node`` (A, C) by attention."""
         query = self.query(node).unflatten(-1, (self.hidden, self.num_heads))
-        # heads stand last, as in DeePMD-kit's files; a linear map of an atom is gathered, not computed for each pair
+        # heads stand last, as in DeePMD-kit's files; a linear map of an atom is gathered, not
+        # computed for each pair
         pairs = around.gather(self.key_value(node)).unflatten(
             -1, (self.hidden + self.width, self.num_heads)
         )
@@ -339,9 +352,9 @@ class AtomAttention(nn.Module):
 class PairAttention(nn.Module):
     """Pairs of an atom attend to each other, weighted by the scalar product of their vectors.
 
-    ``W_jk = softmax_k(q_j . k_k / sqrt(D) [h_j . h_k]) h_j . h_k / sqrt(3)``, the factor in brackets if gated. The
-    channels change by ``sum_k W_jk v_k``, normalised by the caller, the vectors by ``sum_k W_jk h_k``; heads are joined
-    by a layer.
+    ``W_jk = softmax_k(q_j . k_k / sqrt(D) [h_j . h_k]) h_j . h_k / sqrt(3)``, the factor in
+    brackets if gated. The channels change by ``sum_k W_jk v_k``, normalised by the caller, the
+    vectors by ``sum_k W_jk h_k``; heads are joined by a layer.
 
     Args:
         options: the section ``repformer``.
@@ -377,7 +390,9 @@ class PairAttention(nn.Module):
             self.vector_map = linear(num_heads, 1, dtype, seed_for("vector_map", seed), bias=False)
 
     def weights(self, pair: Tensor, vectors: Tensor, around: Surroundings) -> Tensor:
-        """Return W (A, H, J, K) from channels (A, K, G) and vectors (A, K, 3); 0 where either neighbor is none."""
+        """Return W (A, H, J, K) from channels (A, K, G) and vectors (A, K, 3); 0 where either
+        neighbor is none.
+        """
         query, key = (
             self.query_key(pair).unflatten(-1, (self.hidden, 2 * self.num_heads)).chunk(2, -1)
         )

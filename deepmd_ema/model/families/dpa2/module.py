@@ -1,4 +1,6 @@
-"""DPA-2: first features from the surroundings of an atom (repinit), then layers of messages (repformer)."""
+"""DPA-2: first features from the surroundings of an atom (repinit), then layers of messages
+(repformer).
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ COUNT_EPS = (
 class Repformer(EnvironmentMatrix, UsesOperations):
     """Layers that change features of atoms (A, C), beginning with ``act(features)``, and of pairs.
 
-    A pair begins with the channels ``act(s W + b)`` and its angular row as a vector, s its radial row; or with distance
-    and vector, both over the cutoff (``direct_dist``).
+    A pair begins with the channels ``act(s W + b)`` and its angular row as a vector, s its radial
+    row; or with distance and vector, both over the cutoff (``direct_dist``).
 
     Args:
         config: the section ``model.descriptor``, with numbers of neighbors.
@@ -67,9 +69,11 @@ class Repformer(EnvironmentMatrix, UsesOperations):
     def features_and_vjp(
         self, node: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-        """Return the features (A, C), and the function from their gradient to those by ``node`` and the vectors.
+        """Return the features (A, C), and the function from their gradient to those by ``node`` and
+        the vectors.
 
-        The gradient by vectors is (A, K, 3) float64. All are functions of the parameters and of ``node``.
+        The gradient by vectors is (A, K, 3) float64. All are functions of the parameters and of
+        ``node``.
 
         Args:
             node: (A, C) features.
@@ -90,7 +94,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
     def features_and_equivariants(
         self, node: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the features (A, C), and equivariant moments ``sum_k q w_k h_k g_k^T`` of pairs (A, G, 3)."""
+        """Return the features (A, C), and equivariant moments ``sum_k q w_k h_k g_k^T`` of pairs
+        (A, G, 3).
+        """
         rows, _, around = self._inputs(neighborhood, batch, dropped)
         node, pair, vectors = self._after_layers(node, rows, around)
         return node, torch.bmm(
@@ -100,7 +106,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
     def _inputs(
         self, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor], Surroundings]:
-        """Return the rows (A, K, 4), the function from gradients by these and by weights, and the neighbors."""
+        """Return the rows (A, K, 4), the function from gradients by these and by weights, and the
+        neighbors.
+        """
         mask, vector = (
             neighborhood.mask if dropped is None else neighborhood.mask & ~dropped,
             neighborhood.vector,
@@ -149,7 +157,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         return rows, vjp, around
 
     def _after_layers(self, node: Tensor, rows: Tensor, around: Surroundings) -> tuple[Tensor, ...]:
-        """Return features (A, C), channels (A, K, G) and vectors (A, K, 3) of pairs after all layers."""
+        """Return features (A, C), channels (A, K, G) and vectors (A, K, 3) of pairs after all
+        layers.
+        """
         pair, vectors = rows.split([1, 3], -1)
         node, pair = self.act(node), self.act(self.pair_embedding(pair))
         for layer in self.layers:
@@ -159,7 +169,8 @@ class Repformer(EnvironmentMatrix, UsesOperations):
     def _evaluated(
         self, node: Tensor, rows: Tensor, around: Surroundings
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        """Return the features (A, C) after all layers, and the function from their gradient to those by the inputs.
+        """Return the features (A, C) after all layers, and the function from their gradient to
+        those by the inputs.
 
         Args:
             node: (A, C) features.
@@ -167,7 +178,8 @@ class Repformer(EnvironmentMatrix, UsesOperations):
             around: the neighbors.
 
         Returns:
-            The features, and the function to the gradients by node, rows and the weights of neighbors.
+            The features, and the function to the gradients by node, rows and the weights of
+            neighbors.
         """
         options = self.options
 
@@ -185,9 +197,12 @@ class Repformer(EnvironmentMatrix, UsesOperations):
     def _written_out(
         self, node: Tensor, rows: Tensor, around: Surroundings
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        """Return the same of layers without attention, whose vector-Jacobian product is written out."""
+        """Return the same of layers without attention, whose vector-Jacobian product is written
+        out.
+        """
         if self.ops.is_for_cpu and around.reverse.numel():
-            # a part with a shorter cutoff has few of the slots of the list: those of none go last, and are cut off
+            # a part with a shorter cutoff has few of the slots of the list: those of none go last,
+            # and are cut off
             reverse = around.reverse.sort(1).values
             most = int((reverse < around.neighbor.numel()).any(0).sum())
             around = replace(around, reverse=reverse[:, : max(1, most)].contiguous())
@@ -224,8 +239,8 @@ class Repformer(EnvironmentMatrix, UsesOperations):
 class DPA2Descriptor(TypeEmbeddedDescriptor):
     """Features of an atom after messages between atoms (DPA-2, Zhang et al., arXiv:2312.15492).
 
-    ``D = repformer(W [repinit, angles] + W' E)``, E the type embedding, which may stand beside D, too. ``repinit`` is
-    the block of se_atten without attention, ``angles`` that of se_e3_tebd.
+    ``D = repformer(W [repinit, angles] + W' E)``, E the type embedding, which may stand beside D,
+    too. ``repinit`` is the block of se_atten without attention, ``angles`` that of se_e3_tebd.
 
     Args:
         config: the section ``model.descriptor``; numbers of neighbors must be numbers.
@@ -274,7 +289,8 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
         if not torch.compiler.is_compiling():
             return self._by_blocks(table, batch)
-        # a compiled graph leaks tensors of torch.func where the functions of blocks follow each other (torch 2.13)
+        # a compiled graph leaks tensors of torch.func where the functions of blocks follow each
+        # other (torch 2.13)
         return with_vjp(
             lambda vector: self._by_blocks(table, replace(batch, vector=vector))[0], batch.vector
         )
@@ -314,7 +330,9 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         )
 
     def _first(self, table: Tensor, batch: Batch) -> tuple[list[Tensor], Tensor, list[Vjp]]:
-        """Return the features of the first blocks, those of the repformer that are made of them, and their vjps."""
+        """Return the features of the first blocks, those of the repformer that are made of them,
+        and their vjps.
+        """
         first, vjps = [], []
         for block in (self.repinit, self.angles):
             if block is not None:

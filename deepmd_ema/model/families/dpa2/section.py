@@ -25,7 +25,9 @@ Block = TypeVar("Block", SeAttenConfig, SeE3TebdConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class RepinitConfig:
-    """First features of an atom: se_atten without attention, and angles between neighbors if wanted."""
+    """First features of an atom: se_atten without attention, and angles between neighbors if
+    wanted.
+    """
 
     rcut: float = common.cutoff_option(
         doc="Cutoff radius, the largest of this descriptor: above all others."
@@ -228,7 +230,9 @@ class RepformerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DPA2Config(TypeEmbeddedOptions, NeighborLists):
-    """Descriptor with messages between atoms and attention among pairs, for models of many systems (DPA-2)."""
+    """Descriptor with messages between atoms and attention among pairs, for models of many systems
+    (DPA-2).
+    """
 
     type: ClassVar[str] = "dpa2"
     has_equivariants: ClassVar[bool] = True
@@ -260,7 +264,8 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
         """Return the section with numbers of neighbors that are ``auto`` as numbers."""
         first, later, counted = self.repinit, self.repformer, super().with_neighbors(found)
         most, angles, nsel = (attrgetter(name)(counted) for name in self.sel_options)
-        # DeePMD-kit wants more neighbors where a part looks farther; small systems have the same number
+        # DeePMD-kit wants more neighbors where a part looks farther; small systems have the same
+        # number
         if first.use_three_body:
             if isinstance(later.nsel, str) and later.rcut >= first.three_body_rcut:
                 nsel = max(nsel, angles)
@@ -338,7 +343,9 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
 
 
 def _block(whole: DPA2Config, kind: type[Block], **changes: Any) -> Block:
-    """Return the options of ``repinit``, and those of the whole that its parts read, as a section ``kind``."""
+    """Return the options of ``repinit``, and those of the whole that its parts read, as a section
+    ``kind``.
+    """
     both = {f.name for f in fields(RepinitConfig)} & {f.name for f in fields(kind)}
     values = {name: getattr(whole.repinit, name) for name in both}
     values |= {

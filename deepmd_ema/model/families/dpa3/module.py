@@ -1,4 +1,6 @@
-"""DPA-3: layers of messages between nodes (atoms), edges (pairs of atoms) and angles (pairs of edges)."""
+"""DPA-3: layers of messages between nodes (atoms), edges (pairs of atoms) and angles (pairs of
+edges).
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa3.section import DPA3Config
     from deepmd_ema.model.interface import Vjp
 
-# A atoms, K edges of an atom, J edges with angles (the first ones, J <= K; 0 where no layer looks at angles), N numbers
-# of a node, E of an edge, G of an angle
+# A atoms, K edges of an atom, J edges with angles (the first ones, J <= K; 0 where no layer looks
+# at angles), N numbers of a node, E of an edge, G of an angle
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,11 @@ class Geometry:
     Attributes:
         neighbor: (A, K) as in a `deepmd_ema.batch.Neighborhood`.
         reverse: (A, M) as there.
-        weighted: (A, K, 3) angular rows of the environment matrix times the switch, over ``sqrt(3 e_norm)``; 0 where
-            there is no edge.
+        weighted: (A, K, 3) angular rows of the environment matrix times the switch, over ``sqrt(3
+            e_norm)``; 0 where there is no edge.
         edge_switch: (A, K) the switch of edges over e_norm; 0 where there is none.
-        angle_weight: (A, J, J) the product of both switches of an angle, over ``sqrt(a_norm)``; 0 where there is none.
+        angle_weight: (A, J, J) the product of both switches of an angle, over ``sqrt(a_norm)``; 0
+            where there is none.
         has_angles: (A, J) bool.
     """
 
@@ -57,17 +60,19 @@ class Geometry:
 
 
 class RepflowLayer(UsesOperations):
-    """``n_i``, ``e_ij`` and ``a_ijk`` after messages between them (DPA-3, Zhang et al., arXiv:2506.01686).
+    """``n_i``, ``e_ij`` and ``a_ijk`` after messages between them (DPA-3, Zhang et al.,
+    arXiv:2506.01686).
 
-    With ``w`` the switches, ``[,]`` for concatenation, sigma the activation function and f, g, ... linear maps::
+    With ``w`` the switches, ``[,]`` for concatenation, sigma the activation function and f, g, ...
+    linear maps::
 
-        n_i   <- sigma(f n_i),  sigma(g [sym(e_i), sym(n)]),  sum_j w_ij sigma(h [n_i, n_j, e_ij]) / e_norm
-        e_ij  <- sigma(p [n_i, n_j, e_ij]),  sigma(q sum_k w_ij w_ik sigma(r [a_ijk, n_i, e_ik, e_ij]) / sqrt(a_norm))
-        a_ijk <- sigma(s [a_ijk, n_i, e_ik, e_ij])
+        n_i   <- sigma(f n_i),  sigma(g [sym(e_i), sym(n)]),  sum_j w_ij sigma(h [n_i, n_j, e_ij]) /
+        e_norm e_ij  <- sigma(p [n_i, n_j, e_ij]),  sigma(q sum_k w_ij w_ik sigma(r [a_ijk, n_i,
+        e_ik, e_ij]) / sqrt(a_norm)) a_ijk <- sigma(s [a_ijk, n_i, e_ik, e_ij])
 
-    ``sym`` is `deepmd_ema.model.ops.reference.symmetrized` with the rows ``weighted``. Each linear map of a
-    concatenation is the sum of maps of its parts, which are evaluated where they live: on nodes, not on every edge of a
-    node.
+    ``sym`` is `deepmd_ema.model.ops.reference.symmetrized` with the rows ``weighted``. Each linear
+    map of a concatenation is the sum of maps of its parts, which are evaluated where they live: on
+    nodes, not on every edge of a node.
 
     Args:
         config: the section ``model.descriptor`` with numbers of neighbors.
@@ -76,7 +81,8 @@ class RepflowLayer(UsesOperations):
         seed: of the initial parameters.
 
     Attributes:
-        edges_matter: whether the edges after this layer have an effect; otherwise they are not updated.
+        edges_matter: whether the edges after this layer have an effect; otherwise they are not
+            updated.
         angles_matter: the same of the angles.
     """
 
@@ -128,7 +134,9 @@ class RepflowLayer(UsesOperations):
     def forward(
         self, node: Tensor, edge: Tensor, angle: Tensor, geometry: Geometry
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return nodes (A, N), edges (A, K, E) and angles (A, J, J, G) after the messages of this layer."""
+        """Return nodes (A, N), edges (A, K, E) and angles (A, J, J, G) after the messages of this
+        layer.
+        """
         neighbor, ends, of_edge = self._ends(node, geometry)
         widths = [self.node_edge.weight.shape[1], edge.shape[-1]]
         if self.options.sequential_update:
@@ -160,8 +168,9 @@ class RepflowLayer(UsesOperations):
         return self.ops.activated(z, self.activation)
 
     def _ends(self, node: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the nodes of the neighbors (A, K, N), and of the maps to nodes and to edges, one beside the other:
-        the sums over both ends of each edge (A, K, C), and the weights of the edge (E, C).
+        """Return the nodes of the neighbors (A, K, N), and of the maps to nodes and to edges, one
+        beside the other: the sums over both ends of each edge (A, K, C), and the weights of the
+        edge (E, C).
         """  # noqa: D205
         options = self.options
         weight, bias = _joined([self.node_edge] + [self.edge_self] * self.edges_matter)
@@ -174,7 +183,9 @@ class RepflowLayer(UsesOperations):
     def _updated_node(
         self, node: Tensor, neighbor: Tensor, edge: Tensor, message: Tensor, geometry: Geometry
     ) -> Tensor:
-        """Return the nodes (A, N) after their messages, of which those from edges (A, K, C) are given."""
+        """Return the nodes (A, N) after their messages, of which those from edges (A, K, C) are
+        given.
+        """
         options = self.options
         symmetric = [
             self.ops.symmetrized(x, geometry.weighted, options.axis_neuron)
@@ -191,7 +202,9 @@ class RepflowLayer(UsesOperations):
     def _seen_by_angles(
         self, node: Tensor, edge: Tensor, geometry: Geometry
     ) -> tuple[Tensor, Tensor]:
-        """Return the inputs of angles from nodes (A, n_angle_dim) and from edges (A, J, e_angle_dim)."""
+        """Return the inputs of angles from nodes (A, n_angle_dim) and from edges (A, J,
+        e_angle_dim).
+        """
         edge = edge[:, : geometry.has_angles.shape[1]]
         if self.compress_node is not None and self.compress_edge is not None:
             return self.compress_node(node), self.compress_edge(edge)
@@ -211,7 +224,9 @@ class RepflowLayer(UsesOperations):
         return found.split([layer.weight.shape[1] for layer in layers], -1)
 
     def _from_angles(self, message: Tensor, edge: Tensor, geometry: Geometry) -> Tensor:
-        """Return the messages to edges (A, K, E) from those of angles; ``edge`` is used for one without angles."""
+        """Return the messages to edges (A, K, E) from those of angles; ``edge`` is used for one
+        without angles.
+        """
         summed = torch.matmul(geometry.angle_weight[:, :, None], message).squeeze(2)
         absent = edge.shape[1] - summed.shape[1]
         summed = nn.functional.pad(summed, (0, 0, 0, absent))
@@ -230,15 +245,17 @@ def _joined(layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
     return torch.cat(weights, 1), torch.cat(biases)
 
 
-# A atoms, K edges of an atom, J edges with angles, T types, N numbers of a node, E of an edge, G of an angle
+# A atoms, K edges of an atom, J edges with angles, T types, N numbers of a node, E of an edge, G of
+# an angle
 
 
 class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
     """Nodes of a network of nodes, edges and angles (DPA-3, Zhang et al., arXiv:2506.01686).
 
-    Nodes and edges are the graph G(1) of its line graph series, edges and angles the graph G(2). Nodes begin with the
-    embeddings of their elements, edges with distances, angles with cosines; `RepflowLayer` updates them. Empty slots
-    have no effect but through the numbers that sums over neighbors are divided by, so a batch need not hold them.
+    Nodes and edges are the graph G(1) of its line graph series, edges and angles the graph G(2).
+    Nodes begin with the embeddings of their elements, edges with distances, angles with cosines;
+    `RepflowLayer` updates them. Empty slots have no effect but through the numbers that sums over
+    neighbors are divided by, so a batch need not hold them.
 
     Args:
         config: the section ``model.descriptor``; numbers of neighbors must be numbers.
@@ -340,7 +357,8 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         if not self.has_angles:
             idle += self.angle_embedding.parameters()
         if idle:
-            # times 0 before the sum: the gradients are then parts of one tensor, without a copy of each
+            # times 0 before the sum: the gradients are then parts of one tensor, without a copy of
+            # each
             node = node + (0 * torch.cat([p.flatten() for p in idle])).sum()
         return node, edge, geometry.weighted
 
@@ -350,12 +368,14 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         """Return the numbers of each edge that the layers see.
 
         Returns:
-            The numbers (A, K, 1 or 3) float64: what edges begin with, 3 weighted angular numbers and the switch as in
-            `Geometry`, 3 of the direction, the square root of the weight of an angle with itself; the function from
-            the gradients by these to that by the vectors (A, K, 3); the edges; and which of them have angles (A, J).
+            The numbers (A, K, 1 or 3) float64: what edges begin with, 3 weighted angular numbers
+            and the switch as in `Geometry`, 3 of the direction, the square root of the weight of an
+            angle with itself; the function from the gradients by these to that by the vectors (A,
+            K, 3); the edges; and which of them have angles (A, J).
         """
         flow, vector = self.flow, batch.vector
-        # as far as the list reaches: in a hybrid an exponential switch is small, but not zero, beyond the cutoff
+        # as far as the list reaches: in a hybrid an exponential switch is small, but not zero,
+        # beyond the cutoff
         neighborhood = batch.within()
         dropped = self.excluded(batch, neighborhood)
         mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
@@ -406,7 +426,8 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         def vjp(*grads: Tensor) -> Tensor:
             by_first, by_weighted, by_switch, by_direction, by_angle_switch = grads
             others = torch.cat([by_first, by_weighted, by_direction, by_angle_switch], -1)
-            # a part of a row of numbers would be multiplied, in the derivative, one atom at a time on a CPU
+            # a part of a row of numbers would be multiplied, in the derivative, one atom at a time
+            # on a CPU
             along = torch.addcmul((others * slopes).sum(-1, keepdim=True), by_switch, dedge_switch)
             by_vector = torch.addcmul(by_weighted * of_weighted, by_direction, of_direction)
             return torch.addcmul(by_vector, along, unit)

@@ -31,7 +31,9 @@ _width = Check(lambda v: 0 < v <= common.MAX_SIZE, f"a whole number from 1 to {c
 
 @dataclass(frozen=True, kw_only=True)
 class RepflowConfig:
-    """Layers that update features of atoms (nodes), of pairs (edges) and of pairs of neighbors (angles)."""
+    """Layers that update features of atoms (nodes), of pairs (edges) and of pairs of neighbors
+    (angles).
+    """
 
     without_effect: ClassVar[WithoutEffect] = {
         "optim_update": (True, "both values are the same function")

@@ -1,8 +1,9 @@
 """Blocks of DPA-4: messages between atoms, and networks of each atom, added to its coefficients.
 
-A message is a linear map in the frame of a pair (eSCN). In a frame whose z axis is the direction of a pair, a map that
-commutes with rotations is a map that commutes with rotations about z: one matrix for m = 0, and a pair of matrices,
-like a complex number, for each m > 0 (Passaro and Zitnick, arXiv:2302.03655).
+A message is a linear map in the frame of a pair (eSCN). In a frame whose z axis is the direction of
+a pair, a map that commutes with rotations is a map that commutes with rotations about z: one matrix
+for m = 0, and a pair of matrices, like a complex number, for each m > 0 (Passaro and Zitnick,
+arXiv:2302.03655).
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from deepmd_ema.model.nn.layers import module_list
 if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa4.section import DPA4Config
 
-# A atoms, S neighbor slots, E = A S pairs, L largest degree, D coefficients of an atom, R of a pair, F streams,
-# C channels of a stream, W = F C channels of all, G groups and H heads of attention
+# A atoms, S neighbor slots, E = A S pairs, L largest degree, D coefficients of an atom, R of a
+# pair, F streams, C channels of a stream, W = F C channels of all, G groups and H heads of
+# attention
 
 Z_BIAS = 0.5413  # softplus of it is 1
 
@@ -42,8 +44,9 @@ Z_BIAS = 0.5413  # softplus of it is 1
 class Convolution(nn.Module):
     """Messages to each atom (DPA-4, arXiv:2606.02419, section 3).
 
-    The coefficients of a neighbor are rotated into the frame of the pair, mixed by matrices that depend on the
-    distance, by linear maps and gates, rotated back, and summed with weights of attention.
+    The coefficients of a neighbor are rotated into the frame of the pair, mixed by matrices that
+    depend on the distance, by linear maps and gates, rotated back, and summed with weights of
+    attention.
 
     Args:
         config: the section ``model.descriptor``.
@@ -133,7 +136,9 @@ class Convolution(nn.Module):
         return found if self.radial_hidden_proj is None else self.radial_hidden_proj(found)
 
     def _summed(self, x: Tensor, edges: Edges) -> Tensor:
-        """Return (D, A, W), the weighted sums of what is mixed in the frames of pairs, from atoms (A, D, W)."""
+        """Return (D, A, W), the weighted sums of what is mixed in the frames of pairs, from atoms
+        (A, D, W).
+        """
         rows = self.frames.rows(edges)
         if self.radial_degree_mixer is None:
             found = edges.turned(rows, x) * self.frames.of_rows(self._radial(edges), 1)
@@ -155,7 +160,9 @@ class Convolution(nn.Module):
         return out.transpose(0, 1).contiguous() * self._enlarged
 
     def _scaled(self, x: Tensor, edges: Edges) -> Tensor:
-        """Return (D, A, W), the weighted sums of the neighbors' coefficients times their radial numbers."""
+        """Return (D, A, W), the weighted sums of the neighbors' coefficients times their radial
+        numbers.
+        """
         sent = edges.sent(x).flatten(0, 1)  # E, D, W
         sent = sent * by_degree(self._radial(edges), 1)
         if self.streams > 1:
@@ -175,7 +182,9 @@ class Convolution(nn.Module):
     def _times_own(
         self, product: GridNet, found: Tensor, x: Tensor, rows: Tensor, edges: Edges
     ) -> Tensor:
-        """Return the products of the coefficients of pairs (E, R, W) with those of the atom, in the frames."""
+        """Return the products of the coefficients of pairs (E, R, W) with those of the atom, in the
+        frames.
+        """
         num_atoms, slots = edges.neighbor.shape
         own = torch.bmm(rows.view(num_atoms, slots * rows.shape[1], rows.shape[2]), x).view(
             found.shape
@@ -192,7 +201,9 @@ class Convolution(nn.Module):
 
 
 def _times(values: Tensor, factors: Tensor) -> Tensor:
-    """Return values (N, rows, W) with the channels of all groups and heads times factors of these (N, G, H)."""
+    """Return values (N, rows, W) with the channels of all groups and heads times factors of these
+    (N, G, H).
+    """
     return (values.unflatten(-1, (*factors.shape[1:], -1)) * factors[:, None, ..., None]).flatten(2)
 
 
@@ -245,7 +256,8 @@ class Attention(nn.Module):
         of_radial = torch.block_diag(*self.adamw_attn_logit_w.unbind(1))  # W, G H
         bias = edges.radial.map((of_radial if project is None else project @ of_radial)[None])
         logits = products * (query.shape[-1] // self.heads) ** -0.5 + bias.view(products.shape)
-        # beside the neighbors there is a weight of nothing, so that all weights go to 0 with the envelope
+        # beside the neighbors there is a weight of nothing, so that all weights go to 0 with the
+        # envelope
         nothing = nn.functional.softplus(self.adamw_attn_z_bias_raw) + self.eps
         absent = (edges.weight == 0)[..., None, None]
         masked = logits.detach().masked_fill(absent, torch.finfo(logits.dtype).min)
@@ -323,7 +335,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """``x + norm(convolution(norm(x)))``, then ``x + norm(network(norm(x)))`` once or several times.
+    """``x + norm(convolution(norm(x)))``, then ``x + norm(network(norm(x)))`` once or several
+    times.
 
     Args:
         config: the section ``model.descriptor``.

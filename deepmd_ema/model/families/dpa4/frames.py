@@ -1,4 +1,5 @@
-"""Pairs of atoms and their frames: coefficients are mixed there between degrees, and by linear maps with gates between.
+"""Pairs of atoms and their frames: coefficients are mixed there between degrees, and by linear maps
+with gates between.
 
 The linear maps commute with rotations about the axis of the pair.
 """
@@ -28,8 +29,8 @@ from deepmd_ema.model.ops.gather import gather_neighbors
 if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa4.section import DPA4Config
 
-# A atoms, S neighbor slots, E = A S pairs, L largest degree, M largest order, D coefficients of an atom, R of a pair,
-# F streams, C channels of a stream, W = F C channels of all
+# A atoms, S neighbor slots, E = A S pairs, L largest degree, M largest order, D coefficients of an
+# atom, R of a pair, F streams, C channels of a stream, W = F C channels of all
 
 FOCUS_SMOOTHING = 0.02  # least weight of all streams together
 
@@ -38,8 +39,8 @@ FOCUS_SMOOTHING = 0.02  # least weight of all streams together
 class Radial:
     """Numbers of the distance and of both elements of a pair for each degree, (E, L + 1, C).
 
-    They are a linear map of ``hidden`` plus the embeddings of both elements, and only linear maps of them are used, so
-    that they are not computed themselves.
+    They are a linear map of ``hidden`` plus the embeddings of both elements, and only linear maps
+    of them are used, so that they are not computed themselves.
 
     Attributes:
         hidden: (E, H).
@@ -56,7 +57,9 @@ class Radial:
     neighbor: Tensor
 
     def map(self, weight: Tensor) -> Tensor:
-        """Return (E, O), the sum over degrees of products with ``weight`` (L' + 1, C, O), L' at most L."""
+        """Return (E, O), the sum over degrees of products with ``weight`` (L' + 1, C, O), L' at
+        most L.
+        """
         of_hidden = torch.einsum("hlc,lco->ho", self.last[:, : len(weight)], weight)
         of_type = self.table @ weight.sum(0)
         of_elements = (self.own @ of_type)[:, None] + self.neighbor @ of_type
@@ -77,7 +80,8 @@ class Edges:
         neighbor: (A, S) as in a `deepmd_ema.batch.Neighborhood`.
         reverse: (A, N) as there.
         place: (A, S) the flat place ``j * N + n`` of each slot in ``reverse``; ``A * N`` is none.
-        envelope: (A, S) goes to 0 at the cutoff with three derivatives; 0 where there is no neighbor.
+        envelope: (A, S) goes to 0 at the cutoff with three derivatives; 0 where there is no
+            neighbor.
         weight: (A, S) the envelope times the factor of all that a neighbor sends.
         scale: (A,) ``(sum envelope^2 + floor)^-1/2``.
         rotation: (E, 2 M + 1, D) of `rotations.FrameRotations`.
@@ -100,10 +104,13 @@ class Edges:
         )
 
     def turned(self, matrices: Tensor, x: Tensor) -> Tensor:
-        """Return (E, R, W), the products of the matrices of pairs (E, R, D) with those of neighbors (A, D, W)."""
+        """Return (E, R, W), the products of the matrices of pairs (E, R, D) with those of neighbors
+        (A, D, W).
+        """
         if not self.reverse.shape[1]:  # a batch made inside of an exported graph
             return torch.bmm(matrices, self.sent(x).flatten(0, 1))
-        # pairs of one neighbor together: one product of matrices for each atom, instead of a small one for each pair
+        # pairs of one neighbor together: one product of matrices for each atom, instead of a small
+        # one for each pair
         (num_atoms, most), (rows, columns), width = (
             self.reverse.shape,
             matrices.shape[1:],
@@ -120,7 +127,9 @@ class Edges:
 
 
 def pair_degrees(lmax: int, mmax: int) -> list[int]:
-    """Return the degrees of the R coefficients in a frame: those with m = 0, then for each m those of -m and of m."""
+    """Return the degrees of the R coefficients in a frame: those with m = 0, then for each m those
+    of -m and of m.
+    """
     return [
         degree
         for m in range(mmax + 1)
@@ -137,7 +146,8 @@ def pair_places(lmax: int, mmax: int) -> list[int]:
 class Frames(nn.Module):
     """Rotations of coefficients into the frames of pairs; without parameters.
 
-    In a frame, the coefficients of each |m| are together: those of -m, then those of m, by degree from m on.
+    In a frame, the coefficients of each |m| are together: those of -m, then those of m, by degree
+    from m on.
 
     Args:
         lmax: L.
@@ -153,7 +163,9 @@ class Frames(nn.Module):
         self._is_of_degree = nn.Buffer(is_of.to(dtype), persistent=False)
 
     def of_order(self, edges: Edges, m: int) -> Tensor:
-        """Return the elements of the Wigner matrices in the rows of -m and m, (E, 2, D), or (E, 1, D) of 0."""
+        """Return the elements of the Wigner matrices in the rows of -m and m, (E, 2, D), or (E, 1,
+        D) of 0.
+        """
         return edges.rotation[:, max(0, 2 * m - 1) : 2 * m + 1, : num_coefficients(self.lmax)]
 
     def rows(self, edges: Edges) -> Tensor:
@@ -172,12 +184,14 @@ class Frames(nn.Module):
 
 
 class RadialMixer(nn.Module):
-    """Matrices between the degrees, for each |m|, that follow from the distance and the elements of a pair.
+    """Matrices between the degrees, for each |m|, that follow from the distance and the elements of
+    a pair.
 
     Args:
         frames: of the pairs.
         channels: W.
-        mode: ``degree`` for one matrix for all channels, ``degree_channel`` for one for each channel.
+        mode: ``degree`` for one matrix for all channels, ``degree_channel`` for one for each
+            channel.
         rank: of the latter, as sums of products of a matrix and a vector of the channels; 0: any.
         source: of the initial parameters.
     """
@@ -208,7 +222,8 @@ class RadialMixer(nn.Module):
         flat = edges.radial.map(weight if project is None else project @ weight).unflatten(
             1, (-1, self.rank)
         )
-        # for each |m| (E, L + 1 - m, L + 1 - m, rank), from the degrees of a neighbor to those of the pair
+        # for each |m| (E, L + 1 - m, L + 1 - m, rank), from the degrees of a neighbor to those of
+        # the pair
         parts = flat.split([count**2 for count in self.counts], 1)
         kernels = [part.unflatten(1, (count, count)) for part, count in zip(parts, self.counts)]
         if self.is_full:
@@ -220,7 +235,8 @@ class RadialMixer(nn.Module):
                 for part, kernel in zip(turned, kernels)
             ]
             return torch.cat(found, 1)
-        # all channels share a matrix, or each of few: it is multiplied with the rotation, which has fewer numbers
+        # all channels share a matrix, or each of few: it is multiplied with the rotation, which has
+        # fewer numbers
         whole = torch.cat(
             [self._turning(kernel, m, edges) for m, kernel in enumerate(kernels)], 2
         )  # E, rank, R, D
@@ -232,7 +248,9 @@ class RadialMixer(nn.Module):
         return torch.stack(of_ranks).sum(0) if self.rank > 1 else of_ranks[0]
 
     def _turning(self, kernel: Tensor, m: int, edges: Edges) -> Tensor:
-        """Return (E, rank, 2 (L + 1 - m), D), matrices between degrees times the rotation into the frames."""
+        """Return (E, rank, 2 (L + 1 - m), D), matrices between degrees times the rotation into the
+        frames.
+        """
         columns = torch.cat(
             [
                 part.expand(-1, 2 * degree + 1, -1, -1)
@@ -279,7 +297,9 @@ class OrderLinear(nn.Module):
         self.bias0 = source.filled((streams * num_out,), 0.0) if bias else None
 
     def matrices(self) -> list[Tensor]:
-        """Return (F, I, O) for each order: of the coefficients of -m and of m together, where m is not 0."""
+        """Return (F, I, O) for each order: of the coefficients of -m and of m together, where m is
+        not 0.
+        """
         found = [self.weight_m0.unflatten(1, (self.streams, -1)).transpose(0, 1)]
         for weight in self.weight_m:
             u, v = weight.unflatten(1, (self.streams, -1)).transpose(0, 1).chunk(2, -1)
@@ -386,7 +406,9 @@ class Mixing(nn.Module):
         ).flatten(2)
 
     def _evaluated(self, x: Tensor, near: Tensor | None) -> Tensor:
-        """Return the coefficients (E, R, W) after all layers; ``near`` (F, E, C) is a factor of the first bias."""
+        """Return the coefficients (E, R, W) after all layers; ``near`` (F, E, C) is a factor of the
+        first bias.
+        """
         of_streams = x.unflatten(-1, (self.streams, -1)).movedim(2, 0)
         parts: Sequence[Tensor] = [part.flatten(2) for part in of_streams.split(self.sizes, 2)]
         layers = zip(self.so2_linears, self.so2_inter_norms, self.non_linearities)

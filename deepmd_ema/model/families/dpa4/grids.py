@@ -1,4 +1,6 @@
-"""Products of functions of directions or rotations, evaluated on grids where their coefficients are exact."""
+"""Products of functions of directions or rotations, evaluated on grids where their coefficients are
+exact.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from deepmd_ema.model.families.dpa4.layers import ALMOST_NONE, SMALL, Source, StreamLinear, swiglu
 from deepmd_ema.model.families.dpa4.rotations import degrees, rotation_grid, sphere_grid
 
-# J coefficients, K orders of frames (1 on a sphere), N atoms or pairs, F streams, C channels, G points, B branches
+# J coefficients, K orders of frames (1 on a sphere), N atoms or pairs, F streams, C channels, G
+# points, B branches
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class GridOptions:
     Attributes:
         lmax: largest degree.
         mmax: largest order of the coefficients.
-        kmax: largest order of the frames of functions of rotations; None for functions of directions.
+        kmax: largest order of the frames of functions of rotations; None for functions of
+            directions.
         places: numbers of the J coefficients among those of all degrees and orders.
         operation: ``glu``, ``mlp`` or ``branch``.
         branches: B.
@@ -91,7 +95,9 @@ class GridProduct(nn.Module):
             self.out_proj = StreamLinear(channels, channels, source.part("out"))
 
     def forward(self, left: Tensor, right: Tensor, scalars: Tensor) -> Tensor:
-        """Return (J K, N, F, C) from both functions (J K, N, F, C) and their scalars side by side (N, F, 2 C)."""
+        """Return (J K, N, F, C) from both functions (J K, N, F, C) and their scalars side by side
+        (N, F, 2 C).
+        """
         if self.operation == "glu":
             return self._product(left, right)
         if self.operation == "mlp" and not self.is_cross:
@@ -131,7 +137,8 @@ class DegreeMaps(nn.Module):
 
 
 class GridNet(nn.Module):
-    """The product of two functions, gated by their scalars, and a function of the scalars added to the scalar.
+    """The product of two functions, gated by their scalars, and a function of the scalars added to
+    the scalar.
 
     Args:
         channels: C.
@@ -139,8 +146,8 @@ class GridNet(nn.Module):
         source: of the initial parameters.
         streams: F.
         bias: whether the gate has one.
-        is_cross: whether both functions come from different places. They then have no frames: those are made of the
-            channels before, and go back into them afterwards.
+        is_cross: whether both functions come from different places. They then have no frames: those
+            are made of the channels before, and go back into them afterwards.
     """
 
     def __init__(
@@ -163,7 +170,9 @@ class GridNet(nn.Module):
             )
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return (J, N, F, K C) from two of that shape, or (J, N, F, C) if they come from different places."""
+        """Return (J, N, F, K C) from two of that shape, or (J, N, F, C) if they come from different
+        places.
+        """
         channels = left.shape[-1] // (1 if self.makes_frames else self.num_frames)
         scalars = torch.cat(
             [left[0, ..., :channels], right[0, ..., :channels]], -1

@@ -1,8 +1,9 @@
 """Layers of DPA-4 that act on coefficients of spherical harmonics degree by degree, and on scalars.
 
-Coefficients are the first dimension of a tensor, in the order of `deepmd_ema.model.families.dpa4.rotations`, so that
-those of one degree are a slice, and a layer is one product of matrices for each degree. Parameters have the names and
-shapes that they have in files of DeePMD-kit; optimizers choose by these names, too.
+Coefficients are the first dimension of a tensor, in the order of
+`deepmd_ema.model.families.dpa4.rotations`, so that those of one degree are a slice, and a layer is
+one product of matrices for each degree. Parameters have the names and shapes that they have in
+files of DeePMD-kit; optimizers choose by these names, too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from deepmd_ema.utils import seed_for
 if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa4.section import AllNeighborsSection
 
-# D coefficients of the degrees 0..L, N atoms or pairs (of functions: their number), F streams, C channels of each
+# D coefficients of the degrees 0..L, N atoms or pairs (of functions: their number), F streams, C
+# channels of each
 
 SMALL = 0.01  # spread of the first weights of gates and logits
 ALMOST_NONE = 1e-3  # first factor of what is added by layers that are to grow
@@ -54,7 +56,9 @@ class Source:
         return self._parameter((2 * drawn - 1) * bound)
 
     def truncated(self, name: str, shape: Sequence[int], factor: float = 1.0) -> nn.Parameter:
-        """Return matrices drawn with a spread of ``(rows + columns)^-1/2``, no number beyond three times of it."""
+        """Return matrices drawn with a spread of ``(rows + columns)^-1/2``, no number beyond three
+        times of it.
+        """
         spread = (shape[-2] + shape[-1]) ** -0.5
         drawn = nn.init.trunc_normal_(
             torch.empty(*shape, dtype=torch.float64), std=spread, a=-3 * spread, b=3 * spread,
@@ -249,7 +253,8 @@ class StreamLinear(nn.Module):
 
 
 class ScalarNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * scale`` over the channels of a stream (Zhang, Sennrich, arXiv:1910.07467).
+    """``x / sqrt(mean(x^2) + eps) * scale`` over the channels of a stream (Zhang, Sennrich,
+    arXiv:1910.07467).
 
     Args:
         shape: of the scale, ``(F, C)`` or ``(C,)``.
@@ -263,7 +268,9 @@ class ScalarNorm(nn.Module):
         self.adam_scale = source.filled(shape, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised values, of the shape of x, whose last dimensions are those of the scale."""
+        """Return the normalised values, of the shape of x, whose last dimensions are those of the
+        scale.
+        """
         return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.adam_scale
 
 
@@ -328,7 +335,8 @@ class OrderedNorm(nn.Module):
 
 
 class DegreeGate(nn.Module):
-    """Degree 0 through an activation function, the others times sigmoids of linear maps of degree 0.
+    """Degree 0 through an activation function, the others times sigmoids of linear maps of degree
+    0.
 
     Args:
         lmax: L.
@@ -350,7 +358,9 @@ class DegreeGate(nn.Module):
             )
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Return (D, N, C) from coefficients (D, N, C), gated by degree 0 of others, if there are some."""
+        """Return (D, N, C) from coefficients (D, N, C), gated by degree 0 of others, if there are
+        some.
+        """
         first = (
             self.activation.value(x[:1])
             if gate is None

@@ -47,7 +47,8 @@ RADIAL_NORM_EPS = 1e-7
 
 
 def cutoff_envelope(distance: Tensor, rcut: float, exponent: int) -> Tensor:
-    """Return ``(1 - x)^4 sum_(k < p) binom(k + 3, 3) x^k``, x = r / rcut, which is 0 from the cutoff on.
+    """Return ``(1 - x)^4 sum_(k < p) binom(k + 3, 3) x^k``, x = r / rcut, which is 0 from the
+    cutoff on.
 
     It is 1 at 0 with p - 1 derivatives of 0, and has three derivatives of 0 at the cutoff.
     """
@@ -126,7 +127,8 @@ class Activated(nn.Module):
 
 
 class RadialNetwork(nn.Module):
-    """Dense layers without biases, so that what vanishes at the cutoff is mapped to what vanishes there.
+    """Dense layers without biases, so that what vanishes at the cutoff is mapped to what vanishes
+    there.
 
     Args:
         config: the section ``model.descriptor``.
@@ -147,7 +149,9 @@ class RadialNetwork(nn.Module):
         self.net = module_list(modules)
 
     def forward(self, basis: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the last hidden layer (..., H) from (..., N), and the map after it (H, num_out)."""
+        """Return the numbers of the last hidden layer (..., H) from (..., N), and the map after it
+        (H, num_out).
+        """
         *hidden, last = self.net
         for module in hidden:
             basis = module(basis)
@@ -155,7 +159,8 @@ class RadialNetwork(nn.Module):
 
 
 class EnvironmentSeed(nn.Module):
-    """Scale and shift of the embedding of an atom by its surroundings, as Deep Potential descriptors see them.
+    """Scale and shift of the embedding of an atom by its surroundings, as Deep Potential
+    descriptors see them.
 
     Args:
         config: the section ``model.descriptor``.
@@ -204,7 +209,8 @@ class EnvironmentSeed(nn.Module):
         return out
 
 
-# A atoms, S neighbor slots, E = A S pairs, T types, D coefficients of an atom, C channels, N radial functions
+# A atoms, S neighbor slots, E = A S pairs, T types, D coefficients of an atom, C channels, N radial
+# functions
 
 LATEST_VERSION = 1.2
 SMOOTH_VERSION = 1.1  # from here on, few neighbors near the cutoff count as little as they should
@@ -215,8 +221,8 @@ FILM_STRENGTH = 0.01
 class DPA4Descriptor(EnvironmentDescriptor):
     """Scalars of atoms after messages of spherical harmonics (DPA-4, arXiv:2606.02419).
 
-    The rotation of each pair into its frame is free about the axis of the pair, and results do not depend on it, so it
-    need not be random in training.
+    The rotation of each pair into its frame is free about the axis of the pair, and results do not
+    depend on it, so it need not be random in training.
 
     Args:
         config: the section ``model.descriptor``.
@@ -224,7 +230,8 @@ class DPA4Descriptor(EnvironmentDescriptor):
         seed: of the initial parameters when the section has none.
 
     Attributes:
-        infers_in_bfloat16: whether blocks are computed in bfloat16 on GPUs in evaluation; ``use_amp`` is for training.
+        infers_in_bfloat16: whether blocks are computed in bfloat16 on GPUs in evaluation;
+            ``use_amp`` is for training.
     """
 
     mixed_types = True
@@ -274,7 +281,8 @@ class DPA4Descriptor(EnvironmentDescriptor):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert all tensors."""
         found = super()._apply(fn, recurse)
-        # of the same memory; torch.compile traces a model twice that has a scalar on the CPU as an input
+        # of the same memory; torch.compile traces a model twice that has a scalar on the CPU as an
+        # input
         self._version_vector = self.version_tensor.view(1)
         return found
 

@@ -1,7 +1,9 @@
-"""Rotations of spherical harmonics into the frames of pairs of atoms, and exact integrals of products of three of them.
+"""Rotations of spherical harmonics into the frames of pairs of atoms, and exact integrals of
+products of three of them.
 
-The coefficients of degree l stand in the order m = -l, ..., l, degree after degree: (l, m) is number l^2 + l + m. Their
-basis is that of DeePMD-kit: real harmonics, without the Condon-Shortley phase, of the vector (x, -y, -z).
+The coefficients of degree l stand in the order m = -l, ..., l, degree after degree: (l, m) is
+number l^2 + l + m. Their basis is that of DeePMD-kit: real harmonics, without the Condon-Shortley
+phase, of the vector (x, -y, -z).
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from numpy.polynomial import Legendre
 from numpy.polynomial.legendre import leggauss
 from torch import Tensor, nn
 
-# E pairs, D coefficients of all degrees, K orders -M..M in the sequence 0, -1, 1, -2, 2, ...; G rotations of a grid,
-# P monomials of degree 2 lmax of a quaternion
+# E pairs, D coefficients of all degrees, K orders -M..M in the sequence 0, -1, 1, -2, 2, ...; G
+# rotations of a grid, P monomials of degree 2 lmax of a quaternion
 
-_NEGLIGIBLE = 1e-11  # coefficients of polynomials are 0 or much larger; the least-squares fit leaves less than this
+# coefficients of polynomials are 0 or much larger; the least-squares fit leaves less than this
+_NEGLIGIBLE = 1e-11
 
 
 def num_coefficients(lmax: int) -> int:
@@ -38,10 +41,11 @@ def orders(mmax: int) -> list[int]:
 
 
 def quaternions(direction: Tensor) -> Tensor:
-    """Return (E, 4) unit quaternions w, x, y, z of rotations that turn each direction to the z axis.
+    """Return (E, 4) unit quaternions w, x, y, z of rotations that turn each direction to the z
+    axis.
 
-    The rest of the rotation, about z, is free: no result depends on it. It is chosen by half spaces so that no divisor
-    is small.
+    The rest of the rotation, about z, is free: no result depends on it. It is chosen by half spaces
+    so that no divisor is small.
 
     Args:
         direction: (E, 3) unit vectors.
@@ -59,8 +63,9 @@ def quaternions(direction: Tensor) -> Tensor:
 class FrameRotations(nn.Module):
     """Rows of the Wigner matrices that rotate coefficients, as polynomials of unit quaternions.
 
-    Only rows of the orders up to ``mmax`` are computed. The matrix of a degree is a polynomial of degree 2 l; with
-    ``|q| = 1`` all of them are polynomials of degree 2 lmax, so one product gives all.
+    Only rows of the orders up to ``mmax`` are computed. The matrix of a degree is a polynomial of
+    degree 2 l; with ``|q| = 1`` all of them are polynomials of degree 2 lmax, so one product gives
+    all.
 
     Args:
         lmax: largest degree.
@@ -88,7 +93,8 @@ class FrameRotations(nn.Module):
         self.register_buffer("_powers", powers, persistent=False)
 
     def forward(self, quaternion: Tensor) -> Tensor:
-        """Return (E, K, D): the element of the Wigner matrix in row (l, order) and column (l, m), 0 without that row.
+        """Return (E, K, D): the element of the Wigner matrix in row (l, order) and column (l, m), 0
+        without that row.
 
         Args:
             quaternion: (E, 4) unit quaternions.
@@ -105,9 +111,10 @@ class FrameRotations(nn.Module):
 def rotation_grid(lmax: int, kmax: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the matrices from coefficients of frames to values on a grid of rotations, and back.
 
-    The functions are the elements of the Wigner matrices in the rows of the orders up to ``kmax``. The grid, points of
-    Gauss and Legendre in one angle and even steps in the others, integrates products of three of them exactly, so the
-    product of two functions on the grid has the exact coefficients.
+    The functions are the elements of the Wigner matrices in the rows of the orders up to ``kmax``.
+    The grid, points of Gauss and Legendre in one angle and even steps in the others, integrates
+    products of three of them exactly, so the product of two functions on the grid has the exact
+    coefficients.
 
     Returns:
         (G, D K) and (D K, G).
@@ -141,8 +148,9 @@ def rotation_grid(lmax: int, kmax: int) -> tuple[np.ndarray, np.ndarray]:
 def sphere_grid(lmax: int, mmax: int, places: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the matrices from coefficients to values on a grid of directions, and back.
 
-    They are normalised as those of e3nn with ``component``, and coefficients of degrees of which only the orders up to
-    ``mmax`` are kept are enlarged. Products of two functions have the exact coefficients.
+    They are normalised as those of e3nn with ``component``, and coefficients of degrees of which
+    only the orders up to ``mmax`` are kept are enlarged. Products of two functions have the exact
+    coefficients.
 
     Args:
         lmax: largest degree.
@@ -171,15 +179,17 @@ def sphere_grid(lmax: int, mmax: int, places: Sequence[int]) -> tuple[np.ndarray
 
 
 def truncation_factors(lmax: int, mmax: int) -> np.ndarray:
-    """Return for each degree (lmax + 1) the factor that makes up for the orders beyond ``mmax`` that are left out."""
+    """Return for each degree (lmax + 1) the factor that makes up for the orders beyond ``mmax``
+    that are left out.
+    """
     return np.array(
         [math.sqrt(max(1.0, (2 * degree + 1) / (2 * mmax + 1))) for degree in range(lmax + 1)]
     )
 
 
 def real_harmonics(lmax: int, points: np.ndarray) -> np.ndarray:
-    """Return (N, D) real harmonics of unit vectors (N, 3), without Condon-Shortley phase; those of a degree squared
-    add up to 1.
+    """Return (N, D) real harmonics of unit vectors (N, 3), without Condon-Shortley phase; those of
+    a degree squared add up to 1.
     """  # noqa: D205
     x, y, z = points.T
     found = np.empty((len(points), num_coefficients(lmax)))
@@ -196,14 +206,18 @@ def real_harmonics(lmax: int, points: np.ndarray) -> np.ndarray:
 
 
 def monomials(degree: int) -> list[tuple[int, int, int, int]]:
-    """Return the exponents of all monomials of one degree of four variables; of degree 1, the variables in turn."""
+    """Return the exponents of all monomials of one degree of four variables; of degree 1, the
+    variables in turn.
+    """
     return [(a, b, c, degree - a - b - c) for a in range(degree, -1, -1) for b in range(degree - a, -1, -1)
             for c in range(degree - a - b, -1, -1)]  # fmt: skip
 
 
 @cache
 def _rotation_polynomials(lmax: int) -> np.ndarray:
-    """Return (P, D, D) the coefficients of the elements of the Wigner matrices, polynomials of a unit quaternion."""
+    """Return (P, D, D) the coefficients of the elements of the Wigner matrices, polynomials of a
+    unit quaternion.
+    """
     exponents = np.array(monomials(2 * lmax))
     random = np.random.default_rng(0)
     sample = random.normal(size=(2 * len(exponents) + 8, 4))
@@ -218,7 +232,9 @@ def _rotation_polynomials(lmax: int) -> np.ndarray:
 
 
 def _wigner_matrices(lmax: int, quaternion: np.ndarray) -> np.ndarray:
-    """Return (N, D, D) the Wigner matrices of unit quaternions (N, 4), by integrals ``int b_i(R r) b_j(r)``."""
+    """Return (N, D, D) the Wigner matrices of unit quaternions (N, 4), by integrals ``int b_i(R r)
+    b_j(r)``.
+    """
     points = int(2 * lmax + 1)
     z, weight = leggauss(lmax + 1)
     angle = 2 * math.pi / points * np.arange(points)

@@ -29,7 +29,9 @@ class DPA4Fitting(EnergyFitting):
         return GatedNetwork(config, self.num_inputs, self.dim_in, Source(seed, self.dtype))
 
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the outputs of the networks (A,) and their gradients with respect to the inputs (A, N)."""
+        """Return the outputs of the networks (A,) and their gradients with respect to the inputs
+        (A, N).
+        """
         parts = [inputs] if len(self.nets) == 1 else inputs.split(shares)
         found = [
             net.evaluate(own, self.case_embd) for net, own in zip(self.nets, parts, strict=True)
@@ -44,7 +46,8 @@ class DPA4Fitting(EnergyFitting):
 
 
 class GatedNetwork(nn.Module):
-    """Layers ``(x W + b) sigma(x V + c)`` (Shazeer, arXiv:2002.05202), then a linear map without bias.
+    """Layers ``(x W + b) sigma(x V + c)`` (Shazeer, arXiv:2002.05202), then a linear map without
+    bias.
 
     Args:
         config: the section ``model.fitting_net``.
@@ -74,7 +77,8 @@ class GatedNetwork(nn.Module):
 
     def evaluate(self, x: Tensor, case: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output (B,) and its gradient with respect to the inputs (B, N)."""
-        # not self(...): hooks of sharded networks would take the backward pass in here for that of the step
+        # not self(...): hooks of sharded networks would take the backward pass in here for that of
+        # the step
         value, gradient = with_vjp(lambda inputs: self.forward(inputs, case)[:, 0], x)
         return value, gradient(torch.ones_like(value))
 

@@ -41,7 +41,9 @@ class DPA4ModelConfig(NetworkConfig):
     )
 
     def __post_init__(self) -> None:
-        """Exclude pairs of types that the descriptor excludes from the whole model, as DeePMD-kit does."""
+        """Exclude pairs of types that the descriptor excludes from the whole model, as DeePMD-kit
+        does.
+        """
         if not self.pair_exclude_types:
             pairs = [list(pair) for pair in cast("DPA4Config", self.descriptor).exclude_types]
             object.__setattr__(self, "pair_exclude_types", pairs)

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa4c.section import DPA4CConfig
     from deepmd_ema.model.interface import Vjp
 
-# A atoms, K neighbor slots, T types, S of them of the neighbors in a batch, C channels, M with modes, Q harmonics
+# A atoms, K neighbor slots, T types, S of them of the neighbors in a batch, C channels, M with
+# modes, Q harmonics
 
 FLOOR = 0.25  # added to sums of envelopes before they are divided by
 NUM_MASSES = 2
@@ -79,7 +80,9 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        """Name of the sums over features, of which the weights are a part: the features depend on them."""
+        """Name of the sums over features, of which the weights are a part: the features depend on
+        them.
+        """
         text = hashlib.sha1(repr(self.section).encode(), usedforsecurity=False)
         for parameter in self.parameters():
             text.update(parameter.detach().cpu().numpy().tobytes())
@@ -87,16 +90,20 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
 
     @torch.no_grad()
     def measure(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Return counts, sums and sums of squares (G, 3) of the features but the embeddings of the elements."""
+        """Return counts, sums and sums of squares (G, 3) of the features but the embeddings of the
+        elements.
+        """
         features = self._invariants(batch)[0].double()
         count = torch.full_like(features[0], len(features))
         sums = torch.stack([count, features.sum(0), features.square().sum(0)], 1)
         return {self.sum_names[0]: sums.numpy()}
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
-        """Set means and scales, with which features are about as large as the embeddings of the elements.
+        """Set means and scales, with which features are about as large as the embeddings of the
+        elements.
 
-        A feature that is 0 in all data keeps its scale, as do sums of envelopes that are the same for all atoms.
+        A feature that is 0 in all data keeps its scale, as do sums of envelopes that are the same
+        for all atoms.
         """
         count, total, squares = sums[self.sum_names[0]].T
         count = np.maximum(count, 1)
@@ -117,7 +124,9 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         self.feature_spread[:number] = torch.as_tensor(scale)
 
     def radial_range(self, min_distance: float) -> tuple[float, float]:
-        """Return the least and the largest number at which the radial network is evaluated, angstrom."""
+        """Return the least and the largest number at which the radial network is evaluated,
+        angstrom.
+        """
         return min_distance, self.section.rcut
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
@@ -137,7 +146,8 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         return features, lambda grad: vjp(grad[:, :number] / scale)
 
     def _invariants(self, batch: Batch) -> tuple[Tensor, Vjp]:
-        """Return the features (A, G) without the embeddings of the elements, and their vector-Jacobian product.
+        """Return the features (A, G) without the embeddings of the elements, and their
+        vector-Jacobian product.
 
         Amplitudes are computed for each pair of atoms.
         """
@@ -146,7 +156,9 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         return found, lambda grad_features: back(*of_pairs(grad_features))
 
     def _numbers(self, batch: Batch) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[..., Tensor]]:
-        """Return rows, distances and sums of envelopes of the pairs, and their vector-Jacobian product."""
+        """Return rows, distances and sums of envelopes of the pairs, and their vector-Jacobian
+        product.
+        """
         dropped = self.excluded(batch, batch.within()) if self.excluded.any else None
         vector, section = batch.vector.to(self.dtype), self.section
         numbers, vjp = pair_numbers(vector, dropped, section.rcut, section.lmax, self._slopes)
@@ -174,7 +186,8 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         return self._products(scalar, higher, masses)
 
     def _invariants_by_species(self, batch: Batch, species: list[int]) -> tuple[Tensor, Vjp]:
-        """Return the same and their vector-Jacobian product, from sums over the neighbors of each element.
+        """Return the same and their vector-Jacobian product, from sums over the neighbors of each
+        element.
 
         The network of the distance then has one output for all pairs of elements.
         """
@@ -255,7 +268,9 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
 
 
 def _of_centres(tables: PairTables, atom_type: Tensor) -> PairTables:
-    """Return the rows (A, ...) of tables (T, ...) for the types of atoms, with derivatives of fixed order."""
+    """Return the rows (A, ...) of tables (T, ...) for the types of atoms, with derivatives of fixed
+    order.
+    """
 
     def picked(table: Tensor) -> Tensor:
         return pick(table.flatten(1), atom_type).unflatten(1, table.shape[1:])

@@ -1,4 +1,6 @@
-"""Envelopes and harmonics of pairs of atoms, and features of their moments that do not change under rotation."""
+"""Envelopes and harmonics of pairs of atoms, and features of their moments that do not change under
+rotation.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ QUADRATURE = 8  # nodes of the polar angle: exact for products of three harmonic
 
 
 def harmonics(u: Sequence[Tensor], lmax: int) -> list[Tensor]:
-    """Return the harmonics of degrees 1 to L of directions, one after the other, each without the dimension of u.
+    """Return the harmonics of degrees 1 to L of directions, one after the other, each without the
+    dimension of u.
 
-    Those of a degree have ``sum_m B_m(u) B_m(v) = P_l(u v)`` for unit vectors; of others they are homogeneous.
+    Those of a degree have ``sum_m B_m(u) B_m(v) = P_l(u v)`` for unit vectors; of others they are
+    homogeneous.
 
     Args:
         u: x, y and z of directions.
@@ -68,14 +72,17 @@ def harmonics(u: Sequence[Tensor], lmax: int) -> list[Tensor]:
 
 
 def triples(lmax: int) -> list[Triple]:
-    """Return the degrees l1 <= l2 <= l3 of which one product of three is invariant under rotation and inversion."""
+    """Return the degrees l1 <= l2 <= l3 of which one product of three is invariant under rotation
+    and inversion.
+    """
     found = combinations_with_replacement(range(1, lmax + 1), 3)
     return [(a, b, c) for a, b, c in found if c <= a + b and (a + b + c) % 2 == 0]
 
 
 @lru_cache(maxsize=8)
 def couplings(lmax: int) -> dict[Triple, Tensor]:
-    """Return the tensors (2 l1 + 1, 2 l2 + 1, 2 l3 + 1) of these products: integrals of three harmonics, float64.
+    """Return the tensors (2 l1 + 1, 2 l2 + 1, 2 l3 + 1) of these products: integrals of three
+    harmonics, float64.
 
     Their norm is 1, and their first number is positive.
     """
@@ -106,7 +113,8 @@ def sphere() -> tuple[Tensor, np.ndarray]:
 
 
 def distinct_products(degrees: Triple, ranks: Sequence[int]) -> tuple[list[int], list[float]]:
-    """Return the places of products of channels that differ, and the roots of how often each occurs.
+    """Return the places of products of channels that differ, and the roots of how often each
+    occurs.
 
     Args:
         degrees: of the three moments.
@@ -227,7 +235,8 @@ def pair_numbers(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """Return envelopes, harmonics and distances of pairs, and their vector-Jacobian product.
 
-    The product is written out: with that of autograd a training step took 1.06 times as long (water, L = 2).
+    The product is written out: with that of autograd a training step took 1.06 times as long
+    (water, L = 2).
 
     Args:
         vector: (A, K, 3) angstrom, in the precision of the descriptor.
@@ -237,9 +246,10 @@ def pair_numbers(
         slopes: of :func:`slopes`, in that precision.
 
     Returns:
-        Rows (A, Q, K), the envelope, then the squared envelope times the harmonics from degree 1 on; distances (A, K),
-        at most the cutoff; and sums (A, 2) of the second and fourth powers of the envelopes. Then a function of the
-        gradients by these three, which returns that by the vectors.
+        Rows (A, Q, K), the envelope, then the squared envelope times the harmonics from degree 1
+        on; distances (A, K), at most the cutoff; and sums (A, 2) of the second and fourth powers of
+        the envelopes. Then a function of the gradients by these three, which returns that by the
+        vectors.
     """
     vector = vector.movedim(-1, 1).contiguous()  # A, 3, K
     length = (vector.square().sum(1) + EPS**2).sqrt()
@@ -272,7 +282,9 @@ def pair_numbers(
 
 @lru_cache(maxsize=8)
 def slopes(lmax: int) -> Tensor:
-    """Return (3, L^2, Q - 1) float64, the derivatives of harmonics of degrees 1 to L as sums of those up to L - 1."""
+    """Return (3, L^2, Q - 1) float64, the derivatives of harmonics of degrees 1 to L as sums of
+    those up to L - 1.
+    """
     points = sphere()[0]
     basis = torch.stack(
         [torch.ones_like(points[0]), *harmonics(points.unbind(0), lmax)[: lmax**2 - 1]], 1

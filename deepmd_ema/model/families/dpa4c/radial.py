@@ -1,4 +1,6 @@
-"""Functions of the distance in DPA4C: those of all pairs of atoms, and their mixtures for each pair of elements."""
+"""Functions of the distance in DPA4C: those of all pairs of atoms, and their mixtures for each pair
+of elements.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ PAIR_SCALE = 0.1  # of the outputs of the network of pairs of elements, before t
 
 
 def gated_width(width: int) -> int:
-    """Return the hidden width of a gated network with about as many parameters as one of four times ``width``."""
+    """Return the hidden width of a gated network with about as many parameters as one of four times
+    ``width``.
+    """
     return WIDTH_MULTIPLE * math.ceil(8 * width / 3 / WIDTH_MULTIPLE)
 
 
@@ -48,7 +52,8 @@ class GatedNetwork(nn.Module):
 class RadialNetwork(DistanceFunctions):
     """Channels and modes of a distance.
 
-    Called as a network of one number (`deepmd_ema.model.nn.layers.Network`), it computes in the precision of its input.
+    Called as a network of one number (`deepmd_ema.model.nn.layers.Network`), it computes in the
+    precision of its input.
 
     Args:
         config: the section ``model.descriptor``.
@@ -110,7 +115,8 @@ class RadialNetwork(DistanceFunctions):
 
 
 class PairTables(NamedTuple):
-    """Coefficients by which amplitudes of pairs follow from channels and modes: ``scale g + shift + mix q``.
+    """Coefficients by which amplitudes of pairs follow from channels and modes: ``scale g + shift +
+    mix q``.
 
     Attributes:
         scale: (T, T, C), by the types of centre and neighbor.

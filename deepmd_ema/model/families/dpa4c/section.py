@@ -51,7 +51,9 @@ class DPA4CConfig(AllNeighborsSection):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the number of channels of each degree, from 1 to ``lmax``, in products of three moments."""
+        """Return the number of channels of each degree, from 1 to ``lmax``, in products of three
+        moments.
+        """
         return (self.widths[2], 2, *(self.lmax - 2) * (1,))
 
     def summary(self) -> str:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 class FittingNetwork(Network):
-    """A network of one output, which may be sharded: it gathers its parameters when one of its methods is called."""
+    """A network of one output, which may be sharded: it gathers its parameters when one of its
+    methods is called.
+    """
 
     def evaluate(self, x: Tensor, operations: Operations) -> tuple[Tensor, Tensor]:
         """Return the output (B,) and its gradient with respect to the inputs (B, N)."""
@@ -33,7 +35,8 @@ class FittingNetwork(Network):
 
 
 class EnergyFitting(UsesOperations, Fitting):
-    """Atomic energies: one network per type that sees only the atoms of its type, or one network for all.
+    """Atomic energies: one network per type that sees only the atoms of its type, or one network
+    for all.
 
     Attributes:
         num_out: outputs of a network.
@@ -59,8 +62,8 @@ class EnergyFitting(UsesOperations, Fitting):
             config.numb_fparam,
             config.numb_aparam,
         )
-        # nets whose energy is measured from that of an atom without neighbors; DeePMD-kit measures that of one net for
-        # all types so as soon as one type has an energy
+        # nets whose energy is measured from that of an atom without neighbors; DeePMD-kit measures
+        # that of one net for all types so as soon as one type has an energy
         given = {t for t, energy in enumerate(config.atom_ener or ()) if energy is not None}
         self.from_vacuum = frozenset({0} if given and mixed_types else given)
         start = seed if config.seed is None else config.seed
@@ -105,7 +108,8 @@ class EnergyFitting(UsesOperations, Fitting):
         )
 
     def share_networks(self, other: EnergyFitting, whose: str) -> None:
-        """Take the networks of ``other`` and what their inputs are measured by; ``whose`` names both for messages.
+        """Take the networks of ``other`` and what their inputs are measured by; ``whose`` names
+        both for messages.
 
         Raises:
             ConfigError: if they have another number of inputs.
@@ -131,7 +135,9 @@ class EnergyFitting(UsesOperations, Fitting):
             self.case_embd.zero_()[index] = 1
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray], protect: float) -> None:
-        """Set mean and inverse spread of the frame and atom parameters that the data have and the networks read."""
+        """Set mean and inverse spread of the frame and atom parameters that the data have and the
+        networks read.
+        """
         for name, values in sums.items():
             if not hasattr(self, f"{name}_avg"):
                 continue
@@ -144,7 +150,9 @@ class EnergyFitting(UsesOperations, Fitting):
         return [(net, ("evaluate",)) for net in self.nets]
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""
+        """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its
+        features (A, D).
+        """
         inputs, shares = self._inputs(features, batch)
         energy, gradient = self._evaluate(inputs, shares)
         if self.from_vacuum:
@@ -185,7 +193,9 @@ class EnergyFitting(UsesOperations, Fitting):
         return inputs, [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
 
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the outputs of the networks (A,) and their gradients with respect to the inputs (A, N)."""
+        """Return the outputs of the networks (A,) and their gradients with respect to the inputs
+        (A, N).
+        """
         nets = self.nets
         if not self.skips_absent:  # each gathers its parameters when it is called
             found = [
@@ -195,7 +205,8 @@ class EnergyFitting(UsesOperations, Fitting):
             energies, gradients = zip(*found, strict=True)
             return torch.cat(energies), torch.cat(gradients)
         if not torch.is_grad_enabled():
-            # in training the parameters of absent types get gradients of zero, as those of all ranks must
+            # in training the parameters of absent types get gradients of zero, as those of all
+            # ranks must
             nets = [net for net, count in zip(nets, shares, strict=True) if count]
             shares = [count for count in shares if count]
         return self.ops.values_and_gradients(inputs, nets, shares)

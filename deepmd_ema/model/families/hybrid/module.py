@@ -35,10 +35,10 @@ def build_hybrid(config: HybridConfig, num_types: int, seed: int) -> HybridDescr
 class HybridDescriptor(nn.Module):
     """The features of all parts, one after the other.
 
-    All parts read one list of neighbors: by type if all of them want it so, otherwise the nearest of all types, in
-    which parts of the first kind look up their types. As in DeePMD-kit, the list ends at the largest cutoff and at the
-    largest ``sel`` of all parts, and a part with a shorter cutoff does not know which neighbors are beyond its own
-    cutoff.
+    All parts read one list of neighbors: by type if all of them want it so, otherwise the nearest
+    of all types, in which parts of the first kind look up their types. As in DeePMD-kit, the list
+    ends at the largest cutoff and at the largest ``sel`` of all parts, and a part with a shorter
+    cutoff does not know which neighbors are beyond its own cutoff.
 
     Args:
         config: the section ``model.descriptor``.
@@ -99,7 +99,9 @@ class HybridDescriptor(nn.Module):
             part.apply_statistics({name: sums[f"{k}_{name}"] for name in part.sum_names})
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
-        """Return the features (A, D) and their vector-Jacobian product, the sum of those of the parts."""
+        """Return the features (A, D) and their vector-Jacobian product, the sum of those of the
+        parts.
+        """
         views = self._views(batch)
         features, vjps = zip(
             *(part(view.batch) for part, view in zip(self.parts, views, strict=True)), strict=True

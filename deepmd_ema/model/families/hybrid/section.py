@@ -54,7 +54,9 @@ class HybridConfig:
 
     @property
     def neighbors(self) -> tuple[int, ...] | None:
-        """Return the largest numbers of the parts, per element if all of them count so; None while one is ``auto``."""
+        """Return the largest numbers of the parts, per element if all of them count so; None while
+        one is ``auto``.
+        """
         found = [part.neighbors for part in self.list]
         numbers = [n for n in found if n is not None]
         if len(numbers) < len(found):
@@ -70,7 +72,9 @@ class HybridConfig:
         )
 
     def with_neighbors_of(self, saved: DescriptorConfig) -> HybridConfig:
-        """Return the section with the numbers of neighbors of ``saved`` where a part leaves them to the data."""
+        """Return the section with the numbers of neighbors of ``saved`` where a part leaves them to
+        the data.
+        """
         if not isinstance(saved, HybridConfig) or len(saved.list) != len(self.list):
             return self
         return replace(

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class PairTableDescriptor(EnvironmentDescriptor):
-    """A table of pair energies in the place of a descriptor: its one feature of an atom is half of its pair energies.
+    """A table of pair energies in the place of a descriptor: its one feature of an atom is half of
+    its pair energies.
 
     It measures nothing.
 

@@ -53,12 +53,16 @@ def linear_parts(config: LinearConfig, seed: int) -> tuple[Descriptor, Fitting, 
 
 
 class LinearDescriptor(HybridDescriptor):
-    """The features of all parts, one after the other; each part sees the neighbors inside its own cutoff only."""
+    """The features of all parts, one after the other; each part sees the neighbors inside its own
+    cutoff only.
+    """
 
     knows_cutoffs: ClassVar[bool] = True
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
-        """Return a layout in which every part finds its neighbors, with those of shorter cutoffs counted."""
+        """Return a layout in which every part finds its neighbors, with those of shorter cutoffs
+        counted.
+        """
         whole = super().layout(excluded_pairs)
         layouts = (part.layout(frozenset()) for part in self.parts)
         inner = [
@@ -87,7 +91,9 @@ class LinearFitting(Fitting):
         self.parts, self._weights, self._widths = module_list(parts), weights, list(widths)
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the energies (A,) float64, eV, and their gradient with respect to the features (A, D)."""
+        """Return the energies (A,) float64, eV, and their gradient with respect to the features (A,
+        D).
+        """
         energy, grads = torch.zeros(len(features), dtype=torch.float64, device=features.device), []
         split = features.split(self._widths, 1)
         for part, weight, own in zip(self.parts, self._weights, split, strict=True):

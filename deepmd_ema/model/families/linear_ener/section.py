@@ -51,7 +51,10 @@ class NetworkPartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PairTableConfig(NeighborLists):
-    """Pair energies from a table as a part of the model, such as a dispersion correction. Nothing of it is trained."""
+    """Pair energies from a table as a part of the model, such as a dispersion correction.
+
+    Nothing of it is trained.
+    """
 
     type: ClassVar[str] = "pairtab"
     aliases: ClassVar[tuple[str, ...]] = ()
@@ -74,7 +77,9 @@ class PairTableConfig(NeighborLists):
     sel: int | list[int] | str = redefined(OneListSection, "sel")
 
     def rows_for(self, type_map: Sequence[str]) -> Table:
-        """Return the table with the energies of the pairs of ``type_map``, which is a choice of its own elements."""
+        """Return the table with the energies of the pairs of ``type_map``, which is a choice of its
+        own elements.
+        """
         own = list(type_map) if self.type_map is None else self.type_map
         places = [own.index(name) for name in type_map]
         columns = [
@@ -118,7 +123,9 @@ class PartDescriptors(HybridConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig(ModelConfig):
-    """Several models of the same atoms, whose energies are added up with weights, and one energy of each element."""
+    """Several models of the same atoms, whose energies are added up with weights, and one energy of
+    each element.
+    """
 
     type: ClassVar[str] = "linear_ener"
     use_srtab: ClassVar[None] = None
@@ -176,7 +183,9 @@ class LinearConfig(ModelConfig):
         return replace(self, models=models)
 
     def standard(self, part: NetworkPartConfig) -> StandardConfig:
-        """Return the section of a part as that of a model of its own, without what concerns the whole."""
+        """Return the section of a part as that of a model of its own, without what concerns the
+        whole.
+        """
         return StandardConfig(
             type_map=self.type_map, descriptor=part.descriptor, fitting_net=part.fitting_net
         )
@@ -237,5 +246,7 @@ class LinearConfig(ModelConfig):
 
 
 def _column(first: int, second: int, num_types: int) -> int:
-    """Return the place of the pair of two elements, the first not after the second, among those of ``num_types``."""
+    """Return the place of the pair of two elements, the first not after the second, among those of
+    ``num_types``.
+    """
     return first * num_types - first * (first - 1) // 2 + second - first

@@ -1,4 +1,6 @@
-"""Networks from the descriptor of an atom to its dipole, polarizability, property or density of states."""
+"""Networks from the descriptor of an atom to its dipole, polarizability, property or density of
+states.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ class QuantityFitting(EnergyFitting):
 
 
 class InvariantFitting(QuantityFitting):
-    """Invariant numbers: outputs plus the bias of the element, of a property in units of the spread of data."""
+    """Invariant numbers: outputs plus the bias of the element, of a property in units of the spread
+    of data.
+    """
 
     section: DosFittingConfig
 
@@ -102,10 +106,11 @@ class InvariantFitting(QuantityFitting):
 
 
 class TensorFitting(QuantityFitting):
-    """Dipoles ``sum_m f_m r_m`` and polarizabilities ``sum_mn r_m f_mn r_n^T`` of equivariant vectors r.
+    """Dipoles ``sum_m f_m r_m`` and polarizabilities ``sum_mn r_m f_mn r_n^T`` of equivariant
+    vectors r.
 
-    f are the outputs, of polarizabilities symmetric, or a diagonal. Sommers et al., Phys. Chem. Chem. Phys. 22, 10592
-    (2020); Zhang et al., Phys. Rev. B 102, 041121 (2020).
+    f are the outputs, of polarizabilities symmetric, or a diagonal. Sommers et al., Phys. Chem.
+    Chem. Phys. 22, 10592 (2020); Zhang et al., Phys. Rev. B 102, 041121 (2020).
     """
 
     section: PolarFittingConfig

@@ -70,7 +70,9 @@ class DipoleFittingConfig(FittingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PolarFittingConfig(DipoleFittingConfig):
-    """Network from the descriptor of an atom to its polarizability, a symmetric matrix that rotates too."""
+    """Network from the descriptor of an atom to its polarizability, a symmetric matrix that rotates
+    too.
+    """
 
     type: ClassVar[str] = "polar"
     labels: ClassVar[tuple[str, ...]] = (POLAR, ATOM_POLAR)

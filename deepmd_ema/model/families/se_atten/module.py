@@ -1,4 +1,6 @@
-"""DPA-1 (se_atten, se_atten_v2): moments of the environment of an atom, embedded by distance and elements."""
+"""DPA-1 (se_atten, se_atten_v2): moments of the environment of an atom, embedded by distance and
+elements.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,21 @@ if TYPE_CHECKING:
     from deepmd_ema.model.families.se_atten.section import SeAttenV2Config
     from deepmd_ema.model.interface import Vjp
 
-    # the moments (A, 4, M), and from their gradient those by the rows, the switch and the directions
+    # the moments (A, 4, M), and from their gradient those by the rows, the switch and the
+    # directions
     Moments = tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]
 
-# A atoms, K neighbor slots, S slots up to sel, T types, E numbers of a type embedding, M channels, X axis channels,
-# F frames
+# A atoms, K neighbor slots, S slots up to sel, T types, E numbers of a type embedding, M channels,
+# X axis channels, F frames
 
 
 class SeAttenBlock(ElementBlock):
-    """``D = g^T R (g[:X]^T R)^T`` with ``g^T R = sum_k G_k R_k / S``, R_k the normalised row of neighbor k.
+    """``D = g^T R (g[:X]^T R)^T`` with ``g^T R = sum_k G_k R_k / S``, R_k the normalised row of
+    neighbor k.
 
-    ``G_k`` is a network of ``s_k`` and the elements (``concat``), or ``G(s_k) (1 + w_k E(elements))`` with two networks
-    (``strip``, w_k the switch if smooth); then attention layers mix the ``G_k`` (DPA-1, Zhang et al.,
-    arXiv:2208.08236; strip: arXiv:2312.15492).
+    ``G_k`` is a network of ``s_k`` and the elements (``concat``), or ``G(s_k) (1 + w_k
+    E(elements))`` with two networks (``strip``, w_k the switch if smooth); then attention layers
+    mix the ``G_k`` (DPA-1, Zhang et al., arXiv:2208.08236; strip: arXiv:2312.15492).
 
     Args:
         options: of the block, with the names that they have in the section se_atten.
@@ -75,7 +79,8 @@ class SeAttenBlock(ElementBlock):
     def features_and_vjp(
         self, table: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Vjp]:
-        """Return the features (A, M X), and the function from their gradient to that by the vectors (A, K, 3) float64.
+        """Return the features (A, M X), and the function from their gradient to that by the vectors
+        (A, K, 3) float64.
 
         Both are functions of the parameters; arguments are those of :meth:`moments_and_vjp`.
         """
@@ -88,7 +93,8 @@ class SeAttenBlock(ElementBlock):
     def moments_and_vjp(
         self, table: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Vjp]:
-        """Return the moments g^T R (A, 4, M), and the function from their gradient to that by the vectors.
+        """Return the moments g^T R (A, 4, M), and the function from their gradient to that by the
+        vectors.
 
         Args:
             table: (T, E) type embeddings.
@@ -111,7 +117,8 @@ class SeAttenBlock(ElementBlock):
         if self.layers or (self.smooth and self.pair_embedding is not None):
             switch, switch_vjp = switch_and_vjp(vector, mask, radial)
             inputs, vjps = [*inputs, switch.to(self.dtype)], [*vjps, switch_vjp]
-        # functions for each element of the centre need atoms in the order of their types, which images may lack
+        # functions for each element of the centre need atoms in the order of their types, which
+        # images may lack
         in_order = (
             self.one_side
             or self.pair_embedding is not None
@@ -168,7 +175,9 @@ class SeAttenBlock(ElementBlock):
     def _interpolated(
         self, inputs: list[Tensor], neighbor: Tensor, table: Tensor, batch: Batch
     ) -> Moments:
-        """Return the moments of interpolations of the network of ``s`` and elements, for all atoms or by type."""
+        """Return the moments of interpolations of the network of ``s`` and elements, for all atoms
+        or by type.
+        """
         of_type = one_hot(neighbor, len(table), self.dtype).unsqueeze(2)
         rows = inputs[0]
         left, s, in_place = (
@@ -208,7 +217,9 @@ class SeAttenBlock(ElementBlock):
     def _interpolated_strip(
         self, inputs: list[Tensor], neighbor: Tensor, table: Tensor, batch: Batch
     ) -> Moments:
-        """Return the moments of an interpolation of ``G(s)``, summed by element before gates are applied."""
+        """Return the moments of an interpolation of ``G(s)``, summed by element before gates are
+        applied.
+        """
         of_type = one_hot(neighbor, len(table), self.dtype).unsqueeze(2)  # A, K, 1, T
         rows, *weights = inputs  # the switch if smooth
         gated = of_type * weights[0][..., None, None] if weights else of_type
@@ -231,7 +242,9 @@ class SeAttenBlock(ElementBlock):
     def _embed(
         self, table: Tensor, s: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor | None
     ) -> Tensor:
-        """Return the channels (..., K, M) of pairs from ``s`` and ``switch`` (..., K, 1) and their types (..., K)."""
+        """Return the channels (..., K, M) of pairs from ``s`` and ``switch`` (..., K, 1) and their
+        types (..., K).
+        """
         if self.pair_embedding is None:
             shape = s.shape[:-1]
             types = [neighbor] if self.one_side else [neighbor, centre.expand(shape)]
@@ -243,20 +256,25 @@ class SeAttenBlock(ElementBlock):
         return radial + radial * (gate if switch is None or not self.smooth else gate * switch)
 
     def _gates(self, table: Tensor, centre: Tensor) -> Tensor:
-        """Return the network of elements for all elements of a neighbor, (T, M), or (..., T, M) by ``centre`` (...)."""
+        """Return the network of elements for all elements of a neighbor, (T, M), or (..., T, M) by
+        ``centre`` (...).
+        """
         assert self.pair_embedding is not None
         num_types = len(table)
         if self.one_side:
             return cast("Tensor", self.pair_embedding(table))
-        # first of each centre, then of each neighbor: a row of all T^2 pairs for each neighbor would be large
+        # first of each centre, then of each neighbor: a row of all T^2 pairs for each neighbor
+        # would be large
         both = [table.repeat(num_types, 1), table.repeat_interleave(num_types, 0)]
         of_pair = self.pair_embedding(torch.cat(both, -1)).view(num_types, -1)
         return pick(of_pair, centre).unflatten(-1, (num_types, -1))
 
     def _counts(self, mask: Tensor) -> Tensor | None:
-        """Return the number of slots (A,) of each atom up to its last neighbor, if those beyond are all alike.
+        """Return the number of slots (A,) of each atom up to its last neighbor, if those beyond are
+        all alike.
 
-        Statistics are equal for all slots, but files may hold others. None: not known without waiting for a device.
+        Statistics are equal for all slots, but files may hold others. None: not known without
+        waiting for a device.
         """
         if not self.ops.is_for_cpu:
             return None
@@ -267,10 +285,12 @@ class SeAttenBlock(ElementBlock):
     def _absent_moments(
         self, counts: Tensor | None, width: int, table: Tensor, filler: Tensor, batch: Batch
     ) -> Tensor:
-        """Return the part of the moments from slots beyond those of the batch, or beyond the first of each atom.
+        """Return the part of the moments from slots beyond those of the batch, or beyond the first
+        of each atom.
 
-        They are empty and normalised like all slots, so each has the row ``-mean / stddev`` of the type of the centre,
-        and the type embedding of the first atom of the frame, as DeePMD-kit has it: constants per type and frame.
+        They are empty and normalised like all slots, so each has the row ``-mean / stddev`` of the
+        type of the centre, and the type embedding of the first atom of the frame, as DeePMD-kit has
+        it: constants per type and frame.
 
         Args:
             counts: (A,) of the first slots, whose others are alike; None: as many as the batch has.

@@ -23,7 +23,9 @@ from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SeAttenV2Config(OneListSection):
-    """Descriptor with attention among neighbors for any number of elements, smooth, elements in a network apart."""
+    """Descriptor with attention among neighbors for any number of elements, smooth, elements in a
+    network apart.
+    """
 
     type: ClassVar[str] = "se_atten_v2"
     has_equivariants: ClassVar[bool] = True

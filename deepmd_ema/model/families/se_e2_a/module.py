@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 
 class SeE2ADescriptor(ByTypeDescriptor):
-    """``D = g^T g[:X]`` with ``g = sum_k R_k G(s_k) / S`` over all S slots, R their normalised environment matrix.
+    """``D = g^T g[:X]`` with ``g = sum_k R_k G(s_k) / S`` over all S slots, R their normalised
+    environment matrix.
 
-    s is the first column of R, and G a network for each type of the neighbor, or for each pair of types (DeepPot-SE,
-    Zhang et al., arXiv:1805.09003).
+    s is the first column of R, and G a network for each type of the neighbor, or for each pair of
+    types (DeepPot-SE, Zhang et al., arXiv:1805.09003).
 
     Args:
         config: the section ``model.descriptor``; ``sel`` must be numbers.
@@ -70,11 +71,11 @@ class SeE2ADescriptor(ByTypeDescriptor):
         """Return ``sum_k R_k G(s_k)`` (A, C, M) over all S slots and its vector-Jacobian product."""
         dropped, slots = self.excluded(batch), self.slots_of(batch)
         rows, rows_vjp = self.environment_matrix(batch.vector, dropped, batch.atom_type, slots)
-        # an empty slot has the row -mean / stddev of its type of centre: those beyond the slots of the batch are
-        # constants per type, whose embedding is evaluated once
+        # an empty slot has the row -mean / stddev of its type of centre: those beyond the slots of
+        # the batch are constants per type, whose embedding is evaluated once
         empty = -(self.mean.double() / self.stddev.double()).to(self.dtype)  # (T, S, C)
-        # atoms, and types of the centre, that have networks in common; split, not sliced: a slice compares its ends
-        # with the size, on which a compiled graph would depend
+        # atoms, and types of the centre, that have networks in common; split, not sliced: a slice
+        # compares its ends with the size, on which a compiled graph would depend
         atoms, types = (
             ([rows.shape[0]], self.num_types) if self.one_side else (list(batch.type_counts), 1)
         )
@@ -97,11 +98,13 @@ class SeE2ADescriptor(ByTypeDescriptor):
             embedded = joined([values for _, _, values in parts]).view(
                 self.num_types, sel, self.num_channels
             )
-            # by a weight of 0, not by a shorter slice: a compiled graph would depend on whether it is empty
+            # by a weight of 0, not by a shorter slice: a compiled graph would depend on whether it
+            # is empty
             weight = (torch.arange(sel, device=rows.device) >= used).to(self.dtype)[:, None]
             left = padding if self.num_columns > 1 else torch.ones_like(padding)
             beyond.append(torch.bmm((left * weight).transpose(1, 2), embedded))
-        # for each atom that of its type, by expanding: an index has a derivative that adds in any order on a GPU
+        # for each atom that of its type, by expanding: an index has a derivative that adds in any
+        # order on a GPU
         of_types = reduce(torch.add, beyond).split(1)
         of_atoms = torch.cat([one.expand(n, -1, -1) for one, n in zip(of_types, batch.type_counts)])
 
@@ -116,7 +119,9 @@ class SeE2ADescriptor(ByTypeDescriptor):
     def _sum(
         self, batch: Batch, rows: Tensor, net: Network, vacant: Tensor
     ) -> tuple[Tensor, Vjp, Tensor]:
-        """Return ``sum_k R_k G(s_k)`` (A, C, M), its vjp to the rows (A, K, C), and G (B, M) of vacant slots (B,)."""
+        """Return ``sum_k R_k G(s_k)`` (A, C, M), its vjp to the rows (A, K, C), and G (B, M) of
+        vacant slots (B,).
+        """
         if self.interpolation.serves(batch):
             summed = self.interpolation(
                 rows, rows[..., 0], net, further=vacant, in_place=self.ops.is_for_cpu

@@ -21,10 +21,12 @@ SCALE = 1 / 5  # of the features, as DeePMD-kit has it
 
 
 class SeE2RDescriptor(SeE2ADescriptor):
-    """``D = sum_k G(s_k) / (5 S)`` over all S slots, s the normalised radial column of the environment matrix.
+    """``D = sum_k G(s_k) / (5 S)`` over all S slots, s the normalised radial column of the
+    environment matrix.
 
-    DeepPot-SE (Zhang et al., arXiv:1805.09003), the radial part: ones in the place of R_k of se_e2_a. An empty slot
-    has ``s = -mean / spread``; a pair of ``exclude_types`` has ``s = 0`` and still adds ``G(0)``.
+    DeepPot-SE (Zhang et al., arXiv:1805.09003), the radial part: ones in the place of R_k of
+    se_e2_a. An empty slot has ``s = -mean / spread``; a pair of ``exclude_types`` has ``s = 0`` and
+    still adds ``G(0)``.
     """
 
     num_columns: ClassVar[int] = 1
@@ -37,7 +39,9 @@ class SeE2RDescriptor(SeE2ADescriptor):
     def _sum(
         self, batch: Batch, rows: Tensor, net: Network, vacant: Tensor
     ) -> tuple[Tensor, Vjp, Tensor]:
-        """Return ``sum_k G(s_k)`` (A, 1, M), its vjp to the rows (A, K, 1), and G (B, M) of vacant slots (B,)."""
+        """Return ``sum_k G(s_k)`` (A, 1, M), its vjp to the rows (A, K, 1), and G (B, M) of vacant
+        slots (B,).
+        """
         s, ones = rows[..., 0], torch.ones_like(rows)
         if self.interpolation.serves(batch):
             summed = self.interpolation(ones, s, net, further=vacant, in_place=self.ops.is_for_cpu)

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 
 class SeE3Descriptor(ByTypeDescriptor):
-    """``D = sum over types a <= b of sum_jk c_jk G_ab(c_jk) / (S_a S_b)`` with ``c_jk = R_j . R_k``, j of a and k of b.
+    """``D = sum over types a <= b of sum_jk c_jk G_ab(c_jk) / (S_a S_b)`` with ``c_jk = R_j .
 
-    R are the normalised angular rows of the environment matrix. Three-body embedding: Wang et al., Nucl. Fusion 62,
-    126013 (2022). An empty slot has ``R = 0`` and adds nothing: angular columns have no mean, which would depend on the
-    orientation.
+    R_k``, j of a and k of b.
+
+    R are the normalised angular rows of the environment matrix. Three-body embedding: Wang et al.,
+    Nucl. Fusion 62, 126013 (2022). An empty slot has ``R = 0`` and adds nothing: angular columns
+    have no mean, which would depend on the orientation.
 
     Args:
         config: the section ``model.descriptor``; ``sel`` must be numbers.

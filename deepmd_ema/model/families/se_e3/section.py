@@ -14,7 +14,9 @@ from deepmd_ema.model.families.se_e3_tebd.section import SeE3TebdConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SeE3Config(PerElementSection):
-    """Smooth descriptor of three-body angular information, one network for each pair of elements of the neighbors."""
+    """Smooth descriptor of three-body angular information, one network for each pair of elements of
+    the neighbors.
+    """
 
     type: ClassVar[str] = "se_e3"
     aliases: ClassVar[tuple[str, ...]] = ("se_at", "se_a_3be", "se_t")

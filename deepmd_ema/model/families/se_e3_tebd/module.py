@@ -20,18 +20,22 @@ if TYPE_CHECKING:
     from deepmd_ema.model.families.se_e3_tebd.section import SeE3TebdConfig
     from deepmd_ema.model.interface import Vjp
 
-# A atoms, K neighbor slots (J and K of the two neighbors), S slots up to sel, T types, E numbers of a type embedding,
-# M channels
+# A atoms, K neighbor slots (J and K of the two neighbors), S slots up to sel, T types, E numbers of
+# a type embedding, M channels
 
 
 class SeTTebdBlock(ElementBlock):
-    """``D = sum_jk c_jk G_jk / S^2`` with ``c_jk = R_j . R_k``, R_j the normalised angular row of neighbor j.
+    """``D = sum_jk c_jk G_jk / S^2`` with ``c_jk = R_j .
 
-    ``G_jk`` is a network of ``c_jk`` and the elements of j and k (``concat``), or ``G(c_jk) (1 + w_j w_k E(elements))``
-    with two networks (``strip``, w_j the switch if smooth). Three-body embedding: Wang et al., Nucl. Fusion 62, 126013
-    (2022); with elements as in DPA-2, arXiv:2312.15492.
+    R_k``, R_j the normalised angular row of neighbor j.
 
-    An empty slot has ``R_j = 0`` and adds nothing: angular columns have no mean, which would depend on the orientation.
+    ``G_jk`` is a network of ``c_jk`` and the elements of j and k (``concat``), or ``G(c_jk) (1 +
+    w_j w_k E(elements))`` with two networks (``strip``, w_j the switch if smooth). Three-body
+    embedding: Wang et al., Nucl. Fusion 62, 126013 (2022); with elements as in DPA-2,
+        arXiv:2312.15492.
+
+    An empty slot has ``R_j = 0`` and adds nothing: angular columns have no mean, which would depend
+    on the orientation.
 
     Args:
         options: of the block, with the names that they have in the section se_e3_tebd.
@@ -51,7 +55,8 @@ class SeTTebdBlock(ElementBlock):
     def features_and_vjp(
         self, table: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Vjp]:
-        """Return the features (A, M), and the function from their gradient to that by the vectors (A, K, 3) float64.
+        """Return the features (A, M), and the function from their gradient to that by the vectors
+        (A, K, 3) float64.
 
         Both are functions of the parameters.
 
@@ -96,8 +101,8 @@ class SeTTebdBlock(ElementBlock):
     def _gated_by_elements(self, products: Tensor, elements: Tensor, table: Tensor) -> Tensor:
         """Return the sums (A, M) from ``products`` (A, J, K) and ``elements`` (A, K, T).
 
-        A neighbor has its switch, or 1, in the column of its element. Neighbors are added up by element before the gate
-        is applied, so that no gate is read for each pair of them.
+        A neighbor has its switch, or 1, in the column of its element. Neighbors are added up by
+        element before the gate is applied, so that no gate is read for each pair of them.
         """
         assert self.pair_embedding is not None
         num_types = len(table)

@@ -1,25 +1,28 @@
-"""Moments of layers of attention among the neighbors of an atom; the gradient and the gradient of that written out.
+"""Moments of layers of attention among the neighbors of an atom; the gradient and the gradient of
+that written out.
 
-With the channels X (K, M) of the pairs of an atom, the switch w and the directions d of its neighbors a layer is::
+With the channels X (K, M) of the pairs of an atom, the switch w and the directions d of its
+neighbors a layer is::
 
     [q, k, v] = X W_in + b_in            each row of length 1 if ``unit``
     P = softmax(scaling q k^T)           if smooth, of (scaling q_j . k_k + 20) w_j w_k - 20
     U_jk = P_jk w_j w_k (d_j . d_k)      the last factor if ``gated``
     Y = layer_norm(X + U v W_out + b_out)
 
-The switch goes into the rows: with ``q' = scaling w q`` and ``k' = w k`` the logits are ``q' k'^T + 20 w w^T`` up to
-the constant 20, and with ``h = w d`` the factor of P is ``h h^T``. So there are few passes over (K, K). After the last
-layer the moments are ``R^T Y`` with rows R (K, C).
+The switch goes into the rows: with ``q' = scaling w q`` and ``k' = w k`` the logits are ``q' k'^T +
+20 w w^T`` up to the constant 20, and with ``h = w d`` the factor of P is ``h h^T``. So there are
+few passes over (K, K). After the last layer the moments are ``R^T Y`` with rows R (K, C).
 
-Portions of atoms go through all layers while they stay in a cache, sorted by their numbers of slots, so that few empty
-ones are computed.
+Portions of atoms go through all layers while they stay in a cache, sorted by their numbers of
+slots, so that few empty ones are computed.
 
-``S`` are the queries, keys and values of a pair times the factors ``f = (scaling w, w, 1)``: ``S = f Z / |Z|`` with
-``Z = X W_in + b_in`` if rows have the length 1, else ``S = f Z``. ``L = q' k'^T + 20 w w^T`` are the logits,
-``G = h h^T`` and ``U = P G`` the weights, ``O = U v`` the sums and ``R = X + O W_out + b_out`` what is normalised. All
-pairs of atoms and N slots are rows of one matrix, but the three parts of S stand one after the other, as torch
-multiplies batches of matrices faster if each of them is without gaps. A cotangent has the prefix ``by_``, a change
-(tangent) the prefix ``d_``.
+``S`` are the queries, keys and values of a pair times the factors ``f = (scaling w, w, 1)``: ``S =
+f Z / |Z|`` with ``Z = X W_in + b_in`` if rows have the length 1, else ``S = f Z``. ``L = q' k'^T +
+20 w w^T`` are the logits, ``G = h h^T`` and ``U = P G`` the weights, ``O = U v`` the sums and ``R =
+X + O W_out + b_out`` what is normalised. All pairs of atoms and N slots are rows of one matrix, but
+the three parts of S stand one after the other, as torch multiplies batches of matrices faster if
+each of them is without gaps. A cotangent has the prefix ``by_``, a change (tangent) the prefix
+``d_``.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from deepmd_ema.model.ops.attention import EPS, Attended, AttentionOptions
 from deepmd_ema.model.ops.cpu.engine import Value
 from deepmd_ema.model.ops.cpu.moments import portions
 
-# A atoms, K neighbor slots, N of them in a portion, M channels of a pair, H hidden width, C columns of rows or of h
+# A atoms, K neighbor slots, N of them in a portion, M channels of a pair, H hidden width, C columns
+# of rows or of h
 
 MAX_EXPONENT = 60.0  # whose exponential is finite in float32
 
@@ -96,7 +100,8 @@ class _Portion(NamedTuple):
 
 
 class _Attention:
-    """The moments (A, C, M) of pairs (A, K, M), rows (A, K, C), the switch (A, K) and factors h (A, K, columns).
+    """The moments (A, C, M) of pairs (A, K, M), rows (A, K, C), the switch (A, K) and factors h (A,
+    K, columns).
 
     Args:
         options: of the layers.
@@ -152,7 +157,9 @@ class _Attention:
         return found, (grad, cotangents)
 
     def change(self, changes: Sequence[Tensor], weights: Sequence[Any]) -> tuple[Tensor, Any]:
-        """Return the change of the moments as the inputs change, and what led there by portion and layer."""
+        """Return the change of the moments as the inputs change, and what led there by portion and
+        layer.
+        """
         found, details = [], []
         for portion in self._portions:
             pairs, rows, switch, sides = portion.of(changes)
@@ -293,7 +300,8 @@ def evaluate(
     out, mean, spread = torch.native_layer_norm(
         summed, summed.shape[-1:], weights.norm_weight, weights.norm_bias, options.eps
     )
-    # S . by_S / f is the gradient by f; a neighbor with f = 0 has S = 0, and the switch is flat there
+    # S . by_S / f is the gradient by f; a neighbor with f = 0 has S = 0, and the switch is flat
+    # there
     share = torch.where(scale == 0, 0, scale.reciprocal())
     values = Values(
         around,
@@ -335,7 +343,8 @@ def _attention(
     others: Tensor | float = float(
         around.absent
     )  # exp(0) each: the logits are those of the formula plus 20
-    # rows of length 1 have logits of at most this sum, whose exponential is finite: no pass for the largest one
+    # rows of length 1 have logits of at most this sum, whose exponential is finite: no pass for the
+    # largest one
     if not options.unit or abs(options.scaling) + options.shift > MAX_EXPONENT:
         largest = logits.amax(-1, keepdim=True).clamp_(min=0)
         logits.sub_(largest)
@@ -359,7 +368,8 @@ def pull(
         given: (A N, M) gradient by the output.
         weights: of the layer.
         sums: gradients by the parameters, which are added to, or None.
-        past: a gradient ``J^T g`` and a change ``J t``; the gradient of ``g . J t`` is added. Or None.
+        past: a gradient ``J^T g`` and a change ``J t``; the gradient of ``g . J t`` is added. Or
+            None.
         options: of the layer.
     """
     query, key, value = v.rows.unbind(0)
@@ -416,7 +426,8 @@ def _pull_norm(
     if past is None:
         return summed
     cot, change = past
-    # the derivative of the gradient of a layer norm: three terms, each along x, the gradient or the change
+    # the derivative of the gradient of a layer norm: three terms, each along x, the gradient or the
+    # change
     x = (v.summed - v.mean).mul_(v.spread)
     pushed = change.spread
     first, second = (

@@ -1,18 +1,24 @@
-"""A function whose gradient, and the gradient of that gradient, are written out: the layers of attention.
+"""A function whose gradient, and the gradient of that gradient, are written out: the layers of
+attention.
 
-A function D of inputs x and weights W is evaluated by an object that keeps the values which its derivatives need, and
-whose first input alone may depend on parameters. Forces are made of the gradient ``J^T g``, of which a loss needs the
-gradient by g, by W and by that input. With the cotangent t of ``J^T g`` these are ``J t``, the change of D as x changes
-by t, and the gradient of ``g . J t``. That is computed in one pass with the gradient by D itself: :class:`_Gradient`
-leaves t in the evaluation, and returns zeros as the gradient by D, so that autograd calls :class:`Value` in any case.
+A function D of inputs x and weights W is evaluated by an object that keeps the values which its
+derivatives need, and whose first input alone may depend on parameters. Forces are made of the
+gradient ``J^T g``, of which a loss needs the gradient by g, by W and by that input. With the
+cotangent t of ``J^T g`` these are ``J t``, the change of D as x changes by t, and the gradient of
+``g . J t``. That is computed in one pass with the gradient by D itself: :class:`_Gradient` leaves t
+in the evaluation, and returns zeros as the gradient by D, so that autograd calls :class:`Value` in
+any case.
 
 The object has ``past``, a list that is empty at first, and four methods:
 
 - ``value(inputs, weights)`` returns D,
-- ``gradient(g, weights)`` the gradients ``J^T g`` by the inputs, and what the last method needs of g,
-- ``change(t, weights)`` the change ``J t`` of D as the inputs change, and what the last method needs of t,
-- ``second_gradient(g, past, weights)`` the gradients by the first input and by the weights; ``past`` are the needs of
-  another g and of t, for the gradient of ``g . J t``, which is added, or None.
+- ``gradient(g, weights)`` the gradients ``J^T g`` by the inputs, and what the last method needs of
+  g,
+- ``change(t, weights)`` the change ``J t`` of D as the inputs change, and what the last method
+  needs of t,
+- ``second_gradient(g, past, weights)`` the gradients by the first input and by the weights;
+  ``past`` are the needs of another g and of t, for the gradient of ``g . J t``, which is added, or
+  None.
 """
 
 from __future__ import annotations
@@ -53,13 +59,16 @@ class Value(torch.autograd.Function):
                 raise NotImplementedError(
                     "second derivatives by parameters: use the reference operations"
                 )
-            # D is an input of the gradient, so that in a backward pass the gradient comes before the value
+            # D is an input of the gradient, so that in a backward pass the gradient comes before
+            # the value
             found = _Gradient.apply(evaluation, SimpleNamespace(), number, grad, output, *tensors)
             return None, None, *found, *[None] * len(weights)
-        # what was kept in another pass was left by one that did not reach the value, such as one that raised
+        # what was kept in another pass was left by one that did not reach the value, such as one
+        # that raised
         now, kept, evaluation.past = backward_pass(), evaluation.past, []
         past = [(cotangents, changes) for made, cotangents, changes in kept if made == now]
-        # by positions only while the gradient is evaluated, by parameters only in the backward pass of a loss
+        # by positions only while the gradient is evaluated, by parameters only in the backward pass
+        # of a loss
         others: list[Tensor | None] = [None] * (number - 1)
         if any(needed[1:number]):
             if past:
@@ -77,7 +86,9 @@ class Value(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """Gradients by the inputs, differentiable by the given gradient, the first input and the weights."""
+    """Gradients by the inputs, differentiable by the given gradient, the first input and the
+    weights.
+    """
 
     @staticmethod
     def forward(
@@ -103,8 +114,8 @@ class _Gradient(torch.autograd.Function):
         weights, evaluation = ctx.saved_tensors, ctx.evaluation
         change, details = evaluation.change(changes, weights)
         evaluation.past.append((backward_pass(), ctx.kept.cotangents, details))
-        # the gradients by inputs and weights come from Value, to which zeros lead in any case; expanded, they take no
-        # memory
+        # the gradients by inputs and weights come from Value, to which zeros lead in any case;
+        # expanded, they take no memory
         zeros = change.new_zeros(()).expand_as(change)
         return None, None, None, change, zeros, *[None] * (ctx.number + len(weights))
 

@@ -1,4 +1,6 @@
-"""Moments of embedding nets of tanh layers, evaluated at each pair in portions that stay in the cache."""
+"""Moments of embedding nets of tanh layers, evaluated at each pair in portions that stay in the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ NUMBERS_IN_CACHE = 1 << 17  # of a portion, for each thread of a CPU
 
 
 def portions(rows: Tensor, numbers: int) -> list[slice]:
-    """Return slices of rows (B, ...) that stay in the cache of a CPU, with ``numbers`` of each row; of a GPU all."""
+    """Return slices of rows (B, ...) that stay in the cache of a CPU, with ``numbers`` of each row;
+    of a GPU all.
+    """
     if not numbers or not len(rows):
         return []
     # torch gives each thread a part of a portion
@@ -35,7 +39,8 @@ def tanh_moments(rows: Tensor, net: Network) -> Moments:
         return moments(rows, net)
     flat = [p for layer in net.layers for p in (layer.weight, layer.bias)]
     copies = tuple(layer.copies for layer in net.layers)
-    # values and derivatives of the widest layer, which are read and written again for each operation
+    # values and derivatives of the widest layer, which are read and written again for each
+    # operation
     width = 2 * rows.shape[1] * max(layer.weight.shape[1] for layer in net.layers)
     parts = portions(rows, width)
     if torch.is_grad_enabled():
@@ -45,7 +50,9 @@ def tanh_moments(rows: Tensor, net: Network) -> Moments:
 
 
 class _TanhMoments(torch.autograd.Function):
-    """Moments and jet of a net of tanh layers without step sizes, computed in portions that stay in the cache."""
+    """Moments and jet of a net of tanh layers without step sizes, computed in portions that stay in
+    the cache.
+    """
 
     @staticmethod
     def forward(
@@ -111,7 +118,8 @@ def _tanh_jets(
     ]
     for part in parts:
         s = s_all[part, :, None]
-        # without a backward pass the inner layers are written to scratch memory, which stays in the cache
+        # without a backward pass the inner layers are written to scratch memory, which stays in the
+        # cache
         jet = (
             jets[0][part]
             if keep or last == 0
@@ -137,9 +145,11 @@ def _tanh_jets(
 
 
 def _tanh_layer_backward(grad: Tensor, jet: Tensor, before: Tensor | None, copies: int) -> Tensor:
-    """Return the gradient with respect to z and dz/ds from that of ``(y, dy/ds)``, y = tanh(z) + skip.
+    """Return the gradient with respect to z and dz/ds from that of ``(y, dy/ds)``, y = tanh(z) +
+    skip.
 
-    y' = (1 - y^2) z', so the gradient of y' reaches z through -2 y y': only values that are at hand are needed.
+    y' = (1 - y^2) z', so the gradient of y' reaches z through -2 y y': only values that are at hand
+    are needed.
     """
     if copies:
         assert before is not None

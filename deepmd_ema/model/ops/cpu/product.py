@@ -17,9 +17,10 @@ MIN_WORK = 1 << 20  # N K M, below which the call of the other library costs mor
 def uses_onednn() -> bool:
     """Whether float32 is multiplied by oneDNN, which torch has beside MKL for inference.
 
-    MKL uses half of the width of the vector units of processors of other makers than Intel: 190 instead of 400 GFLOP/s
-    on two cores of an AMD Zen 5. On those of Intel it is the faster one: fitting networks take 0.70 of the time. The
-    operation is private to torch, and may change: it must multiply as expected.
+    MKL uses half of the width of the vector units of processors of other makers than Intel: 190
+    instead of 400 GFLOP/s on two cores of an AMD Zen 5. On those of Intel it is the faster one:
+    fitting networks take 0.70 of the time. The operation is private to torch, and may change: it
+    must multiply as expected.
     """
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
@@ -40,9 +41,12 @@ def by_onednn(a: Tensor, b: Tensor) -> Tensor:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` (..., N, M) of matrices (..., N, K) and (..., K, M) or stacks of them, without a gradient."""
+    """Return ``a @ b`` (..., N, M) of matrices (..., N, K) and (..., K, M) or stacks of them,
+    without a gradient.
+    """
     single, is_stack = a.dtype == torch.float32 and a.device.type == "cpu", a.ndim > 2
     if not (single and a.shape[-2] * a.shape[-1] * b.shape[-1] >= MIN_WORK and uses_onednn()):
         return torch.bmm(a, b) if is_stack else torch.mm(a, b)
-    # oneDNN has no product of batches here: a loop pays as soon as each matrix alone is large enough
+    # oneDNN has no product of batches here: a loop pays as soon as each matrix alone is large
+    # enough
     return torch.stack([by_onednn(x, y) for x, y in zip(a, b)]) if is_stack else by_onednn(a, b)

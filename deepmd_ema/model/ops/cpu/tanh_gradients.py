@@ -1,14 +1,18 @@
-"""Networks of tanh layers with one output and their gradients by the inputs; the backward pass of both written out.
+"""Networks of tanh layers with one output and their gradients by the inputs; the backward pass of
+both written out.
 
-With ``t = tanh(x W + b)`` and ``d = 1 - t^2``, a layer is ``y = t idt + skip(x)``. The gradient G of the output goes
-down by ``q = G d idt``, ``G_below = q W^T + skip^T(G)``. In the backward pass the gradient H by G goes up through the
-layers, like a change of the inputs, and then the gradient P by y goes down::
+With ``t = tanh(x W + b)`` and ``d = 1 - t^2``, a layer is ``y = t idt + skip(x)``. The gradient G
+of the output goes down by ``q = G d idt``, ``G_below = q W^T + skip^T(G)``. In the backward pass
+the gradient H by G goes up through the layers, like a change of the inputs, and then the gradient P
+by y goes down::
 
-    h = H W,                 H_above = h d idt + skip(H),      W gets H^T q,   t gets c = -2 h G t idt
-    p = (P idt + c) d,       P_below = p W^T + skip^T(P),      W gets x^T p,   b gets p,   idt gets h G d + P t
+    h = H W,                 H_above = h d idt + skip(H),      W gets H^T q,   t gets c = -2 h G t
+    idt p = (P idt + c) d,       P_below = p W^T + skip^T(P),      W gets x^T p,   b gets p,   idt
+    gets h G d + P t
 
-Autograd takes some 40 operations for each layer. T networks are stacks of matrices (T, B, ...) in place of (B, ...): on
-a GPU, where launching an operation costs more than its arithmetic, all are evaluated together, on a CPU each alone.
+Autograd takes some 40 operations for each layer. T networks are stacks of matrices (T, B, ...) in
+place of (B, ...): on a GPU, where launching an operation costs more than its arithmetic, all are
+evaluated together, on a CPU each alone.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.ops.cpu.product import products
 from deepmd_ema.model.ops.reference import values_and_gradients
 
-# inputs of networks with those of rows that fill up: more are bound by arithmetic, and fewer by launches
+# inputs of networks with those of rows that fill up: more are bound by arithmetic, and fewer by
+# launches
 MAX_STACKED = 1 << 22
 
 # A rows of all networks, B rows of one of T, N inputs and M outputs of a layer
@@ -33,7 +38,8 @@ MAX_STACKED = 1 << 22
 def tanh_values_and_gradients(
     x: Tensor, nets: Sequence[Network], shares: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs (A,) of networks and their gradients by the inputs (A, N), one after the other.
+    """Return the outputs (A,) of networks and their gradients by the inputs (A, N), one after the
+    other.
 
     Args:
         x: (A, N), the rows of each network one after the other.
@@ -52,7 +58,9 @@ def tanh_values_and_gradients(
 def stacked_values_and_gradients(
     x: Tensor, nets: Sequence[Network], shares: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Do :func:`tanh_values_and_gradients` together, with rows of zeros after those of a network of few rows."""
+    """Do :func:`tanh_values_and_gradients` together, with rows of zeros after those of a network of
+    few rows.
+    """
     if len(nets) == 1:
         return tanh_values_and_gradients(x, nets, shares)
     most = max(shares)
@@ -69,7 +77,9 @@ def stacked_values_and_gradients(
 
 
 def _of_stack(x: Tensor, nets: Sequence[Network]) -> tuple[Tensor, Tensor]:
-    """Return the outputs (T, B) of T networks and their gradients (T, B, N); of one network without the dimension T."""
+    """Return the outputs (T, B) of T networks and their gradients (T, B, N); of one network without
+    the dimension T.
+    """
     flat: list[Tensor | None] = []
     *hidden, last = zip(*(net.layers for net in nets))
     for layers in hidden:
@@ -114,7 +124,9 @@ class _Layer(NamedTuple):
 
 
 class _ValuesAndGradients(torch.autograd.Function):
-    """Outputs (T, B) and gradients (T, B, N), which can be differentiated once by the inputs and the parameters."""
+    """Outputs (T, B) and gradients (T, B, N), which can be differentiated once by the inputs and
+    the parameters.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: tuple[int, ...], *flat: Any) -> tuple[Tensor, Tensor]:

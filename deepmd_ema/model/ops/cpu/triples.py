@@ -1,15 +1,18 @@
-"""The sum over pairs of neighbors of a network of their angle and elements, with its gradient written out.
+"""The sum over pairs of neighbors of a network of their angle and elements, with its gradient
+written out.
 
-With the scalar products ``c_jk = R_j . R_k`` of an atom and the embeddings E of the elements of its neighbors::
+With the scalar products ``c_jk = R_j . R_k`` of an atom and the embeddings E of the elements of its
+neighbors::
 
     D = sum_jk c_jk G(c_jk, E_j, E_k)
 
-The gradient by c is ``G + c dG/dc`` times that of D: an ordinary function of the parameters, because the derivative of
-the network is carried through its layers with the value. The elements enter the first layer as one term for each
-element of j and one for each element of k, so that no pair has its own copy of their embeddings.
+The gradient by c is ``G + c dG/dc`` times that of D: an ordinary function of the parameters,
+because the derivative of the network is carried through its layers with the value. The elements
+enter the first layer as one term for each element of j and one for each element of k, so that no
+pair has its own copy of their embeddings.
 
-Only pairs of two neighbors are evaluated, not those with an empty slot. Channels come first and pairs last:
-the layers are narrow, and so each operation goes along many pairs.
+Only pairs of two neighbors are evaluated, not those with an empty slot. Channels come first and
+pairs last: the layers are narrow, and so each operation goes along many pairs.
 """
 
 from __future__ import annotations
@@ -22,13 +25,15 @@ from torch import Tensor
 from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.ops import reference
 
-# A atoms, J and K neighbor slots, P pairs of neighbors, T types, E numbers of a type embedding, M channels of a layer
+# A atoms, J and K neighbor slots, P pairs of neighbors, T types, E numbers of a type embedding, M
+# channels of a layer
 
 
 def triple_sums_and_vjp(
     products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
-    """Return D (A, M), and a function from its gradient to that by ``products``, written out if G is of tanh layers.
+    """Return D (A, M), and a function from its gradient to that by ``products``, written out if G
+    is of tanh layers.
 
     Args:
         products: (A, K, K), the c.
@@ -51,7 +56,8 @@ def triple_sums_and_vjp(
     c = products.reshape(-1).index_select(0, place)
     of_c, *of_elements = start.weight.split([1, table.shape[1], table.shape[1]])
     first, second = (table @ weight for weight in of_elements)
-    # index_select is differentiated by an addition in the order of the pairs, with any number of threads
+    # index_select is differentiated by an addition in the order of the pairs, with any number of
+    # threads
     z = (first + start.bias).T.index_select(1, kinds[0]) + second.T.index_select(1, kinds[1])
     value = torch.addr(z, of_c[0], c).tanh()
     slope = torch.ops.aten.tanh_backward(
