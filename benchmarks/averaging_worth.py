@@ -111,8 +111,9 @@ def main() -> None:
     args = _arguments()
     program, env = common.programs(None)["ours"], common.environment(args.threads, args.device)
     runs = [
-        _make_run(args, *what) for what in itertools.product(args.examples, args.schedules, args.seeds)
-    ]  # fmt: skip
+        _make_run(args, *what)
+        for what in itertools.product(args.examples, args.schedules, args.seeds)
+    ]
     if not args.no_train:
         _in_parallel(lambda run: _train(program, env, run), runs, args.jobs)
     finished = [run for run in runs if run.read("errors.json") is not None]
@@ -258,13 +259,15 @@ def _page(runs: Sequence[Run], finished: Sequence[Run], args: argparse.Namespace
         groups.setdefault((run.example, run.schedule), []).append(run)
     parts = [
         f"# Worth of averages, {common.today()}",
-        "RMSE on all validation frames after the last step: the median over the seeds and, in brackets, each seed. "
-        "`over live` is the median over the seeds of the ratio to the live weights of the same run. Power averages "
-        "are named by their sigma_rel; an EMA without warm-up is DeePMD-kit's formula. The best length found after "
-        "training is the one that `dp-ema posthoc` picks (mean of the ratios to live of energy, force and virial), by "
-        "errors on the very frames that are shown here: it had a choice that the others did not have.  \n"
-        "With a constant learning rate the weights of energy and force in the loss do not move either: they follow "
-        "the rate and stay at their start.  \n"
+        "RMSE on all validation frames after the last step: the median over the seeds and, in "
+        "brackets, each seed. `over live` is the median over the seeds of the ratio to the live "
+        "weights of the same run. Power averages are named by their sigma_rel; an EMA without "
+        "warm-up is DeePMD-kit's formula. The best length found after training is the one that "
+        "`dp-ema posthoc` picks (mean of the ratios to live of energy, force and virial), by "
+        "errors on the very frames that are shown here: it had a choice that the others did not "
+        "have.  \n"
+        "With a constant learning rate the weights of energy and force in the loss do not move "
+        "either: they follow the rate and stay at their start.  \n"
         f"On {common.machine(common.programs(None), args.threads, args.device)}.",
     ]
     if missing:
@@ -326,8 +329,8 @@ def _lowest(group: Sequence[Run]) -> str:
         }
         best, worst = min(medians, key=medians.get), max(medians, key=medians.get)
         lines.append(
-            f"- {name}: lowest {best} ({medians[best]:.4g}), highest {worst} ({medians[worst]:.4g}), live "
-            f"{medians[LIVE]:.4g} {UNITS[name]}"
+            f"- {name}: lowest {best} ({medians[best]:.4g}), highest {worst} "
+            f"({medians[worst]:.4g}), live {medians[LIVE]:.4g} {UNITS[name]}"
         )
     return "\n".join(lines)
 

@@ -114,7 +114,8 @@ def _train_both(args: argparse.Namespace, name: str) -> None:
         }
         (folders[recipe] / "result.json").write_text(json.dumps(result, indent=2))
         print(
-            f"{name}, {recipe}: {steps[recipe]} steps, {run.wall:.0f} s, CPU {run.cpu:.0f} s, {errors}",
+            f"{name}, {recipe}: {steps[recipe]} steps, {run.wall:.0f} s, CPU {run.cpu:.0f} s, "
+            f"{errors}",
             flush=True,
         )
 

@@ -252,8 +252,13 @@ def run_lammps(
     env.pop("PYTHONPATH")
     done = subprocess.run(
         [*launcher, str(lammps / "bin" / "lmp"), "-in", "in.lammps"],
-        cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=1800,
-    )  # fmt: skip
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1800,
+    )
     # at the end of several ranks printed lines may be lost
     out = done.stdout + done.stderr + (folder / "log.lammps").read_text() * (done.returncode != 0)
     if done.returncode or "ERROR" in out:
@@ -299,12 +304,18 @@ def page(found: list[dict], lammps: Path) -> str:
     )
     import torch
 
-    lines = [f"# Frozen models in LAMMPS, {common.today()}", "",
-             "`python benchmarks/lammps.py --lammps DIR --cache FOLDER`", "",
-             f"LAMMPS 22 Jul 2025 and DeePMD-kit 3.2.0 with torch {torch_there.stdout.strip()} (DIR); `.pt2` compiled "
-             f"with torch {torch.__version__}. Each model: its section of `benchmarks/models.json` (or `MODELS` of the "
-             f"program), fitting net {FITTING}, float64, {STEPS} steps of the water example ({TRAINED_STEPS} of "
-             f"`{TRAINED}`). One triclinic cell of {kinds} atoms of water; one thread per rank, CPU.", ""]  # fmt: skip
+    lines = [
+        f"# Frozen models in LAMMPS, {common.today()}",
+        "",
+        "`python benchmarks/lammps.py --lammps DIR --cache FOLDER`",
+        "",
+        f"LAMMPS 22 Jul 2025 and DeePMD-kit 3.2.0 with torch {torch_there.stdout.strip()} (DIR); "
+        f"`.pt2` compiled with torch {torch.__version__}. Each model: its section of "
+        f"`benchmarks/models.json` (or `MODELS` of the program), fitting net {FITTING}, float64, "
+        f"{STEPS} steps of the water example ({TRAINED_STEPS} of `{TRAINED}`). One triclinic cell "
+        f"of {kinds} atoms of water; one thread per rank, CPU.",
+        "",
+    ]
     for title, part in (
         ("Numbers", _numbers),
         ("NVE", _nve),
@@ -317,9 +328,9 @@ def page(found: list[dict], lammps: Path) -> str:
 
 def _numbers(found: list[dict]) -> list[str]:
     text = (
-        "Largest difference between LAMMPS and `deepmd_ema.Potential` of the checkpoint, relative to the largest "
-        f"number. Pressure: the six components without the kinetic part, 1 eV/angstrom^3 = {BAR:.8g} bar as LAMMPS has "
-        "it, 8e-8 less than the exact number."
+        "Largest difference between LAMMPS and `deepmd_ema.Potential` of the checkpoint, relative "
+        "to the largest number. Pressure: the six components without the kinetic part, 1 "
+        f"eV/angstrom^3 = {BAR:.8g} bar as LAMMPS has it, 8e-8 less than the exact number."
     )
     header = [
         "model",
@@ -337,9 +348,9 @@ def _numbers(found: list[dict]) -> list[str]:
 
 def _nve(found: list[dict]) -> list[str]:
     text = (
-        f"`.pt2`, {NVE_STEPS} steps of {1000 * PS_PER_STEP} fs from 300 K. Such models hold molecules together for a "
-        "short time only and heat up. The drift is the slope of a line through the total energies, the spread their "
-        "standard deviation from it."
+        f"`.pt2`, {NVE_STEPS} steps of {1000 * PS_PER_STEP} fs from 300 K. Such models hold "
+        "molecules together for a short time only and heat up. The drift is the slope of a line "
+        "through the total energies, the spread their standard deviation from it."
     )
     header = ["model", "drift, meV/atom/ps", "spread, meV/atom", "temperature at the end, K"]
     rows = [
@@ -356,9 +367,9 @@ def _nve(found: list[dict]) -> list[str]:
 
 def _ranks(found: list[dict]) -> list[str]:
     text = (
-        "Largest relative difference of the forces of the first step on two ranks from those on one, of the total "
-        f"energy after {SHORT_STEPS} steps, and of the forces without `atom_modify map yes` on one rank. Letters: "
-        "messages of LAMMPS below."
+        "Largest relative difference of the forces of the first step on two ranks from those on "
+        f"one, of the total energy after {SHORT_STEPS} steps, and of the forces without "
+        "`atom_modify map yes` on one rank. Letters: messages of LAMMPS below."
     )
     messages: list[str] = []
 
@@ -383,8 +394,9 @@ def _ranks(found: list[dict]) -> list[str]:
 
 def _time(found: list[dict]) -> list[str]:
     text = (
-        f"Median of {TURNS} runs of {TIMED_STEPS} steps after {WARM_STEPS}, both files in turns, one rank. CPU time of "
-        "the process; the machine was shared with other work, so that wall times say little."
+        f"Median of {TURNS} runs of {TIMED_STEPS} steps after {WARM_STEPS}, both files in turns, "
+        "one rank. CPU time of the process; the machine was shared with other work, so that wall "
+        "times say little."
     )
     header = [
         "model",

@@ -82,15 +82,28 @@ def main() -> None:
     for run in runs.values():
         run.end()
     rows = [_row(name, times, energies) for name in runs]
-    header = ["calculator", "ms/step, median (fastest)", "steps/s", "speed", "drift, meV/atom/ps", "spread, meV/atom",
-              "energy after the run, difference in eV"]  # fmt: skip
+    header = [
+        "calculator",
+        "ms/step, median (fastest)",
+        "steps/s",
+        "speed",
+        "drift, meV/atom/ps",
+        "spread, meV/atom",
+        "energy after the run, difference in eV",
+    ]
     import torch
 
-    lines = [f"# NVE of water with frozen models, {common.today()}", "",
-             f"`python benchmarks/md.py MODEL{' --peer DIR' * bool(args.peer)} --steps {args.steps}`", "",
-             f"192 atoms, 300 K at the start, {args.steps} steps of {FS_PER_STEP} fs in blocks of {args.block} that "
-             f"take turns, {args.threads} thread(s), CPU time. Model: {_summary(args.model)}.",
-             f"Speed: of the median to that of the first row. torch {torch.__version__}.", ""]  # fmt: skip
+    lines = [
+        f"# NVE of water with frozen models, {common.today()}",
+        "",
+        f"`python benchmarks/md.py MODEL{' --peer DIR' * bool(args.peer)} --steps {args.steps}`",
+        "",
+        f"192 atoms, 300 K at the start, {args.steps} steps of {FS_PER_STEP} fs in blocks of "
+        f"{args.block} that take turns, {args.threads} thread(s), CPU time. Model: "
+        f"{_summary(args.model)}.",
+        f"Speed: of the median to that of the first row. torch {torch.__version__}.",
+        "",
+    ]
     common.publish("\n".join([*lines, common.table(header, rows)]), args.output)
 
 
@@ -199,12 +212,18 @@ class MdRun:
             )
         self._log = log
         atoms = water()
-        self._write({
-            "symbols": atoms.get_chemical_symbols(), "coord": atoms.get_positions().tolist(),
-            "cell": np.array(atoms.cell).tolist(), "velocity": atoms.get_velocities().tolist(),
-            "threads": threads, "file": str(file), "options": options or {},
-            "again": again,
-        })  # fmt: skip
+        self._write(
+            {
+                "symbols": atoms.get_chemical_symbols(),
+                "coord": atoms.get_positions().tolist(),
+                "cell": np.array(atoms.cell).tolist(),
+                "velocity": atoms.get_velocities().tolist(),
+                "threads": threads,
+                "file": str(file),
+                "options": options or {},
+                "again": again,
+            }
+        )
 
     def block(self, steps: int) -> Block:
         """Go ``steps`` steps.

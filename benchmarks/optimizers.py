@@ -44,19 +44,49 @@ FREE = {"type": "AdamWScheduleFree", "weight_decay": 0}
 RATES = [0.003, 0.01, 0.03]
 RECIPES: dict[str, dict[str, Any]] = {
     "Adam, wsd": {"optimizer": ADAM, "learning_rate": HALF, "rates": RATES},
-    "Adam, cosine": {"optimizer": ADAM, "learning_rate": {"type": "cosine", "stop_lr_ratio": 0.01}, "rates": RATES},
-    "Adam, exp": {"optimizer": ADAM, "learning_rate": {"type": "exp", "stop_lr_ratio": 0.1, "decay_steps": 1,
-                                                       "smooth": True}, "rates": RATES},
-    "SOAP, wsd": {"optimizer": {"type": "SOAP", "weight_decay": 0}, "learning_rate": HALF, "rates": [0.01, 0.03, 0.1]},
+    "Adam, cosine": {
+        "optimizer": ADAM,
+        "learning_rate": {"type": "cosine", "stop_lr_ratio": 0.01},
+        "rates": RATES,
+    },
+    "Adam, exp": {
+        "optimizer": ADAM,
+        "learning_rate": {"type": "exp", "stop_lr_ratio": 0.1, "decay_steps": 1, "smooth": True},
+        "rates": RATES,
+    },
+    "SOAP, wsd": {
+        "optimizer": {"type": "SOAP", "weight_decay": 0},
+        "learning_rate": HALF,
+        "rates": [0.01, 0.03, 0.1],
+    },
     "HybridMuon, wsd": {"optimizer": MUON, "learning_rate": HALF, "rates": [0.05, 0.1, 0.2]},
-    "Adam, constant": {"optimizer": ADAM, "learning_rate": CONSTANT, "rates": RATES, "without_end": True},
-    "Adam, invsqrt": {"optimizer": ADAM, "learning_rate": {"type": "invsqrt", "a": 1000}, "rates": RATES,
-                      "without_end": True},
-    "AdamWScheduleFree": {"optimizer": FREE, "learning_rate": CONSTANT, "rates": RATES, "without_end": True,
-                          "averaging": POINT},
-    "AdamWScheduleFree, r 4": {"optimizer": {**FREE, "adam_beta1": 0.98, "r": 4}, "learning_rate": CONSTANT,
-                               "rates": RATES, "without_end": True, "averaging": POINT},
-}  # fmt: skip
+    "Adam, constant": {
+        "optimizer": ADAM,
+        "learning_rate": CONSTANT,
+        "rates": RATES,
+        "without_end": True,
+    },
+    "Adam, invsqrt": {
+        "optimizer": ADAM,
+        "learning_rate": {"type": "invsqrt", "a": 1000},
+        "rates": RATES,
+        "without_end": True,
+    },
+    "AdamWScheduleFree": {
+        "optimizer": FREE,
+        "learning_rate": CONSTANT,
+        "rates": RATES,
+        "without_end": True,
+        "averaging": POINT,
+    },
+    "AdamWScheduleFree, r 4": {
+        "optimizer": {**FREE, "adam_beta1": 0.98, "r": 4},
+        "learning_rate": CONSTANT,
+        "rates": RATES,
+        "without_end": True,
+        "averaging": POINT,
+    },
+}
 SMALL = {
     "rcut": 4.5,
     "rcut_smth": 0.5,
@@ -102,9 +132,10 @@ def main() -> None:
     logging.getLogger("deepmd_ema").addHandler(logging.NullHandler())
     parts = [
         f"# Optimizers and schedules, {common.today()}",
-        f"Models of {SMALL['neuron']}, rcut {SMALL['rcut']}, float32. Rates and weights chosen in runs of "
-        f"{args.tuning} steps with seed {TUNING_SEED}, by other frames. Median over the seeds (each); the lowest "
-        "median of a length is bold. Seconds are those of the processor, of the whole run with its start.  \n"
+        f"Models of {SMALL['neuron']}, rcut {SMALL['rcut']}, float32. Rates and weights chosen in "
+        f"runs of {args.tuning} steps with seed {TUNING_SEED}, by other frames. Median over the "
+        "seeds (each); the lowest median of a length is bold. Seconds are those of the processor, "
+        "of the whole run with its start.  \n"
         f"On {common.machine(common.programs(None), 1, 'cpu')}.",
     ]
     for name in args.sets:
@@ -195,10 +226,15 @@ def _part_of_set(name: str, args: argparse.Namespace) -> list[str]:
         for k in range(2)
     }
     rows = [
-        [title, f"{budget:,}", f"{statistics.median(one.seconds for one in of[budget]):.0f}",
-         *(_cell(of[budget], k, lowest[budget, k]) for k in range(2))]
-        for title, of in measured.items() for budget in args.budgets
-    ]  # fmt: skip
+        [
+            title,
+            f"{budget:,}",
+            f"{statistics.median(one.seconds for one in of[budget]):.0f}",
+            *(_cell(of[budget], k, lowest[budget, k]) for k in range(2)),
+        ]
+        for title, of in measured.items()
+        for budget in args.budgets
+    ]
     first = next(iter(measured))
     header = [
         "recipe",
@@ -213,7 +249,8 @@ def _part_of_set(name: str, args: argparse.Namespace) -> list[str]:
         "Choice of the rate, energy meV/atom / force meV/angstrom of the best weights:",
         common.table(["recipe", *[""] * (width - 2), "chosen"], tuning),
         common.table(["recipe", "steps", "s", *QUANTITIES], rows),
-        f"Steps and seconds to the errors of the longest run of {first}, between lengths on a line of the logarithms:",
+        f"Steps and seconds to the errors of the longest run of {first}, between lengths on a "
+        "line of the logarithms:",
         common.table(
             header, [[title, *_to_targets(of, measured[first])] for title, of in measured.items()]
         ),

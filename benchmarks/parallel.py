@@ -80,9 +80,10 @@ def _memory(args: argparse.Namespace) -> str:
             rows.append([str(number), str(stage), *cells])
             print(" | ".join(rows[-1]), flush=True)
     text = (
-        f"{found[0]['numel']:,} trained parameters in float32, {whole / 1e6:.1f} MB for one copy; Adam with two "
-        "moments, one average. MB that the fullest rank holds between two steps, gradients after a backward pass; what "
-        f"theory says in brackets.  \nOn {common.machine(common.programs(None), 1, 'cpu')}."
+        f"{found[0]['numel']:,} trained parameters in float32, {whole / 1e6:.1f} MB for one copy; "
+        "Adam with two moments, one average. MB that the fullest rank holds between two steps, "
+        "gradients after a backward pass; what theory says in brackets.  \nOn "
+        f"{common.machine(common.programs(None), 1, 'cpu')}."
     )
     header = ["ranks", "zero_stage", *KINDS, "together"]
     return "\n\n".join([f"# Bytes per rank, {common.today()}", text, common.table(header, rows)])
@@ -125,9 +126,10 @@ def _speed(args: argparse.Namespace) -> str:
         )
         print(" | ".join(rows[-1]), flush=True)
     text = (
-        f"Water example, one frame of 96 atoms per rank and step, float64; median over {args.rounds} interleaved "
-        f"launches of {args.steps} steps each, after 10 to warm up. Exchange: share of a step's time in collectives "
-        f"and in waiting for the other ranks in them, by torch's profiler.  \nOn "
+        "Water example, one frame of 96 atoms per rank and step, float64; median over "
+        f"{args.rounds} interleaved launches of {args.steps} steps each, after 10 to warm up. "
+        "Exchange: share of a step's time in collectives and in waiting for the other ranks in "
+        "them, by torch's profiler.  \nOn "
         f"{common.machine(common.programs(None), args.threads, args.device)}."
     )
     header = ["ranks", "zero_stage", "steps/s", "frames/s", "exchange"]
@@ -145,9 +147,20 @@ def _launch(
     folder = args.work / name
     common.write_input(folder, config)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}", __file__,
-        args.what, "--rank-of", str(folder), "--steps", str(args.steps), "--device", args.device,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={number}",
+        __file__,
+        args.what,
+        "--rank-of",
+        str(folder),
+        "--steps",
+        str(args.steps),
+        "--device",
+        args.device,
+    ]
     env = common.environment(
         args.threads if number == 1 else max(1, args.threads // number), args.device
     )

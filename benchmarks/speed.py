@@ -59,8 +59,15 @@ PERIOD = (
     24  # steps between two validations or checkpoints: the files of one are written before the next
 )
 MD_TRAINING = 200  # steps
-QUICK = {"kinds": ["se_e2_a, 96 atoms"], "precision": ["float64"], "batch": [1], "atoms": [96, 192],
-         "turns": 2, "seconds": 0.5, "repeats": 1}  # fmt: skip
+QUICK = {
+    "kinds": ["se_e2_a, 96 atoms"],
+    "precision": ["float64"],
+    "batch": [1],
+    "atoms": [96, 192],
+    "turns": 2,
+    "seconds": 0.5,
+    "repeats": 1,
+}
 Measure = Callable[[Case, list[Runner], argparse.Namespace], dict[str, Any]]
 
 
@@ -110,8 +117,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="of a turn, after one row to wake up"
     )
-    parser.add_argument("--clock", choices=("wall", "processor"), default="wall",
-                        help="of steps and growth: processor for a CPU that other programs use too")  # fmt: skip
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "processor"),
+        default="wall",
+        help="of steps and growth: processor for a CPU that other programs use too",
+    )
     parser.add_argument(
         "--repeats", type=int, default=3, help="pairs of whole runs: start, validation, checkpoint"
     )
@@ -334,8 +345,12 @@ def _validation(case: Case, runners: list[Runner], args: argparse.Namespace) -> 
             "full_val_start": 0.0,
         },
     }
-    frames = common.count_frames({"model": {"type_map": ["O", "H"]},
-                                  "training": {"training_data": {"systems": [str(system)]}}})  # fmt: skip
+    frames = common.count_frames(
+        {
+            "model": {"type_map": ["O", "H"]},
+            "training": {"training_data": {"systems": [str(system)]}},
+        }
+    )
     return _more_of_a_step(case, runners, args, more) | {"frames": frames}
 
 
@@ -418,8 +433,10 @@ def _md(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str
             failed["pt"] = said
         else:
             jobs["pt"] = PEER, plain.with_suffix(".pth"), common.programs(args.peer)["peer"].python
-    runs = {name: MdRun(*job, args.folder / f"{name}.log", args.threads, args.device, again=True)
-            for name, job in jobs.items()}  # fmt: skip
+    runs = {
+        name: MdRun(*job, args.folder / f"{name}.log", args.threads, args.device, again=True)
+        for name, job in jobs.items()
+    }
     steps = {name: 1 + int(args.seconds / 2 / run.block(2).wall) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(args.turns):

@@ -113,9 +113,13 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
         "--programs", nargs="+", default=["eager", "pt"], choices=[r.name for r in RUNNERS]
     )
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME:KEY=VALUE[,KEY=VALUE]",
-        help="one more way to run dp-ema, with options of its input, as always:model.descriptor.interpolate=always",
-    )  # fmt: skip
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="NAME:KEY=VALUE[,KEY=VALUE]",
+        help="one more way to run dp-ema, with options of its input, as "
+        "always:model.descriptor.interpolate=always",
+    )
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
@@ -152,7 +156,8 @@ def times_of(atoms: int) -> tuple[int, int, int]:
     cells, rest = divmod(atoms, CELL_ATOMS)
     if rest or not cells:
         raise SystemExit(
-            f"--atoms {atoms}: expected multiples of {CELL_ATOMS}, the atoms of a cell of the example."
+            f"--atoms {atoms}: expected multiples of {CELL_ATOMS}, the atoms of a cell of the "
+            "example."
         )
     divisors = [n for n in range(1, cells + 1) if cells % n == 0]
     shapes = [(cells // b // c, b, c) for c in divisors for b in divisors if cells % (b * c) == 0]

@@ -19,7 +19,10 @@ MEMORY = {
     "cpu": "Largest resident size of the main process",
     "cuda": "Most that torch has allocated",
 }
-SPREAD = "Ratios are medians of the ratios of turns or pairs, with the least and the largest; above 1 dp-ema is faster."
+SPREAD = (
+    "Ratios are medians of the ratios of turns or pairs, with the least and the largest; above 1 "
+    "dp-ema is faster."
+)
 
 
 def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
@@ -126,8 +129,9 @@ def _growth_note(found: Found, device: str) -> str:
     limits = sorted({f"{result['limit']:g} GB" for _, result in _chosen(found, "growth")})
     where = ", ".join(limits) if device == "cpu" else "what the device has"
     return (
-        f"Milliseconds of a step; {MEMORY[device].lower()}, GB. Each turn is a run of its own, which may take {where}. "
-        f"A program that failed is not tried with more atoms (-). {_clock_note(found, 'growth')}"
+        f"Milliseconds of a step; {MEMORY[device].lower()}, GB. Each turn is a run of its own, "
+        f"which may take {where}. A program that failed is not tried with more atoms (-). "
+        f"{_clock_note(found, 'growth')}"
     )
 
 
@@ -136,10 +140,13 @@ def _growth_rows(found: Found, runners: list[Runner]) -> Table:
     for case, result in _chosen(found, "growth"):
         medians, memory, failed = _medians(result["times"]), result["memory"], result["failed"]
         shown = [
-            _reason(failed[r.name]) if r.name in failed
-            else f"{1000 * medians[r.name]:.1f}; {memory[r.name] / 1e9:.2f}" if r.name in medians else "-"
+            _reason(failed[r.name])
+            if r.name in failed
+            else f"{1000 * medians[r.name]:.1f}; {memory[r.name] / 1e9:.2f}"
+            if r.name in medians
+            else "-"
             for r in runners
-        ]  # fmt: skip
+        ]
         rows.append(
             [*case.words, *shown, *_ratios(result["times"], runners), f"{result['load']:.1f}"]
         )
@@ -204,8 +211,15 @@ def _start_rows(found: Found, runners: list[Runner]) -> Table:
         known = {r: result["times"][r.name] for r in runners if r.name in result["times"]}
         for runner, times in known.items():
             at = _medians(times)
-            parts = ([f"{at['all'] - at['numbers']:.2f}", f"{at['numbers'] - at['stored']:.2f}", f"{at['all']:.2f}"]
-                     if "all" in at else ["", "", ""])  # fmt: skip
+            parts = (
+                [
+                    f"{at['all'] - at['numbers']:.2f}",
+                    f"{at['numbers'] - at['stored']:.2f}",
+                    f"{at['all']:.2f}",
+                ]
+                if "all" in at
+                else ["", "", ""]
+            )
             rows.append([runner.title, str(result["frames"]), *parts, f"{at['numbers']:.2f}"])
         ours, peers = ([t for r, t in known.items() if r.ours is which] for which in (True, False))
         if ours and peers:
@@ -214,8 +228,14 @@ def _start_rows(found: Found, runners: list[Runner]) -> Table:
                 for k in ("all", "numbers")
             ]
             rows.append(["DeePMD-kit / dp-ema", "", "", "", *ratios])
-    header = ["", "frames", "neighbor statistics, s", "descriptor and bias, s", "with all statistics, s",
-              "sel in numbers, s"]  # fmt: skip
+    header = [
+        "",
+        "frames",
+        "neighbor statistics, s",
+        "descriptor and bias, s",
+        "with all statistics, s",
+        "sel in numbers, s",
+    ]
     return header, rows
 
 
@@ -238,7 +258,10 @@ def _checkpoint_rows(found: Found, runners: list[Runner]) -> Table:
             words = ""
             if extra and plain:
                 stall, step = statistics.median(extra), statistics.median(plain)
-                words = f"{1000 * stall:.0f} ({1000 * min(extra):.0f} to {1000 * max(extra):.0f}); {stall / step:.2f}"
+                words = (
+                    f"{1000 * stall:.0f} ({1000 * min(extra):.0f} to {1000 * max(extra):.0f}); "
+                    f"{stall / step:.2f}"
+                )
             cells.append(words)
         rows.append([*case.words[:2], *cells, f"{result['load']:.1f}"])
     return [*CASE[:2], *(f"{r.title}, ms (range); steps" for r in runners), "load"], rows
@@ -249,8 +272,12 @@ def _md_rows(found: Found, runners: list[Runner]) -> Table:
     rows = []
     for case, result in _chosen(found, "md"):
         times, peer = result["times"], result["times"].get("pt", [])
-        forms = [(f"{r.title}, {suffix or '.dp'}", times.get(r.name + suffix)) for r in runners if r.ours
-                 for suffix in ("", ".pt2")]  # fmt: skip
+        forms = [
+            (f"{r.title}, {suffix or '.dp'}", times.get(r.name + suffix))
+            for r in runners
+            if r.ours
+            for suffix in ("", ".pt2")
+        ]
         for title, own in [*forms, ("dp --pt, .pth", peer)]:
             if own:
                 ratio = common.format_ratio(peer, own) if own is not peer else ""

@@ -195,12 +195,14 @@ def _timed_peer(folder: Path, config: dict[str, Any], args: argparse.Namespace) 
 def _page(found: dict[str, Any], recipes: dict[str, Any], args: argparse.Namespace) -> str:
     parts = [
         f"# Wall time to the accuracy of DeePMD-kit's schedule, {common.today()}",
-        "DeePMD-kit trains the input of the example, as it is (`example`) and with the learning rates of its own "
-        "examples (`own`, down to 3.51e-8). dp-ema trains the same model on the same frames with another recipe, found "
-        f"with seeds from 11 on: {json.dumps(recipes['recipe'])}, and what is named below. Errors are RMSEs on all "
-        "validation frames by each program's test command, of the averaged model here; times are those from the "
-        f"command to the end, with all that a run does. Those of DeePMD-kit are of {PEER_STEPS} steps, the rest at the "
-        f"time of its steps from {2 * PEER_ROW} on. Medians, and each seed.  \n"
+        "DeePMD-kit trains the input of the example, as it is (`example`) and with the learning "
+        "rates of its own examples (`own`, down to 3.51e-8). dp-ema trains the same model on the "
+        "same frames with another recipe, found with seeds from 11 on: "
+        f"{json.dumps(recipes['recipe'])}, and what is named below. Errors are RMSEs on all "
+        "validation frames by each program's test command, of the averaged model here; times are "
+        "those from the command to the end, with all that a run does. Those of DeePMD-kit are of "
+        f"{PEER_STEPS} steps, the rest at the time of its steps from {2 * PEER_ROW} on. Medians, "
+        "and each seed.  \n"
         f"On {common.machine(common.programs(args.peer), args.threads, args.device)}.",
     ]
     for name in args.sets:

@@ -79,7 +79,8 @@ class DP(Calculator):
     ) -> None:
         if not 0 <= skin < math.inf:
             raise UserError(
-                f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step."
+                f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every "
+                "step."
             )
         # documented as unsafe beside other threads, but they only read the two numbers that are set
         # here
@@ -126,7 +127,8 @@ class DP(Calculator):
         unknown = sorted(parameters.keys() - {*self.default_parameters, "parameters"})
         if unknown:
             raise UserError(
-                f"{unknown[0]}: models take no such parameter. Known: {', '.join(self.default_parameters)}."
+                f"{unknown[0]}: models take no such parameter. Known: "
+                f"{', '.join(self.default_parameters)}."
             )
         changed = super().set(**parameters)
         if changed:
@@ -196,7 +198,10 @@ class DP(Calculator):
                 and number
                 and not (name == FPARAM and self.potential.default_fparam)
             ):
-                what = f"this model needs {counted(number, 'number')} per {'frame' if name == FPARAM else 'atom'}"
+                what = (
+                    f"this model needs {counted(number, 'number')} per "
+                    f"{'frame' if name == FPARAM else 'atom'}"
+                )
                 raise UserError(
                     f'{name}: {what}. Set atoms.info["{name}"], or give DP(..., {name}=...).'
                 )
@@ -236,7 +241,8 @@ class DP(Calculator):
             return None
         if not atoms.pbc.all():
             raise UserError(
-                f"pbc = {atoms.pbc.tolist()}: periodic in some directions only, which models do not know. Set pbc "
-                f"to True with a vacuum of more than {self.potential.rcut:g} angstrom along the open directions."
+                f"pbc = {atoms.pbc.tolist()}: periodic in some directions only, which models do "
+                f"not know. Set pbc to True with a vacuum of more than {self.potential.rcut:g} "
+                "angstrom along the open directions."
             )
         return atoms.cell.array

@@ -325,9 +325,13 @@ def wrapped(text: str, width: int) -> str:
             continue
         kept = _TOGETHER.sub(lambda found: found[0].replace(" ", _SPACE), line)
         parts = wrap(
-            kept[start:], width, initial_indent=line[:start], subsequent_indent=" " * indent,
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
+            kept[start:],
+            width,
+            initial_indent=line[:start],
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
         lines += [part.replace(_SPACE, " ") for part in parts]
     return "\n".join(lines)
 

@@ -58,16 +58,20 @@ _MAX_SINGLE_THREAD_PRODUCTS = 1 << 18
 _ROUNDING = 1e-9  # relative, of bounds that may take in a little too much
 _FRAMES_PER_THREAD = 16
 _TOO_FAR = "a position of {value:.3g} angstrom, expected less than {most:g}. Is the file damaged?"
-_TOO_WIDE = "the atoms of this open system are {value:.3g} angstrom apart, expected less than {most:g}. Is the file damaged?"
+_TOO_WIDE = (
+    "the atoms of this open system are {value:.3g} angstrom apart, expected less than {most:g}. "
+    "Is the file damaged?"
+)
 _TOO_LONG = "an edge of the cell is {value:.3g} angstrom long ({cell}), expected at most {most:g}."
 _TOO_THIN = (
-    "the cell is {height:.3g} angstrom thin ({cell}): {value:.2g} images of it lie within the cutoff of {rcut:g} "
-    "angstrom, expected at most {most:g}. Lengths are in angstrom; use a less skewed cell of the same crystal, or a "
-    "smaller cutoff."
+    "the cell is {height:.3g} angstrom thin ({cell}): {value:.2g} images of it lie within the "
+    "cutoff of {rcut:g} angstrom, expected at most {most:g}. Lengths are in angstrom; use a less "
+    "skewed cell of the same crystal, or a smaller cutoff."
 )
 _TOO_DENSE = (
-    "the cell of {volume:.3g} angstrom^3 ({cell}) is so small that an atom has {value:.2g} neighbors within the cutoff "
-    "of {rcut:g} angstrom, expected at most {most:g}. Lengths are in angstrom; are they given in nm?"
+    "the cell of {volume:.3g} angstrom^3 ({cell}) is so small that an atom has {value:.2g} "
+    "neighbors within the cutoff of {rcut:g} angstrom, expected at most {most:g}. Lengths are in "
+    "angstrom; are they given in nm?"
 )
 _FLAT = (
     "the cell has no volume ({cell}). For open boundaries add an empty file nopbc to the system."
@@ -178,9 +182,12 @@ def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
     shift = np.take(shift, near_first, axis=0)
     ends = np.take(pairs, near_first, axis=0)
     return _by_atom(
-        ends.ravel(), ends[:, ::-1].ravel(), np.stack([shift, -shift], 1).reshape(-1, 3),
-        np.repeat(distance[near_first], 2), len(coord),
-    )  # fmt: skip
+        ends.ravel(),
+        ends[:, ::-1].ravel(),
+        np.stack([shift, -shift], 1).reshape(-1, 3),
+        np.repeat(distance[near_first], 2),
+        len(coord),
+    )
 
 
 def find_pairs_of_molecules(coord: Array, sizes: Array, rcut: float) -> Pairs:

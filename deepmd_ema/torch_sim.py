@@ -78,7 +78,8 @@ class DPModel(ModelInterface):
         super().__init__()
         if not 0 <= skin < math.inf:
             raise UserError(
-                f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step."
+                f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every "
+                "step."
             )
         where = None if device is None else str(device)
         self.potential = (
@@ -86,13 +87,15 @@ class DPModel(ModelInterface):
         )
         if not self.potential.predicts_energies:
             raise UserError(
-                f"{self.potential.info.path}: does not predict energies and forces, which torch-sim needs."
+                f"{self.potential.info.path}: does not predict energies and forces, which "
+                "torch-sim needs."
             )
         for name, number in self.potential.num_conditions.items():
             if number and (name == "aparam" or not self.potential.default_fparam):
                 raise UserError(
-                    f"{self.potential.info.path}: the model takes {name} ({number} numbers), which torch-sim does not "
-                    "have. Use a model without, or one with default_fparam."
+                    f"{self.potential.info.path}: the model takes {name} ({number} numbers), "
+                    "which torch-sim does not have. Use a model without, or one with "
+                    "default_fparam."
                 )
         self._device, self._dtype = self.potential.device, dtype
         self.compute_forces, self.compute_stress = compute_forces, compute_stress
@@ -155,6 +158,7 @@ class DPModel(ModelInterface):
             number = int(atomic_numbers[types < 0][0])
             name = SYMBOLS[number - 1] if 0 < number <= len(SYMBOLS) else f"atomic number {number}"
             raise UserError(
-                f"{name}: is not an element of the model, which has {' '.join(self.potential.type_map)}."
+                f"{name}: is not an element of the model, which has "
+                f"{' '.join(self.potential.type_map)}."
             )
         return types.numpy()

@@ -15,20 +15,49 @@ MODELS_OF_TYPES = {
     **{
         f"fitting {name}": model_section(fitting_changes={"type": name, **about, **WITH_FPARAM})
         for name, about in {
-            "ener": {}, "dpa4_ener": {}, "dipole": {}, "polar": {}, "property": {"property_name": "gap"}, "dos": {},
+            "ener": {},
+            "dpa4_ener": {},
+            "dipole": {},
+            "polar": {},
+            "property": {"property_name": "gap"},
+            "dos": {},
         }.items()
     },
     "linear_ener": {
-        "type": "linear_ener", "type_map": TYPES, "weights": "sum", "models": [
+        "type": "linear_ener",
+        "type_map": TYPES,
+        "weights": "sum",
+        "models": [
             {"descriptor": SECTIONS["se_e3_tebd"], "fitting_net": {"neuron": [4]}},
             {"descriptor": SECTIONS["se_e3_tebd"] | {"rcut": 3.5}, "fitting_net": {"neuron": [4]}},
         ],
     },
-}  # fmt: skip
+}
 POOL = [
-    True, False, 0, 1, 2, 3, 5, 0.3, 0.5, 1.5, [], [0], [1], [8], [[0, 1]], [1.5], [-1.0, None, None],
-    {"energy": [-1.0, None, None]}, [1.0, 2.0, 3.0], "gap", "gauss", "zbl", "mean",
-]  # fmt: skip
+    True,
+    False,
+    0,
+    1,
+    2,
+    3,
+    5,
+    0.3,
+    0.5,
+    1.5,
+    [],
+    [0],
+    [1],
+    [8],
+    [[0, 1]],
+    [1.5],
+    [-1.0, None, None],
+    {"energy": [-1.0, None, None]},
+    [1.0, 2.0, 3.0],
+    "gap",
+    "gauss",
+    "zbl",
+    "mean",
+]
 
 
 def changed_sections(section, kind, place=()):

@@ -77,7 +77,8 @@ def main():
     )
     if sum(sizes.values()) > args.limit:
         sys.exit(
-            f"{args.folder}: {sum(sizes.values()):.1f} MB of wheels, at most {args.limit:.0f} MB can travel."
+            f"{args.folder}: {sum(sizes.values()):.1f} MB of wheels, at most {args.limit:.0f} MB "
+            "can travel."
         )
 
 

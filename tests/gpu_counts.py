@@ -44,8 +44,17 @@ NO_KERNEL = {
 # a CUDA device adds in any order, so the last bits of the sums may change from run to run. Not
 # `index_add`: it is the derivative of `index_select` over `reverse`, which has each place once
 # (deepmd_ema/model/ops/gather.py)
-ATOMIC_ADDITIONS = {"index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "index_reduce",
-                    "embedding_dense_backward", "bincount", "histc", "put_"}  # fmt: skip
+ATOMIC_ADDITIONS = {
+    "index_add_",
+    "scatter_add",
+    "scatter_add_",
+    "scatter_reduce",
+    "index_reduce",
+    "embedding_dense_backward",
+    "bincount",
+    "histc",
+    "put_",
+}
 
 ONE_SIDED = ("se_e2_a", {"type_one_side": True})
 EMA = {"training__enable_ema": True}
@@ -254,7 +263,8 @@ def main(names):
         {"O": SPACING / 2, "H": SPACING / 2}
     )  # as in tests: the atoms of toy data touch
     print(
-        "| training step | kernels | by part | waits | most frequent operations |\n| --- | ---: | --- | ---: | --- |"
+        "| training step | kernels | by part | waits | most frequent operations |\n| --- | ---: | "
+        "--- | ---: | --- |"
     )
     with tempfile.TemporaryDirectory() as work:
         for number, name in enumerate(names or STEPS):

@@ -139,33 +139,89 @@ def parts_of(peer=None, work=None, cache=None, device="cuda"):
         speed("speed-1", 140, ["se_e2_a", "dpa4c"], "8", eager, "75"),
         speed("speed-2", 140, ["dpa3", "dpa4"], "8", eager, "75"),
         speed("speed-3", 170, ["se_e2_a", "dpa4c", "dpa3", "dpa4"], "1", eager, "85"),
-        pytest_part("numbers", "values and gradients beside the CPU", ["", "_models"], numbers, 90, beside=True),
+        pytest_part(
+            "numbers",
+            "values and gradients beside the CPU",
+            ["", "_models"],
+            numbers,
+            90,
+            beside=True,
+        ),
         pytest_part("restart", "restarts to the last bit", ["", "_runs", "_graphs"], "restart", 90),
-        measured("kernels", "kernels of a step beside the limit of the card", 120, "gpu_water", "kernels"),
+        measured(
+            "kernels", "kernels of a step beside the limit of the card", 120, "gpu_water", "kernels"
+        ),
         speed("speed-4", 140, ["se_atten, 2 layers", "dpa2"], "8", eager, "75"),
         speed("speed-5", 140, ["se_atten, 2 layers", "dpa2"], "1", eager, "75"),
-        measured("growth", "time and memory against atoms", 150, "gpu_water", "growth", "--kinds", "se_e2_a", "dpa4c"),
+        measured(
+            "growth",
+            "time and memory against atoms",
+            150,
+            "gpu_water",
+            "growth",
+            "--kinds",
+            "se_e2_a",
+            "dpa4c",
+        ),
         speed("compiled-1", 330, ["se_e2_a", "dpa4c", "dpa3", "dpa4"], "8", compiled, "270"),
-        pytest_part("nccl", "one rank through NCCL at stages 0 to 3", [""], "nccl", 90, beside=True),
-        pytest_part("graphs", "CUDA graphs have the bits of eager steps", ["_graphs"], "", 90, beside=True),
+        pytest_part(
+            "nccl", "one rank through NCCL at stages 0 to 3", [""], "nccl", 90, beside=True
+        ),
+        pytest_part(
+            "graphs", "CUDA graphs have the bits of eager steps", ["_graphs"], "", 90, beside=True
+        ),
         pytest_part("tf32", "products in TF32", [""], "tf32", 60, beside=True),
         pytest_part("waits", "bounds of kernels, no wait in a step", ["_counts"], "kernels", 90),
-        measured("inference", "a .pt2 that is frozen for CUDA, and its speed", 200, "gpu_water", "inference"),
+        measured(
+            "inference",
+            "a .pt2 that is frozen for CUDA, and its speed",
+            200,
+            "gpu_water",
+            "inference",
+        ),
         measured("bits", "TF32 and bfloat16", 120, "gpu_water", "bits"),
         speed("compiled-2", 330, ["se_e2_a", "dpa4c", "dpa3", "dpa4"], "1", compiled, "270"),
         speed("compiled-3", 330, ["se_atten, 2 layers", "dpa2"], "8", compiled, "270"),
         speed("compiled-4", 330, ["se_atten, 2 layers", "dpa2"], "1", compiled, "270"),
         measured(
-            "growth-2", "time and memory against atoms", 150, "gpu_water", "growth", "--part", "growth", "--kinds",
-            "dpa3", "dpa4", "se_atten, 2 layers", "dpa2",
+            "growth-2",
+            "time and memory against atoms",
+            150,
+            "gpu_water",
+            "growth",
+            "--part",
+            "growth",
+            "--kinds",
+            "dpa3",
+            "dpa4",
+            "se_atten, 2 layers",
+            "dpa2",
         ),
-        pytest_part("hessians", "Hessians beside the CPU", ["_models"], "hessians", 90, beside=True),
-        pytest_part("infer", "inference, tests and averages beside the CPU", ["_infer"], "not pt2", 90, beside=True),
+        pytest_part(
+            "hessians", "Hessians beside the CPU", ["_models"], "hessians", 90, beside=True
+        ),
+        pytest_part(
+            "infer",
+            "inference, tests and averages beside the CPU",
+            ["_infer"],
+            "not pt2",
+            90,
+            beside=True,
+        ),
         pytest_part("runs", "losses, averages, tasks", ["_runs", "_faults"], "not optimizer", 180),
-        pytest_part("compiled", "compiled steps have the numbers of eager ones", [""], "compiled", 300, beside=True),
-        pytest_part("pt2", "a .pt2 for CUDA has the results of its checkpoint", ["_infer"], "pt2", 300),
+        pytest_part(
+            "compiled",
+            "compiled steps have the numbers of eager ones",
+            [""],
+            "compiled",
+            300,
+            beside=True,
+        ),
+        pytest_part(
+            "pt2", "a .pt2 for CUDA has the results of its checkpoint", ["_infer"], "pt2", 300
+        ),
         pytest_part("ranks", "two GPUs: numbers, restarts, other stages", ["_ranks"], "", 180),
-    ]  # fmt: skip
+    ]
 
 
 def run_parts(parts, folder, minutes):
@@ -290,7 +346,8 @@ def main():
         if ("parts", part.name) not in Results(output / FILE_NAME).rows()
     ]
     print(
-        f"{output / 'page.md'}. Failed: {' '.join(failed) or 'none'}. Not run: {' '.join(missing) or 'none'}."
+        f"{output / 'page.md'}. Failed: {' '.join(failed) or 'none'}. Not run: "
+        f"{' '.join(missing) or 'none'}."
     )
     return int(bool(failed))
 

@@ -72,7 +72,10 @@ def speed(rows):
                 errors.append(f"- {case[0]}, {case[2]} frames, {WAYS[way]}: {short(row['error'])}")
     head = ["model", "precision", "frames", *WAYS.values()]
     machines = dict.fromkeys(row["machine"] for row in found if row.get("machine"))
-    text = "Medians of turns. The last column is the fastest way of DeePMD-kit over the fastest of dp-ema."
+    text = (
+        "Medians of turns. The last column is the fastest way of DeePMD-kit over the fastest of "
+        "dp-ema."
+    )
     lines = ["## Steps beside DeePMD-kit, ms", "", f"On {'; '.join(machines)}. {text}", ""]
     lines += [table([*head, "times as fast"], times), ""]
     lines += [

@@ -269,8 +269,9 @@ def print_versions(args, results):
     device = torch.cuda.get_device_properties(0)
     cores = len(os.sched_getaffinity(0))
     lines = [
-        f"device 0 of {torch.cuda.device_count()}: {device.name}, {device.total_memory / 2**30:.0f} GiB, compute "
-        f"capability {device.major}.{device.minor}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
+        f"device 0 of {torch.cuda.device_count()}: {device.name}, "
+        f"{device.total_memory / 2**30:.0f} GiB, compute capability "
+        f"{device.major}.{device.minor}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
         f"dp-ema {__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN "
         f"{torch.backends.cudnn.version()}, Python {platform.python_version()}, {cores} cores",
     ]

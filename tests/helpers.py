@@ -80,10 +80,29 @@ def toy_frame(rng, natoms=12, num_types=2, pbc=True, jitter=0.25, triclinic=True
 
 
 def write_system(
-    path, frames=8, natoms=12, elements=("O", "H"), seed=0, pbc=True, virial=True, *, force=True, energy=True,
-    atom_ener=False, atom_pref=False, hessian=False, fparam=0, aparam=0, sets=1, mixed=False, virtual=0, num_types=None,
-    jitter=0.25, triclinic=True, dtype=np.float64,
-):  # fmt: skip
+    path,
+    frames=8,
+    natoms=12,
+    elements=("O", "H"),
+    seed=0,
+    pbc=True,
+    virial=True,
+    *,
+    force=True,
+    energy=True,
+    atom_ener=False,
+    atom_pref=False,
+    hessian=False,
+    fparam=0,
+    aparam=0,
+    sets=1,
+    mixed=False,
+    virtual=0,
+    num_types=None,
+    jitter=0.25,
+    triclinic=True,
+    dtype=np.float64,
+):
     """Write a system with toy labels in deepmd/npy (``mixed``: deepmd/npy/mixed) form and return
     its path.
 
@@ -150,21 +169,34 @@ def tiny_input(training, validation=None, *, num_steps=20, type_map=("O", "H"), 
         "model": {
             "type_map": list(type_map),
             "descriptor": {
-                "type": "se_e2_a", "sel": [24] * len(type_map), "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8],
-                "axis_neuron": 4, "seed": 1,
+                "type": "se_e2_a",
+                "sel": [24] * len(type_map),
+                "rcut": 4.0,
+                "rcut_smth": 1.0,
+                "neuron": [4, 8],
+                "axis_neuron": 4,
+                "seed": 1,
             },
             "fitting_net": {"neuron": [8, 8], "resnet_dt": True, "seed": 1},
         },
         "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-6, "decay_steps": 10},
         "loss": {
-            "type": "ener", "start_pref_e": 0.02, "limit_pref_e": 1, "start_pref_f": 1000, "limit_pref_f": 1,
-            "start_pref_v": 0.01, "limit_pref_v": 0.1,
+            "type": "ener",
+            "start_pref_e": 0.02,
+            "limit_pref_e": 1,
+            "start_pref_f": 1000,
+            "limit_pref_f": 1,
+            "start_pref_v": 0.01,
+            "limit_pref_v": 0.1,
         },
         "training": {
-            "training_data": {"systems": [str(s) for s in training], "batch_size": 2}, "numb_steps": num_steps,
-            "seed": 10, "disp_freq": 5, "save_freq": 10,
+            "training_data": {"systems": [str(s) for s in training], "batch_size": 2},
+            "numb_steps": num_steps,
+            "seed": 10,
+            "disp_freq": 5,
+            "save_freq": 10,
         },
-    }  # fmt: skip
+    }
     if validation is not None:
         data = {"systems": [str(s) for s in validation], "batch_size": 2, "numb_btch": 1}
         config["training"]["validation_data"] = data
@@ -201,10 +233,14 @@ def validated(every, **more):
     every so many steps.
     """
     return {
-        "training__enable_ema": True, "training__ema_decay": 0.9, "validating__full_validation": True,
-        "validating__ema_full_validation": True, "validating__validation_freq": every,
-        "validating__full_val_start": 0, **more,
-    }  # fmt: skip
+        "training__enable_ema": True,
+        "training__ema_decay": 0.9,
+        "validating__full_validation": True,
+        "validating__ema_full_validation": True,
+        "validating__validation_freq": every,
+        "validating__full_val_start": 0,
+        **more,
+    }
 
 
 def changed(values, changes):
@@ -267,8 +303,12 @@ def killed_at(at, action):
 def training_parts():
     """Return the least content of a checkpoint beside its weights."""
     streams, display = {"": {"frames": 0}}, {"sums": {}, "count": 0}
-    return {"optimizer": {"type": "Adam", "state": {}}, "streams": streams, "display": display,
-            "validation_pending": False}  # fmt: skip
+    return {
+        "optimizer": {"type": "Adam", "state": {}},
+        "streams": streams,
+        "display": display,
+        "validation_pending": False,
+    }
 
 
 def checkpoint_payload(step=3, kind="training", weights="live", value=0.0, **more):
@@ -339,8 +379,12 @@ def _record(rng, natoms, num_types, pbc, jitter, triclinic, mixed, virtual):
     record = {"coord": coord, "types": types, "force": force, "atom_ener": atom_energy}
     if virtual:
         order = rng.permutation(natoms + virtual)
-        fill = {"coord": rng.uniform(0, SPACING, (virtual, 3)), "types": np.full(virtual, -1),
-                "force": np.zeros((virtual, 3)), "atom_ener": np.zeros(virtual)}  # fmt: skip
+        fill = {
+            "coord": rng.uniform(0, SPACING, (virtual, 3)),
+            "types": np.full(virtual, -1),
+            "force": np.zeros((virtual, 3)),
+            "atom_ener": np.zeros(virtual),
+        }
         record = {
             name: np.concatenate([value, fill[name]])[order] for name, value in record.items()
         }

@@ -65,20 +65,43 @@ def write_run(folder, *, averages=True, seed=0, **changes):
     live, shadow = random_model(config, seed), random_model(config, seed + 100)
     weights = dict(live.state_dict())
     averaged = {name: p.detach() for name, p in shadow.named_parameters()}
-    head = {"format": checkpoint.FORMAT, "version": __version__, "step": STEP, "config": to_dict(config),
-            "min_nbor_dist": 0.9}  # fmt: skip
-    training = {**head, **training_parts(), "kind": "training", "weights": "live", "model": weights,
-                "best": {"live": {"metric": "E:MAE", "records": [[0.0123, 5]]}}}  # fmt: skip
+    head = {
+        "format": checkpoint.FORMAT,
+        "version": __version__,
+        "step": STEP,
+        "config": to_dict(config),
+        "min_nbor_dist": 0.9,
+    }
+    training = {
+        **head,
+        **training_parts(),
+        "kind": "training",
+        "weights": "live",
+        "model": weights,
+        "best": {"live": {"metric": "E:MAE", "records": [[0.0123, 5]]}},
+    }
     if averages:
-        training["averages"] = {"steps": STEP, "tasks": [""], "frozen": [],
-                                "profiles": {"ema": {**FACTS, "warmup": True, "weights": averaged}}}  # fmt: skip
+        training["averages"] = {
+            "steps": STEP,
+            "tasks": [""],
+            "frozen": [],
+            "profiles": {"ema": {**FACTS, "warmup": True, "weights": averaged}},
+        }
     path, path_ema = folder / f"model.ckpt-{STEP}.pt", folder / f"model_ema.ckpt-{STEP}.pt"
     checkpoint.save(path, training)
     (folder / "model.ckpt.pt").symlink_to(path.name)
     (folder / "checkpoint").write_text(f"{path.name}\n")
     average = {"profile": "ema", "effective_decay": 0.5, **FACTS}
-    checkpoint.save(path_ema, {**head, "kind": "average", "weights": "ema", "average": average,
-                               "model": {**weights, **averaged}})  # fmt: skip
+    checkpoint.save(
+        path_ema,
+        {
+            **head,
+            "kind": "average",
+            "weights": "ema",
+            "average": average,
+            "model": {**weights, **averaged},
+        },
+    )
     return path, path_ema
 
 

@@ -38,10 +38,14 @@ def make_run(folder, stage=0, **changes):
     write_system(folder / "data", frames=16, natoms=6, seed=1)
     write_system(folder / "valid", frames=30, natoms=72, seed=2)
     options = {
-        "training__save_freq": SAVE_EVERY, "training__zero_stage": stage, "validating__full_validation": True,
-        "validating__validation_freq": AT_STEP + 2, "validating__full_val_start": AT_STEP + 2,
-        "validating__save_best": False, **changes,
-    }  # fmt: skip
+        "training__save_freq": SAVE_EVERY,
+        "training__zero_stage": stage,
+        "validating__full_validation": True,
+        "validating__validation_freq": AT_STEP + 2,
+        "validating__full_val_start": AT_STEP + 2,
+        "validating__save_best": False,
+        **changes,
+    }
     config = tiny_input(["data"], ["valid"], num_steps=LAST, **options)
     (folder / "input.json").write_text(json.dumps(config))
     return folder

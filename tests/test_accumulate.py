@@ -146,10 +146,15 @@ def systems(tmp_path_factory):
 
 
 OPTIONS = {
-    "model__descriptor__interpolate": "never", "training__enable_ema": True, "training__ema_decay": 0.8,
-    "training__gradient_max_norm": 0.5, "training__save_freq": 1, "training__disp_freq": 1,
-    "training__max_ckpt_keep": 0, "training__averaging": [{"name": "slow", "decay": 0.9, "lcurve": True}],
-}  # fmt: skip
+    "model__descriptor__interpolate": "never",
+    "training__enable_ema": True,
+    "training__ema_decay": 0.8,
+    "training__gradient_max_norm": 0.5,
+    "training__save_freq": 1,
+    "training__disp_freq": 1,
+    "training__max_ckpt_keep": 0,
+    "training__averaging": [{"name": "slow", "decay": 0.9, "lcurve": True}],
+}
 
 
 @pytest.fixture

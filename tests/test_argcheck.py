@@ -34,9 +34,37 @@ from deepmd_ema.errors import ConfigError
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*(ROOT / "examples").rglob("input*.json"), *(ROOT / "configs").glob("*.json")])
 VALUES = [
-    None, True, False, 0, 1, -1, 3, 10**18, 0.5, 2.0, float("nan"), "", "x", "auto", "1", "a\0", [], [1], ["a"], [None],
-    [1, "a"], [True], [[0, 1]], {}, {"a": 1}, {"type": "x"}, [{}], [{"type": "ema"}], {"a": {}}, 1e30,
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    10**18,
+    0.5,
+    2.0,
+    float("nan"),
+    "",
+    "x",
+    "auto",
+    "1",
+    "a\0",
+    [],
+    [1],
+    ["a"],
+    [None],
+    [1, "a"],
+    [True],
+    [[0, 1]],
+    {},
+    {"a": 1},
+    {"type": "x"},
+    [{}],
+    [{"type": "ema"}],
+    {"a": {}},
+    1e30,
+]
 
 
 def places(values, path=()):
@@ -203,6 +231,7 @@ def test_a_task_may_have_the_name_of_a_method_of_dict():
         },
     }
     assert ignored_options(config_from_dict(values)) == [
-        'model.model_dict.items.fitting_net.layer_name = ["a"]: no effect, layers are not shared by name',
+        'model.model_dict.items.fitting_net.layer_name = ["a"]: no effect, layers are not shared '
+        "by name",
         "model.model_dict.items.smin_alpha = 0.2: no effect, use_srtab is not given",
     ]

@@ -195,11 +195,15 @@ def test_buffers_are_averaged_on_request_and_integers_never(net):
 
 
 KINDS = [
-    WARM, EmaProfile("slow", 0.999, start_step=7, update_every=3), EmaProfile("late", 0.9, start_step=20),
-    PowerProfile.from_sigma_rel("p1", 0.1), PowerProfile("p2", 3.0, update_every=4, start_step=2, dtype="float64"),
-    SwaProfile("flat", start_step=5, buffers="average"), SwaProfile("host", device="cpu", dtype="float32"),
+    WARM,
+    EmaProfile("slow", 0.999, start_step=7, update_every=3),
+    EmaProfile("late", 0.9, start_step=20),
+    PowerProfile.from_sigma_rel("p1", 0.1),
+    PowerProfile("p2", 3.0, update_every=4, start_step=2, dtype="float64"),
+    SwaProfile("flat", start_step=5, buffers="average"),
+    SwaProfile("host", device="cpu", dtype="float32"),
     SwaProfile("even", should_update=EveryOther(0, 0)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])

@@ -115,14 +115,26 @@ def test_a_start_in_epochs_after_any_run_is_never():
 # settings
 
 
-@pytest.mark.parametrize(("make", "phrase"), [
-    (lambda: EmaProfile("e", 1.0), "decay = 1.0: expected a number >= 0 and < 1"),
-    (lambda: SwaProfile("e", update_every=0), "update_every = 0: expected a whole number > 0"),
-    (lambda: SwaProfile("e", should_update=lambda step, epoch: True), "should_update: cannot be pickled"),
-    (lambda: bank_of(EvenSteps("e", update_every=2)), "update_every = 2: type swa says itself which steps count"),
-    (lambda: bank_of(EmaProfile("e", 0.9, half_life=3)), "half_life = 3: decay = 0.9 is given too. Remove one"),
-    (lambda: SwaProfile("a/b"), "average 'a/b': name = \"a/b\": expected a name"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "phrase"),
+    [
+        (lambda: EmaProfile("e", 1.0), "decay = 1.0: expected a number >= 0 and < 1"),
+        (lambda: SwaProfile("e", update_every=0), "update_every = 0: expected a whole number > 0"),
+        (
+            lambda: SwaProfile("e", should_update=lambda step, epoch: True),
+            "should_update: cannot be pickled",
+        ),
+        (
+            lambda: bank_of(EvenSteps("e", update_every=2)),
+            "update_every = 2: type swa says itself which steps count",
+        ),
+        (
+            lambda: bank_of(EmaProfile("e", 0.9, half_life=3)),
+            "half_life = 3: decay = 0.9 is given too. Remove one",
+        ),
+        (lambda: SwaProfile("a/b"), "average 'a/b': name = \"a/b\": expected a name"),
+    ],
+)
 def test_a_wrong_setting_is_reported_with_its_average(make, phrase):
     with pytest.raises(ConfigError) as reported:
         make()

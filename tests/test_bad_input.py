@@ -155,13 +155,28 @@ def put_nan_into_forces(_):
 
 
 BAD_DATA = {
-    "no such folder": (lambda clean: shutil.move("data", "water"),
-     ["training.training_data.systems[0]: data: no such file or folder.", "holds: input.json, valid, water"]),
-    "unknown element": (lambda clean: Path("data/type_map.raw").write_text("O\nSi\n"),
-     ['data/type_map.raw: element "Si" is not in model.type_map. Known: O, H. Add it to model.type_map']),
-    "nan": (put_nan_into_forces,
-     ["data/set.000/force.npy: frame 2 (of 4, from 0): nan at atom 1.", "remove the frame or compute it again"]),
-}  # fmt: skip
+    "no such folder": (
+        lambda clean: shutil.move("data", "water"),
+        [
+            "training.training_data.systems[0]: data: no such file or folder.",
+            "holds: input.json, valid, water",
+        ],
+    ),
+    "unknown element": (
+        lambda clean: Path("data/type_map.raw").write_text("O\nSi\n"),
+        [
+            'data/type_map.raw: element "Si" is not in model.type_map. Known: O, H. Add it to '
+            "model.type_map"
+        ],
+    ),
+    "nan": (
+        put_nan_into_forces,
+        [
+            "data/set.000/force.npy: frame 2 (of 4, from 0): nan at atom 1.",
+            "remove the frame or compute it again",
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", BAD_DATA)
@@ -190,23 +205,41 @@ def test_doubtful_data_are_trained_on_with_a_warning(clean):
 # ---- the command line
 
 
-@pytest.mark.parametrize(("words", "phrases"), [
-    (["train", "input.json", "--device", "gpu"],
-     ["--device gpu: is not usable here (", "Use cpu, cuda or cuda:0."]),
-    (["freeze", "-o", "/proc/m.dp"], ["no file 'checkpoint' here that names the newest checkpoint"]),
-    (["test", "-m", "m.dp"], ["m.dp: no such file."]), (["show", "input.json"], ["input.json: not a checkpoint"]),
-    (["plot", "input.json"], ["input.json: has no header line", "Give lcurve.out, val.log or val_ema.log."]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "phrases"),
+    [
+        (
+            ["train", "input.json", "--device", "gpu"],
+            ["--device gpu: is not usable here (", "Use cpu, cuda or cuda:0."],
+        ),
+        (
+            ["freeze", "-o", "/proc/m.dp"],
+            ["no file 'checkpoint' here that names the newest checkpoint"],
+        ),
+        (["test", "-m", "m.dp"], ["m.dp: no such file."]),
+        (["show", "input.json"], ["input.json: not a checkpoint"]),
+        (
+            ["plot", "input.json"],
+            ["input.json: has no header line", "Give lcurve.out, val.log or val_ema.log."],
+        ),
+    ],
+)
 def test_a_wrong_command_is_reported_with_what_to_write_instead(clean, words, phrases):
     clean.run(*words).must_say(*phrases)
 
 
-@pytest.mark.parametrize(("env", "phrase"), [
-    ({"LOCAL_RANK": "²"}, "LOCAL_RANK = '²': expected a whole number, "),
-    ({"LOCAL_RANK": "9" * 5000}, "9'... (5,000 characters): expected a whole number, "),
-    ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK = 2"),
-    ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "99999"}, "'99999': expected a whole number, 1 to 65535"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("env", "phrase"),
+    [
+        ({"LOCAL_RANK": "²"}, "LOCAL_RANK = '²': expected a whole number, "),
+        ({"LOCAL_RANK": "9" * 5000}, "9'... (5,000 characters): expected a whole number, "),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK = 2"),
+        (
+            {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "99999"},
+            "'99999': expected a whole number, 1 to 65535",
+        ),
+    ],
+)
 def test_ranks_and_ports_that_are_no_numbers_are_reported(clean, monkeypatch, env, phrase):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -246,14 +279,22 @@ def test_advice_names_the_input_as_it_is_called(clean):
 
 def test_the_end_of_a_run_names_its_files_and_the_next_command(clean):
     clean.write(
-        validating__full_validation=True, validating__ema_full_validation=True, validating__validation_freq=2,
+        validating__full_validation=True,
+        validating__ema_full_validation=True,
+        validating__validation_freq=2,
         validating__full_val_start=0.0,
-    )  # fmt: skip
+    )
     reported = clean.train()
-    reported.must_say("trained model: model.ckpt.pt\n", "averaged  model_ema.ckpt.pt (ema)",
-        "best      best.ckpt-2.t-1.pt (live, E:MAE = ", "errors    ema, step 2, MAE / RMSE: E ",
-        "for 2 steps, validation included", "next      dp-ema test -m model_ema.ckpt.pt --valid-data input.json --plot",
-        "dp-ema freeze -c model_ema.ckpt.pt", code=GOOD)  # fmt: skip
+    reported.must_say(
+        "trained model: model.ckpt.pt\n",
+        "averaged  model_ema.ckpt.pt (ema)",
+        "best      best.ckpt-2.t-1.pt (live, E:MAE = ",
+        "errors    ema, step 2, MAE / RMSE: E ",
+        "for 2 steps, validation included",
+        "next      dp-ema test -m model_ema.ckpt.pt --valid-data input.json --plot",
+        "dp-ema freeze -c model_ema.ckpt.pt",
+        code=GOOD,
+    )
     for line in re.findall(r"dp-ema ((?:test|freeze) .*)", reported.text):
         assert clean.run(*line.split()).code == GOOD
 
@@ -271,29 +312,63 @@ def flip(name):
 
 
 BAD_STARTS = {
-    "one bit of it changed": (lambda desk: flip("model.ckpt-4.pt"), ["--restart", "model.ckpt.pt"],
-     ["model.ckpt.pt: damaged, ", "model.ckpt-2.pt: continue from that one."]),
-    "of another model": (lambda desk: desk.write(num_steps=8, training__save_freq=2, model__descriptor__neuron=[4, 6]),
-     ["--restart", "model.ckpt.pt"], ["model.descriptor.neuron: [4, 8] in the checkpoint, [4, 6] in the input.",
-     "Put this back, or say --allow-"]),
-    "weights of other elements": (lambda desk: desk.write(type_map=["O", "H", "Si"]), ["--init-model", "model.ckpt.pt"],
-     ["a model of type_map ['O', 'H'], but model.type_map is ['O', 'H', 'Si']. Use the type_map of"]),
-    "of another optimizer": (lambda desk: desk.write(num_steps=8, optimizer__type="AdamW"),
-     ["--restart", "model.ckpt.pt", "--allow-config-change"],
-     ['optimizer.type = "AdamW": the checkpoint holds the moments of Adam. Set it to "Adam"']),
-    "of another seed and other data": (lambda desk: desk.write(num_steps=8, training__seed=3,
-     training__training_data__batch_size=1), ["--restart", "model.ckpt.pt"],
-     ["2 problems in input.json", "1. training.seed: 10 in the", "2. training.training_data.batch_size: 2 in the"]),
-}  # fmt: skip
+    "one bit of it changed": (
+        lambda desk: flip("model.ckpt-4.pt"),
+        ["--restart", "model.ckpt.pt"],
+        ["model.ckpt.pt: damaged, ", "model.ckpt-2.pt: continue from that one."],
+    ),
+    "of another model": (
+        lambda desk: desk.write(
+            num_steps=8, training__save_freq=2, model__descriptor__neuron=[4, 6]
+        ),
+        ["--restart", "model.ckpt.pt"],
+        [
+            "model.descriptor.neuron: [4, 8] in the checkpoint, [4, 6] in the input.",
+            "Put this back, or say --allow-",
+        ],
+    ),
+    "weights of other elements": (
+        lambda desk: desk.write(type_map=["O", "H", "Si"]),
+        ["--init-model", "model.ckpt.pt"],
+        [
+            "a model of type_map ['O', 'H'], but model.type_map is ['O', 'H', 'Si']. Use the "
+            "type_map of"
+        ],
+    ),
+    "of another optimizer": (
+        lambda desk: desk.write(num_steps=8, optimizer__type="AdamW"),
+        ["--restart", "model.ckpt.pt", "--allow-config-change"],
+        ['optimizer.type = "AdamW": the checkpoint holds the moments of Adam. Set it to "Adam"'],
+    ),
+    "of another seed and other data": (
+        lambda desk: desk.write(
+            num_steps=8, training__seed=3, training__training_data__batch_size=1
+        ),
+        ["--restart", "model.ckpt.pt"],
+        [
+            "2 problems in input.json",
+            "1. training.seed: 10 in the",
+            "2. training.training_data.batch_size: 2 in the",
+        ],
+    ),
+}
 
 
 BAD_STARTS |= {
     f"a file that the run would set aside, {how} {name}": (
-        lambda desk: Path("mine.pt").symlink_to("model.ckpt-2.pt"), [how, name],
-        [f"{name}: the file to start from belongs to an earlier run", f"or from a copy: `cp {real} start.pt`"])
-    for how, name, real in (("--init-model", "model_ema.ckpt", "model_ema.ckpt-4.pt"),
-                            ("--init-model", ".", "model.ckpt-4.pt"), ("--finetune", "mine.pt", "model.ckpt-2.pt"))
-}  # fmt: skip
+        lambda desk: Path("mine.pt").symlink_to("model.ckpt-2.pt"),
+        [how, name],
+        [
+            f"{name}: the file to start from belongs to an earlier run",
+            f"or from a copy: `cp {real} start.pt`",
+        ],
+    )
+    for how, name, real in (
+        ("--init-model", "model_ema.ckpt", "model_ema.ckpt-4.pt"),
+        ("--init-model", ".", "model.ckpt-4.pt"),
+        ("--finetune", "mine.pt", "model.ckpt-2.pt"),
+    )
+}
 
 
 @pytest.mark.slow
@@ -309,7 +384,8 @@ def test_a_file_that_a_run_cannot_start_from_is_reported_and_nothing_is_touched(
 def test_a_restart_of_a_finished_run_says_that_nothing_is_left(desk):
     desk.write(num_steps=LAST, training__save_freq=2)
     desk.train("--restart", "model.ckpt.pt").must_say(
-        "WARNING: step 4 is the last of 4 already: nothing is left to train. Raise training.numb_steps",
+        "WARNING: step 4 is the last of 4 already: nothing is left to train. Raise "
+        "training.numb_steps",
         code=GOOD,
     )
     desk.run("show", "model.ckpt.pt", "--json").must_say(
@@ -348,8 +424,10 @@ def test_a_full_disk_is_reported_and_the_old_checkpoint_stays_usable(
     monkeypatch.setattr(torch, "save", save_while_there_is_space)
     name = ("model.ckpt-6.pt", "model_ema.ckpt-6.pt")[files_that_fit]
     reported = desk.train("--restart", "model.ckpt.pt", "-v", "WARNING")
-    reported.must_say(f"dp-ema: {name}: cannot be written (No space left on device). Make room on the disk.",
-                  "model.ckpt-4.pt is whole and still usable.")  # fmt: skip
+    reported.must_say(
+        f"dp-ema: {name}: cannot be written (No space left on device). Make room on the disk.",
+        "model.ckpt-4.pt is whole and still usable.",
+    )
     monkeypatch.setattr(torch, "save", save)
     assert Path("model.ckpt-4.pt").read_bytes() == kept
     assert not list(Path().glob("*.part*"))
@@ -358,17 +436,42 @@ def test_a_full_disk_is_reported_and_the_old_checkpoint_stays_usable(
 
 
 BAD_PLACES = {
-    "a file in the way": (lambda: Path("out").write_text(""), {"training__save_ckpt": "out/model.ckpt"},
-     ["training.save_ckpt: ", "/out: cannot be written (File exists)", "There is a file where a folder is expected"]),
-    "a folder in place of the learning curve": (lambda: Path("lcurve.out").mkdir(), {},
-     ["training.disp_file: lcurve.out is a folder, and the run writes a file of that name. Move it away"]),
-    "a folder in place of the link to an average of the list": (lambda: Path("model_slow.ckpt.pt").mkdir(),
-     {"training__averaging": [{"name": "slow", "decay": 0.9}]}, ["training.save_ckpt: model_slow.ckpt.pt is a folder"]),
-    "a folder in place of the normalized input": (lambda: Path("out.json").mkdir(), {},
-     ["--output: out.json is a folder"]),
-    "a file in place of the statistics": (lambda: Path("stat").write_text(""), {"training__stat_file": "stat"},
-     ["training.stat_file: stat: cannot be written (", "Remove the file that is there, name another place"]),
-}  # fmt: skip
+    "a file in the way": (
+        lambda: Path("out").write_text(""),
+        {"training__save_ckpt": "out/model.ckpt"},
+        [
+            "training.save_ckpt: ",
+            "/out: cannot be written (File exists)",
+            "There is a file where a folder is expected",
+        ],
+    ),
+    "a folder in place of the learning curve": (
+        lambda: Path("lcurve.out").mkdir(),
+        {},
+        [
+            "training.disp_file: lcurve.out is a folder, and the run writes a file of that name. "
+            "Move it away"
+        ],
+    ),
+    "a folder in place of the link to an average of the list": (
+        lambda: Path("model_slow.ckpt.pt").mkdir(),
+        {"training__averaging": [{"name": "slow", "decay": 0.9}]},
+        ["training.save_ckpt: model_slow.ckpt.pt is a folder"],
+    ),
+    "a folder in place of the normalized input": (
+        lambda: Path("out.json").mkdir(),
+        {},
+        ["--output: out.json is a folder"],
+    ),
+    "a file in place of the statistics": (
+        lambda: Path("stat").write_text(""),
+        {"training__stat_file": "stat"},
+        [
+            "training.stat_file: stat: cannot be written (",
+            "Remove the file that is there, name another place",
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", BAD_PLACES)
@@ -448,11 +551,16 @@ def test_a_forgotten_restart_loses_nothing_and_is_reported_before_the_first_step
 
 
 BAD_PATHS = {
-    "a path that is too long": ({"training__disp_file": "x/" * 3000 + "lcurve.out"}, "File name too long"),
+    "a path that is too long": (
+        {"training__disp_file": "x/" * 3000 + "lcurve.out"},
+        "File name too long",
+    ),
     "a link to itself": ({"training__training_data__systems": ["self"]}, "self"),
-    "a link to itself below": ({"training__training_data__systems": ["with_self"]},
-     "with_self/self: Too many levels of symbolic links"),
-}  # fmt: skip
+    "a link to itself below": (
+        {"training__training_data__systems": ["with_self"]},
+        "with_self/self: Too many levels of symbolic links",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", BAD_PATHS)
@@ -475,13 +583,25 @@ def without_numbers():
 
 
 BAD_USES = {
-    "test weights that are nan": (without_numbers, ["test", "-m", "model.ckpt.pt", "-s", "data"],
-     ["data/set.000: frame 0 (from 0) and 7 more: model.ckpt.pt gives no finite energies", "Does it hold nan"]),
-    "test without data": (lambda: None, ["test", "-m", "model.ckpt.pt", "-s", "dta"],
-     ["dta: no such file or folder. Did you mean data?"]),
-    "show a truncated file": (lambda: os.truncate("model.ckpt-4.pt", 9000), ["show", "model.ckpt-4.pt"],
-     ["model.ckpt-4.pt: damaged, cut off after"]),
-}  # fmt: skip
+    "test weights that are nan": (
+        without_numbers,
+        ["test", "-m", "model.ckpt.pt", "-s", "data"],
+        [
+            "data/set.000: frame 0 (from 0) and 7 more: model.ckpt.pt gives no finite energies",
+            "Does it hold nan",
+        ],
+    ),
+    "test without data": (
+        lambda: None,
+        ["test", "-m", "model.ckpt.pt", "-s", "dta"],
+        ["dta: no such file or folder. Did you mean data?"],
+    ),
+    "show a truncated file": (
+        lambda: os.truncate("model.ckpt-4.pt", 9000),
+        ["show", "model.ckpt-4.pt"],
+        ["model.ckpt-4.pt: damaged, cut off after"],
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", BAD_USES)
@@ -494,8 +614,12 @@ def test_a_model_that_cannot_be_used_as_requested_is_reported(desk, kind):
 # ---- generated damage: whatever a file holds, a command ends with a result or one message
 
 READERS = {
-    "model.ckpt-4.pt": ["train input.json --device cpu --restart model.ckpt-4.pt", "show model.ckpt-4.pt",
-                        "test -m model.ckpt-4.pt -s valid", "freeze -c model.ckpt-4.pt"],
+    "model.ckpt-4.pt": [
+        "train input.json --device cpu --restart model.ckpt-4.pt",
+        "show model.ckpt-4.pt",
+        "test -m model.ckpt-4.pt -s valid",
+        "freeze -c model.ckpt-4.pt",
+    ],
     "frozen.dp": ["show frozen.dp", "test -m frozen.dp -s valid"],
     "frozen.yaml": ["test -m frozen.yaml -s valid", "change-bias frozen.yaml -b 1 2"],
     "data/set.000/force.npy": ["check input.json"],
@@ -505,7 +629,7 @@ READERS = {
     "checkpoint": ["freeze", "show .", "posthoc ."],
     "data.extxyz": ["test -m model.ckpt-4.pt -s data.extxyz", "convert data.extxyz out"],
     "data.h5": ["test -m model.ckpt-4.pt -s data.h5"],
-}  # fmt: skip
+}
 
 
 def damaged(content):
@@ -551,11 +675,20 @@ def test_whatever_a_file_holds_a_command_ends_with_a_result_or_one_message(desk,
         shutil.rmtree("out", ignore_errors=True)
 
 
-@pytest.mark.parametrize(("path", "value"), [
-    ("streams.", 1e300), ("streams..frames", ...), ("averages.profiles.ema.updates", "x"),
-    ("averages.profiles.ema.weights", ...), ("optimizer.state", None), ("display.sums", {"rmse": 1}),
-    ("interpolation.terms", -1), ("best.live", -1), ("best.live.records", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("streams.", 1e300),
+        ("streams..frames", ...),
+        ("averages.profiles.ema.updates", "x"),
+        ("averages.profiles.ema.weights", ...),
+        ("optimizer.state", None),
+        ("display.sums", {"rmse": 1}),
+        ("interpolation.terms", -1),
+        ("best.live", -1),
+        ("best.live.records", None),
+    ],
+)
 def test_what_a_restart_cannot_read_is_the_fault_of_the_file(desk, path, value):
     if path.startswith("best"):
         desk.write(num_steps=LAST, **validated(2))
@@ -569,7 +702,10 @@ def test_what_a_restart_cannot_read_is_the_fault_of_the_file(desk, path, value):
     reported = desk.run("train", "--restart", "model.ckpt-4.pt")
     assert reported.code == USER
     part_of_file = "best or early_stop" if name == "best" else name
-    pattern = rf"model\.ckpt-4\.pt: {part_of_file} is not as dp-ema writes it \(\w+Error: .*\)\. Another program has"
+    pattern = (
+        rf"model\.ckpt-4\.pt: {part_of_file} is not as dp-ema writes it \(\w+Error: .*\)\. "
+        r"Another program has"
+    )
     assert re.search(pattern, reported.text), reported.text
 
 
@@ -578,11 +714,28 @@ TAMPERED = [None, "x", -1, 10**30, float("nan"), [1, "x"], {"x": 1}, torch.zeros
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", [
-    "format", "kind", "step", "config", "model", "optimizer", "streams", "display", "averages", "best", "run",
-    "config.model", "config.training", "config.model.descriptor", "config.model.descriptor.sel",
-    "model.out_bias", "averages.steps",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "format",
+        "kind",
+        "step",
+        "config",
+        "model",
+        "optimizer",
+        "streams",
+        "display",
+        "averages",
+        "best",
+        "run",
+        "config.model",
+        "config.training",
+        "config.model.descriptor",
+        "config.model.descriptor.sel",
+        "model.out_bias",
+        "averages.steps",
+    ],
+)
 def test_a_part_of_a_checkpoint_that_is_gone_or_of_another_kind_ends_no_command_with_a_traceback(
     desk, path
 ):

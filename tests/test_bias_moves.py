@@ -215,9 +215,13 @@ def base(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("data", "choice", "words"), [
-    ("same", "keep", "no other reference"), ("other", "fit", "another reference"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "choice", "words"),
+    [
+        ("same", "keep", "no other reference"),
+        ("other", "fit", "another reference"),
+    ],
+)
 def test_what_init_writes_follows_from_the_errors_of_the_model(
     base, tmp_path, monkeypatch, capsys, data, choice, words
 ):
@@ -242,13 +246,20 @@ def test_what_init_writes_follows_from_the_errors_of_the_model(
         )
 
 
-@pytest.mark.parametrize(("data", "options", "message"), [
-    ("same", {}, ": no other reference, on 10 training frames: the output bias stays as in old.pt"),
-    ("other", {}, ": another reference, on 10 training frames: the output bias was moved"),
-    ("other", {"model__finetune_bias": "keep"}, 'model.finetune_bias = "fit" moves it'),
-    ("other", {"start": "--init-model"}, "--finetune in place of --init-model moves it"),
-    ("same", {"start": "--init-model"}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (
+            "same",
+            {},
+            ": no other reference, on 10 training frames: the output bias stays as in old.pt",
+        ),
+        ("other", {}, ": another reference, on 10 training frames: the output bias was moved"),
+        ("other", {"model__finetune_bias": "keep"}, 'model.finetune_bias = "fit" moves it'),
+        ("other", {"start": "--init-model"}, "--finetune in place of --init-model moves it"),
+        ("same", {"start": "--init-model"}, ""),
+    ],
+)
 def test_a_start_reports_whether_the_labels_are_of_another_method(
     here, base, capsys, data, options, message
 ):

@@ -119,10 +119,15 @@ def test_the_file_says_what_was_changed_and_so_does_what_is_frozen_of_it(
     assert "  bias  " not in capsys.readouterr().out.split("wrote")[-1]
 
 
-@pytest.mark.parametrize(("words", "written"), [
-    (["."], "model.ckpt-7_updated.pt"), (["model.ckpt.pt", "--use-ema"], "model_ema.ckpt-7_updated.pt"),
-    (["m.dp"], "m_updated.dp"), (["m.yaml"], "m_updated.yaml"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        (["."], "model.ckpt-7_updated.pt"),
+        (["model.ckpt.pt", "--use-ema"], "model_ema.ckpt-7_updated.pt"),
+        (["m.dp"], "m_updated.dp"),
+        (["m.yaml"], "m_updated.yaml"),
+    ],
+)
 def test_by_default_the_file_is_beside_the_model(run, tmp_path, words, written):
     folder = shutil.copytree(run[0].parent, tmp_path / "run", symlinks=True)
     if words[0].startswith("m."):
@@ -144,10 +149,13 @@ def test_no_file_replaces_itself(run, tmp_path, capsys):
     link.symlink_to(training.name)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for source, out, said in (
-        (frozen, frozen, "which the command reads"), (weights, weights, "which the command reads"),
-        (averaged, averaged, "a file of kind average"), (training, training, "a file of kind training"),
-        (link, training, "a file of kind training"), (averaged, link, "a file of kind training"),
-    ):  # fmt: skip
+        (frozen, frozen, "which the command reads"),
+        (weights, weights, "which the command reads"),
+        (averaged, averaged, "a file of kind average"),
+        (training, training, "a file of kind training"),
+        (link, training, "a file of kind training"),
+        (averaged, link, "a file of kind training"),
+    ):
         assert change(source, "-b", -1, -2, "-o", out) == 2
         assert said in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -158,13 +166,13 @@ def test_elements_that_the_data_do_not_hold_or_report_apart_are_named(run, data,
     assert "+0.000000  not in the data" in capsys.readouterr().out
     assert change(run[0], "-s", data / "water", "-o", tmp_path / "new.pt") == 0
     assert (
-        "the energies of O, H cannot be determined separately from these compositions; equal changes are used"
-        in capsys.readouterr().out
+        "the energies of O, H cannot be determined separately from these compositions; equal "
+        "changes are used" in capsys.readouterr().out
     )
     assert change(run[0], "-s", data / "water", "-m", "set", "-o", tmp_path / "new.pt") == 0
     assert (
-        "the energies of O, H cannot be determined separately from these compositions; equal values are used"
-        in capsys.readouterr().out
+        "the energies of O, H cannot be determined separately from these compositions; equal "
+        "values are used" in capsys.readouterr().out
     )
 
 
@@ -173,7 +181,8 @@ def test_elements_that_the_data_do_not_hold_or_report_apart_are_named(run, data,
     [
         (
             ["-b", "1"],
-            r"-b: 1 value, expected one for each of the 2 elements of the model, in this order: O H.",
+            r"-b: 1 value, expected one for each of the 2 elements of the model, in this order: O "
+            r"H.",
         ),
         (["-b", "1", "nan"], "-b: H nan: expected finite energies in eV."),
         (

@@ -353,8 +353,8 @@ def test_a_kill_at_every_write_leaves_a_consistent_pair(tmp_path, monkeypatch):
         )
         save_step(20, again, 0.5, series)
         assert " ".join(names(folder)) == (
-            "best.ckpt-20.t-1.pt best.ckpt.pt checkpoint model.ckpt-10.pt model.ckpt-20.pt model.ckpt.pt "
-            "model_ema.ckpt-20.pt model_ema.ckpt.pt"
+            "best.ckpt-20.t-1.pt best.ckpt.pt checkpoint model.ckpt-10.pt model.ckpt-20.pt "
+            "model.ckpt.pt model_ema.ckpt-20.pt model_ema.ckpt.pt"
         )
         if not killed:
             break

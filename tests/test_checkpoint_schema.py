@@ -117,12 +117,15 @@ def test_whatever_part_of_a_frozen_model_is_missing_or_of_another_type_it_is_rea
     ("text", "reason"),
     [
         ("[" * 50_000, "nested too deeply to be a model file"),
-        (f"a: &a [1, 1, 1]\n{ALIASES}", "its anchors stand for more values than a model file of this length has"),
+        (
+            f"a: &a [1, 1, 1]\n{ALIASES}",
+            "its anchors stand for more values than a model file of this length has",
+        ),
         ("a: &a [*a, *a]", "its anchors stand for more values"),
         ("model: !!python/object:os.system {}", "damaged, or not a YAML model file"),
     ],
     ids=["brackets", "anchors", "itself", "code"],
-)  # fmt: skip
+)
 def test_a_yaml_model_that_would_break_its_reader_is_reported(tmp_path, text, reason):
     """50,000 levels were a segmentation fault of the reader in C."""
     path = tmp_path / "m.yaml"
@@ -242,7 +245,8 @@ def test_what_average_a_file_holds_survives_what_deepmd_kit_keeps_of_it(frozen):
     info = load_model(frozen).info
     assert (
         info.describe()
-        == "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+        == "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on "
+        "average"
     )
     assert list(info.config) == ["model"]
     del tree["model_def_script"]["dp_ema"]

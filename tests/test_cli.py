@@ -32,8 +32,19 @@ def test_the_command_line_loads_nothing_heavy():
 
 # imported by nothing that a run on one process without compiled code needs; together they take over
 # a second
-HEAVY = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy",
-         "matplotlib", "h5py", "yaml", "lmdb", "scipy", "torch.utils.tensorboard"}  # fmt: skip
+HEAVY = {
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "sympy",
+    "matplotlib",
+    "h5py",
+    "yaml",
+    "lmdb",
+    "scipy",
+    "torch.utils.tensorboard",
+}
 
 
 def test_a_run_loads_no_more_than_it_needs(water_like, tmp_path):
@@ -53,7 +64,10 @@ def test_a_run_loads_no_more_than_it_needs(water_like, tmp_path):
 def test_a_mistake_in_the_input_is_reported_before_torch_is_imported(tmp_path):
     """It took as long as the import of everything, three seconds."""
     (tmp_path / "input.json").write_text('{"modle": {}}')
-    code = "import sys; from deepmd_ema.cli import main; print(main(['train', 'input.json']), 'torch' in sys.modules)"
+    code = (
+        "import sys; from deepmd_ema.cli import main; print(main(['train', 'input.json']), "
+        "'torch' in sys.modules)"
+    )
     done = run_python("-c", code, cwd=tmp_path)
     assert done.stdout.strip() == "2 False"
     assert "modle" in done.stderr
@@ -67,25 +81,65 @@ def test_every_command_has_help(command, capsys):
     assert "usage: dp-ema" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["trian"], "the command 'trian' is unknown. Did you mean train? Known: init, train, check"),
-    (["compress"], "-i frozen_model.pth: is not there. Freeze a model first: dp-ema freeze -o frozen_model.pth"),
-    (["compress", "-i", "m.pt2", "-o", "n.pth"], "-o n.pth: expected a name that ends in .pt2, as m.pt2 does."),
-    (["doc-train-input"], "use `dp-ema doc`"),
-    (["train", "a.json", "--retsart", "x"], "train has no option --retsart. Did you mean --restart?"),
-    (["train", "a.json", "-t", "x", "-i", "y"], "--init-frz-model: not allowed with argument -t/--finetune"),
-    (["train", "a.json", "-m", "master"], "train -m: rank 0 speaks"),
-    (["--tf", "train", "a.json"], "--tf: there is one backend, PyTorch: leave it out, or use --pt"),
-    (["-b", "jax", "train", "a.json"], "'jax': expected a backend that uses PyTorch: pt, pytorch, pt-expt"),
-    (["freeze", "--lower-kind", "graph"], "--lower-kind graph: frozen_model.dp takes neighbor lists (nlist)"),
-    (["show", "x", "-v", "7"], "'7': expected DEBUG, INFO, WARNING or ERROR"),
-    (["train", "a.json", "--nproc-per-node", "0"], "'0': expected a number of processes, gpu or auto"),
-    (["freeze", "--dp", ""], "argument --dp: '': expected a path, and this is empty"),
-    (["train", "a.json", "--pt"], "train --pt: give the backend before the command, or leave it out"),
-    (["init", "new", "--replay", "old"], "init --replay: is an option for fine-tuning"),
-    (["init", "new", "--finetune", "old.pt", "--rcut", "5"], "init --rcut: the model is that of --finetune"),
-    (["init", "a.xyz", "-o", "absent/input.yaml"], "-o absent/input.yaml: absent is no folder that can be written to."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["trian"],
+            "the command 'trian' is unknown. Did you mean train? Known: init, train, check",
+        ),
+        (
+            ["compress"],
+            "-i frozen_model.pth: is not there. Freeze a model first: dp-ema freeze -o "
+            "frozen_model.pth",
+        ),
+        (
+            ["compress", "-i", "m.pt2", "-o", "n.pth"],
+            "-o n.pth: expected a name that ends in .pt2, as m.pt2 does.",
+        ),
+        (["doc-train-input"], "use `dp-ema doc`"),
+        (
+            ["train", "a.json", "--retsart", "x"],
+            "train has no option --retsart. Did you mean --restart?",
+        ),
+        (
+            ["train", "a.json", "-t", "x", "-i", "y"],
+            "--init-frz-model: not allowed with argument -t/--finetune",
+        ),
+        (["train", "a.json", "-m", "master"], "train -m: rank 0 speaks"),
+        (
+            ["--tf", "train", "a.json"],
+            "--tf: there is one backend, PyTorch: leave it out, or use --pt",
+        ),
+        (
+            ["-b", "jax", "train", "a.json"],
+            "'jax': expected a backend that uses PyTorch: pt, pytorch, pt-expt",
+        ),
+        (
+            ["freeze", "--lower-kind", "graph"],
+            "--lower-kind graph: frozen_model.dp takes neighbor lists (nlist)",
+        ),
+        (["show", "x", "-v", "7"], "'7': expected DEBUG, INFO, WARNING or ERROR"),
+        (
+            ["train", "a.json", "--nproc-per-node", "0"],
+            "'0': expected a number of processes, gpu or auto",
+        ),
+        (["freeze", "--dp", ""], "argument --dp: '': expected a path, and this is empty"),
+        (
+            ["train", "a.json", "--pt"],
+            "train --pt: give the backend before the command, or leave it out",
+        ),
+        (["init", "new", "--replay", "old"], "init --replay: is an option for fine-tuning"),
+        (
+            ["init", "new", "--finetune", "old.pt", "--rcut", "5"],
+            "init --rcut: the model is that of --finetune",
+        ),
+        (
+            ["init", "a.xyz", "-o", "absent/input.yaml"],
+            "-o absent/input.yaml: absent is no folder that can be written to.",
+        ),
+    ],
+)
 def test_a_wrong_command_line_gets_one_message(words, message, capsys):
     assert cli.main(words) == 2
     out, err = capsys.readouterr()
@@ -95,16 +149,36 @@ def test_a_wrong_command_line_gets_one_message(words, message, capsys):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(("error", "code", "message"), [
-    (UserError("no such file"), 2, "dp-ema: no such file\n"), (KeyboardInterrupt(), 130, "dp-ema: stopped by Ctrl-C\n"),
-    (Interrupted("stopped; continue with X", 2), 130, "stopped; continue with X\n"),
-    (ModuleNotFoundError("No module named 'torch'", name="torch"), 2, "needs torch, which is not installed. pip"),
-    (ModuleNotFoundError("x", name="matplotlib.figure"), 2, "pip install 'dp-ema[plot]'"),
-    (MemoryError(), 2, "dp-ema: out of memory. Use a smaller batch_size, fewer neighbors (rcut, sel) or smaller"),
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"), 2,
-     "dp-ema: out of memory (tried to allocate 20.00 GiB). Use a smaller batch_size"),
-    (ZeroDivisionError("division\nby zero"), 1, "ZeroDivisionError: division by zero\nThis should not happen. Run"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UserError("no such file"), 2, "dp-ema: no such file\n"),
+        (KeyboardInterrupt(), 130, "dp-ema: stopped by Ctrl-C\n"),
+        (Interrupted("stopped; continue with X", 2), 130, "stopped; continue with X\n"),
+        (
+            ModuleNotFoundError("No module named 'torch'", name="torch"),
+            2,
+            "needs torch, which is not installed. pip",
+        ),
+        (ModuleNotFoundError("x", name="matplotlib.figure"), 2, "pip install 'dp-ema[plot]'"),
+        (
+            MemoryError(),
+            2,
+            "dp-ema: out of memory. Use a smaller batch_size, fewer neighbors (rcut, sel) or "
+            "smaller",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"),
+            2,
+            "dp-ema: out of memory (tried to allocate 20.00 GiB). Use a smaller batch_size",
+        ),
+        (
+            ZeroDivisionError("division\nby zero"),
+            1,
+            "ZeroDivisionError: division by zero\nThis should not happen. Run",
+        ),
+    ],
+)
 def test_an_error_becomes_a_message_and_an_exit_code(monkeypatch, error, code, message, capsys):
     monkeypatch.setattr("deepmd_ema.cli.models.show", Mock(side_effect=error))
     assert cli.main(["show", "input.json"]) == code
@@ -127,9 +201,11 @@ def test_debug_shows_the_traceback_wherever_it_is(monkeypatch, words, capsys):
 
 
 def test_a_reader_that_leaves_early_is_no_error():
-    code = "import sys; from deepmd_ema import cli; " \
-           "from deepmd_ema.cli import models; models.show = lambda args: print('x\\n' * 200000); " \
-           "sys.exit(cli.main(['show', 'x']))"  # fmt: skip
+    code = (
+        "import sys; from deepmd_ema import cli; "
+        "from deepmd_ema.cli import models; models.show = lambda args: print('x\\n' * 200000); "
+        "sys.exit(cli.main(['show', 'x']))"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -167,7 +243,10 @@ def test_a_command_without_a_log_refuses_a_file_for_it(words, capsys):
     """The file was not written, without a message."""
     for place in (0, len(words)):
         assert cli.main([*words[:place], "-l", "a.log", *words[place:]]) == 2
-        reported = f"dp-ema: -l a.log: {words[0]} keeps no log. Its output is kept by `dp-ema {words[0]} ... > FILE`.\n"
+        reported = (
+            f"dp-ema: -l a.log: {words[0]} keeps no log. Its output is kept by `dp-ema {words[0]} "
+            "... > FILE`.\n"
+        )
         assert capsys.readouterr().err == reported
 
 
@@ -179,10 +258,19 @@ STEPS = 12
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, water_like, water_like_valid):
     folder = tmp_path_factory.mktemp("run")
-    config = tiny_input([water_like], [water_like_valid], num_steps=STEPS, training__enable_ema=True,
-        training__ema_decay=0.8, training__save_freq=6, validating__full_validation=True,
-        validating__ema_full_validation=True, validating__validation_freq=4, validating__full_val_start=0,
-        validating__validation_metric="F:RMSE")  # fmt: skip
+    config = tiny_input(
+        [water_like],
+        [water_like_valid],
+        num_steps=STEPS,
+        training__enable_ema=True,
+        training__ema_decay=0.8,
+        training__save_freq=6,
+        validating__full_validation=True,
+        validating__ema_full_validation=True,
+        validating__validation_freq=4,
+        validating__full_val_start=0,
+        validating__validation_metric="F:RMSE",
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         (folder / "input.json").write_text(json.dumps(config))
@@ -220,8 +308,13 @@ def test_the_log_the_test_and_the_frozen_file_say_the_same(
 
 def shell(line, folder, **environ):
     """Run ``dp-ema`` with the words and redirections of ``line`` in a shell."""
-    return subprocess.run(["sh", "-c", f'"$0" -m deepmd_ema {line}', sys.executable], cwd=folder, capture_output=True,
-                          timeout=100, env={**os.environ, **environ})  # fmt: skip
+    return subprocess.run(
+        ["sh", "-c", f'"$0" -m deepmd_ema {line}', sys.executable],
+        cwd=folder,
+        capture_output=True,
+        timeout=100,
+        env={**os.environ, **environ},
+    )
 
 
 @pytest.mark.parametrize("words", ["test -m model.ckpt.pt -s {}", "doc"])

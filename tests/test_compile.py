@@ -229,8 +229,10 @@ def test_a_run_is_the_eager_one_to_rounding_and_a_restart_of_it_is_bitwise(desk,
     caplog.set_level("INFO")
     eager = train(desk / "eager")
     whole = train(desk / "whole", training__enable_compile=True)
-    assert_same([*whole[0]["model"].values(), *whole[1]["model"].values()],
-                [*eager[0]["model"].values(), *eager[1]["model"].values()])  # fmt: skip
+    assert_same(
+        [*whole[0]["model"].values(), *whole[1]["model"].values()],
+        [*eager[0]["model"].values(), *eager[1]["model"].values()],
+    )
     assert (desk / "whole" / "val_ema.log").read_text() == (
         desk / "eager" / "val_ema.log"
     ).read_text()

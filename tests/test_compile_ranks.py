@@ -38,21 +38,42 @@ def input_of(data, stage, compiled):
         "model": {
             "shared_dict": {
                 "elements": ["O"],
-                "radial": {"type": "se_e2_r", "sel": [30], "rcut": 3.5, "rcut_smth": 0.5, "neuron": [2]},
+                "radial": {
+                    "type": "se_e2_r",
+                    "sel": [30],
+                    "rcut": 3.5,
+                    "rcut_smth": 0.5,
+                    "neuron": [2],
+                },
             },
             "model_dict": {"water": model, "ice": model},
         },
         "learning_rate": {"start_lr": 0.01, "stop_lr": 0.001},
         "loss_dict": {"ice": {"start_pref_v": 1, "limit_pref_v": 1}},
-        "validating": {"full_validation": True, "ema_full_validation": True, "validation_freq": HALF,
-                       "full_val_start": 0},
-        "training": {
-            "data_dict": {t: {"training_data": sections[1][t], "validation_data": sections[2][t]} for t in sections[1]},
-            "model_prob": {"water": 0.5, "ice": 0.5}, "numb_steps": LAST, "save_freq": HALF, "disp_freq": 1, "seed": 3,
-            "enable_ema": True, "ema_decay": 0.5, "gradient_max_norm": 0.5, "zero_stage": stage,
-            "enable_compile": compiled, **({"compile_options": {"backend": "aot_eager"}} if compiled else {}),
+        "validating": {
+            "full_validation": True,
+            "ema_full_validation": True,
+            "validation_freq": HALF,
+            "full_val_start": 0,
         },
-    }  # fmt: skip
+        "training": {
+            "data_dict": {
+                t: {"training_data": sections[1][t], "validation_data": sections[2][t]}
+                for t in sections[1]
+            },
+            "model_prob": {"water": 0.5, "ice": 0.5},
+            "numb_steps": LAST,
+            "save_freq": HALF,
+            "disp_freq": 1,
+            "seed": 3,
+            "enable_ema": True,
+            "ema_decay": 0.5,
+            "gradient_max_norm": 0.5,
+            "zero_stage": stage,
+            "enable_compile": compiled,
+            **({"compile_options": {"backend": "aot_eager"}} if compiled else {}),
+        },
+    }
 
 
 def ends_of(folder):
@@ -88,9 +109,12 @@ def test_a_compiled_run_of_two_ranks_is_the_eager_one_and_restarts_bitwise(tmp_p
     train(eager, 2, input_of(tmp_path, 0, False))
     ranks = train(whole, 2, input_of(tmp_path, 2, True))
     again = train(
-        restarted, 2, input_of(tmp_path, 3, True), restart=str(whole / f"model.ckpt-{HALF}.pt"),
+        restarted,
+        2,
+        input_of(tmp_path, 3, True),
+        restart=str(whole / f"model.ckpt-{HALF}.pt"),
         allow_config_change=True,
-    )  # fmt: skip
+    )
     for ended in (*ranks, *again):
         graphs = [line for line in ended.log.splitlines() if line.startswith("compiled graph")]
         assert len(graphs) == 2, ended.log  # one for training, one for validation, of both tasks

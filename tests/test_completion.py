@@ -21,10 +21,15 @@ def test_the_script_of_every_shell_has_commands_and_options(shell, capsys):
     assert "restart" in script
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    (["in"], "init"), (["train", "--re"], "--restart"), (["train", "wat"], "water.json"),
-    (["init", "--size", ""], "S M L"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["in"], "init"),
+        (["train", "--re"], "--restart"),
+        (["train", "wat"], "water.json"),
+        (["init", "--size", ""], "S M L"),
+    ],
+)
 def test_bash_completes_commands_options_values_and_files(
     words, expected, tmp_path, monkeypatch, capsys
 ):

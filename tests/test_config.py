@@ -33,43 +33,143 @@ EXAMPLES = sorted(
 # from `normalize` of DeePMD-kit 3.2.0 (deepmd.utils.argcheck) for an input with required keys only;
 # what its torch backends do not use for se_e2_a and ener is left out here
 PEER_DEFAULTS = {
-    "model": {"data_stat_nbatch": 10, "data_stat_protect": 0.01, "pair_exclude_types": [],
-     "atom_exclude_types": [], "preset_out_bias": None, "finetune_head": ""},
-    "model.descriptor": {"sel": "auto", "rcut": 6.0, "rcut_smth": 0.5, "neuron": [10, 20, 40], "axis_neuron": 4,
-     "activation_function": "tanh", "resnet_dt": False, "type_one_side": False, "precision": "default",
-     "trainable": True, "exclude_types": [], "env_protection": 0.0, "set_davg_zero": False},
-    "model.fitting_net": {"type": "ener", "numb_fparam": 0, "numb_aparam": 0, "default_fparam": None,
-     "dim_case_embd": 0, "neuron": [120, 120, 120], "activation_function": "tanh", "precision": "default",
-     "resnet_dt": True, "trainable": True, "rcond": None, "atom_ener": [], "use_aparam_as_mask": False},
-    "learning_rate": {"type": "exp", "decay_steps": 5000, "decay_rate": None, "smooth": False, "stop_lr_ratio": None,
-     "warmup_steps": 0, "warmup_ratio": None, "warmup_start_factor": 0.0},
+    "model": {
+        "data_stat_nbatch": 10,
+        "data_stat_protect": 0.01,
+        "pair_exclude_types": [],
+        "atom_exclude_types": [],
+        "preset_out_bias": None,
+        "finetune_head": "",
+    },
+    "model.descriptor": {
+        "sel": "auto",
+        "rcut": 6.0,
+        "rcut_smth": 0.5,
+        "neuron": [10, 20, 40],
+        "axis_neuron": 4,
+        "activation_function": "tanh",
+        "resnet_dt": False,
+        "type_one_side": False,
+        "precision": "default",
+        "trainable": True,
+        "exclude_types": [],
+        "env_protection": 0.0,
+        "set_davg_zero": False,
+    },
+    "model.fitting_net": {
+        "type": "ener",
+        "numb_fparam": 0,
+        "numb_aparam": 0,
+        "default_fparam": None,
+        "dim_case_embd": 0,
+        "neuron": [120, 120, 120],
+        "activation_function": "tanh",
+        "precision": "default",
+        "resnet_dt": True,
+        "trainable": True,
+        "rcond": None,
+        "atom_ener": [],
+        "use_aparam_as_mask": False,
+    },
+    "learning_rate": {
+        "type": "exp",
+        "decay_steps": 5000,
+        "decay_rate": None,
+        "smooth": False,
+        "stop_lr_ratio": None,
+        "warmup_steps": 0,
+        "warmup_ratio": None,
+        "warmup_start_factor": 0.0,
+    },
     "optimizer": {"type": "Adam", "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0},
-    "loss": {"type": "ener", "start_pref_e": 0.02, "limit_pref_e": 1.0, "start_pref_f": 1000, "limit_pref_f": 1.0,
-     "start_pref_v": 0.0, "limit_pref_v": 0.0, "start_pref_ae": 0.0, "limit_pref_ae": 0.0, "start_pref_pf": 0.0,
-     "limit_pref_pf": 0.0, "use_default_pf": False, "use_huber": False, "huber_delta": 0.01, "loss_func": "mse",
-     "f_use_norm": False, "intensive_ener_virial": False},
-    "training.training_data": {"rglob_patterns": None, "batch_size": "auto", "auto_prob": "prob_sys_size",
-     "sys_probs": None, "min_pair_dist": 0.0},
-    "training.validation_data": {"rglob_patterns": None, "batch_size": "auto", "auto_prob": "prob_sys_size",
-     "sys_probs": None, "numb_btch": 1},
-    "training": {"stat_file_mode": "update", "disp_file": "lcurve.out", "disp_freq": 1000, "save_freq": 1000,
-     "save_ckpt": "model.ckpt", "save_dir": None, "max_ckpt_keep": 5, "ckpt_keep_ratio": None, "enable_ema": False,
-     "ema_decay": 0.999, "ema_ckpt_keep": None, "change_bias_after_training": False, "disp_training": True,
-     "disp_avg": False, "tensorboard": False, "tensorboard_log_dir": "log",
-     "tensorboard_freq": 1, "zero_stage": 0},
-    "validating": {"full_validation": False, "ema_full_validation": False, "validation_freq": 5000, "save_best": True,
-     "save_best_dir": None, "max_best_ckpt": 1, "validation_metric": "E:MAE", "early_stop": None,
-     "full_val_file": "val.log", "full_val_start": 0.5},
-}  # fmt: skip
+    "loss": {
+        "type": "ener",
+        "start_pref_e": 0.02,
+        "limit_pref_e": 1.0,
+        "start_pref_f": 1000,
+        "limit_pref_f": 1.0,
+        "start_pref_v": 0.0,
+        "limit_pref_v": 0.0,
+        "start_pref_ae": 0.0,
+        "limit_pref_ae": 0.0,
+        "start_pref_pf": 0.0,
+        "limit_pref_pf": 0.0,
+        "use_default_pf": False,
+        "use_huber": False,
+        "huber_delta": 0.01,
+        "loss_func": "mse",
+        "f_use_norm": False,
+        "intensive_ener_virial": False,
+    },
+    "training.training_data": {
+        "rglob_patterns": None,
+        "batch_size": "auto",
+        "auto_prob": "prob_sys_size",
+        "sys_probs": None,
+        "min_pair_dist": 0.0,
+    },
+    "training.validation_data": {
+        "rglob_patterns": None,
+        "batch_size": "auto",
+        "auto_prob": "prob_sys_size",
+        "sys_probs": None,
+        "numb_btch": 1,
+    },
+    "training": {
+        "stat_file_mode": "update",
+        "disp_file": "lcurve.out",
+        "disp_freq": 1000,
+        "save_freq": 1000,
+        "save_ckpt": "model.ckpt",
+        "save_dir": None,
+        "max_ckpt_keep": 5,
+        "ckpt_keep_ratio": None,
+        "enable_ema": False,
+        "ema_decay": 0.999,
+        "ema_ckpt_keep": None,
+        "change_bias_after_training": False,
+        "disp_training": True,
+        "disp_avg": False,
+        "tensorboard": False,
+        "tensorboard_log_dir": "log",
+        "tensorboard_freq": 1,
+        "zero_stage": 0,
+    },
+    "validating": {
+        "full_validation": False,
+        "ema_full_validation": False,
+        "validation_freq": 5000,
+        "save_best": True,
+        "save_best_dir": None,
+        "max_best_ckpt": 1,
+        "validation_metric": "E:MAE",
+        "early_stop": None,
+        "full_val_file": "val.log",
+        "full_val_start": 0.5,
+    },
+}
 # what DeePMD-kit 3.2.0 writes into out.json for options that are not here, when they are left alone
 PEER_LEFT_ALONE = {
-    "model.bridging_method": "None", "model.bridging_r_inner": 0.5, "model.bridging_r_outer": 0.8,
-    "model.info": {"observed_type": ["O", "H"]}, "model.model_branch_alias": [], "model.srtab_add_bias": True,
-    "loss.start_pref_h": 0.0, "loss.limit_pref_h": 0.0, "loss.start_pref_gf": 0.0, "loss.limit_pref_gf": 0.0,
-    "loss.numb_generalized_coord": 0, "loss.enable_atom_ener_coeff": False, "training.acc_freq": 1,
-    "training.enable_profiler": False, "training.neighbor_graph_method": "auto", "training.profiling": False,
-    "training.profiling_file": "timeline.json", "validating.amp_infer": False, "validating.tf32_infer": False,
-}  # fmt: skip
+    "model.bridging_method": "None",
+    "model.bridging_r_inner": 0.5,
+    "model.bridging_r_outer": 0.8,
+    "model.info": {"observed_type": ["O", "H"]},
+    "model.model_branch_alias": [],
+    "model.srtab_add_bias": True,
+    "loss.start_pref_h": 0.0,
+    "loss.limit_pref_h": 0.0,
+    "loss.start_pref_gf": 0.0,
+    "loss.limit_pref_gf": 0.0,
+    "loss.numb_generalized_coord": 0,
+    "loss.enable_atom_ener_coeff": False,
+    "training.acc_freq": 1,
+    "training.enable_profiler": False,
+    "training.neighbor_graph_method": "auto",
+    "training.profiling": False,
+    "training.profiling_file": "timeline.json",
+    "validating.amp_infer": False,
+    "validating.tf32_infer": False,
+}
 REQUIRED_ONLY = {
     "model": {"type_map": ["O", "H"], "descriptor": {"type": "se_e2_a"}, "fitting_net": {}},
     "learning_rate": {"start_lr": 0.001},
@@ -179,8 +279,8 @@ def test_an_input_of_version_1_is_read_with_a_note_for_each_change():
     assert config.optimizer == AdamWConfig(adam_beta1=0.8)
     assert config.learning_rate.warmup_steps == 20
     assert (
-        "training.numb_test has no effect and was left out: validation is set by validation_data.numb_btch now"
-        in (" ".join(config.notes))
+        "training.numb_test has no effect and was left out: validation is set by "
+        "validation_data.numb_btch now" in (" ".join(config.notes))
     )
     assert (
         "training.warmup_steps was moved to learning_rate.warmup_steps, its place today."
@@ -193,37 +293,96 @@ def test_an_input_of_version_1_is_read_with_a_note_for_each_change():
 
 SLOW = {"name": "slow", "decay": 0.99}
 WITHOUT_EFFECT = [
-    ({"training.averaging": [{**SLOW, "half_life_unit": "epochs"}]},
-     'training.averaging[0].half_life_unit = "epochs": no effect, decay is given'),
-    ({"training.averaging": [SLOW, {"type": "power", "name": "p", "sigma_rel": 0.05, "snapshot_freq": 5}]},
-     "training.averaging[1].snapshot_freq = 5: no effect, snapshots is false"),
-    ({"training.averaging": [{**SLOW, "ckpt_keep": 5}], "training.ckpt_keep_ratio": 0.5},
-     "training.averaging[0].ckpt_keep = 5: no effect, ckpt_keep_ratio says how many checkpoints are kept"),
-    ({"training.averaging": [{**SLOW, "full_validation": True}], "validating.full_val_start": 1},
-     "training.averaging[0].full_validation = true: no effect, validating.full_val_start = 1 means never"),
-    ({"training.averaging": [{**SLOW, "layout": "full_tensor"}]},
-     'training.averaging[0].layout = "full_tensor": no effect, every process holds all'),
-    ({"validating.validation_freq": 10}, "validating.validation_freq = 10: no effect, full_validation and ema_full_"),
-    ({"validating.full_validation": True, "validating.save_best": False, "validating.max_best_ckpt": 3},
-     "validating.max_best_ckpt = 3: no effect, save_best is false"),
-    ({"training.ckpt_keep_ratio": 0.5, "training.max_ckpt_keep": 3}, "training.max_ckpt_keep = 3: no effect"),
-    ({"training.disp_training": False, "training.disp_file": "a"}, 'training.disp_file = "a": no effect'),
-    ({"training.training_data.sys_probs": [1], "training.training_data.auto_prob": "prob_uniform"},
-     "training.training_data.auto_prob"),
+    (
+        {"training.averaging": [{**SLOW, "half_life_unit": "epochs"}]},
+        'training.averaging[0].half_life_unit = "epochs": no effect, decay is given',
+    ),
+    (
+        {
+            "training.averaging": [
+                SLOW,
+                {"type": "power", "name": "p", "sigma_rel": 0.05, "snapshot_freq": 5},
+            ]
+        },
+        "training.averaging[1].snapshot_freq = 5: no effect, snapshots is false",
+    ),
+    (
+        {"training.averaging": [{**SLOW, "ckpt_keep": 5}], "training.ckpt_keep_ratio": 0.5},
+        "training.averaging[0].ckpt_keep = 5: no effect, ckpt_keep_ratio says how many "
+        "checkpoints are kept",
+    ),
+    (
+        {"training.averaging": [{**SLOW, "full_validation": True}], "validating.full_val_start": 1},
+        "training.averaging[0].full_validation = true: no effect, validating.full_val_start = 1 "
+        "means never",
+    ),
+    (
+        {"training.averaging": [{**SLOW, "layout": "full_tensor"}]},
+        'training.averaging[0].layout = "full_tensor": no effect, every process holds all',
+    ),
+    (
+        {"validating.validation_freq": 10},
+        "validating.validation_freq = 10: no effect, full_validation and ema_full_",
+    ),
+    (
+        {
+            "validating.full_validation": True,
+            "validating.save_best": False,
+            "validating.max_best_ckpt": 3,
+        },
+        "validating.max_best_ckpt = 3: no effect, save_best is false",
+    ),
+    (
+        {"training.ckpt_keep_ratio": 0.5, "training.max_ckpt_keep": 3},
+        "training.max_ckpt_keep = 3: no effect",
+    ),
+    (
+        {"training.disp_training": False, "training.disp_file": "a"},
+        'training.disp_file = "a": no effect',
+    ),
+    (
+        {
+            "training.training_data.sys_probs": [1],
+            "training.training_data.auto_prob": "prob_uniform",
+        },
+        "training.training_data.auto_prob",
+    ),
     ({"learning_rate.scale_by_worker": "sqrt"}, "learning_rate.scale_by_worker"),
-    ({"optimizer": {"type": "AdaMuon", "lr_adjust_coeff": 0.1}}, "optimizer.lr_adjust_coeff = 0.1: no effect"),
+    (
+        {"optimizer": {"type": "AdaMuon", "lr_adjust_coeff": 0.1}},
+        "optimizer.lr_adjust_coeff = 0.1: no effect",
+    ),
     ({"training.compile_options": {"dynamic": False}}, "training.compile_options = "),
-    ({"training.enable_tf32": True}, "training.enable_tf32 = true: no effect, no product is in float32"),
-    ({"learning_rate": {"type": "invsqrt", "start_lr": 1e-3, "stop_lr": 1e-6}},
-     "learning_rate.stop_lr = 1e-06: no effect, decay_phase_ratio is 0"),
-    ({"validating.amp_infer": True}, "validating.amp_infer = true: no effect, no descriptor has use_amp"),
-    ({"model.bridging_r_inner": 0.4}, "model.bridging_r_inner = 0.4: no effect, there is no bridging_method"),
-    ({"optimizer": {"type": "LKF"}}, "learning_rate.start_lr = 0.001: no effect, LKF has no learning rate"),
-    ({"loss.loss_func": "mae", "loss.use_huber": True}, "loss.use_huber = true: no effect, loss_func is mae"),
-    ({"model.descriptor": {"type": "se_e3", "sel": [4, 8], "set_davg_zero": True}},
-     "model.descriptor.set_davg_zero = true: no effect, only angular columns enter"),
+    (
+        {"training.enable_tf32": True},
+        "training.enable_tf32 = true: no effect, no product is in float32",
+    ),
+    (
+        {"learning_rate": {"type": "invsqrt", "start_lr": 1e-3, "stop_lr": 1e-6}},
+        "learning_rate.stop_lr = 1e-06: no effect, decay_phase_ratio is 0",
+    ),
+    (
+        {"validating.amp_infer": True},
+        "validating.amp_infer = true: no effect, no descriptor has use_amp",
+    ),
+    (
+        {"model.bridging_r_inner": 0.4},
+        "model.bridging_r_inner = 0.4: no effect, there is no bridging_method",
+    ),
+    (
+        {"optimizer": {"type": "LKF"}},
+        "learning_rate.start_lr = 0.001: no effect, LKF has no learning rate",
+    ),
+    (
+        {"loss.loss_func": "mae", "loss.use_huber": True},
+        "loss.use_huber = true: no effect, loss_func is mae",
+    ),
+    (
+        {"model.descriptor": {"type": "se_e3", "sel": [4, 8], "set_davg_zero": True}},
+        "model.descriptor.set_davg_zero = true: no effect, only angular columns enter",
+    ),
     ({"model.fitting_net.layer_name": ["a", None, None]}, "model.fitting_net.layer_name"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -255,10 +414,17 @@ def test_the_summary_says_what_the_input_requests():
     lines = [f"{name}  {text}" for name, text in config_summary(config_from_dict(spoiled(changes)))]
     text = "\n".join(lines)
     for phrase in (
-        "O H", "rcut 6 angstrom", "sel 46 92", "20-20", "exp: 0.001, falls exponentially to 1e-08",
-        "Adam", "force 1000 to 1", "2,000 steps",
-        "EMA over about 100 steps, decay 0.99, warm-up", "(ema weights, best by E:MAE)",
-    ):  # fmt: skip
+        "O H",
+        "rcut 6 angstrom",
+        "sel 46 92",
+        "20-20",
+        "exp: 0.001, falls exponentially to 1e-08",
+        "Adam",
+        "force 1000 to 1",
+        "2,000 steps",
+        "EMA over about 100 steps, decay 0.99, warm-up",
+        "(ema weights, best by E:MAE)",
+    ):
         assert phrase in text
     assert all(len(line) < 140 for line in lines)
     wsd = spoiled(

@@ -43,10 +43,22 @@ def bank_of(*entries, **changes):
 def test_an_average_has_these_defaults():
     (average,) = bank_of(SLOW)
     assert average == EmaProfile(
-        name="slow", decay=0.99, half_life=None, half_life_unit="steps", warmup=True, start_step=0, start_epoch=None,
-        update_every=1, device="live", dtype="float64", layout="local_shard", buffers="copy", full_validation=False,
-        lcurve=False, ckpt_keep=None,
-    )  # fmt: skip
+        name="slow",
+        decay=0.99,
+        half_life=None,
+        half_life_unit="steps",
+        warmup=True,
+        start_step=0,
+        start_epoch=None,
+        update_every=1,
+        device="live",
+        dtype="float64",
+        layout="local_shard",
+        buffers="copy",
+        full_validation=False,
+        lcurve=False,
+        ckpt_keep=None,
+    )
     assert bank_of(POWER) == [
         PowerProfile(name="p1", sigma_rel=0.05, gamma=None, snapshots=False, snapshot_freq=None)
     ]
@@ -90,16 +102,24 @@ def test_the_normalized_config_has_the_short_form_as_an_entry_and_is_read_back_t
 
 
 def test_messages_name_entries_and_options_of_the_short_form_as_the_input_has_them(tmp_path):
-    values = bank({**SLOW, "lcurve": True}, SLOW, training__enable_ema=True, training__disp_training=False,
-                  training__validation_data=REMOVE, validating__ema_full_validation=True)  # fmt: skip
+    values = bank(
+        {**SLOW, "lcurve": True},
+        SLOW,
+        training__enable_ema=True,
+        training__disp_training=False,
+        training__validation_data=REMOVE,
+        validating__ema_full_validation=True,
+    )
     path = write(tmp_path, values)
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     lines = path.read_text().splitlines()
     found = [p.removeprefix(f"{path}:").split(": ", 1) for p in caught.value.problems]
     assert [text.split(" ")[0] for _, text in found] == [
-        "training.averaging[0].lcurve", "training.averaging[1].name", "validating.ema_full_validation",
-    ]  # fmt: skip
+        "training.averaging[0].lcurve",
+        "training.averaging[1].name",
+        "validating.ema_full_validation",
+    ]
     for line, text in found:
         assert text.split(" ")[0].rpartition(".")[2] in lines[int(line) - 1]
     assert "training.averaging[0] has this name" in found[1][1]
@@ -110,20 +130,35 @@ def test_messages_name_entries_and_options_of_the_short_form_as_the_input_has_th
 WRONG = [
     ({"decay": 0.9}, ".name ... required, but missing ... at most 40 letters, digits, _ and -"),
     ({**SLOW, "nmae": 1}, ".nmae ... unknown key. Did you mean name?"),
-    ({"name": "a", "sigma_rel": 0.1}, ".sigma_rel ... It belongs to type power, and this one is of type ema."),
-    ({"name": "a", "ema_decay": 0.9}, ".ema_decay ... It belongs to training.ema_decay. Or did you mean decay?"),
-    ({**SLOW, "type": "edm"}, '.type = "edm" ... unknown ... Known: ema, power, swa, schedule_free.'),
+    (
+        {"name": "a", "sigma_rel": 0.1},
+        ".sigma_rel ... It belongs to type power, and this one is of type ema.",
+    ),
+    (
+        {"name": "a", "ema_decay": 0.9},
+        ".ema_decay ... It belongs to training.ema_decay. Or did you mean decay?",
+    ),
+    (
+        {**SLOW, "type": "edm"},
+        '.type = "edm" ... unknown ... Known: ema, power, swa, schedule_free.',
+    ),
     ({"name": "", "decay": 0.99}, '.name = "" ... a name of at most 40 letters'),
     ({"name": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "decay": 0.99}, ".name ... at most 40"),
     ({"name": "posthoc", "decay": 0.99}, '.name = "posthoc" ... and not live or posthoc'),
     ({**SLOW, "update_every": 0}, ".update_every = 0 ... a whole number > 0"),
     ({**SLOW, "dtype": "float16"}, '.dtype = "float16" ... Known: float32, float64'),
-    ({**SLOW, "layout": "rank_range"}, '.layout = "rank_range" ... was removed ... Use local_shard'),
+    (
+        {**SLOW, "layout": "rank_range"},
+        '.layout = "rank_range" ... was removed ... Use local_shard',
+    ),
     ({**SLOW, "ckpt_keep": 0}, ".ckpt_keep = 0 ... a whole number > 0"),
     ({"type": "power", "name": "a", "gamma": -1}, ".gamma = -1 ... a number >= 0"),
-    ({"type": "power", "name": "a", "sigma_rel": 0.289}, ".sigma_rel = 0.289 ... gamma is 0 there, equal weights"),
+    (
+        {"type": "power", "name": "a", "sigma_rel": 0.289},
+        ".sigma_rel = 0.289 ... gamma is 0 there, equal weights",
+    ),
     ("ema", ' = "ema": expected a section {...}'),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("entry", "text"), WRONG, ids=[text for _, text in WRONG])
@@ -138,29 +173,76 @@ def test_a_mistake_in_an_entry_gets_one_message_with_its_place(entry, text):
 
 FREE = {"optimizer": {"type": "AdamWScheduleFree"}}
 BROKEN = [
-    ([SLOW, SLOW], {}, '[1].name = "slow" ... training.averaging[0] has this name. Choose another.'),
-    ([SLOW, {"name": "Slow", "decay": 0.99}], {},
-     '[1].name = "Slow" ... but for upper and lower case, and so have its'),
-    ([{"name": "ema", "decay": 0.99}], {"training.enable_ema": True},
-     '[0].name = "ema" ... training.enable_ema already tracks one of that name. Choose another name, or remove'),
-    ([{"name": "a", "decay": 0.9, "half_life": 10}], {},
-     "[0].half_life = 10 ... decay = 0.9 is given too. Remove one of the two."),
-    ([SLOW, {"name": "a"}], {}, '[1]: decay or half_life is required for type ema ... Add one, e.g. "decay": 0.999'),
-    ([{**POWER, "gamma": 5}], {}, "[0].sigma_rel = 0.05 ... gamma = 5 is given too. Remove one of the two."),
-    ([{"type": "power", "name": "a"}], {}, '[0]: gamma or sigma_rel is required ... e.g. "sigma_rel": 0.05'),
-    ([{"name": "x", "type": "schedule_free"}], {},
-     '[0].type = "schedule_free" ... optimizer.type is Adam, and only AdamWScheduleFree has this average. Change'),
-    ([{"name": "x", "type": "schedule_free", "start_step": 5}], {"optimizer": FREE["optimizer"]},
-     "[0].start_step = 5 ... updated in every step. Remove it."),
-    ([{**SLOW, "start_step": 5, "start_epoch": 1.5}], {},
-     "[0].start_epoch = 1.5 ... start_step = 5 is given too. Remove one of the two."),
-    ([SLOW, {**POWER, "full_validation": True}], {"training.validation_data": REMOVE},
-     "[1].full_validation = true ... needs training.validation_data (or validation_fraction). Add it, or set"),
-    ([{**SLOW, "lcurve": True}], {"training.disp_training": False},
-     "[0].lcurve = true ... needs training.disp_training, which is false"),
-    ([{**POWER, "snapshots": True}], {"training.save_freq": 0},
-     "[0].snapshots = true ... needs snapshot_freq, because training.save_freq = 0 writes the last step only"),
-]  # fmt: skip
+    (
+        [SLOW, SLOW],
+        {},
+        '[1].name = "slow" ... training.averaging[0] has this name. Choose another.',
+    ),
+    (
+        [SLOW, {"name": "Slow", "decay": 0.99}],
+        {},
+        '[1].name = "Slow" ... but for upper and lower case, and so have its',
+    ),
+    (
+        [{"name": "ema", "decay": 0.99}],
+        {"training.enable_ema": True},
+        '[0].name = "ema" ... training.enable_ema already tracks one of that name. Choose another '
+        "name, or remove",
+    ),
+    (
+        [{"name": "a", "decay": 0.9, "half_life": 10}],
+        {},
+        "[0].half_life = 10 ... decay = 0.9 is given too. Remove one of the two.",
+    ),
+    (
+        [SLOW, {"name": "a"}],
+        {},
+        '[1]: decay or half_life is required for type ema ... Add one, e.g. "decay": 0.999',
+    ),
+    (
+        [{**POWER, "gamma": 5}],
+        {},
+        "[0].sigma_rel = 0.05 ... gamma = 5 is given too. Remove one of the two.",
+    ),
+    (
+        [{"type": "power", "name": "a"}],
+        {},
+        '[0]: gamma or sigma_rel is required ... e.g. "sigma_rel": 0.05',
+    ),
+    (
+        [{"name": "x", "type": "schedule_free"}],
+        {},
+        '[0].type = "schedule_free" ... optimizer.type is Adam, and only AdamWScheduleFree has '
+        "this average. Change",
+    ),
+    (
+        [{"name": "x", "type": "schedule_free", "start_step": 5}],
+        {"optimizer": FREE["optimizer"]},
+        "[0].start_step = 5 ... updated in every step. Remove it.",
+    ),
+    (
+        [{**SLOW, "start_step": 5, "start_epoch": 1.5}],
+        {},
+        "[0].start_epoch = 1.5 ... start_step = 5 is given too. Remove one of the two.",
+    ),
+    (
+        [SLOW, {**POWER, "full_validation": True}],
+        {"training.validation_data": REMOVE},
+        "[1].full_validation = true ... needs training.validation_data (or validation_fraction). "
+        "Add it, or set",
+    ),
+    (
+        [{**SLOW, "lcurve": True}],
+        {"training.disp_training": False},
+        "[0].lcurve = true ... needs training.disp_training, which is false",
+    ),
+    (
+        [{**POWER, "snapshots": True}],
+        {"training.save_freq": 0},
+        "[0].snapshots = true ... needs snapshot_freq, because training.save_freq = 0 writes the "
+        "last step only",
+    ),
+]
 
 
 @pytest.mark.parametrize(("entries", "changes", "text"), BROKEN, ids=[text for *_, text in BROKEN])
@@ -179,8 +261,8 @@ def warned(*entries, steps_per=None, **changes):
 def test_a_half_life_is_measured_in_steps_before_it_is_warned_about():
     long = {"name": "b", "half_life": 300}  # a window of 433 steps
     assert warned(long) == [
-        "training.averaging[0].half_life = 300 steps: the average is over about 433 steps, more than a fifth of the "
-        "run of 2,000, so it may lag behind the live weights. Try 139."
+        "training.averaging[0].half_life = 300 steps: the average is over about 433 steps, more "
+        "than a fifth of the run of 2,000, so it may lag behind the live weights. Try 139."
     ]
     assert warned({"name": "b", "half_life": 139}) == []
     epochs = {"name": "b", "half_life": 3, "half_life_unit": "epochs"}
@@ -199,8 +281,8 @@ def test_an_average_that_never_starts_is_warned_about():
     assert warned({**SLOW, "start_step": 1999}) == []
     (found,) = warned({**SLOW, "start_step": 2000})
     assert found == (
-        "training.averaging[0].start_step = 2000: the run ends at step 2,000, so that nothing is averaged and slow is "
-        "the live weights. Choose an earlier start."
+        "training.averaging[0].start_step = 2000: the run ends at step 2,000, so that nothing is "
+        "averaged and slow is the live weights. Choose an earlier start."
     )
     late = {**SLOW, "start_epoch": 5}
     assert warned(late) == []
@@ -216,7 +298,8 @@ def test_too_few_snapshots_are_warned_about_with_a_frequency_that_is_enough():
     ]
     (found,) = warned(*two)
     assert found == (
-        "training.averaging[1].snapshots: 2 snapshots in the run of 2,000 steps (save_freq = 1000), too few for "
+        "training.averaging[1].snapshots: 2 snapshots in the run of 2,000 steps (save_freq = "
+        "1000), too few for "
         '`dp-ema posthoc`. Try "snapshot_freq": 250.'
     )
     two[1]["snapshot_freq"] = 250
@@ -269,9 +352,11 @@ def test_the_summary_has_a_line_for_each_average():
     )
     assert lines == [
         "ema: EMA over about 1,000 steps, decay 0.999, warm-up",
-        "slow: EMA over about 100 steps, decay 0.99, from step 50, every 4 steps, in host memory, float32",
+        "slow: EMA over about 100 steps, decay 0.99, from step 50, every 4 steps, in host memory, "
+        "float32",
         "half: EMA, half-life 2.5 epochs, warm-up, from epoch 1.5",
-        "p1: power over about 5 % of the steps so far, sigma_rel 0.05, snapshots with the checkpoints",
+        "p1: power over about 5 % of the steps so far, sigma_rel 0.05, snapshots with the "
+        "checkpoints",
         "p0: power, gamma 0, snapshots every 250 steps",
         "flat: equal weights, whole on every process, with averaged buffers",
     ]

@@ -26,8 +26,26 @@ def sections(kind):
 
 def fits(value, schema):
     """Whether a value fits a JSON Schema of the keywords that ours has (draft 2020-12)."""
-    known = {"type", "enum", "properties", "patternProperties", "additionalProperties", "required", "items", "anyOf",
-             "oneOf", "allOf", "description", "default", "title", "$schema", "$id", "if", "then", "const"}  # fmt: skip
+    known = {
+        "type",
+        "enum",
+        "properties",
+        "patternProperties",
+        "additionalProperties",
+        "required",
+        "items",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "description",
+        "default",
+        "title",
+        "$schema",
+        "$id",
+        "if",
+        "then",
+        "const",
+    }
     assert set(schema) <= known, schema
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
@@ -89,10 +107,14 @@ def test_the_manual_names_aliases_units_and_defaults():
     assert max(map(len, manual().splitlines())) <= 120
 
 
-@pytest.mark.parametrize(("topic", "suggested"), [
-    ("train.ema", "training.enable_ema, training.ema_decay, training.ema_warmup"),
-    ("trainin.ema_decay", "training.ema_decay."), ("rcut_smooth", "model.descriptor.rcut_smth"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("topic", "suggested"),
+    [
+        ("train.ema", "training.enable_ema, training.ema_decay, training.ema_warmup"),
+        ("trainin.ema_decay", "training.ema_decay."),
+        ("rcut_smooth", "model.descriptor.rcut_smth"),
+    ],
+)
 def test_a_topic_that_is_nearly_right_gets_the_whole_path(topic, suggested):
     with pytest.raises(
         ConfigError, match=re.escape(f"doc {topic}: no such option. Try {suggested}")
@@ -122,15 +144,30 @@ def test_ready_inputs_fit_the_schema(path):
     assert fits(values, json_schema())
 
 
-@pytest.mark.parametrize(("changes", "good"), [
-    ({}, True), ({"_note": 3, "training._note": {"a": 1}, "$schema": "dp-ema.json"}, True),
-    ({"training.validation_data": None}, True), ({"model.preset_out_bias": {"energy": [None, 1.0]}}, True),
-    ({"learning_rate.type": "cosine", "learning_rate.decay_steps": 5}, False),
-    ({"model.descriptor.rcutt": 4}, False), ({"training.enable_ema": "true"}, False),
-    ({"optimizer": {"type": "Lion"}}, False),
-    ({"training.averaging": [{"name": "a", "decay": 0.9}, {"type": "swa", "name": "b", "_why": 1}]}, True),
-    ({"training.averaging": {"name": "a", "decay": 0.9}}, False), ({"training.averaging": [{"decay": 0.9}]}, False),
-    ({"training.change_bias_after_training": True}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "good"),
+    [
+        ({}, True),
+        ({"_note": 3, "training._note": {"a": 1}, "$schema": "dp-ema.json"}, True),
+        ({"training.validation_data": None}, True),
+        ({"model.preset_out_bias": {"energy": [None, 1.0]}}, True),
+        ({"learning_rate.type": "cosine", "learning_rate.decay_steps": 5}, False),
+        ({"model.descriptor.rcutt": 4}, False),
+        ({"training.enable_ema": "true"}, False),
+        ({"optimizer": {"type": "Lion"}}, False),
+        (
+            {
+                "training.averaging": [
+                    {"name": "a", "decay": 0.9},
+                    {"type": "swa", "name": "b", "_why": 1},
+                ]
+            },
+            True,
+        ),
+        ({"training.averaging": {"name": "a", "decay": 0.9}}, False),
+        ({"training.averaging": [{"decay": 0.9}]}, False),
+        ({"training.change_bias_after_training": True}, True),
+    ],
+)
 def test_the_schema_judges_as_the_checks_do(changes, good):
     assert fits(spoiled(changes), json_schema()) is good

@@ -13,9 +13,14 @@ def schedule_of(num_steps, **changes):
     return Schedule(config_from_dict(tiny_input(["data"], ["data"], **changes)), num_steps)
 
 
-@pytest.mark.parametrize(("most", "ratio", "num_steps", "every", "kept"), [
-    (5, None, 100, 10, 5), (5, 0.25, 100, 10, 3), (5, 0.5, 100, 0, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("most", "ratio", "num_steps", "every", "kept"),
+    [
+        (5, None, 100, 10, 5),
+        (5, 0.25, 100, 10, 3),
+        (5, 0.5, 100, 0, 1),
+    ],
+)
 def test_a_keep_ratio_is_a_share_of_all_checkpoints_of_the_run(most, ratio, num_steps, every, kept):
     options = {
         "training__max_ckpt_keep": most,

@@ -57,9 +57,11 @@ def test_tasks_have_the_parts_that_they_name():
     assert water.data.validation_data.systems == ["more_water"]
     assert ice.data.validation_data is None
     assert [(link.task, link.part, link.key, link.level) for link in config.links] == [
-        ("water", "type_map", "elements", 0), ("water", "descriptor", "dpa", 0),
-        ("ice", "type_map", "elements", 0), ("ice", "descriptor", "dpa", 0),
-    ]  # fmt: skip
+        ("water", "type_map", "elements", 0),
+        ("water", "descriptor", "dpa", 0),
+        ("ice", "type_map", "elements", 0),
+        ("ice", "descriptor", "dpa", 0),
+    ]
     assert config.sharing_with("ice") == ["water", "ice"]
 
 
@@ -143,38 +145,95 @@ def test_mistakes_in_a_shared_part_are_reported_once_and_where_the_input_has_it(
 
 # changes -> the only message
 WRONG = [
-    ({"validating": {"test_data": {"systems": ["x"]}}},
-     "validating.test_data: this is an input of several tasks. There it is test_data_dict.TASK"),
-    ({"validating": {"test_data_dict": {"c": {"systems": ["x"]}}}},
-     "validating.test_data_dict.c: no task of model.model_dict. There: water, ice"),
-    ({"model__model_dict__ice__descriptor": "dpaa"}, "model.model_dict.ice.descriptor ... Did you mean dpa?"),
-    ({"model__shared_dict__other": DPA}, "model.shared_dict.other ... no model of model.model_dict"),
-    ({"model__model_dict__ice__fitting_net": {"type": "population"}},
-     "model.model_dict.ice.fitting_net.type ... not available in dp-ema"),
+    (
+        {"validating": {"test_data": {"systems": ["x"]}}},
+        "validating.test_data: this is an input of several tasks. There it is test_data_dict.TASK",
+    ),
+    (
+        {"validating": {"test_data_dict": {"c": {"systems": ["x"]}}}},
+        "validating.test_data_dict.c: no task of model.model_dict. There: water, ice",
+    ),
+    (
+        {"model__model_dict__ice__descriptor": "dpaa"},
+        "model.model_dict.ice.descriptor ... Did you mean dpa?",
+    ),
+    (
+        {"model__shared_dict__other": DPA},
+        "model.shared_dict.other ... no model of model.model_dict",
+    ),
+    (
+        {"model__model_dict__ice__fitting_net": {"type": "population"}},
+        "model.model_dict.ice.fitting_net.type ... not available in dp-ema",
+    ),
     ({"loss": {}}, "loss ... There it is loss_dict.TASK."),
-    ({"model__shared_dict__dpa": GOOD["model"]["descriptor"], "model__model_dict__ice__descriptor": "dpa:1"},
-     'model.model_dict.ice: descriptor = "dpa:1": se_e2_a has no embedding'),
+    (
+        {
+            "model__shared_dict__dpa": GOOD["model"]["descriptor"],
+            "model__model_dict__ice__descriptor": "dpa:1",
+        },
+        'model.model_dict.ice: descriptor = "dpa:1": se_e2_a has no embedding',
+    ),
     ({"training__model_prob": {"water": -1, "ice": 1}}, "training.model_prob ... numbers >= 0"),
-    ({"training__num_epoch_dict": {"water": 1, "ice": 1}}, "training.numb_steps ... num_epoch_dict is given too"),
-    ({"model__model_dict__a b": model(), "training__data_dict__a b": {"training_data": {"systems": ["x"]}}},
-     'model.model_dict ... "a b" is no name of a task'),
-    ({"model__model_dict__Ice": model(), "training__data_dict__Ice": {"training_data": {"systems": ["x"]}}},
-     "model.model_dict.Ice ... task ice has this name but for upper and lower case"),
-    ({"model__model_dict__ice": model(model_branch_alias=["WATER"])},
-     "model.model_dict.ice.model_branch_alias ... WATER means task water already"),
-    ({"model__model_dict__ice": model(model_branch_alias=["h2o"]),
-     "model__model_dict__water": model(model_branch_alias=["H2O"])},
-     "model.model_dict.ice.model_branch_alias ... h2o means task water already"),
-    ({"model__model_dict__steam": model()}, "training.data_dict ... task steam of model.model_dict is missing"),
-    ({"training__num_epoch_dict": {"water": 1, "ice": 1}, "training__model_prob": {"water": 1, "ice": 1},
-     "training__numb_steps": None}, "training.model_prob ... num_epoch_dict is given too"),
-    ({"training__data_dict__water__stat_file": "s.h5", "training__data_dict__ice__stat_file": "./s.h5"},
-     "training.data_dict.ice.stat_file ... task water has it too"),
-    ({"model__model_dict__ice__type_map": ["H", "O"]}, "model.model_dict.ice.type_map ... Give both the same elements"),
-    ({"model__model_dict__ice__fitting_net": {"dim_case_embd": 2},
-     "model__model_dict__water__fitting_net": {"dim_case_embd": 3}},
-     "model.model_dict.ice.fitting_net.dim_case_embd ... expected 3 in every task"),
-]  # fmt: skip
+    (
+        {"training__num_epoch_dict": {"water": 1, "ice": 1}},
+        "training.numb_steps ... num_epoch_dict is given too",
+    ),
+    (
+        {
+            "model__model_dict__a b": model(),
+            "training__data_dict__a b": {"training_data": {"systems": ["x"]}},
+        },
+        'model.model_dict ... "a b" is no name of a task',
+    ),
+    (
+        {
+            "model__model_dict__Ice": model(),
+            "training__data_dict__Ice": {"training_data": {"systems": ["x"]}},
+        },
+        "model.model_dict.Ice ... task ice has this name but for upper and lower case",
+    ),
+    (
+        {"model__model_dict__ice": model(model_branch_alias=["WATER"])},
+        "model.model_dict.ice.model_branch_alias ... WATER means task water already",
+    ),
+    (
+        {
+            "model__model_dict__ice": model(model_branch_alias=["h2o"]),
+            "model__model_dict__water": model(model_branch_alias=["H2O"]),
+        },
+        "model.model_dict.ice.model_branch_alias ... h2o means task water already",
+    ),
+    (
+        {"model__model_dict__steam": model()},
+        "training.data_dict ... task steam of model.model_dict is missing",
+    ),
+    (
+        {
+            "training__num_epoch_dict": {"water": 1, "ice": 1},
+            "training__model_prob": {"water": 1, "ice": 1},
+            "training__numb_steps": None,
+        },
+        "training.model_prob ... num_epoch_dict is given too",
+    ),
+    (
+        {
+            "training__data_dict__water__stat_file": "s.h5",
+            "training__data_dict__ice__stat_file": "./s.h5",
+        },
+        "training.data_dict.ice.stat_file ... task water has it too",
+    ),
+    (
+        {"model__model_dict__ice__type_map": ["H", "O"]},
+        "model.model_dict.ice.type_map ... Give both the same elements",
+    ),
+    (
+        {
+            "model__model_dict__ice__fitting_net": {"dim_case_embd": 2},
+            "model__model_dict__water__fitting_net": {"dim_case_embd": 3},
+        },
+        "model.model_dict.ice.fitting_net.dim_case_embd ... expected 3 in every task",
+    ),
+]
 
 
 @pytest.mark.parametrize(("changes", "text"), WRONG, ids=[text for _, text in WRONG])
@@ -191,6 +250,6 @@ def test_switches_of_models_hold_for_all_tasks():
     assert config_from_dict(one).training.enable_compile
     one["model"]["model_dict"]["water"]["use_compile"] = False
     assert problems_of(one) == [
-        "input.json: model.model_dict.ice.use_compile = true: model.model_dict.water.use_compile = false, and a run "
-        "has one of them. Give both the same value, or remove one."
+        "input.json: model.model_dict.ice.use_compile = true: model.model_dict.water.use_compile "
+        "= false, and a run has one of them. Give both the same value, or remove one."
     ]

@@ -81,11 +81,24 @@ def test_the_summary_reports_systems_elements_labels_ranges_pairs_and_neighbors(
     assert f"the nearest atoms are {closest[0]:.3f} angstrom apart ({closest[1]})" in text
 
 
-@pytest.mark.parametrize(("file", "index", "value", "message"), [
-    ("force", (2, 16), np.nan,
-     "water/set.001/force.npy: frame 2 (of 4, from 0): nan at atom 5. Expected finite numbers; remove the frame or"),
-    ("box", (1, slice(0, 3)), 0.0, "water/set.001/box.npy: frame 1 (of 4, from 0): the cell has no volume (0 0 0 "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "index", "value", "message"),
+    [
+        (
+            "force",
+            (2, 16),
+            np.nan,
+            "water/set.001/force.npy: frame 2 (of 4, from 0): nan at atom 5. Expected finite "
+            "numbers; remove the frame or",
+        ),
+        (
+            "box",
+            (1, slice(0, 3)),
+            0.0,
+            "water/set.001/box.npy: frame 1 (of 4, from 0): the cell has no volume (0 0 0 ",
+        ),
+    ],
+)
 def test_broken_numbers_are_reported_with_file_and_frame(water, file, index, value, message):
     edit(water / "set.001" / f"{file}.npy", put(index, value))
     report = check(["water"])
@@ -107,9 +120,12 @@ def test_atoms_that_are_too_close_are_reported_with_their_places_in_the_file(tmp
         ),
     )
     [problem] = check([path]).problems
-    expected = [f"{file}: frame 2 (of 4, from 0): atoms {j} ({ELEMENTS[types[2, j]]}) and {k} "
-                f"({ELEMENTS[types[2, k]]}) are 0.100 angstrom apart, expected at least 0.3. Remove the frame"
-                for j, k in ((a, b), (b, a))]  # fmt: skip
+    expected = [
+        f"{file}: frame 2 (of 4, from 0): atoms {j} ({ELEMENTS[types[2, j]]}) and {k} "
+        f"({ELEMENTS[types[2, k]]}) are 0.100 angstrom apart, expected at least 0.3. Remove the "
+        "frame"
+        for j, k in ((a, b), (b, a))
+    ]
     assert problem.startswith(tuple(expected))
     assert problem.endswith("leaves such training frames out, a smaller number accepts them.")
     assert check([path], min_distance=0.05).problems == []
@@ -120,8 +136,10 @@ def test_a_label_that_some_systems_lack_is_a_warning_with_numbers(water):
     write_system("other", frames=5, seed=7, force=False)
     (water / "set.001" / "virial.npy").unlink()
     assert check(["water", "other"]).warnings == [
-        "no force in 5 training frames of 1 of 2 systems (first: other): they do not count in this term of the loss.",
-        "no virial in 4 training frames of 1 of 2 systems (first: water): they do not count in this term of the loss.",
+        "no force in 5 training frames of 1 of 2 systems (first: other): they do not count in "
+        "this term of the loss.",
+        "no virial in 4 training frames of 1 of 2 systems (first: water): they do not count in "
+        "this term of the loss.",
     ]
 
 
@@ -171,7 +189,8 @@ def test_labels_without_a_weight_are_named_with_their_options(
     systems = open_data([str(path)], ELEMENTS, predicted)
     report = check_systems(systems, [], ELEMENTS, SeE2AConfig(rcut=4.0, sel="auto"), [in_loss])
     assert report.problems[-1].endswith(
-        f"there is nothing to learn. {stored}.npy is there: the loss learns it with {options} above 0."
+        f"there is nothing to learn. {stored}.npy is there: the loss learns it with {options} "
+        "above 0."
     )
     assert not any("the loss has a prefactor for it" in text for text in report.warnings)
 
@@ -189,8 +208,9 @@ def test_a_sel_too_small_is_a_warning_with_the_numbers_needed(water):
     a, b = found.max_neighbors
     assert check(["water"], sel=[a, b]).warnings == []
     assert check(["water"], sel=[a - 2, b + 4]).warnings == [
-        f"sel = [{a - 2}, {b + 4}] is too small: an atom has up to [{a}, {b}] neighbors within 4 angstrom, and the "
-        f"farthest are dropped, which makes the energy jump. Use sel [{a}, {b + 4}] or more, or auto."
+        f"sel = [{a - 2}, {b + 4}] is too small: an atom has up to [{a}, {b}] neighbors within 4 "
+        f"angstrom, and the farthest are dropped, which makes the energy jump. Use sel [{a}, "
+        f"{b + 4}] or more, or auto."
     ]
 
 
@@ -203,8 +223,9 @@ def test_shorter_lists_of_neighbors_that_are_too_small_are_a_warning_each(water)
     most = report.neighbors.max_within(3.0)
     assert 2 < most < report.neighbors.max_total
     assert report.warnings == [
-        f"repflow.a_sel = 2 is too small: an atom has up to {most} neighbors within 3 angstrom, and the farthest are "
-        f"dropped, which makes the energy jump. Use repflow.a_sel {most} or more, or auto."
+        f"repflow.a_sel = 2 is too small: an atom has up to {most} neighbors within 3 angstrom, "
+        f"and the farthest are dropped, which makes the energy jump. Use repflow.a_sel {most} or "
+        "more, or auto."
     ]
 
 
@@ -412,7 +433,8 @@ def test_forces_that_do_not_add_up_to_zero_are_a_warning(water):
     edit(water / "set.001" / "force.npy", lambda f: f.__setitem__((2, 0), f[2, 0] + 3))
     [warning] = check(["water"]).warnings
     assert warning.startswith(
-        "the forces of 1 frame of 12 do not add up to zero (worst: 3 eV/angstrom in water frame 6, RMS force "
+        "the forces of 1 frame of 12 do not add up to zero (worst: 3 eV/angstrom in water frame "
+        "6, RMS force "
     )
     assert "no model can learn this part" in warning
 
@@ -465,10 +487,10 @@ def test_parameters_that_the_model_does_not_take_are_reported_once(tmp_path):
     names = [str(tmp_path / name) for name in "vw"]
     reported = [w for w in check(names).warnings if "is not read" in w]
     assert reported == [
-        f"fparam in 1 of 2 systems (first: {path}) is not read: model.fitting_net.numb_fparam is 0. "
-        "Set it to the numbers per frame, or leave it if the model shall not depend on them.",
-        f"aparam in 1 of 2 systems (first: {path}) is not read: model.fitting_net.numb_aparam is 0. "
-        "Set it to the numbers per atom, or leave it if the model shall not depend on them.",
+        f"fparam in 1 of 2 systems (first: {path}) is not read: model.fitting_net.numb_fparam is "
+        "0. Set it to the numbers per frame, or leave it if the model shall not depend on them.",
+        f"aparam in 1 of 2 systems (first: {path}) is not read: model.fitting_net.numb_aparam is "
+        "0. Set it to the numbers per atom, or leave it if the model shall not depend on them.",
     ]
     opened = open_data([str(path)], ELEMENTS, LABELS, numb_fparam=2, numb_aparam=1)
     report = check_systems(opened, [], ELEMENTS, SeE2AConfig(rcut=4.0), LABELS)
@@ -479,7 +501,8 @@ def test_a_label_that_is_the_same_in_all_frames_is_a_placeholder(water):
     for file in water.glob("set.*/virial.npy"):
         edit(file, put(slice(None), 1.0))
     assert check(["water"]).warnings == [
-        "water: virial is 1 in all 12 frames, a placeholder. Remove set.*/virial.npy, or compute it again."
+        "water: virial is 1 in all 12 frames, a placeholder. Remove set.*/virial.npy, or compute "
+        "it again."
     ]
 
 

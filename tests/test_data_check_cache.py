@@ -70,13 +70,19 @@ def change_input(**values):
     Path("input.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("change", [
-    put_nan_keeping_times, add_frames, lambda: np.save("valid/set.000/energy.npy", np.zeros(3)),
-    lambda: change_input(model__descriptor__rcut=3.5),
-    lambda: change_input(training__training_data__min_pair_dist=0.2),
-    lambda: change_input(loss__start_pref_v=0, loss__limit_pref_v=0),
-    lambda: change_input(model__pair_exclude_types=[[0, 1]]), lambda: change_input(model__type_map=["H", "O"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        put_nan_keeping_times,
+        add_frames,
+        lambda: np.save("valid/set.000/energy.npy", np.zeros(3)),
+        lambda: change_input(model__descriptor__rcut=3.5),
+        lambda: change_input(training__training_data__min_pair_dist=0.2),
+        lambda: change_input(loss__start_pref_v=0, loss__limit_pref_v=0),
+        lambda: change_input(model__pair_exclude_types=[[0, 1]]),
+        lambda: change_input(model__type_map=["H", "O"]),
+    ],
+)
 def test_whatever_changes_is_read_again(place, change):
     check()
     assert check().date
@@ -157,7 +163,10 @@ def test_statistics_of_other_options_are_computed_anew_or_refused(place, capsys)
     reason = "it is of other options: model.pair_exclude_types = [], now [[0, 1]]"
     change_input(training__stat_file_mode="read")
     assert main(["train", "input.json", "--device", "cpu"]) == 2
-    expected = 'training.stat_file = "statistics" does not hold the statistics of this model, and stat_file_mode is "read"'
+    expected = (
+        'training.stat_file = "statistics" does not hold the statistics of this model, and '
+        'stat_file_mode is "read"'
+    )
     assert f"{expected}: {reason}. Use " in " ".join(capsys.readouterr().err.split())
     change_input(training__stat_file_mode="update")
     for is_new in (True, False):

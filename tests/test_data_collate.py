@@ -79,13 +79,15 @@ def check_batch(batch, frames, layout):
 
 
 LAYOUTS = {
-    "by_type": LAYOUT, "truncated": NeighborLayout(RCUT, (3, 5, 2), 3),
+    "by_type": LAYOUT,
+    "truncated": NeighborLayout(RCUT, (3, 5, 2), 3),
     "excluded": NeighborLayout(RCUT, (30, 4, 30), 3, excluded_pairs=frozenset({(0, 1), (2, 2)})),
     "one_section": NeighborLayout(RCUT, (60,), 3, by_type=False),
-    "one_section_truncated_and_excluded": NeighborLayout(RCUT, (9,), 3, by_type=False,
-     excluded_pairs=frozenset({(1, 0)})),
+    "one_section_truncated_and_excluded": NeighborLayout(
+        RCUT, (9,), 3, by_type=False, excluded_pairs=frozenset({(1, 0)})
+    ),
     "more_types": NeighborLayout(RCUT, (20,) * 6, 6),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -48,8 +48,13 @@ def assert_holds(path, expected):
     by_energy = {float(others["energy"]): (rows, box, others) for rows, box, others in found}
     for atoms in expected:
         rows, box, others = by_energy[atoms.get_potential_energy(apply_constraint=False)]
-        own = np.column_stack([[TYPES.index(s) for s in atoms.symbols], atoms.positions,
-                               atoms.get_forces(apply_constraint=False)])  # fmt: skip
+        own = np.column_stack(
+            [
+                [TYPES.index(s) for s in atoms.symbols],
+                atoms.positions,
+                atoms.get_forces(apply_constraint=False),
+            ]
+        )
         np.testing.assert_allclose(rows, own[np.lexsort(own.T[::-1])], rtol=1e-12)
         assert (box is None) == (not atoms.pbc.any())
         if box is None:
@@ -79,8 +84,8 @@ def test_frames_come_back(name, mixed):
     reported = "\n".join(lines)
     assert f"read {name}: 12 frames" in reported
     assert (
-        "= -volume * stress (stress in eV/angstrom^3, positive under tension, as in ASE) in 10 frames"
-        in reported
+        "= -volume * stress (stress in eV/angstrom^3, positive under tension, as in ASE) in 10 "
+        "frames" in reported
     )
     assert ("kind_of_frame" in reported) == name.endswith(".db")
     folders = [path.parent.name for path in Path("out").rglob("type.raw")]
@@ -107,9 +112,13 @@ def outcar(steps=2, ended=True, converged=True, energies=(-10.0, -10.5)):
         out += [" POSITION                                       TOTAL-FORCE (eV/Angst)", " -----"]
         out += [f"  0.0 0.0 {z + 0.01 * k:.2f}  0.1 0.2 {0.3 * z - 0.3:.1f}" for z in (0, 1, 2)]
         free, zero = energies
-        out += ["  FREE ENERGIE OF THE ION-ELECTRON SYSTEM (eV)", "  ---",
-                f"  free  energy   TOTEN  =   {free - k} eV", "",
-                f"  energy  without entropy=   {free}  energy(sigma->0) =   {zero - k}"]  # fmt: skip
+        out += [
+            "  FREE ENERGIE OF THE ION-ELECTRON SYSTEM (eV)",
+            "  ---",
+            f"  free  energy   TOTEN  =   {free - k} eV",
+            "",
+            f"  energy  without entropy=   {free}  energy(sigma->0) =   {zero - k}",
+        ]
     return (
         "\n".join(out + [" General timing and accounting informations for this job:"] * ended)
         + "\n"
@@ -158,7 +167,8 @@ def electronic_steps(number, last_change):
     """Return the lines that VASP writes about the electronic steps of an ionic step."""
     changes = [0.5] * (number - 1) + [last_change]
     return "".join(
-        f"--- Iteration 1({k: 4d})  ---\n total energy-change (2. order) :{change:.7E}  (-0.1E-07)\n"
+        f"--- Iteration 1({k: 4d})  ---\n total energy-change (2. order) :{change:.7E}  "
+        "(-0.1E-07)\n"
         for k, change in enumerate(changes, 1)
     )
 
@@ -173,7 +183,10 @@ def test_steps_of_vasp_5_that_took_all_electronic_steps_are_reported(version, is
         electronic_steps(*count) + part.partition("\n")[2]
         for count, part in zip(counts, parts, strict=True)
     ]
-    limits = "   NELM   =     20;   NELMIN=  2; NELMDL= -5     # of ELM steps\n   EDIFF  = 0.1E-05   stopping-criterion\n"
+    limits = (
+        "   NELM   =     20;   NELMIN=  2; NELMDL= -5     # of ELM steps\n   EDIFF  = 0.1E-05   "
+        "stopping-criterion\n"
+    )
     Path("OUTCAR").write_text(head + limits + "".join(steps))
     assert (NOT_REACHED in "\n".join(convert_data(["OUTCAR"], "out"))) == is_reported
 
@@ -338,15 +351,26 @@ def test_the_output_is_named_last_or_as_of_other_commands(words, capsys):
     assert "convert a.extxyz: no output is named" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("inputs", "options", "message"), [
-    (["a.xyz"], {"validation": 1.5}, "--validation 1.5: expected a share"),
-    (["a.xyz"], {"file_format": "nothing"}, "--format nothing: ASE has no such format"),
-    (["noise.bin"], {}, "noise.bin: cannot be read by ASE"),
-    (["a.xyz", "cut.xyz"], {}, "cut.xyz: is cut off: frame 0"),
-    (["bare.xyz"], {}, "bare.xyz: no frame has an energy or forces (read by dp-ema, in angstrom and eV)."),
-    (["slab.traj"], {}, "slab.traj: frame 0: pbc = [True, True, False]: is periodic in some directions only"),
-    (["two.xyz"], {}, "two.xyz: energy may be energy (1 frame) or ref_energy (1 frame)."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("inputs", "options", "message"),
+    [
+        (["a.xyz"], {"validation": 1.5}, "--validation 1.5: expected a share"),
+        (["a.xyz"], {"file_format": "nothing"}, "--format nothing: ASE has no such format"),
+        (["noise.bin"], {}, "noise.bin: cannot be read by ASE"),
+        (["a.xyz", "cut.xyz"], {}, "cut.xyz: is cut off: frame 0"),
+        (
+            ["bare.xyz"],
+            {},
+            "bare.xyz: no frame has an energy or forces (read by dp-ema, in angstrom and eV).",
+        ),
+        (
+            ["slab.traj"],
+            {},
+            "slab.traj: frame 0: pbc = [True, True, False]: is periodic in some directions only",
+        ),
+        (["two.xyz"], {}, "two.xyz: energy may be energy (1 frame) or ref_energy (1 frame)."),
+    ],
+)
 def test_what_cannot_be_converted_is_reported(inputs, options, message):
     from ase.io import write
 
@@ -364,11 +388,20 @@ def test_what_cannot_be_converted_is_reported(inputs, options, message):
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["a.xyz", "out", "--head", "x"], "--head: is an option for models, and these are data. Remove it."),
-    (["gone.pt", "out.dp", "--mixed"], "--mixed: is an option for data, and gone.pt is a model or does not exist."),
-    (["a.xyz", "a.xyz"], "a.xyz: exists. Nothing is written over"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["a.xyz", "out", "--head", "x"],
+            "--head: is an option for models, and these are data. Remove it.",
+        ),
+        (
+            ["gone.pt", "out.dp", "--mixed"],
+            "--mixed: is an option for data, and gone.pt is a model or does not exist.",
+        ),
+        (["a.xyz", "a.xyz"], "a.xyz: exists. Nothing is written over"),
+    ],
+)
 def test_the_command_refuses_what_it_cannot_do(words, message, capsys):
     Path("a.xyz").write_text(text())
     assert main(["convert", *words]) == 2

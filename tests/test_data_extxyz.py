@@ -110,12 +110,18 @@ def test_frames_are_those_that_ase_reads(tmp_path):
         assert source.where(k) == (str(tmp_path / "a.extxyz"), k, 12)
 
 
-@pytest.mark.parametrize(("head", "virial"), [
-    ({"virial": "1 4 7 2 5 8 3 6 9"}, range(1, 10)),  # column by column, as ASE writes this name
-    ({"dft_virials": "1 2 3 23 13 12"}, [1, 12, 13, 12, 2, 23, 13, 23, 3]),
-    ({"stress": "1 4 7 2 5 8 3 6 9"}, [-729 * k for k in range(1, 10)]),
-    ({"virial": "_JSON [[1, 2, 3], [4, 5, 6], [7, 8, 9]]"}, range(1, 10)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("head", "virial"),
+    [
+        (
+            {"virial": "1 4 7 2 5 8 3 6 9"},
+            range(1, 10),
+        ),  # column by column, as ASE writes this name
+        ({"dft_virials": "1 2 3 23 13 12"}, [1, 12, 13, 12, 2, 23, 13, 23, 3]),
+        ({"stress": "1 4 7 2 5 8 3 6 9"}, [-729 * k for k in range(1, 10)]),
+        ({"virial": "_JSON [[1, 2, 3], [4, 5, 6], [7, 8, 9]]"}, range(1, 10)),
+    ],
+)
 def test_virials_and_stresses_by_their_usual_names(write_text, head, virial):
     name = write_text(text(**head))
     assert open_one(name).frame(0).labels["virial"].tolist() == pytest.approx(
@@ -124,9 +130,15 @@ def test_virials_and_stresses_by_their_usual_names(write_text, head, virial):
 
 
 def test_names_are_found_chosen_and_reported_once(write_text):
-    frame = text(rows="O 0 0 0 1 2 3 1 1 1 0.5\nH 0 0 1 4 5 6 1 1 1 0.5\n",
-        Properties="species:S:1:pos:R:3:REF_forces:R:3:mace_forces:R:3:charge:R:1", energy=None, REF_energy=-2,
-        mace_energy=-3, config_type="bulk water", stress="0 0 0 0 0 0 0 0 0")  # fmt: skip
+    frame = text(
+        rows="O 0 0 0 1 2 3 1 1 1 0.5\nH 0 0 1 4 5 6 1 1 1 0.5\n",
+        Properties="species:S:1:pos:R:3:REF_forces:R:3:mace_forces:R:3:charge:R:1",
+        energy=None,
+        REF_energy=-2,
+        mace_energy=-3,
+        config_type="bulk water",
+        stress="0 0 0 0 0 0 0 0 0",
+    )
     source = open_one(
         write_text(
             frame,
@@ -142,8 +154,8 @@ def test_names_are_found_chosen_and_reported_once(write_text):
     assert source.frame(0).labels["force"].tolist() == [[1, 2, 3], [4, 5, 6]]
     assert source.frame(1).labels == {}
     assert source.notes == [
-        "reads energy from REF_energy in 1 frame, force from REF_forces in 1 frame, virial = -volume * stress "
-        "(stress in eV/angstrom^3, positive under tension, as in ASE) in 1 frame",
+        "reads energy from REF_energy in 1 frame, force from REF_forces in 1 frame, virial = "
+        "-volume * stress (stress in eV/angstrom^3, positive under tension, as in ASE) in 1 frame",
         "does not read charge in 1 frame, mace_energy in 1 frame, mace_forces in 1 frame",
         "config_type has 1 value in 1 frame",
     ]
@@ -166,9 +178,10 @@ def test_all_labels_with_several_names_are_in_one_line_with_the_commonest_names(
     }
     found = problems_of(write_text(*[text(**full)] * 2, text(), text()))
     assert found == (
-        "a.xyz: energy may be REF_energy (2 frames) or energy (4 frames); force may be REF_forces (2 frames) or forces "
-        "(4 frames); virial may be virial (2 frames) or REF_stress (2 frames). Say which after the name of the file, "
-        "such as a.xyz#energy=energy,force=forces,stress=REF_stress."
+        "a.xyz: energy may be REF_energy (2 frames) or energy (4 frames); force may be REF_forces "
+        "(2 frames) or forces (4 frames); virial may be virial (2 frames) or REF_stress (2 "
+        "frames). Say which after the name of the file, such as "
+        "a.xyz#energy=energy,force=forces,stress=REF_stress."
     )
     found = problems_of(f"{write_text(*[text(**full)] * 2)}#virial=virial")
     assert found.endswith("such as a.xyz#virial=virial,energy=REF_energy,force=REF_forces.")
@@ -176,10 +189,18 @@ def test_all_labels_with_several_names_are_in_one_line_with_the_commonest_names(
     assert source.frame(0).labels["energy"] == -2
 
 
-@pytest.mark.parametrize(("label", "stored"), [
-    ("gap", "gap"), ("gap", "REF_gap"), ("gap", "Gap"), ("Gap", "Gap"), ("Gap", "dft_Gap"), ("ref_gap", "ref_gap"),
-    ("band_gap", "band-gap"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("label", "stored"),
+    [
+        ("gap", "gap"),
+        ("gap", "REF_gap"),
+        ("gap", "Gap"),
+        ("Gap", "Gap"),
+        ("Gap", "dft_Gap"),
+        ("ref_gap", "ref_gap"),
+        ("band_gap", "band-gap"),
+    ],
+)
 def test_names_of_a_property_are_found_as_those_of_energies_are(write_text, label, stored):
     source = open_one(write_text(text(**{stored: 1.5}, dft_energy=2)), labels=[f"{label}[1]"])
     assert source.frame(0).labels == {f"{label}[1]": 1.5}
@@ -201,24 +222,42 @@ def test_names_of_a_property_can_be_chosen(write_text, key):
     assert open_one(f"{name}#{key}=ref_gap", labels=["gap[1]"]).frame(0).labels == {"gap[1]": 1}
 
 
-@pytest.mark.parametrize(("frames", "message"), [
-    ([text(), text(energy="abc")], "frame 1 (from 0): energy: is 'abc', expected numbers."),
-    ([text(virial="1 2 3")], "virial: has 3 numbers, expected 9 (3x3) or 6"),
-    ([text(Lattice="1 2 3")], "Lattice: has 3 numbers, expected 9."),
-    ([text(pbc="T T F")], 'pbc = "T T F": periodic in some directions only'),
-    ([text(Lattice=None, pbc="T T T")], "without Lattice"),
-    (["2\nLattice='9 0 0 0 9 0 0 0 9\nO 0 0 0\nH 0 0 1\n"], "line 2 of the frame: a quote or bracket does not end"),
-    ([text(Lattice="9 0 0 0 9 0 0 0 0")], 'cell without volume (9 0 0 0 9 0 0 0 0). Molecules have pbc = "F F F"'),
-    ([text(Properties="Z:I:1:pos:R:3:forces:R:3", rows="8 0 0 0 1 2 3\n-1 0 0 1 4 5 6\n")], "Z: '-1' is no atomic"),
-    ([text(pbc="yes")], "pbc = 'yes': expected T or F"),
-    ([text(rows="O 0 0 0 1 2\nH 0 0 1 4 5 6\n")], "atom 0 (from 0): 'O 0 0 0 1 2' has 6 columns, expected 7"),
-    ([text(Properties="species:S:1:forces:R:3:x:R:3")], "expected name:kind:columns"),
-    ([text(rows="O 0 0 0 1 2 3\nHe 0 0 1 4 5 6\n")], "element 'He' is not in model.type_map. Did you mean H?"),
-    ([text(rows="O 0 0 x 1 2 3\nH 0 0 1 4 5 6\n")], "positions: could not convert"),
-    ([text(), "2\n\nO 0 0 0\n"], "is cut off: frame 1 (from line 5) has 1 of 2 atoms."),
-    ([text(natoms=1)], "line 4: 'H 0 0 1 4 5 6', expected the number of atoms of frame 1."),
-    ([""], "no frames: the file is empty."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        ([text(), text(energy="abc")], "frame 1 (from 0): energy: is 'abc', expected numbers."),
+        ([text(virial="1 2 3")], "virial: has 3 numbers, expected 9 (3x3) or 6"),
+        ([text(Lattice="1 2 3")], "Lattice: has 3 numbers, expected 9."),
+        ([text(pbc="T T F")], 'pbc = "T T F": periodic in some directions only'),
+        ([text(Lattice=None, pbc="T T T")], "without Lattice"),
+        (
+            ["2\nLattice='9 0 0 0 9 0 0 0 9\nO 0 0 0\nH 0 0 1\n"],
+            "line 2 of the frame: a quote or bracket does not end",
+        ),
+        (
+            [text(Lattice="9 0 0 0 9 0 0 0 0")],
+            'cell without volume (9 0 0 0 9 0 0 0 0). Molecules have pbc = "F F F"',
+        ),
+        (
+            [text(Properties="Z:I:1:pos:R:3:forces:R:3", rows="8 0 0 0 1 2 3\n-1 0 0 1 4 5 6\n")],
+            "Z: '-1' is no atomic",
+        ),
+        ([text(pbc="yes")], "pbc = 'yes': expected T or F"),
+        (
+            [text(rows="O 0 0 0 1 2\nH 0 0 1 4 5 6\n")],
+            "atom 0 (from 0): 'O 0 0 0 1 2' has 6 columns, expected 7",
+        ),
+        ([text(Properties="species:S:1:forces:R:3:x:R:3")], "expected name:kind:columns"),
+        (
+            [text(rows="O 0 0 0 1 2 3\nHe 0 0 1 4 5 6\n")],
+            "element 'He' is not in model.type_map. Did you mean H?",
+        ),
+        ([text(rows="O 0 0 x 1 2 3\nH 0 0 1 4 5 6\n")], "positions: could not convert"),
+        ([text(), "2\n\nO 0 0 0\n"], "is cut off: frame 1 (from line 5) has 1 of 2 atoms."),
+        ([text(natoms=1)], "line 4: 'H 0 0 1 4 5 6', expected the number of atoms of frame 1."),
+        ([""], "no frames: the file is empty."),
+    ],
+)
 def test_faults_are_reported_with_file_and_frame(write_text, frames, message):
     found = problems_of(write_text(*frames))
     assert message in found
@@ -237,11 +276,14 @@ def test_damaged_bytes_are_reported(write_text):
     )
 
 
-@pytest.mark.parametrize(("choice", "message"), [
-    ("energy=REF_energy", "#energy=REF_energy: no frame has it. Did you mean energy?"),
-    ("energy", "'energy' is not understood. Expected e.g. energy=REF_energy"),
-    ("stress=a,virial=b", "names a virial and a stress"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("energy=REF_energy", "#energy=REF_energy: no frame has it. Did you mean energy?"),
+        ("energy", "'energy' is not understood. Expected e.g. energy=REF_energy"),
+        ("stress=a,virial=b", "names a virial and a stress"),
+    ],
+)
 def test_a_wrong_choice_is_reported(write_text, choice, message):
     assert message in problems_of(f"{write_text(text())}#{choice}")
 
@@ -267,10 +309,18 @@ def test_a_run_on_a_file_is_checked_trained_validated_tested_and_restarted_bitwi
     write_toy(tmp_path / "valid.extxyz", 4, seed=1)
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
-    content = tiny_input(["../train.extxyz"], ["../valid.extxyz"], num_steps=12, training__disp_freq=4,
-        training__disp_avg=True, training__training_data__batch_size="auto:16", training__enable_ema=True,
-        training__save_freq=6, model__descriptor__sel="auto", validating={"full_validation": True, "validation_freq": 6,
-        "full_val_start": 0})  # fmt: skip
+    content = tiny_input(
+        ["../train.extxyz"],
+        ["../valid.extxyz"],
+        num_steps=12,
+        training__disp_freq=4,
+        training__disp_avg=True,
+        training__training_data__batch_size="auto:16",
+        training__enable_ema=True,
+        training__save_freq=6,
+        model__descriptor__sel="auto",
+        validating={"full_validation": True, "validation_freq": 6, "full_val_start": 0},
+    )
     Path("input.json").write_text(json.dumps(content))
     assert main(["check", "input.json"]) == 0
     reported = capsys.readouterr().out
@@ -325,8 +375,11 @@ def test_isolated_atoms_fix_the_energies_of_elements_that_one_composition_leaves
 
 
 def test_isolated_atoms_offer_the_energies_of_the_elements(tmp_path):
-    atoms = [f'1\nenergy={energy} pbc="F F F" Properties=species:S:1:pos:R:3:forces:R:3\n{symbol} 0 0 0 0 0 0\n'
-             for symbol, energy in (("O", -432.5), ("H", -13.5))]  # fmt: skip
+    atoms = [
+        f'1\nenergy={energy} pbc="F F F" Properties=species:S:1:pos:R:3:forces:R:3\n{symbol} 0 0 '
+        "0 0 0 0\n"
+        for symbol, energy in (("O", -432.5), ("H", -13.5))
+    ]
     (tmp_path / "a.xyz").write_text(
         "".join([*(text(energy=-440 - k / 9) for k in range(9)), *atoms])
     )
@@ -430,7 +483,8 @@ def test_units_that_a_file_states_are_converted(write_text, stated, length, ener
         ),
         (
             {"energy_unit": "Ha"},
-            "energy_unit = Ha, and the unit of forces is not stated. Add forces_unit, such as eV/ang",
+            "energy_unit = Ha, and the unit of forces is not stated. Add forces_unit, such as "
+            "eV/ang",
         ),
         (
             {"force_unit": "Ha/bohr"},

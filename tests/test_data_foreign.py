@@ -34,9 +34,14 @@ def dpdata(monkeypatch):
         warnings.warn("the stress  is\nmissing", UserWarning, stacklevel=1)
         warnings.warn("numpy changes", DeprecationWarning, stacklevel=1)
         print("a line for the screen")
-        data = {"atom_names": ["Fe1", "O_s", "Fe2", "Xx1"], "atom_types": np.arange(4),
-                "coords": 1.3 * np.arange(4)[None, :, None] * np.ones(3),
-                "cells": 9 * np.eye(3)[None], "energies": np.array([-1.0]), "forces": np.ones((1, 4, 3))}  # fmt: skip
+        data = {
+            "atom_names": ["Fe1", "O_s", "Fe2", "Xx1"],
+            "atom_types": np.arange(4),
+            "coords": 1.3 * np.arange(4)[None, :, None] * np.ones(3),
+            "cells": 9 * np.eye(3)[None],
+            "energies": np.array([-1.0]),
+            "forces": np.ones((1, 4, 3)),
+        }
         return types.SimpleNamespace(data=data)
 
     package = types.ModuleType("dpdata")
@@ -61,7 +66,10 @@ def test_an_output_of_cp2k_is_known_by_its_content_and_read_by_dpdata(dpdata, ca
         convert_data(["md.out"], "out2", units="bohr,hartree")
 
 
-TRAJECTORY = "       3\n i =        0, time =        0.000, E =       -17.0\n  O 0 0 0\n  H 0 0 1\n  H 0 1 0\n"
+TRAJECTORY = (
+    "       3\n i =        0, time =        0.000, E =       -17.0\n  O 0 0 0\n  H 0 0 1\n  H 0 1 "
+    "0\n"
+)
 
 
 @pytest.mark.parametrize("name", ["w-pos-1.xyz", "w-frc-1.xyz"])
@@ -122,9 +130,9 @@ def test_data_of_runner_in_angstrom_need_their_units():
     with pytest.raises(DataError) as caught:
         convert_data(["input.data"], "out")
     assert str(caught.value) == (
-        "input.data: is read by ASE as runnerdata, in bohr and hartree, and nearest atoms are 0.51 sums of their "
-        "covalent radii apart, expected 0.65 to 1.8 (with angstrom 0.95). Say which units it has: "
-        "--units angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
+        "input.data: is read by ASE as runnerdata, in bohr and hartree, and nearest atoms are "
+        "0.51 sums of their covalent radii apart, expected 0.65 to 1.8 (with angstrom 0.95). Say "
+        "which units it has: --units angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
     )
     reported = convert_data(["input.data"], "out", units="Angstrom,EV")
     assert "  by ASE as runnerdata, in Angstrom and EV (--units), not bohr and hartree" in reported
@@ -223,24 +231,37 @@ def test_an_error_of_a_reader_names_the_electrons_that_did_not_converge(monkeypa
 
 def test_forces_in_a_file_that_were_not_read_are_reported(monkeypatch):
     package = types.ModuleType("dpdata")
-    data = {"atom_names": ["H"], "atom_types": np.zeros(1, int), "coords": np.zeros((1, 1, 3)), "nopbc": True,
-            "energies": np.ones(1), "cells": np.zeros((1, 3, 3))}  # fmt: skip
+    data = {
+        "atom_names": ["H"],
+        "atom_types": np.zeros(1, int),
+        "coords": np.zeros((1, 1, 3)),
+        "nopbc": True,
+        "energies": np.ones(1),
+        "cells": np.zeros((1, 3, 3)),
+    }
     package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data=data)
     monkeypatch.setitem(sys.modules, "dpdata", package)
     Path("run.out").write_text("                   Forces (Hartrees/Bohr)\n")
     reported = convert_data(["run.out"], "out", file_format="gaussian/log")
     assert (
-        '  forces are in the file ("Forces (Hartrees/Bohr)") and were not read: try another --format'
-        in reported
+        '  forces are in the file ("Forces (Hartrees/Bohr)") and were not read: try another '
+        "--format" in reported
     )
 
 
 def test_of_virials_and_stresses_in_one_frame_the_virials_are_read(monkeypatch):
     """Relaxations of ABACUS have both in dpdata."""
     package = types.ModuleType("dpdata")
-    data = {"atom_names": ["H"], "atom_types": np.zeros(1, int), "coords": np.zeros((1, 1, 3)), "energies": np.ones(1),
-            "forces": np.zeros((1, 1, 3)), "cells": 4 * np.eye(3)[None], "virials": 2.0 * np.eye(3)[None],
-            "stress": 7.0 * np.eye(3)[None]}  # fmt: skip
+    data = {
+        "atom_names": ["H"],
+        "atom_types": np.zeros(1, int),
+        "coords": np.zeros((1, 1, 3)),
+        "energies": np.ones(1),
+        "forces": np.zeros((1, 1, 3)),
+        "cells": 4 * np.eye(3)[None],
+        "virials": 2.0 * np.eye(3)[None],
+        "stress": 7.0 * np.eye(3)[None],
+    }
     package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data=data)
     monkeypatch.setitem(sys.modules, "dpdata", package)
     Path("run.out").write_text("a relaxation\n")
@@ -277,16 +298,35 @@ MANY = "head\n" * 6000
         (INPUT, "run", "abacus/{}", "run"),
         (INPUT, "run/INPUT", "abacus/{}", "run"),
         (INPUT, "run/OUT.x/running_{}.log", "abacus/{}", "run"),
-        ({"d/dftb_pin.hsd": "", "d/detailed.out": " iSCC Total electronic   Diff electronic\n"}, "d/detailed.out",
-         "dftbplus", ("d/dftb_pin.hsd", "d/detailed.out")),
-        ({"d/w-pos-1.xyz": TRAJECTORY, "d/cp2k.log": OUTPUT}, "d/cp2k.log", "cp2k/aimd_output", "d"),
+        (
+            {"d/dftb_pin.hsd": "", "d/detailed.out": " iSCC Total electronic   Diff electronic\n"},
+            "d/detailed.out",
+            "dftbplus",
+            ("d/dftb_pin.hsd", "d/detailed.out"),
+        ),
+        (
+            {"d/w-pos-1.xyz": TRAJECTORY, "d/cp2k.log": OUTPUT},
+            "d/cp2k.log",
+            "cp2k/aimd_output",
+            "d",
+        ),
         ({"a.log": "   WELCOME TO SIESTA\n"}, "a.log", "siesta/output", "a.log"),
-        ({"a.log": f"Siesta Version: 4\n{MANY}  Begin MD step = 1\n"}, "a.log", "siesta/aimd_output", "a.log"),
+        (
+            {"a.log": f"Siesta Version: 4\n{MANY}  Begin MD step = 1\n"},
+            "a.log",
+            "siesta/aimd_output",
+            "a.log",
+        ),
         ({"M": "  72 atoms,Iteration (fs) = 0.1E+01, Etot\n"}, "M", "pwmat/movement", "M"),
-        ({"a.fchk": "water\nFreq RB3LYP\nNumber of atoms            I      3\n"}, "a.fchk", "gaussian/fchk", "a.fchk"),
+        (
+            {"a.fchk": "water\nFreq RB3LYP\nNumber of atoms            I      3\n"},
+            "a.fchk",
+            "gaussian/fchk",
+            "a.fchk",
+        ),
         ({"sqm.out": "          AMBER SQM VERSION 19\n"}, "sqm.out", "sqm/out", "sqm.out"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kind", ["md", "scf"])
 @pytest.mark.parametrize("is_named", [False, True])
 def test_outputs_that_ase_does_not_read_go_to_dpdata(
@@ -346,8 +386,14 @@ def test_files_that_a_format_needs_are_named():
 @pytest.mark.parametrize("name", ["forces", "stress", "virials"])
 def test_an_array_of_dpdata_without_frames_is_none(monkeypatch, name):
     """Calculations of ABACUS without forces, or without stresses, are such."""
-    data = {"atom_names": ["H"], "atom_types": np.zeros(2, int), "coords": np.array([[[0, 0, 0], [0, 0, 0.7]]]),
-            "energies": np.ones(1), "cells": 4 * np.eye(3)[None], name: np.zeros((0, 3, 3))}  # fmt: skip
+    data = {
+        "atom_names": ["H"],
+        "atom_types": np.zeros(2, int),
+        "coords": np.array([[[0, 0, 0], [0, 0, 0.7]]]),
+        "energies": np.ones(1),
+        "cells": 4 * np.eye(3)[None],
+        name: np.zeros((0, 3, 3)),
+    }
     package = types.SimpleNamespace(
         LabeledSystem=lambda path, fmt: types.SimpleNamespace(data=data)
     )
@@ -369,8 +415,15 @@ def test_a_reader_that_lacks_a_package_names_it(monkeypatch):
 
 
 def test_what_a_reader_logs_and_turned_molecules_of_gaussian_are_reported(monkeypatch, capfd):
-    data = {"atom_names": ["H"], "atom_types": np.zeros(1, int), "coords": np.zeros((1, 1, 3)), "nopbc": True,
-            "energies": np.ones(1), "cells": np.zeros((1, 3, 3)), "forces": np.zeros((1, 1, 3))}  # fmt: skip
+    data = {
+        "atom_names": ["H"],
+        "atom_types": np.zeros(1, int),
+        "coords": np.zeros((1, 1, 3)),
+        "nopbc": True,
+        "energies": np.ones(1),
+        "cells": np.zeros((1, 3, 3)),
+        "forces": np.zeros((1, 1, 3)),
+    }
 
     def read(path, fmt):
         logging.getLogger("ase").warning("positions are of another orientation")
@@ -403,8 +456,13 @@ def test_dpdata_that_is_not_installed_is_named(monkeypatch):
 def test_files_of_one_name_are_data_for_both_commands(monkeypatch, capsys):
     from deepmd_ema.cli.main import main
 
-    data = {"atom_names": ["H"], "atom_types": np.zeros(2, int), "coords": np.array([[[0, 0, 0], [0, 0, 0.7]]] * 12),
-            "energies": np.ones(12), "cells": np.tile(4 * np.eye(3), (12, 1, 1))}  # fmt: skip
+    data = {
+        "atom_names": ["H"],
+        "atom_types": np.zeros(2, int),
+        "coords": np.array([[[0, 0, 0], [0, 0, 0.7]]] * 12),
+        "energies": np.ones(12),
+        "cells": np.tile(4 * np.eye(3), (12, 1, 1)),
+    }
     package = types.SimpleNamespace(
         LabeledSystem=lambda path, fmt: types.SimpleNamespace(data=data)
     )

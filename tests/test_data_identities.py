@@ -80,14 +80,21 @@ def report_of(*systems, names=("O", "H")):
     return check_systems(opened, [], names, SeE2AConfig(rcut=4.0, sel="auto"), LABELS)
 
 
-@pytest.mark.parametrize(("factors", "words"), [
-    ({"energy": 1 / HARTREE}, "the energies look like Hartree"),
-    ({"force": BOHR / HARTREE}, "the forces look like Hartree/bohr"),
-    ({"force": -1}, "the forces have the wrong sign"), ({"virial": -1}, "the virials have the wrong sign"),
-    ({"virial": 10 * GPA}, "the virials look like kbar * angstrom^3"),
-    ({"virial": "stress"}, "the virials look like a stress in eV/angstrom^3"),
-    ({"energy": 1 / HARTREE, "virial": 1 / HARTREE}, "the energies and virials look like Hartree"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ({"energy": 1 / HARTREE}, "the energies look like Hartree"),
+        ({"force": BOHR / HARTREE}, "the forces look like Hartree/bohr"),
+        ({"force": -1}, "the forces have the wrong sign"),
+        ({"virial": -1}, "the virials have the wrong sign"),
+        ({"virial": 10 * GPA}, "the virials look like kbar * angstrom^3"),
+        ({"virial": "stress"}, "the virials look like a stress in eV/angstrom^3"),
+        (
+            {"energy": 1 / HARTREE, "virial": 1 / HARTREE},
+            "the energies and virials look like Hartree",
+        ),
+    ],
+)
 def test_of_three_quantities_the_one_that_does_not_fit_the_others_is_named(
     tmp_path, factors, words
 ):
@@ -103,12 +110,24 @@ def test_of_three_quantities_the_one_that_does_not_fit_the_others_is_named(
     assert "energies and forces" in report.units.unverified
 
 
-@pytest.mark.parametrize(("factors", "words"), [
-    ({"energy": 1 / HARTREE, "force": BOHR / HARTREE},
-     "the energies and forces look like Hartree and Hartree/bohr"),
-    ({"force": -1}, "the forces have the wrong sign (gradients instead of forces) or the energies have"),
-    ({"force": 4}, "energies and forces do not fit together: between near frames the energy changes by 0.2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        (
+            {"energy": 1 / HARTREE, "force": BOHR / HARTREE},
+            "the energies and forces look like Hartree and Hartree/bohr",
+        ),
+        (
+            {"force": -1},
+            "the forces have the wrong sign (gradients instead of forces) or the energies have",
+        ),
+        (
+            {"force": 4},
+            "energies and forces do not fit together: between near frames the energy changes by "
+            "0.2",
+        ),
+    ],
+)
 @pytest.mark.parametrize("make", [crystal, molecules])
 def test_of_two_quantities_both_are_named(tmp_path, make, factors, words):
     options = {"strains": False} if make is crystal else {}
@@ -126,7 +145,8 @@ def test_right_frames_are_verified(tmp_path, make):
     report = report_of(stored(tmp_path / "s", make(24)))
     assert report.warnings == []
     assert report.units.lines() == [
-        "verified: lengths in 1, energies and forces (with each other) in 1, virials in 1 of 1 system"
+        "verified: lengths in 1, energies and forces (with each other) in 1, virials in 1 of 1 "
+        "system"
     ]
 
 
@@ -150,9 +170,13 @@ def test_right_data_are_quiet():
             assert not report_of(source, names=names).units.faults, source
 
 
-@pytest.mark.parametrize(("factors", "words"), [
-    ({"virial": -1}, "the virials have the wrong sign"), ({"force": -1}, "the forces have the wrong sign"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ({"virial": -1}, "the virials have the wrong sign"),
+        ({"force": -1}, "the forces have the wrong sign"),
+    ],
+)
 def test_open_systems_hold_virials_against_forces(tmp_path, factors, words):
     [warning] = map(
         str, report_of(stored(tmp_path / "s", molecules(24, **factors))).units.findings()
@@ -163,25 +187,34 @@ def test_open_systems_hold_virials_against_forces(tmp_path, factors, words):
 
 def test_forces_that_were_moved_by_a_frame_or_sorted_are_found(tmp_path):
     frames = crystal(24, strains=False)
-    before = [Frame(f.coord, f.atom_type, f.box, f.labels | {"force": g.labels["force"]})
-              for f, g in zip(frames, frames[-1:] + frames[:-1])]  # fmt: skip
+    before = [
+        Frame(f.coord, f.atom_type, f.box, f.labels | {"force": g.labels["force"]})
+        for f, g in zip(frames, frames[-1:] + frames[:-1])
+    ]
     order = np.argsort(frames[0].atom_type, kind="stable")
     by_type = [
         Frame(f.coord, f.atom_type, f.box, f.labels | {"force": f.labels["force"][order]})
         for f in frames
     ]
     for name, wrong, place in (
-        ("before", before, "the frame before"), ("by_type", by_type, "atoms in the order of their types")
-    ):  # fmt: skip
+        ("before", before, "the frame before"),
+        ("by_type", by_type, "atoms in the order of their types"),
+    ):
         [warning] = map(str, report_of(stored(tmp_path / name, wrong)).units.findings())
         assert f"the forces are those of {place}: with these" in warning
 
 
 @pytest.mark.usefixtures("real_radii")
-@pytest.mark.parametrize(("factor", "words"), [
-    (1 / BOHR, "lengths look like bohr, or were converted from bohr although they were in angstrom"),
-    (BOHR, "lengths look like angstrom that were divided by 1.89 as if they were in bohr"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (
+            1 / BOHR,
+            "lengths look like bohr, or were converted from bohr although they were in angstrom",
+        ),
+        (BOHR, "lengths look like angstrom that were divided by 1.89 as if they were in bohr"),
+    ],
+)
 def test_lengths_beyond_their_bounds_are_reported_with_a_pair_of_atoms(tmp_path, factor, words):
     source = EXAMPLES / "water" / "data" / "train_400K"
     path = tmp_path / "s"
@@ -260,11 +293,14 @@ def test_a_warning_of_types_names_system_distance_and_atoms(tmp_path):
     [warning] = [line for line in report.warnings if "nearest neighbors" in line]
     assert re.match(
         rf"{path}: nearest neighbors O and O are 0.9\d+ angstrom apart in 8 of 8 frames "
-        rf"\(atoms \d+ \(O\) and \d+ \(O\) in {path} frame \d+\), expected at least 1.00; \d+ % of the hydrogen",
+        rf"\(atoms \d+ \(O\) and \d+ \(O\) in {path} frame \d+\), expected at least 1.00; \d+ % "
+        r"of the hydrogen",
         warning,
     )
-    assert warning.endswith("Expected types in the order of the positions, and elements (type_map.raw) in the order "
-                            "of the numbers of the types.")  # fmt: skip
+    assert warning.endswith(
+        "Expected types in the order of the positions, and elements (type_map.raw) in the order "
+        "of the numbers of the types."
+    )
     assert report.units.verified["lengths"] == 0
 
 
@@ -314,7 +350,8 @@ def test_short_bonds_and_atoms_in_random_places_are_in_their_order():
 def test_what_cannot_be_verified_is_said(tmp_path):
     path = stored(tmp_path / "s", crystal(24, size=0.4))
     assert report_of(path).units.lines() == [
-        "verified: lengths in 1, energies and forces (with each other) in 0, virials in 0 of 1 system",
+        "verified: lengths in 1, energies and forces (with each other) in 0, virials in 0 of 1 "
+        "system",
         f"not verified: energies and forces of {path}",
         f"not verified: virials of {path}",
     ]
@@ -337,11 +374,18 @@ def test_crystals_that_were_turned_or_mirrored_give_the_ratios_of_those_that_wer
     assert found.virial == (pytest.approx(expected.virial, rel=1e-6) if strains else None)
 
 
-@pytest.mark.parametrize(("factor", "words"), [
-    (GPA, "the virials look like volume * stress in kbar or GPa: between frames in one cell they change by "),
-    # of 1,000 angstrom^3
-    (1e-3, "the virials look like a stress: between frames in one cell they change by "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (
+            GPA,
+            "the virials look like volume * stress in kbar or GPa: between frames in one cell "
+            "they change by ",
+        ),
+        # of 1,000 angstrom^3
+        (1e-3, "the virials look like a stress: between frames in one cell they change by "),
+    ],
+)
 def test_virials_far_from_the_size_of_the_forces_are_reported(tmp_path, factor, words):
     """A virial RMS of 1,875 eV/atom passed where frames are far from each other."""
     report = report_of(stored(tmp_path / "s", crystal(12, size=0.3, strains=False, virial=factor)))

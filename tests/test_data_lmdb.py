@@ -88,8 +88,14 @@ def test_frames_of_all_sizes_are_read(tmp_path, virtual):
 
 def test_flags_other_names_and_parameters(tmp_path):
     [record] = toy_records(1)
-    record |= {"find_virial": 0.0, "find_energies": 1.0, "charge_spin": np.array([1.0, 2.0]), "fparam": np.array([0.5]),
-               "aparam": np.arange(2.0 * len(record["coords"])), "cells": record["cells"].ravel()}  # fmt: skip
+    record |= {
+        "find_virial": 0.0,
+        "find_energies": 1.0,
+        "charge_spin": np.array([1.0, 2.0]),
+        "fparam": np.array([0.5]),
+        "aparam": np.arange(2.0 * len(record["coords"])),
+        "cells": record["cells"].ravel(),
+    }
     path = write_lmdb(tmp_path / "a.lmdb", [record], type_map=None)
     [source] = open_data([path], ["O", "H"], LABELS, numb_fparam=1, numb_aparam=2)
     frame = source.frame(0)
@@ -101,17 +107,29 @@ def test_flags_other_names_and_parameters(tmp_path):
     assert source.unread == ("fparam", "aparam")
 
 
-@pytest.mark.parametrize(("change", "meta", "message"), [
-    ({}, {"type_map": ["O", "He"]}, 'a.lmdb/__metadata__: element "He" is not in model.type_map. Did you mean H?'),
-    ({}, {"type_map": ["O"]}, "frame 0 (from 0): atom_types: has 1, but there are only 1 elements."),
-    ({}, {"type_map": 3}, "type_map = '3', expected a list of elements."),
-    ({}, {"nframes": 2}, "frame 1 (from 0): there is no record 000000000001."), ({}, {"nframes": 0}, "no frames"),
-    ({"atom_types": 3}, {}, "atom_types: missing or wrong"),
-    ({"coords": np.zeros(4)}, {}, "coord: has shape (4,) of float64, expected numbers for"),
-    ({"cells": np.zeros(4)}, {}, "box: has 4 numbers, expected 9."),
-    ({"energies": np.zeros(2)}, {}, "energy: has 2 numbers, expected one"),
-    ({"forces": {"type": "float64", "shape": [9, 9], "data": b"12345678"}}, {}, NO_LMDB),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "meta", "message"),
+    [
+        (
+            {},
+            {"type_map": ["O", "He"]},
+            'a.lmdb/__metadata__: element "He" is not in model.type_map. Did you mean H?',
+        ),
+        (
+            {},
+            {"type_map": ["O"]},
+            "frame 0 (from 0): atom_types: has 1, but there are only 1 elements.",
+        ),
+        ({}, {"type_map": 3}, "type_map = '3', expected a list of elements."),
+        ({}, {"nframes": 2}, "frame 1 (from 0): there is no record 000000000001."),
+        ({}, {"nframes": 0}, "no frames"),
+        ({"atom_types": 3}, {}, "atom_types: missing or wrong"),
+        ({"coords": np.zeros(4)}, {}, "coord: has shape (4,) of float64, expected numbers for"),
+        ({"cells": np.zeros(4)}, {}, "box: has 4 numbers, expected 9."),
+        ({"energies": np.zeros(2)}, {}, "energy: has 2 numbers, expected one"),
+        ({"forces": {"type": "float64", "shape": [9, 9], "data": b"12345678"}}, {}, NO_LMDB),
+    ],
+)
 def test_faults_are_reported_with_file_and_frame(tmp_path, change, meta, message):
     found = problems_of(write_lmdb(tmp_path / "a.lmdb", [toy_records(1)[0] | change], **meta))
     assert message in found

@@ -88,8 +88,17 @@ def test_frames_have_the_numbers_of_the_files_in_order_of_the_sets(tmp_path, dty
             "aparam": frame.aparam,
             **frame.labels,
         }
-        shapes = {"coord": (5, 3), "box": (3, 3), "energy": (), "force": (5, 3), "virial": (9,), "atom_energy": (5,),
-                  "atom_pref": (5,), "fparam": (2,), "aparam": (5, 3)}  # fmt: skip
+        shapes = {
+            "coord": (5, 3),
+            "box": (3, 3),
+            "energy": (),
+            "force": (5, 3),
+            "virial": (9,),
+            "atom_energy": (5,),
+            "atom_pref": (5,),
+            "fparam": (2,),
+            "aparam": (5, 3),
+        }
         for name, shape in shapes.items():
             expected = stored("atom_ener" if name == "atom_energy" else name, k, *shape)
             assert found[name].shape == shape
@@ -166,10 +175,14 @@ def test_parents_are_searched_at_any_depth_in_order_and_links_do_not_loop(tmp_pa
     assert [s.name for s in some] == [str(tmp_path / n) for n in ("b", "c/z")]
 
 
-@pytest.mark.parametrize(("address", "names"), [
-    ("#/water/one", ["/water/one"]), ("#water", ["/water/one", "/water/two"]),
-    ("", ["/mol", "/water/one", "/water/two"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("address", "names"),
+    [
+        ("#/water/one", ["/water/one"]),
+        ("#water", ["/water/one", "/water/two"]),
+        ("", ["/mol", "/water/one", "/water/two"]),
+    ],
+)
 def test_hdf5_groups_read_as_the_folders_they_came_from(tmp_path, address, names):
     folders = {
         "water/one": write_system(tmp_path / "1", frames=4, seed=1, sets=2),
@@ -200,27 +213,60 @@ def test_all_problems_of_all_systems_come_at_once(system):
     assert len(found) == 4
     assert found[0].startswith("training.training_data.systems[2]: absent: no such file or folder.")
     assert found[1] == (
-        "water/set.000/box.npy: missing. A periodic system needs it; for open boundaries add an empty file water/nopbc."
+        "water/set.000/box.npy: missing. A periodic system needs it; for open boundaries add an "
+        "empty file water/nopbc."
     )
     assert found[2] == "other/set.000/virial.npy: shape (3, 6), expected (3, 9)."
     assert "other/set.001/force.npy" in found[3]
 
 
-@pytest.mark.parametrize(("break_it", "message"), [
-    (lambda p: shutil.rmtree(p / "set.000"), "no frames: it has type.raw but no set.* folder"),
-    (lambda p: (p / "type.raw").unlink(), "type.raw is missing (the folder has set.000)"),
-    (lambda p: (p / "set.000" / "coord.npy").unlink(), "set.000/coord.npy: missing. Every set needs it."),
-    (lambda p: np.save(p / "set.000" / "numb_copy.npy", [1, 2]), "numb_copy is not supported"),
-    (lambda p: (p / "set.000").rename(p / "set.old"), "backups do: set.old. Rename one to set.000, or leave it out."),
-    (lambda p: (p / "type_map.raw").write_text("O\nh\n"), "Did you mean H? Known: O, H. Add it to model.type_map"),
-    (lambda p: write_system(p, frames=1, mixed=True) and (p / "type_map.raw").unlink(), "A mixed system (with"),
-    (lambda p: (p / "type.raw").write_text("2 " * 12), "type 2, but type_map.raw has only 2 elements"),
-    (lambda p: (p / "type.raw").write_text("0 -1"), "'-1' is not a type. Expected one integer from 0 per atom."),
-    (lambda p: (p / "type.raw").write_text("0 ²", "utf-8"), "'²' is not a type. Expected one integer from 0 per atom."),
-    (lambda p: write_system(p, frames=2, mixed=True) and put(p, "real_atom_types", 1, -1), "frame 1 has only virtual"),
-    (lambda p: write_system(p, frames=4, mixed=True, sets=2) and (p / "set.001" / "real_atom_types.npy").unlink(),
-     "set.000 with real_atom_types.npy, set.001 without. Put them into two systems."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda p: shutil.rmtree(p / "set.000"), "no frames: it has type.raw but no set.* folder"),
+        (lambda p: (p / "type.raw").unlink(), "type.raw is missing (the folder has set.000)"),
+        (
+            lambda p: (p / "set.000" / "coord.npy").unlink(),
+            "set.000/coord.npy: missing. Every set needs it.",
+        ),
+        (lambda p: np.save(p / "set.000" / "numb_copy.npy", [1, 2]), "numb_copy is not supported"),
+        (
+            lambda p: (p / "set.000").rename(p / "set.old"),
+            "backups do: set.old. Rename one to set.000, or leave it out.",
+        ),
+        (
+            lambda p: (p / "type_map.raw").write_text("O\nh\n"),
+            "Did you mean H? Known: O, H. Add it to model.type_map",
+        ),
+        (
+            lambda p: write_system(p, frames=1, mixed=True) and (p / "type_map.raw").unlink(),
+            "A mixed system (with",
+        ),
+        (
+            lambda p: (p / "type.raw").write_text("2 " * 12),
+            "type 2, but type_map.raw has only 2 elements",
+        ),
+        (
+            lambda p: (p / "type.raw").write_text("0 -1"),
+            "'-1' is not a type. Expected one integer from 0 per atom.",
+        ),
+        (
+            lambda p: (p / "type.raw").write_text("0 ²", "utf-8"),
+            "'²' is not a type. Expected one integer from 0 per atom.",
+        ),
+        (
+            lambda p: write_system(p, frames=2, mixed=True) and put(p, "real_atom_types", 1, -1),
+            "frame 1 has only virtual",
+        ),
+        (
+            lambda p: (
+                write_system(p, frames=4, mixed=True, sets=2)
+                and (p / "set.001" / "real_atom_types.npy").unlink()
+            ),
+            "set.000 with real_atom_types.npy, set.001 without. Put them into two systems.",
+        ),
+    ],
+)
 def test_a_system_that_lacks_something_says_what(tmp_path, break_it, message):
     path = write_system(tmp_path / "w", frames=2)
     break_it(path)
@@ -237,13 +283,25 @@ def npy(shape, descr="'<f8'"):
 NO_NPY = "is not an npy file, or it is damaged. Expected an array written by numpy.save."
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (b"", NO_NPY), (b"\x93NUMPY\x01\x00", NO_NPY), (npy("(3.5,)"), NO_NPY), (npy("(4,)", "[1, 2"), NO_NPY),
-    (npy("(18446744073709551616,)"), "its header is damaged: it says shape (18446744073709551616,)"),
-    (npy("(-4,)"), "its header is damaged: it says shape (-4,)"),
-    (npy("(9223372036854775807, 0)"), "its header is damaged: it says shape (9223372036854775807, 0)"),
-    (None, "holds pickled Python objects"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", NO_NPY),
+        (b"\x93NUMPY\x01\x00", NO_NPY),
+        (npy("(3.5,)"), NO_NPY),
+        (npy("(4,)", "[1, 2"), NO_NPY),
+        (
+            npy("(18446744073709551616,)"),
+            "its header is damaged: it says shape (18446744073709551616,)",
+        ),
+        (npy("(-4,)"), "its header is damaged: it says shape (-4,)"),
+        (
+            npy("(9223372036854775807, 0)"),
+            "its header is damaged: it says shape (9223372036854775807, 0)",
+        ),
+        (None, "holds pickled Python objects"),
+    ],
+)
 def test_a_file_that_is_no_array_is_reported(system, content, message):
     path = system / "set.000" / "energy.npy"
     np.save(path, np.array([{}, None], dtype=object))
@@ -256,18 +314,22 @@ def test_a_file_that_is_no_array_is_reported(system, content, message):
 def test_missing_parameters_name_the_option(system):
     found = problems_of("water", numb_fparam=1, numb_aparam=2)
     assert (
-        "water/set.000/fparam.npy: missing. numb_fparam = 1 needs it, unless default_fparam is given."
-        in found
+        "water/set.000/fparam.npy: missing. numb_fparam = 1 needs it, unless default_fparam is "
+        "given." in found
     )
     assert "water/set.001/aparam.npy: missing. numb_aparam = 2 needs it." in found
 
 
-@pytest.mark.parametrize(("path", "message"), [
-    ("watr", "systems[0]: watr: no such file or folder. Did you mean water?"),
-    ("empty", "systems[0]: empty: no system in it or below it."),
-    ("water/type.raw", "is a file. Expected a folder with type.raw"), ("broken.h5", "cannot be read as HDF5"),
-    ("good.h5#/nothing", "good.h5: has no group /nothing. Groups of the file: w."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("watr", "systems[0]: watr: no such file or folder. Did you mean water?"),
+        ("empty", "systems[0]: empty: no system in it or below it."),
+        ("water/type.raw", "is a file. Expected a folder with type.raw"),
+        ("broken.h5", "cannot be read as HDF5"),
+        ("good.h5#/nothing", "good.h5: has no group /nothing. Groups of the file: w."),
+    ],
+)
 def test_a_path_without_a_system_says_what_is_there(system, path, message):
     import h5py
 
@@ -306,7 +368,8 @@ def test_a_link_that_leads_nowhere_is_no_absence(system, file):
         "" if "/" in file else "systems[0]: "
     )  # those of the folder are seen while it is searched
     assert problem == (
-        f"{where}water/{file}: is a link to /gone/away, which does not exist. Restore its target, or remove the link."
+        f"{where}water/{file}: is a link to /gone/away, which does not exist. Restore its target, "
+        "or remove the link."
     )
 
 
@@ -317,10 +380,21 @@ def test_a_system_that_is_a_link_to_nowhere_is_not_skipped(system, tmp_path):
     assert "other: is a link to /gone/away, which does not exist" in problem
 
 
-@pytest.mark.parametrize(("pbc", "value", "reported"), [
-    (True, 1e30, "a position of 1e+30 angstrom, expected less than 1e+06. Is the file damaged?"),
-    (False, 2e5, "the atoms of this open system are 2e+05 angstrom apart, expected less than 100000"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pbc", "value", "reported"),
+    [
+        (
+            True,
+            1e30,
+            "a position of 1e+30 angstrom, expected less than 1e+06. Is the file damaged?",
+        ),
+        (
+            False,
+            2e5,
+            "the atoms of this open system are 2e+05 angstrom apart, expected less than 100000",
+        ),
+    ],
+)
 def test_positions_of_no_atom_are_reported_with_the_frame(tmp_path, pbc, value, reported):
     path = write_system(tmp_path / "w", frames=4, natoms=6, seed=1, pbc=pbc)
     put(path, "coord", (2, 3), value)
@@ -328,10 +402,16 @@ def test_positions_of_no_atom_are_reported_with_the_frame(tmp_path, pbc, value, 
     assert problem.startswith(f"{path}/set.000/coord.npy: frame 2 (of 4, from 0): {reported}")
 
 
-@pytest.mark.parametrize(("cell", "reported"), [
-    ([[10, 0, 0], [0, 10, 0], [10, 10, 0.03]], "the cell is 0.03 angstrom thin (10 0 0 0 10 0 10 10 0.03): "),
-    (np.diag([1e6, 10, 10]), "an edge of the cell is 1e+06 angstrom long"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cell", "reported"),
+    [
+        (
+            [[10, 0, 0], [0, 10, 0], [10, 10, 0.03]],
+            "the cell is 0.03 angstrom thin (10 0 0 0 10 0 10 10 0.03): ",
+        ),
+        (np.diag([1e6, 10, 10]), "an edge of the cell is 1e+06 angstrom long"),
+    ],
+)
 def test_a_cell_that_cannot_be_searched_is_reported_with_the_frame(system, cell, reported):
     """Some took all memory, some never ended, some ended the process without a word."""
     put(system, "box", 1, np.ravel(cell))
@@ -381,8 +461,12 @@ def composed_of(source):
     return damage
 
 
-OUTSIDE = {"link": linked,  "external": stored_outside,
-           "virtual": composed_of("other.h5"), "virtual_external": composed_of(".")}  # fmt: skip
+OUTSIDE = {
+    "link": linked,
+    "external": stored_outside,
+    "virtual": composed_of("other.h5"),
+    "virtual_external": composed_of("."),
+}
 
 
 @pytest.mark.parametrize("name", ["type.raw", "set.000/coord.npy"])
@@ -432,8 +516,8 @@ def test_hdf5_that_another_program_writes_is_reported(system):
         with pytest.raises(DataError) as caught:
             open_data([path], ["O", "H"])
     assert str(caught.value) == (
-        f"systems[0]: {path}: another program has it open for writing. Wait until it has closed it, or set "
-        "HDF5_USE_FILE_LOCKING=FALSE if it does not write any more."
+        f"systems[0]: {path}: another program has it open for writing. Wait until it has closed "
+        "it, or set HDF5_USE_FILE_LOCKING=FALSE if it does not write any more."
     )
 
 

@@ -46,10 +46,15 @@ def write_frames(path, energy):
     path.write_text("".join(text(energy=k + energy) for k in range(4)))
 
 
-@pytest.mark.parametrize(("name", "write", "files"), [
-    ("plain", write_npy, "set.000/energy.npy"), ("a.h5", write_hdf5, "a.h5"),
-    ("a.lmdb", write_data_base, "data.mdb"), ("a.extxyz", write_frames, "a.extxyz"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "write", "files"),
+    [
+        ("plain", write_npy, "set.000/energy.npy"),
+        ("a.h5", write_hdf5, "a.h5"),
+        ("a.lmdb", write_data_base, "data.mdb"),
+        ("a.extxyz", write_frames, "a.extxyz"),
+    ],
+)
 def test_copies_of_data_are_equal_and_a_changed_label_is_found(
     tmp_path, monkeypatch, name, write, files
 ):
@@ -88,7 +93,10 @@ def test_frames_with_atoms_closer_than_min_pair_dist_are_left_out_of_training(tm
         (str(close), k) for k in (0, 2, 3, 5)
     ]
     assert report.problems == []
-    text = f"{close}: leaves out 2 of 6 frames: two atoms are closer than min_pair_dist = 0.21 angstrom"
+    text = (
+        f"{close}: leaves out 2 of 6 frames: two atoms are closer than min_pair_dist = 0.21 "
+        "angstrom"
+    )
     assert text in report.notes
     accepted = tiny_input([close], training__training_data__min_pair_dist=0.19)
     _, data, report = checked(config_from_dict(accepted))
@@ -102,7 +110,10 @@ def test_systems_without_a_frame_that_is_left_are_reported_where_options_count_t
     options = {"training__training_data__min_pair_dist": 0.3}
     _, data, _ = checked(config_from_dict(tiny_input([water_like, close], **options)))
     assert [source.name for source in data[""].train] == [str(water_like)]
-    lost = f"training.training_data.min_pair_dist: all frames of {close} have atoms closer than 0.3 angstrom"
+    lost = (
+        f"training.training_data.min_pair_dist: all frames of {close} have atoms closer than 0.3 "
+        "angstrom"
+    )
     assert caplog.messages == [f"{lost}: the systems are left out."]
     with pytest.raises(DataError, match=re.escape(f"{lost}. Use a smaller distance.")):
         open_run(config_from_dict(tiny_input([close], **options)))
@@ -122,7 +133,8 @@ def test_a_system_that_is_listed_twice_is_named_as_such(here):
             to_hdf5(Path("all", name), file.create_group(name))
     *_, report = checked(config_from_dict(tiny_input(["all/a", "./all", "c.h5#/a", "c.h5#/b"])))
     assert report.warnings[0] == (
-        "listed more than once: all/a (2 times). Their frames count as often; list each system once."
+        "listed more than once: all/a (2 times). Their frames count as often; list each system "
+        "once."
     )
     *_, report = checked(config_from_dict(tiny_input(["all/a", "all/a"])))
     assert not any("copies of another" in text for text in report.warnings)

@@ -90,28 +90,45 @@ def test_probabilities_are_followed_within_two_batches_at_any_epoch():
         assert max(c[k] for c in per_epoch) - min(c[k] for c in per_epoch) <= 1
 
 
-@pytest.mark.parametrize(("auto_prob", "sys_probs", "expected"), [
-    ("prob_sys_size", None, (9 / 16, 3 / 16, 4 / 16)), ("prob_uniform", None, (1 / 3, 1 / 3, 1 / 3)),
-    ("prob_sys_size;0:1:0.3;1:3:0.7", None, (0.3, 0.7 * 3 / 7, 0.7 * 4 / 7)),
-    ("prob_sys_size;0:2:3;2:3:1", None, (0.75 * 9 / 12, 0.75 * 3 / 12, 0.25)),
-    ("prob_sys_size", [0.5, -1, -1], (0.5, 0.5 * 3 / 7, 0.5 * 4 / 7)),
-    ("prob_uniform", [0.2, 0.2, 0.6], (0.2, 0.2, 0.6)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("auto_prob", "sys_probs", "expected"),
+    [
+        ("prob_sys_size", None, (9 / 16, 3 / 16, 4 / 16)),
+        ("prob_uniform", None, (1 / 3, 1 / 3, 1 / 3)),
+        ("prob_sys_size;0:1:0.3;1:3:0.7", None, (0.3, 0.7 * 3 / 7, 0.7 * 4 / 7)),
+        ("prob_sys_size;0:2:3;2:3:1", None, (0.75 * 9 / 12, 0.75 * 3 / 12, 0.25)),
+        ("prob_sys_size", [0.5, -1, -1], (0.5, 0.5 * 3 / 7, 0.5 * 4 / 7)),
+        ("prob_uniform", [0.2, 0.2, 0.6], (0.2, 0.2, 0.6)),
+    ],
+)
 def test_probabilities_are_those_of_the_peer(auto_prob, sys_probs, expected):
     sampler = Sampler(FRAMES, ATOMS, 2, auto_prob, sys_probs)
     assert sampler.probabilities == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("rule", "sizes"), [
-    (3, (3, 3, 3)), ("auto", (4, 2, 11)), ("auto:20", (2, 1, 7)), ("max:30", (3, 1, 10)), ("filter:10", (1, 0, 3)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "sizes"),
+    [
+        (3, (3, 3, 3)),
+        ("auto", (4, 2, 11)),
+        ("auto:20", (2, 1, 7)),
+        ("max:30", (3, 1, 10)),
+        ("filter:10", (1, 0, 3)),
+    ],
+)
 def test_batch_rules_are_those_of_the_peer(rule, sizes):
     assert batch_sizes(rule, ATOMS)[0] == sizes
 
 
-@pytest.mark.parametrize(("rule", "size", "frames"), [
-    ("auto:16", 2, 10), ("max:24", 2, 10), ("max:23", 1, 10), ("filter:9", 1, 7),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "size", "frames"),
+    [
+        ("auto:16", 2, 10),
+        ("max:24", 2, 10),
+        ("max:23", 1, 10),
+        ("filter:9", 1, 7),
+    ],
+)
 def test_batch_rules_count_the_atoms_of_each_frame(rule, size, frames):
     sizes = np.array([5, 12, 8, 12, 3, 9, 8, 5, 12, 7])  # 8.1 in the mean
     assert batch_sizes(rule, [sizes])[0] == (size,)
@@ -128,11 +145,15 @@ def test_epochs_become_steps_as_the_peer_counts_them():
     assert Sampler(FRAMES, ATOMS, 1, world_size=2).batches_for_epochs(1) == 9 + 3 + 4
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"batch_size": [1, 2]}, "a list of 2 numbers, expected one per system: 3"),
-    ({"auto_prob": "prob_sys_size;0:9:1"}, "does not fit 3 systems"),
-    ({"sys_probs": [0.5, 0.5]}, "2 numbers, expected one per system: 3"), ({"sys_probs": [0, 0, 0]}, "all are 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": [1, 2]}, "a list of 2 numbers, expected one per system: 3"),
+        ({"auto_prob": "prob_sys_size;0:9:1"}, "does not fit 3 systems"),
+        ({"sys_probs": [0.5, 0.5]}, "2 numbers, expected one per system: 3"),
+        ({"sys_probs": [0, 0, 0]}, "all are 0"),
+    ],
+)
 def test_a_wrong_rule_is_reported(arguments, message):
     with pytest.raises(ConfigError, match=message):
         Sampler(FRAMES, ATOMS, **arguments)
@@ -171,9 +192,13 @@ def test_no_rank_has_more_atoms_than_mix_allows_unless_one_frame_has(world):
 
 
 @pytest.mark.parametrize("rule", ["mixed:3", "mix:25"])
-@pytest.mark.parametrize(("auto_prob", "sys_probs", "expected"), [
-    ("prob_uniform", None, (1 / 3, 1 / 3, 1 / 3)), ("prob_sys_size", [0.01, 0.33, -1], (0.01, 0.33, 0.66)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("auto_prob", "sys_probs", "expected"),
+    [
+        ("prob_uniform", None, (1 / 3, 1 / 3, 1 / 3)),
+        ("prob_sys_size", [0.01, 0.33, -1], (0.01, 0.33, 0.66)),
+    ],
+)
 def test_probabilities_of_mixed_batches_are_those_of_frames(rule, auto_prob, sys_probs, expected):
     sampler = Sampler(FRAMES, ATOMS, rule, auto_prob, sys_probs, seed=3)
     assert sampler.probabilities == pytest.approx(expected)

@@ -92,12 +92,20 @@ def load(monkeypatch):
     backends by name.
     """
     parts = {
-        "deepmd": {}, "deepmd.backend": {}, "deepmd.backend.backend": {"Backend": Backend},
+        "deepmd": {},
+        "deepmd.backend": {},
+        "deepmd.backend.backend": {"Backend": Backend},
         "deepmd.backend.pytorch": {"PyTorchBackend": PyTorchBackend},
-        "deepmd.backend.pt_expt": {"PyTorchExportableBackend": type("Exportable", (PyTorchBackend,), {})},
-        "deepmd.main": {"main_parser": parser}, "deepmd.dpmodel": {}, "deepmd.dpmodel.utils": {},
-        "deepmd.dpmodel.utils.serialization": {"save_dp_model": lambda name, tree: write_tree(Path(name), tree)},
-    }  # fmt: skip
+        "deepmd.backend.pt_expt": {
+            "PyTorchExportableBackend": type("Exportable", (PyTorchBackend,), {})
+        },
+        "deepmd.main": {"main_parser": parser},
+        "deepmd.dpmodel": {},
+        "deepmd.dpmodel.utils": {},
+        "deepmd.dpmodel.utils.serialization": {
+            "save_dp_model": lambda name, tree: write_tree(Path(name), tree)
+        },
+    }
     for name, content in parts.items():
         module = ModuleType(name)
         vars(module).update(content)
@@ -131,20 +139,38 @@ def received(monkeypatch):
     return got
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    ("train input.json", {"input": "input.json", "restart": None, "output": "out.json", "log_level": "INFO"}),
-    ("train input.json -r model.ckpt -v 3 -l train.log",
-     {"restart": "model.ckpt", "log_level": "DEBUG", "log_path": "train.log"}),
-    ("train in.yaml --init-model a.pt --skip-neighbor-stat -o o.json",
-     {"init_model": "a.pt", "skip_neighbor_stat": True, "output": "o.json"}),
-    ("train input.json -t a.pt --use-pretrain-script --model-branch H2O",
-     {"finetune": "a.pt", "use_pretrain_script": True, "model_branch": "H2O"}),
-    ("train input.json -f frozen.pth", {"init_model": "frozen.pth"}),
-    ("train input.json --finet a.pt", {"finetune": "a.pt"}),  # `dp` takes a part of a name
-    ("freeze", {"checkpoint": ".", "output": "frozen_model", "backend": "pytorch"}),
-    ("freeze -c a.pt -o b.pth --head H2O", {"checkpoint": "a.pt", "output": "b.pth", "head": "H2O"}),
-    ("change-bias a.pt -b -92.5 -0.5 -o b.pt", {"input": "a.pt", "bias_value": [-92.5, -0.5], "output": "b.pt"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "train input.json",
+            {"input": "input.json", "restart": None, "output": "out.json", "log_level": "INFO"},
+        ),
+        (
+            "train input.json -r model.ckpt -v 3 -l train.log",
+            {"restart": "model.ckpt", "log_level": "DEBUG", "log_path": "train.log"},
+        ),
+        (
+            "train in.yaml --init-model a.pt --skip-neighbor-stat -o o.json",
+            {"init_model": "a.pt", "skip_neighbor_stat": True, "output": "o.json"},
+        ),
+        (
+            "train input.json -t a.pt --use-pretrain-script --model-branch H2O",
+            {"finetune": "a.pt", "use_pretrain_script": True, "model_branch": "H2O"},
+        ),
+        ("train input.json -f frozen.pth", {"init_model": "frozen.pth"}),
+        ("train input.json --finet a.pt", {"finetune": "a.pt"}),  # `dp` takes a part of a name
+        ("freeze", {"checkpoint": ".", "output": "frozen_model", "backend": "pytorch"}),
+        (
+            "freeze -c a.pt -o b.pth --head H2O",
+            {"checkpoint": "a.pt", "output": "b.pth", "head": "H2O"},
+        ),
+        (
+            "change-bias a.pt -b -92.5 -0.5 -o b.pt",
+            {"input": "a.pt", "bias_value": [-92.5, -0.5], "output": "b.pt"},
+        ),
+    ],
+)
 def test_what_dp_has_parsed_reaches_the_command(
     words, expected, load, received, tmp_path, monkeypatch
 ):
@@ -154,12 +180,15 @@ def test_what_dp_has_parsed_reaches_the_command(
     assert {name: getattr(args, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(("words", "named"), [
-    ("train input.json --force-load", "train --force-load: weights are loaded whole"),
-    ("train input.json -m workers", "train --mpi-log: rank 0 speaks"),
-    ("freeze -n o_energy", "freeze --node-names: node names and NVNMD are of TensorFlow"),
-    ("transfer", "transfer is a command of DeePMD-kit: it is of the backend TensorFlow"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("train input.json --force-load", "train --force-load: weights are loaded whole"),
+        ("train input.json -m workers", "train --mpi-log: rank 0 speaks"),
+        ("freeze -n o_energy", "freeze --node-names: node names and NVNMD are of TensorFlow"),
+        ("transfer", "transfer is a command of DeePMD-kit: it is of the backend TensorFlow"),
+    ],
+)
 def test_what_only_dp_has_is_refused_by_name(words, named, load, received, capsys):
     assert dp(load(), *words.split()) == 2
     assert named in capsys.readouterr().err

@@ -43,9 +43,14 @@ needs_peer = pytest.mark.skipif(
 SAME_MATH = 1e-10
 FILES = Path(__file__).parent / "golden" / "peer_checkpoints"  # made_by: make.py there
 MODELS = {
-    "pt": None, "pt_ema": None, "pt_expt": None, "pt_hybrid": None, "pt_se_e3": None,
-    "pt_heads_water": "water", "pt_heads_ice": "ice",
-}  # fmt: skip
+    "pt": None,
+    "pt_ema": None,
+    "pt_expt": None,
+    "pt_hybrid": None,
+    "pt_se_e3": None,
+    "pt_heads_water": "water",
+    "pt_heads_ice": "ice",
+}
 FACTS = {"weights": "live", "step": 3}
 OWN_TABLE = {**TABLE, "smin_alpha": 0.1}
 # what the backend pt of DeePMD-kit does not have, and the message

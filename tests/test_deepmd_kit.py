@@ -23,7 +23,10 @@ elif words[1] == "compress":
     assert words[0] == "--pt"
     shutil.copy(words[3], words[5])
 """
-FAILS = 'print("DeePMD-kit v3.2.0") if words == ["--version"] else sys.exit("Traceback\\n  line 1\\nNo such operator")'
+FAILS = (
+    'print("DeePMD-kit v3.2.0") if words == ["--version"] else sys.exit("Traceback\\n  line '
+    '1\\nNo such operator")'
+)
 OTHER = 'print("Data Parallel 1.0")'
 
 

@@ -32,8 +32,16 @@ def test_rounds_label_where_students_disagree_and_are_not_repeated(example, monk
     other = (EMT, '{"asap_cutoff": true}')  # the students of the second round agree
     students = cycle([other, (EMT, "{}"), other, other])
     monkeypatch.setattr(example, "train", lambda *_: next(students))
-    args = argparse.Namespace(structure="metal.cif", teacher=EMT, arguments={}, temperature=[300.0], hours=0.01,
-                              limit=0.003, workers=1, output=tmp_path / "out")  # fmt: skip
+    args = argparse.Namespace(
+        structure="metal.cif",
+        teacher=EMT,
+        arguments={},
+        temperature=[300.0],
+        hours=0.01,
+        limit=0.003,
+        workers=1,
+        output=tmp_path / "out",
+    )
     with ThreadPoolExecutor(1) as pool:
         first = example.Distillation(args, pool).rounds()
         new = example.read("out/round-1/labels.extxyz", ":")
@@ -84,7 +92,10 @@ def test_a_teacher_that_fails_and_too_little_time_are_one_line(
 def test_a_teacher_without_a_module_is_refused_with_the_form(example, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["distill.py", "metal.cif", "--teacher", "emt"])
     assert example.main() == 2
-    text = "--teacher emt: expected chgnet, or module:Class of an ASE calculator, such as ase.calculators.emt:EMT."
+    text = (
+        "--teacher emt: expected chgnet, or module:Class of an ASE calculator, such as "
+        "ase.calculators.emt:EMT."
+    )
     assert text in capsys.readouterr().err
 
 

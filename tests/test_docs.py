@@ -24,10 +24,16 @@ from deepmd_ema.config.schema.training import TrainingConfig
 from deepmd_ema.config.unsupported import REMOVED
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([
-    *ROOT.glob("*.md"), *(ROOT / "doc").rglob("*.md"), *(ROOT / "examples").rglob("README.md"),
-    ROOT / "configs" / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "benchmarks" / "results").glob("*.md"),
-])  # fmt: skip
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "doc").rglob("*.md"),
+        *(ROOT / "examples").rglob("README.md"),
+        ROOT / "configs" / "README.md",
+        ROOT / "benchmarks" / "README.md",
+        *(ROOT / "benchmarks" / "results").glob("*.md"),
+    ]
+)
 PROGRAM = ROOT / "deepmd_ema"
 SECTIONS = ("model", "learning_rate", "optimizer", "loss", "training", "validating")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

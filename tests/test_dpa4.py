@@ -25,16 +25,24 @@ SAME_MATH, SERIES, GRADIENTS = (
 )  # relative; SERIES: what tables of polynomials may have
 RENAMED = {
     "dpa4": (
-        ("descriptor.layers.", "descriptor.blocks."), ("so2_conv.mixing.", "so2_conv."),
-        ("so2_conv.attention.", "so2_conv."), ("fitting.nets.", "fitting_net.filter_layers.networks."),
+        ("descriptor.layers.", "descriptor.blocks."),
+        ("so2_conv.mixing.", "so2_conv."),
+        ("so2_conv.attention.", "so2_conv."),
+        ("fitting.nets.", "fitting_net.filter_layers.networks."),
     ),
     "dpa4c": (
-        ("fitting.nets.", "fitting_net.nets._module_networks."), ("radial.embedding.", "radial_embedding."),
-        ("radial.mode_head.", "radial_mode_head."), ("radial.adam_freqs", "radial_basis.adam_freqs"), (".linear.", "."),
-        (".layers.0.weight", ".layers.0.w"), (".layers.1.weight", ".layers.1.w"), (".layers.2.weight", ".layers.2.w"),
-        (".matrix", ".w"), (".bias", ".b"),
+        ("fitting.nets.", "fitting_net.nets._module_networks."),
+        ("radial.embedding.", "radial_embedding."),
+        ("radial.mode_head.", "radial_mode_head."),
+        ("radial.adam_freqs", "radial_basis.adam_freqs"),
+        (".linear.", "."),
+        (".layers.0.weight", ".layers.0.w"),
+        (".layers.1.weight", ".layers.1.w"),
+        (".layers.2.weight", ".layers.2.w"),
+        (".matrix", ".w"),
+        (".bias", ".b"),
     ),
-}  # fmt: skip
+}
 
 
 def model_of(kind, name):
@@ -68,9 +76,16 @@ def assert_close(found, expected, error=SAME_MATH):
 
 @pytest.mark.parametrize(
     ("kind", "name", "way"),
-    [(kind, name, way) for kind, ways in (("dpa4", ["cpu", "reference"]), ("dpa4c", ["cpu", "reference", "series"]))
-     for name in CASES[kind] for way in ways],
-)  # fmt: skip
+    [
+        (kind, name, way)
+        for kind, ways in (
+            ("dpa4", ["cpu", "reference"]),
+            ("dpa4c", ["cpu", "reference", "series"]),
+        )
+        for name in CASES[kind]
+        for way in ways
+    ],
+)
 def test_numbers_and_gradients_are_those_of_deepmd_kit(kind, name, way):
     model, named, batch = model_of(kind, name)
     expected, error = CASES[kind][name], SERIES if way == "series" else SAME_MATH

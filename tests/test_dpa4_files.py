@@ -19,9 +19,15 @@ from deepmd_ema.model.families.dpa4.section import DPA4Config
 GOLDEN = Path(__file__).parent / "golden" / "dpa4_files"
 NUMBERS = json.loads((GOLDEN / "numbers.json").read_text())
 SMALL = {
-    "channels": 4, "n_radial": 4, "lmax": 2, "n_blocks": 2, "mixing_layers": 2, "rcut": 4.0, "ffn_neurons": 4,
+    "channels": 4,
+    "n_radial": 4,
+    "lmax": 2,
+    "n_blocks": 2,
+    "mixing_layers": 2,
+    "rcut": 4.0,
+    "ffn_neurons": 4,
     "precision": "float64",
-}  # fmt: skip
+}
 BRIDGED = {
     "bridging_method": "zbl",
     "bridging_r_inner": 0.9,
@@ -143,12 +149,27 @@ def test_a_checkpoint_of_before_versions_is_of_the_first(tmp_path):
     assert float(load_model(tmp_path / "b.pt").model.descriptor.version_tensor) == 1.0
 
 
-@pytest.mark.parametrize(("change", "phrase"), [
-    (lambda tree: tree.update(lora={"rank": 2}), "lora, low-rank additions to weights, is not available here"),
-    (lambda tree: tree["atomic_model"].update(dens_fitting={}), "dens, a fitting network of forces, is not available"),
-    (lambda tree: tree["atomic_model"]["descriptor"]["config"].update(use_spin=[True]), "uses spin, which is not"),
-    (lambda tree: tree["atomic_model"]["descriptor"]["config"].update(add_chg_spin_ebd=True), "charge and spin"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "phrase"),
+    [
+        (
+            lambda tree: tree.update(lora={"rank": 2}),
+            "lora, low-rank additions to weights, is not available here",
+        ),
+        (
+            lambda tree: tree["atomic_model"].update(dens_fitting={}),
+            "dens, a fitting network of forces, is not available",
+        ),
+        (
+            lambda tree: tree["atomic_model"]["descriptor"]["config"].update(use_spin=[True]),
+            "uses spin, which is not",
+        ),
+        (
+            lambda tree: tree["atomic_model"]["descriptor"]["config"].update(add_chg_spin_ebd=True),
+            "charge and spin",
+        ),
+    ],
+)
 def test_what_a_tree_of_deepmd_kit_may_have_beside_is_refused(tmp_path, change, phrase):
     config, model = made()
     assert_tree_refused(tmp_path, config, model, change, phrase)

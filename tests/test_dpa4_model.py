@@ -64,8 +64,17 @@ def test_a_sum_with_an_inner_potential_is_the_model_with_bridging():
         model_config_from_dict(as_sum(data_stat_nbatch=10, learned={"type_map": ["O", "H"]}))
         == expected
     )
-    assert model_config_from_dict(section(type="standard", descriptor={"type": "dpa4", **SMALL},
-                                          fitting_net={"type": "dpa4_ener"}, **bridging)) == expected  # fmt: skip
+    assert (
+        model_config_from_dict(
+            section(
+                type="standard",
+                descriptor={"type": "dpa4", **SMALL},
+                fitting_net={"type": "dpa4_ener"},
+                **bridging,
+            )
+        )
+        == expected
+    )
     excluded = model_config_from_dict(
         as_sum(pair_exclude_types=[[0, 1]], learned={"pair_exclude_types": []})
     )
@@ -83,20 +92,32 @@ def test_a_run_reads_such_a_sum_with_its_switches_and_says_so():
     assert config.training.enable_compile
     assert config.notes[:2] == (
         "model is a sum with inner_potential, which is the model dpa4 with bridging.",
-        "model.models[0].use_compile was moved to training.enable_compile: it holds for the whole run.",
+        "model.models[0].use_compile was moved to training.enable_compile: it holds for the whole "
+        "run.",
     )
 
 
-@pytest.mark.parametrize(("changes", "phrase"), [
-    ({"weights": "mean"}, 'model.weights = "mean": expected "sum" beside inner_potential.'),
-    ({"models": as_sum()["models"][1:]}, "model.models: expected a model with a descriptor and one inner_potential."),
-    ({"inner": {"mode": "lj"}}, 'model.models[1].mode = "lj": expected "zbl", or "none".'),
-    ({"inner": {"r_outer": 0.3}}, "model.models[1].r_outer = 0.3: expected more than"),
-    ({"learned": {"descriptor": {"type": "se_atten", "sel": 20}}},
-     'model.models[0].descriptor.type = "se_atten": inner_potential is for dpa4'),
-    ({"learned": {"data_stat_nbatch": 5}, "data_stat_nbatch": 7},
-     "model.models[0].data_stat_nbatch = 5: model.data_stat_nbatch = 7. Give one of the two."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "phrase"),
+    [
+        ({"weights": "mean"}, 'model.weights = "mean": expected "sum" beside inner_potential.'),
+        (
+            {"models": as_sum()["models"][1:]},
+            "model.models: expected a model with a descriptor and one inner_potential.",
+        ),
+        ({"inner": {"mode": "lj"}}, 'model.models[1].mode = "lj": expected "zbl", or "none".'),
+        ({"inner": {"r_outer": 0.3}}, "model.models[1].r_outer = 0.3: expected more than"),
+        (
+            {"learned": {"descriptor": {"type": "se_atten", "sel": 20}}},
+            'model.models[0].descriptor.type = "se_atten": inner_potential is for dpa4',
+        ),
+        (
+            {"learned": {"data_stat_nbatch": 5}, "data_stat_nbatch": 7},
+            "model.models[0].data_stat_nbatch = 5: model.data_stat_nbatch = 7. Give one of the "
+            "two.",
+        ),
+    ],
+)
 def test_a_mistake_in_such_a_sum_has_its_place(changes, phrase):
     with pytest.raises(ConfigError) as refused:
         config_from_dict(spoiled({"model": as_sum(**changes)}))

@@ -72,7 +72,10 @@ def sh(folder, line):
 
 def training_line(flag, options="", init=""):
     command = f"dp-ema {flag} train input.json{options}".replace("  ", " ")
-    line = f"{{ if [ ! -f model.ckpt.pt ]; then {command}{init}; else {command} --restart model.ckpt; fi }}"
+    line = (
+        f"{{ if [ ! -f model.ckpt.pt ]; then {command}{init}; else {command} --restart "
+        f"model.ckpt; fi }}"
+    )
     return f"/bin/sh -c {shlex.quote(line)}"
 
 

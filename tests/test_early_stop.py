@@ -27,9 +27,12 @@ STEPS, EVERY = 24, 2
 STOP = {"patience": 3, "metric": "F:RMSE", "min_delta": 1.0}
 END = 4 * EVERY + 2  # full validation begins after step 4
 VALIDATED = {
-    "full_validation": True, "ema_full_validation": True, "validation_freq": EVERY, "full_val_start": 4,
+    "full_validation": True,
+    "ema_full_validation": True,
+    "validation_freq": EVERY,
+    "full_val_start": 4,
     "early_stop": STOP,
-}  # fmt: skip
+}
 BANK = [{"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True, "snapshot_freq": 7}]
 OPTIONS = {
     "training__enable_ema": True,

@@ -100,11 +100,23 @@ def test_parts_of_a_hybrid_by_type_keep_the_neighbors_of_each_element():
         carried_over(old, model_of("hybrid", ["Na", "O", "H"], parts(9, 4, 20, second=[12, 3, 25])))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"descriptor_changes": {"neuron": [4, 8, 12]}}, r"layers.2.weight is \(8, 16\) there, \(8, 12\) here"),
-    ({"descriptor_changes": {"attn_layer": 1}}, r"not of this model: descriptor.block.layers.1"),
-    ({"fitting_changes": {"neuron": [9, 9]}}, r"fitting.nets.0.layers.1.weight is \(12, 12\) there"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"descriptor_changes": {"neuron": [4, 8, 12]}},
+            r"layers.2.weight is \(8, 16\) there, \(8, 12\) here",
+        ),
+        (
+            {"descriptor_changes": {"attn_layer": 1}},
+            r"not of this model: descriptor.block.layers.1",
+        ),
+        (
+            {"fitting_changes": {"neuron": [9, 9]}},
+            r"fitting.nets.0.layers.1.weight is \(12, 12\) there",
+        ),
+    ],
+)
 def test_a_model_of_another_shape_is_a_message(changes, message):
     old, new = toy_model("se_atten")[1], model_of("se_atten", ["H", "O"], **changes)
     with pytest.raises(ElementsError, match=message):

@@ -43,11 +43,18 @@ def written(tmp_path, monkeypatch):
 VALIDATED = {"full_validation": True, "validation_freq": 5, "full_val_start": 0.0}
 
 
-@pytest.mark.parametrize("changes", [
-    {"num_steps": 17, "training__save_freq": 5, "validating": VALIDATED},
-    {"num_steps": 17, "training__save_freq": 100, "validating": VALIDATED | {"full_val_start": 0.5}},
-    {"num_steps": 6, "training__save_freq": 6, "validating": VALIDATED | {"full_val_start": 1}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_steps": 17, "training__save_freq": 5, "validating": VALIDATED},
+        {
+            "num_steps": 17,
+            "training__save_freq": 100,
+            "validating": VALIDATED | {"full_val_start": 0.5},
+        },
+        {"num_steps": 6, "training__save_freq": 6, "validating": VALIDATED | {"full_val_start": 1}},
+    ],
+)
 def test_validations_and_checkpoints_of_the_run_are_counted_as_they_come(written, changes):
     cost = measure_steps(written(**changes), "cpu", seconds=0.0)
     watch = Count()

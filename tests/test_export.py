@@ -54,7 +54,8 @@ def test_a_frozen_file_says_which_weights_it_holds(run, tmp_path):
     live = load_model(freeze(load_model(run[0]), tmp_path / "b.dp").path).info
     assert (
         averaged.describe()
-        == "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+        == "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on "
+        "average"
     )
     assert (averaged.average["profile"], averaged.min_nbor_dist) == ("ema", 0.9)
     assert live.describe() == "live weights of step 7"
@@ -82,10 +83,16 @@ def test_the_command_freezes_the_newest_checkpoint_of_a_folder(run, tmp_path, mo
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ema.dp", "live.dp", "profile.dp"]
 
 
-@pytest.mark.parametrize(("changes", "is_said"), [
-    ({"loss": {"start_pref_e": 1}}, True), ({}, True), ({"loss": {"start_pref_e": 1, "limit_pref_v": 1}}, False),
-    ({"loss": {"type": "tensor"}}, False), ({"loss_dict": {"a": {"start_pref_v": 1}, "b": {}}}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "is_said"),
+    [
+        ({"loss": {"start_pref_e": 1}}, True),
+        ({}, True),
+        ({"loss": {"start_pref_e": 1, "limit_pref_v": 1}}, False),
+        ({"loss": {"type": "tensor"}}, False),
+        ({"loss_dict": {"a": {"start_pref_v": 1}, "b": {}}}, True),
+    ],
+)
 def test_pressures_of_a_model_without_virials_are_named(run, tmp_path, changes, is_said):
     loaded = load_model(run[0])
     config = {name: value for name, value in loaded.info.config.items() if name != "loss"}
@@ -93,7 +100,10 @@ def test_pressures_of_a_model_without_virials_are_named(run, tmp_path, changes, 
         loaded.info, config={**config, **changes}, head="b" if "loss_dict" in changes else ""
     )
     text = freeze(replace(loaded, info=info), tmp_path / "m.dp").text()
-    said = "trained without virials: pressures and stresses mean nothing if all training frames had one cell"
+    said = (
+        "trained without virials: pressures and stresses mean nothing if all training frames had "
+        "one cell"
+    )
     assert (said in text.splitlines()) == is_said
 
 

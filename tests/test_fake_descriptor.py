@@ -105,7 +105,8 @@ def test_the_whole_way_from_check_to_test(folder, capsys, water_like_valid):
         ({"width": 1}, r"model\.descriptor\.width = 1: expected at least 2, one for each element"),
         (
             {"type": "fakee"},
-            r'model\.descriptor\.type = "fakee": unknown\. Did you mean fake\? Known: se_e2_a, .*fake',
+            r'model\.descriptor\.type = "fakee": unknown\. Did you mean fake\? Known: se_e2_a, '
+            r".*fake",
         ),
     ],
 )
@@ -196,13 +197,21 @@ print(*(name for name in sys.modules if name.startswith("deepmd_ema.")))
     assert modules == [
         f"deepmd_ema.model.families.{name}.module" for name in ("se_e2_a", "se_e2_r", "ener")
     ]
-    assert not {"deepmd_ema.interop.pt2", "deepmd_ema.model.extended_model", "deepmd_ema.infer.images",
-                "deepmd_ema.optim.lkf", "deepmd_ema.training.kalman"} & {*found.split()}  # fmt: skip
+    assert not {
+        "deepmd_ema.interop.pt2",
+        "deepmd_ema.model.extended_model",
+        "deepmd_ema.infer.images",
+        "deepmd_ema.optim.lkf",
+        "deepmd_ema.training.kalman",
+    } & {*found.split()}
 
 
 # ---- packages that are broken
 
-RECORD = "from deepmd_ema.config.registry import Family\nfrom fake_descriptor.section import FakeConfig\n"
+RECORD = (
+    "from deepmd_ema.config.registry import Family\nfrom fake_descriptor.section import "
+    "FakeConfig\n"
+)
 
 
 @pytest.fixture

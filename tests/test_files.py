@@ -146,7 +146,10 @@ def test_a_place_that_cannot_be_written_is_reported_before_the_work(tmp_path, mo
 
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
-    message = r"x.json: cannot be written \(No space left on device\). Make room on the disk. Or choose another -o.$"
+    message = (
+        r"x.json: cannot be written \(No space left on device\). Make room on the disk. Or choose "
+        r"another -o.$"
+    )
     with pytest.raises(WriteError, match=message):
         check_output(tmp_path / "x.json", "-o", JSON)
     assert list(tmp_path.iterdir()) == []

@@ -34,14 +34,35 @@ HEADS = str(Path(__file__).parent / "golden" / "peer_checkpoints" / "pt_heads.pt
 
 # options that may differ from those of the file without a word
 OF_THE_RUN = {
-    "atom_ener", "data_stat_nbatch", "data_stat_protect", "finetune_bias", "finetune_head", "interpolate",
-    "model_branch_alias", "preset_out_bias", "rcond", "seed", "trainable", "type_map",
-}  # fmt: skip
+    "atom_ener",
+    "data_stat_nbatch",
+    "data_stat_protect",
+    "finetune_bias",
+    "finetune_head",
+    "interpolate",
+    "model_branch_alias",
+    "preset_out_bias",
+    "rcond",
+    "seed",
+    "trainable",
+    "type_map",
+}
 # the default has two spellings, of which null is one
 WITH_TWO_SPELLINGS = {"l_schedule", "ln_eps", "precision", "stripped_type_embedding", "temperature"}
 STILL = {"start_lr": 1e-30, "stop_lr": 1e-31}  # the weights of step 1 are those of the start
-ATTENTION = {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 4,
-             "attn": 8, "attn_layer": 1, "tebd_dim": 4, "seed": 1, "set_davg_zero": False}  # fmt: skip
+ATTENTION = {
+    "type": "se_atten",
+    "sel": 60,
+    "rcut": 4.0,
+    "rcut_smth": 1.0,
+    "neuron": [4, 8],
+    "axis_neuron": 4,
+    "attn": 8,
+    "attn_layer": 1,
+    "tebd_dim": 4,
+    "seed": 1,
+    "set_davg_zero": False,
+}
 
 
 def input_of(elements, *, steps=2, descriptor=ATTENTION, **changes):
@@ -83,8 +104,8 @@ def test_elements_of_the_file_keep_their_weights_and_new_ones_get_their_own(trai
     assert train(config, "--finetune", trained) == 0
     said = capsys.readouterr().err
     assert (
-        f"fine-tuning {trained}: live weights of step 2; new elements Na; fitting network of the file"
-        in said
+        f"fine-tuning {trained}: live weights of step 2; new elements Na; fitting network of the "
+        "file" in said
     )
     old, new = checkpoint.load(trained)["model"], checkpoint.load("model.ckpt-1.pt")["model"]
     for name in (
@@ -228,7 +249,10 @@ def test_a_fitting_network_of_another_quantity_is_refused(there, here, way):
     if there == here or way == "random":
         assert start.adopt_from_checkpoint(run) is run
         return
-    expected = rf"old.pt: a model of {re.escape(there)}, and {place}.fitting_net predicts {re.escape(here)}: .*RANDOM"
+    expected = (
+        rf"old.pt: a model of {re.escape(there)}, and {place}.fitting_net predicts "
+        rf"{re.escape(here)}: .*RANDOM"
+    )
     with pytest.raises(CheckpointError, match=expected):
         start.adopt_from_checkpoint(run)
 
@@ -275,11 +299,16 @@ def test_numbers_of_neighbors_that_the_data_decide_are_no_difference(name, caplo
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("section", "value", "moved"), [
-    (("atom_exclude_types",), [0], [1]), (("pair_exclude_types",), [[0, 0]], [[1, 1]]),
-    (("descriptor", "exclude_types"), [[0, 1]], [[1, 0]]), (("fitting_net", "sel_type"), [0], [1]),
-    (("fitting_net", "scale"), [1.0, 2.0], [2.0, 1.0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("section", "value", "moved"),
+    [
+        (("atom_exclude_types",), [0], [1]),
+        (("pair_exclude_types",), [[0, 0]], [[1, 1]]),
+        (("descriptor", "exclude_types"), [[0, 1]], [[1, 0]]),
+        (("fitting_net", "sel_type"), [0], [1]),
+        (("fitting_net", "scale"), [1.0, 2.0], [2.0, 1.0]),
+    ],
+)
 def test_options_by_number_of_an_element_are_compared_by_its_name(section, value, moved, caplog):
     kind = {"type": "polar", "neuron": [4]}
     values = tiny_input(["data"], model__fitting_net=kind)["model"]
@@ -304,9 +333,12 @@ def test_options_of_elements_are_not_taken_to_another_order(name, value):
     config = model_config_from_dict(values)
     model = SimpleNamespace(type_map=config.type_map, state_dict=dict)
     start = Start(
-        Path("old.pt"), {"": Source(SimpleNamespace(model=model))}, fine_tunes=True, config={"model": values},
+        Path("old.pt"),
+        {"": Source(SimpleNamespace(model=model))},
+        fine_tunes=True,
+        config={"model": values},
         saved={"": config},
-    )  # fmt: skip
+    )
     assert start.model_section({"type_map": ["O", "H"]})["fitting_net"][name] == value
     with pytest.raises(
         ConfigError, match=f"fitting_net.{name} of old.pt counts elements by number"
@@ -354,8 +386,8 @@ def test_without_a_head_the_fitting_network_of_a_multi_task_file_is_fresh(desk, 
     assert train(config, "--finetune", HEADS, "--use-pretrain-script") == 0
     said = capsys.readouterr().err
     assert (
-        f"{HEADS} holds water, ice: no --model-branch chooses one, so the fitting network starts anew"
-        in said
+        f"{HEADS} holds water, ice: no --model-branch chooses one, so the fitting network starts "
+        "anew" in said
     )
     assert json.loads(Path("out.json").read_text())["model"]["fitting_net"]["neuron"] == [5]
 
@@ -373,18 +405,23 @@ BY_TYPE = {
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"descriptor": {**ATTENTION, "attn_layer": 2}}, ["-t", "FILE"], "missing there: descriptor"),
+        (
+            {"descriptor": {**ATTENTION, "attn_layer": 2}},
+            ["-t", "FILE"],
+            "missing there: descriptor",
+        ),
         ({"descriptor": {**BY_TYPE, "sel": [9] * 3}}, ["-t", "FILE"], "not of this model: "),
         ({}, ["-t", "FILE", "--model-branch", "ice"], "so there is no head 'ice'. Leave it out"),
         (
-            {"model__finetune_head": "water"}, ["-t", HEADS, "--head", "ice"],
+            {"model__finetune_head": "water"},
+            ["-t", HEADS, "--head", "ice"],
             '--model-branch ice: input.json has model.finetune_head = "water". Expected one head',
         ),
         ({}, ["--use-pretrain-script"], "takes the section `model` from a file, and none is given"),
         ({}, ["-r", "FILE", "--model-branch", "x"], "--model-branch: chooses a model"),
         ({}, ["-t", HEADS, "--head", "steam"], "no head 'steam'"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_fine_tuned_is_a_message(changes, options, message, trained, desk, capsys):
     config = input_of(["H", "O", "Na"], **changes)
     assert train(config, *[trained if word == "FILE" else word for word in options]) == 2

@@ -252,13 +252,16 @@ def test_weights_that_are_not_used_are_named_once(tmp_path, monkeypatch, capsys)
     )  # two names are no mistake where neither is read
     code, said = check(tmp_path, monkeypatch, capsys, [path, xyz])
     assert code == 0
-    line = f"frame_weights is false: the weights of frames in 2 of 2 systems (first: {path}) are not used"
+    line = (
+        f"frame_weights is false: the weights of frames in 2 of 2 systems (first: {path}) are not "
+        "used"
+    )
     assert said.count(line) == 1
     code, said = check(tmp_path, monkeypatch, capsys, [path, xyz], **OPTIONS)
     assert code == 2
     assert (
-        "weight may be config_weight (1 frame) or weight (1 frame). Say which after the name of the file"
-        in said
+        "weight may be config_weight (1 frame) or weight (1 frame). Say which after the name of "
+        "the file" in said
     )
     code, said = check(tmp_path, monkeypatch, capsys, [path, f"{xyz}#weight=weight"], **OPTIONS)
     assert code == 0
@@ -266,11 +269,14 @@ def test_weights_that_are_not_used_are_named_once(tmp_path, monkeypatch, capsys)
     assert "weight: 5 of 6 frames" in said
 
 
-@pytest.mark.parametrize(("weights", "message"), [
-    ([1, -1, 1, 1], "weight.npy: frame 1 (of 4, from 0): -1. Expected finite numbers from 0;"),
-    ([1, 1], "weight.npy: shape (2,), expected (4,)"),
-    (None, "frame_weights is true, and no training frame has a weight: all count alike."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1, -1, 1, 1], "weight.npy: frame 1 (of 4, from 0): -1. Expected finite numbers from 0;"),
+        ([1, 1], "weight.npy: shape (2,), expected (4,)"),
+        (None, "frame_weights is true, and no training frame has a weight: all count alike."),
+    ],
+)
 def test_wrong_weights_are_reported(tmp_path, monkeypatch, capsys, weights, message):
     path = write_system(tmp_path / "w", frames=4)
     if weights is not None:

@@ -21,13 +21,16 @@ from deepmd_ema.errors import RankLostError, UserError
 LIMIT_S = 100
 ON_GPU = ("train", "input.json", "--device", "cuda")
 DUPLICATE = (
-    "NCCL error in: NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.5\n"
+    "NCCL error in: NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL "
+    "version 2.27.5\n"
     "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
     "Last error:\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000\n"
 )
 REMOTE = (
-    "NCCL error in: ProcessGroupNCCL.cpp:2251, remote process exited or there was a network error, NCCL version 2.27\n"
-    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+    "NCCL error in: ProcessGroupNCCL.cpp:2251, remote process exited or there was a network "
+    "error, NCCL version 2.27\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely."
 )
 
 
@@ -65,7 +68,8 @@ def test_more_local_ranks_than_gpus_are_refused_with_both_numbers(visible):
 def test_a_fault_of_nccl_itself_is_no_lost_rank_and_is_shown():
     own = [
         DUPLICATE,
-        "ncclSystemError: System call (e.g. socket, malloc) failed.\nLast error:\nBootstrap : no interface",
+        "ncclSystemError: System call (e.g. socket, malloc) failed.\nLast error:\nBootstrap : no "
+        "interface",
     ]
     for text in own:
         assert not is_peer_lost(dist.DistBackendError(text))
@@ -106,15 +110,21 @@ def test_two_tasks_that_see_one_gpu_each_train(tmp_path):
 def test_a_killed_rank_ends_the_others_that_wait_in_a_collective_for_ever(tmp_path, faults, lost):
     folder, port = make_run(tmp_path / "run"), free_port()
     # not forks: those have none of the threads in which a device's backward pass runs
-    code = "import sys; from rank_faults import be_a_rank; sys.exit(be_a_rank(sys.argv[1], sys.argv[2:]))"
+    code = (
+        "import sys; from rank_faults import be_a_rank; sys.exit(be_a_rank(sys.argv[1], "
+        "sys.argv[2:]))"
+    )
     with (folder / "reported.txt").open("w") as said:
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", code, fault, *ON_GPU],
-                cwd=folder, env=_environment(k, port, devices=2), stdout=said, stderr=said,
+                cwd=folder,
+                env=_environment(k, port, devices=2),
+                stdout=said,
+                stderr=said,
             )
             for k, fault in enumerate(faults)
-        ]  # fmt: skip
+        ]
         codes = [rank.wait(LIMIT_S) for rank in ranks]
     assert codes[lost] == -signal.SIGKILL, (folder / "reported.txt").read_text()
     assert codes[1 - lost] == 1, (folder / "reported.txt").read_text()

@@ -15,12 +15,24 @@ from gpu_results import FILE_NAME, Results
 
 WAITS = "import time; time.sleep(600)"
 # starts a process in a session of its own, as launchers of ranks do
-HANGS = f"import subprocess as s, sys; p = s.Popen([sys.executable, '-c', {WAITS!r}], start_new_session=True); "
+HANGS = (
+    f"import subprocess as s, sys; p = s.Popen([sys.executable, '-c', {WAITS!r}], "
+    "start_new_session=True); "
+)
 HANGS += "print(p.pid, flush=True); p.wait()"
 # adds a row, and then what follows the first time
-ROW = "import sys; sys.path.insert(0, 'tests'); from gpu_results import Results; from pathlib import Path; "
-ROW += "results = Results(sys.argv[-1], 'growth'); results.add([{name!r}, 'float32', 192], ms=1.0, memory=2e9, "
-ROW += "bytes_per_atom=3e3, way='eager'); first = not Path({mark!r}).exists(); Path({mark!r}).touch()\n"
+ROW = (
+    "import sys; sys.path.insert(0, 'tests'); from gpu_results import Results; from pathlib "
+    "import Path; "
+)
+ROW += (
+    "results = Results(sys.argv[-1], 'growth'); results.add([{name!r}, 'float32', 192], ms=1.0, "
+    "memory=2e9, "
+)
+ROW += (
+    "bytes_per_atom=3e3, way='eager'); first = not Path({mark!r}).exists(); "
+    "Path({mark!r}).touch()\n"
+)
 
 
 def python(name, code, limit=30.0, **how):

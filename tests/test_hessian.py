@@ -66,7 +66,8 @@ def write_extxyz(path, wrong=0):
         numbers = " ".join(map(repr, toy_hessian(coord, types).ravel().tolist()[wrong:]))
         lines += [
             str(natoms),
-            f'Properties=species:S:1:pos:R:3:forces:R:3 energy={float(energy)!r} dft_hessian="{numbers}"',
+            f"Properties=species:S:1:pos:R:3:forces:R:3 energy={float(energy)!r} "
+            f'dft_hessian="{numbers}"',
         ]
         rows = zip(np.array(["O", "H"])[types], np.hstack([coord, force]).tolist())
         lines += [" ".join([kind, *map(repr, row)]) for kind, row in rows]

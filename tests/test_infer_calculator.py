@@ -42,12 +42,15 @@ def test_forces_and_stress_are_derivatives(atoms):
     )
 
 
-@pytest.mark.parametrize("change", [
-    lambda atoms: atoms.positions.__setitem__((3, 1), atoms.positions[3, 1] + 0.1),
-    lambda atoms: atoms.set_chemical_symbols(atoms.get_chemical_symbols()[::-1]),
-    lambda atoms: atoms.set_cell(atoms.cell * 1.01),
-    lambda atoms: atoms.set_pbc(False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda atoms: atoms.positions.__setitem__((3, 1), atoms.positions[3, 1] + 0.1),
+        lambda atoms: atoms.set_chemical_symbols(atoms.get_chemical_symbols()[::-1]),
+        lambda atoms: atoms.set_cell(atoms.cell * 1.01),
+        lambda atoms: atoms.set_pbc(False),
+    ],
+)
 def test_every_change_that_ase_sees_is_seen(atoms, potential, change):
     atoms.get_forces()
     change(atoms)
@@ -107,7 +110,8 @@ def test_what_the_model_was_not_trained_for_is_said_once(tmp_path, atoms, caplog
     atoms.get_potential_energy()
     (text,) = [r.getMessage() for r in caplog.records]
     assert re.match(
-        r"an atom has up to \[\d+, \d+\] neighbors within 4 angstrom, and the model keeps \[1, 24\]",
+        r"an atom has up to \[\d+, \d+\] neighbors within 4 angstrom, and the model keeps \[1, "
+        r"24\]",
         text,
     )
     atoms.positions[1] = atoms.positions[0] + [0.5, 0, 0]

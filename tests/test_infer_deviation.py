@@ -99,12 +99,15 @@ def test_the_file_is_that_of_deepmd_kit(here, runs, data, capsys):
     assert "a file is there that is not a table" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["-m", "A"], "-m: one model, and deviations are those of two or more"),
-    (["-m", "A", "C"], "type_map is ['H', 'O'], and ['O', 'H'] in"),
-    (["-m", "E", "B", "--average", "live"], "holds ema weights (average), not the live ones"),
-    (["-m", "A", "B", "--relative", "-1"], "expected a number above 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-m", "A"], "-m: one model, and deviations are those of two or more"),
+        (["-m", "A", "C"], "type_map is ['H', 'O'], and ['O', 'H'] in"),
+        (["-m", "E", "B", "--average", "live"], "holds ema weights (average), not the live ones"),
+        (["-m", "A", "B", "--relative", "-1"], "expected a number above 0"),
+    ],
+)
 def test_a_wrong_request_is_reported(runs, data, tmp_path, capsys, words, message):
     other = write_run(tmp_path, model__type_map=["H", "O"])[0]
     places = {"A": str(runs[0][0]), "B": str(runs[1][0]), "C": str(other), "E": str(runs[0][1])}

@@ -70,11 +70,23 @@ def test_the_lines_are_those_of_the_peer(run, labelled):
     assert lines[start + 1] == "# number of systems : 2"
     titles = [line.partition(" : ")[0] for line in lines[start + 2 : start + 18]]
     assert titles == [
-        "Energy MAE        ", "Energy RMSE       ", "Energy MAE/Natoms ", "Energy RMSE/Natoms",
-        "Force  MAE        ", "Force  RMSE       ", "Virial MAE        ", "Virial RMSE       ",
-        "Virial MAE/Natoms ", "Virial RMSE/Natoms", "Stress MAE        ", "Stress RMSE       ",
-        "Atomic ener MAE   ", "Atomic ener RMSE  ", "# " + "-" * 47 + " ", "# all frames, MAE / RMSE",
-    ]  # fmt: skip
+        "Energy MAE        ",
+        "Energy RMSE       ",
+        "Energy MAE/Natoms ",
+        "Energy RMSE/Natoms",
+        "Force  MAE        ",
+        "Force  RMSE       ",
+        "Virial MAE        ",
+        "Virial RMSE       ",
+        "Virial MAE/Natoms ",
+        "Virial RMSE/Natoms",
+        "Stress MAE        ",
+        "Stress RMSE       ",
+        "Atomic ener MAE   ",
+        "Atomic ener RMSE  ",
+        "# " + "-" * 47 + " ",
+        "# all frames, MAE / RMSE",
+    ]
     in_mev = lines[start + 18 : start + 25]
     assert [line[:4] for line in in_mev] == ["# E ", "# F ", "# S ", "# V ", "# RM", "# --", "# er"]
     forces = np.concatenate([read(labelled, name, "force").ravel() for name in ("cell", "open")])

@@ -70,16 +70,25 @@ def test_every_accepted_shape_means_the_same(potential, frames, monkeypatch):
         same(potential.evaluate(*frames), expected, SAME_MATH)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (([[0, 0, 0]], [-1]), r"-1 is no place in type_map \['O', 'H'\] \(from 0\). Leave virtual atoms out"),
-    (([[0, 0, 0]], ["o"]), "element 'o' is not in the model. Did you mean O"),
-    (([[0, 0, 0]], []), "at least one atom"),
-    (([[0, 0, 0]], [0, 0]), r"coord: shape \(1, 3\), expected \(F, 2, 3\), \(F, 6\) or \(2, 3\) for 2 atoms"),
-    (([[0, 0, np.nan]], [0]), r"coord: \[0, 2\] is not a finite number"),
-    (([[0, 0, 0]], [0], [1, 1, 1]), r"box: shape \(3,\), expected \(1, 3, 3\)"),
-    (([[0, 0, 0]], [0], np.zeros(9)), "box: frame 0 has a cell without volume"),
-    (([[0, 0, 0]], [0], None, None, [1.0]), "aparam: given, but this model takes none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ([[0, 0, 0]], [-1]),
+            r"-1 is no place in type_map \['O', 'H'\] \(from 0\). Leave virtual atoms out",
+        ),
+        (([[0, 0, 0]], ["o"]), "element 'o' is not in the model. Did you mean O"),
+        (([[0, 0, 0]], []), "at least one atom"),
+        (
+            ([[0, 0, 0]], [0, 0]),
+            r"coord: shape \(1, 3\), expected \(F, 2, 3\), \(F, 6\) or \(2, 3\) for 2 atoms",
+        ),
+        (([[0, 0, np.nan]], [0]), r"coord: \[0, 2\] is not a finite number"),
+        (([[0, 0, 0]], [0], [1, 1, 1]), r"box: shape \(3,\), expected \(1, 3, 3\)"),
+        (([[0, 0, 0]], [0], np.zeros(9)), "box: frame 0 has a cell without volume"),
+        (([[0, 0, 0]], [0], None, None, [1.0]), "aparam: given, but this model takes none"),
+    ],
+)
 def test_a_wrong_array_gets_one_message(potential, arguments, message):
     with pytest.raises(UserError, match=message):
         potential.evaluate(*arguments)
@@ -148,7 +157,10 @@ def test_atoms_in_one_place_or_nearer_than_a_table_begins_are_named(potential, f
     """Energies and forces were nan without a word."""
     coord, types, box = frames[0].copy(), frames[1], frames[2]
     coord[1, 7] = coord[1, 2] + box[1, 0]
-    words = r"frame 1 \(from 0\): atoms (2|7) \([OH]\) and (2|7) \([OH]\) are \S+ angstrom apart, and the model has no"
+    words = (
+        r"frame 1 \(from 0\): atoms (2|7) \([OH]\) and (2|7) \([OH]\) are \S+ angstrom apart, and "
+        r"the model has no"
+    )
     for kept in (None, KeptPairs(1.0)):
         with pytest.raises(UserError, match=words):
             potential.evaluate(coord, types, box, kept=kept)
@@ -203,12 +215,20 @@ def test_whatever_changes_between_two_frames_is_noticed(tmp_path, case):
         teleported = coord.copy()
         teleported[[0, 5]] = coord[[5, 0]]
         for frame in (
-            (coord, types, box), (coord, types[::-1], box), (coord, types, box), (coord, types, 1.01 * box),
-            (coord, types, None), (coord + 0.01, types, None), (coord[1:], types[1:], box), (coord, types, box),
-            (coord + rng.normal(scale=0.05, size=coord.shape), types, box), (teleported, types, box),
-            (coord + box[0], types, box), (30.0 * np.arange(NATOMS)[:, None] * np.eye(3)[0], types, None),
+            (coord, types, box),
+            (coord, types[::-1], box),
+            (coord, types, box),
+            (coord, types, 1.01 * box),
+            (coord, types, None),
+            (coord + 0.01, types, None),
+            (coord[1:], types[1:], box),
+            (coord, types, box),
+            (coord + rng.normal(scale=0.05, size=coord.shape), types, box),
+            (teleported, types, box),
+            (coord + box[0], types, box),
+            (30.0 * np.arange(NATOMS)[:, None] * np.eye(3)[0], types, None),
             (coord, types, 0.6 * box),  # smaller than the cutoff: atoms see their images
-        ):  # fmt: skip
+        ):
             for one, (c, t, b) in ((kept, frame), (other, (coord, types, box))):
                 found, fresh = potential.evaluate(c, t, b, kept=one), potential.evaluate(c, t, b)
                 same(
@@ -255,8 +275,10 @@ def test_modes_of_torch_change_nothing(tmp_path, mode):
 @pytest.mark.parametrize("interpolate", ["always", "never"])
 def test_four_threads_with_one_potential_get_the_numbers_of_one(interpolate):
     shared = potential_of("se_e2_a", {"interpolate": interpolate})
-    systems = [[(coord + 0.01 * step, types, TRICLINIC) for step in range(8)]
-               for coord, types in map(toy_atoms, range(4))]  # fmt: skip
+    systems = [
+        [(coord + 0.01 * step, types, TRICLINIC) for step in range(8)]
+        for coord, types in map(toy_atoms, range(4))
+    ]
     known = [
         [potential_of("se_e2_a", {"interpolate": interpolate}).evaluate(*f) for f in one]
         for one in systems

@@ -20,10 +20,23 @@ from deepmd_ema.report.propose import Wishes, propose
 from deepmd_ema.training.estimate import Cost
 
 COST = Cost(
-    steps=1000, steps_of_first_epoch=10, rows=20, validations=10, checkpoints=10, start_s=10.0, end_s=0.0,
-    step_of_first_epoch_s=0.5, step_s=0.5, row_s=0.0, first_validation_s=1.0, validation_s=1.0, checkpoint_s=0.0,
-    memory_bytes=1, gpu_memory_bytes=0, steps_measured=9,
-)  # fmt: skip
+    steps=1000,
+    steps_of_first_epoch=10,
+    rows=20,
+    validations=10,
+    checkpoints=10,
+    start_s=10.0,
+    end_s=0.0,
+    step_of_first_epoch_s=0.5,
+    step_s=0.5,
+    row_s=0.0,
+    first_validation_s=1.0,
+    validation_s=1.0,
+    checkpoint_s=0.0,
+    memory_bytes=1,
+    gpu_memory_bytes=0,
+    steps_measured=9,
+)
 
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -157,12 +170,18 @@ def test_a_slab_is_a_solid_and_a_molecule_alone_in_a_small_cell_is_a_molecule(va
     assert molecule.startswith("Data: molecules (")
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("unlabelled", "no label of the loss is present"),
-    ("missing", "data.extxyz: no such file or folder"),
-    ("foreign",
-     "OUTCAR: cannot be read by ASE as vasp-out (Incomplete OUTCAR). Is it complete? dpdata may read it: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("unlabelled", "no label of the loss is present"),
+        ("missing", "data.extxyz: no such file or folder"),
+        (
+            "foreign",
+            "OUTCAR: cannot be read by ASE as vasp-out (Incomplete OUTCAR). Is it complete? "
+            "dpdata may read it: ",
+        ),
+    ],
+)
 def test_data_that_nothing_can_be_learned_from_end_in_one_message(content, message, capsys):
     rng = np.random.default_rng(0)
     data = "OUTCAR" if content == "foreign" else "data.extxyz"
@@ -199,8 +218,8 @@ def test_files_of_other_programs_are_converted_first_and_the_input_trains(capsys
     )
     said = capsys.readouterr().out
     assert (
-        "converted md.traj, more.traj to md_data, as `dp-ema convert` does\n  read md.traj: 4 frames"
-        in said
+        "converted md.traj, more.traj to md_data, as `dp-ema convert` does\n  read md.traj: 4 "
+        "frames" in said
     )
     assert "converted test.traj to test_validation, as" in said
     training = yaml.safe_load(Path("input.yaml").read_text())["training"]
@@ -293,8 +312,8 @@ def test_elements_with_tensors_that_are_not_clear_must_be_named(capsys):
     for words in (["init", "a", "--property", "dipole"], ["convert", "a", "out"]):
         assert main(words) == 2
         assert capsys.readouterr().err == (
-            "dp-ema: a/set.000/atomic_dipole.npy: has rows of 4 of 8 atoms, which may be those of one of: Cl, Na. "
-            "Name the elements, such as --sel-type Cl.\n"
+            "dp-ema: a/set.000/atomic_dipole.npy: has rows of 4 of 8 atoms, which may be those of "
+            "one of: Cl, Na. Name the elements, such as --sel-type Cl.\n"
         )
     assert main(["init", "a", "--property", "dipole", "--sel-type", "Cl"]) == 0
     assert load_config("input.yaml").task(None).model.fitting_net.sel_type == [1]

@@ -17,20 +17,40 @@ GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
 VARIANTS = {
     "plain": {},
     "one_side": {"descriptor_changes": {"type_one_side": True, "activation_function": "gelu"}},
-    "timesteps": {"descriptor_changes": {"resnet_dt": True, "neuron": [2, 4, 4]},
-                  "fitting_changes": {"neuron": [6, 6, 12], "activation_function": "silu"}},
-    "excluded": {"descriptor_changes": {"exclude_types": [[0, 1]], "env_protection": 0.05},
-                 "pair_exclude_types": [[0, 2]], "atom_exclude_types": [1]},
-    "parameters": {"fitting_changes": {"numb_fparam": 2, "numb_aparam": 1, "default_fparam": [0.1, -0.2]}},
-    "vacuum": {"descriptor_changes": {"set_davg_zero": True},
-               "fitting_changes": {"atom_ener": [-1.5, None, -0.5], "numb_fparam": 1, "resnet_dt": False}},
-    "single": {"descriptor_changes": {"precision": "float32"}, "fitting_changes": {"precision": "float32"}},
+    "timesteps": {
+        "descriptor_changes": {"resnet_dt": True, "neuron": [2, 4, 4]},
+        "fitting_changes": {"neuron": [6, 6, 12], "activation_function": "silu"},
+    },
+    "excluded": {
+        "descriptor_changes": {"exclude_types": [[0, 1]], "env_protection": 0.05},
+        "pair_exclude_types": [[0, 2]],
+        "atom_exclude_types": [1],
+    },
+    "parameters": {
+        "fitting_changes": {"numb_fparam": 2, "numb_aparam": 1, "default_fparam": [0.1, -0.2]}
+    },
+    "vacuum": {
+        "descriptor_changes": {"set_davg_zero": True},
+        "fitting_changes": {"atom_ener": [-1.5, None, -0.5], "numb_fparam": 1, "resnet_dt": False},
+    },
+    "single": {
+        "descriptor_changes": {"precision": "float32"},
+        "fitting_changes": {"precision": "float32"},
+    },
     "dpa2": {"descriptor": "dpa2", "descriptor_changes": {"ln_eps": 1e-3}},
-    "dpa2_rough": {"descriptor": "dpa2",
-                   "descriptor_changes": {"ln_eps": 1e-5, "smooth": False, "direct_dist": True, "g1_out_conv": False,
-                                          "update_style": "res_avg", "exclude_types": [[0, 1]]}},
+    "dpa2_rough": {
+        "descriptor": "dpa2",
+        "descriptor_changes": {
+            "ln_eps": 1e-5,
+            "smooth": False,
+            "direct_dist": True,
+            "g1_out_conv": False,
+            "update_style": "res_avg",
+            "exclude_types": [[0, 1]],
+        },
+    },
     "mixed_precision": {"descriptor_changes": {"precision": "float32"}},
-}  # fmt: skip
+}
 
 
 def same_bits(one, other):
@@ -44,8 +64,14 @@ def same_bits(one, other):
 def precision_as_text(config):
     """Return the config with the precision that `default` is for, as files have it."""
     parts = {name: getattr(config, name) for name in ("descriptor", "fitting_net")}
-    return replace(config, **{name: replace(part, precision="float64") for name, part in parts.items()
-                              if part.precision == "default"})  # fmt: skip
+    return replace(
+        config,
+        **{
+            name: replace(part, precision="float64")
+            for name, part in parts.items()
+            if part.precision == "default"
+        },
+    )
 
 
 @pytest.mark.parametrize("suffix", [".dp", ".yaml"])
@@ -79,18 +105,35 @@ def test_a_file_of_deepmd_kit_written_again_holds_the_same_entries(name, tmp_pat
 # "atom_ener" is null there and an empty list here; a table is made into a spline anew, to the last
 # digits
 OTHERWISE = {
-    "zbl": ["/models/0/fitting/atom_ener", "/models/1/tab/rmax", "/models/1/tab/@variables/tab_data"],
+    "zbl": [
+        "/models/0/fitting/atom_ener",
+        "/models/1/tab/rmax",
+        "/models/1/tab/@variables/tab_data",
+    ],
     # "default" there, float64 here
     "dpa2_direct": ["/fitting/precision", "/fitting/nets/networks/0/precision"],
     # the energies of elements that its parts add on their own are in that of the whole; its torch
     # backend does not read the type that it writes
-    "linear": ["/@variables/out_bias", "/type", "/models/0/@variables/out_bias", "/models/0/fitting/atom_ener",
-               "/models/1/@variables/out_bias", "/models/1/fitting/atom_ener", "/models/2/@variables/out_bias",
-               "/models/2/tab/rmax", "/models/2/tab/@variables/tab_data"],
+    "linear": [
+        "/@variables/out_bias",
+        "/type",
+        "/models/0/@variables/out_bias",
+        "/models/0/fitting/atom_ener",
+        "/models/1/@variables/out_bias",
+        "/models/1/fitting/atom_ener",
+        "/models/2/@variables/out_bias",
+        "/models/2/tab/rmax",
+        "/models/2/tab/@variables/tab_data",
+    ],
     # of each pair of elements it has two networks and uses one
-    "se_e3": [f"/descriptor/embeddings/networks/{k}/layers/{layer}/@variables/{name}" for k in (1, 2, 5)
-              for layer in range(3) for name in ("w", "b", "idt")[: 3 if layer else 2]] + ["/fitting/atom_ener"],
-}  # fmt: skip
+    "se_e3": [
+        f"/descriptor/embeddings/networks/{k}/layers/{layer}/@variables/{name}"
+        for k in (1, 2, 5)
+        for layer in range(3)
+        for name in ("w", "b", "idt")[: 3 if layer else 2]
+    ]
+    + ["/fitting/atom_ener"],
+}
 
 
 def tree_of(path):
@@ -113,8 +156,13 @@ def tree_of(path):
 
 def missing_or_other(theirs, ours, path=""):
     if isinstance(theirs, dict):
-        return [p for k, v in theirs.items() for p in
-                ([f"{path}/{k}"] if k not in ours else missing_or_other(v, ours[k], f"{path}/{k}"))]  # fmt: skip
+        return [
+            p
+            for k, v in theirs.items()
+            for p in (
+                [f"{path}/{k}"] if k not in ours else missing_or_other(v, ours[k], f"{path}/{k}")
+            )
+        ]
     if isinstance(theirs, list) and any(isinstance(one, dict | np.ndarray) for one in theirs):
         both = enumerate(zip(theirs, ours, strict=True))
         return [p for k, (a, b) in both for p in missing_or_other(a, b, f"{path}/{k}")]
@@ -125,8 +173,10 @@ def missing_or_other(theirs, ours, path=""):
 
 def edited(tmp_path, change):
     """Return a .yaml model file in which ``change`` edited the tree."""
-    config, model = toy_model(descriptor_changes={"sel": [4, 4, 4], "neuron": [2], "axis_neuron": 1},
-                              fitting_changes={"neuron": [2]})  # fmt: skip
+    config, model = toy_model(
+        descriptor_changes={"sel": [4, 4, 4], "neuron": [2], "axis_neuron": 1},
+        fitting_changes={"neuron": [2]},
+    )
     path = tmp_path / "model.yaml"
     write_dp(path, model, config)
     tree = yaml.safe_load(path.read_text())
@@ -144,20 +194,34 @@ def drop_bias(tree):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t["model"]["descriptor"].update(type="loc_frame"),
-         r"model.yaml: descriptor 'loc_frame' is not available here\. Known: se_e2_a, "),
-        (lambda t: t["model"]["fitting"].update(type="population"),
-         r"fitting 'population' is not available here\. Known: ener"),
-        (lambda t: t["model"].update(type="pairwise"), "a model of type 'pairwise'; available here: standard, zbl"),
-        (lambda t: t["model"]["descriptor"].update({"@version": 3}),
-         r"version 3 \(compressed\), which is not available"),
-        (lambda t: t["model"]["descriptor"].update(spin={"use_spin": [True]}),
-         "uses spin, which is not available"),
+        (
+            lambda t: t["model"]["descriptor"].update(type="loc_frame"),
+            r"model.yaml: descriptor 'loc_frame' is not available here\. Known: se_e2_a, ",
+        ),
+        (
+            lambda t: t["model"]["fitting"].update(type="population"),
+            r"fitting 'population' is not available here\. Known: ener",
+        ),
+        (
+            lambda t: t["model"].update(type="pairwise"),
+            "a model of type 'pairwise'; available here: standard, zbl",
+        ),
+        (
+            lambda t: t["model"]["descriptor"].update({"@version": 3}),
+            r"version 3 \(compressed\), which is not available",
+        ),
+        (
+            lambda t: t["model"]["descriptor"].update(spin={"use_spin": [True]}),
+            "uses spin, which is not available",
+        ),
         (drop_bias, r"nets\[0\]\.layers\[0\]: b is missing"),
-        (lambda t: t["model"].pop("type_map"), "an entry of the model is missing or of another kind: KeyError"),
+        (
+            lambda t: t["model"].pop("type_map"),
+            "an entry of the model is missing or of another kind: KeyError",
+        ),
         (lambda t: t.pop("model"), "no model inside"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_named(change, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         read_dp(edited(tmp_path, change))

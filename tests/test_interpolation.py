@@ -214,9 +214,13 @@ def test_former_names_of_the_option_and_of_its_state_in_checkpoints_are_read(old
 # of each kind of sum: per element, one for all, per element and centre, beside a net of elements,
 # radial
 WITH_TABLES = [
-    "se_e2_a", "se_e2_r", "se_atten_interpolated", "se_atten_interpolated_one_side", "se_atten_interpolated_strip",
+    "se_e2_a",
+    "se_e2_r",
+    "se_atten_interpolated",
+    "se_atten_interpolated_one_side",
+    "se_atten_interpolated_strip",
     "dpa2_interpolated",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("nearest", [0.7, 3.0])

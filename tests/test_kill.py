@@ -35,9 +35,15 @@ def stand(tmp_path_factory):
     write_system(home / "data", frames=6, natoms=6, seed=1)
     write_system(home / "valid", frames=3, natoms=6, seed=2)
     options = validated(
-        1, training__disp_freq=1, training__save_freq=1, training__max_ckpt_keep=2, training__ema_decay=0.6,
-        training__ema_ckpt_keep=2, learning_rate__start_lr=5e-3, validating__validation_metric="F:RMSE",
-    )  # fmt: skip
+        1,
+        training__disp_freq=1,
+        training__save_freq=1,
+        training__max_ckpt_keep=2,
+        training__ema_decay=0.6,
+        training__ema_ckpt_keep=2,
+        learning_rate__start_lr=5e-3,
+        validating__validation_metric="F:RMSE",
+    )
     config = tiny_input(["../data"], ["../valid"], num_steps=LAST, **options)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("whole", "before"):
@@ -77,9 +83,12 @@ class Reaper:
     def stand_behind(self):
         """Lay hands on everything that changes a file."""
         for owner, name, half in (
-            (os, "replace", None), (Path, "unlink", None), (Path, "symlink_to", None), (torch, "save", half_of_a_file),
+            (os, "replace", None),
+            (Path, "unlink", None),
+            (Path, "symlink_to", None),
+            (torch, "save", half_of_a_file),
             (curves.RowTable, "_add", half_of_a_row),
-        ):  # fmt: skip
+        ):
             setattr(owner, name, self.watched(getattr(owner, name), half))
 
     def watched(self, call, half):

@@ -133,7 +133,8 @@ def test_the_printed_lines_compute_our_dipoles_in_lammps(tmp_path, capsys):
     (tmp_path / "frame").write_text(data_file(coord, types, box, len(config.type_map)))
     columns = " ".join(f"c_ID[{k}]" for k in (1, 2, 3))
     (tmp_path / "in").write_text(
-        f"{units.partition(chr(10))[2]}\natom_modify map yes\nread_data frame\nmass * 1.0\n{pair_style}{after}\n"
+        f"{units.partition(chr(10))[2]}\natom_modify map yes\nread_data frame\nmass * 1.0\n"
+        f"{pair_style}{after}\n"
         f"thermo_style custom step pe press lx\ndump d all custom 1 dipoles id {columns}\n"
         "dump_modify d sort id format float %.17g\nrun 0\n"
     )
@@ -153,8 +154,8 @@ def test_a_torch_that_cannot_compile_is_refused_before_anything_is_compiled(
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     assert cli.main(["freeze", "-c", str(run[0]), "-o", str(path)]) == 2
     assert capsys.readouterr().err == (
-        f"dp-ema: -o {path}: torch {version} cannot compile models to .pt2 files. Use torch 2.10 or newer; or write "
-        "a .pth file for LAMMPS, or a .dp file.\n"
+        f"dp-ema: -o {path}: torch {version} cannot compile models to .pt2 files. Use torch 2.10 "
+        "or newer; or write a .pth file for LAMMPS, or a .dp file.\n"
     )
     assert not path.exists()
 

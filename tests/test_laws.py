@@ -409,32 +409,58 @@ SUMS_ONLY = {
 # options of one descriptor, as changes of its small section
 OWN_OPTIONS = {
     "dpa2": [
-        {"use_three_body": False}, {"update_style": "res_avg"}, {"update_style": "res_incr", "update_h2": False},
-        {"update_residual_init": "const"}, {"tebd_input_mode": "strip", "type_one_side": True},
-        {"direct_dist": True, "attn2_has_gate": False}, ROUGH, {"nlayers": 1},
+        {"use_three_body": False},
+        {"update_style": "res_avg"},
+        {"update_style": "res_incr", "update_h2": False},
+        {"update_residual_init": "const"},
+        {"tebd_input_mode": "strip", "type_one_side": True},
+        {"direct_dist": True, "attn2_has_gate": False},
+        ROUGH,
+        {"nlayers": 1},
         {"g1_out_conv": False, "g1_out_mlp": False, "use_sqrt_nnei": False, **ROUGH},
         {"update_g2_has_attn": False, "update_g2_has_g1g1": False},
         {**ONE_TERM, "update_g1_has_attn": True, "g1_out_mlp": False},
         {**ONE_TERM, "update_g1_has_drrd": True, "update_g1_has_grrg": True},
         {"g1_dim": 64, "use_three_body": False, "add_tebd_to_repinit_out": False},
-        {"concat_output_tebd": False, "use_tebd_bias": True}, SUMS_ONLY,
+        {"concat_output_tebd": False, "use_tebd_bias": True},
+        SUMS_ONLY,
         {**SUMS_ONLY, **ROUGH, "update_style": "res_avg", "direct_dist": True},
         {"exclude_types": [[0, 1]], "env_protection": 0.05, "ln_eps": 1e-3},
     ],
     "dpa3": [
-        {"update_angle": False, "nlayers": 2}, {"smooth_edge_update": False}, {"n_multi_edge_message": 3},
-        {"a_compress_rate": 1, "a_compress_e_rate": 2}, {"a_compress_rate": 2, "a_compress_use_split": True},
-        {"update_style": "res_avg"}, {"update_style": "res_incr"}, {"edge_init_use_dist": True}, {"nlayers": 1},
-        {"update_residual_init": "norm", "update_residual": 0.4}, {"sequential_update": True, "nlayers": 2},
-        {"nlayers": 1, "sequential_update": True}, {"optim_update": False}, {"exclude_types": [[0, 1]]},
+        {"update_angle": False, "nlayers": 2},
+        {"smooth_edge_update": False},
+        {"n_multi_edge_message": 3},
+        {"a_compress_rate": 1, "a_compress_e_rate": 2},
+        {"a_compress_rate": 2, "a_compress_use_split": True},
+        {"update_style": "res_avg"},
+        {"update_style": "res_incr"},
+        {"edge_init_use_dist": True},
+        {"nlayers": 1},
+        {"update_residual_init": "norm", "update_residual": 0.4},
+        {"sequential_update": True, "nlayers": 2},
+        {"nlayers": 1, "sequential_update": True},
+        {"optim_update": False},
+        {"exclude_types": [[0, 1]]},
     ],
     "se_atten": [
-        {"attn_dotr": False}, {"normalize": False}, {"temperature": 0.02}, {"smooth_type_embedding": False},
-        {"normalize": False, "attn_dotr": False, "smooth_type_embedding": False, "exclude_types": [[0, 1]]},
+        {"attn_dotr": False},
+        {"normalize": False},
+        {"temperature": 0.02},
+        {"smooth_type_embedding": False},
+        {
+            "normalize": False,
+            "attn_dotr": False,
+            "smooth_type_embedding": False,
+            "exclude_types": [[0, 1]],
+        },
     ],
     "se_e3_tebd": [{"exclude_types": [[0, 1]]}, ROUGH],
-    "se_e2_a": [{"exclude_types": [[0, 1]], "env_protection": 0.05}, {"activation_function": "silut:10"}],
-}  # fmt: skip
+    "se_e2_a": [
+        {"exclude_types": [[0, 1]], "env_protection": 0.05},
+        {"activation_function": "silut:10"},
+    ],
+}
 
 
 @pytest.mark.parametrize("portion", [None, 7])
@@ -532,8 +558,13 @@ def test_attention_with_logits_too_large_for_their_exponentials_is_that_of_the_r
 
 @every_descriptor
 def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(descriptor):
-    config = model_config_from_dict({"type_map": ["O", "H", "Na"], "descriptor": SECTIONS[descriptor],
-                                     "fitting_net": {"neuron": [5]}})  # fmt: skip
+    config = model_config_from_dict(
+        {
+            "type_map": ["O", "H", "Na"],
+            "descriptor": SECTIONS[descriptor],
+            "fitting_net": {"neuron": [5]},
+        }
+    )
     before = torch.get_rng_state()
     one, same, other = (build_model(config, seed).state_dict() for seed in (7, 7, 8))
     assert torch.equal(before, torch.get_rng_state())

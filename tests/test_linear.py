@@ -34,9 +34,12 @@ FIT = {"neuron": [6, 6]}
 TABLE = {"type": "pairtab", "tab_file": rows(), "rcut": 4.8, "sel": [40, 40, 60]}
 NETWORKS = [
     {"descriptor": SECTIONS["se_atten"] | {"attn_layer": 1}, "fitting_net": FIT},
-    {"descriptor": SECTIONS["se_atten"] | {"attn_layer": 1, "smooth_type_embedding": False, "rcut": 3.1, "sel": 50},
-     "fitting_net": FIT | {"precision": "float64"}},
-]  # fmt: skip
+    {
+        "descriptor": SECTIONS["se_atten"]
+        | {"attn_layer": 1, "smooth_type_embedding": False, "rcut": 3.1, "sel": 50},
+        "fitting_net": FIT | {"precision": "float64"},
+    },
+]
 WEIGHTS = [0.6, -0.3, 1.7]
 
 
@@ -86,8 +89,10 @@ def test_frame_parameters_go_to_the_parts_that_read_them():
     }
     config, model = linear((NETWORKS[1], conditioned, TABLE))
     assert (config.fitting_net.numb_fparam, config.fitting_net.default_fparam) == (2, [0.1, 0.2])
-    one, two, default = (evaluate(model, FRAMES[0], **more)["energy"] for more in (
-        {"fparam": np.array([0.1, 0.2])}, {"fparam": np.array([0.5, 0.2])}, {}))  # fmt: skip
+    one, two, default = (
+        evaluate(model, FRAMES[0], **more)["energy"]
+        for more in ({"fparam": np.array([0.1, 0.2])}, {"fparam": np.array([0.5, 0.2])}, {})
+    )
     assert one == default != two
     sums = {"fparam": np.array([[2.0, 1.0, 5.0], [2.0, 4.0, 10.0]])}
     model.fitting.apply_statistics(sums, 0.01)
@@ -124,8 +129,9 @@ def test_the_number_of_neighbors_of_each_part_is_counted_inside_its_cutoff(tmp_p
     inside = [found.max_within(rcut) for rcut in (4.0, 4.8)]
     assert inside[0] < inside[1]
     assert [part.neighbors for part in resolved.descriptor.list] == [
-        tuple(auto_sel([inside[0]])), tuple(auto_sel([inside[1]], "auto:1.5"))
-    ]  # fmt: skip
+        tuple(auto_sel([inside[0]])),
+        tuple(auto_sel([inside[1]], "auto:1.5")),
+    ]
     (tmp_path / "table.txt").unlink()
     assert model_config_from_dict(to_dict(resolved)) == resolved
 

@@ -132,9 +132,13 @@ class _Ends(Callback):
             trainer.stop.request(signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("error", "raised", "status"), [
-    (None, Interrupted, "interrupted"), (ValueError("bad"), ValueError, "failed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "raised", "status"),
+    [
+        (None, Interrupted, "interrupted"),
+        (ValueError("bad"), ValueError, "failed"),
+    ],
+)
 def test_a_logger_gets_the_status_of_the_run_at_its_end(values, error, raised, status):
     with pytest.raises(raised):
         run_training(values, callback=_Ends(error), device="cpu")

@@ -15,10 +15,14 @@ pytestmark = pytest.mark.timeout(300)
 RULES = ("mixed:3", "mix:30")
 DP_GEN = "prob_sys_size; 0:2:0.9; 2:3:0.1"  # as DP-GEN writes it
 VALIDATED = {
-    "training__enable_ema": True, "training__ema_decay": 0.9, "training__save_freq": 100,
-    "validating__full_validation": True, "validating__ema_full_validation": True, "validating__validation_freq": 6,
+    "training__enable_ema": True,
+    "training__ema_decay": 0.9,
+    "training__save_freq": 100,
+    "validating__full_validation": True,
+    "validating__ema_full_validation": True,
+    "validating__validation_freq": 6,
     "validating__full_val_start": 0,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

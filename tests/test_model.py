@@ -12,8 +12,22 @@ from deepmd_ema.errors import DataError
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.nn.activation import activation
 
-ACTIVATIONS = ("tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "silut:5.5", "none",
-               "linear", "None", "ReLU")  # fmt: skip
+ACTIVATIONS = (
+    "tanh",
+    "relu",
+    "relu6",
+    "softplus",
+    "sigmoid",
+    "gelu",
+    "gelu_tf",
+    "silu",
+    "silut",
+    "silut:5.5",
+    "none",
+    "linear",
+    "None",
+    "ReLU",
+)
 # activation at -3, -0.3, 0.5, 3.2 and 6.5, printed by DeePMD-kit 3.2.0 (its ActivationFn)
 VALUES = {
     "tanh": [-0.99505475, -0.29131261, 0.46211716, 0.9966824, 0.99999548],
@@ -70,10 +84,13 @@ def test_missing_parameters_are_named():
         evaluate(model, (*toy_atoms(), None))
 
 
-@pytest.mark.parametrize(("part", "changes"), [
-    ("descriptor", {"descriptor_changes": {"trainable": False}}),
-    ("fitting", {"fitting_changes": {"trainable": [True, False, True]}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        ("descriptor", {"descriptor_changes": {"trainable": False}}),
+        ("fitting", {"fitting_changes": {"trainable": [True, False, True]}}),
+    ],
+)
 def test_a_part_that_is_not_trained_gets_no_gradients(part, changes):
     _, model = toy_model(**changes)
     model.train()

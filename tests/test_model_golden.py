@@ -16,10 +16,26 @@ from deepmd_ema.interop.dp import read_dp
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
 SAME_MATH = 1e-10
 MODELS = (
-    "se_e2_a", "se_e2_a_two_side", "se_e2_a_excluded", "se_e2_r", "dpa1", "dpa1_strip", "dpa1_v2", "se_e3_tebd", "dpa3",
-    "dpa3_dynamic", "dpa2", "dpa2_direct", "hybrid", "hybrid_cutoffs", "se_e3_tebd_strip", "dpa1_electrons", "zbl",
-    "se_e3", "linear",
-)  # fmt: skip
+    "se_e2_a",
+    "se_e2_a_two_side",
+    "se_e2_a_excluded",
+    "se_e2_r",
+    "dpa1",
+    "dpa1_strip",
+    "dpa1_v2",
+    "se_e3_tebd",
+    "dpa3",
+    "dpa3_dynamic",
+    "dpa2",
+    "dpa2_direct",
+    "hybrid",
+    "hybrid_cutoffs",
+    "se_e3_tebd_strip",
+    "dpa1_electrons",
+    "zbl",
+    "se_e3",
+    "linear",
+)
 SYSTEMS = ("triclinic", "molecule", "grid")
 
 
@@ -37,10 +53,15 @@ def frames_of(name, fitting):
     fparam = 0.1 * np.arange(frames * fitting.numb_fparam).reshape(frames, -1)
     aparam = 0.01 * np.arange(frames * atoms * fitting.numb_aparam).reshape(frames, atoms, -1)
     return [
-        Frame(x.reshape(-1, 3), types.astype(np.int64), box[k].reshape(3, 3) if box.size else None,
-              fparam=fparam[k] if fparam.size else None, aparam=aparam[k] if aparam.size else None)
+        Frame(
+            x.reshape(-1, 3),
+            types.astype(np.int64),
+            box[k].reshape(3, 3) if box.size else None,
+            fparam=fparam[k] if fparam.size else None,
+            aparam=aparam[k] if aparam.size else None,
+        )
         for k, x in enumerate(coord)
-    ]  # fmt: skip
+    ]
 
 
 def swap_equal_distances(batch, rcut, swaps):

@@ -213,23 +213,58 @@ def test_what_does_not_fit_together_is_named(descriptor, number):
     assert phrase in str(refused.value)
 
 
-@pytest.mark.parametrize(("changes", "phrase"), [
-    ({"weights": [1.0, 2.0]}, "model.weights = [1.0, 2.0]: has length 2, expected 3"),
-    ({"weights": "avg"}, 'model.weights = "avg": expected "mean", "sum", or a list of numbers'),
-    ({"models": [TABLE], "weights": "sum"}, "model.models: expected at least one part with a descriptor"),
-    ({"models": [NETWORKS[0], {"type": "frozen", "model_file": "a.dp"}], "weights": "sum"},
-     'model.models[1].type = "frozen": known to DeePMD-kit, not available'),
-    ({"models": [NETWORKS[0], section()], "weights": "sum"}, "Put its parts here, with weights"),
-    ({"models": [NETWORKS[0], {**TABLE, "rcut": 9.0, "tab_file": rows()[:30]}], "weights": "sum"},
-     "with energies that are not 0, and rcut is 9"),
-    ({"models": [NETWORKS[0], {**TABLE, "type_map": ["O", "H"]}], "weights": "sum"},
-     'model.models[1].type_map = ["O", "H"]: expected all elements of the model; Na is missing'),
-    ({"models": [{**NETWORKS[0], "fitting_net": FIT | {"atom_ener": [1.0, 2.0, 3.0]}}, TABLE], "weights": "sum"},
-     "model.models[0].fitting_net.atom_ener = [1.0, 2.0, 3.0]: the energies of the elements are fitted for the whole"),
-    ({"models": [{**NETWORKS[0], "fitting_net": FIT | {"numb_fparam": n}} for n in (1, 2)], "weights": "sum"},
-     "model.models: numb_fparam of the fitting networks is [1, 2], expected one value"),
-    ({"shared_dict": {"a": {}}}, "model.shared_dict"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "phrase"),
+    [
+        ({"weights": [1.0, 2.0]}, "model.weights = [1.0, 2.0]: has length 2, expected 3"),
+        ({"weights": "avg"}, 'model.weights = "avg": expected "mean", "sum", or a list of numbers'),
+        (
+            {"models": [TABLE], "weights": "sum"},
+            "model.models: expected at least one part with a descriptor",
+        ),
+        (
+            {"models": [NETWORKS[0], {"type": "frozen", "model_file": "a.dp"}], "weights": "sum"},
+            'model.models[1].type = "frozen": known to DeePMD-kit, not available',
+        ),
+        (
+            {"models": [NETWORKS[0], section()], "weights": "sum"},
+            "Put its parts here, with weights",
+        ),
+        (
+            {
+                "models": [NETWORKS[0], {**TABLE, "rcut": 9.0, "tab_file": rows()[:30]}],
+                "weights": "sum",
+            },
+            "with energies that are not 0, and rcut is 9",
+        ),
+        (
+            {"models": [NETWORKS[0], {**TABLE, "type_map": ["O", "H"]}], "weights": "sum"},
+            'model.models[1].type_map = ["O", "H"]: expected all elements of the model; Na is '
+            "missing",
+        ),
+        (
+            {
+                "models": [
+                    {**NETWORKS[0], "fitting_net": FIT | {"atom_ener": [1.0, 2.0, 3.0]}},
+                    TABLE,
+                ],
+                "weights": "sum",
+            },
+            "model.models[0].fitting_net.atom_ener = [1.0, 2.0, 3.0]: the energies of the "
+            "elements are fitted for the whole",
+        ),
+        (
+            {
+                "models": [
+                    {**NETWORKS[0], "fitting_net": FIT | {"numb_fparam": n}} for n in (1, 2)
+                ],
+                "weights": "sum",
+            },
+            "model.models: numb_fparam of the fitting networks is [1, 2], expected one value",
+        ),
+        ({"shared_dict": {"a": {}}}, "model.shared_dict"),
+    ],
+)
 def test_what_does_not_fit_in_a_sum_is_refused(changes, phrase):
     with pytest.raises(ConfigError) as refused:
         model_config_from_dict(section(**{"weights": WEIGHTS, **changes}))

@@ -94,10 +94,15 @@ def test_a_checkpoint_with_a_removed_layout_is_read_and_restarted(
     )
 
 
-@pytest.mark.parametrize(("place", "value", "is_mentioned"), [
-    ("training.solve_last_layer", True, True), ("training.solve_last_layer", False, False),
-    ("validating.physics", {"md_steps": 5}, True), ("validating.validation_metric", "P:LIMITS", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("place", "value", "is_mentioned"),
+    [
+        ("training.solve_last_layer", True, True),
+        ("training.solve_last_layer", False, False),
+        ("validating.physics", {"md_steps": 5}, True),
+        ("validating.validation_metric", "P:LIMITS", True),
+    ],
+)
 def test_a_checkpoint_with_a_removed_option_is_restarted(
     place, value, is_mentioned, tmp_path, monkeypatch, caplog
 ):

@@ -249,7 +249,10 @@ def test_a_run_has_the_rates_of_its_groups_and_a_restart_continues_it_to_the_las
 def test_patterns_that_match_nothing_end_a_command_with_names_that_there_are(run, command):
     code, text = run([{"pattern": "descriptors.*"}, {"pattern": "fitting"}], command)
     assert code == 2
-    said = r'input.json(:\d+)?: optimizer.groups\[0\].pattern = "descriptors.\*": no parameter has such a name. Expected'
+    said = (
+        r'input.json(:\d+)?: optimizer.groups\[0\].pattern = "descriptors.\*": no parameter has '
+        r"such a name. Expected"
+    )
     assert re.search(said, text)
     assert "descriptor.embeddings.0.layers.0.weight, " in text
     assert 'optimizer.groups[1].pattern = "fitting": no parameter' in text

@@ -166,11 +166,13 @@ def as_batch(energy, force):
     frames, atoms = force.shape[:2]
     found = torch.ones(frames, dtype=torch.float64)
     return SimpleNamespace(
-        num_atoms=torch.full((frames,), atoms), num_frames=frames,
+        num_atoms=torch.full((frames,), atoms),
+        num_frames=frames,
         atom_frame=torch.repeat_interleave(torch.arange(frames), atoms),
-        labels={ENERGY: energy.flatten(), FORCE: force.flatten(0, 1)}, has_label={ENERGY: found, FORCE: found.clone()},
+        labels={ENERGY: energy.flatten(), FORCE: force.flatten(0, 1)},
+        has_label={ENERGY: found, FORCE: found.clone()},
         in_file_order=lambda values: values,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

@@ -77,8 +77,16 @@ def reference(start, rates, gradients, b1, b2, decay, r):
 @pytest.mark.parametrize(("decay", "r"), [(0.0, 0.0), (0.02, 2.5), (0.0, 12.0)])
 def test_x_y_and_z_are_those_of_the_paper(decay, r, warmup, first):
     config = AdamWScheduleFreeConfig(adam_beta1=0.85, adam_beta2=0.99, weight_decay=decay, r=r)
-    rate = build_schedule(ExpScheduleConfig(start_lr=0.02, stop_lr=0.01, decay_steps=4, warmup_steps=warmup,
-                                            warmup_start_factor=first), 30)  # fmt: skip
+    rate = build_schedule(
+        ExpScheduleConfig(
+            start_lr=0.02,
+            stop_lr=0.01,
+            decay_steps=4,
+            warmup_steps=warmup,
+            warmup_start_factor=first,
+        ),
+        30,
+    )
     named = network()
     bank = AverageBank(
         nn.ParameterDict(named),

@@ -46,16 +46,24 @@ BANK = [
 ]
 # all best files stay, so that a restart from the middle finds those of its time
 WITH_BANK = validated(
-    5, training__averaging=BANK, training__disp_avg=True, validating__max_best_ckpt=9,
+    5,
+    training__averaging=BANK,
+    training__disp_avg=True,
+    validating__max_best_ckpt=9,
     model__fitting_net__neuron=[7, 7],  # 7 rows are distributed unevenly over 2 and over 3
-)  # fmt: skip
+)
 # the frames of a step are of one system: one that has oxygen only in every other frame, or whose
 # last batch has fewer frames than there are ranks, or no virials
 MIXED = {
-    "model__data_stat_nbatch": 1, "model__fitting_net__neuron": [7, 7], "training__enable_ema": True,
-    "training__ema_decay": 0.9, "training__gradient_max_norm": 0.5, "training__disp_avg": True,
-    "training__change_bias_after_training": True, "training__numb_epoch": 2,
-}  # fmt: skip
+    "model__data_stat_nbatch": 1,
+    "model__fitting_net__neuron": [7, 7],
+    "training__enable_ema": True,
+    "training__ema_decay": 0.9,
+    "training__gradient_max_norm": 0.5,
+    "training__disp_avg": True,
+    "training__change_bias_after_training": True,
+    "training__numb_epoch": 2,
+}
 VALIDATED = {
     "validating__full_validation": True,
     "validating__validation_freq": 3,
@@ -88,8 +96,12 @@ MESSAGES = {
 }
 
 
-OPTIMIZED = {"model__fitting_net__neuron": [7, 7], "training__enable_ema": True, "training__gradient_max_norm": 0.5,
-             "training__save_freq": 4}  # fmt: skip
+OPTIMIZED = {
+    "model__fitting_net__neuron": [7, 7],
+    "training__enable_ema": True,
+    "training__gradient_max_norm": 0.5,
+    "training__save_freq": 4,
+}
 GROUPS = [
     {"pattern": "fitting.*.bias", "lr_scale": 3, "weight_decay": 0},
     {"pattern": "descriptor.*", "lr_scale": 0.1},
@@ -105,13 +117,24 @@ OPTIMIZERS = {
 KINDS = {
     "bank": (STEPS, ["water_like"], WITH_BANK),
     "mixed": (None, ["water_like", "odd", "lone"], MIXED),
-    **{kind: (6, ["odd", "water_like"], options)
-       for kind, options in {**LOSSES, "hessian": HESSIANS, "messages": MESSAGES}.items()},
-    **{kind: (8, ["water_like"], {**OPTIMIZED, "optimizer": {"type": kind, **options}})
-       for kind, options in OPTIMIZERS.items()},
-    "AdamW": (8, ["water_like", "open_like", "mixed_like"],
-              {**OPTIMIZED, "optimizer": {"type": "AdamW", **OPTIMIZERS["AdamW"]}, "training__accumulate": 3}),
-}  # fmt: skip
+    **{
+        kind: (6, ["odd", "water_like"], options)
+        for kind, options in {**LOSSES, "hessian": HESSIANS, "messages": MESSAGES}.items()
+    },
+    **{
+        kind: (8, ["water_like"], {**OPTIMIZED, "optimizer": {"type": kind, **options}})
+        for kind, options in OPTIMIZERS.items()
+    },
+    "AdamW": (
+        8,
+        ["water_like", "open_like", "mixed_like"],
+        {
+            **OPTIMIZED,
+            "optimizer": {"type": "AdamW", **OPTIMIZERS["AdamW"]},
+            "training__accumulate": 3,
+        },
+    ),
+}
 
 
 def config_of(systems, valid, stage, ranks, options, num_steps=STEPS, batch=GLOBAL_BATCH):

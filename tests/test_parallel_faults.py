@@ -89,30 +89,81 @@ USABLE = rf"cannot be written .*model.ckpt-{SAVED}.pt is whole and still usable"
 # faults of the ranks, changes of the input -> exit codes, the only message, the step from which the
 # run continues
 FAULTS = {
-    "a rank is killed": (["", "die"], {}, [1, -9], r"rank 1 \(process .*ended without a message", SAVED),
+    "a rank is killed": (
+        ["", "die"],
+        {},
+        [1, -9],
+        r"rank 1 \(process .*ended without a message",
+        SAVED,
+    ),
     "rank 0 is killed": (
-        ["die", "", ""], {}, [-9, 1, 1],
-        r"dp-ema \(rank 1\): rank 0 has ended; if it left no message, it was killed\.$", None,
+        ["die", "", ""],
+        {},
+        [-9, 1, 1],
+        r"dp-ema \(rank 1\): rank 0 has ended; if it left no message, it was killed\.$",
+        None,
     ),
     "the launcher ends the others": (
-        ["be_terminated_at_start", "die_early"], {}, [143, -9],
-        r"dp-ema \(rank 0\): stopped by SIGTERM outside .*; nothing was saved. rank 1 \(.*did not answer", None,
+        ["be_terminated_at_start", "die_early"],
+        {},
+        [143, -9],
+        r"dp-ema \(rank 0\): stopped by SIGTERM outside .*; nothing was saved. rank 1 \(.*did not "
+        r"answer",
+        None,
     ),
-    "another force": (["", "have_another_force"], {}, [1, 2], rf"{OTHER_DATA}data: set.000/force.npy: other", None),
+    "another force": (
+        ["", "have_another_force"],
+        {},
+        [1, 2],
+        rf"{OTHER_DATA}data: set.000/force.npy: other",
+        None,
+    ),
     "another input": (
-        ["", "have_another_input"], {}, [1, 2],
-        r"rank 1 on .* has another input than rank 0: training.numb_steps = 21 here, 20 on rank 0. All ranks", None,
+        ["", "have_another_input"],
+        {},
+        [1, 2],
+        r"rank 1 on .* has another input than rank 0: training.numb_steps = 21 here, 20 on rank "
+        r"0. All ranks",
+        None,
     ),
-    "a full disk": (["fill_disk speak_late", ""], {"training__zero_stage": 2}, [2, 1], USABLE, SAVED),
+    "a full disk": (
+        ["fill_disk speak_late", ""],
+        {"training__zero_stage": 2},
+        [2, 1],
+        USABLE,
+        SAVED,
+    ),
     "no input": (["", "lose_input speak_late"], {}, [1, 2], r"dp-ema \(rank 1\): input.json", None),
-    "a signal": (["", "ask_to_stop"], {"training__zero_stage": 2}, [143] * 2, STOPPED.format(AT_STEP), AT_STEP),
+    "a signal": (
+        ["", "ask_to_stop"],
+        {"training__zero_stage": 2},
+        [143] * 2,
+        STOPPED.format(AT_STEP),
+        AT_STEP,
+    ),
     "a signal in a validation": (
-        ["", "ask_in_validation"], {"training__zero_stage": 3}, [143] * 2, STOPPED.format(AT_STEP + 2), AT_STEP + 2,
+        ["", "ask_in_validation"],
+        {"training__zero_stage": 3},
+        [143] * 2,
+        STOPPED.format(AT_STEP + 2),
+        AT_STEP + 2,
     ),
     "two signals": (["", "ask_often"], {}, [130] * 2, STOPPED.format(AT_STEP), AT_STEP),
-    "a mistake of all": (["", ""], {"training__zero_stagee": 1}, [2, 2], r"training.zero_stagee", None),
-    "no data": (["", ""], {"training__training_data__systems": ["nowhere"]}, [2, 2], "nowhere", None),
-}  # fmt: skip
+    "a mistake of all": (
+        ["", ""],
+        {"training__zero_stagee": 1},
+        [2, 2],
+        r"training.zero_stagee",
+        None,
+    ),
+    "no data": (
+        ["", ""],
+        {"training__training_data__systems": ["nowhere"]},
+        [2, 2],
+        "nowhere",
+        None,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -162,7 +213,8 @@ def test_ranks_that_start_from_other_files_say_so_before_the_first_step(
     assert wait_for(pids, LIMIT_S) == [1, 2]
     (line,) = last_words(folder)
     assert re.search(
-        rf"rank 1 on .* starts from another start.pt than rank 0: {difference}. All ranks must read",
+        rf"rank 1 on .* starts from another start.pt than rank 0: {difference}. All ranks must "
+        r"read",
         line,
     )
 
@@ -280,9 +332,14 @@ def test_a_rank_that_writes_nothing_never_takes_the_memory_of_a_whole_model(
     tmp_path, water_like, water_like_valid
 ):
     config = tiny_input(
-        [water_like], [water_like_valid], num_steps=4, type_map=("O", "H", "C", "N"), training__zero_stage=3,
-        model__fitting_net__neuron=[1000, 1000], **validated(4),
-    )  # fmt: skip
+        [water_like],
+        [water_like_valid],
+        num_steps=4,
+        type_map=("O", "H", "C", "N"),
+        training__zero_stage=3,
+        model__fitting_net__neuron=[1000, 1000],
+        **validated(4),
+    )
     (tmp_path / "input.json").write_text(json.dumps(config))
     grown = run_ranks(2, most_memory, str(tmp_path))[1].value
     whole = sum(t.nbytes for t in load(tmp_path / "model.ckpt-4.pt")["model"].values())
@@ -320,19 +377,27 @@ def test_a_rank_that_holds_another_weight_ends_the_run_unsaved(
     ended = train(tmp_path, 3 if rank == 2 else 2, config, may_fail=True, callback=Drift(rank, at))
     assert [e.error for e in ended] == ["UserError"] + ["ReportedElsewhere"] * (len(ended) - 1)
     for words in (
-        f"step {noticed}: rank {rank} holds other weights than rank 0", "fitting.nets.1.layers.0.weight",
+        f"step {noticed}: rank {rank} holds other weights than rank 0",
+        "fitting.nets.1.layers.0.weight",
         "training.zero_stage 1",
-    ):  # fmt: skip
+    ):
         assert words in ended[0].message
     assert [file.name for file in tmp_path.glob("model.ckpt-*.pt")] == ["model.ckpt-2.pt"] * (
         noticed > 0
     )
 
 
-@pytest.mark.parametrize(("error", "reported"), [
-    (Terminated(), "stopped by SIGTERM outside the training steps; nothing was saved; rank 0 has ended; if it left no"),
-    (RankLostError("lost"), "rank 0 has ended; if it left no message, it was killed."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "reported"),
+    [
+        (
+            Terminated(),
+            "stopped by SIGTERM outside the training steps; nothing was saved; rank 0 has ended; "
+            "if it left no",
+        ),
+        (RankLostError("lost"), "rank 0 has ended; if it left no message, it was killed."),
+    ],
+)
 def test_a_rank_that_was_stopped_says_so_where_rank_0_is_gone(monkeypatch, error, reported):
     """SIGTERM to all ranks at their start was reported as the end of rank 0."""
     for name, value in launcher_environment(1, 2, free_port()).items():

@@ -274,35 +274,97 @@ P05, P10, LAST = (
 @pytest.mark.parametrize(
     ("spoil", "words", "phrase"),
     [
-        (None, ["--sigma-rel", "0.006"], "40 snapshots of sigma_rel 0.05, 0.1 resolve sigma_rel 0.0"),
-        (None, ["--shapes", "cosine:0.05"], "--shapes: cosine 5 %: less than 4 intervals between snapshots;"),
+        (
+            None,
+            ["--sigma-rel", "0.006"],
+            "40 snapshots of sigma_rel 0.05, 0.1 resolve sigma_rel 0.0",
+        ),
+        (
+            None,
+            ["--shapes", "cosine:0.05"],
+            "--shapes: cosine 5 %: less than 4 intervals between snapshots;",
+        ),
         (None, ["--step", "210"], "--step 210: "),
         (None, ["--metric", "F:RMS"], "--metric F:RMS: unknown. Did you mean F:RMSE?"),
-        (None, ["--solve", "bias"], "posthoc --solve: was removed, since dynamics failed more often; use"),
-        (None, ["-o", "RUN/model.ckpt.pt"], "model.ckpt.pt: a file of kind training, which only a run can write"),
-        (None, ["-o", "RUN/snapshots/model_p05.ckpt-20.pt"], "model_p05.ckpt-20.pt: a file of kind snapshot"),
+        (
+            None,
+            ["--solve", "bias"],
+            "posthoc --solve: was removed, since dynamics failed more often; use",
+        ),
+        (
+            None,
+            ["-o", "RUN/model.ckpt.pt"],
+            "model.ckpt.pt: a file of kind training, which only a run can write",
+        ),
+        (
+            None,
+            ["-o", "RUN/snapshots/model_p05.ckpt-20.pt"],
+            "model_p05.ckpt-20.pt: a file of kind snapshot",
+        ),
         (None, ["-o", "RUN/m.dp"], "expected a name that ends in .pt"),
         (None, ["--table", "RUN/snapshots"], "snapshots: cannot be written (Is a directory)"),
-        (lambda copy: shutil.rmtree(copy / "snapshots"), [], '"type": "power", "sigma_rel": 0.05, "snapshots": true'),
         (
-            lambda copy: [path.unlink() for path in copy.glob("snapshots/*") if "p05.ckpt-400" not in path.name], [],
+            lambda copy: shutil.rmtree(copy / "snapshots"),
+            [],
+            '"type": "power", "sigma_rel": 0.05, "snapshots": true',
+        ),
+        (
+            lambda copy: [
+                path.unlink()
+                for path in copy.glob("snapshots/*")
+                if "p05.ckpt-400" not in path.name
+            ],
+            [],
             "1 snapshot up to step 400; at least 2",
         ),
         (flip_a_bit, [], "model_p10.ckpt-40.pt: damaged"),
-        ((P10, {"model": lambda p: {**p["model"], p["averaged"][0]: torch.zeros(3, 3)}}), [], "of another shape"),
-        ((P05, {"model": not_a_number}), [], "05.ckpt-60.pt: damaged, fitting.nets.0.layers.0.bias is not finite"),
-        ((LAST, {"model": not_a_number}), [], "t-400.pt: damaged, fitting.nets.0.layers.0.bias is not finite"),
-        ((P05, {"average": without_age}), [], "60.pt: its content is not as dp-ema writes it (KeyError: 'mean_age')"),
-        ((LAST, {"averages": {"steps": 400, "profiles": {"p05": 3}}}), [], "400.pt: its content is not"),
-        ((P05, {"averaged": lambda p: p["averaged"][1:]}), [], "model_p05.ckpt-60.pt: other tensors were averaged"),
         (
-            (P05, {"average": lambda p: {**p["average"], "should_update": "every_second"}}), [],
+            (P10, {"model": lambda p: {**p["model"], p["averaged"][0]: torch.zeros(3, 3)}}),
+            [],
+            "of another shape",
+        ),
+        (
+            (P05, {"model": not_a_number}),
+            [],
+            "05.ckpt-60.pt: damaged, fitting.nets.0.layers.0.bias is not finite",
+        ),
+        (
+            (LAST, {"model": not_a_number}),
+            [],
+            "t-400.pt: damaged, fitting.nets.0.layers.0.bias is not finite",
+        ),
+        (
+            (P05, {"average": without_age}),
+            [],
+            "60.pt: its content is not as dp-ema writes it (KeyError: 'mean_age')",
+        ),
+        (
+            (LAST, {"averages": {"steps": 400, "profiles": {"p05": 3}}}),
+            [],
+            "400.pt: its content is not",
+        ),
+        (
+            (P05, {"averaged": lambda p: p["averaged"][1:]}),
+            [],
+            "model_p05.ckpt-60.pt: other tensors were averaged",
+        ),
+        (
+            (P05, {"average": lambda p: {**p["average"], "should_update": "every_second"}}),
+            [],
             "updated when every_second decided",
         ),
-        ((LAST, validated_on({"systems": ["nowhere"]})), [], "the validation data of the run's input. Give others"),
-        ((LAST, validated_on(None)), [], "no training.validation_data to rank averages with. Give systems"),
+        (
+            (LAST, validated_on({"systems": ["nowhere"]})),
+            [],
+            "the validation data of the run's input. Give others",
+        ),
+        (
+            (LAST, validated_on(None)),
+            [],
+            "no training.validation_data to rank averages with. Give systems",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_reported_before_the_work_and_nothing_is_written_over(
     copy, capsys, spoil, words, phrase
 ):

@@ -133,8 +133,9 @@ def test_a_decay_begins_at_the_nearest_snapshot_and_needs_some_to_have_a_shape()
     requests = [("linear", 0.12), ("cosine", 0.32), ("1-sqrt", 0.5), ("linear", 0.04)]
     decays, left_out = place_decays(requests, every_tenth(1000, 0.05, 0.10), 1000)
     assert [(decay.shape, decay.nodes) for decay in decays] == [
-        ("linear", (900, 1000)), ("1-sqrt", (500, 600, 700, 800, 900, 1000))
-    ]  # fmt: skip
+        ("linear", (900, 1000)),
+        ("1-sqrt", (500, 600, 700, 800, 900, 1000)),
+    ]
     assert left_out == {
         "less than 4 intervals between snapshots": ["cosine 32 %"],
         "less than 1 interval between snapshots": ["linear 4 %"],

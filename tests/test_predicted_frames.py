@@ -128,11 +128,14 @@ def test_another_quantity_has_its_name(tmp_path, monkeypatch):
         assert frame.info["REF_gap"] == gap
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("out.txt", "-o out.txt: expected a file that ends in .xyz or .extxyz"),
-    ("data.xyz", "-o data.xyz: exists, and may be data"),
-    ("no/out.xyz", "the folder no is not there"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("out.txt", "-o out.txt: expected a file that ends in .xyz or .extxyz"),
+        ("data.xyz", "-o data.xyz: exists, and may be data"),
+        ("no/out.xyz", "the folder no is not there"),
+    ],
+)
 def test_no_other_file_is_written_over(name, message, run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("data.xyz").write_text("1\nenergy=1 Properties=species:S:1:pos:R:3\nH 0 0 0\n")

@@ -33,8 +33,8 @@ def test_every_model_has_addresses_and_a_digest(home, capsys):
     assert len(PUBLISHED) == 10
     for model in PUBLISHED:
         assert (
-            f"{model.name} ({model.descriptor})\n  file    {model.file}\n  from    {model.urls[0]}\n"
-            in out
+            f"{model.name} ({model.descriptor})\n  file    {model.file}\n  from    "
+            f"{model.urls[0]}\n" in out
         )
         assert len(bytes.fromhex(model.sha256)) == 32
         assert {urlsplit(url).netloc for url in model.urls} == {
@@ -55,8 +55,8 @@ def test_a_file_with_the_name_of_a_model_and_other_content_is_refused_before_a_r
         assert cli.main(words) == 2
         err = capsys.readouterr().err
         assert (
-            f"DPA-3.1-3M.pt: has the name of the published model DPA-3.1-3M and another sha256: {digest}, exp"
-            in err
+            "DPA-3.1-3M.pt: has the name of the published model DPA-3.1-3M and another sha256: "
+            f"{digest}, exp" in err
         )
         assert "a file of your own needs another name" in err
 

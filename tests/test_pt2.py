@@ -31,9 +31,11 @@ from deepmd_ema.model.extended_model import ExtendedModel
 
 TYPES = np.array([1, 0, 2, 1, 1, 0, 2, 0, 1])
 SMALL = {
-    "model__descriptor__neuron": [2], "model__descriptor__axis_neuron": 1, "model__descriptor__type_one_side": True,
+    "model__descriptor__neuron": [2],
+    "model__descriptor__axis_neuron": 1,
+    "model__descriptor__type_one_side": True,
     "model__fitting_net__neuron": [2],
-}  # fmt: skip
+}
 
 # torch's own warnings; compiling takes a minute or more
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
@@ -240,7 +242,8 @@ def test_where_torch_cannot_compile_the_message_says_what_and_what_to_do(
     assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 1
     said = capsys.readouterr().err
     assert re.search(
-        r"cannot compile this model \(se_e2_a, model/families/se_e2_a/module.py line \d+\). Write a .dp",
+        r"cannot compile this model \(se_e2_a, model/families/se_e2_a/module.py line \d+\). Write "
+        r"a .dp",
         said,
     )
     assert "data-dependent" in said

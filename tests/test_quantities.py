@@ -197,12 +197,29 @@ def test_losses_and_displayed_values_are_those_of_deepmd_kit(number):
 
 # a loss, its options, and the fitting network
 ADDED_UP = {
-    "dipole": ("tensor", {"pref": 0.7, "pref_atomic": 0.2, "enable_atomic_weight": True}, {"type": "dipole"}),
-    "dos": ("dos", {f"{when}_pref_{term}": 0.5 for when in ("start", "limit") for term in ("dos", "cdf", "acdf")},
-            {"type": "dos", "numb_dos": 4}),
-    **{name: ("property", {"loss_func": name, "metric": ["mae", "rmse"]}, {"type": "property", "property_name": "gap"})
-       for name in ("smooth_mae", "mse", "mape", "rmse")},
-}  # fmt: skip
+    "dipole": (
+        "tensor",
+        {"pref": 0.7, "pref_atomic": 0.2, "enable_atomic_weight": True},
+        {"type": "dipole"},
+    ),
+    "dos": (
+        "dos",
+        {
+            f"{when}_pref_{term}": 0.5
+            for when in ("start", "limit")
+            for term in ("dos", "cdf", "acdf")
+        },
+        {"type": "dos", "numb_dos": 4},
+    ),
+    **{
+        name: (
+            "property",
+            {"loss_func": name, "metric": ["mae", "rmse"]},
+            {"type": "property", "property_name": "gap"},
+        )
+        for name in ("smooth_mae", "mse", "mape", "rmse")
+    },
+}
 
 
 def labelled(names, chosen):
@@ -301,11 +318,17 @@ def assert_gradients(found, expected):
     )
 
 
-@pytest.mark.parametrize(("kind", "options", "fitting"), [
-    ("tensor", {"pref": 0.0, "pref_atomic": 1.0}, {"type": "dipole"}),
-    ("dos", {"start_pref_ados": 1, "limit_pref_ados": 1, "start_pref_dos": 0, "limit_pref_dos": 0},
-     {"type": "dos", "numb_dos": 4}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "options", "fitting"),
+    [
+        ("tensor", {"pref": 0.0, "pref_atomic": 1.0}, {"type": "dipole"}),
+        (
+            "dos",
+            {"start_pref_ados": 1, "limit_pref_ados": 1, "start_pref_dos": 0, "limit_pref_dos": 0},
+            {"type": "dos", "numb_dos": 4},
+        ),
+    ],
+)
 def test_atoms_of_an_excluded_element_do_not_count_in_the_loss_of_atoms(kind, options, fitting):
     """Neither their errors nor their number, in frames that have weights, too."""
     loss, (_, name) = loss_of(kind, options, fitting, excluded=[1])
@@ -401,7 +424,7 @@ LAWS = {
     "mean": ({"O": [5.5, 0.0], "H": [0.4, 0.0], "Na": [7.0, 0.0]}, {"intensive": True}),
     "sum of equals": (EQUAL, {"distinguish_types": False}),
     "mean of equals": (EQUAL, {"distinguish_types": False, "intensive": True}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("type_map", [["O", "H", "Na"], ["Na", "H", "O"]])
@@ -486,32 +509,106 @@ TABLE = {
 }
 # an input, how it is spoiled, the only message
 WRONG = [
-    (DIPOLE, {"loss": {}}, 'loss.type = "ener": expected "loss": {"type": "tensor", "pref": 1, "pref_atomic": 0}'),
+    (
+        DIPOLE,
+        {"loss": {}},
+        'loss.type = "ener": expected "loss": {"type": "tensor", "pref": 1, "pref_atomic": 0}',
+    ),
     (GAP, {"loss": {"type": "dos"}}, 'loss.type = "dos": expected "loss": {"type": "property"}'),
-    ({}, {"loss": {"type": "dos"}}, 'loss.type ... expected "loss": {"type": "ener"}, that of fitting_net.type ener.'),
+    (
+        {},
+        {"loss": {"type": "dos"}},
+        'loss.type ... expected "loss": {"type": "ener"}, that of fitting_net.type ener.',
+    ),
     (DIPOLE, {"loss.pref": 0}, "loss: every weight is 0 ... Set one of them."),
-    (DIPOLE, {"model.descriptor.type": "se_e2_r"},
-     "model.fitting_net.type: the descriptor se_e2_r has no vectors of which a dipole is made. Use se_e2_a, se_atten"),
-    (DIPOLE, {"model.descriptor": {"type": "hybrid", "list": [{"type": "se_e2_r"}]}}, "model.fitting_net ... hybrid"),
-    (DIPOLE, {"model.fitting_net.sel_type": [0, 2]}, "model.fitting_net.sel_type: type 2 does not exist, expected 0"),
-    (DIPOLE, {"model.fitting_net.sel_type": 1, "model.atom_exclude_types": [1]}, "model.atom_exclude_types ... every"),
-    (DIPOLE, {"training.enable_compile": True}, "training.enable_compile ... dipole are not compiled. Set it to"),
-    (DIPOLE, {"validating.compiled_infer": True}, "validating.compiled_infer = true: models ... Set it to false."),
-    (DIPOLE, {"optimizer": {"type": "LKF"}}, 'loss.type = "tensor": LKF fits energies ... Use another optimizer.'),
-    (DIPOLE, {"model.preset_out_bias": {"energy": [1, 2]}},
-     "model.preset_out_bias: is about energies, and fitting_net.type dipole has none. Remove it."),
+    (
+        DIPOLE,
+        {"model.descriptor.type": "se_e2_r"},
+        "model.fitting_net.type: the descriptor se_e2_r has no vectors of which a dipole is made. "
+        "Use se_e2_a, se_atten",
+    ),
+    (
+        DIPOLE,
+        {"model.descriptor": {"type": "hybrid", "list": [{"type": "se_e2_r"}]}},
+        "model.fitting_net ... hybrid",
+    ),
+    (
+        DIPOLE,
+        {"model.fitting_net.sel_type": [0, 2]},
+        "model.fitting_net.sel_type: type 2 does not exist, expected 0",
+    ),
+    (
+        DIPOLE,
+        {"model.fitting_net.sel_type": 1, "model.atom_exclude_types": [1]},
+        "model.atom_exclude_types ... every",
+    ),
+    (
+        DIPOLE,
+        {"training.enable_compile": True},
+        "training.enable_compile ... dipole are not compiled. Set it to",
+    ),
+    (
+        DIPOLE,
+        {"validating.compiled_infer": True},
+        "validating.compiled_infer = true: models ... Set it to false.",
+    ),
+    (
+        DIPOLE,
+        {"optimizer": {"type": "LKF"}},
+        'loss.type = "tensor": LKF fits energies ... Use another optimizer.',
+    ),
+    (
+        DIPOLE,
+        {"model.preset_out_bias": {"energy": [1, 2]}},
+        "model.preset_out_bias: is about energies, and fitting_net.type dipole has none. Remove "
+        "it.",
+    ),
     (DIPOLE, TABLE, "model.use_srtab: is about energies"),
-    (DIPOLE, {"training.change_bias_after_training": True}, "training.change_bias_after_training ... Set it to false."),
-    (DIPOLE, {**VALIDATED, "validating.early_stop": {"patience": 1, "metric": "E:MAE"}},
-     'validating.early_stop.metric = "E:MAE": nothing of this is predicted. Choose one of D, W.'),
-    ({}, {**VALIDATED, "validating.validation_metric": "D:MAE"}, "validating ... Choose one of E, F, V, S."),
-    (DIPOLE, {"model.fitting_net.type": "polar", "model.fitting_net.scale": [1.0]},
-     "model.fitting_net.scale = [1.0]: has length 1, expected 2, one for each of type_map"),
-    *((GAP, {"model.fitting_net.property_name": name}, f"model.fitting_net.property_name = {json.dumps(name)}: exp")
-      for name in ("force", "atomic_weight", "coord", "coords", "cells", "energies", "virials", "dos", "atom_gap",
-                   "a b")),
-    (GAP, {"loss.loss_func": "rmse", "training.accumulate": 2}, 'training.accumulate = 2: loss_func "rmse" ... Use 1,'),
-]  # fmt: skip
+    (
+        DIPOLE,
+        {"training.change_bias_after_training": True},
+        "training.change_bias_after_training ... Set it to false.",
+    ),
+    (
+        DIPOLE,
+        {**VALIDATED, "validating.early_stop": {"patience": 1, "metric": "E:MAE"}},
+        'validating.early_stop.metric = "E:MAE": nothing of this is predicted. Choose one of D, W.',
+    ),
+    (
+        {},
+        {**VALIDATED, "validating.validation_metric": "D:MAE"},
+        "validating ... Choose one of E, F, V, S.",
+    ),
+    (
+        DIPOLE,
+        {"model.fitting_net.type": "polar", "model.fitting_net.scale": [1.0]},
+        "model.fitting_net.scale = [1.0]: has length 1, expected 2, one for each of type_map",
+    ),
+    *(
+        (
+            GAP,
+            {"model.fitting_net.property_name": name},
+            f"model.fitting_net.property_name = {json.dumps(name)}: exp",
+        )
+        for name in (
+            "force",
+            "atomic_weight",
+            "coord",
+            "coords",
+            "cells",
+            "energies",
+            "virials",
+            "dos",
+            "atom_gap",
+            "a b",
+        )
+    ),
+    (
+        GAP,
+        {"loss.loss_func": "rmse", "training.accumulate": 2},
+        'training.accumulate = 2: loss_func "rmse" ... Use 1,',
+    ),
+]
 
 
 @pytest.mark.parametrize(("given", "changes", "message"), WRONG)
@@ -542,5 +639,6 @@ def test_labels_of_atoms_may_have_rows_of_the_selected_ones_only(is_hdf5, tmp_pa
     ends = [problem.partition("set.000/")[2] for problem in caught.value.problems]
     assert ends == [
         "dipole.npy: shape (3, 4), expected (3, 3).",
-        "atomic_dipole.npy: shape (3, 6), expected (3, 15) for 5 atoms, or (3, 9) for those of sel_type.",
+        "atomic_dipole.npy: shape (3, 6), expected (3, 15) for 5 atoms, or (3, 9) for those of "
+        "sel_type.",
     ]

@@ -10,8 +10,13 @@ from helpers import tiny_input, write_system
 
 from deepmd_ema.cli.main import main
 
-VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 4, "full_val_start": 0.0,
-             "max_best_ckpt": 2}  # fmt: skip
+VALIDATED = {
+    "full_validation": True,
+    "ema_full_validation": True,
+    "validation_freq": 4,
+    "full_val_start": 0.0,
+    "max_best_ckpt": 2,
+}
 KEYS = [
     "format",
     "version",
@@ -62,9 +67,17 @@ def test_sections_come_in_order_and_warnings_last(write, capsys):
         re.split(r"[:(]", line)[0].strip() for line in lines if line and not line.startswith(" ")
     ]
     assert heads == [
-        "input.json", "Training data", "Validation data", "Elements", "Checks of the data", "Plan", "Cost",
-        "1 option without effect", "1 warning", "next",
-    ]  # fmt: skip
+        "input.json",
+        "Training data",
+        "Validation data",
+        "Elements",
+        "Checks of the data",
+        "Plan",
+        "Cost",
+        "1 option without effect",
+        "1 warning",
+        "next",
+    ]
     assert lines[-1] == "next: dp-ema train input.json"
     assert lines[-3].startswith(
         "  1. training.ema_decay = 0.999: the average is over about 1,000 steps"

@@ -29,8 +29,14 @@ AVERAGES = [
 
 
 def one_task(**changes):
-    values = tiny_input(["../data"], num_steps=6, training__averaging=AVERAGES, training__save_freq=3,
-                        training__disp_freq=2, validating=VALIDATED)  # fmt: skip
+    values = tiny_input(
+        ["../data"],
+        num_steps=6,
+        training__averaging=AVERAGES,
+        training__save_freq=3,
+        training__disp_freq=2,
+        validating=VALIDATED,
+    )
     values["training"] |= {"validation_fraction": 0.25, **changes}
     return values
 
@@ -48,8 +54,13 @@ def trained(tmp_path_factory):
         "descriptor": "d",
         "fitting_net": single["model"]["fitting_net"],
     }
-    data = {name: {"training_data": {"systems": [f"../{of}"]}, "validation_data": {"systems": [f"../{of}"]}}
-            for name, of in (("ice", "data"), ("gas", "other"))}  # fmt: skip
+    data = {
+        name: {
+            "training_data": {"systems": [f"../{of}"]},
+            "validation_data": {"systems": [f"../{of}"]},
+        }
+        for name, of in (("ice", "data"), ("gas", "other"))
+    }
     training = {
         name: value for name, value in single["training"].items() if name != "training_data"
     }
@@ -159,8 +170,13 @@ def test_the_page_has_the_errors_of_the_last_validation_and_needs_nothing_else(t
         for line in (trained / "run/val_ema.log").read_text().splitlines()
         if not line.startswith("#")
     ][-1]
-    for row, column in [("Energy MAE, meV/atom", 1), ("Energy RMSE, meV/atom", 2), ("Force MAE, meV/Å", 3),
-                        ("Force RMSE, meV/Å", 4), ("Stress RMSE, meV/Å³", 6)]:  # fmt: skip
+    for row, column in [
+        ("Energy MAE, meV/atom", 1),
+        ("Energy RMSE, meV/atom", 2),
+        ("Force MAE, meV/Å", 3),
+        ("Force RMSE, meV/Å", 4),
+        ("Stress RMSE, meV/Å³", 6),
+    ]:
         assert table[row][1] == significant(float(last[column]), 3)
     assert table["Stress RMSE, GPa"][1] == significant(0.1602176634 * float(last[6]), 3)
     assert "<h1>run</h1>" in page.source
@@ -173,8 +189,8 @@ def test_the_page_has_the_errors_of_the_last_validation_and_needs_nothing_else(t
     assert {link[1:] for link in page.links if link.startswith("#")} <= page.ids
     assert len(page.source) < 2e6
     assert (
-        "Potential se_e2_a for O, H, trained on 18 frames of 1 system, validated on 6 frames of 1 system."
-        in page.text
+        "Potential se_e2_a for O, H, trained on 18 frames of 1 system, validated on 6 frames of 1 "
+        "system." in page.text
     )
 
 
@@ -403,11 +419,17 @@ def test_data_that_have_moved_leave_the_errors_of_the_last_validation(runs, caps
     assert not [words for words in page.images if "predictions" in words]
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["report", "nothing"], "nothing"),
-    (["report", "run/model_ema.ckpt.pt"], "is of the kind average. Expected the folder of a run"),
-    (["report", "run", "-o", "run/input.json"], "a file is there that is not an HTML page"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["report", "nothing"], "nothing"),
+        (
+            ["report", "run/model_ema.ckpt.pt"],
+            "is of the kind average. Expected the folder of a run",
+        ),
+        (["report", "run", "-o", "run/input.json"], "a file is there that is not an HTML page"),
+    ],
+)
 def test_wrong_use_ends_in_one_line_and_changes_nothing(runs, words, message, capsys):
     before = (runs / "run" / "input.json").read_text()
     assert main(words) == 2

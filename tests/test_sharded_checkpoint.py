@@ -30,11 +30,15 @@ pytestmark = pytest.mark.timeout(240)
 
 STEPS = 4
 OPTIONS = validated(
-    2, model__fitting_net__neuron=[7, 7],  # 7 rows are distributed unevenly
-    training__checkpoint_format="sharded", training__save_freq=2, training__disp_freq=2,
+    2,
+    model__fitting_net__neuron=[7, 7],  # 7 rows are distributed unevenly
+    training__checkpoint_format="sharded",
+    training__save_freq=2,
+    training__disp_freq=2,
     training__averaging=[{"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True}],
-    validating__ema_full_validation=False, validating__max_best_ckpt=9,
-)  # fmt: skip
+    validating__ema_full_validation=False,
+    validating__max_best_ckpt=9,
+)
 WHOLE = [{"name": "whole", "type": "swa", "layout": "full_tensor"}]
 
 
@@ -81,11 +85,14 @@ CHANGED, MISSING = "{} is not what was written", "incomplete: {} missing"
 @pytest.mark.parametrize(
     ("file", "change", "says"),
     [
-        ("__0_0.distcp", damage, CHANGED), (".metadata", damage, CHANGED), (HEAD, damage, "{}: "),
+        ("__0_0.distcp", damage, CHANGED),
+        (".metadata", damage, CHANGED),
+        (HEAD, damage, "{}: "),
         ("__0_0.distcp", Path.unlink, f"{MISSING}, of 2 files with shards. Copy the whole folder"),
-        (".metadata", Path.unlink, MISSING), (HEAD, Path.unlink, "incomplete: {} is missing"),
+        (".metadata", Path.unlink, MISSING),
+        (HEAD, Path.unlink, "incomplete: {} is missing"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_folder_is_reported_with_the_one_before(tmp_path, capsys, file, change, says):
     older, newest = (
         write(tmp_path / "model.ckpt-1.dcp"),

@@ -73,11 +73,17 @@ def test_a_frozen_model_gives_the_same_bits(tmp_path, suffix):
     assert np.array_equal(once["@variables"]["tab_data"], twice["@variables"]["tab_data"])
 
 
-@pytest.mark.parametrize(("change", "phrase"), [
-    (lambda model: model["models"][0]["@variables"].update(out_bias=np.ones((1, 3, 1))), "out_bias of its own"),
-    (lambda model: model["models"][1].update(rcut=9.0), "extrapolated"),
-    (lambda model: model["models"][0].update(atom_exclude_types=[1]), "excludes types"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "phrase"),
+    [
+        (
+            lambda model: model["models"][0]["@variables"].update(out_bias=np.ones((1, 3, 1))),
+            "out_bias of its own",
+        ),
+        (lambda model: model["models"][1].update(rcut=9.0), "extrapolated"),
+        (lambda model: model["models"][0].update(atom_exclude_types=[1]), "excludes types"),
+    ],
+)
 def test_what_a_blended_model_of_another_program_may_have_beside_is_refused(
     tmp_path, change, phrase
 ):

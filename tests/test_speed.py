@@ -43,9 +43,33 @@ def test_a_program_without_memory_for_a_frame_is_shown_and_not_tried_with_larger
     for name, words in (("python", ""), ("dp", tmp_path / "dp.py")):
         (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
         (folder / name).chmod(0o755)
-    words = ["--stage", "growth", "--atoms", "288", "96", "192", "--kinds", "se_e2_a", "--precision", "float64",
-             "--programs", "pt", "pt_expt", "--peer", folder.parent, "--work", tmp_path, "--memory", "1",
-             "--turns", "1", "--seconds", "0.1", "--output", tmp_path / "speed.md"]  # fmt: skip
+    words = [
+        "--stage",
+        "growth",
+        "--atoms",
+        "288",
+        "96",
+        "192",
+        "--kinds",
+        "se_e2_a",
+        "--precision",
+        "float64",
+        "--programs",
+        "pt",
+        "pt_expt",
+        "--peer",
+        folder.parent,
+        "--work",
+        tmp_path,
+        "--memory",
+        "1",
+        "--turns",
+        "1",
+        "--seconds",
+        "0.1",
+        "--output",
+        tmp_path / "speed.md",
+    ]
     subprocess.run([sys.executable, FOLDER / "speed.py", *words], check=True, capture_output=True)
     rows = [
         line.split(" | ")

@@ -152,9 +152,13 @@ def test_elements_that_the_compositions_do_not_report_apart_are_named(folders):
     assert f"O {apart.fit.bias[0]:.6g} eV" in apart.lines()[0]
 
 
-@pytest.mark.parametrize("file", [
-    "stat", "stat.h5",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "file",
+    [
+        "stat",
+        "stat.h5",
+    ],
+)
 @pytest.mark.parametrize("name", ["plain", "parameters"])
 def test_a_stat_file_gives_back_what_was_written(name, file, folders, tmp_path):
     config, found = case(name, folders)
@@ -263,21 +267,43 @@ def _fparam(fitting, natoms):
 
 
 WITH_ONE_VALUE = {  # or needs another option; the elements are in the path of the statistics
-    "add_chg_spin_ebd", "atom_ener", "attn_mask", "block_attn_res", "bridging_method", "default_chg_spin",
-    "edge_cartesian", "full_attn_res", "lmax", "m_schedule", "model_branch_alias", "node_cartesian", "numb_fparam",
-    "preset_out_bias", "resnet_dt", "s2_activation", "sandwich_norm", "skip_stat", "so2_attn_res", "type_map",
-    "use_aparam_as_mask", "use_srtab",
-}  # fmt: skip
+    "add_chg_spin_ebd",
+    "atom_ener",
+    "attn_mask",
+    "block_attn_res",
+    "bridging_method",
+    "default_chg_spin",
+    "edge_cartesian",
+    "full_attn_res",
+    "lmax",
+    "m_schedule",
+    "model_branch_alias",
+    "node_cartesian",
+    "numb_fparam",
+    "preset_out_bias",
+    "resnet_dt",
+    "s2_activation",
+    "sandwich_norm",
+    "skip_stat",
+    "so2_attn_res",
+    "type_map",
+    "use_aparam_as_mask",
+    "use_srtab",
+}
 
 
 def is_same(one, other):
     return one.observed == other.observed and all(
         x.keys() == y.keys() and all(np.array_equal(x[name], y[name]) for name in x)
         for x, y in (
-            (one.measured, other.measured), (one.conditions, other.conditions),
-            ({"bias": one.fit.bias, "std": one.fit.std}, {"bias": other.fit.bias, "std": other.fit.std}),
+            (one.measured, other.measured),
+            (one.conditions, other.conditions),
+            (
+                {"bias": one.fit.bias, "std": one.fit.std},
+                {"bias": other.fit.bias, "std": other.fit.std},
+            ),
         )
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("name", MODELS_OF_TYPES)

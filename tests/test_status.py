@@ -43,8 +43,15 @@ def trained(tmp_path_factory):
     """A run of six steps, and one that was interrupted after four."""
     root = tmp_path_factory.mktemp("runs")
     write_system(root / "data", frames=8)
-    values = tiny_input(["../data"], ["../data"], num_steps=6, training__enable_ema=True, training__save_freq=3,
-                        training__disp_freq=2, validating=VALIDATED)  # fmt: skip
+    values = tiny_input(
+        ["../data"],
+        ["../data"],
+        num_steps=6,
+        training__enable_ema=True,
+        training__save_freq=3,
+        training__disp_freq=2,
+        validating=VALIDATED,
+    )
     train_in(root / "whole", values)
     with pytest.raises(Interrupted):
         train_in(root / "stopped", values, callback=StopAfter(4))
@@ -164,7 +171,10 @@ def test_nothing_is_changed_and_half_written_lines_do_no_harm(runs, capsys):
 
 
 def test_the_status_of_a_run_needs_no_torch(runs):
-    code = "import sys; from deepmd_ema.cli.main import main; sys.exit(main(['show', 'whole']) or 'torch' in sys.modules)"
+    code = (
+        "import sys; from deepmd_ema.cli.main import main; sys.exit(main(['show', 'whole']) or "
+        "'torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

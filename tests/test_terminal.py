@@ -35,15 +35,36 @@ def _without_settings(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
 
 
-@pytest.mark.parametrize(("line", "lines"), [
-    ("one two three four five six seven eight", ["one two three four five six", "  seven eight"]),
-    ("  1. one two three four five six seven", ["  1. one two three four five", "     six seven"]),
-    ("  memory  one two three four five six", ["  memory  one two three four", "          five six"]),
-    ("    one two three four five six seven", ["    one two three four five", "      six seven"]),
-    ("  system  frames  energy  forces  virials", ["  system  frames  energy  forces  virials"]),
-    ("it is a well-known-word-with-hyphens", ["it is a", "  well-known-word-with-hyphens"]),
-    ("then: dp-ema train --restart a.pt in.json", ["then:", "  dp-ema train --restart a.pt in.json"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "lines"),
+    [
+        (
+            "one two three four five six seven eight",
+            ["one two three four five six", "  seven eight"],
+        ),
+        (
+            "  1. one two three four five six seven",
+            ["  1. one two three four five", "     six seven"],
+        ),
+        (
+            "  memory  one two three four five six",
+            ["  memory  one two three four", "          five six"],
+        ),
+        (
+            "    one two three four five six seven",
+            ["    one two three four five", "      six seven"],
+        ),
+        (
+            "  system  frames  energy  forces  virials",
+            ["  system  frames  energy  forces  virials"],
+        ),
+        ("it is a well-known-word-with-hyphens", ["it is a", "  well-known-word-with-hyphens"]),
+        (
+            "then: dp-ema train --restart a.pt in.json",
+            ["then:", "  dp-ema train --restart a.pt in.json"],
+        ),
+    ],
+)
 def test_long_lines_continue_below_the_beginning_of_their_text(line, lines):
     assert wrapped(line, 28).split("\n") == lines
 

@@ -20,10 +20,15 @@ from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.training.trainer import Callback
 
 VALIDATED = {
-    "training__enable_ema": True, "training__ema_decay": 0.8, "validating__full_validation": True,
-    "validating__ema_full_validation": True, "validating__full_val_start": 0, "validating__validation_freq": 3,
-    "validating__validation_metric": "S:RMSE", "learning_rate__start_lr": 0.02,
-}  # fmt: skip
+    "training__enable_ema": True,
+    "training__ema_decay": 0.8,
+    "validating__full_validation": True,
+    "validating__ema_full_validation": True,
+    "validating__full_val_start": 0,
+    "validating__validation_freq": 3,
+    "validating__validation_metric": "S:RMSE",
+    "learning_rate__start_lr": 0.02,
+}
 ROWS = ("live", "ema", "best live", "best ema")
 FILES = ("model.ckpt.pt", "model_ema.ckpt.pt", "best.ckpt.pt", "best_ema.ckpt.pt")
 SAME = 1e-9  # of errors of other batches
@@ -112,9 +117,16 @@ def test_the_page_shows_the_rows_without_the_data(start, systems, tmp_path, caps
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_test_as_one_process_does(tmp_path, systems, capsys, stage):
-    config = tiny_input([systems["train"]], [systems["valid"]], num_steps=10, **VALIDATED, **with_test(systems["test"]),
-                        training__zero_stage=stage, training__checkpoint_format="sharded" if stage > 1 else "gathered",
-                        model__descriptor__interpolate="never")  # fmt: skip
+    config = tiny_input(
+        [systems["train"]],
+        [systems["valid"]],
+        num_steps=10,
+        **VALIDATED,
+        **with_test(systems["test"]),
+        training__zero_stage=stage,
+        training__checkpoint_format="sharded" if stage > 1 else "gathered",
+        model__descriptor__interpolate="never",
+    )
     train_ranks(tmp_path, 2, config)
     found = status_of(tmp_path, capsys)
     assert found["best live"]["step"] < 10
@@ -139,10 +151,16 @@ def test_a_stop_in_the_test_is_continued_by_a_restart(start, systems, capsys):
     assert status_of(stopped, capsys) == whole
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"systems": ["nowhere"]}, "validating.test_data.systems[0]: nowhere: no such file or folder"),
-    ({"batch_size": 2}, "validating.test_data.systems: required, but missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"systems": ["nowhere"]},
+            "validating.test_data.systems[0]: nowhere: no such file or folder",
+        ),
+        ({"batch_size": 2}, "validating.test_data.systems: required, but missing"),
+    ],
+)
 def test_wrong_test_data_are_reported_before_the_first_step(
     here, tmp_path, capsys, systems, change, message
 ):

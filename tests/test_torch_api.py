@@ -12,11 +12,18 @@ import torch
 from torch.torch_version import TorchVersion
 
 
-@pytest.mark.parametrize(("version", "guards"), [
-    ("2.10", "settle_shards of distributed/tensors.py and the refusal in interop/pt2.py"),
-    ("2.11", "the filter of warnings in checkpoint/sharded.py"),
-    ("2.13", "options and advice in interop/pt2.py, and the other name of forward_sync_buffers in training/modes.py"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "guards"),
+    [
+        ("2.10", "settle_shards of distributed/tensors.py and the refusal in interop/pt2.py"),
+        ("2.11", "the filter of warnings in checkpoint/sharded.py"),
+        (
+            "2.13",
+            "options and advice in interop/pt2.py, and the other name of forward_sync_buffers in "
+            "training/modes.py",
+        ),
+    ],
+)
 def test_what_guards_against_an_older_torch_goes_when_that_is_not_supported(version, guards):
     text = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text()
     lowest = TorchVersion(re.search(r'"torch>=([\d.]+)"', text)[1])

@@ -77,7 +77,10 @@ def test_a_run_that_learns_nothing_is_warned_about_once_with_both_errors(
     said = [text for text in caplog.messages if "nothing is learned" in text]
     assert len(said) == bool(rows)
     for text in said:
-        words = rf"rmse_f of the training batches of the last {rows} rows is (\S+), no better than (\S+) with"
+        words = (
+            rf"rmse_f of the training batches of the last {rows} rows is (\S+), no better than "
+            r"(\S+) with"
+        )
         found = re.search(words, text)
         assert float(found[1]) >= float(found[2]) > 0
         assert "lower learning_rate.start_lr" in text
@@ -103,9 +106,18 @@ def test_a_new_run_writes_through_no_link_that_is_in_its_folder(start, tmp_path)
 def test_a_run_writes_the_files_that_a_user_of_deepmd_kit_expects(whole):
     names = {p.name for p in whole.iterdir()}
     assert {
-        "out.json", "lcurve.out", "val.log", "val_ema.log", "checkpoint", "model.ckpt.pt", "model_ema.ckpt.pt",
-        "model.ckpt-10.pt", "model.ckpt-20.pt", "model_ema.ckpt-10.pt", "model_ema.ckpt-20.pt",
-    } <= names  # fmt: skip
+        "out.json",
+        "lcurve.out",
+        "val.log",
+        "val_ema.log",
+        "checkpoint",
+        "model.ckpt.pt",
+        "model_ema.ckpt.pt",
+        "model.ckpt-10.pt",
+        "model.ckpt-20.pt",
+        "model_ema.ckpt-10.pt",
+        "model_ema.ckpt-20.pt",
+    } <= names
     assert all(any(n.startswith(f"{best}.ckpt-") for n in names) for best in ("best", "best_ema"))
     assert (whole / "checkpoint").read_text().strip() == "model.ckpt-20.pt"
     rows = np.genfromtxt(whole / "lcurve.out", names=True)
@@ -177,9 +189,9 @@ def test_a_restart_without_an_input_says_how_that_of_the_folder_differs(
         record.getMessage() for record in caplog.records if "is not read" in record.getMessage()
     )
     assert line == (
-        "input.json is not read, the config of model.ckpt.pt counts. The former differs: learning_rate.start_lr = "
-        "0.005 (checkpoint: 0.001), training.numb_steps = 30 (checkpoint: 20). `dp-ema train --restart model.ckpt.pt "
-        "input.json` takes it instead."
+        "input.json is not read, the config of model.ckpt.pt counts. The former differs: "
+        "learning_rate.start_lr = 0.005 (checkpoint: 0.001), training.numb_steps = 30 "
+        "(checkpoint: 20). `dp-ema train --restart model.ckpt.pt input.json` takes it instead."
     )
     assert_same(load("model.ckpt-20.pt"), load(whole / "model.ckpt-20.pt"))
 
@@ -199,8 +211,8 @@ def test_without_an_input_that_of_the_folder_is_trained(start, capsys):
     ):
         assert cli.main(words) == 2
         assert capsys.readouterr().err == (
-            "dp-ema: no input is given, and this folder has no input.json. Name the file: `dp-ema train INPUT`. "
-            "`dp-ema init DATA -o input.json` writes one for your data.\n"
+            "dp-ema: no input is given, and this folder has no input.json. Name the file: `dp-ema "
+            "train INPUT`. `dp-ema init DATA -o input.json` writes one for your data.\n"
         )
 
 
@@ -445,12 +457,16 @@ def test_a_run_without_symbolic_links_restarts_and_freezes(
 
 
 OUTSIDE = {
-    "training__save_ckpt": "../other/model.ckpt", "training__disp_file": "../lcurve.out",
+    "training__save_ckpt": "../other/model.ckpt",
+    "training__disp_file": "../lcurve.out",
     "training__save_dir": "../more",
-    "training__stat_file": "/tmp/dp-ema-stat", "training__compile_options": {"cache_dir": "../cache"},
-    "validating__full_val_file": "/tmp/val.log", "validating__save_best_dir": "a/../../best",
-    "training__tensorboard_log_dir": "../board", "training__loggers": [{"type": "tensorboard", "log_dir": "../board"}],
-}  # fmt: skip
+    "training__stat_file": "/tmp/dp-ema-stat",
+    "training__compile_options": {"cache_dir": "../cache"},
+    "validating__full_val_file": "/tmp/val.log",
+    "validating__save_best_dir": "a/../../best",
+    "training__tensorboard_log_dir": "../board",
+    "training__loggers": [{"type": "tensorboard", "log_dir": "../board"}],
+}
 
 
 @pytest.mark.parametrize("option", [*OUTSIDE])
@@ -519,7 +535,10 @@ def test_data_under_another_path_are_no_change(tmp_path, monkeypatch, capsys):
         in said
     )
     assert cli.main([*restart, "archive.json"]) == 0
-    line = "systems: [scratch/train] in the checkpoint, [archive/train] in the input: the same files under other paths"
+    line = (
+        "systems: [scratch/train] in the checkpoint, [archive/train] in the input: the same files "
+        "under other paths"
+    )
     said = " ".join(capsys.readouterr().err.replace('"', "").split())
     assert line in said, said
     found = load(tmp_path / "model.ckpt-4.pt")
@@ -549,7 +568,10 @@ def test_data_that_have_changed_under_their_path_are_reported_at_a_restart(
     assert cli.main(["train", "input.json", "--device", "cpu"]) == 0
     restart = ["train", "--restart", "model.ckpt-2.pt", "--device", "cpu"]
     assert cli.main(restart) == 0
-    text = "the training data have changed since model.ckpt-2.pt was written: the restart continues with other frames"
+    text = (
+        "the training data have changed since model.ckpt-2.pt was written: the restart continues "
+        "with other frames"
+    )
     assert text not in capsys.readouterr().err
     energy = np.load("train/set.000/energy.npy")
     np.save("train/set.000/energy.npy", energy + 1)

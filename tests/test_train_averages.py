@@ -52,8 +52,12 @@ BANK = [
     {"name": "flat", "type": "swa", "start_epoch": 0.75, "ckpt_keep": 1, "buffers": "average"},
 ]
 # the second: the whole validation set
-OPTIONS = validated(4, training__averaging=BANK, training__validation_data__batch_size=6,
-                    validating__validation_metric="F:RMSE")  # fmt: skip
+OPTIONS = validated(
+    4,
+    training__averaging=BANK,
+    training__validation_data__batch_size=6,
+    validating__validation_metric="F:RMSE",
+)
 NAMES = ["ema", *(entry["name"] for entry in BANK)]
 
 
@@ -216,15 +220,23 @@ class EveryThird:
 
 def test_the_hook_decides_which_steps_an_average_takes_in(start, caplog):
     with caplog.at_level("INFO"):
-        folder = start("run", 10, {"training__averaging": [{"name": "third", "decay": 0.5}]},
-                       should_update={"third": EveryThird()})  # fmt: skip
+        folder = start(
+            "run",
+            10,
+            {"training__averaging": [{"name": "third", "decay": 0.5}]},
+            should_update={"third": EveryThird()},
+        )
     assert "third: updated when EveryThird says so" in caplog.text
     assert load(folder / "model_third.ckpt-10.pt")["average"]["updates"] == 3
     with pytest.raises(
         ConfigError, match=r"no average is called fourth\. This run tracks: ema, third"
     ):
-        start("run", 10, {"training__averaging": [{"name": "third", "decay": 0.5}]},
-              should_update={"fourth": EveryThird()})  # fmt: skip
+        start(
+            "run",
+            10,
+            {"training__averaging": [{"name": "third", "decay": 0.5}]},
+            should_update={"fourth": EveryThird()},
+        )
 
 
 class Terminal(io.StringIO):
@@ -244,8 +256,15 @@ def test_no_line_about_averages_breaks_the_progress_bar(start, monkeypatch):
     start("run", 20, {"training__averaging": changed}, restart="model.ckpt.pt")
     text = stream.getvalue()
     assert "average flat of the checkpoint is not tracked any more" in text
-    for words in ("slow: decay was 0.95", "no average new", "15  train E ", "  slow E ", "20  full  live",
-                  "averages of step 20: ema", "model_p05.ckpt-20.pt"):  # fmt: skip
+    for words in (
+        "slow: decay was 0.95",
+        "no average new",
+        "15  train E ",
+        "  slow E ",
+        "20  full  live",
+        "averages of step 20: ema",
+        "model_p05.ckpt-20.pt",
+    ):
         assert words in text
     lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
     bars = [line for line in lines if re.match(r"\d+%\|.*\| \d+/20", line)]

@@ -21,22 +21,46 @@ pytestmark = pytest.mark.timeout(480)
 
 STEPS = 12
 COMMON = {
-    "training__enable_ema": True, "training__ema_decay": 0.8, "training__save_freq": 4, "training__max_ckpt_keep": 0,
-    "validating__full_validation": True, "validating__ema_full_validation": True, "validating__validation_freq": 4,
-    "validating__full_val_start": 0, "validating__max_best_ckpt": 9, "model__fitting_net__neuron": [7, 7],
-}  # fmt: skip
+    "training__enable_ema": True,
+    "training__ema_decay": 0.8,
+    "training__save_freq": 4,
+    "training__max_ckpt_keep": 0,
+    "validating__full_validation": True,
+    "validating__ema_full_validation": True,
+    "validating__validation_freq": 4,
+    "validating__full_val_start": 0,
+    "validating__max_best_ckpt": 9,
+    "model__fitting_net__neuron": [7, 7],
+}
 TENSOR = {"loss": {"type": "tensor", "pref": 1.0, "pref_atomic": 0.5}}
 GAP = {"type": "property", "property_name": "gap", "task_dim": 2, "intensive": True}
 # the options of a run, the metrics of val.log, first the one by which weights are ranked, and
 # columns of lcurve.out
 RUNS = {
-    "dipole": ({"model__fitting_net__type": "dipole", **TENSOR}, "DW", {"rmse_global_dipole", "rmse_local_dipole"}),
-    "polar": ({"model__fitting_net__type": "polar", **TENSOR}, "AB", {"rmse_global_polar", "rmse_local_polar"}),
-    "property": ({"model__fitting_net": GAP, "loss": {"type": "property", "metric": ["mae", "rmse"]}}, "P",
-                 {"mae", "rmse"}),
-    "dos": ({"model__fitting_net": {"type": "dos", "numb_dos": 4}, "loss": {"type": "dos", "start_pref_cdf": 1}}, "NM",
-            {"rmse_global_cdf", "rmse_local_dos"}),
-}  # fmt: skip
+    "dipole": (
+        {"model__fitting_net__type": "dipole", **TENSOR},
+        "DW",
+        {"rmse_global_dipole", "rmse_local_dipole"},
+    ),
+    "polar": (
+        {"model__fitting_net__type": "polar", **TENSOR},
+        "AB",
+        {"rmse_global_polar", "rmse_local_polar"},
+    ),
+    "property": (
+        {"model__fitting_net": GAP, "loss": {"type": "property", "metric": ["mae", "rmse"]}},
+        "P",
+        {"mae", "rmse"},
+    ),
+    "dos": (
+        {
+            "model__fitting_net": {"type": "dos", "numb_dos": 4},
+            "loss": {"type": "dos", "start_pref_cdf": 1},
+        },
+        "NM",
+        {"rmse_global_cdf", "rmse_local_dos"},
+    ),
+}
 OF_TASK = {"energy": {}, "dipole": RUNS["dipole"][0]}
 
 

@@ -22,8 +22,16 @@ from deepmd_ema.optim.lkf import LKF
 
 pytestmark = pytest.mark.timeout(480)
 
-DPA = {"type": "se_atten", "sel": 12, "rcut": 3.5, "rcut_smth": 0.5, "neuron": [3, 6], "axis_neuron": 2,
-       "attn_layer": 0, "tebd_dim": 3}  # fmt: skip
+DPA = {
+    "type": "se_atten",
+    "sel": 12,
+    "rcut": 3.5,
+    "rcut_smth": 0.5,
+    "neuron": [3, 6],
+    "axis_neuron": 2,
+    "attn_layer": 0,
+    "tebd_dim": 3,
+}
 NET = {"neuron": [5], "dim_case_embd": 2}
 # how two tasks share -> their descriptors and fitting networks
 WAYS = {
@@ -46,20 +54,33 @@ def input_of(way, **training):
         for task, descriptor, net in zip(("water", "ice"), descriptors, nets)
     }
     text = json.dumps(models)
-    return copy.deepcopy({
-        "model": {"shared_dict": {k: v for k, v in named.items() if f'"{k}' in text}, "model_dict": models},
-        "learning_rate": {"start_lr": 0.01, "stop_lr": 0.001},
-        "loss_dict": {"ice": {"start_pref_v": 1, "limit_pref_v": 1}},
-        "training": {
-            "data_dict": {
-                task: {"training_data": {"systems": [f"{task}1"], "batch_size": 2},
-                       "validation_data": {"systems": [f"{task}2"]}}
-                for task in models
+    return copy.deepcopy(
+        {
+            "model": {
+                "shared_dict": {k: v for k, v in named.items() if f'"{k}' in text},
+                "model_dict": models,
             },
-            "model_prob": {"water": 0.6, "ice": 0.4}, "numb_steps": 8, "disp_freq": 2, "save_freq": 4, "seed": 3,
-            "enable_ema": True, "ema_decay": 0.5, **training,
-        },
-    })  # fmt: skip
+            "learning_rate": {"start_lr": 0.01, "stop_lr": 0.001},
+            "loss_dict": {"ice": {"start_pref_v": 1, "limit_pref_v": 1}},
+            "training": {
+                "data_dict": {
+                    task: {
+                        "training_data": {"systems": [f"{task}1"], "batch_size": 2},
+                        "validation_data": {"systems": [f"{task}2"]},
+                    }
+                    for task in models
+                },
+                "model_prob": {"water": 0.6, "ice": 0.4},
+                "numb_steps": 8,
+                "disp_freq": 2,
+                "save_freq": 4,
+                "seed": 3,
+                "enable_ema": True,
+                "ema_decay": 0.5,
+                **training,
+            },
+        }
+    )
 
 
 def write_data(folder):
@@ -77,8 +98,12 @@ def desk(tmp_path, monkeypatch):
 
 def shared_names(weights):
     """Return the names, without the task, of tensors that both tasks have with equal values."""
-    own = {task: {n.removeprefix(f"{task}."): t for n, t in weights.items() if n.startswith(f"{task}.")}
-           for task in ("water", "ice")}  # fmt: skip
+    own = {
+        task: {
+            n.removeprefix(f"{task}."): t for n, t in weights.items() if n.startswith(f"{task}.")
+        }
+        for task in ("water", "ice")
+    }
     both = own["water"].keys() & own["ice"].keys()
     return {
         n
@@ -280,8 +305,13 @@ def test_tasks_that_stay_continue_bitwise_when_another_comes_or_goes(way, change
         assert torch.equal(first, second)
 
 
-KINDS = {"Adam": {}, "AdamW": {"weight_decay": 0.01}, "AdaMuon": {}, "HybridMuon": {"enable_gram": False},
-         "LKF": {"kf_blocksize": 64, "kf_start_pref_f": 2.0}}  # fmt: skip
+KINDS = {
+    "Adam": {},
+    "AdamW": {"weight_decay": 0.01},
+    "AdaMuon": {},
+    "HybridMuon": {"enable_gram": False},
+    "LKF": {"kf_blocksize": 64, "kf_start_pref_f": 2.0},
+}
 STEPS, HALF = 8, 4
 FILES = (f"model.ckpt-{STEPS}.pt", f"model_ema.ckpt-{STEPS}.pt")
 

@@ -21,17 +21,26 @@ pytestmark = pytest.mark.timeout(480)
 STEPS = 12
 DATA = ("training_data", "validation_data")
 COMMON = validated(
-    4, training__ema_decay=0.8, training__save_freq=5, training__disp_freq=1, training__change_bias_after_training=True,
-    training__averaging=[{"name": "slow", "decay": 0.9, "lcurve": True, "full_validation": True}], num_steps=STEPS,
+    4,
+    training__ema_decay=0.8,
+    training__save_freq=5,
+    training__disp_freq=1,
+    training__change_bias_after_training=True,
+    training__averaging=[{"name": "slow", "decay": 0.9, "lcurve": True, "full_validation": True}],
+    num_steps=STEPS,
     validating__ema_full_validation=False,
-)  # fmt: skip
+)
 OF_TASK = {
     "water": {},
     "salt": {
-        "type_map": ("Na", "Cl", "O"), "model__descriptor__neuron": [4, 6], "model__fitting_net__neuron": [6],
-        "loss__start_pref_v": 0, "loss__limit_pref_v": 0, "training__training_data__batch_size": 1,
+        "type_map": ("Na", "Cl", "O"),
+        "model__descriptor__neuron": [4, 6],
+        "model__fitting_net__neuron": [6],
+        "loss__start_pref_v": 0,
+        "loss__limit_pref_v": 0,
+        "training__training_data__batch_size": 1,
     },
-}  # fmt: skip
+}
 
 
 def write_data(folder):
@@ -89,9 +98,16 @@ def test_two_tasks_train_and_are_validated_and_saved_each(train):
     folder = train("run")
     files = {p.name for p in folder.iterdir()}
     assert {
-        "model.ckpt.pt", "model_ema.ckpt.pt", "model_slow.ckpt.pt", "lcurve.out", "lcurve_slow.out",
-        "val_water.log", "val_salt.log", "val_water_slow.log", "val_salt_slow.log",
-    } <= files  # fmt: skip
+        "model.ckpt.pt",
+        "model_ema.ckpt.pt",
+        "model_slow.ckpt.pt",
+        "lcurve.out",
+        "lcurve_slow.out",
+        "val_water.log",
+        "val_salt.log",
+        "val_water_slow.log",
+        "val_salt_slow.log",
+    } <= files
     for best in ("best_water", "best_salt", "best_water_slow", "best_salt_slow"):
         assert any(name.startswith(f"{best}.ckpt-") for name in files), best
     last = load(folder / "model.ckpt-12.pt")["model"]

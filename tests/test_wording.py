@@ -19,21 +19,34 @@ CHECKED = ("deepmd_ema", "benchmarks", "tests")
 # parts of names, of any case, and what is used instead
 NAMES = {
     r"^_*(MOST|FEWEST|LARGEST|LEAST|WORTH|SHORTEST|LONGEST|SMALLEST)(?=_|$)": "MAX_, MIN_, *_THRESHOLD",
-    r"(^|_)in_words($|_)": "describe, format_", r"(^|_)(told|tells|untold)($|_)|^_*tell_": "reported, reports",
-    r"(^|_)(asked|asks)($|_)": "requested", r"(^|_)(stands|stood)($|_)": "is", r"(^|_)hood($|_)": "neighborhood",
-    r"(^|_)goes_on($|_)": "continues", r"(^|_)seen_through($|_)": "with_slots", r"(^|_)by_hand($|_)": "cpu",
-    r"(^|_)twin($|_)": "reference", r"(^|_)(house|rooms?|floors)($|_)": "code base, package, layer",
+    r"(^|_)in_words($|_)": "describe, format_",
+    r"(^|_)(told|tells|untold)($|_)|^_*tell_": "reported, reports",
+    r"(^|_)(asked|asks)($|_)": "requested",
+    r"(^|_)(stands|stood)($|_)": "is",
+    r"(^|_)hood($|_)": "neighborhood",
+    r"(^|_)goes_on($|_)": "continues",
+    r"(^|_)seen_through($|_)": "with_slots",
+    r"(^|_)by_hand($|_)": "cpu",
+    r"(^|_)twin($|_)": "reference",
+    r"(^|_)(house|rooms?|floors)($|_)": "code base, package, layer",
     r"(^|_)owes($|_)": "pending",
-}  # fmt: skip
+}
 # words of docstrings, comments and messages
 WORDS = {
-    r"told|tells?|untold": "report, state, distinguish", r"asked|asks": "request, call for",
-    r"stands|stood": "is, is stored, remains", r"goes on|go on|gone on|going on": "continue",
-    r"said": "reported, stated", r"by hand": "written out, for the CPU", r"twins?": "reference version",
-    r"house|rooms|floors": "code base, packages, layers", r"owes|owed": "pending",
-    r"shared? out|shares out": "distribute, shard", r"in words": "as text", r"overtak\w+": "pass, exceed",
+    r"told|tells?|untold": "report, state, distinguish",
+    r"asked|asks": "request, call for",
+    r"stands|stood": "is, is stored, remains",
+    r"goes on|go on|gone on|going on": "continue",
+    r"said": "reported, stated",
+    r"by hand": "written out, for the CPU",
+    r"twins?": "reference version",
+    r"house|rooms|floors": "code base, packages, layers",
+    r"owes|owed": "pending",
+    r"shared? out|shares out": "distribute, shard",
+    r"in words": "as text",
+    r"overtak\w+": "pass, exceed",
     r"hood": "neighborhood",
-}  # fmt: skip
+}
 OPENINGS = {
     r"(Return|Yield|Print|Write|Give) (what|how|which|where|who)\b": "name the thing that is returned",
     r"(What|How|Which|Where|Who|Whatever|Whoever) ": "name the content",
@@ -65,7 +78,10 @@ def findings(path: Path) -> Iterator[str]:
                 yield from _words(docstring, line)
                 for pattern, instead in OPENINGS.items():
                     if re.match(pattern, docstring):
-                        yield f"{line}: docstring begins with {re.match(pattern, docstring)[0]!r}: {instead}"
+                        yield (
+                            f"{line}: docstring begins with {re.match(pattern, docstring)[0]!r}: "
+                            f"{instead}"
+                        )
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Constant)

@@ -21,8 +21,14 @@ from deepmd_ema.model.interpolation.interpolation import Interpolation
 TYPES = ["O", "H", "Na"]
 # small sections of the descriptors of dp-ema; those of other distributions have one in their record
 _SE_ATTEN = {
-    "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16], "axis_neuron": 4, "attn": 8, "tebd_dim": 4,
-}  # fmt: skip
+    "sel": 60,
+    "rcut": 4.0,
+    "rcut_smth": 1.0,
+    "neuron": [4, 8, 16],
+    "axis_neuron": 4,
+    "attn": 8,
+    "tebd_dim": 4,
+}
 _SE_E2_A = {
     "sel": [20, 20, 20],
     "rcut": 4.0,
@@ -32,38 +38,90 @@ _SE_E2_A = {
 }
 _SE_E3_TEBD = {"sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2, 4, 8], "tebd_dim": 4}
 REPINIT = {
-    "rcut": 4.0, "rcut_smth": 1.0, "nsel": 60, "neuron": [4, 8, 16], "axis_neuron": 4, "tebd_dim": 4,
-    "use_three_body": True, "three_body_neuron": [2, 4], "three_body_sel": 30, "three_body_rcut": 3.0,
+    "rcut": 4.0,
+    "rcut_smth": 1.0,
+    "nsel": 60,
+    "neuron": [4, 8, 16],
+    "axis_neuron": 4,
+    "tebd_dim": 4,
+    "use_three_body": True,
+    "three_body_neuron": [2, 4],
+    "three_body_sel": 30,
+    "three_body_rcut": 3.0,
     "three_body_rcut_smth": 1.0,
-}  # fmt: skip
+}
 REPFORMER = {
-    "rcut": 3.2, "rcut_smth": 1.0, "nsel": 40, "nlayers": 3, "g1_dim": 8, "g2_dim": 6, "axis_neuron": 3,
-    "attn1_hidden": 4, "attn1_nhead": 2, "attn2_hidden": 4, "attn2_nhead": 2, "update_h2": True,
-    "attn2_has_gate": True, "update_style": "res_residual", "update_residual": 0.05,
-}  # fmt: skip
+    "rcut": 3.2,
+    "rcut_smth": 1.0,
+    "nsel": 40,
+    "nlayers": 3,
+    "g1_dim": 8,
+    "g2_dim": 6,
+    "axis_neuron": 3,
+    "attn1_hidden": 4,
+    "attn1_nhead": 2,
+    "attn2_hidden": 4,
+    "attn2_nhead": 2,
+    "update_h2": True,
+    "attn2_has_gate": True,
+    "update_style": "res_residual",
+    "update_residual": 0.05,
+}
 FLOW = {
-    "n_dim": 8, "e_dim": 6, "a_dim": 4, "nlayers": 3, "e_rcut": 4.0, "e_rcut_smth": 1.0, "e_sel": 60,
-    "a_rcut": 3.0, "a_rcut_smth": 1.0, "a_sel": 30, "axis_neuron": 3, "smooth_edge_update": True,
+    "n_dim": 8,
+    "e_dim": 6,
+    "a_dim": 4,
+    "nlayers": 3,
+    "e_rcut": 4.0,
+    "e_rcut_smth": 1.0,
+    "e_sel": 60,
+    "a_rcut": 3.0,
+    "a_rcut_smth": 1.0,
+    "a_sel": 30,
+    "axis_neuron": 3,
+    "smooth_edge_update": True,
     "update_residual": 1.0,
-}  # fmt: skip
+}
 _EXAMPLES = {
     "dpa2": {"repinit": REPINIT, "repformer": REPFORMER, "add_tebd_to_repinit_out": True},
     "dpa3": {"repflow": FLOW},
     "dpa4": {
-        "rcut": 4.0, "channels": 8, "n_radial": 6, "edge_norm": False, "lmax": 2, "n_blocks": 2, "mixing_layers": 2,
-        "message_node_so3": True, "ffn_neurons": 8, "ffn_so3_grid": True, "grid_branch": [0, 0, 1],
-        "so3_readout": "mlp", "precision": "float64",
+        "rcut": 4.0,
+        "channels": 8,
+        "n_radial": 6,
+        "edge_norm": False,
+        "lmax": 2,
+        "n_blocks": 2,
+        "mixing_layers": 2,
+        "message_node_so3": True,
+        "ffn_neurons": 8,
+        "ffn_so3_grid": True,
+        "grid_branch": [0, 0, 1],
+        "so3_readout": "mlp",
+        "precision": "float64",
     },
-    "dpa4c": {"rcut": 4.0, "channels": 8, "lmax": 3, "n_radial": 6, "radial_modes": 2, "precision": "float64"},
+    "dpa4c": {
+        "rcut": 4.0,
+        "channels": 8,
+        "lmax": 3,
+        "n_radial": 6,
+        "radial_modes": 2,
+        "precision": "float64",
+    },
     # the second part has a shorter cutoff
-    "hybrid": {"list": [{"type": "se_e2_a", **_SE_E2_A}, {"type": "se_e3_tebd", **_SE_E3_TEBD, "rcut": 3.5}]},
+    "hybrid": {
+        "list": [
+            {"type": "se_e2_a", **_SE_E2_A},
+            {"type": "se_e3_tebd", **_SE_E3_TEBD, "rcut": 3.5},
+        ]
+    },
     "se_atten": {**_SE_ATTEN, "attn_layer": 2, "smooth_type_embedding": True},
     "se_atten_v2": {**_SE_ATTEN, "attn_layer": 1},
     "se_e2_a": _SE_E2_A,
     "se_e2_r": {"sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16]},
     "se_e3": {"sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2, 4, 8]},
     "se_e3_tebd": _SE_E3_TEBD,
-}  # fmt: skip
+}
 SECTIONS = {
     name: {"type": name, **_EXAMPLES.get(name, family.example)}
     for name, family in DESCRIPTORS.items()
@@ -281,8 +339,10 @@ TRICLINIC = np.array([[4.4, 0.0, 0.0], [0.7, 4.6, 0.0], [-0.5, 0.9, 4.3]])
 
 def batch_of(model, *atoms, **kwargs):
     """Return a batch of frames given as (coord, types, box or None)."""
-    frames = [Frame(np.asarray(c, float), np.asarray(t, np.int64), b, source=("toy", k), **kwargs)
-              for k, (c, t, b) in enumerate(atoms)]  # fmt: skip
+    frames = [
+        Frame(np.asarray(c, float), np.asarray(t, np.int64), b, source=("toy", k), **kwargs)
+        for k, (c, t, b) in enumerate(atoms)
+    ]
     return collate(frames, model.layout)
 
 

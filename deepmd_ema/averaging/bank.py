@@ -89,8 +89,9 @@ class AverageBank:
             self.rebind()
         if self._profiles and not self._binding.shards:
             raise ConfigError(
-                "averaging: the model has no trained parameter to average. Set `trainable` of the descriptor or the "
-                "fitting net (`requires_grad` of a parameter), or switch averaging off."
+                "averaging: the model has no trained parameter to average. Set `trainable` of the "
+                "descriptor or the fitting net (`requires_grad` of a parameter), or switch "
+                "averaging off."
             )
 
     @property
@@ -402,12 +403,18 @@ def _problems(profile: Profile) -> Iterator[str]:
             profile.decay_at(done.to("meta"))  # as on a GPU, where no number may be read in a step
         except Exception as error:  # whatever the code of others raises
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            yield f"decay_at of type {profile.type!r} fails for tensors of steps ({reason}). Use operations of tensors."
+            yield (
+                f"decay_at of type {profile.type!r} fails for tensors of steps ({reason}). Use "
+                "operations of tensors."
+            )
             return
         wrong = [k for k, decay in enumerate(decays.tolist()) if not 0 <= decay <= 1]
         if wrong:
             n, decay = int(done[wrong[0]]), float(decays[wrong[0]])
-            yield f"decay_at of type {profile.type!r} is {decay:g} after {n:,} steps, expected a number from 0 to 1."
+            yield (
+                f"decay_at of type {profile.type!r} is {decay:g} after {n:,} steps, expected a "
+                "number from 0 to 1."
+            )
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

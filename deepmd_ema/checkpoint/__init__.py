@@ -20,6 +20,18 @@ from deepmd_ema.checkpoint.file import (
 )
 
 __all__ = [
-    "FORMAT", "DeepmdCheckpointError", "choose_profile", "load", "load_shards", "payload_head",
-    "reading", "refitted", "refuse_to_replace", "require_finite", "require_training", "resolve", "save", "weights_in",
-]  # fmt: skip
+    "FORMAT",
+    "DeepmdCheckpointError",
+    "choose_profile",
+    "load",
+    "load_shards",
+    "payload_head",
+    "reading",
+    "refitted",
+    "refuse_to_replace",
+    "require_finite",
+    "require_training",
+    "resolve",
+    "save",
+    "weights_in",
+]

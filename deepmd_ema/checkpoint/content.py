@@ -25,8 +25,12 @@ _ALL: dict[str, Any] = {
     "model": dict,
 }
 _TRAINING = {
-    "config.training": dict, "optimizer.type": str, "streams": dict, "display.sums": dict, "validation_pending": bool,
-}  # fmt: skip
+    "config.training": dict,
+    "optimizer.type": str,
+    "streams": dict,
+    "display.sums": dict,
+    "validation_pending": bool,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "training": _ALL | _TRAINING,
     "average": _ALL | {"average": dict},
@@ -37,10 +41,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 _OPTIONAL: dict[str, Any] = {
     # files of 0.1.0 have none of the first two
-    "run": str | None, "num_steps": int, "min_nbor_dist": int | float | dict | None,
-    "averages.steps": int, "averages.profiles": dict,
-    **dict.fromkeys(("average", "best", "early_stop", "interpolation", "refitted", "refitted_bias", "bias"), dict),
-}  # fmt: skip
+    "run": str | None,
+    "num_steps": int,
+    "min_nbor_dist": int | float | dict | None,
+    "averages.steps": int,
+    "averages.profiles": dict,
+    **dict.fromkeys(
+        ("average", "best", "early_stop", "interpolation", "refitted", "refitted_bias", "bias"),
+        dict,
+    ),
+}
 _MISSING = object()
 _CHANGED = "Another program has changed it, or it was not made by a run: take another file."
 _MAX_COUNT = 1 << 62  # numpy and torch compute with 64 bits
@@ -113,7 +123,8 @@ def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"{path}: not a file of kind {kind} as dp-ema writes it: {first_few(problems, 5)}. {_CHANGED}"
+            f"{path}: not a file of kind {kind} as dp-ema writes it: {first_few(problems, 5)}. "
+            f"{_CHANGED}"
         )
 
 
@@ -213,8 +224,10 @@ def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | 
     profiles = payload.get("averages", {}).get("profiles", {})
     if not profiles:
         raise CheckpointError(
-            f"{path}: no averaged weights in this checkpoint: training.enable_ema was false and training.averaging "
-            'empty. Train with "enable_ema": true, or leave out --use-ema to take the live weights.'
+            f"{path}: no averaged weights in this checkpoint: training.enable_ema was false and "
+            "training.averaging "
+            'empty. Train with "enable_ema": true, or leave out --use-ema to take the live '
+            "weights."
         )
     if profile is None and len(profiles) == 1:
         return str(next(iter(profiles)))

@@ -56,8 +56,9 @@ class DeepmdCheckpointError(CheckpointError):
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         convert = command("dp-ema", "convert", path, "model.dp")
         super().__init__(
-            f"{path}: a checkpoint of DeePMD-kit, which holds its state of a run in another form. --init-model and "
-            f"--finetune start a run from its weights, and `{convert}` makes a model file of it."
+            f"{path}: a checkpoint of DeePMD-kit, which holds its state of a run in another form. "
+            f"--init-model and --finetune start a run from its weights, and `{convert}` makes a "
+            "model file of it."
         )
         self.content = content
 
@@ -146,7 +147,10 @@ def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, 
         for step in sorted((step for step in older if step < last), reverse=True):
             with suppress(DamagedError, CheckpointError):  # this one is not intact either
                 _read(older[step])
-                advice = f"The newest intact checkpoint before it is {older[step]}: continue from that one."
+                advice = (
+                    f"The newest intact checkpoint before it is {older[step]}: continue from that "
+                    "one."
+                )
                 break
         raise CheckpointError(f"{path}: damaged, {error}. {advice}") from error
 
@@ -163,7 +167,8 @@ def resolve(path: str | Path) -> Path:
         path /= POINTER
         if not path.is_file():
             raise CheckpointError(
-                f"{path.parent}: no file {POINTER!r} here that names the newest checkpoint. {_nearby(path)}"
+                f"{path.parent}: no file {POINTER!r} here that names the newest checkpoint. "
+                f"{_nearby(path)}"
             )
     missing = f"{path}: no such file."
     try:
@@ -192,8 +197,8 @@ def resolve(path: str | Path) -> Path:
                 return newest
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: not the path of a checkpoint, which a run writes there ({reason_of(error)}). Give the "
-            f"checkpoint itself. {_nearby(path)}"
+            f"{path}: not the path of a checkpoint, which a run writes there "
+            f"({reason_of(error)}). Give the checkpoint itself. {_nearby(path)}"
         ) from error
     raise CheckpointError(f"{missing} {_nearby(path)}")
 
@@ -234,8 +239,9 @@ def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
         number = payload["format"]
         if not isinstance(number, int) or not 1 <= number <= FORMAT:
             raise CheckpointError(
-                f"{path}: written by dp-ema {payload.get('version', 'of another version')} in format "
-                f"{' '.join(str(number).split())[:40]}; this version reads formats from 1 to {FORMAT}. Update dp-ema."
+                f"{path}: written by dp-ema {payload.get('version', 'of another version')} in "
+                f"format {' '.join(str(number).split())[:40]}; this version reads formats from 1 "
+                f"to {FORMAT}. Update dp-ema."
             )
         payload = {
             _RENAMED.get(name, name): part for name, part in payload.items() if name != DIGEST
@@ -268,8 +274,9 @@ def read_archive(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         freeze = command("dp", "--pt", "freeze", "-c", path, "-o", "model.pth")
         raise CheckpointError(
-            f"{path}: holds objects other than tensors and numbers, which are not loaded: they could run any program. "
-            f"Of a file of DeePMD-kit `{freeze}` and `dp convert-backend model.pth model.dp` make one that is read."
+            f"{path}: holds objects other than tensors and numbers, which are not loaded: they "
+            f"could run any program. Of a file of DeePMD-kit `{freeze}` and `dp convert-backend "
+            "model.pth model.dp` make one that is read."
         ) from error
     # bytes that were changed can make the readers of archives and pickles fail in any way
     except Exception as error:
@@ -300,8 +307,8 @@ def _check_archive(path: Path) -> None:
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
             convert = command("dp", "convert-backend", path, path.with_suffix(".dp"))
             raise CheckpointError(
-                f"{path}: a TorchScript archive (.pth), not a checkpoint of a run. `{convert}` with DeePMD-kit "
-                "makes a .dp of it, which dp-ema reads."
+                f"{path}: a TorchScript archive (.pth), not a checkpoint of a run. `{convert}` "
+                "with DeePMD-kit makes a .dp of it, which dp-ema reads."
             )
         # torch has a reader of its own, which takes a compressed entry or one with the attributes
         # of a folder for something else than Python's does: then the checksum is right and the
@@ -360,7 +367,10 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
     kind = payload["kind"]
     if kind == "training":
         return
-    what = f"{'' if kind == 'weights' else f'{kind} '}weights ({payload['weights'] or 'of another program'})"
+    what = (
+        f"{'' if kind == 'weights' else f'{kind} '}weights "
+        f"({payload['weights'] or 'of another program'})"
+    )
     path = Path(path)
     real = path.resolve()
     use = "Use a training checkpoint (model.ckpt-*.pt)"
@@ -379,8 +389,9 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
             partner = path.parent / os.path.relpath(partner, path.parent.resolve())
         use = f"Use --restart {partner}"
     raise CheckpointError(
-        f"{path}: holds {what} of step {payload['step']} and not the state of a run (raw weights, moments, streams), "
-        f"so a restart cannot continue from it. {use}, or start anew from these weights with --init-model {path}."
+        f"{path}: holds {what} of step {payload['step']} and not the state of a run (raw weights, "
+        f"moments, streams), so a restart cannot continue from it. {use}, or start anew from "
+        f"these weights with --init-model {path}."
     )
 
 
@@ -409,12 +420,13 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
             error, "content", ()
         ):  # which `dp-ema convert --to deepmd` writes
             raise CheckpointError(
-                f"{option} {path}: a file is there that is no model file of dp-ema. Choose another {option}, or move "
-                "the file away."
+                f"{option} {path}: a file is there that is no model file of dp-ema. Choose "
+                f"another {option}, or move the file away."
             ) from error
     if kind not in ("", "weights"):
         raise CheckpointError(
-            f"{option} {path}: a file of kind {kind}, which only a run can write. Choose another {option}."
+            f"{option} {path}: a file of kind {kind}, which only a run can write. Choose another "
+            f"{option}."
         )
 
 

@@ -45,9 +45,14 @@ class CheckpointSeries:
     """
 
     def __init__(
-        self, prefix: str | Path, suffix: str = "", save_dir: str | Path | None = None, keep: int = 5,
-        start: int | None = None, writers: World | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        prefix: str | Path,
+        suffix: str = "",
+        save_dir: str | Path | None = None,
+        keep: int = 5,
+        start: int | None = None,
+        writers: World | None = None,
+    ) -> None:
         prefix, self.writers = Path(prefix), writers
         self.suffix = GATHERED_SUFFIX if writers is None else SHARDED_SUFFIX
         self.name = suffixed(prefix, suffix).name
@@ -94,7 +99,8 @@ class CheckpointSeries:
         if newer and not self._noted:
             self._noted = True
             logger.info(
-                "of an earlier run that went beyond step %d: %s; each goes when this run passes its step",
+                "of an earlier run that went beyond step %d: %s; each goes when this run passes "
+                "its step",
                 step,
                 ", ".join(self.file(s).name for s in newer),
             )
@@ -121,9 +127,14 @@ class BestFiles:
     """
 
     def __init__(
-        self, prefix: str, folder: str | Path, keep: int, metric: str, writes: bool = True,
+        self,
+        prefix: str,
+        folder: str | Path,
+        keep: int,
+        metric: str,
+        writes: bool = True,
         writers: World | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.writes, self.writers = writes, writers
         self.suffix = GATHERED_SUFFIX if writers is None else SHARDED_SUFFIX
         self.prefix, self.folder, self.keep, self.metric = prefix, Path(folder), keep, metric

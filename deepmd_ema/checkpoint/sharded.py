@@ -63,7 +63,8 @@ def write_folder(path: Path, payload: Mapping[str, Any], world: World) -> None:
         with world.all_ranks_ok():
             if not part.is_dir():
                 raise CheckpointError(
-                    f"{path}: rank {world.rank} does not see the folder that rank 0 writes it to. A sharded checkpoint "
+                    f"{path}: rank {world.rank} does not see the folder that rank 0 writes it to. "
+                    "A sharded checkpoint "
                     "needs a folder that all ranks share (training.save_dir); without one set "
                     'training.checkpoint_format to "gathered".'
                 )
@@ -105,7 +106,8 @@ def read_folder(path: Path, share: tuple[int, int]) -> dict[str, Any]:
     files = table["files"]
     if missing := [name for name in sorted(files) if not (path / name).is_file()]:
         raise DamagedError(
-            f"incomplete: {first_few(missing, 8)} missing, of {len(files)} files with shards. Copy the whole folder"
+            f"incomplete: {first_few(missing, 8)} missing, of {len(files)} files with shards. "
+            "Copy the whole folder"
         )
     for name in sorted(files)[share[0] :: share[1]]:
         if file_digest(path / name) != files[name]:

@@ -54,8 +54,14 @@ def switch(
 
 def systems(default: str = "this folder") -> Option:
     """Return the option of systems; ``default`` says what is taken without it."""
-    return option("-s --system", "SYSTEM", f"systems, or folders searched for them (default: {default})",
-                  type=read.path, nargs="+", action="extend")  # fmt: skip
+    return option(
+        "-s --system",
+        "SYSTEM",
+        f"systems, or folders searched for them (default: {default})",
+        type=read.path,
+        nargs="+",
+        action="extend",
+    )
 
 
 def add_options(parser: argparse._ActionsContainer, options: Iterable[Option | Group]) -> None:
@@ -264,8 +270,10 @@ COMMANDS = {
         option("run_dir", "RUN_DIR", "the folder in which the run was started", type=read.path),
         option("--sigma-rel", "S", "lengths: 0.05, several, or a range: 0.02:0.2, 0.02:0.2:9 (9 lengths)", nargs="+",
                action="extend"),
-        option("--shapes", "SHAPE", "decays of the learning rate over the last part of the run: linear, cosine, "
-               "1-sqrt, linear:0.2 (over the last 20 %%), or none (default: all, unless --sigma-rel is given)",
+        option("--shapes", "SHAPE", 
+            "decays of the learning rate over the last part of the run: linear, cosine, "
+            "1-sqrt, linear:0.2 (over the last 20 %%), or none (default: all, unless --sigma-rel "
+            "is given)",
                nargs="+", action="extend"),
         option("--step", "N", "the last step to average over (default: newest snapshot)", type=int),
         option("--metric", "M", "what best means: E:RMSE, F:RMSE, V:RMSE, S:RMSE, ...:MAE, or overall, the mean RMSE "
@@ -291,15 +299,18 @@ COMMANDS = {
     ), keeps_log=True),
     "convert": Command("models", "a model file as another kind of file, or data of any format as deepmd/npy folders or "
                        "extended XYZ", (
-        option("input", "IN", "a model: a .pt of dp-ema or DeePMD-kit, the folder of a run, a .dp, a .yaml; or data: "
-               "what `train` reads (folders, a.xyz#energy=REF_energy), and files that ASE reads", type=read.path,
+        option("input", "IN", 
+            "a model: a .pt of dp-ema or DeePMD-kit, the folder of a run, a .dp, a .yaml; or "
+            "data: what `train` reads (folders, a.xyz#energy=REF_energy), and files that ASE reads", type=read.path,
                nargs="+"),
-        option("-o --output", "OUT", "what is written, without -o the last of IN: of a model a .dp, a .yaml, a .pt2, "
-               "a .pt (see --to), or a .pth (by an installed DeePMD-kit); of data a new folder, or a new .xyz or "
-               ".extxyz", type=read.path),
+        option("-o --output", "OUT", 
+            "what is written, without -o the last of IN: of a model a .dp, a .yaml, a .pt2, "
+            "a .pt (see --to), or a .pth (by an installed DeePMD-kit); of data a new folder, or a "
+            "new .xyz or .extxyz", type=read.path),
         Group((
-            option("--to", None, "whose .pt is written: a file of dp-ema with the weights of a model (default), or a "
-                   "checkpoint of DeePMD-kit (backend pt) with all models of IN, or that of --head",
+            option("--to", None, 
+                "whose .pt is written: a file of dp-ema with the weights of a model (default), or "
+                "a checkpoint of DeePMD-kit (backend pt) with all models of IN, or that of --head",
                    choices=("dp-ema", "deepmd")),
             *WEIGHTS, DEEPMD_KIT,
         ), "models"),

@@ -131,9 +131,21 @@ def posthoc(args: argparse.Namespace) -> None:
         from deepmd_ema.averaging.posthoc.run import run_posthoc
 
     systems = args.systems if args.system or args.valid_data else None
-    run_posthoc(args.run_dir, args.sigma_rel, args.step, shapes=args.shapes, metric=args.metric,
-                systems=systems, rglob_patterns=args.patterns, output=args.output, plot=args.plot,
-                table=args.table, head=args.head, device=args.device, say=say)  # fmt: skip
+    run_posthoc(
+        args.run_dir,
+        args.sigma_rel,
+        args.step,
+        shapes=args.shapes,
+        metric=args.metric,
+        systems=systems,
+        rglob_patterns=args.patterns,
+        output=args.output,
+        plot=args.plot,
+        table=args.table,
+        head=args.head,
+        device=args.device,
+        say=say,
+    )
 
 
 def plot(args: argparse.Namespace) -> None:

@@ -28,7 +28,8 @@ def init(args: argparse.Namespace) -> None:
         raise UserError(f"{file}: is there already. Name another file with -o, or remove it.")
     if not os.access(file.parent, os.W_OK):  # --hours measures before the file is written
         raise UserError(
-            f"-o {file}: {file.parent} is no folder that can be written to. Make it, or name another."
+            f"-o {file}: {file.parent} is no folder that can be written to. Make it, or name "
+            "another."
         )
     if args.finetune is None:
         idle = {"--replay": args.replay, "--head": args.head, "--train": args.train}
@@ -54,10 +55,17 @@ def init(args: argparse.Namespace) -> None:
     with atomic_write(file) as part:
         part.write_text(proposal.text(file), encoding="utf-8")
     start = ["--finetune", args.finetune] if args.finetune else []
-    say("\n".join([f"wrote {file}", *(f"  {line}" for line in proposal.head[1:]),
-                   *(f"  warning: {line}" for line in proposal.warnings),
-                   f"  next      {command('dp-ema', 'check', file)}",
-                   f"            {command('dp-ema', 'train', *start, file)}"]))  # fmt: skip
+    say(
+        "\n".join(
+            [
+                f"wrote {file}",
+                *(f"  {line}" for line in proposal.head[1:]),
+                *(f"  warning: {line}" for line in proposal.warnings),
+                f"  next      {command('dp-ema', 'check', file)}",
+                f"            {command('dp-ema', 'train', *start, file)}",
+            ]
+        )
+    )
 
 
 def _converted(
@@ -91,9 +99,15 @@ def _converted(
         named = f"{folder}: is there already, and {files} would be converted to it"
         raise UserError(f"{named}. Give the folder in place of the files, or remove it.")
     lines = convert_data(foreign, folder, file_format=file_format, units=units)
-    say("\n".join([f"converted {files} to {folder}, as `dp-ema convert` does",
-                   *(f"  {line}" for line in lines[:_MAX_LINES]),
-                   *[f"  ... and {len(lines) - _MAX_LINES} more lines"] * (len(lines) > _MAX_LINES)]))  # fmt: skip
+    say(
+        "\n".join(
+            [
+                f"converted {files} to {folder}, as `dp-ema convert` does",
+                *(f"  {line}" for line in lines[:_MAX_LINES]),
+                *[f"  ... and {len(lines) - _MAX_LINES} more lines"] * (len(lines) > _MAX_LINES),
+            ]
+        )
+    )
     return list(dict.fromkeys(folder if path in foreign else path for path in paths))
 
 
@@ -166,8 +180,10 @@ def doc(args: argparse.Namespace) -> None:
     from deepmd_ema.config.schema.loggers import LOGGERS
 
     for what, section, registry in (
-        ("descriptor", "descriptor", DESCRIPTORS), ("average", "averaging", AVERAGES), ("logger", "loggers", LOGGERS)
-    ):  # fmt: skip
+        ("descriptor", "descriptor", DESCRIPTORS),
+        ("average", "averaging", AVERAGES),
+        ("logger", "loggers", LOGGERS),
+    ):
         for name, fault in registry.faults.items() if section in (args.option or section) else ():
             say_error(f'{what} "{name}" is not listed: {fault}')
     say(json_schema_text() if args.json_schema else manual(args.option), is_fitted=False)

@@ -24,15 +24,23 @@ if TYPE_CHECKING:
 
 MAX_PROBLEMS = 25  # problems on one screen; `dp-ema check` shows all
 LESS_MEMORY = (
-    "Use a smaller batch_size, fewer neighbors (rcut, sel) or smaller layers (neuron), or a machine with more memory; "
-    "`dp-ema check --time` measures the memory of some steps."
+    "Use a smaller batch_size, fewer neighbors (rcut, sel) or smaller layers (neuron), or a "
+    "machine with more memory; `dp-ema check --time` measures the memory of some steps."
 )
 EXIT_BUG, EXIT_USER, EXIT_PIPE = 1, 2, 141
 
 # what pip installs for a module
-INSTALL = {"torch": "torch", "h5py": "h5py", "dpdata": "dpdata", "ase": "'dp-ema[ase]'", "matplotlib": "'dp-ema[plot]'",
-           "lmdb": "'dp-ema[lmdb]'", "msgpack": "'dp-ema[lmdb]'", "shtab": "'dp-ema[completion]'",
-           "tensorboard": "'dp-ema[tensorboard]'"}  # fmt: skip
+INSTALL = {
+    "torch": "torch",
+    "h5py": "h5py",
+    "dpdata": "dpdata",
+    "ase": "'dp-ema[ase]'",
+    "matplotlib": "'dp-ema[plot]'",
+    "lmdb": "'dp-ema[lmdb]'",
+    "msgpack": "'dp-ema[lmdb]'",
+    "shtab": "'dp-ema[completion]'",
+    "tensorboard": "'dp-ema[tensorboard]'",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -218,7 +226,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if args.log_path is not None and not COMMANDS[args.command].keeps_log:
         name = args.command
         raise errors.UserError(
-            f"-l {args.log_path}: {name} keeps no log. Its output is kept by `dp-ema {name} ... > FILE`."
+            f"-l {args.log_path}: {name} keeps no log. Its output is kept by `dp-ema {name} ... > "
+            "FILE`."
         )
     if not rest:
         return args

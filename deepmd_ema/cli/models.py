@@ -32,12 +32,13 @@ def freeze(args: argparse.Namespace) -> None:
     output = with_suffix_of_backend(args.output, args.backend)
     if args.lower_kind == "graph":
         raise UserError(
-            f"--lower-kind graph: {output} takes neighbor lists (nlist), which LAMMPS gives to every descriptor that "
-            "dp-ema has. Use --lower-kind nlist, or leave it out."
+            f"--lower-kind graph: {output} takes neighbor lists (nlist), which LAMMPS gives to "
+            "every descriptor that dp-ema has. Use --lower-kind nlist, or leave it out."
         )
     if args.lower_kind is not None and output.endswith((".dp", ".yaml", ".yml")):
         raise UserError(
-            f"--lower-kind {args.lower_kind}: {output} holds the model, not a graph of it. Leave it out."
+            f"--lower-kind {args.lower_kind}: {output} holds the model, not a graph of it. Leave "
+            "it out."
         )
     loaded = load_model(
         args.checkpoint, use_average=args.use_ema, average=args.average, head=args.head
@@ -54,14 +55,16 @@ def compress(args: argparse.Namespace) -> None:
     suffix = source.suffix.lower()
     if suffix not in (".pt2", ".pth", ".pte"):
         raise UserError(
-            f"-i {source}: expected a .pt2, .pth or .pte file. The networks of a .dp or a checkpoint need no tables in "
-            "the file: dp-ema makes them when it evaluates; `dp-ema freeze -o model.pt2` compiles them."
+            f"-i {source}: expected a .pt2, .pth or .pte file. The networks of a .dp or a "
+            "checkpoint need no tables in the file: dp-ema makes them when it evaluates; `dp-ema "
+            "freeze -o model.pt2` compiles them."
         )
     if target.suffix.lower() != suffix:
         raise UserError(f"-o {target}: expected a name that ends in {suffix}, as {source} does.")
     if not source.is_file():
         raise UserError(
-            f"-i {source}: is not there. Freeze a model first: {command('dp-ema', 'freeze', '-o', source)}"
+            f"-i {source}: is not there. Freeze a model first: "
+            f"{command('dp-ema', 'freeze', '-o', source)}"
         )
     with loading():
         from deepmd_ema.interop.freeze import compress
@@ -102,8 +105,11 @@ def convert(args: argparse.Namespace) -> None:
             )
         args.output = args.input.pop()
     takes_data = args.format is not None or any(is_data(name, args.output) for name in args.input)
-    refused, kind = (_OF_MODELS, "models, and these are data") if takes_data else (
-        _OF_DATA, f"data, and {args.input[0]} is a model or does not exist")  # fmt: skip
+    refused, kind = (
+        (_OF_MODELS, "models, and these are data")
+        if takes_data
+        else (_OF_DATA, f"data, and {args.input[0]} is a model or does not exist")
+    )
     weights = ("head", "use_ema", "average") if takes_data and args.labels_of is not None else ()
     for name in refused:
         if name not in weights and getattr(args, name) not in (None, False):
@@ -162,19 +168,26 @@ def _convert_model(args: argparse.Namespace) -> None:
     is_weights = args.output.lower().endswith(WEIGHTS)
     if args.to is not None and not is_weights:
         raise UserError(
-            f"--to {args.to}: chooses between files {WEIGHTS}, and OUT is {args.output}. Leave it out."
+            f"--to {args.to}: chooses between files {WEIGHTS}, and OUT is {args.output}. Leave it "
+            "out."
         )
     if args.dp is not None and is_weights:
         raise UserError(
             f"--dp {args.dp}: {args.output} is written without DeePMD-kit. Leave it out."
         )
     source, takes_all = args.input[0], args.to == "deepmd" and args.head is None
-    file = load_models(source, args.use_ema, args.average,
-                       lambda names: names if takes_all else [choose_head(names, args.head, source)])  # fmt: skip
+    file = load_models(
+        source,
+        args.use_ema,
+        args.average,
+        lambda names: names if takes_all else [choose_head(names, args.head, source)],
+    )
     loaded = next(iter(file.models.values()))
     written = convert(file, args.output, args.to == "deepmd", args.dp)
-    say(f"read {loaded.info.path}: {loaded.info.version}, elements {' '.join(loaded.config.type_map)}, "
-        f"{loaded.config.descriptor.summary()}")  # fmt: skip
+    say(
+        f"read {loaded.info.path}: {loaded.info.version}, elements "
+        f"{' '.join(loaded.config.type_map)}, {loaded.config.descriptor.summary()}"
+    )
     say(f"wrote {written.text()}")
 
 
@@ -223,8 +236,10 @@ def pretrained(args: argparse.Namespace) -> None:
         for place in (folder or Path(), DOWNLOADS):
             if check_digest(place / model.file):
                 say(f"  here    {place / model.file}, sha256 verified")
-    say("Download: dp-ema pretrained NAME. Elements, heads and size of a file: dp-ema show FILE\n"
-        "Fine-tune: dp-ema train INPUT --finetune NAME --model-branch HEAD --use-pretrain-script")  # fmt: skip
+    say(
+        "Download: dp-ema pretrained NAME. Elements, heads and size of a file: dp-ema show FILE\n"
+        "Fine-tune: dp-ema train INPUT --finetune NAME --model-branch HEAD --use-pretrain-script"
+    )
 
 
 def with_suffix_of_backend(name: str, backend: str | None) -> str:

@@ -14,8 +14,12 @@ from typing import TypeVar
 from deepmd_ema.errors import ConfigError, UserError, show_text
 
 Value = TypeVar("Value")
-BACKENDS = {"pt": "pytorch", "pytorch": "pytorch", "pt-expt": "pytorch-exportable",
-            "pytorch-exportable": "pytorch-exportable"}  # fmt: skip
+BACKENDS = {
+    "pt": "pytorch",
+    "pytorch": "pytorch",
+    "pt-expt": "pytorch-exportable",
+    "pytorch-exportable": "pytorch-exportable",
+}
 """Names of DeePMD-kit for its backends that train with torch."""
 LEVELS = {"0": "ERROR", "1": "WARNING", "2": "INFO", "3": "DEBUG"}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -122,9 +126,10 @@ def chosen_systems(args: argparse.Namespace) -> tuple[list[str], list[str] | Non
         data = task.data.validation_data
         if data is None and task.is_validated:
             raise ConfigError(
-                f"{args.valid_data}: {task.place('training')}.validation_fraction splits validation frames off while "
-                "training; their errors are in val*.log and, in detail, in the page of `dp-ema report`. Give systems "
-                "with -s; `dp-ema convert --validation` writes such frames as folders."
+                f"{args.valid_data}: {task.place('training')}.validation_fraction splits "
+                "validation frames off while training; their errors are in val*.log and, in "
+                "detail, in the page of `dp-ema report`. Give systems with -s; `dp-ema convert "
+                "--validation` writes such frames as folders."
             )
         if data is None:
             place = f"{task.place('training')}.validation_data"

@@ -31,18 +31,20 @@ OPTIONS = {
     },
     "model-devi": {
         "-S --set-prefix": "all sets of a system are read",
-        "--sample-layer": "was removed; give several models, averages (--average live A) or checkpoints of one run",
+        "--sample-layer": "was removed; give several models, averages (--average live A) or checkpoints of one "
+        "run",
         "--seed": "was removed with --sample-layer",
     },
     "posthoc": {
-        "--solve": "was removed, since dynamics failed more often; use the best average, or `dp-ema change-bias` for "
-        "the bias alone",
+        "--solve": "was removed, since dynamics failed more often; use the best average, or `dp-ema "
+        "change-bias` for the bias alone",
     },
 }
 COMMANDS = {
     **dict.fromkeys(("transfer", "convert-from", "train-nvnmd"), "it is of the backend TensorFlow"),
     "doc-train-input": "use `dp-ema doc`, or `dp-ema doc --json-schema`",
-    "convert-backend": "`dp-ema convert IN OUT` writes .dp, .yaml and .pt files; DeePMD-kit makes the others of a .dp",
+    "convert-backend": "`dp-ema convert IN OUT` writes .dp, .yaml and .pt files; DeePMD-kit makes the others of "
+    "a .dp",
     "eval-desc": "not here yet",
     "embed": "not here yet",
     "gui": "`dp-ema doc --json-schema` gives an editor what it needs to help with the input",

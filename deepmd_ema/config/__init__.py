@@ -27,11 +27,33 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "Check", "CustomAverage", "InputFile", "LoggedRun", "Logger", "ModelConfig", "RunConfig", "TaskConfig",
-    "as_launched", "choose_head", "config_from_dict", "config_summary", "config_warnings", "gen_args",
-    "ignored_options", "load_config", "model_config_from_dict", "option", "positive", "positive_int", "read_input",
-    "rows_of_tasks", "run_arguments", "saved_config", "saved_models", "to_dict",
-]  # fmt: skip
+    "Check",
+    "CustomAverage",
+    "InputFile",
+    "LoggedRun",
+    "Logger",
+    "ModelConfig",
+    "RunConfig",
+    "TaskConfig",
+    "as_launched",
+    "choose_head",
+    "config_from_dict",
+    "config_summary",
+    "config_warnings",
+    "gen_args",
+    "ignored_options",
+    "load_config",
+    "model_config_from_dict",
+    "option",
+    "positive",
+    "positive_int",
+    "read_input",
+    "rows_of_tasks",
+    "run_arguments",
+    "saved_config",
+    "saved_models",
+    "to_dict",
+]
 
 
 def __getattr__(name: str) -> Any:

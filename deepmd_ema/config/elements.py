@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 _SYMBOLS = (
-    "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb "
-    "Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au "
-    "Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa U Np Pu Am Cm Bk Cf Es Fm Md No Lr Rf Db Sg Bh Hs Mt Ds Rg Cn Nh Fl Mc Lv Ts "
-    "Og"
+    "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se "
+    "Br Kr Rb Sr Y Zr Nb Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb "
+    "Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa U Np Pu Am Cm "
+    "Bk Cf Es Fm Md No Lr Rf Db Sg Bh Hs Mt Ds Rg Cn Nh Fl Mc Lv Ts Og"
 )
 SYMBOLS = tuple(_SYMBOLS.split())
 NUM_STATES = len(SYMBOLS)  # those of oganesson, in which all shells that an element begins are full
@@ -63,12 +63,13 @@ def occupied_states(symbol: str) -> list[bool]:
 
 # u: IUPAC 2016, as in ASE; of H to Lr
 _MASSES = (
-    "1.008 4.0026 6.94 9.0122 10.81 12.011 14.007 15.999 18.998 20.18 22.99 24.305 26.982 28.085 30.974 32.06 "
-    "35.45 39.948 39.098 40.078 44.956 47.867 50.941 51.996 54.938 55.845 58.933 58.693 63.546 65.38 69.723 72.63 "
-    "74.922 78.971 79.904 83.798 85.468 87.62 88.906 91.224 92.906 95.95 97.907 101.07 102.91 106.42 107.87 "
-    "112.41 114.82 118.71 121.76 127.6 126.9 131.29 132.91 137.33 138.91 140.12 140.91 144.24 144.91 150.36 "
-    "151.96 157.25 158.93 162.5 164.93 167.26 168.93 173.05 174.97 178.49 180.95 183.84 186.21 190.23 192.22 "
-    "195.08 196.97 200.59 204.38 207.2 208.98 208.98 209.99 222.02 223.02 226.03 227.03 232.04 231.04 238.03 "
+    "1.008 4.0026 6.94 9.0122 10.81 12.011 14.007 15.999 18.998 20.18 22.99 24.305 26.982 28.085 "
+    "30.974 32.06 35.45 39.948 39.098 40.078 44.956 47.867 50.941 51.996 54.938 55.845 58.933 "
+    "58.693 63.546 65.38 69.723 72.63 74.922 78.971 79.904 83.798 85.468 87.62 88.906 91.224 "
+    "92.906 95.95 97.907 101.07 102.91 106.42 107.87 112.41 114.82 118.71 121.76 127.6 126.9 "
+    "131.29 132.91 137.33 138.91 140.12 140.91 144.24 144.91 150.36 151.96 157.25 158.93 162.5 "
+    "164.93 167.26 168.93 173.05 174.97 178.49 180.95 183.84 186.21 190.23 192.22 195.08 196.97 "
+    "200.59 204.38 207.2 208.98 208.98 209.99 222.02 223.02 226.03 227.03 232.04 231.04 238.03 "
     "237.05 244.06 243.06 247.07 247.07 251.08 252.08 257.1 258.1 259.1 262.11 "
 )
 MASSES = dict(zip(SYMBOLS, map(float, _MASSES.split())))

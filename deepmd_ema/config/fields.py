@@ -148,7 +148,8 @@ class Option:
         if any(isinstance(part, str) and _NO_NAME.search(part) for part in parts):
             return bad_value(
                 value,
-                "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name has",
+                "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name "
+                "has",
             )
         is_known = value in self.choices or (
             not self.choices if self.check is None else self.check.test(value)

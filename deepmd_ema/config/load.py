@@ -27,8 +27,8 @@ _OF_VERSION_0 = frozenset(
     {"sel_a", "filter_neuron", "n_neuron", "use_smooth", "rcut", "systems", "stop_batch"}
 )
 _NO_SECTIONS = (
-    "an input of DeePMD-kit 0.x, with all options at the top. Expected the sections model, learning_rate, loss and "
-    "training. `dp-ema init DATA` writes an input for your data."
+    "an input of DeePMD-kit 0.x, with all options at the top. Expected the sections model, "
+    "learning_rate, loss and training. `dp-ema init DATA` writes an input for your data."
 )
 
 

@@ -174,14 +174,20 @@ class Registry(Mapping[str, Family]):
         if not (isinstance(section, type) and dataclasses.is_dataclass(section)):
             return f"section {section!r}, expected a dataclass"
         if self._base is not None and not issubclass(section, self._base):
-            return f"section {section!r}, expected a subclass of {self._base.__module__}.{self._base.__name__}"
+            return (
+                f"section {section!r}, expected a subclass of "
+                f"{self._base.__module__}.{self._base.__name__}"
+            )
         if self._base is not None and "__dataclass_fields__" not in vars(section):
             # its options would not be seen
             return f"a section that is not decorated as {self._base.__name__} is"
         try:
             typing.get_type_hints(section)  # config reads them to check options
         except Exception as error:
-            return f"a section with an annotation that cannot be read ({type(error).__name__}: {error})"
+            return (
+                f"a section with an annotation that cannot be read ({type(error).__name__}: "
+                f"{error})"
+            )
         kind = getattr(section, "type", None)
         if kind != name:
             return f"a section of type {kind!r}, expected {name!r}"

@@ -130,8 +130,9 @@ def as_launched(
         return run
     words = ("--restart", restart) if restart else (run.source.name,)
     note = (
-        f"training.zero_stage = {stage}: no launcher has started this process, which trains with 0. "
-        f"Launch with: export PET_NO_PYTHON=1; torchrun --nproc_per_node=2 {command('dp-ema', 'train', *words)}"
+        f"training.zero_stage = {stage}: no launcher has started this process, which trains with "
+        "0. Launch with: export PET_NO_PYTHON=1; torchrun --nproc_per_node=2 "
+        f"{command('dp-ema', 'train', *words)}"
     )
     return replace(run, training=replace(run.training, zero_stage=0), notes=(*run.notes, note))
 
@@ -192,7 +193,10 @@ def _optimizer(run: RunConfig) -> Findings:
     lr = run.learning_rate
     falls = isinstance(lr, InvSqrtScheduleConfig) or lr.end_lr < lr.start_lr
     if isinstance(run.optimizer, AdamWScheduleFreeConfig) and falls:
-        text = f": the rate falls ({lr.summary()}). AdamWScheduleFree averages in place of a schedule and is "
+        text = (
+            f": the rate falls ({lr.summary()}). AdamWScheduleFree averages in place of a "
+            "schedule and is "
+        )
         constant = (
             f'made for a constant rate: "stop_lr": {lr.start_lr:g}, with type exp, cosine or wsd.'
         )
@@ -213,8 +217,8 @@ _MAX_WITH_LKF = {
 }
 # options of the loss without which LKF works; others than their defaults are refused
 _REFUSED_BY_LKF = (
-    "start_pref_v limit_pref_v start_pref_ae limit_pref_ae start_pref_pf limit_pref_pf start_pref_h limit_pref_h "
-    "loss_func use_huber f_use_norm relative_f intensive_ener_virial"
+    "start_pref_v limit_pref_v start_pref_ae limit_pref_ae start_pref_pf limit_pref_pf "
+    "start_pref_h limit_pref_h loss_func use_huber f_use_norm relative_f intensive_ener_virial"
 )
 
 
@@ -228,7 +232,10 @@ def _lkf(run: RunConfig) -> Findings:
             yield error(f"training.{name}", f" = {value:g}: {why}")
     for task in run.tasks.values():
         if not isinstance(task.loss, EnerLossConfig):
-            text = f" = {show(task.loss.type)}: LKF fits energies and forces only. Use another optimizer."
+            text = (
+                f" = {show(task.loss.type)}: LKF fits energies and forces only. Use another "
+                "optimizer."
+            )
             yield error(f"{task.place('loss')}.type", text)
             continue
         if task.data.training_data.frame_weights:
@@ -359,12 +366,18 @@ def _averages(run: RunConfig) -> Findings:
     # snapshots that `dp-ema posthoc` cannot combine
     averages = [average for average in averages if average.snapshots]
     if len({average.length for average in averages}) == 1:
-        text = f": all snapshots are of averages of one length ({averages[0].name}). `dp-ema posthoc` finds other "
+        text = (
+            f": all snapshots are of averages of one length ({averages[0].name}). `dp-ema "
+            "posthoc` finds other "
+        )
         advice = "lengths best from two: add a power average of another sigma_rel with snapshots."
         yield warning("training.averaging", text + advice)
     if len({average.buffers for average in averages}) > 1:
         names = ", ".join(f"{average.name} {average.buffers}" for average in averages)
-        text = f": snapshots are of averages with different buffers ({names}). `dp-ema posthoc` takes averages of the "
+        text = (
+            f": snapshots are of averages with different buffers ({names}). `dp-ema posthoc` "
+            "takes averages of the "
+        )
         yield warning("training.averaging", f"{text}same tensors only: give them the same.")
 
 
@@ -381,7 +394,8 @@ def _validating(run: RunConfig) -> Findings:
     ):
         yield error(
             "validating.early_stop.weights",
-            f" = {show(stop.weights)}: these weights have no full validation. With it: {', '.join(validated)}.",
+            f" = {show(stop.weights)}: these weights have no full validation. With it: "
+            f"{', '.join(validated)}.",
         )
     has_tasks = isinstance(run, MultiTaskRun)
     if has_tasks and validating.test_data:
@@ -429,7 +443,8 @@ def _metrics(run: RunConfig) -> Findings:
         if metric.quantity not in known and is_given:
             yield error(
                 f"validating.{name}",
-                f" = {show(metric)}: nothing of this is predicted. Choose one of {', '.join(known)}.",
+                f" = {show(metric)}: nothing of this is predicted. Choose one of "
+                f"{', '.join(known)}.",
             )
             continue
         for task in run.tasks.values():
@@ -457,7 +472,8 @@ def _files(run: RunConfig) -> Findings:
         if first is not output and (output.has_rows or first.option != output.option):
             yield error(
                 output.option,
-                f": {output.content} would be written to {file}, as {first.content} is. Choose another name.",
+                f": {output.content} would be written to {file}, as {first.content} is. Choose "
+                "another name.",
             )
 
 
@@ -576,7 +592,10 @@ def _lengths_to_look_at(run: RunConfig, num_steps: int, steps_per: StepsPer) -> 
                 better = math.log(2) * longest / 2 / steps
                 text += f" {unit}"
             if window > longest:
-                why = f"more than a fifth of the run of {num_steps:,}, so it may lag behind the live weights"
+                why = (
+                    f"more than a fifth of the run of {num_steps:,}, so it may lag behind the "
+                    "live weights"
+                )
                 text += f": the average is over about {window:,.0f} steps, {why}. Try {better:.3g}."
                 yield warning(f"{place}.{name}", text)
         late, start = "start_step", float(average.start_step)

@@ -40,7 +40,10 @@ def config_summary(
     if steps_per and "" in config.tasks:  # several tasks see their data more or less often
         batches = round(steps_per["epochs"] * training.accumulate)
         epochs = num_steps * training.accumulate / batches
-        length = f"{counted(num_steps, 'step')} = {epochs:.1f} epochs of {counted(batches, 'batch', 'batches')}"
+        length = (
+            f"{counted(num_steps, 'step')} = {epochs:.1f} epochs of "
+            f"{counted(batches, 'batch', 'batches')}"
+        )
     averages = [("average", f"{a.name}: {a.summary(steps_per or {})}") for a in training.averaging]
     decay = getattr(config.optimizer, "weight_decay", 0.0)
     number = len(config.optimizer.groups)

@@ -53,7 +53,8 @@ def _names_of_tasks(run: MultiTaskRun) -> Findings:
             if (other := taken.setdefault(alias.lower(), name)) != name:
                 yield error(
                     f"model.model_dict.{name}.model_branch_alias",
-                    f" = {show(model.model_branch_alias)}: {alias} means task {other} already. Choose another.",
+                    f" = {show(model.model_branch_alias)}: {alias} means task {other} already. "
+                    "Choose another.",
                 )
 
 
@@ -102,7 +103,8 @@ def _shares(run: MultiTaskRun) -> Findings:
             if (other := first.setdefault(file, task.name)) != task.name:
                 yield error(
                     f"{task.place('training')}.stat_file",
-                    f" = {show(task.data.stat_file)}: task {other} has it too. Name a file for each task.",
+                    f" = {show(task.data.stat_file)}: task {other} has it too. Name a file for "
+                    "each task.",
                 )
 
 
@@ -140,7 +142,8 @@ def _case_embedding(run: MultiTaskRun) -> Findings:
         if most and size != max(most, tasks):
             yield error(
                 f"model.model_dict.{name}.fitting_net.dim_case_embd",
-                f" = {size}: expected {max(most, tasks)} in every task, at least the number of tasks ({tasks}).",
+                f" = {size}: expected {max(most, tasks)} in every task, at least the number of "
+                f"tasks ({tasks}).",
             )
     # tasks whose models differ in the energies of the elements only
     links = [link for link in run.links if link.part == "fitting_net"]

@@ -39,7 +39,8 @@ def read_config_file(path: Path) -> tuple[Values, Lines]:
     suffix = path.suffix.lower()
     if suffix not in JSON_SUFFIXES + YAML_SUFFIXES and path.exists():
         raise ConfigError(
-            f"{path}: expected a file that ends in .json, .yaml or .yml. Rename it after its format."
+            f"{path}: expected a file that ends in .json, .yaml or .yml. Rename it after its "
+            "format."
         )
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -55,7 +56,8 @@ def read_config_file(path: Path) -> tuple[Values, Lines]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
     if not text.strip():
         raise ConfigError(
-            f"{path}: the file is empty. Expected a JSON object {{...}} or YAML with the sections of a run."
+            f"{path}: the file is empty. Expected a JSON object {{...}} or YAML with the sections "
+            "of a run."
         )
     if suffix in YAML_SUFFIXES:
         from deepmd_ema.config.text_yaml import (
@@ -100,11 +102,13 @@ def lines_of(marks: Marks, source: str, max_values: float = float("inf")) -> Lin
             raise RecursionError
         if len(lines) > max_values:  # aliases of aliases multiply the values of a text
             raise ConfigError(
-                f"{source}: anchors that expand to more than {max_values:,} values: this is no input."
+                f"{source}: anchors that expand to more than {max_values:,} values: this is no "
+                "input."
             )
         if is_key and place in lines and not any(map(is_comment, place)):
             twice.append(
-                f"{source}:{line}: {dotted(place)}: given twice, first on line {lines[place]}. Remove one of the two."
+                f"{source}:{line}: {dotted(place)}: given twice, first on line {lines[place]}. "
+                "Remove one of the two."
             )
         lines[place] = line
     ConfigError.raise_if_any(twice)

@@ -23,10 +23,13 @@ for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?[0-9]+", list("-+0123456789")),
-    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-     list("-+.0123456789")),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
     ("merge", r"<<", ["<"]),
-):  # fmt: skip
+):
     _Loader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first
     )
@@ -95,6 +98,9 @@ def _message(text: str, error: yaml.YAMLError, source: str) -> str:
     )
     problem = getattr(error, "problem", None) or "cannot be read"
     if "mapping values are not allowed" in problem:
-        problem = 'a colon where none can be; is the line above unfinished, or does a text with ": " need quotes?'
+        problem = (
+            'a colon where none can be; is the line above unfinished, or does a text with ": " '
+            "need quotes?"
+        )
     context = getattr(error, "context", None)
     return f"{where}: not YAML: {problem}{f' ({context})' if context else ''}.{shown}"

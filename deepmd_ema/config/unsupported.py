@@ -45,8 +45,8 @@ class Unavailable:
 _OFF = Unavailable((None, False))
 _EMPTY = Unavailable((None, {}, []))
 _IN_DESCRIPTOR = (
-    "DeePMD-kit's torch backend refuses it too: the embedding of elements is part of the descriptor "
-    "(tebd_dim). Remove it."
+    "DeePMD-kit's torch backend refuses it too: the embedding of elements is part of the "
+    "descriptor (tebd_dim). Remove it."
 )
 _DPLR = "Train on energies and forces without the long-range part, and remove it."
 _GENERALIZED = "Generalized forces are not trained on. Remove it to train on energies and forces."
@@ -66,8 +66,8 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "compress": _EMPTY,
         "spin": Unavailable(
             (None, {}, []),
-            "Models of magnetic spins are not here. Without this section another model is trained, whose energies do "
-            "not depend on spins: train this one with DeePMD-kit.",
+            "Models of magnetic spins are not here. Without this section another model is "
+            "trained, whose energies do not depend on spins: train this one with DeePMD-kit.",
         ),
         "modifier": Unavailable((None, {}), _DPLR),
         "type_embedding": Unavailable((None, {}), _IN_DESCRIPTOR),
@@ -113,13 +113,29 @@ REMOVED_METRICS = dict.fromkeys(
 # section -> values of its `type`, aliases included
 UNAVAILABLE_TYPES: dict[str, Names] = {
     "model": ("frozen", "pairtab", "pairwise_dprc"),
-    "model.models": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "linear_ener", "pairwise_dprc", "inner_potential"),
+    "model.models": (
+        "dpa4",
+        "DPA4",
+        "SeZM",
+        "sezm",
+        "frozen",
+        "linear_ener",
+        "pairwise_dprc",
+        "inner_potential",
+    ),
     "model.descriptor": (
-        "loc_frame", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2", "se_a_tpe_v2", "se_a_mask", "dpa4c", "DPA4C",
+        "loc_frame",
+        "se_a_tpe",
+        "se_a_ebd",
+        "se_a_ebd_v2",
+        "se_a_tpe_v2",
+        "se_a_mask",
+        "dpa4c",
+        "DPA4C",
     ),
     "model.fitting_net": ("population",),
     "loss": ("dens", "ener_spin", "population"),
-}  # fmt: skip
+}
 
 # remedies for some of them
 _TENSORFLOW = "Only DeePMD-kit's TensorFlow backend has it"
@@ -127,12 +143,15 @@ _EMBEDDED = f"{_TENSORFLOW}: se_atten_v2 distinguishes elements by an embedding 
 INSTEAD_OF_TYPES: dict[str, str] = {
     **dict.fromkeys(("se_a_ebd", "se_a_ebd_v2", "se_a_tpe", "se_a_tpe_v2"), _EMBEDDED),
     **dict.fromkeys(("loc_frame", "se_a_mask", "pairwise_dprc"), f"{_TENSORFLOW}."),
-    "pairtab": "A table alone has nothing to train, and DeePMD-kit's torch backend does not take it either. Use it as "
-    "a part of a linear_ener model, or as use_srtab of a standard one for short distances.",
-    "frozen": "A frozen model has nothing to train, and a part of DeePMD-kit's torch backend cannot be one. Give the "
+    "pairtab": "A table alone has nothing to train, and DeePMD-kit's torch backend does not take it "
+    "either. Use it as a part of a linear_ener model, or as use_srtab of a standard one for "
+    "short distances.",
+    "frozen": "A frozen model has nothing to train, and a part of DeePMD-kit's torch backend cannot be "
+    "one. Give the "
     'whole model, and its weights by --init-model; "trainable": false keeps a part as it is.',
     "population": "Populations of atoms are not here: train this one with DeePMD-kit.",
-    "ener_spin": "It is the loss of models of magnetic spins, which are not here: train this one with DeePMD-kit.",
+    "ener_spin": "It is the loss of models of magnetic spins, which are not here: train this one with "
+    "DeePMD-kit.",
     "dens": "It denoises structures beside training. The loss ener trains the same model without that.",
     "linear_ener": "DeePMD-kit's torch backend refuses it too. Put its parts here, with weights.",
 }
@@ -156,7 +175,8 @@ def without_removed(values: Mapping[str, Any]) -> tuple[Values, list[str]]:
         if isinstance(own, Mapping):
             kept[section] = {key: value for key, value in own.items() if key not in known}
             notes += [
-                f"{section}.{key} = {show(own[key])} in the checkpoint: the option {known[key].reason}"
+                f"{section}.{key} = {show(own[key])} in the checkpoint: the option "
+                f"{known[key].reason}"
                 for key in own.keys() & known.keys()
                 if not known[key].is_no_op(own[key])
             ]
@@ -172,7 +192,8 @@ def without_removed(values: Mapping[str, Any]) -> tuple[Values, list[str]]:
         if (metric := owner.get(key)) in REMOVED_METRICS:
             place = dotted((*outer, key))
             notes.append(
-                f"{place} = {show(metric)} in the checkpoint: was removed, {_METRIC_INSTEAD} is taken"
+                f"{place} = {show(metric)} in the checkpoint: was removed, {_METRIC_INSTEAD} is "
+                "taken"
             )
             owner[key] = _METRIC_INSTEAD
     return kept, notes

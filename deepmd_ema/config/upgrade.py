@@ -34,15 +34,40 @@ _RENAMED = {"opt_type": "type", "muon_momentum": "momentum"}
 # keys of `training` of older versions -> their place today; those of version 1, of data, in an
 # input of one task
 _PLACES_TODAY: dict[str, Place] = {
-    **{key: ("learning_rate", key) for key in ("warmup_steps", "warmup_ratio", "warmup_start_factor")},
-    **{key: ("optimizer", _RENAMED.get(key, key)) for key in (
-        "opt_type", "adam_beta1", "adam_beta2", "weight_decay", "kf_blocksize", "kf_start_pref_e", "kf_limit_pref_e",
-        "kf_start_pref_f", "kf_limit_pref_f", "momentum", "muon_momentum", "lr_adjust", "lr_adjust_coeff",
-    )},
-    **{key: ("training", "training_data", key) for key in (
-        "systems", "batch_size", "auto_prob", "auto_prob_style", "sys_probs", "sys_weights",
-    )},
-}  # fmt: skip
+    **{
+        key: ("learning_rate", key)
+        for key in ("warmup_steps", "warmup_ratio", "warmup_start_factor")
+    },
+    **{
+        key: ("optimizer", _RENAMED.get(key, key))
+        for key in (
+            "opt_type",
+            "adam_beta1",
+            "adam_beta2",
+            "weight_decay",
+            "kf_blocksize",
+            "kf_start_pref_e",
+            "kf_limit_pref_e",
+            "kf_start_pref_f",
+            "kf_limit_pref_f",
+            "momentum",
+            "muon_momentum",
+            "lr_adjust",
+            "lr_adjust_coeff",
+        )
+    },
+    **{
+        key: ("training", "training_data", key)
+        for key in (
+            "systems",
+            "batch_size",
+            "auto_prob",
+            "auto_prob_style",
+            "sys_probs",
+            "sys_weights",
+        )
+    },
+}
 # switches that DeePMD-kit's backend pt has in each model, and one in `training` for the whole run
 # here
 _OF_MODELS = {"use_compile": "enable_compile", "enable_tf32": "enable_tf32"}
@@ -128,8 +153,11 @@ def _move_old_keys(reading: Reading) -> None:
     dropped: list[tuple[Place, str, str]] = [
         ((), "numb_test", "validation is set by validation_data.numb_btch now")
     ]
-    dropped += [((*folder, *inner), "set_prefix", "sets are always found as set.*")
-                for folder in folders for inner in ((), ("training_data",), ("validation_data",))]  # fmt: skip
+    dropped += [
+        ((*folder, *inner), "set_prefix", "sets are always found as set.*")
+        for folder in folders
+        for inner in ((), ("training_data",), ("validation_data",))
+    ]
     for place, key, why in dropped:
         if section_at(training, *place).pop(key, dropped) is not dropped:
             reading.notes.append(
@@ -212,7 +240,8 @@ def _add_averages(reading: Reading) -> None:
         instead = ', and "full_validation": true in an entry of training.averaging' * bool(entries)
         reading.refuse(
             _SHORT_FORM["full_validation"],
-            f' = true: needs "enable_ema": true in training. Add it, or set this to false{instead}.',
+            ' = true: needs "enable_ema": true in training. Add it, or set this to '
+            f"false{instead}.",
         )
     same = [
         n
@@ -267,14 +296,16 @@ def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
     if not isinstance(shared, dict):
         shared = reading.refuse(
             _SHARED,
-            f' = {show(shared)}: expected parts of models by name, e.g. {{"dpa": {{"type": "dpa1", ...}}}}.',
+            f' = {show(shared)}: expected parts of models by name, e.g. {{"dpa": {{"type": '
+            f'"dpa1", ...}}}}.',
         )
     for_all = {key: model.pop(key) for key in list(model) if key != "model_dict"}
     of_tasks = {t: section for t, section in models.items() if isinstance(section, dict)}
     for key, value in for_all.items():
         if of_tasks and all(key in section for section in of_tasks.values()):
             reading.unused.append(
-                f"model.{key} = {show(value)}: no effect, every model of model.model_dict has its own"
+                f"model.{key} = {show(value)}: no effect, every model of model.model_dict has its "
+                "own"
             )
     links: list[Link] = []
     for task, section in of_tasks.items():
@@ -287,7 +318,8 @@ def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
         if all(key != link.key for link in links):
             reading.refuse(
                 (*_SHARED, key),
-                ": no model of model.model_dict names it. Name it there instead of the part, or remove it.",
+                ": no model of model.model_dict names it. Name it there instead of the part, or "
+                "remove it.",
             )
     return tuple(links)
 
@@ -420,7 +452,8 @@ def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: 
         elif value not in (whole[key], None, default, []):
             reading.refuse(
                 (*here, key),
-                f" = {show(value)}: {dotted((*place, key))} = {show(whole[key])}. Give one of the two.",
+                f" = {show(value)}: {dotted((*place, key))} = {show(whole[key])}. Give one of the "
+                "two.",
             )
     here = (*place, "models", inner[0])
     for key, value in parts[inner[0]].items():

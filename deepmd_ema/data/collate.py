@@ -181,9 +181,20 @@ def pair_frame(
     reverse[center[sorter], rank] = by_slot[sorter]
     shape, counts = (natoms, total), np.bincount(atom_type, minlength=layout.num_types)
     return PairedFrame(
-        frame, order, counts, slots, type_slots, tuple(inner), coord, neighbor.reshape(shape), image.reshape(shape),
-        table, reverse, most, pairs.nearest,
-    )  # fmt: skip
+        frame,
+        order,
+        counts,
+        slots,
+        type_slots,
+        tuple(inner),
+        coord,
+        neighbor.reshape(shape),
+        image.reshape(shape),
+        table,
+        reverse,
+        most,
+        pairs.nearest,
+    )
 
 
 class PairCache:

@@ -122,7 +122,8 @@ def convert_data(
     """
     if not 0 <= validation < 1:
         raise UserError(
-            f"--validation {validation:g}: expected a share of the frames from 0 to below 1, such as 0.1."
+            f"--validation {validation:g}: expected a share of the frames from 0 to below 1, such "
+            "as 0.1."
         )
     out = Path(output)
     paths = (
@@ -131,17 +132,19 @@ def convert_data(
     for path in paths:
         if path.exists() or path.is_symlink():
             raise UserError(
-                f"{path}: exists. Nothing is written over: name a file or folder that does not exist."
+                f"{path}: exists. Nothing is written over: name a file or folder that does not "
+                "exist."
             )
     if mixed and is_xyz(output):
         raise UserError(
-            f"--mixed: is an option for folders, and {output} is extended XYZ, whose frames have any size."
+            f"--mixed: is an option for folders, and {output} is extended XYZ, whose frames have "
+            "any size."
         )
     length, _, energy = ("angstrom,eV" if units is None else units).lower().partition(",")
     if length not in LENGTHS or energy not in ENERGIES:
         raise UserError(
-            f"--units {units}: expected a length ({', '.join(LENGTHS)}) and an energy (eV, hartree, rydberg, "
-            "kcal/mol, kJ/mol), such as bohr,hartree."
+            f"--units {units}: expected a length ({', '.join(LENGTHS)}) and an energy (eV, "
+            "hartree, rydberg, kcal/mol, kJ/mol), such as bohr,hartree."
         )
     if selected is None and file_format is None:
         stored = [
@@ -308,8 +311,9 @@ def _factors(
     found += f", expected {SHORT} to {LONG}"
     if reader in _TWO_CONVENTIONS:
         raise DataError(
-            f"{name}: is read {read_by}, and {found} (with angstrom {nearest / BOHR:.2f}). Say which units "
-            "it has: --units angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
+            f"{name}: is read {read_by}, and {found} (with angstrom {nearest / BOHR:.2f}). Say "
+            "which units it has: --units angstrom,eV (or angstrom,hartree), or --units "
+            "bohr,hartree."
         )
     return {}, [
         read_by,

@@ -301,7 +301,8 @@ def _lost_systems(
         or options.auto_prob.blocks
     ):
         raise DataError(
-            f"{place}, and batch_size, sys_probs or auto_prob counts systems. {advice}, or none of these."
+            f"{place}, and batch_size, sys_probs or auto_prob counts systems. {advice}, or none "
+            "of these."
         )
     return place if lost else ""
 
@@ -556,11 +557,15 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
     )
     tasks = {
         name: TaskLength(
-            shares[name], shares[name] * num_steps * batches_of_step / of.batches_per_epoch, of.batches_per_epoch,
-            batches_of_step * of.frames_per_step, of.max_atoms, tuple(of.findings),
+            shares[name],
+            shares[name] * num_steps * batches_of_step / of.batches_per_epoch,
+            of.batches_per_epoch,
+            batches_of_step * of.frames_per_step,
+            of.max_atoms,
+            tuple(of.findings),
         )
         for name, of in samplers.items()
-    }  # fmt: skip
+    }
     epoch = (
         max(math.ceil(of.batches_per_epoch / shares[name] * _SLACK) for name, of in drawn.items())
         / batches_of_step

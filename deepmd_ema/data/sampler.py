@@ -323,7 +323,8 @@ def batch_sizes(
         sizes = tuple([rule] * len(natoms) if isinstance(rule, int) else rule)
         if len(sizes) != len(natoms):
             raise ConfigError(
-                f"batch_size: a list of {len(sizes)} numbers, expected one per system: {len(natoms)}."
+                f"batch_size: a list of {len(sizes)} numbers, expected one per system: "
+                f"{len(natoms)}."
             )
     elif kind == "mixed":
         sizes = (number,) * len(natoms)
@@ -383,7 +384,8 @@ def system_probabilities(
             if stop > len(batches):
                 systems = counted(len(batches), "system")
                 raise ConfigError(
-                    f'auto_prob = "{rule}": "{start}:{stop}:{float(weight)}" does not fit {systems}: expected '
+                    f'auto_prob = "{rule}": "{start}:{stop}:{float(weight)}" does not fit '
+                    f"{systems}: expected "
                     f"0 <= start < stop <= {len(batches)} and a weight from 0."
                 )
             in_block = sum(batches[start:stop]) or 1

@@ -203,10 +203,14 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
             trained |= present[cluster[0]]
     if not 0 < chosen.sum() < len(chosen):
         raise DataError(
-            f"{counted(len(chosen), 'frame')} of {counted(len(clusters), 'different structure')} leave none for one of "
-            f"the parts with a fraction of {fraction:g}. Use more frames or another fraction, or give validation data."
+            f"{counted(len(chosen), 'frame')} of {counted(len(clusters), 'different structure')} "
+            f"leave none for one of the parts with a fraction of {fraction:g}. Use more frames or "
+            "another fraction, or give validation data."
         )
-    head = f"validation: {chosen.sum():,} of {counted(len(chosen), 'frame')} (fraction {fraction:g}, seed {seed})"
+    head = (
+        f"validation: {chosen.sum():,} of {counted(len(chosen), 'frame')} (fraction {fraction:g}, "
+        f"seed {seed})"
+    )
     return Split(
         len(chosen), np.flatnonzero(chosen).tolist(), *_describe_parts(head, table, chosen)
     )

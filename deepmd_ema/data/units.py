@@ -67,7 +67,10 @@ _POWERS = {
     "e*angstrom": (0, 1),
     "angstrom^3": (0, 3),
 }
-_KNOWN = "eV, hartree, rydberg, kcal/mol, kJ/mol, meV; angstrom, bohr, nm; their quotients; GPa, kbar, bar; debye"
+_KNOWN = (
+    "eV, hartree, rydberg, kcal/mol, kJ/mol, meV; angstrom, bohr, nm; their quotients; GPa, kbar, "
+    "bar; debye"
+)
 _SPELLINGS = (
     (r"å|ångström|ångstrom", "angstrom"),
     (r"³", "^3"),

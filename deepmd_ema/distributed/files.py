@@ -230,7 +230,8 @@ def check_output(
     """
     if not (folder := Path(path).parent).is_dir():
         raise UserError(
-            f"{option} {path}: the folder {folder} is not there. Make it, or choose another {option}."
+            f"{option} {path}: the folder {folder} is not there. Make it, or choose another "
+            f"{option}."
         )
     refuse_to_lose(path, option, kind, inputs)
     with suppress(_NotWrittenError), atomic_write(path, f"Or choose another {option}.") as part:
@@ -275,14 +276,15 @@ def refuse_to_lose(
     for given in inputs:
         if given is not None and os.path.exists(given) and os.path.samefile(path, given):
             raise UserError(
-                f"{option} {path}: this is {given}, which the command reads. Choose another {option}."
+                f"{option} {path}: this is {given}, which the command reads. Choose another "
+                f"{option}."
             )
     with path.open("rb") as file:
         head = file.read(4096)
     if head and kind is not None and not kind.head.match(head):
         raise UserError(
-            f"{option} {path}: a file is there that is not {kind.name}, and would be written over. Choose another "
-            f"{option}, or move the file away."
+            f"{option} {path}: a file is there that is not {kind.name}, and would be written "
+            f"over. Choose another {option}, or move the file away."
         )
 
 
@@ -489,11 +491,16 @@ def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
                     and (silent := _time_in(path.parent) - os.fstat(handle).st_mtime) < GONE_S
                 ):
                     logger.warning(
-                        "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and can be checked only "
-                        "on its own machine. Waiting up to %.0f s for another sign; this run begins if there is none. "
-                        "If you know that it has ended, stop this run, remove the file and start again.",
-                        path.absolute(), holder.pid, holder.host, max(0.0, silent), WATCH_S,
-                    )  # fmt: skip
+                        "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and "
+                        "can be checked only on its own machine. Waiting up to %.0f s for another "
+                        "sign; this run begins if there is none. If you know that it has ended, "
+                        "stop this run, remove the file and start again.",
+                        path.absolute(),
+                        holder.pid,
+                        holder.host,
+                        max(0.0, silent),
+                        WATCH_S,
+                    )
                     is_alive = _shows_life(path)
                 if is_alive:
                     raise _in_use(path, holder)
@@ -554,8 +561,8 @@ def _in_use(path: Path, holder: Holder | None) -> UserError:
         else "it does not say which"
     )
     return UserError(
-        f"{path.absolute().parent}: another run writes here ({who}). Each would destroy files of the other: wait until "
-        "it has ended, or start this run in another folder."
+        f"{path.absolute().parent}: another run writes here ({who}). Each would destroy files of "
+        "the other: wait until it has ended, or start this run in another folder."
     )
 
 

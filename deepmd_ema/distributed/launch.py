@@ -113,7 +113,8 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     rank, size, local_rank, _ = map(int, found)
     if size > 1 and names[0] not in environ:
         raise UserError(
-            f"{names[1]} = {size}, but {names[0]} is not set: which one is this process? Use torchrun."
+            f"{names[1]} = {size}, but {names[0]} is not set: which one is this process? Use "
+            "torchrun."
         )
     if rank >= size:
         raise UserError(

@@ -73,8 +73,9 @@ class Rendezvous:
         me = f"rank {launch.rank} of {launch.size}"
         if missing := [name for name in ADDRESS if name not in os.environ]:
             raise UserError(
-                f"started as {me}, but {missing[0]} is not set, so the ranks cannot meet. Launch with torchrun, or set "
-                "MASTER_ADDR to the first machine and MASTER_PORT to a free port of it."
+                f"started as {me}, but {missing[0]} is not set, so the ranks cannot meet. Launch "
+                "with torchrun, or set MASTER_ADDR to the first machine and MASTER_PORT to a free "
+                "port of it."
             )
         host, number = (os.environ[name] for name in ADDRESS)
         self._address = host, port = host, int(number)
@@ -89,8 +90,9 @@ class Rendezvous:
             )
         except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
             raise UserError(
-                f"{me}: cannot meet at {host}:{port} ({cause_of(error)}). MASTER_ADDR and MASTER_PORT must be those of "
-                "the machine of rank 0, which must be running; every run needs a port of its own."
+                f"{me}: cannot meet at {host}:{port} ({cause_of(error)}). MASTER_ADDR and "
+                "MASTER_PORT must be those of the machine of rank 0, which must be running; every "
+                "run needs a port of its own."
             ) from error
         # an agent that starts the ranks again keeps its store, with the keys of the first attempt
         self.store = dist.PrefixStore(
@@ -109,8 +111,9 @@ class Rendezvous:
         me = f"process {os.getpid()} on {socket.gethostname()}"
         if self.store.compare_set(f"{key} {rank}", "", me).decode() != me:
             raise UserError(
-                f"another process has come as rank {rank} already: RANK is the same twice, or two runs have the same "
-                f"MASTER_PORT = {self._address[1]}. Give every process its own RANK and every run its own port."
+                f"another process has come as rank {rank} already: RANK is the same twice, or two "
+                f"runs have the same MASTER_PORT = {self._address[1]}. Give every process its own "
+                "RANK and every run its own port."
             )
         answered = _wait_for(lambda: not self._missing(key) or self.store.check(["error"]), JOIN_S)
         if not (missing := self._missing(key)):
@@ -122,9 +125,10 @@ class Rendezvous:
                 "ended because another rank could not continue; its message gives the reason"
             )
         raise UserError(
-            f"started as rank {rank} of {size}, but rank {first_few([str(k) for k in missing], 8)} did not come within "
-            f"{JOIN_S:.0f} s. WORLD_SIZE must be the number of processes that are started; look for messages of those "
-            "that are missing."
+            f"started as rank {rank} of {size}, but rank "
+            f"{first_few([str(k) for k in missing], 8)} did not come within {JOIN_S:.0f} s. "
+            "WORLD_SIZE must be the number of processes that are started; look for messages of "
+            "those that are missing."
         )
 
     def report_of(self, error: BaseException) -> BaseException | None:
@@ -190,8 +194,8 @@ class Rendezvous:
             )
             return Terminated(f"{error}.{silent}", error.signal_number)
         return RankLostError(
-            f"{places} ended without a message or does not answer: killed by a user, by the system for lack of memory, "
-            "or its machine is gone. Checkpoints on the disk are whole."
+            f"{places} ended without a message or does not answer: killed by a user, by the "
+            "system for lack of memory, or its machine is gone. Checkpoints on the disk are whole."
         )
 
     def _is_up(self) -> bool:
@@ -262,7 +266,10 @@ def watched_peers(rendezvous: Rendezvous, launch: Launch, nccl: bool) -> Iterato
                             store.get(f"joined {k}").decode(),
                             missed[k] * BEAT_INTERVAL_S / 60,
                         )
-                        text = "waiting for rank %d (%s) for %.2g min: it is stopped, or cannot be reached"
+                        text = (
+                            "waiting for rank %d (%s) for %.2g min: it is stopped, or cannot be "
+                            "reached"
+                        )
                         logger.warning(text, k, place, minutes)
 
     def watch() -> None:

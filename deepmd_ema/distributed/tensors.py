@@ -128,7 +128,8 @@ def check_weights(
     if not any(groups.values()):
         return
     lines = [
-        f"{path}: its weights do not fit the model of this input ({len(have)} tensors there, {len(want)} here)."
+        f"{path}: its weights do not fit the model of this input ({len(have)} tensors there, "
+        f"{len(want)} here)."
     ]
     lines += [f"  {title}: {first_few(names)}" for title, names in groups.items() if names]
     lines.append(

@@ -209,8 +209,9 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
                 raise
             raise UserError(
                 f"rank {launch.rank} of {launch.size}: the ranks cannot exchange tensors "
-                f"({cause_of(error)}). On several machines set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the "
-                "network interface between them; every rank needs a GPU of its own."
+                f"({cause_of(error)}). On several machines set GLOO_SOCKET_IFNAME and "
+                "NCCL_SOCKET_IFNAME to the network interface between them; every rank needs a GPU "
+                "of its own."
             ) from error
         world = World(
             **vars(launch),
@@ -256,8 +257,9 @@ def select_device(name: str | None = None, local_rank: int = 0) -> torch.device:
         name = "cuda" if visible else "cpu"
     if name == "cuda" and visible > 1 and local_rank >= visible:
         raise UserError(
-            f"--device cuda: there is no GPU for local rank {local_rank}, this machine shows {visible} GPUs. Start "
-            f"{visible} processes per machine, or fewer, or show each process one GPU (srun --gpus-per-task=1)."
+            f"--device cuda: there is no GPU for local rank {local_rank}, this machine shows "
+            f"{visible} GPUs. Start {visible} processes per machine, or fewer, or show each "
+            "process one GPU (srun --gpus-per-task=1)."
         )
     try:
         chosen = torch.device(

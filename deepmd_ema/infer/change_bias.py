@@ -105,8 +105,8 @@ class ChangedBias:
         if self.undetermined:
             what = "values" if self.record["mode"] == SET else "changes"
             lines.append(
-                f"the energies of {', '.join(self.undetermined)} cannot be determined separately from these "
-                f"compositions; equal {what} are used"
+                f"the energies of {', '.join(self.undetermined)} cannot be determined separately "
+                f"from these compositions; equal {what} are used"
             )
         if self.frames is not None:
             errors = [1000 * np.array([r.mean(), np.sqrt(np.mean(r**2))]) for r in self.residuals()]
@@ -187,8 +187,8 @@ def write_changed(
     if request.values is not None:
         if len(request.values) != len(type_map):
             raise UserError(
-                f"-b: {counted(len(request.values), 'value')}, expected one for each of the {len(type_map)} elements "
-                f"of the model, in this order: {' '.join(type_map)}."
+                f"-b: {counted(len(request.values), 'value')}, expected one for each of the "
+                f"{len(type_map)} elements of the model, in this order: {' '.join(type_map)}."
             )
         if bad := [
             f"{name} {value}"
@@ -268,7 +268,8 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
     frozen = source.suffix.lower() in FROZEN_SUFFIXES
     if frozen and source.suffix.lower() not in WRITTEN_SUFFIXES:
         raise UserError(
-            f"{model}: change-bias writes .pt, .dp and .yaml. Change the file that this one was made of."
+            f"{model}: change-bias writes .pt, .dp and .yaml. Change the file that this one was "
+            "made of."
         )
     if output is not None:
         path = Path(output)

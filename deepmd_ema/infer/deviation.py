@@ -203,8 +203,8 @@ def _check_models(loaded: Sequence[LoadedModel], options: DeviationOptions) -> N
     """Raise UserError if there is nothing to compare, or if the models do not read the same data."""
     if len(loaded) < 2 and not options.real_error:
         raise UserError(
-            "-m: one model, and deviations are those of two or more. Give more models or averages (--average live A), "
-            "or --real_error for the errors of one."
+            "-m: one model, and deviations are those of two or more. Give more models or averages "
+            "(--average live A), or --real_error for the errors of one."
         )
     first = loaded[0]
     expected = vars(ReadSpec.of_model(first.config, ()))
@@ -212,6 +212,6 @@ def _check_models(loaded: Sequence[LoadedModel], options: DeviationOptions) -> N
         for what, theirs in vars(ReadSpec.of_model(other.config, ())).items():
             if theirs != expected[what]:
                 raise UserError(
-                    f"{other.info.path}: {what} is {theirs}, and {expected[what]} in {first.info.path}. Models "
-                    "that are compared read the same data."
+                    f"{other.info.path}: {what} is {theirs}, and {expected[what]} in "
+                    f"{first.info.path}. Models that are compared read the same data."
                 )

@@ -553,8 +553,9 @@ def _refuse_non_finite(report: ErrorReport, loaded: LoadedModel) -> None:
             raise DataError(f"{place.file}: frame {place.frame} (from 0): {short}")
     place = report.systems[bad[0].source[0]].where(bad[0].source[1])
     raise DataError(
-        f"{place.file}: frame {place.frame} (from 0) and {len(bad) - 1} more: {report.info.path} gives no finite "
-        "energies and forces. Does it hold nan, or are these frames far from what it was trained on?"
+        f"{place.file}: frame {place.frame} (from 0) and {len(bad) - 1} more: {report.info.path} "
+        "gives no finite energies and forces. Does it hold nan, or are these frames far from what "
+        "it was trained on?"
     )
 
 

@@ -121,7 +121,8 @@ class LoadedModel:
         name = self.config.fitting_net.labels[0]
         if name != ENERGY:
             raise UserError(
-                f"{self.info.path}: predicts {name.partition('[')[0]}, and {what} needs energies and forces."
+                f"{self.info.path}: predicts {name.partition('[')[0]}, and {what} needs energies "
+                "and forces."
             )
 
     def on(self, device: str | None) -> tuple[EnergyModel | CompiledModel, torch.device]:
@@ -227,13 +228,14 @@ def load_models(
     info = next(iter(found.models.values())).info
     if wants_live and info.weights != LIVE:
         raise CheckpointError(
-            f"{path}: holds {info.weights or 'unnamed'} weights ({info.kind}), not the live ones. Give the training "
-            "checkpoint or the folder of the run."
+            f"{path}: holds {info.weights or 'unnamed'} weights ({info.kind}), not the live ones. "
+            "Give the training checkpoint or the folder of the run."
         )
     if use_average and info.weights in (LIVE, ""):
         raise CheckpointError(
-            f"{path}: holds {info.weights or 'unnamed'} weights ({info.kind}), no average. Give the "
-            "training checkpoint or the file of the average; a run keeps those that training.averaging lists."
+            f"{path}: holds {info.weights or 'unnamed'} weights ({info.kind}), no average. Give "
+            "the training checkpoint or the file of the average; a run keeps those that "
+            "training.averaging lists."
         )
     return found
 
@@ -283,9 +285,18 @@ def _load_checkpoint(
         model = models.by_task[head].eval()
         nearest = distances.get(head)
         model.min_nbor_dist = None if nearest is None else float(nearest)
-        info = Provenance(path, payload["kind"], name, payload["step"], facts, model.min_nbor_dist,
-                          f"dp-ema {payload['version']}", saved.runs[head],
-                          changes.get(head, {}), head)  # fmt: skip
+        info = Provenance(
+            path,
+            payload["kind"],
+            name,
+            payload["step"],
+            facts,
+            model.min_nbor_dist,
+            f"dp-ema {payload['version']}",
+            saved.runs[head],
+            changes.get(head, {}),
+            head,
+        )
         found[head] = LoadedModel(model, saved.configs[head], info)
     return ModelFile(found, payload["config"])
 
@@ -299,10 +310,17 @@ def _load_deepmd(
         config, model, facts = deepmd_pt.read_deepmd_pt(payload, path, head or None, use_average)
         if average not in (None, deepmd_pt.EMA):
             raise CheckpointError(
-                f"{path}: a checkpoint of DeePMD-kit, no average is called {average!r}. Use --use-ema."
+                f"{path}: a checkpoint of DeePMD-kit, no average is called {average!r}. Use "
+                "--use-ema."
             )
-        info = Provenance(path, "deepmd", **facts, min_nbor_dist=model.min_nbor_dist,
-                          config={"model": to_dict(config)}, head=head)  # fmt: skip
+        info = Provenance(
+            path,
+            "deepmd",
+            **facts,
+            min_nbor_dist=model.min_nbor_dist,
+            config={"model": to_dict(config)},
+            head=head,
+        )
         found[head] = LoadedModel(model, config, info)
     sections = {head: loaded.info.config["model"] for head, loaded in found.items()}
     return ModelFile(found, {"model": sections.get("", {"model_dict": sections})})
@@ -325,6 +343,12 @@ def _load_frozen(path: Path) -> LoadedModel:
     facts = {"weights": "", **chosen(ours, ("weights", "step", "average", "bias", "head"))}
     version = f"{found.get('software', 'unknown')} {found.get('version', '')}".strip()
     config_of_run = ours.get("config") or {"model": found.get("model_def_script", {})}
-    info = Provenance(path, "frozen", **facts, min_nbor_dist=found.get("min_nbor_dist"), version=version,
-                      config=config_of_run)  # fmt: skip
+    info = Provenance(
+        path,
+        "frozen",
+        **facts,
+        min_nbor_dist=found.get("min_nbor_dist"),
+        version=version,
+        config=config_of_run,
+    )
     return LoadedModel(model.eval(), config, info, path.suffix.lower() == COMPILED_SUFFIX)

@@ -159,16 +159,26 @@ class PhysicsReport:
         """Return the table."""
         verdicts = {True: "ok", False: "FAILED", None: ""}
         rows = [
-            [row.quantity, "-" if row.value is None else f"{row.value:.4g}", row.unit, row.limit, verdicts[row.ok],
-             row.note] for row in self.rows
-        ]  # fmt: skip
+            [
+                row.quantity,
+                "-" if row.value is None else f"{row.value:.4g}",
+                row.unit,
+                row.limit,
+                verdicts[row.ok],
+                row.note,
+            ]
+            for row in self.rows
+        ]
         names = ("quantity", "value", "unit", "limit", "", "note")
         columns = [Column(name, "", "s" if name == "value" else "") for name in names]
         title = f"# physics of the model, at frame {self.source[1]} of {self.source[0]}"
         number = len(self.failed)
         verdict = f"{counted(number, 'limit')} not kept" if number else "all limits are kept"
         if self.is_short:
-            verdict += f"; the dynamics are too short for a verdict, which takes {MIN_TIME:g} ps: raise --md-steps"
+            verdict += (
+                f"; the dynamics are too short for a verdict, which takes {MIN_TIME:g} ps: raise "
+                "--md-steps"
+            )
         return "\n".join([*render(Table(title, columns, rows), "# "), f"# {verdict}"])
 
     def document(self) -> dict[str, Any]:
@@ -283,7 +293,8 @@ class Surface:
         self.rcut, self.elements = model.rcut, tuple(model.type_map)
         if unknown := sorted({self.elements[kind] for kind in self.types} - MASSES.keys()):
             raise UserError(
-                f"type_map: {unknown[0]} has no mass; expected a symbol from H to Lr. Leave out --physics."
+                f"type_map: {unknown[0]} has no mass; expected a symbol from H to Lr. Leave out "
+                "--physics."
             )
         self.masses = np.array([MASSES[self.elements[kind]] for kind in self.types])
 
@@ -445,9 +456,11 @@ def scan_bonds(surface: Surface, shortest: Array, fraction: float) -> list[BondS
         # the points around that of the frame that can be reached with no other pair too close
         start = int(np.argmin(np.abs(reach - length)))
         blocked = [
-            point for point, coord in enumerate(moved) if point != start
+            point
+            for point, coord in enumerate(moved)
+            if point != start
             and any({int(a), int(b)} != pair for a, b in zip(*surface.too_close(coord, least)[:2]))
-        ]  # fmt: skip
+        ]
         first = max([point + 1 for point in blocked if point < start], default=0)
         end = min([point for point in blocked if point > start], default=len(reach))
         energy = surface.at(moved[first:end]).energy

@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONE_ATOM = (
-    "atom %s has no neighbor within %g angstrom: the model gives it a constant energy and no force. Has it left the "
-    "others, or are positions or cell in another unit? This is reported once."
+    "atom %s has no neighbor within %g angstrom: the model gives it a constant energy and no "
+    "force. Has it left the others, or are positions or cell in another unit? This is reported "
+    "once."
 )
 
 Rows: TypeAlias = "NDArray[np.float64] | list[None]"  # one per frame
@@ -225,9 +226,11 @@ class Potential:
             ATOM_ENERGY: (count, natoms),
         }
         return Prediction(
-            *(np.concatenate([np.zeros(0), *(part[name] for part in found)]).reshape(shape)
-              for name, shape in shapes.items())
-        )  # fmt: skip
+            *(
+                np.concatenate([np.zeros(0), *(part[name] for part in found)]).reshape(shape)
+                for name, shape in shapes.items()
+            )
+        )
 
     def evaluate_systems(
         self,
@@ -362,17 +365,21 @@ class Potential:
         kept = list(self._layout.sel)
         if any(map(gt, most, kept)):
             self._warn(
-                "an atom has up to %s neighbors within %g angstrom, and the model keeps %s (sel): the farthest are "
-                "dropped, which makes the energy jump. Train with a larger sel. This is reported once.",
-                most, self.rcut, kept,
-            )  # fmt: skip
+                "an atom has up to %s neighbors within %g angstrom, and the model keeps %s (sel): "
+                "the farthest are dropped, which makes the energy jump. Train with a larger sel. "
+                "This is reported once.",
+                most,
+                self.rcut,
+                kept,
+            )
         trained = self.info.min_nbor_dist or 0.0
         if trained < self.rcut and nearest < trained * (1 - _ROUNDING):
             self._warn(
-                "two atoms are %.3f angstrom apart, and the nearest pair of the training data %.3f: predictions "
-                "for such frames are extrapolations. This is reported once.",
-                nearest, trained,
-            )  # fmt: skip
+                "two atoms are %.3f angstrom apart, and the nearest pair of the training data "
+                "%.3f: predictions for such frames are extrapolations. This is reported once.",
+                nearest,
+                trained,
+            )
 
     def _warn(self, text: str, *values: Any) -> None:
         if text not in self._warned:
@@ -416,8 +423,9 @@ def _refrain_from_lost_threads() -> None:
     if os.getpid() != _THREADS_OF and torch.get_num_threads() > 1:
         torch.set_num_threads(1)
         logger.warning(
-            "this process was forked from another that uses torch, whose threads it does not have: torch computes "
-            "with one thread here. Start processes with multiprocessing.set_start_method('spawn') to have more."
+            "this process was forked from another that uses torch, whose threads it does not "
+            "have: torch computes with one thread here. Start processes with "
+            "multiprocessing.set_start_method('spawn') to have more."
         )
 
 
@@ -432,8 +440,8 @@ def _refuse_without_energy(frames: Sequence[Frame], potential: Potential) -> Non
         if short is not None:
             raise UserError(f"frame {frame.source[1]} (from 0): {short}")
     raise UserError(
-        f"{potential.info.path}: the model gives no finite energies and forces. Does it hold nan, or are these frames "
-        "far from what it was trained on?"
+        f"{potential.info.path}: the model gives no finite energies and forces. Does it hold nan, "
+        "or are these frames far from what it was trained on?"
     )
 
 
@@ -494,7 +502,8 @@ def _type_numbers(types: Any, type_map: Sequence[str]) -> NDArray[np.int64]:
         unknown = sorted(set(found.ravel().tolist()) - set(place))
         if unknown:
             raise UserError(
-                f"types: the element {unknown[0]!r} is not in the model. {did_you_mean(unknown[0], type_map)}"
+                f"types: the element {unknown[0]!r} is not in the model. "
+                f"{did_you_mean(unknown[0], type_map)}"
             )
         return np.vectorize(place.__getitem__, otypes=[np.int64])(found.astype(str))
     if found.dtype.kind not in "iu":

@@ -160,7 +160,8 @@ def _bias(
         what = "output layer and bias" if solved else "bias"
         yield (
             "fitted",
-            f"{what} after training, for {', '.join(refitted)}; a restart continues from those before",
+            f"{what} after training, for {', '.join(refitted)}; a restart continues from those "
+            "before",
         )
 
 

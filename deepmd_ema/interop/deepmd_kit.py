@@ -19,8 +19,8 @@ from deepmd_ema.errors import UserError
 SUFFIXES = (".pth", ".pte", ".pb")
 PROGRAM = "dp"
 INSTALL = (
-    "Install it (pip install 'deepmd-kit[torch]==3.2.0', best in another environment) and put `dp` on the PATH, or "
-    "name it with --dp (freeze, compress, convert)"
+    "Install it (pip install 'deepmd-kit[torch]==3.2.0', best in another environment) and put "
+    "`dp` on the PATH, or name it with --dp (freeze, compress, convert)"
 )
 _MAX_LINES = 3  # of an error of the program
 
@@ -87,8 +87,8 @@ def find_deepmd_kit(path: Path, program: str | None = None) -> DeepmdKit:
             "there is no `dp` on the PATH" if program is None else f"--dp {program} is no program"
         )
         raise UserError(
-            f"{path}: DeePMD-kit reads and writes {path.suffix} files, and {missing}. {INSTALL}; or use a .pt2 file, "
-            "which LAMMPS with DeePMD-kit 3.2 reads as well."
+            f"{path}: DeePMD-kit reads and writes {path.suffix} files, and {missing}. {INSTALL}; "
+            "or use a .pt2 file, which LAMMPS with DeePMD-kit 3.2 reads as well."
         )
     command = str(Path(command).absolute())
     try:

@@ -64,7 +64,10 @@ _IN_TABLE = ("tab_info", "tab_data")  # arrays of a table that a checkpoint hold
 _TABLES = ("use_srtab", "tab_file")  # options that are a table, or in an input the name of its file
 _SELECTED = ("sel_type", "dipole_type", "pol_type")  # options that the peer's torch backends ignore
 _SMIN_ALPHA = 0.1  # angstrom; the backend pt takes no other one from a section ``model``
-_CONVERT = "With DeePMD-kit: `dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth model.dp`."
+_CONVERT = (
+    "With DeePMD-kit: `dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth "
+    "model.dp`."
+)
 
 
 def read_deepmd_pt(
@@ -153,7 +156,8 @@ def write_deepmd_pt(
         lacking = _not_in_pt(task, config)
         if lacking:
             raise CheckpointError(
-                f"{path}: DeePMD-kit's backend pt does not have {lacking}. Without --to deepmd the file is for dp-ema."
+                f"{path}: DeePMD-kit's backend pt does not have {lacking}. Without --to deepmd "
+                "the file is for dp-ema."
             )
         sections[task] = deepmd_section(config)
         state |= {
@@ -212,8 +216,8 @@ def _as_built(section: Any, path: Path) -> Any:
     for name in (name for name in _TABLES if section.get(name)):
         if not isinstance(section[name], list):
             raise CheckpointError(
-                f"{path}: {name} = {section[name]!r} is the name of a file, which may be another one by now. "
-                + _CONVERT.format(path=command(path))
+                f"{path}: {name} = {section[name]!r} is the name of a file, which may be another "
+                "one by now. " + _CONVERT.format(path=command(path))
             )
         built[name] = [[float(number) for number in line.split()] for line in section[name]]
     if isinstance(fitting := section.get("fitting_net"), Mapping):
@@ -230,8 +234,8 @@ def _average(
     average = payload.get("ema")
     if not isinstance(average, Mapping) or not isinstance(average.get("model"), Mapping):
         raise CheckpointError(
-            f"{path}: a checkpoint of DeePMD-kit without averaged weights (training.enable_ema was false, or these are "
-            "the averaged ones already). Leave out --use-ema."
+            f"{path}: a checkpoint of DeePMD-kit without averaged weights (training.enable_ema "
+            "was false, or these are the averaged ones already). Leave out --use-ema."
         )
     weights = {
         name.removeprefix(prefix): value

@@ -352,9 +352,14 @@ class StandardTree:
         short = model.short_range
         pairs = part_tree(whole, "pairtab", table_entries(short.table, sum(model.layout.sel)))
         return {
-            **whole, "type": "zbl", "models": [part_tree(whole, "standard", networks), pairs],
-            "weights": "mean", "sw_rmin": short.inner, "sw_rmax": short.outer, "smin_alpha": short.alpha,
-        }  # fmt: skip
+            **whole,
+            "type": "zbl",
+            "models": [part_tree(whole, "standard", networks), pairs],
+            "weights": "mean",
+            "sw_rmin": short.inner,
+            "sw_rmax": short.outer,
+            "smin_alpha": short.alpha,
+        }
 
     def normalized(self, tree: Tree) -> Tree:
         """Return a tree with options in place of tables, and networks where those of a model
@@ -430,10 +435,14 @@ def part_tree(whole: Mapping[str, Any], kind: str, entries: Tree) -> Tree:
     """
     num_types = len(whole["type_map"])
     return {
-        **whole, "atom_exclude_types": [], "pair_exclude_types": [], "preset_out_bias": None,
+        **whole,
+        "atom_exclude_types": [],
+        "pair_exclude_types": [],
+        "preset_out_bias": None,
         VARIABLES: {"out_bias": np.zeros((1, num_types, 1)), "out_std": np.ones((1, num_types, 1))},
-        "type": kind, **entries,
-    }  # fmt: skip
+        "type": kind,
+        **entries,
+    }
 
 
 def refuse_own_exclusions(part: Mapping[str, Any]) -> None:
@@ -454,14 +463,20 @@ def table_entries(table: PairTable, sel: int) -> Tree:
     num_intervals = len(rows) - 1
     tab = {
         **node("PairTab", 1),
-        "rmin": table.first, "rmax": float(rows[-1, 0]), "hh": table.step, "nspline": num_intervals,
-        "ntypes": num_types, "rcut": table.rcut,
+        "rmin": table.first,
+        "rmax": float(rows[-1, 0]),
+        "hh": table.step,
+        "nspline": num_intervals,
+        "ntypes": num_types,
+        "rcut": table.rcut,
         VARIABLES: {
             "vdata": rows,
-            "tab_info": np.array([table.first, table.step, num_intervals, num_types], dtype=np.float64),
+            "tab_info": np.array(
+                [table.first, table.step, num_intervals, num_types], dtype=np.float64
+            ),
             "tab_data": table.coefficients.flatten().cpu().numpy(),
         },
-    }  # fmt: skip
+    }
     return {"tab": tab, "rcut": table.rcut, "sel": sel}
 
 

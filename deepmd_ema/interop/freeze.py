@@ -44,7 +44,10 @@ FROM_TABLES = {
 }  # the same of a file with tables of its networks
 SPACING = 2.1  # angstrom, of the atoms of the frames on which the two are compared
 # 192 atoms, two layers of attention, one core: benchmarks/results/versions.md
-SLOWER = "an evaluation of se_atten took 1.2 times as long as from a file of torch 2.13, which runs here too"
+SLOWER = (
+    "an evaluation of se_atten took 1.2 times as long as from a file of torch 2.13, which runs "
+    "here too"
+)
 IN_LAMMPS = (COMPILED_SUFFIX, ".pth")  # what DeePMD-kit's pair style reads with its torch backends
 LAMMPS_VERSIONS = (
     "LAMMPS of DeePMD-kit 3.2.0 with torch 2.11"  # that benchmarks/lammps.py was run with
@@ -137,7 +140,10 @@ def convert(
         write_deepmd_pt(path, own, check=read_back)
         if len(models) > 1:
             source = f"{', '.join(models)}: {replace(info, head='').describe()}"
-        use = "for DeePMD-kit: dp --pt test, freeze, change-bias, and train with --init-model or --finetune"
+        use = (
+            "for DeePMD-kit: dp --pt test, freeze, change-bias, and train with --init-model or "
+            "--finetune"
+        )
     else:
         head = checkpoint.payload_head(
             "weights", info.weights, info.step, info.config, info.min_nbor_dist
@@ -235,9 +241,15 @@ def freeze(
         target = select_device(device)
         model, tables = _with_tables(loaded, target, compress)
         has_vectors = write_pt2(path, model, loaded.config, tree, target, check=read_back)
-        use = "for deepmd_ema.calculator.DP, dp-ema test and DeePMD-kit 3.2.0, on machines like this one"
+        use = (
+            "for deepmd_ema.calculator.DP, dp-ema test and DeePMD-kit 3.2.0, on machines like "
+            "this one"
+        )
         if not has_vectors:
-            use += f"\nwithout vector instructions, of which torch {torch.__version__} makes wrong code: {SLOWER}"
+            use += (
+                f"\nwithout vector instructions, of which torch {torch.__version__} makes wrong "
+                f"code: {SLOWER}"
+            )
     elif kit is not None:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "model.dp"
@@ -272,7 +284,10 @@ def _describe_pressure(config: Mapping[str, Any], head: str) -> str:
     has_virials = any(loss.get(f"{when}_pref_v") for when in ("start", "limit"))
     if "training" not in config or loss.get("type", "ener") != "ener" or has_virials:
         return ""
-    return "trained without virials: pressures and stresses mean nothing if all training frames had one cell"
+    return (
+        "trained without virials: pressures and stresses mean nothing if all training frames had "
+        "one cell"
+    )
 
 
 def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
@@ -292,7 +307,8 @@ def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
             "units        metal",
             f"pair_style   zero {loaded.model.layout.rcut:g}  # or another one that reaches as far",
             "pair_coeff   * *",
-            f"compute      ID all deeptensor/atom {command(path)}  # atom types: {' '.join(loaded.config.type_map)}",
+            f"compute      ID all deeptensor/atom {command(path)}  # atom types: "
+            f"{' '.join(loaded.config.type_map)}",
         ]
         return "\n  ".join(lines)
     words = [str(path)]
@@ -351,7 +367,10 @@ def compress(
     kit = deepmd_kit.find_deepmd_kit(target, program)
     flag = "--pt" if target.suffix.lower() == ".pth" else "--pt-expt"
     kit.write([flag, "compress", "-i", str(source.absolute()), "-o", "{}"], target)
-    return f"{target}: {source} with tables of DeePMD-kit; {target.stat().st_size / 1e6:.2f} MB\nwritten by {kit}"
+    return (
+        f"{target}: {source} with tables of DeePMD-kit; {target.stat().st_size / 1e6:.2f} MB\n"
+        f"written by {kit}"
+    )
 
 
 def _refuse_options(
@@ -365,8 +384,9 @@ def _refuse_options(
         )
     if compress is not None and not compiled:
         raise UserError(
-            f"{'--compress' if compress else '--no-compress'}: {path} holds the networks themselves. dp-ema evaluates "
-            "them from tables by default. Leave it out, or write a .pt2 file."
+            f"{'--compress' if compress else '--no-compress'}: {path} holds the networks "
+            "themselves. dp-ema evaluates them from tables by default. Leave it out, or write a "
+            ".pt2 file."
         )
     if program is not None and path.suffix not in deepmd_kit.SUFFIXES:
         raise UserError(f"--dp {program}: {path} is written without DeePMD-kit. Leave it out.")
@@ -388,14 +408,15 @@ def _with_tables(
     if not tables:
         if compress:
             raise UserError(
-                f"--compress: the descriptor {loaded.config.descriptor.type} has no network of one distance alone, "
-                "or these are for each element of the centre as well (concat without type_one_side). "
-                "Leave it out."
+                f"--compress: the descriptor {loaded.config.descriptor.type} has no network of "
+                "one distance alone, or these are for each element of the centre as well (concat "
+                "without type_one_side). Leave it out."
             )
         return loaded.model, ""
     return model, (
-        f"embedding networks as {counted(len(tables), 'table')} of at most {max(one.terms for one in tables)} terms, "
-        f"derivatives within {max(one.error for one in tables):.0e} of the largest; pairs nearer than "
+        f"embedding networks as {counted(len(tables), 'table')} of at most "
+        f"{max(one.terms for one in tables)} terms, derivatives within "
+        f"{max(one.error for one in tables):.0e} of the largest; pairs nearer than "
         f"{min_table_distance(model):.2f} angstrom by the networks"
     )
 
@@ -410,7 +431,10 @@ def _only_here(path: Path, model: EnergyModel, config: ModelConfig) -> str:
         feature, descriptors = config.type, list(getattr(whole, "parts", ()))
     if not feature or all(one.mixed_types for one in descriptors):
         return ""
-    return f"DeePMD-kit's torch backend does not read it: it has {feature} for descriptors of mixed types only"
+    return (
+        f"DeePMD-kit's torch backend does not read it: it has {feature} for descriptors of mixed "
+        "types only"
+    )
 
 
 def compare(
@@ -445,8 +469,8 @@ def compare(
         scale = max(1.0, float(one[name].abs().max()))
         if not value <= tolerance * scale:
             raise CheckpointError(
-                f"the frozen file read back differs from the checkpoint by {value:.1e} in {name}, more than "
-                f"{tolerance * scale:.0e}: it was not kept. Please report this."
+                f"the frozen file read back differs from the checkpoint by {value:.1e} in {name}, "
+                f"more than {tolerance * scale:.0e}: it was not kept. Please report this."
             )
     return difference
 

@@ -128,7 +128,8 @@ def tree_by_type(kinds: Registry, name: str) -> PartTree:
     family = kinds[name]
     if not family.tree:
         raise CheckpointError(
-            f'model.descriptor.type = "{name}": cannot be written in the format of DeePMD-kit (.dp, .yaml), so it '
+            f'model.descriptor.type = "{name}": cannot be written in the format of DeePMD-kit '
+            "(.dp, .yaml), so it "
             f"cannot be frozen. Known: {', '.join(types_with_tree(kinds))}."
         )
     tree: PartTree = family.load("tree")(family.section)
@@ -163,9 +164,12 @@ def collection_tree(kind: str, networks: Sequence[Tree], ndim: int, ntypes: int)
     elements.
     """
     return {
-        **node("NetworkCollection", 1), "ndim": ndim, "ntypes": ntypes, "network_type": kind,
+        **node("NetworkCollection", 1),
+        "ndim": ndim,
+        "ntypes": ntypes,
+        "network_type": kind,
         "networks": list(networks),
-    }  # fmt: skip
+    }
 
 
 def embeddings_tree(
@@ -197,20 +201,26 @@ def embedding_tree(net: Network, activation: str, timestep: bool) -> Tree:
 def layer_tree(layer: Layer, resnet: bool = False) -> Tree:
     """Return the tree of a dense layer."""
     return {
-        **node("Layer", 2), "bias": layer.bias is not None, "use_timestep": layer.idt is not None,
-        "activation_function": layer.activation.name, "resnet": resnet,
-        "precision": precision_of(layer.weight.dtype), "trainable": layer.weight.requires_grad,
+        **node("Layer", 2),
+        "bias": layer.bias is not None,
+        "use_timestep": layer.idt is not None,
+        "activation_function": layer.activation.name,
+        "resnet": resnet,
+        "precision": precision_of(layer.weight.dtype),
+        "trainable": layer.weight.requires_grad,
         VARIABLES: {"w": array(layer.weight), "b": array(layer.bias), "idt": array(layer.idt)},
-    }  # fmt: skip
+    }
 
 
 def norm_tree(norm: LayerNorm) -> Tree:
     """Return the tree of a layer normalisation."""
     return {
-        **node("LayerNorm", 1), "eps": norm.eps, "trainable": norm.weight.requires_grad,
+        **node("LayerNorm", 1),
+        "eps": norm.eps,
+        "trainable": norm.weight.requires_grad,
         "precision": precision_of(norm.weight.dtype),
         VARIABLES: {"w": array(norm.weight), "b": array(norm.bias)},
-    }  # fmt: skip
+    }
 
 
 def type_embedding_tree(embedding: TypeEmbedding, type_map: Sequence[str], trainable: bool) -> Tree:
@@ -219,11 +229,16 @@ def type_embedding_tree(embedding: TypeEmbedding, type_map: Sequence[str], train
     for layer in entry["layers"]:
         layer["activation_function"] = "Linear"
     return {
-        **node("TypeEmbedNet", 2), "ntypes": len(type_map),
+        **node("TypeEmbedNet", 2),
+        "ntypes": len(type_map),
         **chosen(entry, ("neuron", "resnet_dt", "precision", "activation_function")),
-        "trainable": trainable, "padding": True, "use_econf_tebd": embedding.electrons,
-        "use_tebd_bias": entry["bias"], "type_map": list(type_map), "embedding": entry,
-    }  # fmt: skip
+        "trainable": trainable,
+        "padding": True,
+        "use_econf_tebd": embedding.electrons,
+        "use_tebd_bias": entry["bias"],
+        "type_map": list(type_map),
+        "embedding": entry,
+    }
 
 
 def statistics_tree(module: Any) -> Tree:
@@ -368,7 +383,8 @@ def refuse_angular_means(tree: Mapping[str, Any], name: str = "") -> None:
     """
     if np.any(np.asarray(tree[VARIABLES]["davg"])[..., 1:]):
         raise ValueError(
-            f"{name}davg: means of angular columns other than 0, which make energies depend on orientation"
+            f"{name}davg: means of angular columns other than 0, which make energies depend on "
+            "orientation"
         )
 
 

@@ -123,7 +123,8 @@ def download(name: str, folder: Path | None = None) -> Path:
                 if is_disk_full(error):
                     raise
                 failures.append(
-                    f"{urlsplit(url).netloc}: {' '.join(str(error).split()) or type(error).__name__}"
+                    f"{urlsplit(url).netloc}: "
+                    f"{' '.join(str(error).split()) or type(error).__name__}"
                 )
                 continue
             if file_digest(part) == model.sha256:
@@ -132,8 +133,8 @@ def download(name: str, folder: Path | None = None) -> Path:
                 f"{urlsplit(url).netloc}: a file with another sha256, {part.stat().st_size:,} bytes"
             )
         raise CheckpointError(
-            f"{name}: cannot be downloaded ({'; '.join(failures)}). Try again, or bring the file from another machine "
-            f"as {path}."
+            f"{name}: cannot be downloaded ({'; '.join(failures)}). Try again, or bring the file "
+            f"from another machine as {path}."
         )
 
 
@@ -194,8 +195,9 @@ def check_digest(path: Path) -> str:
     digest = file_digest(path)
     if digest != model.sha256:
         raise CheckpointError(
-            f"{path}: has the name of the published model {model.name} and another sha256: {digest}, expected "
-            f"{model.sha256}. Remove it and run `{command('dp-ema', 'pretrained', model.name)}`; a file of your own "
-            "needs another name."
+            f"{path}: has the name of the published model {model.name} and another sha256: "
+            f"{digest}, expected {model.sha256}. Remove it and run "
+            f"`{command('dp-ema', 'pretrained', model.name)}`; a file of your own needs another "
+            "name."
         )
     return model.name

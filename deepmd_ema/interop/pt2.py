@@ -61,8 +61,8 @@ def check_compiler(path: Path) -> None:
     """
     if torch.__version__ < "2.10":  # which cannot export the graph
         raise UserError(
-            f"-o {path}: torch {torch.__version__} cannot compile models to .pt2 files. Use torch 2.10 or newer; "
-            "or write a .pth file for LAMMPS, or a .dp file."
+            f"-o {path}: torch {torch.__version__} cannot compile models to .pt2 files. Use torch "
+            "2.10 or newer; or write a .pth file for LAMMPS, or a .dp file."
         )
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -172,7 +172,8 @@ def load_compiled(
         device = select_device(kind if name is None else name)
         if device.type != kind:
             raise UserError(
-                f"{path}: compiled for {kind}, not for {device}. Freeze the model again with --device {device}."
+                f"{path}: compiled for {kind}, not for {device}. Freeze the model again with "
+                f"--device {device}."
             )
         number = -1 if device.index is None else device.index
         return torch._inductor.aoti_load_package(str(path), device_index=number), device
@@ -187,8 +188,8 @@ def load_compiled(
     ) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"{path}: cannot be loaded ({reason}). It was compiled for one kind of machine, device and version of "
-            "torch: freeze the model again here."
+            f"{path}: cannot be loaded ({reason}). It was compiled for one kind of machine, "
+            "device and version of torch: freeze the model again here."
         ) from error
 
 
@@ -199,22 +200,52 @@ def metadata(model: EnergyModel, config: ModelConfig) -> dict[str, Any]:
     # DeePMD-kit fills lists up to that many and cuts none: of a model that keeps all neighbors it
     # is a small number
     sel = list(layout.sel) if sum(layout.sel) < MAX_SIZE else [MIN_SIZE]
-    energy = {"name": "energy", "shape": [1], "reducible": True, "r_differentiable": True, "c_differentiable": True,
-              "atomic": True, "category": 0, "r_hessian": False, "magnetic": False, "intensive": False}  # fmt: skip
+    energy = {
+        "name": "energy",
+        "shape": [1],
+        "reducible": True,
+        "r_differentiable": True,
+        "c_differentiable": True,
+        "atomic": True,
+        "category": 0,
+        "r_hessian": False,
+        "magnetic": False,
+        "intensive": False,
+    }
     return {
-        "type_map": list(model.type_map), "rcut": layout.rcut, "sel": sel, "nnei": sum(sel),
-        "mixed_types": not layout.by_type, "pair_exclude_types": sorted([list(pair) for pair in layout.excluded_pairs]),
-        "dim_fparam": fitting.numb_fparam, "dim_aparam": fitting.numb_aparam,
-        "has_default_fparam": default is not None, "default_fparam": default,
+        "type_map": list(model.type_map),
+        "rcut": layout.rcut,
+        "sel": sel,
+        "nnei": sum(sel),
+        "mixed_types": not layout.by_type,
+        "pair_exclude_types": sorted([list(pair) for pair in layout.excluded_pairs]),
+        "dim_fparam": fitting.numb_fparam,
+        "dim_aparam": fitting.numb_aparam,
+        "has_default_fparam": default is not None,
+        "default_fparam": default,
         "fitting_output_defs": [energy],
-        "output_keys": ["energy", "mask", "energy_redu", "energy_derv_r", "energy_derv_c", "energy_derv_c_redu"],
+        "output_keys": [
+            "energy",
+            "mask",
+            "energy_redu",
+            "energy_derv_r",
+            "energy_derv_c",
+            "energy_derv_c_redu",
+        ],
         "has_message_passing": model.descriptor.passes_messages,
         # where messages are passed, a virial of pairs is not what DeePMD-kit calls that of an atom
         "do_atomic_virial": not model.descriptor.passes_messages,
-        "lower_input_kind": "nlist", "graph_edge_dtype": "float64", "has_comm_artifact": False, "sel_type": [],
-        "is_spin": False, "dim_chg_spin": 0, "has_chg_spin_ebd": False, "has_default_chg_spin": False,
-        "default_chg_spin": None, "chg_spin_table_ranges": None,
-    }  # fmt: skip
+        "lower_input_kind": "nlist",
+        "graph_edge_dtype": "float64",
+        "has_comm_artifact": False,
+        "sel_type": [],
+        "is_spin": False,
+        "dim_chg_spin": 0,
+        "has_chg_spin_ebd": False,
+        "has_default_chg_spin": False,
+        "default_chg_spin": None,
+        "chg_spin_table_ranges": None,
+    }
 
 
 def _exported(
@@ -342,8 +373,8 @@ def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
         if "CppCompileError" in text:
             output = text.partition("Output:")[2].strip() or text
             raise UserError(
-                f"{path}: the C++ compiler failed ({output.splitlines()[0][:200]}). {_OTHER_COMPILER} --debug shows "
-                "all of its output."
+                f"{path}: the C++ compiler failed ({output.splitlines()[0][:200]}). "
+                f"{_OTHER_COMPILER} --debug shows all of its output."
             ) from error
         # an error of a graph has the traced lines in its text
         lines = re.findall(r'deepmd_ema/(model/\S+)", line (\d+)', "".join(format_exception(error)))
@@ -352,6 +383,6 @@ def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
             [config.descriptor.type, *places[-1:], *re.findall(r"aten\.\w+", text)[:1]]
         )
         raise NotCompiledError(
-            f"{path}: torch {torch.__version__} cannot compile this model ({where}). Write a .dp file instead, and "
-            f"please report this: {text.splitlines()[0][:150]}"
+            f"{path}: torch {torch.__version__} cannot compile this model ({where}). Write a .dp "
+            f"file instead, and please report this: {text.splitlines()[0][:150]}"
         ) from error

@@ -85,7 +85,8 @@ def read_tree(path: Path) -> Tree:
     has_one = tree.get("software") == SOFTWARE and not str(tree.get("version")).startswith("0.1.")
     if (has_one or expected is not None) and expected != _digest(tree):
         raise CheckpointError(
-            f"{path}: damaged, its content is not what was written (another digest). Freeze the model again."
+            f"{path}: damaged, its content is not what was written (another digest). Freeze the "
+            "model again."
         )
     return tree
 
@@ -185,8 +186,9 @@ def opened_package(path: Path) -> Iterator[zipfile.ZipFile]:
         ]
         if outside:
             raise CheckpointError(
-                f"{path}: its member {show_text(outside[0])} would be written outside of the folder into which torch "
-                "unpacks the file, which no program that compiles models does. Do not use this file."
+                f"{path}: its member {show_text(outside[0])} would be written outside of the "
+                "folder into which torch unpacks the file, which no program that compiles models "
+                "does. Do not use this file."
             )
         if (
             sum(member.file_size for member in package.infolist())

@@ -261,8 +261,9 @@ class Compiler:
             float(off[name][at]) / scale[name],
         )
         return (
-            f"code compiled by torch {torch.__version__} gives other numbers: {name} {found:.6g} instead of "
-            f"{expected:.6g} (difference {share:.1e} of {scale[name]:.3g}; rounding gives less than {bounds[name]:.0e})"
+            f"code compiled by torch {torch.__version__} gives other numbers: {name} {found:.6g} "
+            f"instead of {expected:.6g} (difference {share:.1e} of {scale[name]:.3g}; rounding "
+            f"gives less than {bounds[name]:.0e})"
         )
 
     def _why_not(self, error: Exception) -> str:
@@ -290,7 +291,10 @@ class Compiler:
             ) from error
         logger.debug("torch.compile", exc_info=error)
         first = [*str(error).strip().splitlines(), "no message"][0][:300]
-        return f"torch {torch.__version__} could not compile the model ({type(chain[-1]).__name__}: {first})"
+        return (
+            f"torch {torch.__version__} could not compile the model ({type(chain[-1]).__name__}: "
+            f"{first})"
+        )
 
     def _predict(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
         if batch.num_dummies[0]:
@@ -308,7 +312,10 @@ class Compiler:
         """
         prediction, is_short = _with_series(model, lambda: run(model, batch), keep=model.training)
         if not is_short and _is_finite(prediction):
-            text = f"code compiled by torch {torch.__version__} gives energies that are not finite, eager code finite ones"
+            text = (
+                f"code compiled by torch {torch.__version__} gives energies that are not finite, "
+                "eager code finite ones"
+            )
             self.refuse(model.training, text)
         return prediction
 
@@ -345,15 +352,22 @@ class Compiler:
             graph = Graph(purpose, seconds, hits_now > hits, reason)
             self.graphs.append(graph)
             logger.info(
-                "compiled graph %d for %s in %.1f s%s%s", len(self.graphs), graph.purpose, graph.seconds,
-                " (code from the cache)" if graph.cached else "", f": {graph.reason}" if graph.reason else "",
-            )  # fmt: skip
+                "compiled graph %d for %s in %.1f s%s%s",
+                len(self.graphs),
+                graph.purpose,
+                graph.seconds,
+                " (code from the cache)" if graph.cached else "",
+                f": {graph.reason}" if graph.reason else "",
+            )
         return prediction
 
     def describe(self) -> str:
         """Return the number of graphs and the time that they took."""
         cached = sum(graph.cached for graph in self.graphs)
-        return f"{counted(len(self.graphs), 'graph')} in {self.seconds:.1f} s, code of {cached} from the cache"
+        return (
+            f"{counted(len(self.graphs), 'graph')} in {self.seconds:.1f} s, code of {cached} from "
+            "the cache"
+        )
 
     @property
     def seconds(self) -> float:
@@ -422,7 +436,7 @@ def _numbers(
         batch: filled up or not.
         scale: the largest of each, which those of another evaluation are compared with; filled in
             if it is empty.
-    """  # fmt: skip
+    """
     found = {name: value.flatten() for name, value in evaluate(model, batch).items()}
     # beside those of the elements the energies that networks give may be small
     found[ATOM_ENERGY] = found[ATOM_ENERGY] - model.out_bias.view(-1)[batch.atom_type]
@@ -567,6 +581,6 @@ def without_compiler(purpose: str) -> str:
 
     names = ", ".join(name for name in config.cpp.cxx if name)
     return (
-        f"no C++ compiler was found ({names}), which {purpose}. Install g++, or name yours in the environment variable "
-        "CXX"
+        f"no C++ compiler was found ({names}), which {purpose}. Install g++, or name yours in the "
+        "environment variable CXX"
     )

@@ -116,9 +116,10 @@ def elements_problem(old: EnergyModel, elements: Iterable[str]) -> str:
     elements = list(map(str, elements))
     if sorted(elements) != sorted(old.type_map) and _has_networks_of_elements(old.state_dict()):
         return (
-            f"elements {' '.join(old.type_map)} there, {' '.join(elements)} here: its descriptor has networks for each "
-            "element and no type embedding, and is taken over with the same elements only, in any order. No option "
-            "changes that. Train from the start, or fine-tune a model with a type embedding (se_atten_v2, dpa2, dpa3)."
+            f"elements {' '.join(old.type_map)} there, {' '.join(elements)} here: its descriptor "
+            "has networks for each element and no type embedding, and is taken over with the same "
+            "elements only, in any order. No option changes that. Train from the start, or "
+            "fine-tune a model with a type embedding (se_atten_v2, dpa2, dpa3)."
         )
     return ""
 

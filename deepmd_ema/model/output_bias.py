@@ -91,8 +91,8 @@ class FrameEnergies:
         if len(bad := np.flatnonzero(~np.isfinite(energy))):
             system, frame = batch.frames[bad[0]]
             raise DataError(
-                f"{system}: frame {frame} (from 0): the model gives no finite energy. Does it hold nan, or do two "
-                "atoms stand in one place?"
+                f"{system}: frame {frame} (from 0): the model gives no finite energy. Does it "
+                "hold nan, or do two atoms stand in one place?"
             )
         self._predicted.append(energy[seen])
 

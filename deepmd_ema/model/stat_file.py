@@ -141,7 +141,8 @@ def _write_hdf5(path: Path, items: Mapping[str, Array]) -> None:
         with h5py.File(part, "r+" if is_old else "w") as file:
             if file.visit(lambda name: name if name.endswith("type.raw") else None) is not None:
                 raise DataError(
-                    f"{path}: holds data, to which no statistics are added. Name another training.stat_file."
+                    f"{path}: holds data, to which no statistics are added. Name another "
+                    "training.stat_file."
                 )
             for name, value in items.items():
                 if name in file:

@@ -147,8 +147,8 @@ def split_by_pattern(
         if not matched:
             few = ", ".join(list(names)[:: -(-len(names) // MAX_NAMES)])  # of all parts of a model
             text = (
-                f" = {show(group.pattern)}: no parameter has such a name. Expected a pattern of a whole name, in "
-                f"which * is any text. Some of the {len(names)} names: {few}."
+                f" = {show(group.pattern)}: no parameter has such a name. Expected a pattern of a "
+                f"whole name, in which * is any text. Some of the {len(names)} names: {few}."
             )
             problems.append(source.locate(error(f"optimizer.groups[{number}].pattern", text)))
         found.append([name for name in matched if name in left])
@@ -354,8 +354,9 @@ def check_state_type(state: Mapping[str, Any], own: str) -> None:
     """
     if state.get("type") != own:
         raise CheckpointError(
-            f"{OF_CHECKPOINT}: it is of {state.get('type', 'an unknown optimizer')}, optimizer.type is {own}. Set it "
-            "back, or start anew from the weights with --init-model."
+            f"{OF_CHECKPOINT}: it is of {state.get('type', 'an unknown optimizer')}, "
+            f"optimizer.type is {own}. Set it back, or start anew from the weights with "
+            "--init-model."
         )
 
 

@@ -147,13 +147,15 @@ class LKF:
         if list(found.items()) != list(self._shapes.items()):
             differing = sorted(dict(found.items() ^ self._shapes.items()))
             raise CheckpointError(
-                f"{OF_CHECKPOINT}: covariances of other parameters than this model's: {first_few(differing, 8)}."
+                f"{OF_CHECKPOINT}: covariances of other parameters than this model's: "
+                f"{first_few(differing, 8)}."
             )
         sizes = [c.shape[0] for c in state["covariances"]]
         if sizes != self._sizes:
             raise CheckpointError(
-                f"{OF_CHECKPOINT}: {len(sizes)} blocks of up to {max(sizes)} weights, optimizer.kf_blocksize makes "
-                f"{len(self._sizes)} of up to {max(self._sizes)}. Set kf_blocksize back."
+                f"{OF_CHECKPOINT}: {len(sizes)} blocks of up to {max(sizes)} weights, "
+                f"optimizer.kf_blocksize makes {len(self._sizes)} of up to {max(self._sizes)}. "
+                "Set kf_blocksize back."
             )
         self._memory.copy_(state["memory"])
         for own, given in zip(self._covariances, state["covariances"]):

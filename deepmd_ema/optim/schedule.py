@@ -31,8 +31,9 @@ def build_schedule(config: optim.ScheduleConfig, num_steps: int) -> Schedule:
     start, warmup = config.start_lr, config.num_warmup_steps(num_steps)
     if num_steps and warmup >= num_steps:
         raise ConfigError(
-            f"learning_rate.warmup_steps = {warmup}: the run has only {counted(num_steps, 'step')}. Make the warm-up "
-            "shorter or training.numb_steps larger."
+            f"learning_rate.warmup_steps = {warmup}: the run has only "
+            f"{counted(num_steps, 'step')}. Make the warm-up shorter or training.numb_steps "
+            "larger."
         )
     length, stop = max(1, num_steps - warmup), config.end_lr
     every, factor = 1, 1.0
@@ -57,7 +58,8 @@ def build_schedule(config: optim.ScheduleConfig, num_steps: int) -> Schedule:
         )
     if falling and kind == "inverse_linear" and stop == 0:
         raise ConfigError(
-            "learning_rate.stop_lr = 0: decay_type inverse_linear never reaches 0. Use a stop_lr above 0, or linear."
+            "learning_rate.stop_lr = 0: decay_type inverse_linear never reaches 0. Use a stop_lr "
+            "above 0, or linear."
         )
     stable = length - falling
     highest = before(stable)

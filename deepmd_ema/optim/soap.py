@@ -85,8 +85,10 @@ class SOAP(GuardedOptimizer):
             vector.gradient(),
         )
         count = len(vector.parameters)
-        bases = [None if values.get(side) is None else values[f"{side}_basis"].view(count, n, n)
-                 for side, n in zip(SIDES, shape)]  # fmt: skip
+        bases = [
+            None if values.get(side) is None else values[f"{side}_basis"].view(count, n, n)
+            for side, n in zip(SIDES, shape)
+        ]
         new = {"exp_avg": torch.lerp(values["exp_avg"], gradient, 1 - b1, out=out["exp_avg"])}
         new["step"] = torch.add(values["step"], 1, out=out["step"])
         g, mean = (vector.full(t).view(count, *shape) for t in (gradient, new["exp_avg"]))

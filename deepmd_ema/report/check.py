@@ -61,11 +61,14 @@ _LABEL_COLUMNS = {  # of what is shown of a label: the range of energies, the si
     VIRIAL: (Column("V RMS", "eV/atom", ".3f"), Column("V max", "eV/atom", ".2f")),
 }
 _ELEMENT_COLUMNS = {
-    "element": Column("element"), "training_atoms": Column("training", "atoms", ",d"),
-    "validation_atoms": Column("validation", "atoms", ",d"), _F_RMS: Column("F RMS", "eV/Å", ".3f"),
-    _F_MAX: Column("F max", "eV/Å", ".2f"), "nearest": Column("nearest", "Å"),
+    "element": Column("element"),
+    "training_atoms": Column("training", "atoms", ",d"),
+    "validation_atoms": Column("validation", "atoms", ",d"),
+    _F_RMS: Column("F RMS", "eV/Å", ".3f"),
+    _F_MAX: Column("F max", "eV/Å", ".2f"),
+    "nearest": Column("nearest", "Å"),
     "max_neighbors": Column("neighbors", "at most", "d"),
-}  # fmt: skip
+}
 # by name of a check: its name in the table, which frame is named, and what the frames are
 _CHECKS = {
     "duplicates": ("duplicates", "first", "training frames are copies of others"),
@@ -343,7 +346,8 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
         )
         yield (
             "distances",
-            f"{seen}the nearest atoms are {near.min_distance:.3f} angstrom apart ({report.closest})",
+            f"{seen}the nearest atoms are {near.min_distance:.3f} angstrom apart "
+            f"({report.closest})",
         )
         yield "neighbors", f"{seen}at most {near.max_total} within {report.rcut:g} angstrom"
     for text in report.notes:
@@ -384,7 +388,10 @@ def cost_lines(check: RunCheck) -> list[str]:
     end = datetime.now() + timedelta(seconds=cost.total_s)
     step = f"{counted(cost.steps, 'step')} of {_seconds(cost.step_s)}"
     if cost.step_of_first_epoch_s > 1.1 * cost.step_s:
-        step += f" ({_seconds(cost.step_of_first_epoch_s)} in the first epoch, when neighbors are searched)"
+        step += (
+            f" ({_seconds(cost.step_of_first_epoch_s)} in the first epoch, when neighbors are "
+            "searched)"
+        )
     parts = [
         f"start {_seconds(cost.start_s)}",
         step,
@@ -524,16 +531,24 @@ def _data(task: str, report: DataReport) -> dict[str, Any]:
         "systems": systems,
         "elements": list(_elements(report)),
         "checks": {
-            name: {"frames": found.num_frames, "of_frames": found.total, "example": found.worst or None}
+            name: {
+                "frames": found.num_frames,
+                "of_frames": found.total,
+                "example": found.worst or None,
+            }
             for name, found in report.suspects.items()
         },
-        "units": None if units is None else {
+        "units": None
+        if units is None
+        else {
             "systems": units.num_systems,
             "verified": units.verified,
-            "not_verified": {name: list(names) for name, names in units.unverified.items() if names},
+            "not_verified": {
+                name: list(names) for name, names in units.unverified.items() if names
+            },
         },
         "nearest_atoms": report.closest or None,
-    }  # fmt: skip
+    }
 
 
 def _elements(report: DataReport) -> Iterator[dict[str, Any]]:

@@ -41,8 +41,9 @@ _BEST_LINE = re.compile(
 )
 _LCURVE_NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print nan\n"
 _VALIDATION_NOTE = (
-    "# E uses per-atom energy, F uses component-wise force errors, and the second-rank column is S, stress as the "
-    "negated virial divided by the cell volume, or V, virial normalized by natoms, following `validation_metric`.\n"
+    "# E uses per-atom energy, F uses component-wise force errors, and the second-rank column is "
+    "S, stress as the negated virial divided by the cell volume, or V, virial normalized by "
+    "natoms, following `validation_metric`.\n"
 )
 
 
@@ -336,7 +337,8 @@ def curve_files(path: str | Path) -> list[Path]:
     ]
     if not files:
         raise UserError(
-            f"{path}: no lcurve.out or val.log in this folder. Give the folder of a run, or its files."
+            f"{path}: no lcurve.out or val.log in this folder. Give the folder of a run, or its "
+            "files."
         )
     return files
 

@@ -207,8 +207,9 @@ class RunTimes:
         if is_slow and not self._hinted:
             self._hinted = True
             logger.info(
-                "%.0f %% of the time was spent waiting for data: read it from a local disk, give the run one more CPU "
-                "core, or use a larger batch_size (the first interval also fills the cache of neighbor lists)",
+                "%.0f %% of the time was spent waiting for data: read it from a local disk, give "
+                "the run one more CPU core, or use a larger batch_size (the first interval also "
+                "fills the cache of neighbor lists)",
                 100 * spent["data"] / total,
             )
         self._before, self._since = dict(self.seconds), time.perf_counter()
@@ -332,7 +333,8 @@ class Progress:
                     if q != "S"
                 }
                 cells.append(
-                    f"{weights}{'*' * (f'{task} {weights}'.lstrip() in best)} {describe_values(values)}"
+                    f"{weights}{'*' * (f'{task} {weights}'.lstrip() in best)} "
+                    f"{describe_values(values)}"
                 )
             logger.info("%s", "  ".join(cells))
         # beside the bar: force errors of each task by the first average, or by the live weights if

@@ -149,7 +149,8 @@ def loggers_of(config: RunConfig) -> dict[str, Logger]:
             section
         )  # the config stays as it is
     problems = [
-        f'{place} ("{one.type}"): the package {module} is not installed. Install it with `pip install "{package}"`, or '
+        f'{place} ("{one.type}"): the package {module} is not installed. Install it with `pip '
+        f'install "{package}"`, or '
         "remove the option."
         for place, one in loggers.items()
         for module, package in one.needs.items()
@@ -217,7 +218,8 @@ class WandbLogger(Logger):
     mode: str | None = option(
         None,
         choices=("online", "offline"),
-        doc="`offline` keeps the values in the folder `wandb`, for `wandb sync`; null: `WANDB_MODE`, or `online`.",
+        doc="`offline` keeps the values in the folder `wandb`, for `wandb sync`; null: "
+        "`WANDB_MODE`, or `online`.",
     )
 
     def start(self, run: LoggedRun) -> str:
@@ -225,9 +227,15 @@ class WandbLogger(Logger):
         import wandb
 
         self._run = wandb.init(
-            project=self.project, entity=self.entity, name=self.name, tags=self.tags, mode=self.mode,
-            config=dict(run.config), id=run.id, resume="allow" if run.id else None,
-        )  # fmt: skip
+            project=self.project,
+            entity=self.entity,
+            name=self.name,
+            tags=self.tags,
+            mode=self.mode,
+            config=dict(run.config),
+            id=run.id,
+            resume="allow" if run.id else None,
+        )
         return str(self._run.id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -248,11 +256,13 @@ class MlflowLogger(Logger):
 
     tracking_uri: str | None = option(
         None,
-        doc="Where MLflow keeps its runs: the address of a server or a folder; null: `MLFLOW_TRACKING_URI`.",
+        doc="Where MLflow keeps its runs: the address of a server or a folder; null: "
+        "`MLFLOW_TRACKING_URI`.",
     )
     experiment: str | None = option(
         None,
-        doc="Experiment of the run, which is made if there is none; null: `MLFLOW_EXPERIMENT_NAME`, or `Default`.",
+        doc="Experiment of the run, which is made if there is none; null: "
+        "`MLFLOW_EXPERIMENT_NAME`, or `Default`.",
     )
     name: str | None = option(None, doc="Name of the run; null: one is made up.")
 

@@ -69,7 +69,10 @@ class Tested:
     def describe(self) -> str:
         """Return such as ``ice: 24 validation frames, weights ema.``."""
         task = f"{self.task}: " if self.task else ""
-        return f"{task}{counted(len(self.report.frames), f'{self.part} frame')}, weights {self.weights}."
+        return (
+            f"{task}{counted(len(self.report.frames), f'{self.part} frame')}, weights "
+            f"{self.weights}."
+        )
 
 
 def write_report(
@@ -181,8 +184,8 @@ class _Page:
             self.status = RunStatus(run)
             if not self.status.checkpoint:
                 raise UserError(
-                    f"{run}: no checkpoint yet ({self.status.describe()}), and a report shows the newest. "
-                    f"`{command('dp-ema', 'show', run)}` says how far the run is."
+                    f"{run}: no checkpoint yet ({self.status.describe()}), and a report shows the "
+                    f"newest. `{command('dp-ema', 'show', run)}` says how far the run is."
                 )
         self.file = file = checkpoint.resolve(run)
         if self.status is None:
@@ -191,7 +194,8 @@ class _Page:
         self.payload = payload = checkpoint.load(file)
         if payload["kind"] != "training":
             raise UserError(
-                f"{file}: is of the kind {payload['kind']}. Expected the folder of a run, or its model.ckpt.pt."
+                f"{file}: is of the kind {payload['kind']}. Expected the folder of a run, or its "
+                "model.ckpt.pt."
             )
         weights = [LIVE, *payload.get("averages", {}).get("profiles", {})]
         first = weights[min(1, len(weights) - 1)]
@@ -363,7 +367,10 @@ class _Page:
             yield "<h3>Test data</h3>" + _list(
                 (n, f"step {row['step']:,.0f}: {describe_row(row)}") for n, row in test
             )
-        yield '<p class=soft>Errors per atom and per component: <a href="#definitions">definitions</a>.</p>'
+        yield (
+            "<p class=soft>Errors per atom and per component: <a "
+            'href="#definitions">definitions</a>.</p>'
+        )
 
     def _curves(self, scratch: Path) -> Iterator[str]:
         try:
@@ -461,7 +468,10 @@ class _Page:
         columns = [
             Column(f"{METRICS[q].title} RMSE", METRICS[q].display_unit, "s") for q in quantities
         ]
-        title = f"the {len(rows)} frames of largest {by} error; frames of a file count from 0; files in {self.base}"
+        title = (
+            f"the {len(rows)} frames of largest {by} error; frames of a file count from 0; files "
+            f"in {self.base}"
+        )
         yield _paragraph(one.describe())
         table = Table(
             title, (Column("frame", "", "s"), *columns, Column("composition"), Column("file")), rows

@@ -199,11 +199,29 @@ class CurvePlot:
                     )  # a warm-up begins at 0
             elif curve.kind == VALIDATION:
                 for _, values in series:
-                    axis.plot(curve.steps, values, color=style.color, lw=2.0, ls=style.line, marker=style.marker,
-                              ms=3.2, zorder=4, label=f"validation set, {style.weights}")  # fmt: skip
+                    axis.plot(
+                        curve.steps,
+                        values,
+                        color=style.color,
+                        lw=2.0,
+                        ls=style.line,
+                        marker=style.marker,
+                        ms=3.2,
+                        zorder=4,
+                        label=f"validation set, {style.weights}",
+                    )
                     kept = np.isin(curve.steps, list(curve.best_steps)[-1:])
-                    axis.plot(curve.steps[kept], values[kept], "*", color=style.color, ms=13, mec="white", mew=0.8,
-                              zorder=5, label=KEPT if kept.any() else None)  # fmt: skip
+                    axis.plot(
+                        curve.steps[kept],
+                        values[kept],
+                        "*",
+                        color=style.color,
+                        ms=13,
+                        mec="white",
+                        mew=0.8,
+                        zorder=5,
+                        label=KEPT if kept.any() else None,
+                    )
             elif style.run:  # faint lines, and their running mean
                 for _, values in [one for one in series if "_val" in one[0]] or series:
                     shown = panel.factor * values
@@ -230,10 +248,17 @@ class CurvePlot:
                         if train
                         else LIVE_BATCHES
                     )
-                    axis.plot(curve.steps, panel.factor * values, color=color, lw=width, ls=style.line,
-                              alpha=alpha, zorder=TRAIN_LEVEL + (not train),
-                              label=f"{'training batch' if train else 'validation batches'}, {style.weights}",
-                              )  # fmt: skip
+                    axis.plot(
+                        curve.steps,
+                        panel.factor * values,
+                        color=color,
+                        lw=width,
+                        ls=style.line,
+                        alpha=alpha,
+                        zorder=TRAIN_LEVEL + (not train),
+                        label=f"{'training batch' if train else 'validation batches'}, "
+                        f"{style.weights}",
+                    )
         axis.set(title=panel.title, xlabel="Optimizer step", ylabel=panel.label, yscale="log")
         axis.set(
             xscale="log" if log_steps else "linear", xlim=self.log_ends if log_steps else self.ends
@@ -287,7 +312,8 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
     plot = CurvePlot(read_curves(files))
     if not any(_series(curve, panel) for curve in plot.curves for panel in plot.panels):
         raise UserError(
-            f"{first_few([str(file) for file in files])}: nothing to draw, no number of an error is finite."
+            f"{first_few([str(file) for file in files])}: nothing to draw, no number of an error "
+            "is finite."
         )
     keys: dict[
         str, Any
@@ -404,11 +430,27 @@ def _draw_parity(
     ends = (low - margin, high + margin)
     axis.plot(ends, ends, color=INK, lw=0.9, zorder=3)
     if label.size > MAX_DOTS:
-        axis.hexbin(label, predicted, gridsize=120, extent=(*ends, *ends), bins="log", mincnt=1, cmap="viridis",
-                    linewidths=0.1)  # fmt: skip
+        axis.hexbin(
+            label,
+            predicted,
+            gridsize=120,
+            extent=(*ends, *ends),
+            bins="log",
+            mincnt=1,
+            cmap="viridis",
+            linewidths=0.1,
+        )
     else:
-        axis.plot(label, predicted, ".", color=LIVE_COLOR, ms=9 if label.size < 500 else 4, mew=0,
-                  alpha=max(0.15, min(0.7, 800 / label.size)), rasterized=True)  # fmt: skip
+        axis.plot(
+            label,
+            predicted,
+            ".",
+            color=LIVE_COLOR,
+            ms=9 if label.size < 500 else 4,
+            mew=0,
+            alpha=max(0.15, min(0.7, 800 / label.size)),
+            rasterized=True,
+        )
     axis.set(
         xlim=ends, ylim=ends, title=name, xlabel=f"Reference ({unit})", ylabel=f"Predicted ({unit})"
     )
@@ -467,10 +509,28 @@ def plot_sigma_rels(
                     [values[name] for _, values in points],
                 )
                 color, width, marker = (INK, 1.2, "s") if curve else (AVERAGE_COLOR, 2.0, "o")
-                axis.plot(widths, values, color=color, lw=width, ls=LINES[curve % len(LINES)], marker=marker, ms=3.2,
-                          zorder=4, label=label)  # fmt: skip
-            axis.plot(chosen[0], chosen[1][name], "*", color=AVERAGE_COLOR, ms=14, mec="white", mew=0.8, zorder=6,
-                      label="chosen")  # fmt: skip
+                axis.plot(
+                    widths,
+                    values,
+                    color=color,
+                    lw=width,
+                    ls=LINES[curve % len(LINES)],
+                    marker=marker,
+                    ms=3.2,
+                    zorder=4,
+                    label=label,
+                )
+            axis.plot(
+                chosen[0],
+                chosen[1][name],
+                "*",
+                color=AVERAGE_COLOR,
+                ms=14,
+                mec="white",
+                mew=0.8,
+                zorder=6,
+                label="chosen",
+            )
             # weights that have a width are a point, others a horizontal line; distant ones would
             # flatten the curves
             drawn = [*(values[name] for values in every), next(iter(others.values()))[1][name]]

@@ -231,11 +231,20 @@ class Proposal:
             values["validating"] = values.get("validating", {}) | wishes.test_section()
         reasons = read_preset(REASONS)
         known = {
-            "size": wishes.size, "about": preset["about"], "most": data.wider[0], "more": data.wider[1],
-            "wider": f"{wishes.rcut * _WIDER:.3g}", "why": common["why"], "kind": kind, "about_kind": recipe["about"],
-            "why_split": data.why_split, "window": window, "events": _EVENTS,
-            "file": source.info.path if source is not None else "", "why_bias": why_bias,
-        }  # fmt: skip
+            "size": wishes.size,
+            "about": preset["about"],
+            "most": data.wider[0],
+            "more": data.wider[1],
+            "wider": f"{wishes.rcut * _WIDER:.3g}",
+            "why": common["why"],
+            "kind": kind,
+            "about_kind": recipe["about"],
+            "why_split": data.why_split,
+            "window": window,
+            "events": _EVENTS,
+            "file": source.info.path if source is not None else "",
+            "why_bias": why_bias,
+        }
         parts = [
             "of_all",
             "of_new_model" if source is None else "of_fine_tuning",
@@ -272,9 +281,11 @@ class Proposal:
             self.warnings += [f"old data: {line}" for line in old.report.warnings]
         self.values = values if old is None else with_replay(values, wishes.replay, old.is_split)
         self.head = [
-            f"Written by dp-ema init {__version__}. Try others: dp-ema init --help; every option: dp-ema doc.",
+            f"Written by dp-ema init {__version__}. Try others: dp-ema init --help; every option: "
+            "dp-ema doc.",
             f"Data: {kind} ({why_kind}); labels: {labels}.",
-            f"Model: {of_model}. {values['optimizer']['type']}, rate {start_lr:g}, {steps:,} steps.",
+            f"Model: {of_model}. {values['optimizer']['type']}, rate {start_lr:g}, {steps:,} "
+            "steps.",
             *([f"Output bias: {why_bias}: {_BIAS[bias]}."] if bias else []),
         ]
 
@@ -320,9 +331,10 @@ def propose(wishes: Wishes) -> Proposal:
         source = load_model(wishes.finetune, head=wishes.head)
         if source.config.type != "standard":
             raise UserError(
-                f"--finetune {wishes.finetune}: is of model.type {source.config.type}, and init writes inputs of one "
-                f"descriptor. `{command('dp-ema', 'show', wishes.finetune, '--config')}` prints its section model. "
-                "Write the input yourself."
+                f"--finetune {wishes.finetune}: is of model.type {source.config.type}, and init "
+                "writes inputs of one descriptor. "
+                f"`{command('dp-ema', 'show', wishes.finetune, '--config')}` prints its section "
+                "model. Write the input yourself."
             )
         elements = list(dict.fromkeys([*source.config.type_map, *elements]))
         wishes = replace(
@@ -337,7 +349,8 @@ def propose(wishes: Wishes) -> Proposal:
         for name in wishes.sel_type or ():
             if wishes.property not in (DIPOLE, POLAR):
                 raise UserError(
-                    "init --sel-type: is an option for --property dipole and polarizability. Leave it out."
+                    "init --sel-type: is an option for --property dipole and polarizability. "
+                    "Leave it out."
                 )
             if name not in elements:
                 raise UserError(f"init --sel-type {name}: {did_you_mean(name, elements)}")
@@ -535,9 +548,9 @@ def _steps_in(seconds: float, cost: Cost) -> int:
     if steps < _MIN_STEPS:
         needed = fixed + _MIN_STEPS * new_s
         raise UserError(
-            f"--hours {seconds / 3600:g}: a step takes {cost.step_s:.2g} s here, and a run needs {duration(needed)} "
-            f"(--hours {math.ceil(needed / 36) / 100:g}) for {_MIN_STEPS} steps. Give more time, a smaller model "
-            "(--size S) or a shorter cutoff (--rcut)."
+            f"--hours {seconds / 3600:g}: a step takes {cost.step_s:.2g} s here, and a run needs "
+            f"{duration(needed)} (--hours {math.ceil(needed / 36) / 100:g}) for {_MIN_STEPS} "
+            "steps. Give more time, a smaller model (--size S) or a shorter cutoff (--rcut)."
         )
     unit = 10 ** (len(str(steps)) - 2)
     return steps // unit * unit

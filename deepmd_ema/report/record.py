@@ -34,11 +34,18 @@ MIN_INTERVAL_S = 10.0  # between two writes of the record in a step; each costs 
 MAX_WARNINGS = 20  # the last ones are kept
 _IN_STEP = ("forward", "backward", "optimizer")  # parts of a step, which are subtracted from it
 _PARTS = {
-    "start": "start: data, statistics", "data": "waiting for data",
-    "forward": "step: forward pass", "backward": "step: backward pass", "optimizer": "step: clipping, optimizer",
-    "step": "step", "row": "rows of the learning curve", "validation": "full validations", "test": "test data",
-    "checkpoint": "checkpoints", "snapshot": "snapshots of averages",
-}  # fmt: skip
+    "start": "start: data, statistics",
+    "data": "waiting for data",
+    "forward": "step: forward pass",
+    "backward": "step: backward pass",
+    "optimizer": "step: clipping, optimizer",
+    "step": "step",
+    "row": "rows of the learning curve",
+    "validation": "full validations",
+    "test": "test data",
+    "checkpoint": "checkpoints",
+    "snapshot": "snapshots of averages",
+}
 
 
 @dataclass

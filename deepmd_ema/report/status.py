@@ -25,14 +25,30 @@ from deepmd_ema.report.record import Part, read_record
 from deepmd_ema.report.table import Table, duration, facts, significant
 
 PREPARING, TRAINING, ENDED, INTERRUPTED, KILLED, UNKNOWN = (
-    "preparing", "training", "ended", "interrupted", "killed", "not training",
-)  # fmt: skip
+    "preparing",
+    "training",
+    "ended",
+    "interrupted",
+    "killed",
+    "not training",
+)
 _DIGITS = 4
 _MAX_WARNINGS = 3
 _IN_JSON = (
-    "state", "remark", "step", "num_steps", "elapsed", "left", "last_row", "validation", "best", "metric", "test",
-    "checkpoint", "averages",
-)  # fmt: skip
+    "state",
+    "remark",
+    "step",
+    "num_steps",
+    "elapsed",
+    "left",
+    "last_row",
+    "validation",
+    "best",
+    "metric",
+    "test",
+    "checkpoint",
+    "averages",
+)
 
 
 class RunStatus:
@@ -229,7 +245,10 @@ class RunStatus:
         for name, file in self.averages.items():
             words = f"{name}: {file or 'no file yet'}"
             if counts := part.averages.get(name):
-                words += f", {counted(counts['updates'], 'update')}, mean age {counts['mean_age']:,.1f} steps"
+                words += (
+                    f", {counted(counts['updates'], 'update')}, mean age "
+                    f"{counts['mean_age']:,.1f} steps"
+                )
             yield "average", words
         for time, text in part.warnings[-_MAX_WARNINGS:]:
             yield "warning", f"{time[11:19]} {text}"

@@ -154,8 +154,8 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
                 ).result()
             except BrokenProcessPool:
                 raise UserError(
-                    "The process that measured the steps was killed, perhaps for lack of memory. Use a smaller "
-                    "batch_size, or a machine with more memory."
+                    "The process that measured the steps was killed, perhaps for lack of memory. "
+                    "Use a smaller batch_size, or a machine with more memory."
                 ) from None
     schedule = Schedule(config, facts["steps"])
     validations = schedule.validation.count() if schedule.validation is not None else 0

@@ -44,9 +44,13 @@ class InterpolationControl:
     """
 
     def __init__(
-        self, models: ModelSet, world: World, batches: Mapping[str, Batch], saved: Mapping[str, Any],
+        self,
+        models: ModelSet,
+        world: World,
+        batches: Mapping[str, Batch],
+        saved: Mapping[str, Any],
         interval: int = CHECK_INTERVAL,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.models, self.world, self.interval = models, world, interval
         named: dict[Interpolation, str] = {}  # one that tasks share has the name of the first
         for task, model in models.by_task.items():
@@ -57,9 +61,10 @@ class InterpolationControl:
         chosen = {name: one for name, one in self._named.items() if one.choice != NEVER and on_cpu}
         if not on_cpu and any(one.choice == ALWAYS for one in self._named.values()):
             logger.warning(
-                "interpolate = always: networks are interpolated on CPUs only. On %s they are evaluated for each pair "
-                "of atoms, as with interpolate = never.", self.world.device.type,
-            )  # fmt: skip
+                "interpolate = always: networks are interpolated on CPUs only. On %s they are "
+                "evaluated for each pair of atoms, as with interpolate = never.",
+                self.world.device.type,
+            )
         for one in chosen.values():
             one.use(FIRST_TERMS)
             one.recording = True
@@ -134,10 +139,13 @@ class InterpolationControl:
     def _use(self, name: str, one: Interpolation, terms: int) -> None:
         if terms > MAX_TERMS:
             logger.warning(
-                "%s: more than %d terms would be needed for derivatives within %.0e of the largest: the network is not "
-                "smooth. From now on it is evaluated for each pair of atoms, as with interpolate = never.",
-                name, MAX_TERMS, one.max_error,
-            )  # fmt: skip
+                "%s: more than %d terms would be needed for derivatives within %.0e of the "
+                "largest: the network is not smooth. From now on it is evaluated for each pair of "
+                "atoms, as with interpolate = never.",
+                name,
+                MAX_TERMS,
+                one.max_error,
+            )
         elif terms != one.terms:
             logger.debug("%s: %d terms, %d before", name, terms, one.terms)
         one.use(terms if terms <= MAX_TERMS else 0)

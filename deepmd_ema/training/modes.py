@@ -100,7 +100,10 @@ def compiled_modes(config: RunConfig) -> tuple[bool, bool]:
 def why_no_graphs(config: RunConfig, world: World) -> str:
     """Return the reason why steps are not launched as CUDA graphs; empty if they are."""
     training, optimizer = config.training, config.optimizer
-    of_batches = "a step of several batches (training.accumulate) would be a graph for each combination of their shapes"
+    of_batches = (
+        "a step of several batches (training.accumulate) would be a graph for each combination of "
+        "their shapes"
+    )
     reasons = {
         "there are none on a CPU": world.device.type != "cuda",
         "LKF draws numbers on the host in each step": isinstance(optimizer, LKFConfig),
@@ -262,10 +265,11 @@ def check_replicas(models: nn.Module, world: World, step: int) -> None:
         for rank, digests in enumerate(ranks):
             if different := [name for name, digest in digests.items() if digest != ranks[0][name]]:
                 raise UserError(
-                    f"step {step:,}: rank {rank} holds other weights than rank 0, where all ranks hold the same: "
-                    f"{first_few(different, 4)}. Nothing was saved after the last checkpoint, from which the run can "
-                    "be restarted. Processors of different kinds round differently: use ranks of one kind, or "
-                    "training.zero_stage 1, with which one rank updates each weight for all."
+                    f"step {step:,}: rank {rank} holds other weights than rank 0, where all ranks "
+                    f"hold the same: {first_few(different, 4)}. Nothing was saved after the last "
+                    "checkpoint, from which the run can be restarted. Processors of different "
+                    "kinds round differently: use ranks of one kind, or training.zero_stage 1, "
+                    "with which one rank updates each weight for all."
                 )
 
 

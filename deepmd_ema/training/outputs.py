@@ -71,14 +71,14 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
         if real in {path.resolve() for path in _in_the_way(config)}:
             copy = "`cp -r {} start.dcp`" if is_sharded(real) else "`cp {} start.pt`"
             raise CheckpointError(
-                f"{weights}: the file to start from belongs to an earlier run, in whose place this one writes files of "
-                "the same names. Start this one in another folder, or from a copy: "
-                f"{copy.format(os.path.relpath(real))}."
+                f"{weights}: the file to start from belongs to an earlier run, in whose place "
+                "this one writes files of the same names. Start this one in another folder, or "
+                f"from a copy: {copy.format(os.path.relpath(real))}."
             )
     outputs = [Output("--output", "the normalized config", Path(output)), *Outputs(config)]
     problems = [
-        f"{o.option}: {o.path} is a folder, and the run writes a file of that name. Move it away, or choose another "
-        "name."
+        f"{o.option}: {o.path} is a folder, and the run writes a file of that name. Move it away, "
+        "or choose another name."
         for o in outputs
         if not o.is_folder and o.path.is_dir() and not o.path.is_symlink()
     ]
@@ -141,10 +141,11 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
         steps = numbered(outputs.checkpoint_folder, outputs.checkpoint_link(LIVE).stem)
         folders = _set_aside(files)
         logger.warning(
-            "there were files of an earlier run%s: moved to %s. To continue that run instead, stop this one, move "
-            "them back and use --restart.",
-            f", up to step {max(steps)}" if steps else "", ", ".join(map(str, folders)),
-        )  # fmt: skip
+            "there were files of an earlier run%s: moved to %s. To continue that run instead, "
+            "stop this one, move them back and use --restart.",
+            f", up to step {max(steps)}" if steps else "",
+            ", ".join(map(str, folders)),
+        )
     with atomic_write(output, "Choose another -o.") as part:
         part.write_text(text, encoding="utf-8")
 

@@ -128,8 +128,9 @@ def prepare(
         with world.all_ranks_ok():
             if found := difference(here, there):
                 raise DataError(
-                    f"rank {world.rank} on {socket.gethostname()} has other data than rank 0: {found}. All ranks must "
-                    "read the same frames: use a folder that they share, or copy it to each machine again."
+                    f"rank {world.rank} on {socket.gethostname()} has other data than rank 0: "
+                    f"{found}. All ranks must read the same frames: use a folder that they share, "
+                    "or copy it to each machine again."
                 )
     contents = world.broadcast_from_rank0(
         lambda: {name: digest_of(data.train) for name, data in systems.items()}
@@ -252,7 +253,10 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
     if start.fine_tunes:
         model.out_bias.copy_(torch.from_numpy(given).view_as(model.out_bias))
     elif not np.allclose(given, bias):
-        text = "%sthe energies that the input gives for %s have no effect with --init-model: they are those of %s"
+        text = (
+            "%sthe energies that the input gives for %s have no effect with --init-model: they "
+            "are those of %s"
+        )
         logger.warning(text, of_task, ", ".join(fixed_elements(config)), file)
     new = start.new_elements(task.name, model.type_map)
     if how != KEEP or new:
@@ -285,7 +289,10 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
             if start.fine_tunes
             else "--finetune in place of --init-model"
         )
-        text += f". The output bias stays as in {file}, and weights would have to learn the shift; {remedy} moves it."
+        text += (
+            f". The output bias stays as in {file}, and weights would have to learn the shift; "
+            f"{remedy} moves it."
+        )
         logger.warning("%s", text)
     elif start.fine_tunes:
         logger.info(
@@ -305,8 +312,9 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
             return stored
         if task.config.data.stat_file_mode == "read":
             raise DataError(
-                f'{place} = "{path}" does not hold the statistics of this model, and stat_file_mode is "read": '
-                f'{stored}. Use "update", or the file of a run of the same model.'
+                f'{place} = "{path}" does not hold the statistics of this model, and '
+                f'stat_file_mode is "read": {stored}. Use "update", or the file of a run of the '
+                "same model."
             )
         if Path(path).exists():
             logger.info("%s = %s: %s. The statistics are computed anew.", place, path, stored)
@@ -379,9 +387,10 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, 
                     fitted.setdefault(weights, {})[f"{prefix_of(name)}out_bias"] = tensor
                 elif weights == LIVE:
                     logger.warning(
-                        "training.change_bias_after_training: no training frame%s has an energy, so there is nothing "
-                        "to fit the bias to: it stays as it is", f" of task {name}" * bool(name),
-                    )  # fmt: skip
+                        "training.change_bias_after_training: no training frame%s has an energy, "
+                        "so there is nothing to fit the bias to: it stays as it is",
+                        f" of task {name}" * bool(name),
+                    )
     return fitted
 
 
@@ -400,9 +409,11 @@ def _fit_bias(
         np.mean(frames.residual(moved) / frames.num_atoms) for moved in (None, fit.bias - before)
     ]
     logger.info(
-        "output bias%s on %s: mean residual %s meV/atom before, %s after", words, counted(len(frames), "frame"),
+        "output bias%s on %s: mean residual %s meV/atom before, %s after",
+        words,
+        counted(len(frames), "frame"),
         *(f"{round(1000 * mean, 6) + 0.0:.4g}" for mean in means),
-    )  # fmt: skip
+    )
     return fit
 
 

@@ -60,9 +60,15 @@ class Reporter:
     """
 
     def __init__(
-        self, prepared: PreparedRun, tasks: TaskMixture, bank: AverageBank, run_id: str, world: World, times: RunTimes,
+        self,
+        prepared: PreparedRun,
+        tasks: TaskMixture,
+        bank: AverageBank,
+        run_id: str,
+        world: World,
+        times: RunTimes,
         products: Products,
-    ) -> None:  # fmt: skip
+    ) -> None:
         config, length = prepared.config, prepared.length
         training, outputs = config.training, Outputs(config)
         self._tasks, self._bank, self._world, self.times, self._products = (
@@ -191,16 +197,25 @@ class Reporter:
             if error >= constant > 0:
                 self._warned.add(task.name)
                 logger.warning(
-                    "%sstep %d: %s of the training batches of the last %s is %.4g, no better than %.4g with energies "
-                    "of the elements alone and no forces: nothing is learned. Try to %s.",
-                    f"task {task.name}: " * bool(task.name), step, _judged(task), counted(len(rows), "row"), error,
-                    constant, f"{'train longer, or ' * (step < SHORT_RUN)}{remedy.removeprefix('or ')}",
-                )  # fmt: skip
+                    "%sstep %d: %s of the training batches of the last %s is %.4g, no better than "
+                    "%.4g with energies of the elements alone and no forces: nothing is learned. "
+                    "Try to %s.",
+                    f"task {task.name}: " * bool(task.name),
+                    step,
+                    _judged(task),
+                    counted(len(rows), "row"),
+                    error,
+                    constant,
+                    f"{'train longer, or ' * (step < SHORT_RUN)}{remedy.removeprefix('or ')}",
+                )
 
     def show_before(self, errors: Mapping[str, Errors]) -> None:
         """Log the errors by task of the weights that the run starts with."""
         self.before = errors
-        title = "errors before the first step, of the loaded weights on all validation frames, MAE / RMSE"
+        title = (
+            "errors before the first step, of the loaded weights on all validation frames, MAE / "
+            "RMSE"
+        )
         for line in render(table_of_errors(title, errors), "  "):
             logger.info("%s", line)
 

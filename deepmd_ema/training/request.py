@@ -67,8 +67,8 @@ class TrainRequest:
         file = self.file or DEFAULT_INPUT
         if self.input_file is None and not Path(file).exists():
             raise ConfigError(
-                f"no input is given, and this folder has no {DEFAULT_INPUT}. Name the file: `dp-ema train INPUT`. "
-                "`dp-ema init DATA -o input.json` writes one for your data."
+                f"no input is given, and this folder has no {DEFAULT_INPUT}. Name the file: "
+                "`dp-ema train INPUT`. `dp-ema init DATA -o input.json` writes one for your data."
             )
         return read_input(file)
 
@@ -90,7 +90,8 @@ class TrainRequest:
             self.restart is not None or not (self.init_model or self.finetune)
         ):
             raise UserError(
-                "--model-branch: chooses a model of the file of --finetune or --init-model. Leave it out."
+                "--model-branch: chooses a model of the file of --finetune or --init-model. Leave "
+                "it out."
             )
         if not (self.init_model or self.finetune):  # no file whose models could be chosen
             return {}
@@ -99,13 +100,14 @@ class TrainRequest:
             return heads
         if set(heads) != {""}:
             raise UserError(
-                f"--model-branch {given}: {self.input.path} has several tasks. Name the model that each starts from, "
-                "as finetune_head in its section of model.model_dict."
+                f"--model-branch {given}: {self.input.path} has several tasks. Name the model "
+                "that each starts from, as finetune_head in its section of model.model_dict."
             )
         head = heads[""]
         if head is not None and given != head:
             raise UserError(
-                f'--model-branch {given}: {self.input.path} has model.finetune_head = "{head}". Expected one head: '
+                f'--model-branch {given}: {self.input.path} has model.finetune_head = "{head}". '
+                "Expected one head: "
                 "remove one of the two."
             )
         return {"": given}

@@ -64,7 +64,8 @@ _OF_ALL_TASKS = {  # optimizers whose state does not fit to other tasks, and why
     AdamWScheduleFreeConfig.type: "its averaged point is over the steps of all tasks",
 }
 _ADVICE = (
-    "     A restart continues the same run. Put this back, or say --allow-config-change if the change is meant,\n"
+    "     A restart continues the same run. Put this back, or say --allow-config-change if the "
+    "change is meant,\n"
     "     or start anew from the weights with --init-model."
 )
 
@@ -87,7 +88,8 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
     if ("" in start.saved) != ("" in config.tasks):
         raise ConfigError(
             f"{start.path}: of a run of {_describe_tasks(start.saved)}, and the input has "
-            f"{_describe_tasks(config.tasks)}: no restart. Start anew from its weights with --finetune, "
+            f"{_describe_tasks(config.tasks)}: no restart. Start anew from its weights with "
+            "--finetune, "
             f"{'and --model-branch' if '' in config.tasks else 'and finetune_head for each task'}."
         )
     before, now = start.config, to_dict(config)
@@ -144,8 +146,8 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
     kind = before["optimizer"]["type"]
     if config.optimizer.type != kind:
         raise ConfigError(
-            f'optimizer.type = "{config.optimizer.type}": the checkpoint holds the moments of {kind}. Set it to '
-            f'"{kind}", or start anew from the weights with --init-model.'
+            f'optimizer.type = "{config.optimizer.type}": the checkpoint holds the moments of '
+            f'{kind}. Set it to "{kind}", or start anew from the weights with --init-model.'
         )
     if kind in _OF_ALL_TASKS and (came or went):
         text = f'optimizer.type = "{kind}": {_OF_ALL_TASKS[kind]}, and these are others now. '
@@ -178,7 +180,10 @@ def check_content(start: Start, contents: Mapping[str, str]) -> None:
         if moved is None:
             if content and content != before:  # empty: it could not be read again
                 of_task = f" of task {task}" if task else ""
-                text = "the training data%s have changed since %s was written: the restart continues with other frames"
+                text = (
+                    "the training data%s have changed since %s was written: the restart continues "
+                    "with other frames"
+                )
                 logger.warning(text, of_task, start.path)
         elif content != before:
             raise ConfigError(f"{moved}. Their content is another, too.\n{_ADVICE}")
@@ -202,8 +207,9 @@ def refuse_outside_outputs(start: Start, config: RunConfig) -> None:
     """
     if outside := outside_outputs(config):
         raise CheckpointError(
-            f"{start.path}: its config writes outside of this folder: {first_few(outside)}. If that is meant, give an "
-            f"input that says so: `{command('dp-ema', 'train', '--restart', start.path, DEFAULT_INPUT)}`."
+            f"{start.path}: its config writes outside of this folder: {first_few(outside)}. If "
+            "that is meant, give an input that says so: "
+            f"`{command('dp-ema', 'train', '--restart', start.path, DEFAULT_INPUT)}`."
         )
 
 
@@ -223,7 +229,10 @@ def check_same_start(start: Start, config: RunConfig, world: World) -> None:
     if world.size == 1:
         return
     host = socket.gethostname()
-    advice = "All ranks must read the same: use a folder that they share, or copy it to each machine again."
+    advice = (
+        "All ranks must read the same: use a folder that they share, or copy it to each machine "
+        "again."
+    )
     content = ""
     with world.all_ranks_ok():
         if start.config:
@@ -235,14 +244,14 @@ def check_same_start(start: Start, config: RunConfig, world: World) -> None:
     with world.all_ranks_ok():
         if content != content_of_main:
             raise ConfigError(
-                f"rank {world.rank} on {host} starts from another {start.path} than rank 0: {content} here, "
-                f"{content_of_main} on rank 0. {advice}"
+                f"rank {world.rank} on {host} starts from another {start.path} than rank 0: "
+                f"{content} here, {content_of_main} on rank 0. {advice}"
             )
         for path, value_of_main, value in differences_of(values_of_main, read[1]):
             if not path.endswith(_OF_A_MACHINE):
                 raise ConfigError(
-                    f"rank {world.rank} on {host} has another input than rank 0: {path} = {show(value, 200)} here, "
-                    f"{show(value_of_main, 200)} on rank 0. {advice}"
+                    f"rank {world.rank} on {host} has another input than rank 0: {path} = "
+                    f"{show(value, 200)} here, {show(value_of_main, 200)} on rank 0. {advice}"
                 )
 
 
@@ -271,9 +280,12 @@ def warn_of_other_input(start: Start, config: RunConfig) -> None:
     if texts:
         logger.warning(
             "%s is not read, the config of %s counts. The former differs: %s. `%s` takes "
-            "it instead.", DEFAULT_INPUT, start.path, first_few(texts).rstrip("."),
+            "it instead.",
+            DEFAULT_INPUT,
+            start.path,
+            first_few(texts).rstrip("."),
             command("dp-ema", "train", "--restart", start.path, DEFAULT_INPUT),
-        )  # fmt: skip
+        )
 
 
 def reads_shards(start: Start, config: RunConfig) -> bool:

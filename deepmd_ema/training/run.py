@@ -174,15 +174,22 @@ def run_training(
             trained = TrainedRun(
                 checkpoint=Path(saver.live.link),
                 averages={name: Path(series.link) for name, series in saver.averages.items()},
-                best={row.name: row.best.path(row.best.records[0][1]) for row in trainer.validator.rows
-                      if row.best is not None and row.best.records},
-                errors={name: _metrics(errors) for name, errors in trainer.reporter.validated.items()},
-                test={f"{task} {weights}".lstrip(): _metrics(errors)
-                      for (weights, task), (_, errors) in trainer.reporter.tested.items()},
+                best={
+                    row.name: row.best.path(row.best.records[0][1])
+                    for row in trainer.validator.rows
+                    if row.best is not None and row.best.records
+                },
+                errors={
+                    name: _metrics(errors) for name, errors in trainer.reporter.validated.items()
+                },
+                test={
+                    f"{task} {weights}".lstrip(): _metrics(errors)
+                    for (weights, task), (_, errors) in trainer.reporter.tested.items()
+                },
                 before={task: _metrics(errors) for task, errors in trainer.reporter.before.items()},
                 step=trainer.step,
                 seconds=seconds,
-            )  # fmt: skip
+            )
             del trainer, saver  # before the process group is destroyed
         logger.info("%s", "\n".join(render(table, "  ")))
         return trained
@@ -255,7 +262,10 @@ def start_table(trainer: Trainer) -> Table:
     prepared, bank, num_steps = trainer.prepared, trainer.bank, trainer.num_steps
     config, stage, world = prepared.config, prepared.config.training.zero_stage, trainer.world
     per_step = f"{prepared.length.frames_per_step:.6g} frames per step over all ranks"
-    several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as given"
+    several = (
+        f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as "
+        "given"
+    )
     pairs = [
         ("ranks", several if world.size > 1 or stage else ""),
         *config_summary(config, num_steps, prepared.length.steps_per),
@@ -276,11 +286,15 @@ def start_table(trainer: Trainer) -> Table:
         pairs.append(
             (
                 "training",
-                f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}{part}",
+                f"{words}, {counted(frames, 'frame')} of "
+                f"{counted(len(made.train), 'system')}{part}",
             )
         )
-    pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
-              for p in averages if p.should_update is not None]  # fmt: skip
+    pairs += [
+        ("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
+        for p in averages
+        if p.should_update is not None
+    ]
     if (batches := config.training.accumulate) > 1:
         frames_of_step = f"{prepared.length.frames_per_step:.6g} frames" + " over all ranks" * (
             world.size > 1
@@ -381,7 +395,10 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     saver, config = trainer.saver, trainer.prepared.config
     averages = {name: series.link for name, series in saver.averages.items()}
     heads = [name for name in config.tasks if name]
-    over = f"after step {trainer.step:,} of {trainer.num_steps:,}, as the time is over; everything is saved"
+    over = (
+        f"after step {trainer.step:,} of {trainer.num_steps:,}, as the time is over; everything "
+        "is saved"
+    )
     early = (
         f"early, after step {trainer.step:,}: {why}" if (why := trainer.record.early_end) else ""
     )
@@ -399,7 +416,8 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     pairs += [
         (
             "errors",
-            f"{name}, {since}{when}, MAE / RMSE: {describe_errors(errors, before.get(name.rpartition(' ')[0]))}",
+            f"{name}, {since}{when}, MAE / RMSE: "
+            f"{describe_errors(errors, before.get(name.rpartition(' ')[0]))}",
         )
         for name, errors in trainer.reporter.validated.items()
     ]
@@ -416,10 +434,14 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
         )
     writer = saver.writer
     logger.debug(
-        "files of %s written in %s beside training, which waited %s for them (%s) and %.1f %% of the time for data",
-        counted(writer.steps, "step"), duration(writer.written_s), duration(writer.waited_s),
-        counted(writer.waits, "time"), 100 * trainer.times.waiting_share(),
-    )  # fmt: skip
+        "files of %s written in %s beside training, which waited %s for them (%s) and %.1f %% of "
+        "the time for data",
+        counted(writer.steps, "step"),
+        duration(writer.written_s),
+        duration(writer.waited_s),
+        counted(writer.waits, "time"),
+        100 * trainer.times.waiting_share(),
+    )
     device, parts = (
         trainer.world.device,
         [f"{duration(seconds)} for {counted(steps, 'step')}, validation included"],

@@ -158,9 +158,16 @@ class Saver:
     """
 
     def __init__(
-        self, config: RunConfig, schedule: Schedule, start: int, builder: StateBuilder, bests: Sequence[BestFiles],
-        tables: Sequence[RowTable], writers: World | None, world: World,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        schedule: Schedule,
+        start: int,
+        builder: StateBuilder,
+        bests: Sequence[BestFiles],
+        tables: Sequence[RowTable],
+        writers: World | None,
+        world: World,
+    ) -> None:
         training, folder = config.training, Outputs(config).snapshot_folder
         files_of = partial(CheckpointSeries, training.save_ckpt, start=start, writers=writers)
         self.builder, self._bests, self._tables = builder, bests, tables

@@ -109,9 +109,9 @@ class Step:
         shown = first_few([f"{system} frame {index}" for system, index in frames], 8)
         named = f" (task {task.name})" if task.name else ""
         raise DivergedError(
-            f"step {bad}{named}: the loss or a gradient is not finite. Frames of the batch: {shown}. The weights "
-            f"were not updated {self.skipped}, and no checkpoint contains non-finite values. Look at these frames with "
-            f"`dp-ema check`, {self.remedy}."
+            f"step {bad}{named}: the loss or a gradient is not finite. Frames of the batch: "
+            f"{shown}. The weights were not updated {self.skipped}, and no checkpoint contains "
+            f"non-finite values. Look at these frames with `dp-ema check`, {self.remedy}."
         )
 
     def _note(self, finite: Tensor, step: int | Tensor, own: Tensor | None = None) -> Tensor:

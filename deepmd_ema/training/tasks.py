@@ -110,9 +110,9 @@ class Task:
         """Continue after the batches that ``state`` says were consumed."""
         if self.split and state.get("split", self.split) != self.split:
             logger.warning(
-                "%svalidation_fraction splits off other frames than when the checkpoint was written, because the data "
-                "have changed: the run may have been trained on frames that it is validated on now. Put the data back, "
-                "or start a new run",
+                "%svalidation_fraction splits off other frames than when the checkpoint was "
+                "written, because the data have changed: the run may have been trained on frames "
+                "that it is validated on now. Put the data back, or start a new run",
                 f"task {self.name}: " * bool(self.name),
             )
         of_task = f" of task {self.name}" * bool(self.name)
@@ -120,16 +120,20 @@ class Task:
         before = {**now, **state}
         if before["num_frames"] != now["num_frames"]:
             logger.warning(
-                "the training data%s have %d frames now and had %d when the checkpoint was written: they come in "
-                "another order from here on",
-                of_task, now["num_frames"], before["num_frames"],
-            )  # fmt: skip
+                "the training data%s have %d frames now and had %d when the checkpoint was "
+                "written: they come in another order from here on",
+                of_task,
+                now["num_frames"],
+                before["num_frames"],
+            )
         if before["frames_per_step"] != now["frames_per_step"]:
             logger.warning(
-                "a step%s has %.4g frames on average now, over all ranks together, and had %.4g when the checkpoint "
-                "was written",
-                of_task, now["frames_per_step"], before["frames_per_step"],
-            )  # fmt: skip
+                "a step%s has %.4g frames on average now, over all ranks together, and had %.4g "
+                "when the checkpoint was written",
+                of_task,
+                now["frames_per_step"],
+                before["frames_per_step"],
+            )
         self.train_loader.seek(int(state["frames"]))
         if self.display_loader is not None:
             self.display_loader.seek(int(state.get("display_frames", 0)))
@@ -189,9 +193,16 @@ class TaskMixture:
 
 
 def build_task(
-    config: RunConfig, name: str, data: TaskData, content: str, split: Split | None, models: ModelSet,
-    cache: PairCache, seed: int, world: World,
-) -> Task:  # fmt: skip
+    config: RunConfig,
+    name: str,
+    data: TaskData,
+    content: str,
+    split: Split | None,
+    models: ModelSet,
+    cache: PairCache,
+    seed: int,
+    world: World,
+) -> Task:
     """Return a task of a run.
 
     Args:

@@ -190,9 +190,11 @@ class Trainer:
         self._validates_before = bool(start.sources)  # of a restart they are in the checkpoint
         if start.payload:
             logger.info(
-                "restart after step %d of %s: weights, optimizer, averages, order of frames, learning rate and logs "
-                "are continued", start.step, start.path,
-            )  # fmt: skip
+                "restart after step %d of %s: weights, optimizer, averages, order of frames, "
+                "learning rate and logs are continued",
+                start.step,
+                start.path,
+            )
             self.load_state_dict(start)
         models.train()
 
@@ -382,7 +384,8 @@ class Trainer:
             name: self.bank.info(name) for name in self.bank.names
         }  # may wait for the device
         words = "; ".join(
-            f"{name}: decay {info['effective_decay']:.6g}, looks back {info['mean_age']:,.1f} steps on average"
+            f"{name}: decay {info['effective_decay']:.6g}, looks back {info['mean_age']:,.1f} "
+            "steps on average"
             if info["updates"]
             else f"{name}: no update yet"
             for name, info in averages.items()
@@ -413,8 +416,8 @@ class Trainer:
             return
         assert self.stop.signal is not None
         raise Interrupted(
-            f"stopped by {self.stop.signal.name} after step {self.step:,} of {self.num_steps:,}; everything is saved. "
-            f"Continue with: {restart_command(self)}",
+            f"stopped by {self.stop.signal.name} after step {self.step:,} of {self.num_steps:,}; "
+            f"everything is saved. Continue with: {restart_command(self)}",
             self.stop.signal,
         )
 
@@ -444,16 +447,18 @@ class Trainer:
         self.step = self._saved = step
         if step >= self.num_steps:
             logger.warning(
-                "step %d is the last of %d already: nothing is left to train. Raise training.numb_steps to continue.",
-                step, self.num_steps,
-            )  # fmt: skip
+                "step %d is the last of %d already: nothing is left to train. Raise "
+                "training.numb_steps to continue.",
+                step,
+                self.num_steps,
+            )
         if self.bank.names or not state.get("averages"):
             with checkpoint.reading(path, "averages"):
                 self.bank.load_state_dict(state.get("averages"), step)
         else:
             logger.info(
-                "averaging is off in this run (training.averaging): the raw weights are trained on, and the averages "
-                "of the checkpoint (%s) are left behind",
+                "averaging is off in this run (training.averaging): the raw weights are trained "
+                "on, and the averages of the checkpoint (%s) are left behind",
                 ", ".join(state["averages"]["profiles"]),
             )
         with checkpoint.reading(path, "optimizer"):
@@ -469,9 +474,11 @@ class Trainer:
         if (why := self.validator.stopped_early) and step < self.num_steps:
             self.record.early_end, self.num_steps = why, step
             logger.warning(
-                "step %d ended the run early: %s. Nothing is left to train. Raise validating.early_stop.patience, or "
-                "remove early_stop, to continue.", step, why,
-            )  # fmt: skip
+                "step %d ended the run early: %s. Nothing is left to train. Raise "
+                "validating.early_stop.patience, or remove early_stop, to continue.",
+                step,
+                why,
+            )
 
 
 def restart_command(trainer: Trainer) -> str:

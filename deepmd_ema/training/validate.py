@@ -397,10 +397,14 @@ class EarlyStop:
         delta = self._config.min_delta
         by = f" by more than {show_metric(next(iter(self._metrics.values())), delta)}" * (delta > 0)
         rows = [
-            f"{' '.join(filter(None, reversed(row)))} {show_metric(self._metrics[row[1]], value)} after step {step:,}"
+            f"{' '.join(filter(None, reversed(row)))} {show_metric(self._metrics[row[1]], value)} "
+            f"after step {step:,}"
             for row, (value, step) in self.improvements.items()
         ]
-        since = f"{self._metric} has not fallen{by} in the last {counted(self.waited, 'full validation')}"
+        since = (
+            f"{self._metric} has not fallen{by} in the last "
+            f"{counted(self.waited, 'full validation')}"
+        )
         return f"{since}; last improvements: {', '.join(rows) or 'none'}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -411,7 +415,10 @@ class EarlyStop:
     def load_state_dict(self, state: Mapping[str, Any], rows: Iterable[Row]) -> None:
         """Continue from ``state``; another metric starts anew, as do rows that it does not name."""
         if state["metric"] != self._metric:
-            text = "validating.early_stop: %s counts now, %s before: its full validations are counted anew"
+            text = (
+                "validating.early_stop: %s counts now, %s before: its full validations are "
+                "counted anew"
+            )
             logger.warning(text, self._metric, state["metric"])
             return
         self.waited = int(state["waited"])

@@ -35,13 +35,23 @@ ONLY = "Default"  # DeePMD-kit's name for the model of a file that has one
 _CHOOSES = "--model-branch or finetune_head"
 # Options of a model that may differ from those of the file: all others change what the weights
 # mean, new ones as well.
-_OF_THE_RUN = frozenset({
-    "trainable", "seed", "interpolate",  # how it is trained and evaluated
-    "finetune_head", "finetune_bias", "model_branch_alias",  # what is taken from a file
-    # first biases and statistics
-    "data_stat_nbatch", "data_stat_protect", "rcond", "atom_ener", "preset_out_bias",
-    "type_map",  # elements are found by their names
-})  # fmt: skip
+_OF_THE_RUN = frozenset(
+    {
+        "trainable",
+        "seed",
+        "interpolate",  # how it is trained and evaluated
+        "finetune_head",
+        "finetune_bias",
+        "model_branch_alias",  # what is taken from a file
+        # first biases and statistics
+        "data_stat_nbatch",
+        "data_stat_protect",
+        "rcond",
+        "atom_ener",
+        "preset_out_bias",
+        "type_map",  # elements are found by their names
+    }
+)
 # options that count elements: pairs of their numbers, numbers, or an entry for each
 _PAIRS = ("exclude_types", "pair_exclude_types")
 _NUMBERS = ("atom_exclude_types", "sel_type")
@@ -150,14 +160,15 @@ class Start:
         """
         if not self.config:
             raise ConfigError(
-                "--use-pretrain-script: takes the section `model` from a file, and none is given. Name it with "
-                "--finetune, --init-model or --restart, or leave the option out."
+                "--use-pretrain-script: takes the section `model` from a file, and none is given. "
+                "Name it with --finetune, --init-model or --restart, or leave the option out."
             )
         if not self.fine_tunes:
             if "model_dict" in self.config["model"] and "training" not in self.config:
                 raise ConfigError(
-                    f"--use-pretrain-script: {self.path} has several models and does not say what they share. Write "
-                    "the section model into the input (`dp-ema show --config` prints the model of each)."
+                    f"--use-pretrain-script: {self.path} has several models and does not say what "
+                    "they share. Write the section model into the input (`dp-ema show --config` "
+                    "prints the model of each)."
                 )
             return self.config["model"]
         if "" in self.sources:
@@ -210,8 +221,9 @@ class Start:
             )
         if by_number and elements != section["type_map"]:
             raise ConfigError(
-                f"--use-pretrain-script: {by_number} type_map = {section['type_map']}, and it is another here. Write "
-                "the section model into the input (`dp-ema show --config` prints it)."
+                f"--use-pretrain-script: {by_number} type_map = {section['type_map']}, and it is "
+                "another here. Write the section model into the input (`dp-ema show --config` "
+                "prints it)."
             )
         if saved.type == "linear_ener":
             return {
@@ -241,8 +253,8 @@ class Start:
             advice = "the input has one task. Choose a model with --model-branch."
             if missing != [""]:
                 advice = (
-                    f"none for {', '.join(missing)} of the input: --init-model needs one for each task. Use "
-                    "--finetune, which also starts several tasks from one model."
+                    f"none for {', '.join(missing)} of the input: --init-model needs one for each "
+                    "task. Use --finetune, which also starts several tasks from one model."
                 )
             raise CheckpointError(f"{self.path}: holds {has}, and {advice}")
         for name, task in config.tasks.items():
@@ -252,8 +264,10 @@ class Start:
             if self.fine_tunes:
                 if model.finetune_bias == "keep" and self.sources[name].fresh_fitting:
                     raise ConfigError(
-                        f'{place}.finetune_bias = "keep": the fitting network starts anew, and its bias is a fit of '
-                        "the labels. Leave it out, or choose a model of the file with finetune_head."
+                        f'{place}.finetune_bias = "keep": the fitting network starts anew, and '
+                        "its bias is a fit of "
+                        "the labels. Leave it out, or choose a model of the file with "
+                        "finetune_head."
                     )
                 fits = (
                     len(saved.descriptor.neighbors or ()) == 1 or model.type_map == saved.type_map
@@ -261,8 +275,9 @@ class Start:
                 fits = fits and model.descriptor.type == saved.descriptor.type
             elif saved.type_map != model.type_map:
                 raise CheckpointError(
-                    f"{self.path}: a model of type_map {saved.type_map}, but {place}.type_map is {model.type_map}. "
-                    "Use the type_map of the file, or --finetune, which takes over the elements that both have."
+                    f"{self.path}: a model of type_map {saved.type_map}, but {place}.type_map is "
+                    f"{model.type_map}. Use the type_map of the file, or --finetune, which takes "
+                    "over the elements that both have."
                 )
             if is_new:
                 is_fresh = self.fine_tunes and self.sources[name].fresh_fitting
@@ -291,10 +306,13 @@ class Start:
             return
         fresh = "the descriptor alone is taken with --finetune and --model-branch RANDOM"
         if place != "model":
-            fresh = f'the descriptor alone is taken with --finetune and "finetune_head": "RANDOM" in {place}'
+            fresh = (
+                'the descriptor alone is taken with --finetune and "finetune_head": "RANDOM" in '
+                f"{place}"
+            )
         raise CheckpointError(
-            f"{self.path}: a model of {there}, and {place}.fitting_net predicts {here}: its fitting network and bias "
-            f"are of another quantity. Use a model of {here}; {fresh}."
+            f"{self.path}: a model of {there}, and {place}.fitting_net predicts {here}: its "
+            f"fitting network and bias are of another quantity. Use a model of {here}; {fresh}."
         )
 
     def load_weights(self, models: ModelSet) -> None:
@@ -377,10 +395,13 @@ class Start:
             source = self.sources[task]
             new = self.new_elements(task, model.type_map)
             logger.info(
-                "fine-tuning %s%s: %s; %s; fitting network %s", f"task {task} from " * bool(task), self.path,
-                source.loaded.info.describe(), f"new elements {' '.join(new)}" if new else "no new elements",
+                "fine-tuning %s%s: %s; %s; fitting network %s",
+                f"task {task} from " * bool(task),
+                self.path,
+                source.loaded.info.describe(),
+                f"new elements {' '.join(new)}" if new else "no new elements",
                 "fresh" if source.fresh_fitting else "of the file",
-            )  # fmt: skip
+            )
         if len(by_task) == 1:
             return
         # Tasks that share a fitting network have a case each. One that comes from a model of the
@@ -412,8 +433,9 @@ def load_restart(file: str, share: tuple[int, int] = (0, 1)) -> Start:
     """
     if Path(file).suffix.lower() in FROZEN_SUFFIXES:
         raise CheckpointError(
-            f"--restart {file}: a frozen model holds weights only, not the state of a run. Use a training checkpoint "
-            f"(model.ckpt-*.pt), or start anew from these weights with --init-model {file}."
+            f"--restart {file}: a frozen model holds weights only, not the state of a run. Use a "
+            "training checkpoint (model.ckpt-*.pt), or start anew from these weights with "
+            f"--init-model {file}."
         )
     path = checkpoint.resolve(file)
     payload = checkpoint.load_shards(path, share)

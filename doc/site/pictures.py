@@ -44,7 +44,10 @@ def draw(name, draw_on):
     light, dark = (
         "; ".join(f"{names[c]}: {of[c]}" for c in DARK) for of in ({c: c for c in DARK}, DARK)
     )
-    style = f"<style>svg {{ {light} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>\n "
+    style = (
+        f"<style>svg {{ {light} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} "
+        f"}}</style>\n "
+    )
     (DOC / name).write_text(svg.replace("<defs>", f"{style}<defs>", 1), encoding="utf-8")
 
 

@@ -22,7 +22,10 @@ BLOCKS, STUDENT_T = 5, 2.78  # intervals of 95 % from the means of five parts of
 EDGES = np.arange(0, 8.01, 0.05)  # angstrom, of the radial distribution
 MIDDLES, PEAK_WIDTH = (EDGES[1:] + EDGES[:-1]) / 2, 0.4
 MAX_FRAMES = 300  # of a radial distribution
-LIMITS = "The student is at best as accurate as its teacher, for this composition near these temperatures and densities.\n"
+LIMITS = (
+    "The student is at best as accurate as its teacher, for this composition near these "
+    "temperatures and densities.\n"
+)
 LAMMPS = """units metal
 read_data student.data
 pair_style deepmd student.pt2

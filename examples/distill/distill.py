@@ -167,7 +167,10 @@ def simulate(
             frame, *others = (evaluate(atoms, source) for source in sources)
         except Exception as error:  # of any calculator
             if len(sources) == 1 or not frames:
-                where = f"{sources[0][0]}, {atoms.get_chemical_formula()}, {path}, step {dynamics.nsteps}"
+                where = (
+                    f"{sources[0][0]}, {atoms.get_chemical_formula()}, {path}, step "
+                    f"{dynamics.nsteps}"
+                )
                 text = f"{where}: {type(error).__name__}: {error}"
                 raise RuntimeError(" ".join(text.split())) from None
             failed = True
@@ -262,8 +265,8 @@ class Distillation:
         if ":" not in self.teacher[0]:
             known = ", ".join(TEACHERS)
             raise ValueError(
-                f"--teacher {args.teacher}: expected {known}, or module:Class of an ASE calculator, such as "
-                "ase.calculators.emt:EMT."
+                f"--teacher {args.teacher}: expected {known}, or module:Class of an ASE "
+                "calculator, such as ase.calculators.emt:EMT."
             )
         atoms = read(args.structure)
         if atoms.cell.rank < 3:
@@ -305,7 +308,8 @@ class Distillation:
         took = (time.monotonic() - begin) / 3600
         if took > 1.5 * hours:
             self.report(
-                f"{what}: {60 * took:.1f} min in place of {60 * hours:.1f}, the least that it needs here"
+                f"{what}: {60 * took:.1f} min in place of {60 * hours:.1f}, the least that it "
+                "needs here"
             )
         return took
 
@@ -314,9 +318,16 @@ class Distillation:
         keys = [(kelvin, cell) for kelvin in self.args.temperature for cell in cells]
         seconds = part * 3600 * self.args.hours * min(1, self.args.workers / len(keys))
         jobs = [
-            (self.out / folder / f"{kelvin:g}K-{cell}.extxyz", self.starts[kelvin], sources, kelvin, seconds,
-             STOP * self.args.limit) for kelvin, cell in keys
-        ]  # fmt: skip
+            (
+                self.out / folder / f"{kelvin:g}K-{cell}.extxyz",
+                self.starts[kelvin],
+                sources,
+                kelvin,
+                seconds,
+                STOP * self.args.limit,
+            )
+            for kelvin, cell in keys
+        ]
         begin = time.monotonic()
         runs = dict(zip(keys, self.pool.map(simulate, *zip(*jobs))))
         self.report_delay(f"{folder}, dynamics", begin, part * self.args.hours)
@@ -378,7 +389,8 @@ class Distillation:
         runs, limit = self.explore_all("teacher", [self.teacher], TEACHER), self.args.limit
         labelled, number, is_last = [frame for frames in runs for frame in frames[1:]], 0, False
         self.report(
-            f"{len(labelled)} frames of {labelled[0].get_chemical_formula()} from dynamics with the teacher"
+            f"{len(labelled)} frames of {labelled[0].get_chemical_formula()} from dynamics with "
+            "the teacher"
         )
         while not is_last:
             number += 1
@@ -405,7 +417,10 @@ class Distillation:
         """Return the comparison of the last student with the teacher, with all files of the end."""
         out, kelvins, result = self.out, self.args.temperature, self.out / "result.md"
         if result.exists():
-            return f"{result}, of a run that has ended. For another: -o FOLDER.\n\n{result.read_text()}"
+            return (
+                f"{result}, of a run that has ended. For another: -o FOLDER.\n\n"
+                f"{result.read_text()}"
+            )
         labelled = self.rounds()
         students = self.train("last", labelled, LAST_TRAINING)
         if not (out / "student.pt2").exists():

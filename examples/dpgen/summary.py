@@ -29,8 +29,10 @@ for iteration in sorted({number for _, number, _ in began}):
             print(f"  {names[task]:20s} {(end - when).total_seconds():6.0f} s")
     for path in sorted(folder.glob("01.model_devi/task.*/model_devi.out")):
         rows = np.loadtxt(path)
-        print(f"  {path.parent.name}: {len(rows)} frames, largest deviation of forces (eV/angstrom): "
-              f"median {np.median(rows[:, 4]):.3f}, maximum {rows[:, 4].max():.3f}")  # fmt: skip
+        print(
+            f"  {path.parent.name}: {len(rows)} frames, largest deviation of forces (eV/angstrom): "
+            f"median {np.median(rows[:, 4]):.3f}, maximum {rows[:, 4].max():.3f}"
+        )
     for kind in ("accurate", "candidate", "failed"):
         counts = [len(p.read_text().split()) // 2 for p in folder.glob(f"02.fp/*{kind}*.out")]
         print(f"  {kind:10s} {sum(counts)}")
@@ -39,5 +41,6 @@ for iteration in sorted({number for _, number, _ in began}):
         rows = [row for row in path.read_text().splitlines() if row[:1] != "#"]
         header = path.read_text().splitlines()[0].lstrip("# ").split()
         print(
-            f"  {path.parent.name}: rmse_f_trn {rows[-1].split()[header.index('rmse_f_trn')]} eV/angstrom"
+            f"  {path.parent.name}: rmse_f_trn {rows[-1].split()[header.index('rmse_f_trn')]} "
+            "eV/angstrom"
         )

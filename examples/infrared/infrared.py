@@ -163,5 +163,6 @@ if __name__ == "__main__":
         band = abs(wavenumber / place - 1) < 0.4
         peak = wavenumber[band][absorption[band].argmax()]
         print(
-            f"{name}: {peak:.0f} 1/cm (experiment: {place}), height {absorption[band].max():.0f} 1/cm"
+            f"{name}: {peak:.0f} 1/cm (experiment: {place}), height {absorption[band].max():.0f} "
+            "1/cm"
         )

@@ -225,8 +225,12 @@ def statistics() -> None:
         for name, options in known["systems"].items():
             write_system(name, **options)
         for name, case in known["cases"].items():
-            training = {"training_data": {"systems": case["systems"], "batch_size": 1}, "stat_file": f"stat_{name}",
-                        "numb_steps": 1, "seed": 1}  # fmt: skip
+            training = {
+                "training_data": {"systems": case["systems"], "batch_size": 1},
+                "stat_file": f"stat_{name}",
+                "numb_steps": 1,
+                "seed": 1,
+            }
             rate = {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-6}
             config = {
                 "model": case["model"],

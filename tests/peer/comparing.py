@@ -46,8 +46,14 @@ def worst_of(found: dict[str, np.ndarray], reference: Path) -> dict[str, float]:
     """Return the largest relative difference of each output over all systems."""
     with np.load(reference) as file:
         by_name = {name: largest_difference(value, file[name]) for name, value in found.items()}
-    return {key: max(v for name, v in by_name.items() if name.endswith(f"_{key}") and not (
-        key == "energy" and name.endswith("atom_energy"))) for key in peer_side.OUTPUTS}  # fmt: skip
+    return {
+        key: max(
+            v
+            for name, v in by_name.items()
+            if name.endswith(f"_{key}") and not (key == "energy" and name.endswith("atom_energy"))
+        )
+        for key in peer_side.OUTPUTS
+    }
 
 
 def largest_difference(found: np.ndarray, reference: np.ndarray) -> float:

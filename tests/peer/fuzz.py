@@ -45,28 +45,75 @@ Values = dict[str, Any]
 PAIRS = [[[0, 1]], [[1, 1]], [[0, 0], [1, 2]], [[2, 2], [0, 2]], [[1, 0]]]
 NEURONS = [[4, 8, 16], [6, 6, 12], [5, 9], [8], [6, 12, 12]]
 VALUES: Values = {
-    "rcut": [3.4, 3.0], "rcut_smth": [0.5, 1.0, 2.5, 0.0], "neuron": NEURONS, "exclude_types": PAIRS,
-    "env_protection": [0.0, 1e-2, 1e-6], "tebd_dim": [3, 8, 1], "axis_neuron": [2, 4], "attn": [4, 8],
-    "attn_layer": [0, 1, 2, 3], "attn_mask": [False], "ln_eps": [None, 1e-3], "scaling_factor": [1.0, 2.5],
-    "temperature": [0.7, 2.0], "lmax": [1], "stripped_type_embedding": [None, True], "add_chg_spin_ebd": [False],
-    "activation_function": ["tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut:3.0",
-                            "silut", "none"],
-    "three_body_neuron": [[2, 4, 8], [3, 3], [4]], "three_body_rcut": [2.6, 3.0], "three_body_rcut_smth": [0.5, 2.0],
-    "nlayers": [1, 2, 3], "g1_dim": [6, 8, 12], "g2_dim": [4, 6], "attn1_hidden": [3, 4], "attn1_nhead": [1, 2],
-    "attn2_hidden": [3, 4], "attn2_nhead": [1, 2], "update_residual": [0.01, 0.3], "n_dim": [8, 12], "e_dim": [6, 8],
-    "a_dim": [4, 8], "e_rcut_smth": [0.5, 2.8], "a_rcut": [2.6, 3.0], "a_rcut_smth": [0.5, 2.2],
-    "a_compress_rate": [0, 1, 2], "a_compress_e_rate": [1, 2], "n_multi_edge_message": [1, 2],
-    "fix_stat_std": [0.3, 0.5, 0.0], "sel_reduce_factor": [10.0, 3.0], "precision": ["float64"],
-}  # fmt: skip
+    "rcut": [3.4, 3.0],
+    "rcut_smth": [0.5, 1.0, 2.5, 0.0],
+    "neuron": NEURONS,
+    "exclude_types": PAIRS,
+    "env_protection": [0.0, 1e-2, 1e-6],
+    "tebd_dim": [3, 8, 1],
+    "axis_neuron": [2, 4],
+    "attn": [4, 8],
+    "attn_layer": [0, 1, 2, 3],
+    "attn_mask": [False],
+    "ln_eps": [None, 1e-3],
+    "scaling_factor": [1.0, 2.5],
+    "temperature": [0.7, 2.0],
+    "lmax": [1],
+    "stripped_type_embedding": [None, True],
+    "add_chg_spin_ebd": [False],
+    "activation_function": [
+        "tanh",
+        "relu",
+        "relu6",
+        "softplus",
+        "sigmoid",
+        "gelu",
+        "gelu_tf",
+        "silu",
+        "silut:3.0",
+        "silut",
+        "none",
+    ],
+    "three_body_neuron": [[2, 4, 8], [3, 3], [4]],
+    "three_body_rcut": [2.6, 3.0],
+    "three_body_rcut_smth": [0.5, 2.0],
+    "nlayers": [1, 2, 3],
+    "g1_dim": [6, 8, 12],
+    "g2_dim": [4, 6],
+    "attn1_hidden": [3, 4],
+    "attn1_nhead": [1, 2],
+    "attn2_hidden": [3, 4],
+    "attn2_nhead": [1, 2],
+    "update_residual": [0.01, 0.3],
+    "n_dim": [8, 12],
+    "e_dim": [6, 8],
+    "a_dim": [4, 8],
+    "e_rcut_smth": [0.5, 2.8],
+    "a_rcut": [2.6, 3.0],
+    "a_rcut_smth": [0.5, 2.2],
+    "a_compress_rate": [0, 1, 2],
+    "a_compress_e_rate": [1, 2],
+    "n_multi_edge_message": [1, 2],
+    "fix_stat_std": [0.3, 0.5, 0.0],
+    "sel_reduce_factor": [10.0, 3.0],
+    "precision": ["float64"],
+}
 OF_FITTING: Values = {
-    "neuron": [[10, 10], [8, 12, 12], [6]], "numb_fparam": [0, 1, 2], "numb_aparam": [0, 0, 1, 2],
-    "dim_case_embd": [0, 2], "default_fparam": [None, [0.3, -0.2]], "use_aparam_as_mask": [False],
-    "atom_ener": [[], [-3.0, None, 1.5], [0.5, -1.0, 2.0]], "rcond": [None, 1e-3],
-}  # fmt: skip
+    "neuron": [[10, 10], [8, 12, 12], [6]],
+    "numb_fparam": [0, 1, 2],
+    "numb_aparam": [0, 0, 1, 2],
+    "dim_case_embd": [0, 2],
+    "default_fparam": [None, [0.3, -0.2]],
+    "use_aparam_as_mask": [False],
+    "atom_ener": [[], [-3.0, None, 1.5], [0.5, -1.0, 2.0]],
+    "rcond": [None, 1e-3],
+}
 OF_MODEL: Values = {
-    "pair_exclude_types": PAIRS, "atom_exclude_types": [[2], [0], [0, 1]], "data_stat_protect": [0.01, 0.1],
+    "pair_exclude_types": PAIRS,
+    "atom_exclude_types": [[2], [0], [0, 1]],
+    "data_stat_protect": [0.01, 0.1],
     "preset_out_bias": [{"energy": [-1.0, None, 2.0]}, {"energy": [None, [0.5], None]}],
-}  # fmt: skip
+}
 
 
 class Draw:
@@ -110,10 +157,26 @@ class Draw:
         """
         section, base = DESCRIPTORS[kind].section, {"type": kind, "precision": "float64"}
         if kind == "dpa2":
-            first = {"rcut": 3.4, "rcut_smth": 0.5, "neuron": [4, 8, 16], "axis_neuron": 4, "nsel": 9 if cut else 60,
-                     "three_body_sel": 6 if cut else 40, "three_body_rcut": 3.0}  # fmt: skip
-            later = {"rcut": 2.8, "rcut_smth": 0.5, "nsel": 6 if cut else 40, "g1_dim": 8, "g2_dim": 6, "nlayers": 2,
-                     "attn1_hidden": 4, "attn2_hidden": 4, "update_residual": 0.1}  # fmt: skip
+            first = {
+                "rcut": 3.4,
+                "rcut_smth": 0.5,
+                "neuron": [4, 8, 16],
+                "axis_neuron": 4,
+                "nsel": 9 if cut else 60,
+                "three_body_sel": 6 if cut else 40,
+                "three_body_rcut": 3.0,
+            }
+            later = {
+                "rcut": 2.8,
+                "rcut_smth": 0.5,
+                "nsel": 6 if cut else 40,
+                "g1_dim": 8,
+                "g2_dim": 6,
+                "nlayers": 2,
+                "attn1_hidden": 4,
+                "attn2_hidden": 4,
+                "update_residual": 0.1,
+            }
             base["repinit"] = self.section(
                 RepinitConfig, first, {"rcut": [3.4], "rcut_smth": [0.5, 2.5]}
             )
@@ -123,8 +186,18 @@ class Draw:
             if base["repinit"]["axis_neuron"] > base["repinit"]["neuron"][-1]:
                 base["repinit"]["axis_neuron"] = 2
         elif kind == "dpa3":
-            flow = {"n_dim": 8, "e_dim": 6, "a_dim": 4, "nlayers": 2, "e_rcut": 3.4, "e_rcut_smth": 0.5, "a_rcut": 2.8,
-                    "a_rcut_smth": 0.5, "e_sel": 9 if cut else 60, "a_sel": 6 if cut else 40}  # fmt: skip
+            flow = {
+                "n_dim": 8,
+                "e_dim": 6,
+                "a_dim": 4,
+                "nlayers": 2,
+                "e_rcut": 3.4,
+                "e_rcut_smth": 0.5,
+                "a_rcut": 2.8,
+                "a_rcut_smth": 0.5,
+                "e_sel": 9 if cut else 60,
+                "a_sel": 6 if cut else 40,
+            }
             flow = self.section(RepflowConfig, flow)
             if flow.get("use_dynamic_sel"):
                 flow["smooth_edge_update"] = True
@@ -216,8 +289,17 @@ def main() -> None:
     for job in jobs:
         job |= {"refused": "", "notes": [], "worst": {}}
         _compare(job)
-    again = [{**job, "file": f"{job['out']}.ours{suffix}", "out": f"{job['out']}_ours_{suffix[1:]}", "name": name}
-             for job in jobs if job["worst"] for name, suffix in WRITTEN.items()]  # fmt: skip
+    again = [
+        {
+            **job,
+            "file": f"{job['out']}.ours{suffix}",
+            "out": f"{job['out']}_ours_{suffix[1:]}",
+            "name": name,
+        }
+        for job in jobs
+        if job["worst"]
+        for name, suffix in WRITTEN.items()
+    ]
     run_peer(args.peer, args.work, again)
     for job in again:  # the notes and differences are those of the set
         if answer := _error(job["out"]):
@@ -239,7 +321,8 @@ def main() -> None:
         ]
         rows.append([kind, *map(str, counts), *(f"{value:.1e}" for value in worst)])
     print(
-        f"# Random options beside DeePMD-kit 3.2.0, {common.today()}, seed {args.seed}, bound {BOUND:g}\n"
+        f"# Random options beside DeePMD-kit 3.2.0, {common.today()}, seed {args.seed}, bound "
+        f"{BOUND:g}\n"
     )
     print(
         common.table(["kind", "sets", "not in DeePMD-kit", "compared", *COLUMNS], rows), end="\n\n"
@@ -285,9 +368,14 @@ def _jobs(work: Path, kinds: list[str], sets: int, seed: int) -> Iterator[Values
                 if key in fitting
             }
             yield {
-                "kind": kind, "input": section, "out": str(work / f"{kind}-{number}"), "seed": 1000 * seed + number,
-                "frames": str(work / ("systems.npz" if one_mean else "untied.npz")), "one_mean": one_mean, **more,
-            }  # fmt: skip
+                "kind": kind,
+                "input": section,
+                "out": str(work / f"{kind}-{number}"),
+                "seed": 1000 * seed + number,
+                "frames": str(work / ("systems.npz" if one_mean else "untied.npz")),
+                "one_mean": one_mean,
+                **more,
+            }
 
 
 def _write_systems(work: Path) -> None:
@@ -295,8 +383,17 @@ def _write_systems(work: Path) -> None:
     ``untied.npz``.
     """
     rng, arrays = np.random.default_rng(5), {}
-    seven = np.array([[0.1, 0.1, 0.1], [1.0, 0.3, 0.0], [-0.2, 1.0, 0.2], [2.2, 2.1, 2.0], [2.9, 2.7, 2.4],
-                      [1.6, 2.6, 2.8], [3.1, 0.6, 2.8]])  # fmt: skip
+    seven = np.array(
+        [
+            [0.1, 0.1, 0.1],
+            [1.0, 0.3, 0.0],
+            [-0.2, 1.0, 0.2],
+            [2.2, 2.1, 2.0],
+            [2.9, 2.7, 2.4],
+            [1.6, 2.6, 2.8],
+            [3.1, 0.6, 2.8],
+        ]
+    )
     types, cell = (
         np.array([0, 1, 1, 0, 1, 1, 2]),
         np.array([[4.0, 0, 0, 0.6, 4.3, 0, -0.4, 0.8, 4.2]]),

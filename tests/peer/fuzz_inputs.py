@@ -78,11 +78,13 @@ def main() -> None:
                 )
             )
     print(
-        f"{args.number:,} inputs made of {len(inputs)} files, seed {args.seed}: {dict(counts)}, wrong: {len(wrong)}"
+        f"{args.number:,} inputs made of {len(inputs)} files, seed {args.seed}: {dict(counts)}, "
+        f"wrong: {len(wrong)}"
     )
     for file, values, text in wrong[:SHOWN]:
         print(
-            f"- {file.relative_to(ROOT) if file.is_relative_to(ROOT) else file}: {text}\n  {json.dumps(values)}"
+            f"- {file.relative_to(ROOT) if file.is_relative_to(ROOT) else file}: {text}\n  "
+            f"{json.dumps(values)}"
         )
     if args.peer:
         compare(args.peer, every)
@@ -101,8 +103,10 @@ def compare(peer: str, every: list) -> None:
             f"{peer}: {len(answers)} answers to {len(every)} inputs: {done.stderr[-500:]}"
         )
     both = Counter((is_accepted, not answer) for (_, is_accepted, _), answer in zip(every, answers))
-    print(f"DeePMD-kit: both accept {both[True, True]:,}, both refuse {both[False, False]:,}, only dp-ema refuses "
-          f"{both[False, True]:,}, only DeePMD-kit refuses {both[True, False]:,}")  # fmt: skip
+    print(
+        f"DeePMD-kit: both accept {both[True, True]:,}, both refuse {both[False, False]:,}, only "
+        f"dp-ema refuses {both[False, True]:,}, only DeePMD-kit refuses {both[True, False]:,}"
+    )
     for accepted_here, title in ((False, "only dp-ema refuses"), (True, "only DeePMD-kit refuses")):
         texts = Counter()
         for (_, is_accepted, mistake), answer in zip(every, answers):

@@ -23,8 +23,14 @@ if TYPE_CHECKING:
     from deepmd_ema.data.source import Frame
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-SHARED = {"start_pref_e": 0.02, "limit_pref_e": 1.0, "start_pref_f": 1000.0, "limit_pref_f": 1.0,
-          "start_pref_v": 0.02, "limit_pref_v": 1.0}  # fmt: skip
+SHARED = {
+    "start_pref_e": 0.02,
+    "limit_pref_e": 1.0,
+    "start_pref_f": 1000.0,
+    "limit_pref_f": 1.0,
+    "start_pref_v": 0.02,
+    "limit_pref_v": 1.0,
+}
 START_LR, LR = 1e-3, 4e-4
 SECOND = {"start_pref_h": 10.0, "limit_pref_h": 1.0}
 HESSIAN, WITH_HESSIAN = (
@@ -196,9 +202,12 @@ def peer_gradients(name: str) -> dict[str, np.ndarray]:
         model.enable_hessian()
     frames, atoms = data["coord"].shape[:2]
     more = _conditions(model.get_dim_fparam(), model.get_dim_aparam(), frames, atoms)
-    given = {"coord": torch.tensor(data["coord"]), "atype": torch.tensor(np.tile(data["types"], (frames, 1))),
-             "box": None if data["box"] is None else torch.tensor(data["box"].reshape(frames, 9)),
-             **{key: torch.tensor(value) for key, value in more.items()}}  # fmt: skip
+    given = {
+        "coord": torch.tensor(data["coord"]),
+        "atype": torch.tensor(np.tile(data["types"], (frames, 1))),
+        "box": None if data["box"] is None else torch.tensor(data["box"].reshape(frames, 9)),
+        **{key: torch.tensor(value) for key, value in more.items()},
+    }
     shapes = {
         "energy": (frames, 1),
         "force": (frames, atoms, 3),

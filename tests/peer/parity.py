@@ -232,8 +232,14 @@ def _prepare(
     data = [
         _write_data(folder / f"data{k}", model["fitting_net"], k, seed + k) for k in range(systems)
     ]
-    run = {"numb_steps": STEPS, "disp_freq": 1, "save_freq": STEPS, "seed": 1,
-           "training_data": {"systems": data, "batch_size": 1}, **training}  # fmt: skip
+    run = {
+        "numb_steps": STEPS,
+        "disp_freq": 1,
+        "save_freq": STEPS,
+        "seed": 1,
+        "training_data": {"systems": data, "batch_size": 1},
+        **training,
+    }
     loss = {"start_pref_e": 1, "limit_pref_e": 1, "start_pref_f": 10, "limit_pref_f": 1}
     rate = {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-4, "decay_steps": 2}
     config = {"model": model, "loss": loss, "learning_rate": rate, "training": run}

@@ -117,8 +117,15 @@ def sh(folder, line, check=False):
         "PATH": os.pathsep.join([str(PEER / "bin"), "/usr/bin", "/bin"]),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(["/bin/sh", "-c", line], cwd=folder, env=environment, capture_output=True, text=True,
-                          timeout=TIMEOUT_S, check=False)  # fmt: skip
+    done = subprocess.run(
+        ["/bin/sh", "-c", line],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -136,8 +143,18 @@ def home(tmp_path_factory):
         folder / "data/set.000/atom_ener.npy",
         np.repeat(energy[:, None] / len(types), len(types), axis=1),
     )
-    model = {"type_map": ["O", "H"], "descriptor": {"type": "se_e2_a", "sel": [46, 92], "rcut": 4.0, "rcut_smth": 0.5,
-             "neuron": [4, 8], "axis_neuron": 4}, "fitting_net": {"neuron": [8, 8]}}  # fmt: skip
+    model = {
+        "type_map": ["O", "H"],
+        "descriptor": {
+            "type": "se_e2_a",
+            "sel": [46, 92],
+            "rcut": 4.0,
+            "rcut_smth": 0.5,
+            "neuron": [4, 8],
+            "axis_neuron": 4,
+        },
+        "fitting_net": {"neuron": [8, 8]},
+    }
     of_run = {"numb_steps": 4, "disp_freq": 2, "save_freq": 2}
     data = {"training_data": {"systems": ["data"]}, "validation_data": {"systems": ["data"]}}
     rest = {"learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-5, "decay_steps": 2}}
@@ -159,10 +176,11 @@ def home(tmp_path_factory):
     }
     tasks = ("CHOSEN_BRANCH", "OTHER")
     several = {
-        "model": {"shared_dict": shared, "model_dict": dict.fromkeys(tasks, task)}, **rest,
+        "model": {"shared_dict": shared, "model_dict": dict.fromkeys(tasks, task)},
+        **rest,
         "loss_dict": dict.fromkeys(tasks, loss),
         "training": {**of_run, "data_dict": dict.fromkeys(tasks, data), "save_ckpt": "multi"},
-    }  # fmt: skip
+    }
     (folder / "multi.json").write_text(json.dumps(several))
     sh(
         folder,
@@ -182,7 +200,8 @@ def test_every_line_of_the_documentation_of_dp(home):
         rows.append(f"| `{line}` | {done.returncode} | {file} |")
         if done.returncode != code or not is_written or (code == 2 and "Traceback" in done.stderr):
             wrong.append(
-                f"{line}: exit {done.returncode}, expected {code}\n{(done.stdout + done.stderr)[-1500:]}"
+                f"{line}: exit {done.returncode}, expected {code}\n"
+                f"{(done.stdout + done.stderr)[-1500:]}"
             )
     print("\n| line | exit code | file |\n|---|---|---|", *rows, sep="\n")
     assert not wrong, "\n".join(wrong)

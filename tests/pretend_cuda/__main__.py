@@ -33,12 +33,14 @@ def built() -> Path:
 
     if torch.version.cuda is not None:
         sys.exit(
-            "the pretended device needs a torch without CUDA; this one can use a real GPU: python -m pytest -m gpu"
+            "the pretended device needs a torch without CUDA; this one can use a real GPU: python "
+            "-m pytest -m gpu"
         )
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         sys.exit(
-            "the pretended device is compiled with g++, which was not found: install it, or name yours in CXX"
+            "the pretended device is compiled with g++, which was not found: install it, or name "
+            "yours in CXX"
         )
     text = (
         "".join((HERE / name).read_text() for name in (*SOURCES, "device.h"))

@@ -223,7 +223,10 @@ class Combination:
 
     def describe_missing(self) -> str:
         """Return why it is not used."""
-        return f"{100 * self.residual:.2g} % of its profile would be missing, more than {100 * TOLERANCE:g} %"
+        return (
+            f"{100 * self.residual:.2g} % of its profile would be missing, more than "
+            f"{100 * TOLERANCE:g} %"
+        )
 
 
 @dataclass(frozen=True)
@@ -360,8 +363,9 @@ def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int)
     about = f"{len(tracks)} snapshots of sigma_rel {', '.join(f'{w:g}' for w in stored)}"
     resolved = "no sigma_rel" if ends is None else f"sigma_rel {ends[0]:.3g} to {ends[1]:.3g}"
     advice = (
-        f"{about} resolve {resolved}. For more, keep snapshots of two profiles, one on either side of the widths in "
-        "question (type power, sigma_rel 0.05 and 0.10), and more often (a smaller snapshot_freq)."
+        f"{about} resolve {resolved}. For more, keep snapshots of two profiles, one on either "
+        "side of the widths in question (type power, sigma_rel 0.05 and 0.10), and more often (a "
+        "smaller snapshot_freq)."
     )
     *others, last = [f"{one.target.describe()}: {one.describe_missing()}." for one in bad]
     raise UserError([*others, f"{last} {advice}"])

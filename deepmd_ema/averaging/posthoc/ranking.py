@@ -123,13 +123,16 @@ class PosthocReport:
         dropped = f", {found.dropped} directions below rounding dropped" if found.dropped else ""
         widths = "those that were tracked" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
         lines = [
-            f"{run.folder}: step {run.step:,}, {counted(len(run.snapshots), 'snapshot')} of {profiles}",
-            f"combined: condition {found.condition:.2g}{dropped}; sigma_rel that the snapshots can give: {widths}",
+            f"{run.folder}: step {run.step:,}, {counted(len(run.snapshots), 'snapshot')} of "
+            f"{profiles}",
+            f"combined: condition {found.condition:.2g}{dropped}; sigma_rel that the snapshots "
+            f"can give: {widths}",
             *(
                 f"left out, {reason}: {', '.join(names)}"
                 for reason, names in found.left_out.items()
             ),
-            f"errors on {counted(self.num_frames, 'frame')} of {counted(self.num_systems, 'system')}",
+            f"errors on {counted(self.num_frames, 'frame')} of "
+            f"{counted(self.num_systems, 'system')}",
             "",
             *render(self.table()),
             "* the best of its column",
@@ -152,7 +155,8 @@ class PosthocReport:
         made = [row for row in self.rows if row.kind == POSTHOC]
         if len(made) > 2 and self.chosen.sigma_rel in (made[0].sigma_rel, made[-1].sigma_rel):
             lines.append(
-                "the chosen one is at an end of the range: a sigma_rel beyond it may be better still"
+                "the chosen one is at an end of the range: a sigma_rel beyond it may be better "
+                "still"
             )
             if ends and any(math.isclose(self.chosen.sigma_rel or 0, end) for end in ends):
                 lines.append(
@@ -242,8 +246,20 @@ class PosthocReport:
                     else [None] * 3
                 )
                 shape = [row.decay.shape, row.decay.part] if row.decay else [None] * 2
-                writer.writerow([row.name, row.kind, row.sigma_rel, row.gamma, row.mean_age, *values, score, *solved,
-                                 int(k == self.best), *shape])  # fmt: skip
+                writer.writerow(
+                    [
+                        row.name,
+                        row.kind,
+                        row.sigma_rel,
+                        row.gamma,
+                        row.mean_age,
+                        *values,
+                        score,
+                        *solved,
+                        int(k == self.best),
+                        *shape,
+                    ]
+                )
         return path
 
     def plot(self, path: str | Path) -> Path:
@@ -271,6 +287,6 @@ class PosthocReport:
             },
             (self.chosen.sigma_rel or 0.0, values[self.best]),
             path,
-            f"{self.run.folder.resolve().name}, step {self.run.step:,}: averages of {len(self.run.snapshots)} "
-            f"snapshots; {self.num_frames} validation frames",
+            f"{self.run.folder.resolve().name}, step {self.run.step:,}: averages of "
+            f"{len(self.run.snapshots)} snapshots; {self.num_frames} validation frames",
         )

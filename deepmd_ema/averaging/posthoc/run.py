@@ -163,7 +163,8 @@ def run_posthoc(
         if len(rows) == 1 and math.isnan(score):
             names = ", ".join(system.name for system in opened)
             raise UserError(
-                f"--metric {metric}: no frame of {names} has a label to compare. Choose another metric."
+                f"--metric {metric}: no frame of {names} has a label to compare. Choose another "
+                "metric."
             )
         if row.combination is not None and (best < 0 or score < best_score):
             best, best_score, best_weights = len(rows) - 1, score, weights
@@ -179,12 +180,14 @@ def run_posthoc(
         say(f"wrote {report.plot(plot)}")
     except ModuleNotFoundError:
         say(
-            "no picture: matplotlib is not installed. pip install 'dp-ema[plot]', then run this again."
+            "no picture: matplotlib is not installed. pip install 'dp-ema[plot]', then run this "
+            "again."
         )
     if checkpoint.refitted(run.payload):
         say(
-            "the run fitted its output bias after the last step; this file and all errors above have the bias before. "
-            f"`{command('dp-ema', 'change-bias', output)} -s SYSTEM` fits it to frames."
+            "the run fitted its output bias after the last step; this file and all errors above "
+            f"have the bias before. `{command('dp-ema', 'change-bias', output)} -s SYSTEM` fits "
+            "it to frames."
         )
     return report
 
@@ -213,8 +216,8 @@ def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
             widths |= set(_spaced(first, last, number))
         else:
             problems.append(
-                f"--sigma-rel {word}: expected a number above 0 and at most 0.2886, or a range as 0.02:0.2 or "
-                f"0.02:0.2:9 (from, to, how many: 2 to {MAX_SIGMA_RELS})."
+                f"--sigma-rel {word}: expected a number above 0 and at most 0.2886, or a range as "
+                f"0.02:0.2 or 0.02:0.2:9 (from, to, how many: 2 to {MAX_SIGMA_RELS})."
             )
     UserError.raise_if_any(problems)
     return sorted(widths)
@@ -241,8 +244,9 @@ def parse_shapes(words: Sequence[str] | None) -> list[tuple[str, float]]:
             decays |= dict.fromkeys((shape, part) for part in parts)
         else:
             problems.append(
-                f"--shapes {word}: expected one of {', '.join(SHAPES)}, or one with the part of the run in which the "
-                f"learning rate goes down, above 0 and at most 1, as linear:0.2; or {NONE} alone."
+                f"--shapes {word}: expected one of {', '.join(SHAPES)}, or one with the part of "
+                "the run in which the learning rate goes down, above 0 and at most 1, as "
+                f"linear:0.2; or {NONE} alone."
             )
     UserError.raise_if_any(problems)
     return list(decays)
@@ -288,8 +292,9 @@ def find_requested(
     if requests:
         steps = counted(len({snapshot.step for snapshot in run.snapshots}), "step")
         problems += [
-            f"--shapes: {name}: {reason}; there are snapshots of {steps} up to step {run.step:,}. Keep them more often "
-            "(a smaller snapshot_freq), of two profiles (sigma_rel 0.05 and 0.10), or ask for a larger part."
+            f"--shapes: {name}: {reason}; there are snapshots of {steps} up to step {run.step:,}. "
+            "Keep them more often (a smaller snapshot_freq), of two profiles (sigma_rel 0.05 and "
+            "0.10), or ask for a larger part."
             for reason, names in left_out.items()
             for name in names
         ]
@@ -335,9 +340,12 @@ def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
 
 
 def _open(
-    config: RunConfig, task: TaskConfig, run: SnapshotRun, systems: Sequence[str | Path] | None,
+    config: RunConfig,
+    task: TaskConfig,
+    run: SnapshotRun,
+    systems: Sequence[str | Path] | None,
     patterns: Sequence[str] | None,
-) -> Sequence[FrameSource]:  # fmt: skip
+) -> Sequence[FrameSource]:
     """Return the validation systems: given ones, or those that the run has split off or names."""
     if systems is not None:
         return open_labelled(
@@ -348,15 +356,18 @@ def _open(
     data = task.data.validation_data
     if data is None:
         raise ConfigError(
-            f"{run.reference}: the run has no {task.place('training')}.validation_data to rank averages with. Give "
-            "systems with -s, or an input that has some with --valid-data."
+            f"{run.reference}: the run has no {task.place('training')}.validation_data to rank "
+            "averages with. Give systems with -s, or an input that has some with --valid-data."
         )
     try:
         return open_labelled(
             list(data.systems), task.model, task.model.fitting_net.labels, data.rglob_patterns
         )
     except DataError as error:
-        hint = "These are the validation data of the run's input. Give others with -s, or an input with --valid-data."
+        hint = (
+            "These are the validation data of the run's input. Give others with -s, or an input "
+            "with --valid-data."
+        )
         raise DataError([*error.problems[:-1], f"{error.problems[-1]} {hint}"]) from error
 
 

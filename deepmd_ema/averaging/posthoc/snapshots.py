@@ -22,8 +22,9 @@ from deepmd_ema.distributed.tensors import check_weights
 from deepmd_ema.errors import CheckpointError, collect_problems, counted, first_few
 
 HOW_TO_KEEP = (
-    'Train with these in the section training, beside enable_ema where it is: "averaging": [{"name": "p05", "type": '
-    '"power", "sigma_rel": 0.05, "snapshots": true}, {"name": "p10", "type": "power", "sigma_rel": 0.10, "snapshots": '
+    'Train with these in the section training, beside enable_ema where it is: "averaging": '
+    '[{"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": true}, {"name": "p10", '
+    '"type": "power", "sigma_rel": 0.10, "snapshots": '
     "true}]; snapshot_freq says how often (default: save_freq)."
 )
 MAX_BYTES = 2 << 30  # of sums held at once; more widths than fit take another pass over the files
@@ -104,15 +105,16 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
         near = sorted(sorted(steps, key=lambda s: abs(s - step))[:5])
         raise CheckpointError(
             f"--step {step}: no snapshot of this step in {place}. There are snapshots of "
-            f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}; the nearest: {', '.join(map(str, near))}."
+            f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}; the nearest: "
+            f"{', '.join(map(str, near))}."
         )
     kept = [snapshot for snapshot in found if snapshot.step <= step]
     later = len(found) - len(kept)
     notes += [f"left out: {counted(later, 'snapshot')} after step {step:,}"] if later else []
     if len(kept) < 2:
         raise CheckpointError(
-            f"{place}: 1 snapshot up to step {step}; at least 2 are needed to make averages of other widths. Keep "
-            "them more often (a smaller snapshot_freq)."
+            f"{place}: 1 snapshot up to step {step}; at least 2 are needed to make averages of "
+            "other widths. Keep them more often (a smaller snapshot_freq)."
         )
     _check_alike(kept, payload)
     averaged = [name for name in payload["model"] if name in kept[-1].averaged]
@@ -216,8 +218,8 @@ def _check_alike(kept: Sequence[Snapshot], payload: Mapping[str, Any]) -> None:
                 others.setdefault(different, []).append(str(one.path))
     problems += [
         f"{first_few(paths, 2)}: other tensors were averaged than in {kept[-1].path}; different: "
-        f"{first_few(sorted(different), 5)}. Only averages of the same tensors combine (`buffers` of "
-        "training.averaging): move the others to another folder."
+        f"{first_few(sorted(different), 5)}. Only averages of the same tensors combine (`buffers` "
+        "of training.averaging): move the others to another folder."
         for different, paths in others.items()
     ]
     CheckpointError.raise_if_any(problems)

@@ -34,7 +34,8 @@ DEFAULT_DECAY = 0.999  # of an average that is made in Python
 _half_life = Check(lambda v: is_number(v) and 0 < v <= 1e9, "a number > 0 and <= 1e9")
 _sigma_rel = Check(
     lambda v: is_number(v) and 0 < v <= MAX_SIGMA_REL * (1 + 1e-12),
-    f"a number > 0 and <= {math.floor(MAX_SIGMA_REL * 1e6) / 1e6} (1/sqrt(12): gamma is 0 there, equal weights)",
+    f"a number > 0 and <= {math.floor(MAX_SIGMA_REL * 1e6) / 1e6} (1/sqrt(12): gamma is 0 there, "
+    "equal weights)",
 )
 
 
@@ -60,19 +61,19 @@ class EmaProfile(Profile):
 
     decay: float | None = option(
         None,
-        "Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) "
-        "steps. Exactly one of `decay` and `half_life` is given.",
+        "Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is "
+        "1/(1-decay) steps. Exactly one of `decay` and `half_life` is given.",
         fraction,
     )
     warmup: bool = option(
         True,
-        "Whether the decay starts low and grows to its value, min(decay, (1+t)/(10+t)), t updates after the "
-        "start, so that the initial weights have little influence.",
+        "Whether the decay starts low and grows to its value, min(decay, (1+t)/(10+t)), t updates "
+        "after the start, so that the initial weights have little influence.",
     )
     half_life: float | None = option(
         None,
-        "Time in which the weight of a step goes down to a half, in `half_life_unit`, instead of `decay`: "
-        "decay = 0.5^(1/half_life) in steps.",
+        "Time in which the weight of a step goes down to a half, in `half_life_unit`, instead of "
+        "`decay`: decay = 0.5^(1/half_life) in steps.",
         _half_life,
     )
     half_life_unit: str = option(
@@ -139,8 +140,9 @@ class SwaProfile(Profile):
 
     snapshots: bool = option(  # type: ignore[misc]
         False,
-        "Whether copies of the average are kept in the folder `snapshots`, all of them, for `dp-ema posthoc`, "
-        "which makes averages of any other length from those of two power averages.",
+        "Whether copies of the average are kept in the folder `snapshots`, all of them, for "
+        "`dp-ema posthoc`, which makes averages of any other length from those of two power "
+        "averages.",
     )
     snapshot_freq: int | None = option(  # type: ignore[misc]
         None, "Steps between two snapshots; null: `save_freq`.", positive_int, unit="steps"
@@ -185,14 +187,14 @@ class PowerProfile(SwaProfile):
 
     gamma: float | None = option(  # type: ignore[misc]
         None,
-        "Power of the step in its weight: 0 is equal weights, larger is shorter. Exactly one of `gamma` and "
-        "`sigma_rel` is given.",
+        "Power of the step in its weight: 0 is equal weights, larger is shorter. Exactly one of "
+        "`gamma` and `sigma_rel` is given.",
         not_negative,
     )
     sigma_rel: float | None = option(
         None,
-        "Width (standard deviation of the steps under their weights) as a fraction of the run, instead of "
-        "`gamma`; larger is longer. 0.05 looks back over 5 % of the run on average.",
+        "Width (standard deviation of the steps under their weights) as a fraction of the run, "
+        "instead of `gamma`; larger is longer. 0.05 looks back over 5 % of the run on average.",
         _sigma_rel,
     )
 
@@ -266,7 +268,8 @@ class ScheduleFreeProfile(Profile):
                 shown = "given" if callable(value) else f"{value:g}"
                 yield error(
                     name,
-                    f" = {shown}: the averaged point of the optimizer is updated in every step. Remove it.",
+                    f" = {shown}: the averaged point of the optimizer is updated in every step. "
+                    "Remove it.",
                 )
 
     def findings(self, run: RunConfig) -> Findings:
@@ -370,13 +373,15 @@ class EmaShorthand:
     )
     ema_decay: float = option(
         0.999,
-        "Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) steps.",
+        "Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is "
+        "1/(1-decay) steps.",
         fraction,
     )
     ema_warmup: bool = option(
         True,
-        "Whether the decay starts low and grows to `ema_decay`, min(ema_decay, (1+t)/(10+t)), so that short runs "
-        "do not remember the initial weights. False is the formula of DeePMD-kit. Only in dp-ema.",
+        "Whether the decay starts low and grows to `ema_decay`, min(ema_decay, (1+t)/(10+t)), so "
+        "that short runs do not remember the initial weights. False is the formula of DeePMD-kit. "
+        "Only in dp-ema.",
     )
     ema_ckpt_keep: int | None = option(
         None, "Averaged checkpoints kept; null: as many as `max_ckpt_keep`.", positive_int

@@ -73,8 +73,8 @@ def sel_option(
     """
     return option(
         default,
-        f"{doc} `auto` counts the neighbors in the training data and takes 1.1 times the largest number, rounded "
-        "up to a multiple of 4; `auto:1.2` takes 1.2 times.",
+        f"{doc} `auto` counts the neighbors in the training data and takes 1.1 times the largest "
+        "number, rounded up to a multiple of 4; `auto:1.2` takes 1.2 times.",
         Check(
             _is_sel,
             f'{numbers}, or "auto" or "auto:1.2", the number from 1 to {MAX_SEL_RATIO}',
@@ -111,7 +111,8 @@ def in_order(first: tuple[str, float], last: tuple[str, float], rcut: float) -> 
     if not first[1] < last[1] <= rcut:
         yield error(
             last[0],
-            f" = {last[1]:g}: expected more than {first[0]} = {first[1]:g}, at most rcut = {rcut:g} (angstrom).",
+            f" = {last[1]:g}: expected more than {first[0]} = {first[1]:g}, at most rcut = "
+            f"{rcut:g} (angstrom).",
         )
 
 
@@ -127,7 +128,8 @@ def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Findings:
         name = f"{prefix}rcut_smth"
         yield error(
             name,
-            f" = {rcut_smth:g}: expected less than {prefix}rcut = {rcut:g} (angstrom). Try {name} = {0.1 * rcut:.2g}.",
+            f" = {rcut_smth:g}: expected less than {prefix}rcut = {rcut:g} (angstrom). Try {name} "
+            f"= {0.1 * rcut:.2g}.",
         )
 
 
@@ -136,7 +138,8 @@ def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Findings:
     if axis_neuron > neuron[-1]:
         yield error(
             "axis_neuron",
-            f" = {axis_neuron}: expected at most {neuron[-1]}, the last number of neuron = {show(neuron)}.",
+            f" = {axis_neuron}: expected at most {neuron[-1]}, the last number of neuron = "
+            f"{show(neuron)}.",
         )
 
 
@@ -181,9 +184,10 @@ activation_option = partial(
 interpolate_option = partial(
     option,
     "auto",
-    doc="Whether the embedding networks are interpolated, on a CPU only: `auto` where there are many pairs of "
-    "neighbors, `always` (or true), or `never` (or false). Derivatives then differ by less than 1e-9 of the largest "
-    "(1e-6 in float32), which is ensured in every evaluation. The trained networks are ordinary ones.",
+    doc="Whether the embedding networks are interpolated, on a CPU only: `auto` where there are "
+    "many pairs of neighbors, `always` (or true), or `never` (or false). Derivatives then "
+    "differ by less than 1e-9 of the largest (1e-6 in float32), which is ensured in every "
+    "evaluation. The trained networks are ordinary ones.",
     choices=("auto", "always", "never"),
     check=Check(
         lambda v: isinstance(v, bool) or v in _OLD_VALUES, "auto, always, never, true or false"

@@ -60,8 +60,8 @@ class TypeEmbeddedOptions(DescriptorOptions):
     )
     use_econf_tebd: bool = option(
         False,
-        "Whether the embedding of an element is a function of its electronic configuration; `type_map` must hold "
-        "symbols of elements.",
+        "Whether the embedding of an element is a function of its electronic configuration; "
+        "`type_map` must hold symbols of elements.",
     )
     use_tebd_bias: bool = option(False, "Whether the embedding of elements has a bias.")
 
@@ -152,8 +152,14 @@ class ListSection(DescriptorOptions, NeighborLists):
 
     type: ClassVar[str]
     first_options: ClassVar[Names] = (
-        "rcut", "rcut_smth", "neuron", "activation_function", "resnet_dt", "sel", "tebd_dim",
-    )  # fmt: skip
+        "rcut",
+        "rcut_smth",
+        "neuron",
+        "activation_function",
+        "resnet_dt",
+        "sel",
+        "tebd_dim",
+    )
 
     rcut: float = common.cutoff_option(6.0, "Cutoff radius.")
     rcut_smth: float = common.length_option(
@@ -161,14 +167,14 @@ class ListSection(DescriptorOptions, NeighborLists):
     )
     neuron: list[int] = option(
         [10, 20, 40],
-        "Widths of the hidden layers of the embedding network. A layer as wide as the one before it, or twice as "
-        "wide, has a skip connection.",
+        "Widths of the hidden layers of the embedding network. A layer as wide as the one before "
+        "it, or twice as wide, has a skip connection.",
         common.layer_widths,
     )
     activation_function: ActivationName = common.activation_option(
         ActivationName("tanh"),
-        "Activation function of the embedding network; `linear` and `none` are none. `silut:T` is silu up to T and "
-        "bends into a tanh above; T of `silut` is 3.",
+        "Activation function of the embedding network; `linear` and `none` are none. `silut:T` is "
+        "silu up to T and bends into a tanh above; T of `silut` is 3.",
     )
     resnet_dt: bool = option(False, "Whether skip connections have a trained step size.")
 
@@ -205,7 +211,8 @@ class PerElementSection(ListSection):
     sel: list[int] | str = common.sel_option(
         "Most neighbors kept of each element, the nearest first.",
         "auto",
-        f"a list with one whole number per element of type_map, e.g. [46, 92], at most {common.MAX_SIZE:,} together",
+        "a list with one whole number per element of type_map, e.g. [46, 92], at most "
+        f"{common.MAX_SIZE:,} together",
     )
 
     def findings(self, type_map: Sequence[str]) -> Findings:

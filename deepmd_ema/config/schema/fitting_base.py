@@ -49,8 +49,8 @@ class FittingOptions:
     )
     dim_case_embd: int = option(
         0,
-        "Length of the vector that distinguishes the tasks of a multi-task model, an input of the network; zeros "
-        "with one task.",
+        "Length of the vector that distinguishes the tasks of a multi-task model, an input of the "
+        "network; zeros with one task.",
         common.num_parameters,
     )
     neuron: list[int] = option(
@@ -67,7 +67,8 @@ class FittingOptions:
     resnet_dt: bool = option(True, "Whether skip connections have a trained step size.")
     trainable: bool | list[bool] = option(
         True,
-        "Whether the parameters are trained; a list (one per layer) trains them only if all are true.",
+        "Whether the parameters are trained; a list (one per layer) trains them only if all are "
+        "true.",
     )
     seed: int | None = redefined(DescriptorOptions, "seed")
 

@@ -87,22 +87,25 @@ class ModelConfig:
     )
     preset_out_bias: dict[str, list[Any]] | None = option(
         None,
-        "Energy bias of each element instead of the fitted one; null is fitted. Needs `set_davg_zero`.",
+        "Energy bias of each element instead of the fitted one; null is fitted. Needs "
+        "`set_davg_zero`.",
         Check(
             lambda v: set(v) <= {"energy"}, 'like {"energy": [-13.6, null]}, one entry per element'
         ),
     )
     finetune_head: str = option(
         "",
-        "Which model of the file of `--finetune` or `--init-model`, if it holds several, the run starts from, as "
-        "`--model-branch`; `RANDOM` is a fresh fitting network. No effect in other runs. Of several tasks each has its "
-        "own, for `--finetune`: without it a task starts from the model of its name, or has a fresh fitting network.",
+        "Which model of the file of `--finetune` or `--init-model`, if it holds several, the run "
+        "starts from, as `--model-branch`; `RANDOM` is a fresh fitting network. No effect in "
+        "other runs. Of several tasks each has its own, for `--finetune`: without it a task "
+        "starts from the model of its name, or has a fresh fitting network.",
     )
     finetune_bias: str = option(
         "auto",
-        "`fit` moves the output bias to the data at a start with `--finetune`; `keep` takes that of the file, for "
-        "data of the same method; `auto` moves it where label minus prediction is a shift of each element, except in "
-        "a task that starts from the model of its name. No effect in other runs.",
+        "`fit` moves the output bias to the data at a start with `--finetune`; `keep` takes that "
+        "of the file, for data of the same method; `auto` moves it where label minus prediction "
+        "is a shift of each element, except in a task that starts from the model of its name. No "
+        "effect in other runs.",
         choices=("auto", "fit", "keep"),
     )
 
@@ -158,14 +161,16 @@ class ModelConfig:
         if twice:
             yield error(
                 "type_map",
-                f" = {show(names)}: {', '.join(twice)} occurs more than once. Name each element once.",
+                f" = {show(names)}: {', '.join(twice)} occurs more than once. Name each element "
+                "once.",
             )
         for values in (self.preset_out_bias or {}).values():
             wrong = [v for v in values if not _is_bias(v)]
             if wrong:
                 yield error(
                     "preset_out_bias",
-                    f": energy has {show(wrong[0])}: expected a number, or null for a bias that is fitted.",
+                    f": energy has {show(wrong[0])}: expected a number, or null for a bias that "
+                    "is fitted.",
                 )
             yield from common.not_one_per_element("preset_out_bias", values, names)
         yield from common.unknown_types(
@@ -197,9 +202,10 @@ class NetworkConfig(ModelConfig):
     )
     bridging_method: str | None = option(
         None,
-        "Analytic pair energy that is added, for atoms that come close: `zbl`, the screened repulsion of the "
-        "nuclei, or `none`. The descriptor, which must be `dpa4`, then gets clamped distances. Frames with atoms "
-        "nearer than `bridging_r_inner` should be left out of training by `training.training_data.min_pair_dist`.",
+        "Analytic pair energy that is added, for atoms that come close: `zbl`, the screened "
+        "repulsion of the nuclei, or `none`. The descriptor, which must be `dpa4`, then gets "
+        "clamped distances. Frames with atoms nearer than `bridging_r_inner` should be left out "
+        "of training by `training.training_data.min_pair_dist`.",
         bridging_method,
         convert=method_name,
     )
@@ -259,7 +265,10 @@ class NetworkConfig(ModelConfig):
         yield from super().conflicts()
         fitting = self.fitting_net
         if fitting.is_equivariant and not getattr(self.descriptor, "has_equivariants", False):
-            text = f": the descriptor {self.descriptor.type} has no vectors of which a {fitting.labels[0]} is made."
+            text = (
+                f": the descriptor {self.descriptor.type} has no vectors of which a "
+                f"{fitting.labels[0]} is made."
+            )
             yield error(
                 "fitting_net.type",
                 f"{text} Use se_e2_a, se_atten, dpa2, dpa3, or a hybrid of them.",
@@ -298,23 +307,26 @@ class StandardConfig(NetworkConfig):
 
     use_srtab: list[list[float]] | None = option(
         None,
-        "Text file of pair energies that take over at short distances: rows of a distance in angstrom, in even "
-        "steps, and an energy in eV for each pair of elements (for O and H: O-O, O-H, H-H). A checkpoint holds its "
-        "rows. Nearer than its first row the energy is nan. DeePMD-kit's torch backend has this for descriptors of "
-        "mixed types only (not for `se_e2_a`), and reads only such frozen models.",
+        "Text file of pair energies that take over at short distances: rows of a distance in "
+        "angstrom, in even steps, and an energy in eV for each pair of elements (for O and H: "
+        "O-O, O-H, H-H). A checkpoint holds its rows. Nearer than its first row the energy is "
+        "nan. DeePMD-kit's torch backend has this for descriptors of mixed types only (not for "
+        "`se_e2_a`), and reads only such frozen models.",
         pair_table,
         also=(str,),
         convert=read_table,
     )
     smin_alpha: float = option(
         0.1,
-        "Decay length of the soft minimum of the distances to the neighbors, by which `use_srtab` is switched on.",
+        "Decay length of the soft minimum of the distances to the neighbors, by which `use_srtab` "
+        "is switched on.",
         positive,
         unit="angstrom",
     )
     sw_rmin: float | None = option(
         None,
-        "An atom whose nearest neighbor (soft minimum) is nearer than this has the energy of `use_srtab` only.",
+        "An atom whose nearest neighbor (soft minimum) is nearer than this has the energy of "
+        "`use_srtab` only.",
         not_negative,
         unit="angstrom",
     )
@@ -344,7 +356,8 @@ class StandardConfig(NetworkConfig):
             if self.bridging is not None:
                 yield error(
                     "use_srtab",
-                    ": bridging_method is given too, and both act at short distances. Remove one of the two.",
+                    ": bridging_method is given too, and both act at short distances. Remove one "
+                    "of the two.",
                 )
             for name in ("sw_rmin", "sw_rmax"):
                 if getattr(self, name) is None:

@@ -122,7 +122,10 @@ class ExpScheduleConfig(_Schedule):
     def _shape_words(self, num_steps: int) -> str:
         rate = "" if self.decay_rate is None else f" by {self.decay_rate:g}"
         used = self.used_decay_steps(num_steps) if num_steps else self.decay_steps
-        return f"falls exponentially to {self.end_lr:g}, {every_steps(1 if self.smooth else used)}{rate}"
+        return (
+            f"falls exponentially to {self.end_lr:g}, "
+            f"{every_steps(1 if self.smooth else used)}{rate}"
+        )
 
 
 @section
@@ -181,7 +184,10 @@ class InvSqrtScheduleConfig(WsdScheduleConfig):
 
     def _shape_words(self, num_steps: int) -> str:
         fall = f", and {self._fall_words()}" if self.decay_phase_ratio else ""
-        return f"falls as the inverse square root of the step, by half in {3 * self.a:,.0f} steps{fall}"
+        return (
+            f"falls as the inverse square root of the step, by half in {3 * self.a:,.0f} "
+            f"steps{fall}"
+        )
 
 
 ScheduleConfig = (
@@ -197,7 +203,8 @@ class GroupConfig:
         check=Check(
             lambda v: v.strip() != "", 'a pattern of names of parameters, e.g. "descriptor.*"'
         ),
-        doc="Names of parameters as checkpoints have them, with `*`, `?` and `[...]` as in names of files.",
+        doc="Names of parameters as checkpoints have them, with `*`, `?` and `[...]` as in names "
+        "of files.",
     )
     lr_scale: float = option(1.0, "Factor of the learning rate.", positive)
     weight_decay: float | None = option(
@@ -206,8 +213,8 @@ class GroupConfig:
 
 
 _GROUPS = (
-    "Parameters with a learning rate or weight decay of their own; one that several patterns match belongs to the "
-    "first, one that none matches has those of the optimizer. Only in dp-ema."
+    "Parameters with a learning rate or weight decay of their own; one that several patterns "
+    "match belongs to the first, one that none matches has those of the optimizer. Only in dp-ema."
 )
 
 
@@ -246,8 +253,8 @@ class AdamWScheduleFreeConfig(AdamWConfig):
     adam_beta1: float = option(0.9, "Part of x in the live weights; the rest is z.", fraction)
     r: float = option(
         0.0,
-        "Power of the step with which the weights of points in x grow: the mean age of x is 1 / (r + 2) of the "
-        "steps. 0: all weigh the same.",
+        "Power of the step with which the weights of points in x grow: the mean age of x is 1 / "
+        "(r + 2) of the steps. 0: all weigh the same.",
         not_negative,
     )
 
@@ -268,9 +275,9 @@ class AdaMuonConfig:
     weight_decay: float = option(0.001, "Decoupled weight decay, of matrices only.", not_negative)
     lr_adjust: float = option(
         10.0,
-        "Above 0: vectors have the learning rate divided by this, and updates of a matrix of R rows and C columns "
-        "are multiplied by `sqrt(max(1, R / C))`. Else: all have the learning rate, and updates of matrices are "
-        "multiplied by `lr_adjust_coeff * sqrt(max(R, C))`.",
+        "Above 0: vectors have the learning rate divided by this, and updates of a matrix of R "
+        "rows and C columns are multiplied by `sqrt(max(1, R / C))`. Else: all have the learning "
+        "rate, and updates of matrices are multiplied by `lr_adjust_coeff * sqrt(max(R, C))`.",
     )
     lr_adjust_coeff: float = option(0.2, "See `lr_adjust`.", positive)
     groups: list[GroupConfig] = option([], _GROUPS)
@@ -291,13 +298,14 @@ class HybridMuonConfig(AdaMuonConfig):
     lr_adjust_coeff: float = redefined(AdaMuonConfig, "lr_adjust_coeff", 0.18)
     muon_mode: str = option(
         "slice",
-        "What parameters of more than two dims are: matrices of the last two (slice), one matrix whose columns are "
-        "the last (flat), or no matrices (2d).",
+        "What parameters of more than two dims are: matrices of the last two (slice), one matrix "
+        "whose columns are the last (flat), or no matrices (2d).",
         choices=("slice", "flat", "2d"),
     )
     enable_gram: bool = option(
         True,
-        "Whether matrices that are not square are made orthogonal by their Gram matrix: fewer operations.",
+        "Whether matrices that are not square are made orthogonal by their Gram matrix: fewer "
+        "operations.",
     )
     magma_muon: bool = option(
         True, "Whether updates of matrices are damped where gradients disagree."
@@ -342,7 +350,8 @@ class LKFConfig:
 
     kf_blocksize: int = option(
         5120,
-        "Largest number of weights in a block; each block takes 8 bytes times the square of its size.",
+        "Largest number of weights in a block; each block takes 8 bytes times the square of its "
+        "size.",
         positive_int,
     )
     kf_start_pref_e: float = option(1.0, "Factor of energy errors at the start.", positive)
@@ -426,7 +435,8 @@ class TensorLossConfig(QuantityLossConfig):
     pref_atomic: float = option(check=not_negative, doc="Weight of the tensors of atoms.")
     enable_atomic_weight: bool = option(
         False,
-        "Whether errors of an atom are multiplied by its number in `atomic_weight.npy`, 1 without one.",
+        "Whether errors of an atom are multiplied by its number in `atomic_weight.npy`, 1 without "
+        "one.",
     )
 
     @property

@@ -36,7 +36,8 @@ def table_findings(name: str, table: Table, num_types: int, rcut: float) -> Find
     if columns != expected:
         yield error(
             name,
-            f": has energies of {columns} pairs, expected {expected}, one for each pair of {num_types} elements.",
+            f": has energies of {columns} pairs, expected {expected}, one for each pair of "
+            f"{num_types} elements.",
         )
     if table[-1][0] < rcut and any(table[-1][1:]):
         yield error(
@@ -67,5 +68,6 @@ def _is_table(value: Any) -> bool:
 
 pair_table = Check(
     _is_table,
-    "a readable text file of at least three rows: a distance in even steps, then an energy for each pair of elements",
+    "a readable text file of at least three rows: a distance in even steps, then an energy for "
+    "each pair of elements",
 )

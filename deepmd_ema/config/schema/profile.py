@@ -29,15 +29,18 @@ REMOVE_ONE = "Remove one of the two."
 BY_RATIO = "ckpt_keep_ratio says how many checkpoints are kept"
 NEVER = "full_val_start = 1 means never"
 _WITH_CHECKPOINTS = "with the checkpoints"
-NEEDS_DATA = " = true: needs training.validation_data (or validation_fraction). Add it, or set this to false."
+NEEDS_DATA = (
+    " = true: needs training.validation_data (or validation_fraction). Add it, or set this to "
+    "false."
+)
 
 
 # `model_a-10.pt`, the link of an average a-10, would be the file of step 10 of an average a
 _NAME = re.compile(r"(?!.*-[0-9]+$)[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _name = Check(
     lambda v: _NAME.fullmatch(v) is not None and v.lower() not in (LIVE, POSTHOC),
-    f"a name of at most 40 letters, digits, _ and -, the first a letter or digit, without a number after a - at the "
-    f"end, and not {LIVE} or {POSTHOC}",
+    "a name of at most 40 letters, digits, _ and -, the first a letter or digit, without a number "
+    f"after a - at the end, and not {LIVE} or {POSTHOC}",
 )
 
 
@@ -77,8 +80,8 @@ class Profile(ABC):
 
     name: str = option(
         check=_name,
-        doc="Name of the average in the log, in checkpoints and in names of files: `model_NAME.ckpt-*`, "
-        "`best_NAME.ckpt-*`, `val_NAME.log`, `lcurve_NAME.out`.",
+        doc="Name of the average in the log, in checkpoints and in names of files: "
+        "`model_NAME.ckpt-*`, `best_NAME.ckpt-*`, `val_NAME.log`, `lcurve_NAME.out`.",
     )
     _: KW_ONLY
     type: ClassVar[str]
@@ -102,26 +105,29 @@ class Profile(ABC):
     )
     update_every: int = option(
         1,
-        "Steps between two updates. The decay is corrected for it: the length of the average is the same.",
+        "Steps between two updates. The decay is corrected for it: the length of the average is "
+        "the same.",
         positive_int,
         unit="steps",
     )
     device: str = option(
         "live",
-        "Where the average is held: `live`: on the device of the live weights; `cpu`: in host memory, to which "
-        "live weights are copied asynchronously.",
+        "Where the average is held: `live`: on the device of the live weights; `cpu`: in host "
+        "memory, to which live weights are copied asynchronously.",
         choices=(LIVE, "cpu"),
     )
     dtype: str = option(
         "float64",
-        "Precision of the average; never less than that of the live weights. In `float32` an average of float32 "
-        "weights with a decay of 0.999 or more stays behind, because single updates are smaller than its rounding.",
+        "Precision of the average; never less than that of the live weights. In `float32` an "
+        "average of float32 weights with a decay of 0.999 or more stays behind, because single "
+        "updates are smaller than its rounding.",
         choices=("float32", "float64"),
     )
     layout: str = option(
         "local_shard",
-        "On several ranks, `local_shard`: each averages the weights that it holds, without communication; "
-        "`full_tensor`: each holds the whole average, gathered at each update (zero_stage 2 and 3).",
+        "On several ranks, `local_shard`: each averages the weights that it holds, without "
+        "communication; `full_tensor`: each holds the whole average, gathered at each update "
+        "(zero_stage 2 and 3).",
         choices=("local_shard", "full_tensor"),
         removed={
             "rank_range": "Use local_shard (default); zero_stage 2 and 3 shard averages with the weights."
@@ -129,18 +135,19 @@ class Profile(ABC):
     )
     buffers: str = option(
         "copy",
-        "Buffers of the averaged model (numbers that are not trained): `copy`: the live ones; `average`: their "
-        "average, floating-point numbers only.",
+        "Buffers of the averaged model (numbers that are not trained): `copy`: the live ones; "
+        "`average`: their average, floating-point numbers only.",
         choices=("copy", "average"),
     )
     full_validation: bool = option(
         False,
-        "Whether the average is validated on all validation data, when `validating` says, in `val_NAME.log`, and "
-        "its best weights are kept in `best_NAME.ckpt-*`.",
+        "Whether the average is validated on all validation data, when `validating` says, in "
+        "`val_NAME.log`, and its best weights are kept in `best_NAME.ckpt-*`.",
     )
     lcurve: bool = option(
         False,
-        "Whether displayed errors are shown for the average too, on the same batches, in `lcurve_NAME.out`.",
+        "Whether displayed errors are shown for the average too, on the same batches, in "
+        "`lcurve_NAME.out`.",
     )
     ckpt_keep: int | None = option(
         None, "Checkpoints of the average kept; null: as many as `max_ckpt_keep`.", positive_int
@@ -160,14 +167,16 @@ class Profile(ABC):
         problems = [f"{name}{fault}" for name, fault in faults if fault]
         if hook is not None and not callable(hook):
             problems.append(
-                f"should_update = {hook!r}: expected a function of (step, epoch) or an object that can be called."
+                f"should_update = {hook!r}: expected a function of (step, epoch) or an object "
+                "that can be called."
             )
         elif "should_update" in vars(self) and hook is not None:
             try:
                 pickle.dumps(hook)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 problems.append(
-                    f"should_update: cannot be pickled ({error}); use a function or a class of a module."
+                    f"should_update: cannot be pickled ({error}); use a function or a class of a "
+                    "module."
                 )
         ConfigError.raise_if_any([f"average {self.name!r}: {problem}" for problem in problems])
 
@@ -237,7 +246,8 @@ class Profile(ABC):
         if self.start_step > 0 and self.start_epoch is not None:
             yield error(
                 "start_epoch",
-                f" = {self.start_epoch:g}: start_step = {self.start_step} is given too. {REMOVE_ONE}",
+                f" = {self.start_epoch:g}: start_step = {self.start_step} is given too. "
+                f"{REMOVE_ONE}",
             )
         if self.should_update is not None and self.update_every != 1:
             who = "should_update" if "should_update" in vars(self) else f"type {self.type}"
@@ -260,7 +270,8 @@ class Profile(ABC):
         if self.lcurve and not training.disp_training:
             yield error(
                 "lcurve",
-                " = true: needs training.disp_training, which is false. Set it to true, or remove this.",
+                " = true: needs training.disp_training, which is false. Set it to true, or remove "
+                "this.",
             )
         if self.snapshots and self.snapshot_freq is None and training.save_freq <= 0:
             yield error(
@@ -274,7 +285,8 @@ class Profile(ABC):
             example = '"decay": 0.999' if self.type == "ema" else '"sigma_rel": 0.05'
             yield error(
                 "",
-                f": {' or '.join(self.lengths)} is required for type {self.type}. Add one, e.g. {example}.",
+                f": {' or '.join(self.lengths)} is required for type {self.type}. Add one, e.g. "
+                f"{example}.",
             )
         if self.length[0] == "decay":
             yield unused("half_life_unit", "decay is given, and no half_life")
@@ -314,14 +326,19 @@ class Profile(ABC):
             words.append(f"from step {self.start_step:,}")
         if self.update_every > 1:
             words.append(every_steps(self.update_every))
-        texts = {"cpu": "in host memory", "float32": "float32", "full_tensor": "whole on every process",
-                 "average": "with averaged buffers"}  # fmt: skip
+        texts = {
+            "cpu": "in host memory",
+            "float32": "float32",
+            "full_tensor": "whole on every process",
+            "average": "with averaged buffers",
+        }
         words += [
             texts[v] for v in (self.device, self.dtype, self.layout, self.buffers) if v in texts
         ]
         if self.snapshots:
             words.append(
-                f"snapshots {every_steps(self.snapshot_freq) if self.snapshot_freq else _WITH_CHECKPOINTS}"
+                "snapshots "
+                f"{every_steps(self.snapshot_freq) if self.snapshot_freq else _WITH_CHECKPOINTS}"
             )
         return ", ".join(words)
 

@@ -222,9 +222,10 @@ class SharedParts:
 
     shared_dict: Values = option(
         {},
-        "Sections `descriptor` and `fitting_net` and lists `type_map`, by names of your choice. A model of "
-        '`model_dict` that has such a name instead of the part shares it with the others: `"descriptor": "dpa"` all of '
-        'it, `"descriptor": "dpa:1"` the embedding of elements only.',
+        "Sections `descriptor` and `fitting_net` and lists `type_map`, by names of your choice. A "
+        "model of "
+        "`model_dict` that has such a name instead of the part shares it with the others: "
+        '`"descriptor": "dpa"` all of it, `"descriptor": "dpa:1"` the embedding of elements only.',
     )
 
 

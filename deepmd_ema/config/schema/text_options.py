@@ -63,7 +63,10 @@ class BatchSizeRule(TextOption):
     """
 
     option = "batch_size"
-    wants = 'a whole number > 0, a list of them, or "auto", "auto:N", "max:N", "filter:N", "mixed:N" or "mix:N"'
+    wants = (
+        'a whole number > 0, a list of them, or "auto", "auto:N", "max:N", "filter:N", "mixed:N" '
+        'or "mix:N"'
+    )
     kind: str
     number: int
 
@@ -130,8 +133,19 @@ class ActivationName(TextOption):
     """
 
     known = (
-        "tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "linear", "none", "None",
-    )  # fmt: skip
+        "tanh",
+        "relu",
+        "relu6",
+        "softplus",
+        "sigmoid",
+        "gelu",
+        "gelu_tf",
+        "silu",
+        "silut",
+        "linear",
+        "none",
+        "None",
+    )
     option = "activation_function"
     wants = f"one of {', '.join(known)}, or silut:T, e.g. silut:3"
     kind: str
@@ -153,7 +167,10 @@ class Metric(TextOption):
     """
 
     option = "metric"
-    wants = "E, F, V, S (energy, force, virial, stress) or D, W, A, B, N, M, P, a colon, MAE or RMSE: e.g. E:MAE"
+    wants = (
+        "E, F, V, S (energy, force, virial, stress) or D, W, A, B, N, M, P, a colon, MAE or RMSE: "
+        "e.g. E:MAE"
+    )
     quantity: str
     error: str
 

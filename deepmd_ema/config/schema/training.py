@@ -54,16 +54,18 @@ class TestDataConfig:
         ),
         also=(str,),
         convert=lambda v: [v] if isinstance(v, str) else v,
-        doc="Folders of systems (`deepmd/npy` or mixed), folders to search for them, HDF5 files `file.h5` and "
-        "`file.h5#/group`, extended XYZ `train.extxyz` and `train.extxyz#energy=REF_energy,force=REF_forces`, or "
-        "LMDB `data.lmdb`. Paths are relative to the working directory.",
+        doc="Folders of systems (`deepmd/npy` or mixed), folders to search for them, HDF5 files "
+        "`file.h5` and `file.h5#/group`, extended XYZ `train.extxyz` and "
+        "`train.extxyz#energy=REF_energy,force=REF_forces`, or LMDB `data.lmdb`. Paths are "
+        "relative to the working directory.",
     )
     rglob_patterns: list[str] | None = option(
         None,
         "Patterns that folders of systems must match when parent folders are searched.",
         Check(
             lambda v: all(map(_is_pattern, v)),
-            'patterns of paths below the folders of systems, e.g. ["water*", "*/bulk"], none of them beginning with /',
+            'patterns of paths below the folders of systems, e.g. ["water*", "*/bulk"], none of '
+            "them beginning with /",
         ),
     )
 
@@ -74,24 +76,27 @@ class _Data(TestDataConfig):
 
     batch_size: int | list[int] | BatchSizeRule = option(
         BatchSizeRule("auto"),
-        "Frames of a batch: a number; one number per system; `auto:N`: as few frames as have N atoms (`auto` is "
-        "`auto:32`); `max:N`: as many frames as have at most N atoms; `filter:N`: the same, and systems of more than "
-        "N atoms are left out; `mixed:N`: N frames of any systems; `mix:N`: as many as have at most N atoms.",
+        "Frames of a batch: a number; one number per system; `auto:N`: as few frames as have N "
+        "atoms (`auto` is `auto:32`); `max:N`: as many frames as have at most N atoms; "
+        "`filter:N`: the same, and systems of more than N atoms are left out; `mixed:N`: N frames "
+        "of any systems; `mix:N`: as many as have at most N atoms.",
         Check(BatchSizeRule.is_readable, BatchSizeRule.wants),
         convert=lambda v: BatchSizeRule(v) if isinstance(v, str) else v,
         unit="frames",
     )
     auto_prob: SystemProbability = option(
         SystemProbability("prob_sys_size"),
-        "Probability with which a system is drawn: `prob_uniform`: the same for all; `prob_sys_size`: by its "
-        "number of batches; `prob_sys_size;0:2:0.7;2:5:0.3`: blocks of systems with weights, by size within a block.",
+        "Probability with which a system is drawn: `prob_uniform`: the same for all; "
+        "`prob_sys_size`: by its number of batches; `prob_sys_size;0:2:0.7;2:5:0.3`: blocks of "
+        "systems with weights, by size within a block.",
         Check(SystemProbability.is_readable, SystemProbability.wants),
         alias=("auto_prob_style",),
         convert=SystemProbability,
     )
     sys_probs: list[float] | None = option(
         None,
-        "Probability of each system, instead of `auto_prob`; negative: a share of the rest by number of batches.",
+        "Probability of each system, instead of `auto_prob`; negative: a share of the rest by "
+        "number of batches.",
         Check(
             _is_probs, "probabilities that add up to 1; negative ones share what the others leave"
         ),
@@ -105,8 +110,8 @@ class TrainingDataConfig(_Data):
 
     min_pair_dist: float = option(
         0.0,
-        "Frames with two atoms closer than this are left out of training. 0 leaves none out; atoms closer than 0.3 "
-        "angstrom are then an error.",
+        "Frames with two atoms closer than this are left out of training. 0 leaves none out; "
+        "atoms closer than 0.3 angstrom are then an error.",
         Check(
             lambda v: 0 <= v <= _MAX_PAIR_DISTANCE, f"a number >= 0 and <= {_MAX_PAIR_DISTANCE:g}"
         ),
@@ -114,8 +119,8 @@ class TrainingDataConfig(_Data):
     )
     frame_weights: bool = option(
         False,
-        "Whether weights of frames that the data have multiply their terms of the loss: `weight` all of them, "
-        "`energy_weight`, `force_weight` and `virial_weight` one. Only in dp-ema.",
+        "Whether weights of frames that the data have multiply their terms of the loss: `weight` "
+        "all of them, `energy_weight`, `force_weight` and `virial_weight` one. Only in dp-ema.",
     )
 
 
@@ -136,8 +141,9 @@ class TaskDataConfig:
     validation_data: ValidationDataConfig | None = option(None, "Data to validate on.")
     validation_fraction: float | None = option(
         None,
-        "Fraction of the frames of `training_data` that is split off to validate on, instead of `validation_data`: "
-        "of every kind of calculation, near copies together, by `training.seed`. Only in dp-ema.",
+        "Fraction of the frames of `training_data` that is split off to validate on, instead of "
+        "`validation_data`: of every kind of calculation, near copies together, by "
+        "`training.seed`. Only in dp-ema.",
         Check(lambda v: 0 < v < 0.5, "a number > 0 and < 0.5"),
     )
     stat_file: str | None = option(
@@ -163,13 +169,15 @@ class CompileConfig:
     )
     mode: str = option(
         "default",
-        "What inductor tries: `reduce-overhead` runs CUDA graphs, `max-autotune` compares kernels, slowly.",
+        "What inductor tries: `reduce-overhead` runs CUDA graphs, `max-autotune` compares "
+        "kernels, slowly.",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
     dynamic: bool = option(
         True,
-        "Whether one graph serves all numbers of atoms, neighbors and frames. `false` makes one for each size, "
-        "rounded up to 2, 3, 4, 6, 8, 12, ...: for CUDA graphs, and for data of few sizes.",
+        "Whether one graph serves all numbers of atoms, neighbors and frames. `false` makes one "
+        "for each size, rounded up to 2, 3, 4, 6, 8, 12, ...: for CUDA graphs, and for data of "
+        "few sizes.",
     )
     cache_dir: str | None = option(
         None, "Folder where code is kept for later runs; null: that of torch.", file_name
@@ -193,7 +201,8 @@ class TrainingOptions:
 
     numb_steps: int | None = option(
         None,
-        "Number of optimizer steps, perhaps 0. Exactly one of `numb_steps` and `numb_epoch` is given.",
+        "Number of optimizer steps, perhaps 0. Exactly one of `numb_steps` and `numb_epoch` is "
+        "given.",
         not_negative_int,
         alias=("stop_batch", "num_step", "num_steps", "numb_step"),
         unit="steps",
@@ -207,7 +216,8 @@ class TrainingOptions:
     )
     seed: int | None = option(
         None,
-        "Seed of every random stream (initial parameters, order of frames); null draws one for each run.",
+        "Seed of every random stream (initial parameters, order of frames); null draws one for "
+        "each run.",
         not_negative_int,
     )
     disp_file: str = option("lcurve.out", "File of the learning curve.", file_name)
@@ -222,37 +232,41 @@ class TrainingOptions:
     )
     save_dir: str | None = option(
         None,
-        "Folder of the numbered checkpoints; null: that of `save_ckpt`, where the link to the newest is.",
+        "Folder of the numbered checkpoints; null: that of `save_ckpt`, where the link to the "
+        "newest is.",
     )
     max_ckpt_keep: int = option(5, "Checkpoints kept; less than 1 keeps all.")
     ckpt_keep_ratio: float | None = option(
         None,
-        "Fraction of all checkpoints of the run that is kept, instead of `max_ckpt_keep` and `ema_ckpt_keep`.",
+        "Fraction of all checkpoints of the run that is kept, instead of `max_ckpt_keep` and "
+        "`ema_ckpt_keep`.",
         Check(lambda v: 0 < v < 1, "a number > 0 and < 1"),
     )
     checkpoint_format: str = option(
         "gathered",
-        "How checkpoints, averages, snapshots and best weights are written: `gathered`: each is a file that rank 0 "
-        "writes; `sharded`: each is a folder to which every rank writes its own part, so that no rank needs memory for "
-        "the whole. Commands read both, and a run restarts from either. Only in dp-ema.",
+        "How checkpoints, averages, snapshots and best weights are written: `gathered`: each is a "
+        "file that rank 0 writes; `sharded`: each is a folder to which every rank writes its own "
+        "part, so that no rank needs memory for the whole. Commands read both, and a run restarts "
+        "from either. Only in dp-ema.",
         choices=("gathered", "sharded"),
     )
     averaging: list[Profile] = option(
         [],
-        "Averages of the weights that are tracked at once, each with a `name`. `enable_ema` adds one named `ema`, "
-        "the first of the list. Only in dp-ema.",
+        "Averages of the weights that are tracked at once, each with a `name`. `enable_ema` adds "
+        "one named `ema`, the first of the list. Only in dp-ema.",
         registry=AVERAGES,
         default_type="ema",
     )
     change_bias_after_training: bool = option(
         False,
-        "Whether the energy bias of each element is fitted to the training data once more after the last step, for "
-        "the live weights and for each average with its own weights.",
+        "Whether the energy bias of each element is fitted to the training data once more after "
+        "the last step, for the live weights and for each average with its own weights.",
     )
     disp_training: bool = option(True, "Whether lines are written to `disp_file`.")
     disp_avg: bool = option(
         False,
-        "Whether training errors of a line are averaged over its interval instead of those of one batch.",
+        "Whether training errors of a line are averaged over its interval instead of those of one "
+        "batch.",
     )
     tensorboard: bool = option(
         False, "Whether to write files for TensorBoard (extra `tensorboard`)."
@@ -263,8 +277,8 @@ class TrainingOptions:
     )
     loggers: list[Logger] = option(
         [],
-        "What else records the errors: TensorBoard, Weights & Biases (extra `wandb`), MLflow (extra `mlflow`). A "
-        "restart continues their runs. Only in dp-ema.",
+        "What else records the errors: TensorBoard, Weights & Biases (extra `wandb`), MLflow "
+        "(extra `mlflow`). A restart continues their runs. Only in dp-ema.",
         registry=LOGGERS,
     )
     gradient_max_norm: float = option(
@@ -272,15 +286,16 @@ class TrainingOptions:
     )
     accumulate: int = option(
         1,
-        "Batches of a step, which are evaluated one after the other: the gradient is that of one batch with all "
-        "their frames, in the memory of one of them. All options in steps count these steps. Only in dp-ema.",
+        "Batches of a step, which are evaluated one after the other: the gradient is that of one "
+        "batch with all their frames, in the memory of one of them. All options in steps count "
+        "these steps. Only in dp-ema.",
         positive_int,
         unit="batches",
     )
     enable_compile: bool = option(
         False,
-        "Whether models are compiled with `torch.compile`, all tasks of one structure in one graph. It takes "
-        "minutes at the first start.",
+        "Whether models are compiled with `torch.compile`, all tasks of one structure in one "
+        "graph. It takes minutes at the first start.",
         removed={
             "auto": "Use true for long runs, on GPUs mostly: the first start takes minutes; or false."
         },
@@ -290,18 +305,20 @@ class TrainingOptions:
     )
     enable_tf32: bool = option(
         False,
-        "Whether training steps multiply float32 matrices in TF32 on a GPU, with 10 bits of each factor behind the "
-        "binary point instead of 23. Validation and files are not affected.",
+        "Whether training steps multiply float32 matrices in TF32 on a GPU, with 10 bits of each "
+        "factor behind the binary point instead of 23. Validation and files are not affected.",
     )
     cuda_graphs: bool | None = option(
         None,
-        "Whether a step on a GPU is launched as one CUDA graph, captured at the third use of a shape; batches are "
-        "then filled up to few shapes. null: where it can be and nothing is compiled. Only in dp-ema.",
+        "Whether a step on a GPU is launched as one CUDA graph, captured at the third use of a "
+        "shape; batches are then filled up to few shapes. null: where it can be and nothing is "
+        "compiled. Only in dp-ema.",
     )
     zero_stage: int = option(
         0,
-        "What is sharded over the ranks: 0: nothing; 1: the optimizer state; 2: also gradients; 3: also "
-        "parameters. It changes memory, not results. A process that no launcher has started trains with 0.",
+        "What is sharded over the ranks: 0: nothing; 1: the optimizer state; 2: also gradients; "
+        "3: also parameters. It changes memory, not results. A process that no launcher has "
+        "started trains with 0.",
         Check(lambda v: v in (0, 1, 2, 3), "0, 1, 2 or 3"),
     )
 
@@ -323,7 +340,8 @@ class TasksData:
     data_dict: dict[str, TaskDataConfig] = option(doc="Data of each task, by its name.")
     model_prob: dict[str, float] = option(
         {},
-        "Probability of each task to be the one that a step trains; empty: by the number of its training systems.",
+        "Probability of each task to be the one that a step trains; empty: by the number of its "
+        "training systems.",
         Check(
             lambda v: not v or (min(v.values()) >= 0 and sum(v.values()) > 0),
             'numbers >= 0, not all 0, by task, e.g. {"water": 0.7, "ice": 0.3}',
@@ -331,7 +349,8 @@ class TasksData:
     )
     num_epoch_dict: dict[str, float] = option(
         {},
-        "Passes over the training data of each task, from which `numb_steps` and `model_prob` then follow.",
+        "Passes over the training data of each task, from which `numb_steps` and `model_prob` "
+        "then follow.",
         Check(
             lambda v: not v or min(v.values()) > 0,
             'numbers > 0 by task, e.g. {"water": 20, "ice": 50}',
@@ -352,7 +371,8 @@ class EarlyStopConfig:
     patience: int = option(
         check=positive_int,
         unit="full validations",
-        doc="Full validations without improvement after which the run ends, as it does after the last step.",
+        doc="Full validations without improvement after which the run ends, as it does after the "
+        "last step.",
     )
     metric: Metric | None = option(
         None,
@@ -363,14 +383,14 @@ class EarlyStopConfig:
     )
     min_delta: float = option(
         0.0,
-        "An error is an improvement if it is lower than at the last improvement by more than this, in eV/atom (E, "
-        "V), eV/angstrom (F) or eV/angstrom^3 (S).",
+        "An error is an improvement if it is lower than at the last improvement by more than "
+        "this, in eV/atom (E, V), eV/angstrom (F) or eV/angstrom^3 (S).",
         not_negative,
     )
     weights: str | None = option(
         None,
-        "The weights whose errors count: `live`, or the name of an average with full validation; null: all of "
-        "them, and an improvement of any one, in any task, is enough.",
+        "The weights whose errors count: `live`, or the name of an average with full validation; "
+        "null: all of them, and an improvement of any one, in any task, is enough.",
     )
 
 
@@ -400,7 +420,8 @@ class ValidatingConfig:
     max_best_ckpt: int = option(1, "Best weights kept.", positive_int)
     validation_metric: Metric = option(
         Metric("E:MAE"),
-        "The error that ranks weights, such as E:MAE or F:RMSE; models of other quantities have their own.",
+        "The error that ranks weights, such as E:MAE or F:RMSE; models of other quantities have "
+        "their own.",
         Check(Metric.is_readable, Metric.wants),
         convert=Metric,
         unavailable="F[RM]:|f[rm]:",
@@ -419,12 +440,13 @@ class ValidatingConfig:
     )
     tf32_infer: bool = option(
         False,
-        "Whether validation multiplies float32 matrices in TF32 on a GPU. `dp-ema test` has other errors then.",
+        "Whether validation multiplies float32 matrices in TF32 on a GPU. `dp-ema test` has other "
+        "errors then.",
     )
     amp_infer: bool = option(
         False,
-        "Whether validation computes blocks of `dpa4` in bfloat16 on a GPU, as training does with `use_amp`. Its "
-        "errors are then not those of `dp-ema test`.",
+        "Whether validation computes blocks of `dpa4` in bfloat16 on a GPU, as training does with "
+        "`use_amp`. Its errors are then not those of `dp-ema test`.",
     )
     full_val_start: float = option(
         0.5,
@@ -433,8 +455,8 @@ class ValidatingConfig:
     )
     test_data: TestDataConfig | None = option(
         None,
-        "Data that are evaluated once, after the last step, with the live weights, averages that are validated "
-        "(all if nothing is) and the best weights. Only in dp-ema.",
+        "Data that are evaluated once, after the last step, with the live weights, averages that "
+        "are validated (all if nothing is) and the best weights. Only in dp-ema.",
     )
     test_data_dict: dict[str, TestDataConfig] = option(
         {},

@@ -79,8 +79,8 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
             texts.append(
                 f"nearest neighbors {' and '.join(names)} are {distance:.3g} angstrom apart in "
                 f"{number} of {len(several)} frames (atoms {frame.describe_atom(i, type_map)} and "
-                f"{frame.describe_atom(j, type_map)} in {frame.source[0]} frame {frame.source[1]}), "
-                f"expected at least {_MIN_BOND * sizes:.2f}"
+                f"{frame.describe_atom(j, type_map)} in {frame.source[0]} frame "
+                f"{frame.source[1]}), expected at least {_MIN_BOND * sizes:.2f}"
             )
     shares = list[float]()
     for frame in several:
@@ -92,8 +92,8 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
     share = float(np.median(shares)) if shares else 0.0
     if share > _MAX_BRIDGES:
         texts.append(
-            f"{100 * share:.0f} % of the hydrogen atoms of a frame (the median of {len(shares)}) have "
-            f"two or more neighbors within {_REACH_OF_HYDROGEN} angstrom, expected one bond"
+            f"{100 * share:.0f} % of the hydrogen atoms of a frame (the median of {len(shares)}) "
+            f"have two or more neighbors within {_REACH_OF_HYDROGEN} angstrom, expected one bond"
         )
     return texts
 

@@ -201,7 +201,8 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
         found, verified = _judge_ratios(ratios, frames, length)
         if ratios.force is None and not found and (place := misplaced_forces(frames)):
             found = [
-                f"the forces are those of {place}: with these the energy changes by their work between near frames"
+                f"the forces are those of {place}: with these the energy changes by their work "
+                "between near frames"
             ]
         if texts or found:
             report.faults[name] = texts + found
@@ -239,8 +240,12 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
     for scan in scans:
         parts.setdefault(scan.system.whole.name, []).append(scan)
     for name, own in parts.items():
-        usable = [(scan, k) for scan in own for k in range(scan.system.num_frames)
-                  if k not in scan.bad_frames and k not in scan.outliers]  # fmt: skip
+        usable = [
+            (scan, k)
+            for scan in own
+            for k in range(scan.system.num_frames)
+            if k not in scan.bad_frames and k not in scan.outliers
+        ]
         usable.sort(key=lambda place: int(place[0].system.numbers[place[1]]))
         if len(usable) < _MIN_FRAMES:
             small[own[0].open_frames == 0] += usable
@@ -289,11 +294,12 @@ def _judge_lengths(
     pairs = [
         f"{of:.2g} ({distance:.3g} apart: atoms {frame.describe_atom(i, type_map)} and "
         f"{frame.describe_atom(j, type_map)} in {frame.source[0]} frame {frame.source[1]})"
-        for of, distance, i, j, frame in middles if not SHORT <= of <= LONG
-    ]  # fmt: skip
+        for of, distance, i, j, frame in middles
+        if not SHORT <= of <= LONG
+    ]
     text = (
-        f"{looks}: half of the atoms have their nearest neighbor within {ratio:.2g} sums of covalent radii, expected "
-        f"{SHORT} to {LONG}; by pair of elements {first_few(pairs, 3)}"
+        f"{looks}: half of the atoms have their nearest neighbor within {ratio:.2g} sums of "
+        f"covalent radii, expected {SHORT} to {LONG}; by pair of elements {first_few(pairs, 3)}"
     )
     return factor if is_near else 1.0, [text], False
 
@@ -305,17 +311,24 @@ def _judge_ratios(
     an angstrom.
     """
     by_force, by_virial, between = (
-        ratios.force and ratios.force * length, ratios.virial, ratios.open_virial and ratios.open_virial / length
-    )  # fmt: skip
+        ratios.force and ratios.force * length,
+        ratios.virial,
+        ratios.open_virial and ratios.open_virial / length,
+    )
     if ratios.torque is not None and ratios.torque > _MAX_TORQUE:
         why = f"their torque is {ratios.torque:.2g} of the sum of positions and forces, expected 0"
         return [f"the forces belong to other atoms or frames, or act from outside: {why}"], set()
     if between is not None and math.isnan(between):
         why = "they are no multiple of the sum of positions and forces, which an open system has"
         return [f"the virials are placeholders, or another quantity: {why}"], set()
-    evidence = [f"between near frames the energy changes by {ratio:.3g} times the work of the {what}"
-                for ratio, what in ((by_force, "forces"), (by_virial if between is None else None, "virials"))
-                if ratio is not None]  # fmt: skip
+    evidence = [
+        f"between near frames the energy changes by {ratio:.3g} times the work of the {what}"
+        for ratio, what in (
+            (by_force, "forces"),
+            (by_virial if between is None else None, "virials"),
+        )
+        if ratio is not None
+    ]
     if between is not None:
         evidence.append(f"the virials are {between:.3g} times the sum of positions and forces")
     boxes = [abs(float(np.linalg.det(frame.box))) for frame in frames if frame.box is not None]
@@ -340,7 +353,10 @@ def _judge_ratios(
     if ratios.change is None or length != 1.0:
         return [], verified
     looks = "volume * stress in kbar or GPa" if ratios.change > 1 else "a stress"
-    why = f"{ratios.change:.3g} times the change of the forces times the spacing of atoms, expected 0.03 to 3"
+    why = (
+        f"{ratios.change:.3g} times the change of the forces times the spacing of atoms, expected "
+        "0.03 to 3"
+    )
     return [
         f"the virials look like {looks}: between frames in one cell they change by {why}"
     ], verified
@@ -368,8 +384,10 @@ def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> st
         if b.startswith(a):
             options[f"the energies and forces look like {a} and {b}"] = {"energies": x, "forces": y}
     if None not in ratios:
-        options |= {f"the energies and virials look like {a}": dict.fromkeys(("energies", "virials"), x)
-                    for a, x in ENERGY_UNITS.items()}  # fmt: skip
+        options |= {
+            f"the energies and virials look like {a}": dict.fromkeys(("energies", "virials"), x)
+            for a, x in ENERGY_UNITS.items()
+        }
     off = dict[str, float]()
     for text, numbers in options.items():
         expected = [

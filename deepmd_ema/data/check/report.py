@@ -127,9 +127,12 @@ class DataReport:
     ) -> DataReport:
         """Return the report of ``to_dict``, with the date when it was stored."""
         neighbors = NeighborStatistics(
-            tuple(stored["max_neighbors"]), np.array(stored["by_rank"]), np.array(stored["nearest"]),
-            frame_min=np.empty(0), frame_pair=np.empty((0, 2), np.int64),
-        )  # fmt: skip
+            tuple(stored["max_neighbors"]),
+            np.array(stored["by_rank"]),
+            np.array(stored["nearest"]),
+            frame_min=np.empty(0),
+            frame_pair=np.empty((0, 2), np.int64),
+        )
         findings = [Finding(*entry) for entry in stored["findings"]]
         date = stored["date"]
         return cls(tuple(type_map), rcut, findings, neighbors=neighbors, date=date)
@@ -379,8 +382,9 @@ def _pressure_notes(scans: Sequence[SystemScan]) -> Iterator[Finding]:
     if cells and np.ptp(cells, axis=0).max() <= SAME_CELL:
         yield note(
             "",
-            "no virials, and one cell in all training frames: pressures and stresses of the model mean nothing. "
-            "Use it at constant volume, or train it with virials or frames of other volumes.",
+            "no virials, and one cell in all training frames: pressures and stresses of the model "
+            "mean nothing. Use it at constant volume, or train it with virials or frames of other "
+            "volumes.",
         )
 
 

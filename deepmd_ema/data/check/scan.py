@@ -190,7 +190,10 @@ def _faults_of(chunk: Chunk, rcut: float) -> Iterator[tuple[int, str, str, str]]
                 "" if per == "frame" else f" at atom {first[0] // 3 if per == 'pair' else first[0]}"
             )
             value = f"{array[k][first]:g}{atom}"
-            expected = f"Expected finite numbers{' from 0' * (name in WEIGHTS)}; remove the frame or compute it again."
+            expected = (
+                f"Expected finite numbers{' from 0' * (name in WEIGHTS)}; remove the frame or "
+                "compute it again."
+            )
             yield k, name, "finite", f"{value}. {expected}"
             reported |= {k} if name in (COORD, BOX) else set()
     box = chunk.arrays[BOX].reshape(-1, 3, 3) if BOX in chunk.arrays else None

@@ -68,7 +68,10 @@ SHARED_OF = {NEAR_COPIES: SHARED, NEAR_TEST: SHARED_TEST}
 _FAR_ENERGY = (
     "an energy far from the others of its system (after subtraction of energies per element)"
 )
-_LARGE_FORCE = f"forces {OUTLIER_FACTOR:g} times as large as usual in its system, though its atoms are not nearer"
+_LARGE_FORCE = (
+    f"forces {OUTLIER_FACTOR:g} times as large as usual in its system, though its atoms are not "
+    "nearer"
+)
 _SHARED_TEXT = (
     "{0.num_frames:,} of {0.total:,} {part} frames are also training frames (first: {0.worst}): "
     "{part} errors will look too good."
@@ -274,7 +277,8 @@ def shifted_systems(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> 
         if unit or abs(shift) > _FAR_SYSTEM + _NEAR_MINIMUM * size:
             name = scan.system.whole.name
             texts[name] = (
-                f"{name} ({energy:.6g} eV/atom{unit}, expected {expected:.6g}; RMS force {size:.3g} eV/angstrom)"
+                f"{name} ({energy:.6g} eV/atom{unit}, expected {expected:.6g}; RMS force "
+                f"{size:.3g} eV/angstrom)"
             )
     if texts:
         systems = first_few(list(texts.values()), _MAX_NAMES)
@@ -468,8 +472,11 @@ def zero_forces(scans: Sequence[SystemScan]) -> Suspects:
     by_system, named = list[int](), list[str]()
     for scan in scans:
         zero = (scan.force_rms == 0) & ~scan.isolated & (scan.force_rms > 0).any()
-        found = [k for k in np.flatnonzero(zero)[:_MAX_ZERO].tolist()
-                 if k not in scan.bad_frames and not forces_vanish(scan.system.frame(k))]  # fmt: skip
+        found = [
+            k
+            for k in np.flatnonzero(zero)[:_MAX_ZERO].tolist()
+            if k not in scan.bad_frames and not forces_vanish(scan.system.frame(k))
+        ]
         by_system.append(len(found))
         named += [name_of([scan.system], k) for k in found]
     total = sum(int(np.isfinite(scan.force_rms).sum()) for scan in scans)

@@ -82,7 +82,10 @@ def notes_of_output(
                 yield _describe(_GAUSSIAN_FAILURE.decode(), "Gaussian"), number
             is_turned = text.find(b"Standard orientation:") >= 0 > text.find(b"Input orientation:")
             if is_turned and text.find(b"Forces (Hartrees/Bohr)") >= 0:
-                turned = "warning: positions are of Gaussian's standard orientation, and forces of that of the input"
+                turned = (
+                    "warning: positions are of Gaussian's standard orientation, and forces of "
+                    "that of the input"
+                )
                 yield (
                     f"{turned}, which may be turned. Compute with Geom=PrintInputOrient or NoSymm",
                     0,
@@ -178,7 +181,10 @@ def _gaussian_failures(text: mmap.mmap) -> int:
 
 
 def _describe(words: str, program: str) -> str:
-    return f'electrons did not converge ("{words}", {program}): these frames, where they are read, may be wrong'
+    return (
+        f'electrons did not converge ("{words}", {program}): these frames, where they are read, '
+        "may be wrong"
+    )
 
 
 def _number(word: bytes) -> float:

@@ -105,7 +105,8 @@ def stored_type_map(paths: Sequence[str], rglob_patterns: Sequence[str] | None =
             if names is None:
                 where = path if store is None else f"{store.name}/type_map.raw"
                 raise DataError(
-                    f"{where}: names no elements in the order of their numbers. Name them all with -t."
+                    f"{where}: names no elements in the order of their numbers. Name them all "
+                    "with -t."
                 )
             elements |= dict.fromkeys(names)
     return list(elements)
@@ -159,8 +160,8 @@ def selected_elements(paths: Iterable[str], type_map: Sequence[str] = ()) -> tup
         name, counts, rows = found[0]
         listed = first_few(list(map(" ".join, choices)), 3)
         raise DataError(
-            f"{name}: has rows of {rows:g} of {counts.total()} atoms, which may be those of one of: {listed}. Name "
-            f"the elements, such as --sel-type {' '.join(choices[0])}."
+            f"{name}: has rows of {rows:g} of {counts.total()} atoms, which may be those of one "
+            f"of: {listed}. Name the elements, such as --sel-type {' '.join(choices[0])}."
         )
     return choices[0] if choices and len(choices[0]) < len(elements) else None
 
@@ -228,8 +229,8 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
         what = f"{file}: is a trajectory of CP2K. Make folders of it first"
     elif find is None and not Path(path).is_dir():
         what = (
-            f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, LMDB or extended "
-            "XYZ. What ASE and dpdata read becomes folders by"
+            f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, "
+            "LMDB or extended XYZ. What ASE and dpdata read becomes folders by"
         )
     if what:
         raise DataError(f"{what}: {command('dp-ema', 'convert', path, 'my_data')}")
@@ -243,7 +244,8 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
         return openers
     if patterns:
         raise DataError(
-            f"{path}: no folder below it matches rglob_patterns {list(patterns)} and has a type.raw."
+            f"{path}: no folder below it matches rglob_patterns {list(patterns)} and has a "
+            "type.raw."
         )
     if sets := sorted(Path(path).glob("set.*")):
         has = f"{path}: type.raw is missing (the folder has {sets[0].name})"
@@ -266,7 +268,8 @@ def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
         absolute = [pattern for pattern in patterns if not pattern or pattern.startswith("/")]
         if absolute:
             raise DataError(
-                f"{root}: rglob_patterns has {absolute[0]!r}, expected names below it, e.g. '*/water*'."
+                f"{root}: rglob_patterns has {absolute[0]!r}, expected names below it, e.g. "
+                "'*/water*'."
             )
         try:
             return sorted(

@@ -41,9 +41,13 @@ XYZ_SUFFIXES = (".xyz", ".extxyz")
 _MAX_PROBLEMS = 5  # of one file
 # as ASE and MACE name them; others have their own
 _WRITTEN_NAMES = {
-    COORD: "pos", FORCE: "forces", ATOM_ENERGY: "energies", ENERGY_WEIGHT: "config_energy_weight",
-    FORCE_WEIGHT: "config_forces_weight", VIRIAL_WEIGHT: "config_virials_weight",
-}  # fmt: skip
+    COORD: "pos",
+    FORCE: "forces",
+    ATOM_ENERGY: "energies",
+    ENERGY_WEIGHT: "config_energy_weight",
+    FORCE_WEIGHT: "config_forces_weight",
+    VIRIAL_WEIGHT: "config_virials_weight",
+}
 REFERENCE = (
     "REF_"  # before the names of labels in a file that has predictions under the usual names
 )
@@ -141,9 +145,16 @@ def open_extxyz(path: Path, choice: str, spec: ReadSpec) -> ExtxyzFile:
     ends = np.array([*starts, path.stat().st_size], np.int64)
     unread = [name for name in spec.ignored if name in inventory.read or name in inventory.unused]
     return ExtxyzFile(
-        name, np.array(sizes, np.int64), unread, inventory.lines(), kinds,
-        path=path, spec=spec, starts=ends, inventory=inventory,
-    )  # fmt: skip
+        name,
+        np.array(sizes, np.int64),
+        unread,
+        inventory.lines(),
+        kinds,
+        path=path,
+        spec=spec,
+        starts=ends,
+        inventory=inventory,
+    )
 
 
 def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -164,13 +175,15 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
                 is_text = b"\0" not in line and line.decode(errors="ignore").encode() == line
                 found = show_text(line.decode().strip()) if is_text else "is not text"
                 raise DataError(
-                    f"{path}: line {line_number}: {found}, expected the number of atoms of frame {number}."
+                    f"{path}: line {line_number}: {found}, expected the number of atoms of frame "
+                    f"{number}."
                 )
             rest = list(islice(file, int(line) + 1))
             if len(rest) <= int(line):
                 raise DataError(
-                    f"{path}: is cut off: frame {number} (from line {line_number}) has {max(len(rest) - 1, 0)} of "
-                    f"{int(line)} atoms. Copy it again, or remove the frame."
+                    f"{path}: is cut off: frame {number} (from line {line_number}) has "
+                    f"{max(len(rest) - 1, 0)} of {int(line)} atoms. Copy it again, or remove the "
+                    "frame."
                 )
             block = line + b"".join(rest)
             yield start, block
@@ -199,7 +212,8 @@ def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = 
         )
     if "\n" in kind or "\r" in kind:
         raise DataError(
-            f"{KIND_NAMES[0]} {show_text(kind)}: cannot be written in extended XYZ. Expected one line."
+            f"{KIND_NAMES[0]} {show_text(kind)}: cannot be written in extended XYZ. Expected one "
+            "line."
         )
     head, properties, columns = [], ["species:S:1"], [np.array(symbols, object)[:, None]]
     if (box := arrays.get(BOX)) is not None:
@@ -272,7 +286,8 @@ def read_block(block: bytes) -> StoredFrame:
     periodic = {_BOOLEANS[word] for word in words} or {lattice is not None}
     if len(periodic) > 1:
         raise DataError(
-            f'pbc = "{pbc}": periodic in some directions only, which models do not know. Write pbc="T T T", with a '
+            f'pbc = "{pbc}": periodic in some directions only, which models do not know. Write '
+            'pbc="T T T", with a '
             "vacuum larger than the cutoff along the open directions."
         )
     box = None
@@ -291,8 +306,8 @@ def read_block(block: bytes) -> StoredFrame:
         bad = next((k for k, row in enumerate(rows) if len(row.split()) != width), 0)
         source = "Properties" if len(columns) > 2 else "without Properties"
         raise DataError(
-            f"atom {bad} (from 0): {show_text(rows[bad].strip())} has {len(rows[bad].split())} columns, expected "
-            f"{width} ({source}: {', '.join(columns)})."
+            f"atom {bad} (from 0): {show_text(rows[bad].strip())} has {len(rows[bad].split())} "
+            f"columns, expected {width} ({source}: {', '.join(columns)})."
         )
     table = np.array(words, object).reshape(natoms, width)
     per_atom = {name: table[:, first:last] for name, (first, last) in columns.items()}

@@ -41,9 +41,9 @@ _UNITS_OF = {
         "angstrom",
         "eV",
     ): "traj bundletrajectory db json mysql postgresql extxyz xyz cfg gpumd lammps-dump-text "
-    "lammps-dump-binary netcdftrajectory vasp-out vasp-xml aims-output castep-castep gpaw-out gpw vasp/outcar outcar "
-    "vasp/xml xml vasp/string ase/traj fhi_aims/md fhi_aims/output fhi_aims/scf siesta/output siesta/aimd_output "
-    "pwmat/movement movement pwmat/mlmd mlmd",
+    "lammps-dump-binary netcdftrajectory vasp-out vasp-xml aims-output castep-castep gpaw-out "
+    "gpw vasp/outcar outcar vasp/xml xml vasp/string ase/traj fhi_aims/md fhi_aims/output "
+    "fhi_aims/scf siesta/output siesta/aimd_output pwmat/movement movement pwmat/mlmd mlmd",
     ("bohr", "hartree"): "runnerdata n2p2 abinit-out castep-md castep-geom qe/cp/traj",
     ("bohr", "rydberg"): "espresso-out qe/pw/scf",
 }
@@ -58,8 +58,8 @@ _PER_ATOM = (
     "magmoms",
 )  # among the results of a calculator of ASE
 _OPEN_IN_PART = (
-    "is periodic in some directions only, which models do not know. Set pbc to True in all directions, with a vacuum "
-    "larger than the cutoff along the open ones."
+    "is periodic in some directions only, which models do not know. Set pbc to True in all "
+    "directions, with a vacuum larger than the cutoff along the open ones."
 )
 
 
@@ -328,7 +328,10 @@ def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
         reason = _shortened(" ".join(str(error).split())) or type(error).__name__
         advice = "Is it complete?"
         if " as " not in reader:
-            advice += " Name its format: --format vasp-out, vasp-xml, db (of ASE), cp2k/output (of dpdata) or another."
+            advice += (
+                " Name its format: --format vasp-out, vasp-xml, db (of ASE), cp2k/output (of "
+                "dpdata) or another."
+            )
         raise DataError(f"{path}: cannot be read by {reader} ({reason}). {advice}") from error
     finally:
         logging.getLogger().removeHandler(log)

@@ -77,7 +77,8 @@ class _Store:
             file.stat().st_size < needed
         ):  # LMDB maps the file: to read what is gone would end the process
             raise DataError(
-                f"{file}: is truncated: {file.stat().st_size} bytes, expected {needed}. Copy it again."
+                f"{file}: is truncated: {file.stat().st_size} bytes, expected {needed}. Copy it "
+                "again."
             )
 
     def record(self, key: str) -> dict[str, Any] | None:
@@ -178,7 +179,8 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     meta = store.record(_META)
     if meta is None or not isinstance(meta.get("nframes"), int):
         raise DataError(
-            f"{path}: has no {_META} with nframes. Expected a data set that DeePMD-kit or dpdata wrote."
+            f"{path}: has no {_META} with nframes. Expected a data set that DeePMD-kit or dpdata "
+            "wrote."
         )
     names, key_format = meta.get("type_map"), str(meta.get("frame_idx_fmt", "012d"))
     if names is not None and not (
@@ -300,7 +302,8 @@ def _stored(
     coord = per_atom.pop(COORD, None)
     if coord is None or coord.shape[1] != 3 or not real.size:
         raise DataError(
-            f"{COORD}: missing or wrong. Expected three numbers for each atom, and an atom that is real."
+            f"{COORD}: missing or wrong. Expected three numbers for each atom, and an atom that "
+            "is real."
         )
     box = np.asarray(record.get(BOX, np.zeros(9)), np.float64)
     if box.size != 9:

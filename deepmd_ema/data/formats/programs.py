@@ -50,8 +50,10 @@ _MARKS = {
     rb"\A\s*(?:(?:[#!]|comment)[^\n]*\n\s*)*begin\b": Output("n2p2", "runnerdata"),
 }
 # formats of a trajectory, by words anywhere in the output
-_TRAJECTORIES = {"siesta/output": ("siesta/aimd_output", b"Begin MD step"),
-                 "fhi_aims/scf": ("fhi_aims/md", b"Molecular dynamics")}  # fmt: skip
+_TRAJECTORIES = {
+    "siesta/output": ("siesta/aimd_output", b"Begin MD step"),
+    "fhi_aims/scf": ("fhi_aims/md", b"Molecular dynamics"),
+}
 # formats of several files with one name: ends that all have
 _PARTS = {
     "qe/cp/traj": ("in", "pos", "for", "evp"),
@@ -143,7 +145,8 @@ def argument_of(path: Path, name: str) -> Path:
             rb"GenFormat\s*\{\s*\d+\s+[SFsf]\b", geometry.read_bytes()
         ):
             raise DataError(
-                f"{geometry}: is periodic, and dpdata does not read the cell. Write extended XYZ with ASE."
+                f"{geometry}: is periodic, and dpdata does not read the cell. Write extended XYZ "
+                "with ASE."
             )
         return folder
     return path

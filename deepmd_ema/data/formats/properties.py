@@ -48,7 +48,14 @@ _NAMES = {
     FORCE: ("force", "forces"),
     VIRIAL: ("virial", "virials"),
     STRESS: ("stress", "stresses"),
-    ATOM_ENERGY: ("atom_energy", "atomic_energy", "atom_energies", "atomic_energies", "atom_ener", "energies"),
+    ATOM_ENERGY: (
+        "atom_energy",
+        "atomic_energy",
+        "atom_energies",
+        "atomic_energies",
+        "atom_ener",
+        "energies",
+    ),
     ATOM_PREF: ("atom_pref", "atomic_pref"),
     HESSIAN: ("hessian",),
     DIPOLE: ("dipole", "dipole_moment"),
@@ -57,12 +64,19 @@ _NAMES = {
     FPARAM: ("fparam",),
     APARAM: ("aparam",),
     # of GPUMD, and those of MACE
-    **dict(zip(WEIGHTS, (
-        ("weight", "config_weight"), ("energy_weight", "config_energy_weight"),
-        ("force_weight", "forces_weight", "config_forces_weight"),
-        ("virial_weight", "config_virials_weight", "config_stress_weight"),
-    ), strict=True)),
-}  # fmt: skip
+    **dict(
+        zip(
+            WEIGHTS,
+            (
+                ("weight", "config_weight"),
+                ("energy_weight", "config_energy_weight"),
+                ("force_weight", "forces_weight", "config_forces_weight"),
+                ("virial_weight", "config_virials_weight", "config_stress_weight"),
+            ),
+            strict=True,
+        )
+    ),
+}
 KIND_NAMES = ("config_type", "group")  # under which files name the kind of calculation of a frame
 _ORIGIN = re.compile(r"^(ref|reference|dft|qm|target)[_-]")
 _VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # of xx yy zz yz xz xy, as ASE orders them
@@ -209,7 +223,8 @@ class Inventory:
                     dict.fromkeys(f"{key} = {value}" for key, value in stated.values())
                 )
                 self.other[
-                    f"the file states {values}: converted to eV and angstrom ({', '.join(converted)})"
+                    f"the file states {values}: converted to eV and angstrom "
+                    f"({', '.join(converted)})"
                 ] += 1
         if frame.box is None and STRESS in sources:
             self.other["stress is left out, open frames have no volume"] += 1
@@ -262,7 +277,10 @@ class Inventory:
             name, frames = max(names.items(), key=lambda item: item[1])
             text = what if what == name else f"{what} from {name}"
             if what == STRESS:
-                text = f"virial = -volume * {name} ({name} in eV/angstrom^3, positive under tension, as in ASE)"
+                text = (
+                    f"virial = -volume * {name} ({name} in eV/angstrom^3, positive under tension, "
+                    "as in ASE)"
+                )
             if what == VIRIAL:
                 text += " (eV, -volume * stress)"
             words.append(text + in_frames(frames))
@@ -298,7 +316,10 @@ def describe_singles(kinds: Sequence[str]) -> str:
     named, values = sum(map(bool, kinds)), len(set(kinds) - {""})
     if values < 2 or 2 * values <= named:
         return ""
-    return f"{' or '.join(KIND_NAMES)} names single frames and no groups ({values:,} values in {named:,} frames)"
+    return (
+        f"{' or '.join(KIND_NAMES)} names single frames and no groups ({values:,} values in "
+        f"{named:,} frames)"
+    )
 
 
 def _names_of(wanted: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -326,7 +347,8 @@ def parse_choice(text: str, wanted: Collection[str] = ()) -> dict[str, str]:
         ]
         if not equal or not name or not keys:
             raise DataError(
-                f"#{text}: {part!r} is not understood. Expected e.g. energy=REF_energy,force=REF_forces."
+                f"#{text}: {part!r} is not understood. Expected e.g. "
+                "energy=REF_energy,force=REF_forces."
             )
         choice[keys[0]] = name
     if VIRIAL in choice and STRESS in choice:
@@ -433,7 +455,8 @@ def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> di
         factors[COORD], *others = sorted({stated_factor(*entry, "angstrom") for entry in lengths})
         if others:
             raise DataError(
-                f"{' and '.join(sorted(f'{k} = {v}' for k, v in lengths))}: expected one unit of lengths."
+                f"{' and '.join(sorted(f'{k} = {v}' for k, v in lengths))}: expected one unit of "
+                "lengths."
             )
     elif system is not None:
         factors[COORD] = system[1]
@@ -459,7 +482,8 @@ def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> di
     for name, unit in unstated:
         if reasons := [text for base, texts in unusual.items() if base in unit for text in texts]:
             raise DataError(
-                f"{reasons[0]}, and the unit of {name} is not stated. Add {name}_unit, such as {unit}."
+                f"{reasons[0]}, and the unit of {name} is not stated. Add {name}_unit, such as "
+                f"{unit}."
             )
     return factors
 
@@ -493,8 +517,9 @@ def make_frame(
     type_of = {element: number for number, element in enumerate(spec.type_map)}
     if unknown := sorted(set(stored.symbols) - type_of.keys()):
         raise DataError(
-            f"element {show_text(unknown[0])} is not in model.type_map. {did_you_mean(unknown[0], spec.type_map)} "
-            "Add it to model.type_map, or leave the data out."
+            f"element {show_text(unknown[0])} is not in model.type_map. "
+            f"{did_you_mean(unknown[0], spec.type_map)} Add it to model.type_map, or leave the "
+            "data out."
         )
     atom_type = np.array([type_of[element] for element in stored.symbols], np.int64)
     labels = {name: read[name] for name in spec.labels if name in read}

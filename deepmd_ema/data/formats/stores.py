@@ -112,7 +112,8 @@ class NpyStore:
             offset, status = opened.tell(), os.fstat(opened.fileno())
         if dtype.hasobject:
             raise DataError(
-                f"{path}: holds pickled Python objects, which are not read. Save an array of float64."
+                f"{path}: holds pickled Python objects, which are not read. Save an array of "
+                "float64."
             )
         if dtype.kind not in "fiu":
             raise DataError(f"{path}: holds {dtype}, expected float64, float32 or integers.")
@@ -149,7 +150,8 @@ class Hdf5Store:
         for name in names:
             if not hasattr(self._item(name), "keys"):
                 raise DataError(
-                    f"{self.name}/{name}: is no group, expected one with coord.npy. Remove or rename it."
+                    f"{self.name}/{name}: is no group, expected one with coord.npy. Remove or "
+                    "rename it."
                 )
         return [name for name in names if bool(_BACKUP.search(name)) is backups]
 
@@ -238,15 +240,17 @@ class Hdf5Store:
                 return item
             if item.shape is None or not item.id.get_storage_size():
                 raise DataError(
-                    f"{name}: has shape {item.shape} and holds no data. Was the file written completely?"
+                    f"{name}: has shape {item.shape} and holds no data. Was the file written "
+                    "completely?"
                 )
             parts = math.prod(
                 -(-length // chunk) for length, chunk in zip(item.shape, item.chunks or ())
             )
             if item.chunks is not None and (written := item.id.get_num_chunks()) < parts:
                 raise DataError(
-                    f"{name}: has shape {item.shape}, and {written:,} of its {parts:,} chunks were written. Was the "
-                    "file written completely? Write it again with the frames that there are."
+                    f"{name}: has shape {item.shape}, and {written:,} of its {parts:,} chunks "
+                    "were written. Was the file written completely? Write it again with the "
+                    "frames that there are."
                 )
         return item
 
@@ -301,7 +305,8 @@ class StoredArray:
                 status = os.fstat(file.handle)
                 if (status.st_dev, status.st_ino) != self.identity:
                     raise DataError(
-                        f"{self.file}: has been replaced by another file while it was in use. Start again."
+                        f"{self.file}: has been replaced by another file while it was in use. "
+                        "Start again."
                     )
                 _OPEN[self.identity] = file
                 while len(_OPEN) > most:
@@ -313,7 +318,8 @@ class StoredArray:
                 size += number
         if size != flat.nbytes:
             raise DataError(
-                f"{self.file}: has become shorter while it was in use: frames {start} to {stop} are gone."
+                f"{self.file}: has become shorter while it was in use: frames {start} to {stop} "
+                "are gone."
             )
         return flat.reshape(stop - start, width)
 
@@ -394,7 +400,8 @@ def _refuse_other_files(item: Any, file: str, name: str) -> None:
                 others.append(source.file_name)
     if others:
         raise DataError(
-            f"{name}: refers to the file {others[0]}. Expected data in {file} itself: write them there."
+            f"{name}: refers to the file {others[0]}. Expected data in {file} itself: write them "
+            "there."
         )
 
 
@@ -416,7 +423,10 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
             root = h5py.File(file, "r")
     except DataError as error:
         if isinstance(error.__cause__, BlockingIOError):  # of the lock of HDF5
-            advice = "Wait until it has closed it, or set HDF5_USE_FILE_LOCKING=FALSE if it does not write any more."
+            advice = (
+                "Wait until it has closed it, or set HDF5_USE_FILE_LOCKING=FALSE if it does not "
+                "write any more."
+            )
             raise DataError(f"{file}: another program has it open for writing. {advice}") from error
         raise
     top = "/" + group.strip("/")
@@ -424,7 +434,8 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
         stack.callback(root.close)
         if top not in root or not isinstance(root[top], h5py.Group):
             raise DataError(
-                f"{file}: has no group {top}. Groups of the file: {first_few(sorted(root)) or 'none'}."
+                f"{file}: has no group {top}. Groups of the file: "
+                f"{first_few(sorted(root)) or 'none'}."
             )
         _refuse_other_files(root[top], root.filename, f"{file}#{top}")
         groups = {"": root[top]}  # by name below the group

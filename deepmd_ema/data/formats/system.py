@@ -203,8 +203,8 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     if mixed and len(mixed) < len(set_names):
         plain = [name for name in set_names if name not in mixed]
         raise DataError(
-            f"{store.name}: mixed and plain sets in one folder: {', '.join(mixed)} with {TYPES}.npy, "
-            f"{', '.join(plain)} without. Put them into two systems."
+            f"{store.name}: mixed and plain sets in one folder: {', '.join(mixed)} with "
+            f"{TYPES}.npy, {', '.join(plain)} without. Put them into two systems."
         )
     if mixed and names is None:
         raise DataError(
@@ -252,7 +252,8 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
         sets += [part] if part is not None and part.num_frames else []
     if not sets and not problems:
         problems.append(
-            f"{store.name}: no frames: the arrays of {', '.join(set_names)} have no rows. Leave it out."
+            f"{store.name}: no frames: the arrays of {', '.join(set_names)} have no rows. Leave "
+            "it out."
         )
     used = _used_in_mixed(sets, problems) if mixed else np.unique(file_types)
     place = f"{store.name}/set.*/{TYPES}.npy" if mixed else f"{store.name}/type.raw"
@@ -266,10 +267,20 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     )  # takes no memory
     is_slow = any(array.load is not None for part in sets for array in part.arrays.values())
     return DeepmdSystem(
-        store.name, sizes, unread, is_slow=is_slow, natoms=natoms, periodic=periodic, spec=spec, sets=sets,
-        atom_type=None if mixed else index_of[file_types], index_of=index_of, text_files=store.text_files(),
-        warnings=[f"{store.name}: {text}" for text in backups], selected=selected,
-    )  # fmt: skip
+        store.name,
+        sizes,
+        unread,
+        is_slow=is_slow,
+        natoms=natoms,
+        periodic=periodic,
+        spec=spec,
+        sets=sets,
+        atom_type=None if mixed else index_of[file_types],
+        index_of=index_of,
+        text_files=store.text_files(),
+        warnings=[f"{store.name}: {text}" for text in backups],
+        selected=selected,
+    )
 
 
 def _open_set(
@@ -398,8 +409,9 @@ def read_type_map(store: ArrayStore) -> list[str] | None:
     names = store.words("type_map.raw")
     if twice := sorted(name for name, count in Counter(names or []).items() if count > 1):
         raise DataError(
-            f"{store.name}/type_map.raw: names {', '.join(twice)} more than once, so that a type of type.raw may be "
-            "either. Expected each element once; merge their numbers in type.raw."
+            f"{store.name}/type_map.raw: names {', '.join(twice)} more than once, so that a type "
+            "of type.raw may be either. Expected each element once; merge their numbers in "
+            "type.raw."
         )
     return names
 
@@ -432,7 +444,8 @@ def type_table(
     elif used.size and used.max() >= len(elements):
         source = where.rpartition("/")[2] if names is not None else "model.type_map"
         problems.append(
-            f"{place}: type {used.max()}, but {source} has only {len(elements)} elements (types from 0)."
+            f"{place}: type {used.max()}, but {source} has only {len(elements)} elements (types "
+            "from 0)."
         )
     else:
         for number, element in enumerate(elements):
@@ -440,7 +453,8 @@ def type_table(
                 table[number] = spec.type_map.index(element)
             elif number in used:
                 problems.append(
-                    f'{where}: element "{element}" is not in model.type_map. {did_you_mean(element, spec.type_map)} '
+                    f'{where}: element "{element}" is not in model.type_map. '
+                    f"{did_you_mean(element, spec.type_map)} "
                     "Add it to model.type_map, or leave the system out."
                 )
     return table

@@ -13,9 +13,16 @@ from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.nn.layers import Network
 
 SHAPE = (
-    "rcut", "rcut_smth", "sel", "neuron", "axis_neuron", "resnet_dt", "set_davg_zero", "activation_function",
+    "rcut",
+    "rcut_smth",
+    "sel",
+    "neuron",
+    "axis_neuron",
+    "resnet_dt",
+    "set_davg_zero",
+    "activation_function",
     "precision",
-)  # fmt: skip
+)
 
 
 class SeE2ATree(parts.PartTree):
@@ -33,12 +40,20 @@ class SeE2ATree(parts.PartTree):
         """Return the tree of a descriptor."""
         nets, ndim = self._networks(part)
         return {
-            "@class": "Descriptor", "type": self.type, "@version": 2, **parts.options_tree(config.descriptor),
-            "sel": list(part.sel), "precision": parts.precision_of(part.dtype),
-            "embeddings": parts.embeddings_tree(nets, plain(config.descriptor), ndim, len(config.type_map)),
+            "@class": "Descriptor",
+            "type": self.type,
+            "@version": 2,
+            **parts.options_tree(config.descriptor),
+            "sel": list(part.sel),
+            "precision": parts.precision_of(part.dtype),
+            "embeddings": parts.embeddings_tree(
+                nets, plain(config.descriptor), ndim, len(config.type_map)
+            ),
             "env_mat": parts.env_mat_tree(part.rcut, part.rcut_smth, part.protection),
-            VARIABLES: parts.statistics_tree(part), "type_map": list(config.type_map), "spin": None,
-        }  # fmt: skip
+            VARIABLES: parts.statistics_tree(part),
+            "type_map": list(config.type_map),
+            "spin": None,
+        }
 
     def _networks(self, part: ByTypeDescriptor) -> tuple[Sequence[Network], int]:
         """Return the networks, and the number of types that each depends on."""

@@ -17,18 +17,29 @@ from deepmd_ema.model.ops.attention import LOGIT_SHIFT
 
 # options of all layers together
 OF_ALL_LAYERS = (
-    "nsel", "nlayers", "direct_dist", "update_residual", "update_residual_init", "set_davg_zero",
-)  # fmt: skip
+    "nsel",
+    "nlayers",
+    "direct_dist",
+    "update_residual",
+    "update_residual_init",
+    "set_davg_zero",
+)
 PAIR_OPTIONS = ("update_g2_has_g1g1", "update_g2_has_attn", "update_h2")  # false in the last layer
 # names of the parts of a layer there, names here
 DENSE = {
-    "linear1": "linear_node", "g1_self_mlp": "node_mlp", "proj_g1g2": "conv",
-    "loc_attn.mapq": "attention.query", "loc_attn.mapkv": "attention.key_value",
+    "linear1": "linear_node",
+    "g1_self_mlp": "node_mlp",
+    "proj_g1g2": "conv",
+    "loc_attn.mapq": "attention.query",
+    "loc_attn.mapkv": "attention.key_value",
     "loc_attn.head_map": "attention.head_map",
-    "linear2": "linear_pair", "proj_g1g1g2": "product", "attn2g_map.mapqk": "pair_attention.query_key",
-    "attn2_mh_apply.mapv": "pair_attention.value", "attn2_mh_apply.head_map": "pair_attention.head_map",
+    "linear2": "linear_pair",
+    "proj_g1g1g2": "product",
+    "attn2g_map.mapqk": "pair_attention.query_key",
+    "attn2_mh_apply.mapv": "pair_attention.value",
+    "attn2_mh_apply.head_map": "pair_attention.head_map",
     "attn2_ev_apply.head_map": "pair_attention.vector_map",
-}  # fmt: skip
+}
 RESIDUALS = {
     "g1_residual": "node_update",
     "g2_residual": "pair_update",
@@ -56,20 +67,28 @@ class DPA2Tree(parts.PartTree):
         options, types, former = plain(section), config.type_map, part.repformer
         repformer_args = {**options["repformer"], "ln_eps": eps_of(options["repformer"]["ln_eps"])}
         tree: Tree = {
-            **parts.node("Descriptor", 3), "type": "dpa2", "ntypes": len(types),
-            "repinit_args": parts.options_tree(section.repinit), "repformer_args": repformer_args,
-            **parts.options_tree(section, "repinit", "repformer"), "precision": parts.precision_of(part.dtype),
+            **parts.node("Descriptor", 3),
+            "type": "dpa2",
+            "ntypes": len(types),
+            "repinit_args": parts.options_tree(section.repinit),
+            "repformer_args": repformer_args,
+            **parts.options_tree(section, "repinit", "repformer"),
+            "precision": parts.precision_of(part.dtype),
             "type_map": list(types),
-            "type_embedding": parts.type_embedding_tree(part.type_embedding, types, options["trainable"]),
+            "type_embedding": parts.type_embedding_tree(
+                part.type_embedding, types, options["trainable"]
+            ),
             "g1_shape_tranform": {"@class": "Identity", "@version": 1},
             "repinit_variable": block_tree(part.repinit, options["repinit"], len(types)),
             "repformers_variable": {
                 "g2_embd": parts.layer_tree(former.pair_embedding),
-                "repformer_layers": [_layer_tree(layer, part, repformer_args) for layer in former.layers],
+                "repformer_layers": [
+                    _layer_tree(layer, part, repformer_args) for layer in former.layers
+                ],
                 "env_mat": parts.env_mat_tree(former.rcut, former.rcut_smth, former.protection),
                 VARIABLES: parts.statistics_tree(former),
             },
-        }  # fmt: skip
+        }
         dense = {"g1_shape_tranform": "to_repformer", "tebd_transform": "add_element"}
         tree |= {name: parts.layer_tree(layer) for name, layer in parts.parts_of(part, dense)}
         if part.angles is not None:
@@ -105,10 +124,14 @@ def _layer_tree(layer: RepformerLayer, part: DPA2Descriptor, args: Mapping[str, 
     tree: Tree = {
         **parts.node("RepformerLayer", 2),
         **{name: value for name, value in args.items() if name not in OF_ALL_LAYERS},
-        "sel": [part.repformer.sel], "ntypes": part.num_types, "update_chnnl_2": not layer.last,
+        "sel": [part.repformer.sel],
+        "ntypes": part.num_types,
+        "update_chnnl_2": not layer.last,
         **{name: args[name] and not layer.last for name in PAIR_OPTIONS},
-        "smooth": part.repformer.smooth, "precision": precision, "ln_eps": args["ln_eps"],
-    }  # fmt: skip
+        "smooth": part.repformer.smooth,
+        "precision": precision,
+        "ln_eps": args["ln_eps"],
+    }
     softmax = {"smooth": part.repformer.smooth, "attnw_shift": LOGIT_SHIFT}
     of_node = {
         "input_dim": args["g1_dim"],
@@ -119,12 +142,16 @@ def _layer_tree(layer: RepformerLayer, part: DPA2Descriptor, args: Mapping[str, 
     heads: Tree = {
         "loc_attn": {"@class": "LocalAtten", **common, **of_node, **softmax},
         "attn2g_map": {
-            "@class": "Atten2Map", **common, **of_pair, "hidden_dim": args["attn2_hidden"],
-            "has_gate": args["attn2_has_gate"], **softmax,
+            "@class": "Atten2Map",
+            **common,
+            **of_pair,
+            "hidden_dim": args["attn2_hidden"],
+            "has_gate": args["attn2_has_gate"],
+            **softmax,
         },
         "attn2_mh_apply": {"@class": "Atten2MultiHeadApply", **common, **of_pair},
         "attn2_ev_apply": {"@class": "Atten2EquiVarApply", **common, **of_pair},
-    }  # fmt: skip
+    }
     for place, dense in parts.parts_of(layer, DENSE):
         head, _, name = place.rpartition(".")
         owner: Any = tree.setdefault(head, heads[head]) if head else tree

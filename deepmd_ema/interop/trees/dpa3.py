@@ -17,10 +17,16 @@ from deepmd_ema.model.families.dpa3.section import RepflowConfig
 OF_ALL_LAYERS = ("nlayers", "skip_stat", "fix_stat_std", "edge_init_use_dist", "use_exp_switch")
 # names there, names here
 LINEAR = {
-    "node_self_mlp": "node_self", "node_sym_linear": "node_sym", "node_edge_linear": "node_edge",
-    "edge_self_linear": "edge_self", "edge_angle_linear1": "edge_angle", "edge_angle_linear2": "edge_angle_out",
-    "angle_self_linear": "angle_self", "a_compress_n_linear": "compress_node", "a_compress_e_linear": "compress_edge",
-}  # fmt: skip
+    "node_self_mlp": "node_self",
+    "node_sym_linear": "node_sym",
+    "node_edge_linear": "node_edge",
+    "edge_self_linear": "edge_self",
+    "edge_angle_linear1": "edge_angle",
+    "edge_angle_linear2": "edge_angle_out",
+    "angle_self_linear": "angle_self",
+    "a_compress_n_linear": "compress_node",
+    "a_compress_e_linear": "compress_edge",
+}
 RESIDUALS = {"n_residual": "node_update", "e_residual": "edge_update", "a_residual": "angle_update"}
 
 
@@ -84,10 +90,14 @@ def _layer_tree(layer: RepflowLayer, part: DPA3Descriptor, options: Mapping[str,
     args = parts.tree_without_effect(part.flow)
     args |= {name: value for name, value in options["repflow"].items() if name not in OF_ALL_LAYERS}
     tree = {
-        **parts.node("RepFlowLayer", 2), **args, "e_sel": [part.sel], "ntypes": part.num_types,
-        "activation_function": options["activation_function"], "precision": parts.precision_of(part.dtype),
+        **parts.node("RepFlowLayer", 2),
+        **args,
+        "e_sel": [part.sel],
+        "ntypes": part.num_types,
+        "activation_function": options["activation_function"],
+        "precision": parts.precision_of(part.dtype),
         **{key: parts.layer_tree(linear) for key, linear in parts.parts_of(layer, LINEAR)},
-    }  # fmt: skip
+    }
     if args["update_style"] == "res_residual":
         tree |= parts.residuals_tree(layer, RESIDUALS)
     return tree

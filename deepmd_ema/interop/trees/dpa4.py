@@ -56,15 +56,21 @@ class DPA4Tree(PartTree):
         del options["type"]
         trained = {_name(name): array(tensor) for name, tensor in part.state_dict().items()}
         return {
-            "@class": "Descriptor", "type": "SeZM", "@version": float(part.version_tensor),
+            "@class": "Descriptor",
+            "type": "SeZM",
+            "@version": float(part.version_tensor),
             "config": {
-                "ntypes": part.num_types, "type_map": list(config.type_map), **options, "sel": [_SEL],
-                "inner_clamp_r_inner": window and window.inner, "inner_clamp_r_outer": window and window.outer,
+                "ntypes": part.num_types,
+                "type_map": list(config.type_map),
+                **options,
+                "sel": [_SEL],
+                "inner_clamp_r_inner": window and window.inner,
+                "inner_clamp_r_outer": window and window.outer,
                 "use_spin": None,
             },
             VARIABLES: {**trained, **dict(_constants(part, section))},
             "env_mat": env_mat_tree(section.rcut, section.rcut, section.eps),
-        }  # fmt: skip
+        }
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of the section ``model.descriptor``."""

@@ -38,16 +38,22 @@ class DPA4ModelTree(StandardTree):
         networks = network_trees(model.descriptor, model.fitting, config)
         networks["fitting"]["exclude_types"] = []  # the model excludes them, not its network
         return {
-            **node("Model", 1), "type": "SeZMProperty" if config.fitting_net.type == "property" else "SeZM",
+            **node("Model", 1),
+            "type": "SeZMProperty" if config.fitting_net.type == "property" else "SeZM",
             INSIDE: {
-                **whole, "@version": 3, "type": "sezm_atomic",
-                VARIABLES: {**whole[VARIABLES], _FORCE_SPREAD: np.ones(())}, **networks, "dens_fitting": None,
+                **whole,
+                "@version": 3,
+                "type": "sezm_atomic",
+                VARIABLES: {**whole[VARIABLES], _FORCE_SPREAD: np.ones(())},
+                **networks,
+                "dens_fitting": None,
                 "active_mode": "ener",
             },
             "bridging_method": (config.bridging_method or "none").upper(),
-            "bridging_r_inner": config.bridging_r_inner, "bridging_r_outer": config.bridging_r_outer,
+            "bridging_r_inner": config.bridging_r_inner,
+            "bridging_r_outer": config.bridging_r_outer,
             "lora": None,
-        }  # fmt: skip
+        }
 
     def normalized(self, tree: Tree) -> Tree:
         """Return the tree without the inner one, with its entries.

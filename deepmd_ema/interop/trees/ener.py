@@ -37,20 +37,35 @@ class EnerTree(parts.PartTree):
         )
         more, networks = self._networks(part, section, common)
         return {
-            **parts.node("Fitting", 4), "var_name": "energy", "ntypes": ntypes, "dim_descrpt": part.dim_in, **common,
-            **parts.chosen(options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam")),
-            "rcond": options.get("rcond"), "mixed_types": part.mixed_types,
+            **parts.node("Fitting", 4),
+            "var_name": "energy",
+            "ntypes": ntypes,
+            "dim_descrpt": part.dim_in,
+            **common,
+            **parts.chosen(
+                options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam")
+            ),
+            "rcond": options.get("rcond"),
+            "mixed_types": part.mixed_types,
             "exclude_types": sorted(config.excluded_types),
             VARIABLES: {
-                "bias_atom_e": parts.array(part.bias_atom_e), "case_embd": parts.array(part.case_embd),
+                "bias_atom_e": parts.array(part.bias_atom_e),
+                "case_embd": parts.array(part.case_embd),
                 **{name: parts.array(getattr(part, name, None)) for name in STATISTICS},
             },
-            "type_map": list(config.type_map), "tot_ener_zero": False, "layer_name": options.get("layer_name"),
-            "use_aparam_as_mask": False, "spin": None, "dim_out": 1, "atom_ener": options.get("atom_ener"),
+            "type_map": list(config.type_map),
+            "tot_ener_zero": False,
+            "layer_name": options.get("layer_name"),
+            "use_aparam_as_mask": False,
+            "spin": None,
+            "dim_out": 1,
+            "atom_ener": options.get("atom_ener"),
             "trainable": [trained] * (len(section.neuron) + 1),
-            "nets": parts.collection_tree(self.networks, networks, 0 if part.mixed_types else 1, ntypes),
+            "nets": parts.collection_tree(
+                self.networks, networks, 0 if part.mixed_types else 1, ntypes
+            ),
             **more,
-        }  # fmt: skip
+        }
 
     def _networks(self, part: Any, section: Any, common: Tree) -> tuple[Tree, list[Tree]]:
         """Return entries that depend on the type of the fitting network, and the trees of its
@@ -103,9 +118,16 @@ class DPA4EnerTree(EnerTree):
         """
         widths, film = section.widths(part.num_inputs), {"case_film_embd": section.case_film_embd}
         shape = {
-            **parts.node("GLUFittingNet", 1), "in_dim": part.num_inputs, "out_dim": 1, **common, "neuron": widths,
-            "bias_out": False, "descriptor_dim": part.dim_in, "dim_case_embd": section.dim_case_embd, **film,
-        }  # fmt: skip
+            **parts.node("GLUFittingNet", 1),
+            "in_dim": part.num_inputs,
+            "out_dim": 1,
+            **common,
+            "neuron": widths,
+            "bias_out": False,
+            "descriptor_dim": part.dim_in,
+            "dim_case_embd": section.dim_case_embd,
+            **film,
+        }
         states = [
             {name: parts.array(tensor) for name, tensor in net.state_dict().items()}
             for net in part.nets

@@ -62,10 +62,16 @@ class LinearTree(dp.StandardTree):
             if np.any(added := np.asarray(part[VARIABLES]["out_bias"])):
                 bias = bias + weight * added[:, [own.index(name) for name in whole]]
             networks.append(
-                {"type": "pairtab", "type_map": own, "tab_file": dp.table_rows(part), "rcut": float(part["rcut"]),
-                 "sel": int(part["sel"])}
-                if part["type"] == "pairtab" else chosen(part, tuple(dp.PARTS))
-            )  # fmt: skip
+                {
+                    "type": "pairtab",
+                    "type_map": own,
+                    "tab_file": dp.table_rows(part),
+                    "rcut": float(part["rcut"]),
+                    "sel": int(part["sel"]),
+                }
+                if part["type"] == "pairtab"
+                else chosen(part, tuple(dp.PARTS))
+            )
         return {
             **tree,
             "models": networks,

@@ -36,8 +36,9 @@ class SeAttenTree(parts.PartTree):
             "type": "dpa1" if section.type == "se_atten" else section.type,
             "ln_eps": eps_of(options["ln_eps"]),
             **one_block_tree(part, config, "sel", "lmax", "ln_eps", "stripped_type_embedding"),
-            "attention_layers": attention_tree(part.block, options), "spin": None,
-        }  # fmt: skip
+            "attention_layers": attention_tree(part.block, options),
+            "spin": None,
+        }
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of its section that the tree gives."""
@@ -81,11 +82,17 @@ def one_block_tree(part: OneBlockDescriptor, config: StandardConfig, *left_out: 
     """
     options, ntypes = plain(config.descriptor), len(config.type_map)
     return {
-        "@class": "Descriptor", **parts.options_tree(config.descriptor, *left_out), "sel": [part.sel],
-        "ntypes": ntypes, "type_map": list(config.type_map), "precision": parts.precision_of(part.dtype),
+        "@class": "Descriptor",
+        **parts.options_tree(config.descriptor, *left_out),
+        "sel": [part.sel],
+        "ntypes": ntypes,
+        "type_map": list(config.type_map),
+        "precision": parts.precision_of(part.dtype),
         **block_tree(part.block, options, ntypes),
-        "type_embedding": parts.type_embedding_tree(part.type_embedding, config.type_map, options["trainable"]),
-    }  # fmt: skip
+        "type_embedding": parts.type_embedding_tree(
+            part.type_embedding, config.type_map, options["trainable"]
+        ),
+    }
 
 
 def block_tree(block: SeAttenBlock | SeTTebdBlock, options: Mapping[str, Any], ntypes: int) -> Tree:
@@ -105,11 +112,14 @@ def block_tree(block: SeAttenBlock | SeTTebdBlock, options: Mapping[str, Any], n
 def attention_tree(block: SeAttenBlock, options: Mapping[str, Any]) -> Tree:
     """Return the tree of the attention layers of a block."""
     shape = {
-        "nnei": block.sel, "embed_dim": block.num_channels, "hidden_dim": options["attn"],
-        "dotr": options["attn_dotr"], "do_mask": False,
+        "nnei": block.sel,
+        "embed_dim": block.num_channels,
+        "hidden_dim": options["attn"],
+        "dotr": options["attn_dotr"],
+        "do_mask": False,
         **parts.chosen(options, ("scaling_factor", "normalize", "temperature")),
         "precision": parts.precision_of(block.dtype),
-    }  # fmt: skip
+    }
     norms = {"trainable_ln": options["trainable_ln"], "ln_eps": eps_of(options["ln_eps"])}
 
     layers = [
@@ -129,6 +139,9 @@ def attention_tree(block: SeAttenBlock, options: Mapping[str, Any]) -> Tree:
         for layer in block.layers
     ]
     return {
-        **parts.node("NeighborGatedAttention", 1), "layer_num": len(layers), **shape, **norms,
+        **parts.node("NeighborGatedAttention", 1),
+        "layer_num": len(layers),
+        **shape,
+        **norms,
         "attention_layers": layers,
-    }  # fmt: skip
+    }

@@ -109,9 +109,15 @@ class Tables:
         return self.sealed or neighbor.numel() >= self.min_pairs
 
     def sum(
-        self, left: Tensor, s: Tensor, net: RadialFunctions, beside: Tensor | None, which: int, in_place: bool = True,
+        self,
+        left: Tensor,
+        s: Tensor,
+        net: RadialFunctions,
+        beside: Tensor | None,
+        which: int,
+        in_place: bool = True,
         further: Tensor | None = None,
-    ) -> NeighborSum:  # fmt: skip
+    ) -> NeighborSum:
         """Return ``sum_k left[k] net(s_k)`` for `Interpolation.forward`, which has the same
         arguments.
         """
@@ -176,9 +182,15 @@ class SplitSum(NeighborSum):
 
 
 def make_table(
-    net: RadialFunctions, beside: Tensor | None, low: float, high: float, precision: torch.dtype, like: Tensor,
-    source: Tensor, further: Tensor | None = None,
-) -> Table:  # fmt: skip
+    net: RadialFunctions,
+    beside: Tensor | None,
+    low: float,
+    high: float,
+    precision: torch.dtype,
+    like: Tensor,
+    source: Tensor,
+    further: Tensor | None = None,
+) -> Table:
     """Return the table of a net with the fewest terms whose error over the whole range is allowed.
 
     Args:

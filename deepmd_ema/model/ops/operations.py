@@ -41,9 +41,13 @@ class Operations(NamedTuple):
 REFERENCE = Operations()
 # what works in place, in portions that fit the cache, with gradients written out
 CPU = Operations(
-    silu.activated, moments.tanh_moments, tanh_gradients.tanh_values_and_gradients, cpu_attention.attended_moments,
-    triples.triple_sums_and_vjp, is_for_cpu=True,
-)  # fmt: skip
+    silu.activated,
+    moments.tanh_moments,
+    tanh_gradients.tanh_values_and_gradients,
+    cpu_attention.attended_moments,
+    triples.triple_sums_and_vjp,
+    is_for_cpu=True,
+)
 # what launches fewer kernels and never waits for the device
 GPU = Operations(
     activated=silu.activated_on_gpu,

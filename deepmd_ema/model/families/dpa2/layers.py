@@ -83,8 +83,10 @@ class RepformerLayer(UsesOperations):
         self.act = activation(options.activation_function).value
         width, pair_width, conv_outside = options.g1_dim, options.g2_dim, options.g1_out_conv
         has_conv, has_attn, attends = (
-            options.update_g1_has_conv, options.update_g1_has_attn, options.update_g2_has_attn
-        )  # fmt: skip
+            options.update_g1_has_conv,
+            options.update_g1_has_attn,
+            options.update_g2_has_attn,
+        )
 
         def dense(num_in: int, num_out: int, name: str, bias: bool = True) -> Layer:
             return linear(num_in, num_out, dtype, seed_for(name, seed), bias)

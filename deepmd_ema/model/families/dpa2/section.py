@@ -40,7 +40,8 @@ class RepinitConfig:
     axis_neuron: int = option(
         16,
         check=positive_int,
-        doc="Number of columns of the embedding matrix that form the second factor of the features.",
+        doc="Number of columns of the embedding matrix that form the second factor of the "
+        "features.",
     )
     tebd_dim: int = redefined(SeAttenConfig, "tebd_dim")
     tebd_input_mode: str = redefined(SeAttenConfig, "tebd_input_mode")
@@ -105,8 +106,8 @@ class RepformerConfig:
     )
     direct_dist: bool = option(
         False,
-        doc="Whether the first features and vector of a pair are its distance and vector divided by `rcut`, instead of "
-        "its row of the environment matrix.",
+        doc="Whether the first features and vector of a pair are its distance and vector divided "
+        "by `rcut`, instead of its row of the environment matrix.",
     )
     update_g1_has_conv: bool = option(
         True,
@@ -118,7 +119,8 @@ class RepformerConfig:
     )
     update_g1_has_grrg: bool = option(
         True,
-        doc="Whether an atom takes the scalar products of the moments of the features of its pairs.",
+        doc="Whether an atom takes the scalar products of the moments of the features of its "
+        "pairs.",
     )
     update_g1_has_attn: bool = option(True, doc="Whether an atom attends to its neighbors.")
     update_g2_has_g1g1: bool = option(
@@ -129,16 +131,18 @@ class RepformerConfig:
     )
     use_sqrt_nnei: bool = option(
         True,
-        doc="Whether moments are divided by the square root of the number of neighbors instead of the number.",
+        doc="Whether moments are divided by the square root of the number of neighbors instead of "
+        "the number.",
     )
     g1_out_conv: bool = option(
         True,
-        doc="Whether the term `conv` is a change of its own, instead of an input of the layer of all terms.",
+        doc="Whether the term `conv` is a change of its own, instead of an input of the layer of "
+        "all terms.",
     )
     g1_out_mlp: bool = option(
         True,
-        doc="Whether an atom's own features change it through a layer apart, instead of as an input of the layer of "
-        "all terms.",
+        doc="Whether an atom's own features change it through a layer apart, instead of as an "
+        "input of the layer of all terms.",
     )
     update_h2: bool = option(
         False, doc="Whether the vectors of the pairs are changed by attention."
@@ -157,7 +161,8 @@ class RepformerConfig:
     )
     attn2_has_gate: bool = option(
         False,
-        doc="Whether logits of the attention of pairs are multiplied by the scalar products of their vectors.",
+        doc="Whether logits of the attention of pairs are multiplied by the scalar products of "
+        "their vectors.",
     )
     activation_function: ActivationName = common.activation_option(
         ActivationName("tanh"), "Activation function of the layers."
@@ -165,17 +170,20 @@ class RepformerConfig:
     update_style: str = option(
         "res_avg",
         choices=("res_avg", "res_incr", "res_residual"),
-        doc="How features u take n changes: `res_avg` (u + sum of changes) / sqrt(n + 1), `res_incr` u + sum of "
-        "changes / sqrt(n), `res_residual` u + the changes, each times trained numbers.",
+        doc="How features u take n changes: `res_avg` (u + sum of changes) / sqrt(n + 1), "
+        "`res_incr` u + sum of changes / sqrt(n), `res_residual` u + the changes, each times "
+        "trained numbers.",
     )
     update_residual: float = option(
         0.001,
-        doc="Size of the trained numbers of `res_residual` at the start; no effect with another style.",
+        doc="Size of the trained numbers of `res_residual` at the start; no effect with another "
+        "style.",
     )
     update_residual_init: str = option(
         "norm",
         choices=("norm", "const"),
-        doc="Whether these numbers start as `update_residual` (`const`) or as random ones of that spread (`norm`).",
+        doc="Whether these numbers start as `update_residual` (`const`) or as random ones of that "
+        "spread (`norm`).",
     )
     set_davg_zero: bool = redefined(SeE2AConfig, "set_davg_zero", True)
     trainable_ln: bool = redefined(SeAttenConfig, "trainable_ln")
@@ -238,9 +246,10 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
     has_equivariants: ClassVar[bool] = True
     neighbors_option: ClassVar[str] = "repinit.nsel"
     sel_options: ClassVar[Mapping[str, str]] = {
-        "repinit.nsel": "repinit.rcut", "repinit.three_body_sel": "repinit.three_body_rcut",
+        "repinit.nsel": "repinit.rcut",
+        "repinit.three_body_sel": "repinit.three_body_rcut",
         "repformer.nsel": "repformer.rcut",
-    }  # fmt: skip
+    }
     vacuum_needs: ClassVar[str] = (
         'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
     )
@@ -251,13 +260,14 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
     )
     smooth: bool = option(
         True,
-        doc="Whether messages and attention vanish smoothly at the cutoffs. False makes the potential energy jump "
-        "where a neighbor enters.",
+        doc="Whether messages and attention vanish smoothly at the cutoffs. False makes the "
+        "potential energy jump where a neighbor enters.",
     )
     add_tebd_to_repinit_out: bool = option(
         False,
         alias=("repformer_add_type_ebd_to_seq",),
-        doc="Whether the embedding of its element is added to the first features of an atom, through a matrix.",
+        doc="Whether the embedding of its element is added to the first features of an atom, "
+        "through a matrix.",
     )
 
     def with_neighbors(self, found: NeighborStatistics) -> DPA2Config:
@@ -310,9 +320,10 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
         first, later = self.repinit, self.repformer
         angles = f", angles within {first.three_body_rcut:g}" if first.use_three_body else ""
         return (
-            f"dpa2 (DPA-2), rcut {first.rcut:g} angstrom (smooth from {first.rcut_smth:g}), nsel {first.nsel}, "
-            f"neuron {common.dashes(first.neuron)}{angles}, {later.nlayers} layers within {later.rcut:g} (smooth from "
-            f"{later.rcut_smth:g}), nsel {later.nsel}, {later.g1_dim} features of an atom, {later.g2_dim} of a pair, "
+            f"dpa2 (DPA-2), rcut {first.rcut:g} angstrom (smooth from {first.rcut_smth:g}), nsel "
+            f"{first.nsel}, neuron {common.dashes(first.neuron)}{angles}, {later.nlayers} layers "
+            f"within {later.rcut:g} (smooth from {later.rcut_smth:g}), nsel {later.nsel}, "
+            f"{later.g1_dim} features of an atom, {later.g2_dim} of a pair, "
             f"{common.dtype_name(self.precision)}"
         )
 

@@ -66,7 +66,8 @@ class RepflowConfig:
     a_compress_rate: int = option(
         0,
         check=not_negative_int,
-        doc="Angles see nodes of `a_dim / a_compress_rate` numbers and edges of half as many; 0: all of them.",
+        doc="Angles see nodes of `a_dim / a_compress_rate` numbers and edges of half as many; 0: "
+        "all of them.",
     )
     a_compress_e_rate: int = option(
         1,
@@ -75,7 +76,8 @@ class RepflowConfig:
     )
     a_compress_use_split: bool = option(
         False,
-        doc="Whether angles see the first numbers of nodes and edges instead of a trained linear map of all.",
+        doc="Whether angles see the first numbers of nodes and edges instead of a trained linear "
+        "map of all.",
     )
     n_multi_edge_message: int = option(
         1, check=positive_int, doc="Number of messages from the edges to a node."
@@ -103,8 +105,9 @@ class RepflowConfig:
     update_residual_init: str = redefined(RepformerConfig, "update_residual_init", "const")
     smooth_edge_update: bool = option(
         False,
-        doc="Whether an edge without angles gets nothing from them. False gives it itself, as in DeePMD-kit, which "
-        "makes the energy jump where a neighbor crosses `a_rcut`: choose true for new models.",
+        doc="Whether an edge without angles gets nothing from them. False gives it itself, as in "
+        "DeePMD-kit, which makes the energy jump where a neighbor crosses `a_rcut`: choose "
+        "true for new models.",
     )
     edge_init_use_dist: bool = option(
         False,
@@ -114,19 +117,21 @@ class RepflowConfig:
     use_exp_switch: bool = option(
         False,
         alias=("use_env_envelope",),
-        doc="Whether the switch is exp(-exp(20 (r - s) / s)), s = `rcut_smth`, instead of a polynomial. It does not "
-        "quite reach zero at the cutoff: s = 5.3 for 6 angstrom and 3.5 for 4 keep the jump below 1e-6 and 1e-7.",
+        doc="Whether the switch is exp(-exp(20 (r - s) / s)), s = `rcut_smth`, instead of a "
+        "polynomial. It does not quite reach zero at the cutoff: s = 5.3 for 6 angstrom and "
+        "3.5 for 4 keep the jump below 1e-6 and 1e-7.",
     )
     use_dynamic_sel: bool = option(
         False,
-        doc="Whether sums over neighbors are divided by `e_sel / sel_reduce_factor` instead of `e_sel` (angles alike), "
-        "so that `e_sel` and `a_sel` may be far more than needed. Needs `smooth_edge_update`.",
+        doc="Whether sums over neighbors are divided by `e_sel / sel_reduce_factor` instead of "
+        "`e_sel` (angles alike), so that `e_sel` and `a_sel` may be far more than needed. "
+        "Needs `smooth_edge_update`.",
     )
     sel_reduce_factor: float = option(10.0, check=positive, doc="See `use_dynamic_sel`.")
     sequential_update: bool = option(
         False,
-        doc="Whether each update of a layer sees the ones before it: edges, angles, edges by angles, nodes. Needs "
-        "`update_style: res_residual` and `update_angle`.",
+        doc="Whether each update of a layer sees the ones before it: edges, angles, edges by "
+        "angles, nodes. Needs `update_style: res_residual` and `update_angle`.",
     )
 
     def __post_init__(self) -> None:
@@ -256,7 +261,7 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions, NeighborLists):
         flow = self.repflow
         angles = f"angles of {flow.a_dim} within {flow.a_rcut:g} angstrom (sel {flow.a_sel})"
         return (
-            f"dpa3 (DPA-3), {flow.nlayers} layers, nodes of {flow.n_dim}, edges of {flow.e_dim} within "
-            f"{flow.e_rcut:g} angstrom (sel {flow.e_sel}), {angles if flow.update_angle else 'no angles'}, "
-            f"{common.dtype_name(self.precision)}"
+            f"dpa3 (DPA-3), {flow.nlayers} layers, nodes of {flow.n_dim}, edges of {flow.e_dim} "
+            f"within {flow.e_rcut:g} angstrom (sel {flow.e_sel}), "
+            f"{angles if flow.update_angle else 'no angles'}, {common.dtype_name(self.precision)}"
         )

@@ -331,11 +331,16 @@ class Mixing(nn.Module):
         act = "silu" if on_grid else config.activation_function
         self.so2_linears = module_list(
             OrderLinear(
-                lmax, mmax, self.width, (2 if on_grid and k < last else 1) * self.width, self.streams,
-                config.mlp_bias, source.part("linear", k),
+                lmax,
+                mmax,
+                self.width,
+                (2 if on_grid and k < last else 1) * self.width,
+                self.streams,
+                config.mlp_bias,
+                source.part("linear", k),
             )
             for k in layers
-        )  # fmt: skip
+        )
         normed = [config.so2_norm and k < last for k in layers]
         self.so2_inter_norms = nn.ModuleList(
             OrderedNorm(found, self.width, self.streams, source) if one else nn.Identity()
@@ -428,9 +433,14 @@ class Mixing(nn.Module):
         return logits.softmax(-1) * (1 - FOCUS_SMOOTHING) + FOCUS_SMOOTHING / self.streams
 
     def _layer(
-        self, parts: Sequence[Tensor], linear: OrderLinear, norm: nn.Module, act: nn.Module, scale: Tensor | None,
+        self,
+        parts: Sequence[Tensor],
+        linear: OrderLinear,
+        norm: nn.Module,
+        act: nn.Module,
+        scale: Tensor | None,
         near: Tensor | None,
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> list[Tensor]:
         """Return the coefficients of each |m| (F, E, rows C) after one layer."""
         inputs = parts
         if not isinstance(norm, nn.Identity):

@@ -151,9 +151,15 @@ class GridNet(nn.Module):
     """
 
     def __init__(
-        self, channels: int, options: GridOptions, source: Source, *, streams: int = 1, bias: bool,
+        self,
+        channels: int,
+        options: GridOptions,
+        source: Source,
+        *,
+        streams: int = 1,
+        bias: bool,
         is_cross: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.num_frames = options.num_frames
         self.scalar_gate = StreamLinear(

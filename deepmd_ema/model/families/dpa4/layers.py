@@ -61,9 +61,12 @@ class Source:
         """
         spread = (shape[-2] + shape[-1]) ** -0.5
         drawn = nn.init.trunc_normal_(
-            torch.empty(*shape, dtype=torch.float64), std=spread, a=-3 * spread, b=3 * spread,
+            torch.empty(*shape, dtype=torch.float64),
+            std=spread,
+            a=-3 * spread,
+            b=3 * spread,
             generator=self._generator(name),
-        )  # fmt: skip
+        )
         return self._parameter(drawn * factor)
 
     def filled(self, shape: Sequence[int], value: float) -> nn.Parameter:
@@ -106,8 +109,10 @@ class DistanceFunctions(nn.Module):
 
 def by_degree(values: Tensor, dim: int = 0) -> Tensor:
     """Return the values of degrees, in a dimension of L + 1, for each coefficient."""
-    parts = [part.expand(*part.shape[:dim], 2 * degree + 1, *part.shape[dim + 1 :])
-             for degree, part in enumerate(values.split(1, dim))]  # fmt: skip
+    parts = [
+        part.expand(*part.shape[:dim], 2 * degree + 1, *part.shape[dim + 1 :])
+        for degree, part in enumerate(values.split(1, dim))
+    ]
     return torch.cat(parts, dim)
 
 
@@ -188,9 +193,16 @@ class DegreeLinear(nn.Module):
     """
 
     def __init__(
-        self, lmax: int, num_in: int, num_out: int, source: Source, *, streams: int = 1, bias: bool = False,
+        self,
+        lmax: int,
+        num_in: int,
+        num_out: int,
+        source: Source,
+        *,
+        streams: int = 1,
+        bias: bool = False,
         zero: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.streams = streams
         shape = (lmax + 1, num_in, streams * num_out)
@@ -223,9 +235,15 @@ class StreamLinear(nn.Module):
     """
 
     def __init__(
-        self, num_in: int, num_out: int, source: Source, *, streams: int = 1, bias: bool = False,
+        self,
+        num_in: int,
+        num_out: int,
+        source: Source,
+        *,
+        streams: int = 1,
+        bias: bool = False,
         spread: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.streams = streams
         shape = (num_in, streams * num_out)

@@ -248,8 +248,10 @@ class DPA4Descriptor(EnvironmentDescriptor):
         self.env_seed_embedding: EnvironmentSeed | None = None
         if config.use_env_seed:
             self.env_seed_embedding = EnvironmentSeed(config, num_types, source.part("environment"))
-            norms = [ScalarNorm((1, channels), config.eps, source) if config.edge_norm else nn.Identity()
-                     for _ in range(2)]  # fmt: skip
+            norms = [
+                ScalarNorm((1, channels), config.eps, source) if config.edge_norm else nn.Identity()
+                for _ in range(2)
+            ]
             self.film_scale_norm, self.film_shift_norm = norms
             self.film_scale_strength_log = source.filled((1,), math.log(FILM_STRENGTH))
             self.film_shift_strength_log = source.filled((1,), math.log(FILM_STRENGTH))

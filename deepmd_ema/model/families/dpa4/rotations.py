@@ -53,9 +53,11 @@ def quaternions(direction: Tensor) -> Tensor:
     x, y, z = direction.unbind(-1)
     is_up, zero = z >= 0, torch.zeros_like(z)
     parts = (
-        torch.where(is_up, 1 + z, -x), torch.where(is_up, y, zero),
-        torch.where(is_up, -x, 1 - z), torch.where(is_up, zero, y),
-    )  # fmt: skip
+        torch.where(is_up, 1 + z, -x),
+        torch.where(is_up, y, zero),
+        torch.where(is_up, -x, 1 - z),
+        torch.where(is_up, zero, y),
+    )
     # not abs(z), whose derivative at 0 is that of neither half space
     return torch.stack(parts, -1) * (2 + 2 * torch.where(is_up, z, -z)).rsqrt()[..., None]
 
@@ -209,8 +211,12 @@ def monomials(degree: int) -> list[tuple[int, int, int, int]]:
     """Return the exponents of all monomials of one degree of four variables; of degree 1, the
     variables in turn.
     """
-    return [(a, b, c, degree - a - b - c) for a in range(degree, -1, -1) for b in range(degree - a, -1, -1)
-            for c in range(degree - a - b, -1, -1)]  # fmt: skip
+    return [
+        (a, b, c, degree - a - b - c)
+        for a in range(degree, -1, -1)
+        for b in range(degree - a, -1, -1)
+        for c in range(degree - a - b, -1, -1)
+    ]
 
 
 @cache
@@ -248,11 +254,13 @@ def _wigner_matrices(lmax: int, quaternion: np.ndarray) -> np.ndarray:
     degree = np.array(degrees(lmax))
     before = _basis(lmax, grid) * weights[:, None] * (2 * degree + 1)
     w, x, y, z = quaternion.T
-    rotation = np.array([
-        [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
-        [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
-        [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
-    ]).transpose(2, 0, 1)  # fmt: skip
+    rotation = np.array(
+        [
+            [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
+            [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
+            [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
+        ]
+    ).transpose(2, 0, 1)
     after = np.stack([_basis(lmax, grid @ one.T) for one in rotation])
     matrices = after.transpose(0, 2, 1) @ before
     return np.where(degree[:, None] == degree, matrices, 0)

@@ -131,8 +131,8 @@ class DPA4Config(AllNeighborsSection):
     env_exp: list[int] = option(
         [7, 5],
         check=_exponents,
-        doc="Exponents of the envelopes of radial functions and of messages. The larger they are, the later the "
-        "envelope falls from 1.",
+        doc="Exponents of the envelopes of radial functions and of messages. The larger they are, "
+        "the later the envelope falls from 1.",
     )
     channels: int = option(64, check=positive_int, doc="Channels of each coefficient of an atom.")
     radial_mlp: list[int] = option(
@@ -142,12 +142,13 @@ class DPA4Config(AllNeighborsSection):
     )
     edge_norm: bool = option(
         True,
-        doc="Whether numbers that vanish at the cutoff are normalised. The potential then has a bend just inside "
-        "the cutoff where an atom has few neighbors; false is smooth.",
+        doc="Whether numbers that vanish at the cutoff are normalised. The potential then has a "
+        "bend just inside the cutoff where an atom has few neighbors; false is smooth.",
     )
     use_env_seed: bool = option(
         True,
-        doc="Whether the first coefficients of an atom depend on its surroundings, not on its element only.",
+        doc="Whether the first coefficients of an atom depend on its surroundings, not on its "
+        "element only.",
     )
     edge_cartesian: bool = common.unavailable_option(False, "Cartesian messages are")
     node_cartesian: str | int = common.unavailable_option("none", "Cartesian products are")
@@ -193,8 +194,8 @@ class DPA4Config(AllNeighborsSection):
     radial_so2_mode: str = option(
         "degree_channel",
         choices=("none", "degree", "degree_channel"),
-        doc="How a message depends on the distance: `none` by a factor of each degree, `degree` by a matrix between "
-        "the degrees, `degree_channel` by one for each channel.",
+        doc="How a message depends on the distance: `none` by a factor of each degree, `degree` "
+        "by a matrix between the degrees, `degree_channel` by one for each channel.",
     )
     radial_so2_rank: int = option(
         1,
@@ -216,14 +217,14 @@ class DPA4Config(AllNeighborsSection):
     ffn_neurons: int = option(
         0,
         check=not_negative_int,
-        doc="Hidden width of the networks of atoms; 0: `8/3 channels` with gates of their own, `4 channels` without, "
-        "rounded up to a multiple of 32.",
+        doc="Hidden width of the networks of atoms; 0: `8/3 channels` with gates of their own, `4 "
+        "channels` without, rounded up to a multiple of 32.",
     )
     grid_mlp: bool | list[bool] = option(
         False,
         check=_flags(3),
-        doc="Whether products on grids are between linear maps of the channels; a list is that of pairs, of messages "
-        "with atoms, and of the networks of atoms.",
+        doc="Whether products on grids are between linear maps of the channels; a list is that of "
+        "pairs, of messages with atoms, and of the networks of atoms.",
     )
     grid_branch: int | list[int] = option(
         0,
@@ -234,7 +235,8 @@ class DPA4Config(AllNeighborsSection):
     sandwich_norm: list[bool] = option(
         [False, True, True, False],
         check=_flags(4),
-        doc="Whether coefficients are normalised before and after messages, before and after networks of atoms.",
+        doc="Whether coefficients are normalised before and after messages, before and after "
+        "networks of atoms.",
     )
     mlp_bias: bool = option(False, doc="Whether layers have biases.")
     layer_scale: bool = option(
@@ -245,8 +247,8 @@ class DPA4Config(AllNeighborsSection):
     s2_activation: list[bool] = option(
         [False, True],
         check=_flags(2),
-        doc="Whether functions of directions are multiplied instead of gated, in the frames of pairs and in the "
-        "networks of atoms.",
+        doc="Whether functions of directions are multiplied instead of gated, in the frames of "
+        "pairs and in the networks of atoms.",
     )
     ffn_so3_grid: bool = option(
         False, doc="Whether networks of atoms multiply functions of rotations."
@@ -262,8 +264,8 @@ class DPA4Config(AllNeighborsSection):
     so3_readout: str = option(
         "none",
         choices=("none", "glu", "mlp"),
-        doc="How features follow from coefficients: `none` of degree 0 alone, or by products of all, as with "
-        "`grid_mlp` off (`glu`) or on (`mlp`).",
+        doc="How features follow from coefficients: `none` of degree 0 alone, or by products of "
+        "all, as with `grid_mlp` off (`glu`) or on (`mlp`).",
     )
     readout_layers: int = option(
         1, check=positive_int, doc="Number of networks between coefficients and features."
@@ -271,7 +273,8 @@ class DPA4Config(AllNeighborsSection):
     lebedev_quadrature: bool | list[bool] = option(
         True,
         check=_flags(2),
-        doc="Has no effect: DeePMD-kit's choice of points on a sphere. Products are exact on any points here.",
+        doc="Has no effect: DeePMD-kit's choice of points on a sphere. Products are exact on any "
+        "points here.",
     )
     activation_function: ActivationName = common.activation_option(
         ActivationName("silu"), "Activation function of all layers."
@@ -348,7 +351,10 @@ class DPA4Config(AllNeighborsSection):
             expected = f"at most the largest degree, {self.largest_degree}"
             yield error("kmax", f" = {self.kmax}: expected {expected}.")
         if self.largest_degree + self.extra_node_l > MAX_DEGREE:
-            expected = f"at most {MAX_DEGREE - self.largest_degree}, so that no degree is above {MAX_DEGREE}"
+            expected = (
+                f"at most {MAX_DEGREE - self.largest_degree}, so that no degree is above "
+                f"{MAX_DEGREE}"
+            )
             yield error("extra_node_l", f" = {self.extra_node_l}: expected {expected}.")
         width = self.focus_dim or self.channels
         seen = width * self.n_focus if self.atten_f_mix else width
@@ -382,7 +388,7 @@ class DPA4Config(AllNeighborsSection):
         """Return the main options as text."""
         degrees = common.dashes(self.degrees) or str(self.largest_degree)
         return (
-            f"dpa4 (DPA-4), {len(self.degrees)} blocks of {self.mixing_layers} layers, rcut {self.rcut:g} angstrom, "
-            f"degrees {degrees}, orders {common.dashes(self.orders)}, {self.channels} channels, "
-            f"{common.dtype_name(self.precision)}"
+            f"dpa4 (DPA-4), {len(self.degrees)} blocks of {self.mixing_layers} layers, rcut "
+            f"{self.rcut:g} angstrom, degrees {degrees}, orders {common.dashes(self.orders)}, "
+            f"{self.channels} channels, {common.dtype_name(self.precision)}"
         )

@@ -24,7 +24,8 @@ class DPA4EnerConfig(EnerFittingConfig):
         [0],
         alias=("n_neuron",),
         check=some_widths,
-        doc="Widths of the hidden layers. 0 is `8/3` of the number of inputs, rounded up to a multiple of 32.",
+        doc="Widths of the hidden layers. 0 is `8/3` of the number of inputs, rounded up to a "
+        "multiple of 32.",
     )
     activation_function: ActivationName = common.activation_option(
         ActivationName("silu"), "Activation function of the gates."
@@ -40,8 +41,8 @@ class DPA4EnerConfig(EnerFittingConfig):
     )
     case_film_embd: bool = option(
         False,
-        doc="Whether the vector that distinguishes tasks scales and shifts the numbers of all layers, instead of being "
-        "an input. No effect with `dim_case_embd` 0.",
+        doc="Whether the vector that distinguishes tasks scales and shifts the numbers of all "
+        "layers, instead of being an input. No effect with `dim_case_embd` 0.",
     )
 
     def widths(self, num_inputs: int) -> list[int]:

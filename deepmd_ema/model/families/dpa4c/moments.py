@@ -57,17 +57,27 @@ def harmonics(u: Sequence[Tensor], lmax: int) -> list[Tensor]:
     if lmax >= 3:
         along, odd, even = 5 * zz - rr, 3 * xx - yy, xx - 3 * yy
         found += [
-            root(5 / 8) * y * odd, root(15) * xy * z, root(3 / 8) * y * along, 0.5 * z * (5 * zz - 3 * rr),
-            root(3 / 8) * x * along, 0.5 * root(15) * z * difference, root(5 / 8) * x * even,
-        ]  # fmt: skip
+            root(5 / 8) * y * odd,
+            root(15) * xy * z,
+            root(3 / 8) * y * along,
+            0.5 * z * (5 * zz - 3 * rr),
+            root(3 / 8) * x * along,
+            0.5 * root(15) * z * difference,
+            root(5 / 8) * x * even,
+        ]
     if lmax >= 4:
         three, one = 7 * zz - 3 * rr, 7 * zz - rr
         found += [
-            0.5 * root(35) * xy * difference, 0.25 * root(70) * yz * odd, 0.5 * root(5) * xy * one,
-            0.25 * root(10) * yz * three, 0.125 * (35 * zz * zz - 30 * zz * rr + 3 * rr * rr),
-            0.25 * root(10) * xz * three, 0.25 * root(5) * difference * one, 0.25 * root(70) * xz * even,
+            0.5 * root(35) * xy * difference,
+            0.25 * root(70) * yz * odd,
+            0.5 * root(5) * xy * one,
+            0.25 * root(10) * yz * three,
+            0.125 * (35 * zz * zz - 30 * zz * rr + 3 * rr * rr),
+            0.25 * root(10) * xz * three,
+            0.25 * root(5) * difference * one,
+            0.25 * root(70) * xz * even,
             0.125 * root(35) * (xx * xx - 6 * xx * yy + yy * yy),
-        ]  # fmt: skip
+        ]
     return found
 
 
@@ -192,8 +202,10 @@ class InvariantReadout(nn.Module):
                 self.get_buffer(f"_scales_{degree}"),
             )
             found.append(gram.index_select(1, places) * scales)
-        seen = [self.probe_projections[str(k)](moment) if str(k) in self.probe_projections else moment
-                for k, moment in enumerate(aligned)]  # fmt: skip
+        seen = [
+            self.probe_projections[str(k)](moment) if str(k) in self.probe_projections else moment
+            for k, moment in enumerate(aligned)
+        ]
         quartic = scalar[:, :0]
         for degrees in self.triples:
             one, two, three = (seen[degree - 1] for degree in degrees)

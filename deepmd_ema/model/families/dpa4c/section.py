@@ -24,7 +24,8 @@ class DPA4CConfig(AllNeighborsSection):
     channels: int = option(
         32,
         check=Check(lambda v: v in CHANNELS, "8, 16, 32, 64 or 128"),
-        doc="Number of functions of the distance of two atoms. Moments of higher degrees have fewer.",
+        doc="Number of functions of the distance of two atoms. Moments of higher degrees have "
+        "fewer.",
     )
     lmax: int = option(
         2,
@@ -34,8 +35,8 @@ class DPA4CConfig(AllNeighborsSection):
     radial_modes: int = option(
         0,
         check=not_negative_int,
-        doc="Number of further functions of the distance, which each pair of elements mixes in its own way. With 0 the "
-        "functions of all pairs are those of one, scaled and shifted.",
+        doc="Number of further functions of the distance, which each pair of elements mixes in "
+        "its own way. With 0 the functions of all pairs are those of one, scaled and shifted.",
     )
     use_amp: bool = option(
         False,
@@ -60,6 +61,6 @@ class DPA4CConfig(AllNeighborsSection):
         """Return the main options as text."""
         modes = f", {self.radial_modes} radial modes" if self.radial_modes else ""
         return (
-            f"dpa4c (DPA4C), rcut {self.rcut:g} angstrom, degrees up to {self.lmax}, {self.channels} channels{modes}, "
-            f"{common.dtype_name(self.precision)}"
+            f"dpa4c (DPA4C), rcut {self.rcut:g} angstrom, degrees up to {self.lmax}, "
+            f"{self.channels} channels{modes}, {common.dtype_name(self.precision)}"
         )

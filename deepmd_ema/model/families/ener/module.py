@@ -116,8 +116,9 @@ class EnergyFitting(UsesOperations, Fitting):
         """
         if other.num_inputs != self.num_inputs:
             raise ConfigError(
-                f"{whose} share a fitting network, but their descriptors have {other.num_inputs} and {self.num_inputs} "
-                "numbers (with frame and atom parameters). Share the descriptor too, or give both one size."
+                f"{whose} share a fitting network, but their descriptors have {other.num_inputs} "
+                f"and {self.num_inputs} numbers (with frame and atom parameters). Share the "
+                "descriptor too, or give both one size."
             )
         self.nets = other.nets
         for name in (f"{part}_{what}" for part in (FPARAM, APARAM) for what in ("avg", "inv_std")):

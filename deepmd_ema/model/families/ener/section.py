@@ -27,8 +27,9 @@ class EnerFittingConfig(FittingOptions):
     rcond: float | None = option(
         None,
         check=not_negative,
-        doc="Singular values below this fraction of the largest count as zero in the least-squares fit of the energy "
-        "bias of each element; null is machine precision times the size of the problem.",
+        doc="Singular values below this fraction of the largest count as zero in the "
+        "least-squares fit of the energy bias of each element; null is machine precision "
+        "times the size of the problem.",
     )
     atom_ener: list[float | None] = option(
         [],
@@ -38,7 +39,8 @@ class EnerFittingConfig(FittingOptions):
     use_aparam_as_mask: bool = option(
         False,
         check=Check(lambda v: not v, f"false: true is {NOT_AVAILABLE}"),
-        doc="Whether atom parameters mark real atoms instead of entering the network. Only false here.",
+        doc="Whether atom parameters mark real atoms instead of entering the network. Only false "
+        "here.",
     )
 
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:

@@ -28,9 +28,10 @@ class HybridConfig:
     list: _Parts = option(
         registry=DESCRIPTORS,
         left_out=("hybrid",),
-        doc="The sections of the descriptors, each like a section `model.descriptor` of its type. They share one list "
-        "of neighbors, which ends at the largest cutoff and holds the largest `sel` of them. `sel` = `auto` of a part "
-        "that counts by element and has a shorter cutoff than another part is an upper bound.",
+        doc="The sections of the descriptors, each like a section `model.descriptor` of its type. "
+        "They share one list of neighbors, which ends at the largest cutoff and holds the "
+        "largest `sel` of them. `sel` = `auto` of a part that counts by element and has a "
+        "shorter cutoff than another part is an upper bound.",
     )
 
     @property

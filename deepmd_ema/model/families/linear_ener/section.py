@@ -40,9 +40,11 @@ class NetworkPartConfig:
     )
     descriptor: DescriptorConfig = redefined(StandardConfig, "descriptor")
     fitting_net: Any = option(
-        registry=FITTINGS, default_type="ener", left_out=("dipole", "polar", "property", "dos"),
+        registry=FITTINGS,
+        default_type="ener",
+        left_out=("dipole", "polar", "property", "dos"),
         doc="How the energy follows from the descriptor.",
-    )  # fmt: skip
+    )
 
     def summary(self) -> str:
         """Return the main options as text."""
@@ -67,12 +69,13 @@ class PairTableConfig(NeighborLists):
         also=(str,),
         check=pair_table,
         convert=read_table,
-        doc="Text file of pair energies: rows of a distance in angstrom, in even steps, and an energy in eV for each "
-        "pair of the elements in `type_map` (for O and H: O-O, O-H, H-H). A checkpoint holds its rows. Nearer than "
-        "its first row the energy is nan.",
+        doc="Text file of pair energies: rows of a distance in angstrom, in even steps, and an "
+        "energy in eV for each pair of the elements in `type_map` (for O and H: O-O, O-H, "
+        "H-H). A checkpoint holds its rows. Nearer than its first row the energy is nan.",
     )
     rcut: float = common.cutoff_option(
-        doc="Distance from which the energies are 0. They are cut off there, so the table should end in zeros."
+        doc="Distance from which the energies are 0. They are cut off there, so the table should "
+        "end in zeros."
     )
     sel: int | list[int] | str = redefined(OneListSection, "sel")
 
@@ -103,7 +106,10 @@ class PairTableConfig(NeighborLists):
     def summary(self) -> str:
         """Return the main options as text."""
         first, last = self.tab_file[0][0], self.tab_file[-1][0]
-        return f"pairtab, table from {first:g} to {last:g}, rcut {self.rcut:g}, sel {common.sel_text(self.sel)}"
+        return (
+            f"pairtab, table from {first:g} to {last:g}, rcut {self.rcut:g}, sel "
+            f"{common.sel_text(self.sel)}"
+        )
 
 
 Part = NetworkPartConfig | PairTableConfig
@@ -133,14 +139,15 @@ class LinearConfig(ModelConfig):
 
     models: list[NetworkPartConfig | PairTableConfig] = option(
         default_type="standard",
-        doc="The sections of the parts: networks, which are trained together, and tables of pair energies. They share "
-        "one list of neighbors, of which each sees those inside its own cutoff. DeePMD-kit's torch backend reads such "
-        "a model if all its descriptors distinguish elements (not `se_e2_a`).",
+        doc="The sections of the parts: networks, which are trained together, and tables of pair "
+        "energies. They share one list of neighbors, of which each sees those inside its own "
+        "cutoff. DeePMD-kit's torch backend reads such a model if all its descriptors "
+        "distinguish elements (not `se_e2_a`).",
     )
     weights: list[float] | str = option(
         check=_weights,
-        doc="Weight of the energy of each part: `sum` is 1, `mean` is 1 divided by their number, a list has one number "
-        "for each.",
+        doc="Weight of the energy of each part: `sum` is 1, `mean` is 1 divided by their number, "
+        "a list has one number for each.",
     )
 
     @property

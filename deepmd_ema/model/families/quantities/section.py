@@ -31,7 +31,10 @@ def _as_list(types: int | list[int]) -> list[int]:
 _types = Check(
     lambda v: v != [] and all(t >= 0 for t in _as_list(v)), "type numbers, e.g. [0]; null is all"
 )
-_SELECTED = "Types whose atoms have a {0}, as `model.atom_exclude_types` names the others; null is all. Files of atoms "
+_SELECTED = (
+    "Types whose atoms have a {0}, as `model.atom_exclude_types` names the others; null is all. "
+    "Files of atoms "
+)
 _SELECTED += "may then have rows of these atoms only. DeePMD-kit's torch backends ignore it."
 
 
@@ -78,19 +81,25 @@ class PolarFittingConfig(DipoleFittingConfig):
     labels: ClassVar[tuple[str, ...]] = (POLAR, ATOM_POLAR)
 
     sel_type: list[int] | None = option(
-        None, alias=("pol_type",), also=(int,), convert=_as_list, check=_types,
+        None,
+        alias=("pol_type",),
+        also=(int,),
+        convert=_as_list,
+        check=_types,
         doc=_SELECTED.format("polarizability"),
-    )  # fmt: skip
+    )
     fit_diag: bool = option(
         True,
-        doc="Whether the network gives the diagonal of a matrix between equivariant vectors, or all of it.",
+        doc="Whether the network gives the diagonal of a matrix between equivariant vectors, or "
+        "all of it.",
     )
     scale: float | list[float] = option(
         1.0, doc="Factor of the network for all elements, or of each, for numbers of about 1."
     )
     shift_diag: bool = option(
         True,
-        doc="Whether the mean of the diagonal for each element is added, which is taken from the data.",
+        doc="Whether the mean of the diagonal for each element is added, which is taken from the "
+        "data.",
     )
 
     @property
@@ -116,8 +125,8 @@ class PropertyFittingConfig(FittingOptions):
         [120, 120, 120],
         alias=("n_neuron",),
         check=some_widths,
-        doc="Widths of the hidden layers. A layer as wide as the one before it has a skip connection. 0 is 8/3 of the "
-        "number of inputs, rounded up to a multiple of 32.",
+        doc="Widths of the hidden layers. A layer as wide as the one before it has a skip "
+        "connection. 0 is 8/3 of the number of inputs, rounded up to a multiple of 32.",
     )
     property_name: str = option(
         check=Check(
@@ -129,7 +138,8 @@ class PropertyFittingConfig(FittingOptions):
     task_dim: int = option(1, check=positive_int, doc="How many numbers a frame has.")
     intensive: bool = option(
         False,
-        doc="Whether the property is the mean over atoms (a band gap), not their sum (a magnetization).",
+        doc="Whether the property is the mean over atoms (a band gap), not their sum (a "
+        "magnetization).",
     )
     distinguish_types: bool = option(True, doc="Whether each element has a bias of its own.")
 
@@ -152,7 +162,8 @@ class DosFittingConfig(FittingOptions):
     )
     rcond: float | None = option(
         None,
-        doc="Singular values below this fraction of the largest count as zero in the fit of the bias.",
+        doc="Singular values below this fraction of the largest count as zero in the fit of the "
+        "bias.",
     )
 
     @property

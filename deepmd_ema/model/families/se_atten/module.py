@@ -68,11 +68,15 @@ class SeAttenBlock(ElementBlock):
         self.attends = AttentionOptions(options.attn_dotr, options.normalize, scaling, shift, eps)
         self.layers = module_list(
             AttentionLayer(
-                self.num_channels, options.attn, eps=eps, trainable_norm=options.trainable_ln, dtype=dtype,
+                self.num_channels,
+                options.attn,
+                eps=eps,
+                trainable_norm=options.trainable_ln,
+                dtype=dtype,
                 seed=seed_for("attention", seed, index),
             )
             for index in range(options.attn_layer)
-        )  # fmt: skip
+        )
         if not options.trainable:
             freeze(self, False)
 

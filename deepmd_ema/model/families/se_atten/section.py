@@ -38,7 +38,8 @@ class SeAttenV2Config(OneListSection):
     )
     type_one_side: bool = option(
         False,
-        doc="Whether the embedding depends on the element of the neighbor only, not on that of the centre.",
+        doc="Whether the embedding depends on the element of the neighbor only, not on that of "
+        "the centre.",
     )
     attn: int = option(
         128, check=positive_int, doc="Width of queries, keys and values of the attention."
@@ -46,7 +47,8 @@ class SeAttenV2Config(OneListSection):
     attn_layer: int = option(2, check=not_negative_int, doc="Number of attention layers.")
     attn_dotr: bool = option(
         True,
-        doc="Whether attention weights are multiplied by the cosines of the angles between neighbors.",
+        doc="Whether attention weights are multiplied by the cosines of the angles between "
+        "neighbors.",
     )
     attn_mask: bool = option(
         False,
@@ -55,8 +57,9 @@ class SeAttenV2Config(OneListSection):
     )
     set_davg_zero: bool = option(
         False,
-        doc="Whether the mean of the environment matrix is set to zero instead of taken from the data. False makes the "
-        "energy jump where a neighbor enters, and depend on the order of the atoms, as in DeePMD-kit.",
+        doc="Whether the mean of the environment matrix is set to zero instead of taken from the "
+        "data. False makes the energy jump where a neighbor enters, and depend on the order "
+        "of the atoms, as in DeePMD-kit.",
     )
     trainable_ln: bool = option(
         True, doc="Whether shift and scale of the layer normalisation are trained."
@@ -67,7 +70,8 @@ class SeAttenV2Config(OneListSection):
     scaling_factor: float = option(
         1.0,
         check=positive,
-        doc="Factor s in the scale 1 / sqrt(attn * s) of queries; without effect beside `temperature`.",
+        doc="Factor s in the scale 1 / sqrt(attn * s) of queries; without effect beside "
+        "`temperature`.",
     )
     normalize: bool = option(True, doc="Whether queries, keys and values have length 1.")
     temperature: float | None = option(
@@ -117,8 +121,9 @@ class SeAttenConfig(SeAttenV2Config):
     tebd_input_mode: str = option(  # type: ignore[misc]  # an option here, fixed in se_atten_v2
         "concat",
         choices=("concat", "strip"),
-        doc="`concat` puts the embeddings of the elements beside the distance, `strip` into a network apart, whose "
-        "output is computed once per pair of elements: faster, about equally accurate.",
+        doc="`concat` puts the embeddings of the elements beside the distance, `strip` into a "
+        "network apart, whose output is computed once per pair of elements: faster, about "
+        "equally accurate.",
     )
     stripped_type_embedding: bool | None = option(
         None, doc="True means `tebd_input_mode: strip`, the later name of this option."
@@ -126,8 +131,8 @@ class SeAttenConfig(SeAttenV2Config):
     smooth_type_embedding: bool = option(
         False,
         alias=("smooth_type_embdding",),
-        doc="Whether attention weights, and the gate of `strip`, vanish smoothly at the cutoff. False makes the "
-        "potential energy jump where a neighbor enters.",
+        doc="Whether attention weights, and the gate of `strip`, vanish smoothly at the cutoff. "
+        "False makes the potential energy jump where a neighbor enters.",
     )
 
     def __post_init__(self) -> None:

@@ -24,16 +24,19 @@ class SeE2AConfig(PerElementSection):
         4,
         alias=("n_axis_neuron",),
         check=positive_int,
-        doc="Number of columns of the embedding matrix that form the second factor of the descriptor.",
+        doc="Number of columns of the embedding matrix that form the second factor of the "
+        "descriptor.",
     )
     type_one_side: bool = option(
         False,
-        doc="Whether the embedding network depends on the element of the neighbor only; otherwise there is one network "
-        "for each pair of elements. True is faster, about equally accurate.",
+        doc="Whether the embedding network depends on the element of the neighbor only; otherwise "
+        "there is one network for each pair of elements. True is faster, about equally "
+        "accurate.",
     )
     set_davg_zero: bool = option(
         False,
-        doc="Whether the mean of the environment matrix is set to zero instead of taken from the data.",
+        doc="Whether the mean of the environment matrix is set to zero instead of taken from the "
+        "data.",
     )
     interpolate: str = common.interpolate_option()
 

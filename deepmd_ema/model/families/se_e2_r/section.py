@@ -19,9 +19,9 @@ class SeE2RConfig(PerElementSection):
 
     type_one_side: bool = option(
         True,
-        doc="Whether the embedding network depends on the element of the neighbor only; otherwise there is one network "
-        "for each pair of elements. DeePMD-kit declares false and trains true: its torch backends know nothing else, "
-        "and do not read a model with false.",
+        doc="Whether the embedding network depends on the element of the neighbor only; otherwise "
+        "there is one network for each pair of elements. DeePMD-kit declares false and trains "
+        "true: its torch backends know nothing else, and do not read a model with false.",
     )
     set_davg_zero: bool = redefined(SeE2AConfig, "set_davg_zero")
     interpolate: str = redefined(SeE2AConfig, "interpolate")

@@ -86,9 +86,12 @@ class SeTTebdBlock(ElementBlock):
             switch, switch_vjp = switch_and_vjp(vector, mask, radial)
             switch = switch.to(self.dtype) if self.smooth else torch.ones_like(rows[..., 0])
             summed, sums_vjp = vjp_of(
-                lambda products, switch: self._gated_by_elements(products, elements * switch[..., None], table),
-                products, switch,
-            )  # fmt: skip
+                lambda products, switch: self._gated_by_elements(
+                    products, elements * switch[..., None], table
+                ),
+                products,
+                switch,
+            )
 
         def vjp(grad_features: Tensor) -> Tensor:
             by_products, *by_switch = sums_vjp(grad_features / self.sel**2)

@@ -21,18 +21,19 @@ class SeE3TebdConfig(OneListSection):
     tebd_input_mode: str = option(
         "concat",
         choices=("concat", "strip"),
-        doc="`concat` puts the embeddings of the elements of both neighbors beside the product of their directions, "
-        "`strip` into a network apart, whose output is computed once per pair of elements: faster, about equally "
-        "accurate.",
+        doc="`concat` puts the embeddings of the elements of both neighbors beside the product of "
+        "their directions, `strip` into a network apart, whose output is computed once per "
+        "pair of elements: faster, about equally accurate.",
     )
     set_davg_zero: bool = option(
         True,
-        doc="Whether the mean of the environment matrix is set to zero instead of taken from the data. Without effect "
-        "on energies: the mean of angular columns is zero.",
+        doc="Whether the mean of the environment matrix is set to zero instead of taken from the "
+        "data. Without effect on energies: the mean of angular columns is zero.",
     )
     smooth: bool = option(
         True,
-        doc="Whether the gate of `strip` vanishes smoothly at the cutoff. Without effect on `concat`.",
+        doc="Whether the gate of `strip` vanishes smoothly at the cutoff. Without effect on "
+        "`concat`.",
     )
     use_tebd_bias: bool = redefined(TypeEmbeddedOptions, "use_tebd_bias", True)
 
