@@ -203,7 +203,9 @@ def add_common_options(parser) -> None:
 
 
 def read_input(file: Path, data: list[str] | None) -> dict:
-    """Return an input with absolute paths of its systems; ``data`` replaces the training systems."""
+    """Return an input with absolute paths of its systems; ``data`` replaces the training
+    systems.
+    """
     config = json.loads(file.read_text())
     training = config["training"]
     if data:
@@ -385,7 +387,9 @@ def write_repeated(
 
 
 def read_errors(text: str) -> dict[str, float]:
-    """Return the RMSE printed by `test` of either program: energy, eV/atom, and force, eV/angstrom."""
+    """Return the RMSE printed by `test` of either program: energy, eV/atom, and force,
+    eV/angstrom.
+    """
     # the last of several lines is the weighted average over systems
     return {name: float(re.findall(pattern, text)[-1]) for name, pattern in ERROR_LINES.items()}
 

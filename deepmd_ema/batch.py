@@ -228,7 +228,9 @@ class Batch:
         return self._map(lambda t: t.to(device, non_blocking=True))
 
     def as_padding(self) -> Batch:
-        """Return the batch with all labels marked as missing: it adds nothing to any loss or error."""
+        """Return the batch with all labels marked as missing: it adds nothing to any loss or
+        error.
+        """
         has_label = {name: torch.zeros_like(flags) for name, flags in self.has_label.items()}
         return replace(self, has_label=has_label, padding=True)
 
@@ -314,7 +316,9 @@ class PackedLayout:
         return cls(tuple(places), tuple((name, getattr(batch, name)) for name in _HOST_FIELDS), end)
 
     def view(self, data: Tensor) -> Batch:
-        """Return the batch whose tensors are views of ``data`` (num_bytes,) uint8, on its device."""
+        """Return the batch whose tensors are views of ``data`` (num_bytes,) uint8, on its
+        device.
+        """
         typed = {dtype: data.view(dtype) for dtype in {place.dtype for place in self.tensors}}
         found: dict[str, Any] = {name: {} for name in _MAPPINGS}
         for name, key, dtype, shape, start in self.tensors:
@@ -347,7 +351,9 @@ class PackedBatch:
         return self.view(self.data.to(device, non_blocking=True))
 
     def view(self, data: Tensor) -> Batch:
-        """Return the batch whose tensors are views of ``data``, which holds the bytes of this one."""
+        """Return the batch whose tensors are views of ``data``, which holds the bytes of this
+        one.
+        """
         return replace(self.layout.view(data), **self.marks)
 
     def as_padding(self) -> PackedBatch:

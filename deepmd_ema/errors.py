@@ -120,7 +120,9 @@ _TO_DO = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Change its permissions, or name another place."),
     errno.EROFS: "Name another place.",
     errno.ENAMETOOLONG: "A name has at most 255 bytes and a path 4,096: choose a shorter one.",
-    errno.ELOOP: "It is a link, which is not followed here, or a link that leads back to itself: remove it.",
+    errno.ELOOP: (
+        "It is a link, which is not followed here, or a link that leads back to itself: remove it."
+    ),
     errno.ENOENT: "Make the folder, or correct the name.",
     **dict.fromkeys(
         (errno.ENOTDIR, errno.EEXIST),

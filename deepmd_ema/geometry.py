@@ -1,4 +1,6 @@
-"""Cells, periodic images, neighbor lists and neighbor statistics as pure functions of numpy arrays."""
+"""Cells, periodic images, neighbor lists and neighbor statistics as pure functions of numpy
+arrays.
+"""
 
 from __future__ import annotations
 

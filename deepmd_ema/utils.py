@@ -69,7 +69,9 @@ def keep_freed_memory(most: int | None = None) -> bool:
 
 
 def peak_memory() -> int:
-    """Return the largest memory that this process has had, bytes; 0 where the system does not say."""
+    """Return the largest memory that this process has had, bytes; 0 where the system does not
+    say.
+    """
     with suppress(
         OSError
     ):  # getrusage counts what the parent had when it started this process, on Linux

@@ -92,7 +92,9 @@ def changed_sections(section, kind, place=()):
 
 
 def may_take(option, value):
-    """Return whether an option may take a value: to read a whole section takes 100 times as long."""
+    """Return whether an option may take a value: to read a whole section takes 100 times as
+    long.
+    """
     kinds = {typing.get_origin(kind) or kind for kind in option.types}
     if float in kinds:
         kinds.add(int)

@@ -63,6 +63,8 @@ def problems_of(values):
 
 
 def assert_refused(values, text):
-    """Check that an input has one message, which begins with ``text``; " ... " in it is any text."""
+    """Check that an input has one message, which begins with ``text``; " ... " in it is any
+    text.
+    """
     (found,) = problems_of(values)
     assert re.match(r"input\.json: " + ".*".join(map(re.escape, text.split(" ... "))), found), found

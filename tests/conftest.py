@@ -23,7 +23,9 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind():
-    """After a test the environment is as before, no thread continues, and no process group is open."""
+    """After a test the environment is as before, no thread continues, and no process group is
+    open.
+    """
     environment, threads = dict(os.environ), set(threading.enumerate())
     yield
     current = os.environ.pop("PYTEST_CURRENT_TEST", None)

@@ -1,4 +1,6 @@
-"""Loggers of another distribution: one that appends lines of JSON to a file, and one that raises."""
+"""Loggers of another distribution: one that appends lines of JSON to a file, and one that
+raises.
+"""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""Labelled batches without neighbors, for tests of what is measured and not of what is predicted."""
+"""Labelled batches without neighbors, for tests of what is measured and not of what is
+predicted.
+"""
 
 import numpy as np
 import torch
@@ -49,7 +51,9 @@ def flat_batch(frames, num_types=2, names=COMPARED):
 
 
 def join(frames, name, order):
-    """Return one quantity of all frames as it is in a batch, zeros where a frame does not have it."""
+    """Return one quantity of all frames as it is in a batch, zeros where a frame does not have
+    it.
+    """
     parts = []
     for f in frames:
         empty = np.zeros(LABELS[name].shape_of(len(f["types"])))
@@ -69,6 +73,8 @@ def random_frame(rng, natoms, box=None, names=COMPARED, **more):
 
 
 def predicted(frames, batch):
-    """Return the numbers of ``frames`` in the order of ``batch``, as if a model had predicted them."""
+    """Return the numbers of ``frames`` in the order of ``batch``, as if a model had predicted
+    them.
+    """
     order = batch.atom_order.numpy()
     return {n: torch.tensor(join(frames, n, order)) for n in COMPARED if n != "atom_pref"}

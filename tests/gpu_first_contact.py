@@ -75,7 +75,9 @@ class Running:
 
 
 def pytest_part(name, title, files, chosen, limit, *, beside=False):
-    """Return a part of tests; warnings of other packages, which only a GPU shows, are no failures."""
+    """Return a part of tests; warnings of other packages, which only a GPU shows, are no
+    failures.
+    """
     workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)) // 2)
     words = [
         "-m",
@@ -225,7 +227,9 @@ def parts_of(peer=None, work=None, cache=None, device="cuda"):
 
 
 def run_parts(parts, folder, minutes):
-    """Run the parts within ``minutes``, those beside others at once, and write the page after each."""
+    """Run the parts within ``minutes``, those beside others at once, and write the page after
+    each.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * minutes
     results = Results(folder / FILE_NAME, "parts")

@@ -166,7 +166,9 @@ def start(case, way, key, args):
 
 
 def wait_for_all(runs, args, results):
-    """Halt each run when it has taken its first steps, and return those that have within the limit."""
+    """Halt each run when it has taken its first steps, and return those that have within the
+    limit.
+    """
     until = time.perf_counter() + args.wait
     waiting, ready = list(runs), []
     while waiting and time.perf_counter() < until:

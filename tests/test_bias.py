@@ -70,7 +70,9 @@ BANK = {
 
 
 def test_after_training_every_file_has_a_bias_of_its_own(tmp_path, data, monkeypatch):
-    """The live file and each averaged file have no mean residual per atom on the training frames."""
+    """The live file and each averaged file have no mean residual per atom on the training
+    frames.
+    """
     folder = train(tmp_path / "run", data, monkeypatch, **REFIT, **BANK)
     plain = train(tmp_path / "plain", data, monkeypatch, **BANK)
     names = ("ema", "long", "wide")
@@ -104,7 +106,9 @@ def same_arrays(one, two):
 
 
 def test_a_restart_continues_from_the_raw_bias(tmp_path, data, monkeypatch):
-    """The last checkpoint of a run with a fitted bias continues bitwise as that of a run without."""
+    """The last checkpoint of a run with a fitted bias continues bitwise as that of a run
+    without.
+    """
     folders = []
     for name, changes in (("fitted", REFIT), ("plain", {})):
         folder = train(tmp_path / name, data, monkeypatch, num_steps=10, **changes)

@@ -172,7 +172,9 @@ def test_a_frame_alone_is_judged_by_the_spread_in_the_data_of_the_file(std, is_m
 @pytest.mark.parametrize("distinguish", [True, False])
 @pytest.mark.parametrize("type_map", [["C", "O", "H"], ["O", "C", "H"], ["H", "O", "C"]])
 def test_a_new_element_changes_nothing_of_a_property_at_any_place(type_map, distinguish):
-    """Predictions were 99.9 in place of 10.97, and the unit of the loss was that of the new data."""
+    """Predictions were 99.9 in place of 10.97, and the unit of the loss was that of the new
+    data.
+    """
     fitting = {**GAP, "distinguish_types": distinguish}
     old, new = (
         build_model(
@@ -225,7 +227,9 @@ def base(tmp_path_factory):
 def test_what_init_writes_follows_from_the_errors_of_the_model(
     base, tmp_path, monkeypatch, capsys, data, choice, words
 ):
-    """The input had ``keep`` whatever the labels were: forces went from 252 to 4,369 meV/angstrom."""
+    """The input had ``keep`` whatever the labels were: forces went from 252 to 4,369
+    meV/angstrom.
+    """
     monkeypatch.chdir(base)
     target = tmp_path / "input.yaml"
     assert main(["init", data, "--finetune", "old.pt", "--steps", "2", "-o", str(target)]) == 0

@@ -1,4 +1,6 @@
-"""`dp-ema change-bias`: the bias it finds, what it leaves alone, and one message for each mistake."""
+"""`dp-ema change-bias`: the bias it finds, what it leaves alone, and one message for each
+mistake.
+"""
 
 import shutil
 from pathlib import Path

@@ -143,11 +143,15 @@ def test_files_of_other_programs_are_recognised(here):
     newer = payload() | {"format": checkpoint.FORMAT + 1, "version": "9.0"}
     checkpoint.save("newer.pt", newer)
     expected = {
-        "dp.pt": "a checkpoint of DeePMD-kit.*--init-model and --finetune start a run.*dp-ema convert",
+        "dp.pt": (
+            "a checkpoint of DeePMD-kit.*--init-model and --finetune start a run.*dp-ema convert"
+        ),
         "plain.pt": "not a checkpoint of dp-ema",
         "code.pt": "objects other than tensors",
         "text.pt": "not a checkpoint",
-        "model.dp": r"a frozen model \(.dp, HDF5\), not a checkpoint. Give it a name that ends in .dp",
+        "model.dp": (
+            r"a frozen model \(.dp, HDF5\), not a checkpoint. Give it a name that ends in .dp"
+        ),
         "script.pth": "TorchScript.*`dp convert-backend script.pth script.dp`.*which dp-ema reads",
         "newer.pt": r"written by dp-ema 9.0 in format 2.*Update dp-ema",
     }

@@ -1,6 +1,4 @@
-"""Limits of files, functions and classes, of the tokens of packages, and of the way to the first
-step.
-"""
+"""Limits of the tokens of packages, files and functions, and of the way to the first step."""
 
 import ast
 import io
@@ -8,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -17,17 +16,8 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deepmd_ema"
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS = 500, 100, 15
+MAX_FILE_TOKENS, MAX_FUNCTION_TOKENS, MAX_METHODS = 5_000, 1_150, 15
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.read_text().strip())
-
-
-def body_length(function):
-    """Return the lines of a function, its docstring not counted."""
-    lines = function.end_lineno - function.lineno + 1
-    first = function.body[0]
-    if ast.get_docstring(function) is not None:
-        lines -= first.end_lineno - first.lineno + 1
-    return lines
 
 
 def test_files_functions_and_classes_are_short():
@@ -41,11 +31,13 @@ def excesses(path):
     tree = ast.parse(source)
     if not ast.get_docstring(tree):
         yield f"{name}: expected a docstring of the module that names its content"
-    if source.count("\n") > MAX_FILE_LINES:
-        yield f"{name}: {source.count(chr(10))} lines"
+    if (tokens := tokens_of_code(source)) > MAX_FILE_TOKENS:
+        yield f"{name}: {tokens:,} tokens"
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and body_length(node) > MAX_FUNCTION_LINES:
-            yield f"{name}:{node.lineno}: {node.name} has {body_length(node)} lines"
+        if isinstance(node, ast.FunctionDef):
+            body = "\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno])
+            if (tokens := tokens_of_code(textwrap.dedent(body))) > MAX_FUNCTION_TOKENS:
+                yield f"{name}:{node.lineno}: {node.name} has {tokens:,} tokens"
         if isinstance(node, ast.ClassDef):
             methods = [
                 n for n in node.body if isinstance(n, ast.FunctionDef) and n.name != "__init__"
@@ -83,27 +75,23 @@ def test_the_recipe_of_conda_has_the_version_and_the_requirements_of_the_package
     assert {line.replace(" ", "") for line in recipe["requirements"]["run"]} == wanted
 
 
-# tokens of code, which no formatting changes: names, numbers, texts and operators, without comments
-# and docstrings. A number may only fall, unless an issue names the new one; the spare 2 % are for
-# lines that help a reader.
-SPARE = 1.02
 MAX_TOKENS = {
     # with units, convergence and comparisons of data, keys of what is kept, files of ranks and
-    "all": 363_100,
     # models; fine-tuning by evidence, the backend of dp
-    "averaging": 15_325,
-    "checkpoint": 7_430,
-    "cli": 9_500,
-    "config": 39_350,
-    "data": 54_600,
-    "distributed": 8_790,
-    "infer": 20_250,
-    "interop": 22_534,
-    "model": 99_000,
-    "modules": 10_900,  # with findings, which have come out of config and data
-    "optim": 11_403,
-    "report": 28_450,
-    "training": 35_740,
+    "all": 361_900,
+    "averaging": 15_300,
+    "checkpoint": 7_400,
+    "cli": 9_420,
+    "config": 38_990,
+    "data": 54_450,
+    "distributed": 8_770,
+    "infer": 20_200,
+    "interop": 22_440,
+    "model": 98_790,
+    "modules": 10_880,  # with findings, which have come out of config and data
+    "optim": 11_380,
+    "report": 28_400,
+    "training": 35_640,
 }
 LAYOUT = (
     tokenize.COMMENT,
@@ -123,8 +111,16 @@ def tokens_of_code(source):
             and ast.get_docstring(node) is not None
         ):
             docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(token.type not in LAYOUT and token.start[0] not in docstrings for token in tokens)
+    number, before = 0, None
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in LAYOUT or token.start[0] in docstrings:
+            continue
+        # the formatter sets a comma before a closing bracket, and a long text is several
+        is_part_of_text = before is not None and before.type == token.type == tokenize.STRING
+        is_after_comma = before is not None and before.string == "," and token.string in ")]}"
+        number += 1 - is_part_of_text - is_after_comma
+        before = token
+    return number
 
 
 def test_no_package_has_more_tokens_than_its_budget():

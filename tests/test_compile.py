@@ -362,7 +362,9 @@ WITHOUT_GRADIENT = re.compile(r"layers\.[12]\.(edge|angle)_(self|update|angle|an
 def test_wrong_code_of_a_fresh_model_is_refused_whatever_parameter_it_is_about(
     descriptor, monkeypatch, caplog
 ):
-    """Weights that begin at 0 left most gradients of dpa4 at 0, so that code without them passed."""
+    """Weights that begin at 0 left most gradients of dpa4 at 0, so that code without them
+    passed.
+    """
     changes = SHORT if descriptor == "dpa3" else {**SHORT, "nlayers": 2}
     model = build_model(model_config_from_dict(model_section(descriptor, changes, NET)), 3)
     coord, types = toy_atoms(1)

@@ -115,7 +115,9 @@ def test_files_that_change_while_they_are_read_are_not_remembered(place, monkeyp
 
 
 def test_flipped_bits_of_a_memory_are_ignored(place):
-    """One changed digit trained with another sel: of 7,408 bits 945 were taken with other numbers."""
+    """One changed digit trained with another sel: of 7,408 bits 945 were taken with other
+    numbers.
+    """
     check()
     [file] = MEMORY.iterdir()
     written, whole = file.read_bytes(), recall(MEMORY, file.stem)

@@ -1,4 +1,6 @@
-"""Extended XYZ files as training data: read as ASE reads them, every name and every fault reported."""
+"""Extended XYZ files as training data: read as ASE reads them, every name and every fault
+reported.
+"""
 
 import json
 import shutil

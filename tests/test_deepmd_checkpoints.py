@@ -333,10 +333,12 @@ def test_a_checkpoint_of_deepmd_kit_is_written_as_it_was(tmp_path):
         )
 
 
-def test_types_without_dipoles_are_excluded_in_checkpoints_of_deepmd_kit_whose_sel_type_has_no_effect(
+def test_types_without_dipoles_are_excluded_in_checkpoints_although_sel_type_has_no_effect(
     tmp_path,
 ):
-    """Its torch backends ignore ``sel_type``: dipoles of the other types were added in DeePMD-kit."""
+    """Its torch backends ignore ``sel_type``: dipoles of the other types were added in
+    DeePMD-kit.
+    """
     config, model = toy_model(fitting_changes={"type": "dipole", "sel_type": [0]})
     path = tmp_path / "model.pt"
     write_deepmd_pt(path, {"": (config, model, FACTS)})
@@ -403,7 +405,8 @@ FROZEN_SCRIPT = """
 import numpy as np
 from deepmd.infer import DeepPot
 data = np.load("frame.npz")
-out = DeepPot("x.pth").eval(data["coord"].reshape(1, -1), data["box"].reshape(1, 9), data["types"], atomic=True)
+coord, box = data["coord"].reshape(1, -1), data["box"].reshape(1, 9)
+out = DeepPot("x.pth").eval(coord, box, data["types"], atomic=True)
 np.savez("out.npz", energy=out[0], force=out[1], virial=out[2], atom_energy=out[3])
 """
 

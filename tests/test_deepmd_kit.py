@@ -32,7 +32,9 @@ OTHER = 'print("Data Parallel 1.0")'
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Return a function that puts a program with the name ``dp`` on the PATH and returns its path."""
+    """Return a function that puts a program with the name ``dp`` on the PATH and returns its
+    path.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))

@@ -52,7 +52,9 @@ def task(tmp_path):
 
 
 def sh(folder, line):
-    """Run a line with the commands of this package, and with a program in the place of DeePMD-kit."""
+    """Run a line with the commands of this package, and with a program in the place of
+    DeePMD-kit.
+    """
     tools = folder.parent / "bin"
     tools.mkdir(exist_ok=True)
     (tools / "dp").write_text(PROGRAM)

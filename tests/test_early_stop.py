@@ -83,7 +83,9 @@ def test_another_metric_is_counted_anew(caplog):
 
 
 class OutOfTime(Callback):
-    """Lets the time be over: after a step, or in the validation of the averaged weights after it."""
+    """Lets the time be over: after a step, or in the validation of the averaged weights after
+    it.
+    """
 
     def __init__(self, step, in_validation=False):
         self.step, self.in_average = step, in_validation
@@ -106,9 +108,7 @@ def step_of(folder):
     return checkpoint.load(folder)["step"]
 
 
-def test_a_run_that_no_longer_improves_ends_as_after_its_last_step_and_continues_with_more_patience_only(
-    start, caplog
-):
+def test_a_run_that_no_longer_improves_ends_and_continues_with_more_patience_only(start, caplog):
     folder = start("run", STEPS, {"training__change_bias_after_training": True})
     assert (
         f"early stop after step {END} of {STEPS}: F:RMSE has not fallen by more than" in caplog.text

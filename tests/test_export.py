@@ -1,4 +1,6 @@
-"""Freeze: what is in the file, that it is the same model, and that nothing is lost when it fails."""
+"""Freeze: what is in the file, that it is the same model, and that nothing is lost when it
+fails.
+"""
 
 import subprocess
 import sys

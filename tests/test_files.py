@@ -1,4 +1,6 @@
-"""Seeds, files that appear whole, and locks: one run in one place, on this machine and on others."""
+"""Seeds, files that appear whole, and locks: one run in one place, on this machine and on
+others.
+"""
 
 import errno
 import fcntl

@@ -128,7 +128,9 @@ def test_elements_of_the_file_keep_their_weights_and_new_ones_get_their_own(trai
 
 
 def test_the_nearest_pair_is_that_of_the_file_or_of_the_data(trained, desk):
-    """It was that of the file, so that frames as near as the new data were called an extrapolation."""
+    """It was that of the file, so that frames as near as the new data were called an
+    extrapolation.
+    """
     content, config = checkpoint.load(trained), input_of(["O", "H"], steps=1)
     write_system("data", frames=4, seed=5)
     found = []
@@ -482,7 +484,9 @@ OF_TASK = {"out_bias", "out_std", "fitting.case_embd"}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Files of two tasks that share nothing ("nothing.pt"), and of one of their models ("one.pt")."""
+    """Files of two tasks that share nothing ("nothing.pt"), and of one of their models
+    ("one.pt").
+    """
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

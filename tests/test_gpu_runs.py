@@ -74,7 +74,9 @@ RUNS = {
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Return a function that trains on an input in a folder of its own: run(name, config, **how)."""
+    """Return a function that trains on an input in a folder of its own: run(name, config,
+    **how).
+    """
 
     def trained(name, config, device="cuda", **how):
         folder = tmp_path / name

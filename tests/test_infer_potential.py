@@ -244,7 +244,9 @@ def test_whatever_changes_between_two_frames_is_noticed(tmp_path, case):
 )
 @pytest.mark.parametrize("descriptor", ["se_e2_a", "dpa2"])
 def test_a_potential_that_was_used_can_be_copied(descriptor, make):
-    """Neither could be pickled, and tables that dpa2 makes inside torch.func could not be copied."""
+    """Neither could be pickled, and tables that dpa2 makes inside torch.func could not be
+    copied.
+    """
     potential, kept = potential_of(descriptor, {"interpolate": "always"}), KeptPairs(1.0)
     frame = (*toy_atoms(0, 9), TRICLINIC)
     known = potential.evaluate(*frame, kept=kept)

@@ -42,7 +42,9 @@ def one_batch(model, natoms=40, seed=1):
 
 
 def controlled(descriptor="se_e2_a", activation="tanh", choice="auto", natoms=40, **changes):
-    """Return the interpolation of a model after a run has begun with it, its control and a batch."""
+    """Return the interpolation of a model after a run has begun with it, its control and a
+    batch.
+    """
     changes |= {"interpolate": choice, "activation_function": activation}
     _, model = toy_model(descriptor, changes)
     batch = one_batch(model, natoms)
@@ -225,7 +227,7 @@ WITH_TABLES = [
 
 @pytest.mark.parametrize("nearest", [0.7, 3.0])
 @pytest.mark.parametrize("name", WITH_TABLES)
-def test_energies_and_forces_from_tables_are_those_of_the_nets_also_of_pairs_that_are_nearer_than_they_reach(
+def test_energies_and_forces_from_tables_are_those_of_the_nets_also_of_pairs_nearer_than_they_reach(
     name, nearest
 ):
     _, model = toy_model(name)

@@ -120,7 +120,9 @@ class LateReaper(Reaper):
 
 
 class EndAfterOneStep(Callback):
-    """Ends the process well before it takes a second step, when the files of the first are written."""
+    """Ends the process well before it takes a second step, when the files of the first are
+    written.
+    """
 
     last = BEFORE + 1
 

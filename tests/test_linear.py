@@ -1,4 +1,6 @@
-"""Models of several parts, whose energies are added up with weights (``model.type`` linear_ener)."""
+"""Models of several parts, whose energies are added up with weights (``model.type``
+linear_ener).
+"""
 
 import json
 from pathlib import Path

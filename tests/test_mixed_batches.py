@@ -35,7 +35,9 @@ def atomic(tmp_path_factory):
 
 @pytest.fixture
 def systems(water_like, open_like, atomic):
-    """Systems of 12, 7 and 9 atoms: the second has no virials, only the third has atomic energies."""
+    """Systems of 12, 7 and 9 atoms: the second has no virials, only the third has atomic
+    energies.
+    """
     return [water_like, open_like, atomic]
 
 

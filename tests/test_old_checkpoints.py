@@ -52,7 +52,9 @@ def test_a_file_of_an_earlier_version_predicts_what_it_did(folder, name):
 def test_a_restart_from_an_earlier_version_continues_as_that_version_did(
     folder, tmp_path, monkeypatch
 ):
-    """Live weights and every average two steps later are those that the earlier version had there."""
+    """Live weights and every average two steps later are those that the earlier version had
+    there.
+    """
     monkeypatch.chdir(tmp_path)
     continue_run(folder, 6)
     kept = np.load(folder / "predictions.npz")

@@ -150,7 +150,9 @@ def test_a_rate_that_falls_is_warned_about(kind, stop, warned):
 
 @pytest.fixture
 def start(tmp_path, monkeypatch, water_like, water_like_valid):
-    """Return a function that trains in a folder of its own: start(name, num_steps, options, **how)."""
+    """Return a function that trains in a folder of its own: start(name, num_steps, options,
+    **how).
+    """
     return trains_in(
         tmp_path,
         monkeypatch,

@@ -207,7 +207,9 @@ BASES = ("left_basis", "right_basis")
 
 
 def tensors_of(tree, path=""):
-    """Yield every tensor and number of a checkpoint that rounding changes little, with its place."""
+    """Yield every tensor and number of a checkpoint that rounding changes little, with its
+    place.
+    """
     if isinstance(tree, torch.Tensor):
         yield path, tree.double()
     elif isinstance(tree, dict):
@@ -222,7 +224,9 @@ def tensors_of(tree, path=""):
 
 
 def assert_near(left, right, tolerance):
-    """Two checkpoints have the same tensors and numbers, to ``tolerance`` of the largest of each."""
+    """Two checkpoints have the same tensors and numbers, to ``tolerance`` of the largest of
+    each.
+    """
     left, right = dict(tensors_of(left)), dict(tensors_of(right))
     assert left.keys() == right.keys()
     for name, a in left.items():

@@ -349,7 +349,9 @@ def test_a_rank_that_writes_nothing_never_takes_the_memory_of_a_whole_model(
 
 
 class Drift(Callback):
-    """Changes the last bit of one weight of one rank after a step; step 0 is before the first one."""
+    """Changes the last bit of one weight of one rank after a step; step 0 is before the first
+    one.
+    """
 
     def __init__(self, rank, step):
         self.rank, self.step = rank, step

@@ -84,7 +84,9 @@ def test_energies_with_images_are_those_of_the_batch(descriptor):
 
 @pytest.fixture
 def as_if_compiled(monkeypatch):
-    """Return a function that loads a checkpoint as a compiled model whose code is that of Python."""
+    """Return a function that loads a checkpoint as a compiled model whose code is that of
+    Python.
+    """
 
     def compiled_of(path):
         loaded = replace(load_model(path), is_compiled=True)

@@ -11,7 +11,7 @@ from deepmd_ema.report.curves import Curve, curve_files
 from deepmd_ema.report.plots import plot_curves, plot_parity
 
 LCURVE_TEXT = """\
-# step       rmse_val    rmse_trn    rmse_e_val  rmse_e_trn    rmse_f_val  rmse_f_trn   lr
+# step       rmse_val    rmse_trn    rmse_e_val  rmse_e_trn    rmse_f_val  rmse_f_trn   lr      
 # If there is no available reference data, rmse_*_{val,trn} will print nan
       1      2.55e+01    2.48e+01      5.86e-02    6.36e-02      8.07e-01    7.84e-01    1.0e-03
     100      1.55e+01    1.48e+01      2.86e-02    3.36e-02      5.07e-01    4.84e-01    8.0e-04
@@ -19,9 +19,9 @@ LCURVE_TEXT = """\
 VAL_TEXT = """\
 # step E_MAE(meV/atom) E_RMSE(meV/atom) F_MAE(meV/Å) F_RMSE(meV/Å) S_MAE(meV/Å³) S_RMSE(meV/Å³)
 # E uses per-atom energy, F uses component-wise force errors
-  50       44.621           44.740         608.14       817.46          nan           nan
+  50       44.621           44.740         608.14       817.46          nan           nan      
 # saved best checkpoint: best.ckpt-50.t-1.pt (E:MAE = 44.621 meV/atom)
- 100       40.621           41.740         508.14       717.46          nan           nan
+ 100       40.621           41.740         508.14       717.46          nan           nan      
 """  # noqa: W291
 PNG = b"\x89PNG"
 
@@ -48,12 +48,8 @@ def test_files_of_tasks_know_their_task_and_weights(tmp_path):
     values = [[*row.split()[:-1], *row.split()[1:-1], row.split()[-1]] for row in rows[2:]]
     lines = [f"# step {' '.join(names)} lr", *(" ".join(row) for row in values)]
     (tmp_path / "lcurve.out").write_text("\n".join(lines) + "\n")
-    expected = {
-        "ice": ("ice", "live"),
-        "ice_ih": ("ice_ih", "live"),
-        "ice_ema": ("ice", "ema"),
-        "ice_ih_ema": ("ice_ih", "ema"),
-    }
+    expected = {"ice": ("ice", "live"), "ice_ih": ("ice_ih", "live"), "ice_ema": ("ice", "ema"),
+                "ice_ih_ema": ("ice_ih", "ema")}  # fmt: skip
     for name, of in expected.items():
         path = tmp_path / f"val_{name}.log"
         path.write_text(VAL_TEXT.replace("best.ckpt", f"best_{name}.ckpt"), encoding="utf-8")
@@ -67,7 +63,9 @@ def test_files_of_tasks_know_their_task_and_weights(tmp_path):
 
 
 def test_a_header_and_steps_that_a_restart_wrote_again_count_once(run):
-    """DeePMD-kit's pt backend writes the header again and repeats the steps after the restored one."""
+    """DeePMD-kit's pt backend writes the header again and repeats the steps after the restored
+    one.
+    """
     header, rows = LCURVE_TEXT.splitlines()[:2], LCURVE_TEXT.splitlines()[2:]
     again = [rows[1].replace("2.86e-02", "9.99e-02"), rows[1].replace("    100", "    200")]
     path = run / "lcurve.out"
@@ -77,16 +75,12 @@ def test_a_header_and_steps_that_a_restart_wrote_again_count_once(run):
     assert curve.columns["rmse_e_val"].tolist() == [0.0586, 0.0999, 0.0286]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no header line"),
-        (LCURVE_TEXT.split("      1 ")[0], "no rows yet"),
-        (LCURVE_TEXT + "  200  1.0\n", "line 5: 2 numbers, expected 8"),
-        ("# step rmse_trn lr\nnan 1 1\n", "line 2: step nan, expected a whole number"),
-        ("# step rmse_trn lr\n1.5 1 1\n", "line 2: step 1.5, expected a whole number"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "no header line"), (LCURVE_TEXT.split("      1 ")[0], "no rows yet"),
+    (LCURVE_TEXT + "  200  1.0\n", "line 5: 2 numbers, expected 8"),
+    ("# step rmse_trn lr\nnan 1 1\n", "line 2: step nan, expected a whole number"),
+    ("# step rmse_trn lr\n1.5 1 1\n", "line 2: step 1.5, expected a whole number"),
+])  # fmt: skip
 def test_a_file_that_is_no_curve_is_refused_with_its_line(tmp_path, text, message):
     path = tmp_path / "lcurve.out"
     path.write_text(text)

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 CHECKED = ("deepmd_ema", "benchmarks", "tests")
 # parts of names, of any case, and what is used instead
 NAMES = {
-    r"^_*(MOST|FEWEST|LARGEST|LEAST|WORTH|SHORTEST|LONGEST|SMALLEST)(?=_|$)": "MAX_, MIN_, *_THRESHOLD",
+    r"^_*(MOST|FEWEST|LARGEST|LEAST|WORTH|SHORTEST|LONGEST|SMALLEST)(?=_|$)": (
+        "MAX_, MIN_, *_THRESHOLD"
+    ),
     r"(^|_)in_words($|_)": "describe, format_",
     r"(^|_)(told|tells|untold)($|_)|^_*tell_": "reported, reports",
     r"(^|_)(asked|asks)($|_)": "requested",
@@ -48,7 +50,9 @@ WORDS = {
     r"hood": "neighborhood",
 }
 OPENINGS = {
-    r"(Return|Yield|Print|Write|Give) (what|how|which|where|who)\b": "name the thing that is returned",
+    r"(Return|Yield|Print|Write|Give) (what|how|which|where|who)\b": (
+        "name the thing that is returned"
+    ),
     r"(What|How|Which|Where|Who|Whatever|Whoever) ": "name the content",
 }
 

@@ -173,7 +173,9 @@ class Average:
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """Put the average into the weights; after a failure :meth:`swap_out` undoes what was done."""
+        """Put the average into the weights; after a failure :meth:`swap_out` undoes what was
+        done.
+        """
         if not self.started:
             return  # it still is the live weights
         self.flush()

@@ -418,7 +418,9 @@ def _problems(profile: Profile) -> Iterator[str]:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Drop the gathered weights of sharded modules; they would hide what is copied into the shards."""
+    """Drop the gathered weights of sharded modules; they would hide what is copied into the
+    shards.
+    """
     for part in (part for module in modules for part in module.modules()):
         if callable(drop := getattr(part, "reshard", None)):  # an FSDPModule
             drop()

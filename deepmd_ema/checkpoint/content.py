@@ -1,4 +1,6 @@
-"""Content of model files: their head, parts by kind, and the weights that a reader takes from them."""
+"""Content of model files: their head, parts by kind, and the weights that a reader takes from
+them.
+"""
 
 from __future__ import annotations
 

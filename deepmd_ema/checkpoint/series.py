@@ -230,7 +230,9 @@ class BestFiles:
                 _link_only(self.folder / best_link(self.prefix, wanted.suffix), wanted)
 
     def _file(self, step: int, rank: int) -> Path:
-        """Return the name of a best file: of the format in which it is there, or will be written."""
+        """Return the name of a best file: of the format in which it is there, or will be
+        written.
+        """
         suffixes = {path.suffix for path in self._on_disk().get(step, ())} or {self.suffix}
         suffix = self.suffix if self.suffix in suffixes else suffixes.pop()
         return self.folder / f"{self.prefix}.ckpt-{step}.t-{rank}{suffix}"

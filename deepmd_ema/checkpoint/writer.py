@@ -83,7 +83,9 @@ class Writer:
             self._thread.start()
 
     def wait(self) -> None:
-        """Wait until every file is written or given up; call it before files of the run are read."""
+        """Wait until every file is written or given up; call it before files of the run are
+        read.
+        """
         began = time.perf_counter()
         self._jobs.join()
         self.waited_s += time.perf_counter() - began

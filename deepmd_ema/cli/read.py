@@ -26,7 +26,9 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def reader(expected: str, convert: Callable[[str], Value | None]) -> Callable[[str], Value]:
-    """Return ``convert`` with a message about texts for which it returns None or raises ValueError."""
+    """Return ``convert`` with a message about texts for which it returns None or raises
+    ValueError.
+    """
 
     def read(text: str) -> Value:
         with suppress(ValueError):

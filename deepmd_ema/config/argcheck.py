@@ -87,7 +87,9 @@ def run_arguments(has_tasks: bool = False) -> Field:
 
 
 def gen_args(has_tasks: bool = False) -> list[Argument]:
-    """Return the schemas of the sections of an input, as DeePMD-kit's function of this name does."""
+    """Return the schemas of the sections of an input, as DeePMD-kit's function of this name
+    does.
+    """
     return list(run_arguments(has_tasks).sub_fields.values())
 
 
@@ -164,7 +166,9 @@ class Section(NamedTuple):
 
 
 def sections_of(field: Field, values: Any, place: Place) -> Iterator[Section]:
-    """Yield a section and those in it, outer ones first; values that are no sections are left out."""
+    """Yield a section and those in it, outer ones first; values that are no sections are left
+    out.
+    """
     if not isinstance(values, dict):
         return
     kind = field.kind_of(values)

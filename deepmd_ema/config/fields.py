@@ -16,10 +16,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepmd_ema.config.messages import NOT_AVAILABLE, Names, close_names, show
 from deepmd_ema.config.registry import Registry
-from deepmd_ema.utils import Check, fraction, not_negative, not_negative_int, positive, positive_int  # noqa: F401
+from deepmd_ema.utils import (  # noqa: F401
+    Check,
+    fraction,
+    not_negative,
+    not_negative_int,
+    positive,
+    positive_int,
+)
 
 WithoutEffect = Mapping[str, tuple[Any, str]]
-"""Options of DeePMD-kit that do nothing here, no options of a section: its default there, and why."""
+"""Options of DeePMD-kit that do nothing here, no options of a section: its default there, and
+why.
+"""
 
 
 T = TypeVar("T")

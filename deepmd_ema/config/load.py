@@ -110,7 +110,9 @@ class InputFile:
         }
 
     def with_model(self, section: Callable[[Any], Any]) -> InputFile:
-        """Return the input with what ``section`` returns for its section ``model`` in place of it."""
+        """Return the input with what ``section`` returns for its section ``model`` in place of
+        it.
+        """
         if not isinstance(self.values, Mapping):
             return self
         return replace(self, values={**self.values, "model": section(self.values.get("model"))})

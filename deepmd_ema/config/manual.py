@@ -23,7 +23,7 @@ _INTRO = """\
 Options of dp-ema: one JSON or YAML file with the sections model, learning_rate, optimizer, loss, training and
 validating. Keys that begin with "_" are comments. A whole number may stand for a number, not the reverse. What
 DeePMD-kit 3.2.0 reads for these features is read here, with its other spellings and defaults.
-"""
+"""  # noqa: E501
 _COMMENTS = {"^_": {"description": "a comment"}}
 
 
@@ -174,7 +174,9 @@ def json_schema() -> Values:
 
 
 def _option_entries(field: Field, here: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
-    """Yield an option and those of its sections, unless it or the sections are already ``listed``."""
+    """Yield an option and those of its sections, unless it or the sections are already
+    ``listed``.
+    """
     option = field.option
     yield Entry(here, option, option.doc)
     if option.by_type:

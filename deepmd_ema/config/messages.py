@@ -131,7 +131,9 @@ class Reading:
 
 
 def is_comment(key: Any) -> bool:
-    """Whether a key is not an option: it begins with ``_``, or names the JSON Schema for an editor."""
+    """Whether a key is not an option: it begins with ``_``, or names the JSON Schema for an
+    editor.
+    """
     return isinstance(key, str) and (key.startswith("_") or key == "$schema")
 
 

@@ -1,4 +1,6 @@
-"""Files that a run reads, every file and folder that it writes, and the steps after which it does."""
+"""Files that a run reads, every file and folder that it writes, and the steps after which it
+does.
+"""
 
 from __future__ import annotations
 

@@ -143,16 +143,24 @@ _EMBEDDED = f"{_TENSORFLOW}: se_atten_v2 distinguishes elements by an embedding 
 INSTEAD_OF_TYPES: dict[str, str] = {
     **dict.fromkeys(("se_a_ebd", "se_a_ebd_v2", "se_a_tpe", "se_a_tpe_v2"), _EMBEDDED),
     **dict.fromkeys(("loc_frame", "se_a_mask", "pairwise_dprc"), f"{_TENSORFLOW}."),
-    "pairtab": "A table alone has nothing to train, and DeePMD-kit's torch backend does not take it "
-    "either. Use it as a part of a linear_ener model, or as use_srtab of a standard one for "
-    "short distances.",
-    "frozen": "A frozen model has nothing to train, and a part of DeePMD-kit's torch backend cannot be "
-    "one. Give the "
-    'whole model, and its weights by --init-model; "trainable": false keeps a part as it is.',
+    "pairtab": (
+        "A table alone has nothing to train, and DeePMD-kit's torch backend does not take it "
+        "either. Use it as a part of a linear_ener model, or as use_srtab of a standard one for "
+        "short distances."
+    ),
+    "frozen": (
+        "A frozen model has nothing to train, and a part of DeePMD-kit's torch backend cannot be "
+        "one. Give the "
+        'whole model, and its weights by --init-model; "trainable": false keeps a part as it is.'
+    ),
     "population": "Populations of atoms are not here: train this one with DeePMD-kit.",
-    "ener_spin": "It is the loss of models of magnetic spins, which are not here: train this one with "
-    "DeePMD-kit.",
-    "dens": "It denoises structures beside training. The loss ener trains the same model without that.",
+    "ener_spin": (
+        "It is the loss of models of magnetic spins, which are not here: train this one with "
+        "DeePMD-kit."
+    ),
+    "dens": (
+        "It denoises structures beside training. The loss ener trains the same model without that."
+    ),
     "linear_ener": "DeePMD-kit's torch backend refuses it too. Put its parts here, with weights.",
 }
 

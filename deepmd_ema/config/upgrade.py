@@ -414,7 +414,9 @@ def _spell_out_bridging(reading: Reading) -> None:
 
 
 def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: Place) -> None:
-    """Turn a section of type ``linear_ener`` with an ``inner_potential`` into one of type ``dpa4``."""
+    """Turn a section of type ``linear_ener`` with an ``inner_potential`` into one of type
+    ``dpa4``.
+    """
     skipped = (
         "type",
         "models",

@@ -77,7 +77,9 @@ def recall_or_find(
 
 
 def recall(folder: Path, key: str) -> dict[str, Any] | None:
-    """Return the result that was stored under a key; None if there is none, or if it was changed."""
+    """Return the result that was stored under a key; None if there is none, or if it was
+    changed.
+    """
     try:
         digest, stored = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
         is_whole = digest == hashlib.sha256((key + stored).encode()).hexdigest()

@@ -44,7 +44,9 @@ _MODELS = (
     ".jax",
 )
 Predictor: TypeAlias = Callable[[StoredFrame, "Array | None", "Array | None"], Mapping[str, Array]]
-"""Returns energy (), force (N, 3) and virial (9,) of a model for a frame, its fparam and its aparam, by label."""
+"""Returns energy (), force (N, 3) and virial (9,) of a model for a frame, its fparam and its
+aparam, by label.
+"""
 _MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name
 _TWO_CONVENTIONS = (
     "ASE as runnerdata",

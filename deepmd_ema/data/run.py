@@ -577,7 +577,9 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
 
 
 def with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) -> RunConfig:
-    """Return the config with ``sel: auto`` as numbers, from the neighbors in the data of each task."""
+    """Return the config with ``sel: auto`` as numbers, from the neighbors in the data of each
+    task.
+    """
     models = {}
     for name, task in config.tasks.items():
         if task.model.descriptor.neighbors is None:

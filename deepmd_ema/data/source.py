@@ -1,4 +1,6 @@
-"""Protocol of data formats: frames one at a time for batches, and arrays of many frames for checks."""
+"""Protocol of data formats: frames one at a time for batches, and arrays of many frames for
+checks.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,9 @@ _EDGES = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0,
 _NUMBERS = len(_WAVES) + len(_EDGES)
 
 Stratum: TypeAlias = tuple[str, str, str]
-"""What is split on its own: a named kind of calculation, or a file or system and a composition in it."""
+"""What is split on its own: a named kind of calculation, or a file or system and a composition in
+it.
+"""
 
 
 @dataclass

@@ -326,7 +326,9 @@ def cause_of(error: BaseException) -> str:
 
 
 def _wait_for(question: Callable[[], bool], seconds: float) -> bool:
-    """Ask until the answer is yes or the time is over; unlike a wait inside torch, Ctrl-C ends it."""
+    """Ask until the answer is yes or the time is over; unlike a wait inside torch, Ctrl-C ends
+    it.
+    """
     began = time.monotonic()
     while not question():
         waited = time.monotonic() - began

@@ -91,7 +91,9 @@ class ChangedBias:
         return self.source.models[self.head]
 
     def residuals(self) -> tuple[Array, Array]:
-        """Return label minus prediction per atom (F,), eV, of the model as it was and as it is now."""
+        """Return label minus prediction per atom (F,), eV, of the model as it was and as it is
+        now.
+        """
         frames = self.frames
         assert frames is not None, "values were given: nothing was evaluated"
         one, two = frames.residual(), frames.residual(self.after - self.before)

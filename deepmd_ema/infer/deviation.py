@@ -67,7 +67,9 @@ class DeviationReport:
     systems: Mapping[str, NDArray[np.float64]]
 
     def write(self, path: str | Path) -> Path:
-        """Write one block of rows per system, in the format of ``dp model-devi``; return the path."""
+        """Write one block of rows per system, in the format of ``dp model-devi``; return the
+        path.
+        """
         path = Path(path)
         with (
             atomic_write(path, "Choose another -o.") as part,
@@ -81,7 +83,9 @@ class DeviationReport:
         return path
 
     def text(self) -> str:
-        """Return the models, and for each system the mean and the largest deviation of the force."""
+        """Return the models, and for each system the mean and the largest deviation of the
+        force.
+        """
         place = COLUMNS.index("max_devi_f")
         rows: list[list[float | str]] = []
         for name, found in self.systems.items():
@@ -200,7 +204,9 @@ def _rows(
 
 
 def _check_models(loaded: Sequence[LoadedModel], options: DeviationOptions) -> None:
-    """Raise UserError if there is nothing to compare, or if the models do not read the same data."""
+    """Raise UserError if there is nothing to compare, or if the models do not read the same
+    data.
+    """
     if len(loaded) < 2 and not options.real_error:
         raise UserError(
             "-m: one model, and deviations are those of two or more. Give more models or averages "

@@ -76,7 +76,9 @@ _LINE = "# " + "-" * 47 + " "
 
 
 def _axes(label: Label) -> list[str]:
-    """Return the names of the components of a label; of properties and densities of states numbers."""
+    """Return the names of the components of a label; of properties and densities of states
+    numbers.
+    """
     known = {(): [""], (3,): [*"xyz"], (9,): [a + b for a in "xyz" for b in "xyz"]}
     return (
         [str(k) for k in range(label.shape[0])] if label.name.endswith("]") else known[label.shape]

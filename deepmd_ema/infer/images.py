@@ -83,7 +83,9 @@ class Images:
         )
 
     def nearest(self, coord: NDArray[np.float64]) -> float:
-        """Return the shortest distance of two atoms, angstrom, or infinity where it is not short."""
+        """Return the shortest distance of two atoms, angstrom, or infinity where it is not
+        short.
+        """
         near = self._close
         some = Pairs(
             self.pairs.i[near], self.pairs.j[near], self.pairs.shift[near], self.pairs.nearest

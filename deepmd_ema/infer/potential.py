@@ -149,7 +149,9 @@ class Potential:
         self._moving: WeakKeyDictionary[KeptPairs, MovingFrame] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the arguments of a copy, without kept pairs and images and without compiled code."""
+        """Return the arguments of a copy, without kept pairs and images and without compiled
+        code.
+        """
         return type(self), (self._loaded, str(self.device))
 
     @property

@@ -1,4 +1,6 @@
-"""An installed DeePMD-kit, called as a program for the file formats that only it reads and writes."""
+"""An installed DeePMD-kit, called as a program for the file formats that only it reads and
+writes.
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,9 @@ class PartTree:
         return place
 
     def not_in_pt(self, section: Any) -> str:
-        """Return the feature of a section that DeePMD-kit's backend pt lacks, or an empty string."""
+        """Return the feature of a section that DeePMD-kit's backend pt lacks, or an empty
+        string.
+        """
         return "" if "pt" in self.modules else f"the type {section.type}"
 
 

@@ -549,7 +549,9 @@ def _reduced_parts(model: EnergyModel) -> list[Any]:
 
 
 def _has_reduced_products(model: EnergyModel) -> bool:
-    """Whether products have factors in TF32 or bfloat16, in the mode of a model and this context."""
+    """Whether products have factors in TF32 or bfloat16, in the mode of a model and this
+    context.
+    """
     has_tf32 = torch.get_float32_matmul_precision() != "highest"
     return model.out_bias.is_cuda and (has_tf32 or bool(_reduced_parts(model)))
 

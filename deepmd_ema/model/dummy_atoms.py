@@ -190,7 +190,9 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
 
 
 def _places(used: tuple[int, ...], filled: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the places of the elements of groups of ``used`` sizes in groups of ``filled`` sizes."""
+    """Return the places of the elements of groups of ``used`` sizes in groups of ``filled``
+    sizes.
+    """
     starts = accumulate(filled, initial=0)
     # made on the device: a copy from the host would wait for it
     return torch.cat(

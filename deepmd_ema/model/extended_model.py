@@ -253,7 +253,9 @@ def _by_type(atype: Tensor, model: EnergyModel) -> tuple[Tensor, tuple[int, ...]
 
 
 def _most(found: Tensor, sel: int) -> int:
-    """Return the largest number in ``found``, at most ``sel`` and at least 2 if that is not more."""
+    """Return the largest number in ``found``, at most ``sel`` and at least 2 if that is not
+    more.
+    """
     fewest = min(2, sel)  # a graph may take sizes that it does not know for more than 1
     most = cast("int", found.amax().clamp(fewest, sel).item())
     # an operation of its own, which a graph keeps when it is traced again

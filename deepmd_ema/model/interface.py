@@ -22,17 +22,21 @@ Sums: TypeAlias = Mapping[str, np.ndarray]
 """Named sums over data that add up over batches: those of two batches are the sums of each."""
 
 Block: TypeAlias = tuple[nn.Module, tuple[str, ...]]
-"""A module whose parameters may be gathered on their own, and the methods beside ``forward`` that use them.
+"""A module whose parameters may be gathered on their own, and the methods beside ``forward`` that
+use them.
 
-All parameters of descriptors are gathered at once: their networks are small, and a step uses all of them."""
+All parameters of descriptors are gathered at once: their networks are small, and a step uses all of
+them."""
 
 
 Vjp: TypeAlias = Callable[[Tensor], Tensor]
-"""From the gradient of an energy by features (A, D) to that by ``batch.vector`` (A, K, 3) float64, which can be
-differentiated by the parameters."""
+"""From the gradient of an energy by features (A, D) to that by ``batch.vector`` (A, K, 3) float64,
+which can be differentiated by the parameters."""
 
 Network: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor, Vjp]]
-"""From a batch to the energies of its atoms (A,), eV, their gradient by the features (A, D), and the vjp of these."""
+"""From a batch to the energies of its atoms (A,), eV, their gradient by the features (A, D), and
+the vjp of these.
+"""
 
 
 class ShortRange(Protocol):

@@ -1,4 +1,6 @@
-"""Statistics of data for a new model: sums of its descriptor, conditions, energy of each element."""
+"""Statistics of data for a new model: sums of its descriptor, conditions, energy of each
+element.
+"""
 
 from __future__ import annotations
 

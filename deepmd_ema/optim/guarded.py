@@ -130,7 +130,9 @@ class ParameterVector:
         return values.index_select(0, self._owner)
 
     def norms(self, vector: Tensor) -> Tensor:
-        """Return the Euclidean norm of the entries of each parameter, on all ranks: (N,) to (P,)."""
+        """Return the Euclidean norm of the entries of each parameter, on all ranks: (N,) to
+        (P,).
+        """
         parts = self._views(vector)
         if not self._is_sharded:
             return torch.stack(torch._foreach_norm(parts))

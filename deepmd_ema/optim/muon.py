@@ -285,7 +285,9 @@ def matrix_scale(group: dict[str, Any], rows: int, columns: int) -> float:
 
 
 def routed(named_parameters: Mapping[str, nn.Parameter], mode: str) -> list[dict[str, Any]]:
-    """Return the parameters in groups with the key ``route``; those of a group stay in their order."""
+    """Return the parameters in groups with the key ``route``; those of a group stay in their
+    order.
+    """
     groups: dict[str, list[nn.Parameter]] = {}
     for name, p in named_parameters.items():
         groups.setdefault(route(name, tuple(p.shape), mode), []).append(p)
@@ -293,7 +295,9 @@ def routed(named_parameters: Mapping[str, nn.Parameter], mode: str) -> list[dict
 
 
 def route(name: str, shape: tuple[int, ...], mode: str) -> str:
-    """Return ``muon``, ``adam`` or ``adamw`` for a parameter, by the rules of :class:`HybridMuon`."""
+    """Return ``muon``, ``adam`` or ``adamw`` for a parameter, by the rules of
+    :class:`HybridMuon`.
+    """
     words = [word for word in name.split(".") if not word.isdigit()]
     last = words[-1].lower() if words else ""
     if "bias" in last or last.startswith("adam_"):

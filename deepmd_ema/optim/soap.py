@@ -1,4 +1,6 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner for matrices, AdamW for everything else."""
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner for matrices, AdamW for everything
+else.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""Output for people: tables, lcurve.out, val.log, figures, progress bar, log messages, TensorBoard."""
+"""Output for people: tables, lcurve.out, val.log, figures, progress bar, log messages,
+TensorBoard.
+"""

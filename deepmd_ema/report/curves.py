@@ -1,4 +1,6 @@
-"""The files that a run writes row by row, ``lcurve.out`` and ``val.log``: writing and reading them."""
+"""The files that a run writes row by row, ``lcurve.out`` and ``val.log``: writing and reading
+them.
+"""
 
 from __future__ import annotations
 

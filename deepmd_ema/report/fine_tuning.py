@@ -1,4 +1,6 @@
-"""Parts of an input that fine-tunes a model: its section ``model``, and tasks for old and new data."""
+"""Parts of an input that fine-tunes a model: its section ``model``, and tasks for old and new
+data.
+"""
 
 from __future__ import annotations
 

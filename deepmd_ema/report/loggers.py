@@ -182,7 +182,9 @@ class TensorBoardLogger(Logger):
     log_dir: str = option("log", check=file_name, doc="Folder of the files.")
 
     def start(self, run: LoggedRun) -> None:
-        """Open the files; points after a restart replace those of the earlier run that are later."""
+        """Open the files; points after a restart replace those of the earlier run that are
+        later.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(self.log_dir, purge_step=run.step + 1 if run.step else None)

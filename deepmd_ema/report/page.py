@@ -297,7 +297,8 @@ class _Page:
             for title, body in sections.items()
             if body
         }
-        yield f"<nav>{''.join(f'<a href=#{anchor}>{title}</a>' for title, (anchor, _) in shown.items())}"
+        links = [f"<a href=#{anchor}>{title}</a>" for title, (anchor, _) in shown.items()]
+        yield f"<nav>{''.join(links)}"
         yield "<a href=#definitions>Definitions</a></nav>"
         for title, (anchor, body) in shown.items():
             yield f'<section><h2 id="{anchor}">{title}</h2>'
@@ -322,7 +323,9 @@ class _Page:
             )
 
     def _final_errors(self) -> Iterator[str]:
-        """Yield a table of errors of live and averaged weights for each task and part of the data."""
+        """Yield a table of errors of live and averaged weights for each task and part of the
+        data.
+        """
         display = self.payload["display"]
         before = nested(display["before"], tuple(self.config.tasks)) if "before" in display else {}
         for (task, part), of_part in self.shown.items():
@@ -530,7 +533,9 @@ class _Page:
         yield _table(Table("", heads, rows))
 
     def _programs(self, records: Sequence[Part]) -> Iterator[tuple[str, str]]:
-        """Yield names and texts of programs, machine and dates, of each part of a run that differ."""
+        """Yield names and texts of programs, machine and dates, of each part of a run that
+        differ.
+        """
         yield "checkpoint", f"written by dp-ema {self.payload['version']}"
         before = Part()
         for part in records:

@@ -127,25 +127,27 @@ class RunRecord:
         self._written, self.early_end = 0.0, ""
         self._earlier = read_record(path.parent) if path is not None and continues else []
         program, processor = Path(sys.argv[0]), platform.machine()
-        name = (
-            "dp-ema" if program.parent.name == "deepmd_ema" else program.name
-        )  # of a rank: python -m deepmd_ema
+        # a rank is started as python -m deepmd_ema
+        name = "dp-ema" if program.parent.name == "deepmd_ema" else program.name
         with suppress(OSError, IndexError):
             text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
             processor = text.split("model name", 1)[1].partition("\n")[0].strip(" \t:")
+        system = f"{platform.system()} {platform.release()}"
         began_at = datetime.fromtimestamp(time.time() - time.monotonic() + self._began)
         versions = {"dp-ema": __version__, "torch": torch.__version__, "numpy": np.__version__}
         self.part = Part(
             command=shlex.join([name, *sys.argv[1:]]),
             programs={**versions, "Python": platform.python_version()},
-            machine=f"{socket.gethostname()}, {processor}, {platform.system()} {platform.release()}",
+            machine=f"{socket.gethostname()}, {processor}, {system}",
             device=device,
             ranks=ranks,
             began=began_at.astimezone().isoformat(" ", "seconds"),
         )
 
     def write(self, **changes: Any) -> None:
-        """Set attributes of the part and write the file; the first time, data and models are ready."""
+        """Set attributes of the part and write the file; the first time, data and models are
+        ready.
+        """
         now = time.monotonic()
         vars(self.part).update(changes)
         self.part.seconds.setdefault("start", now - self._began)

@@ -84,7 +84,9 @@ class Cost:
 
     @property
     def events_s(self) -> float:
-        """Time of rows, validations and checkpoints but the last one, which is a part of ``end_s``."""
+        """Time of rows, validations and checkpoints but the last one, which is a part of
+        ``end_s``.
+        """
         validations = (
             (self.validations - 1) * self.validation_s + self.first_validation_s
             if self.validations

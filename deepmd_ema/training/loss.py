@@ -156,7 +156,9 @@ class Loss:
         return self._limits + self._slopes * lr
 
     def needs(self, batch: Batch) -> dict[str, bool]:
-        """Return the arguments of the model for quantities of ``batch`` beside energies and forces."""
+        """Return the arguments of the model for quantities of ``batch`` beside energies and
+        forces.
+        """
         return {
             "need_virial": self.need_virial,
             "need_hessian": HESSIAN in self.labels and HESSIAN in batch.labels,

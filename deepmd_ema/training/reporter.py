@@ -273,7 +273,9 @@ class Reporter:
         return state if len(self._means) == 1 else {**state, "last": dict(self._last)}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
-        """Continue the current interval after ``step``; later rows are cut from the learning curve."""
+        """Continue the current interval after ``step``; later rows are cut from the learning
+        curve.
+        """
         device, tasks = self._world.device, tuple(self._means)
         counts = nested(state.get("counts", state.get("count")), tasks)
         for name, sums in nested(state["sums"], tasks).items():

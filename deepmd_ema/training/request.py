@@ -52,7 +52,9 @@ class TrainRequest:
 
     @property
     def takes_saved_config(self) -> bool:
-        """Whether the run continues with the config of its checkpoint, because no input is given."""
+        """Whether the run continues with the config of its checkpoint, because no input is
+        given.
+        """
         return self.input_file is None and self.restart is not None
 
     @cached_property

@@ -303,7 +303,9 @@ def reads_shards(start: Start, config: RunConfig) -> bool:
 
 
 def read_shards(start: Start, models: ModelSet) -> None:
-    """Put this rank's shards of the weights of the checkpoint into ``models``, which are sharded."""
+    """Put this rank's shards of the weights of the checkpoint into ``models``, which are
+    sharded.
+    """
     tensors, stored = models.state_dict(), start.payload["model"]
     check_weights(
         {name: tuple(tensor.shape) for name, tensor in tensors.items()}, stored, start.path

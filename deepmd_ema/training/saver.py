@@ -26,7 +26,9 @@ from deepmd_ema.utils import LIVE
 logger = logging.getLogger(__name__)
 
 MakeState: TypeAlias = Callable[[Take], Mapping[str, Any]]
-"""Returns the state of a run beside weights and averages, with what the argument saves of each tensor."""
+"""Returns the state of a run beside weights and averages, with what the argument saves of each
+tensor.
+"""
 
 
 @dataclass

@@ -1,4 +1,6 @@
-"""Full validation: errors over the whole validation set, for the live weights and for each average."""
+"""Full validation: errors over the whole validation set, for the live weights and for each
+average.
+"""
 
 from __future__ import annotations
 
@@ -229,7 +231,9 @@ class FullValidation:
 
     @contextmanager
     def _replaced(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Run the body with whole tensors in the place of those in the models, then put these back."""
+        """Run the body with whole tensors in the place of those in the models, then put these
+        back.
+        """
         reshard([self.models])
         own = {name: tensor for name, tensor in self.models.state_dict().items() if name in weights}
         pairs = [

@@ -86,7 +86,9 @@ def load(name: str, arguments: str) -> Any:
 
 
 def evaluate(atoms: Atoms, source: Source) -> Atoms:
-    """Return a copy with energy, forces and stress of a calculator, which may raise any exception."""
+    """Return a copy with energy, forces and stress of a calculator, which may raise any
+    exception.
+    """
     frame = Atoms(atoms.symbols, atoms.positions, cell=atoms.cell, pbc=True)
     results = {
         name: load(*source).get_property(name, frame) for name in ("energy", "forces", "stress")
@@ -304,7 +306,9 @@ class Distillation:
         return minutes / 60 / self.args.hours
 
     def report_delay(self, what: str, begin: float, hours: float) -> float:
-        """Return the time since ``begin`` in hours; print a line if it is much longer than planned."""
+        """Return the time since ``begin`` in hours; print a line if it is much longer than
+        planned.
+        """
         took = (time.monotonic() - begin) / 3600
         if took > 1.5 * hours:
             self.report(

@@ -168,7 +168,9 @@ def checkpoints() -> None:
 
 
 def gradients() -> None:
-    """gradients.json: loss of a batch, and two numbers of its gradient by each array of parameters."""
+    """gradients.json: loss of a batch, and two numbers of its gradient by each array of
+    parameters.
+    """
     from gradients import peer_gradients, summary
 
     found = json.loads((HERE / "gradients.json").read_text())

@@ -1,4 +1,6 @@
-"""Evaluation of models by DeePMD-kit in its own environment, and comparison of numbers and files."""
+"""Evaluation of models by DeePMD-kit in its own environment, and comparison of numbers and
+files.
+"""
 
 import json
 import os

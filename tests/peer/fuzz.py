@@ -269,7 +269,9 @@ class Draw:
 
 
 def main() -> None:
-    """Draw the sets, have both programs evaluate them, and print a table and the sets that differ."""
+    """Draw the sets, have both programs evaluate them, and print a table and the sets that
+    differ.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--peer", metavar="DIR", required=True, help="virtual environment of DeePMD-kit"

@@ -123,7 +123,9 @@ def read_model(path: str) -> Any:
 
 
 def _as_lists(preset: Any) -> Any:
-    """Return the preset biases of the atoms as an input has them: lists, in which null is fitted."""
+    """Return the preset biases of the atoms as an input has them: lists, in which null is
+    fitted.
+    """
     if preset is None:
         return None
     return {
@@ -188,7 +190,9 @@ def _fill_buffer(name: str, buffer: Any, draw: Any, job: dict[str, Any]) -> None
 
 
 def _predictions(model: Any, job: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return energy (F,), atomic energy (F, N), force (F, N, 3) and virial (F, 9) of each system."""
+    """Return energy (F,), atomic energy (F, N), force (F, N, 3) and virial (F, 9) of each
+    system.
+    """
     import torch
 
     found = {}

@@ -141,7 +141,9 @@ def _index(of: Any = None) -> int:
 
 
 class Event:
-    """An event of the only stream; waiting for it completes the copies that were enqueued before."""
+    """An event of the only stream; waiting for it completes the copies that were enqueued
+    before.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._enqueued: int | None = None

@@ -1,4 +1,6 @@
-"""Builds the pretended device if its sources have changed, and runs a module or a script with it."""
+"""Builds the pretended device if its sources have changed, and runs a module or a script with
+it.
+"""
 
 import hashlib
 import os

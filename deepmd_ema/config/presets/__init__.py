@@ -13,7 +13,9 @@ Kind: TypeAlias = Literal["liquid", "molecules", "solid"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SIZES = ("S", "M", "L")
 MODELS, REASONS = "models", "reasons"
-"""Presets of all models, each of which names the preset of its recipes, and of the reasons beside options."""
+"""Presets of all models, each of which names the preset of its recipes, and of the reasons beside
+options.
+"""
 
 
 def read_preset(name: str) -> dict[str, Any]:

@@ -125,7 +125,9 @@ class ModelConfig:
 
         @property
         def fitting_net(self) -> Any:
-            """Return the section of the fitting network, or one that represents those of all parts."""
+            """Return the section of the fitting network, or one that represents those of all
+            parts.
+            """
 
     @property
     def excluded_types(self) -> frozenset[int]:
@@ -135,7 +137,9 @@ class ModelConfig:
         return frozenset({*self.atom_exclude_types, *others})
 
     def with_descriptor(self, descriptor: DescriptorConfig) -> ModelConfig:
-        """Return the section with another one, such as ``descriptor`` with its number of neighbors."""
+        """Return the section with another one, such as ``descriptor`` with its number of
+        neighbors.
+        """
         raise NotImplementedError
 
     def summary(self) -> list[tuple[str, str]]:

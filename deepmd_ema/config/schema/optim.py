@@ -64,7 +64,9 @@ class _Schedule:
 
     @property
     def end_lr(self) -> float:
-        """Learning rate at the end of the run, from ``stop_lr``, ``stop_lr_ratio`` or the default."""
+        """Learning rate at the end of the run, from ``stop_lr``, ``stop_lr_ratio`` or the
+        default.
+        """
         if self.stop_lr_ratio is not None:
             return self.start_lr * self.stop_lr_ratio
         return DEFAULT_STOP_LR if self.stop_lr is None else self.stop_lr
@@ -482,7 +484,9 @@ _METRICS = ("smooth_mae", "mae", "mse", "rmse", "mape")
 
 @section
 class PropertyLossConfig(QuantityLossConfig):
-    """Errors of a property in units of the spread of the data, summed over the frames of a batch."""
+    """Errors of a property in units of the spread of the data, summed over the frames of a
+    batch.
+    """
 
     type = "property"
 

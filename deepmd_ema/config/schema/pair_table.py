@@ -11,7 +11,9 @@ from deepmd_ema.config.fields import Check
 from deepmd_ema.findings import Findings, error
 
 Table = list[list[float]]
-"""Rows of a distance, angstrom, and an energy for each pair of elements, eV: O-O, O-H, H-H for ["O", "H"]."""
+"""Rows of a distance, angstrom, and an energy for each pair of elements, eV: O-O, O-H, H-H for
+["O", "H"].
+"""
 
 _UNEVEN = 1e-2  # of the spacing: tables are printed with few digits
 

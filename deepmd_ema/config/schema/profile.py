@@ -130,7 +130,9 @@ class Profile(ABC):
         "(zero_stage 2 and 3).",
         choices=("local_shard", "full_tensor"),
         removed={
-            "rank_range": "Use local_shard (default); zero_stage 2 and 3 shard averages with the weights."
+            "rank_range": (
+                "Use local_shard (default); zero_stage 2 and 3 shard averages with the weights."
+            )
         },
     )
     buffers: str = option(

@@ -177,7 +177,9 @@ class RunConfig:
         return getattr(self.training, "num_epoch_dict", {})
 
     def with_models(self, models: Mapping[str, ModelConfig]) -> RunConfig:
-        """Return the run with the sections ``model`` of some tasks, by name of the task, replaced."""
+        """Return the run with the sections ``model`` of some tasks, by name of the task,
+        replaced.
+        """
         if "" in self.tasks:
             return replace(self, model=models.get("", self.model))
         return replace(

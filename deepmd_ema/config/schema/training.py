@@ -297,7 +297,9 @@ class TrainingOptions:
         "Whether models are compiled with `torch.compile`, all tasks of one structure in one "
         "graph. It takes minutes at the first start.",
         removed={
-            "auto": "Use true for long runs, on GPUs mostly: the first start takes minutes; or false."
+            "auto": (
+                "Use true for long runs, on GPUs mostly: the first start takes minutes; or false."
+            )
         },
     )
     compile_options: CompileConfig = option(

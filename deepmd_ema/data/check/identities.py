@@ -367,7 +367,9 @@ def _is_one(ratio: float | None) -> bool:
 
 
 def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> str:
-    """Return at most two explanations of wrong ratios, whose exponents are ``_EXPONENTS``, as text."""
+    """Return at most two explanations of wrong ratios, whose exponents are ``_EXPONENTS``, as
+    text.
+    """
     units = {"energies": ENERGY_UNITS, "forces": _FORCES, "virials": virials}
     options = {"the forces have the wrong sign (gradients instead of forces)": {"forces": -1.0}}
     options |= {f"the {what} have the wrong sign": {what: -1.0} for what in ("energies", "virials")}

@@ -130,7 +130,9 @@ class Range:
         return max(-self.low, self.high)
 
     def add(self, values: Array, first: int) -> None:
-        """Take in the values (F, numbers) of frames, of which the first has the number ``first``."""
+        """Take in the values (F, numbers) of frames, of which the first has the number
+        ``first``.
+        """
         finite = np.isfinite(values)
         sizes = np.where(finite, np.abs(values), -math.inf).max(axis=1)
         if sizes.max() > max(-self.low, self.high):

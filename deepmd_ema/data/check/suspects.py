@@ -484,7 +484,9 @@ def zero_forces(scans: Sequence[SystemScan]) -> Suspects:
 
 
 def forces_vanish(frame: Frame) -> bool:
-    """Return whether symmetry makes the forces of a frame zero: those of some pair potential are."""
+    """Return whether symmetry makes the forces of a frame zero: those of some pair potential
+    are.
+    """
     try:
         i, j, vector, distance = find_pairs_once(frame.coord, frame.box, _REACH)
     except DataError:

@@ -52,7 +52,8 @@ _VASP_EVENT = re.compile(
     rb"|(?P<frame>(?<!ML )FREE ENERGIE OF THE ION-ELECTRON SYSTEM)"
 )
 _XML_EVENT = re.compile(
-    rb'<(?P<start>calculation)|<(?P<step>scstep)|name="NELM">(?P<most>[ \d]+)<|name="EDIFF">(?P<limit>[^<]+)<'
+    rb"<(?P<start>calculation)|<(?P<step>scstep)"
+    rb'|name="NELM">(?P<most>[ \d]+)<|name="EDIFF">(?P<limit>[^<]+)<'
     rb'|name="e_fr_energy">(?P<energy>[^<]+)<|</(?P<end>calculation)|</(?P<step_end>scstep)'
 )
 

@@ -78,7 +78,9 @@ class SeE2RTree(SeE2ATree):
     modules: ClassVar[parts.Names] = {"pt": parts.STATISTICS, "pt_expt": ()}
 
     def not_in_pt(self, section: Any) -> str:
-        """Return the feature of a section that DeePMD-kit's backend pt lacks, or an empty string."""
+        """Return the feature of a section that DeePMD-kit's backend pt lacks, or an empty
+        string.
+        """
         return "" if section.type_one_side else "type_one_side = false of se_e2_r"
 
 

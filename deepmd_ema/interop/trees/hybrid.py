@@ -52,10 +52,13 @@ class HybridTree(PartTree):
         """
         _, number, inner = place.split(".", 2)
         part = section.list[int(number)]
-        return f"descrpt_list.{number}.{tree_by_type(DESCRIPTORS, part.type).name_of(inner, part, backend)}"
+        name = tree_by_type(DESCRIPTORS, part.type).name_of(inner, part, backend)
+        return f"descrpt_list.{number}.{name}"
 
     def not_in_pt(self, section: HybridConfig) -> str:
-        """Return the feature of the parts that DeePMD-kit's backend pt lacks, or an empty string."""
+        """Return the feature of the parts that DeePMD-kit's backend pt lacks, or an empty
+        string.
+        """
         return next(
             filter(
                 None,

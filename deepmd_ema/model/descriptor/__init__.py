@@ -1,1 +1,3 @@
-"""Descriptors: what an atom sees within the cutoff, in numbers that do not change under symmetry."""
+"""Descriptors: what an atom sees within the cutoff, in numbers that do not change under
+symmetry.
+"""

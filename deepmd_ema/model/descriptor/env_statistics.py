@@ -182,7 +182,7 @@ class EnvironmentStatistics:
         Args:
             batch: on the CPU.
             excluded: pairs that do not see each other in this descriptor.
-        """  # noqa: D205
+        """
         neighborhood = (
             batch.within(self.rcut, self.most) if isinstance(self._module.sel, int) else None
         )

@@ -1,4 +1,6 @@
-"""Base of descriptors with networks for all elements: type embedding, statistics, excluded pairs."""
+"""Base of descriptors with networks for all elements: type embedding, statistics, excluded
+pairs.
+"""
 
 from __future__ import annotations
 

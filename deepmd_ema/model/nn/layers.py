@@ -126,7 +126,9 @@ class RadialFunctions(Protocol):
         """Return the output (..., M) of inputs (..., N), in their precision."""
 
     def value_and_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output (..., M) and its derivative (..., M) with respect to the first input."""
+        """Return the output (..., M) and its derivative (..., M) with respect to the first
+        input.
+        """
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters."""
@@ -240,7 +242,9 @@ def linear(
 
 
 def embedding_network(options: ListSection, num_in: int, dtype: torch.dtype, seed: int) -> Network:
-    """Return the embedding network of ``num_in`` inputs that the options of a descriptor ask for."""
+    """Return the embedding network of ``num_in`` inputs that the options of a descriptor ask
+    for.
+    """
     widths = [num_in, *options.neuron]
     return Network(
         widths, options.activation_function, timestep=options.resnet_dt, dtype=dtype, seed=seed

@@ -42,7 +42,9 @@ def sum_over_reverse(pair: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
 
 
 def _adds_in_order(x: Tensor) -> bool:
-    """Return whether ``index_add`` has a fixed order, as on a CPU: then ``reverse`` is not needed."""
+    """Return whether ``index_add`` has a fixed order, as on a CPU: then ``reverse`` is not
+    needed.
+    """
     return x.is_cpu and not torch.compiler.is_compiling()
 
 

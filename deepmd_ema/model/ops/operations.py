@@ -1,4 +1,6 @@
-"""Sets of operations of equal values and derivatives, and how a module gets one (doc/decisions.md)."""
+"""Sets of operations of equal values and derivatives, and how a module gets one
+(doc/decisions.md).
+"""
 
 from __future__ import annotations
 

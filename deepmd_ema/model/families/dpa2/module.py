@@ -296,7 +296,9 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         )
 
     def _by_blocks(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
-        """Return the features (A, D) and their vector-Jacobian product, from those of the blocks."""
+        """Return the features (A, D) and their vector-Jacobian product, from those of the
+        blocks.
+        """
         first, node, vjps = self._first(table, batch)
         neighborhood = batch.within(self.repformer.rcut, self.repformer.sel)
         features, later_vjp = self.repformer.features_and_vjp(

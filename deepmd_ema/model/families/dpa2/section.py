@@ -340,7 +340,9 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
 
     @property
     def angle_block(self) -> SeE3TebdConfig:
-        """Return the options of the angles of ``repinit`` as those of the descriptor that they are."""
+        """Return the options of the angles of ``repinit`` as those of the descriptor that they
+        are.
+        """
         first = self.repinit
         return _block(
             self,

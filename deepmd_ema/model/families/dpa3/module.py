@@ -171,7 +171,7 @@ class RepflowLayer(UsesOperations):
         """Return the nodes of the neighbors (A, K, N), and of the maps to nodes and to edges, one
         beside the other: the sums over both ends of each edge (A, K, C), and the weights of the
         edge (E, C).
-        """  # noqa: D205
+        """
         options = self.options
         weight, bias = _joined([self.node_edge] + [self.edge_self] * self.edges_matter)
         of_own, of_neighbor, of_edge = weight.split([options.n_dim, options.n_dim, options.e_dim])

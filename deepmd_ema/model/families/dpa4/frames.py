@@ -169,7 +169,9 @@ class Frames(nn.Module):
         return edges.rotation[:, max(0, 2 * m - 1) : 2 * m + 1, : num_coefficients(self.lmax)]
 
     def rows(self, edges: Edges) -> Tensor:
-        """Return the rows of the Wigner matrices (E, R, D) that turn coefficients into the frames."""
+        """Return the rows of the Wigner matrices (E, R, D) that turn coefficients into the
+        frames.
+        """
         found = [
             (self.of_order(edges, m)[:, :, None] * self._is_of_degree[m:]).flatten(1, 2)
             for m in range(self.mmax + 1)

@@ -1,4 +1,6 @@
-"""DPA-4 (SeZM): coefficients of spherical harmonics of atoms, and messages of them between atoms."""
+"""DPA-4 (SeZM): coefficients of spherical harmonics of atoms, and messages of them between
+atoms.
+"""
 
 from __future__ import annotations
 

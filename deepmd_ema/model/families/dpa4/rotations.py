@@ -192,7 +192,7 @@ def truncation_factors(lmax: int, mmax: int) -> np.ndarray:
 def real_harmonics(lmax: int, points: np.ndarray) -> np.ndarray:
     """Return (N, D) real harmonics of unit vectors (N, 3), without Condon-Shortley phase; those of
     a degree squared add up to 1.
-    """  # noqa: D205
+    """
     x, y, z = points.T
     found = np.empty((len(points), num_coefficients(lmax)))
     for degree in range(lmax + 1):

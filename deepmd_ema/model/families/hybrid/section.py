@@ -90,7 +90,9 @@ class HybridConfig:
             yield from inside(f"list[{k}]", part.findings(type_map))
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
-        """Yield the lists of parts that keep one for all elements, and the shorter lists of parts."""
+        """Yield the lists of parts that keep one for all elements, and the shorter lists of
+        parts.
+        """
         for k, part in enumerate(self.list):
             if part.neighbors is not None and len(part.neighbors) == 1:
                 yield f"{self.part(k)}.{part.neighbors_option}", part.cutoff, part.neighbors[0]

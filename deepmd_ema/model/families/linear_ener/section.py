@@ -1,4 +1,6 @@
-"""The section ``model`` of type ``linear_ener``: energies of several models, added up with weights."""
+"""The section ``model`` of type ``linear_ener``: energies of several models, added up with
+weights.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,9 @@ class LinearConfig(ModelConfig):
 
     @property
     def descriptor(self) -> DescriptorConfig:
-        """Return a section that represents the descriptors of all parts, of which a table is one."""
+        """Return a section that represents the descriptors of all parts, of which a table is
+        one.
+        """
         parts = [
             part if isinstance(part, PairTableConfig) else part.descriptor for part in self.models
         ]
@@ -160,7 +164,9 @@ class LinearConfig(ModelConfig):
 
     @property
     def fitting_net(self) -> EnerFittingConfig:
-        """Return a section with the numbers of conditions that the parts agree on which read any."""
+        """Return a section with the numbers of conditions that the parts agree on which read
+        any.
+        """
         nets = [part.fitting_net for part in self.models if isinstance(part, NetworkPartConfig)]
         return EnerFittingConfig(
             numb_fparam=max((net.numb_fparam for net in nets), default=0),
@@ -178,7 +184,9 @@ class LinearConfig(ModelConfig):
         return tuple(self.weights)
 
     def with_descriptor(self, descriptor: DescriptorConfig) -> LinearConfig:
-        """Return the section with the parts of ``descriptor``, which was made of that of this one."""
+        """Return the section with the parts of ``descriptor``, which was made of that of this
+        one.
+        """
         assert isinstance(descriptor, PartDescriptors)
         models: list[Part] = []
         for part, one in zip(self.models, descriptor.list):

@@ -44,7 +44,9 @@ _TAKEN |= {name for label in LABELS.values() for name in (label.name, *label.fil
 
 @dataclass(frozen=True, kw_only=True)
 class DipoleFittingConfig(FittingOptions):
-    """Network from the descriptor of an atom to its dipole, a vector that rotates with the atoms."""
+    """Network from the descriptor of an atom to its dipole, a vector that rotates with the
+    atoms.
+    """
 
     type: ClassVar[str] = "dipole"
     labels: ClassVar[tuple[str, ...]] = (DIPOLE, ATOM_DIPOLE)
@@ -116,7 +118,9 @@ class PolarFittingConfig(DipoleFittingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PropertyFittingConfig(FittingOptions):
-    """Network from the descriptor of an atom to invariant numbers of a frame, such as a band gap."""
+    """Network from the descriptor of an atom to invariant numbers of a frame, such as a band
+    gap.
+    """
 
     type: ClassVar[str] = "property"
     loss: ClassVar[str] = "property"

@@ -63,12 +63,16 @@ class SeE2ADescriptor(ByTypeDescriptor):
         return self.num_channels
 
     def features_and_equivariants(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the features (A, M X), and the last columns (A, M, 3) of g, which are equivariant."""
+        """Return the features (A, M X), and the last columns (A, M, 3) of g, which are
+        equivariant.
+        """
         moments = self._sums(batch)[0] / sum(self.sel)
         return axis_features(moments, self.num_axis), moments[:, 1:].transpose(1, 2)
 
     def _sums(self, batch: Batch) -> tuple[Tensor, Vjp]:
-        """Return ``sum_k R_k G(s_k)`` (A, C, M) over all S slots and its vector-Jacobian product."""
+        """Return ``sum_k R_k G(s_k)`` (A, C, M) over all S slots and its vector-Jacobian
+        product.
+        """
         dropped, slots = self.excluded(batch), self.slots_of(batch)
         rows, rows_vjp = self.environment_matrix(batch.vector, dropped, batch.atom_type, slots)
         # an empty slot has the row -mean / stddev of its type of centre: those beyond the slots of

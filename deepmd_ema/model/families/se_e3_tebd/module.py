@@ -1,4 +1,6 @@
-"""Three-body descriptor with type embeddings (se_e3_tebd): sums over pairs of neighbors of an atom."""
+"""Three-body descriptor with type embeddings (se_e3_tebd): sums over pairs of neighbors of an
+atom.
+"""
 
 from __future__ import annotations
 

@@ -139,7 +139,9 @@ class _Attention:
         return torch.cat(found)
 
     def gradient(self, grad: Tensor, weights: Sequence[Any]) -> tuple[Sequence[Tensor], Any]:
-        """Return the gradients by the inputs, and their intermediate values by portion and layer."""
+        """Return the gradients by the inputs, and their intermediate values by portion and
+        layer.
+        """
         found, cotangents = [torch.zeros_like(one) for one in self._inputs], []
         for portion in self._portions:
             # views, which are written to: slots beyond the width of a portion keep the gradient 0

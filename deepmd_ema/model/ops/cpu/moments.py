@@ -34,7 +34,9 @@ def portions(rows: Tensor, numbers: int) -> list[slice]:
 
 
 def tanh_moments(rows: Tensor, net: Network) -> Moments:
-    """Return the moments of a net, written out if its layers are of tanh; ``rows`` are (A, K, 4)."""
+    """Return the moments of a net, written out if its layers are of tanh; ``rows`` are (A, K,
+    4).
+    """
     if not net.is_tanh or not rows.numel():
         return moments(rows, net)
     flat = [p for layer in net.layers for p in (layer.weight, layer.bias)]
