@@ -6,8 +6,7 @@ usage: python benchmarks/init_recipes.py --sources DIR --work DIR [--seconds 180
 
 --sources holds the clones that init_sets.py names. The old input is the hand-written one of before:
 Adam with an exponential decay, in float64. With --beside it is that of init with another optimizer
-and
-rate: SOAP, or AdamWScheduleFree at a constant rate. Both train the same frames, with the same
+and rate: SOAP, or AdamWScheduleFree at a constant rate. Both train the same frames, with the same
 validation frames and seed, for the same time: as many steps as fit into --seconds of the processor
 by a short run of both. The two runs are made at the same time, so that they see the same load of
 the machine. On a core that does nothing else --seconds 180 are --hours 0.05 of init. What is in

@@ -2,7 +2,7 @@
 and in DeePMD-kit.
 
 usage: python benchmarks/md.py MODEL [--peer DIR] [--pt2 FILE] [--steps N] [--block N] [--threads N]
-[--output PAGE]
+                               [--output PAGE]
 
 MODEL, a checkpoint of the water example, is frozen to a ``.dp`` and a ``.pt2`` file. 192 atoms
 start from a frame of the example with velocities of 300 K and go N steps of 0.5 fs, in every

@@ -2,7 +2,7 @@
 lengths.
 
 usage: python benchmarks/optimizers.py [--sets water molecules ...] [--sources DIR] [--recipes FILE]
-[--output PAGE]
+                                       [--output PAGE]
 
 A recipe is an optimizer with a schedule. Small models in float32 with constant prefactors of the
 loss are trained on the sets below; frames that are not trained on are in two halves. Runs of

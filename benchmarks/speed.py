@@ -2,7 +2,7 @@
 MD.
 
 usage: python benchmarks/speed.py [--peer DIR] [--stage step growth ...] [--kinds "dpa3" ...]
-[--output PAGE]
+                                  [--output PAGE]
 
 The models are those of models.json and speed.json, the data frames of water, with 192 atoms if a
 case says nothing else. Both programs get the same input, precision, batch size and threads, and

@@ -1,7 +1,7 @@
 """Wall time to the accuracy that DeePMD-kit reaches with an input and its own schedule.
 
 usage: python benchmarks/time_to_accuracy.py --peer DIR [--sets water] [--stage targets reach time]
-[--output PAGE]
+                                             [--output PAGE]
 
 The inputs are those of the examples, the recipe of dp-ema is in time_to_accuracy.json: the same
 model, data and frames per batch, another optimizer, schedule and loss, an average, and fewer steps.

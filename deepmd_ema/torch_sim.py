@@ -42,8 +42,9 @@ class DPModel(ModelInterface):
         state = ts.initialize_state([molecule("H2O")] * 8, model.device, model.dtype)
         model(state)["forces"]  # (24, 3)
         nve = ts.Integrator.nve  # torch-sim 0.3 (Python 3.11): ts.nve
-        final = ts.integrate(state, model, integrator=nve, n_steps=100, temperature=300,
-        timestep=0.0005)
+        final = ts.integrate(
+            state, model, integrator=nve, n_steps=100, temperature=300, timestep=0.0005
+        )
 
     Args:
         model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``,

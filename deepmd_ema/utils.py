@@ -32,12 +32,11 @@ def stream_of(name: str, task: str) -> str:
     return f"{name} of {task}" if task else name
 
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = (
-    -1,
-    -2,
-    -3,
-    -4,
-)  # of malloc.h of the GNU C library
+# of malloc.h of the GNU C library
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
+_M_MMAP_MAX = -4
 _MAX_THRESHOLD = 32 << 20  # that it accepts, bytes
 
 

@@ -5,9 +5,9 @@
 FILE has the names of the packages that the machine has, one a line; ``pip list --format=freeze``
 there prints them. torch is taken to be there. On the machine, in the root of the repository::
 
-    python3 tests/gpu_archive.py FOLDER --install /tmp/site && export
-    PYTHONPATH=/tmp/site/packages:$PWD python3 tests/gpu_first_contact.py --output DIR --peer
-    python3
+    python3 tests/gpu_archive.py FOLDER --install /tmp/site
+    export PYTHONPATH=/tmp/site/packages:$PWD
+    python3 tests/gpu_first_contact.py --output DIR --peer python3
 """
 
 import argparse

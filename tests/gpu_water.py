@@ -2,8 +2,9 @@
 frame.
 
     python tests/gpu_water.py versions [--peer PYTHON]  # of the device and the packages
-    python tests/gpu_water.py kernels [--kinds KIND ...]  # of a step: time, number, limit of the
-    card, by operation python tests/gpu_water.py growth | inference | bits [--kinds KIND ...]
+    # of a step: time, number, limit of the card, by operation
+    python tests/gpu_water.py kernels [--kinds KIND ...]
+    python tests/gpu_water.py growth | inference | bits [--kinds KIND ...]
 
 KIND is a name in benchmarks/models.json or speed.json. ``kernels`` compares the time of each
 operation with what the card needs for it: the FLOPs of its products at the rate of the card in

@@ -13,8 +13,9 @@ of dp-ema for names and shards of weights::
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters())
     bank = AverageBank(
-        model,  # or several by task name: {"water": water, "ice": ice}; what they share has one
-        average [
+        # or several by task name, {"water": water, "ice": ice}; what they share has one average
+        model,
+        [
             EmaProfile("ema", 0.999),
             EmaProfile.from_half_life("slow", 2000, update_every=10, device="cpu"),
             PowerProfile.from_sigma_rel("p1", 0.10),
@@ -26,11 +27,12 @@ of dp-ema for names and shards of weights::
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        bank.update()  # once after each optimizer step; update(ok) if only the device knows whether
-        it was made
+        # once after each optimizer step; update(ok) if only the device knows whether it was made
+        bank.update()
 
-    with bank.swapped_in("ema"):  # the average is in the model; the live weights come back, also
-        after an exception error = model(torch.randn(8, 4)).square().mean()
+    # the average is in the model; the live weights come back, also after an exception
+    with bank.swapped_in("ema"):
+        error = model(torch.randn(8, 4)).square().mean()
 
     torch.save({"model": model.state_dict(), "averages": bank.state_dict()}, "checkpoint.pt")
     saved = torch.load("checkpoint.pt", weights_only=True)

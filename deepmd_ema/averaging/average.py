@@ -125,7 +125,9 @@ class Average:
         """Set the counters, on the host, and drop a copy of the weights that was enqueued."""
         if self.staging is not None:
             self.staging.step = None
-        self.updates, self._mean_step, self.on_device = updates, mean_step, None
+        self.updates = updates
+        self._mean_step = mean_step
+        self.on_device = None
 
     def flush(self) -> None:
         """Wait for a copy of the weights that was enqueued, and update with it."""

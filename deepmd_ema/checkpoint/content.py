@@ -184,7 +184,9 @@ def weights_in(
         CheckpointError: if there is no average of that name.
     """
     saved = payload["weights"]
-    weights, facts, name = dict(payload["model"]), dict(payload.get("average", {})), saved
+    weights = dict(payload["model"])
+    facts = dict(payload.get("average", {}))
+    name = saved
     if profile is not None and payload["kind"] == "training":
         name = choose_profile(payload, path, profile)
         state = payload["averages"]["profiles"][name]

@@ -137,7 +137,10 @@ class BestFiles:
     ) -> None:
         self.writes, self.writers = writes, writers
         self.suffix = GATHERED_SUFFIX if writers is None else SHARDED_SUFFIX
-        self.prefix, self.folder, self.keep, self.metric = prefix, Path(folder), keep, metric
+        self.prefix = prefix
+        self.folder = Path(folder)
+        self.keep = keep
+        self.metric = metric
         self.records: list[tuple[float, int]] = []  # (value, step), best first
         self._pushed_out: list[tuple[float, int]] = []  # by the last record
 

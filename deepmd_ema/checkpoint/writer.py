@@ -43,7 +43,10 @@ class Writer:
     """
 
     def __init__(self, world: World, everywhere: bool = False) -> None:
-        self.steps, self.waits, self.waited_s, self.written_s = 0, 0, 0.0, 0.0
+        self.steps = 0
+        self.waits = 0
+        self.waited_s = 0.0
+        self.written_s = 0.0
         self.error: BaseException | None = None
         self._world, self._writes = world, everywhere or world.is_main
         self._step: int | None = None  # whose tensors may be copied

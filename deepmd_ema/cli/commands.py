@@ -78,11 +78,9 @@ def add_options(parser: argparse._ActionsContainer, options: Iterable[Option | G
 
 # those of config.presets, which takes time to import
 TRAINED = ("all", "fitting")
-MODELS, SIZES, KINDS = (
-    ("se_e2_a", "se_atten_v2", "dpa4c"),
-    ("S", "M", "L"),
-    ("liquid", "molecules", "solid"),
-)
+MODELS = ("se_e2_a", "se_atten_v2", "dpa4c")
+SIZES = ("S", "M", "L")
+KINDS = ("liquid", "molecules", "solid")
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 EVALUATED = ".pt2 (machine code, which runs when it is loaded: only from whom you trust)"
 

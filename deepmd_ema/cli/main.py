@@ -27,7 +27,9 @@ LESS_MEMORY = (
     "Use a smaller batch_size, fewer neighbors (rcut, sel) or smaller layers (neuron), or a "
     "machine with more memory; `dp-ema check --time` measures the memory of some steps."
 )
-EXIT_BUG, EXIT_USER, EXIT_PIPE = 1, 2, 141
+EXIT_BUG = 1
+EXIT_USER = 2
+EXIT_PIPE = 141
 
 # what pip installs for a module
 INSTALL = {

@@ -18,7 +18,9 @@ from deepmd_ema.config.messages import Names, Values, close_names, show
 from deepmd_ema.config.upgrade import PARTS
 from deepmd_ema.errors import ConfigError
 
-_WIDTH, _INDENT, _MAX_SIMILAR = 100, "    ", 6
+_WIDTH = 100
+_INDENT = "    "
+_MAX_SIMILAR = 6
 _INTRO = """\
 Options of dp-ema: one JSON or YAML file with the sections model, learning_rate, optimizer, loss, training and
 validating. Keys that begin with "_" are comments. A whole number may stand for a number, not the reverse. What

@@ -125,7 +125,7 @@ def suffix_of(weights: str, task: str = "") -> str:
     """Return the suffix of the files of these weights, and of a task that has a name; empty for the
     live weights.
     """
-    return f"_{task}" * bool(task) + f"_{weights}" * (weights != LIVE)
+    return (f"_{task}" if task else "") + (f"_{weights}" if weights != LIVE else "")
 
 
 def best_link(prefix: str, suffix: str) -> str:
@@ -193,7 +193,9 @@ class Outputs:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._config, training, validating = config, config.training, config.validating
+        self._config = config
+        training = config.training
+        validating = config.validating
         self.suffix = SHARDED_SUFFIX if training.writes_shards else GATHERED_SUFFIX
         of_prefix = Path(training.save_ckpt).parent
         self.checkpoint_folder = of_prefix if training.save_dir is None else Path(training.save_dir)
@@ -251,7 +253,7 @@ class Outputs:
             )
         for name in self._config.fully_validated:
             for task in (task for task, of in self._config.tasks.items() if of.is_validated):
-                content = f"validation of {name}" + f" in task {task}" * bool(task)
+                content = f"validation of {name}" + (f" in task {task}" if task else "")
                 yield Output(
                     "validating.full_val_file",
                     content,

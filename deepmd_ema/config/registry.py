@@ -80,7 +80,10 @@ class Registry(Mapping[str, Family]):
         protocol: type | None = None,
         base: type | None = None,
     ) -> None:
-        self.own, self.group, self._protocol, self._base = dict(own), group, protocol, base
+        self.own = dict(own)
+        self.group = group
+        self._protocol = protocol
+        self._base = base
         self._key: tuple[Any, ...] = ()
         self._records: dict[str, Family] = {}
         self._faults: dict[str, str] = {}

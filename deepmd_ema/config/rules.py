@@ -481,7 +481,7 @@ def _loss(task: TaskConfig) -> Findings:
     loss, fitting = task.loss, task.model.fitting_net
     wanted = fitting.loss
     if loss.type != wanted:
-        more = ', "pref": 1, "pref_atomic": 0' * (wanted == "tensor")
+        more = ', "pref": 1, "pref_atomic": 0' if wanted == "tensor" else ""
         yield error(
             "type",
             f' = {show(loss.type)}: expected "loss": {{"type": "{wanted}"{more}}}, that '

@@ -47,9 +47,9 @@ def config_summary(
     averages = [("average", f"{a.name}: {a.summary(steps_per or {})}") for a in training.averaging]
     decay = getattr(config.optimizer, "weight_decay", 0.0)
     number = len(config.optimizer.groups)
-    groups = f", {counted(number, 'group')} of parameters" * (number > 0)
+    groups = f", {counted(number, 'group')} of parameters" if number > 0 else ""
     batch = ", ".join(show(task.data.training_data.batch_size) for task in config.tasks.values())
-    several = f", {training.accumulate} batches a step" * (training.accumulate > 1)
+    several = f", {training.accumulate} batches a step" if training.accumulate > 1 else ""
     seed = "random" if training.seed is None else training.seed
     numbers = [
         data.numb_btch

@@ -237,7 +237,9 @@ def _add_averages(reading: Reading) -> None:
                     f"{place}.{key} = {show(entry[name])}: no effect, training.enable_ema is false"
                 )
     if is_validated and is_on is False:
-        instead = ', and "full_validation": true in an entry of training.averaging' * bool(entries)
+        instead = (
+            ', and "full_validation": true in an entry of training.averaging' if entries else ""
+        )
         reading.refuse(
             _SHORT_FORM["full_validation"],
             ' = true: needs "enable_ema": true in training. Add it, or set this to '
@@ -350,7 +352,7 @@ def _replace_names(reading: Reading, task: str, section: Values, shared: Any) ->
                 advice = f"Did you mean {' or '.join(close)}?"
             reading.refuse(place, f" = {show(text)}: not in model.shared_dict. {advice}")
         elif colon and level not in levels:
-            one = " or 1 (the embedding of elements only)" * ("1" in levels)
+            one = " or 1 (the embedding of elements only)" if "1" in levels else ""
             reading.refuse(
                 place,
                 f" = {show(text)}: expected {name}, with level 0 (all of it){one} after a colon.",

@@ -127,7 +127,9 @@ def pair_frame(
     sorter = stable_argsort(
         key, natoms * sections
     )  # pairs come by distance: each group stays sorted by it
-    key, i, j = key[sorter], pairs.i[sorter], pairs.j[sorter]
+    key = key[sorter]
+    i = pairs.i[sorter]
+    j = pairs.j[sorter]
     rank, counts = rank_in_group(key, natoms * sections)
     most = tuple(counts.reshape(natoms, sections).max(axis=0).tolist())
     keep = rank < np.array(layout.sel)[section[sorter]]
@@ -141,14 +143,15 @@ def pair_frame(
             excluded[a, b] = excluded[b, a] = True
         keep &= ~excluded[atom_type[i], atom_type[j]]
     if not keep.all():
-        key, i, j, sorter = key[keep], i[keep], j[keep], sorter[keep]
+        key = key[keep]
+        i = i[keep]
+        j = j[keep]
+        sorter = sorter[keep]
         rank, counts = rank_in_group(key, natoms * sections)
     slots = _rounded(counts.reshape(natoms, sections).max(axis=0), layout.sel, round_to)
-    row, column, place = (
-        row_of_atom[i],
-        row_of_atom[j],
-        rank + (np.cumsum(slots) - slots)[section[sorter]],
-    )
+    row = row_of_atom[i]
+    column = row_of_atom[j]
+    place = rank + (np.cumsum(slots) - slots)[section[sorter]]
     table, image_of_pair = _images(np.take(pairs.shift, sorter, axis=0), frame.box, layout.rcut)
     total = sum(slots)
     flat = row * total + place
@@ -290,11 +293,9 @@ def collate(
     slots = tuple(max(widths) for widths in zip(*(p.slots for p in paired)))
     if len(paired) == 1:
         only = paired[0]
-        neighbor, vector, reverse = (
-            only.neighbor.astype(np.int64),
-            _vectors(only),
-            only.reverse.astype(np.int64),
-        )
+        neighbor = only.neighbor.astype(np.int64)
+        vector = _vectors(only)
+        reverse = only.reverse.astype(np.int64)
     else:
         all_atoms, total = int(num_atoms.sum()), sum(slots)
         neighbor = np.repeat(np.arange(all_atoms), total).reshape(all_atoms, total)

@@ -203,13 +203,11 @@ def _read(
     selected: Sequence[str] | None,
 ) -> tuple[list[_Labelled], list[str]]:
     """Return the frames with energies or forces of all files, and remarks on each file."""
-    frames, lines, problems, names, num_empty = (
-        list[_Labelled](),
-        list[str](),
-        list[str](),
-        list[str](),
-        0,
-    )
+    frames = list[_Labelled]()
+    lines = list[str]()
+    problems = list[str]()
+    names = list[str]()
+    num_empty = 0
     wanted = (*LABELS, FPARAM, APARAM) if predict is None else (FPARAM, APARAM, *WEIGHTS)
     for given in inputs:
         with collect_problems(problems):
@@ -274,11 +272,9 @@ def _factors(
         DataError: if the units cannot be chosen, or must be, since nearest atoms are in no usual
             distance.
     """
-    reader, read_by, assumed = (
-        inventory.reader,
-        f"by {inventory.reader}",
-        inventory.units or ("angstrom", "eV"),
-    )
+    reader = inventory.reader
+    read_by = f"by {inventory.reader}"
+    assumed = inventory.units or ("angstrom", "eV")
     nearest = 1.0 if reader == "dp-ema" else _nearest_atoms(stored)
     found = f"nearest atoms are {nearest:.2f} sums of their covalent radii apart"
     fits = SHORT < nearest < LONG
@@ -301,7 +297,7 @@ def _factors(
             if label.unit
         }
         line = f"{read_by}, in {' and '.join(units.split(','))} (--units)"
-        line += f", not {' and '.join(assumed)}" * (given != own)
+        line += f", not {' and '.join(assumed)}" if given != own else ""
         return {COORD: length, BOX: length, **labels}, [line]
     read_by += (
         f", in {' and '.join(assumed)}"
@@ -389,7 +385,7 @@ def _write_part(
         ).append(frame)
     lines, used = [], set[str]()
     for (name, periodic), members in groups.items():
-        place = re.sub(r"[^A-Za-z0-9_+-]", "_", name) + "_open" * (not periodic)
+        place = re.sub(r"[^A-Za-z0-9_+-]", "_", name) + ("_open" if not periodic else "")
         if place.lower() in used or len(place) > _MAX_FORMULA_CHARACTERS:
             place = f"system.{len(used):04d}"
         used.add(place.lower())

@@ -200,7 +200,9 @@ def split_off(
     """
     divided = dict(data)
     for name, split in splits.items():
-        sources, parts, lost = data[name].train, TaskData([], [], data[name].test), list[str]()
+        sources = data[name].train
+        parts = TaskData([], [], data[name].test)
+        lost = list[str]()
         ends = np.cumsum([source.num_frames for source in sources])
         for source, own in zip(sources, np.split(split.mask, ends[:-1])):
             if own.all() or not own.any():
@@ -236,7 +238,9 @@ def _without_close_pairs(
     task: TaskConfig, sources: Sequence[FrameSource], results: Path | None
 ) -> list[FrameSource]:
     """Return training data without the frames that have two atoms closer than ``min_pair_dist``."""
-    bound, remaining, lost = task.data.training_data.min_pair_dist, list[FrameSource](), list[str]()
+    bound = task.data.training_data.min_pair_dist
+    remaining = list[FrameSource]()
+    lost = list[str]()
 
     def close_frames(source: FrameSource) -> dict[str, Any]:
         close = list[int]()
@@ -367,7 +371,9 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
         results: folder of reports, of which one is returned if the content of the data is the same,
             without a summary; one without errors is added. None to check the data always.
     """
-    model, descriptor, bridging = task.model, task.model.descriptor, task.model.bridging
+    model = task.model
+    descriptor = task.model.descriptor
+    bridging = task.model.bridging
     chosen, weighted = task.data.training_data.min_pair_dist, task.data.training_data.frame_weights
     # frames in which atoms are closer than a larger min_pair_dist are left out
     least = min(chosen or math.inf, MIN_DISTANCE if bridging is None else MIN_BRIDGED_DISTANCE)

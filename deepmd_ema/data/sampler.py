@@ -32,7 +32,9 @@ _GOLDEN = (
 )
 # streams of the seed: order of batches in an epoch, of frames in a system, of systems among the
 # frames of an epoch
-_BATCHES, _FRAMES, _SYSTEMS = 1, 2, 3
+_BATCHES = 1
+_FRAMES = 2
+_SYSTEMS = 3
 # of the orders in which batches are counted: their number must not depend on the seed of a run
 _TRIAL_SEED = 0
 _MAX_TRIES = (
@@ -106,7 +108,9 @@ class Sampler:
         self._most_atoms = (
             rule.number if rule is not None and rule.kind == "mix" else None
         )  # of a batch
-        self._seed, self._rank, self._world_size = seed, rank, world_size
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
         self._natoms = [n[own] for n, own in zip(sizes, self.frames)]
         self.num_frames = tuple(map(len, self.frames))
         # frames or batches of each system, of all ranks together, in an epoch that has every frame
@@ -199,11 +203,9 @@ class Sampler:
         """
         order, edges = self._order(epoch, self._seed), list[int]()
         if self._most_atoms is not None:
-            wanted, limit, plain = (
-                self.batches_per_epoch * self._world_size,
-                self._most_atoms,
-                order,
-            )
+            wanted = self.batches_per_epoch * self._world_size
+            limit = self._most_atoms
+            plain = order
             for attempt in count(1):
                 edges = batch_edges(order[2], limit)
                 if len(edges) - 1 <= wanted:

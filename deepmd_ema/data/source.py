@@ -202,7 +202,9 @@ class FrameSource(ABC):
         """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or
         with all.
         """
-        first, most, rows = 0, 0, list[dict[str, Array]]()
+        first = 0
+        most = 0
+        rows = list[dict[str, Array]]()
         for index in range(self.num_frames):
             frame = self.frame(index)
             arrays = {
@@ -222,7 +224,9 @@ class FrameSource(ABC):
             most = max(most, frame.num_atoms)
             if rows and (row.keys() != rows[0].keys() or len(rows) >= frames_at_once(most, row)):
                 yield _stack(first, rows)
-                first, rows, most = index, [], frame.num_atoms
+                first = index
+                rows = []
+                most = frame.num_atoms
             rows.append(row)
         if rows:
             yield _stack(first, rows)
@@ -243,7 +247,7 @@ class FrameSubset(FrameSource):
 
     def __init__(self, whole: FrameSource, frames: Array, part: str = "") -> None:
         kinds = None if whole.kinds is None else [whole.kinds[k] for k in frames.tolist()]
-        name, sizes = whole.name + f" ({part})" * bool(part), whole.frame_sizes[frames]
+        name, sizes = whole.name + (f" ({part})" if part else ""), whole.frame_sizes[frames]
         super().__init__(
             name, sizes, whole.unread, whole.notes, kinds, whole.is_slow, whole.warnings
         )

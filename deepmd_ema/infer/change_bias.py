@@ -37,7 +37,9 @@ from deepmd_ema.utils import LIVE
 
 Array: TypeAlias = np.ndarray
 
-CHANGE, SET, GIVEN = "change", "set", "given"
+CHANGE = "change"
+SET = "set"
+GIVEN = "given"
 WRITTEN_SUFFIXES = (".dp", ".yaml", ".yml")
 
 

@@ -208,8 +208,10 @@ class ErrorReport:
             rows: list[list[Any]] = [
                 [name, of.summary()["num_frames"], *_shown(of, metrics)] for name, of in order
             ]
-            more = f", the {MAX_GROUPS} of largest error of {len(found):,}" * (
-                len(found) > MAX_GROUPS
+            more = (
+                f", the {MAX_GROUPS} of largest error of {len(found):,}"
+                if len(found) > MAX_GROUPS
+                else ""
             )
             columns = (Column(title), Column("frames", "", ".0f"), *_columns(metrics))
             tables += [Table(f"# errors by {title}{more}", columns, rows)] if len(found) > 1 else []

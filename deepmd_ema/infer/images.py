@@ -35,7 +35,10 @@ class Images:
     def __init__(
         self, frame: Frame, pairs: Pairs, layout: NeighborLayout, close: float, device: torch.device
     ) -> None:
-        self.pairs, self._types, self._layout, self._box = pairs, frame.atom_type, layout, frame.box
+        self.pairs = pairs
+        self._types = frame.atom_type
+        self._layout = layout
+        self._box = frame.box
         natoms, sections = frame.num_atoms, len(layout.sel)
         # of each pair: the atom and the section of its neighbor
         self._group = pairs.i * sections + (frame.atom_type[pairs.j] if layout.by_type else 0)
@@ -56,7 +59,9 @@ class Images:
         offset = np.zeros((len(mapping), 3))
         if frame.box is not None:
             offset[natoms:] = images[:, 1:] @ frame.box
-        self._mapping, self._offset, self._device = mapping, offset, device
+        self._mapping = mapping
+        self._offset = offset
+        self._device = device
         self.tensors = tuple(
             torch.from_numpy(array).to(device)
             for array in (frame.atom_type[mapping].astype(np.int64), nlist, mapping)

@@ -35,7 +35,9 @@ class MovingFrame:
     """
 
     def __init__(self, frame: Frame, pairs: Pairs, layout: NeighborLayout) -> None:
-        self.pairs, self._types, self._layout = pairs, frame.atom_type, layout
+        self.pairs = pairs
+        self._types = frame.atom_type
+        self._layout = layout
         self._sections = layout.num_types if layout.by_type else 1
         nothing = Pairs(pairs.i[:0], pairs.j[:0], pairs.shift[:0], np.inf)
         self._empty = collate([pair_frame(frame, layout, lambda *_: nothing)], layout)

@@ -92,7 +92,9 @@ class Provenance:
             words = f"live weights of {step}"
         elif self.weights:
             average = describe_average(self.average)
-            words = f"averaged weights ({self.weights}) of {step}" + f": {average}" * bool(average)
+            words = f"averaged weights ({self.weights}) of {step}" + (
+                f": {average}" if average else ""
+            )
         return ", ".join(filter(None, (self.head, words)))
 
 

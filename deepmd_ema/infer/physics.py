@@ -229,7 +229,9 @@ def physics_of(model: Potential, frames: Sequence[Frame], options: PhysicsOption
     """
     shortest = shortest_distances(frames, len(model.type_map), model.rcut)
     least = MIN_DISTANCE_RATIO * np.where(np.isfinite(shortest), shortest, 0.0)
-    surface, temperature, seed = Surface(model, frames[0]), options.temperature, options.seed
+    surface = Surface(model, frames[0])
+    temperature = options.temperature
+    seed = options.seed
     bonds, at_cutoff = scan_bonds(surface, shortest, MIN_DISTANCE_RATIO), scan_cutoff(surface)
     time_step = options.time_step or (0.5 if surface.masses.min() < 3 else 1.0)
     steps = math.ceil(1e3 * MIN_TIME / time_step) if options.md_steps is None else options.md_steps
@@ -289,7 +291,9 @@ class Surface:
 
     def __init__(self, model: Potential, frame: Frame) -> None:
         self._model, self._frame = model, frame
-        self.coord, self.box, self.types = frame.coord, frame.box, frame.atom_type
+        self.coord = frame.coord
+        self.box = frame.box
+        self.types = frame.atom_type
         self.rcut, self.elements = model.rcut, tuple(model.type_map)
         if unknown := sorted({self.elements[kind] for kind in self.types} - MASSES.keys()):
             raise UserError(
@@ -518,7 +522,11 @@ def count_extrema(energy: Array, barrier: float) -> tuple[int, int]:
     for value in map(float, energy[1:]):
         low, high = min(low, value), max(high, value)
         if trend <= 0 and value - low > barrier:
-            minima, trend, high = minima + (trend < 0), 1, value
+            minima = minima + (trend < 0)
+            trend = 1
+            high = value
         elif trend >= 0 and high - value > barrier:
-            maxima, trend, low = maxima + (trend > 0), -1, value
+            maxima = maxima + (trend > 0)
+            trend = -1
+            low = value
     return minima, maxima

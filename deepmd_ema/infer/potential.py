@@ -130,7 +130,9 @@ class Potential:
         self, path: str | Path | LoadedModel, device: str | None = None, head: str | None = None
     ) -> None:
         loaded = path if isinstance(path, LoadedModel) else load_model(path, head=head)
-        self.info, self.config, self._loaded = loaded.info, loaded.config, loaded
+        self.info = loaded.info
+        self.config = loaded.config
+        self._loaded = loaded
         with without_modes():
             self._model, self.device = loaded.on(device)
         predicted = self.config.fitting_net.labels
@@ -297,7 +299,9 @@ class Potential:
         """Return the arrays of one batch after the other."""
         if isinstance(self._model, CompiledModel):
             return [self._run(self._model, frame, pairs) for frame, pairs in zip(frames, kept)]
-        parts, rows, limit = [], list(zip(frames, kept)), atoms_at_once(self.device)
+        parts = []
+        rows = list(zip(frames, kept))
+        limit = atoms_at_once(self.device)
         # on a CPU a large frame whose pairs are kept is evaluated alone
         most_shared = MAX_ATOMS_SHARING if self.device.type == "cpu" else math.inf
         sizes = [

@@ -48,7 +48,10 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
         infos = {name: loaded.info for name, loaded in file.models.items()}
         info = next(iter(infos.values()))
         info = replace(info, head="" if len(infos) > 1 else info.head)
-        path, kind, version, config = info.path, info.kind, info.version, file.config
+        path = info.path
+        kind = info.kind
+        version = info.version
+        config = file.config
         tensors = ModelSet(
             {name: loaded.model for name, loaded in file.models.items()}
         ).state_dict()
@@ -61,7 +64,9 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
         path = checkpoint.resolve(path)
         kind, version = payload["kind"], f"dp-ema {payload['version']}"
         config, tensors = payload["config"], payload["model"]
-        weights, model, state = _weights(payload), _model(config), _state(payload)
+        weights = _weights(payload)
+        model = _model(config)
+        state = _state(payload)
     if whole_config:
         return as_text(config)
     title = f"{path}: {KINDS[kind]} of {version}, {size_of(path) / 1e6:.2f} MB"

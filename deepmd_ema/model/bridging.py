@@ -148,7 +148,9 @@ class Bridging(nn.Module):
 
     def __init__(self, pairs: ZblEnergies, window: Window, rcut: float) -> None:
         super().__init__()
-        self.pairs, self.window, self._rcut = pairs, window, rcut
+        self.pairs = pairs
+        self.window = window
+        self._rcut = rcut
 
     def forward(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
         """Return the energies (A,), eV, and their gradient with respect to ``batch.vector`` (A, K,

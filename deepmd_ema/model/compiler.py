@@ -255,11 +255,9 @@ class Compiler:
         if name is None:
             return ""
         at = int(off[name].argmax())
-        found, expected, share = (
-            float(compiled[name][at]),
-            float(eager[name][at]),
-            float(off[name][at]) / scale[name],
-        )
+        found = float(compiled[name][at])
+        expected = float(eager[name][at])
+        share = float(off[name][at]) / scale[name]
         return (
             f"code compiled by torch {torch.__version__} gives other numbers: {name} {found:.6g} "
             f"instead of {expected:.6g} (difference {share:.1e} of {scale[name]:.3g}; rounding "

@@ -145,7 +145,9 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     sizes = batch.num_atoms.new_ones(more_frames)
     sizes[-1] += sum(counts) - num_atoms - more_frames
     # where each slot of an atom went; an empty one holds the atom itself, beyond the cutoff
-    shape, none, num_reverse = (len(added), total), len(added) * total, batch.reverse.shape[1]
+    shape = (len(added), total)
+    none = len(added) * total
+    num_reverse = batch.reverse.shape[1]
     place = (rows[:, None] * total + _places(batch.slots, slots, device)).flatten()
     neighbor = torch.arange(len(added), device=device).repeat_interleave(total)
     vector = batch.vector.new_zeros(none, 3)

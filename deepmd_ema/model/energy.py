@@ -195,7 +195,9 @@ def frame_sums(batch: Batch) -> Callable[[Tensor], Tensor]:
     """Return a function from (A, ...) float64 of atoms to its sums over those of each frame, in a
     fixed order.
     """
-    num_frames, num_atoms, frame = batch.num_frames, batch.atom_frame.shape[0], batch.atom_frame
+    num_frames = batch.num_frames
+    num_atoms = batch.atom_frame.shape[0]
+    frame = batch.atom_frame
     frames = torch.arange(num_frames, device=frame.device)
     is_small = (
         torch.compiler.is_compiling() or not batch.sizes or num_frames * num_atoms <= MAX_MEMBERSHIP

@@ -51,7 +51,10 @@ _OF_ANOTHER_METHOD = 2.0  # times what a shift of each element leaves unexplaine
 _MIN_SHIFT = 0.05  # eV/atom; a model may be as wrong where it has not been trained, and evenly
 _MIN_FREEDOM = 3  # frames more than fitted numbers, to know what is left unexplained
 _MAX_SHOWN = 6  # elements whose shift is named
-AUTO, FIT, KEEP = "auto", "fit", "keep"  # of a bias that a model has
+# of a bias that a model has
+AUTO = "auto"
+FIT = "fit"
+KEEP = "keep"
 
 
 @dataclass
@@ -297,7 +300,9 @@ def move_bias(
         new: elements that the file does not have.
         how: ``fit`` moves known elements, ``keep`` does not, ``auto`` decides.
     """
-    config, effect, weight = frames.config, frames.effect, frames.weight
+    config = frames.config
+    effect = frames.effect
+    weight = frames.weight
     residual = frames.residual()
     if POLAR in config.fitting_net.labels:  # its bias is a multiple of the unit matrix
         diagonal = residual.reshape(-1, 3, 3).trace(axis1=1, axis2=2) / 3

@@ -40,11 +40,9 @@ class PairTable(nn.Module):
         super().__init__()
         table = np.array(rows, dtype=np.float64)
         # plain numbers: torch.compile does not look into arrays of numpy
-        self.rcut, self.first, self.step = (
-            rcut,
-            float(table[0, 0]),
-            float(table[1, 0] - table[0, 0]),
-        )
+        self.rcut = rcut
+        self.first = float(table[0, 0])
+        self.step = float(table[1, 0] - table[0, 0])
         missing = math.ceil(rcut / self.step - self.first / self.step) - (len(table) - 1)
         if rcut > table[-1, 0] and missing > 0:
             more = np.zeros((missing, table.shape[1]))
@@ -55,7 +53,9 @@ class PairTable(nn.Module):
         self.rows, self._num_intervals = table, len(table) - 1
         self.num_types = (math.isqrt(8 * (table.shape[1] - 1) + 1) - 1) // 2
         value, slope = table[:, 1:], _slopes(table[:, 1:])
-        rise, here, there = value[1:] - value[:-1], slope[:-1], slope[1:]
+        rise = value[1:] - value[:-1]
+        here = slope[:-1]
+        there = slope[1:]
         by_pair = np.stack(
             [here + there - 2 * rise, 3 * rise - 2 * here - there, here, value[:-1]], -1
         )

@@ -35,7 +35,10 @@ class TabulatedShortRange(nn.Module):
 
     def __init__(self, table: PairTable, alpha: float, inner: float, outer: float) -> None:
         super().__init__()
-        self.table, self.alpha, self.inner, self.outer = table, alpha, inner, outer
+        self.table = table
+        self.alpha = alpha
+        self.inner = inner
+        self.outer = outer
 
     def forward(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
         """Return the energies (A,), eV, and their gradient with respect to ``batch.vector`` (A, K,

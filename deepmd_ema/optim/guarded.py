@@ -267,7 +267,9 @@ class GuardedOptimizer(torch.optim.Optimizer):
             eps: keeps the denominator from zero.
             decay: decoupled weight decay.
         """
-        lr, b1, b2 = group["lr"], group["adam_beta1"], group["adam_beta2"]
+        lr = group["lr"]
+        b1 = group["adam_beta1"]
+        b2 = group["adam_beta2"]
         lr = lr / group["lr_adjust"] if group["lr_adjust"] > 0 else lr
         gradient = vector.gradient().to(torch.float32)
         steps = torch.add(values["step"], 1, out=out["step"])

@@ -123,7 +123,9 @@ class AdaMuon(GuardedOptimizer):
         """Return new weights and states by the formulas of the class."""
         if not isinstance(vector, MatrixVector):
             return self.adam_updated(vector, values, out, group)
-        lr, beta, gradient = group["lr"], group["momentum"], vector.gradient()
+        lr = group["lr"]
+        beta = group["momentum"]
+        gradient = vector.gradient()
         momentum = torch.lerp(values["momentum"], gradient, 1 - beta, out=out["momentum"])
         signs = torch.lerp(gradient, momentum, beta).sign().to(torch.bfloat16)
         factors = [newton_schulz(stack) for stack in vector.stacks.stack([vector.full(signs)])[0]]
@@ -157,8 +159,8 @@ class HybridMuon(GuardedOptimizer):
     has ``lr``. With ``magma_muon`` d is ``0.1 + 0.9 s`` for the score s of the matrix, at first
     0.5; without it 1:
 
-        s <- 0.9 * s + 0.1 * q(cos(m, g))      q(x) = (f(x) - f(-1)) / (f(1) - f(-1))      f(x) = 1
-        / (1 + exp(-x / 2))
+        s <- 0.9 * s + 0.1 * q(cos(m, g))
+        q(x) = (f(x) - f(-1)) / (f(1) - f(-1))      f(x) = 1 / (1 + exp(-x / 2))
 
     The orthogonal factor of a matrix that is not square comes from five steps of
     :func:`gram_newton_schulz` with ``enable_gram``, else from ten of :func:`newton_schulz`.
@@ -200,9 +202,13 @@ class HybridMuon(GuardedOptimizer):
         if not isinstance(vector, MatrixVector):
             decay = group["weight_decay"] if group["route"] == "adamw" else 0.0
             return self.adam_updated(vector, values, out, group, HYBRID_ADAM_EPS, decay)
-        lr, beta, gradient = group["lr"], group["momentum"], vector.gradient()
+        lr = group["lr"]
+        beta = group["momentum"]
+        gradient = vector.gradient()
         momentum = torch.lerp(values["momentum"], gradient, 1 - beta, out=out["momentum"])
-        new, stacks, dtype = {"momentum": momentum}, vector.stacks, gradient.dtype
+        new = {"momentum": momentum}
+        stacks = vector.stacks
+        dtype = gradient.dtype
         wanted = [
             torch.lerp(gradient, momentum, beta),
             *([momentum, gradient] if group["magma_muon"] else []),

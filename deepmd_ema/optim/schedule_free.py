@@ -58,13 +58,11 @@ class AdamWScheduleFree(GuardedOptimizer):
         self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]
     ) -> Values:
         """Return new weights and states by the formulas of the class."""
-        y, z, lr, b1, b2 = (
-            values[WEIGHT],
-            values["z"],
-            group["lr"],
-            group["adam_beta1"],
-            group["adam_beta2"],
-        )
+        y = values[WEIGHT]
+        z = values["z"]
+        lr = group["lr"]
+        b1 = group["adam_beta1"]
+        b2 = group["adam_beta2"]
         done, warmup = (
             values["averaged"].to(torch.float64),
             (group["warmup_steps"], group["warmup_start_factor"]),

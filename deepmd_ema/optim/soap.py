@@ -38,9 +38,10 @@ class SOAP(GuardedOptimizer):
 
         m  <- b1 * m + (1 - b1) * g                               b1, b2 = adam_beta1, adam_beta2
         v  <- b2 * v + (1 - b2) * (U^T g V)^2                     per element
-        w  <- (1 - lr * weight_decay) * w - lr * U [(U^T m V) / (1 - b1^t) / (sqrt(v / (1 - b2^t)) +
-        eps)] V^T L  <- shampoo_beta * L + (1 - shampoo_beta) * g g^T       R, of the columns, with
-        g^T g U  <- QR(L U)                                             V with R; algorithm 4
+        w  <- (1 - lr * weight_decay) * w
+              - lr * U [(U^T m V) / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)] V^T
+        L  <- shampoo_beta * L + (1 - shampoo_beta) * g g^T       R, of the columns, with g^T g
+        U  <- QR(L U)                                             V with R; algorithm 4
 
     The last line is for the first ``precondition_frequency`` steps of the run and each step that is
     a multiple of it. U and V are the identity at first, and for a side longer than
@@ -80,12 +81,10 @@ class SOAP(GuardedOptimizer):
             return self.adam_updated(
                 vector, values, out, {**group, "lr_adjust": 0}, decay=group["weight_decay"]
             )
-        lr, b1, b2, gradient = (
-            group["lr"],
-            group["adam_beta1"],
-            group["adam_beta2"],
-            vector.gradient(),
-        )
+        lr = group["lr"]
+        b1 = group["adam_beta1"]
+        b2 = group["adam_beta2"]
+        gradient = vector.gradient()
         count = len(vector.parameters)
         bases = [
             None if values.get(side) is None else values[f"{side}_basis"].view(count, n, n)

@@ -199,7 +199,7 @@ class RunCheck:
 def data_lines(check: RunCheck) -> Iterator[str]:
     """Yield tables of systems and elements and the results of the checks, task by task."""
     for task, report in check.reports.items():
-        of = f" of task {task}" * bool(task)
+        of = f" of task {task}" if task else ""
         yield ""
         for part, scans in report.parts.items():
             if scans or part == "training":
@@ -232,7 +232,7 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
         for s in scans
     }
     has_several = len(set(cells.values())) > 1
-    size += f", {next(iter(cells.values()), '')}" * (not has_several)
+    size += f", {next(iter(cells.values()), '')}" if not has_several else ""
     shown = list(scans)
     if len(shown) > MAX_ROWS:
         shown.sort(
@@ -268,7 +268,9 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
 
     rows = list[dict[str, Cell]]()
     for scan in shown[:MAX_ROWS]:
-        name, sizes, half = scan.system.whole.name, scan.type_counts.sum(axis=1), _MAX_NAME // 2 - 1
+        name = scan.system.whole.name
+        sizes = scan.type_counts.sum(axis=1)
+        half = _MAX_NAME // 2 - 1
         row: dict[str, Cell] = {
             "system": name if len(name) <= _MAX_NAME else f"{name[:half]}..{name[-half:]}"
         }
@@ -278,7 +280,7 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
         for name in conditions:
             low, high, numbers = scan.conditions.get(name, (math.nan, math.nan, 0))
             row[name] = (
-                f"{low:.4g} to {high:.4g}" + f" ({numbers} numbers)" * (numbers > 1)
+                f"{low:.4g} to {high:.4g}" + (f" ({numbers} numbers)" if numbers > 1 else "")
                 if numbers
                 else "-"
             )
@@ -329,7 +331,7 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
         found = report.suspects.get(key)
         if found is not None and found.total:
             result = f"{found.num_frames:,} of {found.total:,} {what}"
-            yield name, result + f" ({which}: {found.worst})" * bool(found.worst)
+            yield name, result + (f" ({which}: {found.worst})" if found.worst else "")
     if report.units is not None:
         for number, line in enumerate(report.units.lines()):
             yield "" if number else "units, signs", line
@@ -341,8 +343,10 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
         usable = sum(
             s.system.num_frames - len(s.bad_frames) for s in [*report.training, *report.validation]
         )
-        seen = f"in {report.num_searched:,} frames, evenly spaced: " * (
-            report.num_searched < usable
+        seen = (
+            f"in {report.num_searched:,} frames, evenly spaced: "
+            if report.num_searched < usable
+            else ""
         )
         yield (
             "distances",
@@ -358,12 +362,14 @@ def plan_lines(check: RunCheck) -> list[str]:
     """Return the table of what will be trained, how, and for how long."""
     pairs = config_summary(check.config, check.num_steps, check.steps_per)
     for name, of in check.tasks.items():
-        part = f"{name}: {100 * of.share:.3g} % of the steps = {of.epochs:.1f} epochs, " * (
-            len(check.tasks) > 1
+        part = (
+            f"{name}: {100 * of.share:.3g} % of the steps = {of.epochs:.1f} epochs, "
+            if len(check.tasks) > 1
+            else ""
         )
         frames = f"{of.frames:.4g} {'frame' if of.frames == 1 else 'frames'} in a step"
-        atoms = f"at most {counted(of.max_atoms, 'atom')}" + " in a batch" * (
-            check.config.training.accumulate > 1
+        atoms = f"at most {counted(of.max_atoms, 'atom')}" + (
+            " in a batch" if check.config.training.accumulate > 1 else ""
         )
         pairs.append(("batch", f"{part}{frames}, {atoms}, in one process"))
     pairs += [("group", line) for line in check.groups]
@@ -497,11 +503,9 @@ def _data(task: str, report: DataReport) -> dict[str, Any]:
     suspects, systems = _suspicious_frames(report), []
     for part, scans in report.parts.items():
         for scan in scans:
-            sizes, frames, labels = (
-                scan.type_counts.sum(axis=1),
-                scan.system.num_frames,
-                dict[str, Any](),
-            )
+            sizes = scan.type_counts.sum(axis=1)
+            frames = scan.system.num_frames
+            labels = dict[str, Any]()
             for name in (name for name, number in scan.label_frames.items() if number):
                 labels[name] = {"frames": scan.label_frames[name]}
                 values = scan.ranges.get(name)

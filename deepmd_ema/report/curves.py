@@ -63,7 +63,9 @@ class RowTable:
 
     path: Path
     header: str
-    _begun, _is_synced, _synced_at = False, True, -math.inf
+    _begun = False
+    _is_synced = True
+    _synced_at = -math.inf
 
     def cut_after(self, step: int) -> None:
         """Continue the file as it was after ``step``: later rows and an incomplete last line are
@@ -279,7 +281,9 @@ class Curve:
         best = [match for line in lines if (match := _BEST_LINE.match(line))]
         self.best_steps = [int(match[2]) for match in best]
         # whose errors these are: a line of a best file says it, otherwise the name of the file
-        self.task, tasks, name = "", list[str](), ""
+        self.task = ""
+        tasks = list[str]()
+        name = ""
         with suppress(
             OSError, ValueError, AttributeError
         ):  # there is no input, or that of another program

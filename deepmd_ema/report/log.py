@@ -230,7 +230,9 @@ class Progress:
     """
 
     def __init__(self, num_steps: int, times: RunTimes, interactive: bool | None = None) -> None:
-        self._num_steps, self._times, self._width = num_steps, times, len(str(num_steps))
+        self._num_steps = num_steps
+        self._times = times
+        self._width = len(str(num_steps))
         self._interactive = sys.stderr.isatty() if interactive is None else interactive
         self._bar: tqdm | None = None
         self._error, self._is_validated = "", False
@@ -310,7 +312,9 @@ class Progress:
         logger.debug(
             "%*d  %.2f s: %s", self._width, step, now - self._shown_at, self._times.split()
         )
-        self._shown, self._shown_at, self._line_at = step, now, now
+        self._shown = step
+        self._shown_at = now
+        self._line_at = now
         if not self._is_validated:  # beside the bar: of validation frames if there are any
             name = "valid" if any(errors["valid"].values()) else "train"
             self._error = _force_errors(

@@ -43,7 +43,9 @@ from deepmd_ema.report.status import ENDED, RunStatus, describe_row
 from deepmd_ema.report.table import Cell, Column, Table, duration, significant
 from deepmd_ema.utils import LIVE
 
-VALIDATION, TEST, TRAINING = "validation", "test", "training"
+VALIDATION = "validation"
+TEST = "test"
+TRAINING = "training"
 KINDS = ("RMSE", "MAE")
 _DIGITS = 3
 _MAX_SHOWN = 2  # averages in the first table
@@ -314,7 +316,7 @@ class _Page:
                     "time",
                     f"{duration(status.elapsed or 0.0)} on {part.device}, {part.updated[:10]}",
                 )
-        details = f"; details of {self.chosen}" * (self.chosen != LIVE)
+        details = f"; details of {self.chosen}" if self.chosen != LIVE else ""
         yield "shown here", f"{self.file.name}, step {self.payload['step']:,}{details}"
         if status is not None:
             name = "best" if status.state == ENDED else "best so far"
@@ -352,7 +354,7 @@ class _Page:
                 rows.append(
                     ["Stress RMSE, GPa", *(significant(stress, _DIGITS) for stress in stresses), ""]
                 )
-            title = f"{task}: " * bool(task) + counted(frames, f"{part} frame")
+            title = (f"{task}: " if task else "") + counted(frames, f"{part} frame")
             yield _table(
                 Table("", (Column(title), *(Column(*column, "s") for column in columns)), rows)
             )
@@ -398,7 +400,7 @@ class _Page:
                     else 0.0
                 )
                 figures, keys = curve_figures(of_task, Path(tempfile.mkdtemp(dir=scratch)), volume)
-                yield f"<h3>{escape(task)}</h3>" * bool(task) + _keys(keys) + _figures(figures)
+                yield (f"<h3>{escape(task)}</h3>" if task else "") + _keys(keys) + _figures(figures)
                 if volume:
                     shown = significant(volume, 4)
                     yield _paragraph(
@@ -441,10 +443,12 @@ class _Page:
             }
             for name, of_groups in groups.items():
                 if len(of_groups) > 1:
-                    more = f" (the first {_MAX_GROUPS} of {len(of_groups)})" * (
-                        len(of_groups) > _MAX_GROUPS
+                    more = (
+                        f" (the first {_MAX_GROUPS} of {len(of_groups)})"
+                        if len(of_groups) > _MAX_GROUPS
+                        else ""
                     )
-                    title = f"by {name}{more}" + f", in {self.base}" * (name == "system")
+                    title = f"by {name}{more}" + (f", in {self.base}" if name == "system" else "")
                     first = dict(list(of_groups.items())[:_MAX_GROUPS])
                     yield _table(_table_of_errors(title, name, first, quantities), long=("system",))
 

@@ -345,7 +345,9 @@ def curve_figures(
     for curve in curves if volume else ():
         if (stress := curve.columns.pop(QUANTITIES["S"].full, None)) is not None:
             curve.columns[QUANTITIES["V"].full] = volume * stress
-    plot, figures, keys = CurvePlot(curves), list[Figure](), dict[str, Key]()
+    plot = CurvePlot(curves)
+    figures = list[Figure]()
+    keys = dict[str, Key]()
     suffix = _suffix(sum(c.steps.size for c in curves if c.columns))
     for panel in plot.panels:
         file = folder / f"{panel.title.split()[0]}{suffix}"
@@ -406,7 +408,7 @@ def parity_figures(pairs: Mapping[str, tuple[Array, Array, str]], folder: Path) 
         factor, small = _unit_of_errors(unit)
         error = significant(factor * float(np.abs(predicted - label).mean()), 3)
         words = f"{name}: predictions against {label.size:,} reference values"
-        words += ", density of points" * (label.size > MAX_DOTS)
+        words += ", density of points" if label.size > MAX_DOTS else ""
         figures.append(Figure(file, f"{words}; mean absolute error {error} {small}"))
     return figures
 

@@ -153,11 +153,9 @@ class Proposal:
         type_map, presets = wishes.type_map or (), read_preset(MODELS)
         name = wishes.model or ("se_e2_a" if len(type_map) <= _MAX_ELEMENTS else "se_atten_v2")
         preset = presets.get(name, presets["se_e2_a"])  # of a model that init does not make
-        recipes, kind, size = (
-            read_preset(preset["recipes"]),
-            wishes.kind or data.kind,
-            preset["sizes"][wishes.size],
-        )
+        recipes = read_preset(preset["recipes"])
+        kind = wishes.kind or data.kind
+        size = preset["sizes"][wishes.size]
         recipe = {**recipes[kind], **preset.get("instead", {}).get(kind, {})}
         common, steps = recipes["common"], wishes.steps or recipe["steps"]
         window = max(1, min(max(10, steps // _WINDOW), steps // _MIN_WINDOWS))
@@ -482,7 +480,9 @@ def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:
     for first in range(len(radii)):
         if first in places:
             continue
-        number, places[first], left = number + 1, np.zeros(3), [first]
+        number = number + 1
+        places[first] = np.zeros(3)
+        left = [first]
         while left:
             one = left.pop()
             for other, way in bonds[one]:
@@ -538,11 +538,9 @@ def _steps_in(seconds: float, cost: Cost) -> int:
         UserError: if they are too few.
     """
     # rows, validations and checkpoints are as many in a run of any length
-    fixed, new, new_s = (
-        cost.start_s + cost.events_s + cost.end_s,
-        cost.steps_of_first_epoch,
-        cost.step_of_first_epoch_s,
-    )
+    fixed = cost.start_s + cost.events_s + cost.end_s
+    new = cost.steps_of_first_epoch
+    new_s = cost.step_of_first_epoch_s
     left, in_first_epoch = seconds - fixed, new * (new_s - cost.step_s)
     steps = int(max((left - in_first_epoch) / cost.step_s, min(left / new_s, new)))
     if steps < _MIN_STEPS:
@@ -564,7 +562,9 @@ def _yaml(commented: Mapping[str, Any], indent: str = "") -> Iterator[str]:
         if key.startswith("_"):
             continue
         reason, is_section = commented.get(f"_{key}", ""), isinstance(value, Mapping)
-        line = f"{indent}{key}:" + f" {json.dumps(value, ensure_ascii=False)}" * (not is_section)
+        line = f"{indent}{key}:" + (
+            f" {json.dumps(value, ensure_ascii=False)}" if not is_section else ""
+        )
         beside = f"{line}  # {reason}" if reason else line
         if len(beside) > _MAX_LINE:
             yield from (f"{indent}# {part}" for part in wrap(reason, _MAX_LINE - len(indent)))

@@ -249,7 +249,7 @@ def table_of_times(parts: Sequence[Part]) -> Table:
         for text, seconds in times.items()
         if total
     ]
-    title = duration(elapsed) + f" in {counted(len(parts), 'part')}" * (len(parts) > 1)
+    title = duration(elapsed) + (f" in {counted(len(parts), 'part')}" if len(parts) > 1 else "")
     return Table(title, (Column("part"), Column("time", "", "s"), Column("share", "", "s")), rows)
 
 

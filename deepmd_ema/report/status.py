@@ -24,14 +24,12 @@ from deepmd_ema.report.log import describe_values
 from deepmd_ema.report.record import Part, read_record
 from deepmd_ema.report.table import Table, duration, facts, significant
 
-PREPARING, TRAINING, ENDED, INTERRUPTED, KILLED, UNKNOWN = (
-    "preparing",
-    "training",
-    "ended",
-    "interrupted",
-    "killed",
-    "not training",
-)
+PREPARING = "preparing"
+TRAINING = "training"
+ENDED = "ended"
+INTERRUPTED = "interrupted"
+KILLED = "killed"
+UNKNOWN = "not training"
 _DIGITS = 4
 _MAX_WARNINGS = 3
 _IN_JSON = (
@@ -85,7 +83,9 @@ class RunStatus:
         config = None
         with suppress(UserError):  # the normalized input is not there, or of another version
             config = load_config(folder / "out.json")
-        self.parts, holder, curves = read_record(folder), read_holder(folder / LOCK), list[Curve]()
+        self.parts = read_record(folder)
+        holder = read_holder(folder / LOCK)
+        curves = list[Curve]()
         with suppress(UserError):  # there are no files of rows
             for file in curve_files(folder):
                 with suppress(UserError):  # it has no rows yet, or is being replaced
@@ -200,7 +200,9 @@ class RunStatus:
     def _rows(self) -> Iterator[tuple[str, str]]:
         times = []
         if self.elapsed is not None:
-            times.append(duration(self.elapsed) + " so far" * (self.state in (PREPARING, TRAINING)))
+            times.append(
+                duration(self.elapsed) + (" so far" if self.state in (PREPARING, TRAINING) else "")
+            )
         if self.left is not None:
             end = datetime.now() + timedelta(seconds=self.left)
             times.append(f"{duration(self.left)} left, ends about {end:%Y-%m-%d %H:%M}")

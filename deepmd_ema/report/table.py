@@ -142,7 +142,7 @@ def describe_errors(errors: Errors, before: Errors | None = None, with_gpa: bool
     parts = []
     for quantity in labelled(errors):
         first = f"{mae_rmse(before, quantity)} -> " if before is not None else ""
-        in_gpa = f" ({mae_rmse(errors, quantity, GPA)} GPa)" * (with_gpa and quantity == "S")
+        in_gpa = f" ({mae_rmse(errors, quantity, GPA)} GPa)" if with_gpa and quantity == "S" else ""
         unit = METRICS[quantity].display_unit
         parts.append(f"{quantity} {first}{mae_rmse(errors, quantity)} {unit}{in_gpa}".rstrip())
     return ", ".join(parts)

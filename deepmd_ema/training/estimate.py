@@ -173,7 +173,9 @@ class _Stopwatch(Callback):
     """Measures the parts of a run, and ends it after some ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.within, self.num_new = seconds, 0.0, 0
+        self.seconds = seconds
+        self.within = 0.0
+        self.num_new = 0
         self.spent: dict[str, list[float]] = defaultdict(list)
 
     def on_start(self, trainer: Trainer) -> None:

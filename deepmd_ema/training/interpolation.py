@@ -51,7 +51,9 @@ class InterpolationControl:
         saved: Mapping[str, Any],
         interval: int = CHECK_INTERVAL,
     ) -> None:
-        self.models, self.world, self.interval = models, world, interval
+        self.models = models
+        self.world = world
+        self.interval = interval
         named: dict[Interpolation, str] = {}  # one that tasks share has the name of the first
         for task, model in models.by_task.items():
             for name, interpolation in interpolations_of(model).items():

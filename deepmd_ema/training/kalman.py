@@ -59,7 +59,9 @@ class KalmanStep(Step):
         self._filter = LKF(
             models.named_parameters(), config.kf_blocksize, models.tasks_of_parameters()
         )
-        self._config, self._num_steps, self._seed = config, num_steps, prepared.seed
+        self._config = config
+        self._num_steps = num_steps
+        self._seed = prepared.seed
 
     def update(
         self,

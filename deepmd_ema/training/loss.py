@@ -200,11 +200,9 @@ class EnergyLoss(Loss):
     ) -> _Sums:
         """Return the sums of a quantity (F, ...) that grows with the number of atoms."""
         found, (label, has_label, weight) = prediction[name], _label(batch, name)
-        shown_once, rows, error = (
-            has_label / batch.num_atoms,
-            has_label.sum(),
-            _of_rows(self._size(found, label)),
-        )
+        shown_once = has_label / batch.num_atoms
+        rows = has_label.sum()
+        error = _of_rows(self._size(found, label))
         once = shown_once if weight is has_label else weight / batch.num_atoms
         if self._mae:
             value = torch.dot(once, error)

@@ -140,7 +140,7 @@ def prepare(
     # of rank 0: all ranks have the same frames in each part
     splits = world.broadcast_from_rank0(lambda: choose_validation(config, systems, seed, results))
     for name, split in splits.items():
-        of_task = f"task {name}: " * bool(name)
+        of_task = f"task {name}: " if name else ""
         for line in split.lines:
             logger.info("%s%s", of_task, line)
         for finding in split.findings():
@@ -191,7 +191,9 @@ def _check_data(
     """Return the config with ``sel`` resolved, nearest pairs by task, and dates of earlier checks
     that still hold.
     """
-    nearest, found, dates = {}, {}, []
+    nearest = {}
+    found = {}
+    dates = []
     problems = list[str | Finding]()
     for name, task in config.tasks.items():
         report = check_task(task, systems[name], results[name])
@@ -233,7 +235,7 @@ def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[st
         ).items():
             run.tasks[name].model.apply_statistics(statistics)
             for line in statistics.lines():
-                logger.debug("%s%s", f"task {name}: " * bool(name), line)
+                logger.debug("%s%s", (f"task {name}: " if name else ""), line)
     start.load_weights(run.models)
     for task in run.tasks.values():
         _move_bias(run, task, start, num_ranks)
@@ -330,7 +332,9 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
 
 def _statistics_batches(task: Task, seed: int, num_ranks: int) -> Iterator[Batch]:
     """Return batches of the frames of the statistics; those of several systems may be in one."""
-    train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
+    train = task.train
+    stream = stream_of("statistics", task.config.name)
+    layout = task.model.layout
     sizes, taken, _ = batch_sizes(
         task.config.data.training_data.batch_size, [system.frame_sizes for system in train]
     )
@@ -389,7 +393,7 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, 
                     logger.warning(
                         "training.change_bias_after_training: no training frame%s has an energy, "
                         "so there is nothing to fit the bias to: it stays as it is",
-                        f" of task {name}" * bool(name),
+                        (f" of task {name}" if name else ""),
                     )
     return fitted
 
@@ -463,7 +467,9 @@ def tracked_averages(
     Raises:
         ConfigError: if ``should_update`` names an average that the run does not track.
     """
-    hooks, profiles, lr = dict(should_update or {}), [], config.learning_rate
+    hooks = dict(should_update or {})
+    profiles = []
+    lr = config.learning_rate
     for average in config.training.averaging:
         changes: dict[str, Any] = {"should_update": hooks.pop(average.name, None)}
         if isinstance(average, ScheduleFreeProfile):

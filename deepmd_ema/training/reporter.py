@@ -71,13 +71,11 @@ class Reporter:
     ) -> None:
         config, length = prepared.config, prepared.length
         training, outputs = config.training, Outputs(config)
-        self._tasks, self._bank, self._world, self.times, self._products = (
-            tasks,
-            bank,
-            world,
-            times,
-            products,
-        )
+        self._tasks = tasks
+        self._bank = bank
+        self._world = world
+        self.times = times
+        self._products = products
         self._progress = Progress(length.num_steps, times, None if world.is_main else False)
         # a row shows the mean over its interval, or the last batch of each task
         self._shows_means = training.disp_avg
@@ -200,7 +198,7 @@ class Reporter:
                     "%sstep %d: %s of the training batches of the last %s is %.4g, no better than "
                     "%.4g with energies of the elements alone and no forces: nothing is learned. "
                     "Try to %s.",
-                    f"task {task.name}: " * bool(task.name),
+                    (f"task {task.name}: " if task.name else ""),
                     step,
                     _judged(task),
                     counted(len(rows), "row"),

@@ -137,7 +137,7 @@ def run_training(
         ):
             head, place = task.model.finetune_head, task.place("model")
             if head and (name or request.init_model is None):
-                also = " or --init-model" * (not name)
+                also = " or --init-model" if not name else ""
                 logger.warning(
                     '%s.finetune_head = "%s": no effect without --finetune%s', place, head, also
                 )
@@ -259,8 +259,12 @@ def start_table(trainer: Trainer) -> Table:
     """Return the summary of ``dp-ema check`` with facts that are known once the parts of the run
     are built.
     """
-    prepared, bank, num_steps = trainer.prepared, trainer.bank, trainer.num_steps
-    config, stage, world = prepared.config, prepared.config.training.zero_stage, trainer.world
+    prepared = trainer.prepared
+    bank = trainer.bank
+    num_steps = trainer.num_steps
+    config = prepared.config
+    stage = prepared.config.training.zero_stage
+    world = trainer.world
     per_step = f"{prepared.length.frames_per_step:.6g} frames per step over all ranks"
     several = (
         f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as "
@@ -275,7 +279,9 @@ def start_table(trainer: Trainer) -> Table:
         of = f"{task}: " if task else ""
         trained = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in made.model.parameters()) - trained
-        words = f"{of}{trained:,} trained parameters" + f" and {frozen:,} frozen" * (frozen > 0)
+        words = f"{of}{trained:,} trained parameters" + (
+            f" and {frozen:,} frozen" if frozen > 0 else ""
+        )
         frames = sum(system.num_frames for system in made.train)
         length = prepared.length.tasks[task]
         part = (
@@ -296,8 +302,8 @@ def start_table(trainer: Trainer) -> Table:
         if p.should_update is not None
     ]
     if (batches := config.training.accumulate) > 1:
-        frames_of_step = f"{prepared.length.frames_per_step:.6g} frames" + " over all ranks" * (
-            world.size > 1
+        frames_of_step = f"{prepared.length.frames_per_step:.6g} frames" + (
+            " over all ranks" if world.size > 1 else ""
         )
         pairs.append(("step", f"{batches} batches, {frames_of_step}"))
     parameters = dict(prepared.models.named_parameters())
@@ -412,7 +418,7 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     fitted = " before the bias was fitted again" * config.training.change_bias_after_training
     when = f"step {trainer.reporter.validated_step:,}{fitted}"
     before = trainer.reporter.before  # averages start from the loaded weights too
-    since = "before -> " * bool(before)
+    since = "before -> " if before else ""
     pairs += [
         (
             "errors",

@@ -96,7 +96,9 @@ class StateBuilder:
 
     def forget(self) -> None:
         """Keep no copies any longer than files need them."""
-        self._step, self._models, self.copies = None, {}, HostCopies()
+        self._step = None
+        self._models = {}
+        self.copies = HostCopies()
         self.take = self.take_from(self.copies)
 
     def _weights(self, name: str, step: int) -> dict[str, Any]:
@@ -172,7 +174,9 @@ class Saver:
     ) -> None:
         training, folder = config.training, Outputs(config).snapshot_folder
         files_of = partial(CheckpointSeries, training.save_ckpt, start=start, writers=writers)
-        self.builder, self._bests, self._tables = builder, bests, tables
+        self.builder = builder
+        self._bests = bests
+        self._tables = tables
         self.writer = Writer(world, everywhere=training.writes_shards)
         self.live = files_of(suffix_of(LIVE), training.save_dir, schedule.num_kept())
         self.averages = {

@@ -254,7 +254,9 @@ class GraphedSteps:
     def __init__(
         self, take_step: GradientStep, bank: AverageBank, device: torch.device, products: Products
     ) -> None:
-        self._take_step, self._bank, self._products = take_step, bank, products
+        self._take_step = take_step
+        self._bank = bank
+        self._products = products
         self._pool: Any = None  # memory that all graphs share, of which one runs at a time
         self._numbers = torch.zeros(2, dtype=torch.float64, device=device)  # learning rate and step
         self._uses: Counter[Hashable] = Counter()

@@ -113,9 +113,9 @@ class Task:
                 "%svalidation_fraction splits off other frames than when the checkpoint was "
                 "written, because the data have changed: the run may have been trained on frames "
                 "that it is validated on now. Put the data back, or start a new run",
-                f"task {self.name}: " * bool(self.name),
+                (f"task {self.name}: " if self.name else ""),
             )
-        of_task = f" of task {self.name}" * bool(self.name)
+        of_task = f" of task {self.name}" if self.name else ""
         now = self.state_dict()
         before = {**now, **state}
         if before["num_frames"] != now["num_frames"]:
@@ -216,7 +216,9 @@ def build_task(
         seed: of the run.
         world: the processes that share each batch.
     """
-    task, model, training = config.tasks[name], models.by_task[name], config.training
+    task = config.tasks[name]
+    model = models.by_task[name]
+    training = config.training
     shown = task.displayed_data if training.disp_training else None
     # those of the next step are made beside a step
     ahead, pin = max(PREFETCH, training.accumulate), world.device.type == "cuda"

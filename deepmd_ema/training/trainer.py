@@ -108,12 +108,10 @@ class Trainer:
     ) -> None:
         config, models = prepared.config, prepared.models.to(world.device)
         training, run = config.training, start.run_id(config)
-        self.prepared, self.world, self.input_file, self.deadline = (
-            prepared,
-            world,
-            input_file,
-            deadline,
-        )
+        self.prepared = prepared
+        self.world = world
+        self.input_file = input_file
+        self.deadline = deadline
         self.callback, self.record = callback or Callback(), record or RunRecord()
         shares = (of.share for of in prepared.length.tasks.values())
         self.tasks = TaskMixture(prepared.tasks.values(), shares, prepared.seed)
@@ -184,8 +182,12 @@ class Trainer:
         if training.cuda_graphs and self.graphs is None:
             logger.warning("training.cuda_graphs has no effect: %s.", why_no_graphs(config, world))
 
-        self.step, self.stop, self.is_out_of_time = 0, StopRequest(), False
-        self._validation_pending, self._saved, self._windows = False, -1, ""
+        self.step = 0
+        self.stop = StopRequest()
+        self.is_out_of_time = False
+        self._validation_pending = False
+        self._saved = -1
+        self._windows = ""
         self._refitted: Mapping[str, Mapping[str, Tensor]] = {}  # after the last step, by weights
         self._validates_before = bool(start.sources)  # of a restart they are in the checkpoint
         if start.payload:

@@ -113,17 +113,13 @@ class FullValidation:
         world: World,
         products: Products,
     ) -> None:
-        config, validating, outputs = (
-            prepared.config,
-            prepared.config.validating,
-            Outputs(prepared.config),
-        )
-        self.models, self._bank, self._world, self._products = (
-            prepared.models,
-            bank,
-            world,
-            products,
-        )
+        config = prepared.config
+        validating = prepared.config.validating
+        outputs = Outputs(prepared.config)
+        self.models = prepared.models
+        self._bank = bank
+        self._world = world
+        self._products = products
         self.tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
         self.tested = {name: task for name, task in prepared.tasks.items() if task.test}
         averages = config.fully_validated or [average.name for average in config.training.averaging]
@@ -148,11 +144,9 @@ class FullValidation:
                     if world.is_main
                     else None
                 )
-                prefix, folder, keep = (
-                    outputs.best_prefix(weights, task),
-                    outputs.best_folder,
-                    validating.max_best_ckpt,
-                )
+                prefix = outputs.best_prefix(weights, task)
+                folder = outputs.best_folder
+                keep = validating.max_best_ckpt
                 best = BestFiles(
                     prefix, folder, keep, best_by, writes=world.is_main, writers=writers
                 )
@@ -399,7 +393,11 @@ class EarlyStop:
     def describe(self) -> str:
         """Return the reason for the end, with the last improvements."""
         delta = self._config.min_delta
-        by = f" by more than {show_metric(next(iter(self._metrics.values())), delta)}" * (delta > 0)
+        by = (
+            f" by more than {show_metric(next(iter(self._metrics.values())), delta)}"
+            if delta > 0
+            else ""
+        )
         rows = [
             f"{' '.join(filter(None, reversed(row)))} {show_metric(self._metrics[row[1]], value)} "
             f"after step {step:,}"

@@ -209,15 +209,17 @@ class Start:
         taken = ("descriptor",) if source.fresh_fitting else ("descriptor", "fitting_net")
         type_map = values.get("type_map", section["type_map"])
         elements = before.get(type_map) if isinstance(type_map, str) else type_map
-        by_number = f"the parts of {self.path} are for" * (saved.type == "linear_ener")
+        by_number = f"the parts of {self.path} are for" if saved.type == "linear_ener" else ""
         if not by_number:
             if isinstance(elements, list) and (
                 problem := elements_problem(source.loaded.model, elements)
             ):
                 raise CheckpointError(f"{self.path}: {problem}")
             options = [path for n in taken for path in _paths_by_number(section[n], n)]
-            by_number = f"{', '.join(options)} of {self.path} counts elements by number in" * bool(
-                options
+            by_number = (
+                f"{', '.join(options)} of {self.path} counts elements by number in"
+                if options
+                else ""
             )
         if by_number and elements != section["type_map"]:
             raise ConfigError(
@@ -396,7 +398,7 @@ class Start:
             new = self.new_elements(task, model.type_map)
             logger.info(
                 "fine-tuning %s%s: %s; %s; fitting network %s",
-                f"task {task} from " * bool(task),
+                (f"task {task} from " if task else ""),
                 self.path,
                 source.loaded.info.describe(),
                 f"new elements {' '.join(new)}" if new else "no new elements",
@@ -500,7 +502,7 @@ def load_pretrained(file: str, heads: Mapping[str, str | None] | None = None) ->
                     missing = (
                         f'no {option} chooses one ({expected}; "{RANDOM}" says that this is meant)'
                     )
-                of_task = f" of task {task}" * bool(task)
+                of_task = f" of task {task}" if task else ""
                 logger.warning(
                     "%s holds %s: %s, so the fitting network%s starts anew",
                     file,

@@ -2,8 +2,8 @@
 
 The files hold the inputs too: a new case is a new input there.
 
-usage: DIR/bin/python tests/golden/make.py PART ...        (DIR: a virtual environment with
-       DeePMD-kit) DIR/bin/python tests/golden/make.py model NAME [INPUT.json]
+usage: DIR/bin/python tests/golden/make.py PART ...   (DIR: an environment with DeePMD-kit)
+       DIR/bin/python tests/golden/make.py model NAME [INPUT.json]
 
 Parts are the functions below. ``model`` writes NAME.npz, what NAME.dp gives for the frames of
 ``systems.npz``; with a section ``model`` in INPUT.json it makes NAME.dp first, with all numbers

@@ -1,8 +1,9 @@
 """A pretended CUDA device: code for GPUs runs on a machine without one, and what a GPU does not
 forgive is an error.
 
-    python tests/pretend_cuda -m pytest -m gpu            # any module or script, and all processes
-    it starts python tests/pretend_cuda -m deepmd_ema train input.json
+    # any module or script, and all processes it starts
+    python tests/pretend_cuda -m pytest -m gpu
+    python tests/pretend_cuda -m deepmd_ema train input.json
 
 It needs a torch without CUDA and g++. ``device.cpp`` registers for the dispatch key CUDA an
 allocator, a device guard, page-locked memory, and for every operation the kernel of the CPU on the

@@ -117,7 +117,10 @@ class PosthocReport:
 
     def text(self) -> str:
         """Return the table with what it was made of, and what it says."""
-        run, found, ends, scores = self.run, self.found, self.found.resolvable, self.scores()
+        run = self.run
+        found = self.found
+        ends = self.found.resolvable
+        scores = self.scores()
         names = dict.fromkeys((s.profile, f"{s.track.sigma_rel:.4g}") for s in run.snapshots)
         profiles = ", ".join(f"{name} (sigma_rel {width})" for name, width in names)
         dropped = f", {found.dropped} directions below rounding dropped" if found.dropped else ""

@@ -96,7 +96,9 @@ def run_posthoc(
         UserError: if snapshots or data are missing or wrong, or do not resolve a width.
     """
     # what is requested, and the snapshots
-    folder, widths, decays = Path(folder), parse_sigma_rels(sigma_rel), parse_shapes(shapes)
+    folder = Path(folder)
+    widths = parse_sigma_rels(sigma_rel)
+    decays = parse_shapes(shapes)
     metrics = {
         name.upper(): name
         for name in (OVERALL, *(f"{q}:{kind}" for q in METRICS for kind in ("RMSE", "MAE")))
@@ -167,7 +169,9 @@ def run_posthoc(
                 "metric."
             )
         if row.combination is not None and (best < 0 or score < best_score):
-            best, best_score, best_weights = len(rows) - 1, score, weights
+            best = len(rows) - 1
+            best_score = score
+            best_weights = weights
 
     # table, model file and picture
     num_frames = sum(source.num_frames for source in opened)
@@ -205,7 +209,9 @@ def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
         low, _, rest = word.partition(":")
         high, _, count = rest.partition(":")
         try:
-            first, last, number = float(low), float(high or low), int(count or NUM_SIGMA_RELS)
+            first = float(low)
+            last = float(high or low)
+            number = int(count or NUM_SIGMA_RELS)
         except ValueError:
             first = last = math.nan
         if (

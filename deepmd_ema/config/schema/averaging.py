@@ -122,7 +122,9 @@ class EmaProfile(Profile):
 
     def describe_length(self, steps_per: StepsPer) -> str:
         """Return the decay, or the half-life with its length in steps once they are known."""
-        (name, value), unit, warmup = self.length, self.half_life_unit, ", warm-up" * self.warmup
+        (name, value) = self.length
+        unit = self.half_life_unit
+        warmup = ", warm-up" * self.warmup
         if name == "decay":
             return f"EMA over about {1 / (1 - value):,.0f} steps, decay {value:g}{warmup}"
         steps = f" ({value * steps_per[unit]:,.0f} steps)" if unit in steps_per else ""
@@ -221,7 +223,7 @@ class PowerProfile(SwaProfile):
     def describe_length(self, steps_per: StepsPer) -> str:
         """Return the width or the power."""
         name, value = self.length
-        width = f" over about {100 * value:g} % of the steps so far" * (name == "sigma_rel")
+        width = f" over about {100 * value:g} % of the steps so far" if name == "sigma_rel" else ""
         return f"power{width}, {name} {value:g}"
 
 

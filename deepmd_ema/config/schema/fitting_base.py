@@ -99,7 +99,11 @@ class FittingOptions:
             """Return the types."""
 
     else:
-        rcond, atom_ener, sel_type, intensive, distinguish_types = None, (), None, False, True
+        rcond = None
+        atom_ener = ()
+        sel_type = None
+        intensive = False
+        distinguish_types = True
 
     @property
     def bias_effect(self) -> float | list[float]:

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 from deepmd_ema.config.fields import option, positive_int
 from deepmd_ema.config.registry import Registry
 
-FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
+FINISHED = "finished"
+INTERRUPTED = "interrupted"
+FAILED = "failed"
 
 
 @dataclass(frozen=True)

@@ -422,7 +422,9 @@ class QuantityLossConfig:
     def summary(self) -> str:
         """Return the active terms as text."""
         terms = [
-            f"{n} {a:g}" + f" to {b:g}" * (a != b) for n, (a, b) in self.weights.items() if a or b
+            f"{n} {a:g}" + (f" to {b:g}" if a != b else "")
+            for n, (a, b) in self.weights.items()
+            if a or b
         ]
         return f"{self.type}, weights: {', '.join(terms)}"
 
@@ -588,7 +590,8 @@ class EnerLossConfig:
     def summary(self) -> str:
         """Return kind of the errors and the active terms as text."""
         terms = [
-            f"{_TERMS[t][0]} {a:g}" + f" to {b:g}" * (a != b) for t, (a, b) in self.weights.items()
+            f"{_TERMS[t][0]} {a:g}" + (f" to {b:g}" if a != b else "")
+            for t, (a, b) in self.weights.items()
         ]
         return f"{self.error}, weights: {', '.join(terms)}"
 

@@ -310,11 +310,9 @@ def _judge_ratios(
     """Return texts about wrong units and signs, and the quantities that are verified; ``length`` is
     an angstrom.
     """
-    by_force, by_virial, between = (
-        ratios.force and ratios.force * length,
-        ratios.virial,
-        ratios.open_virial and ratios.open_virial / length,
-    )
+    by_force = ratios.force and ratios.force * length
+    by_virial = ratios.virial
+    between = ratios.open_virial and ratios.open_virial / length
     if ratios.torque is not None and ratios.torque > _MAX_TORQUE:
         why = f"their torque is {ratios.torque:.2g} of the sum of positions and forces, expected 0"
         return [f"the forces belong to other atoms or frames, or act from outside: {why}"], set()

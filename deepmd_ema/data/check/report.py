@@ -425,7 +425,9 @@ def _element_warnings(report: DataReport, task: str) -> Iterator[Finding]:
 
 def _isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Iterator[Finding]:
     """Yield a note with the energies of isolated atoms, if any, as an option of the model."""
-    lowest, first, number = dict[int, float](), "", 0
+    lowest = dict[int, float]()
+    first = ""
+    number = 0
     for scan in scans:
         for frame in np.flatnonzero(scan.isolated & np.isfinite(scan.energy)).tolist():
             element = int(scan.type_counts[frame].argmax())

@@ -207,7 +207,9 @@ def _faults_of(chunk: Chunk, rcut: float) -> Iterator[tuple[int, str, str, str]]
 
 def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
     """Add counts, ranges, forces and digests of the frames of ``chunk``, whose faults are known."""
-    types, arrays, first = chunk.types, chunk.arrays, chunk.first
+    types = chunk.types
+    arrays = chunk.arrays
+    first = chunk.first
     here, exists = slice(first, first + len(types)), types >= 0
     num_atoms = exists.sum(axis=1)
     if not exists.all():  # rows of atoms that do not exist hold anything

@@ -115,7 +115,11 @@ def _of_outcar(text: mmap.mmap) -> int:
     is_sure = text[:2000].lstrip().startswith(b"vasp.") and not text[:2000].lstrip().startswith(
         (b"vasp.4", b"vasp.5")
     )
-    most, limit, step, change, number = 0, 0.0, 0, 0.0, 0
+    most = 0
+    limit = 0.0
+    step = 0
+    change = 0.0
+    number = 0
     is_reached = False
     for event in _VASP_EVENT.finditer(text):
         if event["step"]:
@@ -137,7 +141,10 @@ def _of_outcar(text: mmap.mmap) -> int:
 
 
 def _of_xml(text: mmap.mmap) -> int:
-    most, limit, steps, number = 0, 0.0, 0, 0
+    most = 0
+    limit = 0.0
+    steps = 0
+    number = 0
     energies = list[float]()
     is_in_step = False
     for event in _XML_EVENT.finditer(text):

@@ -73,7 +73,9 @@ def open_systems(
     Raises:
         DataError: with all problems of all systems.
     """
-    problems, openers, sources = list[str](), list[Opener](), list[FrameSource]()
+    problems = list[str]()
+    openers = list[Opener]()
+    sources = list[FrameSource]()
     for number, path in enumerate([paths] if isinstance(paths, str) else paths):
         with collect_problems(problems, f"{where}[{number}]: "):
             openers += _find(str(path), rglob_patterns)
@@ -284,7 +286,9 @@ def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
             raise DataError(
                 f"{root}: its folders are nested too deeply to search. Name one further down."
             ) from None
-    systems, seen, waiting = list[Path](), set[tuple[int, int]](), [root]
+    systems = list[Path]()
+    seen = set[tuple[int, int]]()
+    waiting = [root]
     while waiting:
         folder = waiting.pop()
         status = os.stat(folder)

@@ -122,10 +122,17 @@ def open_extxyz(path: Path, choice: str, spec: ReadSpec) -> ExtxyzFile:
         DataError: with the first problems of the file, each with its frame.
     """
     given = parse_choice(choice, spec.labels)
-    name = str(path) + "#" * bool(given) + ",".join(f"{what}={key}" for what, key in given.items())
+    name = (
+        str(path)
+        + ("#" if given else "")
+        + ",".join(f"{what}={key}" for what, key in given.items())
+    )
     conditions = [name for name, number in spec.num_conditions.items() if number]
     inventory = Inventory(given, wanted=[*spec.labels, *conditions])  # in one order on all ranks
-    starts, sizes, kinds, problems = list[int](), list[int](), list[str](), list[str]()
+    starts = list[int]()
+    sizes = list[int]()
+    kinds = list[str]()
+    problems = list[str]()
     for start, block in blocks(path):
         with collect_problems(problems, f"{name}: frame {len(starts)} (from 0): "):
             stored = read_block(block)
@@ -165,7 +172,9 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
             is cut off.
     """
     is_there(path)  # a pipe would be waited for
-    start, number, line_number = 0, 0, 1
+    start = 0
+    number = 0
+    line_number = 1
     with readable(path), path.open("rb") as file:
         while line := file.readline():
             if not line.strip():  # between frames, or at the end
@@ -187,7 +196,9 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
                 )
             block = line + b"".join(rest)
             yield start, block
-            start, number, line_number = start + len(block), number + 1, line_number + len(rest) + 1
+            start = start + len(block)
+            number = number + 1
+            line_number = line_number + len(rest) + 1
 
 
 def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = "") -> str:
@@ -215,7 +226,9 @@ def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = 
             f"{KIND_NAMES[0]} {show_text(kind)}: cannot be written in extended XYZ. Expected one "
             "line."
         )
-    head, properties, columns = [], ["species:S:1"], [np.array(symbols, object)[:, None]]
+    head = []
+    properties = ["species:S:1"]
+    columns = [np.array(symbols, object)[:, None]]
     if (box := arrays.get(BOX)) is not None:
         head.append(f'Lattice="{_numbers(box)}"')
     for name, array in arrays.items():
@@ -256,11 +269,9 @@ def read_block(block: bytes) -> StoredFrame:
     ):  # these two are stored column by column, as ASE reads and writes them
         if name in values and len(nine := re.split(r"[\s,]+", values[name].strip())) == 9:
             values[name] = " ".join(nine[k] for k in (0, 3, 6, 1, 4, 7, 2, 5, 8))
-    properties, lattice, pbc = (
-        special.get("properties", _PLAIN),
-        special.get("lattice"),
-        special.get("pbc"),
-    )
+    properties = special.get("properties", _PLAIN)
+    lattice = special.get("lattice")
+    pbc = special.get("pbc")
     # first and last column of each array, and the number of all
     words = properties.split(":")
     columns, width = dict[str, tuple[int, int]](), 0

@@ -126,7 +126,9 @@ def stored_parts(
 def _all_frames(
     name: str, frames: Iterator[StoredFrame], inventory: Inventory
 ) -> list[StoredFrame]:
-    stored, problems, number = [], list[str](), 0
+    stored = []
+    problems = list[str]()
+    number = 0
     while len(problems) < _MAX_PROBLEMS:
         try:
             frame = next(frames, None)

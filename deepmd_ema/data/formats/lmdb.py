@@ -26,7 +26,9 @@ from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, of_
 from deepmd_ema.errors import DataError, collect_problems, counted, first_few, show_text
 from deepmd_ema.geometry import Array
 
-_ATYPE, _META, _KIND = "atype", "__metadata__", "DeePMD-kit's LMDB"
+_ATYPE = "atype"
+_META = "__metadata__"
+_KIND = "DeePMD-kit's LMDB"
 _NAME_OF = {
     **NAMES_OF_DPDATA,
     "atom_types": _ATYPE,
@@ -209,7 +211,10 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
         """Return the sizes of all frames, types that occur, and the number of frames with each
         name.
         """
-        sizes, types, occurring, problems = list[int](), set[int](), Counter[str](), list[str]()
+        sizes = list[int]()
+        types = set[int]()
+        occurring = Counter[str]()
+        problems = list[str]()
         plain, elements = np.append(np.arange(num_types), -1), [str(t) for t in range(num_types)]
         for index in range(num_frames):
             with collect_problems(problems, f"{store.path}: frame {index} (from 0): "):

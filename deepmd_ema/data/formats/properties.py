@@ -293,7 +293,7 @@ class Inventory:
                 f"{name} has {counted(len(kinds), 'value')} in {counted(kinds.total(), 'frame')}"
             )
         return lines + [
-            text + f" ({counted(n, 'frame')})" * bool(n) for text, n in self.other.items()
+            text + (f" ({counted(n, 'frame')})" if n else "") for text, n in self.other.items()
         ]
 
 

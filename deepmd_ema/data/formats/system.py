@@ -238,8 +238,8 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
         expected.append(_Expected(label.name, label.files, numbers[0], of_selected=of_selected))
     for name, number in spec.num_conditions.items():
         if number:
-            needs = f"numb_{name} = {number} needs it" + ", unless default_fparam is given" * (
-                name == FPARAM
+            needs = f"numb_{name} = {number} needs it" + (
+                ", unless default_fparam is given" if name == FPARAM else ""
             )
             reason = f"{needs}." if name == APARAM or spec.default_fparam is None else ""
             expected.append(
@@ -335,8 +335,10 @@ def _open_set(
                 if of_atoms
                 else ""
             )
-            unit += f", or {(frames, one.of_selected)} for those of sel_type" * (
-                one.of_selected > 0 and not fits
+            unit += (
+                f", or {(frames, one.of_selected)} for those of sel_type"
+                if one.of_selected > 0 and not fits
+                else ""
             )
             problems.append(f"{array.name}: shape {shape}, expected {wanted}{unit}.")
     return (

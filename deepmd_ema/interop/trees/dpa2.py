@@ -64,7 +64,9 @@ class DPA2Tree(parts.PartTree):
     def write(self, part: DPA2Descriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""
         section: Any = config.descriptor
-        options, types, former = plain(section), config.type_map, part.repformer
+        options = plain(section)
+        types = config.type_map
+        former = part.repformer
         repformer_args = {**options["repformer"], "ln_eps": eps_of(options["repformer"]["ln_eps"])}
         tree: Tree = {
             **parts.node("Descriptor", 3),

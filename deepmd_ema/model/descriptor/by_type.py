@@ -52,16 +52,12 @@ class ByTypeDescriptor(EnvironmentDescriptor, EnvironmentMatrix, UsesOperations)
         super().__init__()
         assert not isinstance(config.sel, str), "sel must be resolved to numbers"
         self.section = config
-        self.rcut, self.rcut_smth, self.protection = (
-            config.rcut,
-            config.rcut_smth,
-            config.env_protection,
-        )
-        self.sel, self.num_types, self.num_channels = (
-            tuple(config.sel),
-            num_types,
-            config.neuron[-1],
-        )
+        self.rcut = config.rcut
+        self.rcut_smth = config.rcut_smth
+        self.protection = config.env_protection
+        self.sel = tuple(config.sel)
+        self.num_types = num_types
+        self.num_channels = config.neuron[-1]
         self.dim_out, self.dtype = self.num_channels, precision(config.precision)
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         start = seed if config.seed is None else config.seed

@@ -153,7 +153,9 @@ class EnvironmentStatistics:
     def __init__(
         self, module: Any, exclude_types: Sequence[Sequence[int]], zero_mean: bool
     ) -> None:
-        self._module, self._zero_mean, self.rcut = module, zero_mean, module.rcut
+        self._module = module
+        self._zero_mean = zero_mean
+        self.rcut = module.rcut
         mixed_types = isinstance(module.sel, int)
         sel: list[int] = [module.sel] if mixed_types else list(module.sel)
         self.most = sum(sel)

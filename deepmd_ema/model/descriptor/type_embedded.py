@@ -52,7 +52,9 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
     def __init__(self, config: Any, num_types: int, seed: int, width: int) -> None:
         super().__init__()
         assert config.neighbors is not None, "numbers of neighbors must be resolved"
-        self.section, self.num_types, self.sel = config, num_types, int(config.neighbors[0])
+        self.section = config
+        self.num_types = num_types
+        self.sel = int(config.neighbors[0])
         self.dtype = precision(config.precision)
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         self.start = seed if config.seed is None else config.seed
@@ -115,12 +117,12 @@ class ElementBlock(EnvironmentMatrix, UsesOperations):
         self, options: OneListSection, sel: int, num_types: int, dtype: torch.dtype, seed: int
     ) -> None:
         super().__init__()
-        self.rcut, self.rcut_smth, self.protection = (
-            options.rcut,
-            options.rcut_smth,
-            options.env_protection,
-        )
-        self.sel, self.dtype, self.smooth = sel, dtype, options.smooth
+        self.rcut = options.rcut
+        self.rcut_smth = options.rcut_smth
+        self.protection = options.env_protection
+        self.sel = sel
+        self.dtype = dtype
+        self.smooth = options.smooth
         # type embeddings that a network sees at once: that of the neighbor alone, or of two atoms
         width = options.tebd_dim * (1 if getattr(options, "type_one_side", False) else 2)
         self.num_channels = options.neuron[-1]

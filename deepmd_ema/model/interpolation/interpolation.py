@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 # A atoms, K neighbor slots, C columns of what is summed, M channels of the net, F functions
 
-AUTO, ALWAYS, NEVER = "auto", "always", "never"  # values of the option `interpolate`
+# values of the option `interpolate`
+AUTO = "auto"
+ALWAYS = "always"
+NEVER = "never"
 # the number of terms kept for later batches gives an error so many times smaller than what is
 # accepted
 MARGIN = 2
@@ -65,7 +68,10 @@ class Interpolation(nn.Module):
 
     def __init__(self, choice: str, precision: torch.dtype, width: int = 0) -> None:
         super().__init__()
-        self.choice, self.precision, self.width, self.terms = choice, precision, width, 0
+        self.choice = choice
+        self.precision = precision
+        self.width = width
+        self.terms = 0
         self.max_error = MAX_ERROR[precision]
         self.recording = False
         self.needed = self.direct_numbers = self.evaluated_sites = 0

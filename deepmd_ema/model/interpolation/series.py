@@ -137,7 +137,9 @@ class Series:
             beyond: of the sum.
         """
         panels, sums = len(self.centres), _sum_in_place if in_place else _plain_sum
-        wide, centre, panel = left, self.centres[0], None
+        wide = left
+        centre = self.centres[0]
+        panel = None
         if panels > 1:
             width = self.centres[1] - centre
             # a number that is not finite has no panel, and is still seen in the sums

@@ -76,8 +76,12 @@ class Tables:
         self, low: float, high: float, precision: torch.dtype, min_pairs: int, longest: float
     ) -> None:
         margin = _ENDS * (high - low)
-        self.low, self.high, self.precision = low - margin, high + margin, precision
-        self.min_pairs, self.longest, self.sealed = min_pairs, longest, False
+        self.low = low - margin
+        self.high = high + margin
+        self.precision = precision
+        self.min_pairs = min_pairs
+        self.longest = longest
+        self.sealed = False
         self._tables: dict[
             tuple[RadialFunctions, int], Table
         ] = {}  # a copy has copies of the nets here
@@ -166,8 +170,12 @@ class SplitSum(NeighborSum):
     def __init__(
         self, left: Tensor, far: NeighborSum, near: NeighborSum, keep: Tensor, beyond: Tensor
     ) -> None:
-        self.left, self.value, self.beyond = left, far.value + near.value, beyond
-        self._far, self._near, self._keep = far, near, keep
+        self.left = left
+        self.value = far.value + near.value
+        self.beyond = beyond
+        self._far = far
+        self._near = near
+        self._keep = keep
 
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients with respect to ``left`` (A, K, C F) and s (A, K) from that of the

@@ -71,5 +71,7 @@ class AttentionLayer(nn.Module):
     @property
     def weights(self) -> Weights:
         """The parameters."""
-        first, last, norm = self.attention.in_proj, self.attention.out_proj, self.norm
+        first = self.attention.in_proj
+        last = self.attention.out_proj
+        norm = self.norm
         return Weights(first.weight, first.bias, last.weight, last.bias, norm.weight, norm.bias)

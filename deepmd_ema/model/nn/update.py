@@ -30,11 +30,9 @@ class Update(nn.Module):
         self, width: int, num_updates: int, options: Any, *, dtype: torch.dtype, seed: int
     ) -> None:
         super().__init__()
-        style, size, is_random = (
-            options.update_style,
-            options.update_residual,
-            options.update_residual_init == "norm",
-        )
+        style = options.update_style
+        size = options.update_residual
+        is_random = options.update_residual_init == "norm"
         self.factor = {"res_incr": num_updates**-0.5}.get(style, 1.0)
         self.scale = (num_updates + 1) ** -0.5 if style == "res_avg" else 1.0
         self.num_updates = num_updates

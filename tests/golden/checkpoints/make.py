@@ -1,7 +1,6 @@
 """Keep files of this version, so that later ones are tested to load them and to continue from them.
 
-usage: python make.py NAME      (writes a folder of that name beside this file: a version, or the
-commit)
+usage: python make.py NAME      (writes a folder of that name here: a version, or a commit)
 """
 
 import json

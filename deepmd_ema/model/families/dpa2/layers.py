@@ -81,12 +81,12 @@ class RepformerLayer(UsesOperations):
         super().__init__()
         self.options, self.last = options, last
         self.act = activation(options.activation_function).value
-        width, pair_width, conv_outside = options.g1_dim, options.g2_dim, options.g1_out_conv
-        has_conv, has_attn, attends = (
-            options.update_g1_has_conv,
-            options.update_g1_has_attn,
-            options.update_g2_has_attn,
-        )
+        width = options.g1_dim
+        pair_width = options.g2_dim
+        conv_outside = options.g1_out_conv
+        has_conv = options.update_g1_has_conv
+        has_attn = options.update_g1_has_attn
+        attends = options.update_g2_has_attn
 
         def dense(num_in: int, num_out: int, name: str, bias: bool = True) -> Layer:
             return linear(num_in, num_out, dtype, seed_for(name, seed), bias)
@@ -221,14 +221,14 @@ class RepformerLayer(UsesOperations):
             n', g' and the function from the gradients by these (None: by g' it is 0) to those by n,
             g, w (A, K, 1) with the sides fixed, and the sides (A, K, 3).
         """
-        weight, axis, width = around.weight[..., None], self.options.axis_neuron, pair.shape[2]
+        weight = around.weight[..., None]
+        axis = self.options.axis_neuron
+        width = pair.shape[2]
         assert self.node_mlp is not None
         assert self.conv is not None
-        own_weight, conv_weight, terms_weight = (
-            self.node_mlp.weight,
-            self.conv.weight,
-            self.linear_node.weight,
-        )
+        own_weight = self.node_mlp.weight
+        conv_weight = self.conv.weight
+        terms_weight = self.linear_node.weight
         own_factor, conv_factor, terms_factor = self.node_update.each_factor(own_weight)
         scale, conv_factor = self.node_update.scale, conv_factor * around.per_neighbor
         factors, gathered = torch.cat([pair * weight, sides], -1), around.gather(node)
@@ -320,12 +320,12 @@ class AtomAttention(nn.Module):
 
     def __init__(self, options: RepformerConfig, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        self.width, self.hidden, self.num_heads = (
-            options.g1_dim,
-            options.attn1_hidden,
-            options.attn1_nhead,
-        )
-        width, hidden, num_heads = self.width, self.hidden, self.num_heads
+        self.width = options.g1_dim
+        self.hidden = options.attn1_hidden
+        self.num_heads = options.attn1_nhead
+        width = self.width
+        hidden = self.hidden
+        num_heads = self.num_heads
         self.query = linear(width, hidden * num_heads, dtype, seed_for("query", seed), bias=False)
         self.key_value = linear(
             width, (hidden + width) * num_heads, dtype, seed_for("key_value", seed), bias=False
@@ -366,17 +366,13 @@ class PairAttention(nn.Module):
 
     def __init__(self, options: RepformerConfig, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        self.width, self.hidden, self.num_heads = (
-            options.g2_dim,
-            options.attn2_hidden,
-            options.attn2_nhead,
-        )
-        width, hidden, num_heads, self.gated = (
-            self.width,
-            self.hidden,
-            self.num_heads,
-            options.attn2_has_gate,
-        )
+        self.width = options.g2_dim
+        self.hidden = options.attn2_hidden
+        self.num_heads = options.attn2_nhead
+        width = self.width
+        hidden = self.hidden
+        num_heads = self.num_heads
+        self.gated = options.attn2_has_gate
         self.query_key = linear(
             width, 2 * hidden * num_heads, dtype, seed_for("query_key", seed), bias=False
         )

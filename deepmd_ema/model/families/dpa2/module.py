@@ -54,8 +54,12 @@ class Repformer(EnvironmentMatrix, UsesOperations):
     def __init__(self, config: DPA2Config, num_types: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         options = self.options = config.repformer
-        self.smooth, self.protection, self.dtype = config.smooth, config.env_protection, dtype
-        self.rcut, self.rcut_smth, self.sel = options.rcut, options.rcut_smth, int(options.nsel)
+        self.smooth = config.smooth
+        self.protection = config.env_protection
+        self.dtype = dtype
+        self.rcut = options.rcut
+        self.rcut_smth = options.rcut_smth
+        self.sel = int(options.nsel)
         self.act = activation(options.activation_function).value
         self.pair_embedding = linear(1, options.g2_dim, dtype, seed_for("pair_embedding", seed))
         self.layers = module_list(
@@ -211,7 +215,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         of_sides = weight * (around.per_moment * 3**-0.5)  # with the factor of moments
         sides = vectors * of_sides
         first_node, first_pair = node.tanh(), self.pair_embedding(radial).tanh()
-        node, pair, layer_vjps = first_node, first_pair, []
+        node = first_node
+        pair = first_pair
+        layer_vjps = []
         for layer in self.layers:
             node, pair, layer_vjp = layer.with_vjp(node, pair, sides, around)
             layer_vjps.append(layer_vjp)
@@ -252,7 +258,9 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
 
     def __init__(self, config: DPA2Config, num_types: int, seed: int) -> None:
         super().__init__(config, num_types, seed, config.repinit.tebd_dim)
-        first, later, start = config.first_block, config.repformer, self.start
+        first = config.first_block
+        later = config.repformer
+        start = self.start
         self.num_features = later.g1_dim
         self.repinit = SeAttenBlock(
             first, self.sel, num_types, self.dtype, seed_for("repinit", start)

@@ -272,7 +272,9 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
 
     def with_neighbors(self, found: NeighborStatistics) -> DPA2Config:
         """Return the section with numbers of neighbors that are ``auto`` as numbers."""
-        first, later, counted = self.repinit, self.repformer, super().with_neighbors(found)
+        first = self.repinit
+        later = self.repformer
+        counted = super().with_neighbors(found)
         most, angles, nsel = (attrgetter(name)(counted) for name in self.sel_options)
         # DeePMD-kit wants more neighbors where a part looks farther; small systems have the same
         # number

@@ -66,9 +66,12 @@ class RepflowLayer(UsesOperations):
     With ``w`` the switches, ``[,]`` for concatenation, sigma the activation function and f, g, ...
     linear maps::
 
-        n_i   <- sigma(f n_i),  sigma(g [sym(e_i), sym(n)]),  sum_j w_ij sigma(h [n_i, n_j, e_ij]) /
-        e_norm e_ij  <- sigma(p [n_i, n_j, e_ij]),  sigma(q sum_k w_ij w_ik sigma(r [a_ijk, n_i,
-        e_ik, e_ij]) / sqrt(a_norm)) a_ijk <- sigma(s [a_ijk, n_i, e_ik, e_ij])
+        n_i   <- sigma(f n_i),
+                 sigma(g [sym(e_i), sym(n)]),
+                 sum_j w_ij sigma(h [n_i, n_j, e_ij]) / e_norm
+        e_ij  <- sigma(p [n_i, n_j, e_ij]),
+                 sigma(q sum_k w_ij w_ik sigma(r [a_ijk, n_i, e_ik, e_ij]) / sqrt(a_norm))
+        a_ijk <- sigma(s [a_ijk, n_i, e_ik, e_ij])
 
     ``sym`` is `deepmd_ema.model.ops.reference.symmetrized` with the rows ``weighted``. Each linear
     map of a concatenation is the sum of maps of its parts, which are evaluated where they live: on
@@ -93,7 +96,9 @@ class RepflowLayer(UsesOperations):
         # an angle acts on edges in the next layer, and these on nodes in the one after it
         self.edges_matter = options.sequential_update or index + 1 < options.nlayers
         self.angles_matter = options.sequential_update or index + 2 < options.nlayers
-        n, e, a = options.n_dim, options.e_dim, options.a_dim
+        n = options.n_dim
+        e = options.e_dim
+        a = options.a_dim
         generator = torch.Generator().manual_seed(seed_for("layers", seed))
 
         heads = options.n_multi_edge_message
@@ -280,11 +285,9 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         self.has_angles = flow.update_angle and (flow.sequential_update or flow.nlayers >= 2)
         freeze(self, config.trainable)
         self.add_normalisation((num_types, self.sel, 4), self.dtype, flow.fix_stat_std or 1.0)
-        self.rcut, self.rcut_smth, self.protection = (
-            flow.e_rcut,
-            flow.e_rcut_smth,
-            config.env_protection,
-        )
+        self.rcut = flow.e_rcut
+        self.rcut_smth = flow.e_rcut_smth
+        self.protection = config.env_protection
         measured = EnvironmentStatistics(self, config.exclude_types, zero_mean=True)
         self.environments = [] if flow.fix_stat_std else [measured]
 

@@ -111,11 +111,9 @@ class Edges:
             return torch.bmm(matrices, self.sent(x).flatten(0, 1))
         # pairs of one neighbor together: one product of matrices for each atom, instead of a small
         # one for each pair
-        (num_atoms, most), (rows, columns), width = (
-            self.reverse.shape,
-            matrices.shape[1:],
-            x.shape[2],
-        )
+        (num_atoms, most) = self.reverse.shape
+        (rows, columns) = matrices.shape[1:]
+        width = x.shape[2]
         by_neighbor = gather_neighbors(
             matrices.flatten(1), self.reverse, self.place.view(-1, 1)
         )  # A, N, R D

@@ -72,7 +72,9 @@ class GridProduct(nn.Module):
 
     def __init__(self, channels: int, options: GridOptions, is_cross: bool, source: Source) -> None:
         super().__init__()
-        self.operation, self.branches, self.is_cross = options.operation, options.branches, is_cross
+        self.operation = options.operation
+        self.branches = options.branches
+        self.is_cross = is_cross
         self._to_grid: Tensor
         self._from_grid: Tensor
         for name, matrix in zip(("_to_grid", "_from_grid"), options.matrices()):

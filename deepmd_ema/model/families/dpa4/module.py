@@ -172,7 +172,9 @@ class EnvironmentSeed(nn.Module):
 
     def __init__(self, config: DPA4Config, num_types: int, source: Source) -> None:
         super().__init__()
-        channels, act, bias = config.channels, config.activation_function, config.mlp_bias
+        channels = config.channels
+        act = config.activation_function
+        bias = config.mlp_bias
         width = min(channels, 128)
         of_type = min(32, max(8, channels // 4))
         self.axis = min(4 if width < 64 else 8, max(1, width - 1))
@@ -241,7 +243,9 @@ class DPA4Descriptor(EnvironmentDescriptor):
 
     def __init__(self, config: DPA4Config, num_types: int, seed: int) -> None:
         super().__init__()
-        self.section, self.num_types, self.infers_in_bfloat16 = config, num_types, False
+        self.section = config
+        self.num_types = num_types
+        self.infers_in_bfloat16 = False
         self.dim_out, self.dtype = config.channels, precision(config.precision)
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         source = Source(seed_for("dpa4", seed if config.seed is None else config.seed), self.dtype)

@@ -42,10 +42,15 @@ def harmonics(u: Sequence[Tensor], lmax: int) -> list[Tensor]:
         lmax: L, at most 4.
     """
     x, y, z = u
-    xx, yy, zz = x * x, y * y, z * z
+    xx = x * x
+    yy = y * y
+    zz = z * z
     rr = xx + yy + zz
     root = math.sqrt
-    xy, xz, yz, difference = x * y, x * z, y * z, xx - yy
+    xy = x * y
+    xz = x * z
+    yz = y * z
+    difference = xx - yy
     found = [x, y, z]
     found += [
         root(3) * xy,
@@ -55,7 +60,9 @@ def harmonics(u: Sequence[Tensor], lmax: int) -> list[Tensor]:
         0.5 * root(3) * difference,
     ]
     if lmax >= 3:
-        along, odd, even = 5 * zz - rr, 3 * xx - yy, xx - 3 * yy
+        along = 5 * zz - rr
+        odd = 3 * xx - yy
+        even = xx - 3 * yy
         found += [
             root(5 / 8) * y * odd,
             root(15) * xy * z,
@@ -159,7 +166,9 @@ class InvariantReadout(nn.Module):
 
     def __init__(self, config: DPA4CConfig, source: Source) -> None:
         super().__init__()
-        self.widths, self.ranks, self.triples = config.widths, config.ranks, triples(config.lmax)
+        self.widths = config.widths
+        self.ranks = config.ranks
+        self.triples = triples(config.lmax)
         self.channel_alignment = module_list(
             Dense(width, width, source.part("alignment", degree))
             for degree, width in enumerate(self.widths[1:3], 1)
@@ -277,7 +286,9 @@ def pair_numbers(
     slope = share.square().square() * (1 - share) ** 3 * (-SLOPE / rcut) * inside
 
     def vjp(by_rows: Tensor, by_distance: Tensor, by_masses: Tensor) -> Tensor:
-        by_angular, second, fourth = by_rows[:, 1:], by_masses[:, :1], by_masses[:, 1:]
+        by_angular = by_rows[:, 1:]
+        second = by_masses[:, :1]
+        fourth = by_masses[:, 1:]
         by_squared = (by_angular * angular).sum(1) + second + 2 * squared * fourth
         along = (by_rows[:, 0] + 2 * envelope * by_squared) * slope + by_distance * inside
         terms = (slopes.flatten(0, 1) @ by_angular).unflatten(1, slopes.shape[:2])

@@ -86,7 +86,9 @@ class RadialNetwork(DistanceFunctions):
 
     def value_and_derivative(self, distance: Tensor) -> tuple[Tensor, Tensor]:
         """Return the value (..., M) and its derivative (..., M) by the distances (..., 1)."""
-        basis, first, last = self.functions(distance), self._first(distance), self._last(distance)
+        basis = self.functions(distance)
+        first = self._first(distance)
+        last = self._last(distance)
         freqs = self.adam_freqs.to(distance)
         if self.is_bessel:
             slope = (freqs * torch.cos(distance * freqs) - basis) / distance

@@ -57,11 +57,9 @@ class EnergyFitting(UsesOperations, Fitting):
         super().__init__()
         self.mixed_types = mixed_types
         self.dtype = precision(config.precision)
-        self.dim_in, self.num_fparam, self.num_aparam = (
-            dim_in,
-            config.numb_fparam,
-            config.numb_aparam,
-        )
+        self.dim_in = dim_in
+        self.num_fparam = config.numb_fparam
+        self.num_aparam = config.numb_aparam
         # nets whose energy is measured from that of an atom without neighbors; DeePMD-kit measures
         # that of one net for all types so as soon as one type has an energy
         given = {t for t, energy in enumerate(config.atom_ener or ()) if energy is not None}

@@ -88,7 +88,9 @@ class LinearFitting(Fitting):
         self, parts: Sequence[Fitting], weights: Sequence[float], widths: Sequence[int]
     ) -> None:
         super().__init__()
-        self.parts, self._weights, self._widths = module_list(parts), weights, list(widths)
+        self.parts = module_list(parts)
+        self._weights = weights
+        self._widths = list(widths)
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energies (A,) float64, eV, and their gradient with respect to the features (A,

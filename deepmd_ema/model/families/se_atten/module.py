@@ -117,7 +117,9 @@ class SeAttenBlock(ElementBlock):
         neighbor_type = torch.where(mask, batch.neighbor_type[:, :width], filler)
         radial = Radial.of(vector, self.rcut, self.rcut_smth)
         rows, rows_vjp = self.environment_matrix(vector, dropped, batch.atom_type, radial=radial)
-        inputs, vjps, counts = [rows], [rows_vjp], None
+        inputs = [rows]
+        vjps = [rows_vjp]
+        counts = None
         if self.layers or (self.smooth and self.pair_embedding is not None):
             switch, switch_vjp = switch_and_vjp(vector, mask, radial)
             inputs, vjps = [*inputs, switch.to(self.dtype)], [*vjps, switch_vjp]
@@ -184,11 +186,9 @@ class SeAttenBlock(ElementBlock):
         """
         of_type = one_hot(neighbor, len(table), self.dtype).unsqueeze(2)
         rows = inputs[0]
-        left, s, in_place = (
-            (rows.unsqueeze(3) * of_type).flatten(2),
-            rows[..., 0],
-            self.ops.is_for_cpu,
-        )
+        left = (rows.unsqueeze(3) * of_type).flatten(2)
+        s = rows[..., 0]
+        in_place = self.ops.is_for_cpu
         if self.one_side:
             sums = [self.interpolation(left, s, self.embedding, table, in_place=in_place)]
         else:  # a function for each element of the centre as well: atoms of one element at once

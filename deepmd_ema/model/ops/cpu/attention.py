@@ -52,13 +52,11 @@ def attended_moments(
     """Return ``rows^T Y`` (A, C, M), Y the channels of the pairs after all layers of attention."""
     if not given.mask.numel():
         return attention.attended_moments(given, layers, options)
-    smooth, rows, mask, switch, counts = (
-        options.shift is not None,
-        given.rows,
-        given.mask,
-        given.switch,
-        given.counts,
-    )
+    smooth = options.shift is not None
+    rows = given.rows
+    mask = given.mask
+    switch = given.switch
+    counts = given.counts
     if not smooth:
         switch = mask.to(rows.dtype)
     sides = switch.unsqueeze(-1)
@@ -117,7 +115,10 @@ class _Attention:
         mask: Tensor | None,
         num_slots: int,
     ) -> None:
-        self._options, self._parts, self._mask, self._num_slots = options, parts, mask, num_slots
+        self._options = options
+        self._parts = parts
+        self._mask = mask
+        self._num_slots = num_slots
         self.past: list[Any] = []
         self._portions: list[_Portion] = []
         self._inputs: Sequence[Tensor] = ()

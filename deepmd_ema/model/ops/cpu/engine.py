@@ -52,7 +52,9 @@ class Value(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients by inputs and weights."""
         output, *tensors = ctx.saved_tensors
-        evaluation, number, needed = ctx.evaluation, ctx.number, ctx.needs_input_grad[2:]
+        evaluation = ctx.evaluation
+        number = ctx.number
+        needed = ctx.needs_input_grad[2:]
         weights = tensors[number:]
         if torch.is_grad_enabled():  # the gradient is differentiated
             if any(needed[number:]):
@@ -65,7 +67,9 @@ class Value(torch.autograd.Function):
             return None, None, *found, *[None] * len(weights)
         # what was kept in another pass was left by one that did not reach the value, such as one
         # that raised
-        now, kept, evaluation.past = backward_pass(), evaluation.past, []
+        now = backward_pass()
+        kept = evaluation.past
+        evaluation.past = []
         past = [(cotangents, changes) for made, cotangents, changes in kept if made == now]
         # by positions only while the gradient is evaluated, by parameters only in the backward pass
         # of a loss

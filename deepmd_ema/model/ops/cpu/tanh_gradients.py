@@ -6,9 +6,9 @@ of the output goes down by ``q = G d idt``, ``G_below = q W^T + skip^T(G)``. In 
 the gradient H by G goes up through the layers, like a change of the inputs, and then the gradient P
 by y goes down::
 
-    h = H W,                 H_above = h d idt + skip(H),      W gets H^T q,   t gets c = -2 h G t
-    idt p = (P idt + c) d,       P_below = p W^T + skip^T(P),      W gets x^T p,   b gets p,   idt
-    gets h G d + P t
+    h = H W,              H_above = h d idt + skip(H),    W gets H^T q,  t gets c = -2 h G t idt
+    p = (P idt + c) d,    P_below = p W^T + skip^T(P),    W gets x^T p,  b gets p,
+                                                          idt gets h G d + P t
 
 Autograd takes some 40 operations for each layer. T networks are stacks of matrices (T, B, ...) in
 place of (B, ...): on a GPU, where launching an operation costs more than its arithmetic, all are
@@ -158,7 +158,9 @@ class _ValuesAndGradients(torch.autograd.Function):
         ctx: Any, grad_values: Tensor | None, grad_grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         flat, (top, *kept) = ctx.saved_tensors[: ctx.num_flat], ctx.saved_tensors[ctx.num_flat :]
-        layers, last, wants_x = _layers(flat, ctx.copies), flat[-2], ctx.needs_input_grad[0]
+        layers = _layers(flat, ctx.copies)
+        last = flat[-2]
+        wants_x = ctx.needs_input_grad[0]
         grad_value = (
             top.new_zeros(top.shape[:-1]) if grad_values is None else grad_values
         ).unsqueeze(-1)
