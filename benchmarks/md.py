@@ -110,8 +110,8 @@ def main() -> None:
 def _start(args) -> dict[str, MdRun]:
     """Return the runs by the names of their calculators, after their first step."""
     sys.path.insert(0, str(common.ROOT))
+    from deepmd_ema.commands.freeze import freeze
     from deepmd_ema.infer.load import load_model
-    from deepmd_ema.interop.freeze import freeze
 
     common.RUNS.mkdir(exist_ok=True)
     plain = freeze(load_model(args.model), common.RUNS / "nve.dp").path

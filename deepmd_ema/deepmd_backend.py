@@ -129,9 +129,9 @@ if (
 
 def _converted(source: str, target: str, for_deepmd: bool = False) -> str:
     """Write a file as ``dp-ema convert`` does, and return its name."""
+    from deepmd_ema.commands.freeze import convert
     from deepmd_ema.errors import CheckpointError
     from deepmd_ema.infer.load import load_models
-    from deepmd_ema.interop.freeze import convert
 
     try:
         convert(load_models(source), target, for_deepmd)

@@ -38,9 +38,9 @@ import speed_cases
 from gpu_results import Results, add_arguments, describe_machine
 
 from deepmd_ema import __version__
+from deepmd_ema.commands.freeze import freeze
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 

@@ -13,12 +13,12 @@ from helpers import assert_same, tiny_input, write_system
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.averaging import AverageBank
+from deepmd_ema.commands.freeze import freeze
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.distributed.world import World
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.training.prepare import chosen_frames, prepare, refit_bias
 from deepmd_ema.training.weights import Start
 

@@ -11,10 +11,10 @@ from helpers import assert_same, write_system
 from infer_models import write_run
 
 from deepmd_ema import checkpoint, cli
+from deepmd_ema.commands.freeze import freeze
 from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.interop.freeze import freeze
 
 ZERO = 1e-10  # eV/atom
 

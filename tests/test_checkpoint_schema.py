@@ -13,11 +13,11 @@ import torch
 from infer_models import write_run
 
 from deepmd_ema import checkpoint
+from deepmd_ema.commands.freeze import freeze
+from deepmd_ema.commands.show import describe
 from deepmd_ema.distributed.tensors import content_digest
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.infer.show import describe
-from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.interop.tree_files import read_tree, write_tree
 
 pytestmark = pytest.mark.timeout(300)

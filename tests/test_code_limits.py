@@ -83,18 +83,19 @@ MAX_TOKENS = {
     # with units, convergence and comparisons of data, keys of what is kept, files of ranks and
     # models; fine-tuning by evidence, the backend of dp
     "all": 369_650,
-    "averaging": 15_500,
+    "averaging": 7_270,
     "checkpoint": 7_570,
     "cli": 9_620,
+    "commands": 32_650,
     "config": 39_920,
     "data": 55_660,
     "distributed": 8_990,
-    "infer": 20_580,
-    "interop": 22_890,
+    "infer": 12_400,
+    "interop": 20_140,
     "model": 100_890,
     "modules": 11_120,  # with findings, which have come out of config and data
     "optim": 11_420,
-    "report": 29_090,
+    "report": 15_600,
     "training": 36_460,
 }
 LAYOUT = (

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from helpers import open_data, write_system
 
+from deepmd_ema.commands.check import RunCheck, data_lines
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import find_pairs, find_pairs_once
 from deepmd_ema.model.families.dpa3.section import DPA3Config, RepflowConfig
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
-from deepmd_ema.report.check import RunCheck, data_lines
 
 ELEMENTS = ["O", "H"]
 LABELS = ("energy", "force", "virial")

@@ -236,7 +236,7 @@ def test_its_files_are_those_of_other_backends_by_a_tree(load, tmp_path, monkeyp
     evaluator = backend().deep_eval("model.ckpt.pt", head="H2O")
     assert evaluator.options == {"head": "H2O"}
     monkeypatch.setattr(
-        "deepmd_ema.interop.freeze._only_here", lambda *_: "DeePMD-kit has no such model"
+        "deepmd_ema.commands.freeze._only_here", lambda *_: "DeePMD-kit has no such model"
     )
     with pytest.raises(CheckpointError, match=r"^model.ckpt.pt: DeePMD-kit has no such model"):
         backend().deep_eval("model.ckpt.pt")

@@ -87,7 +87,7 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
     files = (
         "py.typed",
         "config/presets/models.yaml",
-        "report/page.html",
+        "commands/page.html",
         "report/plots.mplstyle",
     )  # read at run time
     assert {f"deepmd_ema/{name}" for name in files} <= names

@@ -13,11 +13,11 @@ from helpers import toy_frame
 from infer_models import write_run
 
 from deepmd_ema import cli
+from deepmd_ema.commands.freeze import freeze
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interop import dp
-from deepmd_ema.interop.freeze import freeze
 
 
 @pytest.fixture(scope="module")

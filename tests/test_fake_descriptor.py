@@ -181,7 +181,7 @@ def test_a_model_loads_its_own_families_only():
     code = """
 import sys
 from toy_models import toy_model
-import deepmd_ema.interop.freeze, deepmd_ema.training.run
+import deepmd_ema.commands.freeze, deepmd_ema.training.run
 toy_model("se_e2_r")
 print(*(name for name in sys.modules if name.startswith("deepmd_ema.")))
 """

@@ -13,12 +13,12 @@ from kept_runs import write_kept_run
 from toy_models import SECTIONS
 
 from deepmd_ema import cli
-from deepmd_ema.averaging.posthoc.run import run_posthoc
+from deepmd_ema.commands.freeze import freeze
+from deepmd_ema.commands.posthoc.run import run_posthoc
 from deepmd_ema.data import loader
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.interop.freeze import freeze
 
 pytestmark = pytest.mark.gpu
 

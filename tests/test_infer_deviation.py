@@ -10,7 +10,12 @@ from helpers import write_system
 from infer_models import write_run
 
 from deepmd_ema import cli
-from deepmd_ema.infer.deviation import COLUMNS, DeviationOptions, frame_deviation, measure_deviation
+from deepmd_ema.commands.deviation import (
+    COLUMNS,
+    DeviationOptions,
+    frame_deviation,
+    measure_deviation,
+)
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ import json
 from infer_models import run as run
 
 from deepmd_ema import checkpoint, cli
+from deepmd_ema.commands.freeze import freeze
+from deepmd_ema.commands.show import describe
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.infer.show import describe
-from deepmd_ema.interop.freeze import freeze
 
 
 def row(text, name):

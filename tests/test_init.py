@@ -12,11 +12,11 @@ import yaml
 from helpers import toy_frame, write_system
 
 from deepmd_ema.cli.main import main
+from deepmd_ema.commands import propose as proposal
+from deepmd_ema.commands.propose import Wishes, propose
 from deepmd_ema.config import config_from_dict, config_warnings, load_config, to_dict
 from deepmd_ema.config.presets import KINDS, MODELS, SIZES, read_preset
 from deepmd_ema.data.run import open_run
-from deepmd_ema.report import propose as proposal
-from deepmd_ema.report.propose import Wishes, propose
 from deepmd_ema.training.estimate import Cost
 
 COST = Cost(

@@ -16,9 +16,9 @@ from torch.torch_version import TorchVersion
 from toy_models import SECTIONS, toy_model, write_dp
 
 from deepmd_ema import cli
+from deepmd_ema.commands import freeze as export
 from deepmd_ema.infer.load import LoadedModel, Provenance
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.interop import freeze as export
 from deepmd_ema.interop import pt2
 from deepmd_ema.interop.deepmd_kit import copy_with_task_dim
 

@@ -8,9 +8,7 @@ from helpers import write_system
 from infer_models import write_run
 
 from deepmd_ema.cli import main
-from deepmd_ema.data.source import Frame
-from deepmd_ema.geometry import find_pairs_once
-from deepmd_ema.infer.physics import (
+from deepmd_ema.commands.physics import (
     FRICTION,
     PhysicsOptions,
     Surface,
@@ -20,6 +18,8 @@ from deepmd_ema.infer.physics import (
     scan_cutoff,
     shortest_distances,
 )
+from deepmd_ema.data.source import Frame
+from deepmd_ema.geometry import find_pairs_once
 from deepmd_ema.infer.potential import Prediction
 
 WELL, RATE, LENGTH = 1.0, 1.5, 2.0  # eV, 1/angstrom, angstrom: of Morse's potential

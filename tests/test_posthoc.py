@@ -15,9 +15,9 @@ from helpers import assert_same, tiny_input
 from kept_runs import write_kept_run
 
 from deepmd_ema import checkpoint, cli
-from deepmd_ema.averaging.posthoc.combination import find_combinations
-from deepmd_ema.averaging.posthoc.run import parse_shapes, parse_sigma_rels, run_posthoc
-from deepmd_ema.averaging.posthoc.snapshots import combine, find_snapshots
+from deepmd_ema.commands.posthoc.combination import find_combinations
+from deepmd_ema.commands.posthoc.run import parse_shapes, parse_sigma_rels, run_posthoc
+from deepmd_ema.commands.posthoc.snapshots import combine, find_snapshots
 from deepmd_ema.errors import UserError
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model

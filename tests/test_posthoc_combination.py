@@ -8,7 +8,7 @@ from averaging_nets import weights_of_steps
 from kept_runs import shares_of
 
 from deepmd_ema.averaging import PowerProfile, SwaProfile, gamma_of
-from deepmd_ema.averaging.posthoc.combination import (
+from deepmd_ema.commands.posthoc.combination import (
     SHAPES,
     TOLERANCE,
     Decay,
@@ -18,7 +18,7 @@ from deepmd_ema.averaging.posthoc.combination import (
     refuse_unresolvable,
     resolvable_range,
 )
-from deepmd_ema.averaging.posthoc.run import DEFAULT_PARTS, parse_shapes
+from deepmd_ema.commands.posthoc.run import DEFAULT_PARTS, parse_shapes
 from deepmd_ema.errors import UserError
 
 EXACT = 1e-14  # relative, of sums of some hundred terms in float64

@@ -18,13 +18,13 @@ from torch._inductor.exc import CppCompileError
 from toy_models import TRICLINIC, VARIANTS, batch_of, toy_atoms, toy_model
 
 from deepmd_ema import cli
+from deepmd_ema.commands import freeze as export
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.geometry import KeptPairs, find_pairs
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.interop import freeze as export
 from deepmd_ema.interop import pt2
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.extended_model import ExtendedModel

@@ -26,13 +26,13 @@ from toy_models import (
     write_dp,
 )
 
+from deepmd_ema.commands.freeze import freeze
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.schema.bridging import Window
 from deepmd_ema.data.run import check_task, open_run
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.dp import read_dp
-from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.interop.tree_files import read_tree
 from deepmd_ema.model.bridging import ZblEnergies, clamped_distance, pair_switch, source_gate
 from deepmd_ema.model.build import build_model

@@ -16,8 +16,8 @@ from deepmd_ema.errors import UserError
 from deepmd_ema.utils import keep_freed_memory
 
 if TYPE_CHECKING:
+    from deepmd_ema.commands.physics import PhysicsReport
     from deepmd_ema.infer.evaluate import ErrorReport
-    from deepmd_ema.infer.physics import PhysicsReport
     from deepmd_ema.model.metrics import Errors
 
 
@@ -30,9 +30,9 @@ def test(args: argparse.Namespace) -> None:
         raise UserError([f"{problem} Add it, or leave this out." for problem in problems])
     keep_freed_memory()
     with loading():
+        from deepmd_ema.commands.physics import PhysicsOptions, measure_physics
+        from deepmd_ema.commands.predicted_frames import refuse_frames, write_frames
         from deepmd_ema.infer.evaluate import measure, refuse_details
-        from deepmd_ema.infer.physics import PhysicsOptions, measure_physics
-        from deepmd_ema.infer.predicted_frames import refuse_frames, write_frames
 
     if args.detail_file is not None:
         refuse_details(args.detail_file)
@@ -84,7 +84,7 @@ def _document(report: ErrorReport, physics: PhysicsReport | None) -> dict[str, A
 def model_devi(args: argparse.Namespace) -> None:
     """Write the table and print the models and the largest deviations."""
     with loading():
-        from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation
+        from deepmd_ema.commands.deviation import DeviationOptions, measure_deviation
 
     check_output(args.output, "-o", TABLE, args.models)
     options = DeviationOptions(
@@ -116,7 +116,7 @@ def report(args: argparse.Namespace) -> None:
     """Write the page."""
     keep_freed_memory()
     with loading():
-        from deepmd_ema.report.page import write_report
+        from deepmd_ema.commands.page import write_report
 
     systems = args.systems if args.system else ()
     remarks = write_report(
@@ -128,7 +128,7 @@ def report(args: argparse.Namespace) -> None:
 def posthoc(args: argparse.Namespace) -> None:
     """Print the errors over the length, and write the best average, the table and the picture."""
     with loading():
-        from deepmd_ema.averaging.posthoc.run import run_posthoc
+        from deepmd_ema.commands.posthoc.run import run_posthoc
 
     systems = args.systems if args.system or args.valid_data else None
     run_posthoc(

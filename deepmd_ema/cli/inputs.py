@@ -40,7 +40,7 @@ def init(args: argparse.Namespace) -> None:
     if without_effect := [option for option, value in idle.items() if value]:
         raise UserError(f"init {without_effect[0]}: {why}")
     with loading():
-        from deepmd_ema.report.propose import Wishes, propose
+        from deepmd_ema.commands.propose import Wishes, propose
     given = {wish.name: getattr(args, wish.name) for wish in fields(Wishes)}
     for name, ending in (
         ("systems", "data"),
@@ -119,8 +119,7 @@ def check(args: argparse.Namespace) -> None:
         UserError: if there are problems, with ``--json`` as the cause of a
             :class:`ReportedElsewhere`.
     """
-    from deepmd_ema.config import as_launched, read_input
-    from deepmd_ema.report.check import (
+    from deepmd_ema.commands.check import (
         RunCheck,
         closing_lines,
         cost_lines,
@@ -128,6 +127,7 @@ def check(args: argparse.Namespace) -> None:
         document,
         plan_lines,
     )
+    from deepmd_ema.config import as_launched, read_input
 
     def show(*parts: Iterable[str]) -> None:
         if not args.json:

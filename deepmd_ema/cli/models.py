@@ -26,8 +26,8 @@ _OF_DATA = ("labels_of", "validation", "mixed", "format", "units", "seed", "sel_
 def freeze(args: argparse.Namespace) -> None:
     """Write the file and print what it holds."""
     with loading():
+        from deepmd_ema.commands.freeze import freeze
         from deepmd_ema.infer.load import load_model
-        from deepmd_ema.interop.freeze import freeze
 
     output = with_suffix_of_backend(args.output, args.backend)
     if args.lower_kind == "graph":
@@ -67,7 +67,7 @@ def compress(args: argparse.Namespace) -> None:
             f"{command('dp-ema', 'freeze', '-o', source)}"
         )
     with loading():
-        from deepmd_ema.interop.freeze import compress
+        from deepmd_ema.commands.freeze import compress
 
     say(compress(source, target, args.device, args.dp))
 
@@ -75,7 +75,7 @@ def compress(args: argparse.Namespace) -> None:
 def change_bias(args: argparse.Namespace) -> None:
     """Write the file and print the bias before and after."""
     with loading():
-        from deepmd_ema.infer.change_bias import CHANGE, BiasRequest, write_changed
+        from deepmd_ema.commands.change_bias import CHANGE, BiasRequest, write_changed
 
     if args.bias_value is not None:
         if args.mode is not None or args.num_frames is not None:
@@ -161,9 +161,9 @@ def _predictor(args: argparse.Namespace) -> Predictor:
 def _convert_model(args: argparse.Namespace) -> None:
     """Write the file and print its source, its size, and the largest difference between the two."""
     with loading():
+        from deepmd_ema.commands.freeze import WEIGHTS, convert
         from deepmd_ema.config import choose_head
         from deepmd_ema.infer.load import load_models
-        from deepmd_ema.interop.freeze import WEIGHTS, convert
 
     is_weights = args.output.lower().endswith(WEIGHTS)
     if args.to is not None and not is_weights:
@@ -210,7 +210,7 @@ def show(args: argparse.Namespace) -> None:
             f"--json {args.file}: prints the status of a run. Give its folder, or leave --json out."
         )
     with loading():
-        from deepmd_ema.infer.show import describe
+        from deepmd_ema.commands.show import describe
 
     text = describe(args.file, whole_config=args.config)
     say(text, is_fitted=not args.config)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from deepmd_ema import checkpoint
-from deepmd_ema.averaging.posthoc.combination import Combination, Track
 from deepmd_ema.checkpoint.file import SUFFIXES, series_and_step
+from deepmd_ema.commands.posthoc.combination import Combination, Track
 from deepmd_ema.config.outputs import SNAPSHOTS
 from deepmd_ema.distributed.tensors import check_weights
 from deepmd_ema.errors import CheckpointError, collect_problems, counted, first_few

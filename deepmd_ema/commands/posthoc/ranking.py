@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepmd_ema.averaging.posthoc.combination import (
+from deepmd_ema.commands.posthoc.combination import (
     SHAPES,
     Combination,
     Combinations,
     Decay,
     percent,
 )
-from deepmd_ema.averaging.posthoc.snapshots import SnapshotRun
+from deepmd_ema.commands.posthoc.snapshots import SnapshotRun
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.errors import counted

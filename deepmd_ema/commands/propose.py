@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from deepmd_ema.commands.fine_tuning import ALL, FRACTION, TRAINED, model_section, with_replay
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.labels import DIPOLE, DOS, ENERGY, FORCE, LABELS, POLAR, VIRIAL
@@ -30,7 +31,6 @@ from deepmd_ema.errors import DataError, UserError, command, counted, did_you_me
 from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.model.output_bias import AUTO, FIT, KEEP, energies_of, move_bias
-from deepmd_ema.report.fine_tuning import ALL, FRACTION, TRAINED, model_section, with_replay
 from deepmd_ema.report.table import duration
 from deepmd_ema.training.estimate import Cost, measure_steps
 from deepmd_ema.utils import __version__

@@ -16,16 +16,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from deepmd_ema import checkpoint
-from deepmd_ema.averaging.posthoc import combination
-from deepmd_ema.averaging.posthoc.combination import (
+from deepmd_ema.commands.posthoc import combination
+from deepmd_ema.commands.posthoc.combination import (
     MAX_SIGMA_REL,
     SHAPES,
     TOLERANCE,
     Combinations,
     Decay,
 )
-from deepmd_ema.averaging.posthoc.ranking import OVERALL, SHAPE, TRACKED, PosthocReport, Row
-from deepmd_ema.averaging.posthoc.snapshots import SnapshotRun, combine, find_snapshots
+from deepmd_ema.commands.posthoc.ranking import OVERALL, SHAPE, TRACKED, PosthocReport, Row
+from deepmd_ema.commands.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.config import RunConfig, TaskConfig, saved_config
 from deepmd_ema.config.outputs import with_absolute_paths
 from deepmd_ema.config.schema.averaging import sigma_rel_of
