@@ -353,6 +353,14 @@ P05, P10, LAST = (
             [],
             "updated when every_second decided",
         ),
+        *(
+            (
+                (P05, {"average": lambda p, gamma=gamma: {**p["average"], "gamma": gamma}}),
+                [],
+                f"60.pt: average.gamma is {gamma}, expected a number >= 0",
+            )
+            for gamma in (float("nan"), -0.5)
+        ),
         (
             (LAST, validated_on({"systems": ["nowhere"]})),
             [],

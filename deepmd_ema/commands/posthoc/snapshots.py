@@ -186,6 +186,8 @@ def _read_all(
                 left_out.setdefault(f"beyond {newest.name}", []).append(path.name)
             elif (hook := average.get("should_update")) is not None:
                 problems.append(f"{path}: was updated when {hook} decided, and not at known steps.")
+            elif not 0 <= (gamma := average.get("gamma", 0.0)) < math.inf:
+                problems.append(f"{path}: average.gamma is {gamma}, expected a number >= 0.")
             elif average["updates"] > 0:
                 track = Track.of(average, step)
                 # counted while it was averaged: differs if the settings were others in some part of
