@@ -1,6 +1,4 @@
-"""Optimizers by name, clipping, steps that a flag on the device can skip, and optimizer state by
-parameter name.
-"""
+"""Optimizers by name, clipping, steps that the device can skip, and state by parameter name."""
 
 from __future__ import annotations
 
@@ -69,38 +67,43 @@ def build_optimizer(
     """
     named = dict(named_parameters)
     trained = {name: p for name, p in named.items() if p.requires_grad}
+
+    # class and options: the optimizers of this package take the options of their section by name,
+    # those of torch take `betas`, and `eps` from DeePMD-kit
     kind: type[torch.optim.Optimizer]
     settings = asdict(config)
     del settings["groups"]
     if config.type in OWN:
         kind = OWN[config.type]
-        if kind is AdamWScheduleFree:
+        if kind is AdamWScheduleFree:  # the weights of points in its average depend on the warm-up
             settings |= zip(("warmup_steps", "warmup_start_factor"), warmup)
     else:
         kind = getattr(torch.optim, config.type)
         betas = settings.pop("adam_beta1"), settings.pop("adam_beta2")
         settings |= {"betas": betas, "eps": ADAM_EPS, "fused": True}
+
+    # groups of the input, and last the parameters of none; HybridMuon divides each of them again
+    # into matrices and the rest
     parameters: list[dict[str, Any]] = []
-    groups = zip(
-        [*map(asdict, config.groups), {}],
-        split_by_pattern(config.groups, names or dict(zip(named, named))),
-    )
-    for group, own in groups:
-        part = {name: trained[name] for name in own if name in trained}
+    options_of_groups = [*map(asdict, config.groups), {}]
+    names_of_groups = split_by_pattern(config.groups, names or dict(zip(named, named)))
+    for options, group_names in zip(options_of_groups, names_of_groups):
+        part = {name: trained[name] for name in group_names if name in trained}
         routes = (
             routed(part, settings["muon_mode"])
             if kind is HybridMuon
             else [{"params": list(part.values())}]
         )
-        own_settings = {
-            key: group[key] for key in (LR_SCALE, "weight_decay") if group.get(key) is not None
+        group_settings = {
+            key: options[key] for key in (LR_SCALE, "weight_decay") if options.get(key) is not None
         }
-        parameters += [{**route, **own_settings} for route in routes if route["params"]]
+        parameters += [{**route, **group_settings} for route in routes if route["params"]]
+
+    # lr=0.0: a step before set_learning_rate changes nothing
     if shared:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # importing it uses parts of torch that are deprecated
+            # importing it uses parts of torch that are deprecated
+            warnings.simplefilter("ignore", DeprecationWarning)
             from torch.distributed.optim import ZeroRedundancyOptimizer
         # the parameters of a rank become views of one tensor, which is sent to the other ranks at
         # once
@@ -117,6 +120,9 @@ def build_optimizer(
         }
         plain["step"] = torch.no_grad()(plain["step"])
         optimizer = type(kind.__name__, (kind,), plain)(parameters, lr=0.0, **settings)
+
+    # torch makes moments in the first step; a first step that is skipped would leave none, and a
+    # checkpoint of step 0 would have no state
     local = _local(optimizer)
     if not isinstance(local, GuardedOptimizer):
         for p in (p for group in local.param_groups for p in group["params"]):
@@ -130,7 +136,7 @@ def split_by_pattern(
     """Return the parameters of each group, and last those of no group.
 
     Args:
-        groups: of which a parameter belongs to the first whose pattern matches one of its names.
+        groups: a parameter belongs to the first whose pattern matches one of its names.
         names: all names of parameters, those that tasks share under several, each with the name to
             return.
         source: the input, for messages.
@@ -138,23 +144,26 @@ def split_by_pattern(
     Raises:
         ConfigError: if a pattern matches no name.
     """
-    source, found = source or Source(), list[list[str]]()
-    problems, left = [], dict.fromkeys(names.values())
+    source = source or Source()
+    members: list[list[str]] = []  # by group
+    problems = []
+    left = dict.fromkeys(names.values())  # an ordered set of what no group has taken so far
     for number, group in enumerate(groups):
         matched = dict.fromkeys(
             first for name, first in names.items() if fnmatchcase(name, group.pattern)
         )
         if not matched:
-            few = ", ".join(list(names)[:: -(-len(names) // MAX_NAMES)])  # of all parts of a model
+            # names from all parts of a model: every n-th, in place of the first few
+            few = ", ".join(list(names)[:: -(-len(names) // MAX_NAMES)])
             text = (
                 f" = {show(group.pattern)}: no parameter has such a name. Expected a pattern of a "
                 f"whole name, in which * is any text. Some of the {len(names)} names: {few}."
             )
             problems.append(source.locate(error(f"optimizer.groups[{number}].pattern", text)))
-        found.append([name for name in matched if name in left])
+        members.append([name for name in matched if name in left])
         left = {name: None for name in left if name not in matched}
     ConfigError.raise_if_any(in_order(problems))
-    return [*found, list(left)]
+    return [*members, list(left)]
 
 
 def describe_groups(
@@ -172,14 +181,15 @@ def describe_groups(
         source: as for :func:`split_by_pattern`.
     """
     lines = []
-    for group, own in zip((*groups, None), split_by_pattern(groups, names, source)):
-        trained = [parameters[name] for name in own if parameters[name].requires_grad]
-        words = [counted(sum(p.numel() for p in trained), "trained parameter")]
+    members = split_by_pattern(groups, names, source)
+    for group, group_names in zip((*groups, None), members):
+        trained = [parameters[name] for name in group_names if parameters[name].requires_grad]
+        settings = [counted(sum(p.numel() for p in trained), "trained parameter")]
         if group is not None:
-            words.append(f"learning rate x {group.lr_scale:g}")
+            settings.append(f"learning rate x {group.lr_scale:g}")
             if group.weight_decay is not None:
-                words.append(f"weight decay {group.weight_decay:g}")
-        lines.append(f"{'others' if group is None else group.pattern}: {', '.join(words)}")
+                settings.append(f"weight decay {group.weight_decay:g}")
+        lines.append(f"{'others' if group is None else group.pattern}: {', '.join(settings)}")
     return lines if groups else []
 
 
@@ -193,6 +203,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) ->
             fused kernels of torch read a scalar.
     """
     on_host = optimizer.param_groups[0]["params"][0].is_cpu
+    # by factor: groups of one factor share a scalar on the device, which is made once in a step
     rates: dict[float, float | Tensor] = {}
     for group in optimizer.param_groups:
         scale = group.get(LR_SCALE, 1.0)
@@ -211,10 +222,9 @@ def clip_gradients(
     max_norm: float | None,
     all_reduce_sum: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Scale the gradients so that their global L2 norm is at most ``max_norm``; nothing waits for
-    the device.
+    """Scale the gradients so that their global L2 norm is at most ``max_norm``.
 
-    Parameters without a gradient are left out.
+    Parameters without a gradient are left out. Nothing waits for the device.
 
     Args:
         parameters: owners of the gradients, on one device, of any precisions.
@@ -224,15 +234,17 @@ def clip_gradients(
     Returns:
         The norm before clipping, a scalar; it is finite only if every gradient is.
     """
-    # of a sharded gradient, the part that this process holds
+    # this process holds a part of a sharded gradient only
     gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     norms = torch._foreach_norm(gradients)  # few kernels, not one for each parameter
+    # in float64: the norm decides whether a step is finite, and its square may exceed float32
     total = torch.linalg.vector_norm(torch.stack([norm.to(torch.float64) for norm in norms]))
     if all_reduce_sum is not None:
         total = all_reduce_sum(total.square()).sqrt()
     if max_norm is not None:
+        # a factor of 1 is applied as well: a condition on it would make the host wait
         factor = (max_norm / (total + NORM_GUARD)).clamp(max=1.0)
         for dtype in {g.dtype for g in gradients}:
             torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
@@ -242,29 +254,28 @@ def clip_gradients(
 def guarded_step(
     optimizer: torch.optim.Optimizer, found_inf: Tensor, number: int | Tensor = 1
 ) -> None:
-    """Take an optimizer step, unless ``found_inf`` is 1: then weights, moments and counters stay as
-    they are.
+    """Take an optimizer step, unless ``found_inf`` is 1.
 
-    The device decides, the host does not wait for it.
+    Then weights, moments and counters stay as they are. The device decides, the host does not wait
+    for it.
 
     Args:
         optimizer: one from :func:`build_optimizer`.
         found_inf: scalar on the device of the parameters, 1 to skip the step, else 0.
         number: of the step in the run, from 1, by which SOAP knows when its bases are due.
     """
-    # the fused kernels of torch look for this attribute, which is how torch.amp.GradScaler skips a
-    # step
     local = _local(optimizer)
     assert isinstance(local, GuardedOptimizer) or local.defaults["fused"], (
         "the step would not be skipped"
     )
     if isinstance(local, GuardedOptimizer):
         local.number = number
-    elif (
-        found_inf.is_cuda
-    ):  # torch refuses to capture fused steps that are not marked, and warns of others that are
+    elif found_inf.is_cuda:
+        # torch refuses to capture fused steps without this mark, and warns of eager ones with it
         for group in local.param_groups:
             group["capturable"] = torch.cuda.is_current_stream_capturing()
+    # The fused kernels of torch look for this attribute, which is how torch.amp.GradScaler skips a
+    # step. It is removed afterwards, so that a step without this function is never skipped.
     local.found_inf = found_inf.detach().to(torch.float32)  # type: ignore[attr-defined]
     try:
         optimizer.step()
@@ -278,10 +289,10 @@ def optimizer_state(
     take: Take | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return a copy in host memory of the whole state: ``{"type": name, "state": {parameter: {key:
-    tensor}}}``.
+    """Return a copy in host memory of the whole state.
 
-    Hyperparameters and the learning rate are not in it: they follow from the config and the step.
+    It is ``{"type": name, "state": {parameter: {key: tensor}}}``. Hyperparameters and the learning
+    rate are not in it: they follow from the config and the step.
     When the state is sharded, every rank must call this; rank 0 gets all of it.
 
     Args:
@@ -292,14 +303,17 @@ def optimizer_state(
             default group if None.
     """
     local, take = _local(optimizer), take or WholeTensors()
+    # at ZeRO stage 1 a rank has the state of its own parameters only, and no other rank has it:
+    # `owned` saves it from whichever rank that is
     shared = local is not optimizer
     read = take.owned if shared else take
     state: dict[str, Any] = {}
     for name, p in dict(named_parameters).items():
         for key, value in local.state.get(p, {}).items():
-            kept = read(value)
-            if kept is not None:
-                state.setdefault(name, {})[key] = kept
+            copy = read(value)
+            if copy is not None:  # None: another rank saves it
+                state.setdefault(name, {})[key] = copy
+    # a file is written by rank 0, which needs the parts of all ranks; shards are written by each
     if shared and isinstance(take, WholeTensors):
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(state, parts, group=group)
@@ -326,36 +340,37 @@ def load_optimizer_state(
         name: p for name, p in dict(named_parameters).items() if p.requires_grad and name not in new
     }
     check_state_type(state, type(local).__name__)
+    # The shapes of the full state, of which this rank may hold a part, from a state that is built
+    # anew on the meta device: it has shapes and no memory.
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    wanted: dict[str, Tensor] = {}  # of the full state, of which this rank may hold a part
+    expected: dict[str, Sequence[int]] = {}
     for name, p in trained.items():
-        like = torch.empty(p.shape, dtype=p.dtype, device="meta")  # has a shape and no memory
+        like = torch.empty(p.shape, dtype=p.dtype, device="meta")
         is_ours = isinstance(local, GuardedOptimizer)
         first = local.first_state(like, group_of[p]) if is_ours else adam_state(like, p.dtype)  # type: ignore[attr-defined]
-        wanted |= {f"{name}.{key}": value for key, value in first.items()}
-    found = {
+        expected |= {f"{name}.{key}": tuple(value.shape) for key, value in first.items()}
+    saved = {
         f"{name}.{key}": value
         for name, values in state["state"].items()
         for key, value in values.items()
     }
-    check_weights(
-        {name: tuple(value.shape) for name, value in wanted.items()}, found, OF_CHECKPOINT
-    )
+    check_weights(expected, saved, OF_CHECKPOINT)
+    # only then anything is changed; a rank takes its shard of what the checkpoint has whole
     for name, p in trained.items():
         for key, tensor in local.state.get(p, {}).items():
             local_shard(tensor).copy_(shard_like(state["state"][name][key], tensor))
 
 
-def check_state_type(state: Mapping[str, Any], own: str) -> None:
-    """Check that ``state`` is of an optimizer of the type ``own``.
+def check_state_type(state: Mapping[str, Any], kind: str) -> None:
+    """Check that ``state`` is of an optimizer of the type ``kind``.
 
     Raises:
         CheckpointError: if not.
     """
-    if state.get("type") != own:
+    if state.get("type") != kind:
         raise CheckpointError(
             f"{OF_CHECKPOINT}: it is of {state.get('type', 'an unknown optimizer')}, "
-            f"optimizer.type is {own}. Set it back, or start anew from the weights with "
+            f"optimizer.type is {kind}. Set it back, or start anew from the weights with "
             "--init-model."
         )
 

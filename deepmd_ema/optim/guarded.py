@@ -1,5 +1,6 @@
-"""Optimizers of our own: a step that the device can skip, parameters as vectors, and Adam as one of
-their updates.
+"""Base of the optimizers of this package: a step that the device can skip, parameters as vectors.
+
+Adam is one of their updates.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from deepmd_ema.distributed.tensors import (
 Values = dict[str, Tensor]
 Out = Mapping[str, Tensor | None]
 ADAM_EPS = 1e-8  # the default of Adam (arXiv:1412.6980, algorithm 1), of torch and of DeePMD-kit
-# that are updated together, if not of a single parameter. On a CPU they stay in the cache of a
-# core; on a GPU more would take memory and no less time
+# Entries that are updated together, where they are not those of a single parameter. On a CPU they
+# stay in the cache of a core; on a GPU more would take memory and no less time.
 BATCH_ENTRIES = {"cpu": 2**17}
 GPU_BATCH_ENTRIES = 2**22
 WEIGHT = "weight"
@@ -32,11 +33,11 @@ WEIGHT = "weight"
 
 
 class ParameterVector:
-    """Parameters of one dtype and their states as vectors, which are read, changed, and written
-    back together.
+    """Parameters of one dtype and their states as vectors.
 
-    An update of all of them is then a few operations on vectors instead of a few for each
-    parameter. Every rank must call :meth:`full` and :meth:`own` when the parameters are sharded.
+    They are read, changed, and written back together: an update is then a few operations on vectors
+    instead of a few for each parameter. Every rank must call :meth:`full` and :meth:`own` when the
+    parameters are sharded.
 
     Args:
         parameters: of one kind and dtype.
@@ -52,13 +53,15 @@ class ParameterVector:
         self.parameters = parameters
         self._local = [local_shard(p) for p in parameters]
         self._sizes = [t.numel() for t in self._local]
-        self._owner: Tensor | None = None
+        self._owner: Tensor | None = None  # made when it is first needed
         self._is_sharded = is_sharded(parameters[0])
         tensors = {WEIGHT: self._local}
         tensors |= {
             key: [local_shard(states[p][key]) for p in parameters] for key in states[parameters[0]]
         }
-        # those of one dtype together, where each operation has a price
+        # On a GPU each operation costs a launch: weights and states of one dtype are one vector,
+        # which one operation reads or writes. On a CPU that saves nothing, and a tensor that is
+        # alone in its vector needs no copy.
         together = (
             (lambda key: key) if self._local[0].is_cpu else (lambda key: tensors[key][0].dtype)
         )
@@ -66,7 +69,8 @@ class ParameterVector:
         for key in tensors:
             self._groups.setdefault(together(key), []).append(key)
         self._lengths = {key: sum(t.numel() for t in values) for key, values in tensors.items()}
-        # views, into which vectors are copied back: memory of weights and states stays in its place
+        # Views, into which vectors are copied back: weights and states stay in their memory, to
+        # which averages, captured graphs and collectives refer.
         self._memory = {
             g: [t.view(-1) for key in keys for t in tensors[key]]
             for g, keys in self._groups.items()
@@ -74,24 +78,26 @@ class ParameterVector:
         self._parts = {g: [t.numel() for t in memory] for g, memory in self._memory.items()}
 
     def read(self) -> dict[Hashable, Tensor]:
-        """Return all weights and states as few vectors: copies, or the memory itself of a tensor
-        that is alone.
+        """Return all weights and states as few vectors.
+
+        They are copies, or the memory itself of a tensor that is alone.
         """
         return {group: joined(memory) for group, memory in self._memory.items()}
 
     def split(self, vectors: Mapping[Hashable, Tensor]) -> dict[str, Tensor]:
-        """Return the vector of the weights (N,) and that of each state by its key, views of
-        ``vectors``.
+        """Return the vector of the weights (N,) and of each state by its key, views of ``vectors``.
+
+        A state of one number for each parameter, as a counter, is a vector (P,).
         """
-        found: dict[str, Tensor] = {}
+        by_key: dict[str, Tensor] = {}
         for group, keys in self._groups.items():
             parts = (
                 vectors[group].split([self._lengths[key] for key in keys])
                 if len(keys) > 1
                 else [vectors[group]]
             )
-            found |= zip(keys, parts)
-        return found
+            by_key |= zip(keys, parts)
+        return by_key
 
     def write(
         self, values: Mapping[str, Tensor], before: Mapping[Hashable, Tensor], skip: Tensor | None
@@ -118,24 +124,30 @@ class ParameterVector:
         )
 
     def per_entry(self, values: Tensor) -> Tensor:
-        """Return the value of its parameter for each entry, (P,) to (N,); of a single parameter
-        (1,).
+        """Return the value of its parameter for each entry, (P,) to (N,).
+
+        That of a single parameter stays (1,).
         """
         if len(self._sizes) == 1:
             return values
         if self._owner is None:
+            # the number of its parameter for each entry, (N,), kept from step to step; index_select
+            # needs no host number, whereas repeat_interleave by a tensor on the device would wait
             sizes = torch.tensor(self._sizes)
             owner = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), sizes)
             self._owner = on_device(owner, values.device)
         return values.index_select(0, self._owner)
 
     def norms(self, vector: Tensor) -> Tensor:
-        """Return the Euclidean norm of the entries of each parameter, on all ranks: (N,) to
-        (P,).
+        """Return the Euclidean norm of each parameter over its entries on all ranks, (N,) to (P,).
+
+        Every rank must call this when the parameters are sharded.
         """
         parts = self._views(vector)
         if not self._is_sharded:
             return torch.stack(torch._foreach_norm(parts))
+        # the norm of a DTensor adds up the squares of all shards; full_tensor takes the result
+        # that every rank then has
         pairs = zip(parts, self.parameters)
         return torch.stack(
             [full_tensor(torch.linalg.vector_norm(from_local(t, p))) for t, p in pairs]
@@ -160,9 +172,9 @@ class ParameterVector:
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose :meth:`step` is skipped where ``found_inf`` is 1, as the fused ones of
-    torch do.
+    """An optimizer whose :meth:`step` is skipped where ``found_inf`` is 1.
 
+    The fused optimizers of torch do so, too.
     State is allocated at construction and changed in place. The learning rate ``lr`` of a group is
     what :func:`deepmd_ema.optim.build.set_learning_rate` takes.
 
@@ -191,8 +203,9 @@ class GuardedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def kind(self, p: Tensor, group: dict[str, Any]) -> Hashable:
-        """Return a key that parameters must share to be updated together, None where it is no
-        matrix; by default.
+        """Return a key that parameters must share to be updated together.
+
+        By default all of them may be: None, which subclasses return for what is no matrix.
         """
         return None
 
@@ -203,11 +216,10 @@ class GuardedOptimizer(torch.optim.Optimizer):
     def updated(
         self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]
     ) -> Values:
-        """Return new weights and states of parameters of one kind that have gradients, or all have
-        none.
+        """Return new weights and states of parameters of one kind.
 
         Args:
-            vector: the parameters.
+            vector: the parameters; all of them have gradients, or none has.
             values: their weights and states, vectors by name.
             out: where the new ones are put, ``values`` themselves where they may be changed; None:
                 new memory.
@@ -222,6 +234,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         Where ``found_inf`` is 1 they stay bit by bit, and nothing waits for the device.
         """
         assert closure is None, "no optimizer here evaluates the loss again"
+        # the attribute that torch.amp.GradScaler and guarded_step set for the time of a step
         skip = None if (found_inf := getattr(self, "found_inf", None)) is None else found_inf > 0
         if skip is not None and skip.is_cpu:  # the host may ask: it waits for no device
             if skip:
@@ -231,16 +244,19 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     def _update_unless(self, skip: Tensor | None) -> None:
         for group in self.param_groups:
-            lr = group["lr"]  # products with a scalar in float32 would be rounded to it
+            # A rate on the device is in float32 (set_learning_rate); 1 - lr * decay and lr / (1 -
+            # b1^t) would be rounded to float32, other than with a rate of the host.
+            lr = group["lr"]
             options = {**group, "lr": lr.to(torch.float64) if isinstance(lr, Tensor) else lr}
-            # those with gradients are those of one task
-            found = [p for p in group["params"] if p.grad is not None]
-            others = (
-                [] if self.with_gradient_only else [p for p in group["params"] if p.grad is None]
-            )
-            for vector in (*self._vectors_of(found, group), *self._vectors_of(others, group)):
+            # With several tasks only the parameters of the task of this step have gradients. The
+            # two sets are updated apart, because `updated` treats all parameters of a vector alike.
+            trained = [p for p in group["params"] if p.grad is not None]
+            idle = [] if self.with_gradient_only else [p for p in group["params"] if p.grad is None]
+            for vector in (*self._vectors_of(trained, group), *self._vectors_of(idle, group)):
                 before = vector.read()
                 values = vector.split(before)
+                # In place where nothing is skipped. Else new memory, of which `write` takes over
+                # what is not skipped: `before` must stay intact to be put back.
                 out = values if skip is None else dict.fromkeys(values)
                 vector.write(self.updated(vector, values, out, options), before, skip)
 
@@ -271,15 +287,15 @@ class GuardedOptimizer(torch.optim.Optimizer):
         b1 = group["adam_beta1"]
         b2 = group["adam_beta2"]
         lr = lr / group["lr_adjust"] if group["lr_adjust"] > 0 else lr
-        gradient = vector.gradient().to(torch.float32)
-        steps = torch.add(values["step"], 1, out=out["step"])
+        gradient = vector.gradient().to(torch.float32)  # (N,), as the moments
+        steps = torch.add(values["step"], 1, out=out["step"])  # (P,)
         mean = torch.lerp(values["exp_avg"], gradient, 1 - b1, out=out["exp_avg"])
         square = torch.lerp(
             values["exp_avg_sq"], gradient * gradient, 1 - b2, out=out["exp_avg_sq"]
         )
-        wide = steps.to(
-            torch.float64
-        )  # b2^t is close to 1: float32 would lose the digits of 1 - b2^t
+        # in float64: b2^t is close to 1, and float32 would lose the digits of 1 - b2^t
+        wide = steps.to(torch.float64)
+        # both corrections are taken per parameter, (P,), and spread to the entries afterwards
         rates, corrections = (1 - b1**wide).reciprocal() * lr, 1 - b2**wide
         lengths = (square / vector.per_entry(corrections.to(torch.float32))).sqrt() + eps
         direction = mean / lengths * vector.per_entry(rates.to(torch.float32))
@@ -295,17 +311,18 @@ class GuardedOptimizer(torch.optim.Optimizer):
     def _vectors_of(
         self, parameters: Sequence[Tensor], group: dict[str, Any]
     ) -> list[ParameterVector]:
-        """Return parameters of a group as vectors."""
-        # a wrapper of the optimizer may move the weights to other memory
-        chosen, where = (
-            tuple(map(id, parameters)),
-            tuple(local_shard(p).data_ptr() for p in parameters),
-        )
-        kept = self._vectors.get(chosen)
-        if kept is None or kept[0] != where:
+        """Return parameters of a group as vectors, which are kept for the next step."""
+        # By the parameters and their memory: the task of a step decides which have gradients, and
+        # a wrapper of the optimizer (ZeroRedundancyOptimizer) may move the weights to other memory,
+        # which the views of a vector would miss.
+        chosen = tuple(map(id, parameters))
+        addresses = tuple(local_shard(p).data_ptr() for p in parameters)
+        entry = self._vectors.get(chosen)
+        if entry is None or entry[0] != addresses:
             together = batches(parameters, lambda p: self.kind(p, group))
-            kept = self._vectors[chosen] = where, [self.vector(batch, group) for batch in together]
-        return kept[1]
+            vectors = [self.vector(batch, group) for batch in together]
+            entry = self._vectors[chosen] = addresses, vectors
+        return entry[1]
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -316,9 +333,11 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 def batches(
     parameters: Iterable[Tensor], kind: Callable[[Tensor], Hashable]
 ) -> Iterator[list[Tensor]]:
-    """Yield parameters of one kind and one dtype together, in their order, with at most
-    ``BATCH_ENTRIES`` entries.
+    """Yield parameters of one kind and one dtype together, in their order.
+
+    A batch has at most ``BATCH_ENTRIES`` entries, or one parameter.
     """
+    # one batch for each kind is filled at a time
     open_batches: dict[Hashable, list[Tensor]] = {}
     for p in parameters:
         key = kind(p), p.dtype
@@ -332,8 +351,9 @@ def batches(
 
 
 def adam_state(p: Tensor, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Return the moments of Adam before the first update; those of :func:`adam_updated` are in
-    float32.
+    """Return the moments of Adam before the first update.
+
+    Those of :meth:`GuardedOptimizer.adam_updated` are in float32.
     """
     moments = {name: torch.zeros_like(p, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), dtype=torch.float32, device=p.device), **moments}

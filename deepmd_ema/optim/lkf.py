@@ -1,6 +1,4 @@
-"""LKF: the layer-wise extended Kalman filter (RLEKF), which fits weights to one measurement after
-the other.
-"""
+"""LKF: the layer-wise extended Kalman filter (RLEKF), one measurement after the other."""
 
 from __future__ import annotations
 
@@ -18,16 +16,16 @@ from deepmd_ema.optim.build import OF_CHECKPOINT, check_state_type
 
 T = TypeVar("T")
 MEMORY = 0.98  # RLEKF: the first memory factor lambda
-AT_ONCE = 2**20  # elements of a covariance that are updated together: temporary memory of an update
 MEMORY_RATE = 0.9987  # RLEKF: the rate nu at which lambda goes to 1
+AT_ONCE = 2**20  # elements of a covariance that are updated together: temporary memory of an update
 
 
 class LKF:
-    """Reorganized layer extended Kalman filter (Hu et al., AAAI 2023, arXiv:2212.06989, algorithm
-    1).
+    """Reorganized layer extended Kalman filter (RLEKF).
 
-    All weights form one row, cut into L blocks; each has a covariance P, at first the identity. An
-    update with the error e of a measurement and its gradient H, in blocks H_l:
+    Hu et al., AAAI 2023, arXiv:2212.06989, algorithm 1. All weights form one row, cut into L
+    blocks; each has a covariance P, at first the identity. An update with the error e of a
+    measurement and its gradient H, in blocks H_l:
 
         A   = 1 / sum_l (lambda + H_l^T P_l H_l)
         K_l = P_l H_l
@@ -60,12 +58,15 @@ class LKF:
         self._parameters = list(trained.values())
         owners = [("",) if tasks is None else tuple(tasks[name]) for name in trained]
         self._owners = owners  # the tasks of each parameter, and of each block
+        # Neighbors of the same tasks only share a block: an update takes whole blocks, and must
+        # leave the weights of other tasks and their covariances alone.
         self._sizes, self._block_owners = [], []
-        for of, group in groupby(zip(owners, self._parameters), key=lambda pair: pair[0]):
+        for tasks_of_group, group in groupby(zip(owners, self._parameters), lambda pair: pair[0]):
             sizes = block_sizes([p.numel() for _, p in group], block_size)
             self._sizes += sizes
-            self._block_owners += [of] * len(sizes)
+            self._block_owners += [tasks_of_group] * len(sizes)
         device = self._parameters[0].device
+        # products of covariances and gradients need one precision: the wider one of the weights
         dtype = reduce(torch.promote_types, (p.dtype for p in self._parameters))
         self._memory = torch.tensor(MEMORY, dtype=torch.float64, device=device)
         self._covariances = [torch.eye(size, dtype=dtype, device=device) for size in self._sizes]
@@ -87,8 +88,9 @@ class LKF:
             task: whose model has predicted it.
         """
         good = ok > 0
-        covariances = list(_of_task(task, self._covariances, self._block_owners))
-        # in the row the first dim of a parameter runs fastest
+        covariances = list(_of_task(task, self._covariances, self._block_owners))  # (n, n) each
+        # H of the formula, (weights of the task,). In the row the first dim of a parameter runs
+        # fastest, as in DeePMD-kit: it decides which weights share a block.
         row = torch.cat(
             [
                 g.permute(*reversed(range(g.ndim))).reshape(-1).to(covariances[0].dtype)
@@ -96,23 +98,24 @@ class LKF:
             ]
         )
         parts = row.split([len(c) for c in covariances])
-        gains = [covariance @ part for covariance, part in zip(covariances, parts)]
-        memory = self._memory.to(gains[0].dtype)
+        gains = [covariance @ part for covariance, part in zip(covariances, parts)]  # K_l
+        memory = self._memory.to(gains[0].dtype)  # lambda
+        # 1 / A of the formula, a scalar: the sum runs over all blocks, which couples them
         spread = torch.stack([memory + part @ gain for part, gain in zip(parts, gains)]).sum()
         gain = torch.cat(gains)
         # -0.0 is what leaves each number as it is, also -0.0 itself
         change = torch.where(good, gain * (error.to(gain.dtype) / spread), -0.0)
+        # where the measurement is bad: minus 0, divided by 1, which changes no bit of P
         inverse, divisor = torch.where(good, 1 / spread, 0), torch.where(good, memory, 1)
-        for covariance, part in zip(
-            covariances, torch.where(good, gain, 0).split([len(c) for c in covariances])
-        ):
-            # some rows at a time. Each operation rounds elements (i, j) and (j, i) alike, so that P
-            # stays symmetric to the last bit. A fused one (addr) does not: its last columns are
-            # computed in another way than the others
-            for rows, few in zip(
-                *(t.split(max(1, AT_ONCE // len(part))) for t in (covariance, part))
-            ):
+        good_gains = torch.where(good, gain, 0).split([len(c) for c in covariances])
+        for covariance, part in zip(covariances, good_gains):
+            # Some rows at a time, for less temporary memory. Each operation rounds elements (i, j)
+            # and (j, i) alike, so that P stays symmetric to the last bit. A fused one (addr) does
+            # not: its last columns are computed in another way than the others.
+            num_rows = max(1, AT_ONCE // len(part))
+            for rows, few in zip(covariance.split(num_rows), part.split(num_rows)):
                 rows.sub_(torch.outer(few, part).mul_(inverse)).div_(divisor)
+        # the change of the row, cut and turned into the shapes of the parameters
         parameters = self.parameters_of(task)
         moves = [
             part.view(tuple(reversed(p.shape))).permute(*reversed(range(p.ndim))).to(p.dtype)
@@ -124,8 +127,10 @@ class LKF:
         )
 
     def state_dict(self, copy: Callable[[Tensor], Any] | None = None) -> dict[str, Any]:
-        """Return copies in host memory of the memory factor and all covariances, with the shapes of
-        the parameters.
+        """Return the memory factor and all covariances, with the shapes of the parameters.
+
+        Args:
+            copy: makes what is returned of a tensor; a copy in host memory if None.
         """
         copy = copy or HostCopies(wait=True)
         return {
@@ -143,9 +148,10 @@ class LKF:
                 nothing is changed.
         """
         check_state_type(state, "LKF")
-        found = {name: tuple(shape) for name, shape in state["parameters"].items()}
-        if list(found.items()) != list(self._shapes.items()):
-            differing = sorted(dict(found.items() ^ self._shapes.items()))
+        # in order, too: the blocks follow the order of the parameters, and have no names
+        saved_shapes = {name: tuple(shape) for name, shape in state["parameters"].items()}
+        if list(saved_shapes.items()) != list(self._shapes.items()):
+            differing = sorted(dict(saved_shapes.items() ^ self._shapes.items()))
             raise CheckpointError(
                 f"{OF_CHECKPOINT}: covariances of other parameters than this model's: "
                 f"{first_few(differing, 8)}."
@@ -158,15 +164,14 @@ class LKF:
                 "Set kf_blocksize back."
             )
         self._memory.copy_(state["memory"])
-        for own, given in zip(self._covariances, state["covariances"]):
-            own.copy_(whole(given))
+        for covariance, saved in zip(self._covariances, state["covariances"]):
+            covariance.copy_(whole(saved))
 
 
 def block_sizes(counts: Sequence[int], block_size: int) -> list[int]:
-    """Return the sizes of the blocks into which parameters of ``counts`` weights are put, one after
-    the other.
-    """
+    """Return the sizes of the blocks of parameters of ``counts`` weights, one after the other."""
     sizes: list[int] = []
+    # whether the next parameter may join the last block; a cut parameter shares none of its blocks
     open_block = False
     for count in counts:
         if count > block_size:
@@ -182,4 +187,5 @@ def block_sizes(counts: Sequence[int], block_size: int) -> list[int]:
 
 
 def _of_task(task: str, values: Iterable[T], owners: Iterable[Sequence[str]]) -> Iterator[T]:
-    return (value for value, of in zip(values, owners, strict=True) if task in of)
+    """Yield the values, of parameters or of blocks, that have ``task`` among their owners."""
+    return (value for value, tasks in zip(values, owners, strict=True) if task in tasks)

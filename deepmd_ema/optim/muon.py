@@ -1,7 +1,6 @@
-"""AdaMuon and HybridMuon: momentum of matrices made orthogonal by polynomials of themselves, Adam
-for everything else.
+"""AdaMuon and HybridMuon: momentum of matrices made orthogonal, Adam for everything else.
 
-The polynomials are the Newton-Schulz iterations of Muon.
+Matrices are made orthogonal by polynomials of themselves, the Newton-Schulz iterations of Muon.
 """
 
 from __future__ import annotations
@@ -28,18 +27,15 @@ from deepmd_ema.optim.stacks import Shape, Stacks
 Coefficients = Sequence[tuple[float, float, float]]
 """a, b and c of each step ``X <- a X + b (X X^T) X + c (X X^T)^2 X``."""
 
-QUINTIC = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # Muon (Keller Jordan et al., 2024): steep at 0, ends between about 0.7 and 1.2
+# Muon (Keller Jordan et al., 2024): steep at 0; singular values end between about 0.7 and 1.2
+QUINTIC = (3.4445, -4.7750, 2.0315)
 MUON: Coefficients = (QUINTIC,) * 5
-# eight steep steps and two of 2 x - 1.5 x^3 + 0.5 x^5, which has 1 as a fixed point: singular
-# values end at 1
+# Eight steep steps, then two of 2 x - 1.5 x^3 + 0.5 x^5, which has 1 as a fixed point: singular
+# values end at 1.
 CONVERGED: Coefficients = (QUINTIC,) * 8 + ((2.0, -1.5, 0.5),) * 2
-_SAFETY = (
-    1.05  # singular values are taken this much larger, so that rounding does not leave the interval
-)
+# Singular values are taken this much larger, so that rounding does not leave the interval in which
+# the polynomials of Polar Express converge.
+_SAFETY = 1.05
 # Polar Express (Amsel et al., arXiv:2505.16932, algorithm 1)
 POLAR_EXPRESS: Coefficients = tuple(
     (a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5)
@@ -51,30 +47,28 @@ POLAR_EXPRESS: Coefficients = tuple(
         (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
     )
 )
-RESTART = (
-    2  # Gram Newton-Schulz: the step before which the Gram matrix is taken anew, against rounding
-)
+# Gram Newton-Schulz: the step before which the Gram matrix is taken anew, against rounding
+RESTART = 2
 NORM_FLOOR = 1e-7  # Muon (Keller Jordan et al., 2024): a matrix of zeros stays zero
 
 RMS = 0.2  # AdaMuon, algorithm 1: the root mean square of an update of Adam
 EPS = 1e-8  # AdaMuon, algorithm 1: keeps both denominators from zero
 HYBRID_ADAM_EPS = 1e-20  # DeePMD-kit's HybridMuon
-MAGMA_MEMORY = 0.9  # Magma (arXiv:2602.15322), algorithm 1: what of the score stays at a step,
-MAGMA_TEMPERATURE = 2.0  # and by what a cosine is divided
-MAGMA_FIRST = 0.5
+MAGMA_MEMORY = 0.9  # Magma (arXiv:2602.15322), algorithm 1: share of the score that stays in a step
+MAGMA_TEMPERATURE = 2.0  # Magma, algorithm 1: the divisor of a cosine
+MAGMA_FIRST = 0.5  # the score before the first step
 MAGMA_LEAST = 0.1  # the damping of an update that points against the gradient
-GRAM, POLYNOMIAL = "gram", "polynomial"  # how a matrix is made orthogonal
+GRAM, POLYNOMIAL = "gram", "polynomial"  # ways in which a matrix is made orthogonal
 TINY = 1e-12  # least product of two lengths that a cosine is divided by
 
 # B matrices of R rows and C columns
 
 
 class AdaMuon(GuardedOptimizer):
-    """AdaMuon (arXiv:2507.11005, algorithm 1) for matrices, Adam for scalars and vectors, as in
-    DeePMD-kit.
+    """AdaMuon (arXiv:2507.11005, algorithm 1) for matrices, Adam for scalars and vectors.
 
-    With the gradient g of a matrix of R rows and C columns (an array of more dims: its first, and
-    all others):
+    Its numbers are those of DeePMD-kit. With the gradient g of a matrix of R rows and C columns (an
+    array of more dims: its first, and all others):
 
         m <- momentum * m + (1 - momentum) * g
         O  = NewtonSchulz(sign(momentum * m + (1 - momentum) * g))
@@ -125,14 +119,18 @@ class AdaMuon(GuardedOptimizer):
             return self.adam_updated(vector, values, out, group)
         lr = group["lr"]
         beta = group["momentum"]
-        gradient = vector.gradient()
+        gradient = vector.gradient()  # (N,), in the precision of the weights
         momentum = torch.lerp(values["momentum"], gradient, 1 - beta, out=out["momentum"])
+        # Whole matrices from here on, also of sharded parameters: the orthogonal factor of some
+        # rows is not those rows of the orthogonal factor. Signs lose nothing in bfloat16.
         signs = torch.lerp(gradient, momentum, beta).sign().to(torch.bfloat16)
         factors = [newton_schulz(stack) for stack in vector.stacks.stack([vector.full(signs)])[0]]
+        # back to the entries of this rank, (N,)
         factor = vector.own(vector.stacks.flatten(factors)).to(torch.float32)
         second = torch.mul(values["second_moment"], beta, out=out["second_moment"])
         second = torch.addcmul(second, factor, factor, value=1 - beta, out=out["second_moment"])
         scaled = factor / (second.sqrt() + EPS)
+        # one rate for each matrix, (P,), with its norm on all ranks
         rates = (vector.norms(scaled) + EPS).reciprocal() * (vector.scales * lr).to(torch.float32)
         weights = self.decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
         weights = torch.sub(weights, scaled * vector.per_entry(rates), out=out[WEIGHT])
@@ -140,13 +138,13 @@ class AdaMuon(GuardedOptimizer):
 
 
 class HybridMuon(GuardedOptimizer):
-    """HybridMuon of DeePMD-kit: Muon (Keller Jordan et al., 2024), damped as in Magma, with Adam
-    beside it.
+    """HybridMuon of DeePMD-kit: Muon, damped as in Magma, with Adam beside it.
 
-    Dims of size 1 do not count here. Parameters of fewer than two other dims go to Adam, and so do
-    those whose name (its last part that is no number, in any case) has ``bias`` in it or begins
-    with ``adam_``, all without weight decay; names that begin with ``adamw_`` go to AdamW. The
-    others are matrices of R rows and C columns: ``flat``, all dims but the last are rows;
+    Muon is by Keller Jordan et al., 2024. Dims of size 1 do not count here. Parameters of fewer
+    than two other dims go to Adam, and so do those whose name (its last part that is no number, in
+    any case) has ``bias`` in it or begins with ``adam_``, all without weight decay; names that
+    begin with ``adamw_`` go to AdamW. The remaining ones are matrices of R rows and C columns, by
+    ``muon_mode``: ``flat``, all dims but the last are rows;
     ``slice``, the last two, one matrix for each index of those before; ``2d``, more than two dims
     go to AdamW. With the gradient g of a matrix:
 
@@ -177,6 +175,7 @@ class HybridMuon(GuardedOptimizer):
         momentum = {"momentum": torch.zeros_like(p)}
         if not group["magma_muon"]:
             return momentum
+        # one score for each matrix of the parameter; with `slice` there may be several
         count = view_shape(tuple(p.shape), group["muon_mode"])[0]
         return {
             **momentum,
@@ -209,11 +208,14 @@ class HybridMuon(GuardedOptimizer):
         new = {"momentum": momentum}
         stacks = vector.stacks
         dtype = gradient.dtype
+        # Magma compares momentum and gradient of whole matrices, so these are stacked as well. All
+        # that is gathered and stacked goes there in one call: a launch costs more than the copy.
         wanted = [
             torch.lerp(gradient, momentum, beta),
             *([momentum, gradient] if group["magma_muon"] else []),
         ]
         updates, *means_and_gradients = stacks.stack([vector.full(t) for t in wanted])
+        # (B, R, C) for each stack
         directions = [
             gram_newton_schulz(t).to(dtype) if stack.kind == GRAM else newton_schulz(t, CONVERGED)
             for stack, t in zip(stacks.stacks, updates)
@@ -222,7 +224,9 @@ class HybridMuon(GuardedOptimizer):
             (d * scale).to(d.dtype) for d, scale in zip(directions, vector.scales_in_stacks)
         ]
         if group["magma_muon"]:
+            # (M,), from the order of the stacks to that of the parameters, in which scores are
             cosines = cosines_of(*means_and_gradients).index_select(0, stacks.order)
+            # the least and the largest value of f, so that q goes from 0 to 1
             low, high = (1 / (1 + math.exp(-x / MAGMA_TEMPERATURE)) for x in (-1, 1))
             agreement = (torch.sigmoid(cosines / MAGMA_TEMPERATURE) - low) / (high - low)
             new["score"] = score = MAGMA_MEMORY * values["score"] + (1 - MAGMA_MEMORY) * agreement
@@ -231,10 +235,8 @@ class HybridMuon(GuardedOptimizer):
             directions = [d * damping[chosen].to(d.dtype)[:, None, None] for d, chosen in pairs]
         direction = vector.own(stacks.flatten([d.to(dtype) for d in directions]))
         weights = self.decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
-        if weights.is_cpu and not isinstance(lr, Tensor):
-            new[WEIGHT] = torch.add(
-                weights, direction, alpha=-lr, out=out[WEIGHT]
-            )  # one pass over memory
+        if weights.is_cpu and not isinstance(lr, Tensor):  # one pass over memory
+            new[WEIGHT] = torch.add(weights, direction, alpha=-lr, out=out[WEIGHT])
         else:  # the same bits for a rate of the host and of the device
             new[WEIGHT] = torch.sub(weights, direction * lr, out=out[WEIGHT])
         return new
@@ -253,8 +255,8 @@ class MatrixVector(ParameterVector):
     Attributes:
         stacks: of the matrices.
         scales: of each matrix, (M,) float64.
-        scales_in_stacks: the same for each stack, (B, 1, 1), not narrower than its directions and
-            float32.
+        scales_in_stacks: the same for each stack, (B, 1, 1), in the precision of its directions, at
+            least float32.
     """
 
     def __init__(
@@ -267,20 +269,21 @@ class MatrixVector(ParameterVector):
     ) -> None:
         super().__init__(parameters, states)
         device = parameters[0].device
-        kinds = (
-            POLYNOMIAL,
-            GRAM if gram else POLYNOMIAL,
-        )  # of matrices that are square, and that are not
+        # The Gram matrix of a square matrix is as large as the matrix: it saves nothing.
+        kinds = (POLYNOMIAL, GRAM if gram else POLYNOMIAL)  # of square matrices, and of the rest
         self.stacks = Stacks(
             shapes, lambda rows, columns: kinds[rows != columns], device, fill=device.type != "cpu"
         )
-        factors = [scale for (count, _, _), scale in zip(shapes, scales) for _ in range(count)]
+        # a parameter that is several matrices (`slice`) has one scale, repeated here for each
+        factors = [scale for shape, scale in zip(shapes, scales) for _ in range(shape[0])]
         self.scales = on_device(torch.tensor(factors, dtype=torch.float64), device)
         self.scales_in_stacks = []
         for stack, chosen in zip(self.stacks.stacks, self.stacks.matrices):
-            dtype = parameters[0].dtype if stack.kind == GRAM else torch.bfloat16  # of directions
-            of_stack = self.scales[chosen].to(torch.promote_types(dtype, torch.float32))
-            self.scales_in_stacks.append(of_stack[:, None, None])
+            # in the precision of the directions of this stack, but in bfloat16 a scale would have
+            # three digits
+            dtype = parameters[0].dtype if stack.kind == GRAM else torch.bfloat16
+            stack_scales = self.scales[chosen].to(torch.promote_types(dtype, torch.float32))
+            self.scales_in_stacks.append(stack_scales[:, None, None])
 
 
 def matrix_scale(group: dict[str, Any], rows: int, columns: int) -> float:
@@ -291,9 +294,7 @@ def matrix_scale(group: dict[str, Any], rows: int, columns: int) -> float:
 
 
 def routed(named_parameters: Mapping[str, nn.Parameter], mode: str) -> list[dict[str, Any]]:
-    """Return the parameters in groups with the key ``route``; those of a group stay in their
-    order.
-    """
+    """Return the parameters in groups with the key ``route``, in which they keep their order."""
     groups: dict[str, list[nn.Parameter]] = {}
     for name, p in named_parameters.items():
         groups.setdefault(route(name, tuple(p.shape), mode), []).append(p)
@@ -301,11 +302,13 @@ def routed(named_parameters: Mapping[str, nn.Parameter], mode: str) -> list[dict
 
 
 def route(name: str, shape: tuple[int, ...], mode: str) -> str:
-    """Return ``muon``, ``adam`` or ``adamw`` for a parameter, by the rules of
-    :class:`HybridMuon`.
+    """Return the route of a parameter, by the rules of :class:`HybridMuon`.
+
+    It is ``muon``, ``adam`` or ``adamw``.
     """
-    words = [word for word in name.split(".") if not word.isdigit()]
-    last = words[-1].lower() if words else ""
+    # numbers are places in lists of modules, as in `layers.0`, and say nothing of the parameter
+    parts = [part for part in name.split(".") if not part.isdigit()]
+    last = parts[-1].lower() if parts else ""
     if "bias" in last or last.startswith("adam_"):
         return "adam"
     if last.startswith("adamw_"):
@@ -325,19 +328,19 @@ def view_shape(shape: tuple[int, ...], mode: str) -> tuple[int, int, int]:
 
 
 def cosines_of(means: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """Return the cosine between the mean of the gradients and the gradient of each matrix, (M,)
-    float32.
+    """Return the cosine between momentum and gradient of each matrix, (M,) in float32.
 
     Args:
-        means: stacks (B, R, C).
+        means: stacks (B, R, C) of the momentum.
         gradients: the same stacks.
     """
     product = torch.cat([(m * g).sum((1, 2)) for m, g in zip(means, gradients)])
-    lengths, others = (
+    mean_norms, gradient_norms = (
         torch.cat([torch.linalg.vector_norm(t, dim=(1, 2)) for t in stacks])
         for stacks in (means, gradients)
     )
-    lengths = lengths * others
+    lengths = mean_norms * gradient_norms
+    # the order of the result is that of the stacks; rounding may take a cosine beyond 1
     return (product / lengths.clamp(min=TINY)).clamp(-1, 1).to(torch.float32)
 
 
@@ -350,12 +353,14 @@ def newton_schulz(matrices: Tensor, coefficients: Coefficients = MUON) -> Tensor
         matrices: (B, R, C).
         coefficients: of the steps.
     """
-    x, norms, tall = _wide(matrices.to(torch.bfloat16))
-    x = x / norms.clamp(min=NORM_FLOOR)
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x, norms = _wide(matrices.to(torch.bfloat16))
+    x = x / norms.clamp(min=NORM_FLOOR)  # the largest singular value is at most 1
     for a, b, c in coefficients:
+        # a X + (b G + c G^2) X with the Gram matrix G of the shorter side, in three products
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return x.mT if is_tall else x
 
 
 def gram_newton_schulz(matrices: Tensor, coefficients: Coefficients = POLAR_EXPRESS) -> Tensor:
@@ -371,38 +376,36 @@ def gram_newton_schulz(matrices: Tensor, coefficients: Coefficients = POLAR_EXPR
         matrices: (B, R, C).
         coefficients: of the steps.
     """
-    x, norms, tall = _wide(matrices.to(torch.float32))
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x, norms = _wide(matrices.to(torch.float32))
     x = x / (norms + NORM_FLOOR)
-    x = (
-        x.to(torch.float16) if x.is_cuda else x
-    )  # a CPU multiplies float16 ten times slower than float32
+    # a CPU multiplies float16 ten times slower than float32
+    x = x.to(torch.float16) if x.is_cuda else x
     for part in (coefficients[:RESTART], coefficients[RESTART:]):
         x = products(_left_factor(products(x, x.mT), part), x)
-    return x.mT if tall else x
+    return x.mT if is_tall else x
 
 
-def _wide(x: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Return matrices with the longer side as columns, their Frobenius norms (B, 1, 1), and whether
-    rows are longer.
-    """
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    return x, torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True), tall
+def _wide(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return matrices with the longer side as columns, and their Frobenius norms (B, 1, 1)."""
+    x = x.mT if x.shape[1] > x.shape[2] else x
+    return x, torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
 
 
 def _left_factor(gram: Tensor, coefficients: Coefficients) -> Tensor:
     """Return the product of the steps on a matrix with this Gram matrix (B, n, n)."""
+    # A step multiplies X by S + a I with S = b G + c G^2, and G by its square: all of them are
+    # polynomials of one G, which commute, so that the order of the products does not matter.
     product = None
     for k, (a, b, c) in enumerate(coefficients):
-        step = torch.baddbmm(
-            gram, gram, gram, beta=b, alpha=c
-        )  # without its multiple a of the identity
+        step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # S, without a I
         if product is None:
             product = step.clone()
             product.diagonal(dim1=1, dim2=2).add_(a)
         else:
             product = torch.baddbmm(product, product, step, beta=a)
         if k + 1 < len(coefficients):
+            # G <- (S + a I) G (S + a I), in two products; the last step needs no further G
             half = torch.baddbmm(gram, gram, step, beta=a)
             gram = torch.baddbmm(half, step, half, beta=a)
     assert product is not None, "there is a step"

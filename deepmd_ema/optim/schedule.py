@@ -1,6 +1,4 @@
-"""Learning rate as a function of the step: warm-up, then exponential, cosine, warm-up-stable-decay,
-inverse root.
-"""
+"""Learning rate as a function of the step: warm-up, then one of several decays."""
 
 from __future__ import annotations
 
@@ -14,9 +12,8 @@ from deepmd_ema.errors import ConfigError, counted
 Schedule: TypeAlias = Callable[[int], float]
 """The learning rate of the update that follows after this many updates."""
 
-MIN_STOP_LR = (
-    1e-10  # a decay to zero has no rate: the exponential one aims here and is cut at stop_lr
-)
+# An exponential decay to zero has no factor: it aims at this rate and is cut at stop_lr.
+MIN_STOP_LR = 1e-10
 
 
 def build_schedule(config: optim.ScheduleConfig, num_steps: int) -> Schedule:
@@ -29,6 +26,7 @@ def build_schedule(config: optim.ScheduleConfig, num_steps: int) -> Schedule:
         ConfigError: if the warm-up is as long as the run, or the rate can never reach ``stop_lr``.
     """
     start, warmup = config.start_lr, config.num_warmup_steps(num_steps)
+    # a run of 0 steps writes its starting point, as in DeePMD-kit, and never takes a rate
     if num_steps and warmup >= num_steps:
         raise ConfigError(
             f"learning_rate.warmup_steps = {warmup}: the run has only "
@@ -38,30 +36,35 @@ def build_schedule(config: optim.ScheduleConfig, num_steps: int) -> Schedule:
     length, stop = max(1, num_steps - warmup), config.end_lr
     every, factor = 1, 1.0
     if isinstance(config, optim.ExpScheduleConfig):
-        every, of_input = config.used_decay_steps(num_steps), config.decay_rate
-        whole = math.log(max(stop, MIN_STOP_LR) / start)
-        factor = math.exp(whole / (length / every)) if of_input is None else of_input
+        # without a decay_rate in the input, the factor of each `every` steps is the one with which
+        # the rate is stop_lr after the last step
+        every = config.used_decay_steps(num_steps)
+        log_of_whole = math.log(max(stop, MIN_STOP_LR) / start)
+        decay_rate = config.decay_rate
+        factor = math.exp(log_of_whole / (length / every)) if decay_rate is None else decay_rate
 
-    def before(step: int) -> float:  # the last part of the run
+    def before(step: int) -> float:
+        """Return the rate before the final decay, ``step`` steps after the warm-up."""
         if isinstance(config, optim.ExpScheduleConfig):
             return max(start * factor ** (step / every if config.smooth else step // every), stop)
         if isinstance(config, optim.InvSqrtScheduleConfig):
             return start * math.sqrt(config.a / (config.a + step))
         return start
 
-    # in the last part of the run the rate goes from where it is down to the last one
+    # In the last `falling` steps of the run the rate goes from where it is down to the last one:
+    # all steps after the warm-up with cosine, a share of the run with wsd and invsqrt, none with
+    # exp, which falls from the start.
     kind, falling = "cosine", length if isinstance(config, optim.CosineScheduleConfig) else 0
     if isinstance(config, optim.WsdScheduleConfig) and config.decay_phase_ratio > 0:
-        kind, falling = (
-            config.decay_type,
-            max(1, min(int(config.decay_phase_ratio * num_steps), length)),
-        )
+        kind = config.decay_type
+        falling = max(1, min(int(config.decay_phase_ratio * num_steps), length))
     if falling and kind == "inverse_linear" and stop == 0:
         raise ConfigError(
             "learning_rate.stop_lr = 0: decay_type inverse_linear never reaches 0. Use a stop_lr "
             "above 0, or linear."
         )
     stable = length - falling
+    # an inverse root may be below stop_lr when the final decay begins: it then stays
     highest = before(stable)
     lowest, first = min(stop, highest), config.warmup_start_factor * start
 
@@ -73,7 +76,7 @@ def build_schedule(config: optim.ScheduleConfig, num_steps: int) -> Schedule:
             return before(step)
         if step >= length:
             return lowest
-        part = (step - stable) / falling  # of the way down, from 0 to 1
+        part = (step - stable) / falling  # share of the way down, from 0 to 1
         if kind == "inverse_linear":
             return 1 / (part / lowest + (1 - part) / highest)
         if kind == "cosine":

@@ -1,6 +1,4 @@
-"""Schedule-free AdamW: gradients between a fast point and an average of it, in place of a decaying
-learning rate.
-"""
+"""Schedule-free AdamW: an average of the weights in place of a decaying learning rate."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ from deepmd_ema.optim.guarded import (
 
 
 class AdamWScheduleFree(GuardedOptimizer):
-    """Schedule-free AdamW (Defazio et al., arXiv:2405.15682, algorithm 1, as in the package
-    schedulefree).
+    """Schedule-free AdamW (Defazio et al., arXiv:2405.15682, algorithm 1).
 
+    It gives the numbers of the package schedulefree.
     The weights are y, at which the gradient g is taken. z is moved by it, and x is an average of
     all z:
 
@@ -45,9 +43,12 @@ class AdamWScheduleFree(GuardedOptimizer):
     with_gradient_only: ClassVar[bool] = False
 
     def first_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Return z at the weights, and zero moments; ``step`` counts gradients, ``averaged`` points
-        in x.
+        """Return z at the weights, and zero moments.
+
+        ``step`` counts gradients, ``averaged`` the points in x.
         """
+        # Two counters: with several tasks a step gives a gradient to the parameters of one task
+        # only, while the average x of all parameters takes in a point at every step.
         counts = {
             name: torch.zeros((), dtype=torch.float32, device=p.device)
             for name in ("step", "averaged")
@@ -63,12 +64,12 @@ class AdamWScheduleFree(GuardedOptimizer):
         lr = group["lr"]
         b1 = group["adam_beta1"]
         b2 = group["adam_beta2"]
-        done, warmup = (
-            values["averaged"].to(torch.float64),
-            (group["warmup_steps"], group["warmup_start_factor"]),
-        )
-        share = share_of_next(done, *warmup, group["r"])
+        # The counter is stored in float32, exact up to 2^24; the share, about 1 / steps, is
+        # computed in float64, so that the average does not drift in a long run.
+        done = values["averaged"].to(torch.float64)  # (parameters,)
+        share = share_of_next(done, group["warmup_steps"], group["warmup_start_factor"], group["r"])
         new = {**values, "averaged": torch.add(values["averaged"], 1, out=out["averaged"])}
+        # x and y lie on a line through z: as x moves by the share c towards z, so does y
         near = torch.lerp(y, z, vector.per_entry(share.to(y.dtype)))
         if vector.parameters[0].grad is None:
             return {**new, WEIGHT: near}
@@ -81,7 +82,10 @@ class AdamWScheduleFree(GuardedOptimizer):
         direction = gradient / (
             (square / vector.per_entry(corrections.to(y.dtype))).sqrt() + ADAM_EPS
         )
+        # the decay is taken at y, as in the package; y is unchanged in memory until the last lines
         direction = torch.add(direction, y, alpha=group["weight_decay"])
+        # A move of z by d moves x by c * d, so y = b1 * x + (1 - b1) * z moves by
+        # (b1 * c + 1 - b1) * d, which is the factor below.
         moves = (lr * (1 - b1 * (1 - share))).to(y.dtype)
         new |= {
             "exp_avg_sq": square,

@@ -14,9 +14,9 @@ from deepmd_ema.optim.guarded import joined
 Shape = tuple[int, int, int]
 """Number, rows and columns of the matrices of a parameter."""
 
-# Multiplications in one product that filling up may cost. The 15 products of a direction then take
-# 0.05 ms at the 10 TFLOP/s of small products, and the launches that another stack costs, 20 to 40,
-# take longer
+# Multiplications in one product that filling up with zeros may cost. The 15 products of a
+# direction then take 0.05 ms at the 10 TFLOP/s of small products. Another stack would cost 20 to
+# 40 launches, which take longer.
 MAX_FILL_WORK = 2**24
 
 # B matrices of R rows and C columns in a stack, N entries of M matrices in all
@@ -47,8 +47,7 @@ class Stack:
 
 
 class Stacks:
-    """The matrices of parameters in stacks (B, R, C): the positions of their entries, and the way
-    there and back.
+    """The matrices of parameters in stacks (B, R, C), and the way from vectors to them and back.
 
     Args:
         shapes: of each parameter.
@@ -74,6 +73,7 @@ class Stacks:
         self._shapes = shapes
         self._sizes = [count * rows * columns for count, rows, columns in shapes]
         self.stacks = stacked(shapes, kind, fill)
+        # the number of the first matrix of each parameter, when all matrices are counted through
         starts = [sum(count for count, _, _ in shapes[:i]) for i in range(len(shapes))]
         numbers = [
             [starts[i] + k for i in stack.members for k in range(shapes[i][0])]
@@ -81,10 +81,14 @@ class Stacks:
         ]
         matrices = [torch.tensor(chosen) for chosen in numbers]
         self.matrices = [on_device(chosen, device) for chosen in matrices]
+        # the inverse of the permutation that the stacks make of the matrices
         self.order = on_device(torch.cat(matrices).argsort(), device)
         self._positions: Tensor | None = None
-        if fill:  # the position in all stacks, one after the other, of each entry of the vector
-            found: dict[int, Tensor] = {}
+        # On a GPU all stacks lie one after the other in one vector with zeros between. The position
+        # of each entry of the parameters in it is computed once; in a step one index_copy_ fills
+        # all stacks, and one index_select reads them. On a CPU stacks are views or one cat each.
+        if fill:
+            positions: dict[int, Tensor] = {}  # by parameter, as its entries follow each other
             start = 0
             for stack in self.stacks:
                 all_places = start + torch.arange(stack.count * stack.rows * stack.columns)
@@ -92,18 +96,18 @@ class Stacks:
                     [shapes[i][0] for i in stack.members]
                 )
                 for i, part in zip(stack.members, places):
-                    _, rows, columns = shapes[i]
+                    rows, columns = shapes[i][1:]
+                    # the upper left corner, of a tall matrix its transpose: stacks are wide
                     part = (
                         part[:, :rows, :columns] if rows <= columns else part[:, :columns, :rows].mT
                     )
-                    found[i] = part.reshape(-1)
+                    positions[i] = part.reshape(-1)
                 start += all_places.numel()
-            self._positions = on_device(torch.cat([found[i] for i in range(len(found))]), device)
+            in_order = torch.cat([positions[i] for i in range(len(positions))])
+            self._positions = on_device(in_order, device)
 
     def stack(self, vectors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return for each vector (N,), in which the entries of matrices follow each other, its
-        stacks (B, R, C).
-        """
+        """Return the stacks (B, R, C) of each vector (N,), in which matrices follow each other."""
         if self._positions is None:
             shaped = (
                 [t.view(s) for t, s in zip(vector.split(self._sizes), self._shapes)]
@@ -114,6 +118,7 @@ class Stacks:
                 for parts in shaped
             ]
         sizes = [stack.count * stack.rows * stack.columns for stack in self.stacks]
+        # all vectors (gradient, momentum, ...) at once: a row each, (vectors, entries of stacks)
         filled = vectors[0].new_zeros(len(vectors), sum(sizes))
         filled.index_copy_(1, self._positions, torch.stack(tuple(vectors)))
         shapes = [(stack.count, stack.rows, stack.columns) for stack in self.stacks]
@@ -147,11 +152,13 @@ def stacked(
         stack.count += count
     if not fill:
         return list(by_shape.values())
-    found: list[Stack] = []
+    merged: list[Stack] = []
     for stack in by_shape.values():
         stack.rows, stack.columns = sorted((stack.rows, stack.columns))
+    # from the largest matrix down: a smaller one joins the first stack in which the zeros that fill
+    # it up cost less than a stack of its own
     for stack in sorted(by_shape.values(), key=lambda s: s.rows**2 * s.columns, reverse=True):
-        for other in found:
+        for other in merged:
             if other.kind == stack.kind:
                 rows, columns = max(other.rows, stack.rows), max(other.columns, stack.columns)
                 both = Stack(
@@ -162,8 +169,8 @@ def stacked(
                     other.count + stack.count,
                 )
                 if both.work - other.work - stack.work <= MAX_FILL_WORK:
-                    found[found.index(other)] = both
+                    merged[merged.index(other)] = both
                     break
         else:
-            found.append(stack)
-    return found
+            merged.append(stack)
+    return merged
