@@ -1,6 +1,4 @@
-"""Chooses which embedding nets are interpolated while training, and adapts the length of their
-series.
-"""
+"""Choice of the embedding nets that are interpolated in training, and length of their series."""
 
 from __future__ import annotations
 
@@ -21,8 +19,10 @@ from deepmd_ema.model.tabulated import interpolations_of
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 20  # steps
-MIN_GROWTH_OF_GRAPHS = 1.5  # of the number of terms
-MIN_NUMBERS_PER_SITE = 3000  # of layers, from which on "auto" uses series (doc/decisions.md)
+MIN_GROWTH_OF_GRAPHS = 1.5  # factor of the number of terms with which a new graph is made
+# numbers that the layers would have for all pairs, over the number of sites of a series, from which
+# on "auto" uses the series: the choice by counts of doc/decisions.md
+MIN_NUMBERS_PER_SITE = 3000
 
 
 class InterpolationControl:
@@ -31,7 +31,7 @@ class InterpolationControl:
     Each evaluation extends a series that is too short for it, so that errors are small whatever is
     chosen here. The length with which evaluations begin follows what those since the last check
     needed: only their time depends on it. It is the same on all ranks, and after a restart that of
-        the run without a break.
+    the run without a break.
 
     Must be made by every rank. It chooses which nets are interpolated, and their number of terms.
 
@@ -54,51 +54,63 @@ class InterpolationControl:
         self.models = models
         self.world = world
         self.interval = interval
-        named: dict[Interpolation, str] = {}  # one that tasks share has the name of the first
+        # an interpolation that tasks share has the name that it has in the first of them
+        named: dict[Interpolation, str] = {}
         for task, model in models.by_task.items():
             for name, interpolation in interpolations_of(model).items():
                 named.setdefault(interpolation, prefix_of(task) + name)
         self._named = {name: interpolation for interpolation, name in named.items()}
+        # on CPUs only: reading the estimate of an error would make the host wait for a GPU
         on_cpu = self.world.device.type == "cpu"
-        chosen = {name: one for name, one in self._named.items() if one.choice != NEVER and on_cpu}
-        if not on_cpu and any(one.choice == ALWAYS for one in self._named.values()):
+        chosen = {
+            name: interpolation
+            for name, interpolation in self._named.items()
+            if interpolation.choice != NEVER and on_cpu
+        }
+        if not on_cpu and any(net.choice == ALWAYS for net in self._named.values()):
             logger.warning(
                 "interpolate = always: networks are interpolated on CPUs only. On %s they are "
                 "evaluated for each pair of atoms, as with interpolate = never.",
                 self.world.device.type,
             )
-        for one in chosen.values():
-            one.use(FIRST_TERMS)
-            one.recording = True
+
+        # One evaluation of a batch of each task counts the numbers that layers would have, and the
+        # terms that are needed. Counts, not times, decide: two runs of one input are the same.
+        for interpolation in chosen.values():
+            interpolation.use(FIRST_TERMS)
+            interpolation.recording = True
         for task, batch in batches.items():
             self.models(task, batch, create_graph=False, need_virial=False)
         # rank 0 decides: another kind of processor may round differently
-        begun = self.world.broadcast_from_rank0(
-            lambda: {name: _first_terms(one) for name, one in chosen.items()}
+        first_terms = self.world.broadcast_from_rank0(
+            lambda: {name: _first_terms(interpolation) for name, interpolation in chosen.items()}
         )
-        # files of 0.1.0 have other names, and some have less
+
+        # The state of a checkpoint. Files of 0.1.0 have "wanted" in place of "choice", with other
+        # values, and names that end with ".spline"; some files lack parts.
         state = {
             part: dict(saved.get(part, {})) for part in ("terms", "needed", "wanted", "choice")
         }
         state["choice"] = {k: interpolate_choice(v) for k, v in state["wanted"].items()} | state[
             "choice"
         ]
-        known = {
-            part: {k.removesuffix(".spline"): v for k, v in of.items()}
-            for part, of in state.items()
+        state = {
+            part: {k.removesuffix(".spline"): v for k, v in values.items()}
+            for part, values in state.items()
         }
-        for name, one in chosen.items():
-            one.recording, one.needed = False, 0
+        for name, interpolation in chosen.items():
+            interpolation.recording, interpolation.needed = False, 0
             # not if a restart has changed the option
-            if name in known["terms"] and known["choice"].get(name) == one.choice:
-                one.use(known["terms"][name])
-                one.needed = known["needed"].get(name, 0)
+            if name in state["terms"] and state["choice"].get(name) == interpolation.choice:
+                # `needed`, too: it holds evaluations since the last check, which the next one reads
+                interpolation.use(state["terms"][name])
+                interpolation.needed = state["needed"].get(name, 0)
             else:
-                self._use(name, one, begun[name])
+                self._use(name, interpolation, first_terms[name])
 
     def describe(self) -> str:
         """Return a description of the evaluation of embedding nets; empty if there is no choice."""
-        used = {name: one.terms for name, one in self._named.items() if one.terms}
+        used = {name: net.terms for name, net in self._named.items() if net.terms}
         if not used:
             return "evaluated for each pair of atoms" if self._named else ""
         several = len(self._named) > 1
@@ -109,36 +121,39 @@ class InterpolationControl:
 
     def before_step(self, step: int) -> None:
         """Adapt the number of terms every `interval` steps. Must be called by every rank."""
-        used = {name: one for name, one in self._named.items() if one.terms}
+        used = {name: net for name, net in self._named.items() if net.terms}
         if step % self.interval or not used:
             return
-        # a graph records nothing, so that only batches that it could not evaluate count; each
-        # number of terms needs a graph of its own, which takes a minute
+        # A graph records nothing, so that only batches that it could not evaluate count. Each
+        # number of terms needs a graph of its own, which takes a minute: a compiled series never
+        # becomes shorter, and grows by half at least.
         compiled = self.models.compiler is not None and self.models.compiler.in_training
-        needed = self.world.all_reduce_max([one.needed for one in used.values()])
-        for (name, one), terms in zip(used.items(), needed, strict=True):
-            one.needed = 0
-            if compiled and terms > one.terms:
-                longer = MULTIPLE * math.ceil(MIN_GROWTH_OF_GRAPHS * one.terms / MULTIPLE)
-                self._use(
-                    name, one, terms if terms > MAX_TERMS else min(max(terms, longer), MAX_TERMS)
-                )
+        needed = self.world.all_reduce_max([net.needed for net in used.values()])
+        for (name, interpolation), terms in zip(used.items(), needed, strict=True):
+            interpolation.needed = 0
+            if compiled and terms > interpolation.terms:
+                least = MULTIPLE * math.ceil(MIN_GROWTH_OF_GRAPHS * interpolation.terms / MULTIPLE)
+                # more than MAX_TERMS are not cut: _use then gives the series up
+                longer = terms if terms > MAX_TERMS else min(max(terms, least), MAX_TERMS)
+                self._use(name, interpolation, longer)
             elif terms and not compiled:
-                self._use(name, one, terms)
+                self._use(name, interpolation, terms)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with which a restart continues with the same series.
 
         Must be called by every rank.
         """
-        needed = self.world.all_reduce_max([one.needed for one in self._named.values()])
+        # the largest over the ranks, which is all that the next check reads of them
+        needed = self.world.all_reduce_max([net.needed for net in self._named.values()])
         return {
-            "choice": {name: one.choice for name, one in self._named.items()},
-            "terms": {name: one.terms for name, one in self._named.items()},
+            "choice": {name: net.choice for name, net in self._named.items()},
+            "terms": {name: net.terms for name, net in self._named.items()},
             "needed": dict(zip(self._named, needed, strict=True)),
         }
 
-    def _use(self, name: str, one: Interpolation, terms: int) -> None:
+    def _use(self, name: str, interpolation: Interpolation, terms: int) -> None:
+        """Begin evaluations with ``terms`` terms; with none from now on, if these are too many."""
         if terms > MAX_TERMS:
             logger.warning(
                 "%s: more than %d terms would be needed for derivatives within %.0e of the "
@@ -146,20 +161,22 @@ class InterpolationControl:
                 "atoms, as with interpolate = never.",
                 name,
                 MAX_TERMS,
-                one.max_error,
+                interpolation.max_error,
             )
-        elif terms != one.terms:
-            logger.debug("%s: %d terms, %d before", name, terms, one.terms)
-        one.use(terms if terms <= MAX_TERMS else 0)
+        elif terms != interpolation.terms:
+            logger.debug("%s: %d terms, %d before", name, terms, interpolation.terms)
+        interpolation.use(terms if terms <= MAX_TERMS else 0)
 
 
-def _first_terms(one: Interpolation) -> int:
-    """Return the terms that the first batches need, 0 where ``auto`` finds a series not to be less
-    work.
+def _first_terms(interpolation: Interpolation) -> int:
+    """Return the terms that the first batches need, 0 where a series is not used.
+
+    With ``auto`` that is where it is not less work.
     """
-    unused = not one.evaluated_sites  # attention sees each pair
-    if unused or (
-        one.choice == AUTO and one.direct_numbers < MIN_NUMBERS_PER_SITE * one.evaluated_sites
-    ):
+    sites = interpolation.evaluated_sites
+    if not sites:  # a net whose output attention needs for each pair
         return 0
-    return one.needed
+    numbers = interpolation.direct_numbers
+    if interpolation.choice == AUTO and numbers < MIN_NUMBERS_PER_SITE * sites:
+        return 0
+    return interpolation.needed

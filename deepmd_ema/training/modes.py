@@ -1,6 +1,4 @@
-"""Modes that config, device and ranks decide: compiled code, CUDA graphs, batches that are filled
-up, sharding.
-"""
+"""Modes that config, device and ranks decide: compiled code, CUDA graphs, padding, sharding."""
 
 from __future__ import annotations
 
@@ -40,9 +38,13 @@ Products: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def products_in(tf32: bool, bfloat16: Iterable[Any] = ()) -> Iterator[None]:
-    """Multiply float32 matrices in TF32, and blocks of these parts of models in bfloat16, within
-    this context.
+    """Multiply matrices in less precision within this context.
+
+    Args:
+        tf32: whether products of float32 matrices are in TF32.
+        bfloat16: parts of models whose blocks compute in bfloat16.
     """
+    # the precision of torch is of the whole process: it is put back, also after an error
     before = torch.get_float32_matmul_precision()
     if tf32:
         torch.set_float32_matmul_precision("high")
@@ -59,8 +61,7 @@ def products_in(tf32: bool, bfloat16: Iterable[Any] = ()) -> Iterator[None]:
 def contexts_of_products(
     config: RunConfig, models: nn.Module, device: torch.device
 ) -> tuple[Products, Products]:
-    """Return the contexts in which steps and validations multiply matrices of ``models`` on a
-    device.
+    """Return the contexts in which steps and validations multiply matrices on a device.
 
     The log says which options of the input have no effect there.
     """
@@ -75,6 +76,7 @@ def contexts_of_products(
                     "%s has no effect on a CPU: products of float32 matrices are in float32.",
                     option,
                 )
+        # mixed precision: only options that the input has, as use_amp is on by default
         places = ["validating.amp_infer"] if config.validating.amp_infer else []
         for task in config.tasks.values():
             option, descriptor = f"{task.place('model')}.descriptor.use_amp", task.model.descriptor
@@ -82,12 +84,13 @@ def contexts_of_products(
             if is_given and isinstance(descriptor, HasMixedPrecision) and descriptor.use_amp:
                 places.append(dotted(config.source.path(option)))
         for place in dict.fromkeys(places) if device.type == "cpu" else ():  # tasks share parts
-            of_cpu = "no effect on a CPU, which multiplies in the precision of the parameters"
-            logger.info("%s = true: %s", place, of_cpu)
+            effect = "no effect on a CPU, which multiplies in the precision of the parameters"
+            logger.info("%s = true: %s", place, effect)
         return nullcontext, nullcontext
-    parts = [
-        part for part in models.modules() if hasattr(part, "infers_in_bfloat16")
-    ] * config.validating.amp_infer
+    # in training the descriptor itself decides (use_amp); in validation amp_infer does for all
+    parts = [part for part in models.modules() if hasattr(part, "infers_in_bfloat16")]
+    if not config.validating.amp_infer:
+        parts = []
     return partial(products_in, in_training), partial(products_in, in_validation, parts)
 
 
@@ -100,10 +103,11 @@ def compiled_modes(config: RunConfig) -> tuple[bool, bool]:
 def why_no_graphs(config: RunConfig, world: World) -> str:
     """Return the reason why steps are not launched as CUDA graphs; empty if they are."""
     training, optimizer = config.training, config.optimizer
-    of_batches = (
+    several_batches = (
         "a step of several batches (training.accumulate) would be a graph for each combination of "
         "their shapes"
     )
+    # the first that holds is shown
     reasons = {
         "there are none on a CPU": world.device.type != "cuda",
         "LKF draws numbers on the host in each step": isinstance(optimizer, LKFConfig),
@@ -111,7 +115,7 @@ def why_no_graphs(config: RunConfig, world: World) -> str:
         "ranks exchange gradients in a step": world.size > 1,
         # FSDP and the sharded optimizer call them whatever the number of ranks
         "a step at zero_stage 1 to 3 has collectives, also with one rank": training.zero_stage > 0,
-        of_batches: training.accumulate > 1,
+        several_batches: training.accumulate > 1,
         "compile_options makes CUDA graphs of its own": (
             training.enable_compile and training.compile_options.makes_cuda_graphs
         ),
@@ -120,11 +124,12 @@ def why_no_graphs(config: RunConfig, world: World) -> str:
 
 
 def launches_graphs(config: RunConfig, world: World) -> bool:
-    """Whether steps are launched as CUDA graphs; if the input leaves it open, only where this is
-    known to work.
+    """Whether steps are launched as CUDA graphs.
+
+    If the input leaves it open, only where this is known to work.
     """
     chosen = config.training.cuda_graphs
-    if chosen is None:
+    if chosen is None:  # not with ROCm, nor with graphs beside compiled code
         chosen = torch.version.cuda is not None and not config.training.enable_compile
     return chosen and not why_no_graphs(config, world)
 
@@ -132,19 +137,22 @@ def launches_graphs(config: RunConfig, world: World) -> bool:
 def pads(
     config: RunConfig, compiler: Compiler | None, world: World, layout: NeighborLayout
 ) -> list[Pad | None]:
-    """Return the functions that fill up batches of training and displayed ones of validation; None:
-    they stay.
+    """Return the functions that pad training batches and displayed validation batches.
+
+    None: they stay.
     """
     modes = (
         (compiler.in_training, compiler.in_validation) if compiler is not None else (False, False)
     )
-    found = [
+    pads_of_modes = [
         pad_for(config.training.compile_options, layout) if is_compiled else None
         for is_compiled in modes
     ]
-    if launches_graphs(config, world):  # few shapes
-        found[0] = partial(pad, layout=layout, up=to_eighth)
-    return found
+    if launches_graphs(config, world):
+        # sizes rounded up by an eighth at most: batches then have few shapes, each of which needs
+        # a graph of its own
+        pads_of_modes[0] = partial(pad, layout=layout, up=to_eighth)
+    return pads_of_modes
 
 
 def compile_models(
@@ -154,8 +162,7 @@ def compile_models(
     world: World,
     products: tuple[Products, Products],
 ) -> RunConfig:
-    """Compile ``models`` if the input says so, and return the config with the modes that are
-    compiled.
+    """Compile ``models`` if the input says so; return the config with the compiled modes.
 
     All ranks compile for the same batches, so that those of one machine find the code in the cache.
     Must be called by every rank, before the models are sharded.
@@ -177,25 +184,27 @@ def compile_models(
         place = "training.enable_compile" if in_training else "validating.compiled_infer"
         compiler = Compiler(config.training.compile_options, place, in_training, in_validation)
         hessians = any(HESSIAN in task.labels for task in config.tasks.values())
-        eager = "; batches with Hessians are evaluated eagerly" * hessians
         logger.info(
             "compiling with %s, which takes minutes the first time%s",
             compiler.options.backend,
-            eager,
+            "; batches with Hessians are evaluated eagerly" if hessians else "",
         )
+        # code of steps and of validations apart: only the former is differentiated by parameters
         for training in [True] * in_training + [False] * in_validation:
             if not training and not compiler.in_validation:
-                break  # as its steps
+                break  # steps could not be compiled, and validations are not tried then
             models.train(training)
             context, reasons = products[0] if training else products[1], list[str]()
             # the first rank of each machine, then the others, which find the code in the cache
             for is_turn in (world.local_rank == 0, world.local_rank != 0):
                 with world.all_ranks_ok(world.long_timeout_group), context():
                     reasons += [
-                        compiler.trace(m, batches[name])
-                        for name, m in models.by_task.items()
+                        compiler.trace(model, batches[name])
+                        for name, model in models.by_task.items()
                         if is_turn
                     ]
+            # a reason of one rank makes all of them evaluate eagerly: they take part in the same
+            # collectives, and round alike
             compiler.refuse(training, next(filter(None, reasons), ""))
             compiler.agree(world)
         models.train()
@@ -209,11 +218,10 @@ LAST_REPLICATED_STAGE = 1  # the largest stage at which every rank holds all par
 
 
 def parallelize(models: ModelSet, world: World, stage: int) -> nn.Module:
-    """Return the module that a training step calls; from stage 2 on ``models`` itself is sharded in
-    place.
+    """Return the module that a training step calls.
 
-    Weights must be the same on all ranks. Gradients become means over the ranks in the backward
-    pass.
+    From stage 2 on ``models`` itself is sharded in place. Weights must be the same on all ranks.
+    Gradients become means over the ranks in the backward pass.
 
     Args:
         models: on the device they compute on.
@@ -225,13 +233,15 @@ def parallelize(models: ModelSet, world: World, stage: int) -> nn.Module:
         return models
     if world.size == 1:
         return models
-    # buckets that are laid out anew after the first step would add up in another order after a
-    # restart: with unused parameters allowed, they stay
-    known = inspect.signature(DistributedDataParallel).parameters
-    # the name of the option from torch 2.13 on, and before
+    # buffers are constants of the models, equal on all ranks: sending them would cost a collective
+    # in each step; the name of the option from torch 2.13 on, and before
+    parameters = inspect.signature(DistributedDataParallel).parameters
     buffers: dict[str, Any] = {
-        next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in known): False
+        next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in parameters): False
     }
+    # Buckets that are laid out anew after the first step would add up in another order after a
+    # restart: with unused parameters allowed, they stay. With several tasks a step uses the
+    # parameters of one of them. Weights are equal already, so init_sync is off.
     return DistributedDataParallel(
         models,
         init_sync=False,
@@ -258,7 +268,7 @@ def check_replicas(models: nn.Module, world: World, step: int) -> None:
     """
     if world.size == 1:
         return
-    # by tensor: one that has several names is read once
+    # By tensor: one that has several names is read once. Digests are sent in place of tensors.
     names = {t: name for name, t in models.state_dict(keep_vars=True).items() if not is_sharded(t)}
     ranks = world.gather({name: content_digest(t.detach().cpu()) for t, name in names.items()})
     with world.all_ranks_ok():
@@ -274,39 +284,43 @@ def check_replicas(models: nn.Module, world: World, step: int) -> None:
 
 
 def _shard(models: ModelSet, world: World, reshard: bool) -> None:
+    """Shard ``models`` in place with FSDP2, from the inner modules to the root."""
     # they take half a second to import, which a run that shards nothing saves
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    # of outputs that are views; nothing here changes them in place
+    # torch warns of outputs that are views; nothing here changes them in place
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     mesh = init_device_mesh(world.device.type, (world.size,))
-    done: set[nn.Module] = set()
+    done: set[nn.Module] = set()  # shared by tasks: a module may be sharded once
 
     def shard(module: nn.Module, reshard: bool = reshard) -> None:
         if module not in done:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
             done.add(module)
 
-    each = list(models.by_task.values())
-    if (
-        models.compiler is not None
-    ):  # its code takes all parameters of a model at once, and cannot wait for blocks
+    # compiled code takes all parameters of a model at once, and cannot wait for blocks
+    task_models = list(models.by_task.values())
+    if models.compiler is not None:
         shard(models)
         settle_shards(models)
         return
-    for model in each:
+
+    # the blocks of a fitting network, so that a rank gathers one of them at a time; all blocks are
+    # evaluated, also those that a batch does not need, because ranks gather them together
+    for model in task_models:
         model.evaluate_all_blocks()
         for block, methods in model.fitting.blocks():
             shard(block)
             for method in methods:
                 register_fsdp_forward_method(block, method)
-    # what tasks share must be sharded before the models around it, which would each take it for
-    # their own: the largest modules inside several of them; torch does not take lists of modules as
-    # one
+
+    # What tasks share must be sharded before the models around it, which would each take it for
+    # their own: the largest modules that several models contain. torch does not take lists of
+    # modules as one.
     inside = [
         [module for module in model.modules() if module is not model]
-        for model in dict.fromkeys(each)
+        for model in dict.fromkeys(task_models)
     ]
     count = Counter(module for modules in inside for module in dict.fromkeys(modules))
     shared = [
@@ -319,11 +333,12 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
         if module not in inner and any(True for _ in module.parameters()):
             # its weights are needed until the model has its forces, after its own forward pass
             shard(module, reshard=False)
-            if hasattr(
-                module, "features_and_equivariants"
-            ):  # another way into a descriptor than its forward pass
+            # another way into a descriptor than its forward pass
+            if hasattr(module, "features_and_equivariants"):
                 register_fsdp_forward_method(module, "features_and_equivariants")
-    for model in each:
+
+    # the models, and last the root, through which all forward passes go
+    for model in task_models:
         shard(model)
-    shard(models)  # the root, through which all forward passes go
+    shard(models)
     settle_shards(models)

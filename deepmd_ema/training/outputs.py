@@ -1,5 +1,6 @@
-"""The files that a run writes: checked and locked before the data are read; files of earlier runs
-are moved away.
+"""The files that a run writes: checked and locked before the data are read.
+
+Files of earlier runs are moved away.
 """
 
 from __future__ import annotations
@@ -47,9 +48,8 @@ from deepmd_ema.utils import LIVE
 
 logger = logging.getLogger(__name__)
 
-EARLIER = (
-    "earlier"  # folders earlier-1, earlier-2, ... hold the files of runs that were not continued
-)
+# folders earlier-1, earlier-2, ... hold the files of runs that were not continued
+EARLIER = "earlier"
 
 
 def check_outputs(config: RunConfig, request: TrainRequest) -> None:
@@ -65,6 +65,8 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
     """
     weights, output = request.init_model or request.finetune, request.output
     inputs = (request.file, request.restart, request.init_model, request.finetune)
+    # The weights to start from may be files that this run would replace: before its first
+    # checkpoint is written, they would be moved away, and a second attempt would not find them.
     if weights is not None:
         file = Path(weights)
         real = (file if file.is_file() else checkpoint.resolve(file)).resolve()
@@ -75,6 +77,8 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
                 "this one writes files of the same names. Start this one in another folder, or "
                 f"from a copy: {copy.format(os.path.relpath(real))}."
             )
+    # All problems are collected and reported together. The folders are made here, because only
+    # then it is known whether files can be written in them.
     outputs = [Output("--output", "the normalized config", Path(output)), *Outputs(config)]
     problems = [
         f"{o.option}: {o.path} is a folder, and the run writes a file of that name. Move it away, "
@@ -89,7 +93,7 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
             checked.add(folder)
             with collect_problems(problems):
                 ensure_writable(folder, o.option)
-        if o.has_rows:
+        if o.has_rows:  # rows are appended after a restart, so the file must be a table of rows
             with collect_problems(problems):
                 refuse_to_lose(o.path, o.option, TABLE, inputs)
     for path, option, kind in (
@@ -107,13 +111,18 @@ def lock_outputs(config: RunConfig) -> AbstractContextManager[None]:
     Other folders may have files of several runs, under other names. Statistics and TensorBoard's
     files are shared.
     """
-    outputs, here = Outputs(config), Path.cwd()
+    outputs, run_folder = Outputs(config), Path.cwd()
+    # one name covers all checkpoints of a folder, that of the link, and BEST all best files
     single = [o.path for o in outputs if not o.is_folder]
     single.append(outputs.checkpoint_folder / outputs.checkpoint_link(LIVE).name)
-    single += [outputs.best_folder / BEST] * outputs.has_best
+    if outputs.has_best:
+        single.append(outputs.best_folder / BEST)
     places = {(path.parent.resolve(), path.name) for path in single}
-    away = [folder / f".{name}.lock" for folder, name in places if not folder.is_relative_to(here)]
-    return locked([here / LOCK, *sorted(away)])
+    away = [
+        folder / f".{name}.lock" for folder, name in places if not folder.is_relative_to(run_folder)
+    ]
+    # Sorted: of two runs that start together one gets all locks, and neither gets some of them.
+    return locked([run_folder / LOCK, *sorted(away)])
 
 
 def write_config(config: RunConfig, output: str, is_new: bool) -> None:
@@ -135,9 +144,10 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
         if path.is_file() and path.read_text(encoding="utf-8", errors="replace") != text:
             files.append(path)
     files = list(dict.fromkeys(path for path in files if path.is_file() or is_sharded(path)))
-    # of a run that ended before its first row these two are nothing to keep
-    kept = [path for path in files if path != Path(RECORD)]
-    if kept and not (kept == [Path(output)] and _is_normalized(kept[0])):
+    # A run that ended before its first row leaves its record and its normalized config, which are
+    # nothing to keep.
+    results = [path for path in files if path != Path(RECORD)]
+    if results and not (results == [Path(output)] and _is_normalized(results[0])):
         steps = numbered(outputs.checkpoint_folder, outputs.checkpoint_link(LIVE).stem)
         folders = _set_aside(files)
         logger.warning(
@@ -151,14 +161,13 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
 
 
 def _is_normalized(path: Path) -> bool:
-    """Whether a file is what a run writes there: beside it such a run, which ended before its first
-    row, left nothing.
+    """Whether a file is a normalized config, as a run writes it, with every default.
 
     An input of the user, which says less, is kept.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return isinstance(found, dict) and to_dict(config_from_dict(found, str(path))) == found
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return isinstance(values, dict) and to_dict(config_from_dict(values, str(path))) == values
     except (ValueError, UserError):
         return False
 
@@ -168,15 +177,16 @@ def _in_the_way(config: RunConfig) -> Iterator[Path]:
     outputs = Outputs(config)
     yield from (o.path for o in outputs if o.has_rows or o.is_link)
     yield from (Path(POINTER), Path(RECORD), Path(LOGGED))
+    # numbered checkpoints, snapshots and best files of the weights of this run; files of averages
+    # that it does not have are in nobody's way
     for name in (LIVE, *(average.name for average in config.training.averaging)):
         series = suffixed(config.training.save_ckpt, suffix_of(name)).name
         for folder in (outputs.checkpoint_folder, outputs.snapshot_folder):
             for paths in files_by_step(folder, series, NUMBERED).values():
                 yield from paths
         for task in config.tasks:
-            for paths in files_by_step(
-                outputs.best_folder, outputs.best_prefix(name, task), RANKED
-            ).values():
+            prefix = outputs.best_prefix(name, task)
+            for paths in files_by_step(outputs.best_folder, prefix, RANKED).values():
                 yield from paths
 
 
@@ -186,22 +196,22 @@ def _set_aside(files: Iterable[Path]) -> list[Path]:
     It has the folders of the run below it; files from elsewhere have one beside them. Links between
     the files are laid anew.
     """
-    here, places = (
-        Path.cwd(),
-        dict[Path, tuple[Path, Path]](),
-    )  # folder of the run, and path below it
+    # by file: the folder in which earlier-N is made (that of the run, or its own), and the path of
+    # the file in earlier-N
+    run_folder = Path.cwd()
+    places = dict[Path, tuple[Path, Path]]()
     for path in files:
         folder = path.parent.resolve()
-        is_inside = folder.is_relative_to(here)
-        places[path] = (
-            (Path(), folder.relative_to(here) / path.name)
-            if is_inside
-            else (path.parent, Path(path.name))
-        )
+        if folder.is_relative_to(run_folder):
+            places[path] = Path(), folder.relative_to(run_folder) / path.name
+        else:
+            places[path] = path.parent, Path(path.name)
+    # one number for all of them, so that files of one run are found together
     number = 1
     while any((root / f"{EARLIER}-{number}").exists() for root, _ in places.values()):
         number += 1
     moved = {path: root / f"{EARLIER}-{number}" / below for path, (root, below) in places.items()}
+    # new places by real path, before anything is moved: links are resolved by them
     real = {path.resolve(): new for path, new in moved.items() if not path.is_symlink()}
     for path, new in moved.items():
         with writing(new):
@@ -214,17 +224,16 @@ def _set_aside(files: Iterable[Path]) -> list[Path]:
                 path.unlink()
             else:  # laid by the user: the link stays, and what it leads to is written anew
                 shutil.copyfile(path, new)
+    # the file that names the newest checkpoint: its content is a path, which has moved, too
     pointer = moved.get(Path(POINTER))
     if pointer is not None:
-        named = None
+        checkpoint_file = None
         with suppress(OSError, ValueError):  # a file of another kind, whose content is no path
-            named = real.get(
-                Path(
-                    pointer.read_text(encoding="utf-8", errors="surrogateescape").strip()
-                ).resolve()
-            )
-        if named is not None:
-            pointer.write_bytes(os.fsencode(os.path.relpath(named, pointer.parent)))
+            text = pointer.read_text(encoding="utf-8", errors="surrogateescape")
+            checkpoint_file = real.get(Path(text.strip()).resolve())
+        if checkpoint_file is not None:
+            pointer.write_bytes(os.fsencode(os.path.relpath(checkpoint_file, pointer.parent)))
+    # entries of folders are on the disk before the new run writes files of the same names
     roots = {root for root, _ in places.values()}
     for folder in roots | {path.parent for path in moved}:
         sync(folder)

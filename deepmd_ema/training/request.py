@@ -52,9 +52,7 @@ class TrainRequest:
 
     @property
     def takes_saved_config(self) -> bool:
-        """Whether the run continues with the config of its checkpoint, because no input is
-        given.
-        """
+        """Whether the run continues with the config of its checkpoint: no input is given."""
         return self.input_file is None and self.restart is not None
 
     @cached_property
@@ -87,29 +85,29 @@ class TrainRequest:
         Raises:
             UserError: if both name one, or no model can be chosen.
         """
-        given = self.model_branch
-        if given is not None and (
-            self.restart is not None or not (self.init_model or self.finetune)
-        ):
+        branch = self.model_branch
+        # a restart continues all models of its checkpoint, and there is nothing to choose
+        has_choice = self.restart is None and (self.init_model or self.finetune)
+        if branch is not None and not has_choice:
             raise UserError(
                 "--model-branch: chooses a model of the file of --finetune or --init-model. Leave "
                 "it out."
             )
         if not (self.init_model or self.finetune):  # no file whose models could be chosen
             return {}
+        # by task; the only task of an input without `model_dict` has the empty name
         heads = self.input.heads
-        if given is None:
+        if branch is None:
             return heads
         if set(heads) != {""}:
             raise UserError(
-                f"--model-branch {given}: {self.input.path} has several tasks. Name the model "
+                f"--model-branch {branch}: {self.input.path} has several tasks. Name the model "
                 "that each starts from, as finetune_head in its section of model.model_dict."
             )
         head = heads[""]
-        if head is not None and given != head:
+        if head is not None and branch != head:
             raise UserError(
-                f'--model-branch {given}: {self.input.path} has model.finetune_head = "{head}". '
-                "Expected one head: "
-                "remove one of the two."
+                f'--model-branch {branch}: {self.input.path} has model.finetune_head = "{head}". '
+                "Expected one head: remove one of the two."
             )
-        return {"": given}
+        return {"": branch}

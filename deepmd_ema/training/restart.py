@@ -35,11 +35,9 @@ from deepmd_ema.training.weights import Start
 
 logger = logging.getLogger(__name__)
 
+# options that act at the start of a run, not in its continuation
+_OF_THE_START = (".finetune_head", ".finetune_bias")
 # a restart that differs in one of these is another run, not the continuation of this one
-_OF_THE_START = (
-    ".finetune_head",
-    ".finetune_bias",
-)  # are of the start of a run, not of its continuation
 CONTINUITY = (
     "model",
     "learning_rate",
@@ -53,10 +51,8 @@ CONTINUITY = (
     "training.gradient_max_norm",
     "training.accumulate",
 )
-_OF_A_MACHINE = (
-    ".systems",
-    ".stat_file",
-)  # options that may be others on each: the data are compared themselves
+# options with paths, which may differ between machines: the data are compared themselves
+_OF_A_MACHINE = (".systems", ".stat_file")
 # often changed on purpose, to train longer; the learning rate may follow it, so it is reported
 LENGTH = ("training.numb_steps", "training.numb_epoch")
 _OF_ALL_TASKS = {  # optimizers whose state does not fit to other tasks, and why
@@ -85,6 +81,7 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
     Raises:
         ConfigError: if they do and may not, or the state of the optimizer does not fit.
     """
+    # the only task has the empty name, tasks of several have others: weights would find no place
     if ("" in start.saved) != ("" in config.tasks):
         raise ConfigError(
             f"{start.path}: of a run of {_describe_tasks(start.saved)}, and the input has "
@@ -92,20 +89,20 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
             "--finetune, "
             f"{'and --model-branch' if '' in config.tasks else 'and finetune_head for each task'}."
         )
+
+    # both in today's form: a checkpoint of an older version has options under other names
     before, now = start.config, to_dict(config)
     if before != now:
-        # both in today's form: the checkpoint may be of an older version, with options under other
-        # names
         saved = saved_config(start.config, str(start.path))
-        for note in saved.notes:  # what it has that was removed since
+        for note in saved.notes:  # options of the checkpoint that were removed since
             logger.info("%s", note)
         before = to_dict(saved)
-    came, went = (
-        sorted(config.tasks.keys() - start.saved.keys()),
-        sorted(start.saved.keys() - config.tasks.keys()),
-    )
-    found = without_tasks(differences_of(before, now), [*came, *went])
-    differences = [d for d in found if not d[0].endswith(_OF_THE_START)]
+
+    # tasks that came or went are reported as such, not option by option
+    came = sorted(config.tasks.keys() - start.saved.keys())
+    went = sorted(start.saved.keys() - config.tasks.keys())
+    in_both = without_tasks(differences_of(before, now), [*came, *went])
+    differences = [d for d in in_both if not d[0].endswith(_OF_THE_START)]
     for path, old, new in differences:
         if path in LENGTH:
             logger.warning(
@@ -114,15 +111,16 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
                 old,
                 new,
             )
-    changed = [
-        d
-        for d in differences
-        if f"{of_one_task(d[0])}.".startswith(tuple(f"{k}." for k in CONTINUITY))
-    ]
+
+    # what the continuation depends on; options of a task are looked up as those of the only one
+    sections = tuple(f"{section}." for section in CONTINUITY)
     by_path = {
         path: f"{path}: {show(old, 200)} in the checkpoint, {show(new, 200)} in the input"
-        for path, old, new in changed
+        for path, old, new in differences
+        if f"{of_one_task(path)}.".startswith(sections)
     }
+    # Training data under other paths may be the same frames. That is decided by their content,
+    # once the data are opened (:func:`check_content`).
     moved: dict[str, str] = {}
     for name, task in config.tasks.items():
         path = f"{task.place('training')}.training_data.systems"
@@ -141,8 +139,10 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
     if not lines:
         return replace(start, moved=moved)
     if not allow_change:
-        *others, last = [f"{line}." for line in lines]
-        raise ConfigError([*others, f"{last}\n{_ADVICE}"])
+        *first_lines, last = [f"{line}." for line in lines]
+        raise ConfigError([*first_lines, f"{last}\n{_ADVICE}"])
+
+    # changes that no option allows: the state of the optimizer would not fit
     kind = before["optimizer"]["type"]
     if config.optimizer.type != kind:
         raise ConfigError(
@@ -179,12 +179,11 @@ def check_content(start: Start, contents: Mapping[str, str]) -> None:
         moved = start.moved.get(task)
         if moved is None:
             if content and content != before:  # empty: it could not be read again
-                of_task = f" of task {task}" if task else ""
                 text = (
                     "the training data%s have changed since %s was written: the restart continues "
                     "with other frames"
                 )
-                logger.warning(text, of_task, start.path)
+                logger.warning(text, f" of task {task}" if task else "", start.path)
         elif content != before:
             raise ConfigError(f"{moved}. Their content is another, too.\n{_ADVICE}")
         else:
@@ -199,11 +198,12 @@ def outside_outputs(config: RunConfig) -> list[str]:
 
 
 def refuse_outside_outputs(start: Start, config: RunConfig) -> None:
-    """Check that a run with the config of its checkpoint, perhaps of somebody else, writes to the
-    working folder only.
+    """Check that a run with the config of its checkpoint writes to the working folder only.
+
+    The checkpoint may be of somebody else.
 
     Raises:
-        CheckpointError: if it does not.
+        CheckpointError: if it writes elsewhere.
     """
     if outside := outside_outputs(config):
         raise CheckpointError(
@@ -233,6 +233,8 @@ def check_same_start(start: Start, config: RunConfig, world: World) -> None:
         "All ranks must read the same: use a folder that they share, or copy it to each machine "
         "again."
     )
+    # a digest of the start file, of a large one of parts of it: ranks on other machines may have an
+    # older copy under the same path
     content = ""
     with world.all_ranks_ok():
         if start.config:
@@ -256,8 +258,7 @@ def check_same_start(start: Start, config: RunConfig, world: World) -> None:
 
 
 def warn_of_other_input(start: Start, config: RunConfig) -> None:
-    """Warn if the input in this folder, which is not used, differs from the config of the
-    checkpoint.
+    """Warn if the input in this folder, which is not used, differs from the checkpoint's config.
 
     Args:
         start: the checkpoint.
@@ -266,16 +267,16 @@ def warn_of_other_input(start: Start, config: RunConfig) -> None:
     if not Path(DEFAULT_INPUT).is_file():
         return
     try:
-        # zero_stage of the checkpoint may be that of a process without a launcher
-        one, other = (
-            as_launched(each, launched=False) for each in (config, read_input(DEFAULT_INPUT).config)
-        )
-        differences = differences_of(to_dict(one), to_dict(start.adopt_from_checkpoint(other)))
+        # both as without a launcher: the checkpoint of such a run has zero_stage 0, whatever its
+        # input says
+        saved = as_launched(config, launched=False)
+        other = as_launched(read_input(DEFAULT_INPUT).config, launched=False)
+        differences = differences_of(to_dict(saved), to_dict(start.adopt_from_checkpoint(other)))
         texts = [
             f"{path} = {show(new, 200)} (checkpoint: {show(old, 200)})"
             for path, old, new in differences
         ]
-    except UserError as error:
+    except UserError as error:  # the input is not used, so its mistakes end nothing
         texts = [error.problems[0]]
     if texts:
         logger.warning(
@@ -289,11 +290,14 @@ def warn_of_other_input(start: Start, config: RunConfig) -> None:
 
 
 def reads_shards(start: Start, config: RunConfig) -> bool:
-    """Whether each rank reads its shards only, once the models are sharded: no step before needs
-    the weights.
+    """Whether each rank reads its shards only, once the models are sharded.
+
+    No step before then needs the weights.
     """
     if not start.payload or config.training.zero_stage <= 1:
         return False
+    # compilation compares numbers of the models with their weights, and other tasks need all of
+    # the checkpoint: both are before the models are sharded
     is_unchanged = (
         to_dict(config)["model"] == start.config["model"] and not config.training.enable_compile
     )
@@ -303,9 +307,7 @@ def reads_shards(start: Start, config: RunConfig) -> bool:
 
 
 def read_shards(start: Start, models: ModelSet) -> None:
-    """Put this rank's shards of the weights of the checkpoint into ``models``, which are
-    sharded.
-    """
+    """Put this rank's shards of the weights of the checkpoint into the sharded ``models``."""
     tensors, stored = models.state_dict(), start.payload["model"]
     check_weights(
         {name: tuple(tensor.shape) for name, tensor in tensors.items()}, stored, start.path
@@ -329,37 +331,42 @@ def state_of_tasks(start: Start, models: ModelSet, streams: Mapping[str, Any]) -
     payload = start.payload
     if start.saved.keys() == models.by_task.keys():
         return payload
+
+    # A tensor that tasks share is saved under the name that it has in the first of them, which may
+    # be another task now. The models of the checkpoint are built for their names alone.
     saved = saved_models(start.config, str(start.path))
     before = build_models(saved.configs, saved.links).first_names()
-    names: dict[
+    old_names: dict[
         str, str
-    ] = {}  # what averages and the optimizer call a tensor in this run -> in the checkpoint
+    ] = {}  # name in averages and optimizer of this run -> in the checkpoint
     for name, first in models.first_names().items():
         if name in before:
-            names.setdefault(first, before[name])
-    names |= {name: name for name, _ in models.named_buffers() if name in payload["model"]}
+            old_names.setdefault(first, before[name])
+    old_names |= {name: name for name, _ in models.named_buffers() if name in payload["model"]}
+
+    # Parameters of new tasks have the moments with which the optimizer was just built.
     moments = payload["optimizer"]["state"]
-    kept = {name: moments[old] for name, old in names.items() if old in moments}
-    # no rank requests the first moments from the others of new tasks: the optimizer, which was just
-    # built, has them
-    new = [name for name, _ in models.named_parameters() if name not in kept]
-    state = {**payload, "optimizer": {**payload["optimizer"], "state": kept, "new": new}}
-    state["streams"] = {task: payload["streams"].get(task, own) for task, own in streams.items()}
+    carried = {name: moments[old] for name, old in old_names.items() if old in moments}
+    new = [name for name, _ in models.named_parameters() if name not in carried]
+    state = {**payload, "optimizer": {**payload["optimizer"], "state": carried, "new": new}}
+
+    # positions in the frames of each task, those of new tasks at their start; displayed values
+    state["streams"] = {
+        task: payload["streams"].get(task, stream) for task, stream in streams.items()
+    }
     last = payload["display"].get("last", {})
     state["display"] = {
         **payload["display"],
         "last": {t: last[t] for t in models.by_task if t in last},
     }
+
+    # averages of what both runs have; the bank starts those of new tasks from the live weights
     if payload.get("averages"):
-        profiles = {
-            name: {
-                **of,
-                "weights": {
-                    new: of["weights"][old] for new, old in names.items() if old in of["weights"]
-                },
-            }
-            for name, of in payload["averages"]["profiles"].items()
-        }
+        profiles: dict[str, Any] = {}
+        for name, profile in payload["averages"]["profiles"].items():
+            weights = profile["weights"]
+            renamed = {new: weights[old] for new, old in old_names.items() if old in weights}
+            profiles[name] = {**profile, "weights": renamed}
         state["averages"] = {**payload["averages"], "profiles": profiles}
     return state
 
