@@ -1,6 +1,4 @@
-"""From a config to checked systems, statistics, models with their first weights, averages, and fits
-of the bias.
-"""
+"""From a config to checked data, models with their first weights, averages, and fits of biases."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,9 +69,8 @@ from deepmd_ema.utils import LIVE, seed_for, stream_of
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAMES = (
-    10_000  # of a fit after training: few numbers are fitted, more frames would only take longer
-)
+# of a fit after training: few numbers are fitted, more frames would only take longer
+MAX_FRAMES = 10_000
 _MAX_EVIDENCE = 30  # frames that show whether labels are of another method
 MAX_ATOMS_AT_ONCE = 512  # in a batch whose energies are evaluated: dpa4 takes 3 MB for each
 
@@ -102,8 +99,15 @@ def prepare(
 ) -> PreparedRun:
     """Open and check the data, resolve ``sel``, and make the models with their first weights.
 
-    A new run gets statistics from data; a run that starts from a file takes those of the file. rank
-    0 looks at the data, and the others learn what it has found.
+    A new run gets statistics from data; a run that starts from a file takes those of the file.
+    Rank 0 checks the data and makes the statistics, and the other ranks get the results. Must be
+    called by every rank.
+
+    Args:
+        config: of the run, with a seed.
+        start: where the run starts.
+        world: the processes of the run.
+        skip_neighbor_stat: whether ``sel: auto`` is refused.
 
     Raises:
         DataError: with every problem of the data at once.
@@ -111,55 +115,70 @@ def prepare(
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
     started = time.perf_counter()
+    # folders with what is known of data that have not changed since an earlier check, by task
     results = {name: Outputs(config).checked_data(name) for name in config.tasks}
+
+    # Open the systems on every rank. Some files must be read completely for their numbers of
+    # frames: rank 0 does so first and writes them to these folders, for the other ranks.
     systems: dict[str, TaskData] = {}
 
     def open_first() -> None:
-        with suppress(UserError):  # which all ranks see in the next lines
+        with suppress(UserError):  # all ranks raise the same error in the next lines
             systems.update(open_run(config, results))
 
-    # rank 0 first: of files that must be read completely it remembers what the others need
     world.broadcast_from_rank0(open_first)
     with world.all_ranks_ok():
         systems = systems or open_run(config, results)
+
+    # The order of frames is a function of the seed on each rank: with other files on one of them,
+    # ranks would silently train on other frames than the log says.
     if world.size > 1:
-        here = content_of(systems)
-        there = world.broadcast_from_rank0(lambda: here)
+        content = content_of(systems)
+        content_of_main = world.broadcast_from_rank0(lambda: content)
         with world.all_ranks_ok():
-            if found := difference(here, there):
+            if text := difference(content, content_of_main):
                 raise DataError(
                     f"rank {world.rank} on {socket.gethostname()} has other data than rank 0: "
-                    f"{found}. All ranks must read the same frames: use a folder that they share, "
+                    f"{text}. All ranks must read the same frames: use a folder that they share, "
                     "or copy it to each machine again."
                 )
+
+    # a restart whose data have other paths: only if they are the same frames
     contents = world.broadcast_from_rank0(
         lambda: {name: digest_of(data.train) for name, data in systems.items()}
     )
     with world.all_ranks_ok():
         check_content(start, contents)
-    # of rank 0: all ranks have the same frames in each part
+
+    # Split validation frames off. Rank 0 chooses them, so that all ranks have the same frames in
+    # each part.
     splits = world.broadcast_from_rank0(lambda: choose_validation(config, systems, seed, results))
     for name, split in splits.items():
-        of_task = f"task {name}: " if name else ""
+        prefix = f"task {name}: " if name else ""
         for line in split.lines:
-            logger.info("%s%s", of_task, line)
+            logger.info("%s%s", prefix, line)
         for finding in split.findings():
-            logger.warning("%s%s", of_task, finding)
+            logger.warning("%s%s", prefix, finding)
     with world.all_ranks_ok():
         systems = split_off(config, systems, splits) if splits else systems
-    config, nearest, dates = world.broadcast_from_rank0(
+
+    # check the training frames that are left, and count their neighbors for `sel`
+    checked = world.broadcast_from_rank0(
         partial(_check_data, config, systems, results, start, skip_neighbor_stat)
     )
-    checked = time.perf_counter()
+    config = checked.config
+    checked_at = time.perf_counter()
+
+    # build the models; each task has random numbers of its own, whatever other tasks there are
     cache = PairCache(local_size=world.local_size)  # one for all tasks: they share its limit
     seeds = {name: seed_for(stream_of("weights", name), seed) for name in config.tasks}
     models = build_models(
         {name: task.model for name, task in config.tasks.items()}, config.links, seeds
     )
-    # a mistake is reported before statistics are made
+    # a mistake in a pattern is reported before statistics are made, which take longer
     split_by_pattern(config.optimizer.groups, models.first_names(), config.source)
     for name, model in models.by_task.items():
-        model.min_nbor_dist = nearest[name]
+        model.min_nbor_dist = checked.nearest[name]
     tasks = {
         name: build_task(
             config, name, data, contents[name], splits.get(name), models, cache, seed, world
@@ -167,18 +186,35 @@ def prepare(
         for name, data in systems.items()
     }
     run = PreparedRun(config, tasks, models, run_length(config, systems, world.size), seed)
+
+    # Statistics and weights of a file come from rank 0, so that all ranks start bit by bit alike.
+    # With a checkpoint in shards each rank reads its own, after the models are sharded.
     if not reads_shards(start, config):
         state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
         if not world.is_main:
             run.models.load_state_dict(state)
-    known = f" (this content was checked before: {', '.join(dates)})" if dates else ""
+    dates = ", ".join(checked.dates)
     logger.debug(
         "data and neighbors: %.1f s%s, statistics: %.1f s",
-        checked - started,
-        known,
-        time.perf_counter() - checked,
+        checked_at - started,
+        f" (this content was checked before: {dates})" if dates else "",
+        time.perf_counter() - checked_at,
     )
     return run
+
+
+class _CheckedData(NamedTuple):
+    """Result of the checks of the data.
+
+    Attributes:
+        config: of the run, with ``sel`` resolved.
+        nearest: distance of the nearest pair by task, angstrom, or None.
+        dates: of earlier checks that are still valid, with the names of their tasks.
+    """
+
+    config: RunConfig
+    nearest: dict[str, float | None]
+    dates: list[str]
 
 
 def _check_data(
@@ -187,12 +223,10 @@ def _check_data(
     results: Mapping[str, Path],
     start: Start,
     skip: bool,
-) -> tuple[RunConfig, dict[str, float | None], list[str]]:
-    """Return the config with ``sel`` resolved, nearest pairs by task, and dates of earlier checks
-    that still hold.
-    """
+) -> _CheckedData:
+    """Check the data of all tasks; ``skip`` refuses ``sel: auto``."""
     nearest = {}
-    found = {}
+    neighbors = {}
     dates = []
     problems = list[str | Finding]()
     for name, task in config.tasks.items():
@@ -213,29 +247,35 @@ def _check_data(
         if not report.problems:
             assert report.neighbors is not None, "data without problems have neighbors"
             nearest[name] = start.min_nbor_dist(name, report.neighbors.min_distance)
-            found[name] = report.neighbors
+            neighbors[name] = report.neighbors
     DataError.raise_if_any(problems)
-    return with_neighbors(config, found), nearest, dates
+    return _CheckedData(with_neighbors(config, neighbors), nearest, dates)
 
 
 def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[str, Tensor]:
-    """Put the weights of a file into the models, or statistics beside those of the seed, and return
-    them.
+    """Put statistics and the weights of a file into the models, and return all weights.
+
+    Without a file the weights are those of the seed.
     """
-    # the file may not have all means, spreads and biases: of new tasks, elements or fitting
-    # networks
+    # New tasks, elements or fitting networks need statistics of the data: the file does not have
+    # their means, spreads and biases.
     if run.config.tasks.keys() - start.saved.keys() or any(
         source.fresh_fitting or start.new_elements(name, run.config.tasks[name].model.type_map)
         for name, source in start.sources.items()
         if name in run.config.tasks
     ):
-        found = {name: _statistics(task, run.seed, num_ranks) for name, task in run.tasks.items()}
-        for name, statistics in shared_statistics(
-            found, run.config.links, {name: of.share for name, of in run.length.tasks.items()}
-        ).items():
+        collected = {
+            name: _statistics(task, run.seed, num_ranks) for name, task in run.tasks.items()
+        }
+        # tasks that share a part share its statistics, with weights by their shares of the steps
+        shares = {name: length.share for name, length in run.length.tasks.items()}
+        by_task = shared_statistics(collected, run.config.links, shares)
+        for name, statistics in by_task.items():
             run.tasks[name].model.apply_statistics(statistics)
             for line in statistics.lines():
                 logger.debug("%s%s", (f"task {name}: " if name else ""), line)
+    # after the statistics, which the file replaces where it has some; the bias last, because its
+    # move is a fit of label minus prediction with these weights
     start.load_weights(run.models)
     for task in run.tasks.values():
         _move_bias(run, task, start, num_ranks)
@@ -243,27 +283,33 @@ def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[st
 
 
 def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> None:
-    """Give a model of a file the output bias that its data need, and say what they show."""
+    """Give a model of a file the output bias that its data need, and log what they show."""
     model, config = task.model, task.config.model
     how = start.moves_bias(task.name, config.finetune_bias)
+    # None: the bias is fresh. A model without an effect of the bias has nothing to move.
     if how is None or not np.any(config.fitting_net.bias_effect):
         return
-    of_task = f"task {task.name}: " if task.name else ""
+    prefix = f"task {task.name}: " if task.name else ""
     file = start.path
+
+    # energies of elements that the input fixes (atom_ener) come before any fit
     bias = model.out_bias.numpy().reshape(len(config.type_map), *LABELS[model.labels[0]].shape)
-    given = with_given_energies(config, bias)
+    fixed_bias = with_given_energies(config, bias)
     if start.fine_tunes:
-        model.out_bias.copy_(torch.from_numpy(given).view_as(model.out_bias))
-    elif not np.allclose(given, bias):
+        model.out_bias.copy_(torch.from_numpy(fixed_bias).view_as(model.out_bias))
+    elif not np.allclose(fixed_bias, bias):
         text = (
             "%sthe energies that the input gives for %s have no effect with --init-model: they "
             "are those of %s"
         )
-        logger.warning(text, of_task, ", ".join(fixed_elements(config)), file)
+        logger.warning(text, prefix, ", ".join(fixed_elements(config)), file)
+
+    # predictions for the frames of the statistics; where nothing is fitted, a few frames show
+    # whether the labels are of another method
     new = start.new_elements(task.name, model.type_map)
     if how != KEEP or new:
         batches = _statistics_batches(task, run.seed, num_ranks)
-    else:  # nothing is fitted
+    else:
         chosen = chosen_frames(task.config, task.train, run.seed, _MAX_EVIDENCE)
         batches = sequential_batches(
             task.train, model.layout, task.cache, MAX_ATOMS_AT_ONCE, frames=chosen
@@ -274,15 +320,16 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
             text = (
                 "%sno training frame has a label to compare the output bias with: it stays as in %s"
             )
-            logger.warning(text, of_task, file)
+            logger.warning(text, prefix, file)
         return
+
+    # --init-model continues with the bias of the file; the shift is computed for the warning only
     move = move_bias(frames, bias, model.out_std.numpy().reshape(bias.shape), new, how)
-    text = f"{of_task}{move.evidence(config)}, on {counted(len(frames), 'training frame')}"
+    text = f"{prefix}{move.evidence(config)}, on {counted(len(frames), 'training frame')}"
     if start.fine_tunes:
         model.out_bias.copy_(torch.from_numpy(move.bias).view_as(model.out_bias))
-        if (
-            ENERGY in model.labels and move.is_moved
-        ):  # the spread of a property is the unit of its network
+        # the spread of a property is the unit of its network, and stays
+        if ENERGY in model.labels and move.is_moved:
             model.out_std.copy_(torch.from_numpy(move.std).view_as(model.out_std))
     if how == KEEP and move.is_of_another_method:
         place = task.config.place("model")
@@ -303,8 +350,9 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
 
 
 def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
-    """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of all ranks
-    of every system.
+    """Return the statistics from ``stat_file``, or from batches of every system.
+
+    These are ``data_stat_nbatch`` batches, each as large as those of all ranks together.
     """
     path, place = task.config.data.stat_file, f"{task.config.place('training')}.stat_file"
     if path is not None:
@@ -320,14 +368,13 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
             )
         if Path(path).exists():
             logger.info("%s = %s: %s. The statistics are computed anew.", place, path, stored)
-    found = collect_statistics(
-        task.model, task.config.model, _statistics_batches(task, seed, num_ranks)
-    )
+    batches = _statistics_batches(task, seed, num_ranks)
+    statistics = collect_statistics(task.model, task.config.model, batches)
     if path is not None:
         advice = "Remove the file that is there, name another place, or leave the option out."
         with writing(f"{place}: {path}", advice):
-            write_stat_file(path, task.config.model, found)
-    return found
+            write_stat_file(path, task.config.model, statistics)
+    return statistics
 
 
 def _statistics_batches(task: Task, seed: int, num_ranks: int) -> Iterator[Batch]:
@@ -335,32 +382,33 @@ def _statistics_batches(task: Task, seed: int, num_ranks: int) -> Iterator[Batch
     train = task.train
     stream = stream_of("statistics", task.config.name)
     layout = task.model.layout
-    sizes, taken, _ = batch_sizes(
+    # by system: the number of frames in a batch, and the frames of which batches are made; a system
+    # that `filter:N` leaves out has size 0 and no share in the statistics
+    sizes, frames_of_systems = batch_sizes(
         task.config.data.training_data.batch_size, [system.frame_sizes for system in train]
-    )
+    )[:2]
     chosen = list[list[int]]()
-    for number, (system, size, frames) in enumerate(zip(train, sizes, taken)):
-        # a system that `filter:N` leaves out has size 0 and no share in the statistics
+    for number, (system, size, frames) in enumerate(zip(train, sizes, frames_of_systems)):
+        # drawn at random, as frames that follow each other in a file are often alike
         order = frames[permutation(len(frames), seed_for(stream, seed, number))]
         # as many as one process with all the frames of a step would take, so that it starts from
         # the same model
-        drawn = task.config.model.data_stat_nbatch * size * num_ranks
-        chosen.append(order[:drawn].tolist())
-        # and the isolated atoms of the first hundred of the others that are one atom: a sample
-        # rarely has one, and without them nothing fixes what compositions leave open. Of one
-        # molecule alone each element gets the mean energy, hundreds of eV from that of its atom.
-        rest = order[drawn:]
+        num_drawn = task.config.model.data_stat_nbatch * size * num_ranks
+        chosen.append(order[:num_drawn].tolist())
+        # Isolated atoms as well, from the first hundred of the remaining frames of one atom: a
+        # sample rarely has one, and without them nothing fixes what compositions leave open. With
+        # one molecule alone each element gets the mean energy, hundreds of eV from that of its
+        # atom.
+        rest = order[num_drawn:]
         for k in rest[system.frame_sizes[rest] == 1][:100].tolist():
             box = system.frame(k).box
-            chosen[-1] += [k] * bool(
-                is_isolated(np.ones(1), None if box is None else box[None], layout.rcut)[0]
-            )
+            if is_isolated(np.ones(1), None if box is None else box[None], layout.rcut)[0]:
+                chosen[-1].append(k)
     return sequential_batches(train, layout, task.cache, MAX_ATOMS_AT_ONCE, frames=chosen)
 
 
 def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, Tensor]]:
-    """Return the output biases (1, T, 1) in eV that fit the data, by weights and by their names in
-    the models.
+    """Return the output biases (1, T, 1) in eV that fit the data, by weights and names of tensors.
 
     The weights are ``live`` and every average. With its bias the mean residual per atom over the
     training frames of a task is zero for the weights that it was fitted with. All frames take part
@@ -380,12 +428,13 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, 
                 if ENERGY not in task.model.labels:
                     continue
                 chosen = chosen_frames(task.config, task.train, prepared.seed, MAX_FRAMES)
-                most = atoms_at_once(task.model.out_bias.device)
+                max_atoms = atoms_at_once(task.model.out_bias.device)
                 batches = sequential_batches(
-                    task.train, task.model.layout, task.cache, most, frames=chosen
+                    task.train, task.model.layout, task.cache, max_atoms, frames=chosen
                 )
-                words = f" fitted again with the weights {f'{name} {weights}'.lstrip()}"
-                fit = _fit_bias(task, prepared.models.of(name), batches, words)
+                # through the models of the run: ranks may have sharded them as a whole
+                origin = f" fitted again with the weights {f'{name} {weights}'.lstrip()}"
+                fit = _fit_bias(task, prepared.models.of(name), batches, origin)
                 if fit is not None:
                     tensor = torch.from_numpy(fit.bias).view(1, -1, 1)
                     fitted.setdefault(weights, {})[f"{prefix_of(name)}out_bias"] = tensor
@@ -399,12 +448,17 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, 
 
 
 def _fit_bias(
-    task: Task, model: EnergyModel | TaskModel, batches: Iterable[Batch], words: str
+    task: Task, model: EnergyModel | TaskModel, batches: Iterable[Batch], origin: str
 ) -> BiasFit | None:
-    """Return the bias with which the mean residual per atom of frames is zero; None if none has an
-    energy.
+    """Return the bias with which the mean residual per atom is zero; None without energies.
+
+    Args:
+        task: whose data are fitted.
+        model: with the weights.
+        batches: of the frames.
+        origin: part of the line in the log.
     """
-    before = model.out_bias.view(-1).cpu().numpy()
+    before = model.out_bias.view(-1).cpu().numpy()  # (T,) eV
     frames = energies_of(model, task.config.model, batches)
     if not len(frames):
         return None
@@ -414,8 +468,9 @@ def _fit_bias(
     ]
     logger.info(
         "output bias%s on %s: mean residual %s meV/atom before, %s after",
-        words,
+        origin,
         counted(len(frames), "frame"),
+        # rounded, as the second is zero to rounding; + 0.0 makes 0 of -0
         *(f"{round(1000 * mean, 6) + 0.0:.4g}" for mean in means),
     )
     return fit
@@ -424,26 +479,28 @@ def _fit_bias(
 def chosen_frames(
     task: TaskConfig, train: Sequence[FrameSource], seed: int, most: int
 ) -> list[Sequence[int]]:
-    """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the
-    systems' sizes.
+    """Return the frames of each system: all, or a sample of ``most`` of them.
+
+    Each system has a share in proportion to its size.
     """
     # frames that `filter:N` leaves out were not trained on
-    _, frames, _ = batch_sizes(
+    frames = batch_sizes(
         task.data.training_data.batch_size, [system.frame_sizes for system in train]
-    )
-    counts = [len(own) for own in frames]
+    )[1]
+    counts = [len(numbers) for numbers in frames]
     total = sum(counts)
     if total <= most:
-        return [own.tolist() for own in frames]
+        return [numbers.tolist() for numbers in frames]
     # rounded so that they add up: the shares are the differences of rounded edges
     edges = np.cumsum([0, *counts]) * most // total
     stream = stream_of("bias", task.name)
     orders = [
         permutation(count, seed_for(stream, seed, number)) for number, count in enumerate(counts)
     ]
+    # in the order of the file, which is faster to read
     return [
-        np.sort(own[order[:share]]).tolist()
-        for own, order, share in zip(frames, orders, np.diff(edges))
+        np.sort(numbers[order[:share]]).tolist()
+        for numbers, order, share in zip(frames, orders, np.diff(edges))
     ]
 
 
@@ -472,6 +529,7 @@ def tracked_averages(
     lr = config.learning_rate
     for average in config.training.averaging:
         changes: dict[str, Any] = {"should_update": hooks.pop(average.name, None)}
+        # the averaged point of the optimizer is computed from live weights by its own options
         if isinstance(average, ScheduleFreeProfile):
             assert isinstance(config.optimizer, AdamWScheduleFreeConfig)  # a rule of the input
             changes |= {"adam_beta1": config.optimizer.adam_beta1, "r": config.optimizer.r}
@@ -480,9 +538,9 @@ def tracked_averages(
                 "warmup_start_factor": lr.warmup_start_factor,
             }
         profiles.append(average.in_steps(steps_per, **changes))
-    if hooks:
-        known = ", ".join(profile.name for profile in profiles) or "none"
+    if hooks:  # names that no average has taken
+        tracked = ", ".join(profile.name for profile in profiles) or "none"
         raise ConfigError(
-            f"should_update: no average is called {', '.join(hooks)}. This run tracks: {known}."
+            f"should_update: no average is called {', '.join(hooks)}. This run tracks: {tracked}."
         )
     return profiles

@@ -33,7 +33,7 @@ from deepmd_ema.utils import LIVE
 
 logger = logging.getLogger(__name__)
 
-COMPARED_ROWS = 20  # whose training errors are compared with those of a constant
+COMPARED_ROWS = 20  # rows whose training errors are compared with those of a constant
 SHORT_RUN = 1000  # steps; a run of fewer may need more of them to learn anything
 
 
@@ -71,6 +71,8 @@ class Reporter:
     ) -> None:
         config, length = prepared.config, prepared.length
         training, outputs = config.training, Outputs(config)
+
+        # parts of the run, and the bar on rank 0 (None: only where there is a terminal)
         self._tasks = tasks
         self._bank = bank
         self._world = world
@@ -79,6 +81,9 @@ class Reporter:
         self._progress = Progress(length.num_steps, times, None if world.is_main else False)
         # a row shows the mean over its interval, or the last batch of each task
         self._shows_means = training.disp_avg
+
+        # Learning curves of the live weights and of some averages. Every rank has their names,
+        # because all of them compute the rows; rank 0 alone has the files.
         names = {task.name: task.loss.display_names for task in tasks}
         with_valid = {task.name for task in tasks if task.display_loader is not None}
         averages = [average.name for average in training.averaging if average.lcurve]
@@ -92,8 +97,8 @@ class Reporter:
         # by task: values of its last step, and their mean over its steps in the current interval
         self._last: dict[str, Mapping[str, Tensor]] = {}
         self._means = {task.name: _Mean() for task in tasks}
-        # by task, of the last rows in the second half of the run: an error of the training batches,
-        # and a constant's
+        # by task, for the last rows in the second half of the run: an error of the training
+        # batches, and that of a constant
         self._compared = {
             task.name: deque[tuple[float, float]](maxlen=COMPARED_ROWS) for task in tasks
         }
@@ -109,8 +114,9 @@ class Reporter:
             self._loggers.start(step)
 
     def record(self, step: int, task: Task, rate: float, values: Mapping[str, Tensor]) -> None:
-        """Record a step; nothing waits for the device unless a logger takes training errors more
-        often than shown.
+        """Record a step.
+
+        Nothing waits for the device, unless a logger takes training errors more often than shown.
         """
         self._progress.advance(step)
         self._last[task.name] = values
@@ -131,8 +137,9 @@ class Reporter:
         rate: float,
         values: Mapping[str, Tensor],
     ) -> None:
-        """Write the row of ``step`` and a line with losses, speed and the split of the interval's
-        time.
+        """Write the row of ``step``, and a line with losses, speed and times of the interval.
+
+        Must be called by every rank.
 
         Args:
             step: optimizer steps so far.
@@ -141,6 +148,8 @@ class Reporter:
             rate: learning rate of the step.
             values: of the step, for the learning curve.
         """
+        # training errors of the live weights, from the steps themselves; here the host waits for
+        # the device
         if self._shows_means:
             train = {name: mean.values() for name, mean in self._means.items()}
         else:  # nothing of a task that has had no step
@@ -148,47 +157,56 @@ class Reporter:
                 t.name: {name: float(v) for name, v in self._last.get(t.name, {}).items()}
                 for t in self._tasks
             }
+
+        # validation errors, and both errors of averages, on the same batches
         with self.times.of("row"), self._products():
             display = {t.name: t.next_display_batches() for t in self._tasks}
             valid = self._mean_values(display, rate)
             rows = {LIVE: (train, valid)}
             for name in (name for name in self.curves if name != LIVE):
                 with self._bank.swapped_in(name):
-                    rows[name] = (
-                        self._values_of_step(task, batches, rate),
-                        self._mean_values(display, rate),
-                    )
+                    train_of_average = self._values_of_step(task, batches, rate)
+                    rows[name] = train_of_average, self._mean_values(display, rate)
+            # in the second half of the run, whose errors should be below those of a constant
             judged = _judged(task)
             if 2 * step > self._num_steps and judged:
-                constant = self._values_of_step(task, batches, rate, is_constant=True)[task.name][
-                    judged
-                ]
-                self._compared[task.name].append((float(values[judged]), constant))
+                constant = self._values_of_step(task, batches, rate, is_constant=True)
+                pair = float(values[judged]), constant[task.name][judged]
+                self._compared[task.name].append(pair)
+
+        # files, loggers, and the line of the log
         shown = {"train": train, "valid": valid}
-        for name, (of_train, of_valid) in rows.items():
+        for name, (train_row, valid_row) in rows.items():
             if (file := self.curves.get(name)) is not None:
-                file.write(step, rate, of_train, of_valid)
-            errors, of_row = named("train", name, of_train), named("batch", name, of_valid)
+                file.write(step, rate, train_row, valid_row)
+            errors, logged = named("train", name, train_row), named("batch", name, valid_row)
             if name != LIVE:
-                of_row |= errors
-                shown[name] = of_valid if any(of_valid.values()) else of_train
+                logged |= errors
+                shown[name] = valid_row if any(valid_row.values()) else train_row
             if self._loggers is not None:
                 if name == LIVE:  # not to loggers that take training errors at their own pace
                     self._loggers.log(
                         step, {"lr": rate, **errors}, lambda logger: logger.freq is None
                     )
-                self._loggers.log(step, of_row)
+                self._loggers.log(step, logged)
         self._progress.show(step, rate, shown)
         self._means = {name: _Mean() for name in self._means}
 
     def warn_if_nothing_is_learned(self, step: int, remedy: str, at_least: int = 1) -> None:
-        """Warn once of each task whose training errors are those of a constant, over ``at_least``
-        rows or more.
+        """Warn once of each task whose training errors are those of a constant.
+
+        Args:
+            step: optimizer steps so far.
+            remedy: of the optimizer, for the message.
+            at_least: number of rows that must show it.
         """
+        longer = "train longer, or " if step < SHORT_RUN else ""
         for task in self._tasks:
+            # nan: the batches of a row did not have the label
             rows = [pair for pair in self._compared[task.name] if not any(map(math.isnan, pair))]
             if task.name in self._warned or len(rows) < max(1, at_least):
                 continue
+            # errors are root mean squares: their squares are averaged over the rows
             error, constant = (
                 math.sqrt(sum(value**2 for value in values) / len(rows)) for values in zip(*rows)
             )
@@ -204,7 +222,7 @@ class Reporter:
                     counted(len(rows), "row"),
                     error,
                     constant,
-                    f"{'train longer, or ' * (step < SHORT_RUN)}{remedy.removeprefix('or ')}",
+                    f"{longer}{remedy.removeprefix('or ')}",
                 )
 
     def show_before(self, errors: Mapping[str, Errors]) -> None:
@@ -220,48 +238,51 @@ class Reporter:
     def show_validation(
         self, step: int, results: Mapping[str, Errors], best: Collection[str]
     ) -> None:
-        """Set the errors of the live and the averaged weights side by side; ``best`` rows have the
-        lowest so far.
+        """Show the errors of the live and the averaged weights side by side.
+
+        Args:
+            step: optimizer steps so far.
+            results: errors by row, names of task and weights.
+            best: rows that have the lowest errors so far.
         """
         self.validated_step, self.validated = step, results
         self._progress.show_validation(step, results, best)
         if self._loggers is not None:
             for row, errors in results.items():
-                task, _, weights = row.rpartition(" ")
-                values = {
-                    name: value
-                    for name, value in errors.summary().items()
-                    if not name.startswith("num_")
-                }
-                self._loggers.log(step, named("val", weights, {task: values}))
+                # names of weights have no spaces, those of tasks may; without the space between
+                task, weights = row.rpartition(" ")[::2]
+                self._loggers.log(step, named("val", weights, {task: _without_counts(errors)}))
 
     def show_test(
         self, tested: Mapping[tuple[str, str], tuple[int, Errors]]
     ) -> dict[str, dict[str, float]]:
-        """Keep the errors on the test data; return them by row, and by column in the units of
-        tables.
+        """Keep the errors on the test data, and return them in the units of tables.
+
+        Args:
+            tested: step and errors (eV, angstrom) by names of weights and task.
+
+        Returns:
+            A row for each of them, by its name, with its step and a column for each error.
         """
         self.tested, rows = tested, {}
         for (weights, task), (step, errors) in tested.items():
             row = rows[f"{task} {weights}".lstrip()] = {"step": float(step)}
             for quantity, kind in product(labelled(errors), KINDS):
-                of = METRICS[quantity]
-                row[f"{quantity}_{kind}({of.display_unit})"] = of.display_factor * errors.metric(
-                    f"{quantity}:{kind}"
-                )
+                metric, value = METRICS[quantity], errors.metric(f"{quantity}:{kind}")
+                column = f"{quantity}_{kind}({metric.display_unit})"
+                row[column] = metric.display_factor * value
             if self._loggers is not None:
-                values = {
-                    name: value
-                    for name, value in errors.summary().items()
-                    if not name.startswith("num_")
-                }
-                self._loggers.log(step, named("test", weights.replace(" ", "_"), {task: values}))
+                # names of best weights have a space (`best ema`), which keys of loggers may not
+                name = weights.replace(" ", "_")
+                self._loggers.log(step, named("test", name, {task: _without_counts(errors)}))
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of the current interval, and the last values of tasks that the next step
-        may not draw.
+        """Return the sums of the current interval, and the last values of several tasks.
+
+        The next step draws one of the tasks only, and a row shows all of them.
         """
+        # as in files: without the level of tasks if there is one
         state: dict[str, Any] = {
             "sums": unnested({name: dict(mean.sums) for name, mean in self._means.items()}),
             "counts": unnested({name: dict(mean.counts) for name, mean in self._means.items()}),
@@ -271,24 +292,24 @@ class Reporter:
         return state if len(self._means) == 1 else {**state, "last": dict(self._last)}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
-        """Continue the current interval after ``step``; later rows are cut from the learning
-        curve.
-        """
+        """Continue the current interval after ``step``; cut later rows from the learning curve."""
         device, tasks = self._world.device, tuple(self._means)
         counts = nested(state.get("counts", state.get("count")), tasks)
         for name, sums in nested(state["sums"], tasks).items():
-            of_task = counts[name]
-            if not isinstance(
-                of_task, Mapping
-            ):  # of an older checkpoint: one number of steps for all errors
-                of_task = {key: torch.full_like(value, of_task) for key, value in sums.items()}
+            task_counts = counts[name]
+            # older checkpoints have one number of steps for all errors
+            if not isinstance(task_counts, Mapping):
+                task_counts = {
+                    key: torch.full_like(value, task_counts) for key, value in sums.items()
+                }
             self._means[name] = _Mean(
-                *({k: v.to(device) for k, v in part.items()} for part in (sums, of_task))
+                *({k: v.to(device) for k, v in part.items()} for part in (sums, task_counts))
             )
         before = nested(state["before"], tasks) if "before" in state else {}
         self.before = {name: Errors(sums) for name, sums in before.items()}
         for name, values in state.get("last", {}).items():
             self._last[name] = {key: value.to(device) for key, value in values.items()}
+        # rows after the checkpoint are written again by the restarted run
         for file in self.curves.values():
             if file is not None:
                 file.cut_after(step)
@@ -307,29 +328,29 @@ class Reporter:
         rate: float,
         is_constant: bool = False,
     ) -> dict[str, dict[str, float]]:
-        """Return each displayed value by task over all frames of a step, of one task; empty for the
-        others.
+        """Return each displayed value by task over all frames of a step.
 
-        They are those of the model, or of the energies of its elements alone.
+        A step is of one task; those of the other tasks are empty. The values are those of the
+        model, or of the energies of its elements alone (``is_constant``).
         """
         whole = LossOverBatches(task.loss, batches, rate)
         with evaluated(task.models):
             for batch in (b.to(self._world.device) for b in batches):
                 if is_constant:
-                    whole.add(
-                        constant_prediction(batch, task.models.of(task.name).out_bias.view(-1)),
-                        batch,
-                    )
+                    bias = task.models.of(task.name).out_bias.view(-1)  # (T,) eV
+                    prediction = constant_prediction(batch, bias)
                 else:
-                    whole.add(task.models(task.name, batch, **task.loss.needs(batch)), batch)
+                    prediction = task.models(task.name, batch, **task.loss.needs(batch))
+                whole.add(prediction, batch)
         values = {name: float(value) for name, value in whole.displayed().items()}
         return {t.name: values if t is task else {} for t in self._tasks}
 
     def _mean_values(
         self, batches: Mapping[str, Sequence[Batch | PackedBatch]], rate: float
     ) -> dict[str, dict[str, float]]:
-        """Return each displayed value by task over its batches, weighted by their atoms; empty
-        without any.
+        """Return the mean of each displayed value over batches of each task; empty without any.
+
+        Batches count by their atoms.
         """
         means: dict[str, dict[str, float]] = {}
         for task in self._tasks:
@@ -338,27 +359,37 @@ class Reporter:
                 for batch in (b.to(self._world.device) for b in batches[task.name]):
                     prediction = task.models(task.name, batch, **task.loss.needs(batch))
                     _, values = task.loss(prediction, batch, rate)
-                    atoms = 0 if batch.padding else batch.num_real[1]
-                    own = torch.tensor(atoms, dtype=torch.float64, device=self._world.device)
-                    mean.add(values, self._world.all_reduce_sum(own))
+                    # A rank without frames has a batch of padding: it takes part in collectives.
+                    # Dummy atoms of a padded batch do not count.
+                    num_atoms = 0 if batch.padding else batch.num_real[1]
+                    atoms = torch.tensor(num_atoms, dtype=torch.float64, device=self._world.device)
+                    mean.add(values, self._world.all_reduce_sum(atoms))
             means[task.name] = mean.values()
         return means
 
 
 def _judged(task: Task) -> str:
-    """Return the displayed error that says whether a task learns: of forces, else of energies, else
-    empty.
+    """Return the displayed error by which a task learns or not; empty if it has none.
+
+    It is that of forces, else of energies.
     """
+    # forces are many numbers per frame, so their errors scatter less than those of energies
     return next(
         (name for name in reversed(task.loss.display_names) if name.endswith(("_f", "_pf", "_e"))),
         "",
     )
 
 
+def _without_counts(errors: Errors) -> dict[str, float]:
+    """Return the errors of a summary, without the numbers of frames and atoms in it."""
+    return {name: value for name, value in errors.summary().items() if not name.startswith("num_")}
+
+
 @dataclass
 class _Mean:
-    """Mean of displayed values over batches: a batch without a label does not count for the error
-    of that label.
+    """Mean of displayed values over batches.
+
+    A batch without a label does not count for the error of that label.
 
     Attributes:
         sums: by name, the sum of the values times their weights.
@@ -371,8 +402,8 @@ class _Mean:
     def add(self, values: Mapping[str, Tensor], weight: Tensor | float = 1.0) -> None:
         """Add the values of a batch; nothing waits for the device."""
         numbers = torch.stack(list(values.values()))
-        # nan beside a loss that is not nan: no frame has the label; an error that is nan makes it
-        # nan
+        # A value is nan where no frame has the label, and then the loss is a number. Where the
+        # model itself gives nan, the loss is nan, too, and the mean shall show it.
         lacking = numbers.isnan() & ~root_of(values).isnan()
         counts = (weight * (~lacking).to(numbers.dtype)).unbind()
         for name, value, count in zip(
@@ -382,7 +413,5 @@ class _Mean:
             self.counts[name] = self.counts[name] + count if name in self.counts else count
 
     def values(self) -> dict[str, float]:
-        """Return the mean of each value; nan where no batch has the label, nothing without any
-        batch.
-        """
+        """Return the mean of each value, nan where no batch has the label; empty without any."""
         return {name: float(total / self.counts[name]) for name, total in self.sums.items()}

@@ -26,18 +26,15 @@ from deepmd_ema.utils import LIVE
 logger = logging.getLogger(__name__)
 
 MakeState: TypeAlias = Callable[[Take], Mapping[str, Any]]
-"""Returns the state of a run beside weights and averages, with what the argument saves of each
-tensor.
-"""
+"""Returns the state of a run beside weights and averages; the argument saves each tensor of it."""
 
 
 @dataclass
 class StateBuilder:
-    """Builds the content of model files; tensors are copies on the CPU, so a later step cannot
-    change them.
+    """Builds the content of model files.
 
-    All files of a step share one copy of each tensor, which is dropped at :meth:`forget` or when
-    another step is
+    Tensors are copies on the CPU, so that a later step cannot change them. All files of a step
+    share one copy of each tensor, which is dropped at :meth:`forget` or when another step is
     requested: between, neither weights nor averages may change, and no average be swapped in.
 
     Attributes:
@@ -63,15 +60,16 @@ class StateBuilder:
     take_from: Callable[[HostCopies], Take] = WholeTensors
     copies: HostCopies = field(init=False)
     take: Take = field(init=False)
+    # the step of the copies, and by weights the model as it is saved at this step
     _step: int | None = field(default=None, init=False)
     _models: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
     def training(self, step: int, state: MakeState) -> dict[str, Any]:
-        """Return the content of ``model.ckpt-<step>.pt``: raw weights, averages and everything that
-        a restart needs.
-        """
+        """Return the content of ``model.ckpt-<step>.pt``, with everything that a restart needs."""
+        # The weights first: a new step makes a new `take`, with which the state is then copied.
         content = {"model": self._weights(LIVE, step), **state(self.take)}
         if self.bank.names:
+            # the copies for the files of averages serve here, too
             averaged = {name: self._weights(name, step) for name in self.bank.names}
             content["averages"] = self.bank.state_dict(averaged)
         return self._content("training", LIVE, step, content)
@@ -84,15 +82,14 @@ class StateBuilder:
         return self._content(kind, name, step, content)
 
     def snapshot(self, name: str, step: int) -> dict[str, Any]:
-        """Return the content of a copy of the average ``name`` for ``dp-ema posthoc``, to be
-        :func:`narrowed`.
+        """Return the content of a copy of the average ``name``, to be :func:`narrowed`.
+
+        It is for ``dp-ema posthoc``.
         """
         content = self.weights(name, step, "snapshot")
-        return (
-            {**content, "averaged": list(self.bank[name].tensor_names)}
-            if self.take.keep
-            else content
-        )
+        if not self.take.keep:
+            return content
+        return {**content, "averaged": list(self.bank[name].tensor_names)}
 
     def forget(self) -> None:
         """Keep no copies any longer than files need them."""
@@ -102,13 +99,18 @@ class StateBuilder:
         self.take = self.take_from(self.copies)
 
     def _weights(self, name: str, step: int) -> dict[str, Any]:
+        """Return the model with some weights, as this process saves it.
+
+        Must be called by every rank when weights are sharded.
+        """
         if step != self._step:
             self.forget()
             self._step = step
         if name not in self._models:
             if name == LIVE:
-                taken = {n: self.take(tensor) for n, tensor in self.models.state_dict().items()}
-                self._models[name] = {n: kept for n, kept in taken.items() if kept is not None}
+                # None: this process saves nothing of a tensor, and has only helped to gather it
+                copies = {n: self.take(tensor) for n, tensor in self.models.state_dict().items()}
+                self._models[name] = {n: copy for n, copy in copies.items() if copy is not None}
             else:
                 self._models[name] = self.bank.weights(name, take=self.take)
         return self._models[name]
@@ -116,6 +118,11 @@ class StateBuilder:
     def _content(
         self, kind: str, weights: str, step: int, content: Mapping[str, Any]
     ) -> dict[str, Any]:
+        """Return the content of a file with its head.
+
+        A process that writes nothing gets the numbers of the average only, by which it decides as
+        the others do whether there is a snapshot.
+        """
         if not self.take.keep:
             return {"average": content.get("average")}
         about = {"run": self.run, "num_steps": self.num_steps}
@@ -140,8 +147,9 @@ def narrowed(snapshot: Mapping[str, Any], buffers: Iterable[str]) -> dict[str, A
 
 
 class Saver:
-    """Has the files of a step written beside training; live and averaged files of one step are one
-    transaction.
+    """Has the files of a step written beside training.
+
+    Live and averaged files of one step are one transaction.
 
     Args:
         config: of the run.
@@ -173,30 +181,33 @@ class Saver:
         world: World,
     ) -> None:
         training, folder = config.training, Outputs(config).snapshot_folder
-        files_of = partial(CheckpointSeries, training.save_ckpt, start=start, writers=writers)
+        series = partial(CheckpointSeries, training.save_ckpt, start=start, writers=writers)
         self.builder = builder
         self._bests = bests
         self._tables = tables
         self.writer = Writer(world, everywhere=training.writes_shards)
-        self.live = files_of(suffix_of(LIVE), training.save_dir, schedule.num_kept())
+        self.live = series(suffix_of(LIVE), training.save_dir, schedule.num_kept())
         self.averages = {
-            a.name: files_of(suffix_of(a.name), training.save_dir, schedule.num_kept(a.ckpt_keep))
+            a.name: series(suffix_of(a.name), training.save_dir, schedule.num_kept(a.ckpt_keep))
             for a in training.averaging
         }
-        # copies of averages for `dp-ema posthoc`: all of them stay
-        self._snapshots = {
-            name: files_of(suffix_of(name), folder, 0) for name in schedule.snapshots
-        }
+        # copies of averages for `dp-ema posthoc`: all of them stay (0), in a folder of their own
+        self._snapshots = {name: series(suffix_of(name), folder, 0) for name in schedule.snapshots}
 
     def keep_snapshots(self, names: Sequence[str], step: int) -> None:
-        """Write the snapshots of ``step`` of averages that have begun, and remove those of earlier
-        runs up to it.
+        """Write the snapshots of ``step`` of averages that have begun.
+
+        Those of earlier runs up to this step are removed.
         """
+        # Files of an earlier step are written first: host memory holds the state of one step.
         self.writer.begin(step)
         buffers = [name for name, _ in self.builder.models.named_buffers()]
         for name in names:
             content = self.builder.snapshot(name, step)
+            # an average without an update is the live weights, and says nothing of its kind
             if content["average"]["updates"]:
+                # Jobs in their order: first wait for the copies from a GPU, then write. The thread
+                # of the writer waits for both, so that training continues at once.
                 write = partial(_write_snapshot, self._snapshots[name], step, content, buffers)
                 self.writer.submit(self.builder.copies.arrival(), write)
 
@@ -220,7 +231,7 @@ class Saver:
         step: int,
         state: MakeState,
         refitted: Mapping[str, Mapping[str, Tensor]] | None = None,
-        words: str = "",
+        remark: str = "",
     ) -> None:
         """Write all files of ``step``, then move the links and rotate.
 
@@ -230,8 +241,9 @@ class Saver:
             refitted: tensors that were fitted after the last step, by weights. Averaged files have
                 them in the model; the training file has them beside raw weights, so that a restart
                 stays exact.
-            words: what the log says when all is written, beside the names of the files.
+            remark: line of the log when all is written, beside the names of the files.
         """
+        # every rank copies its part of the state; the thread of the writer does the rest
         self.writer.begin(step)
         training = self.builder.training(step, state)
         if refitted is not None:
@@ -240,24 +252,29 @@ class Saver:
         for name, series in self.averages.items():
             content = self.builder.weights(name, step, "average")
             if refitted is not None and self.builder.take.keep:
+                # the model of the file is a dictionary of its own, which the training file, with
+                # the averages as they were updated, does not share
                 content["model"].update(
                     (n, tensor.clone()) for n, tensor in refitted.get(name, {}).items()
                 )
             files.append((series, content))
-        self.writer.submit(self.builder.copies.arrival(), partial(self._write, step, files, words))
+        self.writer.submit(self.builder.copies.arrival(), partial(self._write, step, files, remark))
 
     def _write(
-        self, step: int, files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]], words: str
+        self, step: int, files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]], remark: str
     ) -> None:
+        """Write the files of a step, in the thread of the writer."""
+        # Rows first: a checkpoint on the disk whose rows are lost would leave a gap in the tables.
         for table in self._tables:
             table.sync()
         logger.debug("saved %s", ", ".join(map(str, save_together(step, files, self._bests))))
-        if words:
-            logger.debug("%s", words)
+        if remark:
+            logger.debug("%s", remark)
 
 
 def _write_snapshot(
     series: CheckpointSeries, step: int, content: Mapping[str, Any], buffers: Iterable[str]
 ) -> None:
+    """Write a snapshot in the thread of the writer, where narrowing costs no time of a step."""
     series.save(step, narrowed(content, buffers))
     on_rank0(series.writers, lambda: series.rotate(step))

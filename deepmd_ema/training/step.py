@@ -1,6 +1,4 @@
-"""Training steps that follow the gradient of the loss, also as CUDA graphs, and the guard against
-diverging.
-"""
+"""Training steps that follow the gradient of the loss, as CUDA graphs too, and their guard."""
 
 from __future__ import annotations
 
@@ -71,13 +69,16 @@ class Step:
 
     def __init__(self, module: nn.Module, schedule: Callable[[int], float]) -> None:
         self.schedule = schedule
-        # looked up now: a module that FSDP has left gathered after a forward pass names other
-        # objects
+        # Looked up once: a module that FSDP has left gathered after a forward pass has other
+        # objects under the same names.
         self._named = dict(module.named_parameters())
         self._trained = [p for p in self._named.values() if p.requires_grad]
+        # Number of the first step that was not finite, 0 if there is none. It is on the device,
+        # where each step compares and changes it in place, so that a CUDA graph can do so.
         self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
         self.checks_are_free = self._first_bad.device.type == "cpu"
         self.laps, self._lap_began = dict[str, float](), 0.0
+        # whether the loss of this rank's frames was not finite in that step
         self._own_fault = torch.zeros((), dtype=torch.bool, device=self._trained[0].device)
 
     def _lap(self, part: str = "") -> None:
@@ -89,8 +90,9 @@ class Step:
             self._lap_began = now
 
     def raise_if_diverged(self, tasks: TaskMixture, last_step: int, world: World) -> None:
-        """Check that every step so far was finite; waits for the device, and is called by all
-        ranks.
+        """Check that every step so far was finite.
+
+        Waits for the device. Must be called by every rank.
 
         Raises:
             DivergedError: with step, task and frames of the first that was not.
@@ -99,13 +101,15 @@ class Step:
         bad = int(self._first_bad)  # the same on all ranks
         if not bad:
             return
-        own = bool(self._own_fault)
-        if world.all_reduce_max([int(own)])[0] and not own:
+        # The ranks whose frames have caused it name them, and the others end without a message of
+        # their own. Where no rank has (the gradient alone is not finite), all of them do.
+        is_own_fault = bool(self._own_fault)
+        if world.all_reduce_max([int(is_own_fault)])[0] and not is_own_fault:
             raise RankLostError("ended because the loss of another rank is not finite")
+        # the step may be some steps back: count the steps of its task since then
         task = tasks.draw(bad)
-        frames = task.frames_of_step(
-            sum(tasks.draw(step) is task for step in range(bad, last_step + 1))
-        )
+        steps_since = sum(tasks.draw(step) is task for step in range(bad, last_step + 1))
+        frames = task.frames_of_step(steps_since)
         shown = first_few([f"{system} frame {index}" for system, index in frames], 8)
         named = f" (task {task.name})" if task.name else ""
         raise DivergedError(
@@ -114,18 +118,22 @@ class Step:
             f"non-finite values. Look at these frames with `dp-ema check`, {self.remedy}."
         )
 
-    def _note(self, finite: Tensor, step: int | Tensor, own: Tensor | None = None) -> Tensor:
-        """Return 1, or 0 if ``step`` or one before it was not finite, and remember the first such
-        step, in place.
+    def _note(
+        self, finite: Tensor, step: int | Tensor, finite_here: Tensor | None = None
+    ) -> Tensor:
+        """Return 1, or 0 if ``step`` or one before it was not finite; note the first such step.
 
         Args:
             finite: scalar, the same on all ranks, so that all of them decide alike.
             step: from 1; a scalar on the device if the host shall give no number.
-            own: whether what this rank alone has computed is finite; ``finite`` if not given.
+            finite_here: whether what this rank alone has computed is finite; ``finite`` if None.
         """
         before = self._first_bad == 0
         good = finite & before
-        torch.where(before, ~(finite if own is None else own), self._own_fault, out=self._own_fault)
+        # up to the first bad step it is that of the current step, and then it stays
+        fault = ~(finite if finite_here is None else finite_here)
+        torch.where(before, fault, self._own_fault, out=self._own_fault)
+        # good ^ before is true in the first bad step only: the sum is its number
         self._first_bad.add_((good ^ before) * step)
         return good.to(torch.float32)
 
@@ -144,7 +152,7 @@ class GradientStep(Step):
         self, prepared: PreparedRun, parallel_module: nn.Module, num_steps: int, world: World
     ) -> None:
         config, stage = prepared.config, prepared.config.training.zero_stage
-        assert not isinstance(config.optimizer, LKFConfig)
+        assert not isinstance(config.optimizer, LKFConfig)  # which has steps of its own
         lr = config.learning_rate
         super().__init__(prepared.models, build_schedule(lr, num_steps))
         self._parallel_module = parallel_module
@@ -156,10 +164,11 @@ class GradientStep(Step):
             warmup=(lr.num_warmup_steps(num_steps), lr.warmup_start_factor),
         )
         self._cpu_group = world.cpu_group
-        # FSDP adds each gradient to its shards at once: no rank has memory for a whole one
+        # DistributedDataParallel has `no_sync`. FSDP adds each gradient to its shards at once: no
+        # rank has memory for whole ones.
         self._without_exchange = getattr(parallel_module, "no_sync", nullcontext)
         self._max_norm = config.training.gradient_max_norm or None  # 0: no clipping
-        # where each rank holds a part of every gradient
+        # for the norm of all gradients, where each rank holds a part of every gradient
         self._all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
 
     def update(
@@ -180,6 +189,7 @@ class GradientStep(Step):
                 in place.
         """
         set_learning_rate(self._optimizer, rate)
+        # None, not zero: with several tasks the optimizer skips parameters without a gradient
         self._optimizer.zero_grad(set_to_none=True)
         self._lap()
         if len(batches) == 1:
@@ -193,9 +203,10 @@ class GradientStep(Step):
         else:
             total, values = self._add_gradients(task, batches, rate)
         norm = clip_gradients(self._trained, self._max_norm, self._all_reduce_sum)
-        # both are the same on all ranks
+        # Gradients and the displayed loss are the same on all ranks, so that all of them skip the
+        # same steps. Nothing waits for the device: the fused update reads the flag there.
         finite = torch.isfinite(norm) & torch.isfinite(root_of(values))
-        ok = self._note(finite, step, own=torch.isfinite(total.detach()))
+        ok = self._note(finite, step, finite_here=torch.isfinite(total.detach()))
         guarded_step(self._optimizer, 1 - ok, step)
         self._lap("optimizer")
         return Updated(values, ok)
@@ -209,9 +220,9 @@ class GradientStep(Step):
             The share of this rank in the loss, detached, and the values to display.
         """
         loss, totals = LossOverBatches(task.loss, batches, rate), []
-        for number, made in enumerate(batches, 1):
-            batch = made.to(self._first_bad.device)
-            # the ranks add up once what each has added up
+        for number, host_batch in enumerate(batches, 1):
+            batch = host_batch.to(self._first_bad.device)
+            # in the last backward pass ranks exchange the sums of all batches, once
             with nullcontext() if number == len(batches) else self._without_exchange():
                 total = loss.add(
                     self._parallel_module(task.name, batch, **task.loss.needs(batch)), batch
@@ -231,7 +242,9 @@ class GradientStep(Step):
         load_optimizer_state(self._optimizer, self._named, state)
 
 
-CAPTURED_AT_USE = 3  # of a shape: cuBLAS and the caching allocator have what they need by then
+# The use of a shape at which it is captured: cuBLAS and the caching allocator then have what they
+# need, and shapes that come once cost no graph.
+CAPTURED_AT_USE = 3
 MAX_GRAPHS = 64  # each takes some MB of its nodes; further shapes stay eager
 
 
@@ -260,14 +273,14 @@ class GraphedSteps:
         self._pool: Any = None  # memory that all graphs share, of which one runs at a time
         self._numbers = torch.zeros(2, dtype=torch.float64, device=device)  # learning rate and step
         self._uses: Counter[Hashable] = Counter()
-        self._graphs: dict[
-            Hashable, tuple[Tensor, Callable[[], Updated]]
-        ] = {}  # buffer of a batch, and the step
+        # by task, layout and averages: the buffer of a batch, and the step
+        self._graphs: dict[Hashable, tuple[Tensor, Callable[[], Updated]]] = {}
         self._num_bindings, self._max_graphs = 0, MAX_GRAPHS
 
     def capture(self, step: Callable[[], Updated]) -> Callable[[], Updated]:
-        """Return a function that launches all kernels of ``step`` at once; recording does not take
-        the step.
+        """Return a function that launches all kernels of ``step`` at once.
+
+        Recording does not take the step.
 
         Args:
             step: makes no tensor of host numbers and does not wait for the device.
@@ -287,8 +300,7 @@ class GraphedSteps:
     def __call__(
         self, task: Task, packed: PackedBatch, rate: float, step: int, epoch: float
     ) -> tuple[Updated, Batch]:
-        """Update weights and averages with one batch; return the result and the batch on the
-        device.
+        """Update weights and averages with one batch; return the result, and the batch on the GPU.
 
         Args:
             task: whose batch it is.
@@ -301,6 +313,7 @@ class GraphedSteps:
         self._numbers.copy_(
             torch.tensor([rate, step], dtype=torch.float64).pin_memory(), non_blocking=True
         )
+        # averages in host memory cannot be part of a graph: they are updated after the launch
         due = self._bank.begin(epoch)
         far = [name for name in due if self._bank[name].staging is not None]
         due = tuple(name for name in due if name not in far)
@@ -311,6 +324,7 @@ class GraphedSteps:
             # would repeat both at every launch, so steps are eager again as at the start of a run.
             self._uses.clear()
             self._num_bindings = self._bank.num_bindings
+        # everything that decides which kernels a step launches, with which sizes
         key = (task.name, packed.layout, due)
         self._uses[key] += key not in self._graphs
         if (
@@ -319,11 +333,12 @@ class GraphedSteps:
             and len(self._graphs) < self._max_graphs
         ):
             buffer = torch.empty_like(packed.data, device=self._numbers.device)
-            of_buffer = packed.view(buffer)
+            static_batch = packed.view(buffer)
             try:
-                self._graphs[key] = buffer, self.capture(lambda: self._step(task, of_buffer, due))
+                graph = self.capture(lambda: self._step(task, static_batch, due))
+                self._graphs[key] = buffer, graph
             except RuntimeError as error:
-                self._max_graphs = len(self._graphs)
+                self._max_graphs = len(self._graphs)  # no further capture is tried
                 reason = str(error).splitlines()[0]
                 logger.warning(
                     "step %d: torch could not capture a CUDA graph (%s); steps stay eager",

@@ -1,5 +1,6 @@
-"""A task is a model with its loss and its frames; a run trains a mixture of them, of one in the
-simplest case.
+"""Tasks, each a model with its loss and its frames, and the mixture of them that a run trains.
+
+A run of one task is a mixture with one entry.
 """
 
 from __future__ import annotations
@@ -67,20 +68,23 @@ class Task:
     display_loader: Loader | None
 
     def next_display_batches(self) -> list[Batch | PackedBatch]:
-        """Return the validation batches of the next row of the learning curve, in host memory;
-        maybe none.
+        """Return the validation batches of the next row of the learning curve, maybe none.
+
+        They are in host memory.
         """
         shown, loader = self.config.displayed_data, self.display_loader
-        return (
-            [next(loader) for _ in range(shown.numb_btch)]
-            if loader is not None and shown is not None
-            else []
-        )
+        if loader is None or shown is None:
+            return []
+        return [next(loader) for _ in range(shown.numb_btch)]
 
     def frames_of_step(self, back: int) -> list[tuple[str, int]]:
-        """Return the origin of the frames of the last step of this task (``back`` 1), or of one
-        before it.
+        """Return system and index of the frames of a step of this task.
+
+        Args:
+            back: 1 for its last step, 2 for the one before it, ...
         """
+        # the position counts batches; which frames a batch has is a function of its number, so that
+        # nothing needs to be remembered in a step
         first = self.train_loader.position - back * self.accumulate
         return [
             frame
@@ -89,12 +93,14 @@ class Task:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches that were consumed; their order is a function of the seed
-        and of the data.
+        """Return the number of batches that were consumed.
+
+        Their order is a function of the seed and of the data.
         """
         sampler = self.train_loader.sampler
         consumed: dict[str, Any] = {
             "frames": self.train_loader.position,
+            # the remaining ones show at a restart whether data and ranks are the same
             "num_frames": sum(sampler.num_frames),
             "content": self.content,
             # mean number, of all ranks together
@@ -115,14 +121,16 @@ class Task:
                 "that it is validated on now. Put the data back, or start a new run",
                 (f"task {self.name}: " if self.name else ""),
             )
-        of_task = f" of task {self.name}" if self.name else ""
+        suffix = f" of task {self.name}" if self.name else ""
         now = self.state_dict()
-        before = {**now, **state}
+        before = {**now, **state}  # checkpoints of earlier versions lack some keys
+        # the order of frames depends on their number: with another one the run continues, but not
+        # with the frames that it would have had
         if before["num_frames"] != now["num_frames"]:
             logger.warning(
                 "the training data%s have %d frames now and had %d when the checkpoint was "
                 "written: they come in another order from here on",
-                of_task,
+                suffix,
                 now["num_frames"],
                 before["num_frames"],
             )
@@ -130,7 +138,7 @@ class Task:
             logger.warning(
                 "a step%s has %.4g frames on average now, over all ranks together, and had %.4g "
                 "when the checkpoint was written",
-                of_task,
+                suffix,
                 now["frames_per_step"],
                 before["frames_per_step"],
             )
@@ -146,8 +154,7 @@ class Task:
 
 
 class TaskMixture:
-    """Draws the task of each step, with given probabilities, as a function of the seed and the
-    step.
+    """Draws the task of each step with given probabilities, a function of the seed and the step.
 
     Args:
         tasks: in the order of the input.
@@ -157,7 +164,7 @@ class TaskMixture:
 
     def __init__(self, tasks: Iterable[Task], shares: Iterable[float], seed: int) -> None:
         self._tasks, self._seed = tuple(tasks), seed
-        self._cumulative = np.cumsum([*shares])
+        self._cumulative = np.cumsum([*shares])  # upper ends of the intervals of the tasks
 
     def __iter__(self) -> Iterator[Task]:
         return iter(self._tasks)
@@ -168,6 +175,7 @@ class TaskMixture:
             return self._tasks[0]
         # every rank draws the same task: the seed is shared, only frames differ between ranks
         number = np.random.default_rng(seed_for("task", self._seed, step)).random()
+        # the last end may be below 1 by rounding, and the number above it
         return self._tasks[
             min(int(np.searchsorted(self._cumulative, number, side="right")), len(self._tasks) - 1)
         ]
@@ -220,7 +228,8 @@ def build_task(
     model = models.by_task[name]
     training = config.training
     shown = task.displayed_data if training.disp_training else None
-    # those of the next step are made beside a step
+    # all batches of the next step are made while a step runs; page-locked memory, from which a copy
+    # to a GPU does not wait
     ahead, pin = max(PREFETCH, training.accumulate), world.device.type == "cuda"
 
     def loader(
@@ -228,12 +237,15 @@ def build_task(
         systems: Sequence[FrameSource],
         stream: str,
     ) -> Loader:
-        of_run = {
-            "seed": seed_for(stream_of(stream, name), seed),
-            "rank": world.rank,
-            "world_size": world.size,
-        }
-        sampler = build_sampler(options, systems, **of_run)
+        """Return the loader of batches of some systems, in the order of a random stream."""
+        # one seed on all ranks: each batch is divided between them by rank
+        sampler = build_sampler(
+            options,
+            systems,
+            seed=seed_for(stream_of(stream, name), seed),
+            rank=world.rank,
+            world_size=world.size,
+        )
         return Loader(systems, sampler, model.layout, 0, ahead, pin, cache, task.labels)
 
     return Task(

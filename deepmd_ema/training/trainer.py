@@ -50,17 +50,15 @@ from deepmd_ema.training.weights import Start
 
 logger = logging.getLogger(__name__)
 
-STOP_POLL_INTERVAL = (
-    10  # steps, on a GPU, between two checks whether another rank received a signal
-)
+# steps, on a GPU, between two checks whether another rank received a signal
+STOP_POLL_INTERVAL = 10
 # sent through the same all-reduce as signal numbers, which they exceed
 TIME_IS_OVER, WRITER_FAILED = 1 << 15, 1 << 16
-FORWARD_SHARE = (
-    0.25  # of the time of a step, to validate as many frames: 0.16 to 0.37 for se_e2_a on two cores
-)
-SAME_CTRL_C_S = (
-    1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
-)
+# time of the validation of as many frames as a step has, over that of the step: 0.16 to 0.37 for
+# se_e2_a on two cores
+FORWARD_SHARE = 0.25
+# torchrun and the terminal both send Ctrl-C, and the second is then no wish to end at once
+SAME_CTRL_C_S = 1.0
 
 
 class Trainer:
@@ -106,6 +104,7 @@ class Trainer:
         record: RunRecord | None = None,
         deadline: float = math.inf,
     ) -> None:
+        # Move the models to the device before anything refers to their memory.
         config, models = prepared.config, prepared.models.to(world.device)
         training, run = config.training, start.run_id(config)
         self.prepared = prepared
@@ -113,23 +112,29 @@ class Trainer:
         self.input_file = input_file
         self.deadline = deadline
         self.callback, self.record = callback or Callback(), record or RunRecord()
-        shares = (of.share for of in prepared.length.tasks.values())
+
+        # The order of the tasks, and the steps after which something is due: functions of seed and
+        # step, so that a restart needs no state of them.
+        shares = (length.share for length in prepared.length.tasks.values())
         self.tasks = TaskMixture(prepared.tasks.values(), shares, prepared.seed)
         self.num_steps = num_steps = prepared.length.num_steps
         self.schedule = schedule = Schedule(config, num_steps)
 
-        # of rank 0: all ranks choose series and compile for the same frames, and so does a restart
+        # Take the first batch of each task from rank 0: all ranks choose series and compile for the
+        # same frames, and so does a restart.
         first = world.broadcast_from_rank0(
             lambda: {task.name: task.train_loader.batch(0) for task in self.tasks}
         )
         batches = {name: batch.to(world.device) for name, batch in first.items()}
-        state = start.payload.get(
-            "interpolation", start.payload.get("splines", {})
-        )  # as it was called in 0.1.0
+
+        # Choose the embedding nets that are interpolated, before compilation, because their number
+        # of terms is a constant of the code. The state was called "splines" in 0.1.0.
+        state = start.payload.get("interpolation", start.payload.get("splines", {}))
         with checkpoint.reading(start.path, "interpolation") if state else nullcontext():
             self.interpolation = InterpolationControl(models, world, batches, state)
 
-        # before the models are sharded: one rank may then compile while others wait for its code
+        # Compile before the models are sharded: one rank may then compile while others wait for its
+        # code. Loaders pad the batches of what could be compiled.
         self.products, in_validation = contexts_of_products(config, models, world.device)
         used = compile_models(config, models, batches, world, (self.products, in_validation))
         for task in self.tasks:
@@ -138,13 +143,19 @@ class Trainer:
             )
             if task.display_loader is not None:
                 task.display_loader.pad = display_pad
+
+        # Shard the models, or have gradients exchanged. Only now a rank can read its shards of a
+        # checkpoint, if it does not have all weights yet.
         module = parallelize(models, world, training.zero_stage)
         if reads_shards(start, config):
             read_shards(start, models)
 
+        # Start the averages, which need the weights, as they are distributed over the ranks.
         profiles = tracked_averages(config, prepared.length.steps_per, should_update, num_steps)
         self.bank = AverageBank(models.by_task, profiles, around=models)
-        # until the first validation was measured its time is that of some steps
+
+        # The stopwatch, which also estimates the time left. Until the first validation has been
+        # measured, its time is estimated as that of some steps.
         frames = sum(system.num_frames for task in prepared.tasks.values() for system in task.valid)
         validation_steps = (
             FORWARD_SHARE * len(config.fully_validated) * frames / prepared.length.frames_per_step
@@ -153,11 +164,18 @@ class Trainer:
         if schedule.validation is not None:
             due["validation"] = schedule.validation
         self.times = RunTimes(due, {"validation": validation_steps})
+
+        # Learning curves and progress, full validation. Ranks that write shards have a process
+        # group of their own for it: the thread of the writer may be in a collective while the loop
+        # is in another one.
         self.reporter = Reporter(
             prepared, self.tasks, self.bank, run, world, self.times, in_validation
         )
         writers = world.for_writer() if training.writes_shards else None
         self.validator = FullValidation(prepared, self.bank, writers, world, in_validation)
+
+        # Checkpoints: rank 0 writes whole tensors, or each rank its rows. A checkpoint is written
+        # after the rows of the tables up to its step, and best files are pruned after it.
         bests = [row.best for row in self.validator.rows if row.best is not None]
         logs = [row.log for row in self.validator.rows if row.log is not None]
         tables = [*filter(None, self.reporter.curves.values()), *logs]
@@ -170,6 +188,8 @@ class Trainer:
         )
         self.saver = Saver(config, schedule, start.step, builder, bests, tables, writers, world)
 
+        # The steps, with their optimizer, after sharding: moments have the shards of the weights.
+        # A CUDA graph contains the averages, too, so it needs the bank.
         self.graphs: GraphedSteps | None = None
         if isinstance(config.optimizer, LKFConfig):
             from deepmd_ema.training.kalman import KalmanStep
@@ -182,14 +202,18 @@ class Trainer:
         if training.cuda_graphs and self.graphs is None:
             logger.warning("training.cuda_graphs has no effect: %s.", why_no_graphs(config, world))
 
+        # The state of the loop.
         self.step = 0
         self.stop = StopRequest()
         self.is_out_of_time = False
-        self._validation_pending = False
-        self._saved = -1
-        self._windows = ""
+        self._validation_pending = False  # one that was broken off is made again after a restart
+        self._saved = -1  # step of the last checkpoint
+        self._windows = ""  # lengths of the averages, as last logged
         self._refitted: Mapping[str, Mapping[str, Tensor]] = {}  # after the last step, by weights
-        self._validates_before = bool(start.sources)  # of a restart they are in the checkpoint
+        # whether loaded weights are validated before the first step; a restart has these errors
+        self._validates_before = bool(start.sources)
+
+        # Continue a checkpoint, last, because all parts load their own state.
         if start.payload:
             logger.info(
                 "restart after step %d of %s: weights, optimizer, averages, order of frames, "
@@ -207,8 +231,8 @@ class Trainer:
             Interrupted: after one of ``END_SIGNALS`` or Ctrl-C, with the current step saved.
             DivergedError: at the first non-finite loss or gradient; nothing bad was saved.
         """
-        # other ranks are waited for, which on GPUs, where the host runs ahead, is worth it now and
-        # then only
+        # A check for signals waits for other ranks. On GPUs, where the host runs ahead of the
+        # device, it is made in some steps only.
         poll_every = (
             STOP_POLL_INTERVAL if self.world.size > 1 and self.world.device.type != "cpu" else 1
         )
@@ -217,7 +241,9 @@ class Trainer:
                 self.record.write(first_step=self.step, step=self.step, num_steps=self.num_steps)
                 self.reporter.start(self.step)
                 self.callback.on_start(self)
+                # ranks of other machines may differ: reported now, not at the first checkpoint
                 check_replicas(self.validator.models, self.world, self.step)
+                # the errors of loaded weights, with which those of the end are compared
                 if (
                     self._validates_before
                     and self.schedule.validation is not None
@@ -230,6 +256,7 @@ class Trainer:
                 try:
                     if self._validation_pending:
                         self._validate()
+                    # a run of 0 steps, or one that has all its steps, still writes its files
                     if self.step >= self.num_steps:
                         self._save()
                     while self.step < self.num_steps:
@@ -241,6 +268,7 @@ class Trainer:
                         ):
                             self._leave()
                             break
+                    # errors on the test data, once, with the weights of the end and the best ones
                     if self.step >= self.num_steps and self.validator.tested:
                         self.saver.writer.finish()  # best weights are read from their files
                         with self.times.of("test"):
@@ -248,7 +276,7 @@ class Trainer:
                                 self.step, self._refitted, self._is_stopped
                             )
                         self.record.part.test = self.reporter.show_test(tested)
-                except ValidationAborted:
+                except ValidationAborted:  # a stop was requested in a validation or in the test
                     self._leave()
                 self.reporter.warn_if_nothing_is_learned(self.step, self.take_step.remedy)
                 self.saver.writer.finish()
@@ -261,6 +289,7 @@ class Trainer:
         self.callback.on_end(self)
 
     def _close(self, status: str) -> None:
+        """End the threads of the writer, the loggers and the loaders."""
         try:
             self.saver.writer.close()
             self.reporter.close(status)
@@ -270,6 +299,8 @@ class Trainer:
     def advance(self) -> None:
         """Take one step, and do what is due after it."""
         with self.callback.during(self, "step"):
+            # task, rate and frames are functions of the step; the rate is that after step - 1
+            # updates
             number = self.step + 1
             task, rate = self.tasks.draw(number), self.take_step.schedule(self.step)
             epoch = number / self.prepared.length.steps_per["epochs"]
@@ -296,6 +327,9 @@ class Trainer:
                     # a step that was checked on the host is good; else the device decides, and
                     # nothing waits for it
                     self.bank.update(None if self.take_step.checks_are_free else updated.ok, epoch)
+
+            # Everything that is due after the step. On a GPU the host now looks whether the steps
+            # so far were finite, before it shows or saves anything.
             self.callback.after_update(self)
             self.reporter.record(number, task, rate, updated.values)
             if number in self.schedule.rows:
@@ -325,32 +359,34 @@ class Trainer:
         self.callback.after_step(self)
 
     def _is_stopped(self) -> bool:
-        """Whether some rank received a signal or is out of time: all of them then stop after this
-        step.
+        """Whether some rank received a signal or is out of time.
 
-        They also agree on which models are compiled.
+        All ranks then stop after this step. They also agree on which models are compiled. Must be
+        called by every rank.
 
         Raises:
             UserError: if files could not be written since the last check.
         """
-        is_late = (
-            self.step < self.num_steps and time.monotonic() >= self.deadline
-        )  # the end of a run is not broken off
-        own = self.stop.signal or TIME_IS_OVER * is_late
-        own = WRITER_FAILED if self.saver.writer.error is not None else own
+        # what this rank knows, the larger the more urgent; the end of a run is not broken off
+        is_late = self.step < self.num_steps and time.monotonic() >= self.deadline
+        reason = self.stop.signal or TIME_IS_OVER * is_late
+        reason = WRITER_FAILED if self.saver.writer.error is not None else reason
         compiler = self.validator.models.compiler
         is_refused = compiler is not None and compiler.refused[1] != ""
-        found, is_refused_by_any = self.world.all_reduce_max([own, is_refused])
+        # one exchange for both
+        largest, is_refused_by_any = self.world.all_reduce_max([reason, is_refused])
         if compiler is not None and is_refused_by_any:
             compiler.agree(self.world)
-        if found == WRITER_FAILED:
-            self.saver.writer.begin()
-        self.is_out_of_time = found == TIME_IS_OVER
-        if 0 < found < TIME_IS_OVER and self.stop.signal is None:
-            self.stop.signal = signal.Signals(found)
-        return found > 0
+        if largest == WRITER_FAILED:
+            self.saver.writer.begin()  # raises the error of the writer, on all ranks
+        self.is_out_of_time = largest == TIME_IS_OVER
+        if 0 < largest < TIME_IS_OVER and self.stop.signal is None:
+            self.stop.signal = signal.Signals(largest)
+        return largest > 0
 
     def _validate(self) -> None:
+        """Make the full validation of this step, which may end the run early."""
+        # pending until it is complete: a checkpoint that is saved before then has to repeat it
         self._validation_pending = True
         entered = partial(self.callback.in_validation, self)
         with self.callback.during(self, "validation"), self.times.of("validation"):
@@ -369,6 +405,7 @@ class Trainer:
         self.saver.keep_snapshots(names, self.step)
 
     def _save(self) -> None:
+        """Write a checkpoint, with a fitted bias after the last step if it is requested."""
         with self.callback.during(self, "checkpoint"):
             if (
                 self.prepared.config.training.change_bias_after_training
@@ -381,11 +418,14 @@ class Trainer:
             self._write()
 
     def _write(self) -> None:
+        """Have the checkpoint of this step written, and log the lengths of averages that changed.
+
+        Must be called by every rank.
+        """
+        # weights that differ between ranks are reported in place of being saved
         check_replicas(self.validator.models, self.world, self.step)
-        averages = {
-            name: self.bank.info(name) for name in self.bank.names
-        }  # may wait for the device
-        words = "; ".join(
+        averages = {name: self.bank.info(name) for name in self.bank.names}  # waits for the device
+        windows = "; ".join(
             f"{name}: decay {info['effective_decay']:.6g}, looks back {info['mean_age']:,.1f} "
             "steps on average"
             if info["updates"]
@@ -393,16 +433,20 @@ class Trainer:
             for name, info in averages.items()
         )
         # the windows of most averages stay the same once their warm-up is over
-        words, self._windows = words * (words != self._windows), words
-        words = f"averages of step {self.step:,}: {words}" if words else ""
+        is_new = windows not in ("", self._windows)
+        remark = f"averages of step {self.step:,}: {windows}" if is_new else ""
+        self._windows = windows
         with self.times.of("checkpoint"):
-            self.saver.save(self.step, self.state_dict, self._refitted or None, words)
+            self.saver.save(self.step, self.state_dict, self._refitted or None, remark)
         self._saved = self.step
         self._note(averages)
 
     def _note(self, averages: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """Keep what is known of the run now; with averages, at a checkpoint, it is in the file at
-        once.
+        """Update the record of the run.
+
+        Args:
+            averages: numbers of the averages at a checkpoint, with which the file is written at
+                once.
         """
         seconds = {**self.times.seconds, **self.take_step.laps}
         self.record.note(self.step, seconds, self.times.left(self.step, self.num_steps), averages)
@@ -411,6 +455,7 @@ class Trainer:
         """Save the current step; raise Interrupted unless only the time is over."""
         self._raise_if_diverged()
         self._keep_last_snapshots()
+        # again, if a validation was broken off after the step was saved: the restart repeats it
         if self._saved != self.step or self._validation_pending:
             self._save()
         self.saver.writer.finish()
@@ -427,8 +472,10 @@ class Trainer:
         self.take_step.raise_if_diverged(self.tasks, self.step, self.world)
 
     def state_dict(self, take: Take) -> dict[str, Any]:
-        """Return everything a restart needs beside weights and averages, with what ``take`` saves
-        of each tensor.
+        """Return everything a restart needs beside weights and averages.
+
+        Args:
+            take: what is saved of each tensor.
         """
         return {
             "optimizer": self.take_step.state_dict(take),
@@ -440,9 +487,8 @@ class Trainer:
         }
 
     def load_state_dict(self, start: Start) -> None:
-        """Continue after the step of a checkpoint: the next one is that which an uninterrupted run
-        would have taken.
-        """
+        """Continue after the step of a checkpoint, with the next step of an uninterrupted run."""
+        # each part in a context that reports damage of the file with its name
         path, step = start.path, start.step
         with checkpoint.reading(path):
             state = state_of_tasks(start, self.validator.models, self.tasks.state_dict())
@@ -470,7 +516,7 @@ class Trainer:
         with checkpoint.reading(path, "display"):
             self.reporter.load_state_dict(state["display"], step)
         self._validation_pending = bool(state["validation_pending"] and self.validator.rows)
-        # a validation that was broken off is made again
+        # a validation that was broken off is made again: its rows are cut, with those after it
         with checkpoint.reading(path, "best or early_stop"):
             self.validator.load_state_dict(state, step - self._validation_pending)
         if (why := self.validator.stopped_early) and step < self.num_steps:
@@ -486,15 +532,17 @@ class Trainer:
 def restart_command(trainer: Trainer) -> str:
     """Return the command that continues a run from its newest checkpoint."""
     launched = ", launched as before" if trainer.world.size > 1 else ""
-    words = ["dp-ema", "train", "--restart", trainer.saver.live.link]
-    if outside_outputs(trainer.prepared.config):  # which the checkpoint alone may not choose
-        words.append(trainer.input_file)
-    return command(*words) + launched
+    arguments = ["dp-ema", "train", "--restart", trainer.saver.live.link]
+    # a checkpoint alone, perhaps of somebody else, may not choose places outside of the folder
+    if outside_outputs(trainer.prepared.config):
+        arguments.append(trainer.input_file)
+    return command(*arguments) + launched
 
 
 class StopRequest:
-    """The first of ``END_SIGNALS`` or Ctrl-C, which the loop checks after a step; a second Ctrl-C
-    ends at once.
+    """The first of ``END_SIGNALS`` or Ctrl-C, which the loop checks after a step.
+
+    A second Ctrl-C ends the run at once.
     """
 
     signal: signal.Signals | None = None
@@ -528,14 +576,10 @@ class Callback:
         return nullcontext()
 
     def after_update(self, trainer: Trainer) -> None:
-        """Called when weights and averages are those of a step, before anything that is due is
-        shown or saved.
-        """
+        """Called when weights and averages are updated, before anything is shown or saved."""
 
     def in_validation(self, trainer: Trainer, weights: str) -> None:
-        """Called with the weights ``live``, or those of an average, in the models, before they are
-        evaluated.
-        """
+        """Called before weights are evaluated, ``live`` or an average, which are in the models."""
 
     def after_step(self, trainer: Trainer) -> None:
         """Called when everything that was due after a step is done."""

@@ -1,6 +1,4 @@
-"""Full validation: errors over the whole validation set, for the live weights and for each
-average.
-"""
+"""Full validation: errors over the whole validation set, of the live weights and each average."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class ValidationAborted(Exception):  # noqa: N818 - a request, not a fault
-    """A stop was requested inside a validation; the live weights are back in the models."""
+    """A stop was requested in a validation; the live weights are in the models again."""
 
 
 Row: TypeAlias = tuple[str, str]
@@ -123,7 +121,9 @@ class FullValidation:
         self.tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
         self.tested = {name: task for name, task in prepared.tasks.items() if task.test}
         averages = config.fully_validated or [average.name for average in config.training.averaging]
-        self._tested_weights = dict.fromkeys([LIVE, *averages])
+        self._tested_weights = dict.fromkeys([LIVE, *averages])  # each once, in this order
+
+        # the error of each task that the early stop watches; every rank counts alike
         metric, early_stop = validating.validation_metric, validating.early_stop
         if early_stop is not None:
             watched = {
@@ -131,34 +131,38 @@ class FullValidation:
                 for name, task in self.tasks.items()
             }
         self.early_stop = EarlyStop(early_stop, watched) if early_stop is not None else None
+
+        # A row for each set of weights and task, those of one set together: weights are exchanged
+        # once for all its tasks. Best records are on every rank, because all ranks take part in the
+        # files of weights; rows of `val.log` are written by rank 0.
         self._is_first = True
         self.rows: list[Validated] = []
         for weights in config.fully_validated:
-            for task in self.tasks:
-                file, of_task = outputs.validation_log(weights, task), self.tasks[task].config
-                best_by, shown = of_task.metric(metric), of_task.model.fitting_net.metrics
-                if ATOM_PREF in of_task.labels:
+            for name, task in self.tasks.items():
+                file, section = outputs.validation_log(weights, name), task.config
+                best_by, shown = section.metric(metric), section.model.fitting_net.metrics
+                if ATOM_PREF in section.labels:
                     shown = (*shown, WEIGHTED_FORCE.metric)
-                log = (
-                    ValidationLog(file, prepared.length.num_steps, best_by, shown)
-                    if world.is_main
-                    else None
-                )
-                prefix = outputs.best_prefix(weights, task)
-                folder = outputs.best_folder
-                keep = validating.max_best_ckpt
-                best = BestFiles(
-                    prefix, folder, keep, best_by, writes=world.is_main, writers=writers
-                )
-                self.rows.append(
-                    Validated(weights, task, best_by, log, best if validating.save_best else None)
-                )
+                log = best = None
+                if world.is_main:
+                    log = ValidationLog(file, prepared.length.num_steps, best_by, shown)
+                if validating.save_best:
+                    best = BestFiles(
+                        outputs.best_prefix(weights, name),
+                        outputs.best_folder,
+                        validating.max_best_ckpt,
+                        best_by,
+                        writes=world.is_main,
+                        writers=writers,
+                    )
+                self.rows.append(Validated(weights, name, best_by, log, best))
 
     def run(
         self, step: int, saver: Saver, stopped: Callable[[], bool], entered: Callable[[str], None]
     ) -> dict[str, Errors]:
-        """Validate every set of weights, write its rows, and have its best files written; return
-        errors by row.
+        """Validate every set of weights, write rows and best files; return errors by row.
+
+        Must be called by every rank.
 
         Args:
             step: optimizer steps done.
@@ -169,35 +173,40 @@ class FullValidation:
         Raises:
             ValidationAborted: if a stop was requested; nothing of this step was written.
         """
+        # Compiled numbers are compared with eager ones once more: weights are trained by now, and
+        # those of the first comparison were not.
         if (compiler := self.models.compiler) is not None and self._is_first:
-            compiler.due.add(False)  # weights are trained by now
+            compiler.due.add(False)  # the code of evaluation mode
         self._is_first = False
+
+        # All errors first: a stop that is requested meanwhile leaves no row of this step.
         errors: dict[Validated, Errors] = {}
         for weights, rows in groupby(self.rows, key=attrgetter("weights")):
             with self._bank.swapped_in(weights):
                 entered(weights)
-                found = self.errors(stopped)
-            errors.update((row, found[row.task]) for row in rows)
-        saver.writer.begin(
-            step
-        )  # remarks on files of earlier steps come before the rows of this one
-        for row, of_row in errors.items():
+                by_task = self.errors(stopped)
+            errors.update((row, by_task[row.task]) for row in rows)
+
+        # remarks on files of earlier steps come before the rows of this one
+        saver.writer.begin(step)
+        for row, row_errors in errors.items():
             if row.log is not None:
-                row.log.write(step, of_row)
-            value = of_row.metric(row.metric)
+                row.log.write(step, row_errors)
+            value = row_errors.metric(row.metric)
+            # ranks have the same errors, and all of them copy the weights for the best file
             if row.best is not None and row.best.offer(value, step):
                 saver.keep_best(row.best, row.weights, step, partial(self._report_best, row, value))
         if self.early_stop is not None:
-            self.early_stop.add(step, {row.key: of_row for row, of_row in errors.items()})
-        return {row.name: of_row for row, of_row in errors.items()}
+            self.early_stop.add(step, {row.key: values for row, values in errors.items()})
+        return {row.name: values for row, values in errors.items()}
 
     def test(
         self, step: int, refitted: Mapping[str, Mapping[str, Tensor]], stopped: Callable[[], bool]
     ) -> dict[Row, tuple[int, Errors]]:
-        """Return step and errors on the test data, by names of weights (``best ema`` of best files)
-        and task.
+        """Return step and errors on the test data, by names of weights and task.
 
-        Must be called by every rank, when all files are written.
+        Weights of a best file have the name ``best ema``. Must be called by every rank, when all
+        files are written.
 
         Args:
             step: optimizer steps done.
@@ -207,31 +216,38 @@ class FullValidation:
         Raises:
             ValidationAborted: if a stop was requested.
         """
-        found: dict[Row, tuple[int, Errors]] = {}
+        tested: dict[Row, tuple[int, Errors]] = {}
         for weights in self._tested_weights:
+            # with the tensors that the files of the end have
             with self._bank.swapped_in(weights), self._replaced(refitted.get(weights, {})):
                 errors = self.errors(stopped, self.tested)
-            found.update(((weights, task), (step, of_task)) for task, of_task in errors.items())
+            for task, task_errors in errors.items():
+                tested[weights, task] = step, task_errors
         for row in self.rows:
             if row.task in self.tested and row.best is not None and row.best.records:
-                best = row.best.records[0][1]
+                best_step = row.best.records[0][1]
+                # rank 0 has written the file, to a folder that others may not see
                 file = self._world.broadcast_from_rank0(
-                    partial(checkpoint.load, row.best.path(best))
+                    partial(checkpoint.load, row.best.path(best_step))
                 )
                 with self._replaced(file["model"]):
                     errors = self.errors(stopped, {row.task: self.tested[row.task]})
-                found[f"best {row.weights}", row.task] = best, errors[row.task]
-        return found
+                tested[f"best {row.weights}", row.task] = best_step, errors[row.task]
+        return tested
 
     @contextmanager
     def _replaced(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Run the body with whole tensors in the place of those in the models, then put these
-        back.
+        """Run the body with other tensors in the models, then put those of the models back.
+
+        Args:
+            weights: whole tensors by their names in the models.
         """
+        # gathered weights of a sharded model would hide what is copied into the shards
         reshard([self.models])
-        own = {name: tensor for name, tensor in self.models.state_dict().items() if name in weights}
         pairs = [
-            (local_shard(tensor), shard_like(weights[name], tensor)) for name, tensor in own.items()
+            (local_shard(tensor), shard_like(weights[name], tensor))
+            for name, tensor in self.models.state_dict().items()
+            if name in weights
         ]
         before = [shard.clone() for shard, _ in pairs]
         try:
@@ -257,25 +273,28 @@ class FullValidation:
         Raises:
             ValidationAborted: if a stop was requested.
         """
-        found = {}
+        errors = {}
         # as `dp-ema test` evaluates a file of these weights, so that both give the same numbers
         with tables_in(self.models.by_task.values()), self._products():
             for name, task in (self.tasks if tested is None else tested).items():
                 batches = self._until(stopped, task, task.valid if tested is None else task.test)
-                own = evaluate(self.models.of(name), batches, self._world.device)
-                found[name] = Errors(self._world.all_reduce_sum(own.sums))
-        return found
+                rank_errors = evaluate(self.models.of(name), batches, self._world.device)
+                errors[name] = Errors(self._world.all_reduce_sum(rank_errors.sums))
+        return errors
 
     def _report_best(self, row: Validated, value: float, path: Path) -> None:
+        """Note a best file in the log of its row, when the file is on the disk."""
         if row.log is not None:
             row.log.write_best(path, row.metric, value)
 
     def _until(
         self, stopped: Callable[[], bool], task: Task, systems: Sequence[FrameSource]
     ) -> Iterator[Batch | PackedBatch]:
+        """Yield this rank's batches of some systems, until a stop is requested."""
         world, layout = self._world, task.model.layout
-        most = shared_atoms_at_once(systems, world.device, world.size)
-        batches = partial(sequential_batches, systems, layout, task.cache, most)
+        # batches as large as memory allows, but small enough that each rank has some
+        max_atoms = shared_atoms_at_once(systems, world.device, world.size)
+        batches = partial(sequential_batches, systems, layout, task.cache, max_atoms)
         compiler = self.models.compiler
         pad = (
             pad_for(compiler.options, layout)
@@ -284,8 +303,9 @@ class FullValidation:
         )
         mine = prefetch(batches(rank=world.rank, world_size=world.size), world.device, pad)
         batch = None
-        # all ranks go the same number of rounds, because a sharded model computes together
-        for _ in range(-(-num_batches(systems, most) // world.size)):
+        # All ranks make the same number of rounds, because a sharded model computes together. A
+        # rank without a batch in the last round evaluates padding, which counts nothing.
+        for _ in range(-(-num_batches(systems, max_atoms) // world.size)):
             if stopped():
                 raise ValidationAborted
             following = next(mine, None)
@@ -303,11 +323,9 @@ class FullValidation:
     @property
     def stopped_early(self) -> str:
         """Why the errors so far end the run before its last step; empty if they do not."""
-        return (
-            self.early_stop.describe()
-            if self.early_stop is not None and self.early_stop.is_met
-            else ""
-        )
+        if self.early_stop is None or not self.early_stop.is_met:
+            return ""
+        return self.early_stop.describe()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best records and the state of the early stop, of each where there are any."""
@@ -320,8 +338,9 @@ class FullValidation:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
-        """Continue after the validation of ``step``; later rows are cut, and what ``state`` lacks
-        starts anew.
+        """Continue after the validation of ``step``; cut later rows from the logs.
+
+        Rows that ``state`` lacks, of a new task or average, start anew.
         """
         for row in self.rows:
             if row.best is not None and (records := _of_row(state.get("best", {}), row.key)):
@@ -337,10 +356,10 @@ class FullValidation:
 
 def _by_weights(values: Mapping[Row, Any]) -> dict[str, Any]:
     """Return values of rows as in files: by weights, and by task if there are several."""
-    found: dict[str, dict[str, Any]] = {}
+    by_weights: dict[str, dict[str, Any]] = {}
     for (weights, task), value in values.items():
-        found.setdefault(weights, {})[task] = value
-    return {weights: unnested(of_task) for weights, of_task in found.items()}
+        by_weights.setdefault(weights, {})[task] = value
+    return {weights: unnested(by_task) for weights, by_task in by_weights.items()}
 
 
 def _of_row(values: Mapping[str, Any], row: Row) -> Any:
@@ -367,6 +386,7 @@ class EarlyStop:
 
     def __init__(self, config: EarlyStopConfig, metrics: Mapping[str, Metric]) -> None:
         self._config, self._metrics = config, metrics
+        # for messages, and to see at a restart whether another error counts now
         self._metric = " and ".join(dict.fromkeys(metrics.values()))
         self.waited = 0
         self.improvements: dict[Row, tuple[float, int]] = {}
@@ -379,25 +399,23 @@ class EarlyStop:
     def add(self, step: int, errors: Mapping[Row, Errors]) -> None:
         """Take the errors of the full validation after ``step``."""
         self.waited += 1
-        for row, found in errors.items():
-            if self._config.weights not in (None, row[0]):
+        for (weights, task), row_errors in errors.items():
+            if self._config.weights not in (None, weights):  # None: all of them are watched
                 continue
-            value, (before, _) = (
-                found.metric(self._metrics[row[1]]),
-                self.improvements.get(row, (math.inf, 0)),
-            )
+            value = row_errors.metric(self._metrics[task])
+            # compared with the last improvement, not with the last value: many small steps down
+            # add up to an improvement
+            before = self.improvements.get((weights, task), (math.inf, 0))[0]
             if math.isfinite(value) and value < before - self._config.min_delta:
-                self.improvements[row] = (value, step)
+                self.improvements[weights, task] = (value, step)
                 self.waited = 0
 
     def describe(self) -> str:
         """Return the reason for the end, with the last improvements."""
         delta = self._config.min_delta
-        by = (
-            f" by more than {show_metric(next(iter(self._metrics.values())), delta)}"
-            if delta > 0
-            else ""
-        )
+        by = ""
+        if delta > 0:
+            by = f" by more than {show_metric(next(iter(self._metrics.values())), delta)}"
         rows = [
             f"{' '.join(filter(None, reversed(row)))} {show_metric(self._metrics[row[1]], value)} "
             f"after step {step:,}"
