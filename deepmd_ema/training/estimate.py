@@ -1,6 +1,4 @@
-"""The cost of a run on this machine, from some of its steps, taken in a folder that is removed
-afterwards.
-"""
+"""The cost of a run on this machine, measured in some of its steps in a temporary folder."""
 
 from __future__ import annotations
 
@@ -41,8 +39,7 @@ _SHOWN_EVERY = 8  # steps between two rows, of which some must be measured
 
 @dataclass(frozen=True)
 class Cost:
-    """The measured cost of a run, by the names in the document of ``dp-ema check --json``; the unit
-    ends a name.
+    """The measured cost of a run, by the names in the document of ``dp-ema check --json``.
 
     Attributes:
         start_s: from the command to the first step, with the checks of the data.
@@ -84,17 +81,13 @@ class Cost:
 
     @property
     def events_s(self) -> float:
-        """Time of rows, validations and checkpoints but the last one, which is a part of
-        ``end_s``.
-        """
-        validations = (
-            (self.validations - 1) * self.validation_s + self.first_validation_s
-            if self.validations
-            else 0.0
-        )
-        return (
-            self.rows * self.row_s + validations + max(0, self.checkpoints - 1) * self.checkpoint_s
-        )
+        """Time of rows, validations and checkpoints, without the last one, a part of ``end_s``."""
+        validations_s = 0.0
+        if self.validations:
+            later_s = (self.validations - 1) * self.validation_s
+            validations_s = later_s + self.first_validation_s
+        checkpoints_s = max(0, self.checkpoints - 1) * self.checkpoint_s
+        return self.rows * self.row_s + validations_s + checkpoints_s
 
     @property
     def total_s(self) -> float:
@@ -105,13 +98,13 @@ class Cost:
 
 
 def measure_steps(config: RunConfig, device: str | None = None, seconds: float = 15.0) -> Cost:
-    """Return the cost of a run, from steps, validations and a checkpoint of it in a process of its
-    own.
+    """Return the cost of a run, measured in a process of its own.
 
-    Counted are the start of the program, the checks of the data, statistics, compilation, steps
-    with and without a search for neighbors, rows, validations, checkpoints, and the end; not
-    TensorBoard and ``change_bias_after_training``. Nothing is written but to a temporary folder.
-    The frames differ, so the mean of some steps has an error.
+    It takes steps, validations and a checkpoint of the run. Counted are the start of the program,
+    the checks of the data, statistics, compilation, steps with and without a search for neighbors,
+    rows, validations, checkpoints, and the end; not TensorBoard and ``change_bias_after_training``.
+    Nothing is written but to a temporary folder. The frames differ, so the mean of some steps has
+    an error.
 
     Args:
         config: of the run.
@@ -134,6 +127,7 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
         (validating, "save_best_dir"),
     ):
         section.pop(name, None)
+    # plain names, so that all files of the run are in the temporary folder
     training |= {
         "save_ckpt": "model.ckpt",
         "disp_file": "lcurve.out",
@@ -143,10 +137,10 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
     training["disp_freq"] = _SHOWN_EVERY
     validating |= {"full_val_file": "val.log"}
     if validating.get("full_val_start") != 1:
-        validating |= {
-            "validation_freq": 10**9,
-            "full_val_start": 0.0,
-        }  # at its end, and when it is measured
+        # no validation among the steps: the stopwatch makes those that it measures
+        validating |= {"validation_freq": 10**9, "full_val_start": 0.0}
+    # a process of its own: its memory, threads and working folder are those of a run, and a run
+    # that is killed for lack of memory does not take this one with it
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as folder:
         Path(folder, "input.json").write_text(json.dumps(values))
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -174,9 +168,9 @@ class _Stopwatch(Callback):
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.within = 0.0
-        self.num_new = 0
-        self.spent: dict[str, list[float]] = defaultdict(list)
+        self.within = 0.0  # seconds of all phases that have ended
+        self.num_new = 0  # steps before the same frames come again; 0: they do not
+        self.spent: dict[str, list[float]] = defaultdict(list)  # by phase
 
     def on_start(self, trainer: Trainer) -> None:
         self.num_steps = trainer.num_steps
@@ -189,12 +183,11 @@ class _Stopwatch(Callback):
         try:
             yield
         finally:
-            if torch.cuda.is_initialized():
+            if torch.cuda.is_initialized():  # else the work of a phase would count in a later one
                 torch.cuda.synchronize()
             took = time.perf_counter() - begin
-            self.spent[phase].append(
-                took - (self.within - before)
-            )  # a step holds what is due after it
+            # a step contains the phases that are due after it: their time is not its own
+            self.spent[phase].append(took - (self.within - before))
             self.within = before + took
 
     def after_step(self, trainer: Trainer) -> None:
@@ -206,6 +199,7 @@ class _Stopwatch(Callback):
         is_enough = step >= 2 * _NEW or (spent > self.seconds and step > _FIRST)
         if step < trainer.num_steps and not is_enough:
             return
+        # two validations, the second with neighbors in the cache, unless the first took too long
         while (
             trainer.validator.rows
             and trainer.schedule.validation
@@ -217,10 +211,8 @@ class _Stopwatch(Callback):
                 break
         # neighbors in memory will still grow during the run
         tasks, length = list(trainer.tasks), trainer.prepared.length
-        cache, part = (
-            tasks[0].train_loader.cache,
-            min(1.0, trainer.num_steps / length.steps_per["epochs"]),
-        )
+        cache = tasks[0].train_loader.cache  # of all tasks
+        part = min(1.0, trainer.num_steps / length.steps_per["epochs"])  # of an epoch
         frames = sum(part * sum(task.train_loader.sampler.num_frames) for task in tasks)
         frames += sum(
             source.num_frames for task in trainer.validator.tasks.values() for source in task.valid
@@ -234,8 +226,7 @@ class _Stopwatch(Callback):
 def _measure(
     folder: str, began: float, device: str | None, seconds: float, path: list[str]
 ) -> dict[str, Any]:
-    """Return the times and the memory of steps of an input in a folder; a process of its own runs
-    this, silently.
+    """Return the times and the memory of steps of an input; run silently in its own process.
 
     Args:
         folder: of the input.
@@ -244,9 +235,11 @@ def _measure(
         seconds: see :func:`measure_steps`.
         path: in which modules are found.
     """
+    # the start of the program by the time of day, the only clock that two processes share
     loaded, entered = time.time() - began, time.perf_counter()
     sys.path[:] = path
     os.chdir(folder)
+    # libraries that are not written in Python write to stderr as well
     logging.disable()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     sys.setswitchinterval(TURN_S)  # as `dp-ema train` does
@@ -258,15 +251,18 @@ def _measure(
     def mean(times: list[float]) -> float:
         return fmean(times) if times else 0.0
 
-    steps, rows, validations = (watch.spent[phase] for phase in ("step", "display", "validation"))
+    steps = watch.spent["step"]
+    rows = watch.spent["display"]
+    validations = watch.spent["validation"]
     counted = steps[_FIRST:] or steps
     step = new_step = mean(counted)
+    # steps with and without a search for neighbors; the first ones of each part are not counted
     new, later = mean(steps[_FIRST : watch.num_new]), mean(steps[watch.num_new :][_FIRST:])
     if new > later > 0:  # else there are too few steps, or it makes no difference
         step, new_step = later, new
-    start = (
-        loaded + watch.first_step - entered + sum(steps[:_FIRST]) - new_step * len(steps[:_FIRST])
-    )
+    # what the first steps take longer than others is a part of the start
+    longer = sum(steps[:_FIRST]) - new_step * len(steps[:_FIRST])
+    start = loaded + watch.first_step - entered + longer
     return {
         "steps": watch.num_steps,
         "steps_of_first_epoch": watch.epoch_steps,

@@ -1,6 +1,4 @@
-"""A training run from its request to its last checkpoint, with the tables in its log at the start
-and the end.
-"""
+"""A training run from its request to its last checkpoint, with the tables in its log."""
 
 from __future__ import annotations
 
@@ -95,46 +93,56 @@ def run_training(
     Raises:
         UserError: for every mistake in the input, the data or the files.
     """
+    # Read the request. The time that the run may take begins here, data and start included.
     began = time.monotonic()
     if not isinstance(request, TrainRequest):
         request = TrainRequest(request, **options)
     elif options:
         raise TypeError(f"run_training: {', '.join(options)} belongs into the request")
+
+    # Keep warnings for the record of the run, join the other processes, and hold locks until the
+    # end, whatever it is.
     launch = find_launch() if launch is None else launch
     with (
         keeping_warnings() as warnings,
         open_world(request.device, launch) as world,
-        ExitStack() as held,
+        ExitStack() as locks,
     ):
+        # Replace names of published models by files: one process of each machine downloads them,
+        # which may take long, and the others then find them in the cache.
         files: dict[str, Any] = {"finetune": request.finetune, "init_model": request.init_model}
         files = {name: file for name, file in files.items() if file is not None}
         with world.all_ranks_ok(world.long_timeout_group):
-            if world.local_rank == 0:  # one process of each machine downloads
+            if world.local_rank == 0:
                 files = {name: local_file(file) for name, file in files.items()}
+
+        # Load the start file and the config on every rank, and compare them: ranks may have read
+        # different files under one path.
         with world.all_ranks_ok():
             files = {name: local_file(file) for name, file in files.items()}
             request = replace(request, **files)
             start, config = load_start(request, launch, world)
         check_same_start(start, config, world)
 
+        # Check and lock the files that are written, before the data are read, which may take long:
+        # a second run in this folder ends here. A seed is drawn only now, by rank 0 for all.
         def take_outputs() -> int:
-            loggers_of(config)
+            loggers_of(config)  # raises where a package of a logger is missing
             check_outputs(config, request)
-            held.enter_context(lock_outputs(config))
-            return (
-                secrets.randbelow(2**31) if config.training.seed is None else config.training.seed
-            )
+            locks.enter_context(lock_outputs(config))
+            seed = config.training.seed
+            return secrets.randbelow(2**31) if seed is None else seed
 
         seed = world.broadcast_from_rank0(take_outputs)
         config = replace(config, training=replace(config.training, seed=seed))
-        # the config of a checkpoint has every default: what has no effect was listed when it was an
-        # input
+
+        # Warn of options without effect. The config of a checkpoint has every default: what has no
+        # effect was listed when it was an input.
         unused = () if request.takes_saved_config else ignored_options(config)
         for line in (*config.notes, *unused):
             logger.warning("%s", line)
-        for name, task in (
-            config.tasks.items() if request.restart is None and request.finetune is None else ()
-        ):
+        starts_without_tuning = request.restart is None and request.finetune is None
+        for name, task in config.tasks.items() if starts_without_tuning else ():
             head, place = task.model.finetune_head, task.place("model")
             if head and (name or request.init_model is None):
                 also = " or --init-model" if not name else ""
@@ -143,20 +151,29 @@ def run_training(
                 )
             if task.model.finetune_bias == "keep":
                 logger.warning('%s.finetune_bias = "keep": no effect without --finetune', place)
+
+        # Open and check the data, and build the models with their first weights.
         try:
             prepared = prepare(config, start, world, request.skip_neighbor_stat)
         except DataError as error:
             if not request.takes_saved_config or "no such file" not in str(error):
                 raise
-            words = command("dp-ema", "train", "--restart", request.restart, "input.json")
-            advice = f"If the data have moved, give an input with their new paths: `{words}`."
+            restart = command("dp-ema", "train", "--restart", request.restart, "input.json")
+            advice = f"If the data have moved, give an input with their new paths: `{restart}`."
             raise DataError([*error.findings, advice]) from error
+
+        # The first files, once all mistakes of input and data are excluded: files of an earlier
+        # run are moved away, then the config and the record of the run are written.
         world.broadcast_from_rank0(
             partial(write_config, prepared.config, request.output, is_new=start.step == 0)
         )
-        written, device = Path(RECORD) if world.is_main else None, describe_device(world.device)
-        record = RunRecord(written, warnings, device, world.size, began, continues=start.step > 0)
+        record_file, device = Path(RECORD) if world.is_main else None, describe_device(world.device)
+        record = RunRecord(
+            record_file, warnings, device, world.size, began, continues=start.step > 0
+        )
         with record.ending():
+            # Build the parts of the run, then log the table of the start: some of its lines need
+            # them.
             with world.all_ranks_ok():
                 deadline, file = began + request.max_time, request.file or request.output
                 trainer = Trainer(
@@ -168,6 +185,8 @@ def run_training(
             findings = [finding for length in lengths for finding in length.findings]
             for line in (*findings, *remarks):
                 logger.warning("%s", line)
+
+            # Train, and collect what is returned while the parts of the run exist.
             trainer.run()
             seconds = time.monotonic() - began
             table, saver = end_table(trainer, trainer.step - start.step, seconds), trainer.saver
@@ -190,7 +209,8 @@ def run_training(
                 step=trainer.step,
                 seconds=seconds,
             )
-            del trainer, saver  # before the process group is destroyed
+            # sharded tensors and the writer refer to process groups, which are destroyed next
+            del trainer, saver
         logger.info("%s", "\n".join(render(table, "  ")))
         return trained
 
@@ -212,17 +232,18 @@ def train(
     log = logging.getLogger("deepmd_ema")
     if not log.hasHandlers():
         set_up_logging()
-    elif (
-        log.level == logging.NOTSET
-    ):  # the level of the program, often WARNING, would hide the errors of each row
+    elif log.level == logging.NOTSET:
+        # the level of the program, often WARNING, would hide the errors of each row
         log.setLevel(logging.INFO)
     return run_training(request, **options)
 
 
 def load_start(request: TrainRequest, launch: Launch, world: World) -> tuple[Start, RunConfig]:
-    """Return the start of a run, and its checked config, with what it leaves open as it is in the
-    start file.
+    """Return the start of a run, and its checked config.
+
+    What the input leaves open is as in the start file.
     """
+    # the file to start from, none in a new run
     heads, start = request.heads(), Start()
     if request.restart is not None:
         start = load_restart(request.restart, (world.rank, world.size))
@@ -230,15 +251,19 @@ def load_start(request: TrainRequest, launch: Launch, world: World) -> tuple[Sta
         start = load_pretrained(request.finetune, heads)
     elif request.init_model is not None:
         start = load_weights(request.init_model, heads.get(""))
+
+    # the config: of the checkpoint, of the input with the models of the file, or of the input; rank
+    # 0 reports mistakes of the input together with those of the data
     if request.takes_saved_config:  # its notes are logged when it is compared with the checkpoint
-        given = replace(saved_config(start.config, str(start.path), whole=True), notes=())
+        run = replace(saved_config(start.config, str(start.path), whole=True), notes=())
     elif request.use_pretrain_script:
-        given = request.input.with_model(start.model_section).config
+        run = request.input.with_model(start.model_section).config
     else:
-        given = checked_config(request.input) if world.is_main else request.input.config
-    # what the input leaves open is as in the start file
+        run = checked_config(request.input) if world.is_main else request.input.config
     restart = request.restart if request.takes_saved_config else None
-    config = start.adopt_from_checkpoint(as_launched(given, launch.launched, restart, world.size))
+    config = start.adopt_from_checkpoint(as_launched(run, launch.launched, restart, world.size))
+
+    # a restart must continue the same run, and one without an input may write to its folder only
     if request.restart is not None:
         start = check_resumable(start, config, request.allow_config_change)
     if request.takes_saved_config:
@@ -256,9 +281,7 @@ SHARED = {
 
 
 def start_table(trainer: Trainer) -> Table:
-    """Return the summary of ``dp-ema check`` with facts that are known once the parts of the run
-    are built.
-    """
+    """Return the summary of ``dp-ema check``, with facts of the parts of a run that are built."""
     prepared = trainer.prepared
     bank = trainer.bank
     num_steps = trainer.num_steps
@@ -275,42 +298,37 @@ def start_table(trainer: Trainer) -> Table:
         *config_summary(config, num_steps, prepared.length.steps_per),
     ]
     averages = [bank[name].profile for name in bank.names]
-    for task, made in prepared.tasks.items():
-        of = f"{task}: " if task else ""
-        trained = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
-        frozen = sum(p.numel() for p in made.model.parameters()) - trained
-        words = f"{of}{trained:,} trained parameters" + (
-            f" and {frozen:,} frozen" if frozen > 0 else ""
-        )
-        frames = sum(system.num_frames for system in made.train)
-        length = prepared.length.tasks[task]
-        part = (
-            f", {100 * length.share:.3g} % of the steps = {length.epochs:.1f} epochs"
-            if task
-            else ""
-        )
-        pairs.append(
-            (
-                "training",
-                f"{words}, {counted(frames, 'frame')} of "
-                f"{counted(len(made.train), 'system')}{part}",
-            )
-        )
+
+    # a line for each task: parameters, frames, and its share of the steps if there are several
+    for name, task in prepared.tasks.items():
+        trained = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
+        frozen = sum(p.numel() for p in task.model.parameters()) - trained
+        text = f"{name}: " if name else ""
+        text += f"{trained:,} trained parameters"
+        if frozen > 0:
+            text += f" and {frozen:,} frozen"
+        frames = sum(system.num_frames for system in task.train)
+        text += f", {counted(frames, 'frame')} of {counted(len(task.train), 'system')}"
+        if name:
+            length = prepared.length.tasks[name]
+            text += f", {100 * length.share:.3g} % of the steps = {length.epochs:.1f} epochs"
+        pairs.append(("training", text))
+    # averages with a Python hook, which the summary of the config does not know
     pairs += [
         ("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
         for p in averages
         if p.should_update is not None
     ]
     if (batches := config.training.accumulate) > 1:
-        frames_of_step = f"{prepared.length.frames_per_step:.6g} frames" + (
-            " over all ranks" if world.size > 1 else ""
-        )
-        pairs.append(("step", f"{batches} batches, {frames_of_step}"))
+        where = " over all ranks" if world.size > 1 else ""
+        frames_text = f"{prepared.length.frames_per_step:.6g} frames{where}"
+        pairs.append(("step", f"{batches} batches, {frames_text}"))
     parameters = dict(prepared.models.named_parameters())
     lines = describe_groups(config.optimizer.groups, prepared.models.first_names(), parameters)
     pairs += [("group", line) for line in lines]
     logger.debug("embedding networks: %s", trainer.interpolation.describe())
-    # a kept copy has its trained parameters in float32, everything else as it is
+    # the size of all snapshots on the disk: a copy has its trained parameters in float32, and all
+    # other tensors as they are
     trained_names = {n for n, p in parameters.items() if p.requires_grad}
     state = prepared.models.state_dict()
     num_bytes = sum(
@@ -326,26 +344,27 @@ def start_table(trainer: Trainer) -> Table:
     if total:
         text = "MB of disk in all, in float32; `dp-ema posthoc` finds the best length from them"
         pairs.append(("snapshots", f"{total / 1e6:,.2f} {text}"))
-    # kinds and units of the errors in the rows of the log
+    # kinds (RMSE or MAE) and units of the errors in the rows of the log, by unit; the stress S is
+    # not in the rows
     kinds = set[str]()
-    letters_of: dict[str, list[str]] = {}
-    for item in prepared.tasks.values():
-        if ENERGY in item.model.labels:
-            kinds |= {name.partition("_")[0].upper() for name in item.loss.display_names}
-        errors = [error for name in item.model.labels for error in LABELS[name].errors]
-        if ATOM_PREF in item.config.labels:
+    letters_by_unit: dict[str, list[str]] = {}
+    for task in prepared.tasks.values():
+        if ENERGY in task.model.labels:
+            kinds |= {name.partition("_")[0].upper() for name in task.loss.display_names}
+        errors = [error for name in task.model.labels for error in LABELS[name].errors]
+        if ATOM_PREF in task.config.labels:
             errors.append(WEIGHTED_FORCE)
         for error in errors:
-            letters = letters_of.setdefault(error.display_unit or "the unit of the labels", [])
+            letters = letters_by_unit.setdefault(error.display_unit or "the unit of the labels", [])
             if error.metric not in ("", "S", *letters):
                 letters.append(error.metric)
     units = ", ".join(
-        f"{' and '.join(letters)} in {unit}" for unit, letters in letters_of.items() if letters
+        f"{' and '.join(letters)} in {unit}" for unit, letters in letters_by_unit.items() if letters
     )
-    words = f"{' or '.join(sorted(kinds)) or 'errors'} of batches, {units}"
+    text = f"{' or '.join(sorted(kinds)) or 'errors'} of batches, {units}"
     if config.fully_validated:
-        words += "; full: RMSE of all validation frames, * lowest so far"
-    pairs.append(("rows", words))
+        text += "; full: RMSE of all validation frames, * lowest so far"
+    pairs.append(("rows", text))
     program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return facts(f"{program}, on {describe_device(world.device)}", pairs)
 
@@ -401,23 +420,31 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     saver, config = trainer.saver, trainer.prepared.config
     averages = {name: series.link for name, series in saver.averages.items()}
     heads = [name for name in config.tasks if name]
-    over = (
-        f"after step {trainer.step:,} of {trainer.num_steps:,}, as the time is over; everything "
-        "is saved"
-    )
-    early = (
-        f"early, after step {trainer.step:,}: {why}" if (why := trainer.record.early_end) else ""
-    )
-    pairs = [("stopped", over if trainer.is_out_of_time else early), ("heads", ", ".join(heads))]
+
+    # why the run has ended before its last step; a pair without a text is left out
+    why = ""
+    if trainer.is_out_of_time:
+        why = (
+            f"after step {trainer.step:,} of {trainer.num_steps:,}, as the time is over; "
+            "everything is saved"
+        )
+    elif trainer.record.early_end:
+        why = f"early, after step {trainer.step:,}: {trainer.record.early_end}"
+    pairs = [("stopped", why), ("heads", ", ".join(heads))]
+
+    # files: averages, and the best weights by row of the validation
     pairs += [("averaged", f"{link} ({name})") for name, link in averages.items()]
     for row in trainer.validator.rows:
         if row.best is not None and row.best.records:
             value, step = row.best.records[0]
             shown = f"{row.name}, {row.best.metric} = {show_metric(row.best.metric, value)}"
             pairs.append(("best", f"{row.best.path(step)} ({shown})"))
-    fitted = " before the bias was fitted again" * config.training.change_bias_after_training
-    when = f"step {trainer.reporter.validated_step:,}{fitted}"
-    before = trainer.reporter.before  # averages start from the loaded weights too
+
+    # last errors, beside those of the loaded weights, from which averages start, too
+    when = f"step {trainer.reporter.validated_step:,}"
+    if config.training.change_bias_after_training:
+        when += " before the bias was fitted again"
+    before = trainer.reporter.before
     since = "before -> " if before else ""
     pairs += [
         (
@@ -430,14 +457,12 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     for (weights, task), (step, errors) in trainer.reporter.tested.items():
         name = f"{task} {weights}".lstrip()
         pairs.append(("test", f"{name}, step {step:,}, MAE / RMSE: {describe_errors(errors)}"))
+
+    # time and memory
     compiler = trainer.validator.models.compiler
     if compiler is not None:
-        pairs.append(
-            (
-                "compiled",
-                f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time",
-            )
-        )
+        share = f"{100 * compiler.seconds / seconds:.0f} % of the time"
+        pairs.append(("compiled", f"{compiler.describe()}, {share}"))
     writer = saver.writer
     logger.debug(
         "files of %s written in %s beside training, which waited %s for them (%s) and %.1f %% of "
@@ -448,35 +473,32 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
         counted(writer.waits, "time"),
         100 * trainer.times.waiting_share(),
     )
-    device, parts = (
-        trainer.world.device,
-        [f"{duration(seconds)} for {counted(steps, 'step')}, validation included"],
-    )
-    parts += [f"{peak_memory() / 1e9:.2g} GB at most"] * (peak_memory() > 0)
+    device = trainer.world.device
+    parts = [f"{duration(seconds)} for {counted(steps, 'step')}, validation included"]
+    if peak_memory() > 0:  # 0 where the system does not say
+        parts.append(f"{peak_memory() / 1e9:.2g} GB at most")
     if device.type == "cuda":
         parts.append(f"{torch.cuda.max_memory_reserved(device) / 1e9:.2g} GB of the GPU")
     pairs.append(("time", ", ".join(parts)))
+
+    # commands: to continue, and for the model of the run, that of an average if there is one; the
+    # averaged point of a schedule-free optimizer is the model that it trains
     pairs.append(("continue", restart_command(trainer) if trainer.is_out_of_time else ""))
-    # the averaged point of a schedule-free optimizer is the model that it trains
-    own = [
+    trained_points = [
         averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeProfile)
     ]
-    model = [*own, *averages.values(), saver.live.link][0]
+    model = [*trained_points, *averages.values(), saver.live.link][0]
     validated = [
         name for name, task in config.tasks.items() if task.data.validation_data is not None
     ]
     if validated:
-        head = ["--head", validated[0]] * bool(heads)
-        words = ["dp-ema", "test", "-m", model, *head, "--valid-data", trainer.input_file, "--plot"]
-        pairs.append(("next", command(*words)))
-    split = any(task.data.validation_fraction is not None for task in config.tasks.values())
-    pairs.append(
-        (
-            "next",
-            "dp-ema report" + "  (errors and parity of the frames that were split off)" * split,
-        )
-    )
-    pairs.append(
-        ("next", command("dp-ema", "freeze", "-c", model, *(["--head", heads[0]] if heads else [])))
-    )
+        head = ["--head", validated[0]] if heads else []
+        data = ["--valid-data", trainer.input_file]
+        pairs.append(("next", command("dp-ema", "test", "-m", model, *head, *data, "--plot")))
+    report = "dp-ema report"
+    if any(task.data.validation_fraction is not None for task in config.tasks.values()):
+        report += "  (errors and parity of the frames that were split off)"
+    pairs.append(("next", report))
+    head = ["--head", heads[0]] if heads else []
+    pairs.append(("next", command("dp-ema", "freeze", "-c", model, *head)))
     return facts(f"trained model: {saver.live.link}", pairs)

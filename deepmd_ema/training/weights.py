@@ -1,6 +1,4 @@
-"""Start of a run: from its seed, the weights of a file, models that are fine-tuned, or a
-checkpoint.
-"""
+"""Start of a run: its seed, the weights of a file, models that are fine-tuned, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,7 @@ _OF_THE_RUN = frozenset(
         "interpolate",  # how it is trained and evaluated
         "finetune_head",
         "finetune_bias",
-        "model_branch_alias",  # what is taken from a file
+        "model_branch_alias",  # the model of a file that a task starts from
         # first biases and statistics
         "data_stat_nbatch",
         "data_stat_protect",
@@ -57,7 +55,7 @@ _PAIRS = ("exclude_types", "pair_exclude_types")
 _NUMBERS = ("atom_exclude_types", "sel_type")
 _ENTRIES = ("scale",)
 _BY_NUMBER = (*_PAIRS, *_NUMBERS, *_ENTRIES, "atom_ener")
-_OF_TABLES = ("use_srtab",)  # a table of other elements has other columns
+_OF_TABLES = ("use_srtab",)  # file of pair energies, which for other elements has other columns
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,9 @@ class Start:
     moved: Mapping[str, str] = field(default_factory=dict)
 
     def moves_bias(self, task: str, choice: str) -> str | None:
-        """Return the way in which the output bias of a task is moved to the data at the start;
-        None: it is fresh.
+        """Return the way in which the output bias of a task is moved to its data.
+
+        None: the bias is fresh.
 
         Args:
             task: its name.
@@ -115,6 +114,7 @@ class Start:
         """
         if task not in self.sources or self.sources[task].fresh_fitting:
             return None
+        # the task continues with labels of the same method, so that its bias fits
         is_same = not self.fine_tunes or (choice == AUTO and self.sources[task].continues)
         return KEEP if is_same else choice
 
@@ -123,10 +123,13 @@ class Start:
         return [name for name in type_map if name not in self.saved[task].type_map]
 
     def min_nbor_dist(self, task: str, in_data: float | None) -> float | None:
-        """Return the nearest pair that the model of a task has seen, angstrom: in its data, or as
-        the file records.
+        """Return the distance of the nearest pair that the model of a task has seen, angstrom.
+
+        Args:
+            task: its name.
+            in_data: nearest pair of its training data.
         """
-        if self.payload:
+        if self.payload:  # the record of the run that is continued
             recorded: float | None = nested(self.payload.get("min_nbor_dist"), (task,)).get(task)
             return recorded
         if task not in self.sources:
@@ -135,23 +138,24 @@ class Start:
         return min((d for d in (in_data, before) if d is not None), default=None)
 
     def run_id(self, config: RunConfig) -> str:
-        """Return the identifier of this trajectory of weights: the same config and start always
-        give the same.
-        """
+        """Return the identifier of this trajectory of weights, a function of config and start."""
         if self.payload.get("run"):  # files of 0.1.0 have none
             return str(self.payload["run"])
-        origin = f"{self.path}{' fine-tuned' * self.fine_tunes}" if self.sources else ""
+        suffix = " fine-tuned" if self.fine_tunes else ""
+        origin = f"{self.path}{suffix}" if self.sources else ""
         text = json.dumps(
             [__version__, self.config if self.payload else to_dict(config), origin], sort_keys=True
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def model_section(self, values: Any) -> Any:
-        """Return the section ``model`` of the file, in place of ``values``, that of the input,
-        which may be wrong.
+        """Return the section ``model`` of the file, in place of that of the input.
 
         For fine-tuning it has descriptors and fitting networks of the file, trainable as given. A
         part that tasks share is that of the first of them that takes it from the file.
+
+        Args:
+            values: the section of the input, which may be wrong.
 
         Raises:
             ConfigError: if the run does not start from a file, the file does not say what its
@@ -173,6 +177,7 @@ class Start:
             return self.config["model"]
         if "" in self.sources:
             return self._tuned_section("", values, {}, {})
+        # a section that is wrong is returned as it is: the check of the input reports it
         models = values.get("model_dict") if isinstance(values, Mapping) else None
         if not isinstance(models, Mapping):
             return values
@@ -208,7 +213,11 @@ class Start:
             return section
         taken = ("descriptor",) if source.fresh_fitting else ("descriptor", "fitting_net")
         type_map = values.get("type_map", section["type_map"])
+        # a name is that of a list in `shared_dict`
         elements = before.get(type_map) if isinstance(type_map, str) else type_map
+
+        # Options that count elements by their numbers in type_map would mean other elements with
+        # another type_map, and a linear model of parts has one in each part.
         by_number = f"the parts of {self.path} are for" if saved.type == "linear_ener" else ""
         if not by_number:
             if isinstance(elements, list) and (
@@ -237,14 +246,14 @@ class Start:
         return {**values, "type_map": type_map, **parts}
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
-        """Return ``config`` with what it leaves open as in the file: ``sel`` where it fits, and the
-        seed of a restart.
+        """Return ``config`` with open options as in the file: ``sel``, and the seed of a restart.
 
         Raises:
             CheckpointError: if the file holds models of other elements or tasks.
             ConfigError: if a bias is to be kept for a fitting network that is fresh.
         """
         is_new, models = not self.payload, {}
+        # --init-model takes the weights of a task from the model of its name
         missing = [name for name in config.tasks if name not in self.saved]
         if missing and self.sources and not self.fine_tunes:
             has = (
@@ -262,18 +271,18 @@ class Start:
         for name, task in config.tasks.items():
             if (saved := self.saved.get(name)) is None:
                 continue
-            model, place, fits = task.model, task.place("model"), True
+            model, place = task.model, task.place("model")
+            fits = True  # whether numbers of neighbors of the file fit the descriptor of the input
             if self.fine_tunes:
                 if model.finetune_bias == "keep" and self.sources[name].fresh_fitting:
                     raise ConfigError(
                         f'{place}.finetune_bias = "keep": the fitting network starts anew, and '
-                        "its bias is a fit of "
-                        "the labels. Leave it out, or choose a model of the file with "
-                        "finetune_head."
+                        "its bias is a fit of the labels. Leave it out, or choose a model of the "
+                        "file with finetune_head."
                     )
-                fits = (
-                    len(saved.descriptor.neighbors or ()) == 1 or model.type_map == saved.type_map
-                )
+                # one number for all elements, or a number for each of the same elements
+                has_one_number = len(saved.descriptor.neighbors or ()) == 1
+                fits = has_one_number or model.type_map == saved.type_map
                 fits = fits and model.descriptor.type == saved.descriptor.type
             elif saved.type_map != model.type_map:
                 raise CheckpointError(
@@ -298,13 +307,12 @@ class Start:
         )
 
     def _refuse_another_quantity(self, saved: ModelConfig, model: ModelConfig, place: str) -> None:
-        """Raise CheckpointError if the fitting network of a file predicts another quantity than
-        that of the input.
+        """Raise CheckpointError if file and input have fitting networks of different quantities.
 
         Shapes may agree, and the network and the bias of energies would be those of a band gap.
         """
-        there, here = saved.fitting_net.labels[0], model.fitting_net.labels[0]
-        if there == here:
+        saved_label, label = saved.fitting_net.labels[0], model.fitting_net.labels[0]
+        if saved_label == label:
             return
         fresh = "the descriptor alone is taken with --finetune and --model-branch RANDOM"
         if place != "model":
@@ -313,13 +321,12 @@ class Start:
                 f"{place}"
             )
         raise CheckpointError(
-            f"{self.path}: a model of {there}, and {place}.fitting_net predicts {here}: its "
-            f"fitting network and bias are of another quantity. Use a model of {here}; {fresh}."
+            f"{self.path}: a model of {saved_label}, and {place}.fitting_net predicts {label}: its "
+            f"fitting network and bias are of another quantity. Use a model of {label}; {fresh}."
         )
 
     def load_weights(self, models: ModelSet) -> None:
-        """Put the weights of the file into ``models``, also into what new tasks share with those of
-        the file.
+        """Put the weights of the file into ``models``, also into shared parts of new tasks.
 
         Raises:
             CheckpointError: naming every missing, extra or reshaped tensor.
@@ -329,12 +336,12 @@ class Start:
             self._fine_tune(by_task)
         if self.fine_tunes or not self.saved:
             return
-        # all of them into the models of the same tasks: a restart may have new ones, and fewer
+        # Only into the models of tasks that the file has: a restart may have new tasks, and lack
+        # some. A set of these models has the names of tensors that the file has.
         taken = ModelSet({task: model for task, model in by_task.items() if task in self.saved})
         if self.payload:
-            state: Mapping[str, Tensor] = whole(
-                self.payload["model"]
-            )  # whatever was made of them after training
+            # raw weights: a restart does not continue from a bias that was fitted after training
+            state: Mapping[str, Tensor] = whole(self.payload["model"])
             weights, step = self.payload["weights"], self.payload["step"]
         else:
             state = ModelSet(
@@ -350,16 +357,16 @@ class Start:
             self.path,
         )
         taken.load_state_dict(state)
+
+        # A case is the number by which a shared fitting network knows the task. Tasks of the file
+        # keep theirs, whatever the names of new tasks are, and new tasks get numbers that are free.
         new = [model.fitting for task, model in by_task.items() if task not in self.saved]
         cases = {model.fitting.case for model in taken.by_task.values()}
-        for fitting, case in zip(
-            new, (n for n in range(len(by_task) + len(cases)) if n not in cases)
-        ):
-            fitting.set_case(
-                case
-            )  # a task that stays has the case of before, whatever the names of new ones are
-        words = "step not known" if step is None else f"step {step}"
-        logger.info("weights of %s (%s, %s)", self.path, weights or "live or averaged", words)
+        free_cases = (n for n in range(len(by_task) + len(cases)) if n not in cases)
+        for fitting, case in zip(new, free_cases):
+            fitting.set_case(case)
+        step_text = "step not known" if step is None else f"step {step}"
+        logger.info("weights of %s (%s, %s)", self.path, weights or "live or averaged", step_text)
 
     def _fine_tune(self, by_task: Mapping[str, EnergyModel]) -> None:
         """Take over the weights of the file for the elements that it has.
@@ -367,7 +374,9 @@ class Start:
         What tasks share has the weights that it has in the model of the first of them, a fitting
         network those of the first that does not start anew.
         """
-        order = [*by_task][::-1]  # the last to be written stays
+        # The last to be written stays: tasks with fresh fitting networks first, and the first task
+        # of the input last.
+        order = [*by_task][::-1]
         order.sort(key=lambda task: not self.sources[task].fresh_fitting)
         for task in order:
             source, model = self.sources[task], by_task[task]
@@ -393,6 +402,8 @@ class Start:
                 )
                 last = "." if source.fresh_fitting else f", or a fresh fitting network ({head})."
                 raise CheckpointError("\n  ".join([*lines, advice + last])) from error
+
+        # in the order of the input
         for task, model in by_task.items():
             source = self.sources[task]
             new = self.new_elements(task, model.type_map)
@@ -406,16 +417,19 @@ class Start:
             )
         if len(by_task) == 1:
             return
+
         # Tasks that share a fitting network have a case each. One that comes from a model of the
-        # file keeps the case of that model, with which the network was trained; of two from the
-        # same model that which keeps its bias, or the first.
-        taken: dict[int, set[int]] = {}
-        for task in sorted(
+        # file keeps the case of that model, with which the network was trained. If two come from
+        # the same model, the one that keeps its bias has the case, or the first.
+        by_claim = sorted(
             by_task,
             key=lambda task: (self.sources[task].fresh_fitting, not self.sources[task].continues),
-        ):
+        )
+        taken: dict[int, set[int]] = {}  # cases by shared network, which its first block identifies
+        for task in by_claim:
             fitting = by_task[task].fitting
-            cases = taken.setdefault(id(next(iter(fitting.blocks()), (fitting,))[0]), set())
+            first_block = next(iter(fitting.blocks()), (fitting,))[0]
+            cases = taken.setdefault(id(first_block), set())
             case = next(n for n in (fitting.case, *range(len(cases) + 1)) if n not in cases)
             cases.add(case)
             fitting.set_case(case)
@@ -458,7 +472,7 @@ def load_weights(file: str, head: str | None = None) -> Start:
     loaded = load_models(
         file, choose=lambda names: names if head is None else [_named(names, head, file)]
     )
-    # whatever the name of the model is
+    # a chosen model is that of the only task, whatever its name in the file is
     sources = {name if head is None else "": Source(model) for name, model in loaded.models.items()}
     saved = {name: source.loaded.config for name, source in sources.items()}
     first = next(iter(loaded.models.values()))
@@ -473,8 +487,8 @@ def load_pretrained(file: str, heads: Mapping[str, str | None] | None = None) ->
     """
     if name := check_digest(Path(file)):
         logger.info("%s: the published model %s, sha256 verified", file, name)
-    # for a task: the model of the file, whether its fitting network is fresh, whether its bias is
-    # kept
+    # by task: the name of the model in the file, and the attributes fresh_fitting and continues of
+    # its source
     chosen: dict[str, tuple[str, bool, bool]] = {}
 
     def choose(names: Mapping[str, Sequence[str]]) -> set[str]:
@@ -484,31 +498,25 @@ def load_pretrained(file: str, heads: Mapping[str, str | None] | None = None) ->
                 chosen[task] = first, True, False
             elif head is not None:
                 chosen[task] = _named(names, head, file), False, False
-            elif (
-                task in names
-            ):  # the only model for the only task; or the model of a task for the task of its name
+            # the only model for the only task, or the model of a task for the task of its name
+            elif task in names:
                 chosen[task] = task, False, bool(task)
             else:
                 chosen[task] = first, True, False
-                has, missing = (
-                    "one model" if "" in names else ", ".join(names),
-                    "no --model-branch chooses one",
-                )
+                has = "one model" if "" in names else ", ".join(names)
+                missing = "no --model-branch chooses one"
                 if task:
-                    option, expected = (
-                        f"model.model_dict.{task}.finetune_head",
-                        ONLY if "" in names else "a name",
-                    )
+                    option = f"model.model_dict.{task}.finetune_head"
+                    expected = ONLY if "" in names else "a name"
                     missing = (
                         f'no {option} chooses one ({expected}; "{RANDOM}" says that this is meant)'
                     )
-                of_task = f" of task {task}" if task else ""
                 logger.warning(
                     "%s holds %s: %s, so the fitting network%s starts anew",
                     file,
                     has,
                     missing,
-                    of_task,
+                    f" of task {task}" if task else "",
                 )
         return {name for name, *_ in chosen.values()}
 
@@ -527,8 +535,9 @@ def _named(names: Mapping[str, Sequence[str]], head: str, file: str) -> str:
 def report_differences(
     saved: ModelConfig, model: ModelConfig, place: str, is_fresh: bool = False
 ) -> None:
-    """Warn of options of a model that are not those of its file: weights may fit and mean another
-    thing.
+    """Warn of options of a model that are not those of its file.
+
+    With them weights may fit and mean another thing.
 
     Args:
         saved: section ``model`` of the file.
@@ -536,8 +545,10 @@ def report_differences(
         place: of the latter in the input.
         is_fresh: whether the fitting network starts anew.
     """
+    # elements by their names, as far as both have them: another order of type_map is no difference
     common = [name for name in model.type_map if name in saved.type_map]
-    before, now = (_by_element(to_dict(one), one.type_map, common) for one in (saved, model))
+    before = _by_element(to_dict(saved), saved.type_map, common)
+    now = _by_element(to_dict(model), model.type_map, common)
     if is_fresh:
         before.pop("fitting_net", None)
         now.pop("fitting_net", None)
@@ -569,10 +580,10 @@ def report_differences(
 
 
 def _by_element(value: Any, type_map: Sequence[str], common: Sequence[str]) -> Any:
-    """Return a section with names of elements in place of their numbers, as far as both models have
-    them.
+    """Return a section with names of elements in place of their numbers.
 
-    Options that may differ from those of the file are left out.
+    Elements that only one of the models has are left out, and so are options that may differ from
+    those of the file.
     """
     if isinstance(value, list):
         return [_by_element(part, type_map, common) for part in value]
@@ -595,39 +606,43 @@ def _by_element(value: Any, type_map: Sequence[str], common: Sequence[str]) -> A
 
 
 def _part(values: Any, section: Any, before: Mapping[str, Any], shared: dict[str, Any]) -> Any:
-    """Return a section of the file in place of that of the input, which may be the name of a shared
-    one.
+    """Return a section of the file in place of that of the input.
+
+    Args:
+        values: the section of the input, or the name of a part that tasks share.
+        section: that of the file.
+        before: the parts that tasks share in the input.
+        shared: takes those of the file instead.
     """
     if isinstance(values, str):
-        key = values.partition(":")[0]
+        key = values.partition(":")[
+            0
+        ]  # `name:level`, where 1 shares the embedding of elements only
         shared.setdefault(key, _part(before.get(key), section, {}, {}))
         return values
-    of_input = values if isinstance(values, Mapping) else {}
-    part = {
-        **copy.deepcopy(section),
-        **({"trainable": of_input["trainable"]} if "trainable" in of_input else {}),
-    }
-    parts, names = part.get("list"), of_input.get("list")
+    # a copy, as the section of the file may be taken by several tasks
+    input_section = values if isinstance(values, Mapping) else {}
+    part = copy.deepcopy(section)
+    if "trainable" in input_section:
+        part["trainable"] = input_section["trainable"]
+    # the list of a hybrid descriptor, whose parts may be shared one by one
+    parts, names = part.get("list"), input_section.get("list")
     if isinstance(parts, list) and isinstance(names, list) and len(parts) == len(names):
         part["list"] = [
-            _part(name, one, before, shared) if isinstance(name, str) else one
-            for name, one in zip(names, parts)
+            _part(name, inner, before, shared) if isinstance(name, str) else inner
+            for name, inner in zip(names, parts)
         ]
     return part
 
 
 def _paths_by_number(value: Any, path: str) -> Iterator[str]:
-    """Yield the paths of options that count elements by number, in a section and in those inside of
-    it.
-    """
-    inside = (
-        value.items()
-        if isinstance(value, Mapping)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for key, part in inside:
+    """Yield the paths of options of a section, at any depth, that count elements by number."""
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        entries = value.items()
+    elif isinstance(value, list):
+        entries = enumerate(value)
+    for key, part in entries:
         place = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}"
         if key in _BY_NUMBER and part and (key not in _ENTRIES or isinstance(part, list)):
             yield place
