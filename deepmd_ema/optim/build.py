@@ -68,8 +68,8 @@ def build_optimizer(
     named = dict(named_parameters)
     trained = {name: p for name, p in named.items() if p.requires_grad}
 
-    # class and options: the optimizers of this package take the options of their section by name,
-    # those of torch take `betas`, and `eps` from DeePMD-kit
+    # Class and options. The optimizers of this package take the options of their section by name;
+    # torch takes `betas`, and gets the `eps` of DeePMD-kit.
     kind: type[torch.optim.Optimizer]
     settings = asdict(config)
     del settings["groups"]
@@ -324,12 +324,11 @@ def optimizer_state(
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, named_parameters: NamedParameters, state: Mapping[str, Any]
 ) -> None:
-    """Copy a state made by :func:`optimizer_state` into an optimizer over parameters of the same
-    names.
+    """Copy a state made by :func:`optimizer_state` into an optimizer.
 
-    The state must be whole on every rank, however it was or will be sharded. Parameters that it
-    names under ``new`` (of tasks that the checkpoint does not have) keep the state that the
-    optimizer has.
+    Its parameters have the same names. The state must be whole on every rank, however it was or
+    will be sharded. Parameters that it names under ``new`` (of tasks that the checkpoint does not
+    have) keep the state that the optimizer has.
 
     Raises:
         CheckpointError: if the state is of another optimizer or other parameters; nothing is
@@ -377,4 +376,4 @@ def check_state_type(state: Mapping[str, Any], kind: str) -> None:
 
 def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that this rank updates itself."""
-    return getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
+    return getattr(optimizer, "optim", optimizer)  # a ZeroRedundancyOptimizer has it as `optim`

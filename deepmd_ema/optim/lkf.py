@@ -176,7 +176,9 @@ def block_sizes(counts: Sequence[int], block_size: int) -> list[int]:
     for count in counts:
         if count > block_size:
             full, rest = divmod(count, block_size)
-            sizes += [block_size] * full + [rest] * (rest > 0)
+            sizes += [block_size] * full
+            if rest:
+                sizes.append(rest)
             open_block = False
         elif open_block and sizes[-1] + count <= block_size:
             sizes[-1] += count

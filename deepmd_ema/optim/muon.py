@@ -270,7 +270,7 @@ class MatrixVector(ParameterVector):
         super().__init__(parameters, states)
         device = parameters[0].device
         # The Gram matrix of a square matrix is as large as the matrix: it saves nothing.
-        kinds = (POLYNOMIAL, GRAM if gram else POLYNOMIAL)  # of square matrices, and of the rest
+        kinds = (POLYNOMIAL, GRAM if gram else POLYNOMIAL)  # for square matrices, and the rest
         self.stacks = Stacks(
             shapes, lambda rows, columns: kinds[rows != columns], device, fill=device.type != "cpu"
         )

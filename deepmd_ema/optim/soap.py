@@ -100,7 +100,7 @@ class SOAP(GuardedOptimizer):
         new["step"] = torch.add(values["step"], 1, out=out["step"])
         g, mean = (vector.full(t).view(count, *shape) for t in (gradient, new["exp_avg"]))
         in_basis, mean = (rotated(t, bases) for t in (g, mean))
-        # of sharded parameters only the entries of this rank are kept in v
+        # this rank keeps its own entries of v, where parameters are sharded
         square = vector.own((in_basis * in_basis).reshape(-1))
         new["exp_avg_sq"] = square = torch.lerp(
             values["exp_avg_sq"], square, 1 - b2, out=out["exp_avg_sq"]

@@ -211,8 +211,8 @@ class _Stopwatch(Callback):
                 break
         # neighbors in memory will still grow during the run
         tasks, length = list(trainer.tasks), trainer.prepared.length
-        cache = tasks[0].train_loader.cache  # of all tasks
-        part = min(1.0, trainer.num_steps / length.steps_per["epochs"])  # of an epoch
+        cache = tasks[0].train_loader.cache  # all tasks share it
+        part = min(1.0, trainer.num_steps / length.steps_per["epochs"])  # share of an epoch
         frames = sum(part * sum(task.train_loader.sampler.num_frames) for task in tasks)
         frames += sum(
             source.num_frames for task in trainer.validator.tasks.values() for source in task.valid
@@ -260,7 +260,7 @@ def _measure(
     new, later = mean(steps[_FIRST : watch.num_new]), mean(steps[watch.num_new :][_FIRST:])
     if new > later > 0:  # else there are too few steps, or it makes no difference
         step, new_step = later, new
-    # what the first steps take longer than others is a part of the start
+    # the time that the first steps take longer than others is a part of the start
     longer = sum(steps[:_FIRST]) - new_step * len(steps[:_FIRST])
     start = loaded + watch.first_step - entered + longer
     return {

@@ -74,7 +74,7 @@ class Loss:
     display_names: tuple[str, ...]
     need_virial = False
     _is_plain = False  # whether means are displayed as they are, not their roots
-    _prefix = ""  # of the displayed names of terms
+    _prefix = ""  # begins the displayed names of terms
 
     def __init__(
         self,

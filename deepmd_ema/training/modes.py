@@ -190,9 +190,10 @@ def compile_models(
             "; batches with Hessians are evaluated eagerly" if hessians else "",
         )
         # code of steps and of validations apart: only the former is differentiated by parameters
-        for training in [True] * in_training + [False] * in_validation:
-            if not training and not compiler.in_validation:
-                break  # steps could not be compiled, and validations are not tried then
+        for training, is_wanted in ((True, in_training), (False, in_validation)):
+            # where steps could not be compiled, validations are not tried
+            if not is_wanted or not (training or compiler.in_validation):
+                continue
             models.train(training)
             context, reasons = products[0] if training else products[1], list[str]()
             # the first rank of each machine, then the others, which find the code in the cache
@@ -315,9 +316,9 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
             for method in methods:
                 register_fsdp_forward_method(block, method)
 
-    # What tasks share must be sharded before the models around it, which would each take it for
-    # their own: the largest modules that several models contain. torch does not take lists of
-    # modules as one.
+    # Shared parts of tasks must be sharded before the models around them, which would each take
+    # them for their own: the largest modules that several models contain. torch does not take
+    # lists of modules as one.
     inside = [
         [module for module in model.modules() if module is not model]
         for model in dict.fromkeys(task_models)

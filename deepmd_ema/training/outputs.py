@@ -177,8 +177,8 @@ def _in_the_way(config: RunConfig) -> Iterator[Path]:
     outputs = Outputs(config)
     yield from (o.path for o in outputs if o.has_rows or o.is_link)
     yield from (Path(POINTER), Path(RECORD), Path(LOGGED))
-    # numbered checkpoints, snapshots and best files of the weights of this run; files of averages
-    # that it does not have are in nobody's way
+    # numbered checkpoints, snapshots and best files of the weights of this run; it writes no files
+    # of averages that it does not have, so that theirs may stay
     for name in (LIVE, *(average.name for average in config.training.averaging)):
         series = suffixed(config.training.save_ckpt, suffix_of(name)).name
         for folder in (outputs.checkpoint_folder, outputs.snapshot_folder):

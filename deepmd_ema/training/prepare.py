@@ -69,7 +69,7 @@ from deepmd_ema.utils import LIVE, seed_for, stream_of
 
 logger = logging.getLogger(__name__)
 
-# of a fit after training: few numbers are fitted, more frames would only take longer
+# frames of a fit after training: few numbers are fitted, and more would only take longer
 MAX_FRAMES = 10_000
 _MAX_EVIDENCE = 30  # frames that show whether labels are of another method
 MAX_ATOMS_AT_ONCE = 512  # in a batch whose energies are evaluated: dpa4 takes 3 MB for each

@@ -112,7 +112,8 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
                 new,
             )
 
-    # what the continuation depends on; options of a task are looked up as those of the only one
+    # options on which the continuation depends; those of a task are looked up as in an input of one
+    # task
     sections = tuple(f"{section}." for section in CONTINUITY)
     by_path = {
         path: f"{path}: {show(old, 200)} in the checkpoint, {show(new, 200)} in the input"

@@ -181,6 +181,7 @@ class Saver:
         world: World,
     ) -> None:
         training, folder = config.training, Outputs(config).snapshot_folder
+        # with `start` rotation knows the files of an earlier run, which it removes
         series = partial(CheckpointSeries, training.save_ckpt, start=start, writers=writers)
         self.builder = builder
         self._bests = bests

@@ -152,7 +152,7 @@ class GradientStep(Step):
         self, prepared: PreparedRun, parallel_module: nn.Module, num_steps: int, world: World
     ) -> None:
         config, stage = prepared.config, prepared.config.training.zero_stage
-        assert not isinstance(config.optimizer, LKFConfig)  # which has steps of its own
+        assert not isinstance(config.optimizer, LKFConfig)  # LKF has KalmanStep
         lr = config.learning_rate
         super().__init__(prepared.models, build_schedule(lr, num_steps))
         self._parallel_module = parallel_module

@@ -106,7 +106,7 @@ class Trainer:
     ) -> None:
         # Move the models to the device before anything refers to their memory.
         config, models = prepared.config, prepared.models.to(world.device)
-        training, run = config.training, start.run_id(config)
+        training, run_id = config.training, start.run_id(config)
         self.prepared = prepared
         self.world = world
         self.input_file = input_file
@@ -136,7 +136,8 @@ class Trainer:
         # Compile before the models are sharded: one rank may then compile while others wait for its
         # code. Loaders pad the batches of what could be compiled.
         self.products, in_validation = contexts_of_products(config, models, world.device)
-        used = compile_models(config, models, batches, world, (self.products, in_validation))
+        contexts = (self.products, in_validation)
+        config_as_run = compile_models(config, models, batches, world, contexts)
         for task in self.tasks:
             task.train_loader.pad, display_pad = pads(
                 config, models.compiler, world, task.model.layout
@@ -165,11 +166,11 @@ class Trainer:
             due["validation"] = schedule.validation
         self.times = RunTimes(due, {"validation": validation_steps})
 
-        # Learning curves and progress, full validation. Ranks that write shards have a process
-        # group of their own for it: the thread of the writer may be in a collective while the loop
-        # is in another one.
+        # Learning curves and progress, full validation. Ranks that write shards have another
+        # process group for their files: the thread of the writer may be in a collective while the
+        # loop is in one.
         self.reporter = Reporter(
-            prepared, self.tasks, self.bank, run, world, self.times, in_validation
+            prepared, self.tasks, self.bank, run_id, world, self.times, in_validation
         )
         writers = world.for_writer() if training.writes_shards else None
         self.validator = FullValidation(prepared, self.bank, writers, world, in_validation)
@@ -184,7 +185,7 @@ class Trainer:
             take_from = partial(OwnRows, world.rank, world.size)
         distances = unnested({name: model.min_nbor_dist for name, model in models.by_task.items()})
         builder = StateBuilder(
-            models, self.bank, to_dict(used), distances, run, num_steps, take_from
+            models, self.bank, to_dict(config_as_run), distances, run_id, num_steps, take_from
         )
         self.saver = Saver(config, schedule, start.step, builder, bests, tables, writers, world)
 
@@ -317,7 +318,7 @@ class Trainer:
                     updated, batch = self.graphs(task, batches[0], rate, number, epoch)
                     self.step, batches = number, [batch]
                 else:
-                    if len(batches) == 1:  # of several each is copied when it is its turn
+                    if len(batches) == 1:  # each of several is copied when it is its turn
                         batches = [batches[0].to(self.world.device)]
                     with self.products():
                         updated = self.take_step.update(task, batches, rate, number)
@@ -367,7 +368,7 @@ class Trainer:
         Raises:
             UserError: if files could not be written since the last check.
         """
-        # what this rank knows, the larger the more urgent; the end of a run is not broken off
+        # this rank's reason to stop, the larger the more urgent; the end of a run is not broken off
         is_late = self.step < self.num_steps and time.monotonic() >= self.deadline
         reason = self.stop.signal or TIME_IS_OVER * is_late
         reason = WRITER_FAILED if self.saver.writer.error is not None else reason

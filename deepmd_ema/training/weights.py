@@ -492,7 +492,7 @@ def load_pretrained(file: str, heads: Mapping[str, str | None] | None = None) ->
     chosen: dict[str, tuple[str, bool, bool]] = {}
 
     def choose(names: Mapping[str, Sequence[str]]) -> set[str]:
-        first = next(iter(names))  # whose descriptor goes with a fresh fitting network
+        first = next(iter(names))  # its descriptor goes with a fresh fitting network
         for task, head in ({"": None} if heads is None else heads).items():
             if head is not None and head.upper() == RANDOM:
                 chosen[task] = first, True, False
