@@ -129,7 +129,7 @@ def launches_graphs(config: RunConfig, world: World) -> bool:
     If the input leaves it open, only where this is known to work.
     """
     chosen = config.training.cuda_graphs
-    if chosen is None:  # not with ROCm, nor with graphs beside compiled code
+    if chosen is None:  # not with ROCm, nor beside compiled code
         chosen = torch.version.cuda is not None and not config.training.enable_compile
     return chosen and not why_no_graphs(config, world)
 

@@ -238,7 +238,7 @@ def build_task(
         stream: str,
     ) -> Loader:
         """Return the loader of batches of some systems, in the order of a random stream."""
-        # one seed on all ranks: each batch is divided between them by rank
+        # one seed on all ranks, over which the sampler distributes the frames of a step
         sampler = build_sampler(
             options,
             systems,

@@ -387,7 +387,7 @@ class Trainer:
 
     def _validate(self) -> None:
         """Make the full validation of this step, which may end the run early."""
-        # pending until it is complete: a checkpoint that is saved before then has to repeat it
+        # until it is complete: a restart from a checkpoint that is saved meanwhile makes it again
         self._validation_pending = True
         entered = partial(self.callback.in_validation, self)
         with self.callback.during(self, "validation"), self.times.of("validation"):

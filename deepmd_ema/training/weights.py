@@ -615,9 +615,8 @@ def _part(values: Any, section: Any, before: Mapping[str, Any], shared: dict[str
         shared: takes those of the file instead.
     """
     if isinstance(values, str):
-        key = values.partition(":")[
-            0
-        ]  # `name:level`, where 1 shares the embedding of elements only
+        # `name:level`, where 1 shares the embedding of elements only
+        key = values.partition(":")[0]
         shared.setdefault(key, _part(before.get(key), section, {}, {}))
         return values
     # a copy, as the section of the file may be taken by several tasks
