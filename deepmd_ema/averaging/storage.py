@@ -1,6 +1,4 @@
-"""The averaged tensors by name, flat memory of averages and its update, staging memory for averages
-on the host.
-"""
+"""Averaged tensors by name, flat memory of averages and its update, staging memory on the host."""
 
 from __future__ import annotations
 
@@ -17,17 +15,16 @@ from deepmd_ema.distributed import tensors
 from deepmd_ema.distributed.tensors import StoredTensor, local_shard, place_of, prefix_of
 
 T = TypeVar("T")
+# parts of the names that torch.compile, FSDP1 and activation checkpointing put before inner modules
 _INNER_WRAPPER = re.compile(
     r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 _requires_grad = attrgetter("requires_grad")
-# elements between the starts of two tensors in a flat buffer, so that vector loads stay aligned
+# elements to whose multiples tensors are padded in a flat buffer, so that vector loads stay aligned
 _ALIGN = 64
-_AT_ONCE = (
-    1 << 17
-    # elements of live weights that are widened and averaged together: they stay in the cache of a
-    # core
-)
+# elements of live weights that are widened and averaged together: 1 MiB in float64, which stays in
+# the cache of a core while several averages read it
+_AT_ONCE = 1 << 17
 
 
 class Binding:
@@ -47,13 +44,17 @@ class Binding:
 
     def __init__(self, modules: Mapping[str, nn.Module], buffers: bool) -> None:
         named: list[tuple[str, Tensor]] = []
+        # name, the dict of the module that holds the buffer, its key there, the buffer
         places: list[tuple[str, dict[str, Any], str, Tensor]] = []
+        # All names of a shared tensor: a reader of a file looks up any of them.
         for task, module in modules.items():
             prefix, bare = prefix_of(task), unwrap(module)
             for name, p in bare.named_parameters(remove_duplicate=False):
                 if p.is_floating_point():
                     named.append((prefix + canonical(name), p))
             for path, owner in bare.named_modules(remove_duplicate=False):
+                # The dict itself, in which is_stale() sees that another tensor was assigned.
+                # Buffers that are not saved are computed anew from others: they have no average.
                 for key, buffer in owner._buffers.items():
                     saved = key not in owner._non_persistent_buffers_set
                     if buffer is not None and saved and buffer.is_floating_point():
@@ -63,16 +64,17 @@ class Binding:
         self._frozen = [p for _, p in named if not p.requires_grad]
         self.shards = _find_shards([(name, p) for name, p in named if p.requires_grad], named)
         trained = {name for shard in self.shards for name in shard.names}
-        # by name: a frozen parameter that shares its storage with a trained one is averaged
+        # by name: a frozen parameter that shares its memory with a trained one is averaged
         self.frozen = [name for name, _ in named if name not in trained]
         self.floating_buffers = [name for name, _, _, _ in places]
         self._places = places if buffers else []
-        kept = [(name, buffer) for name, _, _, buffer in self._places]
-        self.buffers = _find_shards(kept, kept)
-        self.names = trained | {name for name, _ in kept}
+        buffers_by_name = [(name, buffer) for name, _, _, buffer in self._places]
+        self.buffers = _find_shards(buffers_by_name, buffers_by_name)
+        self.names = trained | {name for name, _ in buffers_by_name}
 
     def is_stale(self) -> bool:
         """Whether parameters were frozen or released, or buffers replaced, since."""
+        # called in every step: map() with attrgetter stays in C
         if not all(map(_requires_grad, self._trained)) or any(map(_requires_grad, self._frozen)):
             return True
         # a forward may assign a new tensor to a buffer: the old one would be averaged for ever
@@ -131,9 +133,12 @@ class Buffer:
         self._shards, self._gathered = shards, gathered
         self._local = [shard.local for shard in shards]
         self.source = self._local[0]
+        # on a GPU all tensors at once: the number of kernels counts there, not the cache
         self._slices = list(_slices(self.shapes)) if home.type == "cpu" else [slice(None)]
         self.parts = [self.views[chosen] for chosen in self._slices]
+        # live weights in the precision of the averages, by part; allocated when first needed
         self._wide: list[list[Tensor]] | None = None
+        # gathered tensors differ in shape from local ones, so a buffer of them has a key of its own
         self.key = (home, dtype, gathered, tuple(map(id, self._local)))
 
     def live(self) -> list[Tensor]:
@@ -145,13 +150,16 @@ class Buffer:
         )
 
     def live_parts(self, live: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield ``live`` in the precision of the averages, as ``parts``; use each before the next
-        is made.
+        """Yield ``live`` in the precision of the averages, as ``parts``.
+
+        Use each before the next one: they may share their memory.
         """
         if live[0].dtype == self.flat.dtype:
             yield from (live[chosen] for chosen in self._slices)
         elif self.flat.device.type == "cpu":
-            if self._wide is None:  # all parts share the memory of the largest
+            # All parts share the memory of the largest, which stays in the cache; a new tensor for
+            # each would come from main memory.
+            if self._wide is None:
                 shapes = [self.shapes[chosen] for chosen in self._slices]
                 memory = _flat(max(shapes, key=_size), self.flat.dtype, self.flat.device)
                 self._wide = [_views(memory, part) for part in shapes]
@@ -179,7 +187,8 @@ class Staging:
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._buffers = buffers
-        pin = torch.cuda.is_available()  # a copy to pageable memory would wait for the device
+        # page-locked memory: a copy to pageable memory would wait for the device
+        pin = torch.cuda.is_available()
         self.flats = [_flat(b.shapes, b.source.dtype, torch.device("cpu"), pin) for b in buffers]
         self._views = [_views(flat, b.shapes) for flat, b in zip(self.flats, buffers)]
         self._good = torch.empty((), pin_memory=pin)
@@ -188,6 +197,7 @@ class Staging:
 
     def start(self, step: int, ok: Tensor | None) -> None:
         """Enqueue a copy of the live weights after ``step``, and of ``ok``."""
+        # enqueued before the copies of the weights; the events below come after both
         if ok is None:
             self._good.fill_(1)
         else:
@@ -196,7 +206,8 @@ class Staging:
             {ok.device} if ok is not None else set()
         )
         for buffer, flat in zip(self._buffers, self.flats):
-            # gathered on the device first: one copy to the host instead of one for each tensor
+            # Packed on the device first: one copy to the host instead of one for each tensor, and
+            # the next step may change the weights while it is under way.
             gathered = torch.zeros_like(flat, device=buffer.source.device)
             torch._foreach_copy_(_views(gathered, buffer.shapes), buffer.live())
             flat.copy_(gathered, non_blocking=True)
@@ -206,12 +217,14 @@ class Staging:
         self.step = step
 
     def finish(self) -> tuple[int, list[list[Tensor]]] | None:
-        """Return the step of the copy and the weights of each buffer; None if there is no copy of a
-        good step.
+        """Return the step of the copy and the weights of each buffer, or None.
+
+        None means that no copy was enqueued, or that of a bad step.
         """
         step, self.step = self.step, None
         if step is None:
             return None
+        # only the copies are waited for: the device may be busy with the next step
         for event in self._events:
             event.synchronize()
         return (step, self._views) if bool(self._good > 0) else None
@@ -227,11 +240,12 @@ def lerp(moves: Iterable[tuple[Buffer, float]], live: list[Tensor] | None = None
         moves: buffers and their shares.
         live: what they are moved towards, if not the live tensors as they are now.
     """
-    for alike in _of_same_tensors(moves):
+    for alike in _by_live_tensors(moves):
         first, share = alike[0]
         targets = first.live() if live is None else live
+        # one average in the precision of its weights reads them once anyhow, without portions
         if len(alike) == 1 and targets[0].dtype == first.flat.dtype:
-            torch._foreach_lerp_(first.views, targets, share)  # nothing to be done once for several
+            torch._foreach_lerp_(first.views, targets, share)
             continue
         for k, part in enumerate(first.live_parts(targets)):
             for buffer, share in alike:
@@ -245,12 +259,15 @@ def lerp_on_device(moves: Iterable[tuple[Buffer, Tensor]], good: Tensor | None) 
         moves: buffers and their shares, scalars on the device, 0 where ``good`` is False.
         good: bool scalar; None: always True.
     """
-    for alike in _of_same_tensors(moves):
+    for alike in _by_live_tensors(moves):
         first, _ = alike[0]
+        # Flat, so that an average takes one kernel. Zeros between the tensors, because that kernel
+        # reads the padding as well.
         live = torch.zeros_like(first.flat)
         torch._foreach_copy_(_views(live, first.shapes), first.live())
         if good is not None:
-            # not a share of 0 alone: 0 * nan would poison the averages
+            # A share of 0 alone is not enough: 0 * nan is nan. The average itself takes the place
+            # of bad weights.
             torch.where(good.to(live.device), live, first.flat, out=live)
         for buffer, share in alike:
             buffer.flat.lerp_(live, share.to(buffer.flat))
@@ -262,8 +279,9 @@ def needs_staging(buffers: Sequence[Buffer]) -> bool:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside wrappers (DDP, torch.compile): those whose only child is ``module``
-    or ``_orig_mod``.
+    """Return the module inside wrappers, as DDP and torch.compile are.
+
+    A wrapper has one child, ``module`` or ``_orig_mod``, and no parameters or buffers.
     """
     while True:
         children = dict(module.named_children())
@@ -285,6 +303,8 @@ def _find_shards(
 
     def place(tensor: Tensor) -> Any:
         live = local_shard(tensor)
+        # Tensors that share memory are one. Empty ones have no memory and all the same address: a
+        # rank may hold no rows of a sharded tensor.
         return place_of(live) if live.numel() else id(tensor)
 
     shards: dict[Any, Shard] = {}
@@ -297,7 +317,8 @@ def _find_shards(
     return list(shards.values())
 
 
-def _of_same_tensors(moves: Iterable[tuple[Buffer, T]]) -> Iterable[list[tuple[Buffer, T]]]:
+def _by_live_tensors(moves: Iterable[tuple[Buffer, T]]) -> Iterable[list[tuple[Buffer, T]]]:
+    """Return the moves in groups of the same live tensors, device and precision."""
     together: dict[Any, list[tuple[Buffer, T]]] = {}
     for move in moves:
         together.setdefault(move[0].key, []).append(move)
@@ -307,10 +328,12 @@ def _of_same_tensors(moves: Iterable[tuple[Buffer, T]]) -> Iterable[list[tuple[B
 def _flat(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, pin: bool = False
 ) -> Tensor:
+    # zeros: the padding between tensors is read by operations on the whole buffer
     return torch.zeros(_size(shapes), dtype=dtype, device=device, pin_memory=pin)
 
 
 def _views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    # `flat` may be longer: parts of different sizes share one memory
     parts = flat[: _size(shapes)].split([_stride(shape) for shape in shapes])
     return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes)]
 
@@ -326,9 +349,7 @@ def _stride(shape: tuple[int, ...]) -> int:
 
 
 def _slices(shapes: Sequence[tuple[int, ...]]) -> Iterator[slice]:
-    """Yield slices of neighboring tensors with at most ``_AT_ONCE`` elements together, or of one
-    tensor.
-    """
+    """Yield slices of neighboring tensors: ``_AT_ONCE`` elements at most, or one tensor."""
     first = size = 0
     for i, shape in enumerate(shapes):
         size += _stride(shape)
