@@ -1,5 +1,6 @@
-"""The records of all families: their sections, and the names of what builds them and of what writes
-them.
+"""The records of all families: section, builder, and writer of files of DeePMD-kit.
+
+Builders and writers are named as text, so that reading an input imports neither torch nor them.
 """
 
 from deepmd_ema.config.registry import Family
@@ -24,6 +25,7 @@ from deepmd_ema.model.families.se_e2_r.section import SeE2RConfig
 from deepmd_ema.model.families.se_e3.section import SeE3Config
 from deepmd_ema.model.families.se_e3_tebd.section import SeE3TebdConfig
 
+# sections are imported, because every input is checked against them
 _FAMILIES, _TREES = "deepmd_ema.model.families", "deepmd_ema.interop.trees"
 
 # descriptors
@@ -67,6 +69,7 @@ DPA4_ENER = Family(
     DPA4EnerConfig, f"{_FAMILIES}.dpa4_ener.module:DPA4Fitting", f"{_TREES}.ener:DPA4EnerTree"
 )
 
+# one class of networks for scalars, one for vectors and matrices that rotate with the atoms
 _INVARIANT, _TENSOR = (
     f"{_FAMILIES}.quantities.module:{name}" for name in ("InvariantFitting", "TensorFitting")
 )
@@ -76,6 +79,7 @@ PROPERTY = Family(PropertyFittingConfig, _INVARIANT, f"{_TREES}.ener:QuantityTre
 DOS = Family(DosFittingConfig, _INVARIANT, f"{_TREES}.ener:QuantityTree")
 
 # types of models
+# dpa4 has no model class of its own: it is a choice of descriptor and fitting network
 DPA4_MODEL = Family(
     DPA4ModelConfig, "deepmd_ema.model.build:network_parts", f"{_TREES}.dpa4_model:DPA4ModelTree"
 )

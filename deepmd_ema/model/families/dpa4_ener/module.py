@@ -29,14 +29,14 @@ class DPA4Fitting(EnergyFitting):
         return GatedNetwork(config, self.num_inputs, self.dim_in, Source(seed, self.dtype))
 
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the outputs of the networks (A,) and their gradients with respect to the inputs
-        (A, N).
-        """
+        """Return the outputs of the networks (A,) and their gradients by the inputs (A, N)."""
         parts = [inputs] if len(self.nets) == 1 else inputs.split(shares)
-        found = [
-            net.evaluate(own, self.case_embd) for net, own in zip(self.nets, parts, strict=True)
+        # not in one batched call as in the base class: that of `ops` serves plain layers only
+        outputs = [
+            net.evaluate(net_inputs, self.case_embd)
+            for net, net_inputs in zip(self.nets, parts, strict=True)
         ]
-        energies, gradients = zip(*found, strict=True)
+        energies, gradients = zip(*outputs, strict=True)
         return torch.cat(energies), torch.cat(gradients)
 
     def _values(self, index: int, inputs: Tensor) -> Tensor:
@@ -46,8 +46,9 @@ class DPA4Fitting(EnergyFitting):
 
 
 class GatedNetwork(nn.Module):
-    """Layers ``(x W + b) sigma(x V + c)`` (Shazeer, arXiv:2002.05202), then a linear map without
-    bias.
+    """Layers ``(x W + b) sigma(x V + c)`` (Shazeer, arXiv:2002.05202), then a linear map.
+
+    The linear map has no bias: each element has one.
 
     Args:
         config: the section ``model.fitting_net``.
@@ -60,6 +61,7 @@ class GatedNetwork(nn.Module):
         self, config: DPA4EnerConfig, num_inputs: int, num_features: int, source: Source
     ) -> None:
         super().__init__()
+        # without the inputs; a width of 0 is resolved here
         widths = config.widths(num_inputs)
         self.hidden_layers = module_list(
             GatedLayer(n, m, config.activation_function, source.part("hidden", k))
@@ -77,8 +79,8 @@ class GatedNetwork(nn.Module):
 
     def evaluate(self, x: Tensor, case: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output (B,) and its gradient with respect to the inputs (B, N)."""
-        # not self(...): hooks of sharded networks would take the backward pass in here for that of
-        # the step
+        # forward, not self(...): hooks of sharded networks would take the backward pass that runs
+        # inside of with_vjp for the one of the step
         value, gradient = with_vjp(lambda inputs: self.forward(inputs, case)[:, 0], x)
         return value, gradient(torch.ones_like(value))
 
@@ -89,12 +91,15 @@ class GatedNetwork(nn.Module):
 
     def hidden(self, x: Tensor, case: Tensor | None = None) -> Tensor:
         """Return the input (B, H) of the output layer."""
+        # (4 D,), computed once for all layers
         code = None
         if self.case_film is not None:
             assert case is not None
             code = self.case_film.code(case)
-            seen = self.case_film(x[:, : self.case_film.widths[0]], code, 0)
-            x = torch.cat([seen, x[:, self.case_film.widths[0] :]], 1)
+            # of the inputs, only the features change: frame and atom parameters do not
+            num_features = self.case_film.widths[0]
+            features = self.case_film(x[:, :num_features], code, 0)
+            x = torch.cat([features, x[:, num_features:]], 1)
         for k, layer in enumerate(self.hidden_layers):
             x = layer(x)
             if self.case_film is not None:
@@ -114,6 +119,7 @@ class GatedLayer(nn.Module):
 
     def __init__(self, num_in: int, num_out: int, act: str, source: Source) -> None:
         super().__init__()
+        # one product for values and gates, as DeePMD-kit stores them
         self.linear = Dense(num_in, 2 * num_out, source, bias=True)
         self.activation = activation(act)
 
@@ -136,12 +142,15 @@ class CaseModulation(nn.Module):
     def __init__(self, num_cases: int, widths: Sequence[int], act: str, source: Source) -> None:
         super().__init__()
         self.widths = list(widths)
+        # widths of DeePMD-kit: 4 Q rounded up to a multiple of 32, and 4 D
         hidden, wide = 32 * math.ceil(4 * num_cases / 32), 4 * widths[0]
         self.case_layer1 = Dense(num_cases, hidden, source.part(1), act)
         self.case_layer2 = Dense(hidden, wide, source.part(2))
+        # zeros: all tasks start from the network without modulation
         self.projectors = nn.ParameterList(
             source.filled((wide, 2 * width), 0.0) for width in widths
         )
+        # names with adam: a Muon optimizer leaves these parameters to Adam (see dpa4.layers)
         self.adam_case_film_scale_strength_log = source.filled((len(widths),), math.log(SMALL))
         self.adam_case_film_shift_strength_log = source.filled((len(widths),), math.log(SMALL))
 
@@ -152,6 +161,7 @@ class CaseModulation(nn.Module):
 
     def forward(self, x: Tensor, code: Tensor, index: int) -> Tensor:
         """Return the numbers of a layer (B, M), those of ``widths[index]``, scaled and shifted."""
+        # (M,) each, the same for all atoms; bounded, so that no task switches a layer off at once
         scale, shift = torch.tanh(code @ self.projectors[index]).chunk(2)
         strengths = self.adam_case_film_scale_strength_log, self.adam_case_film_shift_strength_log
         scale_strength, shift_strength = (

@@ -20,6 +20,7 @@ class DPA4EnerConfig(EnerFittingConfig):
     type: ClassVar[str] = "dpa4_ener"
     aliases: ClassVar[tuple[str, ...]] = ("sezm_ener",)
 
+    # 8/3 of the inputs: with gates, about as many parameters as plain layers of 4 times the inputs
     neuron: list[int] = option(
         [0],
         alias=("n_neuron",),
@@ -30,7 +31,9 @@ class DPA4EnerConfig(EnerFittingConfig):
     activation_function: ActivationName = common.activation_option(
         ActivationName("silu"), "Activation function of the gates."
     )
+    # as the descriptor dpa4, which is in float32 by default
     precision: str = redefined(EnerFittingConfig, "precision", "float32")
+    # declared, because inputs of DeePMD-kit have it for every fitting network
     resnet_dt: bool = option(
         False,
         check=Check(

@@ -16,6 +16,7 @@ from deepmd_ema.findings import Finding, error
 if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa4.section import DPA4Config
 
+# a choice of the registries of other models: this type is made for these parts only
 _DESCRIPTORS = Registry({"dpa4": "deepmd_ema.model.families.records:DPA4"})
 _RECORDS = "deepmd_ema.model.families.records"
 _FITTINGS = Registry({"dpa4_ener": f"{_RECORDS}:DPA4_ENER", "property": f"{_RECORDS}:PROPERTY"})
@@ -27,6 +28,7 @@ class DPA4ModelConfig(NetworkConfig):
 
     type: ClassVar[str] = "dpa4"
     aliases: ClassVar[tuple[str, ...]] = ("DPA4", "SeZM", "sezm")
+    # DeePMD-kit has no tables for this model
     use_srtab: ClassVar[None] = None
 
     descriptor: DescriptorConfig = option(
@@ -44,6 +46,7 @@ class DPA4ModelConfig(NetworkConfig):
         """Exclude pairs of types that the descriptor excludes from the whole model, as DeePMD-kit
         does.
         """
+        # a frozen dataclass: its own fields can be set in here only so
         if not self.pair_exclude_types:
             pairs = [list(pair) for pair in cast("DPA4Config", self.descriptor).exclude_types]
             object.__setattr__(self, "pair_exclude_types", pairs)
@@ -51,6 +54,7 @@ class DPA4ModelConfig(NetworkConfig):
     def conflicts(self) -> Iterator[Finding]:
         """Yield errors of options that contradict each other, also in descriptor and model."""
         yield from super().conflicts()
+        # both are given: pairs may be in any order, also within a pair
         pairs = cast("DPA4Config", self.descriptor).exclude_types
         if pairs and sorted(map(sorted, pairs)) != sorted(map(sorted, self.pair_exclude_types)):
             why = f"model.pair_exclude_types = {show(self.pair_exclude_types)} is another choice"

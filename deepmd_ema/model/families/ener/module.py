@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 
 class FittingNetwork(Network):
-    """A network of one output, which may be sharded: it gathers its parameters when one of its
-    methods is called.
+    """A network of one output, which may be sharded.
+
+    It gathers its parameters when one of its methods is called.
     """
 
     def evaluate(self, x: Tensor, operations: Operations) -> tuple[Tensor, Tensor]:
@@ -35,8 +36,9 @@ class FittingNetwork(Network):
 
 
 class EnergyFitting(UsesOperations, Fitting):
-    """Atomic energies: one network per type that sees only the atoms of its type, or one network
-    for all.
+    """Atomic energies from one network per type, or from one network for all types.
+
+    A network per type sees the atoms of its type only.
 
     Attributes:
         num_out: outputs of a network.
@@ -60,31 +62,39 @@ class EnergyFitting(UsesOperations, Fitting):
         self.dim_in = dim_in
         self.num_fparam = config.numb_fparam
         self.num_aparam = config.numb_aparam
-        # nets whose energy is measured from that of an atom without neighbors; DeePMD-kit measures
-        # that of one net for all types so as soon as one type has an energy
-        given = {t for t, energy in enumerate(config.atom_ener or ()) if energy is not None}
-        self.from_vacuum = frozenset({0} if given and mixed_types else given)
+        # networks whose energy is counted from that of an atom without neighbors, so that such an
+        # atom has exactly its energy of atom_ener. DeePMD-kit does so for the one network of all
+        # types as soon as one type has an energy
+        fixed_types = {t for t, energy in enumerate(config.atom_ener or ()) if energy is not None}
+        self.from_vacuum = frozenset({0} if fixed_types and mixed_types else fixed_types)
         start = seed if config.seed is None else config.seed
+        # gated layers (dpa4_ener) may take the case as a modulation of all layers instead
         self.case_is_input = not getattr(config, "case_film_embd", False)
         self.num_inputs = (
             dim_in
             + config.numb_fparam
             + config.numb_aparam
-            + config.dim_case_embd * self.case_is_input
+            + (config.dim_case_embd if self.case_is_input else 0)
         )
         self.nets = module_list(
             self._network(config, seed_for("fitting", start, t))
             for t in range(1 if mixed_types else num_types)
         )
         freeze(self, config.trainable)
+        # float64 in any precision: energies of elements may be hundreds of eV, of which float32
+        # would keep 1e-5 eV
         self.bias_atom_e = nn.Buffer(torch.zeros(num_types, self.num_out, dtype=torch.float64))
+        # only what the networks read has buffers: `apply_statistics` and `share_networks` look for
+        # them, and checkpoints have no entries without use
         for name, count in ((FPARAM, self.num_fparam), (APARAM, self.num_aparam)):
             if count:
                 self.register_buffer(f"{name}_avg", torch.zeros(count, dtype=self.dtype))
                 self.register_buffer(f"{name}_inv_std", torch.ones(count, dtype=self.dtype))
+        # a buffer, so that the model of a task keeps in its file which task it is
         self.case_embd: Tensor | None
         case = torch.zeros(config.dim_case_embd, dtype=self.dtype) if config.dim_case_embd else None
         self.register_buffer("case_embd", case)
+        # not saved, because the section holds the same numbers
         default = (
             None
             if config.default_fparam is None
@@ -95,10 +105,10 @@ class EnergyFitting(UsesOperations, Fitting):
 
     def _network(self, config: Any, seed: int) -> Any:
         """Return a network with random parameters."""
-        widths, act = [self.num_inputs, *config.neuron], config.activation_function
+        widths = [self.num_inputs, *config.neuron]
         return FittingNetwork(
             widths,
-            act,
+            config.activation_function,
             timestep=config.resnet_dt,
             dtype=self.dtype,
             seed=seed,
@@ -106,8 +116,9 @@ class EnergyFitting(UsesOperations, Fitting):
         )
 
     def share_networks(self, other: EnergyFitting, whose: str) -> None:
-        """Take the networks of ``other`` and what their inputs are measured by; ``whose`` names
-        both for messages.
+        """Take the networks of ``other``, and the mean and spread of their inputs.
+
+        ``whose`` names both for messages.
 
         Raises:
             ConfigError: if they have another number of inputs.
@@ -119,6 +130,7 @@ class EnergyFitting(UsesOperations, Fitting):
                 "descriptor too, or give both one size."
             )
         self.nets = other.nets
+        # shared networks need inputs on one scale; biases of elements stay those of each task
         for name in (f"{part}_{what}" for part in (FPARAM, APARAM) for what in ("avg", "inv_std")):
             if hasattr(self, name):
                 setattr(self, name, getattr(other, name))
@@ -134,9 +146,7 @@ class EnergyFitting(UsesOperations, Fitting):
             self.case_embd.zero_()[index] = 1
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray], protect: float) -> None:
-        """Set mean and inverse spread of the frame and atom parameters that the data have and the
-        networks read.
-        """
+        """Set mean and inverse spread of the frame and atom parameters that the networks read."""
         for name, values in sums.items():
             if not hasattr(self, f"{name}_avg"):
                 continue
@@ -149,17 +159,25 @@ class EnergyFitting(UsesOperations, Fitting):
         return [(net, ("evaluate",)) for net in self.nets]
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its
-        features (A, D).
+        """Return the energies of the atoms (A,) float64, eV, and their gradient by features (A, D).
+
+        Atoms are in the order of their types unless one network serves all types.
         """
         inputs, shares = self._inputs(features, batch)
         energy, gradient = self._evaluate(inputs, shares)
         if self.from_vacuum:
             energies = list(energy.split(shares))
-            for index in self.from_vacuum:  # without the energy of the same atoms without neighbors
-                own = inputs.split(shares)[index]
+            # minus the energy of the same atoms without neighbors: their features are zero (the
+            # section refuses descriptors where they are not), parameters and case stay. It does not
+            # depend on positions, so that the gradient is that of the first term
+            for index in self.from_vacuum:
+                atom_inputs = inputs.split(shares)[index]
                 vacuum = torch.cat(
-                    [torch.zeros_like(own[:, : self.dim_in]), own[:, self.dim_in :]], 1
+                    [
+                        torch.zeros_like(atom_inputs[:, : self.dim_in]),
+                        atom_inputs[:, self.dim_in :],
+                    ],
+                    1,
                 )
                 energies[index] = energies[index] - self._values(index, vacuum)
             energy = torch.cat(energies)
@@ -182,6 +200,7 @@ class EnergyFitting(UsesOperations, Fitting):
                     values = self._default_fparam.expand(batch.num_frames, -1)
                 if values is None:
                     raise DataError(f"this model needs {name}: {count} numbers for each {owner}.")
+                # (F, P) of frames or (A, Q) of atoms; those of a frame are repeated for its atoms
                 values = (values.to(self.dtype) - getattr(self, f"{name}_avg")) * getattr(
                     self, f"{name}_inv_std"
                 )
@@ -192,20 +211,20 @@ class EnergyFitting(UsesOperations, Fitting):
         return inputs, [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
 
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the outputs of the networks (A,) and their gradients with respect to the inputs
-        (A, N).
-        """
+        """Return the outputs of the networks (A,) and their gradients by the inputs (A, N)."""
         nets = self.nets
-        if not self.skips_absent:  # each gathers its parameters when it is called
-            found = [
-                net.evaluate(own, self.ops)
-                for net, own in zip(nets, inputs.split(shares), strict=True)
+        if not self.skips_absent:
+            # sharded: each network gathers its parameters when it is called, a collective in which
+            # every rank takes part, also one without atoms of the type
+            outputs = [
+                net.evaluate(net_inputs, self.ops)
+                for net, net_inputs in zip(nets, inputs.split(shares), strict=True)
             ]
-            energies, gradients = zip(*found, strict=True)
+            energies, gradients = zip(*outputs, strict=True)
             return torch.cat(energies), torch.cat(gradients)
         if not torch.is_grad_enabled():
-            # in training the parameters of absent types get gradients of zero, as those of all
-            # ranks must
+            # evaluation only: in training, every parameter must have a gradient on every rank, and
+            # those of absent types get zeros
             nets = [net for net, count in zip(nets, shares, strict=True) if count]
             shares = [count for count in shares if count]
         return self.ops.values_and_gradients(inputs, nets, shares)

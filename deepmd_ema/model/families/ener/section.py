@@ -24,6 +24,8 @@ class EnerFittingConfig(FittingOptions):
     }
     labels: ClassVar[tuple[str, ...]] = (ENERGY, FORCE, VIRIAL)
 
+    # least squares of energies over the numbers of atoms of each element: without a bound,
+    # elements in fixed proportions, as in one compound, would get huge biases that cancel
     rcond: float | None = option(
         None,
         check=not_negative,
@@ -36,6 +38,7 @@ class EnerFittingConfig(FittingOptions):
         unit="eV",
         doc="Energy of each isolated atom, one per element; null is fitted. Needs `set_davg_zero`.",
     )
+    # declared so that inputs of DeePMD-kit with its default are read
     use_aparam_as_mask: bool = option(
         False,
         check=Check(lambda v: not v, f"false: true is {NOT_AVAILABLE}"),

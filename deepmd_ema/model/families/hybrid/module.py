@@ -36,7 +36,7 @@ class HybridDescriptor(nn.Module):
     """The features of all parts, one after the other.
 
     All parts read one list of neighbors: by type if all of them want it so, otherwise the nearest
-    of all types, in which parts of the first kind look up their types. As in DeePMD-kit, the list
+    of all types, in which parts by type look up their types. As in DeePMD-kit, the list
     ends at the largest cutoff and at the largest ``sel`` of all parts, and a part with a shorter
     cutoff does not know which neighbors are beyond its own cutoff.
 
@@ -48,6 +48,7 @@ class HybridDescriptor(nn.Module):
         knows_cutoffs: whether each part sees only the neighbors inside its own cutoff.
     """
 
+    # as in DeePMD-kit; parts of a linear_ener see their own cutoff only
     knows_cutoffs: ClassVar[bool] = False
 
     def __init__(self, config: HybridConfig, parts: Sequence[Descriptor]) -> None:
@@ -55,28 +56,34 @@ class HybridDescriptor(nn.Module):
         self.section = config
         self.parts: Sequence[Any] = module_list(cast("Sequence[nn.Module]", parts))
         self.dim_out = sum(part.dim_out for part in parts)
+        # one part that distinguishes the elements suffices for one fitting network of all of them
         self.mixed_types = any(part.mixed_types for part in parts)
         self.passes_messages = any(part.passes_messages for part in parts)
+        # the higher precision, so that no part loses digits where features are concatenated
         self.dtype = max((part.dtype for part in parts), key=lambda dtype: torch.finfo(dtype).bits)
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return a layout in which every part finds its neighbors."""
         layouts = [part.layout(excluded_pairs) for part in self.parts]
-        rcut, num_types = max(one.rcut for one in layouts), layouts[0].num_types
-        of_types = tuple(max(sel) for sel in zip(*(one.sel for one in layouts if one.by_type)))
-        if all(one.by_type for one in layouts):
+        rcut, num_types = max(part.rcut for part in layouts), layouts[0].num_types
+        # for each type, the largest number of neighbors that a part by type reads
+        sels_by_type = [part.sel for part in layouts if part.by_type]
+        type_sel = tuple(max(sel) for sel in zip(*sels_by_type))
+        if len(sels_by_type) == len(layouts):
             return NeighborLayout(
-                rcut, of_types, num_types, by_type=True, excluded_pairs=excluded_pairs
+                rcut, type_sel, num_types, by_type=True, excluded_pairs=excluded_pairs
             )
-        total = max(sum(one.sel) for one in layouts)
+        # one list of the nearest; type_sel lets views of parts by type have slots of fixed number
+        total = max(sum(part.sel) for part in layouts)
         return NeighborLayout(
             rcut,
             (total,),
             num_types,
             by_type=False,
             excluded_pairs=excluded_pairs,
-            type_sel=of_types,
-            inner=tuple(dict.fromkeys(inner for one in layouts for inner in one.inner)),
+            type_sel=type_sel,
+            # the shorter lists that parts take from the batch, each once
+            inner=tuple(dict.fromkeys(inner for part in layouts for inner in part.inner)),
         )
 
     @property
@@ -86,12 +93,12 @@ class HybridDescriptor(nn.Module):
 
     def measure(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return the sums of all parts."""
-        both = enumerate(zip(self.parts, self._views(batch), strict=True))
-        return {
-            f"{k}_{name}": sums
-            for k, (part, view) in both
-            for name, sums in part.measure(view.batch).items()
-        }
+        sums: dict[str, np.ndarray] = {}
+        for k, (part, view) in enumerate(zip(self.parts, self._views(batch), strict=True)):
+            sums |= {
+                f"{k}_{name}": part_sums for name, part_sums in part.measure(view.batch).items()
+            }
+        return sums
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
         """Hand each part its own sums."""
@@ -99,21 +106,22 @@ class HybridDescriptor(nn.Module):
             part.apply_statistics({name: sums[f"{k}_{name}"] for name in part.sum_names})
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
-        """Return the features (A, D) and their vector-Jacobian product, the sum of those of the
-        parts.
-        """
+        """Return the features (A, D) and their vjp, the sum of those of the parts."""
         views = self._views(batch)
-        features, vjps = zip(
-            *(part(view.batch) for part, view in zip(self.parts, views, strict=True)), strict=True
-        )
-        widths = [one.shape[1] for one in features]
+        outputs = [part(view.batch) for part, view in zip(self.parts, views, strict=True)]
+        features, vjps = zip(*outputs, strict=True)
+        # (A, D_k) of part k, in its precision
+        widths = [values.shape[1] for values in features]
 
         def vjp(grad_features: Tensor) -> Tensor:
             parts = zip(grad_features.split(widths, 1), features, views, vjps, strict=True)
-            of_parts = [view.vjp(of_part(own.to(one.dtype))) for own, one, view, of_part in parts]
-            return reduce(torch.add, of_parts)
+            # a part gets the gradient in its own precision; its view puts the slots back in place
+            by_vector = [
+                view.vjp(part_vjp(grad.to(values.dtype))) for grad, values, view, part_vjp in parts
+            ]
+            return reduce(torch.add, by_vector)
 
-        return torch.cat([one.to(self.dtype) for one in features], 1), vjp
+        return torch.cat([values.to(self.dtype) for values in features], 1), vjp
 
     @property
     def dim_equivariants(self) -> int:
@@ -122,16 +130,18 @@ class HybridDescriptor(nn.Module):
 
     def features_and_equivariants(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the features (A, D) and equivariant vectors (A, M, 3)."""
-        found = [
+        outputs = [
             part.features_and_equivariants(view.batch)
             for part, view in zip(self.parts, self._views(batch))
         ]
+        # both are concatenated in their second dimension: (A, D_k) and (A, M_k, 3) of part k
         features, vectors = (
-            torch.cat([one.to(self.dtype) for one in part], 1) for part in zip(*found)
+            torch.cat([values.to(self.dtype) for values in tensors], 1) for tensors in zip(*outputs)
         )
         return features, vectors
 
     def _views(self, batch: Batch) -> list[View]:
+        # excluded pairs are absent from the batch already, so that layouts need not name them
         whole = self.layout(frozenset())
         return [
             view_of(batch, whole, part.layout(frozenset()), self.knows_cutoffs)

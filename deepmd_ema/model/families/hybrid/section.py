@@ -13,6 +13,7 @@ from deepmd_ema.findings import Finding, error, inside
 if TYPE_CHECKING:
     from deepmd_ema.geometry import NeighborStatistics
 
+# named here, because in the class `list` is the option
 _Parts = list[DescriptorConfig]
 
 
@@ -21,6 +22,7 @@ class HybridConfig:
     """Several descriptors side by side, whose features are concatenated."""
 
     type: ClassVar[str] = "hybrid"
+    # class attributes that every section of a descriptor has
     aliases: ClassVar[tuple[str, ...]] = ()
     neighbors_option: ClassVar[str] = "sel"
     has_type_embedding: ClassVar[bool] = False
@@ -55,32 +57,30 @@ class HybridConfig:
 
     @property
     def neighbors(self) -> tuple[int, ...] | None:
-        """Return the largest numbers of the parts, per element if all of them count so; None while
-        one is ``auto``.
+        """Return the largest numbers of the parts, or None while one is ``auto``.
+
+        They are per element if all parts count so.
         """
-        found = [part.neighbors for part in self.list]
-        numbers = [n for n in found if n is not None]
-        if len(numbers) < len(found):
+        numbers = [part.neighbors for part in self.list if part.neighbors is not None]
+        if len(numbers) < len(self.list):
             return None
+        # one number for each element in all parts, or one number for all elements in all parts
         if len({len(n) for n in numbers}) == 1:
             return tuple(max(n) for n in zip(*numbers))
         return (max(sum(n) for n in numbers),)
 
-    def with_neighbors(self, found: NeighborStatistics) -> HybridConfig:
+    def with_neighbors(self, statistics: NeighborStatistics) -> HybridConfig:
         """Return the section with the numbers of neighbors of all parts."""
-        return replace(
-            self, list=[part.with_neighbors(found.within(part.cutoff)) for part in self.list]
-        )
+        # the numbers of a part by element may be upper bounds (see the option `list`)
+        parts = [part.with_neighbors(statistics.within(part.cutoff)) for part in self.list]
+        return replace(self, list=parts)
 
     def with_neighbors_of(self, saved: DescriptorConfig) -> HybridConfig:
-        """Return the section with the numbers of neighbors of ``saved`` where a part leaves them to
-        the data.
-        """
+        """Return the section with the numbers of ``saved`` where a part leaves them to the data."""
         if not isinstance(saved, HybridConfig) or len(saved.list) != len(self.list):
             return self
-        return replace(
-            self, list=[part.with_neighbors_of(one) for part, one in zip(self.list, saved.list)]
-        )
+        parts = [part.with_neighbors_of(other) for part, other in zip(self.list, saved.list)]
+        return replace(self, list=parts)
 
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
         """Yield findings of the parts, of which there must be one."""
@@ -90,12 +90,12 @@ class HybridConfig:
             yield from inside(f"list[{k}]", part.findings(type_map))
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
-        """Yield the lists of parts that keep one for all elements, and the shorter lists of
-        parts.
-        """
+        """Yield the lists of parts that keep one for all elements, and shorter lists of parts."""
         for k, part in enumerate(self.list):
+            # a part by element is no list of the nearest: its own numbers bound each element
             if part.neighbors is not None and len(part.neighbors) == 1:
                 yield f"{self.part(k)}.{part.neighbors_option}", part.cutoff, part.neighbors[0]
+            # dpa2 and dpa3 read shorter lists beside their own
             if isinstance(part, HasInnerNeighbors):
                 yield from (
                     (f"{self.part(k)}.{name}", rcut, most)
@@ -109,5 +109,6 @@ class HybridConfig:
     @property
     def vacuum_needs(self) -> str:
         """Return the setting that makes the features of an isolated atom zero."""
+        # every part must vanish, so that all settings are named at once
         needs = [(k, part.vacuum_needs) for k, part in enumerate(self.list)]
         return " and ".join(f"list[{k}].{text}" for k, text in needs if text)

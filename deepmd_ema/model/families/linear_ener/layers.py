@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class PairTableDescriptor(EnvironmentDescriptor):
-    """A table of pair energies in the place of a descriptor: its one feature of an atom is half of
-    its pair energies.
+    """A table of pair energies in the place of a descriptor.
 
-    It measures nothing.
+    Its one feature of an atom is half of the energies of its pairs. It measures nothing.
 
     Args:
         table: pair energies of all elements of the model.
         sel: most neighbors that count.
     """
 
+    # float64: energies keep all digits of the file
     dtype = torch.float64
     mixed_types = True
     passes_messages = False
@@ -53,6 +53,7 @@ class PairTableDescriptor(EnvironmentDescriptor):
         distance = torch.linalg.vector_norm(batch.vector, dim=-1)
         # an empty slot is beyond the cutoff of the list, which is not nearer than that of the table
         energy, slope = self.pairs(batch, distance, distance < self.pairs.rcut)
+        # (A, K, 3): each of both atoms of a pair has half of its energy
         along = (0.5 * slope / distance).unsqueeze(-1) * batch.vector
         return 0.5 * energy.sum(1, keepdim=True), lambda grad: grad.unsqueeze(-1) * along
 

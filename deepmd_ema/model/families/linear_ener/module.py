@@ -34,16 +34,18 @@ def linear_parts(config: LinearConfig, seed: int) -> tuple[Descriptor, Fitting, 
     for index, part in enumerate(config.models):
         if isinstance(part, PairTableConfig):
             assert part.neighbors is not None, "sel is resolved"
+            # the table has the elements of the model in their order, whatever its own are
             table = PairTable(part.rows_for(config.type_map), part.rcut)
             descriptors.append(PairTableDescriptor(table, sum(part.neighbors)))
             fittings.append(PairTableFitting())
         else:
-            made = build_networks(
+            descriptor, fitting = build_networks(
                 config, part.descriptor, part.fitting_net, seed_for("part", seed, index)
             )
-            descriptors.append(made[0])
-            fittings.append(made[1])
-    widths = [one.dim_out for one in descriptors]
+            descriptors.append(descriptor)
+            fittings.append(fitting)
+    # no pair energies beside the network (None): tables are parts here
+    widths = [part.dim_out for part in descriptors]
     section = cast("PartDescriptors", config.descriptor)
     return (
         LinearDescriptor(section, descriptors),
@@ -53,26 +55,27 @@ def linear_parts(config: LinearConfig, seed: int) -> tuple[Descriptor, Fitting, 
 
 
 class LinearDescriptor(HybridDescriptor):
-    """The features of all parts, one after the other; each part sees the neighbors inside its own
-    cutoff only.
-    """
+    """The features of all parts; each part sees the neighbors inside its own cutoff only."""
 
     knows_cutoffs: ClassVar[bool] = True
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
-        """Return a layout in which every part finds its neighbors, with those of shorter cutoffs
-        counted.
+        """Return a layout in which every part finds its neighbors.
+
+        Neighbors inside of shorter cutoffs are counted.
         """
         whole = super().layout(excluded_pairs)
+        if whole.by_type:
+            return whole
+        # the collate function counts neighbors inside of these cutoffs, so that views of short
+        # cutoffs are trimmed without waiting for a device
         layouts = (part.layout(frozenset()) for part in self.parts)
         inner = [
-            (one.rcut, sum(one.sel)) for one in layouts if not one.by_type and one.rcut < whole.rcut
+            (part.rcut, sum(part.sel))
+            for part in layouts
+            if not part.by_type and part.rcut < whole.rcut
         ]
-        return (
-            whole
-            if whole.by_type
-            else replace(whole, inner=tuple(dict.fromkeys([*whole.inner, *inner])))
-        )
+        return replace(whole, inner=tuple(dict.fromkeys([*whole.inner, *inner])))
 
 
 class LinearFitting(Fitting):
@@ -88,19 +91,19 @@ class LinearFitting(Fitting):
         self, parts: Sequence[Fitting], weights: Sequence[float], widths: Sequence[int]
     ) -> None:
         super().__init__()
+        # numbers, not buffers: weights are not trained, and a checkpoint has them in its section
         self.parts = module_list(parts)
         self._weights = weights
         self._widths = list(widths)
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the energies (A,) float64, eV, and their gradient with respect to the features (A,
-        D).
-        """
+        """Return the energies (A,) float64, eV, and their gradient by the features (A, D)."""
+        # a list of gradients, (A, D_k) of part k
         energy, grads = torch.zeros(len(features), dtype=torch.float64, device=features.device), []
         split = features.split(self._widths, 1)
-        for part, weight, own in zip(self.parts, self._weights, split, strict=True):
-            of_part, grad = part(own, batch)
-            energy = energy + weight * of_part
+        for part, weight, part_features in zip(self.parts, self._weights, split, strict=True):
+            part_energy, grad = part(part_features, batch)
+            energy = energy + weight * part_energy
             grads.append(weight * grad)
         return energy, torch.cat(grads, 1)
 
@@ -117,6 +120,7 @@ class LinearFitting(Fitting):
     @property
     def case(self) -> int:
         """The index of the task, as in the parts that distinguish tasks."""
+        # a table has case 0; networks of one model have the same
         return max(part.case for part in self.parts)
 
     def set_case(self, index: int) -> None:
@@ -130,5 +134,5 @@ class LinearFitting(Fitting):
             part.apply_statistics(sums, protect)
 
     def blocks(self) -> list[Block]:
-        """Return those of the parts."""
+        """Return the blocks of the parts."""
         return [block for part in self.parts for block in part.blocks()]

@@ -1,6 +1,4 @@
-"""The section ``model`` of type ``linear_ener``: energies of several models, added up with
-weights.
-"""
+"""The section ``model`` of type ``linear_ener``: weighted sums of energies of several models."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from deepmd_ema.model.families.hybrid.section import HybridConfig
 
 _OF_WHOLE = "the energies of the elements are fitted for the whole model"
 
-
+# negative weights are allowed: a part may be subtracted
 _weights = Check(
     lambda v: (
         v in ("mean", "sum") if isinstance(v, str) else len(v) > 0 and all(map(math.isfinite, v))
@@ -62,6 +60,7 @@ class PairTableConfig(NeighborLists):
 
     type: ClassVar[str] = "pairtab"
     aliases: ClassVar[tuple[str, ...]] = ()
+    # what a table has in the place of options of a descriptor: it is read where parts are
     precision: ClassVar[str] = "float64"
     vacuum_needs: ClassVar[str] = ""
     has_type_embedding: ClassVar[bool] = False
@@ -82,16 +81,17 @@ class PairTableConfig(NeighborLists):
     sel: int | list[int] | str = redefined(OneListSection, "sel")
 
     def rows_for(self, type_map: Sequence[str]) -> Table:
-        """Return the table with the energies of the pairs of ``type_map``, which is a choice of its
-        own elements.
-        """
-        own = list(type_map) if self.type_map is None else self.type_map
-        places = [own.index(name) for name in type_map]
+        """Return the table with the energies of the pairs of ``type_map``, some of its elements."""
+        elements = list(type_map) if self.type_map is None else self.type_map
+        # elements that are missing have been refused by `findings`
+        places = [elements.index(name) for name in type_map]
+        # pairs of the new elements in the order of a table: the first not after the second
         columns = [
-            _column(min(a, b), max(a, b), len(own))
+            _column(min(a, b), max(a, b), len(elements))
             for n, a in enumerate(places)
             for b in places[n:]
         ]
+        # a row begins with its distance
         return [[row[0], *(row[1 + column] for column in columns)] for row in self.tab_file]
 
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
@@ -125,6 +125,7 @@ class PartDescriptors(HybridConfig):
 
     def part(self, number: int) -> str:
         """Return the place of a part in the section ``model``."""
+        # places in messages are those of the input, where a table is no section in a section
         is_table = isinstance(self.list[number], PairTableConfig)
         return f"models[{number}]" if is_table else f"models[{number}].descriptor"
 
@@ -136,6 +137,7 @@ class LinearConfig(ModelConfig):
     """
 
     type: ClassVar[str] = "linear_ener"
+    # options of other models that code reads of any model; a table is a part here
     use_srtab: ClassVar[None] = None
     bridging: ClassVar[None] = None
 
@@ -154,9 +156,7 @@ class LinearConfig(ModelConfig):
 
     @property
     def descriptor(self) -> DescriptorConfig:
-        """Return a section that represents the descriptors of all parts, of which a table is
-        one.
-        """
+        """Return a section that represents the descriptors of all parts, also of tables."""
         parts = [
             part if isinstance(part, PairTableConfig) else part.descriptor for part in self.models
         ]
@@ -164,9 +164,8 @@ class LinearConfig(ModelConfig):
 
     @property
     def fitting_net(self) -> EnerFittingConfig:
-        """Return a section with the numbers of conditions that the parts agree on which read
-        any.
-        """
+        """Return a section with the numbers of conditions, on which parts that read any agree."""
+        # no network is built from it: checks, batches and biases read numbers of conditions here
         nets = [part.fitting_net for part in self.models if isinstance(part, NetworkPartConfig)]
         return EnerFittingConfig(
             numb_fparam=max((net.numb_fparam for net in nets), default=0),
@@ -179,28 +178,26 @@ class LinearConfig(ModelConfig):
     def part_weights(self) -> tuple[float, ...]:
         """Return the weight of each part."""
         if isinstance(self.weights, str):
+            # "sum" adds up energies as they are; "mean" is an ensemble of models of the same energies
             count = len(self.models)
             return (1.0 / count if self.weights == "mean" else 1.0,) * count
         return tuple(self.weights)
 
     def with_descriptor(self, descriptor: DescriptorConfig) -> LinearConfig:
-        """Return the section with the parts of ``descriptor``, which was made of that of this
-        one.
-        """
+        """Return the section with the parts of ``descriptor``, a changed copy of its own."""
         assert isinstance(descriptor, PartDescriptors)
         models: list[Part] = []
-        for part, one in zip(self.models, descriptor.list):
+        for part, part_descriptor in zip(self.models, descriptor.list):
             if isinstance(part, NetworkPartConfig):
-                models.append(replace(part, descriptor=one))
+                models.append(replace(part, descriptor=part_descriptor))
             else:
-                assert isinstance(one, PairTableConfig)
-                models.append(one)
+                # a table is its own descriptor section
+                assert isinstance(part_descriptor, PairTableConfig)
+                models.append(part_descriptor)
         return replace(self, models=models)
 
     def standard(self, part: NetworkPartConfig) -> StandardConfig:
-        """Return the section of a part as that of a model of its own, without what concerns the
-        whole.
-        """
+        """Return a part as the section of a model, without options of the whole."""
         return StandardConfig(
             type_map=self.type_map, descriptor=part.descriptor, fitting_net=part.fitting_net
         )
@@ -217,15 +214,18 @@ class LinearConfig(ModelConfig):
         """Yield findings, also an option of the parts that has no effect."""
         yield from super().findings()
         for place, _ in self.parts():
+            # tables and descriptors are among the places
             if place.endswith("fitting_net"):
                 yield unused(f"{place}.rcond", _OF_WHOLE)
 
     def conflicts(self) -> Iterator[Finding]:
         """Yield errors of options that contradict each other, also between the parts."""
         yield from super().conflicts()
+        # tables have no parameters, and an optimizer needs some
         if not any(isinstance(part, NetworkPartConfig) for part in self.models):
             expected = "at least one part with a descriptor, because nothing else is trained"
             yield error("models", f": expected {expected}.")
+        # the type of values is checked before, so that a text is one of the two words
         if not isinstance(self.weights, str) and len(self.weights) != len(self.models):
             expected = f"{len(self.models)}, one for each of models"
             text = f" = {show(self.weights)}: has length {len(self.weights)}"
@@ -233,15 +233,18 @@ class LinearConfig(ModelConfig):
         for k, part in enumerate(self.models):
             if not isinstance(part, NetworkPartConfig):
                 continue
+            # batches have the types of the model, and parts read them without a map of elements
             if part.type_map not in (None, self.type_map):
                 expected = f"that of the model, {show(self.type_map)}"
                 text = f" = {show(part.type_map)}: expected {expected}. Remove it."
                 yield error(f"models[{k}].type_map", text)
+            # each part would be shifted to these energies, which their weighted sum is not
             energies = part.fitting_net.atom_ener
             if energies:
                 text = f" = {show(energies)}: {_OF_WHOLE}."
                 instead = "Remove it, or give model.preset_out_bias."
                 yield error(f"models[{k}].fitting_net.atom_ener", f"{text} {instead}")
+        # all parts get the same frame and atom parameters; 0 of a part means that it reads none
         nets = [part.fitting_net for part in self.models if isinstance(part, NetworkPartConfig)]
         for name in ("numb_fparam", "numb_aparam", "default_fparam", "dim_case_embd"):
             count = "numb_fparam" if name == "default_fparam" else name
@@ -261,7 +264,8 @@ class LinearConfig(ModelConfig):
 
 
 def _column(first: int, second: int, num_types: int) -> int:
-    """Return the place of the pair of two elements, the first not after the second, among those of
-    ``num_types``.
+    """Return the place of a pair of elements in the upper triangle of ``num_types``, row by row.
+
+    The first element is not after the second.
     """
     return first * num_types - first * (first - 1) // 2 + second - first

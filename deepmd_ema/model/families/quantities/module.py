@@ -1,6 +1,4 @@
-"""Networks from the descriptor of an atom to its dipole, polarizability, property or density of
-states.
-"""
+"""Networks from descriptors to dipoles, polarizabilities, properties and densities of states."""
 
 from __future__ import annotations
 
@@ -48,6 +46,7 @@ class QuantityFitting(EnergyFitting):
         mixed_types: bool,
         dim_equivariants: int = 0,
     ) -> None:
+        # before the base class, which builds networks of `num_out` outputs
         self.section, self.dim_equivariants = config, dim_equivariants
         self.width = math.prod(LABELS[config.labels[0]].shape)
         self.is_mean, self.distinguishes_types = config.intensive, config.distinguish_types
@@ -58,19 +57,20 @@ class QuantityFitting(EnergyFitting):
         return self.width
 
     def _network(self, config: Any, seed: int) -> Any:
-        return super()._network(
-            replace(config, neuron=widths_of(config.neuron, self.num_inputs)), seed
-        )
+        # a width of 0 is resolved here, because it follows from the number of inputs
+        neuron = widths_of(config.neuron, self.num_inputs)
+        return super()._network(replace(config, neuron=neuron), seed)
 
     def blocks(self) -> list[Block]:
-        """Return the networks."""
+        """Return the networks, which are called, not evaluated with their gradients."""
         return [(net, ()) for net in self.nets]
 
     def outputs(self, features: Tensor, batch: Batch) -> Tensor:
         """Return the outputs of the networks (A, num_out)."""
         inputs, shares = self._inputs(features, batch)
-        found = [net(own) for net, own in zip(self.nets, inputs.split(shares), strict=True)]
-        return torch.cat(found) + self.bias_atom_e[batch.atom_type].to(self.dtype)
+        parts = inputs.split(shares)
+        outputs = [net(net_inputs) for net, net_inputs in zip(self.nets, parts, strict=True)]
+        return torch.cat(outputs) + self.bias_atom_e[batch.atom_type].to(self.dtype)
 
     def values(
         self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor
@@ -88,8 +88,9 @@ class QuantityFitting(EnergyFitting):
 
 
 class InvariantFitting(QuantityFitting):
-    """Invariant numbers: outputs plus the bias of the element, of a property in units of the spread
-    of data.
+    """Invariant numbers: outputs plus the bias of the element.
+
+    Outputs for a property are in units of the spread of the data.
     """
 
     section: DosFittingConfig
@@ -99,6 +100,7 @@ class InvariantFitting(QuantityFitting):
     ) -> Tensor:
         """Return the values of the atoms (A, W) float64."""
         kind = batch.atom_type
+        # one bias for all elements is kept in the first row
         if not self.distinguishes_types:
             kind = torch.zeros_like(kind)
         out = self.outputs(features, batch).double()
@@ -106,10 +108,10 @@ class InvariantFitting(QuantityFitting):
 
 
 class TensorFitting(QuantityFitting):
-    """Dipoles ``sum_m f_m r_m`` and polarizabilities ``sum_mn r_m f_mn r_n^T`` of equivariant
-    vectors r.
+    """Dipoles ``sum_m f_m r_m`` and polarizabilities ``sum_mn r_m f_mn r_n^T``.
 
-    f are the outputs, of polarizabilities symmetric, or a diagonal. Sommers et al., Phys. Chem.
+    r are equivariant vectors and f the outputs, a symmetric or a diagonal matrix for
+    polarizabilities. Sommers et al., Phys. Chem.
     Chem. Phys. 22, 10592 (2020); Zhang et al., Phys. Rev. B 102, 041121 (2020).
     """
 
@@ -117,37 +119,38 @@ class TensorFitting(QuantityFitting):
 
     def __init__(self, config: Any, dim_in: int, num_types: int, *args: Any) -> None:
         super().__init__(config, dim_in, num_types, *args)
-        if self.width > 3:
+        if self.width > 3:  # a polarizability, which has 9 components
             scale = config.scale if isinstance(config.scale, list) else [config.scale] * num_types
             self.scale = nn.Buffer(
                 torch.tensor(scale, dtype=torch.float64)[:, None], persistent=False
             )
 
     def _num_out(self) -> int:
-        return (
-            self.dim_equivariants
-            if self.width == 3 or self.section.fit_diag
-            else self.dim_equivariants**2
-        )
+        # f_m, or all of f_mn
+        is_diagonal = self.width == 3 or self.section.fit_diag
+        return self.dim_equivariants if is_diagonal else self.dim_equivariants**2
 
     def values(
         self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor
     ) -> Tensor:
         """Return the values of the atoms (A, W) float64."""
         assert vectors is not None
-        out, rows = self.outputs(features, batch), vectors.to(self.dtype)
+        out, rows = self.outputs(features, batch), vectors.to(self.dtype)  # (A, M) and (A, M, 3)
         if self.width == 3:
             return torch.bmm(out.unsqueeze(1), rows).squeeze(1).double()
         scale = self.scale[batch.atom_type]
         out = out * scale.to(self.dtype)
         if self.section.fit_diag:
-            turned = out.unsqueeze(2) * rows
+            weighted = out.unsqueeze(2) * rows
         else:
+            # the symmetric part, because a polarizability is symmetric
             matrix = out.unflatten(1, (self.dim_equivariants, -1))
-            turned = torch.bmm((matrix + matrix.transpose(1, 2)) / 2, rows)
-        found = torch.bmm(rows.transpose(1, 2), turned).double()
+            weighted = torch.bmm((matrix + matrix.transpose(1, 2)) / 2, rows)
+        polarizability = torch.bmm(rows.transpose(1, 2), weighted).double()  # (A, 3, 3)
         if self.section.shift_diag:
+            # a multiple of the unit matrix is the only bias that does not depend on the orientation
             mean = bias.unflatten(1, (3, 3)).diagonal(dim1=1, dim2=2).mean(1)
-            diagonal = torch.eye(3, dtype=found.dtype, device=found.device)
-            found = found + (mean[batch.atom_type, None] * scale).unsqueeze(2) * diagonal
-        return found.flatten(1)
+            unit = torch.eye(3, dtype=polarizability.dtype, device=polarizability.device)
+            shift = mean[batch.atom_type, None] * scale
+            polarizability = polarizability + shift.unsqueeze(2) * unit
+        return polarizability.flatten(1)

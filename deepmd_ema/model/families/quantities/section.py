@@ -28,6 +28,7 @@ def _as_list(types: int | list[int]) -> list[int]:
     return types if isinstance(types, list) else [types]
 
 
+# numbers, not symbols, as in DeePMD-kit; whether there are so many is checked with the type map
 _types = Check(
     lambda v: v != [] and all(t >= 0 for t in _as_list(v)), "type numbers, e.g. [0]; null is all"
 )
@@ -37,7 +38,8 @@ _SELECTED = (
 )
 _SELECTED += "may then have rows of these atoms only. DeePMD-kit's torch backends ignore it."
 
-
+# names of files that a set of frames may have already: a property of this name would be read from
+# them
 _TAKEN = {"coord", "box", "atom_types", "atype", *NAMES_OF_DPDATA, FPARAM, APARAM}
 _TAKEN |= {name for label in LABELS.values() for name in (label.name, *label.files)}
 
@@ -50,6 +52,7 @@ class DipoleFittingConfig(FittingOptions):
 
     type: ClassVar[str] = "dipole"
     labels: ClassVar[tuple[str, ...]] = (DIPOLE, ATOM_DIPOLE)
+    # the values turn with the atoms: the descriptor must have equivariant vectors
     is_equivariant: ClassVar[bool] = True
     loss: ClassVar[str] = "tensor"
 
@@ -90,6 +93,7 @@ class PolarFittingConfig(DipoleFittingConfig):
         check=_types,
         doc=_SELECTED.format("polarizability"),
     )
+    # DeePMD-kit has true: M outputs instead of M^2
     fit_diag: bool = option(
         True,
         doc="Whether the network gives the diagonal of a matrix between equivariant vectors, or "
@@ -107,6 +111,7 @@ class PolarFittingConfig(DipoleFittingConfig):
     @property
     def bias_effect(self) -> float | list[float]:
         """The bias of the diagonal is multiplied like the network."""
+        # the fit of biases multiplies counts of atoms by it; 0: nothing is fitted
         return self.scale if self.shift_diag else 0.0
 
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
@@ -132,6 +137,7 @@ class PropertyFittingConfig(FittingOptions):
         doc="Widths of the hidden layers. A layer as wide as the one before it has a skip "
         "connection. 0 is 8/3 of the number of inputs, rounded up to a multiple of 32.",
     )
+    # names of atomic and of spectral labels are made by a prefix
     property_name: str = option(
         check=Check(
             lambda v: v.isidentifier() and v not in _TAKEN and not v.startswith(("atom_", DOS)),
@@ -150,6 +156,7 @@ class PropertyFittingConfig(FittingOptions):
     @property
     def labels(self) -> tuple[str, ...]:
         """Names of what the model predicts."""
+        # a number in brackets is the width of a label, which is no part of its name
         name = f"{self.property_name}[{self.task_dim}]"
         return name, f"atom_{name}"
 
@@ -164,6 +171,7 @@ class DosFittingConfig(FittingOptions):
     numb_dos: int = option(
         300, check=positive_int, doc="Number of energies at which the density of states is given."
     )
+    # as of the fitting network ener, where it bounds biases of elements in fixed proportions
     rcond: float | None = option(
         None,
         doc="Singular values below this fraction of the largest count as zero in the fit of the "

@@ -1,6 +1,4 @@
-"""DPA-1 (se_atten, se_atten_v2): moments of the environment of an atom, embedded by distance and
-elements.
-"""
+"""DPA-1 (se_atten, se_atten_v2): moments of the environment, embedded by distance and elements."""
 
 from __future__ import annotations
 
@@ -39,12 +37,12 @@ if TYPE_CHECKING:
 
 
 class SeAttenBlock(ElementBlock):
-    """``D = g^T R (g[:X]^T R)^T`` with ``g^T R = sum_k G_k R_k / S``, R_k the normalised row of
-    neighbor k.
+    """``D = g^T R (g[:X]^T R)^T`` with ``g^T R = sum_k G_k R_k / S``.
 
-    ``G_k`` is a network of ``s_k`` and the elements (``concat``), or ``G(s_k) (1 + w_k
-    E(elements))`` with two networks (``strip``, w_k the switch if smooth); then attention layers
-    mix the ``G_k`` (DPA-1, Zhang et al., arXiv:2208.08236; strip: arXiv:2312.15492).
+    R_k is the normalised row of neighbor k in the environment matrix. ``G_k`` is a network of
+    ``s_k`` and the elements (``concat``), or ``G(s_k) (1 + w_k E(elements))`` with two networks
+    (``strip``, w_k the switch if smooth); then attention layers mix the ``G_k`` (DPA-1, Zhang et
+    al., arXiv:2208.08236; strip: arXiv:2312.15492).
 
     Args:
         options: of the block, with the names that they have in the section se_atten.
@@ -61,9 +59,11 @@ class SeAttenBlock(ElementBlock):
         self.one_side, self.num_axis = options.type_one_side, options.axis_neuron
         self.dim_out = self.num_channels * self.num_axis
         self.interpolation = Interpolation(options.interpolate, dtype, sum(options.neuron))
+        # the usual 1 / sqrt(width of queries), unless a temperature replaces it
         scaling = options.temperature
         if scaling is None:
             scaling = (options.attn * options.scaling_factor) ** -0.5
+        # without a shift, logits jump where a neighbor enters, as in DeePMD-kit
         shift, eps = LOGIT_SHIFT if options.smooth else None, eps_of(options.ln_eps)
         self.attends = AttentionOptions(options.attn_dotr, options.normalize, scaling, shift, eps)
         self.layers = module_list(
@@ -77,14 +77,14 @@ class SeAttenBlock(ElementBlock):
             )
             for index in range(options.attn_layer)
         )
+        # freeze(self, True) would train a layer normalisation that trainable_ln = false fixes
         if not options.trainable:
             freeze(self, False)
 
     def features_and_vjp(
         self, table: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Vjp]:
-        """Return the features (A, M X), and the function from their gradient to that by the vectors
-        (A, K, 3) float64.
+        """Return the features (A, M X), and their vjp to the vectors (A, K, 3) float64.
 
         Both are functions of the parameters; arguments are those of :meth:`moments_and_vjp`.
         """
@@ -97,8 +97,7 @@ class SeAttenBlock(ElementBlock):
     def moments_and_vjp(
         self, table: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Vjp]:
-        """Return the moments g^T R (A, 4, M), and the function from their gradient to that by the
-        vectors.
+        """Return the moments g^T R (A, 4, M), and their vjp to the vectors (A, K, 3) float64.
 
         Args:
             table: (T, E) type embeddings.
@@ -106,41 +105,44 @@ class SeAttenBlock(ElementBlock):
             batch: the batch that the neighbors are of.
             dropped: (A, K) bool, pairs that do not see each other here, or None.
         """
-        mask, vector = (
-            neighborhood.mask if dropped is None else neighborhood.mask & ~dropped,
-            neighborhood.vector,
-        )
+        mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
+        vector = neighborhood.vector
         width = vector.shape[1]
-        # outside of the mask the type of the first atom of the frame, as DeePMD-kit has it
+        # an empty slot has the type of the first atom of the frame, as in DeePMD-kit. It counts,
+        # because a mean of the environment matrix gives empty slots rows that are not zero
         first_type = batch.first_type
         filler = first_type[batch.atom_frame][:, None]
         neighbor_type = torch.where(mask, batch.neighbor_type[:, :width], filler)
         radial = Radial.of(vector, self.rcut, self.rcut_smth)
         rows, rows_vjp = self.environment_matrix(vector, dropped, batch.atom_type, radial=radial)
+        # the inputs of the moments that depend on positions, each with its vjp to the vectors
         inputs = [rows]
         vjps = [rows_vjp]
         counts = None
         if self.layers or (self.smooth and self.pair_embedding is not None):
             switch, switch_vjp = switch_and_vjp(vector, mask, radial)
+            # (A, K), the switch of each neighbor
             inputs, vjps = [*inputs, switch.to(self.dtype)], [*vjps, switch_vjp]
-        # functions for each element of the centre need atoms in the order of their types, which
-        # images may lack
+        # interpolation has a function for each element of the centre, and splits the atoms by type:
+        # they must be in the order of their types, which batches with images may lack
         in_order = (
             self.one_side
             or self.pair_embedding is not None
             or len(batch.type_counts) == len(self.mean)
         )
         if self.layers:
+            # (A, K, 3) unit vectors, whose products weight the attention (attn_dotr)
             direction, direction_vjp = directions_and_vjp(vector, mask, radial.distance, self.rcut)
             counts = self._counts(neighborhood.mask)
             options = [layer.weights for layer in self.layers], self.attends
 
-            def attended(rows: Tensor, switch: Tensor, direction: Tensor) -> Tensor:
+            def attention_moments(rows: Tensor, switch: Tensor, direction: Tensor) -> Tensor:
                 if counts is not None:
+                    # slots beyond the last neighbor of an atom are added by `_absent_moments`
                     is_near = torch.arange(width, device=rows.device) < counts[:, None]
                     rows = torch.where(is_near[..., None], rows, 0)
                 pairs = rows[..., :1], batch.atom_type[:, None], neighbor_type, switch[..., None]
-                given = Attended(
+                attended = Attended(
                     rows,
                     partial(self._embed, table),
                     pairs,
@@ -150,10 +152,10 @@ class SeAttenBlock(ElementBlock):
                     direction,
                     self.sel,
                 )
-                return self.ops.attended_moments(given, *options)
+                return self.ops.attended_moments(attended, *options)
 
             inputs, vjps = [*inputs, direction.to(self.dtype)], [*vjps, direction_vjp]
-            moments, moments_vjp = vjp_of(attended, *inputs)
+            moments, moments_vjp = vjp_of(attention_moments, *inputs)
         elif self.interpolation.serves(batch) and in_order:
             interpolated = (
                 self._interpolated if self.pair_embedding is None else self._interpolated_strip
@@ -173,25 +175,32 @@ class SeAttenBlock(ElementBlock):
             moments = moments + self._absent_moments(counts, width, table, first_type, batch)
 
         def vjp(grad: Tensor) -> Tensor:
-            of_inputs = moments_vjp(grad / self.sel)
-            return reduce(torch.add, [one(by) for one, by in zip(vjps, of_inputs, strict=True)])
+            by_inputs = moments_vjp(grad / self.sel)
+            by_vector = [
+                input_vjp(by_input) for input_vjp, by_input in zip(vjps, by_inputs, strict=True)
+            ]
+            return reduce(torch.add, by_vector)
 
         return moments / self.sel, vjp
 
     def _interpolated(
         self, inputs: list[Tensor], neighbor: Tensor, table: Tensor, batch: Batch
     ) -> Moments:
-        """Return the moments of interpolations of the network of ``s`` and elements, for all atoms
-        or by type.
+        """Return the moments from interpolations of the network of ``s`` and elements.
+
+        A function of ``s`` alone belongs to each element of the neighbor, or to each pair of
+        elements.
         """
-        of_type = one_hot(neighbor, len(table), self.dtype).unsqueeze(2)
+        # (A, K, 1, T), and rows in the columns of the element of the neighbor (A, K, 4 T)
+        is_type = one_hot(neighbor, len(table), self.dtype).unsqueeze(2)
         rows = inputs[0]
-        left = (rows.unsqueeze(3) * of_type).flatten(2)
+        left = (rows.unsqueeze(3) * is_type).flatten(2)
         s = rows[..., 0]
         in_place = self.ops.is_for_cpu
         if self.one_side:
             sums = [self.interpolation(left, s, self.embedding, table, in_place=in_place)]
-        else:  # a function for each element of the centre as well: atoms of one element at once
+        else:
+            # a function for each element of the centre as well: atoms of one element at once
             parts = zip(
                 left.split(batch.type_counts),
                 s.split(batch.type_counts),
@@ -200,33 +209,38 @@ class SeAttenBlock(ElementBlock):
             )
             sums = [
                 self.interpolation(
-                    of_centre,
-                    its_s,
+                    part_left,
+                    part_s,
                     self.embedding,
                     torch.cat([table, centre.expand_as(table)], -1),
                     number,
                     in_place,
                 )
-                for number, (of_centre, its_s, centre) in enumerate(parts)
+                for number, (part_left, part_s, centre) in enumerate(parts)
             ]
 
         def vjp(grad: Tensor) -> tuple[Tensor, ...]:
-            shares = grad.split([one.left.shape[0] for one in sums])
-            of_left, of_s = zip(*(one.vjp(share) for one, share in zip(sums, shares, strict=True)))
-            by_rows = (joined(list(of_left)).unflatten(2, (4, -1)) * of_type).sum(3)
-            return (by_rows + functional.pad(joined(list(of_s)).unsqueeze(2), (0, 3)),)
+            shares = grad.split([part.left.shape[0] for part in sums])
+            by_parts = [part.vjp(share) for part, share in zip(sums, shares, strict=True)]
+            by_left, by_s = (joined(list(grads)) for grads in zip(*by_parts))
+            by_rows = (by_left.unflatten(2, (4, -1)) * is_type).sum(3)
+            # s is the first column of the rows
+            return (by_rows + functional.pad(by_s.unsqueeze(2), (0, 3)),)
 
-        return joined([one.value for one in sums]), vjp
+        return joined([part.value for part in sums]), vjp
 
     def _interpolated_strip(
         self, inputs: list[Tensor], neighbor: Tensor, table: Tensor, batch: Batch
     ) -> Moments:
-        """Return the moments of an interpolation of ``G(s)``, summed by element before gates are
-        applied.
+        """Return the moments from an interpolation of ``G(s)``, summed by element before gates.
+
+        The gate of a pair depends on elements only: sums over the neighbors of each element are
+        gated, not every pair.
         """
-        of_type = one_hot(neighbor, len(table), self.dtype).unsqueeze(2)  # A, K, 1, T
-        rows, *weights = inputs  # the switch if smooth
-        gated = of_type * weights[0][..., None, None] if weights else of_type
+        is_type = one_hot(neighbor, len(table), self.dtype).unsqueeze(2)  # (A, K, 1, T)
+        rows, *weights = inputs  # the switch (A, K), if smooth
+        gated = is_type * weights[0][..., None, None] if weights else is_type
+        # (A, K, 4 + 4 T): the sum without gate, then those that each element gates
         left = torch.cat([rows, (rows.unsqueeze(3) * gated).flatten(2)], 2)
         summed = self.interpolation(
             left, rows[..., 0], self.embedding, in_place=self.ops.is_for_cpu
@@ -234,54 +248,60 @@ class SeAttenBlock(ElementBlock):
         gates = self._gates(table, batch.atom_type).unsqueeze(-3)  # (A, 1, T, M) or (1, T, M)
 
         def vjp(grad: Tensor) -> tuple[Tensor, ...]:
-            by_left, by_s = summed.vjp(
-                torch.cat([grad, (grad.unsqueeze(2) * gates).flatten(1, 2)], 1)
-            )
+            by_gated = (grad.unsqueeze(2) * gates).flatten(1, 2)
+            by_left, by_s = summed.vjp(torch.cat([grad, by_gated], 1))
             by_rows, by_type = by_left[..., :4], by_left[..., 4:].unflatten(2, (4, -1))
             by_rows = by_rows + (by_type * gated).sum(3) + functional.pad(by_s.unsqueeze(2), (0, 3))
-            return by_rows, *((by_type * rows.unsqueeze(3) * of_type).sum((2, 3)) for _ in weights)
+            # one gradient by the switch, or none
+            return by_rows, *((by_type * rows.unsqueeze(3) * is_type).sum((2, 3)) for _ in weights)
 
         return summed.value[:, :4] + (summed.value[:, 4:].unflatten(1, (4, -1)) * gates).sum(2), vjp
 
     def _embed(
         self, table: Tensor, s: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor | None
     ) -> Tensor:
-        """Return the channels (..., K, M) of pairs from ``s`` and ``switch`` (..., K, 1) and their
-        types (..., K).
+        """Return the channels (..., K, M) of pairs.
+
+        Args:
+            table: (T, E) type embeddings.
+            s: (..., K, 1) radial column.
+            centre: types, to be expanded to (..., K).
+            neighbor: (..., K) types.
+            switch: (..., K, 1), which smooth gates need, or None.
         """
         if self.pair_embedding is None:
             shape = s.shape[:-1]
             types = [neighbor] if self.one_side else [neighbor, centre.expand(shape)]
-            return cast(
-                "Tensor", self.embedding(torch.cat([s, *(pick(table, t) for t in types)], -1))
-            )
+            beside = [pick(table, t) for t in types]
+            return cast("Tensor", self.embedding(torch.cat([s, *beside], -1)))
         gate = pick(self._gates(table, centre[..., 0]), neighbor)
         radial: Tensor = self.embedding(s)
         return radial + radial * (gate if switch is None or not self.smooth else gate * switch)
 
     def _gates(self, table: Tensor, centre: Tensor) -> Tensor:
-        """Return the network of elements for all elements of a neighbor, (T, M), or (..., T, M) by
-        ``centre`` (...).
+        """Return the gates of all elements of neighbors, (T, M) or (..., T, M) by ``centre`` (...).
+
+        They are the outputs of the network of elements.
         """
         assert self.pair_embedding is not None
         num_types = len(table)
         if self.one_side:
             return cast("Tensor", self.pair_embedding(table))
-        # first of each centre, then of each neighbor: a row of all T^2 pairs for each neighbor
-        # would be large
+        # a row (T M) of each centre is picked, and of it the gate of each neighbor: one of all T^2
+        # pairs for each neighbor would be large
         both = [table.repeat(num_types, 1), table.repeat_interleave(num_types, 0)]
-        of_pair = self.pair_embedding(torch.cat(both, -1)).view(num_types, -1)
-        return pick(of_pair, centre).unflatten(-1, (num_types, -1))
+        gates = self.pair_embedding(torch.cat(both, -1)).view(num_types, -1)
+        return pick(gates, centre).unflatten(-1, (num_types, -1))
 
     def _counts(self, mask: Tensor) -> Tensor | None:
-        """Return the number of slots (A,) of each atom up to its last neighbor, if those beyond are
-        all alike.
+        """Return the number of slots (A,) of each atom up to its last neighbor.
 
-        Statistics are equal for all slots, but files may hold others. None: not known without
-        waiting for a device.
+        None if the slots beyond are not all alike, or if this is not known without waiting for a
+        device.
         """
         if not self.ops.is_for_cpu:
             return None
+        # statistics of a run are equal for all slots, but files of DeePMD-kit may hold others
         alike = (self.mean == self.mean[:, :1]).all() & (self.stddev == self.stddev[:, :1]).all()
         places = torch.arange(mask.shape[1], device=mask.device) + 1
         return functional.pad(mask * places, (0, 1)).amax(1) if alike else None
@@ -289,12 +309,12 @@ class SeAttenBlock(ElementBlock):
     def _absent_moments(
         self, counts: Tensor | None, width: int, table: Tensor, filler: Tensor, batch: Batch
     ) -> Tensor:
-        """Return the part of the moments from slots beyond those of the batch, or beyond the first
-        of each atom.
+        """Return the part of the moments (A, 4, M) from slots that are not evaluated as pairs.
 
-        They are empty and normalised like all slots, so each has the row ``-mean / stddev`` of the
-        type of the centre, and the type embedding of the first atom of the frame, as DeePMD-kit has
-        it: constants per type and frame.
+        These are slots beyond those of the batch, or beyond the first of each atom. They are empty
+        and normalised like all slots, so each has the row ``-mean / stddev`` of the type of the
+        centre, and the type embedding of the first atom of the frame, as DeePMD-kit has it:
+        constants per type and frame.
 
         Args:
             counts: (A,) of the first slots, whose others are alike; None: as many as the batch has.
@@ -302,28 +322,26 @@ class SeAttenBlock(ElementBlock):
             table: (T, E) type embeddings.
             filler: (F,) type of the first atom of each frame.
             batch: the batch.
-
-        Returns:
-            (A, 4, M).
         """
-        num_types, first = len(table), width if counts is None else self.sel - 1
-        rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)[
-            :, first:
-        ]  # (T, S - first, 4)
+        num_types = len(table)
+        # slots that are alike: the last represents them, and is multiplied by their number below
+        first = width if counts is None else self.sel - 1
+        rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)
+        rows = rows[:, first:]  # (T, S - first, 4)
         centre = torch.arange(num_types, device=rows.device)[None, :, None]
         neighbor = filler[:, None, None].expand(-1, num_types, rows.shape[1])
+        # types (1, T, 1) of the centre and (F, T, S - first) of the neighbor
         s = rows[None, ..., :1].expand(filler.shape[0], -1, -1, -1)
         pairs = self._embed(table, s, centre, neighbor, torch.zeros_like(s))
         for layer in self.layers:
-            # an empty slot attends to nothing: of the last linear map the bias is left
+            # an empty slot attends to nothing: its output is the bias of the last linear map
             pairs = layer.norm(pairs + layer.weights.out_bias)
         moments = torch.einsum("tkc,ftkm->ftcm", rows, pairs)
+        # (F T, 4, M), of which each atom takes that of its frame and type
         moments = moments.flatten(0, 1)[batch.atom_frame * num_types + batch.atom_type]
-        return (
-            moments
-            if counts is None
-            else moments * (self.sel - counts).to(self.dtype)[:, None, None]
-        )
+        if counts is None:
+            return moments
+        return moments * (self.sel - counts).to(self.dtype)[:, None, None]
 
 
 class DPA1Descriptor(OneBlockDescriptor):

@@ -50,6 +50,7 @@ class SeAttenV2Config(OneListSection):
         doc="Whether attention weights are multiplied by the cosines of the angles between "
         "neighbors.",
     )
+    # declared with its one value, so that inputs of DeePMD-kit are read
     attn_mask: bool = option(
         False,
         check=Check(lambda v: not v, "false: true has no effect in DeePMD-kit either"),
@@ -78,10 +79,12 @@ class SeAttenV2Config(OneListSection):
         None, check=positive, doc="Scale of queries; null is 1 / sqrt(attn * scaling_factor)."
     )
 
+    # tables of G(s) serve all pairs, as long as no pair changes another
     interpolate: str = common.interpolate_option(
         doc="As of se_e2_a; without effect beside attention layers, which see each pair."
     )
 
+    # fixed in this version, options of se_atten
     tebd_input_mode: ClassVar[str] = "strip"
     smooth: ClassVar[bool] = True
 
@@ -90,6 +93,7 @@ class SeAttenV2Config(OneListSection):
         yield from common.smooth_before(self.rcut_smth, self.rcut)
         yield from common.axis_fits(self.axis_neuron, self.neuron)
         yield from self.element_findings(type_map)
+        # attention changes G of a pair by other pairs: it is no function of s and elements alone
         if self.attn_layer and self.interpolate == "always":
             yield unused("interpolate", f"attn_layer = {self.attn_layer}")
 
@@ -107,6 +111,7 @@ class SeAttenV2Config(OneListSection):
         """Return the setting that makes the features of an isolated atom zero."""
         if self.concat_output_tebd:
             return "concat_output_tebd = false"
+        # with a mean, empty slots have rows that are not zero
         return "" if self.set_davg_zero else "set_davg_zero = true"
 
 
@@ -117,6 +122,7 @@ class SeAttenConfig(SeAttenV2Config):
     type: ClassVar[str] = "se_atten"
     aliases: ClassVar[tuple[str, ...]] = ("dpa1",)
 
+    # defaults of the two types differ in DeePMD-kit, too
     set_davg_zero: bool = redefined(SeAttenV2Config, "set_davg_zero", True)
     tebd_input_mode: str = option(  # type: ignore[misc]  # an option here, fixed in se_atten_v2
         "concat",
@@ -137,6 +143,7 @@ class SeAttenConfig(SeAttenV2Config):
 
     def __post_init__(self) -> None:
         if self.stripped_type_embedding:
+            # the older name is turned into the newer one, and then left out of what is written
             object.__setattr__(self, "tebd_input_mode", "strip")
             object.__setattr__(self, "stripped_type_embedding", None)
 

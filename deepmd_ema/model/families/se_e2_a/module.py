@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class SeE2ADescriptor(ByTypeDescriptor):
-    """``D = g^T g[:X]`` with ``g = sum_k R_k G(s_k) / S`` over all S slots, R their normalised
-    environment matrix.
+    """``D = g^T g[:X]`` with ``g = sum_k R_k G(s_k) / S`` over all S slots.
 
-    s is the first column of R, and G a network for each type of the neighbor, or for each pair of
-    types (DeepPot-SE, Zhang et al., arXiv:1805.09003).
+    R is the normalised environment matrix of the slots, s its first column, and G a network for
+    each type of the neighbor, or for each pair of types (DeepPot-SE, Zhang et al.,
+    arXiv:1805.09003).
 
     Args:
         config: the section ``model.descriptor``; ``sel`` must be numbers.
@@ -52,6 +52,7 @@ class SeE2ADescriptor(ByTypeDescriptor):
         """Return the features (A, M X) and their vector-Jacobian product."""
         sums, vjp = self._sums(batch)
         num_slots, axis = sum(self.sel), self.num_axis
+        # divided by all slots, not by the number of neighbors: no jump where a neighbor enters
         moments = sums / num_slots
         return axis_features(moments, axis), lambda grad: vjp(
             axis_features_vjp(grad, moments, axis) / num_slots
@@ -63,20 +64,16 @@ class SeE2ADescriptor(ByTypeDescriptor):
         return self.num_channels
 
     def features_and_equivariants(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the features (A, M X), and the last columns (A, M, 3) of g, which are
-        equivariant.
-        """
+        """Return the features (A, M X), and the equivariant columns x, y, z of g (A, M, 3)."""
         moments = self._sums(batch)[0] / sum(self.sel)
         return axis_features(moments, self.num_axis), moments[:, 1:].transpose(1, 2)
 
     def _sums(self, batch: Batch) -> tuple[Tensor, Vjp]:
-        """Return ``sum_k R_k G(s_k)`` (A, C, M) over all S slots and its vector-Jacobian
-        product.
-        """
+        """Return ``sum_k R_k G(s_k)`` (A, C, M) over all S slots, and its vjp to the vectors."""
         dropped, slots = self.excluded(batch), self.slots_of(batch)
         rows, rows_vjp = self.environment_matrix(batch.vector, dropped, batch.atom_type, slots)
-        # an empty slot has the row -mean / stddev of its type of centre: those beyond the slots of
-        # the batch are constants per type, whose embedding is evaluated once
+        # an empty slot has the row -mean / stddev of its type of centre: slots that the batch left
+        # out are constants per type, whose embedding is evaluated once
         empty = -(self.mean.double() / self.stddev.double()).to(self.dtype)  # (T, S, C)
         # atoms, and types of the centre, that have networks in common; split, not sliced: a slice
         # compares its ends with the size, on which a compiled graph would depend
@@ -92,39 +89,49 @@ class SeE2ADescriptor(ByTypeDescriptor):
         beyond: list[Tensor] = []
         for neighbor, (section, padding, sel, used) in enumerate(neighbors):
             vacant = [s.flatten() for s in padding[..., 0].split(types)]
-            own = nets[neighbor * len(atoms) : (neighbor + 1) * len(atoms)]
+            # one network for all centres, or one for each type of the centre
+            section_nets = nets[neighbor * len(atoms) : (neighbor + 1) * len(atoms)]
             parts = [
                 self._sum(batch, *part)
-                for part in zip(section.split(atoms), own, vacant, strict=True)
+                for part in zip(section.split(atoms), section_nets, vacant, strict=True)
             ]
             sums.append(joined([value for value, _, _ in parts]))
             vjps.append([vjp for _, vjp, _ in parts])
             embedded = joined([values for _, _, values in parts]).view(
                 self.num_types, sel, self.num_channels
             )
-            # by a weight of 0, not by a shorter slice: a compiled graph would depend on whether it
-            # is empty
+            # slots that the batch holds have weight 0; a shorter slice would make a compiled graph
+            # depend on whether it is empty
             weight = (torch.arange(sel, device=rows.device) >= used).to(self.dtype)[:, None]
             left = padding if self.num_columns > 1 else torch.ones_like(padding)
             beyond.append(torch.bmm((left * weight).transpose(1, 2), embedded))
-        # for each atom that of its type, by expanding: an index has a derivative that adds in any
-        # order on a GPU
-        of_types = reduce(torch.add, beyond).split(1)
-        of_atoms = torch.cat([one.expand(n, -1, -1) for one, n in zip(of_types, batch.type_counts)])
+        # each atom takes the sum of its type (1, C, M) by expanding, because atoms are in the order
+        # of their types: an index has a derivative that adds in any order on a GPU
+        type_sums = reduce(torch.add, beyond).split(1)
+        atom_sums = torch.cat(
+            [type_sum.expand(n, -1, -1) for type_sum, n in zip(type_sums, batch.type_counts)]
+        )
 
         def vjp(grad: Tensor) -> Tensor:
             shares = grad.split(atoms)
-            return rows_vjp(
-                joined([joined([of(share) for of, share in zip(each, shares)]) for each in vjps], 1)
-            )
+            by_section = [
+                joined([part_vjp(share) for part_vjp, share in zip(section_vjps, shares)])
+                for section_vjps in vjps
+            ]
+            return rows_vjp(joined(by_section, 1))
 
-        return reduce(torch.add, sums) + of_atoms, vjp
+        return reduce(torch.add, sums) + atom_sums, vjp
 
     def _sum(
         self, batch: Batch, rows: Tensor, net: Network, vacant: Tensor
     ) -> tuple[Tensor, Vjp, Tensor]:
-        """Return ``sum_k R_k G(s_k)`` (A, C, M), its vjp to the rows (A, K, C), and G (B, M) of
-        vacant slots (B,).
+        """Return ``sum_k R_k G(s_k)`` (A, C, M), its vjp to the rows (A, K, C), and G (B, M).
+
+        Args:
+            batch: the batch that the rows are of.
+            rows: (A, K, C), of one type of the neighbor.
+            net: G.
+            vacant: (B,) numbers s of vacant slots, at which G is returned.
         """
         if self.interpolation.serves(batch):
             summed = self.interpolation(

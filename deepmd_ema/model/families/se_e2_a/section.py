@@ -20,6 +20,7 @@ class SeE2AConfig(PerElementSection):
     has_equivariants: ClassVar[bool] = True
     aliases: ClassVar[tuple[str, ...]] = ("se_a",)
 
+    # an atom has neuron[-1] * axis_neuron features
     axis_neuron: int = option(
         4,
         alias=("n_axis_neuron",),
@@ -27,6 +28,7 @@ class SeE2AConfig(PerElementSection):
         doc="Number of columns of the embedding matrix that form the second factor of the "
         "descriptor.",
     )
+    # the default of DeePMD-kit, T^2 networks, so that its inputs mean the same
     type_one_side: bool = option(
         False,
         doc="Whether the embedding network depends on the element of the neighbor only; otherwise "
@@ -43,6 +45,7 @@ class SeE2AConfig(PerElementSection):
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
         """Yield errors of options that contradict each other."""
         yield from super().findings(type_map)
+        # the second factor is made of the first columns of the embedding
         yield from common.axis_fits(self.axis_neuron, self.neuron)
 
     def words(self) -> Iterator[str]:

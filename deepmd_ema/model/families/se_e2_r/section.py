@@ -17,11 +17,13 @@ class SeE2RConfig(PerElementSection):
     type: ClassVar[str] = "se_e2_r"
     aliases: ClassVar[tuple[str, ...]] = ("se_r",)
 
+    # see doc/differences.md
     type_one_side: bool = option(
         True,
         doc="Whether the embedding network depends on the element of the neighbor only; otherwise "
         "there is one network for each pair of elements. DeePMD-kit declares false and trains "
         "true: its torch backends know nothing else, and do not read a model with false.",
     )
+    # not a subclass of SeE2AConfig: features are the sums themselves, without axis_neuron
     set_davg_zero: bool = redefined(SeE2AConfig, "set_davg_zero")
     interpolate: str = redefined(SeE2AConfig, "interpolate")

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 
 class SeE3Descriptor(ByTypeDescriptor):
-    """``D = sum over types a <= b of sum_jk c_jk G_ab(c_jk) / (S_a S_b)`` with ``c_jk = R_j .
+    """``D = sum over types a <= b of sum_jk c_jk G_ab(c_jk) / (S_a S_b)``.
 
-    R_k``, j of a and k of b.
-
-    R are the normalised angular rows of the environment matrix. Three-body embedding: Wang et al.,
+    ``c_jk = R_j . R_k`` with j of type a and k of type b, R the normalised angular rows of the
+    environment matrix. Three-body embedding: Wang et al.,
     Nucl. Fusion 62, 126013 (2022). An empty slot has ``R = 0`` and adds nothing: angular columns
     have no mean, which would depend on the orientation.
 
@@ -36,9 +35,8 @@ class SeE3Descriptor(ByTypeDescriptor):
     """
 
     def __init__(self, config: SeE3Config, num_types: int, seed: int) -> None:
-        self.pairs = [
-            (a, b) for b in range(num_types) for a in range(b + 1)
-        ]  # of types, one for each network
+        # pairs of types of the neighbors, one for each network; exchanged, they are the same sum
+        self.pairs = [(a, b) for b in range(num_types) for a in range(b + 1)]
         super().__init__(config, num_types, seed, len(self.pairs))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
@@ -47,6 +45,7 @@ class SeE3Descriptor(ByTypeDescriptor):
         matrix, matrix_vjp = self.environment_matrix(
             batch.vector, self.excluded(batch), batch.atom_type, slots
         )
+        # without the radial column: (A, K, 3)
         features, features_vjp = with_vjp(lambda rows: self._features(rows, batch), matrix[..., 1:])
         return features, lambda grad_features: matrix_vjp(
             functional.pad(features_vjp(grad_features), (1, 0))
@@ -56,8 +55,8 @@ class SeE3Descriptor(ByTypeDescriptor):
         by_type = rows.split(batch.slots, 1)
         parts = []
         for (a, b), net in zip(self.pairs, self.embeddings, strict=True):
-            products = torch.bmm(by_type[a], by_type[b].transpose(1, 2)).unsqueeze(
-                -1
-            )  # (A, J, K, 1)
+            products = torch.bmm(by_type[a], by_type[b].transpose(1, 2))
+            products = products.unsqueeze(-1)  # (A, J, K, 1)
+            # slots up to sel, of which the batch holds J and K; 1 for types without slots
             parts.append((products * net(products)).sum((1, 2)) / max(self.sel[a] * self.sel[b], 1))
         return reduce(torch.add, parts)

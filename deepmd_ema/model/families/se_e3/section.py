@@ -20,8 +20,10 @@ class SeE3Config(PerElementSection):
 
     type: ClassVar[str] = "se_e3"
     aliases: ClassVar[tuple[str, ...]] = ("se_at", "se_a_3be", "se_t")
-    vacuum_needs: ClassVar[str] = ""  # the features of an isolated atom are zero
-    type_one_side: ClassVar[bool] = True  # the networks do not know the element of the centre
+    # no setting is needed: an isolated atom has features of zero
+    vacuum_needs: ClassVar[str] = ""
+    # the networks do not see the element of the centre
+    type_one_side: ClassVar[bool] = True
 
     set_davg_zero: bool = redefined(SeE3TebdConfig, "set_davg_zero", False)
 

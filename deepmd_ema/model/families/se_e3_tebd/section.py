@@ -25,6 +25,7 @@ class SeE3TebdConfig(OneListSection):
         "their directions, `strip` into a network apart, whose output is computed once per "
         "pair of elements: faster, about equally accurate.",
     )
+    # declared for inputs of DeePMD-kit; se_e3 takes it from here, without effect as well
     set_davg_zero: bool = option(
         True,
         doc="Whether the mean of the environment matrix is set to zero instead of taken from the "
@@ -42,6 +43,7 @@ class SeE3TebdConfig(OneListSection):
         yield from common.smooth_before(self.rcut_smth, self.rcut)
         yield from self.element_findings(type_map)
         yield unused("set_davg_zero", "only angular columns enter, and their mean is zero")
+        # concat needs no switch: rows at the cutoff are zero, and so are products with them
         if self.tebd_input_mode == "concat":
             yield unused("smooth", "only the gate of strip is switched off")
 
@@ -52,4 +54,5 @@ class SeE3TebdConfig(OneListSection):
     @property
     def vacuum_needs(self) -> str:
         """Return the setting that makes the features of an isolated atom zero."""
+        # an embedding beside the features does not vanish with the neighbors
         return "concat_output_tebd = false" if self.concat_output_tebd else ""
