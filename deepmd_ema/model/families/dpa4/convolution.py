@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # pair, F streams, C channels of a stream, W = F C channels of all, G groups and H heads of
 # attention
 
-Z_BIAS = 0.5413  # softplus of it is 1
+Z_BIAS = 0.5413  # softplus of it is 1, the first weight of nothing in the attention
 
 
 class Convolution(nn.Module):
@@ -64,9 +64,10 @@ class Convolution(nn.Module):
         self.attention = (
             Attention(config, lmax, wide, source.part("attention")) if config.n_atten_head else None
         )
-        own = wide != config.channels
+        # radial numbers have C channels; streams of another width need a map of them
+        needs_map = wide != config.channels
         self.radial_hidden_proj = (
-            StreamLinear(config.channels, wide, source.part("radial")) if own else None
+            StreamLinear(config.channels, wide, source.part("radial")) if needs_map else None
         )
         self.radial_degree_mixer: RadialMixer | None = None
         if config.radial_so2_mode != "none":
@@ -80,10 +81,10 @@ class Convolution(nn.Module):
         kmax = min(config.kmax, lmax)
 
         def product(
-            place: int, part: str, order: int, places: Sequence[int], of_rotations: bool
+            place: int, part: str, order: int, places: Sequence[int], on_rotations: bool
         ) -> GridNet:
             operation = config.grid_operation(place)
-            options = GridOptions(lmax, order, kmax if of_rotations else None, places, *operation)
+            options = GridOptions(lmax, order, kmax if on_rotations else None, places, *operation)
             return GridNet(
                 width, options, source.part(part), streams=self.streams, bias=bias, is_cross=True
             )
@@ -102,25 +103,29 @@ class Convolution(nn.Module):
         self.pre_focus_mix = DegreeLinear(
             lmax, config.channels, wide, source.part("before"), bias=bias
         )
+        # zeros: messages have no effect at the start
         self.post_focus_mix = DegreeLinear(
             lmax, wide, config.channels, source.part("after"), bias=bias, zero=True
         )
+        # otherwise a message is multiplied by a number per degree, the same in every frame
         self.needs_frame = (
             config.mixing_layers > 0
             or self.radial_degree_mixer is not None
             or self.node_wise_grid_product is not None
         )
+        # (D, 1, 1), for the orders beyond mmax, which are lost in the frames
         factors = torch.tensor(truncation_factors(lmax, mmax), dtype=source.dtype)
         self._enlarged = nn.Buffer(by_degree(factors)[:, None, None], persistent=False)
 
     def forward(self, x: Tensor, edges: Edges) -> Tensor:
         """Return the messages (D, A, C) to atoms from their coefficients (D, A, C)."""
         x = self.pre_focus_mix(x)
-        of_atoms = x.transpose(0, 1).contiguous()
-        out = self._summed(of_atoms, edges) if self.needs_frame else self._scaled(of_atoms, edges)
+        by_atom = x.transpose(0, 1).contiguous()  # (A, D, W), whose rows neighbors read
+        out = self._summed(by_atom, edges) if self.needs_frame else self._scaled(by_atom, edges)
         if self.attention is not None:
             out = self.attention.gated(out, x)
         if self.message_node_grid_product is not None:
+            # messages and coefficients of the atom, (D, A, F, C)
             both = (part.unflatten(-1, (self.streams, -1)) for part in (out, x))
             out = out + self.message_node_grid_product(*both).flatten(2)
         return self.post_focus_mix(out)
@@ -132,38 +137,42 @@ class Convolution(nn.Module):
 
     def _radial(self, edges: Edges) -> Tensor:
         """Return the radial numbers (E, L + 1, W)."""
-        found = edges.radial.values(self.frames.lmax)
-        return found if self.radial_hidden_proj is None else self.radial_hidden_proj(found)
+        radial = edges.radial.values(self.frames.lmax)
+        return radial if self.radial_hidden_proj is None else self.radial_hidden_proj(radial)
 
     def _summed(self, x: Tensor, edges: Edges) -> Tensor:
-        """Return (D, A, W), the weighted sums of what is mixed in the frames of pairs, from atoms
-        (A, D, W).
+        """Return (D, A, W), weighted sums of coefficients that are mixed in the frames of pairs.
+
+        Args:
+            x: (A, D, W) coefficients of atoms.
+            edges: pairs.
         """
-        rows = self.frames.rows(edges)
+        rows = self.frames.rows(edges)  # (E, R, D)
         if self.radial_degree_mixer is None:
-            found = edges.turned(rows, x) * self.frames.of_rows(self._radial(edges), 1)
+            mixed = edges.turned(rows, x) * self.frames.of_rows(self._radial(edges), 1)
         else:
-            found = self.radial_degree_mixer(x, self._projection, rows, edges)
+            mixed = self.radial_degree_mixer(x, self._projection, rows, edges)
         if self.node_wise_grid_product is not None:
-            found = found + self._times_own(self.node_wise_grid_product, found, x, rows, edges)
-        found = self.mixing(found, self._projection, edges)
+            mixed = mixed + self._times_centre(self.node_wise_grid_product, mixed, x, rows, edges)
+        mixed = self.mixing(mixed, self._projection, edges)
         if self.attention is not None:
-            found = self.attention.mapped(found, self.frames)
+            mixed = self.attention.mapped(mixed, self.frames)
         weights = self._weights(x, edges)
-        if weights.shape[1:].numel() == 1:  # a row has fewer numbers than what it turns
+        # one weight for all channels is a factor of the rotation, which has fewer numbers
+        if weights.shape[1:].numel() == 1:
             rows = rows * weights
         else:
-            found = _times(found, weights)
+            mixed = _times(mixed, weights)
+        # rotation back (the transposed matrix) and sum over neighbors in one product for each atom:
+        # (A, D, S R) times (A, S R, W)
         num_atoms, slots = edges.neighbor.shape
         back = rows.view(num_atoms, slots * rows.shape[1], rows.shape[2]).transpose(1, 2)
-        out = torch.bmm(back, found.reshape(num_atoms, slots * found.shape[1], found.shape[2]))
+        out = torch.bmm(back, mixed.reshape(num_atoms, slots * mixed.shape[1], mixed.shape[2]))
         return out.transpose(0, 1).contiguous() * self._enlarged
 
     def _scaled(self, x: Tensor, edges: Edges) -> Tensor:
-        """Return (D, A, W), the weighted sums of the neighbors' coefficients times their radial
-        numbers.
-        """
-        sent = edges.sent(x).flatten(0, 1)  # E, D, W
+        """Return (D, A, W), weighted sums of the neighbors' coefficients times radial numbers."""
+        sent = edges.sent(x).flatten(0, 1)  # (E, D, W)
         sent = sent * by_degree(self._radial(edges), 1)
         if self.streams > 1:
             share = self.mixing.competition(sent[:, 0])
@@ -172,24 +181,18 @@ class Convolution(nn.Module):
             for linear in (self.attention.attn_focus_mix, self.attention.attn_v_proj):
                 sent = sent if linear is None else linear(sent.transpose(0, 1)).transpose(0, 1)
         weighted = _times(sent, self._weights(x, edges))
-        return (
-            weighted.view(*edges.neighbor.shape, *sent.shape[1:])
-            .sum(1)
-            .transpose(0, 1)
-            .contiguous()
-        )
+        messages = weighted.view(*edges.neighbor.shape, *sent.shape[1:])  # (A, S, D, W)
+        return messages.sum(1).transpose(0, 1).contiguous()
 
-    def _times_own(
-        self, product: GridNet, found: Tensor, x: Tensor, rows: Tensor, edges: Edges
+    def _times_centre(
+        self, product: GridNet, mixed: Tensor, x: Tensor, rows: Tensor, edges: Edges
     ) -> Tensor:
-        """Return the products of the coefficients of pairs (E, R, W) with those of the atom, in the
-        frames.
-        """
+        """Return the products of coefficients of pairs (E, R, W) with those of the centre."""
         num_atoms, slots = edges.neighbor.shape
-        own = torch.bmm(rows.view(num_atoms, slots * rows.shape[1], rows.shape[2]), x).view(
-            found.shape
-        )
-        both = (part.unflatten(-1, (self.streams, -1)).transpose(0, 1) for part in (found, own))
+        # the coefficients of the centre in the frames of all its pairs, one product for each atom
+        turns = rows.view(num_atoms, slots * rows.shape[1], rows.shape[2])
+        centre = torch.bmm(turns, x).view(mixed.shape)
+        both = (part.unflatten(-1, (self.streams, -1)).transpose(0, 1) for part in (mixed, centre))
         out: Tensor = product(*both)
         return out.flatten(2).transpose(0, 1)
 
@@ -201,9 +204,7 @@ class Convolution(nn.Module):
 
 
 def _times(values: Tensor, factors: Tensor) -> Tensor:
-    """Return values (N, rows, W) with the channels of all groups and heads times factors of these
-    (N, G, H).
-    """
+    """Return values (N, rows, W) times factors (N, G, H) of the channels of groups and heads."""
     return (values.unflatten(-1, (*factors.shape[1:], -1)) * factors[:, None, ..., None]).flatten(2)
 
 
@@ -228,11 +229,12 @@ class Attention(nn.Module):
         self.attn_focus_mix = (
             DegreeLinear(lmax, wide, wide, source.part("mix")) if config.atten_f_mix else None
         )
+        # maps of the values before the sum, and of the sum
         self.attn_v_proj, self.attn_o_proj = (
             DegreeLinear(lmax, width, width, source.part(part), streams=self.groups)
-            if wanted
+            if is_used
             else None
-            for part, wanted in (("value", config.atten_v_proj), ("out", config.atten_o_proj))
+            for part, is_used in (("value", config.atten_v_proj), ("out", config.atten_o_proj))
         )
         self.adamw_attn_logit_w = source.normal("logit", (width, self.groups, self.heads), SMALL)
         self.adamw_attn_z_bias_raw = source.filled((self.groups, self.heads), Z_BIAS)
@@ -253,36 +255,36 @@ class Attention(nn.Module):
         products = (
             (query.flatten(1)[:, None] * keys).unflatten(-1, (self.groups, self.heads, -1)).sum(-1)
         )
-        of_radial = torch.block_diag(*self.adamw_attn_logit_w.unbind(1))  # W, G H
-        bias = edges.radial.map((of_radial if project is None else project @ of_radial)[None])
+        # logits have a bias by the radial numbers of degree 0; channels of a group act on its heads
+        radial_map = torch.block_diag(*self.adamw_attn_logit_w.unbind(1))  # (W, G H)
+        bias = edges.radial.map((radial_map if project is None else project @ radial_map)[None])
         logits = products * (query.shape[-1] // self.heads) ** -0.5 + bias.view(products.shape)
-        # beside the neighbors there is a weight of nothing, so that all weights go to 0 with the
-        # envelope
+        # beside the neighbors there is a mass of nothing in the softmax. Masses of neighbors have
+        # the envelope as a factor, so that all weights go to 0 with it
         nothing = nn.functional.softplus(self.adamw_attn_z_bias_raw) + self.eps
         absent = (edges.weight == 0)[..., None, None]
         masked = logits.detach().masked_fill(absent, torch.finfo(logits.dtype).min)
-        # that of nothing among them, also because there may be no slots
-        largest = torch.cat(
-            [nothing.detach().log().expand(masked.shape[0], 1, -1, -1), masked], 1
-        ).amax(1, keepdim=True)
-        mass = (edges.envelope * edges.weight)[..., None, None] * torch.exp(
-            (logits - largest).masked_fill(absent, 0)
-        )
+        # exponents are counted from the largest, which is detached because it cancels; nothing is
+        # among them, also because an atom may have no slots
+        absent_logit = nothing.detach().log().expand(masked.shape[0], 1, -1, -1)
+        largest = torch.cat([absent_logit, masked], 1).amax(1, keepdim=True)
+        exponent = (logits - largest).masked_fill(absent, 0)
+        mass = (edges.envelope * edges.weight)[..., None, None] * torch.exp(exponent)
         return mass / (mass.sum(1, keepdim=True) + nothing * torch.exp(-largest))
 
     def mapped(self, coefficients: Tensor, frames: Frames) -> Tensor:
         """Return the coefficients in frames (E, R, W) after the maps of channels before the sum."""
         for linear in (self.attn_focus_mix, self.attn_v_proj):
             if linear is not None:
-                maps = frames.of_rows(
-                    linear.weight.unflatten(-1, (linear.streams, -1))
-                )  # R, I, F, O
+                # (R, I, F, O), the map of the degree of each coefficient
+                maps = frames.of_rows(linear.weight.unflatten(-1, (linear.streams, -1)))
                 split = coefficients.unflatten(-1, (linear.streams, -1))
                 coefficients = torch.einsum("erfi,rifo->erfo", split, maps).flatten(2)
         return coefficients
 
     def gated(self, out: Tensor, x: Tensor) -> Tensor:
         """Return the sums of attention (D, A, W) times a factor of each head."""
+        # degree 0 of the atom, (A, G, channels)
         scalars = self.attn_output_gate_norm(x[0].unflatten(-1, (self.groups, -1)))
         gate = torch.sigmoid(torch.einsum("agi,igh->agh", scalars, self.adamw_attn_gate_w))
         out = (out.unflatten(-1, (self.groups, self.heads, -1)) * gate[..., None]).flatten(2)
@@ -308,6 +310,7 @@ class FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         channels, bias = config.channels, config.mlp_bias
+        # products need two factors; gates may come from channels of their own
         self.has_two = grid is not None or config.glu_activation
         wide = hidden * (1 if grid is None else grid.num_frames)
         self.so3_linear_1 = DegreeLinear(
@@ -326,6 +329,7 @@ class FeedForward(nn.Module):
         """Return (D, A, C) from (D, A, C)."""
         x = self.so3_linear_1(x)
         if isinstance(self.act, GridNet):
+            # a dimension of one stream
             left, right = x[:, :, None].chunk(2, -1)
             x = self.act(left, right)[:, :, 0]
         else:
@@ -335,8 +339,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """``x + norm(convolution(norm(x)))``, then ``x + norm(network(norm(x)))`` once or several
-    times.
+    """``x + norm(convolution(norm(x)))``, then ``x + norm(network(norm(x)))`` at least once.
 
     Args:
         config: the section ``model.descriptor``.
@@ -347,28 +350,32 @@ class Block(nn.Module):
     def __init__(self, config: DPA4Config, index: int, source: Source) -> None:
         super().__init__()
         lmax, mmax = config.degrees[index], config.orders[index]
-        of_atoms, channels = lmax + config.extra_node_l, config.channels
+        # atoms may have higher degrees than messages: their networks fill these
+        atom_lmax, channels = lmax + config.extra_node_l, config.channels
         self.num_sent = num_coefficients(lmax)
-        before, after, before_network, after_network = config.sandwich_norm
+        before, after = config.sandwich_norm[:2]
+        before_network, after_network = config.sandwich_norm[2:]
 
         def norm(wanted: bool, degree: int, eps: float = NORM_EPS) -> nn.Module:
             return DegreeNorm(degree, channels, eps, source) if wanted else nn.Identity()
 
         self.pre_so2_norm = norm(before, lmax)
-        # without norms of pairs, a small message keeps its size: it is divided by 1 or more
+        # without norms of pairs (edge_norm), a small message keeps its size: it is divided by 1 or
+        # more, instead of being enlarged by up to eps^-1/2
         self.post_so2_norm = norm(after, lmax, NORM_EPS if config.edge_norm else 1.0)
         self.so2_conv = Convolution(config, lmax, mmax, source.part("convolution"))
         networks = range(config.ffn_blocks)
-        self.pre_ffn_norms = nn.ModuleList(norm(before_network, of_atoms) for _ in networks)
-        self.post_ffn_norms = nn.ModuleList(norm(after_network, of_atoms) for _ in networks)
-        places = range(num_coefficients(of_atoms))
+        self.pre_ffn_norms = nn.ModuleList(norm(before_network, atom_lmax) for _ in networks)
+        self.post_ffn_norms = nn.ModuleList(norm(after_network, atom_lmax) for _ in networks)
+        places = range(num_coefficients(atom_lmax))
         grid: GridOptions | None = None
         if config.ffn_so3_grid or config.s2_activation[1]:
             kmax = min(config.kmax, lmax) if config.ffn_so3_grid else None
-            grid = GridOptions(of_atoms, of_atoms, kmax, places, *config.grid_operation(2))
+            grid = GridOptions(atom_lmax, atom_lmax, kmax, places, *config.grid_operation(2))
         hidden = config.hidden_width(config.glu_activation or grid is not None)
         self.ffns = module_list(
-            FeedForward(config, of_atoms, hidden, grid, source.part("network", k)) for k in networks
+            FeedForward(config, atom_lmax, hidden, grid, source.part("network", k))
+            for k in networks
         )
         self.adam_ffn_layer_scales: nn.ParameterList | None = None
         if config.layer_scale:
@@ -378,6 +385,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, edges: Edges) -> Tensor:
         """Return the coefficients of atoms (D, A, C) after the block."""
+        # messages have the first coefficients only; the others get zeros
         messages: Tensor = self.post_so2_norm(
             self.so2_conv(self.pre_so2_norm(x[: self.num_sent]), edges)
         )

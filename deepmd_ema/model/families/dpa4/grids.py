@@ -1,6 +1,4 @@
-"""Products of functions of directions or rotations, evaluated on grids where their coefficients are
-exact.
-"""
+"""Products of functions of directions or rotations, on grids where their coefficients are exact."""
 
 from __future__ import annotations
 
@@ -54,6 +52,7 @@ class GridOptions:
         if self.kmax is None:
             return sphere_grid(self.lmax, self.mmax, self.places)
         to_grid, from_grid = rotation_grid(self.lmax, self.kmax)
+        # coefficient j of frame k is column j K + k of all
         columns = (
             np.array(self.places)[:, None] * self.num_frames + np.arange(self.num_frames)
         ).ravel()
@@ -77,11 +76,14 @@ class GridProduct(nn.Module):
         self.is_cross = is_cross
         self._to_grid: Tensor
         self._from_grid: Tensor
+        # not saved: they follow from the options
         for name, matrix in zip(("_to_grid", "_from_grid"), options.matrices()):
             self.register_buffer(
                 name, torch.tensor(matrix, dtype=source.dtype).contiguous(), persistent=False
             )
+        # "glu" has no parameters: it is the product itself
         if options.operation == "mlp":
+            # functions from one layer are concatenated, so that each factor sees both
             width = channels if is_cross else 2 * channels
             self.left_proj = StreamLinear(width, 2 * channels, source.part("left"))
             self.right_proj = StreamLinear(width, 2 * channels, source.part("right"))
@@ -97,8 +99,12 @@ class GridProduct(nn.Module):
             self.out_proj = StreamLinear(channels, channels, source.part("out"))
 
     def forward(self, left: Tensor, right: Tensor, scalars: Tensor) -> Tensor:
-        """Return (J K, N, F, C) from both functions (J K, N, F, C) and their scalars side by side
-        (N, F, 2 C).
+        """Return (J K, N, F, C) from two functions of this shape.
+
+        Args:
+            left: (J K, N, F, C).
+            right: (J K, N, F, C).
+            scalars: (N, F, 2 C), degree 0 of both, side by side.
         """
         if self.operation == "glu":
             return self._product(left, right)
@@ -107,11 +113,13 @@ class GridProduct(nn.Module):
         left, right = self.left_proj(left), self.right_proj(right)
         if self.operation == "mlp":
             return self.out_proj(self._product(left, right))
-        share = torch.softmax(self.router(scalars), -1)[..., None]  # N, F, B, 1
+        # weights of the branches (N, F, B, 1) by the scalars: they do not change under rotation
+        share = torch.softmax(self.router(scalars), -1)[..., None]
         left = (left.unflatten(-1, (self.branches, -1)) * share).flatten(-2)
         return self.out_proj(self._product(left, right).unflatten(-1, (self.branches, -1)).sum(-2))
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        # pointwise on the grid, (G, N F C)
         values = (self._to_grid @ left.flatten(1)) * (self._to_grid @ right.flatten(1))
         return (self._from_grid @ values).view(-1, *left.shape[1:])
 
@@ -129,6 +137,7 @@ class DegreeMaps(nn.Module):
     def __init__(self, degrees: Sequence[int], num_in: int, num_out: int, source: Source) -> None:
         super().__init__()
         self.weight = source.uniform("weight", (max(degrees) + 1, num_in, num_out), num_in**-0.5)
+        # (J, L + 1): a product instead of an index, whose derivative adds in any order on a GPU
         one_hot = nn.functional.one_hot(torch.tensor(degrees), max(degrees) + 1).to(source.dtype)
         self._degrees = nn.Buffer(one_hot, persistent=False)
 
@@ -139,8 +148,9 @@ class DegreeMaps(nn.Module):
 
 
 class GridNet(nn.Module):
-    """The product of two functions, gated by their scalars, and a function of the scalars added to
-    the scalar.
+    """The product of two functions, gated by their scalars.
+
+    A function of the scalars (SwiGLU) is added to degree 0.
 
     Args:
         channels: C.
@@ -164,13 +174,16 @@ class GridNet(nn.Module):
     ) -> None:
         super().__init__()
         self.num_frames = options.num_frames
+        # small weights: gates begin near sigmoid(0) = 1/2
         self.scalar_gate = StreamLinear(
             2 * channels, channels, source.part("gate"), streams=streams, bias=bias, spread=SMALL
         )
         self.grid_op = GridProduct(channels, options, is_cross, source.part("product"))
+        # a product of different places is added to what there is, and small at the start
         self.residual_scale = source.filled((streams, channels), ALMOST_NONE) if is_cross else None
         self.makes_frames = is_cross and options.kmax is not None
         if self.makes_frames:
+            # frames are made of channels, and go back into them, by a map of each degree
             wide = options.num_frames * channels
             self.frame_expand = DegreeMaps(options.degrees, channels, wide, source.part("expand"))
             self.frame_contract = DegreeMaps(
@@ -178,18 +191,16 @@ class GridNet(nn.Module):
             )
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return (J, N, F, K C) from two of that shape, or (J, N, F, C) if they come from different
-        places.
-        """
+        """Return (J, N, F, K C) from two of that shape; (J, N, F, C) from different places."""
         channels = left.shape[-1] // (1 if self.makes_frames else self.num_frames)
-        scalars = torch.cat(
-            [left[0, ..., :channels], right[0, ..., :channels]], -1
-        )  # frame 0 is the first
+        # degree 0 in frame 0, which is the first
+        scalars = torch.cat([left[0, ..., :channels], right[0, ..., :channels]], -1)
         if self.makes_frames:
             left, right = self.frame_expand(left), self.frame_expand(right)
         product = self.grid_op(self._frames_outside(left), self._frames_outside(right), scalars)
         product = product * torch.sigmoid(self.scalar_gate(scalars))
         product = torch.cat([product[:1] + swiglu(scalars), product[1:]])
+        # (J K, N, F, C) to (J, N, F, K C)
         out = product.unflatten(0, (-1, self.num_frames)).movedim(1, 3).flatten(3)
         if self.makes_frames:
             out = self.frame_contract(out)

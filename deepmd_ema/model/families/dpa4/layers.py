@@ -21,16 +21,18 @@ from deepmd_ema.utils import seed_for
 if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa4.section import AllNeighborsSection
 
-# D coefficients of the degrees 0..L, N atoms or pairs (of functions: their number), F streams, C
-# channels of each
+# D coefficients of the degrees 0..L, N atoms or pairs (or functions of the distance), F streams, C
+# channels of each, I inputs and O outputs of a linear map
 
 SMALL = 0.01  # spread of the first weights of gates and logits
 ALMOST_NONE = 1e-3  # first factor of what is added by layers that are to grow
-NORM_EPS = 1e-5
+NORM_EPS = 1e-5  # added to mean squares in norms of coefficients, as in DeePMD-kit
 
 
 class Source:
     """Initial parameters of a part of the model: each drawn with a seed of its own, in float64.
+
+    Both precisions then start from the same numbers, and a further parameter changes no other.
 
     Args:
         seed: of the part.
@@ -56,9 +58,7 @@ class Source:
         return self._parameter((2 * drawn - 1) * bound)
 
     def truncated(self, name: str, shape: Sequence[int], factor: float = 1.0) -> nn.Parameter:
-        """Return matrices drawn with a spread of ``(rows + columns)^-1/2``, no number beyond three
-        times of it.
-        """
+        """Return matrices with a spread of ``(rows + columns)^-1/2``, cut at three times of it."""
         spread = (shape[-2] + shape[-1]) ** -0.5
         drawn = nn.init.trunc_normal_(
             torch.empty(*shape, dtype=torch.float64),
@@ -91,7 +91,9 @@ class DistanceFunctions(nn.Module):
     def __init__(self, config: AllNeighborsSection, dtype: torch.dtype) -> None:
         super().__init__()
         self.is_bessel, count = config.basis_type == "bessel", config.n_radial
+        # gaussians as wide as the distance of two centres, rcut / (count - 1)
         self.coefficient = -0.5 * (max(count - 1, 1) / config.rcut) ** 2
+        # w of sin(w r) / r, which is 0 at the cutoff, or centres in even steps; both are trained
         start = (
             torch.arange(1, count + 1, dtype=torch.float64) * (math.pi / config.rcut)
             if self.is_bessel
@@ -101,7 +103,7 @@ class DistanceFunctions(nn.Module):
 
     def functions(self, distance: Tensor) -> Tensor:
         """Return (..., N) from distances (..., 1), angstrom, in their precision."""
-        freqs = self.adam_freqs.to(distance)
+        freqs = self.adam_freqs.to(distance)  # (1, N)
         if self.is_bessel:
             return torch.sin(distance * freqs) / distance
         return torch.exp((distance - freqs).square() * self.coefficient)
@@ -165,8 +167,9 @@ class TypeTable(nn.Module):
         self.adam_type_embedding = source.normal(
             "table", (num_types + 1, width), (num_types + width) ** -0.5
         )
+        # files of DeePMD-kit have a last row for atoms that are none
         with torch.no_grad():
-            self.adam_type_embedding[num_types] = 0  # DeePMD-kit's row of atoms that are none
+            self.adam_type_embedding[num_types] = 0
 
     def forward(self) -> Tensor:
         """Return (T, width)."""
@@ -175,7 +178,8 @@ class TypeTable(nn.Module):
 
 def with_bias(x: Tensor, bias: Tensor) -> Tensor:
     """Return coefficients (D, N, C) with a bias (..., C) added to degree 0."""
-    # filled up: of parts that are joined again, each derivative would take four operations
+    # the bias is filled up with zeros: to split x and join it again would take four operations for
+    # each derivative
     return x + nn.functional.pad(bias.view(1, 1, -1), (0, 0, 0, 0, 0, x.shape[0] - 1))
 
 
@@ -206,14 +210,18 @@ class DegreeLinear(nn.Module):
         super().__init__()
         self.streams = streams
         shape = (lmax + 1, num_in, streams * num_out)
+        # streams are side by side, as in files of DeePMD-kit; degrees above 0 have no bias, because
+        # a constant would not rotate with the atoms
         self.weight = source.filled(shape, 0.0) if zero else source.truncated("weight", shape)
         self.bias = source.filled((streams * num_out,), 0.0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (D, N, F O) from (D, N, F I)."""
+        # a product for each degree (2 l + 1, N, I) (I, O); several streams in one batched product,
+        # whose maps are repeated for each coefficient
         if self.streams == 1:
-            of_degrees = x.split([2 * n + 1 for n in range(len(self.weight))])
-            parts = [part @ weight for part, weight in zip(of_degrees, self.weight)]
+            degree_parts = x.split([2 * n + 1 for n in range(len(self.weight))])
+            parts = [part @ weight for part, weight in zip(degree_parts, self.weight)]
             out = torch.cat(parts) if len(parts) > 1 else parts[0]
         else:
             streams = x.unflatten(-1, (self.streams, -1)).movedim(2, 1)  # D, F, N, I
@@ -261,9 +269,8 @@ class StreamLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (N, F, O) from (N, F, I)."""
-        if (
-            self.streams == 1
-        ):  # rows in one dimension: of few in the last but one, torch would multiply each alone
+        if self.streams == 1:
+            # all rows in one dimension: with (N, 1, I), torch would multiply each row alone
             out = (x.flatten(0, -2) @ self.weight).view(*x.shape[:-1], -1)
         else:
             out = torch.einsum("nfi,fio->nfo", x, self.matrices())
@@ -286,9 +293,7 @@ class ScalarNorm(nn.Module):
         self.adam_scale = source.filled(shape, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised values, of the shape of x, whose last dimensions are those of the
-        scale.
-        """
+        """Return the normalised values; the last dimensions of x are those of the scale."""
         return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.adam_scale
 
 
@@ -309,6 +314,7 @@ class DegreeNorm(nn.Module):
         self.eps = eps
         self.adam_scale = source.filled((lmax + 1, 1, channels), 1.0)
         self.bias = source.filled((1, channels), 0.0)
+        # a mean over the degrees of means over their 2 l + 1 orders and their channels
         share = [1 / ((2 * degree + 1) * (lmax + 1) * channels) for degree in range(lmax + 1)]
         self._share = nn.Buffer(
             by_degree(torch.tensor(share, dtype=source.dtype)), persistent=False
@@ -316,14 +322,16 @@ class DegreeNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (D, N, C) from (D, N, C)."""
+        # only degree 0 may be shifted: a shift of other degrees would depend on the orientation
         centred = torch.cat([x[:1] - x[:1].mean(-1, keepdim=True), x[1:]])
+        # (N, 1), for all degrees of an atom or a pair
         mean_square = (self._share @ centred.square().sum(-1))[:, None]
         out = centred * (mean_square + self.eps).rsqrt() * by_degree(self.adam_scale)
         return with_bias(out, self.bias)
 
 
 class OrderedNorm(nn.Module):
-    """The same for coefficients in the frames of pairs, of which only some orders are there.
+    """`DegreeNorm` for coefficients in the frames of pairs, which have only some of the orders.
 
     Args:
         degrees: degree of each of the R coefficients.
@@ -335,8 +343,10 @@ class OrderedNorm(nn.Module):
     def __init__(self, degrees: Sequence[int], channels: int, streams: int, source: Source) -> None:
         super().__init__()
         lmax = max(degrees)
+        # all orders of a degree share a scale, or the result would depend on the orientation
         self.adam_scale = source.filled((streams, lmax + 1, channels), 1.0)
         self.bias0 = source.filled((streams, channels), 0.0)
+        # means over the orders that a degree has here
         share = [1 / (degrees.count(degree) * (lmax + 1) * channels) for degree in degrees]
         self._share = nn.Buffer(torch.tensor(share, dtype=source.dtype), persistent=False)
         one_hot = nn.functional.one_hot(torch.tensor(degrees), lmax + 1).to(source.dtype)
@@ -345,6 +355,7 @@ class OrderedNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (F, E, R, C) from (F, E, R, C)."""
         centred = torch.cat([x[:, :, :1] - x[:, :, :1].mean(-1, keepdim=True), x[:, :, 1:]], 2)
+        # (F, E, 1, 1), and the scale of each coefficient (F, 1, R, C)
         mean_square = (centred.square().sum(-1) @ self._share)[..., None, None]
         out = (
             centred * (mean_square + NORM_EPS).rsqrt() * (self._degrees @ self.adam_scale)[:, None]
@@ -353,8 +364,9 @@ class OrderedNorm(nn.Module):
 
 
 class DegreeGate(nn.Module):
-    """Degree 0 through an activation function, the others times sigmoids of linear maps of degree
-    0.
+    """Degree 0 through an activation function, other degrees times sigmoids of maps of degree 0.
+
+    Factors that do not change under rotation keep the coefficients equivariant.
 
     Args:
         lmax: L.
@@ -376,17 +388,15 @@ class DegreeGate(nn.Module):
             )
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Return (D, N, C) from coefficients (D, N, C), gated by degree 0 of others, if there are
-        some.
-        """
-        first = (
-            self.activation.value(x[:1])
-            if gate is None
-            else x[:1] * self.activation.value(gate[:1])
-        )
+        """Return (D, N, C) from (D, N, C), gated by degree 0 of ``gate`` (D, N, C), or of x."""
+        if gate is None:
+            first = self.activation.value(x[:1])
+        else:
+            first = x[:1] * self.activation.value(gate[:1])
         if not self.lmax:
             return first
-        gates = self.gates((x if gate is None else gate)[:1])[0].transpose(0, 1)
+        gates = self.gates((x if gate is None else gate)[:1])[0].transpose(0, 1)  # (L, N, C)
+        # degree 0 is filled up and dropped again, so that one expansion serves all degrees
         return torch.cat([first, x[1:] * by_degree(torch.cat([gates[:1], gates]))[1:]])
 
     def gates(self, scalar: Tensor) -> Tensor:

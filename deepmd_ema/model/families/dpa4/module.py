@@ -1,6 +1,4 @@
-"""DPA-4 (SeZM): coefficients of spherical harmonics of atoms, and messages of them between
-atoms.
-"""
+"""DPA-4 (SeZM): messages of coefficients of spherical harmonics between atoms."""
 
 from __future__ import annotations
 
@@ -45,17 +43,18 @@ if TYPE_CHECKING:
 
 # A atoms, S neighbor slots, N radial functions, C channels
 
-RADIAL_NORM_EPS = 1e-7
+RADIAL_NORM_EPS = 1e-7  # added to mean squares of hidden numbers of the distance
 
 
 def cutoff_envelope(distance: Tensor, rcut: float, exponent: int) -> Tensor:
-    """Return ``(1 - x)^4 sum_(k < p) binom(k + 3, 3) x^k``, x = r / rcut, which is 0 from the
-    cutoff on.
+    """Return ``(1 - x)^4 sum_(k < p) binom(k + 3, 3) x^k``, x = r / rcut, 0 from the cutoff on.
 
     It is 1 at 0 with p - 1 derivatives of 0, and has three derivatives of 0 at the cutoff.
     """
+    # x is not beyond 1, so that powers of it stay small in empty slots, which are far away
     u = (1 - distance / rcut).clamp(0, 1)
     x = 1 - u
+    # from the highest power down (Horner)
     series = torch.full_like(x, math.comb(exponent + 2, 3))
     for k in range(exponent - 2, -1, -1):
         series = math.comb(k + 3, 3) + x * series
@@ -81,6 +80,7 @@ class Pairs:
     @classmethod
     def of(cls, vector: Tensor, config: DPA4Config, dropped: Tensor | None) -> Pairs:
         """Return the pairs of vectors (A, S, 3) without those ``dropped`` (A, S)."""
+        # the root has a derivative at 0, too
         distance = (vector.square().sum(-1) + config.eps**2).sqrt()
         envelope = cutoff_envelope(distance, config.rcut, config.env_exp[1])
         if dropped is not None:
@@ -105,11 +105,11 @@ class RadialBasis(DistanceFunctions):
     def forward(self, pairs: Pairs) -> Tensor:
         """Return (A, S, N)."""
         distance = pairs.distance[..., None]
-        found = self.functions(distance)
+        basis = self.functions(distance)
         envelope = cutoff_envelope(distance, self.rcut, self.exponent)
         if pairs.is_seen is not None:
             envelope = envelope * pairs.is_seen[..., None]
-        return found * envelope
+        return basis * envelope
 
 
 class Activated(nn.Module):
@@ -129,8 +129,7 @@ class Activated(nn.Module):
 
 
 class RadialNetwork(nn.Module):
-    """Dense layers without biases, so that what vanishes at the cutoff is mapped to what vanishes
-    there.
+    """Dense layers without biases: numbers that vanish at the cutoff stay so.
 
     Args:
         config: the section ``model.descriptor``.
@@ -142,6 +141,7 @@ class RadialNetwork(nn.Module):
         super().__init__()
         hidden = [width or config.channels for width in config.radial_mlp]
         modules: list[nn.Module] = []
+        # one list of modules, so that parameters have the names that they have in DeePMD-kit
         for index, (num_in, width) in enumerate(pairwise([config.n_radial, *hidden])):
             modules.append(Dense(num_in, width, source.part(index)))
             if config.edge_norm:
@@ -154,6 +154,7 @@ class RadialNetwork(nn.Module):
         """Return the numbers of the last hidden layer (..., H) from (..., N), and the map after it
         (H, num_out).
         """
+        # callers fold the last map into others, so that the numbers of all degrees are not computed
         *hidden, last = self.net
         for module in hidden:
             basis = module(basis)
@@ -161,8 +162,9 @@ class RadialNetwork(nn.Module):
 
 
 class EnvironmentSeed(nn.Module):
-    """Scale and shift of the embedding of an atom by its surroundings, as Deep Potential
-    descriptors see them.
+    """Scale and shift of the embedding of an atom by its surroundings.
+
+    They follow from products of moments, as features of DeepPot-SE do.
 
     Args:
         config: the section ``model.descriptor``.
@@ -176,16 +178,21 @@ class EnvironmentSeed(nn.Module):
         act = config.activation_function
         bias = config.mlp_bias
         width = min(channels, 128)
-        of_type = min(32, max(8, channels // 4))
+        # widths by the rules of DeePMD-kit, for which there are no options
+        type_width = min(32, max(8, channels // 4))
         self.axis = min(4 if width < 64 else 8, max(1, width - 1))
-        of_radial = max(32, width - 2 * of_type)
-        hidden = min(256, max(2 * width, of_radial + 2 * of_type))
+        radial_width = max(32, width - 2 * type_width)
+        hidden = min(256, max(2 * width, radial_width + 2 * type_width))
         self.rbf_proj_layer1 = Dense(
-            config.n_radial, of_radial, source.part("radial", 1), act, bias
+            config.n_radial, radial_width, source.part("radial", 1), act, bias
         )
-        self.rbf_proj_layer2 = Dense(of_radial, of_radial, source.part("radial", 2), bias=bias)
-        self.env_type_embed = TypeTable(num_types, of_type, source.part("elements"))
-        self.g_layer1 = Dense(of_radial + 2 * of_type, hidden, source.part("pairs", 1), act, bias)
+        self.rbf_proj_layer2 = Dense(
+            radial_width, radial_width, source.part("radial", 2), bias=bias
+        )
+        self.env_type_embed = TypeTable(num_types, type_width, source.part("elements"))
+        self.g_layer1 = Dense(
+            radial_width + 2 * type_width, hidden, source.part("pairs", 1), act, bias
+        )
         self.g_layer2 = Dense(hidden, width, source.part("pairs", 2), bias=bias)
         self.output_proj = Dense(width * self.axis, 2 * channels, source.part("out"), zero=True)
 
@@ -202,13 +209,13 @@ class EnvironmentSeed(nn.Module):
             batch: for the elements.
         """
         strength = (pairs.envelope * gate / pairs.distance * scale[:, None])[..., None]
-        rows = torch.cat([strength, strength * pairs.direction], -1).transpose(1, 2)  # A, 4, S
+        rows = torch.cat([strength, strength * pairs.direction], -1).transpose(1, 2)  # (A, 4, S)
         table = self.env_type_embed()
         neighbor = pick(table, batch.neighbor_type)
-        own = pick(table, batch.atom_type)[:, None].expand_as(neighbor)
+        centre = pick(table, batch.atom_type)[:, None].expand_as(neighbor)
         radial = self.rbf_proj_layer2(self.rbf_proj_layer1(basis))
-        embedded = self.g_layer2(self.g_layer1(torch.cat([radial, neighbor, own], -1)))
-        moments = torch.bmm(rows, embedded)
+        embedded = self.g_layer2(self.g_layer1(torch.cat([radial, neighbor, centre], -1)))
+        moments = torch.bmm(rows, embedded)  # (A, 4, width)
         out: Tensor = self.output_proj(axis_features(moments, self.axis))
         return out
 
@@ -216,10 +223,11 @@ class EnvironmentSeed(nn.Module):
 # A atoms, S neighbor slots, E = A S pairs, T types, D coefficients of an atom, C channels, N radial
 # functions
 
+# versions of the formulas, which files of DeePMD-kit carry
 LATEST_VERSION = 1.2
 SMOOTH_VERSION = 1.1  # from here on, few neighbors near the cutoff count as little as they should
 FLOOR = 0.25  # added to sums of squared envelopes before they are divided by
-FILM_STRENGTH = 0.01
+FILM_STRENGTH = 0.01  # first factor of scales and shifts by the surroundings
 
 
 class DPA4Descriptor(EnvironmentDescriptor):
@@ -264,7 +272,7 @@ class DPA4Descriptor(EnvironmentDescriptor):
         self.radial_basis = RadialBasis(config, self.dtype)
         self.radial_embedding = RadialNetwork(config, (lmax + 1) * channels, source.part("radial"))
         self.rotations = FrameRotations(lmax, max(config.orders, default=0), self.dtype)
-        # DeePMD-kit's name is blocks, which here is that of a method
+        # they are called blocks in DeePMD-kit, which is the name of a method here
         self.layers = module_list(
             Block(config, index, source.part("block", index))
             for index in range(len(config.degrees))
@@ -274,6 +282,7 @@ class DPA4Descriptor(EnvironmentDescriptor):
             for index in range(config.readout_layers - 1)
         )
         self.output_ffn = self._readout(config, source.part("output"))
+        # a buffer, so that a model of an older version keeps its formulas in checkpoints
         self.version_tensor = nn.Buffer(torch.tensor(LATEST_VERSION, dtype=torch.float64))
         self._version_vector = self.version_tensor.view(1)
         freeze(self, config.trainable)
@@ -288,11 +297,11 @@ class DPA4Descriptor(EnvironmentDescriptor):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert all tensors."""
-        found = super()._apply(fn, recurse)
-        # of the same memory; torch.compile traces a model twice that has a scalar on the CPU as an
-        # input
+        module = super()._apply(fn, recurse)
+        # a view of one dimension, made again because the buffer has moved: torch.compile traces a
+        # model twice that has a scalar on the CPU as an input
         self._version_vector = self.version_tensor.view(1)
-        return found
+        return module
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, C) and their vector-Jacobian product."""
@@ -302,43 +311,47 @@ class DPA4Descriptor(EnvironmentDescriptor):
         """Return the features of atoms (A, C) from the vectors of pairs (A, S, 3)."""
         neighborhood = batch.within()
         table = self.type_embedding()
-        own_type = one_hot(batch.atom_type, self.num_types, self.dtype)
+        atom_type = one_hot(batch.atom_type, self.num_types, self.dtype)
         dropped = self.excluded(batch, neighborhood)
         pairs = Pairs.of(vector.to(self.dtype), self.section, dropped)
         basis = self.radial_basis(pairs)
+        # older versions have a floor of almost 0 and no envelope of radial numbers: sums over few
+        # neighbors are divided by their own size, and bend just inside the cutoff. Versions are
+        # compared on the device, because a step must not wait for it
         is_smooth = self._version_vector > SMOOTH_VERSION - 0.05
         floor = torch.where(is_smooth, FLOOR, self.section.eps).to(self.dtype)
         scale = (pairs.envelope.square().sum(1) + floor).rsqrt()
         hidden, last = self.radial_embedding(basis)
         hidden = hidden * torch.where(is_smooth, pairs.envelope, 1)[..., None]
-        last = last.unflatten(-1, (-1, self.section.channels))  # H, L + 1, C
-        rotation = self.rotations(quaternions(pairs.direction.flatten(0, 1)))  # E, 2 M + 1, D
+        last = last.unflatten(-1, (-1, self.section.channels))  # (H, L + 1, C)
+        rotation = self.rotations(quaternions(pairs.direction.flatten(0, 1)))  # (E, 2 M + 1, D)
         gate = self._gate(pairs, neighborhood)
-        scalar = own = own_type @ table
+        scalar = embedding = atom_type @ table  # (A, C)
         if self.env_seed_embedding is not None:
             logits = self.env_seed_embedding(pairs, basis, gate, scale, batch)
-            # the embeddings of atoms, scaled and shifted by their surroundings
+            # FiLM (Perez et al., arXiv:1709.07871): embeddings are scaled and shifted
             by_scale, by_shift = logits.chunk(2, -1)
             factor = self.film_scale_strength_log.exp() * torch.tanh(self.film_scale_norm(by_scale))
-            scalar = own * (1 + factor)
+            scalar = embedding * (1 + factor)
             scalar = scalar + self.film_shift_strength_log.exp() * torch.tanh(
                 self.film_shift_norm(by_shift)
             )
-        x = scalar[None]
+        x = scalar[None]  # (1, A, C), to which coefficients of higher degrees are joined
         if self.env_seed_embedding is not None and rotation.shape[-1] > 1:
-            weighted = (gate * scale[:, None])[..., None] * rotation[:, 0, 1:].unflatten(
-                0, gate.shape
-            )
-            # harmonics of the neighbors times radial numbers, which are linear maps of hidden ones
+            # the row of order 0 of a rotation has the harmonics of the direction of the pair
+            harmonics = rotation[:, 0, 1:].unflatten(0, gate.shape)  # (A, S, D - 1)
+            weighted = (gate * scale[:, None])[..., None] * harmonics
+            # sums of harmonics times radial numbers, which are linear maps of hidden numbers: the
+            # maps are applied to the sums (D - 1, A, H), not to every pair
             moments = torch.bmm(weighted.transpose(1, 2), hidden).transpose(0, 1)
             maps = last.transpose(0, 1)
-            x = torch.cat(
-                [x, *(moments[n**2 - 1 : (n + 1) ** 2 - 1] @ maps[n] for n in range(1, len(maps)))]
-            )
+            higher = [moments[n**2 - 1 : (n + 1) ** 2 - 1] @ maps[n] for n in range(1, len(maps))]
+            x = torch.cat([x, *higher])
         else:
             x = nn.functional.pad(x, (0, 0, 0, 0, 0, rotation.shape[-1] - 1))
         neighbor, reverse = neighborhood.neighbor, neighborhood.reverse
-        # where each slot is in `reverse`; the last entry, written by what is none, is thrown away
+        # the place of each slot in `reverse`; entries of `reverse` that are none write to the last
+        # element, which is thrown away
         place = torch.full((neighbor.numel() + 1,), reverse.numel(), device=reverse.device)
         place = place.index_put(
             (reverse.flatten(),), torch.arange(reverse.numel(), device=reverse.device)
@@ -355,17 +368,19 @@ class DPA4Descriptor(EnvironmentDescriptor):
                 hidden=hidden.flatten(0, 1),
                 last=last,
                 table=table,
-                own=own_type,
-                neighbor=one_hot(batch.neighbor_type, self.num_types, self.dtype),
+                atom_type=atom_type,
+                neighbor_type=one_hot(batch.neighbor_type, self.num_types, self.dtype),
             ),
         )
-        # as in DeePMD-kit, only messages and networks of blocks, and only on GPUs
+        # as in DeePMD-kit, only messages and networks of blocks are in bfloat16, and only on GPUs
         wants = self.section.use_amp if self.training else self.infers_in_bfloat16
         is_mixed = wants and x.device.type == "cuda"
         with torch.autocast("cuda", torch.bfloat16) if is_mixed else nullcontext():
             for layer, lmax in zip(self.layers, self.section.degrees):
+                # degrees may fall from block to block: the highest coefficients are dropped
                 x = layer(x[: num_coefficients(lmax + self.section.extra_node_l)], edges)
         x = x.to(self.dtype)
+        # features are invariant: coefficients of degree 0, after networks that may read higher ones
         x = x[: num_coefficients(self.section.readout_degree)]
         for network in (*self.readout_pre_layers, self.output_ffn):
             x = x + network(x)
@@ -379,7 +394,8 @@ class DPA4Descriptor(EnvironmentDescriptor):
         is_near = pairs.distance < self.section.rcut
         if pairs.is_seen is not None:
             is_near = is_near & pairs.is_seen
-        of_atoms = source_gate(pairs.distance, is_near, window)
+        # an atom with a neighbor that is too near sends nothing (see deepmd_ema.model.bridging)
+        atom_gates = source_gate(pairs.distance, is_near, window)
         return gather_neighbors(
-            of_atoms[:, None], neighborhood.neighbor, neighborhood.reverse
+            atom_gates[:, None], neighborhood.neighbor, neighborhood.reverse
         ).squeeze(-1)

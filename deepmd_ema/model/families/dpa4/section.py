@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.geometry import NeighborStatistics
 
+# tables of rotations grow fast: 455 monomials for each of 49 x 49 elements at degree 6
 MAX_DEGREE = 6
 
 _degree = Check(lambda v: 0 <= v <= MAX_DEGREE, f"a whole number from 0 to {MAX_DEGREE}")
@@ -41,6 +42,7 @@ _some_degrees = Check(
     lambda v: all(0 <= n <= MAX_DEGREE for n in v),
     f"a list of whole numbers from 0 to {MAX_DEGREE}",
 )
+# the first of radial functions, the second of messages
 _exponents = Check(lambda v: len(v) == 2 and min(v) > 0, "a list of two whole numbers > 0")
 
 
@@ -59,9 +61,11 @@ some_widths = Check(
 
 def widths_of(neuron: Sequence[int], num_inputs: int) -> list[int]:
     """Return the widths of the hidden layers of a network with so many inputs, 0 resolved."""
+    # multiples of 32, as DeePMD-kit has them
     return [width or 32 * math.ceil(8 * num_inputs / 3 / 32) for width in neuron]
 
 
+# one number for all three places of `grid_operation`, or one for each
 _branches = Check(
     lambda v: len(v) == 3 and min(v) >= 0 if isinstance(v, list) else v >= 0,
     "a whole number >= 0, or a list of three of them",
@@ -73,9 +77,8 @@ class AllNeighborsSection(ChargeSpinOptions, NeighborLists):
     """Options of descriptors of spherical harmonics, which see all neighbors inside the cutoff."""
 
     has_type_embedding: ClassVar[bool] = True
-    vacuum_needs: ClassVar[str] = (
-        'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
-    )
+    # the layers give an isolated atom features, which are not zero: another type is needed
+    vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'
 
     rcut: float = common.cutoff_option(6.0, "Cutoff radius.")
     basis_type: str = option(
@@ -90,9 +93,10 @@ class AllNeighborsSection(ChargeSpinOptions, NeighborLists):
     @property
     def neighbors(self) -> tuple[int, ...] | None:
         """Return a number that no atom reaches: all neighbors count."""
+        # the list of a batch is as long as its atom with the most neighbors needs
         return (common.MAX_SIZE,)
 
-    def with_neighbors(self, found: NeighborStatistics) -> Self:
+    def with_neighbors(self, statistics: NeighborStatistics) -> Self:
         """Return the section as it is."""
         return self
 
@@ -115,6 +119,7 @@ class DPA4Config(AllNeighborsSection):
 
     type: ClassVar[str] = "dpa4"
     aliases: ClassVar[tuple[str, ...]] = ("DPA4", "SeZM", "sezm")
+    # defaults of DeePMD-kit; other values are read, and reported as without effect
     without_effect: ClassVar[WithoutEffect] = {
         "sel": (256, "all neighbors inside the cutoff count"),
         "random_gamma": (True, "results do not depend on a rotation of each pair about its axis"),
@@ -150,6 +155,7 @@ class DPA4Config(AllNeighborsSection):
         doc="Whether the first coefficients of an atom depend on its surroundings, not on its "
         "element only.",
     )
+    # options of DeePMD-kit that change formulas: only their defaults are read
     edge_cartesian: bool = common.unavailable_option(False, "Cartesian messages are")
     node_cartesian: str | int = common.unavailable_option("none", "Cartesian products are")
     lmax: int = option(
@@ -287,6 +293,7 @@ class DPA4Config(AllNeighborsSection):
         doc="Whether blocks are computed in bfloat16 in training on a GPU. No effect on a CPU.",
     )
     eps: float = option(1e-7, check=positive, doc="Added to numbers before they are divided by.")
+    # no option: it follows from model.bridging_method, see `bridged`
     window: Window | None = None
 
     @property
@@ -299,6 +306,7 @@ class DPA4Config(AllNeighborsSection):
     @property
     def orders(self) -> tuple[int, ...]:
         """Return the largest order in each block."""
+        # an order is at most the degree; null is all orders
         if self.m_schedule is not None:
             return tuple(self.m_schedule)
         return tuple(
@@ -315,6 +323,7 @@ class DPA4Config(AllNeighborsSection):
         """Return the largest degree from which features follow."""
         if self.so3_readout == "none":
             return 0
+        # the last block decides; without blocks, the first coefficients are read
         return (self.degrees[-1] if self.degrees else self.largest_degree) + self.extra_node_l
 
     def grid_operation(self, place: int) -> tuple[str, int]:
@@ -327,6 +336,7 @@ class DPA4Config(AllNeighborsSection):
 
     def hidden_width(self, gated: bool) -> int:
         """Return the hidden width of a network of atoms."""
+        # gates double the parameters of the first map: 8/3 keeps the number of a plain layer of 4 C
         wide = 8 * self.channels / 3 if gated else 4 * self.channels
         return self.ffn_neurons or 32 * math.ceil(wide / 32)
 
@@ -337,6 +347,7 @@ class DPA4Config(AllNeighborsSection):
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
         """Yield errors of options that contradict each other, and options without effect."""
         yield from super().findings(type_map)
+        # a block reads the coefficients of the one before it, and cannot add degrees
         if any(first < second for first, second in pairwise(self.degrees)):
             text = f" = {show(self.l_schedule)}: expected numbers that do not increase."
             yield error("l_schedule", text)
@@ -356,11 +367,14 @@ class DPA4Config(AllNeighborsSection):
                 f"{MAX_DEGREE}"
             )
             yield error("extra_node_l", f" = {self.extra_node_l}: expected {expected}.")
+        # heads share the channels of a stream, or of all streams, evenly
         width = self.focus_dim or self.channels
         seen = width * self.n_focus if self.atten_f_mix else width
         if self.n_atten_head and seen % self.n_atten_head:
             expected = f"a divisor of {seen}, the channels of a stream"
             yield error("n_atten_head", f" = {self.n_atten_head}: expected {expected}.")
+        # points of DeePMD-kit without Lebedev quadrature are exact for orders up to 3 only, and the
+        # exact points here would give other numbers
         steps = (
             self.lebedev_quadrature[0]
             if isinstance(self.lebedev_quadrature, list)
@@ -374,6 +388,7 @@ class DPA4Config(AllNeighborsSection):
             text = "the points of DeePMD-kit are too few for products of orders above 3. Use true."
             yield error("lebedev_quadrature", f" = {show(self.lebedev_quadrature)}: {text}")
         if self.l_schedule is not None:
+            # a schedule replaces these options
             yield unused("lmax", "l_schedule gives the degrees")
             yield unused("n_blocks", "l_schedule gives the blocks")
         if self.m_schedule is not None:

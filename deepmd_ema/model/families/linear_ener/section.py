@@ -178,7 +178,7 @@ class LinearConfig(ModelConfig):
     def part_weights(self) -> tuple[float, ...]:
         """Return the weight of each part."""
         if isinstance(self.weights, str):
-            # "sum" adds up energies as they are; "mean" is an ensemble of models of the same energies
+            # "sum" adds up parts of one energy; "mean" is an ensemble of models of the same energy
             count = len(self.models)
             return (1.0 / count if self.weights == "mean" else 1.0,) * count
         return tuple(self.weights)
