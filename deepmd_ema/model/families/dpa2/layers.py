@@ -51,12 +51,11 @@ class Surroundings:
     per_moment: Tensor | float
 
     def gather(self, node: Tensor) -> Tensor:
-        """Return the features of the neighbors (A, K, C), 0 where there is none, from those of the
-        atoms (A, C).
-        """
+        """Return the features of the neighbors (A, K, C), 0 where there is none, from (A, C)."""
         return gather_neighbors(node, self.neighbor, self.reverse)
 
 
+# from the gradients by atoms and pairs (None: 0) to those by atoms, pairs, weights and sides
 LayerVjp = Callable[[Tensor, "Tensor | None"], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
@@ -94,12 +93,17 @@ class RepformerLayer(UsesOperations):
         def update(num_changes: int, width: int, name: str) -> Update:
             return Update(width, num_changes, options, dtype=dtype, seed=seed_for(name, seed))
 
+        # the width of all terms of `forward` side by side
         num_terms = options.axis_neuron * (
             pair_width * options.update_g1_has_grrg + width * options.update_g1_has_drrd
         )
-        num_terms += width * (not options.g1_out_mlp) + pair_width * (has_conv and not conv_outside)
+        if not options.g1_out_mlp:
+            num_terms += width
+        if has_conv and not conv_outside:
+            num_terms += pair_width
         self.linear_node = dense(num_terms, width, "linear_node")
         self.node_mlp = dense(width, width, "node_mlp") if options.g1_out_mlp else None
+        # from channels to features, after the sum over neighbors; or the other way, before it
         widths = (pair_width, width) if conv_outside else (width, pair_width)
         self.conv = dense(*widths, "conv", bias=False) if has_conv else None
         self.attention = (
@@ -108,6 +112,7 @@ class RepformerLayer(UsesOperations):
         self.node_update = update(
             1 + options.g1_out_mlp + (has_conv and conv_outside) + has_attn, width, "node"
         )
+        # pairs after the last layer have no effect on atoms: there are no parameters for them
         if last:
             return
         self.linear_pair = dense(pair_width, pair_width, "linear_pair")
@@ -122,30 +127,39 @@ class RepformerLayer(UsesOperations):
             eps = eps_of(options.ln_eps)
             self.norm = LayerNorm(pair_width, eps=eps, trainable=options.trainable_ln, dtype=dtype)
         self.pair_update = update(1 + options.update_g2_has_g1g1 + attends, pair_width, "pair")
+        # one factor for all three components, or vectors would not rotate with the atoms
         self.vector_update = update(1, 1, "vector") if options.update_h2 else None
 
     def forward(
         self, node: Tensor, pair: Tensor, vectors: Tensor, around: Surroundings
     ) -> tuple[Tensor, ...]:
-        """Return the features of atoms (A, C), the channels (A, K, G) and the vectors (A, K, 3) of
-        pairs, changed.
+        """Return the changed features of atoms, channels and vectors of pairs.
+
+        Args:
+            node: (A, C) features of atoms.
+            pair: (A, K, G) channels of pairs.
+            vectors: (A, K, 3) of pairs.
+            around: the neighbors.
         """
         options, weight = self.options, around.weight[..., None]
         gathers = options.update_g1_has_conv or options.update_g1_has_drrd
         needed = gathers or (not self.last and options.update_g2_has_g1g1)
+        # (A, K, C)
         messages = around.gather(node) * weight if needed else node.new_zeros(0)
+        # changes are added to the atom; terms are inputs of one layer, which is a change
         changes, terms = [], [] if options.g1_out_mlp else [node]
         if self.node_mlp is not None:
             changes.append(self.act(self.node_mlp(node)))
         if self.conv is not None:
-            if (
-                options.g1_out_conv
-            ):  # summed over neighbors before the map, which then sees one row for an atom
+            if options.g1_out_conv:
+                # the sum over neighbors (A, G, C) comes before the map, which then acts once for an
+                # atom, not on every pair
                 outer = torch.bmm(pair.transpose(1, 2), messages)
                 changes.append((outer * self.conv.weight).sum(1) * around.per_neighbor)
             else:
                 terms.append((pair * self.conv(messages)).sum(1) * around.per_neighbor)
         if options.update_g1_has_grrg or options.update_g1_has_drrd:
+            # products of two moments are means over x, y, z: 3^-1/2 is a factor of each
             scaled = vectors * (around.per_moment * 3**-0.5)
             if options.update_g1_has_grrg:
                 terms.append(self.ops.symmetrized(pair * weight, scaled, options.axis_neuron))
@@ -155,6 +169,7 @@ class RepformerLayer(UsesOperations):
         if self.attention is not None:
             changes.append(self.attention(node, around))
         new_node = self.node_update(node, changes)
+        # pairs change by the atoms before this layer, not by new_node
         if self.last:
             return new_node, pair, vectors
         changes = [self.act(self.linear_pair(pair))]
@@ -167,6 +182,7 @@ class RepformerLayer(UsesOperations):
                 changes.append(
                     self.ops.normalised(change, self.norm.weight, self.norm.bias, self.norm.eps)
                 )
+            # weights follow from the old vectors
             if self.vector_update is not None:
                 vectors = self.vector_update(
                     vectors, [self.pair_attention.change_of_vectors(weights, vectors)]
@@ -177,25 +193,22 @@ class RepformerLayer(UsesOperations):
     def is_written_out(self) -> bool:
         """Whether :meth:`with_vjp` serves its options."""
         options = self.options
-        wanted = (
+        has_terms = (
             options.update_g1_has_conv and options.update_g1_has_drrd and options.update_g1_has_grrg
         )
-        other = (
-            options.update_g1_has_attn or options.update_g2_has_g1g1 or options.update_g2_has_attn
-        )
-        apart = options.g1_out_conv and options.g1_out_mlp
+        has_attention = options.update_g1_has_attn or options.update_g2_has_attn
+        is_apart = options.g1_out_conv and options.g1_out_mlp
         return (
-            wanted
-            and apart
-            and not (other or options.update_h2)
+            has_terms
+            and is_apart
+            and not (has_attention or options.update_g2_has_g1g1 or options.update_h2)
             and options.activation_function == "tanh"
         )
 
     def with_vjp(
         self, node: Tensor, pair: Tensor, sides: Tensor, around: Surroundings
     ) -> tuple[Tensor, Tensor, LayerVjp]:
-        """Return the features of atoms (A, C) and the channels of pairs (A, K, G), changed, and a
-        function.
+        """Return changed features of atoms (A, C) and channels of pairs (A, K, G), and their vjp.
 
         With n the features of an atom, g the channels, h the vector and w the weight of a pair, m
         the features of its neighbor, ``Q = [w g, q w h / sqrt(3)]``, and p and q the factors of
@@ -206,10 +219,9 @@ class RepformerLayer(UsesOperations):
             n' = a (n + r_1 tanh(n W_1 + b_1) + r_2 p sum_g O_g C_g + r_3 tanh(e W_3 + b_3))
             g' = b (g + r_4 tanh(g W_4 + b_4))
 
-        The weight of a neighbor is applied to its few channels, not beside its many features. All
-        are ordinary
-        operations: the layers take about half of those that autograd makes of them for a loss of
-            forces.
+        The weight of a neighbor is applied to its few channels, not to its many features. All are
+        ordinary operations: the layers take about half of those that autograd makes of them for a
+        loss of forces.
 
         Args:
             node: n.
@@ -226,91 +238,97 @@ class RepformerLayer(UsesOperations):
         width = pair.shape[2]
         assert self.node_mlp is not None
         assert self.conv is not None
-        own_weight = self.node_mlp.weight
+        mlp_weight = self.node_mlp.weight
         conv_weight = self.conv.weight
         terms_weight = self.linear_node.weight
-        own_factor, conv_factor, terms_factor = self.node_update.each_factor(own_weight)
+        # r_1, r_2 and r_3
+        mlp_factor, conv_factor, terms_factor = self.node_update.each_factor(mlp_weight)
         scale, conv_factor = self.node_update.scale, conv_factor * around.per_neighbor
+        # Q (A, K, G + 3) and m (A, K, C); the convolution and the moments are one product B,
+        # because both sum over the same features
         factors, gathered = torch.cat([pair * weight, sides], -1), around.gather(node)
-        # the convolution and the moments in one product, because both sum over the same features
         sums = torch.bmm(factors.transpose(1, 2), gathered)
-        outer, of_atoms = sums.split(
-            [width, 3], 1
-        )  # not slices, each of which is differentiated by a sum with zeros
-        moments = torch.bmm(sides.transpose(1, 2), pair), of_atoms
+        # O (A, G, C) and D (A, 3, C); a slice would be differentiated by a sum with zeros
+        outer, atom_moments = sums.split([width, 3], 1)
+        moments = torch.bmm(sides.transpose(1, 2), pair), atom_moments  # R (A, 3, G) and D
         columns = [m[..., :axis] for m in moments]
         # sums of three products: batches of such small matrices take three times as long
         products = [
             (first.unsqueeze(3) * m.unsqueeze(2)).sum(1).flatten(1)
             for first, m in zip(columns, moments)
         ]
-        own = torch.addmm(self.node_mlp.bias, node, own_weight).tanh()
+        mlp = torch.addmm(self.node_mlp.bias, node, mlp_weight).tanh()
         terms = torch.addmm(self.linear_node.bias, torch.cat(products, 1), terms_weight).tanh()
         conv = (outer * conv_weight).sum(1)
         out = (
-            torch.addcmul(node, own, own_factor)
+            torch.addcmul(node, mlp, mlp_factor)
             .addcmul(conv, conv_factor)
             .addcmul(terms, terms_factor)
         )
-        changed, of_channels = pair, None
+        changed, channels = pair, None
         if not self.last:
-            of_channels = self.linear_pair(pair).tanh()
-            changed = torch.addcmul(pair, of_channels, self.pair_update.each_factor(pair)[0])
+            channels = self.linear_pair(pair).tanh()
+            changed = torch.addcmul(pair, channels, self.pair_update.each_factor(pair)[0])
             changed = _times(changed, self.pair_update.scale)
 
         def vjp(by_node: Tensor, by_pair: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             by_node = _times(by_node, scale)
-            by_own, by_terms = (
-                _by_tanh(by_node * own_factor, own),
-                _by_tanh(by_node * terms_factor, terms),
-            )
+            by_mlp = _by_tanh(by_node * mlp_factor, mlp)
+            by_terms = _by_tanh(by_node * terms_factor, terms)
             by_products = (by_terms @ terms_weight.T).split([axis * width, axis * node.shape[1]], 1)
-            by_of_pairs, by_of_atoms = (
+            # by R (A, 3, G) and by D (A, 3, C)
+            by_pair_moments, by_atom_moments = (
                 _by_moments(m, first, by.unflatten(1, (axis, -1)))
                 for m, first, by in zip(moments, columns, by_products)
             )
             by_outer = conv_weight * (by_node * conv_factor).unsqueeze(1)
-            by_sums = torch.cat([by_outer, by_of_atoms], 1)
+            by_sums = torch.cat([by_outer, by_atom_moments], 1)
+            # by m, which goes back to the atom that is the neighbor
             by_gathered = sum_over_reverse(
                 torch.bmm(factors, by_sums), around.neighbor, around.reverse
             )
-            found_node = torch.addmm(by_node, by_own, own_weight.T) + by_gathered
+            by_old_node = torch.addmm(by_node, by_mlp, mlp_weight.T) + by_gathered
             by_weighted, by_sides = torch.bmm(gathered, by_sums.transpose(1, 2)).split(
                 [width, 3], -1
             )
-            found_pair = torch.baddbmm(by_weighted * weight, sides, by_of_pairs)
-            by_sides = torch.baddbmm(by_sides, pair, by_of_pairs.transpose(1, 2))
-            if by_pair is not None and of_channels is not None:
+            by_old_pair = torch.baddbmm(by_weighted * weight, sides, by_pair_moments)
+            by_sides = torch.baddbmm(by_sides, pair, by_pair_moments.transpose(1, 2))
+            if by_pair is not None and channels is not None:
                 by_pair = _times(by_pair, self.pair_update.scale)
-                by_tanh = _by_tanh(by_pair * self.pair_update.each_factor(pair)[0], of_channels)
-                found_pair = found_pair + by_pair + by_tanh @ self.linear_pair.weight.T
-            return found_node, found_pair, (by_weighted * pair).sum(-1, keepdim=True), by_sides
+                by_tanh = _by_tanh(by_pair * self.pair_update.each_factor(pair)[0], channels)
+                by_old_pair = by_old_pair + by_pair + by_tanh @ self.linear_pair.weight.T
+            by_weight = (by_weighted * pair).sum(-1, keepdim=True)
+            return by_old_node, by_old_pair, by_weight, by_sides
 
         return _times(out, scale), changed, vjp
 
 
 def _by_moments(moments: Tensor, columns: Tensor, by_products: Tensor) -> Tensor:
-    """Return the gradient by moments (A, 3, C), from that by the products (A, X, C) of the first X
-    columns with all.
+    """Return the gradient by moments (A, 3, C), from that by the products (A, X, C).
+
+    The products are those of the first X columns of the moments with all of them.
     """
     whole = (columns.unsqueeze(3) * by_products.unsqueeze(1)).sum(2)
     by_columns = (moments.unsqueeze(2) * by_products.unsqueeze(1)).sum(3)
+    # moments are both factors; the first of them has the first columns only
     first, rest = whole.split([by_products.shape[1], moments.shape[2] - by_products.shape[1]], 2)
     return torch.cat([first + by_columns, rest], 2)
 
 
 def _by_tanh(grad: Tensor, tanh: Tensor) -> Tensor:
-    found: Tensor = torch.ops.aten.tanh_backward(grad, tanh)
-    return found
+    by_input: Tensor = torch.ops.aten.tanh_backward(grad, tanh)
+    return by_input
 
 
 def _times(x: Tensor, number: float) -> Tensor:
-    return x if number == 1 else x * number  # the usual style has no scale: no pass over x
+    # the update styles without a scale spare a pass over x
+    return x if number == 1 else x * number
 
 
 class AtomAttention(nn.Module):
-    """An atom attends to its neighbors: ``sum_k softmax_k(q_i . k_k / sqrt(D)) v_k``, heads joined
-    by a layer.
+    """An atom attends to its neighbors: ``sum_k softmax_k(q_i . k_k / sqrt(D)) v_k``.
+
+    Heads are joined by a layer.
 
     Args:
         options: the section ``repformer``.
@@ -335,8 +353,8 @@ class AtomAttention(nn.Module):
     def forward(self, node: Tensor, around: Surroundings) -> Tensor:
         """Return the update of ``node`` (A, C) by attention."""
         query = self.query(node).unflatten(-1, (self.hidden, self.num_heads))
-        # heads stand last, as in DeePMD-kit's files; a linear map of an atom is gathered, not
-        # computed for each pair
+        # heads are the last dimension, as in DeePMD-kit's files; keys and values of an atom are
+        # computed once and gathered, not computed for each pair
         pairs = around.gather(self.key_value(node)).unflatten(
             -1, (self.hidden + self.width, self.num_heads)
         )
@@ -344,6 +362,7 @@ class AtomAttention(nn.Module):
         logits = torch.einsum("adh,akdh->ahk", query, key) * self.hidden**-0.5
         weight = around.weight[:, None]
         if around.smooth:
+            # a neighbor at the cutoff has the logit of an empty slot, which counts up to sel
             logits = (logits + LOGIT_SHIFT) * weight - LOGIT_SHIFT
             weights = softmax_with_absent(logits, around.num_slots) * weight
         else:
@@ -388,21 +407,21 @@ class PairAttention(nn.Module):
             self.vector_map = linear(num_heads, 1, dtype, seed_for("vector_map", seed), bias=False)
 
     def weights(self, pair: Tensor, vectors: Tensor, around: Surroundings) -> Tensor:
-        """Return W (A, H, J, K) from channels (A, K, G) and vectors (A, K, 3); 0 where either
-        neighbor is none.
+        """Return W (A, H, J, K) from channels (A, K, G) and vectors (A, K, 3).
+
+        It is 0 where either neighbor is none.
         """
-        query, key = (
-            self.query_key(pair).unflatten(-1, (self.hidden, 2 * self.num_heads)).chunk(2, -1)
-        )
+        query_key = self.query_key(pair).unflatten(-1, (self.hidden, 2 * self.num_heads))
+        query, key = query_key.chunk(2, -1)  # (A, K, D, H)
         logits = torch.einsum("ajdh,akdh->ahjk", query, key) * self.hidden**-0.5
-        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, None]
+        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, None]  # (A, 1, J, K)
         if self.gated:
             logits = logits * products
+        # a pair of neighbors vanishes with either of them
         both = (around.weight[:, :, None] * around.weight[:, None, :])[:, None]
         if around.smooth:
-            attention = softmax_with_absent(
-                (logits + LOGIT_SHIFT) * both - LOGIT_SHIFT, around.num_slots
-            )
+            logits = (logits + LOGIT_SHIFT) * both - LOGIT_SHIFT
+            attention = softmax_with_absent(logits, around.num_slots)
         else:
             attention = masked_softmax(logits, around.mask[:, None, None])
         return attention * (both * products * 3**-0.5)

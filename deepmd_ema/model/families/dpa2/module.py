@@ -1,6 +1,4 @@
-"""DPA-2: first features from the surroundings of an atom (repinit), then layers of messages
-(repformer).
-"""
+"""DPA-2: first features from the surroundings of an atom (repinit), then messages (repformer)."""
 
 from __future__ import annotations
 
@@ -31,9 +29,8 @@ if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa2.section import DPA2Config
     from deepmd_ema.model.interface import Vjp
 
-COUNT_EPS = (
-    1e-4  # added to the number of neighbors before division where it is counted; as DeePMD-kit
-)
+# added to the number of neighbors before division where it is counted; as in DeePMD-kit
+COUNT_EPS = 1e-4
 
 # A atoms, K neighbor slots, S slots up to nsel, T types, C channels of an atom, G of a pair
 
@@ -73,11 +70,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
     def features_and_vjp(
         self, node: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-        """Return the features (A, C), and the function from their gradient to those by ``node`` and
-        the vectors.
+        """Return the features (A, C), and their vjp to ``node`` and the vectors (A, K, 3) float64.
 
-        The gradient by vectors is (A, K, 3) float64. All are functions of the parameters and of
-        ``node``.
+        All are functions of the parameters and of ``node``.
 
         Args:
             node: (A, C) features.
@@ -86,6 +81,7 @@ class Repformer(EnvironmentMatrix, UsesOperations):
             dropped: (A, K) bool, pairs that do not see each other here, or None.
         """
         rows, rows_vjp, around = self._inputs(neighborhood, batch, dropped)
+        # with the default options of attention off, layers have a vjp that is faster than autograd
         evaluated = self._written_out if self.layers[0].is_written_out else self._evaluated
         features, features_vjp = evaluated(node, rows, around)
 
@@ -98,42 +94,34 @@ class Repformer(EnvironmentMatrix, UsesOperations):
     def features_and_equivariants(
         self, node: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the features (A, C), and equivariant moments ``sum_k q w_k h_k g_k^T`` of pairs
-        (A, G, 3).
-        """
+        """Return the features (A, C), and moments of pairs ``sum_k q w_k h_k g_k^T`` (A, G, 3)."""
         rows, _, around = self._inputs(neighborhood, batch, dropped)
         node, pair, vectors = self._after_layers(node, rows, around)
-        return node, torch.bmm(
-            (pair * around.weight[..., None]).transpose(1, 2), vectors * around.per_moment
-        )
+        weighted = pair * around.weight[..., None]  # (A, K, G)
+        return node, torch.bmm(weighted.transpose(1, 2), vectors * around.per_moment)
 
     def _inputs(
         self, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor], Surroundings]:
-        """Return the rows (A, K, 4), the function from gradients by these and by weights, and the
-        neighbors.
-        """
-        mask, vector = (
-            neighborhood.mask if dropped is None else neighborhood.mask & ~dropped,
-            neighborhood.vector,
-        )
+        """Return rows (A, K, 4), the vjp of rows and weights to the vectors, and the neighbors."""
+        mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
+        vector = neighborhood.vector
         radial = Radial.of(vector, self.rcut, self.rcut_smth)
         if self.options.direct_dist:
-            scale = (mask.to(vector.dtype) / self.rcut)[
-                ..., None
-            ]  # a bool over a number would be float32
+            # (A, K, 1) in float64: a bool over a number would be float32
+            scale = (mask.to(vector.dtype) / self.rcut)[..., None]
             distance = radial.distance.unsqueeze(-1)
             rows = (torch.cat([distance, vector], -1) * scale).to(self.dtype)
         else:
             rows, rows_vjp = self.environment_matrix(
                 vector, dropped, batch.atom_type, radial=radial
             )
+        # (A, K) float64; its vjp is used only if weights are smooth
         switch, switch_vjp = switch_and_vjp(vector, mask, radial)
-        # the factors of sums over neighbors
-        weight, root = (
-            switch.to(self.dtype) if self.smooth else mask.to(self.dtype),
-            self.options.use_sqrt_nnei,
-        )
+        # the weight of each neighbor in sums (A, K), and the factors of the sums: one over the most
+        # neighbors if smooth, because the number of neighbors jumps at the cutoff
+        weight = switch.to(self.dtype) if self.smooth else mask.to(self.dtype)
+        root = self.options.use_sqrt_nnei
         per_neighbor: Tensor | float = 1 / self.sel
         per_moment: Tensor | float = self.sel**-0.5 if root else 1 / self.sel
         if not self.smooth:
@@ -156,16 +144,16 @@ class Repformer(EnvironmentMatrix, UsesOperations):
                 by_vector = (by_rows[..., 1:] + by_rows[..., :1] * vector / distance) * scale
             else:
                 by_vector = rows_vjp(by_rows)
+            # weights that are not smooth do not depend on the vectors
             return by_vector + switch_vjp(by_weight) if self.smooth else by_vector
 
         return rows, vjp, around
 
     def _after_layers(self, node: Tensor, rows: Tensor, around: Surroundings) -> tuple[Tensor, ...]:
-        """Return features (A, C), channels (A, K, G) and vectors (A, K, 3) of pairs after all
-        layers.
-        """
+        """Return features (A, C), channels (A, K, G) and vectors (A, K, 3) of pairs in the end."""
         pair, vectors = rows.split([1, 3], -1)
         node, pair = self.act(node), self.act(self.pair_embedding(pair))
+        # channels (A, K, G) from the radial number, which the layers change like the features
         for layer in self.layers:
             node, pair, vectors = layer(node, pair, vectors, around)
         return node, pair, vectors
@@ -173,8 +161,7 @@ class Repformer(EnvironmentMatrix, UsesOperations):
     def _evaluated(
         self, node: Tensor, rows: Tensor, around: Surroundings
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        """Return the features (A, C) after all layers, and the function from their gradient to
-        those by the inputs.
+        """Return the features (A, C) after all layers, and their vjp to the inputs.
 
         Args:
             node: (A, C) features.
@@ -189,7 +176,8 @@ class Repformer(EnvironmentMatrix, UsesOperations):
 
         def features(node: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
             node, pair, vectors = self._after_layers(node, rows, replace(around, weight=weight))
-            # what no atom takes is tied by 0: every parameter has a gradient
+            # channels and vectors that no atom takes are tied by 0: in training with several ranks
+            # every parameter must have a gradient
             if not (options.update_g1_has_conv or options.update_g1_has_grrg):
                 node = node + 0 * pair.sum()
             if not (options.update_g1_has_drrd or options.update_g1_has_grrg):
@@ -201,41 +189,42 @@ class Repformer(EnvironmentMatrix, UsesOperations):
     def _written_out(
         self, node: Tensor, rows: Tensor, around: Surroundings
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        """Return the same of layers without attention, whose vector-Jacobian product is written
-        out.
-        """
+        """Return the same of layers without attention, whose vjp is written out."""
         if self.ops.is_for_cpu and around.reverse.numel():
-            # a part with a shorter cutoff has few of the slots of the list: those of none go last,
-            # and are cut off
+            # a part with a shorter cutoff has few of the slots of the list: the numbers of the
+            # others are the largest, so that they are sorted to the end and cut off
             reverse = around.reverse.sort(1).values
             most = int((reverse < around.neighbor.numel()).any(0).sum())
             around = replace(around, reverse=reverse[:, : max(1, most)].contiguous())
         radial, vectors = rows.split([1, 3], -1)
         weight, slope = around.weight[..., None], torch.ops.aten.tanh_backward
-        of_sides = weight * (around.per_moment * 3**-0.5)  # with the factor of moments
-        sides = vectors * of_sides
+        # q w / sqrt(3) and q w h / sqrt(3) of `RepformerLayer.with_vjp`, (A, K, 1) and (A, K, 3)
+        side_factor = weight * (around.per_moment * 3**-0.5)
+        sides = vectors * side_factor
         first_node, first_pair = node.tanh(), self.pair_embedding(radial).tanh()
         node = first_node
         pair = first_pair
+        # the vjps of the layers, to be called in reverse order
         layer_vjps = []
         for layer in self.layers:
             node, pair, layer_vjp = layer.with_vjp(node, pair, sides, around)
             layer_vjps.append(layer_vjp)
 
         def vjp(grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            # nothing reads the channels of pairs after the last layer
             by_pair: Tensor | None = None
             by_weight, by_sides = torch.zeros_like(weight), torch.zeros_like(sides)
             for layer_vjp in reversed(layer_vjps):
                 grad, by_pair, more_by_weight, more_by_sides = layer_vjp(grad, by_pair)
                 by_weight, by_sides = by_weight + more_by_weight, by_sides + more_by_sides
             by_radial = slope(by_pair, first_pair) @ self.pair_embedding.weight.T
-            # so far with the sides fixed; w is also a factor of these
+            # layers return the gradient by w with the sides fixed, of which w is a factor as well
             by_weight = by_weight + (by_sides * vectors * (around.per_moment * 3**-0.5)).sum(
                 -1, keepdim=True
             )
             return (
                 slope(grad, first_node),
-                torch.cat([by_radial, by_sides * of_sides], -1),
+                torch.cat([by_radial, by_sides * side_factor], -1),
                 by_weight.squeeze(-1),
             )
 
@@ -258,6 +247,7 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
 
     def __init__(self, config: DPA2Config, num_types: int, seed: int) -> None:
         super().__init__(config, num_types, seed, config.repinit.tebd_dim)
+        # parts have sections of their own types, with the options of this one
         first = config.first_block
         later = config.repformer
         start = self.start
@@ -266,6 +256,7 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
             first, self.sel, num_types, self.dtype, seed_for("repinit", start)
         )
         self.angles: SeTTebdBlock | None = None
+        # the width of what the blocks before the repformer give together
         num_first = self.repinit.dim_out
         if config.repinit.use_three_body:
             most = int(config.repinit.three_body_sel)
@@ -279,7 +270,8 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
                 num_first, later.g1_dim, self.dtype, seed_for("to_repformer", start), bias=False
             )
             with torch.no_grad():
-                self.to_repformer.weight.mul_(2**0.5)  # as wide as DeePMD-kit draws this one
+                # DeePMD-kit draws this map with another spread than those of layers
+                self.to_repformer.weight.mul_(2**0.5)
         self.add_element = None
         if config.add_tebd_to_repinit_out:
             self.add_element = linear(
@@ -289,6 +281,7 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         if not config.trainable:
             freeze(self, False)
         parts = (self.repinit, first), (self.repformer, later), (self.angles, first)
+        # each part has an environment matrix of its own, which the data normalise
         zero_means = [(part, options.set_davg_zero) for part, options in parts if part is not None]
         self.environments = [
             EnvironmentStatistics(part, config.exclude_types, zero) for part, zero in zero_means
@@ -297,16 +290,14 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
         if not torch.compiler.is_compiling():
             return self._by_blocks(table, batch)
-        # a compiled graph leaks tensors of torch.func where the functions of blocks follow each
-        # other (torch 2.13)
+        # one function of the vectors instead of one of each block: a compiled graph leaks tensors
+        # of torch.func where functions follow each other (torch 2.13)
         return with_vjp(
             lambda vector: self._by_blocks(table, replace(batch, vector=vector))[0], batch.vector
         )
 
     def _by_blocks(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
-        """Return the features (A, D) and their vector-Jacobian product, from those of the
-        blocks.
-        """
+        """Return the features (A, D) and their vjp, from those of the blocks."""
         first, node, vjps = self._first(table, batch)
         neighborhood = batch.within(self.repformer.rcut, self.repformer.sel)
         features, later_vjp = self.repformer.features_and_vjp(
@@ -318,12 +309,15 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
             if self.to_repformer is not None:
                 by_node = by_node @ self.to_repformer.weight.T
             by_first = by_node.split([part.shape[1] for part in first], 1)
-            parts = [by_vector, *(one(by) for one, by in zip(vjps, by_first, strict=True))]
-            # each of the first slots of the list
+            by_blocks = [block_vjp(by) for block_vjp, by in zip(vjps, by_first, strict=True)]
+            # a block reads the first slots of the list, which is sorted by distance: (A, K of the
+            # block, 3) is filled up with zeros
             width = batch.vector.shape[1]
-            return torch.stack(
-                [functional.pad(part, (0, 0, 0, width - part.shape[1])) for part in parts]
-            ).sum(0)
+            padded = [
+                functional.pad(part, (0, 0, 0, width - part.shape[1]))
+                for part in (by_vector, *by_blocks)
+            ]
+            return torch.stack(padded).sum(0)
 
         return features, vjp
 
@@ -340,17 +334,15 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         )
 
     def _first(self, table: Tensor, batch: Batch) -> tuple[list[Tensor], Tensor, list[Vjp]]:
-        """Return the features of the first blocks, those of the repformer that are made of them,
-        and their vjps.
-        """
+        """Return the features of the first blocks, the inputs of the repformer, and their vjps."""
         first, vjps = [], []
         for block in (self.repinit, self.angles):
             if block is not None:
                 neighborhood = batch.within(block.rcut, block.sel)
-                of_block, block_vjp = block.features_and_vjp(
+                features, block_vjp = block.features_and_vjp(
                     table, neighborhood, batch, self.excluded(batch, neighborhood)
                 )
-                first.append(of_block)
+                first.append(features)
                 vjps.append(block_vjp)
         node = joined(first, 1)
         if self.to_repformer is not None:

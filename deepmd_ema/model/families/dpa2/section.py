@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.fields import option, options, positive_int, redefined
@@ -20,6 +19,7 @@ from deepmd_ema.model.families.se_e3_tebd.section import SeE3TebdConfig
 if TYPE_CHECKING:
     from deepmd_ema.geometry import NeighborStatistics
 
+# the descriptors whose blocks a repinit is made of
 Block = TypeVar("Block", SeAttenConfig, SeE3TebdConfig)
 
 
@@ -43,6 +43,7 @@ class RepinitConfig:
         doc="Number of columns of the embedding matrix that form the second factor of the "
         "features.",
     )
+    # names as in se_atten, so that `_block` finds them
     tebd_dim: int = redefined(SeAttenConfig, "tebd_dim")
     tebd_input_mode: str = redefined(SeAttenConfig, "tebd_input_mode")
     set_davg_zero: bool = redefined(SeAttenConfig, "set_davg_zero")
@@ -76,12 +77,14 @@ class RepinitConfig:
         yield from common.smooth_before(self.rcut_smth, self.rcut)
         yield from common.axis_fits(self.axis_neuron, self.neuron)
         if not self.use_three_body:
+            # all of them by their prefix, so that a further one is not forgotten
             for declared in options(RepinitConfig):
                 if declared.name.startswith("three_body_"):
                     yield unused(declared.name, "use_three_body is false")
             return
         rcut = self.three_body_rcut
         yield from common.smooth_before(self.three_body_rcut_smth, rcut, "three_body_")
+        # a block reads the first slots of one list, which ends at rcut
         if rcut > self.rcut:
             expected = f"at most rcut = {self.rcut:g} (angstrom)"
             yield error("three_body_rcut", f" = {rcut:g}: expected {expected}.")
@@ -167,6 +170,7 @@ class RepformerConfig:
     activation_function: ActivationName = common.activation_option(
         ActivationName("tanh"), "Activation function of the layers."
     )
+    # the options that `deepmd_ema.model.nn.update.Update` reads; dpa3 takes them from here
     update_style: str = option(
         "res_avg",
         choices=("res_avg", "res_incr", "res_residual"),
@@ -192,12 +196,14 @@ class RepformerConfig:
     @property
     def terms(self) -> int:
         """Return the number of inputs of the layer of all terms."""
+        # numbers, not booleans, from here: true counts as 1
         conv = self.update_g1_has_conv and not self.g1_out_conv
         return (not self.g1_out_mlp) + self.update_g1_has_grrg + self.update_g1_has_drrd + conv
 
     def findings(self) -> Iterator[Finding]:
         """Yield errors of options that contradict each other."""
         yield from common.smooth_before(self.rcut_smth, self.rcut)
+        # the second factor is made of the first columns of the moments: there must be so many
         if self.update_g1_has_grrg and self.axis_neuron > self.g2_dim:
             text = f" = {self.axis_neuron}: expected at most g2_dim = {self.g2_dim}."
             yield error("axis_neuron", text)
@@ -211,6 +217,7 @@ class RepformerConfig:
 
     def unused_options(self) -> Iterator[Finding]:
         """Yield options without effect, which the section around it yields last."""
+        # the last layer has no parameters of pairs
         attends = self.update_g2_has_attn and self.nlayers > 1
         if self.nlayers == 1:
             for name in ("update_g2_has_g1g1", "update_g2_has_attn", "update_h2"):
@@ -222,6 +229,7 @@ class RepformerConfig:
             for name in ("attn2_hidden", "attn2_nhead", "attn2_has_gate"):
                 yield unused(name, "there is no attention of pairs")
         if not attends:
+            # the only layer normalisation is behind that attention
             for name in ("trainable_ln", "ln_eps"):
                 yield unused(name, "channels of pairs have no attention, which is normalised")
         if not (self.update_g1_has_grrg or self.update_g1_has_drrd):
@@ -244,15 +252,16 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
 
     type: ClassVar[str] = "dpa2"
     has_equivariants: ClassVar[bool] = True
+    # the longest list, which is that of a batch
     neighbors_option: ClassVar[str] = "repinit.nsel"
+    # every list with its cutoff, the longest first
     sel_options: ClassVar[Mapping[str, str]] = {
         "repinit.nsel": "repinit.rcut",
         "repinit.three_body_sel": "repinit.three_body_rcut",
         "repformer.nsel": "repformer.rcut",
     }
-    vacuum_needs: ClassVar[str] = (
-        'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
-    )
+    # the layers give an isolated atom features, which are not zero: another type is needed
+    vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'
 
     repinit: RepinitConfig = option(doc="The first features of an atom.")
     repformer: RepformerConfig = option(
@@ -270,14 +279,17 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
         "through a matrix.",
     )
 
-    def with_neighbors(self, found: NeighborStatistics) -> DPA2Config:
+    def with_neighbors(self, statistics: NeighborStatistics) -> DPA2Config:
         """Return the section with numbers of neighbors that are ``auto`` as numbers."""
         first = self.repinit
         later = self.repformer
-        counted = super().with_neighbors(found)
-        most, angles, nsel = (attrgetter(name)(counted) for name in self.sel_options)
-        # DeePMD-kit wants more neighbors where a part looks farther; small systems have the same
-        # number
+        counted = super().with_neighbors(statistics)
+        most: Any = counted.repinit.nsel
+        angles: Any = counted.repinit.three_body_sel
+        nsel: Any = counted.repformer.nsel
+        # DeePMD-kit refuses a part that looks farther and has fewer neighbors, and equal numbers of
+        # the two main parts. In small systems all parts count the same number: a counted number is
+        # enlarged, one of the input is not
         if first.use_three_body:
             if isinstance(later.nsel, str) and later.rcut >= first.three_body_rcut:
                 nsel = max(nsel, angles)
@@ -303,7 +315,8 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
         if later.rcut >= first.rcut:
             expected = f"less than repinit.rcut = {first.rcut:g} (angstrom)"
             yield error("repformer.rcut", f" = {later.rcut:g}: expected {expected}.")
-        # parts with a longer cutoff that keep fewer neighbors, which DeePMD-kit refuses
+        # parts with a longer cutoff that have fewer neighbors, which DeePMD-kit refuses: in the
+        # order of cutoffs, each is compared with the next
         named = sorted((rcut, most, name) for name, rcut, most in self.inner_neighbors())
         named += [(first.rcut, first.nsel, "repinit.nsel")] if isinstance(first.nsel, int) else []
         for (_, fewer, name), (_, more, beyond) in pairwise(named):
@@ -336,6 +349,7 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
             self,
             SeAttenConfig,
             sel=self.repinit.nsel,
+            # without attention; the switch of the whole is that of its gates
             attn_layer=0,
             smooth_type_embedding=self.smooth,
         )
@@ -350,6 +364,7 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
             self,
             SeE3TebdConfig,
             sel=first.three_body_sel,
+            # options of angles replace those of the same name
             rcut=first.three_body_rcut,
             rcut_smth=first.three_body_rcut_smth,
             neuron=first.three_body_neuron,
@@ -361,6 +376,7 @@ def _block(whole: DPA2Config, kind: type[Block], **changes: Any) -> Block:
     """Return the options of ``repinit``, and those of the whole that its parts read, as a section
     ``kind``.
     """
+    # options of the same name; others of the descriptor have their defaults
     both = {f.name for f in fields(RepinitConfig)} & {f.name for f in fields(kind)}
     values = {name: getattr(whole.repinit, name) for name in both}
     values |= {

@@ -1,6 +1,4 @@
-"""DPA-3: layers of messages between nodes (atoms), edges (pairs of atoms) and angles (pairs of
-edges).
-"""
+"""DPA-3: messages between nodes (atoms), edges (pairs of atoms) and angles (pairs of edges)."""
 
 from __future__ import annotations
 
@@ -60,8 +58,7 @@ class Geometry:
 
 
 class RepflowLayer(UsesOperations):
-    """``n_i``, ``e_ij`` and ``a_ijk`` after messages between them (DPA-3, Zhang et al.,
-    arXiv:2506.01686).
+    """``n_i``, ``e_ij`` and ``a_ijk`` after messages (DPA-3, Zhang et al., arXiv:2506.01686).
 
     With ``w`` the switches, ``[,]`` for concatenation, sigma the activation function and f, g, ...
     linear maps::
@@ -99,6 +96,7 @@ class RepflowLayer(UsesOperations):
         n = options.n_dim
         e = options.e_dim
         a = options.a_dim
+        # one stream of random numbers for all maps of the layer, drawn in the order below
         generator = torch.Generator().manual_seed(seed_for("layers", seed))
 
         heads = options.n_multi_edge_message
@@ -107,15 +105,18 @@ class RepflowLayer(UsesOperations):
         self.node_edge = linear(2 * n + e, heads * n, dtype, generator)
         self.edge_self = linear(2 * n + e, e, dtype, generator)
         self.node_update = Update(n, 2 + heads, options, dtype=dtype, seed=seed_for("node", seed))
+        # updates by the edge itself, and by its angles
         self.edge_update = Update(
             e, 1 + options.update_angle, options, dtype=dtype, seed=seed_for("edge", seed)
         )
+        # a layer without angles has no parameters for them, as in DeePMD-kit
         if not options.update_angle:
             return
         n_part, e_part = options.n_angle_dim, options.e_angle_dim
         compressed = options.a_compress_rate > 0 and not options.a_compress_use_split
         self.compress_node = linear(n, n_part, dtype, generator, bias=False) if compressed else None
         self.compress_edge = linear(e, e_part, dtype, generator, bias=False) if compressed else None
+        # inputs a_ijk, n_i, e_ik and e_ij
         self.edge_angle = linear(a + n_part + 2 * e_part, e, dtype, generator)
         self.edge_angle_out = linear(e, e, dtype, generator)
         self.angle_self = linear(a + n_part + 2 * e_part, a, dtype, generator)
@@ -139,16 +140,15 @@ class RepflowLayer(UsesOperations):
     def forward(
         self, node: Tensor, edge: Tensor, angle: Tensor, geometry: Geometry
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return nodes (A, N), edges (A, K, E) and angles (A, J, J, G) after the messages of this
-        layer.
-        """
-        neighbor, ends, of_edge = self._ends(node, geometry)
+        """Return nodes (A, N), edges (A, K, E) and angles (A, J, J, G) after this layer."""
+        neighbor, ends, edge_weight = self._ends(node, geometry)
+        # messages to nodes, of all heads, and to edges, side by side
         widths = [self.node_edge.weight.shape[1], edge.shape[-1]]
         if self.options.sequential_update:
-            (to_node, to_edge), (for_node, for_edge) = (
-                ends.split(widths, -1),
-                of_edge.split(widths, 1),
-            )
+            # each update is applied before the next message, in this order: edges, angles, edges by
+            # angles, nodes
+            to_node, to_edge = ends.split(widths, -1)
+            for_node, for_edge = edge_weight.split(widths, 1)
             edge = edge + self.edge_update.factors[0] * self._act(to_edge + edge @ for_edge)
             seen = self._seen_by_angles(node, edge, geometry)
             angle = self.angle_update(angle, self._angle_messages([self.angle_self], angle, *seen))
@@ -156,50 +156,60 @@ class RepflowLayer(UsesOperations):
             edge = edge + self.edge_update.factors[1] * self._from_angles(message, edge, geometry)
             message = self._act(to_node + edge @ for_node)
             return self._updated_node(node, neighbor, edge, message, geometry), edge, angle
-        to_node, *messages = self._act(ends + edge @ of_edge).split(
-            widths[: 1 + self.edges_matter], -1
-        )
+        # all messages see the nodes, edges and angles of the layer before: one product for both
+        messages = self._act(ends + edge @ edge_weight).split(widths[: 1 + self.edges_matter], -1)
+        to_node, *edge_messages = messages
         new_node = self._updated_node(node, neighbor, edge, to_node, geometry)
         if self.options.update_angle and (self.edges_matter or self.angles_matter):
             layers = [self.edge_angle] * self.edges_matter + [self.angle_self] * self.angles_matter
-            found = self._angle_messages(layers, angle, *self._seen_by_angles(node, edge, geometry))
+            seen = self._seen_by_angles(node, edge, geometry)
+            angle_messages = self._angle_messages(layers, angle, *seen)
             if self.edges_matter:
-                messages = [*messages, self._from_angles(found[0], edge, geometry)]
+                edge_messages.append(self._from_angles(angle_messages[0], edge, geometry))
             if self.angles_matter:
-                angle = self.angle_update(angle, found[-1:])
-        return new_node, self.edge_update(edge, messages) if self.edges_matter else edge, angle
+                angle = self.angle_update(angle, angle_messages[-1:])
+        if self.edges_matter:
+            edge = self.edge_update(edge, edge_messages)
+        return new_node, edge, angle
 
     def _act(self, z: Tensor) -> Tensor:
         return self.ops.activated(z, self.activation)
 
     def _ends(self, node: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the nodes of the neighbors (A, K, N), and of the maps to nodes and to edges, one
-        beside the other: the sums over both ends of each edge (A, K, C), and the weights of the
-        edge (E, C).
+        """Return the parts of the messages of edges that nodes give.
+
+        Returns:
+            The nodes of the neighbors (A, K, N). Then, of the maps to nodes and to edges side by
+            side, the sums over both ends of each edge (A, K, C), and the weights of the edge itself
+            (E, C).
         """
         options = self.options
         weight, bias = _joined([self.node_edge] + [self.edge_self] * self.edges_matter)
-        of_own, of_neighbor, of_edge = weight.split([options.n_dim, options.n_dim, options.e_dim])
-        sent = torch.cat([node, node @ of_neighbor], 1)
+        centre_weight, neighbor_weight, edge_weight = weight.split(
+            [options.n_dim, options.n_dim, options.e_dim]
+        )
+        # a node and its part of the messages are gathered at once
+        sent = torch.cat([node, node @ neighbor_weight], 1)
         gathered = gather_neighbors(sent, geometry.neighbor, geometry.reverse)
         neighbor, from_neighbor = gathered.split([options.n_dim, len(bias)], -1)
-        return neighbor, torch.addmm(bias, node, of_own)[:, None] + from_neighbor, of_edge
+        ends = torch.addmm(bias, node, centre_weight)[:, None] + from_neighbor
+        return neighbor, ends, edge_weight
 
     def _updated_node(
         self, node: Tensor, neighbor: Tensor, edge: Tensor, message: Tensor, geometry: Geometry
     ) -> Tensor:
-        """Return the nodes (A, N) after their messages, of which those from edges (A, K, C) are
-        given.
-        """
+        """Return the nodes (A, N) after their messages; ``message`` (A, K, C) is that of edges."""
         options = self.options
         symmetric = [
             self.ops.symmetrized(x, geometry.weighted, options.axis_neuron)
             for x in (edge, neighbor)
         ]
-        of_atoms = torch.cat([self.node_self(node), self.node_sym(torch.cat(symmetric, -1))], 1)
+        # (A, 2 N), two messages of which one activation is computed
+        from_node = torch.cat([self.node_self(node), self.node_sym(torch.cat(symmetric, -1))], 1)
+        # the switch over e_norm is the weight of an edge
         from_edges = torch.bmm(geometry.edge_switch[:, None], message).squeeze(1)
         messages = [
-            *self._act(of_atoms).chunk(2, 1),
+            *self._act(from_node).chunk(2, 1),
             *from_edges.chunk(options.n_multi_edge_message, 1),
         ]
         return self.node_update(node, messages)
@@ -207,9 +217,8 @@ class RepflowLayer(UsesOperations):
     def _seen_by_angles(
         self, node: Tensor, edge: Tensor, geometry: Geometry
     ) -> tuple[Tensor, Tensor]:
-        """Return the inputs of angles from nodes (A, n_angle_dim) and from edges (A, J,
-        e_angle_dim).
-        """
+        """Return the inputs of angles from nodes (A, n_angle_dim), edges (A, J, e_angle_dim)."""
+        # neighbors are sorted by distance: those with angles are the first
         edge = edge[:, : geometry.has_angles.shape[1]]
         if self.compress_node is not None and self.compress_edge is not None:
             return self.compress_node(node), self.compress_edge(edge)
@@ -221,20 +230,24 @@ class RepflowLayer(UsesOperations):
         """Return ``sigma(layer([a_ijk, n_i, e_ik, e_ij]))`` (A, J, J, C) of each layer."""
         weight, bias = _joined(layers)
         widths = [angle.shape[-1], node.shape[-1], edge.shape[-1], edge.shape[-1]]
-        of_angle, of_node, of_k, of_j = weight.split(widths)
-        own = torch.addmm(bias, node, of_node)[:, None]
-        found = self._act(
-            angle @ of_angle + (own + edge @ of_j)[:, :, None] + (edge @ of_k)[:, None]
-        )
-        return found.split([layer.weight.shape[1] for layer in layers], -1)
+        angle_weight, node_weight, k_weight, j_weight = weight.split(widths)
+        # a sum of parts that are evaluated on nodes (A, 1, C), edges (A, J, C), angles (A, J, J, C)
+        from_node = torch.addmm(bias, node, node_weight)[:, None]
+        from_j = (from_node + edge @ j_weight)[:, :, None]
+        from_k = (edge @ k_weight)[:, None]
+        messages = self._act(angle @ angle_weight + from_j + from_k)
+        return messages.split([layer.weight.shape[1] for layer in layers], -1)
 
     def _from_angles(self, message: Tensor, edge: Tensor, geometry: Geometry) -> Tensor:
-        """Return the messages to edges (A, K, E) from those of angles; ``edge`` is used for one
-        without angles.
+        """Return the messages to edges (A, K, E) from those of angles (A, J, J, E).
+
+        An edge without angles takes ``edge`` (A, K, E) instead, unless the update is smooth.
         """
+        # over k, with the weights of the angles of j: (A, J, 1, J) times (A, J, J, E)
         summed = torch.matmul(geometry.angle_weight[:, :, None], message).squeeze(2)
         absent = edge.shape[1] - summed.shape[1]
         summed = nn.functional.pad(summed, (0, 0, 0, absent))
+        # as DeePMD-kit does, although the energy jumps where a neighbor crosses a_rcut
         if not self.options.smooth_edge_update:
             has_angles = nn.functional.pad(geometry.has_angles, (0, absent))
             summed = torch.where(has_angles[..., None], summed, edge)
@@ -242,7 +255,10 @@ class RepflowLayer(UsesOperations):
 
 
 def _joined(layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
-    """Return weights and biases of layers of the same inputs, side by side."""
+    """Return weights and biases of layers of the same inputs, side by side.
+
+    One product then evaluates all of them.
+    """
     weights: list[Tensor] = [layer.weight for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     if len(layers) == 1:
@@ -282,8 +298,10 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
             RepflowLayer(config, index, self.dtype, seed_for("repflow", self.start, index))
             for index in range(flow.nlayers)
         )
+        # the first angles act on nodes in the second layer, or at once if updates are sequential
         self.has_angles = flow.update_angle and (flow.sequential_update or flow.nlayers >= 2)
         freeze(self, config.trainable)
+        # fix_stat_std is the spread of all columns; 0 measures them
         self.add_normalisation((num_types, self.sel, 4), self.dtype, flow.fix_stat_std or 1.0)
         self.rcut = flow.e_rcut
         self.rcut_smth = flow.e_rcut_smth
@@ -306,7 +324,8 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         return self.flow.e_dim
 
     def _features_and_equivariants(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        for number, layer in enumerate(self.layers, 1):  # of all layers edges have an effect then
+        # equivariant vectors are made of the last edges, so that those of all layers are updated
+        for number, layer in enumerate(self.layers, 1):
             layer.edges_matter = True
             layer.angles_matter |= number < len(self.layers)
         self.has_angles = self.flow.update_angle
@@ -314,6 +333,7 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         node, edge, weighted = self._nodes_and_edges(
             numbers, table, batch, neighborhood, has_angles
         )
+        # weighted rows have the factor 3^-1/2 of symmetrised products, which vectors do not have
         return node, torch.bmm(edge.transpose(1, 2), weighted) * 3**0.5
 
     def _nodes_and_edges(
@@ -334,6 +354,7 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
             has_angles: (A, J) bool.
         """
         flow = self.flow
+        # each (A, K, 1 or 3) float64
         first, weighted, edge_switch, direction, angle_switch = numbers
         edge: Tensor = self.edge_embedding(first.to(self.dtype))
         if not flow.edge_init_use_dist:
@@ -355,13 +376,13 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         node = self.ops.activated(pick(table, batch.atom_type), self.activation)
         for layer in self.layers:
             node, edge, angle = layer(node, edge, angle, geometry)
-        # parameters without effect are tied by 0: every parameter has a gradient, on every rank
+        # parameters without effect are tied by 0: each must have a gradient on every rank
         idle = [p for layer in self.layers for p in layer.idle_parameters()]
         if not self.has_angles:
             idle += self.angle_embedding.parameters()
         if idle:
-            # times 0 before the sum: the gradients are then parts of one tensor, without a copy of
-            # each
+            # they are multiplied by 0 before the sum: the gradients are then parts of one tensor,
+            # without a copy of each
             node = node + (0 * torch.cat([p.flatten() for p in idle])).sum()
         return node, edge, geometry.weighted
 
@@ -377,11 +398,12 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
             K, 3); the edges; and which of them have angles (A, J).
         """
         flow, vector = self.flow, batch.vector
-        # as far as the list reaches: in a hybrid an exponential switch is small, but not zero,
-        # beyond the cutoff
+        # edges are as far as the list reaches, not within e_rcut: in a hybrid, DeePMD-kit sees
+        # them, and an exponential switch is small, but not zero, beyond the cutoff
         neighborhood = batch.within()
         dropped = self.excluded(batch, neighborhood)
         mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
+        # (A, J), the first slots within a_rcut; without layers that look at angles J is 0
         near = batch.within(flow.a_rcut, int(flow.a_sel)).mask
         num_with_angles = near.shape[1] if self.has_angles else 0
         has_angles = near[:, :num_with_angles] & mask[:, :num_with_angles]
@@ -391,15 +413,14 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         switch = exponential_switch_and_derivative if flow.use_exp_switch else switch_and_derivative
         weight, dweight = switch(distance, self.rcut, self.rcut_smth)
         inverse = (distance + self.protection).reciprocal()
+        # the environment matrix (s, c x, c y, c z) and derivatives by the distance, each (A, K, 1)
         s = weight * inverse
         c = s * inverse
         ds = (dweight - s) * inverse
         dc = (ds - c) * inverse
         mean, spread = self.normalisation(vector.shape[1], batch.atom_type)
-        (mean_s, mean_angular), (spread_s, spread_angular) = (
-            mean.split([1, 3], -1),
-            spread.split([1, 3], -1),
-        )
+        mean_s, mean_angular = mean.split([1, 3], -1)
+        spread_s, spread_angular = spread.split([1, 3], -1)
         if flow.edge_init_use_dist:
             first, dfirst = distance, torch.ones_like(distance)
         else:
@@ -408,31 +429,36 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         weight, dweight = weight * is_edge, dweight * is_edge
         over_spread = (3 * flow.e_norm) ** -0.5 / spread_angular
         angular = (c * vector - mean_angular) * over_spread
-        of_weighted = c * weight * over_spread
+        # angular times the switch is this factor times the vector, without the mean
+        weighted_factor = c * weight * over_spread
         dweighted = angular * dweight + (dc * weight) * over_spread * vector
 
-        # DeePMD-kit's protection of distances, and of the arc cosine
+        # DeePMD-kit's protection of distances and of the arc cosine: angles begin with the cosine
+        # times (1 - 1e-6) / pi^(1/2), of which each of two directions has the root
         inverse = (distance + 1e-6).reciprocal()
-        of_direction = inverse * ((1 - 1e-6) / math.sqrt(math.pi)) ** 0.5
-        direction = vector * of_direction
-        # in float64 before it is multiplied: a bool times a number would be float32
+        direction_factor = inverse * ((1 - 1e-6) / math.sqrt(math.pi)) ** 0.5
+        direction = vector * direction_factor
+        # a bool times a number would be float32, so that it is float64 before. The weight of an
+        # angle is the product of two factors, hence a_norm^-1/4
         factor = is_angle.unsqueeze(-1).double() * flow.a_norm**-0.25
         angle_switch, dangle_switch = (
-            of * factor for of in switch(distance, flow.a_rcut, flow.a_rcut_smth)
+            value * factor for value in switch(distance, flow.a_rcut, flow.a_rcut_smth)
         )
 
         numbers = [first, angular * weight, weight / flow.e_norm, direction, angle_switch]
+        # derivatives of these along the distance (A, K, 8), but that of the edge switch
         slopes = torch.cat([dfirst, dweighted, -direction * inverse, dangle_switch], -1)
         dedge_switch = dweight / flow.e_norm
         unit = vector / distance
 
         def vjp(*grads: Tensor) -> Tensor:
             by_first, by_weighted, by_switch, by_direction, by_angle_switch = grads
-            others = torch.cat([by_first, by_weighted, by_direction, by_angle_switch], -1)
-            # a part of a row of numbers would be multiplied, in the derivative, one atom at a time
-            # on a CPU
-            along = torch.addcmul((others * slopes).sum(-1, keepdim=True), by_switch, dedge_switch)
-            by_vector = torch.addcmul(by_weighted * of_weighted, by_direction, of_direction)
+            by_values = torch.cat([by_first, by_weighted, by_direction, by_angle_switch], -1)
+            # products of whole rows: a part of a row would be multiplied, in the derivative, one
+            # atom at a time on a CPU
+            along = (by_values * slopes).sum(-1, keepdim=True)
+            along = torch.addcmul(along, by_switch, dedge_switch)
+            by_vector = torch.addcmul(by_weighted * weighted_factor, by_direction, direction_factor)
             return torch.addcmul(by_vector, along, unit)
 
         return numbers, vjp, neighborhood, has_angles

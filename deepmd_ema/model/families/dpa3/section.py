@@ -26,6 +26,7 @@ from deepmd_ema.config.schema.text_options import ActivationName
 from deepmd_ema.findings import Finding, error, inside, unused
 from deepmd_ema.model.families.dpa2.section import RepformerConfig
 
+# widths of tensors, which a mistyped number must not fill the memory with
 _width = Check(lambda v: 0 < v <= common.MAX_SIZE, f"a whole number from 1 to {common.MAX_SIZE:,}")
 
 
@@ -39,6 +40,7 @@ class RepflowConfig:
         "optim_update": (True, "both values are the same function")
     }
 
+    # names of DeePMD-kit: n, e and a for nodes, edges and angles
     n_dim: int = option(128, check=_width, doc="Numbers of a node, the features of an atom.")
     e_dim: int = option(
         64, check=_width, doc="Numbers of an edge, the features of a pair of atoms."
@@ -98,6 +100,7 @@ class RepflowConfig:
     update_angle: bool = option(
         True, doc="Whether there are angles; otherwise only nodes and edges."
     )
+    # as the options of the repformer, with the defaults of DPA-3
     update_style: str = redefined(RepformerConfig, "update_style", "res_residual")
     update_residual: float = option(
         0.1, check=not_negative, doc="Size of the trained numbers of `res_residual` at the start."
@@ -135,6 +138,7 @@ class RepflowConfig:
     )
 
     def __post_init__(self) -> None:
+        # the older name of an option is turned into the newer one, and then not written
         if self.skip_stat:
             object.__setattr__(self, "fix_stat_std", 0.3)
             object.__setattr__(self, "skip_stat", False)
@@ -143,6 +147,7 @@ class RepflowConfig:
     def e_norm(self) -> float:
         """Number of edges that sums over them are divided by."""
         assert isinstance(self.e_sel, int), "e_sel must be resolved to a number"
+        # a fixed number, not the neighbors at hand: no jump where a neighbor enters
         return self.e_sel / (self.sel_reduce_factor if self.use_dynamic_sel else 1)
 
     @property
@@ -154,6 +159,7 @@ class RepflowConfig:
     @property
     def n_angle_dim(self) -> int:
         """Numbers of a node that angles see."""
+        # compressed or split numbers; without compression angles see all
         return self.a_dim // self.a_compress_rate if self.a_compress_rate else self.n_dim
 
     @property
@@ -167,16 +173,19 @@ class RepflowConfig:
         """Yield errors of options that contradict each other, and options without effect."""
         yield from common.smooth_before(self.e_rcut_smth, self.e_rcut, "e_")
         yield from common.smooth_before(self.a_rcut_smth, self.a_rcut, "a_")
+        # edges with angles are the first of all edges
         if self.a_rcut > self.e_rcut:
             expected = f"at most e_rcut = {self.e_rcut:g} (angstrom)"
             yield error("a_rcut", f" = {self.a_rcut:g}: expected {expected}.")
         if isinstance(self.a_sel, int) and isinstance(self.e_sel, int) and self.a_sel > self.e_sel:
             yield error("a_sel", f" = {self.a_sel}: expected at most e_sel = {self.e_sel}.")
         for name in ("e_rcut_smth", "a_rcut_smth"):
+            # its exponent is divided by the length where it begins
             if self.use_exp_switch and getattr(self, name) == 0:
                 yield error(name, " = 0: use_exp_switch divides by it. Expected a number > 0.")
         if self.use_dynamic_sel and not self.smooth_edge_update:
             yield error("use_dynamic_sel", " = true: needs smooth_edge_update = true.")
+        # it multiplies each message by the trained numbers of its own
         if self.sequential_update and self.update_style != "res_residual":
             needs = 'needs update_style = "res_residual"'
             yield error("sequential_update", f' = true: {needs}, not "{self.update_style}".')
@@ -198,6 +207,7 @@ class RepflowConfig:
             yield unused("update_residual_init", why)
 
     def _width_findings(self) -> Iterator[Finding]:
+        # the first columns of the moments of nodes and of edges
         narrow = min(self.n_dim, self.e_dim)
         if self.axis_neuron > narrow:
             expected = f"at most {narrow}, the smaller of n_dim and e_dim"
@@ -205,6 +215,7 @@ class RepflowConfig:
         rate = self.a_compress_rate
         if not rate or not self.update_angle:
             return
+        # as DeePMD-kit: edges have half of the numbers of nodes, and both must be whole
         if (
             self.a_dim < rate
             or (self.a_dim // rate) % 2
@@ -226,6 +237,7 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions, NeighborLists):
     """Descriptor of messages between atoms, pairs and angles (DPA-3)."""
 
     type: ClassVar[str] = "dpa3"
+    # see `DPA3Descriptor`: moments of the last edges
     has_equivariants: ClassVar[bool] = True
     neighbors_option: ClassVar[str] = "repflow.e_sel"
     without_effect: ClassVar[WithoutEffect] = {
@@ -235,9 +247,8 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions, NeighborLists):
         "repflow.e_sel": "repflow.e_rcut",
         "repflow.a_sel": "repflow.a_rcut",
     }
-    vacuum_needs: ClassVar[str] = (
-        'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
-    )
+    # the layers give an isolated atom features, which are not zero: another type is needed
+    vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'
 
     repflow: RepflowConfig = option(doc="Layers of the descriptor.")
     concat_output_tebd: bool = redefined(TypeEmbeddedOptions, "concat_output_tebd", False)
@@ -248,6 +259,7 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions, NeighborLists):
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
         """Yield ``a_sel``."""
         flow = self.repflow
+        # without angles, no list is read but that of edges
         if flow.update_angle and isinstance(flow.a_sel, int):
             yield "repflow.a_sel", flow.a_rcut, flow.a_sel
 

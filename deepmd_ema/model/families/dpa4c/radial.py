@@ -1,6 +1,4 @@
-"""Functions of the distance in DPA4C: those of all pairs of atoms, and their mixtures for each pair
-of elements.
-"""
+"""Functions of the distance in DPA4C, and their mixtures for each pair of elements."""
 
 from __future__ import annotations
 
@@ -18,13 +16,14 @@ if TYPE_CHECKING:
 
 # B pairs of atoms, N radial functions, H hidden numbers, T types, C channels, R modes, M = C + R
 
-WIDTH_MULTIPLE = 8
+WIDTH_MULTIPLE = 8  # hidden widths are multiples of it
 PAIR_SCALE = 0.1  # of the outputs of the network of pairs of elements, before they are bounded
 
 
 def gated_width(width: int) -> int:
-    """Return the hidden width of a gated network with about as many parameters as one of four times
-    ``width``.
+    """Return the hidden width of a gated network, about 8/3 of ``width``.
+
+    It has about as many parameters as a plain network with a hidden width of four times ``width``.
     """
     return WIDTH_MULTIPLE * math.ceil(8 * width / 3 / WIDTH_MULTIPLE)
 
@@ -74,11 +73,9 @@ class RadialNetwork(DistanceFunctions):
     def numbers_per_row(self) -> int:
         """Numbers of all layers for a distance."""
         hidden, channels = self.embedding.layers[1].matrix.shape
-        return (
-            3 * hidden
-            + channels
-            + (0 if self.mode_head is None else self.mode_head.matrix.shape[1])
-        )
+        modes = 0 if self.mode_head is None else self.mode_head.matrix.shape[1]
+        # gates and values, their products, and the outputs
+        return 3 * hidden + channels + modes
 
     def forward(self, distance: Tensor) -> Tensor:
         """Return (..., M) from distances (..., 1), angstrom."""
@@ -91,13 +88,13 @@ class RadialNetwork(DistanceFunctions):
         last = self._last(distance)
         freqs = self.adam_freqs.to(distance)
         if self.is_bessel:
+            # (sin(w r) / r)' = (w cos(w r) - sin(w r) / r) / r
             slope = (freqs * torch.cos(distance * freqs) - basis) / distance
         else:
             slope = 2 * self.coefficient * (distance - freqs) * basis
-        (gate, value), (d_gate, d_value) = (
-            (basis @ first).chunk(2, -1),
-            (slope @ first).chunk(2, -1),
-        )
+        gate, value = (basis @ first).chunk(2, -1)
+        d_gate, d_value = (slope @ first).chunk(2, -1)
+        # silu' = sigmoid (1 + x - silu)
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
         changed = sigmoid * (1 + gate - silu) * d_gate * value + silu * d_value
@@ -110,6 +107,7 @@ class RadialNetwork(DistanceFunctions):
 
     def _last(self, like: Tensor) -> Tensor:
         """Return the map (H, M)."""
+        # channels and modes from the same hidden numbers, side by side
         matrix: Tensor = self.embedding.layers[1].matrix
         if self.mode_head is not None:
             matrix = torch.cat([matrix, self.mode_head.matrix], 1)
@@ -117,8 +115,9 @@ class RadialNetwork(DistanceFunctions):
 
 
 class PairTables(NamedTuple):
-    """Coefficients by which amplitudes of pairs follow from channels and modes: ``scale g + shift +
-    mix q``.
+    """Coefficients of the amplitudes of pairs, ``scale g + shift + mix q``.
+
+    g are the channels and q the modes of the distance.
 
     Attributes:
         scale: (T, T, C), by the types of centre and neighbor.
@@ -149,8 +148,10 @@ class PairNetwork(nn.Module):
     def forward(self, table: Tensor) -> PairTables:
         """Return the tables from the embeddings of the elements (T, C)."""
         first, last = (layer.matrix for layer in self.network.layers)
-        of_centre, of_neighbor = first.split(self.channels)
-        hidden = (table @ of_centre)[:, None] + table @ of_neighbor
+        # the map of both embeddings side by side is a sum: (T, 1, H) of centres plus (T, H)
+        centre_map, neighbor_map = first.split(self.channels)
+        hidden = (table @ centre_map)[:, None] + table @ neighbor_map
+        # bounded, so that a scale is between 0 and 2
         bounded = torch.tanh(PAIR_SCALE * (swiglu(hidden) @ last))
         scale, shift, mix = bounded.split(
             [self.channels, self.channels, self.channels * self.modes], -1

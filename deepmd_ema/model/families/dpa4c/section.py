@@ -10,6 +10,7 @@ from deepmd_ema.config.fields import Check, not_negative_int, option
 from deepmd_ema.config.schema import common
 from deepmd_ema.model.families.dpa4.section import AllNeighborsSection
 
+# channels are powers of 2, from which widths follow; harmonics are written out to degree 4
 CHANNELS, DEGREES = (8, 16, 32, 64, 128), (2, 3, 4)
 
 
@@ -47,6 +48,8 @@ class DPA4CConfig(AllNeighborsSection):
     @property
     def widths(self) -> tuple[int, ...]:
         """Return the number of channels of the moments of each degree, from 0 to ``lmax``."""
+        # degree 1 has about the root of the channels, degree 2 half of that, higher degrees one:
+        # the number of products grows with the square and the cube of these
         first = max(4, 2 ** math.ceil(math.log2(self.channels) / 2))
         return (self.channels, first, max(4, first // 2), *(self.lmax - 2) * (1,))
 
@@ -55,6 +58,7 @@ class DPA4CConfig(AllNeighborsSection):
         """Return the number of channels of each degree, from 1 to ``lmax``, in products of three
         moments.
         """
+        # degree 1 is reduced to the width of degree 2, and degree 2 to two channels
         return (self.widths[2], 2, *(self.lmax - 2) * (1,))
 
     def summary(self) -> str:

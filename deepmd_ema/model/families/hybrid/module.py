@@ -93,12 +93,12 @@ class HybridDescriptor(nn.Module):
 
     def measure(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return the sums of all parts."""
-        sums: dict[str, np.ndarray] = {}
-        for k, (part, view) in enumerate(zip(self.parts, self._views(batch), strict=True)):
-            sums |= {
-                f"{k}_{name}": part_sums for name, part_sums in part.measure(view.batch).items()
-            }
-        return sums
+        views = self._views(batch)
+        return {
+            f"{k}_{name}": sums
+            for k, (part, view) in enumerate(zip(self.parts, views, strict=True))
+            for name, sums in part.measure(view.batch).items()
+        }
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
         """Hand each part its own sums."""
