@@ -1,5 +1,4 @@
-"""Zone bridging: an analytic pair energy for close atoms, whose distances are clamped for the
-network.
+"""Zone bridging: an analytic pair energy for close atoms, with clamped distances for the network.
 
 Three parts share a window of distances (DPA-4, arXiv:2606.02419):
 
@@ -34,9 +33,8 @@ if TYPE_CHECKING:
 # A atoms, K neighbor slots, T types
 
 COULOMB = 14.3996  # e^2 / (4 pi epsilon_0), eV angstrom, as DeePMD-kit rounds it
-SCREENING_LENGTH = (
-    0.88534 * 0.5291772109
-)  # angstrom: of the Thomas-Fermi atom, times the Bohr radius
+# angstrom: of the Thomas-Fermi atom, times the Bohr radius
+SCREENING_LENGTH = 0.88534 * 0.5291772109
 SCREENING_EXPONENT = 0.23  # of the charges in the length
 # coefficients and exponents of the screening function
 SCREENING = ((0.18175, 3.1998), (0.50986, 0.94229), (0.28022, 0.4029), (0.028171, 0.20162))
@@ -46,8 +44,7 @@ def clamped_distance(distance: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     """Return clamped distances, angstrom, and their derivatives by the distances.
 
     ``inner + (outer - inner) (20 t^4 - 45 t^5 + 36 t^6 - 10 t^7)``, t from 0 to 1 in the window,
-    with three continuous
-    derivatives: constant before it, the distance itself behind it.
+    with three continuous derivatives: constant before it, the distance itself behind it.
 
     Args:
         distance: of any shape, angstrom.
@@ -62,8 +59,9 @@ def clamped_distance(distance: Tensor, window: Window) -> tuple[Tensor, Tensor]:
 
 
 def pair_switch(distance: Tensor, window: Window) -> Tensor:
-    """Return the weight of a neighbor in the gate: ``35 t^4 - 84 t^5 + 70 t^6 - 20 t^7``, t from 0
-    to 1 in the window.
+    """Return the weight of a neighbor in the gate, ``35 t^4 - 84 t^5 + 70 t^6 - 20 t^7``.
+
+    t goes from 0 to 1 in the window.
 
     It is 0 before the window and 1 behind it, with three continuous derivatives.
 
@@ -76,8 +74,9 @@ def pair_switch(distance: Tensor, window: Window) -> Tensor:
 
 
 def source_gate(distance: Tensor, near: Tensor, window: Window) -> Tensor:
-    """Return the factors (A,) of the messages of each atom: the product of ``pair_switch`` over its
-    neighbors.
+    """Return the factors (A,) of the messages of each atom.
+
+    The factor of an atom is the product of ``pair_switch`` over its neighbors.
 
     It may be differentiated twice. A product of torch with two zeros has no second derivative in
     compiled code, so that logarithms are added up.
@@ -117,20 +116,20 @@ class ZblEnergies(nn.Module):
         self._inverse_length = nn.Buffer(inverse, persistent=False)
 
     def forward(self, batch: Batch, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the energy (A, K) of each pair, eV, and its derivative by the distance,
-        eV/angstrom.
+        """Return the energy (A, K) of each pair, eV, and its derivative by distance, eV/angstrom.
 
         Args:
             batch: frames with their neighbors.
             distance: (A, K) of each pair, angstrom.
             near: (A, K) which pairs count; the others have no energy.
         """
-        kinds = batch.atom_type[:, None] * self.num_types + batch.neighbor_type
+        kinds = batch.atom_type[:, None] * self.num_types + batch.neighbor_type  # (A, K)
         inverse_length = self._inverse_length[kinds]
         reduced = distance * inverse_length
         screening = [(a * torch.exp(-b * reduced), b) for a, b in SCREENING]
         value = sum((term for term, _ in screening), torch.zeros_like(distance))
         derivative = -sum((b * term for term, b in screening), torch.zeros_like(distance))
+        # no distance is 0: an empty slot is at 2 * rcut
         bare = self._strength[kinds] / distance
         energy = torch.where(near, bare * value, 0.0)
         slope = torch.where(near, bare * (derivative * inverse_length - value / distance), 0.0)
@@ -153,8 +152,7 @@ class Bridging(nn.Module):
         self._rcut = rcut
 
     def forward(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the energies (A,), eV, and their gradient with respect to ``batch.vector`` (A, K,
-        3).
+        """Return the energies (A,), eV, and their gradient by ``batch.vector`` (A, K, 3).
 
         Args:
             batch: frames with their neighbors.
@@ -165,16 +163,17 @@ class Bridging(nn.Module):
         distance = torch.linalg.vector_norm(batch.vector, dim=-1)
         clamped, slope = clamped_distance(distance, self.window)
         scale = clamped / distance  # exactly 1 behind the window
-        energy, grad_features, vjp = network(
-            replace(batch, vector=scale.unsqueeze(-1) * batch.vector)
-        )
-        grad = vjp(grad_features)
+        clamped_vector = scale.unsqueeze(-1) * batch.vector
+        energies = network(replace(batch, vector=clamped_vector))
+        grad = energies.vjp(energies.grad_features)
         near = distance < self._rcut  # empty slots are at 2 * rcut
         is_counted = counted.bool()
         near = near & is_counted[batch.atom_type][:, None] & is_counted[batch.neighbor_type]
         pair, pair_slope = self.pairs(batch, distance, near)
+        # each pair is in the list of both of its atoms: half of its energy belongs to each
         unit = batch.vector / distance.unsqueeze(-1)
         # the part of the gradient along the vector changes by the slope of the clamped distance,
         # the rest by the scale
         along = (slope - scale) * (grad * unit).sum(-1) + 0.5 * pair_slope
-        return energy + 0.5 * pair.sum(1), scale.unsqueeze(-1) * grad + along.unsqueeze(-1) * unit
+        energy = energies.atom_energy + 0.5 * pair.sum(1)
+        return energy, scale.unsqueeze(-1) * grad + along.unsqueeze(-1) * unit

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
-    """Return the model of a config with random parameters; equal configs and seeds give equal
-    parameters.
+    """Return the model of a config; equal configs and seeds give equal random parameters.
 
     The global random state of torch is neither read nor moved.
 
@@ -37,13 +36,15 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
         config: ``model`` with the numbers of neighbors resolved.
         seed: for parts without a seed of their own (``training.seed``); None counts as 0.
     """
+    # the module of the kind of model is imported here, so that others cost no time
     build_parts: Callable[[ModelConfig, int], Parts] = MODELS[config.type].load("module")
-    descriptor, fitting, short_range = build_parts(config, seed_for("model", seed or 0))
-    for module in cast("nn.Module", descriptor).modules():
+    parts = build_parts(config, seed_for("model", seed or 0))
+    # embeddings of electronic states depend on the symbols, which sections do not have
+    for module in cast("nn.Module", parts[0]).modules():
         if isinstance(module, TypeEmbedding):
             module.name_elements(config.type_map)
     kind = EnergyModel if ENERGY in config.fitting_net.labels else QuantityModel
-    return kind(config, descriptor, fitting, short_range)
+    return kind(config, *parts)
 
 
 def build_models(
@@ -61,6 +62,7 @@ def build_models(
     models = {
         name: build_model(config, (seeds or {}).get(name)) for name, config in configs.items()
     }
+    # sorted, so that the case of a task does not depend on the order of tasks in the input
     for index, name in enumerate(sorted(set(models) - {""})):
         models[name].fitting.set_case(index)
     share_parts(models, links)
@@ -68,8 +70,7 @@ def build_models(
 
 
 def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> None:
-    """Let models have parts in common: one module, whose parameters are trained by all of their
-    tasks.
+    """Let models have parts in common: one module, trained by the steps of all of their tasks.
 
     Of two models with a link of one name the second gets the part of the first. A part is first a
     whole one, if there is any. What distinguishes tasks stays with each: the output bias and the
@@ -82,16 +83,18 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
     Raises:
         ConfigError: if a fitting network does not fit the descriptor of another task.
     """
+    # by the key of the links: the task that has the part first, and the part
     first: dict[str, tuple[str, Any]] = {}
+    # whole parts first: an embedding of elements is then that of a part shared as a whole
     for link in sorted(links, key=lambda link: link.level):
         model: Any = models[link.task]
         if link.part == "fitting_net":
+            # networks and the scales of their inputs; bias and case embedding stay with each task
             task, fitting = first.setdefault(link.key, (link.task, model.fitting))
             model.fitting.share_networks(fitting, f"tasks {task} and {link.task}")
         elif link.part != "type_map":
-            place = (
-                "descriptor" if link.part == "descriptor" else f"descriptor.parts.{link.place[-1]}"
-            )
+            is_part = link.part != "descriptor"  # a part of a hybrid
+            place = f"descriptor.parts.{link.place[-1]}" if is_part else "descriptor"
             _, shared = first.setdefault(link.key, (link.task, model.get_submodule(place)))
             if link.level:
                 place, shared = f"{place}.type_embedding", shared.get_submodule("type_embedding")
@@ -100,13 +103,16 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
 
 
 def network_parts(config: NetworkConfig, seed: int) -> Parts:
-    """Return the parts of a model of one descriptor and one fitting network, and perhaps bridging
-    or a table.
+    """Return the parts of a model of one descriptor and one fitting network.
+
+    Bridging or a table may be among them.
     """
-    window, section = config.bridging, config.descriptor
+    window = config.bridging
+    section = config.descriptor
     short_range: ShortRange | None = None
     if window is not None:
         assert isinstance(section, HasBridging)
+        # the descriptor gets the window by its section, as messages depend on it
         short_range = Bridging(ZblEnergies(config.type_map), window, section.cutoff)
         section = section.bridged(window)
     if isinstance(config, StandardConfig) and config.use_srtab is not None:

@@ -1,5 +1,6 @@
-"""Models evaluated by code that ``torch.compile`` makes: one graph for all models of one structure
-and all sizes.
+"""Models evaluated by code that ``torch.compile`` makes, one graph for all models of a structure.
+
+A graph serves all sizes of batches as well.
 
 ``torch._dynamo`` is imported where it is used: it takes half a second, and most runs do not
 compile.
@@ -50,13 +51,12 @@ CODE_OPTIONS = (
     else {}
 )
 MAX_GRAPHS = 64  # of a process; then torch continues eagerly and warns
-COMPARED_STEP = (
-    20  # of the run: by then weights that begin at 0 are others, and gradients are of usual size
-)
+# step of the run: by then weights that begin at 0 are others, and gradients are of usual size
+COMPARED_STEP = 20
 # two sets of operations differ by at most 33 eps for all descriptors, in float64 and float32
 MAX_ROUNDING = 100  # eps
-# of products in TF32 or bfloat16: of eager code and of compiled code, and as much again, as both
-# are samples
+# products in TF32 or bfloat16: the rounding of eager code and of compiled code, and as much again,
+# as both are samples
 ROUNDING_FACTOR = 4
 MIN_GRADIENT = 1e-2  # of the largest gradient: a smaller one is what is left of terms that cancel
 
@@ -116,6 +116,7 @@ class Compiler:
 
     def __post_init__(self) -> None:
         if self.options.cache_dir is not None:
+            # inductor takes the folder from the environment, when it makes code
             place = "training.compile_options.cache_dir"
             with writing(
                 f"{place}: {self.options.cache_dir}",
@@ -123,6 +124,7 @@ class Compiler:
             ):
                 os.makedirs(self.options.cache_dir, exist_ok=True)
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(self.options.cache_dir)
+        # modes are presets of options of inductor
         mode = self.options.mode if self.options.backend == "inductor" else None
         self._run = torch.compile(
             run, backend=self.options.backend, dynamic=self.options.dynamic, mode=mode
@@ -137,10 +139,9 @@ class Compiler:
         return self.in_validation and not model.has_tables
 
     def __call__(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
-        """Return the predictions of ``model`` for ``batch``, with gradients by parameters in
-        training mode.
-        """
-        graphs, training = len(self.graphs), model.training
+        """Return predictions for ``batch``, with gradients by parameters in training mode."""
+        graphs = len(self.graphs)
+        training = model.training
         self._steps += training
         if training and self._steps == COMPARED_STEP:
             self.due.add(True)
@@ -158,14 +159,15 @@ class Compiler:
             self.refuse(training, self.difference(model, batch))
             # it runs again, because CUDA graphs write over what they have returned
             prediction = self._predict(model, batch) if self.serves(model) else run(model, batch)
+        # series too short give nan; a look costs nothing on a CPU, while a GPU would be waited for
         if prediction[ENERGY].device.type == "cpu" and not _is_finite(prediction):
             return self._evaluate_again(model, batch)
         return prediction
 
     def trace(self, model: EnergyModel, batch: Batch) -> str:
-        """Make the graph of a model before it is used, and return the reason not to use it; empty
-        if there is none.
+        """Make the graph of a model before it is used, and return the reason not to use it.
 
+        The text is empty if there is none.
         Weights that are 0 are random numbers meanwhile: of a fresh model most gradients would be 0,
         and those that compiled code leaves out would not be noticed.
 
@@ -182,27 +184,33 @@ class Compiler:
             return self.difference(model, _fill(batch, model.layout, up).batch)
 
     def refuse(self, training: bool, reason: str) -> None:
-        """Evaluate models eagerly from now on if there is a reason, found in training or in
-        evaluation mode.
+        """Evaluate models eagerly from now on if there is a reason.
+
+        Args:
+            training: whether it was found in training mode, else in evaluation mode.
+            reason: for the warning; empty for none.
         """
         if reason and (self.in_training if training else self.in_validation):
             self.refused = training, reason
-            self.in_training, self.in_validation = self.in_training and not training, False
-            of_mode = "The test is" if self.place == "--compile" else "Validation is"
-            what = "Steps and validation are" if training else of_mode
+            # a refusal in evaluation mode leaves steps compiled, one in training refuses both
+            self.in_training = self.in_training and not training
+            self.in_validation = False
+            evaluation = "The test is" if self.place == "--compile" else "Validation is"
+            what = "Steps and validation are" if training else evaluation
             logger.warning("%s: %s. %s evaluated eagerly.", self.place, reason, what)
 
     def agree(self, world: World) -> None:
         """Evaluate eagerly on all ranks what one of them does. Must be called by every rank."""
+        # gathered on rank 0 alone. The largest pair is one with a reason, if there is any, and of
+        # these one of training, which refuses validation too
         refused = world.gather(self.refused)
-        self.refuse(
-            *world.broadcast_from_rank0(lambda: max(refused))
-        )  # without steps there is no validation either
+        self.refuse(*world.broadcast_from_rank0(lambda: max(refused)))
         self.refused = False, ""
 
     def difference(self, model: EnergyModel, batch: Batch) -> str:
-        """Return the first number of compiled code that is not the eager one to rounding; empty if
-        all are.
+        """Return the first number of compiled code that is not the eager one to rounding.
+
+        The text is empty if all are.
 
         Compares predictions, and in training mode the gradients by parameters of a weighted sum of
         all of them. Another order of the same sums changes them by the eps of the parameters times
@@ -218,6 +226,7 @@ class Compiler:
         Raises:
             UserError: without a C++ compiler.
         """
+        # filled by the first evaluation, so that all differences are relative to the same numbers
         scale: dict[str, float] = {}
         eager, is_short = _with_series(model, lambda: _numbers(run, model, batch, scale))
         bounds = dict.fromkeys(eager, _rounding_of_sums(model))
@@ -255,29 +264,31 @@ class Compiler:
         if name is None:
             return ""
         at = int(off[name].argmax())
-        found = float(compiled[name][at])
+        value = float(compiled[name][at])
         expected = float(eager[name][at])
         share = float(off[name][at]) / scale[name]
         return (
-            f"code compiled by torch {torch.__version__} gives other numbers: {name} {found:.6g} "
+            f"code compiled by torch {torch.__version__} gives other numbers: {name} {value:.6g} "
             f"instead of {expected:.6g} (difference {share:.1e} of {scale[name]:.3g}; rounding "
             f"gives less than {bounds[name]:.0e})"
         )
 
     def _why_not(self, error: Exception) -> str:
-        """Return the reason why torch could not compile a model; without a C++ compiler the first
-        is a UserError.
+        """Return the reason why torch could not compile a model.
+
+        Without a C++ compiler the first one is raised as a UserError.
         """
+        # the errors of torch wrap those of inductor, some in `raise ... from`, some without
         chain: list[BaseException] = [error]
-        while (
-            cause := chain[-1].__cause__ or chain[-1].__context__
-        ) is not None and cause not in chain:
+        while True:
+            cause = chain[-1].__cause__ or chain[-1].__context__
+            if cause is None or cause in chain:
+                break
             chain.append(cause)
         from torch._inductor.exc import InvalidCxxCompiler
 
-        lacks_compiler = any(
-            isinstance(one, InvalidCxxCompiler) for one in chain
-        ) or "InvalidCxxCompiler" in str(error)
+        lacks_compiler = any(isinstance(link, InvalidCxxCompiler) for link in chain)
+        lacks_compiler = lacks_compiler or "InvalidCxxCompiler" in str(error)
         if lacks_compiler and not self.graphs:
             otherwise = (
                 "Leave it out"
@@ -303,8 +314,9 @@ class Compiler:
         return prediction
 
     def _evaluate_again(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
-        """Return eager predictions; the code is refused if these are finite and no longer series
-        were needed.
+        """Return eager predictions, and refuse the code if it was wrong.
+
+        It was if these are finite and no longer series were needed.
 
         A graph has series of one length, on a CPU, and gives nan where a batch needs longer ones.
         """
@@ -322,8 +334,10 @@ class Compiler:
         import torch._inductor.config
         import torch.fx.experimental._config
 
-        (graphs, hits), began = _counts(), time.perf_counter()
+        graphs, hits = _counts()
+        began = time.perf_counter()
         if self.options.mode in MODES_OF_CUDA_GRAPHS:
+            # CUDA graphs may write over the outputs of the step before from here on
             torch.compiler.cudagraph_mark_step_begin()
         with (
             # DDP would have the graph cut at its buckets; it needs no more than gradients
@@ -332,9 +346,8 @@ class Compiler:
             # two sizes that are equal in one batch are two sizes
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         ):
-            prediction: dict[str, Tensor] = self._run(
-                model, batch
-            )  # with virials: tasks without them share the graph
+            # with virials: tasks without them share the graph
+            prediction: dict[str, Tensor] = self._run(model, batch)
         graphs_now, hits_now = _counts()
         if graphs_now > graphs:
             from torch._dynamo.utils import get_compilation_metrics
@@ -342,11 +355,10 @@ class Compiler:
             # why those before it do not fit, as far as torch says it
             metrics = get_compilation_metrics() if self.graphs else []
             reason = str(getattr(metrics[-1], "recompile_reason", None) or "") if metrics else ""
+            # the first guard that failed, without the line of code behind it
             reason = " ".join(reason.split("  # ")[0].split())[:200]
-            purpose, seconds = (
-                "training" if model.training else "validation",
-                time.perf_counter() - began,
-            )
+            purpose = "training" if model.training else "validation"
+            seconds = time.perf_counter() - began
             graph = Graph(purpose, seconds, hits_now > hits, reason)
             self.graphs.append(graph)
             logger.info(
@@ -374,16 +386,15 @@ class Compiler:
 
 
 def pad_for(options: CompileConfig, layout: NeighborLayout) -> Callable[[Batch], Batch]:
-    """Return the function that fills up batches of a layout for compiled code; a loader calls it in
-    its thread.
+    """Return the function that fills up batches of a layout for compiled code.
+
+    A loader calls it in its thread.
     """
     return partial(pad, layout=layout, up=_rounding(options))
 
 
 def _rounding(options: CompileConfig) -> Round:
-    """Return to which sizes batches are filled up: one graph serves all, or each size has its
-    graph.
-    """
+    """Return the sizes to which batches are filled up: one graph serves all, or one graph each."""
     return at_least_two if options.dynamic else to_half_octave
 
 
@@ -395,9 +406,9 @@ def _fill(batch: Batch, layout: NeighborLayout, up: Round) -> Filled:
     """
     filled = fill(_without_labels(batch), layout, up)
     device = batch.vector.device
-    return (
-        replace(filled, batch=filled.batch.pack().to(device)) if device.type == "cuda" else filled
-    )
+    if device.type == "cuda":
+        return replace(filled, batch=filled.batch.pack().to(device))
+    return filled
 
 
 def _without_labels(batch: Batch) -> Batch:
@@ -425,8 +436,9 @@ def _numbers(
     batch: Batch,
     scale: dict[str, float],
 ) -> dict[str, Tensor]:
-    """Return predictions and, in training mode, gradients of their sum by parameters, each (n,)
-    float64, by name.
+    """Return predictions and gradients of their sum by parameters, each (n,) float64, by name.
+
+    Gradients are there in training mode only.
 
     Args:
         evaluate: the model.
@@ -435,14 +447,14 @@ def _numbers(
         scale: the largest of each, which those of another evaluation are compared with; filled in
             if it is empty.
     """
-    found = {name: value.flatten() for name, value in evaluate(model, batch).items()}
+    numbers = {name: value.flatten() for name, value in evaluate(model, batch).items()}
     # beside those of the elements the energies that networks give may be small
-    found[ATOM_ENERGY] = found[ATOM_ENERGY] - model.out_bias.view(-1)[batch.atom_type]
+    numbers[ATOM_ENERGY] = numbers[ATOM_ENERGY] - model.out_bias.view(-1)[batch.atom_type]
     if is_first := not scale:
-        scale.update({name: float(value.detach().abs().amax()) for name, value in found.items()})
+        scale.update({name: float(value.detach().abs().amax()) for name, value in numbers.items()})
         # forces of a crystal are zero
-        of_atom = scale[ATOM_ENERGY] = scale[ATOM_ENERGY] or 1.0
-        least = {ENERGY: of_atom, FORCE: of_atom / model.layout.rcut, VIRIAL: of_atom}
+        atom_scale = scale[ATOM_ENERGY] = scale[ATOM_ENERGY] or 1.0
+        least = {ENERGY: atom_scale, FORCE: atom_scale / model.layout.rcut, VIRIAL: atom_scale}
         scale.update({name: max(scale[name], value) for name, value in least.items()})
     parameters = (
         {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -450,9 +462,10 @@ def _numbers(
         else {}
     )
     if parameters:
+        # weights cos 0, cos 1, ...: the plain sum of all forces is 0 for any parameters
         parts = [
             (v * torch.cos(torch.arange(len(v)).to(v))).sum() / scale[name]
-            for name, v in found.items()
+            for name, v in numbers.items()
         ]
         gradients = torch.autograd.grad(
             torch.stack(parts).sum(),
@@ -465,12 +478,12 @@ def _numbers(
             for name, g in zip(parameters, gradients)
             if g.numel()
         }
-        found.update(by_name)
+        numbers.update(by_name)
         if is_first:
             sizes = {name: float(g.abs().amax()) for name, g in by_name.items()}
             most = max(sizes.values()) or 1.0
             scale.update({name: max(size, MIN_GRADIENT * most) for name, size in sizes.items()})
-    return {name: value.detach().double().clone() for name, value in found.items()}
+    return {name: value.detach().double().clone() for name, value in numbers.items()}
 
 
 def _is_finite(prediction: Mapping[str, Tensor]) -> bool:
@@ -480,8 +493,9 @@ def _is_finite(prediction: Mapping[str, Tensor]) -> bool:
 def _with_series(
     model: EnergyModel, evaluate: Callable[[], T], keep: bool = False
 ) -> tuple[T, bool]:
-    """Return the result of an eager evaluation, and whether it needed longer series than graphs of
-    the model have.
+    """Return the result of an eager evaluation, and whether the series of graphs are too short.
+
+    They are if it needed more terms than graphs of the model have.
 
     Args:
         model: which is evaluated.
@@ -503,8 +517,9 @@ def _with_series(
 
 @contextmanager
 def _without_zeros(model: EnergyModel) -> Iterator[None]:
-    """Have random numbers in the place of weights that are 0 within this context; afterwards they
-    are as before.
+    """Have random numbers in the place of weights that are 0 within this context.
+
+    Afterwards they are as before.
     """
     generator = torch.Generator().manual_seed(0)  # apart from the random streams of the run
     before = {p: p.detach().clone() for p in model.parameters() if bool((p == 0).any())}
@@ -523,13 +538,15 @@ def _without_zeros(model: EnergyModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _copy_to_keys(values: Mapping[nn.Parameter, Tensor]) -> None:
+    # in place: graphs and optimizers hold these parameters
     for parameter, value in values.items():
         parameter.copy_(value)
 
 
 def _rounding_of_sums(model: EnergyModel) -> float:
-    """Return the largest difference that another order of the same sums makes, relative to the
-    largest number.
+    """Return the largest difference from another order of the same sums, relative to the largest.
+
+    The square root of eps is half of the digits.
     """
     eps = max(torch.finfo(parameter.dtype).eps for parameter in model.parameters())
     return max(math.sqrt(eps), MAX_ROUNDING * eps)
@@ -547,8 +564,9 @@ def _reduced_parts(model: EnergyModel) -> list[Any]:
 
 
 def _has_reduced_products(model: EnergyModel) -> bool:
-    """Whether products have factors in TF32 or bfloat16, in the mode of a model and this
-    context.
+    """Whether products have factors in TF32 or bfloat16, in the mode of a model and this context.
+
+    Never on a CPU, where neither has an effect.
     """
     has_tf32 = torch.get_float32_matmul_precision() != "highest"
     return model.out_bias.is_cuda and (has_tf32 or bool(_reduced_parts(model)))

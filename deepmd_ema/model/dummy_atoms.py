@@ -1,5 +1,7 @@
-"""Batches filled up with dummy atoms, which are in frames of their own, so that few graphs are
-compiled.
+"""Batches filled up with dummy atoms, in frames of their own, so that few graphs are compiled.
+
+torch makes a graph for each size, or, where sizes are symbols, one more for sizes 0 and 1 and for
+sizes that were equal in the first batch (doc/decisions.md).
 """
 
 from __future__ import annotations
@@ -28,37 +30,43 @@ def at_least_two(number: int) -> int:
 
 
 def to_half_octave(number: int) -> int:
-    """Return the next of 2, 3, 4, 6, 8, 12, 16, 24 and so on: for graphs of one size each, of which
-    there are few.
+    """Return the next of 2, 3, 4, 6, 8, 12, 16, 24 and so on: for graphs of one size each.
+
+    Two sizes for each power of two make few graphs, and a batch at most half as large again.
     """
     return _to_part(number, 4)
 
 
 def to_eighth(number: int) -> int:
-    """Return the next of 2, 3, ..., 16, 18, ..., 32, 36, ...: at most an eighth more, for graphs
-    that cost little.
+    """Return the next of 2, 3, ..., 16, 18, ..., 32, 36, ...: at most an eighth more.
+
+    For graphs that cost little.
     """
     return _to_part(number, 16)
 
 
 def _to_part(number: int, parts: int) -> int:
     """Return the next multiple of a part of the next power of two."""
+    # the next power of two, in `parts` equal steps; numbers up to `parts` stay as they are
     step = max(1, (1 << (max(number, MIN_SIZE) - 1).bit_length()) // parts)
     return max(MIN_SIZE, -(-number // step) * step)
 
 
 def to_prime(taken: Collection[int]) -> Round:
-    """Return a function to the next prime from 5 on that it has not returned and is not ``taken``:
-    no two are equal.
+    """Return a function to the next prime from 5 on that is neither ``taken`` nor returned before.
+
+    No two of its results are equal: torch takes sizes that are equal once for equal always.
     """
-    given = set(taken)
+    used = set(taken)
 
     def next_prime(number: int) -> int:
-        found = max(number, 5)
-        while found in given or any(found % k == 0 for k in range(2, math.isqrt(found) + 1)):
-            found += 1
-        given.add(found)
-        return found
+        candidate = max(number, 5)
+        while candidate in used or any(
+            candidate % k == 0 for k in range(2, math.isqrt(candidate) + 1)
+        ):
+            candidate += 1
+        used.add(candidate)
+        return candidate
 
     return next_prime
 
@@ -82,7 +90,7 @@ class Filled:
     num_frames: int
 
     def take(self, prediction: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return of what a model predicts for the filled batch that of the batch."""
+        """Return the part of a prediction for the filled batch that belongs to the batch itself."""
         return {
             name: value.index_select(0, self.rows)
             if LABELS[name].per_atom
@@ -92,22 +100,20 @@ class Filled:
 
 
 def pad(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Batch:
-    """Return ``batch`` filled up, with its labels, so that a loss may take it in the place of
-    ``batch``.
+    """Return ``batch`` filled up, with its labels, for a loss in the place of ``batch``.
 
     A batch with labels of pairs of atoms is returned as it is: second derivatives are evaluated
     frame by frame.
     """
-    return (
-        batch
-        if any(LABELS[name].per_pair for name in batch.labels)
-        else fill(batch, layout, up).batch
-    )
+    if any(LABELS[name].per_pair for name in batch.labels):
+        return batch
+    return fill(batch, layout, up).batch
 
 
 def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Filled:
-    """Return ``batch`` with the next numbers that ``up`` gives of atoms of each type, slots of each
-    section and frames.
+    """Return ``batch`` with the numbers that ``up`` gives for atoms, slots and frames.
+
+    Atoms are counted by type, slots by section.
 
     Args:
         batch: on any device, where the work is done.
@@ -116,35 +122,41 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     """
     device, num_atoms = batch.neighbor.device, len(batch.atom_type)
     more_frames = up(batch.num_frames + 1) - batch.num_frames
-    # each added frame has one of the added atoms, and the last has all the others
+    # each added frame has one of the added atoms, and the last has all the others: there must be at
+    # least as many atoms as frames
     counts = [up(n) for n in batch.type_counts]
     missing = more_frames - sum(counts) + num_atoms
-    if missing > 0:  # of the type of which fewest are then added
+    # too few: more atoms of the type for which `up` then adds fewest
+    if missing > 0:
         larger = [up(n + missing) for n in counts]
         kind = min(range(len(counts)), key=lambda t: larger[t] - counts[t])
         counts[kind] = larger[kind]
     inner = [min(most, up(n)) for _, most, n in batch.inner]
-    # a view of some slots is of another kind than one of all
+    # a layout of one section has views of its first slots; a view of some slots is of another kind
+    # than one of all, so that there is at least one slot more than in the largest view
     used = [max(batch.slots[0], *(n + 1 for n in inner))] if inner else batch.slots
     slots = tuple(min(most, up(n)) for n, most in zip(used, layout.sel, strict=True))
     total = sum(slots)
-    rows = _places(batch.type_counts, tuple(counts), device)
+    rows = _places(batch.type_counts, tuple(counts), device)  # (A,)
+    # (A') whether an atom is a dummy
     added = torch.ones(sum(counts), dtype=torch.bool, device=device).index_fill(0, rows, False)
     number = added.cumsum(0) - 1  # of each added atom among them
-    types = torch.cat([batch.atom_type.new_full((n,), t) for t, n in enumerate(counts)])
+    types = torch.cat([batch.atom_type.new_full((n,), t) for t, n in enumerate(counts)])  # (A')
 
     def per_atom(values: Tensor, rest: Tensor | None = None) -> Tensor:
-        return (
-            values.new_zeros(len(added), *values.shape[1:]) if rest is None else rest
-        ).index_copy(0, rows, values)
+        # (A, ...) to (A', ...): dummies have 0, or what `rest` has in their rows
+        if rest is None:
+            rest = values.new_zeros(len(added), *values.shape[1:])
+        return rest.index_copy(0, rows, values)
 
     def per_frame(values: Tensor) -> Tensor:
         return torch.cat([values, values.new_zeros(more_frames, *values.shape[1:])])
 
     labels = {name: value for name, value in batch.labels.items() if not LABELS[name].per_pair}
-    sizes = batch.num_atoms.new_ones(more_frames)
+    sizes = batch.num_atoms.new_ones(more_frames)  # (F' - F,) atoms of each added frame
     sizes[-1] += sum(counts) - num_atoms - more_frames
-    # where each slot of an atom went; an empty one holds the atom itself, beyond the cutoff
+    # the place of each slot of the batch among the flat slots (A' K'). An empty slot holds the atom
+    # itself, beyond the cutoff, where every switching function is 0
     shape = (len(added), total)
     none = len(added) * total
     num_reverse = batch.reverse.shape[1]
@@ -152,6 +164,7 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     neighbor = torch.arange(len(added), device=device).repeat_interleave(total)
     vector = batch.vector.new_zeros(none, 3)
     vector[:, 0] = 2 * layout.rcut
+    # (A', M'): numbers of flat slots are translated, and A K, which is none, to A' K'
     reverse = torch.full((len(added), up(num_reverse)), none, device=device)
     new_place = torch.cat([place, place.new_full((1,), none)])
     reverse[:, :num_reverse].index_copy_(0, rows, new_place[batch.reverse])
@@ -192,9 +205,7 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
 
 
 def _places(used: tuple[int, ...], filled: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the places of the elements of groups of ``used`` sizes in groups of ``filled``
-    sizes.
-    """
+    """Return the places of elements of groups of ``used`` sizes in groups of ``filled`` sizes."""
     starts = accumulate(filled, initial=0)
     # made on the device: a copy from the host would wait for it
     return torch.cat(

@@ -65,53 +65,58 @@ def carried_over(
     places: Places = [
         old.type_map.index(name) if name in old.type_map else None for name in new.type_map
     ]
+    # `have`: tensors of the old model, `targets`: tensors of the new one that they may go to
     left = () if with_fitting else _OF_FITTING
     have = {name: tensor for name, tensor in old.state_dict().items() if not name.startswith(left)}
     state = {name: tensor.clone() for name, tensor in new.state_dict().items()}
     targets = {name: tensor for name, tensor in state.items() if not name.startswith(left)}
     problems: list[str] = []
-    # both must be made of the same parts, whatever their elements
-    names = [
+    # both must be made of the same parts, whatever their elements: names are compared without the
+    # numbers of networks
+    old_names, new_names = (
         {_OF_NETWORK.sub(r"\g<nets>.*.\g<tensor>", name): name for name in tensors}
         for tensors in (have, targets)
-    ]
-    for title, one, other in (
-        ("missing there", names[1], names[0]),
-        ("not of this model", names[0], names[1]),
+    )
+    for title, expected, existing in (
+        ("missing there", new_names, old_names),
+        ("not of this model", old_names, new_names),
     ):
-        if lacking := [one[part] for part in one if part not in other]:
+        if lacking := [expected[part] for part in expected if part not in existing]:
             problems.append(f"{title}: {first_few(lacking)}")
     if problems:
         raise ElementsError(problems)
     orders = _orders_of_slots(old, new, places, have)
-    of_states = {  # weights of type embeddings whose rows are electronic states, not elements
+    electronic = {  # weights of type embeddings whose rows are electronic states, not elements
         part + _TYPE_EMBEDDING.removeprefix("type_embedding")
         for part, module in new.named_modules()
         if isinstance(module, TypeEmbedding) and module.electrons
     }
     # the unit of a loss is one for all elements, and so is a bias that does not distinguish them
-    of_all = {"out_std"} if new.fitting.distinguishes_types else {"out_std", "out_bias"}
+    common = {"out_std"} if new.fitting.distinguishes_types else {"out_std", "out_bias"}
     for name, target in targets.items():
         source = _source(name, places, have, targets)
         if source is not None:
-            values, is_statistics = have[source], re.fullmatch(_STATISTICS, name) is not None
+            values = have[source]
+            is_statistics = re.fullmatch(_STATISTICS, name) is not None
+            # means and spreads (T, S, C) have a row for each slot, which are in sections by element
             for prefix, order in orders.items():
                 if is_statistics and name.startswith(prefix):
                     values = values[:, order]
             axes = (
                 axis
                 for pattern, axis in _AXES
-                if re.fullmatch(pattern, name) and name not in of_states
+                if re.fullmatch(pattern, name) and name not in electronic
             )
-            problems += _copy(name, values, target, places, next(axes, None), name in of_all)
+            problems += _copy(name, values, target, places, next(axes, None), name in common)
     if problems:
         raise ElementsError(problems)
     return state
 
 
 def elements_problem(old: EnergyModel, elements: Iterable[str]) -> str:
-    """Return why a descriptor with networks for each element is not taken over with others; empty
-    if it may be.
+    """Return why a descriptor with networks for each element is not taken over with others.
+
+    The text is empty if it may be taken over.
     """
     elements = list(map(str, elements))
     if sorted(elements) != sorted(old.type_map) and _has_networks_of_elements(old.state_dict()):
@@ -125,15 +130,16 @@ def elements_problem(old: EnergyModel, elements: Iterable[str]) -> str:
 
 
 def _has_networks_of_elements(names: Iterable[str]) -> bool:
-    found = map(_OF_NETWORK.fullmatch, names)
-    return any(match["nets"].startswith("descriptor.") for match in found if match is not None)
+    matches = map(_OF_NETWORK.fullmatch, names)
+    return any(match["nets"].startswith("descriptor.") for match in matches if match is not None)
 
 
 def _orders_of_slots(
     old: EnergyModel, new: EnergyModel, places: Places, have: dict[str, Tensor]
 ) -> dict[str, list[int]]:
-    """Return the old slots in the order of the new sections, by the prefix of the names of a part
-    with sections.
+    """Return the old slots in the order of the new sections, by prefix of the names of a part.
+
+    Parts without sections are left out.
 
     Raises:
         ElementsError: if elements have networks and sections of slots of their own, and other ones.
@@ -142,24 +148,29 @@ def _orders_of_slots(
         problem := elements_problem(old, new.type_map)
     ):
         raise ElementsError(problem)
-    orders, problems = {}, []
+    orders = {}
+    problems = []
     parts: list[tuple[str, NeighborLayout, NeighborLayout]] = [
         ("descriptor.", old.layout, new.layout)
     ]
-    of_parts = [getattr(model.descriptor, "parts", ()) for model in (old, new)]  # of a hybrid
-    if all(of_parts):
-        both = zip(*of_parts, strict=True)
-        layouts = ((one.layout(frozenset()), two.layout(frozenset())) for one, two in both)
-        parts = [(f"descriptor.parts.{k}.", *pair) for k, pair in enumerate(layouts)]
-    for prefix, there, here in parts:
-        if not there.by_type:
+    # a hybrid has a layout for each of its parts, and their names have the number of the part
+    parts_of_models = [getattr(model.descriptor, "parts", ()) for model in (old, new)]
+    if all(parts_of_models):
+        parts = [
+            (f"descriptor.parts.{k}.", old_part.layout(frozenset()), new_part.layout(frozenset()))
+            for k, (old_part, new_part) in enumerate(zip(*parts_of_models, strict=True))
+        ]
+    for prefix, old_layout, new_layout in parts:
+        if not old_layout.by_type:
             continue
-        starts = list(accumulate(there.sel, initial=0))
+        starts = list(accumulate(old_layout.sel, initial=0))
         shared = [place for place in places if place is not None]
-        if has_networks and [there.sel[place] for place in shared] != list(here.sel):
+        # features are divided by sel: the networks were trained with these numbers
+        if has_networks and [old_layout.sel[place] for place in shared] != list(new_layout.sel):
             part = re.sub(r"parts\.(\d+)", r"list[\1]", prefix.removeprefix("descriptor."))
-            sel = [there.sel[place] for place in shared]
+            sel = [old_layout.sel[place] for place in shared]
             problems.append(f"{part}sel must be {sel} for {' '.join(new.type_map)}, as there")
+        # the slots of new elements have no old ones
         if None not in places:
             orders[prefix] = [
                 slot for place in shared for slot in range(starts[place], starts[place + 1])
@@ -175,18 +186,17 @@ def _copy(
     target: Tensor,
     places: Places,
     axis: int | None,
-    is_of_all: bool = False,
+    is_common: bool = False,
 ) -> list[str]:
-    """Copy ``source`` into ``target``, by element where the dim ``axis`` counts them; return what
-    is wrong.
+    """Copy ``source`` into ``target``, by element along ``axis``, and return the problems.
 
-    New elements have what ``target`` has for them, or, where a number is one for all elements, that
-    of the others.
+    New elements have what ``target`` has for them. Where there is one number for all elements
+    (``is_common``), they have the number of the others.
     """
-    one, two = (list(tensor.shape) for tensor in (source, target))
-    if axis is not None and len(one) == len(two):
-        one[axis] = two[axis]
-    if one != two:
+    source_shape, target_shape = (list(tensor.shape) for tensor in (source, target))
+    if axis is not None and len(source_shape) == len(target_shape):
+        source_shape[axis] = target_shape[axis]
+    if source_shape != target_shape:
         reason = (
             " (sel must be that of there: features are divided by it)"
             if re.fullmatch(_STATISTICS, name)
@@ -196,11 +206,11 @@ def _copy(
     if axis is None:
         target.copy_(source)
         return []
-    # the weight of a type embedding (T, E) with that of its skip connection, which it has if E is T
-    # or 2 T
+    # the weight of a type embedding (T, E) is taken with its skip connection, which adds the
+    # one-hot vector of the element if E is T or 2 T: the sum is what belongs to an element
     skips = name.endswith(_TYPE_EMBEDDING)
     for new, old in enumerate(places):
-        if old is None and is_of_all:
+        if old is None and is_common:
             old = next((place for place in places if place is not None), None)
         if old is not None:
             row = source.select(axis, old)
@@ -211,7 +221,10 @@ def _copy(
 
 
 def _skipped(weight: Tensor) -> Tensor:
-    """Return the part of the weight of a linear layer (T, E) from its skip connection."""
+    """Return the part of the weight of a linear layer (T, E) from its skip connection.
+
+    ``TypeEmbedding`` adds its input, one number per element, to the output where sizes allow it.
+    """
     num_types, width = weight.shape
     eye = torch.eye(num_types, dtype=weight.dtype)
     return (
@@ -224,31 +237,26 @@ def _skipped(weight: Tensor) -> Tensor:
 def _source(
     name: str, places: Places, have: dict[str, Tensor], targets: dict[str, Tensor]
 ) -> str | None:
-    """Return the name of the old tensor that ``name`` takes its values from, or None if it is of
-    new elements.
-    """
+    """Return the name of the old tensor for ``name``, or None if ``name`` is of new elements."""
     match = _OF_NETWORK.fullmatch(name)
     if match is None:
         return name
     nets, number = match["nets"], int(match["number"])
-    now, before = (
-        len(
-            {
-                other["number"]
-                for other in map(_OF_NETWORK.fullmatch, tensors)
-                if other and other["nets"] == nets
-            }
-        )
-        for tensors in (targets, have)
-    )
+
+    # the number of networks in this list: 1 for all elements, T, T (T + 1) / 2 or T^2
+    def count(tensors: dict[str, Tensor]) -> int:
+        matches = map(_OF_NETWORK.fullmatch, tensors)
+        return len({other["number"] for other in matches if other and other["nets"] == nets})
+
+    now = count(targets)
+    before = count(have)
     if now == 1 and before == 1:
         return name
     if now == len(places):
         place = places[number]
         return None if place is None else f"{nets}.{place}.{match['tensor']}"
-    if (
-        now == len(places) * (len(places) + 1) // 2
-    ):  # of two elements a <= b in any order, at b (b + 1) / 2 + a
+    # a net of two elements a <= b in any order (se_e3) has the index b (b + 1) / 2 + a
+    if now == len(places) * (len(places) + 1) // 2:
         larger = (math.isqrt(8 * number + 1) - 1) // 2
         both = [places[place] for place in (number - larger * (larger + 1) // 2, larger)]
         a, b = sorted(place for place in both if place is not None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, both_orders
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.model.hessian import hessian
-from deepmd_ema.model.interface import Fitting
+from deepmd_ema.model.interface import Fitting, NetworkEnergies
 from deepmd_ema.model.ops.gather import sum_over_reverse
 from deepmd_ema.model.ops.operations import OF_DEVICE, REFERENCE, use_operations, with_operations
 
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # of typing since Python 3.11
 
     from deepmd_ema.config.schema.model import ModelConfig
-    from deepmd_ema.model.interface import Descriptor, ShortRange, Vjp
+    from deepmd_ema.model.interface import Descriptor, ShortRange
     from deepmd_ema.model.statistics import Statistics
 
-# F frames, A atoms, K neighbor slots, T types, M reverse slots
+# F frames, A atoms, K neighbor slots, T types, D features, M reverse slots
 
-MAX_MEMBERSHIP = (
-    1 << 18
-)  # numbers of a matrix of frames and atoms, which is the fastest way for few of both
+# numbers of a matrix of frames and atoms, which is the fastest way for few of both
+MAX_MEMBERSHIP = 1 << 18
 VALUES_PER_ATOM = 10  # that are summed, of a virial and an index
 
 
@@ -68,14 +67,18 @@ class EnergyModel(nn.Module):
     ) -> None:
         super().__init__()
         self.descriptor: Descriptor = descriptor
-        self.fitting, self.short_range = fitting, short_range
-        self.type_map, self.excluded_types = list(config.type_map), config.excluded_types
+        self.fitting = fitting
+        self.short_range = short_range
+        self.type_map = list(config.type_map)
+        self.excluded_types = config.excluded_types
         self.labels = config.fitting_net.labels
         self.layout = descriptor.layout(both_orders(config.pair_exclude_types))
         self.min_nbor_dist: float | None = None
         self.has_tables = False
+        # an energy is one number for an atom; fittings of other quantities have a width
         width = getattr(fitting, "width", 1)
         self.out_bias = nn.Buffer(torch.zeros(1, len(self.type_map), width, dtype=torch.float64))
+        # (T,) 1, and 0 for types whose atoms have no energy of their own
         counted = torch.tensor(
             [t not in self.excluded_types for t in range(len(self.type_map))], dtype=torch.float64
         )
@@ -85,9 +88,10 @@ class EnergyModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert all tensors, and take the operations for their device."""
-        found = super()._apply(fn, recurse)
+        # `to`, `cuda` and `double` of a module all come here
+        moved = super()._apply(fn, recurse)
         use_operations(self, OF_DEVICE.get(self.out_bias.device.type, REFERENCE))
-        return found
+        return moved
 
     def forward(
         self,
@@ -115,6 +119,7 @@ class EnergyModel(nn.Module):
         if not need_hessian:
             with torch.set_grad_enabled(graph):
                 return outputs_of(*model.energy_and_gradient(batch), batch, need_virial)
+        # the second derivative needs a graph by vectors, whatever the caller wants
         with torch.enable_grad():
             moved = replace(batch, vector=batch.vector.detach().requires_grad_())
             atom_energy, pair = model.energy_and_gradient(moved)
@@ -123,33 +128,32 @@ class EnergyModel(nn.Module):
         return out if graph else {name: value.detach() for name, value in out.items()}
 
     def energy_and_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the energies of the atoms (A,), eV, and the gradient of their sum by
-        ``batch.vector`` (A, K, 3).
+        """Return energies of atoms (A,), eV, and the gradient of their sum by vectors (A, K, 3).
+
+        It has the unit eV/angstrom. The bias is added here and has no gradient.
         """
         if self.short_range is not None:
             atom_energy, pair = self.short_range(batch, self._network, self._counted)
         else:
-            atom_energy, grad_features, vjp = self._network(batch)
-            pair = vjp(grad_features)
+            energies = self._network(batch)
+            atom_energy = energies.atom_energy
+            pair = energies.vjp(energies.grad_features)
         return atom_energy + (self.out_bias.view(-1) * self._counted)[batch.atom_type], pair
 
-    def _network(self, batch: Batch) -> tuple[Tensor, Tensor, Vjp]:
-        """Return the energies (A,) of the fitting network, their gradient by the features (A, D),
-        and the vjp.
-        """
+    def _network(self, batch: Batch) -> NetworkEnergies:
+        """Return the energies of the networks and what their gradient follows from."""
         features, vjp = self.descriptor(batch)
         atom_energy, grad_features = self.fitting(features, batch)
         if self.excluded_types:
-            counted = self._counted[batch.atom_type]
-            atom_energy, grad_features = (
-                atom_energy * counted,
-                grad_features * counted[:, None].to(grad_features),
-            )
-        return atom_energy, grad_features, vjp
+            counted = self._counted[batch.atom_type]  # (A,)
+            atom_energy = atom_energy * counted
+            grad_features = grad_features * counted[:, None].to(grad_features)
+        return NetworkEnergies(atom_energy, grad_features, vjp)
 
     def evaluate_all_blocks(self) -> None:
-        """From now on evaluate all blocks, whatever elements a batch has; needed where they are
-        sharded.
+        """Evaluate all blocks from now on, whatever elements a batch has.
+
+        Needed where they are sharded: to gather a block is a collective.
         """
         for part in self.modules():
             if isinstance(part, Fitting):
@@ -176,29 +180,34 @@ def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str,
 def outputs_of(
     atom_energy: Tensor, pair: Tensor, batch: Batch, need_virial: bool
 ) -> dict[str, Tensor]:
-    """Return energies, forces and virials from the energies (A,) of atoms and their gradient by
-    vectors (A, K, 3).
+    """Return energies, forces and virials from atomic energies (A,) and the gradient (A, K, 3).
+
+    ``F_i = sum_j g_ij - sum_j g_ji`` and ``W = -sum_ij r_ij (x) g_ij`` for the gradient g by the
+    vectors r (doc/decisions.md).
     """
     sum_of_frames = frame_sums(batch)
     out = {
         ENERGY: sum_of_frames(atom_energy),
         ATOM_ENERGY: atom_energy,
-        FORCE: pair.sum(1) - sum_over_reverse(pair, batch.neighbor, batch.reverse),
+        FORCE: pair.sum(1) - sum_over_reverse(pair, batch.neighbor, batch.reverse),  # (A, 3)
     }
     if need_virial:
-        per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)
+        # (A, 3, K) x (A, K, 3): one product for each atom makes no matrix of pairs (A, K, 9)
+        per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)  # (A, 9)
         out[VIRIAL] = -sum_of_frames(per_atom)
     return out
 
 
 def frame_sums(batch: Batch) -> Callable[[Tensor], Tensor]:
-    """Return a function from (A, ...) float64 of atoms to its sums over those of each frame, in a
-    fixed order.
+    """Return a function from (A, ...) float64 of atoms to sums over the frames (F, ...).
+
+    Each sum has a fixed order on every device.
     """
     num_frames = batch.num_frames
     num_atoms = batch.atom_frame.shape[0]
     frame = batch.atom_frame
     frames = torch.arange(num_frames, device=frame.device)
+    # a graph takes the matrix always: whether it is small would otherwise be part of the graph
     is_small = (
         torch.compiler.is_compiling() or not batch.sizes or num_frames * num_atoms <= MAX_MEMBERSHIP
     )
@@ -206,10 +215,10 @@ def frame_sums(batch: Batch) -> Callable[[Tensor], Tensor]:
     if is_small or VALUES_PER_ATOM * max(batch.sizes) > num_atoms:
         member_of = (frames[:, None] == frame).double()  # (F, A)
         return member_of.matmul
+    # (F, most atoms of a frame), as `reverse` of neighbors: the rows of its atoms, A where none is
     rows = frames.new_full((num_frames, max(batch.sizes)), num_atoms)
-    rows = rows.index_put(
-        (frame, batch.place_in_frame), torch.arange(num_atoms, device=frame.device)
-    )
+    atoms = torch.arange(num_atoms, device=frame.device)
+    rows = rows.index_put((frame, batch.place_in_frame), atoms)
 
     def sum_of_frames(per_atom: Tensor) -> Tensor:
         flat = sum_over_reverse(per_atom.view(num_atoms, 1, -1), frame[:, None], rows)

@@ -39,11 +39,10 @@ def hessian(gradient: Tensor, batch: Batch, create_graph: bool) -> Tensor:
     columns = []
     for first in range(0, most, step):
         number = torch.arange(first, min(first + step, most), device=place.device)
-        moved = one_hot(number // 3, most // 3).double()[:, place].unsqueeze(-1) * axis[
-            number % 3
-        ].unsqueeze(1)
-        # the change of the gradient with respect to positions (A, 3, D) as atoms move by `moved`
-        # (D, A, 3)
+        is_moved = one_hot(number // 3, most // 3).double()[:, place]  # (D, A)
+        moved = is_moved.unsqueeze(-1) * axis[number % 3].unsqueeze(1)  # (D, A, 3)
+        # (D, A, K, 3): the change of vectors as atoms move by `moved`, for which the backward pass
+        # gives the change of the gradient with respect to positions
         by_vector = moved[:, batch.neighbor] - moved.unsqueeze(2)
         (change,) = torch.autograd.grad(
             gradient,
@@ -59,5 +58,8 @@ def hessian(gradient: Tensor, batch: Batch, create_graph: bool) -> Tensor:
     by_file = torch.empty_like(place).index_copy(
         0, batch.atom_order, torch.arange(num_atoms, device=place.device)
     )
+    # atoms as in the files; a smaller frame has fewer columns, and the rest of its rows is 0
     rows = torch.cat(columns, -1).index_select(0, by_file).split(batch.sizes)
-    return torch.cat([own[..., : 3 * n].reshape(-1) for own, n in zip(rows, batch.sizes)])
+    return torch.cat(
+        [frame_rows[..., : 3 * n].reshape(-1) for frame_rows, n in zip(rows, batch.sizes)]
+    )

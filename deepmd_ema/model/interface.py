@@ -1,5 +1,4 @@
-"""Protocol of the descriptor and base of the fitting networks of an ``EnergyModel``, and sums over
-data for both.
+"""Protocol of the descriptor, base of the fitting networks, and sums over data for both.
 
 Both are ``torch.nn.Module``; their parameters and persistent buffers are what checkpoints and
 averages hold.
@@ -8,7 +7,7 @@ averages hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config.labels import WEIGHT, WEIGHT_OF
 
-# A atoms, K neighbor slots, D features
+# F frames, A atoms, K neighbor slots, T types, D features
 Sums: TypeAlias = Mapping[str, np.ndarray]
 """Named sums over data that add up over batches: those of two batches are the sums of each."""
 
@@ -33,15 +32,29 @@ Vjp: TypeAlias = Callable[[Tensor], Tensor]
 """From the gradient of an energy by features (A, D) to that by ``batch.vector`` (A, K, 3) float64,
 which can be differentiated by the parameters."""
 
-Network: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor, Vjp]]
-"""From a batch to the energies of its atoms (A,), eV, their gradient by the features (A, D), and
-the vjp of these.
-"""
+
+class NetworkEnergies(NamedTuple):
+    """Energies that the networks of a model give for a batch, without the bias of elements.
+
+    Attributes:
+        atom_energy: (A,) eV.
+        grad_features: (A, D), gradient of the sum of the energies by the features, eV.
+        vjp: of the features.
+    """
+
+    atom_energy: Tensor
+    grad_features: Tensor
+    vjp: Vjp
+
+
+Network: TypeAlias = Callable[[Batch], NetworkEnergies]
+"""From a batch to the energies of its atoms and what their gradient by vectors follows from."""
 
 
 class ShortRange(Protocol):
-    """Pair energies that act at short distances beside a network, or instead of it; without
-    parameters.
+    """Pair energies that act at short distances beside a network, or instead of it.
+
+    There are no parameters.
     """
 
     def __call__(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,15 +104,16 @@ class Descriptor(Protocol):
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        """Return the names of what ``measure`` returns, which are also the entries of a stat file
+        """Return the names of the sums of ``measure``, which are the entries of a stat file
         (``folder/name``).
 
         The names of sums that depend on weights are others for other weights.
         """
 
     def measure(self, batch: Batch) -> Sums:
-        """Return the sums over a batch, on the CPU, from which ``apply_statistics`` sets buffers;
-        may be empty.
+        """Return the sums over a batch, on the CPU, from which ``apply_statistics`` sets buffers.
+
+        There may be none.
         """
 
     def apply_statistics(self, sums: Sums) -> None:
@@ -116,14 +130,11 @@ class HasEquivariants(Descriptor, Protocol):
     dim_equivariants: int
 
     def features_and_equivariants(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the features (A, D), and equivariant vectors (A, M, 3), as functions of the
-        parameters.
-        """
+        """Return features (A, D) and equivariant vectors (A, M, 3), functions of the parameters."""
 
 
 class Fitting(nn.Module):
-    """Base of what turns the features of atoms into their energies, here without networks and
-    parameters.
+    """Base of the fitting, from features of atoms to energies, here without networks.
 
     ``forward(features, batch)`` returns the energies (A,) float64, eV, and their gradient with
     respect to the features (A, D).
@@ -139,8 +150,11 @@ class Fitting(nn.Module):
     distinguishes_types = True
 
     def share_networks(self, other: Any, whose: str) -> None:
-        """Take the networks of another fitting of the same section; ``whose`` names both owners for
-        messages.
+        """Take the networks of another fitting of the same section.
+
+        Args:
+            other: which has them.
+            whose: names of both owners, for messages.
 
         Raises:
             ConfigError: if they do not fit.
@@ -169,22 +183,26 @@ class Fitting(nn.Module):
 
 
 def mean_and_spread(sums: np.ndarray, smallest: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and standard deviation (N,), at least ``smallest``, from (N, 3) count, sum and
-    sum of squares.
+    """Return mean and standard deviation (N,) from count, sum and sum of squares (N, 3).
+
+    The standard deviation is at least ``smallest``.
     """
     count = np.maximum(sums[:, 0], 1)
     mean = sums[:, 1] / count
+    # rounding may make the variance of equal numbers negative
     variance = np.maximum(sums[:, 2] / count - mean**2, 0)
     return mean, np.maximum(np.sqrt(variance), smallest)
 
 
 def label_weight(batch: Batch, name: str) -> Tensor:
-    """Return the weight of a label in each frame (F,), 0 without the label; without weights what
-    ``has_label`` has.
+    """Return the weight of a label in each frame (F,), 0 without the label.
+
+    Without weights it is that of ``has_label``.
     """
     weight = batch.has_label[name]
     for kind in (WEIGHT, WEIGHT_OF.get(name, "")):
         if kind in batch.labels:
+            # a frame without a weight has weight 1, not the zero of a missing label
             weight = weight * batch.labels[kind].where(batch.has_label[kind] > 0, 1.0)
     return weight
 

@@ -67,20 +67,22 @@ class FrameResult:
     @cached_property
     def errors(self) -> Errors:
         """The errors of this frame alone."""
-        one = torch.ones(1, dtype=torch.float64)
+        # one frame: all of its rows have weight 1
+        unit = torch.ones(1, dtype=torch.float64)
         errors = {}
         for name, label in self.label.items():
             error = torch.as_tensor(self.prediction[name] - label).view(
                 LABELS[name].shape_of(self.num_atoms)
             )
-            errors[name] = (error, one.expand(len(error)))
+            errors[name] = (error, unit.expand(len(error)))
             if LABELS[name].per_atom and self.counted is not None:
                 errors[name] = (error, torch.as_tensor(self.counted).double())
         if FORCE in errors and self.force_weight is not None:
             errors[ATOM_PREF] = errors[FORCE][0], torch.as_tensor(self.force_weight)
-        volume = one if self.volume is None else one * self.volume
+        # an open frame has any volume but 0, and weight 0 in errors per volume
+        volume = unit if self.volume is None else unit * self.volume
         periodic = torch.tensor([self.volume is not None])
-        return Errors(_error_sums(errors, one * self.size, (1, self.num_atoms), volume, periodic))
+        return Errors(_error_sums(errors, unit * self.size, (1, self.num_atoms), volume, periodic))
 
 
 @dataclass
@@ -105,24 +107,25 @@ class Errors:
 
     def add(self, prediction: Mapping[str, Tensor], batch: Batch) -> None:
         """Add the errors of a prediction for ``batch``, both on one device."""
-        counted, size = prediction.get(COUNTED), batch.num_atoms
+        counted = prediction.get(COUNTED)  # (A,)
+        size = batch.num_atoms  # (F,)
+        # label to (error, weight of each row): (A, ...) and (A,), or (F, ...) and (F,)
         errors = {
             name: (prediction[name].to(torch.float64) - label, _weight(name, batch))
             for name, label in batch.labels.items()
             if name in prediction
         }
+        # a label that weights the forces; its error is that of the forces
         if FORCE in errors and ATOM_PREF in batch.labels:
             error, weight = errors[FORCE]
             errors[ATOM_PREF] = error, weight * _weight(ATOM_PREF, batch) * batch.labels[ATOM_PREF]
+        # quantities that some elements do not have: neither rows nor sizes count their atoms
         if counted is not None:
-            size = (
-                counted.new_zeros(batch.num_frames)
-                .index_add(0, batch.atom_frame, counted)
-                .clamp(min=1)
-            )
-            of_atoms = {name: pair for name, pair in errors.items() if LABELS[name].per_atom}
+            numbers = counted.new_zeros(batch.num_frames).index_add(0, batch.atom_frame, counted)
+            size = numbers.clamp(min=1)
+            atom_errors = {name: pair for name, pair in errors.items() if LABELS[name].per_atom}
             errors |= {
-                name: (error, weight * counted) for name, (error, weight) in of_atoms.items()
+                name: (error, weight * counted) for name, (error, weight) in atom_errors.items()
             }
         sums = _error_sums(errors, size, batch.num_real, _volume(batch), batch.periodic)
         self.sums = self.sums.to(sums.device) + sums
@@ -135,12 +138,12 @@ class Errors:
         self.frames.extend(other.frames)
 
     def summary(self) -> dict[str, float]:
-        """Return every error by name, in the units of ``labels.QUANTITIES``, and the numbers of
-        frames and atoms.
+        """Return every error by name, in the units of ``labels.QUANTITIES``, and counts.
 
         Names are ``mae_e``, ``rmse_e``, ``mae_e_peratom`` and so on; an error without any label is
         nan. ``num_frames`` and ``num_atoms`` count all frames, also those without labels.
         """
+        # the one copy from the device
         *rows, (frames, atoms, _) = self.sums.tolist()
         out = {}
         for name, (absolute, squared, count) in zip(QUANTITIES, rows):
@@ -149,8 +152,7 @@ class Errors:
         return out | {"num_frames": frames, "num_atoms": atoms}
 
     def metric(self, name: str) -> float:
-        """Return one error by a name such as ``E:MAE`` or ``F:RMSE``; nan when no frame has the
-        label.
+        """Return one error by a name such as ``E:MAE`` or ``F:RMSE``; nan without any label.
 
         The unit is that of ``labels.METRICS``.
         """
@@ -166,8 +168,7 @@ def evaluate(
     collect: bool = False,
     hessian: bool = False,
 ) -> Errors:
-    """Return the errors of ``model`` over all frames of ``batches``; validation and tests both use
-    this function.
+    """Return the errors of ``model`` over all frames of ``batches``, in validation and in tests.
 
     Args:
         model: gives energies, forces and virials of a batch; it is in evaluation mode during the
@@ -184,6 +185,7 @@ def evaluate(
             moved = batch.to(device)
             wanted = hessian and HESSIAN in moved.labels
             prediction = model(moved, need_hessian=True) if wanted else model(moved)
+            # padding keeps the collectives of all ranks equal in number and is not measured
             if not moved.padding:
                 errors.add({name: value.detach() for name, value in prediction.items()}, moved)
             if progress is not None:
@@ -205,8 +207,9 @@ def evaluated(model: nn.Module) -> Iterator[None]:
 def group_frames(
     frames: Iterable[FrameResult], key: Callable[[FrameResult], Key]
 ) -> dict[Key, Errors]:
-    """Return the errors of each group of frames, such as those of one system (``lambda f:
-    f.source[0]``).
+    """Return the errors of each group of frames by key.
+
+    The key may be that of a system (``lambda f: f.source[0]``).
     """
     groups: dict[Key, Errors] = {}
     for frame in frames:
@@ -217,8 +220,9 @@ def group_frames(
 def worst_frames(
     frames: Iterable[FrameResult], metric: str = "F:RMSE", count: int = 10
 ) -> list[FrameResult]:
-    """Return the ``count`` frames with the largest ``metric``, the worst first, without those that
-    lack the label.
+    """Return the ``count`` frames with the largest ``metric``, the worst first.
+
+    Frames without the label are left out.
     """
     scored = [(frame.errors.metric(metric), frame) for frame in frames]
     scored = [(value, frame) for value, frame in scored if not math.isnan(value)]
@@ -226,10 +230,12 @@ def worst_frames(
 
 
 def force_errors_by_type(frames: Iterable[FrameResult], num_types: int) -> list[Errors]:
-    """Return, for each type, the errors of the forces on its atoms; ``num_atoms`` counts the atoms
-    with a force.
+    """Return, for each type, the errors of the forces on its atoms.
+
+    ``num_atoms`` counts the atoms with a force.
     """
     per_type = [Errors() for _ in range(num_types)]
+    # row of the forces in `Errors.sums`
     row = list(QUANTITIES).index("f")
     for frame in frames:
         if FORCE not in frame.label:
@@ -252,12 +258,19 @@ def _error_sums(
     volume: Tensor,
     periodic: Tensor,
 ) -> Tensor:
-    """Return the sums of errors given as (error, whether the frame of each row has the label);
-    volume is not 0 (F,).
+    """Return the sums (Q + 1, 3) of ``Errors``.
+
+    Args:
+        errors: (error, whether the frame of each row has the label) by label.
+        num_atoms: (F,) atoms that errors per atom are divided by.
+        num_real: numbers of frames and atoms for the last row.
+        volume: (F,) angstrom^3, not 0.
+        periodic: (F,) bool.
     """
-    per_atom = 1 / num_atoms.to(torch.float64).unsqueeze(1)
+    per_atom = 1 / num_atoms.to(torch.float64).unsqueeze(1)  # (F, 1)
     sums: dict[str, Tensor] = {}
     for name, (error, weight) in errors.items():
+        # (rows, components)
         error = error.flatten(1) if error.dim() > 1 else error.unsqueeze(1)
         for quantity in LABELS[name].errors or [WEIGHTED_FORCE]:  # atom_pref has none of its own
             if quantity.per == "atom":
@@ -274,8 +287,9 @@ def _error_sums(
 
 
 def _sums(error: Tensor, weight: Tensor) -> Tensor:
-    """Return sum of absolute and of squared errors (n, components) and their number, over rows of
-    weight 1.
+    """Return sums of absolute and squared errors (rows, components), and their number.
+
+    Rows have weight 1 or 0, or that of ``atom_pref``.
     """
     rows = weight.unsqueeze(1)
     count = weight.sum() * error.shape[1]
@@ -288,6 +302,7 @@ def _weight(name: str, batch: Batch) -> Tensor:
     if LABELS[name].per_atom:
         return has_label[batch.atom_frame]
     if LABELS[name].per_pair:
+        # the rows of a frame are its pairs of coordinates
         return torch.cat(
             [flag.expand(LABELS[name].num_rows(n)) for flag, n in zip(has_label, batch.sizes)]
         )
@@ -302,6 +317,7 @@ def _volume(batch: Batch) -> Tensor:
 
 def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[FrameResult]:
     """Split a batch into its frames; this synchronises with the device."""
+    # the sizes of `split` must be on the host
     sizes = batch.num_atoms.tolist()
     predicted = _split(
         {name: value for name, value in prediction.items() if name in LABELS}, batch, sizes
@@ -316,9 +332,8 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
         pairs = zip(labelled[ATOM_PREF], has_label[ATOM_PREF])
         weights = [weight if is_there else None for weight, is_there in pairs]
     if COUNTED in prediction:
-        counted = [
-            of.numpy() > 0 for of in batch.in_file_order(prediction[COUNTED]).cpu().split(sizes)
-        ]
+        split = batch.in_file_order(prediction[COUNTED]).cpu().split(sizes)
+        counted = [part.numpy() > 0 for part in split]
     return [
         FrameResult(
             source=batch.frames[f],
@@ -333,6 +348,7 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
             counted=counted[f],
             force_weight=weights[f],
         )
+        # frames that fill up a batch are the last
         for f, periodic in enumerate(batch.periodic.tolist()[: batch.num_real[0]])
     ]
 

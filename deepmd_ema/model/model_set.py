@@ -37,9 +37,9 @@ class ModelSet(nn.Module):
     def __init__(self, models: Mapping[str, EnergyModel]) -> None:
         super().__init__()
         self.by_task = dict(models)
-        self._models = nn.ModuleList(
-            models.values()
-        )  # by number: torch does not take every name of a task
+        # numbered, because torch refuses modules with an empty name, as a single task has it, or
+        # with a dot in it
+        self._models = nn.ModuleList(models.values())
         self.compiler: Compiler | None = None
 
     def forward(self, task: str, batch: Batch, **wanted: bool | None) -> dict[str, Tensor]:
@@ -51,6 +51,7 @@ class ModelSet(nn.Module):
             wanted: further arguments of the model.
         """
         model = self.by_task[task]
+        # graphs are made for the default arguments; Hessians are evaluated frame by frame, eagerly
         is_usual = wanted.get("create_graph") is None and not wanted.get("need_hessian")
         if self.compiler is not None and self.compiler.serves(model) and is_usual:
             return self.compiler(model, batch)
@@ -64,9 +65,12 @@ class ModelSet(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules under the names that files use, which those of parameters and buffers
-        follow.
+        """Yield modules under the names that files use; parameters and buffers follow them.
+
+        torch builds the names of parameters, buffers, hooks and shards from this iterator. Without
+        it, ``_models.0.`` would be a part of all of them.
         """
+        # one memo for all tasks: a module that they share is yielded once, with the first of them
         memo = set() if memo is None else memo
         if remove_duplicate:
             memo.add(self)
@@ -77,9 +81,11 @@ class ModelSet(nn.Module):
             )
 
     def first_names(self) -> dict[str, str]:
-        """Return for each name of a parameter, all of a shared one, that which
-        :meth:`named_parameters` has.
+        """Return for each name of a parameter that of :meth:`named_parameters`.
+
+        They differ for a parameter that tasks share: it has a name for each of them.
         """
+        # from the identity of a parameter to the first of its names
         first: dict[int, str] = {}
         return {
             name: first.setdefault(id(p), name)
@@ -87,31 +93,32 @@ class ModelSet(nn.Module):
         }
 
     def tasks_of_parameters(self) -> dict[str, list[str]]:
-        """Return the tasks that have a parameter, by the name that :meth:`named_parameters` has for
-        it.
-        """
-        own = {task: set(map(id, model.parameters())) for task, model in self.by_task.items()}
+        """Return the tasks that have a parameter, by its name in :meth:`named_parameters`."""
+        ids_by_task = {
+            task: set(map(id, model.parameters())) for task, model in self.by_task.items()
+        }
         return {
-            name: [task for task in own if id(p) in own[task]]
+            name: [task for task in ids_by_task if id(p) in ids_by_task[task]]
             for name, p in self.named_parameters()
         }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return all tensors under the names that files use."""
-        found = {task: model.state_dict(*args, **kwargs) for task, model in self.by_task.items()}
+        states = {task: model.state_dict(*args, **kwargs) for task, model in self.by_task.items()}
         return {
             prefix_of(task) + name: tensor
-            for task, own in found.items()
-            for name, tensor in own.items()
+            for task, state in states.items()
+            for name, tensor in state.items()
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Take in the tensors of a state dict with exactly these names; a shared one as the first
-        task has it.
+        """Load the tensors of a state dict with exactly these names.
+
+        A shared tensor gets the value that the first task has for it.
         """
-        for task, model in reversed(
-            self.by_task.items()
-        ):  # averages hold a shared tensor under its first name only
+        # the first task comes last and its values remain: averages hold a shared tensor under its
+        # first name only
+        for task, model in reversed(self.by_task.items()):
             model.load_state_dict(of_task(state_dict, task), *args, **kwargs)
 
 
@@ -125,7 +132,8 @@ class TaskModel(nn.Module):
 
     def __init__(self, models: ModelSet, task: str) -> None:
         super().__init__()
-        self.models, self.task = models, task
+        self.models = models
+        self.task = task
         self.training = models.training
 
     @property
@@ -153,11 +161,7 @@ def unnested(by_task: Mapping[str, T]) -> T | dict[str, T]:
 
 
 def nested(value: Any, tasks: Iterator[str] | tuple[str, ...]) -> dict[str, Any]:
-    """Return the values by task of which :func:`unnested` made ``value``; tasks that it does not
-    know are left out.
-    """
-    return (
-        {"": value}
-        if tuple(tasks) == ("",)
-        else {task: value[task] for task in tasks if task in value}
-    )
+    """Return the values by task of which :func:`unnested` made ``value``, without unknown tasks."""
+    if tuple(tasks) == ("",):
+        return {"": value}
+    return {task: value[task] for task in tasks if task in value}

@@ -1,5 +1,4 @@
-"""The output bias of a model, the energy that each atom of an element adds, from the energies of
-data.
+"""The output bias of a model, the energy that each atom of an element adds, from energies of data.
 
 A fit finds, by least squares over frames f, the energies x of the elements t that explain what is
 given::
@@ -46,8 +45,10 @@ if TYPE_CHECKING:
 # F frames, T types
 Array: TypeAlias = np.ndarray
 
-_ROUNDING = 1e-10  # of numbers in double precision after a fit, relative to the labels
-_OF_ANOTHER_METHOD = 2.0  # times what a shift of each element leaves unexplained
+# relative to the labels, of numbers in double precision after a fit
+_ROUNDING = 1e-10
+# labels are of another method if a shift of each element is this times what it leaves unexplained
+_OF_ANOTHER_METHOD = 2.0
 _MIN_SHIFT = 0.05  # eV/atom; a model may be as wrong where it has not been trained, and evenly
 _MIN_FREEDOM = 3  # frames more than fitted numbers, to know what is left unexplained
 _MAX_SHOWN = 6  # elements whose shift is named
@@ -73,8 +74,7 @@ class FrameEnergies:
     _predicted: list[Array] = field(default_factory=list)
 
     def add(self, batch: Batch, predicted: Tensor | None = None) -> None:
-        """Take in the labels of a batch that have a weight, and what a model gives for them: (F,)
-        eV.
+        """Add the labels of a batch that have a weight, and what a model gives for them: (F,) eV.
 
         Raises:
             DataError: if the model gives no finite energy for a frame.
@@ -84,6 +84,7 @@ class FrameEnergies:
             return
         num_types = len(self.config.type_map)
         seen = label_weight(batch, name).numpy() > 0
+        # pairs of frame and type in one number: one count gives the compositions (F, T)
         cell = batch.atom_frame * num_types + batch.atom_type
         counts = torch.bincount(cell, minlength=batch.num_frames * num_types)
         self._counts.append(counts.view(-1, num_types).numpy()[seen].astype(float))
@@ -109,8 +110,9 @@ class FrameEnergies:
 
     @property
     def counts(self) -> Array:
-        """Atoms of each type that have an energy of their own (F, T), or fractions of them for a
-        mean over atoms.
+        """Atoms of each type that have an energy of their own (F, T).
+
+        For a mean over atoms these are fractions of them.
         """
         counts = np.concatenate(self._counts)
         counts[:, list(self.config.excluded_types)] = 0
@@ -132,8 +134,9 @@ class FrameEnergies:
         return np.ones_like(num_atoms) if self.config.fitting_net.intensive else 1 / num_atoms
 
     def residual(self, change: Array | None = None) -> Array:
-        """Return label minus prediction (F, ...), eV, of the model with its bias moved by
-        ``change`` (T, ...).
+        """Return label minus prediction (F, ...), eV.
+
+        With ``change`` (T, ...) it is that of the model with its bias moved by it.
         """
         residual = np.concatenate(self._labels) - np.concatenate(self._predicted)
         return residual if change is None else residual - self.effect @ change
@@ -162,8 +165,7 @@ class BiasFit:
 
 @dataclass(frozen=True, eq=False)
 class BiasMove:
-    """Output bias of a model of a file for data, and the difference of their labels from its
-    predictions.
+    """Output bias of a model of a file for data, and the difference of labels from predictions.
 
     Numbers are per atom, of a mean over atoms those of a frame; of a quantity with several
     components root mean squares over these.
@@ -190,8 +192,9 @@ class BiasMove:
     is_unique: bool
 
     def evidence(self, config: ModelConfig) -> str:
-        """Return the difference as text, such as ``energies differ by -641.5 eV/atom (spread
-        0.05)``.
+        """Return the difference as text.
+
+        An example: ``energies differ by -641.5 eV/atom (spread 0.05)``.
         """
         label = LABELS[config.fitting_net.labels[0]]
         what = "energies" if label.name == ENERGY else f"labels of {label.name.partition('[')[0]}"
@@ -201,6 +204,7 @@ class BiasMove:
         text = f"{what} differ by {f'{self.shift:.4g} {unit}'.rstrip()} (spread {self.spread:.2g})"
         if not self.is_of_another_method:
             return f"{text}: no other reference"
+        # changes of elements are named if they are single numbers and the only solution
         if self.change.ndim == 1 and self.is_unique:
             moved = [
                 f"{name} {change:.4g}"
@@ -214,8 +218,7 @@ class BiasMove:
 def energies_of(
     model: EnergyModel | TaskModel, config: ModelConfig, batches: Iterable[Batch]
 ) -> FrameEnergies:
-    """Return the energies of all frames in ``batches`` beside those of the model with the weights
-    it has now.
+    """Return the energies of all frames in ``batches`` beside those of the model, as it is now.
 
     Of a model of another quantity they are its values.
 
@@ -231,8 +234,8 @@ def energies_of(
     for batch in batches:
         # without autograd the forces cost a twelfth of the energies: there is no way of its own
         # without them
-        found = model(batch.to(model.out_bias.device), create_graph=False, need_virial=False)
-        frames.add(batch, found[config.fitting_net.labels[0]])
+        prediction = model(batch.to(model.out_bias.device), create_graph=False, need_virial=False)
+        frames.add(batch, prediction[config.fitting_net.labels[0]])
     return frames
 
 
@@ -246,10 +249,11 @@ def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
         atomic: (T, 3, ...) number, sum and sum of squares of the labels of atomic energies, or
             None.
     """
-    bias, known = _given_energies(frames.config, atomic)
+    bias, is_fixed = _given_energies(frames.config, atomic)
     if not len(frames):
         return BiasFit(bias, np.ones_like(bias))
     target = np.concatenate(frames._labels)
+    # one bias for all elements: the mean of the values per atom
     if not frames.config.fitting_net.distinguish_types:
         # the sum of a row is 1 for a mean over atoms, else the atoms that have the quantity
         sizes = frames.counts.sum(1)
@@ -261,8 +265,8 @@ def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
         spread = np.zeros_like(bias) + _unit_of_loss(values, residual)
         return BiasFit(bias + values.mean(0), spread, float(np.sqrt(np.mean(residual**2))))
     counts = frames.counts
-    target = target - counts[:, known] @ bias[known]
-    return _fit(frames, counts, target, bias, ~known, np.ones(len(frames)))
+    target = target - counts[:, is_fixed] @ bias[is_fixed]  # what is left for the others
+    return _fit(frames, counts, target, bias, ~is_fixed, np.ones(len(frames)))
 
 
 def change_bias(frames: FrameEnergies, bias: Array) -> BiasFit:
@@ -277,6 +281,7 @@ def change_bias(frames: FrameEnergies, bias: Array) -> BiasFit:
         bias: (T,) eV, of the model now.
     """
     assert len(frames), "no frame has an energy"
+    # divided by the number of atoms: the mean of the residual per atom is then 0 (module docstring)
     fixed = _given_energies(frames.config)[1]
     return _fit(
         frames, frames.effect, frames.residual(), np.array(bias, float), ~fixed, frames.weight
@@ -309,23 +314,25 @@ def move_bias(
         residual = diagonal[:, None] * np.eye(3).ravel()
     free = ~_given_energies(config)[1]
     is_new = np.isin(config.type_map, list(new)) & config.fitting_net.distinguish_types
-    kept = _fit(frames, effect, residual, bias, free & is_new, weight)
+    # two fits: with the bias of the file for the elements that it has, and with another for all
+    unmoved = _fit(frames, effect, residual, bias, free & is_new, weight)
     moved = _fit(frames, effect, residual, bias, free, weight)
+    # what both leave unexplained (F, ...), per atom
     per_atom = weight.reshape(-1, *[1] * (residual.ndim - 1))
-    left = per_atom * (
-        residual - effect @ (kept.bias - bias)
-    )  # with the bias of the file for known elements
+    left = per_atom * (residual - effect @ (unmoved.bias - bias))
     rest = per_atom * (residual - effect @ (moved.bias - bias))
     freedom = len(frames) - moved.rank
+    # divided by the degrees of freedom: a fit leaves less than the spread of further frames
     spread = float(np.sqrt((rest**2).sum(0).mean() / max(freedom, 1)))
     if freedom < _MIN_FREEDOM:  # a few frames are explained by any numbers
         spread = max(spread, float(np.mean(std) * np.mean(weight)))
     explained = left - rest
     shift = float(np.sqrt(np.mean(explained**2)) * np.sign(explained.mean()))
+    # other quantities have no unit in which a least shift could be given
     least = _MIN_SHIFT if ENERGY in config.fitting_net.labels else 0.0
     move = BiasMove(
-        bias=kept.bias,
-        std=kept.std,
+        bias=unmoved.bias,
+        std=unmoved.std,
         is_moved=False,
         shift=shift,
         spread=spread,
@@ -339,38 +346,45 @@ def move_bias(
 
 
 def with_given_energies(config: ModelConfig, bias: Array) -> Array:
-    """Return ``bias`` (T, ...) with the energies that the config gives (``preset_out_bias``,
-    ``atom_ener``).
+    """Return ``bias`` (T, ...) with the energies that the config gives.
+
+    Its options are ``preset_out_bias`` and ``atom_ener``.
     """
-    given, fixed = _given_energies(config)
-    return np.where(fixed, given, bias) if fixed.any() else bias
+    energies, is_fixed = _given_energies(config)
+    return np.where(is_fixed, energies, bias) if is_fixed.any() else bias
 
 
 def fixed_elements(config: ModelConfig) -> tuple[str, ...]:
     """Return the elements whose energy the config gives, which no fit changes."""
-    known = _given_energies(config)[1]
-    return tuple(name for name, given in zip(config.type_map, known) if given)
+    is_fixed = _given_energies(config)[1]
+    return tuple(name for name, fixed in zip(config.type_map, is_fixed) if fixed)
 
 
 def _fit(
     frames: FrameEnergies, counts: Array, target: Array, start: Array, free: Array, weight: Array
 ) -> BiasFit:
-    """Add to ``start`` (T,), where ``free``, the energies that explain ``target`` (F,) by
-    ``counts`` (F, T) best.
+    """Return ``start`` (T,) with the energies that explain ``target`` (F,) by ``counts`` (F, T).
+
+    They are added where ``free``, by least squares over frames with ``weight`` (F,).
     """
     config = frames.config
     change = np.zeros_like(start)
     columns = counts[:, free]
+    # one energy for all elements: its column is the number of all atoms
     if not config.fitting_net.distinguish_types:
         columns = columns.sum(1, keepdims=True)
-    change[free], _, rank, _ = np.linalg.lstsq(
+    # numpy gives the smallest solution where compositions do not determine one
+    solution = np.linalg.lstsq(
         columns * weight[:, None], (target.T * weight).T, rcond=config.fitting_net.rcond
     )
+    change[free] = solution[0]
+    rank = solution[2]
     residual = target - counts @ change
     spread = residual.std(0)
     if config.fitting_net.loss == "property":
         spread = _unit_of_loss(target, residual)
     per_atom = (residual.T * frames.weight).T
+    # elements that no frame has are not in question
     seen = [t for t in np.flatnonzero(free) if counts[:, t].any()]
     return BiasFit(
         start + change,
@@ -395,17 +409,22 @@ def _unit_of_loss(values: Array, residual: Array) -> Array:
 
 
 def _given_energies(config: ModelConfig, atomic: Array | None = None) -> tuple[Array, Array]:
-    """Return energies (T,) and which of them are known without a fit."""
+    """Return energies (T, ...) and which of them (T,) are fixed without a fit."""
     num_types = len(config.type_map)
     preset = (config.preset_out_bias or {}).get("energy") or [None] * num_types
     vacuum = list(config.fitting_net.atom_ener or []) + [None] * num_types
-    energies = [one if one is not None else two for one, two in zip(preset, vacuum)]
-    known = np.array([one is not None for one in energies])
-    bias = np.array([0.0 if one is None else float(np.ravel(one)[0]) for one in energies])
+    # a preset comes before the energy in vacuum, and both before means of atomic labels
+    energies = [
+        vacuum_energy if preset_energy is None else preset_energy
+        for preset_energy, vacuum_energy in zip(preset, vacuum)
+    ]
+    is_fixed = np.array([energy is not None for energy in energies])
+    bias = np.array([0.0 if e is None else float(np.ravel(e)[0]) for e in energies])
+    # options give energies only: the bias of another quantity begins at 0
     if ENERGY not in config.fitting_net.labels:
         bias = np.zeros((num_types, *LABELS[config.fitting_net.labels[0]].shape))
     if atomic is not None:
-        measured = ~known & (atomic[:, 0].reshape(num_types, -1)[:, 0] > 0)
+        measured = ~is_fixed & (atomic[:, 0].reshape(num_types, -1)[:, 0] > 0)
         bias[measured] = atomic[measured, 1] / atomic[measured, 0]
-        known |= measured
-    return bias, known
+        is_fixed |= measured
+    return bias, is_fixed

@@ -1,6 +1,4 @@
-"""The model of a quantity other than the energy: a dipole, a polarizability, a property or a
-density of states.
-"""
+"""The model of a dipole, a polarizability, a property or a density of states."""
 
 from __future__ import annotations
 
@@ -45,22 +43,25 @@ class QuantityModel(EnergyModel):
             need_hessian: no effect.
         """
         fitting: Any = self.fitting  # a QuantityFitting
-        of_frame, of_atom = self.labels
+        frame_label, atom_label = self.labels
         with torch.set_grad_enabled(self.training if create_graph is None else create_graph):
             vectors = None
+            # dipoles and polarizabilities are made of vectors of an atom
             if fitting.section.is_equivariant:
-                features, vectors = cast(
-                    "HasEquivariants", self.descriptor
-                ).features_and_equivariants(batch)
+                descriptor = cast("HasEquivariants", self.descriptor)
+                features, vectors = descriptor.features_and_equivariants(batch)  # (A, D), (A, M, 3)
             else:
                 features, _ = self.descriptor(batch)
-            counted = self._counted[batch.atom_type]
-            values = (
-                fitting.values(features, vectors, batch, self.out_bias[0], self.out_std[0])
-                * counted[:, None]
-            )
+            counted = self._counted[batch.atom_type]  # (A,)
+            values = fitting.values(features, vectors, batch, self.out_bias[0], self.out_std[0])
+            values = values * counted[:, None]  # (A, W)
             sums = frame_sums(batch)
             whole = sums(values)
             if fitting.is_mean:
                 whole = whole / sums(counted).clamp(min=1)[:, None]
-            return {of_frame: whole, of_atom: values, COUNTED: counted, SPREAD: self.out_std[:, 0]}
+            return {
+                frame_label: whole,
+                atom_label: values,
+                COUNTED: counted,
+                SPREAD: self.out_std[:, 0],
+            }

@@ -44,6 +44,7 @@ def write_stat_file(path: str | Path, config: ModelConfig, statistics: Statistic
         **statistics.measured,
         **statistics.conditions,
     }
+    # a folder for each type map, as in DeePMD-kit: one file serves several
     items = {f"{' '.join(config.type_map)}/{name}": value for name, value in items.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     if _is_hdf5(path):
@@ -59,8 +60,7 @@ def write_stat_file(path: str | Path, config: ModelConfig, statistics: Statistic
 def read_stat_file(
     path: str | Path, config: ModelConfig, descriptor: Descriptor
 ) -> Statistics | str:
-    """Return the statistics of this model in a stat file, or the reason why the file does not hold
-    them.
+    """Return the statistics of this model in a stat file, or why the file does not hold them.
 
     A file of DeePMD-kit does not say of which options it is; its names and the shapes of its arrays
     decide.
@@ -71,7 +71,8 @@ def read_stat_file(
     path = Path(path)
     if not path.exists():
         return "there is no such file"
-    fitting, num_types = config.fitting_net, len(config.type_map)
+    fitting = config.fitting_net
+    num_types = len(config.type_map)
     conditions = {
         name: (count, 3)
         for name, count in (("fparam", fitting.numb_fparam), ("aparam", fitting.numb_aparam))
@@ -90,6 +91,7 @@ def read_stat_file(
     missing = [name for name in names if name not in stored]
     if reason or missing:
         return reason or f"it has no {missing[0]} of the elements {' '.join(config.type_map)}"
+    # without the settings of dp-ema shapes are all that can be compared
     for name, expected in {bias: shape, spread: shape, **conditions}.items():
         if stored[name].size != math.prod(expected):
             return f"{name} has shape {list(stored[name].shape)}, expected {list(expected)}"
@@ -104,9 +106,7 @@ def read_stat_file(
 
 
 def _difference(settings: Array | None, config: ModelConfig) -> str:
-    """Return the options of a model that are others than those a file was written with, or an empty
-    string.
-    """
+    """Return the options of a model that differ from those of a file; empty if none does."""
     if settings is None:  # written by DeePMD-kit
         return ""
     stored = json.loads(np.ravel(settings)[0])
@@ -134,11 +134,13 @@ def _is_hdf5(path: Path) -> bool:
 def _write_hdf5(path: Path, items: Mapping[str, Array]) -> None:
     import h5py
 
+    # a copy takes the place of the file when it is complete
     with atomic_write(path) as part:
         is_old = path.exists()
         if is_old:
             shutil.copyfile(path, part)
         with h5py.File(part, "r+" if is_old else "w") as file:
+            # a file of frames, named by mistake
             if file.visit(lambda name: name if name.endswith("type.raw") else None) is not None:
                 raise DataError(
                     f"{path}: holds data, to which no statistics are added. Name another "
@@ -152,6 +154,7 @@ def _write_hdf5(path: Path, items: Mapping[str, Array]) -> None:
 
 def _read(path: Path, root: str, names: list[str]) -> dict[str, Array]:
     if not _is_hdf5(path):
+        # names that are not there are left out: the caller says which is missing
         files = {name: path / root / name for name in names}
         return {
             name: np.load(file, allow_pickle=False)

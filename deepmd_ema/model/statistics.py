@@ -1,6 +1,4 @@
-"""Statistics of data for a new model: sums of its descriptor, conditions, energy of each
-element.
-"""
+"""Statistics of data for a new model: sums of descriptor and conditions, energies of elements."""
 
 from __future__ import annotations
 
@@ -47,9 +45,10 @@ class Statistics:
 
     def lines(self) -> list[str]:
         """Return lines about the fit of the energies."""
-        shown = [t for t, name in enumerate(self.type_map) if name in self.observed]
-        if self.fit.bias.ndim > 1:  # the fit of a quantity of several numbers is not shown
+        # the fit of a quantity of several numbers is not shown
+        if self.fit.bias.ndim > 1:
             return []
+        shown = [t for t, name in enumerate(self.type_map) if name in self.observed]
         out = [
             "energy of each element: "
             + ", ".join(f"{self.type_map[t]} {self.fit.bias[t]:.6g} eV" for t in shown)
@@ -77,32 +76,35 @@ def collect_statistics(
         config: its section ``model``.
         batches: on the CPU, in the layout of the model.
     """
-    num_types, fitting = len(config.type_map), config.fitting_net
-    num_atoms, energies = np.zeros(num_types), FrameEnergies(config)
-    of_atom = ATOM_ENERGY if ENERGY in fitting.labels else fitting.labels[1]
-    atomic = np.zeros((num_types, 3, *LABELS[of_atom].shape))
+    num_types = len(config.type_map)
+    fitting = config.fitting_net
+    num_atoms = np.zeros(num_types)
+    energies = FrameEnergies(config)
+    atom_label = ATOM_ENERGY if ENERGY in fitting.labels else fitting.labels[1]
+    # number, sum and sum of squares for each type, from which a bias may follow without a fit
+    atomic = np.zeros((num_types, 3, *LABELS[atom_label].shape))
     measured: dict[str, Array] = {}
     conditions: dict[str, Array] = {}
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # while pairs are searched between these short operations, the others would spin
+    # while pairs are searched between these short operations, further threads would spin
+    torch.set_num_threads(1)
     try:
         for batch in batches:
             num_atoms += batch.type_counts
             energies.add(batch)
             _accumulate(measured, model.descriptor.measure(batch))
+            # (M, N): M frames or atoms, N numbers of the condition
             for name, number in ((FPARAM, fitting.numb_fparam), (APARAM, fitting.numb_aparam)):
                 if number and name in batch.conditions:
-                    values = batch.conditions[name].numpy()  # (M, N)
+                    values = batch.conditions[name].numpy()
                     count = np.full(values.shape[1], float(len(values)))
-                    _accumulate(
-                        conditions, {name: np.stack([count, values.sum(0), (values**2).sum(0)], 1)}
-                    )
-            if of_atom in batch.labels:
-                value = batch.labels[of_atom]
-                is_used = (label_weight(batch, of_atom) > 0).double()
+                    sums = np.stack([count, values.sum(0), (values**2).sum(0)], 1)
+                    _accumulate(conditions, {name: sums})
+            if atom_label in batch.labels:
+                value = batch.labels[atom_label]
+                is_used = (label_weight(batch, atom_label) > 0).double()
                 has_label = is_used[batch.atom_frame].view(-1, *[1] * (value.dim() - 1))
+                # only atoms of frames with the label and a weight count
                 parts = has_label.expand_as(value), has_label * value, has_label * value**2
                 atomic += sum_by_type(torch.stack(parts, 1), batch)
     finally:
@@ -118,25 +120,32 @@ def collect_statistics(
 
 
 def shared_statistics(
-    found: Mapping[str, Statistics], links: Iterable[Link], shares: Mapping[str, float]
+    by_task: Mapping[str, Statistics], links: Iterable[Link], shares: Mapping[str, float]
 ) -> dict[str, Statistics]:
-    """Return the statistics of tasks with one set of sums for what their models share: the data of
-    each by its share.
+    """Return the statistics of tasks with one set of sums for what their models share.
+
+    The data of each task count by its share.
 
     Args:
-        found: those of the data of each task.
+        by_task: those of the data of each task.
         links: what is shared.
         shares: probability of each task to be trained by a step.
     """
+    # links of each part that is shared as a whole: an embedding of elements has no statistics
     groups: dict[str, list[Link]] = {}
     for link in links:
         if link.level == 0 and link.part != "type_map":
             groups.setdefault(link.key, []).append(link)
     together = {
-        task: replace(of, measured=dict(of.measured), conditions=dict(of.conditions))
-        for task, of in found.items()
+        task: replace(
+            statistics,
+            measured=dict(statistics.measured),
+            conditions=dict(statistics.conditions),
+        )
+        for task, statistics in by_task.items()
     }
     for group in groups.values():
+        # weights relative to the largest share: sums of the task with it are not changed
         most = max(shares[link.task] for link in group)
         total: dict[str, Array] = {}
         # names of sums in a model with a hybrid descriptor have the number of the part before them
@@ -145,19 +154,17 @@ def shared_statistics(
         ]
         kind = "conditions" if group[0].part == "fitting_net" else "measured"
         for link, prefix in zip(group, prefixes):
-            sums, weight = getattr(found[link.task], kind), shares[link.task] / most
-            _accumulate(
-                total,
-                {
-                    n.removeprefix(prefix): weight * of
-                    for n, of in sums.items()
-                    if n.startswith(prefix)
-                },
-            )
+            sums = getattr(by_task[link.task], kind)
+            weight = shares[link.task] / most
+            weighted = {
+                name.removeprefix(prefix): weight * values
+                for name, values in sums.items()
+                if name.startswith(prefix)
+            }
+            _accumulate(total, weighted)
         for link, prefix in zip(group, prefixes):
-            getattr(together[link.task], kind).update(
-                {prefix + name: of for name, of in total.items()}
-            )
+            sums = getattr(together[link.task], kind)
+            sums.update({prefix + name: values for name, values in total.items()})
     return together
 
 

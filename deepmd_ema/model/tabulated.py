@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
     from deepmd_ema.model.energy import EnergyModel
 
-MIN_DISTANCE = (
-    0.7  # angstrom, where the shortest distance of the training data is not known; H2 has 0.74
-)
+# angstrom, where the shortest distance of the training data is not known; H2 has 0.74
+MIN_DISTANCE = 0.7
 NEARER = 0.9  # atoms that move come a bit nearer than in the training data
 # of layers, for a pair and for all pairs of a batch, from which on "auto" uses tables
 # (doc/decisions.md)
-MIN_WIDTH, MIN_NUMBERS = 40, 200_000
+MIN_WIDTH = 40
+MIN_NUMBERS = 200_000
 # terms of a table for each number that the layers have for a pair, with which both take as long
 MAX_LENGTH = 1.2
 
@@ -30,17 +30,17 @@ MAX_LENGTH = 1.2
 def interpolations_of(model: nn.Module) -> dict[str, Interpolation]:
     """Return the interpolations of a model by the names of the modules whose nets they evaluate."""
     return {
-        name.rpartition(".")[0]: one
-        for name, one in model.named_modules()
-        if isinstance(one, Interpolation)
+        name.rpartition(".")[0]: module
+        for name, module in model.named_modules()
+        if isinstance(module, Interpolation)
     }
 
 
 def tabulate(model: EnergyModel, always: bool = False) -> bool:
-    """Let a model that is only evaluated use tables of its nets, and return whether it does
-    (doc/decisions.md).
+    """Let a model that is only evaluated use tables of its nets, and return whether it does.
 
-    Its parameters get no gradients from then on. Tables are made by the first evaluation.
+    Its parameters get no gradients from then on. Tables are made by the first evaluation
+    (doc/decisions.md).
 
     Args:
         model: on a CPU; on another device nothing is done but that.
@@ -58,21 +58,20 @@ def tables_in(models: Iterable[EnergyModel]) -> Iterator[None]:
     Weights must not change in it. Every rank may call this; with gradients nets are evaluated
     directly.
     """
-    found = list(models)
+    evaluated = list(models)
     try:
-        for model in found:
+        for model in evaluated:
             _add_tables(model, always=False)
         yield
     finally:
-        for model in found:
+        for model in evaluated:
             model.has_tables = False
             for interpolation in interpolations_of(model).values():
                 interpolation.tables = None
 
 
 def make_tables(model: EnergyModel, batch: Batch) -> list[Series]:
-    """Make the tables of a tabulated model that a graph can read, which then serve batches of any
-    size.
+    """Make the tables of a tabulated model that a graph can read, for batches of any size.
 
     Those for each element of the centre need atoms in the order of their types, which images lack:
     such nets are evaluated directly.
@@ -81,25 +80,21 @@ def make_tables(model: EnergyModel, batch: Batch) -> list[Series]:
         model: on which ``tabulate`` was called.
         batch: with all elements.
     """
-    found = [
-        (one, one.tables) for one in interpolations_of(model).values() if one.tables is not None
-    ]
-    for _, tables in found:
-        tables.min_pairs, tables.longest = (
-            0,
-            tables.longest / 2,
-        )  # a graph merges the operations of a net
+    pairs = [(part, part.tables) for part in interpolations_of(model).values()]
+    tabulated = [(part, tables) for part, tables in pairs if tables is not None]
+    for _, tables in tabulated:
+        tables.min_pairs = 0
+        # a graph merges the operations of a net, so that a table must be shorter to be faster
+        tables.longest = tables.longest / 2
     model(batch)
-    for one, tables in found:
+    for interpolation, tables in tabulated:
         if tables.by_centre:
-            one.tables = None
-    return [series for _, tables in found if not tables.by_centre for series in tables.made]
+            interpolation.tables = None
+    return [series for _, tables in tabulated if not tables.by_centre for series in tables.made]
 
 
 def seal(model: nn.Module) -> None:
-    """From now on use the tables that there are for all batches, whether or not weights have
-    changed.
-    """
+    """Use the tables that a model has for all batches, even if its weights have changed."""
     for interpolation in interpolations_of(model).values():
         if interpolation.tables is not None:
             interpolation.tables.sealed = True
@@ -113,16 +108,17 @@ def min_table_distance(model: EnergyModel) -> float:
 def _add_tables(model: EnergyModel, always: bool) -> bool:
     """Give nets of a model on a CPU tables, and return whether some have them."""
     if model.out_bias.device.type == "cpu":
-        for owner, own in interpolations_of(model).items():
-            requested = always or own.choice == ALWAYS
-            limits = (
-                (0, float("inf"))
-                if requested
-                else (MIN_NUMBERS // max(own.width, 1), MAX_LENGTH * own.width)
-            )
-            if requested or (own.choice == AUTO and own.width >= MIN_WIDTH):
+        for owner, interpolation in interpolations_of(model).items():
+            width = interpolation.width
+            requested = always or interpolation.choice == ALWAYS
+            # fewest pairs of a batch and most terms with which a table is used
+            min_pairs = 0 if requested else MIN_NUMBERS // max(width, 1)
+            longest = float("inf") if requested else MAX_LENGTH * width
+            if requested or (interpolation.choice == AUTO and width >= MIN_WIDTH):
                 module: Any = model.get_submodule(owner)
                 low, high = module.radial_range(min_table_distance(model))
-                own.tables = Tables(low, high, own.precision, *limits)
-    model.has_tables = any(one.tables is not None for one in interpolations_of(model).values())
+                interpolation.tables = Tables(
+                    low, high, interpolation.precision, min_pairs, longest
+                )
+    model.has_tables = any(part.tables is not None for part in interpolations_of(model).values())
     return model.has_tables
