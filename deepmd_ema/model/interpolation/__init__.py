@@ -1,3 +1,4 @@
-"""Interpolated embedding nets: sums over neighbors at a cost that does not depend on their size
-(doc/decisions.md).
+"""Interpolated embedding nets: sums over neighbors at a cost that does not depend on their size.
+
+The reasons and the limits are in doc/decisions.md.
 """

@@ -38,8 +38,7 @@ MARGIN = 2
 
 
 class Interpolation(nn.Module):
-    """Evaluates embedding nets of one number once per site, or leaves it to the caller to evaluate
-    them at each pair.
+    """Evaluates embedding nets of one number once per site, or leaves them to its caller.
 
     While weights change a net is a series between the ends of each batch. The error of every series
     is estimated, and one that is too short is not used: it is made again with more terms, or the
@@ -102,8 +101,9 @@ class Interpolation(nn.Module):
         in_place: bool = True,
         further: Tensor | None = None,
     ) -> NeighborSum:
-        """Return ``sum_k left[k] net(s_k)``, or with further inputs of the net ``sum_kn left[k, n]
-        net(s_k, n)``.
+        """Return ``sum_k left[k] net(s_k)`` over the neighbors of each atom.
+
+        With further inputs of the net it is ``sum_kn left[k, n] net(s_k, n)``.
 
         Args:
             left: (A, K, C F) of each pair.
@@ -119,26 +119,26 @@ class Interpolation(nn.Module):
         """
         if self.tables is not None:
             return self.tables.sum(left, s, net, beside, which, in_place, further)
-        # those of this batch, so that no s is outside; a list of no pairs has none
+        # the ends of this batch, so that no s is outside; a list of no pairs has none
         low, high = s.detach().aminmax() if s.numel() else (s.new_zeros(()), s.new_ones(()))
-        centre, half = 0.5 * (low + high), (0.5 * STRETCH * (high - low)).clamp(min=MIN_HALF)
+        centre = 0.5 * (low + high)
+        half = (0.5 * STRETCH * (high - low)).clamp(min=MIN_HALF)
         constants = Transform(*(getattr(self, name) for name in Transform._fields))
-        series, beyond, terms, error = fit(
-            net, beside, centre.unsqueeze(0), half, constants, self.max_error, further
-        )
-        # evaluations without gradients may be of averaged weights, whose number must not change the
-        # training
+        fitted = fit(net, beside, centre.unsqueeze(0), half, constants, self.max_error, further)
+        series = fitted.series
+        terms = fitted.terms
+        # evaluations without gradients may be those of averages; how many averages there are must
+        # not change the training
         if not torch.compiler.is_dynamo_compiling() and (torch.is_grad_enabled() or self.recording):
             self.direct_numbers += s.numel() * net.numbers_per_row
             self.evaluated_sites += terms if beside is None else terms * len(beside)
             enough = MAX_TERMS + MULTIPLE
             if series is not None:
                 enough = terms  # where the error is nan
-                if math.isfinite(error):
-                    enough = min(terms_for(terms, error, self.max_error / MARGIN), MAX_TERMS)
+                if math.isfinite(fitted.error):
+                    accepted = self.max_error / MARGIN
+                    enough = min(terms_for(terms, fitted.error, accepted), MAX_TERMS)
             self.needed = max(self.needed, enough)
-        return (
-            DirectSum(left, s, net, beside, beyond)
-            if series is None
-            else series.sum(left, s, in_place, beyond)
-        )
+        if series is None:
+            return DirectSum(left, s, net, beside, fitted.beyond)
+        return series.sum(left, s, in_place, fitted.beyond)

@@ -1,5 +1,4 @@
-"""Embedding nets of one number as series of Chebyshev polynomials, and sums over neighbors with
-these.
+"""Embedding nets of one number as series of Chebyshev polynomials, and sums over neighbors.
 
 The range of s is cut into P equal panels. In each of them, and a little beyond, a net G is
 interpolated at the N zeros of a Chebyshev polynomial (Trefethen, Approximation Theory and
@@ -23,6 +22,7 @@ panels.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -42,23 +42,23 @@ from deepmd_ema.model.nn.layers import RadialFunctions
 # first layer is 10 or 30 times as steep as that of a new one an eighth of the series are off by
 # more, by 1.2e-8 at most.
 MAX_ERROR = {torch.float64: 1e-9, torch.float32: 1e-6}
-# of the range of s: at the ends of a series the rounding of its derivative grows with the third
-# power of N
+# longer than the range of s: at the ends of a series the rounding of its derivative grows with the
+# third power of N
 STRETCH = 1.02
-MIN_HALF = 0.5  # of the length of a panel: nearer sites only amplify the rounding of derivatives
-MIN_TERMS, FIRST_TERMS = 16, 32
+MIN_HALF = 0.5  # least half length of a panel: nearer sites only amplify rounding of derivatives
+MIN_TERMS = 16
+FIRST_TERMS = 32
 # the rounding of derivatives, which grows with N^1.5, is then still below what float64 allows
 MAX_TERMS = 384
-MULTIPLE = 4  # of which numbers of terms are multiples
-PARTS = 8  # of a series, of which the decay of the last three is compared
+MULTIPLE = 4  # numbers of terms are multiples of it
+PARTS = 8  # parts of a series, to compare the decay of the last three
 # an estimate that is not below it comes from coefficients that do not decay yet: it says nothing
 # about N
 UNRESOLVED = 0.1
 RESOLVED = 1e-13  # an estimate below it is one of rounding
-ROUNDING = (
-    1e-14  # of coefficients, over the largest one: measured 3e-15 to 8e-15 with 64 to 512 terms
-)
-MAX_DECAY = 0.98  # of a part to the next: a slower decay is not resolved, or is that of rounding
+# error of coefficients, over the largest one: measured 3e-15 to 8e-15 with 64 to 512 terms
+ROUNDING = 1e-14
+MAX_DECAY = 0.98  # from part to part: a slower decay is not resolved, or is that of rounding
 _TINY = 1e-300
 
 
@@ -83,7 +83,8 @@ class Transform(NamedTuple):
 @lru_cache(maxsize=64)
 def transform(terms: int) -> Transform:
     """Return the constants of the series of N terms."""
-    n, m = np.arange(terms), np.arange(terms)[:, None]
+    n = np.arange(terms)
+    m = n[:, None]
     angles = (n + 0.5) * np.pi / terms
     sign = signs(terms)[:, None]
     at_sites = np.cos(np.outer(angles, n)) * sign.T
@@ -93,14 +94,16 @@ def transform(terms: int) -> Transform:
     # (Trefethen, exercise 3.2)
     slope = np.where((n > m) & ((n - m) % 2 == 1), 2.0 * n, 0.0)
     slope[0] /= 2
+    # |T_n'| is at most n^2 at the ends of a series, and n / sqrt(1 - x^2) at x, here at 1 / STRETCH
     steepest = np.minimum(n**2, n / np.sqrt(1 - STRETCH**-2))
     arrays = np.cos(angles), sign * solve, sign * (slope @ solve), at_sites, steepest
     return Transform(*map(torch.from_numpy, arrays))
 
 
 def signs(terms: int) -> np.ndarray:
-    """Return the signs (N,) of the polynomials of a basis: + + - - and again, with which each step
-    is one addition.
+    """Return the signs (N,) of the polynomials of a basis: + + - - and again.
+
+    With these each step of the recurrence is one addition.
     """
     return np.where(np.arange(terms) % 4 < 2, 1.0, -1.0)
 
@@ -136,22 +139,39 @@ class Series:
                 differentiable twice by s.
             beyond: of the sum.
         """
-        panels, sums = len(self.centres), _sum_in_place if in_place else _plain_sum
+        panels = len(self.centres)
+        sums = _sum_in_place if in_place else _plain_sum
         wide = left
         centre = self.centres[0]
         panel = None
         if panels > 1:
             width = self.centres[1] - centre
-            # a number that is not finite has no panel, and is still seen in the sums
+            # nan has no panel: it takes the first one, and shows in the sums
             place = ((s.detach() - centre) / width).round().nan_to_num(0.0).clamp(0, panels - 1)
             panel = place.long()
             index = panel[..., None, None].expand(*left.shape, 1)
-            wide = (
-                left.new_zeros(*left.shape, panels).scatter(3, index, left.unsqueeze(3)).flatten(2)
-            )
+            # (A, K, C F P): a column of a pair is 0 but for the panel of its s
+            wide = left.new_zeros(*left.shape, panels).scatter(3, index, left.unsqueeze(3))
+            wide = wide.flatten(2)
             centre = centre + width * place
         value, basis = sums(wide, s, self.coefficients, centre, self.half, self.terms)
         return SeriesSum(left, basis, self.coefficients, value, panel, beyond)
+
+
+class Fit(NamedTuple):
+    """Result of an interpolation.
+
+    Attributes:
+        series: None: no number of terms has the accepted error.
+        beyond: (B, M), the net at further numbers.
+        terms: that were tried last.
+        error: of these, by the terms left out.
+    """
+
+    series: Series | None
+    beyond: Tensor
+    terms: int
+    error: float
 
 
 def fit(
@@ -162,7 +182,7 @@ def fit(
     constants: Transform,
     max_error: float,
     further: Tensor | None = None,
-) -> tuple[Series | None, Tensor, int, float]:
+) -> Fit:
     """Interpolate a net with as many terms as its error allows.
 
     A series whose error is too large is made again with as many terms as the decay of its
@@ -178,61 +198,55 @@ def fit(
         max_error: that is accepted.
         further: (B,) numbers at which the net is evaluated as well: a call with few rows takes as
             long as with many.
-
-    Returns:
-        The series, or None if no number of terms has that error; the values (B, M) at ``further``;
-        the number of terms that was tried last, and the error of that by the terms left out.
     """
     # in float64: derivatives amplify the rounding of coefficients by the square of their number
-    wide, panels = half.double(), len(centres)
+    wide = half.double()
+    panels = len(centres)
     while True:
         terms = len(constants.sites)
+        # (P N,) sites of all panels, then the further numbers: one call of the net
         sites = (centres.double().unsqueeze(1) + wide * constants.sites).flatten()
-        inputs = inputs_at(
-            sites if further is None else torch.cat([sites, further.double()]), beside
-        )
+        numbers = sites if further is None else torch.cat([sites, further.double()])
+        inputs = inputs_at(numbers, beside)
         values, beyond = net(inputs).split([panels * terms, inputs.shape[1] - panels * terms], 1)
-        values = values.unflatten(1, (panels, terms)).flatten(0, 1)
-        coefficients = (
-            torch.cat([constants.solve, constants.slope / wide]) @ values
-        )  # (F P, 2 N, M)
+        values = values.unflatten(1, (panels, terms)).flatten(0, 1)  # (F P, N, M)
+        # the coefficients of the functions and of their derivatives, (F P, 2 N, M)
+        coefficients = torch.cat([constants.solve, constants.slope / wide]) @ values
         coefficients = coefficients.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 2)
         beyond = beyond.flatten(0, 1).to(half.dtype)
         with torch.no_grad():
             left_out, rounding = estimated_errors(coefficients, constants, wide)
         if torch.compiler.is_dynamo_compiling():
             coefficients = torch.where(left_out + rounding > max_error, torch.nan, coefficients)
-            return (
-                Series(centres, half, coefficients.to(half.dtype), terms, 0.0),
-                beyond,
-                terms,
-                0.0,
-            )
+            series = Series(centres, half, coefficients.to(half.dtype), terms, 0.0)
+            return Fit(series, beyond, terms, 0.0)
         left_out, rounding = float(left_out), float(rounding)
-        if not left_out + rounding > max_error:  # not so of nan, which the sums show
-            made = Series(centres, half, coefficients.to(half.dtype), terms, left_out + rounding)
-            return made, beyond, terms, left_out
+        if not left_out + rounding > max_error:  # also for nan, which then shows in the sums
+            error = left_out + rounding
+            series = Series(centres, half, coefficients.to(half.dtype), terms, error)
+            return Fit(series, beyond, terms, left_out)
+        # more terms round more: they help only if the terms left out are most of the error
         if terms >= MAX_TERMS or 2 * rounding > max_error:
-            return None, beyond, terms, left_out
+            return Fit(None, beyond, terms, left_out)
         longer = max(terms + MULTIPLE, terms_for(terms, left_out, max_error))
         constants = transform(min(longer, MAX_TERMS))
 
 
 def terms_for(terms: int, error: float, accepted: float) -> int:
-    """Return the number of terms with an accepted error, if ``terms`` have ``error``, which falls
-    geometrically.
+    """Return the number of terms with an accepted error, if ``terms`` have ``error``.
+
+    The error falls geometrically, so that its logarithm is proportional to the number of terms.
     """
-    growth = (
-        2.0
-        if error >= UNRESOLVED
-        else min(2.0, math.log(accepted) / math.log(max(error, RESOLVED)))
-    )
+    growth = 2.0
+    if error < UNRESOLVED:
+        growth = min(growth, math.log(accepted) / math.log(max(error, RESOLVED)))
     return max(MIN_TERMS, MULTIPLE * math.ceil(growth * terms / MULTIPLE))
 
 
 def estimated_errors(coefficients: Tensor, constants: Transform, half: Tensor) -> tuple[Any, Any]:
-    """Return the errors of the derivative, over its largest value, by the terms left out and by
-    rounding.
+    """Return the errors of the derivative by the terms left out and by rounding.
+
+    Both are over its largest value.
 
     The terms that are left out are extrapolated: bounds of the derivatives of the last terms, in
     three parts of N / 8 each, decay at least by the slower one of the two ratios of their largest
@@ -250,25 +264,31 @@ def estimated_errors(coefficients: Tensor, constants: Transform, half: Tensor) -
     terms = len(constants.sites)
     part = terms // PARTS
     values, slopes = coefficients.view(2, -1, terms, coefficients.shape[1]).unbind(0)  # (F P, N, M)
-    sizes = values.abs().amax((0, 2))
+    sizes = values.abs().amax((0, 2))  # (N,)
     last = sizes[-3 * part :] * constants.steepest[-3 * part :]
     noise: Any = sizes.amax() * constants.steepest[-1]
     scale: Any = (constants.at_sites @ slopes).abs().amax() * half
     at_least: Any = torch.clamp_min
     at_most: Any = torch.clamp_max
+    parts: Sequence[Any]
     if torch.compiler.is_dynamo_compiling():
-        first, second, third = last.unflatten(0, (3, part)).amax(1).unbind(0)
+        parts = last.unflatten(0, (3, part)).amax(1).unbind(0)
     else:
         # in numbers of Python, because an operation of torch on one number takes longer than all
         # that follows
-        found = torch.cat([last, noise.view(1), scale.view(1)])
+        joined = torch.cat([last, noise.view(1), scale.view(1)])
         try:
-            *numbers, noise, scale = found.tolist()
+            *numbers, noise, scale = joined.tolist()
         except RuntimeError:  # a tensor made inside torch.func has no list
-            *numbers, noise, scale = map(float, found)
-        first, second, third = (max(numbers[k * part : (k + 1) * part]) for k in range(3))
-        at_least, at_most = max, min
-    first, second, scale = (at_least(value, _TINY) for value in (first, second, scale))
+            *numbers, noise, scale = map(float, joined)
+        parts = [max(numbers[k * part : (k + 1) * part]) for k in range(3)]
+        at_least = max
+        at_most = min
+    # two of them are divisors
+    first = at_least(parts[0], _TINY)
+    second = at_least(parts[1], _TINY)
+    third = parts[2]
+    scale = at_least(scale, _TINY)
     decay = at_most(at_least(second / first, third / second), MAX_DECAY)
     noise = ROUNDING * noise
     left_out = 2 * part * at_least(third - 3 * noise, 0.0) * decay / (1 - decay)
@@ -297,19 +317,21 @@ class SeriesSum(NeighborSum):
 
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients with respect to ``left`` and s from that of the value."""
-        (num_atoms, columns, _), num_slots = grad_value.shape, self.left.shape[1]
-        terms, functions = len(self.basis), self.left.shape[2] // columns
-        along = (grad_value @ self.coefficients.T).view(
-            num_atoms, columns * len(self.coefficients) // terms, terms
-        )
-        found = torch.bmm(along, self.basis.transpose(0, 1))  # (A, C 2 F P, K)
+        num_atoms, columns, _ = grad_value.shape
+        num_slots = self.left.shape[1]
+        terms = len(self.basis)
+        functions = self.left.shape[2] // columns
+        # (A, C 2 F P, N): the gradient by the polynomials, for values and for slopes
+        along = grad_value @ self.coefficients.T
+        along = along.view(num_atoms, columns * len(self.coefficients) // terms, terms)
+        grads = torch.bmm(along, self.basis.transpose(0, 1))  # (A, C 2 F P, K)
         if self.panel is not None:
             rows = 2 * columns * functions
-            found = found.view(num_atoms, rows, found.shape[1] // rows, num_slots)
-            found = found.gather(2, self.panel[:, None, None].expand(-1, rows, 1, -1))
-        of_left, through_s = found.view(num_atoms, columns, 2, functions, num_slots).unbind(2)
-        of_s = (through_s.flatten(1, 2) * self.left.transpose(1, 2)).sum(1)
-        return of_left.flatten(1, 2).transpose(1, 2), of_s
+            grads = grads.view(num_atoms, rows, grads.shape[1] // rows, num_slots)
+            grads = grads.gather(2, self.panel[:, None, None].expand(-1, rows, 1, -1))
+        grad_left, through_s = grads.view(num_atoms, columns, 2, functions, num_slots).unbind(2)
+        grad_s = (through_s.flatten(1, 2) * self.left.transpose(1, 2)).sum(1)
+        return grad_left.flatten(1, 2).transpose(1, 2), grad_s
 
 
 def _sum_in_place(
@@ -342,28 +364,28 @@ def _sum_in_place(
 def _plain_sum(
     left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the same by ``T_m+j = 2 T_m T_j - T_m-j``, with which few operations make all
-    polynomials.
+    """Return the same by ``T_m+j = 2 T_m T_j - T_m-j``.
+
+    Few operations make all polynomials: each step doubles their number.
     """
     x = (s - centre) / half
     # the polynomials are last in memory: inductor refuses a bmm with strides that are products of
     # unknown sizes
-    found = torch.stack([torch.ones_like(x), x], -1)
-    while found.shape[-1] < terms:
-        last = found[..., -1:]
-        found = torch.cat([found, 2 * last * found[..., 1:] - found[..., :-1].flip(-1)], -1)
-    basis = (found[..., :terms] * torch.from_numpy(signs(terms)).to(x)).permute(2, 0, 1)
+    polynomials = torch.stack([torch.ones_like(x), x], -1)
+    while polynomials.shape[-1] < terms:
+        last = polynomials[..., -1:]
+        higher = 2 * last * polynomials[..., 1:] - polynomials[..., :-1].flip(-1)
+        polynomials = torch.cat([polynomials, higher], -1)
+    basis = polynomials[..., :terms] * torch.from_numpy(signs(terms)).to(x)
+    basis = basis.permute(2, 0, 1)
     size = len(coefficients) // 2
     summed = torch.bmm(left.transpose(1, 2), basis.permute(1, 2, 0))
-    return summed.view(summed.shape[0], left.shape[2] * terms // size, size) @ coefficients[
-        :size
-    ], basis
+    summed = summed.view(summed.shape[0], left.shape[2] * terms // size, size)
+    return summed @ coefficients[:size], basis
 
 
 class _SeriesSum(torch.autograd.Function):
-    """The sum, with the gradient by ``left`` and s that ``torch.func.vjp`` of a whole descriptor
-    needs.
-    """
+    """The sum, with the gradient by ``left`` and s for ``torch.func.vjp`` of a descriptor."""
 
     @staticmethod
     def forward(
@@ -372,9 +394,9 @@ class _SeriesSum(torch.autograd.Function):
         num_atoms, _, columns = left.shape
         size = len(coefficients) // 2
         rows = columns * len(basis) // size
-        summed = torch.bmm(left.transpose(1, 2), basis.permute(1, 2, 0)).view(
-            num_atoms * rows, size
-        )
+        # (A C, F P N): all polynomials of a row are contracted with the coefficients at once
+        summed = torch.bmm(left.transpose(1, 2), basis.permute(1, 2, 0))
+        summed = summed.view(num_atoms * rows, size)
         value = torch.mm(summed, coefficients[:size])
         return value.view(num_atoms, rows, coefficients.shape[1]), summed
 
@@ -387,10 +409,12 @@ class _SeriesSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_value: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         left, coefficients, basis, summed = ctx.saved_tensors
-        of_left = of_s = of_coefficients = None
+        grad_left = grad_s = grad_coefficients = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            of_left, of_s = SeriesSum(left, basis, coefficients, grad_value).vjp(grad_value)
+            pair_sum = SeriesSum(left, basis, coefficients, grad_value)
+            grad_left, grad_s = pair_sum.vjp(grad_value)
         if ctx.needs_input_grad[2]:
-            of_values = summed.T @ grad_value.flatten(0, 1)
-            of_coefficients = torch.cat([of_values, torch.zeros_like(of_values)])
-        return of_left, of_s, of_coefficients, None
+            # the value does not depend on the coefficients of the derivatives
+            grad_values = summed.T @ grad_value.flatten(0, 1)
+            grad_coefficients = torch.cat([grad_values, torch.zeros_like(grad_values)])
+        return grad_left, grad_s, grad_coefficients, None

@@ -33,16 +33,15 @@ class NeighborSum(ABC):
 
     @abstractmethod
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients with respect to ``left`` (A, K, C F) and s (A, K) from that of the
-        value.
-        """
+        """Return the gradients by ``left`` (A, K, C F) and s (A, K) from that by the value."""
 
     def rows_vjp(self, grad_value: Tensor) -> Tensor:
-        """Return the gradient with respect to ``left`` (A, K, C) whose first column is s, from that
-        of the value.
+        """Return the gradient by ``left`` (A, K, C) with s as its first column.
+
+        Both ways of s are added up: as a column of ``left`` and as the input of the net.
         """
-        of_left, of_s = self.vjp(grad_value)
-        return of_left + functional.pad(of_s.unsqueeze(2), (0, of_left.shape[2] - 1))
+        grad_left, grad_s = self.vjp(grad_value)
+        return grad_left + functional.pad(grad_s.unsqueeze(2), (0, grad_left.shape[2] - 1))
 
 
 class DirectSum(NeighborSum):
@@ -68,29 +67,28 @@ class DirectSum(NeighborSum):
         if beside is not None:
             further = beside.to(s.dtype).expand(*s.shape, *beside.shape)
             x = torch.cat([x.expand(*further.shape[:-1], 1), further], -1)
-        functions = x.shape[2]
-        # all (A, K F, M), and the columns of `left` (A, K F, C)
+        functions = x.shape[2]  # x is (A, K, F, 1 + further inputs)
+        # the values and slopes of all functions, (A, K F, M)
         self._value, self._slope = net.value_and_derivative(x.flatten(1, 2))
         self._shape = left.shape[2] // functions, functions
-        self.left, self.beyond = left, beyond
+        self.left = left
+        self.beyond = beyond
+        # (A, K F, C): the columns of `left` in the order of the values
         self._left = left.unflatten(2, self._shape).transpose(2, 3).flatten(1, 2)
         self.value = torch.bmm(self._left.transpose(1, 2), self._value)
 
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients with respect to ``left`` and s from that of the value."""
         functions = self._shape[1]
-        back = grad_value.transpose(1, 2)
-        of_left = (
-            torch.bmm(self._value, back).unflatten(1, (-1, functions)).transpose(2, 3).flatten(2)
-        )
-        of_s = (torch.bmm(self._slope, back) * self._left).unflatten(1, (-1, functions)).sum((2, 3))
-        return of_left, of_s
+        back = grad_value.transpose(1, 2)  # (A, M, C)
+        # products (A, K F, C), as columns of `left` again and as sums over functions
+        by_left = torch.bmm(self._value, back).unflatten(1, (-1, functions))
+        by_s = (torch.bmm(self._slope, back) * self._left).unflatten(1, (-1, functions))
+        return by_left.transpose(2, 3).flatten(2), by_s.sum((2, 3))
 
 
 def inputs_at(s: Tensor, beside: Tensor | None) -> Tensor:
-    """Return the inputs (F, S, 1 + further ones) of a net at (S,) numbers, beside each of F rows of
-    further inputs.
-    """
+    """Return inputs (F, S, 1 + further ones) of a net at (S,) numbers, beside F rows of others."""
     if beside is None:
         return s[None, :, None]
     further = beside.to(s.dtype)[:, None].expand(-1, len(s), -1)

@@ -1,5 +1,4 @@
-"""Tables of embedding nets: series with coefficients that are made once, for models that are only
-evaluated.
+"""Tables of embedding nets: series made once, for models that are only evaluated.
 
 The range of s is known from a model alone: from the cutoff, where it is least, to a least distance
 of two atoms. Pairs outside of it, nearer than that, are evaluated by the net itself: no number is
@@ -31,8 +30,8 @@ from deepmd_ema.model.nn.layers import RadialFunctions
 # slots of which some are evaluated directly
 
 PANELS = 4  # a sum costs about as much with 2 and with 4; with one it is up to 1.7 times slower
-MARGIN = 10  # of the error that tables aim at, below the one with which they are used
-_ENDS = 1e-6  # of the range, for the rounding of s
+MARGIN = 10  # tables aim at an error so many times smaller than the one that is accepted
+_ENDS = 1e-6  # part of the range that is added at its ends, for the rounding of s
 _MIN_DIRECT = 2  # slots that a graph evaluates directly
 
 
@@ -56,8 +55,9 @@ class Table:
 
 
 class Tables:
-    """Tables of the nets of one `Interpolation`, made when they are first used and again when
-    weights have changed.
+    """Tables of the nets of one `Interpolation`.
+
+    They are made when they are first used, and again when weights have changed.
 
     Args:
         low: least s.
@@ -82,17 +82,16 @@ class Tables:
         self.min_pairs = min_pairs
         self.longest = longest
         self.sealed = False
-        self._tables: dict[
-            tuple[RadialFunctions, int], Table
-        ] = {}  # a copy has copies of the nets here
+        # by net and `which`: in a copy of the model the keys are copies of the nets
+        self._tables: dict[tuple[RadialFunctions, int], Table] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy; tensors that were made inside torch.func are wrapped, and
-        cannot be copied.
+        """Return the state of a copy.
+
+        Tensors that were made inside torch.func are wrapped, and cannot be copied.
         """
-        return vars(self) | {
-            "_tables": {key: _cloned(table) for key, table in self._tables.items()}
-        }
+        tables = {key: _cloned(table) for key, table in self._tables.items()}
+        return vars(self) | {"_tables": tables}
 
     @property
     def made(self) -> list[Series]:
@@ -103,8 +102,9 @@ class Tables:
 
     @property
     def by_centre(self) -> bool:
-        """Whether there are tables for each element of the centre, which need atoms in the order of
-        their types.
+        """Whether there are tables for each element of the centre.
+
+        These need atoms in the order of their types.
         """
         return any(which for _, which in self._tables)
 
@@ -122,13 +122,11 @@ class Tables:
         in_place: bool = True,
         further: Tensor | None = None,
     ) -> NeighborSum:
-        """Return ``sum_k left[k] net(s_k)`` for `Interpolation.forward`, which has the same
-        arguments.
-        """
+        """Return ``sum_k left[k] net(s_k)`` for `Interpolation.forward`, with its arguments."""
+        # tables have no gradients by parameters
         if torch.is_grad_enabled() and any(p.requires_grad for p in net.parameters()):
-            return DirectSum(
-                left, s, net, beside, None if further is None else net(further[:, None])
-            )
+            beyond = None if further is None else net(further[:, None])
+            return DirectSum(left, s, net, beside, beyond)
         table = self._tables.get((net, which))
         if table is None or not self.sealed:
             # numbers, not versions of tensors: `.data` and views of other libraries change weights
@@ -143,13 +141,14 @@ class Tables:
                 self._tables[net, which] = table
         if table.series is None or table.series.terms > self.longest:
             return DirectSum(left, s, net, beside, table.beyond)
-        inside = (s >= table.low) & (s <= table.high)  # not so of nan
+        inside = (s >= table.low) & (s <= table.high)  # false for nan
         if self.sealed:
             width = _symbolic_width(inside)
         elif inside.all():
             return table.series.sum(left, s, in_place, table.beyond)
         else:
             width = int(_last_outside(inside))
+        # each pair is in one of two sums: with the table, or with the net in the first slots
         keep = inside.unsqueeze(-1).to(left.dtype)
         far = table.series.sum(left * keep, torch.where(inside, s, table.low), in_place)
         near = DirectSum(_first(left * (1 - keep), width), _first(s, width), net, beside)
@@ -178,15 +177,13 @@ class SplitSum(NeighborSum):
         self._keep = keep
 
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients with respect to ``left`` (A, K, C F) and s (A, K) from that of the
-        value.
-        """
-        of_left, of_s = self._near.vjp(grad_value)
+        """Return the gradients by ``left`` (A, K, C F) and s (A, K) from that by the value."""
+        near_left, near_s = self._near.vjp(grad_value)
         far_left, far_s = self._far.vjp(grad_value)
         width = self._keep.shape[1]
         inside = _placed(self._keep, torch.ones_like(far_left[..., :1]), width)
-        beyond = _placed(of_left * (1 - self._keep), torch.zeros_like(far_left), width)
-        return far_left * inside + beyond, far_s + _placed(of_s, torch.zeros_like(far_s), width)
+        beyond = _placed(near_left * (1 - self._keep), torch.zeros_like(far_left), width)
+        return far_left * inside + beyond, far_s + _placed(near_s, torch.zeros_like(far_s), width)
 
 
 def make_table(
@@ -211,19 +208,26 @@ def make_table(
         source: the numbers of which it is made.
         further: (B,) numbers at which the net is evaluated as well.
     """
-    width, given = (high - low) / PANELS, dict[str, Any](dtype=like.dtype, device=like.device)
-    # not like.new_tensor: of a tensor inside torch.func it would be one that ends there
-    centres = torch.tensor([low + (k + 0.5) * width for k in range(PANELS)], **given)
-    half = torch.tensor(max(0.5 * STRETCH * width, MIN_HALF), **given)
+    width = (high - low) / PANELS
+    options = dict[str, Any](dtype=like.dtype, device=like.device)
+    # not like.new_tensor: inside torch.func it returns a wrapped tensor, which is invalid
+    # afterwards
+    centres = torch.tensor([low + (k + 0.5) * width for k in range(PANELS)], **options)
+    half = torch.tensor(max(0.5 * STRETCH * width, MIN_HALF), **options)
     largest = MAX_ERROR[precision]
-    series, beyond, terms, error = fit(
-        net, beside, centres, half, transform(MIN_TERMS), largest / MARGIN, further
-    )
-    if series is not None and (fewer := terms_for(terms, error, largest / MARGIN)) < terms:
-        series = fit(net, beside, centres, half, transform(fewer), largest / MARGIN)[0]
+    accepted = largest / MARGIN
+    fitted = fit(net, beside, centres, half, transform(MIN_TERMS), accepted, further)
+    series = fitted.series
+    # the search goes up in large steps: fewer terms may do. If none do, a larger error is accepted
+    if series is not None:
+        fewer = terms_for(fitted.terms, fitted.error, accepted)
+        if fewer < fitted.terms:
+            series = fit(net, beside, centres, half, transform(fewer), accepted).series
     if series is None:
-        series = fit(net, beside, centres, half, transform(MIN_TERMS), largest)[0]
-    return Table(source, torch.tensor(low, **given), torch.tensor(high, **given), series, beyond)
+        series = fit(net, beside, centres, half, transform(MIN_TERMS), largest).series
+    lowest = torch.tensor(low, **options)
+    highest = torch.tensor(high, **options)
+    return Table(source, lowest, highest, series, fitted.beyond)
 
 
 def _cloned(value: Any) -> Any:
@@ -240,8 +244,9 @@ def _last_outside(inside: Tensor) -> Tensor:
 
 
 def _symbolic_width(inside: Tensor) -> int:
-    """Return the slots that are evaluated directly in a graph: at least 2, as sizes that a graph
-    does not know.
+    """Return the number of slots that are evaluated directly in a graph.
+
+    It is at least 2, as sizes that a graph does not know must be.
     """
     width = cast("int", _last_outside(inside).clamp(min=_MIN_DIRECT).item())
     torch.sym_constrain_range(width, min=_MIN_DIRECT)
@@ -255,15 +260,13 @@ def _symbolic_width(inside: Tensor) -> int:
 def _first(per_slot: Tensor, width: int) -> Tensor:
     """Return the first slots of (A, K, ...)."""
     more = per_slot.new_zeros(per_slot.shape[0], _MIN_DIRECT, *per_slot.shape[2:])
-    return torch.cat([per_slot, more], 1).index_select(
-        1, torch.arange(width, device=per_slot.device)
-    )
+    slots = torch.arange(width, device=per_slot.device)
+    return torch.cat([per_slot, more], 1).index_select(1, slots)
 
 
-def _placed(first: Tensor, others: Tensor, width: int) -> Tensor:
-    """Return ``others`` (A, K, ...) with the first slots exchanged."""
-    more = others.new_zeros(others.shape[0], _MIN_DIRECT, *others.shape[2:])
-    whole = torch.cat([others, more], 1).index_copy(
-        1, torch.arange(width, device=others.device), first
-    )
-    return whole.split([others.shape[1], _MIN_DIRECT], 1)[0]
+def _placed(first: Tensor, rest: Tensor, width: int) -> Tensor:
+    """Return ``rest`` (A, K, ...) with the first slots exchanged."""
+    more = rest.new_zeros(rest.shape[0], _MIN_DIRECT, *rest.shape[2:])
+    slots = torch.arange(width, device=rest.device)
+    whole = torch.cat([rest, more], 1).index_copy(1, slots, first)
+    return whole.split([rest.shape[1], _MIN_DIRECT], 1)[0]
