@@ -43,12 +43,12 @@ def activation(name: str) -> Activation:
         ConfigError: if the name is unknown.
     """
     read = ActivationName(name)
+    # derivatives are written out, because a loss of forces differentiates them once more
     if read.kind == "silut":
-        value, derivative = (
-            partial(_silut, bend=read.bend),
-            partial(_silut_derivative, bend=read.bend),
-        )
+        value = partial(_silut, bend=read.bend)
+        derivative = partial(_silut_derivative, bend=read.bend)
         return Activation(str(name), value, derivative, read.bend)
+    # infinity: silu has no bend, so that written-out derivatives hold for all numbers
     return Activation(str(name), *_KNOWN[read.kind], math.inf if read.kind == "silu" else None)
 
 
@@ -57,17 +57,21 @@ def _gelu(z: Tensor) -> Tensor:
 
 
 def _gelu_derivative(z: Tensor, _: Tensor) -> Tensor:
-    scale, cubic = math.sqrt(2 / math.pi), 0.044715  # the tanh form of gelu
+    # 0.5 z (1 + tanh(scale (z + cubic z^3))), the tanh form of gelu
+    scale = math.sqrt(2 / math.pi)
+    cubic = 0.044715
     t = torch.tanh(scale * (z + cubic * z**3))
     return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * scale * (1 + 3 * cubic * z * z)
 
 
+# z sigmoid(z) in terms of s: s (1 + z (1 - s))
 def _silu_derivative(z: Tensor, _: Tensor) -> Tensor:
     s = torch.sigmoid(z)
     return s * (1 + z * (1 - s))
 
 
 def _silut(z: Tensor, bend: float) -> Tensor:
+    # tanh continues value and slope of silu at the bend, so that large numbers stay bounded
     value, slope = _silu_at(bend)
     return torch.where(z < bend, functional.silu(z), torch.tanh(slope * (z - bend)) + value)
 
@@ -79,6 +83,7 @@ def _silut_derivative(z: Tensor, y: Tensor, bend: float) -> Tensor:
 
 
 def _silu_at(z: float) -> tuple[float, float]:
+    # value and slope of silu at a number
     s = 1 / (1 + math.exp(-z))
     return z * s, s * (1 + z * (1 - s))
 

@@ -26,8 +26,9 @@ class Weights(NamedTuple):
 
 
 class GatedAttention(nn.Module):
-    """Self-attention over the neighbors of an atom (DPA-1, Zhang et al., arXiv:2208.08236, eq. 11
-    to 14).
+    """Self-attention over the neighbors of an atom.
+
+    DPA-1, Zhang et al., arXiv:2208.08236, eq. 11 to 14.
 
     Args:
         width: M.

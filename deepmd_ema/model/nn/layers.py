@@ -20,8 +20,9 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class Layer(nn.Module):
-    """``y = act(x W + b) * idt``, plus ``x`` if M == N, or ``[x, x]`` if M == 2 N, when
-    ``residual`` is on.
+    """``y = act(x W + b) * idt``, plus a skip connection where ``residual`` is on.
+
+    It adds ``x`` if M == N, ``[x, x]`` if M == 2 N, and nothing for other widths.
 
     ``b`` and ``idt`` are left out where there are none. All but ``vjp`` compute in the precision of
     x.
@@ -51,6 +52,7 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation(act)
+        # the widths of DeePMD-kit's residual networks; 0 copies: no skip connection
         self.copies = num_out // num_in if residual and num_out in (num_in, 2 * num_in) else 0
 
         def draw(shape: tuple[int, ...], mean: float, spread: float) -> nn.Parameter:
@@ -58,6 +60,7 @@ class Layer(nn.Module):
             values = mean + spread * torch.randn(shape, dtype=torch.float64, generator=generator)
             return nn.Parameter(values.to(dtype))
 
+        # means and spreads as in DeePMD-kit
         self.weight = draw((num_in, num_out), 0.0, (num_in + num_out) ** -0.5)
         self.bias: Any = draw((num_out,), 0.0, 1.0) if bias else None  # a parameter, or None
         self.idt = draw((num_out,), 0.1, 0.001) if timestep and self.copies else None
@@ -65,6 +68,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return y (B, M)."""
         y = self.activation.value(self._affine(x))
+        # the step size in the precision of x, which may be wider than that of the parameters
         return self._add_skip(y if self.idt is None else y * self.idt.to(x.dtype), x)
 
     def with_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,19 +78,23 @@ class Layer(nn.Module):
         derivative = self.activation.derivative(z, y)
         if self.idt is not None:
             idt = self.idt.to(x.dtype)
-            y, derivative = y * idt, derivative * idt
+            y = y * idt
+            derivative = derivative * idt
         return self._add_skip(y, x), derivative
 
     def jvp(self, dx: Tensor, derivative: Tensor) -> Tensor:
         """Return the change of y (B, M) for a change of x (B, N)."""
         weight = self.weight.to(dx.dtype)
+        # one input: no product of matrices, as in `_affine`
         change = dx * weight[0] if len(weight) == 1 else dx @ weight
         return self._add_skip(derivative * change, dx)
 
     def vjp(self, grad: Tensor, derivative: Tensor) -> Tensor:
         """Return the gradient with respect to x (B, N) from that with respect to y (B, M)."""
+        # the gradient has the precision of the parameters: the weight is not converted
         back = (grad * derivative) @ self.weight.T
         if self.copies:
+            # the skip connection of M == 2 N copied x: both halves lead back to it
             width = back.shape[-1]
             back = back + (grad if self.copies == 1 else grad[..., :width] + grad[..., width:])
         return back
@@ -96,10 +104,10 @@ class Layer(nn.Module):
         if self.bias is None:
             return x @ weight
         bias = self.bias.to(x.dtype)
-        if (
-            len(weight) == 1
-        ):  # inductor chooses a product of matrices by the number of rows: one graph more
+        # one input: inductor chooses a product of matrices by the number of rows, one graph more
+        if len(weight) == 1:
             return torch.addcmul(bias, x, weight[0])
+        # all leading dimensions as rows of one product, with the addition of the bias in it
         return torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], len(bias))
 
     def _add_skip(self, y: Tensor, x: Tensor) -> Tensor:
@@ -109,9 +117,7 @@ class Layer(nn.Module):
 
 
 def module_list(modules: Iterable[ModuleT]) -> Sequence[ModuleT]:
-    """Return a ``torch.nn.ModuleList``, for type checkers as a sequence of modules of their own
-    type.
-    """
+    """Return a ``torch.nn.ModuleList``, for type checkers as a sequence of its modules."""
     return cast("Sequence[ModuleT]", nn.ModuleList(modules))
 
 
@@ -126,9 +132,7 @@ class RadialFunctions(Protocol):
         """Return the output (..., M) of inputs (..., N), in their precision."""
 
     def value_and_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output (..., M) and its derivative (..., M) with respect to the first
-        input.
-        """
+        """Return the output (..., M) and its derivative (..., M) by the first input."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters."""
@@ -183,10 +187,10 @@ class Network(nn.Module):
         if num_out is not None:
             hidden.append(linear(widths[-1], num_out, dtype, generator))
         self.layers = module_list(hidden)
-        tanhs = [one.activation.name == "tanh" and one.bias is not None for one in hidden]
-        self.is_tanh = (
-            all(tanhs) and not hidden[0].copies and all(one.idt is None for one in hidden)
-        )
+        # ops/cpu has kernels for networks of these two forms
+        tanhs = [layer.activation.name == "tanh" and layer.bias is not None for layer in hidden]
+        has_steps = any(layer.idt is not None for layer in hidden)
+        self.is_tanh = all(tanhs) and not hidden[0].copies and not has_steps
         self.is_scalar_tanh = num_out == 1 and bias and all(tanhs[:-1])
         self.numbers_per_row = sum(layer.weight.shape[1] for layer in hidden)
 
@@ -202,6 +206,7 @@ class Network(nn.Module):
         Both are ordinary functions of the parameters: a loss of the gradient needs one backward
         pass, not two.
         """
+        # (B, M) of each layer, which the gradient takes on its way back
         derivatives = []
         for layer in self.layers:
             x, derivative = layer.with_derivative(x)
@@ -213,6 +218,7 @@ class Network(nn.Module):
 
     def value_and_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output (B, M) and its derivative (B, M) with respect to the first input."""
+        # the change of x as the first input changes by 1; it goes through the layers with the value
         dx = torch.ones_like(x)
         if x.shape[-1] > 1:
             dx = torch.cat([dx[..., :1], torch.zeros_like(x[..., 1:])], -1)
@@ -225,8 +231,9 @@ class Network(nn.Module):
 def linear(
     num_in: int, num_out: int, dtype: torch.dtype, source: torch.Generator | int, bias: bool = True
 ) -> Layer:
-    """Return a layer without activation function; its parameters are drawn from ``source``, or with
-    it as the seed.
+    """Return a layer without activation function.
+
+    Its parameters are drawn from ``source``, a generator or a seed.
     """
     generator = torch.Generator().manual_seed(source) if isinstance(source, int) else source
     return Layer(
@@ -242,9 +249,7 @@ def linear(
 
 
 def embedding_network(options: ListSection, num_in: int, dtype: torch.dtype, seed: int) -> Network:
-    """Return the embedding network of ``num_in`` inputs that the options of a descriptor ask
-    for.
-    """
+    """Return the embedding network of ``num_in`` inputs for the options of a descriptor."""
     widths = [num_in, *options.neuron]
     return Network(
         widths, options.activation_function, timestep=options.resnet_dt, dtype=dtype, seed=seed
@@ -252,8 +257,9 @@ def embedding_network(options: ListSection, num_in: int, dtype: torch.dtype, see
 
 
 def freeze(module: nn.Module, trainable: bool | Iterable[bool]) -> None:
-    """Take the parameters of ``module`` out of training unless ``trainable`` (all of it, if it is a
-    list).
+    """Take the parameters of ``module`` out of training unless ``trainable``.
+
+    A list of values is true if all of them are.
     """
     wanted = trainable if isinstance(trainable, bool) else all(trainable)
     module.requires_grad_(wanted)

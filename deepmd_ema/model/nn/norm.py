@@ -14,8 +14,9 @@ def eps_of(ln_eps: float | None) -> float:
 
 
 class LayerNorm(nn.Module):
-    """``y = (x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension (Ba et al.,
-    arXiv:1607.06450).
+    """``y = (x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension.
+
+
 
     Args:
         width: numbers of the last dimension.
@@ -27,6 +28,7 @@ class LayerNorm(nn.Module):
     def __init__(self, width: int, *, eps: float, trainable: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
+        # parameters even where they are not trained: files of DeePMD-kit have them
         self.weight = nn.Parameter(torch.ones(width, dtype=dtype), requires_grad=trainable)
         self.bias = nn.Parameter(torch.zeros(width, dtype=dtype), requires_grad=trainable)
 
@@ -39,7 +41,7 @@ def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Return the same as ``torch.nn.functional.layer_norm``, with all derivatives.
 
     That takes mean and variance as constants in its third derivative, without an error (torch
-    2.13).
+    2.13). Hessians in a loss need it.
     """
     centred = x - x.mean(-1, keepdim=True)  # torch.var_mean warns of inputs without rows
     return centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + bias

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 class TypeEmbedding(nn.Module):
-    """One dense layer of the one-hot vector of an element (DPA-1, Zhang et al., arXiv:2208.08236,
-    eq. 7).
+    """One dense layer of the one-hot vector of an element.
+
+    DPA-1, Zhang et al., arXiv:2208.08236, eq. 7.
 
     With ``use_econf_tebd`` it is a layer of the occupied one-electron states of the element, 1 or
     -1 over the root of their number. Elements then have names: ``name_elements`` must be called.
@@ -42,7 +43,9 @@ class TypeEmbedding(nn.Module):
         seed: int,
     ) -> None:
         super().__init__()
-        self.electrons, bias = options.use_econf_tebd, options.use_tebd_bias
+        self.electrons = options.use_econf_tebd
+        bias = options.use_tebd_bias
+        # (T, inputs) of each element; electronic states are set by `name_elements`
         rows = (
             torch.zeros(num_types, NUM_STATES, dtype=dtype)
             if self.electrons
@@ -61,6 +64,7 @@ class TypeEmbedding(nn.Module):
     def name_elements(self, type_map: Sequence[str]) -> None:
         """Say which elements these are, symbols of the periodic table where ``electrons``."""
         if self.electrons:
+            # 1 for an occupied state, -1 for an empty one, over the root of their number
             states = torch.tensor(
                 [occupied_states(symbol) for symbol in type_map], dtype=torch.float64
             )
@@ -68,8 +72,9 @@ class TypeEmbedding(nn.Module):
 
 
 def pick(table: Tensor, index: Tensor) -> Tensor:
-    """Return ``table[index]`` (..., C) by a product: its derivative adds in a fixed order, on any
-    device.
+    """Return ``table[index]`` (..., C) by a product.
+
+    Its derivative adds in a fixed order, on any device.
 
     A ``table`` (..., T, C) of more dimensions is picked from with an ``index`` (..., K).
     """

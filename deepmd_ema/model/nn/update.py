@@ -12,8 +12,9 @@ from deepmd_ema.utils import seed_for
 
 
 class Update(nn.Module):
-    """``u + sum_k r_k u_k``, ``u + sum_k u_k / sqrt(n)`` or ``(u + sum_k u_k) / sqrt(n + 1)`` for n
-    updates ``u_k``.
+    """``u + sum_k r_k u_k``, ``u + sum_k u_k / sqrt(n)`` or ``(u + sum_k u_k) / sqrt(n + 1)``.
+
+    There are n updates ``u_k``.
 
     Args:
         width: of the features and the updates.
@@ -47,11 +48,10 @@ class Update(nn.Module):
     def forward(self, features: Tensor, updates: Sequence[Tensor]) -> Tensor:
         """Return the updated features (..., width)."""
         if len(self.factors) and features.dim() == 2:
-            # the few numbers of atoms in as few operations as one update; those of pairs would be
-            # copied for it
-            scaled = torch.stack(list(updates), 1) * torch.stack(
-                [self.factors[k] for k in range(len(updates))]
-            )
+            # features of atoms are few: all updates take one product and one sum. Those of pairs
+            # are many, and a stack would copy them
+            factors = torch.stack([self.factors[k] for k in range(len(updates))])  # (n, width)
+            scaled = torch.stack(list(updates), 1) * factors  # (A, n, width)
             features = features + scaled.sum(1)
         else:
             for k, update in enumerate(updates):
@@ -62,8 +62,9 @@ class Update(nn.Module):
         return features if self.scale == 1 else features * self.scale
 
     def each_factor(self, like: Tensor) -> list[Tensor]:
-        """Return the ``r_k``, or their equal number as tensors without dimensions, of the kind of
-        ``like``.
+        """Return the ``r_k``, or their equal number as tensors without dimensions.
+
+        These are of the kind of ``like``.
         """
         if len(self.factors):
             return list(self.factors)
