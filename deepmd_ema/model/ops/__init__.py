@@ -1,3 +1,1 @@
-"""Operations of descriptors: a reference in plain torch, and what is faster in eager mode on a
-CPU.
-"""
+"""Operations of descriptors: a reference in plain torch, and faster ones for eager mode."""

@@ -1,6 +1,4 @@
-"""Layers of attention among the neighbors of an atom, in plain torch (DPA-1), and softmax over
-neighbors.
-"""
+"""Layers of attention among neighbors in plain torch (DPA-1), and softmax over neighbors."""
 
 from __future__ import annotations
 
@@ -66,53 +64,55 @@ class Attended:
 
 
 def attended_moments(
-    given: Attended,
+    neighbors: Attended,
     layers: Sequence[Weights],
     options: AttentionOptions,
     normalised: Callable[..., Tensor] = normalised,
 ) -> Tensor:
     """Return ``rows^T Y`` (A, C, M), Y the channels of the pairs after all layers of attention."""
-    pairs = given.embed(*given.inputs)
-    both = given.switch[:, :, None] * given.switch[:, None, :]
+    pairs = neighbors.embed(*neighbors.inputs)
+    both = neighbors.switch[:, :, None] * neighbors.switch[:, None, :]  # (A, K, K)
     for weights in layers:
         flat = torch.addmm(weights.in_bias, pairs.flatten(0, -2), weights.in_weight)
         projected = flat.view(*pairs.shape[:-1], len(weights.in_bias)).unflatten(-1, (3, -1))
         if options.unit:
-            # as torch.nn.functional.normalize, but of rows about as short as EPS, in fewer
-            # operations
+            # torch.nn.functional.normalize in fewer operations; only rows about as short as EPS
+            # differ
             projected = projected * (projected.square().sum(-1, keepdim=True) + EPS**2).rsqrt()
         query, key, value = projected.unbind(-2)
         logits = torch.bmm(query * options.scaling, key.transpose(1, 2))
+        # smooth: the logit of a pair that leaves goes to that of an empty slot, its factor to 0
         if options.shift is not None:
             logits = (logits + options.shift) * both - options.shift
-            attention, factor = (
-                softmax_with_absent(logits, given.num_slots),
-                both,
-            )  # 0 where there is no neighbor
+            attention = softmax_with_absent(logits, neighbors.num_slots)
+            factor = both
         else:
-            attention = masked_softmax(logits, given.mask[:, None, :])
-            factor = given.mask[:, :, None].to(logits.dtype)
+            attention = masked_softmax(logits, neighbors.mask[:, None, :])
+            factor = neighbors.mask[:, :, None].to(logits.dtype)
         if options.gated:
-            factor = factor * torch.bmm(given.direction, given.direction.transpose(1, 2))
+            direction = neighbors.direction
+            factor = factor * torch.bmm(direction, direction.transpose(1, 2))
         attended = torch.bmm(attention * factor, value)
         flat = torch.addmm(weights.out_bias, attended.flatten(0, -2), weights.out_weight)
         pairs = normalised(
             pairs + flat.view(pairs.shape), weights.norm_weight, weights.norm_bias, options.eps
         )
-    return torch.bmm(given.rows.transpose(1, 2), pairs)
+    return torch.bmm(neighbors.rows.transpose(1, 2), pairs)
 
 
 def softmax_with_absent(logits: Tensor, num_slots: int) -> Tensor:
-    """Return the softmax of ``logits`` (..., K) among ``num_slots`` of which those beyond K are
-    empty, at -20.
+    """Return the softmax of ``logits`` (..., K) among ``num_slots``.
+
+    Slots beyond K are empty: each has the logit -20.
     """
     absent = torch.full_like(logits[..., :1], num_slots - logits.shape[-1]).log() - LOGIT_SHIFT
     return torch.cat([logits, absent], -1).softmax(-1)[..., :-1]
 
 
 def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
-    """Return the softmax of ``logits`` (..., K) where ``mask`` is true; equal numbers where it is
-    nowhere true.
+    """Return the softmax of ``logits`` (..., K) where ``mask`` is true.
+
+    Equal numbers where it is nowhere true.
     """
     # finite, so that a row of empty slots has no nan
     return logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1)

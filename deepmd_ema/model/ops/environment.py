@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# A atoms, K neighbor slots
+
 
 def switch_and_derivative(distance: Tensor, rcut: float, rcut_smth: float) -> tuple[Tensor, Tensor]:
     """Return w(r) and dw/dr (1/angstrom), of any shape.
@@ -26,10 +28,9 @@ def switch_and_derivative(distance: Tensor, rcut: float, rcut_smth: float) -> tu
 def exponential_switch_and_derivative(
     distance: Tensor, rcut: float, rcut_smth: float
 ) -> tuple[Tensor, Tensor]:
-    """Return w(r) and dw/dr (1/angstrom) of ``w = exp(-exp(20 (r - s) / s))``, s = ``rcut_smth``,
-    at most at ``rcut``.
+    """Return w(r) and dw/dr (1/angstrom) of ``w = exp(-exp(20 (r - s) / s))``, s = ``rcut_smth``.
 
-    It is about 1 below 0.8 s and constant beyond ``rcut``, small but not zero (DPA-3,
+    It is about 1 below 0.8 s, and has the value at ``rcut`` beyond that, small but not zero (DPA-3,
     arXiv:2506.01686).
     """
     exponent = (distance.clamp(max=rcut) - rcut_smth) * (20 / rcut_smth)
@@ -41,9 +42,7 @@ def exponential_switch_and_derivative(
 
 
 class Radial(NamedTuple):
-    """The length of vectors and the switch of it, which several functions of the vectors take; all
-    (A, K).
-    """
+    """The length of vectors and the switch of it, which several functions take; all (A, K)."""
 
     distance: Tensor  # angstrom
     weight: Tensor
@@ -59,9 +58,8 @@ class Radial(NamedTuple):
 def switch_and_vjp(
     vector: Tensor, mask: Tensor, radial: Radial
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return w (A, K) of vectors (A, K, 3), 0 outside of ``mask`` (A, K), and its vector-Jacobian
-    product.
-    """
+    """Return w (A, K) of vectors (A, K, 3), 0 outside of ``mask`` (A, K), and the vjp of it."""
+    # dw/dr times the unit vector, 1/angstrom
     along = torch.where(mask, radial.dweight / radial.distance, 0)[..., None] * vector
     return torch.where(mask, radial.weight, 0), lambda grad: grad.double()[..., None] * along
 
@@ -69,14 +67,13 @@ def switch_and_vjp(
 def directions_and_vjp(
     vector: Tensor, mask: Tensor, distance: Tensor, rcut: float
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return unit vectors (A, K, 3), 0 outside of ``mask`` (A, K) and of ``rcut``, and the vjp of
-    them.
-    """
+    """Return unit vectors (A, K, 3), 0 outside of ``mask`` (A, K) and ``rcut``, and their vjp."""
     inverse = torch.where(mask & (distance < rcut), 1 / distance, 0)[..., None]
     unit = vector * inverse
 
     def vjp(grad: Tensor) -> Tensor:
-        given = grad.double()
-        return torch.addcmul(given, unit, (unit * given).sum(-1, keepdim=True), value=-1) * inverse
+        # the derivative of a direction has no part along it: (g - u (u . g)) / r
+        grad = grad.double()
+        return torch.addcmul(grad, unit, (unit * grad).sum(-1, keepdim=True), value=-1) * inverse
 
     return unit, vjp

@@ -1,5 +1,4 @@
-"""Functions whose first and second derivatives are written out in few passes, where autograd takes
-many.
+"""Functions whose first and second derivatives are written out, where autograd takes many passes.
 
 There is no third derivative, which Hessians in a loss need: these are made of the reference.
 """
@@ -40,16 +39,15 @@ class _Value(torch.autograd.Function):
     def forward(x: Tensor, option: Any, rule: Rule) -> Tensor:
         return rule.value(x, option)
 
+    # separate, as torch.func needs it
     @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: Tensor
-    ) -> None:  # separate, as torch.func needs it
-        x, *ctx.others = inputs
-        ctx.save_for_backward(x)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.option_and_rule = inputs[1:]
+        ctx.save_for_backward(inputs[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Vjp.apply(*ctx.saved_tensors, grad, *ctx.others), None, None
+        return _Vjp.apply(*ctx.saved_tensors, grad, *ctx.option_and_rule), None, None
 
 
 class _Vjp(torch.autograd.Function):
@@ -59,13 +57,13 @@ class _Vjp(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, grad, *ctx.others = inputs
-        ctx.save_for_backward(x, grad)
+        ctx.option_and_rule = inputs[2:]
+        ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
     def backward(ctx: Any, change: Tensor) -> tuple[Tensor | None, ...]:
         x, grad = ctx.saved_tensors
-        option, rule = ctx.others
+        option, rule = ctx.option_and_rule
         return *rule.vjp_of_vjp(x, option, grad, change), None, None
 
 
@@ -74,6 +72,7 @@ def _silu_vjp_of_vjp(z: Tensor, _: None, grad: Tensor, change: Tensor) -> tuple[
     # take as much memory as z, for every layer
     s = torch.sigmoid(z)
     second = torch.addcmul(s, s, s, value=-1) * (torch.addcmul(z, z, s, value=-2) + 2)
+    # silu'(z) is linear in the gradient: its gradient by that is silu'(z) times the change
     return second * grad * change, torch.ops.aten.silu_backward(change, z)
 
 
@@ -87,6 +86,7 @@ silu = Rule(
 def _by_moments(moments: Tensor, num_axis: int, grad: Tensor) -> Tensor:
     """Return the gradient by moments as both factors of the products, without a sum with zeros."""
     out = torch.bmm(moments[..., :num_axis], grad)
+    # added in place to the first X channels, which are in both factors
     out[..., :num_axis].baddbmm_(moments, grad.mT)
     return out
 
@@ -94,6 +94,7 @@ def _by_moments(moments: Tensor, num_axis: int, grad: Tensor) -> Tensor:
 def _by_moments_and_grad(
     moments: Tensor, num_axis: int, grad: Tensor, change: Tensor
 ) -> tuple[Tensor, Tensor]:
+    # (A, X, C): the change of M[:, :X]^T M through both factors, as the moments change
     by_grad = torch.bmm(moments[..., :num_axis].mT, change)
     by_grad.baddbmm_(change[..., :num_axis].mT, moments)
     # linear in the moments, and symmetric in these and the change
@@ -114,14 +115,16 @@ def symmetrized(features: Tensor, vectors: Tensor, num_axis: int) -> Tensor:
 
 
 def _normal(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``n = (x - mean) r`` over the last dimension, the mean and ``r = (variance +
-    eps)^-1/2``.
+    """Return ``n = (x - mean) r`` over the last dimension, the mean and r.
+
+    ``r = (variance + eps)^-1/2``.
     """
     return torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
 
 
 def _by_normal(x: Tensor, eps: float, *grads: Tensor) -> list[Tensor]:
-    """Return ``L(g) = r (g - mean(g) - n mean(g n))`` of each g, the gradient by x from that by n;
+    """Return ``L(g) = r (g - mean(g) - n mean(g n))`` of each g, the gradient by x from that by n.
+
     L is symmetric.
     """
     _, *statistics = _normal(x, eps)
@@ -138,14 +141,16 @@ def _by_normal_and_grad(
     # with a = mean(g n), b = mean(h n) and q = mean(g L(h)) of the gradient g and the change h:
     # L(h) by g, -L(r (b g + a h)) - r q n by x
     normal, _, scale = _normal(x, eps)
-    a, b = ((of * normal).mean(-1, keepdim=True) for of in (grad, change))
+    a, b = ((factor * normal).mean(-1, keepdim=True) for factor in (grad, change))
     by_grad, by_x = _by_normal(x, eps, change, torch.addcmul(b * grad, a, change) * scale)
     stretch = (grad * by_grad).mean(-1, keepdim=True) * scale
     return -torch.addcmul(by_x, stretch, normal), by_grad
 
 
 normal = Rule(
-    lambda x, eps: _normal(x, eps)[0], lambda *given: _by_normal(*given)[0], _by_normal_and_grad
+    lambda x, eps: _normal(x, eps)[0],
+    lambda x, eps, grad: _by_normal(x, eps, grad)[0],
+    _by_normal_and_grad,
 )
 
 

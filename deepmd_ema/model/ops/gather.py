@@ -1,5 +1,6 @@
-"""Maps between atoms and pairs whose sums have a fixed order: no device adds atomically, so a
-restart is bitwise.
+"""Maps between atoms and pairs whose sums have a fixed order.
+
+No device adds atomically, so a restart is bitwise.
 
 ``neighbor`` names the atom in every slot, ``reverse`` the slots in which an atom is a neighbor.
 With both, the two maps are each other's adjoint, so that on a GPU either one, its gradient and the
@@ -35,6 +36,7 @@ def gather_neighbors(node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
 def sum_over_reverse(pair: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
     """Return (A, C) from (A, K, C)."""
     if _adds_in_order(pair) or not reverse.shape[1]:
+        # the last row takes the slots without a neighbor
         out = pair.new_zeros(reverse.shape[0] + 1, pair.shape[-1])
         return out.index_add(0, neighbor.flatten(), pair.flatten(0, 1))[:-1]
     # the derivative adds into slots, each of which is read once: its order does not matter
@@ -42,15 +44,15 @@ def sum_over_reverse(pair: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
 
 
 def _adds_in_order(x: Tensor) -> bool:
-    """Return whether ``index_add`` has a fixed order, as on a CPU: then ``reverse`` is not
-    needed.
+    """Return whether ``index_add`` has a fixed order, as on a CPU.
+
+    ``reverse`` is then not needed.
     """
     return x.is_cpu and not torch.compiler.is_compiling()
 
 
 def _rows(table: Tensor, index: Tensor) -> Tensor:
-    """Return ``table[index]``, zeros where the index is one past the end (index_select is 3 times
-    faster than []).
-    """
+    """Return ``table[index]`` (..., C), zeros where the index is one past the end."""
+    # index_select is 3 times faster than []
     padded = torch.cat([table, table.new_zeros(1, table.shape[1])])
     return padded.index_select(0, index.flatten()).view(*index.shape, table.shape[1])

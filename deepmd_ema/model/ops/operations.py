@@ -1,5 +1,6 @@
-"""Sets of operations of equal values and derivatives, and how a module gets one
-(doc/decisions.md).
+"""Sets of operations of equal values and derivatives, and how a module gets one.
+
+The reason is in doc/decisions.md.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class Operations(NamedTuple):
-    """The operations of which there may be several versions; their signatures are those of the
-    reference.
+    """The operations of which there may be several versions, with the signatures of the reference.
 
     Attributes:
         is_for_cpu: whether operations work in place, in portions, and may read numbers, for which a
@@ -41,7 +41,7 @@ class Operations(NamedTuple):
 
 
 REFERENCE = Operations()
-# what works in place, in portions that fit the cache, with gradients written out
+# operations in place, in portions that fit the cache, with written-out gradients
 CPU = Operations(
     silu.activated,
     moments.tanh_moments,
@@ -50,7 +50,7 @@ CPU = Operations(
     triples.triple_sums_and_vjp,
     is_for_cpu=True,
 )
-# what launches fewer kernels and never waits for the device
+# operations that launch fewer kernels and never wait for the device
 GPU = Operations(
     activated=silu.activated_on_gpu,
     moments=moments.tanh_moments,
@@ -70,6 +70,7 @@ class UsesOperations(nn.Module):
     @property
     def ops(self) -> Operations:
         """The set of operations; while a graph is made, the reference."""
+        # read at each call, as one module may be compiled and evaluated eagerly in one run
         return REFERENCE if torch.compiler.is_compiling() else self._operations
 
 
@@ -81,10 +82,10 @@ def use_operations(module: nn.Module, operations: Operations) -> None:
 
 
 def with_operations(module: ModuleT, operations: Operations) -> ModuleT:
-    """Return a module with another set of operations and the same parameters, buffers and other
-    attributes.
+    """Return a module with another set of operations.
 
-    It is for one evaluation: attributes that are set later on the given module are not seen.
+    It has the same parameters, buffers and other attributes. It is for one evaluation: attributes
+    that are set later on the module itself are not seen.
     """
     children = {
         name: child and with_operations(child, operations)
@@ -92,11 +93,11 @@ def with_operations(module: ModuleT, operations: Operations) -> ModuleT:
     }
     same = all(child is module._modules[name] for name, child in children.items())
     if same and not isinstance(module, UsesOperations):
-        return (
-            module  # so that hooks of sharded networks, and tables by network, find the same object
-        )
-    found: ModuleT = object.__new__(type(module))
-    found.__dict__.update(vars(module), _modules=children)
-    if isinstance(found, UsesOperations):
-        found._operations = operations
-    return found
+        # hooks of sharded networks, and tables by network, must find the same object
+        return module
+    # a shallow copy, without a call of __init__: parameters and buffers are the same tensors
+    other: ModuleT = object.__new__(type(module))
+    other.__dict__.update(vars(module), _modules=children)
+    if isinstance(other, UsesOperations):
+        other._operations = operations
+    return other

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Moments:
-    """``sum_k rows[k, c] G(s_k)`` over the neighbors of each atom, s = rows[..., 0], and its
-    vector-Jacobian product.
+    """``sum_k rows[k, c] G(s_k)`` over the neighbors of each atom, s = rows[..., 0], and its vjp.
 
     Attributes:
         rows: (A, K, 4) normalised environment matrix in the precision of the net, a constant.
@@ -40,12 +39,10 @@ class Moments:
     jet: Tensor
 
     def vjp(self, grad_moments: Tensor) -> Tensor:
-        """Return the gradient with respect to the rows (A, K, 4), also through s, from that of the
-        moments.
-        """
-        both = torch.bmm(self.jet.flatten(1, 2), grad_moments.transpose(1, 2)).view(
-            *self.jet.shape[:3], 4
-        )
+        """Return the gradient by the rows (A, K, 4), also through s, from that by the moments."""
+        # (A, 2, K, 4): G and dG/ds times the gradient
+        both = torch.bmm(self.jet.flatten(1, 2), grad_moments.transpose(1, 2))
+        both = both.view(*self.jet.shape[:3], 4)
         through_s = (both[:, 1] * self.rows).sum(-1, keepdim=True)
         return torch.cat([both[:, 0, :, :1] + through_s, both[:, 0, :, 1:]], -1)
 
@@ -73,22 +70,19 @@ def values_and_gradients(
         nets: all of the same options.
         shares: rows of each network.
     """
-    if (
-        len(nets) == 1
-    ):  # the number of rows may be a symbol of a graph, whose value a split would need
+    # the number of rows may be a symbol of a graph, whose value a split would need
+    if len(nets) == 1:
         return nets[0].value_and_gradient(x)
-    found = [
-        net.value_and_gradient(own) for net, own in zip(nets, x.split(list(shares)), strict=True)
-    ]
-    values, grads = zip(*found, strict=True)
+    parts = zip(nets, x.split(list(shares)), strict=True)
+    results = [net.value_and_gradient(rows) for net, rows in parts]
+    values, grads = zip(*results, strict=True)
     return torch.cat(values), torch.cat(grads)
 
 
 def triple_sums_and_vjp(
     products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
-    """Return ``sum_jk c_jk G(c_jk, E_j, E_k)`` (A, M), and a function from its gradient to that by
-    ``products``.
+    """Return ``sum_jk c_jk G(c_jk, E_j, E_k)`` (A, M), and its vjp by ``products``.
 
     Args:
         products: (A, K, K), the c; 0 where there is no neighbor.
@@ -97,12 +91,13 @@ def triple_sums_and_vjp(
         table: (T, E) type embeddings.
         net: G.
     """
-    embedded, width = pick(table, types), products.shape[1]
-    first, second = (
-        embedded[:, :, None].expand(-1, -1, width, -1),
-        embedded[:, None].expand(-1, width, -1, -1),
-    )
+    embedded = pick(table, types)  # (A, K, E)
+    width = products.shape[1]
+    # embeddings of j and of k for each pair, (A, K, K, E)
+    first = embedded[:, :, None].expand(-1, -1, width, -1)
+    second = embedded[:, None].expand(-1, width, -1, -1)
 
+    # (A, K K, M) values of all pairs, also of those with an empty slot, whose c is 0
     def sums(products: Tensor) -> Tensor:
         values = net(torch.cat([products[..., None], first, second], -1))
         return torch.bmm(products.flatten(1)[:, None], values.flatten(1, 2)).squeeze(1)
@@ -113,20 +108,18 @@ def triple_sums_and_vjp(
 def vjp_of(
     function: Callable[..., Tensor], *inputs: Tensor
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
-    """Return ``function(*inputs)`` and its vector-Jacobian product, an ordinary function of the
-    parameters.
+    """Return ``function(*inputs)`` and its vjp, an ordinary function of the parameters.
 
     Args:
         function: of operations that ``torch.func`` knows.
         inputs: any tensors.
     """
+    # with parameters as constants of the function, by which autograd differentiates the result
     return cast("Any", torch.func.vjp(function, *inputs))
 
 
 def with_vjp(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Vjp]:
-    """Return ``function(x)`` and its vector-Jacobian product, as from the vectors of a batch to
-    features.
-    """
+    """Return ``function(x)`` and its vjp, as from the vectors of a batch to features."""
     value, vjp = vjp_of(function, x)
     return value, lambda grad_features: vjp(grad_features)[0]
 
@@ -138,6 +131,7 @@ def axis_features(moments: Tensor, axis: int) -> Tensor:
 
 def axis_features_vjp(grad: Tensor, moments: Tensor, axis: int) -> Tensor:
     """Return the gradient by the moments (A, 4, M) from that by the features (A, M X)."""
+    # both factors of g^T g[:X] depend on the moments: the first X channels get two terms
     grad = grad.view(moments.shape[0], -1, axis)
     whole = torch.bmm(moments[..., :axis], grad.transpose(1, 2))
     first = whole[..., :axis] + torch.bmm(moments, grad)

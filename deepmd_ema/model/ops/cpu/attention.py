@@ -1,5 +1,6 @@
-"""Moments of layers of attention among the neighbors of an atom; the gradient and the gradient of
-that written out.
+"""Moments of layers of attention among the neighbors of an atom, with written-out gradients.
+
+The gradient and the gradient of that are written out.
 
 With the channels X (K, M) of the pairs of an atom, the switch w and the directions d of its
 neighbors a layer is::
@@ -40,32 +41,31 @@ from deepmd_ema.model.ops.attention import EPS, Attended, AttentionOptions
 from deepmd_ema.model.ops.cpu.engine import Value
 from deepmd_ema.model.ops.cpu.moments import portions
 
-# A atoms, K neighbor slots, N of them in a portion, M channels of a pair, H hidden width, C columns
-# of rows or of h
+# A atoms, K neighbor slots, N of them in a portion, M channels of a pair, H hidden width
+# C columns: those of the rows, or those of h
 
-MAX_EXPONENT = 60.0  # whose exponential is finite in float32
+MAX_EXPONENT = 60.0  # its exponential is finite in float32
 
 
 def attended_moments(
-    given: Attended, layers: Sequence[Weights], options: AttentionOptions
+    neighbors: Attended, layers: Sequence[Weights], options: AttentionOptions
 ) -> Tensor:
     """Return ``rows^T Y`` (A, C, M), Y the channels of the pairs after all layers of attention."""
-    if not given.mask.numel():
-        return attention.attended_moments(given, layers, options)
+    if not neighbors.mask.numel():
+        return attention.attended_moments(neighbors, layers, options)
     smooth = options.shift is not None
-    rows = given.rows
-    mask = given.mask
-    switch = given.switch
-    counts = given.counts
+    rows = neighbors.rows
+    mask = neighbors.mask
+    switch = neighbors.switch
+    counts = neighbors.counts
     if not smooth:
         switch = mask.to(rows.dtype)
     sides = switch.unsqueeze(-1)
     if options.gated:
-        sides = given.direction * sides if smooth else given.direction
+        sides = neighbors.direction * sides if smooth else neighbors.direction
+    # the mask is in `sides`, and queries and keys are not scaled by it
     if not smooth:
-        switch = torch.ones_like(
-            switch
-        )  # the mask is in `sides`, and queries and keys are not scaled by it
+        switch = torch.ones_like(switch)
     if counts is None:
         counts = torch.full_like(mask[:, 0], rows.shape[1], dtype=torch.int64)
     # atoms with equally many neighbors next to each other: a portion is as wide as its widest atom
@@ -73,14 +73,22 @@ def attended_moments(
     most = max(1, int(counts[-1]))
     parts = portions(counts, most * len(layers[0].in_bias))
     sized = [(part, max(1, int(counts[part][-1]))) for part in parts]
-    mask, rows, switch, sides, *inputs = (
-        t.index_select(0, order) for t in (mask, rows, switch, sides, *given.inputs)
-    )
-    evaluation = _Attention(options, sized, None if smooth else mask, given.num_slots)
+    embedded = neighbors.embed(*(tensor.index_select(0, order) for tensor in neighbors.inputs))
+    mask = mask.index_select(0, order)
+    inputs = Inputs(embedded, *(tensor.index_select(0, order) for tensor in (rows, switch, sides)))
+    evaluation = _Attention(options, sized, None if smooth else mask, neighbors.num_slots)
     weights = [weight for layer in layers for weight in layer]
-    tensors = given.embed(*inputs), rows, switch, sides
-    found: Tensor = Value.apply(evaluation, len(tensors), *tensors, *weights)
-    return found.index_select(0, order.argsort())  # back in the order of the batch
+    moments: Tensor = Value.apply(evaluation, len(inputs), *inputs, *weights)
+    return moments.index_select(0, order.argsort())  # back in the order of the batch
+
+
+class Inputs(NamedTuple):
+    """Inputs of the layers, or gradients by these, or changes of these."""
+
+    pairs: Tensor  # (A, K, M), X
+    rows: Tensor  # (A, K, C)
+    switch: Tensor  # (A, K), w
+    sides: Tensor  # (A, K, columns), h
 
 
 class _Portion(NamedTuple):
@@ -89,17 +97,18 @@ class _Portion(NamedTuple):
     part: slice  # the atoms
     width: int  # N, the slots that are computed
     rows: Tensor  # (A, N, C)
-    values: list[Values]  # of each layer
+    values: list[Values]  # one entry per layer
     out: Tensor  # (A, N, M), the channels after all layers
 
-    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parts of tensors (A, K, ...) of all atoms."""
-        return [tensor[self.part, : self.width] for tensor in tensors]
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor (A, K, ...) of all atoms."""
+        return tensor[self.part, : self.width]
 
 
 class _Attention:
-    """The moments (A, C, M) of pairs (A, K, M), rows (A, K, C), the switch (A, K) and factors h (A,
-    K, columns).
+    """The moments (A, C, M) of :class:`Inputs`.
+
+    The object keeps the values that derivatives need (:mod:`deepmd_ema.model.ops.cpu.engine`).
 
     Args:
         options: of the layers.
@@ -125,78 +134,81 @@ class _Attention:
 
     def value(self, inputs: Sequence[Tensor], weights: Sequence[Any]) -> Tensor:
         """Return the moments."""
-        self._inputs, found = inputs, []
+        self._inputs = inputs
+        moments = []
         for part, width in self._parts:
-            pairs, rows, switch, sides = (one[part, :width] for one in inputs)
+            local = Inputs(*(tensor[part, :width] for tensor in inputs))
             mask = None if self._mask is None else self._mask[part, :width]
-            around, values = Surroundings(switch, sides, mask, self._num_slots - width), []
-            pairs = pairs.flatten(0, 1)
+            around = Surroundings(local.switch, local.sides, mask, self._num_slots - width)
+            values = []
+            pairs = local.pairs.flatten(0, 1)
             for layer in _by_layer(weights):
-                pairs, of_layer = evaluate(pairs, around, layer, self._options)
-                values.append(of_layer)
-            out = pairs.view(len(rows), width, -1)
-            self._portions.append(_Portion(part, width, rows, values, out))
-            found.append(torch.bmm(rows.transpose(1, 2), out))
-        return torch.cat(found)
+                pairs, layer_values = evaluate(pairs, around, layer, self._options)
+                values.append(layer_values)
+            out = pairs.view(len(local.rows), width, -1)
+            self._portions.append(_Portion(part, width, local.rows, values, out))
+            moments.append(torch.bmm(local.rows.transpose(1, 2), out))
+        return torch.cat(moments)
 
     def gradient(self, grad: Tensor, weights: Sequence[Any]) -> tuple[Sequence[Tensor], Any]:
-        """Return the gradients by the inputs, and their intermediate values by portion and
-        layer.
-        """
-        found, cotangents = [torch.zeros_like(one) for one in self._inputs], []
+        """Return the gradients by the inputs, and their details by portion and layer."""
+        grads = [torch.zeros_like(tensor) for tensor in self._inputs]
+        cotangents = []
         for portion in self._portions:
             # views, which are written to: slots beyond the width of a portion keep the gradient 0
-            by_pairs, by_rows, by_switch, by_sides = portion.of(found)
-            torch.bmm(portion.out, grad[portion.part].transpose(1, 2), out=by_rows)
-            given, of_portion = torch.bmm(portion.rows, grad[portion.part]).flatten(0, 1), []
+            by = Inputs(*map(portion.of, grads))
+            portion_grad = grad[portion.part]  # (A, C, M)
+            torch.bmm(portion.out, portion_grad.transpose(1, 2), out=by.rows)
+            by_out = torch.bmm(portion.rows, portion_grad).flatten(0, 1)
+            by_layers = []
             for values, layer in zip(portion.values[::-1], _by_layer(weights)[::-1]):
-                given, of_layer = pull(values, given, layer, None, None, self._options)
-                of_switch, of_sides = by_surroundings(values, of_layer, self._options)
-                by_switch.add_(of_switch)
-                by_sides.add_(of_sides)
-                of_portion.append(of_layer)
-            by_pairs.copy_(given.view(by_pairs.shape))
-            cotangents.append(of_portion[::-1])
-        return found, (grad, cotangents)
+                by_out, by_layer = pull(values, by_out, layer, None, None, self._options)
+                by_switch, by_sides = by_surroundings(values, by_layer, self._options)
+                by.switch.add_(by_switch)
+                by.sides.add_(by_sides)
+                by_layers.append(by_layer)
+            by.pairs.copy_(by_out.view(by.pairs.shape))
+            cotangents.append(by_layers[::-1])
+        return grads, (grad, cotangents)
 
     def change(self, changes: Sequence[Tensor], weights: Sequence[Any]) -> tuple[Tensor, Any]:
-        """Return the change of the moments as the inputs change, and what led there by portion and
-        layer.
-        """
-        found, details = [], []
+        """Return the change of the moments as inputs change, and details by portion and layer."""
+        moments = []
+        details = []
         for portion in self._portions:
-            pairs, rows, switch, sides = portion.of(changes)
-            pairs, of_portion = pairs.flatten(0, 1), []
+            d = Inputs(*map(portion.of, changes))
+            pairs = d.pairs.flatten(0, 1)
+            d_layers = []
             for values, layer in zip(portion.values, _by_layer(weights)):
-                pairs, of_layer = push(values, pairs, switch, sides, layer, self._options)
-                of_portion.append(of_layer)
-            out = torch.bmm(rows.transpose(1, 2), portion.out)
-            found.append(out.baddbmm_(portion.rows.transpose(1, 2), pairs.view(portion.out.shape)))
-            details.append(of_portion)
-        return torch.cat(found), (changes[1], details)
+                pairs, d_layer = push(values, pairs, d.switch, d.sides, layer, self._options)
+                d_layers.append(d_layer)
+            # both factors of rows^T Y change
+            change = torch.bmm(d.rows.transpose(1, 2), portion.out)
+            d_out = pairs.view(portion.out.shape)
+            moments.append(change.baddbmm_(portion.rows.transpose(1, 2), d_out))
+            details.append(d_layers)
+        return torch.cat(moments), (changes[1], details)
 
     def second_gradient(
         self, grad: Tensor, past: tuple[Any, Any] | None, weights: Sequence[Any]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the gradients by the pairs and by the weights."""
-        sums, by_pairs = (
-            [torch.zeros_like(one) for one in weights],
-            torch.zeros_like(self._inputs[0]),
-        )
+        sums = [torch.zeros_like(weight) for weight in weights]
+        by_pairs = torch.zeros_like(self._inputs[0])
         layers = list(zip(_by_layer(weights), _by_layer(sums)))
         for number, portion in enumerate(self._portions):
-            given = torch.bmm(portion.rows, grad[portion.part])
-            of_layers: list[Past | None] = [None] * len(layers)
+            by_out = torch.bmm(portion.rows, grad[portion.part])
+            pasts: list[Past | None] = [None] * len(layers)
             if past is not None:
-                (other, cotangents), (rows, changes) = past
-                given.baddbmm_(portion.of([rows])[0], other[portion.part])
-                of_layers = list(zip(cotangents[number], changes[number]))
-            given = given.flatten(0, 1)
-            for values, (layer, of_layer), before in zip(
-                portion.values[::-1], layers[::-1], of_layers[::-1]
-            ):
-                given, _ = pull(values, given, layer, of_layer, before, self._options)
-            by_pairs[portion.part, : portion.width] = given.view(portion.out.shape)
+                (other, cotangents), (d_rows, changes) = past
+                by_out.baddbmm_(portion.of(d_rows), other[portion.part])
+                pasts = list(zip(cotangents[number], changes[number]))
+            by_out = by_out.flatten(0, 1)
+            # from the last layer to the first; `sums` are added to in place
+            backwards = zip(portion.values[::-1], layers[::-1], pasts[::-1])
+            for values, (layer, layer_sums), before in backwards:
+                by_out, _ = pull(values, by_out, layer, layer_sums, before, self._options)
+            by_pairs[portion.part, : portion.width] = by_out.view(portion.out.shape)
         return by_pairs, sums
 
 
@@ -244,7 +256,7 @@ class Values:
 class Cotangents:
     """Intermediate values of the gradient ``J^T g``."""
 
-    given: Tensor  # (A N, M), g
+    out: Tensor  # (A N, M), g
     summed: Tensor  # (A N, M), by R
     attended: Tensor  # (A, N, H), by O
     weights: Tensor  # (A, N, N), by U
@@ -286,13 +298,12 @@ def evaluate(
         options: of the layer.
     """
     projected = _in_three(torch.addmm(weights.in_bias, pairs, weights.in_weight), around.switch)
-    of_switch = around.switch.unsqueeze(-1)
-    scale = torch.stack([of_switch * options.scaling, of_switch, torch.ones_like(of_switch)])
+    column = around.switch.unsqueeze(-1)
+    scale = torch.stack([column * options.scaling, column, torch.ones_like(column)])
     inverse = torch.ones_like(scale)
     if options.unit:
-        inverse = (
-            torch.linalg.vector_norm(projected, dim=-1, keepdim=True).clamp_(min=EPS).reciprocal_()
-        )
+        length = torch.linalg.vector_norm(projected, dim=-1, keepdim=True)
+        inverse = length.clamp_(min=EPS).reciprocal_()
     # into memory of its own: `projected` is a view with gaps, of which bmm would make copies
     rows = torch.mul(projected, scale * inverse, out=pairs.new_empty(projected.shape))
     query, key, value = rows.unbind(0)
@@ -337,28 +348,26 @@ def _attention(
         assert around.mask is not None
         logits = torch.bmm(query, key.transpose(1, 2))
         # finite, so that a row of empty slots has no nan
-        return logits.masked_fill_(~around.mask[:, None], torch.finfo(logits.dtype).min).softmax(
-            -1
-        ), 0.0
+        logits.masked_fill_(~around.mask[:, None], torch.finfo(logits.dtype).min)
+        return logits.softmax(-1), 0.0
     switch = around.switch
     logits = (switch * options.shift).unsqueeze(2) * switch.unsqueeze(1)
     logits.baddbmm_(query, key.transpose(1, 2))
-    others: Tensor | float = float(
-        around.absent
-    )  # exp(0) each: the logits are those of the formula plus 20
+    # exp(0) each: the logits are those of the formula plus 20
+    absent: Tensor | float = float(around.absent)
     # rows of length 1 have logits of at most this sum, whose exponential is finite: no pass for the
     # largest one
     if not options.unit or abs(options.scaling) + options.shift > MAX_EXPONENT:
         largest = logits.amax(-1, keepdim=True).clamp_(min=0)
         logits.sub_(largest)
-        others = largest.neg_().exp_().mul_(others)
-    share = logits.exp_().sum(-1, keepdim=True).add_(others).reciprocal_()
-    return logits.mul_(share), share * others
+        absent = largest.neg_().exp_().mul_(absent)
+    share = logits.exp_().sum(-1, keepdim=True).add_(absent).reciprocal_()
+    return logits.mul_(share), share * absent
 
 
 def pull(
     v: Values,
-    given: Tensor,
+    by_out: Tensor,
     weights: Weights,
     sums: Weights | None,
     past: Past | None,
@@ -368,7 +377,7 @@ def pull(
 
     Args:
         v: of the layer.
-        given: (A N, M) gradient by the output.
+        by_out: (A N, M) gradient by the output.
         weights: of the layer.
         sums: gradients by the parameters, which are added to, or None.
         past: a gradient ``J^T g`` and a change ``J t``; the gradient of ``g . J t`` is added. Or
@@ -376,7 +385,7 @@ def pull(
         options: of the layer.
     """
     query, key, value = v.rows.unbind(0)
-    summed = _pull_norm(v, given, weights, sums, past)
+    summed = _pull_norm(v, by_out, weights, sums, past)
     attended = torch.mm(summed, weights.out_weight.T).view(query.shape)
     by_weights = torch.bmm(attended, value.transpose(1, 2))
     rows = torch.empty_like(v.rows)
@@ -389,11 +398,11 @@ def pull(
     # U = P G and G = sides sides^T: by_P * P is by_U * U, so that G is not needed
     logits = by_weights * v.weights
     if past is not None:
+        # terms of the change of by_L = by_U U - P total
         logits.addcmul_(cot.weights, change.weights).addcmul_(change.attention, cot.total, value=-1)
     total = logits.sum(-1, keepdim=True)
-    logits.addcmul_(
-        v.attention, total if past is None else total + cot.total * change.mean * v.absent, value=-1
-    )
+    along_p = total if past is None else total + cot.total * change.mean * v.absent
+    logits.addcmul_(v.attention, along_p, value=-1)
     torch.bmm(logits, key, out=by_query)
     torch.bmm(logits.transpose(1, 2), query, out=by_key)
     if past is not None:
@@ -401,22 +410,24 @@ def pull(
         by_key.baddbmm_(cot.logits.transpose(1, 2), change.rows[0])
     along = (v.rows * rows).sum(-1, keepdim=True)
     projected = _pull_rows(v, rows, along, past, options)
-    found = Cotangents(given, summed, attended, by_weights, total, logits, rows, along, projected)
+    cotangents = Cotangents(
+        by_out, summed, attended, by_weights, total, logits, rows, along, projected
+    )
     if sums is not None:
-        _add_up(sums, v, found, past)
-    return torch.addmm(summed, projected, weights.in_weight.T), found
+        _add_up(sums, v, cotangents, past)
+    return torch.addmm(summed, projected, weights.in_weight.T), cotangents
 
 
 def _pull_norm(
-    v: Values, given: Tensor, weights: Weights, sums: Weights | None, past: Past | None
+    v: Values, by_out: Tensor, weights: Weights, sums: Weights | None, past: Past | None
 ) -> Tensor:
     """Return the gradient by what is normalised (A N, M)."""
     wanted = [True, sums is not None, sums is not None]
     summed: Tensor
     summed, by_weight, by_bias = torch.ops.aten.native_layer_norm_backward(
-        given,
+        by_out,
         v.summed,
-        given.shape[-1:],
+        by_out.shape[-1:],
         v.mean,
         v.spread,
         weights.norm_weight,
@@ -433,16 +444,13 @@ def _pull_norm(
     # change
     x = (v.summed - v.mean).mul_(v.spread)
     pushed = change.spread
-    first, second = (
-        _mean_product(cot.given * weights.norm_weight, x),
-        _mean_product(x, change.summed),
-    )
+    first = _mean_product(cot.out * weights.norm_weight, x)
+    second = _mean_product(x, change.summed)
     both = _mean_product(cot.summed, change.summed)
-    summed.addcmul_(
-        x.mul_(both).addcmul_(cot.summed, second).addcmul_(pushed, first), v.spread, value=-1
-    )
+    x.mul_(both).addcmul_(cot.summed, second).addcmul_(pushed, first)
+    summed.addcmul_(x, v.spread, value=-1)
     if sums is not None:
-        sums.norm_weight.add_((pushed * cot.given).sum(0))
+        sums.norm_weight.add_((pushed * cot.out).sum(0))
     return summed
 
 
@@ -455,10 +463,8 @@ def _pull_rows(
 ) -> Tensor:
     """Return the gradient by ``Z`` (A N, 3 H) from that by the rows."""
     flat = rows.new_empty(v.pairs.shape[0], 3 * rows.shape[-1])
-    out, factor = (
-        _in_three(flat, v.around.switch),
-        v.inverse * v.scale,
-    )  # a view: the caller multiplies `flat` at once
+    out = _in_three(flat, v.around.switch)  # a view: the caller multiplies `flat` at once
+    factor = v.inverse * v.scale
     if not options.unit:
         torch.mul(rows, factor, out=out)
         if past is not None:
@@ -470,11 +476,10 @@ def _pull_rows(
         turned = (change.rows * cot.rows).sum(-1, keepdim=True).add_(along)
         past_along = v.inverse * cot.along * v.share
         both = v.inverse * change.along
-        found = (rows * factor).addcmul_(cot.rows, v.inverse * (change.scale - both))
-        found.addcmul_(
-            v.rows, (change.scale + both) * past_along * v.share - v.inverse * v.share * turned
-        )
-        torch.addcmul(found, change.rows, past_along, value=-1, out=out)
+        by_projected = (rows * factor).addcmul_(cot.rows, v.inverse * (change.scale - both))
+        stretch = (change.scale + both) * past_along * v.share - v.inverse * v.share * turned
+        by_projected.addcmul_(v.rows, stretch)
+        torch.addcmul(by_projected, change.rows, past_along, value=-1, out=out)
     return flat
 
 
@@ -492,11 +497,13 @@ def _add_up(sums: Weights, v: Values, by: Cotangents, past: Past | None) -> None
 
 def by_surroundings(v: Values, by: Cotangents, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Return the gradients by the switch (A, N) and by the factors h (A, N, C)."""
-    of_products, (switch, sides, *_) = by.weights * v.attention, v.around
-    by_sides = torch.bmm(of_products, sides).baddbmm_(of_products.transpose(1, 2), sides)
+    by_products = by.weights * v.attention  # (A, N, N), by G = h h^T
+    switch = v.around.switch
+    sides = v.around.sides
+    by_sides = torch.bmm(by_products, sides).baddbmm_(by_products.transpose(1, 2), sides)
     if options.shift is None:
         return torch.zeros_like(switch), by_sides
-    # of queries and keys; both of their factors are a constant times w
+    # only queries and keys have the switch: their factors are constants times w
     by_switch = (by.along[:2] * v.share[1]).sum(0)
     column = (switch * options.shift).unsqueeze(-1)
     by_switch.baddbmm_(by.logits, column).baddbmm_(by.logits.transpose(1, 2), column)
@@ -521,17 +528,19 @@ def push(
         weights: of the layer.
         options: of the layer.
     """
-    switch, sides, *_ = v.around
+    switch = v.around.switch
+    sides = v.around.sides
     projected = _in_three(torch.mm(d_pairs, weights.in_weight), switch)
-    of_switch = d_switch.unsqueeze(-1)
-    scale = torch.stack([of_switch * options.scaling, of_switch, torch.zeros_like(of_switch)])
-    along, of_rows = scale, scale * v.share
+    column = d_switch.unsqueeze(-1)
+    scale = torch.stack([column * options.scaling, column, torch.zeros_like(column)])
+    # d_S = f d_Z / |Z| + S (d_f / f - S . d_Z / (f |Z|)), the last term if rows have the length 1
+    along = scale
+    stretch = scale * v.share
     if options.unit:
         along = (v.rows * projected).sum(-1, keepdim=True)
-        of_rows.addcmul_(along, v.inverse * v.share, value=-1)
-    rows = torch.mul(projected, v.inverse * v.scale, out=torch.empty_like(v.rows)).addcmul_(
-        v.rows, of_rows
-    )
+        stretch.addcmul_(along, v.inverse * v.share, value=-1)
+    rows = torch.mul(projected, v.inverse * v.scale, out=torch.empty_like(v.rows))
+    rows.addcmul_(v.rows, stretch)
     query, key, value = v.rows.unbind(0)
     d_query, d_key, d_value = rows.unbind(0)
     logits = torch.bmm(d_query, key.transpose(1, 2)).baddbmm_(query, d_key.transpose(1, 2))
@@ -541,6 +550,7 @@ def push(
         logits.baddbmm_(both, both.flip(2).transpose(1, 2), alpha=options.shift)
     attention = logits * v.attention
     mean = attention.sum(-1, keepdim=True)
+    # P is normalised: its change has the sum 0
     attention.addcmul_(v.attention, mean, value=-1)
     mixed = torch.bmm(sides, sides.transpose(1, 2)).mul_(attention)
     # the change of h h^T, likewise

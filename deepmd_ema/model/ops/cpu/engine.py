@@ -1,5 +1,4 @@
-"""A function whose gradient, and the gradient of that gradient, are written out: the layers of
-attention.
+"""A function with a written-out gradient and gradient of that: the layers of attention.
 
 A function D of inputs x and weights W is evaluated by an object that keeps the values which its
 derivatives need, and whose first input alone may depend on parameters. Forces are made of the
@@ -40,13 +39,13 @@ class Value(torch.autograd.Function):
         value: Tensor = evaluation.value(tensors[:number], tensors[number:])
         return value
 
+    # separate, as torch.func needs it
     @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: Tensor
-    ) -> None:  # separate, as torch.func needs it
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep the evaluation and the tensors."""
-        ctx.evaluation, ctx.number, *tensors = inputs
-        ctx.save_for_backward(output, *tensors)
+        ctx.evaluation = inputs[0]
+        ctx.number = inputs[1]
+        ctx.save_for_backward(output, *inputs[2:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -63,61 +62,69 @@ class Value(torch.autograd.Function):
                 )
             # D is an input of the gradient, so that in a backward pass the gradient comes before
             # the value
-            found = _Gradient.apply(evaluation, SimpleNamespace(), number, grad, output, *tensors)
-            return None, None, *found, *[None] * len(weights)
-        # what was kept in another pass was left by one that did not reach the value, such as one
-        # that raised
-        now = backward_pass()
-        kept = evaluation.past
+            grads = _Gradient.apply(evaluation, SimpleNamespace(), number, grad, output, *tensors)
+            return None, None, *grads, *[None] * len(weights)
+        # entries of another pass were left by one that did not reach the value, for example because
+        # it raised
+        this_pass = backward_pass()
+        entries = evaluation.past
         evaluation.past = []
-        past = [(cotangents, changes) for made, cotangents, changes in kept if made == now]
-        # by positions only while the gradient is evaluated, by parameters only in the backward pass
-        # of a loss
-        others: list[Tensor | None] = [None] * (number - 1)
+        past = [
+            (cotangents, changes)
+            for pass_number, cotangents, changes in entries
+            if pass_number == this_pass
+        ]
+        # derivatives by positions belong to the evaluation of the gradient, those by parameters to
+        # the backward pass of a loss
+        other_grads: list[Tensor | None] = [None] * (number - 1)
         if any(needed[1:number]):
             if past:
                 raise NotImplementedError(
                     "second derivatives by positions: use the reference operations"
                 )
-            others = list(evaluation.gradient(grad, weights)[0][1:])
-        first, of_weights = evaluation.second_gradient(grad, past[0] if past else None, weights)
+            other_grads = list(evaluation.gradient(grad, weights)[0][1:])
+        first_past = past[0] if past else None
+        first, weight_grads = evaluation.second_gradient(grad, first_past, weights)
         for more in past[1:]:  # the gradient was computed several times
-            again, more_of_weights = evaluation.second_gradient(
-                torch.zeros_like(grad), more, weights
-            )
-            first, of_weights = first + again, [a + b for a, b in zip(of_weights, more_of_weights)]
-        return None, None, first, *others, *of_weights
+            # the gradient by D itself is counted once
+            zeros = torch.zeros_like(grad)
+            more_first, more_grads = evaluation.second_gradient(zeros, more, weights)
+            first = first + more_first
+            weight_grads = [a + b for a, b in zip(weight_grads, more_grads)]
+        return None, None, first, *other_grads, *weight_grads
 
 
 class _Gradient(torch.autograd.Function):
-    """Gradients by the inputs, differentiable by the given gradient, the first input and the
-    weights.
-    """
+    """Gradients by the inputs, differentiable by the gradient of D, the first input and weights."""
 
     @staticmethod
     def forward(
         evaluation: Any,
-        kept: SimpleNamespace,
+        store: SimpleNamespace,
         number: int,
         grad: Tensor,
         output: Tensor,
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         # not in a list, of which torch.func makes another one
-        found, kept.cotangents = evaluation.gradient(grad, tensors[number:])
-        return tuple(found)
+        grads, store.cotangents = evaluation.gradient(grad, tensors[number:])
+        return tuple(grads)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.evaluation, ctx.kept, ctx.number, _, _, *tensors = inputs
-        ctx.save_for_backward(*tensors[ctx.number :])
+        # evaluation, store, number, gradient, D, the inputs and the weights
+        ctx.evaluation = inputs[0]
+        ctx.store = inputs[1]
+        ctx.number = inputs[2]
+        ctx.save_for_backward(*inputs[5 + ctx.number :])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *changes: Tensor) -> tuple[Tensor | None, ...]:
-        weights, evaluation = ctx.saved_tensors, ctx.evaluation
+        weights = ctx.saved_tensors
+        evaluation = ctx.evaluation
         change, details = evaluation.change(changes, weights)
-        evaluation.past.append((backward_pass(), ctx.kept.cotangents, details))
+        evaluation.past.append((backward_pass(), ctx.store.cotangents, details))
         # the gradients by inputs and weights come from Value, to which zeros lead in any case;
         # expanded, they take no memory
         zeros = change.new_zeros(()).expand_as(change)

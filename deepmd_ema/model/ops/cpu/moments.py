@@ -1,5 +1,6 @@
-"""Moments of embedding nets of tanh layers, evaluated at each pair in portions that stay in the
-cache.
+"""Moments of embedding nets of tanh layers, evaluated at each pair in portions of the cache.
+
+A portion stays in the cache from the first layer to the last.
 """
 
 from __future__ import annotations
@@ -17,26 +18,24 @@ from deepmd_ema.model.ops.reference import Moments, moments
 # a "jet" (A, 2, K, M) holds values in [:, 0] and derivatives with respect to s in [:, 1]
 
 
-NUMBERS_IN_CACHE = 1 << 17  # of a portion, for each thread of a CPU
+NUMBERS_IN_CACHE = 1 << 17  # size of a portion for each thread of a CPU
 
 
 def portions(rows: Tensor, numbers: int) -> list[slice]:
-    """Return slices of rows (B, ...) that stay in the cache of a CPU, with ``numbers`` of each row;
-    of a GPU all.
+    """Return slices of rows (B, ...) that stay in the cache of a CPU; of a GPU all.
+
+    Each row has ``numbers``.
     """
     if not numbers or not len(rows):
         return []
     # torch gives each thread a part of a portion
-    step = (
-        len(rows) if rows.is_cuda else max(1, NUMBERS_IN_CACHE * torch.get_num_threads() // numbers)
-    )
+    most = NUMBERS_IN_CACHE * torch.get_num_threads() // numbers
+    step = len(rows) if rows.is_cuda else max(1, most)
     return [slice(start, start + step) for start in range(0, len(rows), step)]
 
 
 def tanh_moments(rows: Tensor, net: Network) -> Moments:
-    """Return the moments of a net, written out if its layers are of tanh; ``rows`` are (A, K,
-    4).
-    """
+    """Return the moments of a net of ``rows`` (A, K, 4), written out if its layers are of tanh."""
     if not net.is_tanh or not rows.numel():
         return moments(rows, net)
     flat = [p for layer in net.layers for p in (layer.weight, layer.bias)]
@@ -52,9 +51,7 @@ def tanh_moments(rows: Tensor, net: Network) -> Moments:
 
 
 class _TanhMoments(torch.autograd.Function):
-    """Moments and jet of a net of tanh layers without step sizes, computed in portions that stay in
-    the cache.
-    """
+    """Moments and jet of a net of tanh layers without step sizes, computed in portions."""
 
     @staticmethod
     def forward(
@@ -62,7 +59,8 @@ class _TanhMoments(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         jets = _tanh_jets(rows[..., 0], parts, copies, flat, keep=True)
         ctx.save_for_backward(rows, *flat, *jets)
-        ctx.parts, ctx.copies = parts, copies
+        ctx.parts = parts
+        ctx.copies = copies
         return torch.bmm(rows.transpose(1, 2), jets[-1][:, 0]), jets[-1]
 
     @staticmethod
@@ -77,9 +75,12 @@ class _TanhMoments(torch.autograd.Function):
             grad = grad_jet[part].clone()  # autograd may use the gradient elsewhere
             grad[:, 0].baddbmm_(rows[part], grad_value[part])
             for index in range(num_layers - 1, 0, -1):
+                # grad is by the jet after layer `index`, grad_z by (z, dz/ds), below by the jet
+                # before it
                 before = jets[index - 1][part]
                 grad_z = _tanh_layer_backward(grad, jets[index][part], before, copies[index])
                 num_in, num_out = flat[2 * index].shape
+                # weights are sums over atoms, slots, and both rows of the jet
                 factors = before.reshape(-1, num_in).T, grad_z.view(-1, num_out)
                 so_far = grads[2 * index]
                 grads[2 * index] = torch.mm(*factors) if so_far is None else so_far.addmm_(*factors)
@@ -91,6 +92,7 @@ class _TanhMoments(torch.autograd.Function):
                         skipped if copies[index] == 1 else skipped[:, :1] + skipped[:, 1:]
                     )
                 grad = below.view(before.shape)
+            # the first layer has the input s and its derivative 1, not a jet
             grad_z = _tanh_layer_backward(grad, jets[0][part], None, 0)
             by_weight = torch.addcmul(grad_z[:, 1], rows[part][..., :1], grad_z[:, 0]).sum((0, 1))
             grads[0] = _plus(grads[0], by_weight[None])
@@ -122,12 +124,12 @@ def _tanh_jets(
         s = s_all[part, :, None]
         # without a backward pass the inner layers are written to scratch memory, which stays in the
         # cache
-        jet = (
-            jets[0][part]
-            if keep or last == 0
-            else s.new_empty(len(s), 2, num_slots, weights[0].shape[1])
-        )
+        if keep or last == 0:
+            jet = jets[0][part]
+        else:
+            jet = s.new_empty(len(s), 2, num_slots, weights[0].shape[1])
         torch.addcmul(biases[0], s, weights[0], out=jet[:, 0])
+        # (1 - tanh(z)^2) dz/ds, with dz/ds = W
         square = jet[:, 0].tanh_().square()
         torch.addcmul(weights[0][0], square, weights[0][0], value=-1, out=jet[:, 1])
         for index in range(1, last + 1):
@@ -138,8 +140,8 @@ def _tanh_jets(
             out = jets[index][part] if keep or index == last else z
             # z holds tanh and its derivative alone, so the skip connection is added on the way out
             if copies[index]:
-                z, skipped, y = (t.view(-1, t.shape[-1] // num_in, num_in) for t in (z, jet, out))
-                torch.add(z, skipped, out=y)
+                shape = (-1, copies[index], num_in)
+                torch.add(z.view(shape), jet.view(-1, 1, num_in), out=out.view(shape))
             elif out is not z:
                 out.copy_(z)
             jet = out
@@ -147,18 +149,17 @@ def _tanh_jets(
 
 
 def _tanh_layer_backward(grad: Tensor, jet: Tensor, before: Tensor | None, copies: int) -> Tensor:
-    """Return the gradient with respect to z and dz/ds from that of ``(y, dy/ds)``, y = tanh(z) +
-    skip.
+    """Return the gradient by z and dz/ds from that by ``(y, dy/ds)``, y = tanh(z) + skip.
 
     y' = (1 - y^2) z', so the gradient of y' reaches z through -2 y y': only values that are at hand
     are needed.
     """
     if copies:
+        # without the skip connection the jet is that of tanh alone
         assert before is not None
         width = before.shape[-1]
-        jet = torch.sub(jet.reshape(-1, copies, width), before.reshape(-1, 1, width)).view(
-            jet.shape
-        )
+        tanh_jet = torch.sub(jet.reshape(-1, copies, width), before.reshape(-1, 1, width))
+        jet = tanh_jet.view(jet.shape)
     value, derivative = jet[:, 0], jet[:, 1]
     grad_z = grad * torch.addcmul(value.new_ones(()), value, value, value=-1).unsqueeze(1)
     grad_z[:, 0].addcmul_(value * derivative, grad[:, 1], value=-2)

@@ -24,11 +24,12 @@ def uses_onednn() -> bool:
     """
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
-    a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
+    # [[0, 1, 2], [3, 4, 5]] and so on: small integers, whose products are exact in any order
+    a = torch.arange(6.0).view(2, 3)
+    b = torch.arange(12.0).view(3, 4)
     try:
-        return "GenuineIntel" not in Path("/proc/cpuinfo").read_text() and torch.equal(
-            by_onednn(a, b), a @ b
-        )
+        is_intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+        return not is_intel and torch.equal(by_onednn(a, b), a @ b)
     except (OSError, AttributeError, RuntimeError, TypeError):
         return False
 
@@ -36,15 +37,17 @@ def uses_onednn() -> bool:
 def by_onednn(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` of matrices in float32."""
     # it multiplies by the transpose of its second argument, the weight of a linear layer
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
-    return found
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
+    return result
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` (..., N, M) of matrices (..., N, K) and (..., K, M) or stacks of them,
-    without a gradient.
+    """Return ``a @ b`` (..., N, M) of matrices or stacks of them, without a gradient.
+
+    They are (..., N, K) and (..., K, M).
     """
-    single, is_stack = a.dtype == torch.float32 and a.device.type == "cpu", a.ndim > 2
+    single = a.dtype == torch.float32 and a.device.type == "cpu"
+    is_stack = a.ndim > 2
     if not (single and a.shape[-2] * a.shape[-1] * b.shape[-1] >= MIN_WORK and uses_onednn()):
         return torch.bmm(a, b) if is_stack else torch.mm(a, b)
     # oneDNN has no product of batches here: a loop pays as soon as each matrix alone is large

@@ -16,13 +16,11 @@ MIN_NUMBERS = 1 << 14
 
 def activated(z: Tensor, function: Activation) -> Tensor:
     """Return ``function(z)``."""
-    # the tanh of silut is rarely reached, and to look for it costs one reading pass
     bend = function.bend
-    if (
-        bend is None
-        or z.numel() < MIN_NUMBERS
-        or (bend < math.inf and not bool(z.detach().amax() < bend))
-    ):
+    if bend is None or z.numel() < MIN_NUMBERS:
+        return function.value(z)
+    # the tanh of silut is rarely reached, and to look for it costs one reading pass
+    if bend < math.inf and not bool(z.detach().amax() < bend):
         return function.value(z)
     return silu(z)
 

@@ -1,5 +1,6 @@
-"""The sum over pairs of neighbors of a network of their angle and elements, with its gradient
-written out.
+"""The sum over pairs of neighbors of a network of their angle and elements, and its gradient.
+
+It is written out.
 
 With the scalar products ``c_jk = R_j . R_k`` of an atom and the embeddings E of the elements of its
 neighbors::
@@ -32,8 +33,9 @@ from deepmd_ema.model.ops import reference
 def triple_sums_and_vjp(
     products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
-    """Return D (A, M), and a function from its gradient to that by ``products``, written out if G
-    is of tanh layers.
+    """Return D (A, M), and a function from its gradient to that by ``products``.
+
+    It is written out if G is of tanh layers.
 
     Args:
         products: (A, K, K), the c.
@@ -49,28 +51,28 @@ def triple_sums_and_vjp(
     # picked, not masked: a slot without a neighbor would cost the net as much as one with two
     place = (mask[:, :, None] & mask[:, None]).view(-1).nonzero().squeeze(1)
     atom = place.div(max(1, shape[1] * shape[2]), rounding_mode="floor")
+    # (P,) elements of j and of k of each pair
     kinds = [
         t.expand(shape).reshape(-1).index_select(0, place)
         for t in (types[:, :, None], types[:, None])
     ]
     c = products.reshape(-1).index_select(0, place)
-    of_c, *of_elements = start.weight.split([1, table.shape[1], table.shape[1]])
-    first, second = (table @ weight for weight in of_elements)
+    c_weight, *element_weights = start.weight.split([1, table.shape[1], table.shape[1]])
+    first, second = (table @ weight for weight in element_weights)  # (T, M)
     # index_select is differentiated by an addition in the order of the pairs, with any number of
     # threads
     z = (first + start.bias).T.index_select(1, kinds[0]) + second.T.index_select(1, kinds[1])
-    value = torch.addr(z, of_c[0], c).tanh()
-    slope = torch.ops.aten.tanh_backward(
-        of_c.T.expand_as(value), value
-    )  # (M, P), the derivative by c
+    value = torch.addr(z, c_weight[0], c).tanh()
+    # (M, P), the derivative by c
+    slope = torch.ops.aten.tanh_backward(c_weight.T.expand_as(value), value)
     for layer in later:
         y = torch.addmm(layer.bias[:, None], layer.weight.T, value).tanh()
         dy = torch.ops.aten.tanh_backward(layer.weight.T @ slope, y)
         if layer.copies:
-            y, dy = (
-                new + torch.cat([old] * layer.copies) for new, old in ((y, value), (dy, slope))
-            )
-        value, slope = y, dy
+            y = y + torch.cat([value] * layer.copies)
+            dy = dy + torch.cat([slope] * layer.copies)
+        value = y
+        slope = dy
     slopes = torch.addcmul(value, slope, c)  # d(c G)/dc
 
     def vjp(grad: Tensor) -> tuple[Tensor]:
