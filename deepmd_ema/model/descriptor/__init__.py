@@ -1,3 +1,1 @@
-"""Descriptors: what an atom sees within the cutoff, in numbers that do not change under
-symmetry.
-"""
+"""Descriptors: the surroundings of an atom, in numbers that do not change under symmetry."""

@@ -1,6 +1,4 @@
-"""Base of descriptors with one embedding network per element: networks, statistics, slots of
-neighbors.
-"""
+"""Base of descriptors with one embedding network per element, or per pair of elements."""
 
 from __future__ import annotations
 
@@ -58,14 +56,17 @@ class ByTypeDescriptor(EnvironmentDescriptor, EnvironmentMatrix, UsesOperations)
         self.sel = tuple(config.sel)
         self.num_types = num_types
         self.num_channels = config.neuron[-1]
-        self.dim_out, self.dtype = self.num_channels, precision(config.precision)
+        self.dim_out = self.num_channels
+        self.dtype = precision(config.precision)
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
+        # networks differ by their index: one seed gives each its own numbers
         start = seed if config.seed is None else config.seed
         self.embeddings = module_list(
             embedding_network(config, 1, self.dtype, seed_for("embedding", start, index))
             for index in range(num_networks)
         )
         freeze(self, config.trainable)
+        # (T, S, C): each slot has a mean and a spread, as in files of DeePMD-kit
         self.add_normalisation((num_types, sum(self.sel), self.num_columns), self.dtype)
         self.environments = [
             EnvironmentStatistics(self, config.exclude_types, config.set_davg_zero)
@@ -82,15 +83,15 @@ class ByTypeDescriptor(EnvironmentDescriptor, EnvironmentMatrix, UsesOperations)
         assert all(n <= sel for n, sel in zip(batch.slots, self.sel)), (
             f"slots {batch.slots} exceed sel {self.sel}"
         )
+        # a batch has the first slots of each section
         starts = accumulate(self.sel, initial=0)
-        return torch.cat(
-            [
-                torch.arange(n, device=self.mean.device) + start
-                for start, n in zip(starts, batch.slots)
-            ]
-        )
+        sections = [
+            torch.arange(n, device=self.mean.device) + start
+            for start, n in zip(starts, batch.slots)
+        ]
+        return torch.cat(sections)
 
 
 def joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """Return the concatenation, or the only tensor itself."""
+    """Return the concatenation, or the only tensor itself, which is then not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)

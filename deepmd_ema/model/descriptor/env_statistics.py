@@ -1,6 +1,4 @@
-"""Means and spreads of the environment matrix by type of centre, which descriptors normalise it
-with.
-"""
+"""Means and spreads of the environment matrix by type of centre, which descriptors divide by."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ from deepmd_ema.model.ops.environment import Radial, switch_and_derivative
 
 # A atoms, K neighbor slots, S slots up to sel, T types, C columns of the environment matrix
 
-MIN_SPREAD = 1e-2  # of the environment, as DeePMD-kit has it
-SPREAD_UNSEEN = 1e-1  # of the environment of a type that the data do not hold
+MIN_SPREAD = 1e-2  # least spread of a column, as DeePMD-kit has it
+SPREAD_UNSEEN = 1e-1  # spread for a type that the data do not hold
 
 
 class EnvironmentMatrix(nn.Module):
@@ -52,17 +50,21 @@ class EnvironmentMatrix(nn.Module):
         self.register_buffer("stddev", torch.full(shape, spread, dtype=dtype))
 
     def radial_range(self, min_distance: float) -> tuple[float, float]:
-        """Return the least and the largest number of pairs at which nets are evaluated, that of the
-        first column.
+        """Return the least and the largest number of pairs at which nets are evaluated.
+
+        It is that of the first column.
 
         Args:
             min_distance: of two atoms, angstrom.
         """
-        mean, spread = self.mean[..., 0].double(), self.stddev[..., 0].double()
+        mean = self.mean[..., 0].double()  # (T, S)
+        spread = self.stddev[..., 0].double()
+        # s = w / (r + p) falls with the distance: it is largest for the nearest pair
         distance = torch.tensor([min_distance], dtype=torch.float64, device=mean.device)
         weight, _ = switch_and_derivative(distance, self.rcut, self.rcut_smth)
         largest = weight / (distance + self.protection)
-        # 0 of pairs that are excluded; at the cutoff, and in empty slots, the raw number is 0
+        # normalised numbers: 0 of an excluded pair; at the cutoff and in an empty slot, where the
+        # raw number is 0; of the nearest pair
         ends = torch.stack([torch.zeros_like(mean), -mean / spread, (largest - mean) / spread])
         return float(ends.min()), float(ends.max())
 
@@ -92,16 +94,20 @@ class EnvironmentMatrix(nn.Module):
             The rows (A, K, 4) or (A, K, 1), ``-mean / spread`` in an empty slot, and a function
             from the gradient by them to that by ``vector`` (A, K, 3) float64.
         """
-        distance, weight, dweight = radial or Radial.of(vector, self.rcut, self.rcut_smth)
+        radial = radial or Radial.of(vector, self.rcut, self.rcut_smth)
+        distance = radial.distance
         inverse = (distance + self.protection).reciprocal()
-        s = weight * inverse
+        # (A, K): s, 1/angstrom, c, 1/angstrom^2, and the derivative of s by r
+        s = radial.weight * inverse
         c = s * inverse
-        ds = (dweight - s) * inverse
+        ds = (radial.dweight - s) * inverse
         ds_over_r = ds / distance
         mean, spread = self.normalisation(vector.shape[1] if slots is None else slots, atom_type)
         scale = spread.reciprocal()
+        # after normalisation: a dropped pair has 0, not the number of an empty slot
         keep = None if dropped is None else (~dropped).unsqueeze(-1).to(scale.dtype)
         if mean.shape[-1] == 1:
+            # s depends on the length alone: its gradient is along the vector
             scale = scale if keep is None else scale * keep
             ds_dvector = scale * ds_over_r.unsqueeze(-1) * vector
             rows = (s.unsqueeze(-1) - mean) * scale
@@ -109,29 +115,32 @@ class EnvironmentMatrix(nn.Module):
         dc_over_r = (ds - c) * inverse / distance
         rows = torch.cat([s.unsqueeze(-1), c.unsqueeze(-1) * vector], -1).sub_(mean).mul_(scale)
         if keep is not None:
-            rows, scale = rows * keep, scale * keep
+            rows = rows * keep
+            scale = scale * keep
 
         def vjp(grad_rows: Tensor) -> Tensor:
             grad = grad_rows.double() * scale
             angular = grad[..., 1:]
+            # the gradient through c x: c for each component, and dc/dr along the vector
             along = ds_over_r * grad[..., 0] + dc_over_r * (vector * angular).sum(-1)
             return torch.addcmul(c.unsqueeze(-1) * angular, along.unsqueeze(-1), vector)
 
         return rows.to(self.dtype), vjp
 
     def normalisation(self, slots: Tensor | int, atom_type: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and spread (A, K, C) in float64 of slots (K,), or of the first ones, by type
-        of centre (A,).
+        """Return mean and spread (A, K, C) in float64 of slots, by type of centre (A,).
+
+        Slots are (K,) places, or a number: the first ones.
         """
         if isinstance(slots, Tensor) or torch.compiler.is_compiling():
             # selected, not sliced: whether a slice is contiguous depends on its length, as a graph
             # then would
             if not isinstance(slots, Tensor):  # a number, or a symbol of a graph
                 slots = torch.arange(slots, device=atom_type.device)
-            of_slots = [of.index_select(1, slots) for of in (self.mean, self.stddev)]
+            tables = [table.index_select(1, slots) for table in (self.mean, self.stddev)]
         else:
-            of_slots = [self.mean[:, :slots], self.stddev[:, :slots]]
-        mean, stddev = (of.double()[atom_type] for of in of_slots)
+            tables = [self.mean[:, :slots], self.stddev[:, :slots]]
+        mean, stddev = (table.double()[atom_type] for table in tables)
         return mean, stddev
 
 
@@ -159,10 +168,11 @@ class EnvironmentStatistics:
         mixed_types = isinstance(module.sel, int)
         sel: list[int] = [module.sel] if mixed_types else list(module.sel)
         self.most = sum(sel)
-        num_types, _, num_columns = module.mean.shape
+        num_types = len(module.mean)
+        num_columns = module.mean.shape[2]
         kinds = "r" if num_columns == 1 else "ra"
-        # what DeePMD-kit hashes for the name of the folder of a stat file, and what that rounds or
-        # leaves out
+        # DeePMD-kit hashes these options for the name of the folder of a stat file. It rounds the
+        # radii and leaves out all other options
         identity = {
             "type": "se_r" if num_columns == 1 else "se_a",
             "ntypes": num_types,
@@ -176,8 +186,10 @@ class EnvironmentStatistics:
         self.sum_names = tuple(f"{folder}/{kind}_{t}" for kind in kinds for t in range(num_types))
 
     def measure(self, batch: Batch, excluded: ExcludedPairs) -> dict[str, np.ndarray]:
-        """Return count, sum and sum of squares (3,) of the radial column of the environment matrix,
-        ``r_<type>``, and of its three angular columns together, ``a_<type>``, by type of centre.
+        """Return count, sum and sum of squares (3,) of columns by type of centre.
+
+        These are the radial column of the environment matrix, ``r_<type>``, and its three angular
+        columns together, ``a_<type>``.
 
         All ``sel`` slots are counted; empty ones are zeros.
 
@@ -185,16 +197,19 @@ class EnvironmentStatistics:
             batch: on the CPU.
             excluded: pairs that do not see each other in this descriptor.
         """
-        neighborhood = (
-            batch.within(self.rcut, self.most) if isinstance(self._module.sel, int) else None
-        )
-        vector, dropped = (neighborhood or batch).vector, excluded(batch, neighborhood)
+        # a list for all elements is measured as far as this descriptor sees it
+        neighborhood = None
+        if isinstance(self._module.sel, int):
+            neighborhood = batch.within(self.rcut, self.most)
+        vector = (neighborhood or batch).vector
+        dropped = excluded(batch, neighborhood)
         distance = torch.linalg.vector_norm(vector, dim=-1)
         inverse = (distance + self._module.protection).reciprocal_()
         weight, _ = switch_and_derivative(distance, self.rcut, self._module.rcut_smth)
         radial = weight.mul_(inverse)
         if dropped is not None:
             radial[dropped] = 0
+        # (A,) each; the squares of the three angular columns add up to (c r)^2
         count = radial.new_full((len(radial),), self.most)
         columns = [count, radial.sum(1), (radial * radial).sum(1)]
         if self._module.mean.shape[2] > 1:
@@ -206,17 +221,20 @@ class EnvironmentStatistics:
         return dict(zip(self.sum_names, np.concatenate(parts), strict=True))
 
     def apply(self, sums: Mapping[str, np.ndarray]) -> None:
-        """Set mean and spread of the columns from ``measure`` over all data, equal for all slots of
-        a type.
+        """Set mean and spread of the columns from ``measure`` over all data.
+
+        They are equal for all slots of a type.
         """
-        num_types, _, num_columns = self._module.mean.shape
-        radial, *angular = np.stack([sums[name] for name in self.sum_names]).reshape(
-            -1, num_types, 3
-        )
+        num_types = len(self._module.mean)
+        num_columns = self._module.mean.shape[2]
+        measured = np.stack([sums[name] for name in self.sum_names])
+        radial, *angular = measured.reshape(-1, num_types, 3)
         radial_mean, radial_spread = mean_and_spread(radial, MIN_SPREAD)
-        spreads = [mean_and_spread(one, MIN_SPREAD)[1] for one in angular]
+        spreads = [mean_and_spread(columns, MIN_SPREAD)[1] for columns in angular]
+        # the mean of the angular columns stays 0: another one would depend on the orientation
         spread = np.stack([radial_spread, *3 * spreads], 1)
-        mean, unseen = np.zeros((num_types, num_columns)), radial[:, 0] == 0
+        mean = np.zeros((num_types, num_columns))
+        unseen = radial[:, 0] == 0
         if not self._zero_mean:
             mean[:, 0] = np.where(unseen, 0.0, radial_mean)
         spread[unseen] = SPREAD_UNSEEN
@@ -254,27 +272,28 @@ class EnvironmentDescriptor(nn.Module):
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        """Sums of the environment matrices by type of centre, where DeePMD-kit keeps them in a stat
-        file.
+        """Names of the sums of the environment matrices by type of centre, as DeePMD-kit has them.
+
+        Matrices of equal options have one set of sums.
         """
-        return tuple(dict.fromkeys(name for one in self.environments for name in one.sum_names))
+        names = (name for environment in self.environments for name in environment.sum_names)
+        return tuple(dict.fromkeys(names))
 
     def measure(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return sums over the environment matrices by type of centre."""
-        found: dict[str, np.ndarray] = {}
-        for one in self.environments:
-            found |= one.measure(batch, self.excluded)
-        return found
+        sums: dict[str, np.ndarray] = {}
+        for environment in self.environments:
+            sums |= environment.measure(batch, self.excluded)
+        return sums
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
         """Set mean and spread of the columns of the environment matrices."""
-        for one in self.environments:
-            one.apply(sums)
+        for environment in self.environments:
+            environment.apply(sums)
 
 
 def has_equal_slots(model: nn.Module) -> bool:
-    """Whether all slots have one mean and spread, so that a neighbor counts the same in any of
-    them.
+    """Whether all slots have one mean and spread: a neighbor counts the same in any of them.
 
     Statistics of this program are equal; those in files of others may differ from slot to slot.
     """

@@ -21,17 +21,18 @@ class ExcludedPairs(nn.Module):
     def __init__(self, pairs: Sequence[Sequence[int]], num_types: int) -> None:
         super().__init__()
         excluded = both_orders(pairs)
+        # a number on the host: without pairs nothing is computed
         self.any = len(excluded) > 0
+        # (T, T), by type of the atom and of the neighbor
         table = torch.tensor(
             [[(i, j) in excluded for j in range(num_types)] for i in range(num_types)]
         )
         self._table = nn.Buffer(table, persistent=False)
 
     def forward(self, batch: Batch, neighborhood: Neighborhood | None = None) -> Tensor | None:
-        """Return (A, K) bool, pairs of a neighborhood that are excluded at any distance, or None
-        where there are none.
+        """Return (A, K) bool, pairs that are excluded at any distance, or None without such pairs.
 
-        Without a neighborhood it is the whole list of the batch.
+        They are those of a neighborhood; without one, of the whole list of the batch.
         """
         if not self.any:
             return None

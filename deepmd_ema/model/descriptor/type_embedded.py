@@ -1,6 +1,4 @@
-"""Base of descriptors with networks for all elements: type embedding, statistics, excluded
-pairs.
-"""
+"""Base of descriptors with networks for all elements, which distinguish them by embeddings."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ if TYPE_CHECKING:
 
 
 class TypeEmbeddedDescriptor(EnvironmentDescriptor):
-    """Features from the neighbors and the type embeddings, and beside them, if wanted, the
-    embedding of the atom.
+    """Features from the neighbors and the type embeddings.
+
+    If requested, the embedding of the atom itself is among the features.
 
     Args:
         config: the section ``model.descriptor``; numbers of neighbors must be numbers.
@@ -59,6 +58,7 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         self.start = seed if config.seed is None else config.seed
         self._width = width
+        # one table for all blocks of the descriptor
         seed = seed_for("type_embedding", self.start)
         self.type_embedding = TypeEmbedding(config, num_types, width, self.dtype, seed)
 
@@ -73,10 +73,10 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         features, vjp = self._features_and_vjp(table, batch)
         if not self.section.concat_output_tebd:
             return features, vjp
+        # the embedding of the atom does not depend on positions: the vjp leaves it out
         width = features.shape[1]
-        return torch.cat([features, pick(table, batch.atom_type)], 1), lambda grad: vjp(
-            grad[:, :width]
-        )
+        whole = torch.cat([features, pick(table, batch.atom_type)], 1)  # (A, D)
+        return whole, lambda grad: vjp(grad[:, :width])
 
     def features_and_equivariants(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the features (A, D) and equivariant vectors (A, M, 3)."""
@@ -87,9 +87,7 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         return features, vectors
 
     def _features_and_equivariants(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the features of the neighbors (A, num_features) and equivariant vectors (A, M, 3),
-        as in forward.
-        """
+        """Return features of the neighbors (A, num_features) and equivariant vectors (A, M, 3)."""
         raise NotImplementedError
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
@@ -126,15 +124,19 @@ class ElementBlock(EnvironmentMatrix, UsesOperations):
         # type embeddings that a network sees at once: that of the neighbor alone, or of two atoms
         width = options.tebd_dim * (1 if getattr(options, "type_one_side", False) else 2)
         self.num_channels = options.neuron[-1]
+        # strip: one network of s and one of the elements, whose outputs are multiplied
         strip = options.tebd_input_mode == "strip"
         self.embedding = embedding_network(
             options, 1 if strip else 1 + width, dtype, seed_for("embedding", seed)
         )
+        # the embedding of a pair of elements does not depend on s: T^2 rows serve all pairs of
+        # atoms
         self.pair_embedding: Network | None = None
         if strip:
             self.pair_embedding = embedding_network(
                 options, width, dtype, seed_for("pair_embedding", seed)
             )
+        # one mean and spread for each type of centre; slots do not distinguish neighbors
         self.add_normalisation((num_types, sel, 4), dtype)
 
 

@@ -1,5 +1,4 @@
-"""One batch seen in the neighbor layout of one part of a model: a choice of its slots, in another
-order.
+"""One batch in the neighbor layout of a part of a model: a choice of its slots, in another order.
 
 The parts of a model share one list of neighbors. A part that keeps fewer of them sees the first
 slots, and one that wants them by type sees a permutation. `View.vjp` brings gradients back to the
@@ -37,14 +36,14 @@ class View:
     place: Tensor | None = None
 
     def vjp(self, grad_vector: Tensor) -> Tensor:
-        """Return the gradient with respect to the vectors of the list (A, K, 3) from that of the
-        view (A, V, 3).
+        """Return the gradient by the vectors of the list (A, K, 3) from that of the view (A, V, 3).
+
+        Slots of the list that the view does not have get 0.
         """
         if self.slot is None or self.place is None:
             return grad_vector
-        return sum_over_reverse(grad_vector, self.slot, self.place).view(
-            grad_vector.shape[0], -1, 3
-        )
+        by_list = sum_over_reverse(grad_vector, self.slot, self.place)  # (A K, 3)
+        return by_list.view(grad_vector.shape[0], -1, 3)
 
 
 def view_of(
@@ -59,17 +58,17 @@ def view_of(
         part: of the part.
         inside: whether a part with a shorter cutoff sees only the neighbors inside of it.
     """
-    (num_atoms, total), device = batch.neighbor.shape, batch.neighbor.device
-    own = torch.arange(num_atoms, device=device)[:, None]
+    num_atoms, total = batch.neighbor.shape
+    device = batch.neighbor.device
+    atom = torch.arange(num_atoms, device=device)[:, None]
     inside = inside and part.rcut < layout.rcut
     wanted = batch.type_slots if part.by_type and not layout.by_type else batch.slots
     slots = tuple(min(used, sel) for used, sel in zip(wanted, part.sel, strict=True))
     if inside and not part.by_type:
         requested = (part.rcut, sum(part.sel))
-        slots = tuple(
-            min([slots[0], *(used for *one, used in batch.inner if tuple(one) == requested)])
-            for _ in slots
-        )
+        # a batch may be trimmed to the neighbors inside of this cutoff
+        trimmed = [used for rcut, most, used in batch.inner if (rcut, most) == requested]
+        slots = tuple(min([slots[0], *trimmed]) for _ in slots)
     if part.by_type == layout.by_type:
         if slots == batch.slots and not inside:
             return View(batch)
@@ -77,22 +76,23 @@ def view_of(
         columns = torch.cat(
             [torch.arange(n, device=device) + start for n, start in zip(slots, starts)]
         )
-        slot = own * total + columns
+        slot = atom * total + columns
     else:
         # sections by type, nearest first
         num_types = len(slots)
+        # (A, K) sorted by type, empty slots last; a stable sort keeps the order by distance
         types = torch.where(batch.occupied, batch.neighbor_type, num_types)
         types, order = torch.sort(types, dim=1, stable=True)
-        ends = torch.searchsorted(
-            types, torch.arange(num_types, device=device).repeat(num_atoms, 1), right=True
-        )
+        kinds = torch.arange(num_types, device=device).repeat(num_atoms, 1)
+        # (A, T): where the section of each type ends and begins
+        ends = torch.searchsorted(types, kinds, right=True)
         firsts = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1)
         sections = []
         for t, width in enumerate(slots):
             place = firsts[:, t : t + 1] + torch.arange(width, device=device)
-            there = place < ends[:, t : t + 1]
-            flat = own * total + order.gather(1, torch.where(there, place, 0))
-            sections.append(torch.where(there, flat, num_atoms * total))
+            is_filled = place < ends[:, t : t + 1]
+            flat = atom * total + order.gather(1, torch.where(is_filled, place, 0))
+            sections.append(torch.where(is_filled, flat, num_atoms * total))
         slot = torch.cat(sections, 1)
     if inside:
         distance = torch.linalg.vector_norm(batch.vector.detach(), dim=-1).flatten()
@@ -101,17 +101,16 @@ def view_of(
     width = slot.shape[1]
     none = num_atoms * width
     place = torch.full((num_atoms * total + 1,), none, device=device)
-    # every slot of the list is named once, but for the last entry: that of none, which is not read
+    # each slot of the list occurs once. Only the last entry, for none, may be written several
+    # times, and it is not read
     place = place.index_put((slot,), torch.arange(none, device=device).view(num_atoms, width))
-    place = (
-        torch.nn.functional.pad(place[:-1] - none, (0, 1)) + none
-    )  # torch.compile takes no filling but a number
+    # torch.compile takes no filling but a number
+    place = torch.nn.functional.pad(place[:-1] - none, (0, 1)) + none
     is_none = slot == num_atoms * total
-    neighbor = torch.where(is_none, own, batch.neighbor.flatten()[torch.where(is_none, 0, slot)])
+    neighbor = torch.where(is_none, atom, batch.neighbor.flatten()[torch.where(is_none, 0, slot)])
     vector = gather_neighbors(batch.vector.flatten(0, 1), slot, place[:-1, None])
-    beyond = torch.nn.functional.pad(
-        vector.new_full((1,), 2 * layout.rcut), (0, 2)
-    )  # a list would be waited for
+    # a tensor made of a list would be waited for
+    beyond = torch.nn.functional.pad(vector.new_full((1,), 2 * layout.rcut), (0, 2))
     seen = batch.with_slots(
         slot,
         slots=slots,
