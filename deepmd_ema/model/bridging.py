@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 COULOMB = 14.3996  # e^2 / (4 pi epsilon_0), eV angstrom, as DeePMD-kit rounds it
 # angstrom: of the Thomas-Fermi atom, times the Bohr radius
 SCREENING_LENGTH = 0.88534 * 0.5291772109
-SCREENING_EXPONENT = 0.23  # of the charges in the length
+SCREENING_EXPONENT = 0.23  # exponent of the charges in the length
 # coefficients and exponents of the screening function
 SCREENING = ((0.18175, 3.1998), (0.50986, 0.94229), (0.28022, 0.4029), (0.028171, 0.20162))
 

@@ -50,15 +50,16 @@ CODE_OPTIONS = (
     if torch.__version__ < "2.13"
     else {}
 )
-MAX_GRAPHS = 64  # of a process; then torch continues eagerly and warns
-# step of the run: by then weights that begin at 0 are others, and gradients are of usual size
+MAX_GRAPHS = 64  # limit of a process; then torch continues eagerly and warns
+# by this step of a run weights that began at 0 have other values, and gradients their usual size
 COMPARED_STEP = 20
 # two sets of operations differ by at most 33 eps for all descriptors, in float64 and float32
 MAX_ROUNDING = 100  # eps
 # products in TF32 or bfloat16: the rounding of eager code and of compiled code, and as much again,
 # as both are samples
 ROUNDING_FACTOR = 4
-MIN_GRADIENT = 1e-2  # of the largest gradient: a smaller one is what is left of terms that cancel
+# relative to the largest gradient: a smaller one is the rest of terms that cancel
+MIN_GRADIENT = 1e-2
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Compiler:
         try:
             prediction = self._predict(model, batch)
         except Exception as error:
-            prediction = run(model, batch)  # which raises an error that is not the compiler's
+            prediction = run(model, batch)  # raises an error that is not the compiler's
             self.refuse(training, self._why_not(error))
             return prediction
         # a device must not be waited for while a step is captured
@@ -252,7 +253,7 @@ class Compiler:
             name: (compiled[name] - value).abs().nan_to_num(math.inf, math.inf)
             for name, value in eager.items()
         }
-        # predictions come first, of which a gradient depends on several; of nan no comparison holds
+        # predictions come first, as a gradient depends on several of them; for nan `<=` is false
         name = next(
             (
                 name
@@ -343,7 +344,7 @@ class Compiler:
             # DDP would have the graph cut at its buckets; it needs no more than gradients
             torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS, optimize_ddp=False),
             torch._inductor.config.patch(CODE_OPTIONS),
-            # two sizes that are equal in one batch are two sizes
+            # sizes that are equal in one batch stay separate symbols
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         ):
             # with virials: tasks without them share the graph
@@ -352,7 +353,7 @@ class Compiler:
         if graphs_now > graphs:
             from torch._dynamo.utils import get_compilation_metrics
 
-            # why those before it do not fit, as far as torch says it
+            # the reason why earlier graphs do not fit, as far as torch reports it
             metrics = get_compilation_metrics() if self.graphs else []
             reason = str(getattr(metrics[-1], "recompile_reason", None) or "") if metrics else ""
             # the first guard that failed, without the line of code behind it
@@ -448,11 +449,11 @@ def _numbers(
             if it is empty.
     """
     numbers = {name: value.flatten() for name, value in evaluate(model, batch).items()}
-    # beside those of the elements the energies that networks give may be small
+    # without the energies of elements, beside which those of networks may be too small to compare
     numbers[ATOM_ENERGY] = numbers[ATOM_ENERGY] - model.out_bias.view(-1)[batch.atom_type]
     if is_first := not scale:
         scale.update({name: float(value.detach().abs().amax()) for name, value in numbers.items()})
-        # forces of a crystal are zero
+        # the forces of a perfect crystal are zero: differences need a least scale
         atom_scale = scale[ATOM_ENERGY] = scale[ATOM_ENERGY] or 1.0
         least = {ENERGY: atom_scale, FORCE: atom_scale / model.layout.rcut, VIRIAL: atom_scale}
         scale.update({name: max(scale[name], value) for name, value in least.items()})

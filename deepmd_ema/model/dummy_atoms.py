@@ -17,9 +17,10 @@ from torch import Tensor
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config.labels import APARAM, LABELS
 
-# F frames, A atoms, K neighbor slots, M reverse slots of the batch; with a dash, of the filled one
+# F frames, A atoms, K neighbor slots, M reverse slots of the batch; F', A', K', M' of the filled
+# one
 
-MIN_SIZE = 2  # of everything: torch.compile makes graphs of their own for sizes 0 and 1
+MIN_SIZE = 2  # holds for every size: torch.compile makes other graphs for 0 and 1
 
 Round = Callable[[int], int]
 
@@ -140,7 +141,7 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     rows = _places(batch.type_counts, tuple(counts), device)  # (A,)
     # (A') whether an atom is a dummy
     added = torch.ones(sum(counts), dtype=torch.bool, device=device).index_fill(0, rows, False)
-    number = added.cumsum(0) - 1  # of each added atom among them
+    number = added.cumsum(0) - 1  # (A') place of each added atom among the added ones
     types = torch.cat([batch.atom_type.new_full((n,), t) for t, n in enumerate(counts)])  # (A')
 
     def per_atom(values: Tensor, rest: Tensor | None = None) -> Tensor:

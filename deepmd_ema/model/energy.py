@@ -17,7 +17,7 @@ from deepmd_ema.model.ops.gather import sum_over_reverse
 from deepmd_ema.model.ops.operations import OF_DEVICE, REFERENCE, use_operations, with_operations
 
 if TYPE_CHECKING:
-    from typing_extensions import Self  # of typing since Python 3.11
+    from typing_extensions import Self  # part of typing since Python 3.11
 
     from deepmd_ema.config.schema.model import ModelConfig
     from deepmd_ema.model.interface import Descriptor, ShortRange
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # numbers of a matrix of frames and atoms, which is the fastest way for few of both
 MAX_MEMBERSHIP = 1 << 18
-VALUES_PER_ATOM = 10  # that are summed, of a virial and an index
+VALUES_PER_ATOM = 10  # numbers of a virial and an index, which are summed
 
 
 class EnergyModel(nn.Module):
@@ -100,8 +100,7 @@ class EnergyModel(nn.Module):
         need_virial: bool = True,
         need_hessian: bool = False,
     ) -> dict[str, Tensor]:
-        """Return the energies (F,), atomic energies (A,), forces (A, 3) and virials (F, 9), all
-        float64.
+        """Return energies (F,), atomic energies (A,), forces (A, 3) and virials (F, 9), float64.
 
         Args:
             batch: frames with neighbors in ``layout``, on the device of the model.
@@ -211,7 +210,7 @@ def frame_sums(batch: Batch) -> Callable[[Tensor], Tensor]:
     is_small = (
         torch.compiler.is_compiling() or not batch.sizes or num_frames * num_atoms <= MAX_MEMBERSHIP
     )
-    # where frames differ much in size, the table of their atoms would be larger than the matrix
+    # the table of atoms by frame would be larger than the matrix if frames differ much in size
     if is_small or VALUES_PER_ATOM * max(batch.sizes) > num_atoms:
         member_of = (frames[:, None] == frame).double()  # (F, A)
         return member_of.matmul

@@ -168,8 +168,9 @@ def _batch(
     distance = torch.where(is_near, distance, torch.inf)
     key, by_distance = torch.sort(distance, dim=1, stable=True)
     if keeps_order:
-        # two images of the atom itself are at one distance, and rounding must not put them in order
-        rank = (key - key.roll(1, 1) > _ROUNDING).cumsum(1)  # the first is not after the last
+        # two images of the atom itself are at one distance, and rounding must not put them in
+        # order. `roll` compares the first with the last, which is not nearer
+        rank = (key - key.roll(1, 1) > _ROUNDING).cumsum(1)
         ranks_of_slots = torch.zeros_like(rank).scatter(1, by_distance, rank)
         by_distance = ranks_of_slots.argsort(dim=1, stable=True)
         key = distance.gather(1, by_distance)
@@ -190,7 +191,7 @@ def _batch(
         sections = [mine & seen for mine in near]
     # (A, L) number of a neighbor in its section, from 1; the last column has how many there are
     ordinals = [torch.cumsum(mine, 1) for mine in sections]
-    # those of a descriptor that keeps all neighbors are as many as are listed
+    # a descriptor that keeps all neighbors has as many slots as are listed
     slots = layout.sel if sum(layout.sel) < MAX_SIZE else (listed.shape[1],)
     if isinstance(model.descriptor, ByTypeDescriptor):  # only as many slots as an atom needs
         slots = tuple(_most(ordinal[:, -1], sel) for ordinal, sel in zip(ordinals, layout.sel))

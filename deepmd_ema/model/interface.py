@@ -58,8 +58,7 @@ class ShortRange(Protocol):
     """
 
     def __call__(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the energies of the atoms (A,), eV, and the gradient of their sum by
-        ``batch.vector`` (A, K, 3).
+        """Return energies of atoms (A,), eV, and the gradient of their sum by vectors (A, K, 3).
 
         Args:
             batch: frames with their neighbors.
@@ -104,8 +103,7 @@ class Descriptor(Protocol):
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        """Return the names of the sums of ``measure``, which are the entries of a stat file
-        (``folder/name``).
+        """Return the names of the sums of ``measure``: entries of a stat file (``folder/name``).
 
         The names of sums that depend on weights are others for other weights.
         """
@@ -147,6 +145,7 @@ class Fitting(nn.Module):
     """
 
     skips_absent = True
+    # class attributes, which a fitting sets on itself where it differs
     distinguishes_types = True
 
     def share_networks(self, other: Any, whose: str) -> None:
@@ -187,6 +186,7 @@ def mean_and_spread(sums: np.ndarray, smallest: float) -> tuple[np.ndarray, np.n
 
     The standard deviation is at least ``smallest``.
     """
+    # nothing measured: mean 0, and the least spread
     count = np.maximum(sums[:, 0], 1)
     mean = sums[:, 1] / count
     # rounding may make the variance of equal numbers negative
@@ -200,6 +200,7 @@ def label_weight(batch: Batch, name: str) -> Tensor:
     Without weights it is that of ``has_label``.
     """
     weight = batch.has_label[name]
+    # the weight of the frame, times that of this label
     for kind in (WEIGHT, WEIGHT_OF.get(name, "")):
         if kind in batch.labels:
             # a frame without a weight has weight 1, not the zero of a missing label
@@ -209,4 +210,5 @@ def label_weight(batch: Batch, name: str) -> Tensor:
 
 def sum_by_type(per_atom: Tensor, batch: Batch) -> np.ndarray:
     """Return the sums (T, ...) over the atoms of each type of (A, ...)."""
+    # atoms are sorted by type: those of one are a slice
     return np.stack([part.sum(0).numpy() for part in per_atom.split(batch.type_counts)])

@@ -128,6 +128,7 @@ class Errors:
                 name: (error, weight * counted) for name, (error, weight) in atom_errors.items()
             }
         sums = _error_sums(errors, size, batch.num_real, _volume(batch), batch.periodic)
+        # on the device of the batch from the first one on
         self.sums = self.sums.to(sums.device) + sums
         if self.collect:
             self.frames.extend(_frame_results(prediction, batch))
@@ -240,12 +241,14 @@ def force_errors_by_type(frames: Iterable[FrameResult], num_types: int) -> list[
     for frame in frames:
         if FORCE not in frame.label:
             continue
+        # (N, 3), atoms as in the files
         error = torch.as_tensor(frame.prediction[FORCE] - frame.label[FORCE])
         types = torch.as_tensor(frame.atom_type)
         for kind in types.unique().tolist():
             chosen = error[types == kind]
             sums = torch.zeros_like(per_type[kind].sums)
             sums[row] = _sums(chosen, chosen.new_ones(len(chosen)))
+            # one frame, and the atoms of this type
             sums[-1] = torch.tensor([1.0, len(chosen), 0.0])
             per_type[kind].merge(Errors(sums))
     return per_type
@@ -291,6 +294,7 @@ def _sums(error: Tensor, weight: Tensor) -> Tensor:
 
     Rows have weight 1 or 0, or that of ``atom_pref``.
     """
+    # (rows, 1), for all components
     rows = weight.unsqueeze(1)
     count = weight.sum() * error.shape[1]
     return torch.stack([(rows * error.abs()).sum(), (rows * error.square()).sum(), count])
@@ -311,6 +315,7 @@ def _weight(name: str, batch: Batch) -> Tensor:
 
 def _volume(batch: Batch) -> Tensor:
     """Return (F,) volumes in angstrom^3, 1 for open frames."""
+    # volume a . (b x c) of the cell vectors
     a, b, c = batch.box.unbind(1)
     return (a * torch.linalg.cross(b, c)).sum(1).abs().where(batch.periodic, 1.0)
 
@@ -326,6 +331,7 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
     types = batch.in_file_order(batch.atom_type).cpu().split(sizes)
     volume = _volume(batch).tolist()
     has_label = {name: flags.tolist() for name, flags in batch.has_label.items()}
+    # by frame; None where the model or the frame has no such number
     counted: list[Any] = [None] * len(sizes)
     weights: list[Any] = [None] * len(sizes)
     if ATOM_PREF in labelled:

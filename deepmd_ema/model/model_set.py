@@ -73,6 +73,7 @@ class ModelSet(nn.Module):
         # one memo for all tasks: a module that they share is yielded once, with the first of them
         memo = set() if memo is None else memo
         if remove_duplicate:
+            # the set has no parameters of its own: tensors have the names in their models
             memo.add(self)
         yield prefix, self
         for task, model in self.by_task.items():
@@ -94,6 +95,7 @@ class ModelSet(nn.Module):
 
     def tasks_of_parameters(self) -> dict[str, list[str]]:
         """Return the tasks that have a parameter, by its name in :meth:`named_parameters`."""
+        # by identity: a shared parameter is one object in all models that have it
         ids_by_task = {
             task: set(map(id, model.parameters())) for task, model in self.by_task.items()
         }

@@ -52,7 +52,7 @@ _OF_ANOTHER_METHOD = 2.0
 _MIN_SHIFT = 0.05  # eV/atom; a model may be as wrong where it has not been trained, and evenly
 _MIN_FREEDOM = 3  # frames more than fitted numbers, to know what is left unexplained
 _MAX_SHOWN = 6  # elements whose shift is named
-# of a bias that a model has
+# choices for the bias that a model has: fit it if labels differ, always, or never
 AUTO = "auto"
 FIT = "fit"
 KEEP = "keep"
@@ -232,8 +232,7 @@ def energies_of(
     """
     frames = FrameEnergies(config)
     for batch in batches:
-        # without autograd the forces cost a twelfth of the energies: there is no way of its own
-        # without them
+        # forces are computed as well: without autograd they cost a twelfth of the energies
         prediction = model(batch.to(model.out_bias.device), create_graph=False, need_virial=False)
         frames.add(batch, prediction[config.fitting_net.labels[0]])
     return frames
@@ -265,7 +264,7 @@ def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
         spread = np.zeros_like(bias) + _unit_of_loss(values, residual)
         return BiasFit(bias + values.mean(0), spread, float(np.sqrt(np.mean(residual**2))))
     counts = frames.counts
-    target = target - counts[:, is_fixed] @ bias[is_fixed]  # what is left for the others
+    target = target - counts[:, is_fixed] @ bias[is_fixed]  # left for the others
     return _fit(frames, counts, target, bias, ~is_fixed, np.ones(len(frames)))
 
 
@@ -317,7 +316,7 @@ def move_bias(
     # two fits: with the bias of the file for the elements that it has, and with another for all
     unmoved = _fit(frames, effect, residual, bias, free & is_new, weight)
     moved = _fit(frames, effect, residual, bias, free, weight)
-    # what both leave unexplained (F, ...), per atom
+    # (F, ...) parts that both leave unexplained, per atom
     per_atom = weight.reshape(-1, *[1] * (residual.ndim - 1))
     left = per_atom * (residual - effect @ (unmoved.bias - bias))
     rest = per_atom * (residual - effect @ (moved.bias - bias))
@@ -384,7 +383,7 @@ def _fit(
     if config.fitting_net.loss == "property":
         spread = _unit_of_loss(target, residual)
     per_atom = (residual.T * frames.weight).T
-    # elements that no frame has are not in question
+    # elements without an atom in any frame do not count as undetermined
     seen = [t for t in np.flatnonzero(free) if counts[:, t].any()]
     return BiasFit(
         start + change,

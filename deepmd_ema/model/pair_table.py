@@ -56,7 +56,7 @@ class PairTable(nn.Module):
         self._num_intervals = len(table) - 1
         # P = T (T + 1) / 2, solved for T
         self.num_types = (math.isqrt(8 * (table.shape[1] - 1) + 1) - 1) // 2
-        # of an interval between two rows: a cubic with the values and slopes of both, (R - 1, P, 4)
+        # (R - 1, P, 4): between two rows a cubic with the values and slopes of both
         value = table[:, 1:]
         slope = _slopes(value)
         rise = value[1:] - value[:-1]

@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from deepmd_ema.model.interface import HasEquivariants
 
 COUNTED = "counted"  # beside the predictions: (A,) 1 for atoms that have the quantity, else 0
-# beside the predictions: (1, W), of a property in the data, in units of which its loss is
+# beside the predictions: (1, W) spread of a property in the data, the unit of its loss
 SPREAD = "spread"
 
 # F frames, A atoms, W components
 
 
 class QuantityModel(EnergyModel):
-    """Values of atoms that add up to that of their frame, or whose mean it is; without derivatives
-    by positions.
+    """Values of atoms whose sum or mean is the value of their frame.
+
+    There are no derivatives by positions.
     """
 
     def forward(
@@ -32,8 +33,9 @@ class QuantityModel(EnergyModel):
         need_virial: bool = True,
         need_hessian: bool = False,
     ) -> dict[str, Tensor]:
-        """Return the values of frames (F, W) and of atoms (A, W), float64, by the names in
-        ``labels``, and constants.
+        """Return values of frames (F, W) and of atoms (A, W), float64, by name, and constants.
+
+        The names are those in ``labels``.
 
         Args:
             batch: frames with neighbors in ``layout``, on the device of the model.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = np.ndarray
 
-SETTINGS = "dp_ema_settings"  # what DeePMD-kit's hash leaves out; it does not read this
+SETTINGS = "dp_ema_settings"  # options that DeePMD-kit's hash leaves out; not read by it
 OBSERVED = "observed_type"
 
 
@@ -73,6 +73,7 @@ def read_stat_file(
         return "there is no such file"
     fitting = config.fitting_net
     num_types = len(config.type_map)
+    # shapes of what the model needs, by name
     conditions = {
         name: (count, 3)
         for name, count in (("fparam", fitting.numb_fparam), ("aparam", fitting.numb_aparam))
@@ -114,6 +115,7 @@ def _difference(settings: Array | None, config: ModelConfig) -> str:
         return "it was written by an earlier version of dp-ema, which did not store all options"
     # as JSON has it: without tuples
     expected = json.loads(json.dumps({"model": data_options(config)}))
+    # sections are compared option by option, in the words of an input
     texts = [
         f"{place} = {show(old)}, now {show(new)}"
         for place, old, new in differences_of(stored, expected)

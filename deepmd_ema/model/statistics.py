@@ -90,6 +90,7 @@ def collect_statistics(
     torch.set_num_threads(1)
     try:
         for batch in batches:
+            # elements that no atom has are not `observed`
             num_atoms += batch.type_counts
             energies.add(batch)
             _accumulate(measured, model.descriptor.measure(batch))
@@ -103,6 +104,7 @@ def collect_statistics(
             if atom_label in batch.labels:
                 value = batch.labels[atom_label]
                 is_used = (label_weight(batch, atom_label) > 0).double()
+                # 1 or 0 for each atom, in all components of its label
                 has_label = is_used[batch.atom_frame].view(-1, *[1] * (value.dim() - 1))
                 # only atoms of frames with the label and a weight count
                 parts = has_label.expand_as(value), has_label * value, has_label * value**2

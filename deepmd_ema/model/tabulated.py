@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 # angstrom, where the shortest distance of the training data is not known; H2 has 0.74
 MIN_DISTANCE = 0.7
 NEARER = 0.9  # atoms that move come a bit nearer than in the training data
-# of layers, for a pair and for all pairs of a batch, from which on "auto" uses tables
-# (doc/decisions.md)
+# numbers that layers have for a pair, and for all pairs of a batch, from which on "auto" uses
+# tables (doc/decisions.md)
 MIN_WIDTH = 40
 MIN_NUMBERS = 200_000
-# terms of a table for each number that the layers have for a pair, with which both take as long
+# a table with so many terms for each number that layers have for a pair takes as long as the net
 MAX_LENGTH = 1.2
 
 
