@@ -1,5 +1,4 @@
-"""Results of checks in small files, valid for the content of the data, the options and the source
-of the program.
+"""Results of checks in small files, valid for the content of the data, options and this package.
 
 The content of the data is hashed at every start. Times of files are not enough: a write through a
 memory map that was open before the check changes neither of them (on ext4 until the page is written
@@ -34,8 +33,7 @@ def recall_or_find(
     about: Mapping[str, Any],
     find: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the result of ``find`` for the content of files, from ``folder`` if it was stored
-    there.
+    """Return the result of ``find`` for the content of files, from ``folder`` if stored there.
 
     Args:
         folder: need not exist; None to find it always.
@@ -52,12 +50,11 @@ def recall_or_find(
     if stored is not None:
         return stored
     result = find()
-    if (
-        result.get("problems") or _key(files, about) != key
-    ):  # else they were changed while they were read
+    # files that were changed while they were read have another key now
+    if result.get("problems") or _key(files, about) != key:
         return result
     dated = json.dumps({"date": time.strftime("%Y-%m-%d %H:%M:%S"), **result})
-    # of the key as well, so that a file that was renamed is not taken for another
+    # a digest of the key as well, so that a file that was renamed is not taken for another
     digest = hashlib.sha256((key + dated).encode()).hexdigest()
     try:
         with writing(folder):
@@ -77,9 +74,7 @@ def recall_or_find(
 
 
 def recall(folder: Path, key: str) -> dict[str, Any] | None:
-    """Return the result that was stored under a key; None if there is none, or if it was
-    changed.
-    """
+    """Return the result that was stored under a key; None without one, or if it was changed."""
     try:
         digest, stored = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
         is_whole = digest == hashlib.sha256((key + stored).encode()).hexdigest()
@@ -91,8 +86,7 @@ def recall(folder: Path, key: str) -> dict[str, Any] | None:
 
 
 def _key(files: Iterable[Path], about: Mapping[str, Any]) -> str | None:
-    """Return a key of the content of files and of everything else that a result depends on; None if
-    unreadable.
+    """Return a key of files and of everything else that a result depends on; None if unreadable.
 
     Every byte of the files is read, at about 1 GB/s from the page cache, 30 times as fast as the
     checks read them.
@@ -107,9 +101,8 @@ def _key(files: Iterable[Path], about: Mapping[str, Any]) -> str | None:
 
 @cache
 def _source_digest() -> str:
-    """Return the digest of the source of this package, which changes between commits of one
-    version.
-    """
+    """Return the digest of the source of this package."""
+    # a version number alone is the same for many commits, which may check data differently
     files = sorted(_PACKAGE.rglob("*.py"))
     sources = [
         (str(path.relative_to(_PACKAGE)), path.read_text(encoding="utf-8")) for path in files

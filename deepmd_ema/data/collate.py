@@ -1,6 +1,4 @@
-"""Frames to batches: the neighbor matrix of each frame is made once and kept, and frames are joined
-by offsets.
-"""
+"""Frames to batches: neighbor matrices are made once for each frame and joined by offsets."""
 
 from __future__ import annotations
 
@@ -33,18 +31,17 @@ from deepmd_ema.geometry import (
 MAX_CACHE_BYTES = 4 << 30  # a 192-atom frame with 120 slots takes 150 kB: 28,000 of them
 # atoms of an open frame whose pairs are found together with those of other frames of a batch
 MAX_ATOMS_TOGETHER = 64
-_MAX_TABLE_IMAGES = (
-    1 << 20
-)  # images in a block around all that are needed, of which a table is made to find these
+# images in the smallest block of cells around all that are needed: up to this number a table of the
+# block finds these, which is faster than to sort
+_MAX_TABLE_IMAGES = 1 << 20
 ROUND_TO = 4  # slots come in multiples of this, so that batches have few shapes
 
 
 @dataclass(frozen=True, eq=False)
 class PairedFrame:
-    """A frame with its neighbors in slots: the part of collation that does not depend on the other
-    frames of a batch.
+    """A frame with its neighbors in slots, which do not depend on the other frames of a batch.
 
-    Atoms are sorted by type here ("rows"). The neighbor of an empty slot is the atom itself, and
+    Atoms are sorted by type ("rows"). The neighbor of an empty slot is the atom itself, and
     its image is row 0 of ``table``: ``coord[neighbor] + table[image] - coord`` is the vector of
     every slot, empty or not.
 
@@ -60,8 +57,8 @@ class PairedFrame:
         image: (N, K) place of the neighbor's image in ``table``, small integers.
         table: (S, 3) cartesian shifts of the images, angstrom.
         reverse: (N, M) int32 slots ``row * K + k`` whose neighbor is the row; ``N * K`` is none.
-        most: per section the most neighbors inside the cutoff that an atom has; those beyond
-            ``sel`` are not here.
+        most: per section the most neighbors inside the cutoff that an atom has, with those beyond
+            ``sel``, which have no slots.
         nearest: shortest distance of two atoms, angstrom; infinite without pairs inside the cutoff.
     """
 
@@ -124,17 +121,16 @@ def pair_frame(
     sections = layout.num_types if layout.by_type else 1
     section = atom_type[pairs.j] if layout.by_type else np.zeros(len(pairs.j), np.int64)
     key = pairs.i * sections + section
-    sorter = stable_argsort(
-        key, natoms * sections
-    )  # pairs come by distance: each group stays sorted by it
+    # pairs come by distance, and a stable sort leaves each group in this order
+    sorter = stable_argsort(key, natoms * sections)
     key = key[sorter]
     i = pairs.i[sorter]
     j = pairs.j[sorter]
     rank, counts = rank_in_group(key, natoms * sections)
     most = tuple(counts.reshape(natoms, sections).max(axis=0).tolist())
     keep = rank < np.array(layout.sel)[section[sorter]]
-    # by type or not, they are among the nearest of all types, which DeePMD-kit chooses before it
-    # looks at types
+    # also by type, neighbors must be among the nearest sum(sel) of all types, which DeePMD-kit
+    # chooses before it looks at types
     nearest, _ = rank_in_group(pairs.i, natoms)
     keep &= (nearest < sum(layout.sel))[sorter]
     if layout.excluded_pairs:
@@ -182,7 +178,8 @@ def pair_frame(
         (natoms, -(-int(counts.max(initial=0)) // round_to) * round_to), natoms * total, np.int32
     )
     reverse[center[sorter], rank] = by_slot[sorter]
-    shape, counts = (natoms, total), np.bincount(atom_type, minlength=layout.num_types)
+    shape = (natoms, total)
+    counts = np.bincount(atom_type, minlength=layout.num_types)
     return PairedFrame(
         frame,
         order,
@@ -201,11 +198,10 @@ def pair_frame(
 
 
 class PairCache:
-    """Frames with their neighbors in slots, computed once and kept while they fit into
-    ``max_bytes``.
+    """Frames with their neighbors in slots, computed once and stored up to ``max_bytes``.
 
     Molecules, whose pairs are found faster together (:func:`collate`), are returned as they were
-    read, and kept only if reading them takes long.
+    read, and stored only if reading them takes long.
 
     Nothing is evicted when it is full: frames are drawn in permutations, so that no frame is more
     likely to come next than another. All tasks of a run, their loaders and statistics share one
@@ -227,11 +223,9 @@ class PairCache:
         self._lock = threading.Lock()
 
     def get(self, system: FrameSource, index: int, layout: NeighborLayout) -> PairedFrame | Frame:
-        """Return frame ``index`` of ``system``, with its neighbors as ``layout`` wants them unless
-        it is a molecule.
-        """
-        for of_layout in (layout, None):
-            if (stored := self._frames.get((system, index, of_layout))) is not None:
+        """Return frame ``index`` of ``system``, with its neighbors unless it is a molecule."""
+        for key_layout in (layout, None):  # molecules are stored without a layout
+            if (stored := self._frames.get((system, index, key_layout))) is not None:
                 return stored
         frame = system.frame(index)
         entry: PairedFrame | Frame = frame
@@ -256,8 +250,9 @@ class PairCache:
 def collate(
     frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, labels: Sequence[str] = ()
 ) -> Batch:
-    """Return ``frames`` as one batch; what is missing in some frames is zero there and its
-    ``has_label`` is 0.
+    """Return ``frames`` as one batch.
+
+    A label that some frames lack is zero in these frames, and its ``has_label`` is 0.
 
     Args:
         frames: at least one; prepared by ``pair_frame`` with the same layout, or not. The pairs of
@@ -304,17 +299,19 @@ def collate(
         reverse = np.full(
             (all_atoms, max(p.reverse.shape[1] for p in paired)), all_atoms * total, np.int64
         )
-        for one, row in zip(paired, rows):
+        for part, row in zip(paired, rows):
+            # columns of the batch for those of the frame, whose sections may have fewer slots
             columns = np.concatenate(
-                [np.arange(n) + first for n, first in zip(one.slots, np.cumsum(slots) - slots)]
+                [np.arange(n) + first for n, first in zip(part.slots, np.cumsum(slots) - slots)]
             )
             to_flat = np.append((row[:, None] * total + columns).ravel(), all_atoms * total)
-            reverse[row, : one.reverse.shape[1]] = to_flat[one.reverse]
+            reverse[row, : part.reverse.shape[1]] = to_flat[part.reverse]
             where = row if len(columns) == total else np.ix_(row, columns)
-            neighbor[where], vector[where] = row[one.neighbor], _vectors(one)
+            neighbor[where], vector[where] = row[part.neighbor], _vectors(part)
     before = np.cumsum(counts.sum(axis=1)) - counts.sum(axis=1)
     order = _by_row([p.order + b for p, b in zip(paired, before)], rows)
-    label_values, has_label = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    label_values = dict[str, torch.Tensor]()
+    has_label = dict[str, torch.Tensor]()
     for name in dict.fromkeys((*labels, *(name for f in raw for name in f.labels))):
         label, has = LABELS[name], [name in f.labels for f in raw]
         if label.per_pair and not any(has):
@@ -332,7 +329,9 @@ def collate(
         type_counts=tuple(counts.sum(axis=0).tolist()),
         slots=slots,
         type_slots=tuple(max(widths) for widths in zip(*(p.type_slots for p in paired))),
-        inner=tuple((*one, max(p.inner[k] for p in paired)) for k, one in enumerate(layout.inner)),
+        inner=tuple(
+            (*limits, max(p.inner[k] for p in paired)) for k, limits in enumerate(layout.inner)
+        ),
         atom_type=_tensor(np.take(np.concatenate([f.atom_type for f in raw]), order)),
         atom_frame=_tensor(np.repeat(np.arange(len(raw)), num_atoms)[order]),
         atom_order=_tensor(order),
@@ -355,9 +354,8 @@ def is_molecule(frame: Frame) -> bool:
     """Whether a frame is open and so small that its pairs may be found by measuring all of them."""
     if frame.box is not None or frame.num_atoms > MAX_ATOMS_TOGETHER:
         return False
-    return bool(
-        np.abs(frame.coord).max(initial=0.0) <= NEAR_ORIGIN
-    )  # not so of nan, which pair_frame refuses
+    # NaN is in no bound: pair_frame refuses such a frame
+    return bool(np.abs(frame.coord).max(initial=0.0) <= NEAR_ORIGIN)
 
 
 def _rounded(used: Iterable[int], limits: Iterable[int], round_to: int) -> tuple[int, ...]:
@@ -365,20 +363,24 @@ def _rounded(used: Iterable[int], limits: Iterable[int], round_to: int) -> tuple
 
 
 def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]:
-    """Return the table of cartesian shifts, an empty slot's first, and the place of each pair's
-    image in it.
+    """Return the table of cartesian shifts, and the place of each pair's image in it.
+
+    The first shift is that of empty slots.
     """
+    # twice the cutoff: the switching function of an empty slot is 0
     empty = np.array([[2.0 * rcut, 0.0, 0.0]])
     if box is None or len(shift) == 0:
         return np.concatenate([empty, np.zeros((1, 3))]), np.ones(len(shift), np.int64)
-    x, y, z = columns = np.ascontiguousarray(shift.T)
+    columns = np.ascontiguousarray(shift.T)  # (3, pairs)
     low = columns.min(axis=1)
-    span = columns.max(axis=1) - low + 1.0
+    span = columns.max(axis=1) - low + 1.0  # of floating-point numbers, whose product does not wrap
     if span.prod() > _MAX_TABLE_IMAGES:  # atoms far outside of the cell, which need not be wrapped
         images, image_of_pair = np.unique(shift, axis=0, return_inverse=True)
         return np.concatenate([empty, images @ box]), image_of_pair.ravel() + 1
     span = span.astype(np.int64)
-    code = ((x - low[0]) * span[1] + (y - low[1])) * span[2] + (z - low[2])
+    # number of each image in its block of cells, x slowest
+    cell = columns - low[:, None]
+    code = (cell[0] * span[1] + cell[1]) * span[2] + cell[2]
     present = np.bincount(code, minlength=int(span.prod())) > 0
     codes = np.flatnonzero(present)
     images = np.stack(np.unravel_index(codes, span), axis=1) + low
@@ -394,19 +396,17 @@ def _by_row(parts: Sequence[Array], rows: Sequence[Array]) -> Array:
     return out
 
 
-def _vectors(one: PairedFrame) -> Array:
-    # an empty slot: coord - coord is exactly zero, so that its vector is exactly the table's first
-    # row
-    vector = np.take(one.coord, one.neighbor, axis=0)
-    vector -= one.coord[:, None]
-    vector += np.take(one.table, one.image, axis=0)
+def _vectors(paired: PairedFrame) -> Array:
+    # in this order: in an empty slot coord - coord is exactly zero, so that its vector is exactly
+    # the first row of the table
+    vector = np.take(paired.coord, paired.neighbor, axis=0)  # (N, K, 3)
+    vector -= paired.coord[:, None]
+    vector += np.take(paired.table, paired.image, axis=0)
     return vector
 
 
 def conditions_of(frames: Sequence[Frame], order: Array) -> dict[str, torch.Tensor]:
-    """Return the frame and atom parameters of frames by name, those of atoms in the ``order`` of a
-    batch.
-    """
+    """Return the frame and atom parameters of frames, the latter in the ``order`` of a batch."""
     out = {}
     for name in (FPARAM, APARAM):
         parts = [getattr(f, name) for f in frames if getattr(f, name) is not None]

@@ -48,18 +48,16 @@ Predictor: TypeAlias = Callable[[StoredFrame, "Array | None", "Array | None"], M
 aparam, by label.
 """
 _MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name
-_TWO_CONVENTIONS = (
-    "ASE as runnerdata",
-    "dpdata as n2p2",
-)  # readers of files that have either bohr or angstrom
+# readers of files that have either bohr or angstrom and do not state which
+_TWO_CONVENTIONS = ("ASE as runnerdata", "dpdata as n2p2")
 _MAX_LOOKED = 20  # frames of a file whose nearest atoms are searched
 
 
 def is_data(path: str, output: str) -> bool:
     """Whether ``dp-ema convert`` takes ``path`` for data.
 
-    Files are that are named as XYZ files are, or not as models are; folders, unless ``output`` is
-    named as models are.
+    Files are data that are named as XYZ files are, or not as models are; folders are, unless
+    ``output`` is named as models are.
     """
     file = split_address(path)[0]
     if is_xyz(output) or file.suffix.lower() in XYZ_SUFFIXES:
@@ -75,8 +73,13 @@ def is_xyz(output: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Labelled:
-    """A frame with the arrays that are written: its file's number, its kind, elements (N,), arrays
-    by name.
+    """A frame with the arrays that are written.
+
+    Attributes:
+        file: number of its file.
+        kind: kind of calculation; empty without one.
+        symbols: (N,) elements.
+        arrays: by name, in the shapes of ``Frame``.
     """
 
     file: int
@@ -96,10 +99,10 @@ def convert_data(
     units: str | None = None,
     selected: Sequence[str] | None = None,
 ) -> list[str]:
-    """Write frames as ``deepmd/npy`` folders or extended XYZ and return what was read, left out and
-    written, in lines.
+    """Write frames as ``deepmd/npy`` folders or extended XYZ and return a report in lines.
 
-    The frames are held in memory, which takes less than their text.
+    The lines name the frames that were read, left out and written. The frames are held in memory,
+    which takes less than their text.
 
     Args:
         inputs: of ``stored_parts``; after ``#`` the names to read, such as
@@ -142,6 +145,7 @@ def convert_data(
             f"--mixed: is an option for folders, and {output} is extended XYZ, whose frames have "
             "any size."
         )
+    # --units is refused before files are read, which may take minutes
     length, _, energy = ("angstrom,eV" if units is None else units).lower().partition(",")
     if length not in LENGTHS or energy not in ENERGIES:
         raise UserError(
@@ -169,15 +173,15 @@ def convert_data(
     parts = [frames]
     if validation:
         table = FrameTable()
-        for _, of_file in groupby(frames, key=attrgetter("file")):
-            members = list(of_file)
+        for _, group in groupby(frames, key=attrgetter("file")):
+            members = list(group)
             table.add(_chunks(members, type_map), len(type_map), [frame.kind for frame in members])
         try:
             split = split_frames(table, validation, seed)
         except DataError as error:
             raise UserError(f"--validation {validation:g}: {error}") from error
         parts = [
-            [frame for frame, own in zip(frames, split.mask) if own == kind]
+            [frame for frame, is_chosen in zip(frames, split.mask) if is_chosen == kind]
             for kind in (False, True)
         ]
         lines += [*split.lines, *(f"warning: {finding}" for finding in split.findings())]
@@ -209,10 +213,10 @@ def _read(
     names = list[str]()
     num_empty = 0
     wanted = (*LABELS, FPARAM, APARAM) if predict is None else (FPARAM, APARAM, *WEIGHTS)
-    for given in inputs:
+    for address in inputs:
         with collect_problems(problems):
             # numbers are unique, as each part adds a line or more
-            parts = stored_parts(given, file_format, selected)
+            parts = stored_parts(address, file_format, selected)
             for number, (name, inventory, stored) in enumerate(parts, len(lines)):
                 names.append(name)
                 num_atoms = counted(sum(len(frame.symbols) for frame in stored), "atom")
@@ -222,17 +226,16 @@ def _read(
                 for index, frame in enumerate(stored):
                     with collect_problems(problems, f"{name}: frame {index} (from 0): "):
                         arrays = labels_of(frame, inventory.sources(frame), wanted)
-                        arrays |= (
-                            {COORD: frame.coord}
-                            if frame.box is None
-                            else {COORD: frame.coord, BOX: frame.box}
-                        )
+                        arrays[COORD] = frame.coord
+                        if frame.box is not None:
+                            arrays[BOX] = frame.box
                         arrays = {
                             n: a * factors[n] if n in factors else a for n, a in arrays.items()
                         }
                         if predict is not None:
-                            own = replace(frame, coord=arrays[COORD], box=arrays.get(BOX))
-                            arrays |= predict(own, arrays.get(FPARAM), arrays.get(APARAM))
+                            # the model expects angstrom
+                            converted = replace(frame, coord=arrays[COORD], box=arrays.get(BOX))
+                            arrays |= predict(converted, arrays.get(FPARAM), arrays.get(APARAM))
                         if bad := [
                             n for n, array in arrays.items() if not np.isfinite(array).all()
                         ]:
@@ -259,8 +262,7 @@ def _read(
 def _factors(
     name: str, inventory: Inventory, stored: Sequence[StoredFrame], units: str | None
 ) -> tuple[dict[str, float], list[str]]:
-    """Return the factors of arrays that have other units than their reader assumes, and lines about
-    the units.
+    """Return the factors of arrays in other units than their reader assumes, and lines on them.
 
     Args:
         name: of the file.
@@ -275,8 +277,9 @@ def _factors(
     reader = inventory.reader
     read_by = f"by {inventory.reader}"
     assumed = inventory.units or ("angstrom", "eV")
+    # formats that the package reads itself have fixed units, or state them
     nearest = 1.0 if reader == "dp-ema" else _nearest_atoms(stored)
-    found = f"nearest atoms are {nearest:.2f} sums of their covalent radii apart"
+    distances = f"nearest atoms are {nearest:.2f} sums of their covalent radii apart"
     fits = SHORT < nearest < LONG
     if units is not None:
         if inventory.states_units:
@@ -285,19 +288,21 @@ def _factors(
             )
         if fits and inventory.units is None:
             raise DataError(
-                f"{name}: is read {read_by}, which knows the units: {found}. Leave --units out."
+                f"{name}: is read {read_by}, which knows the units: {distances}. Leave --units out."
             )
-        given, own = units.lower().split(","), [unit.lower() for unit in assumed]
-        length, energy = (
-            table[a] / table[b] for table, a, b in zip((LENGTHS, ENERGIES), given, own)
-        )
+        # the reader has converted from the units that it assumes, which the factors undo
+        stated = units.lower().split(",")
+        reader_units = [unit.lower() for unit in assumed]
+        length = LENGTHS[stated[0]] / LENGTHS[reader_units[0]]
+        energy = ENERGIES[stated[1]] / ENERGIES[reader_units[1]]
         labels = {
             name: quantity_factor(energy, length, label.unit)
             for name, label in LABELS.items()
             if label.unit
         }
         line = f"{read_by}, in {' and '.join(units.split(','))} (--units)"
-        line += f", not {' and '.join(assumed)}" if given != own else ""
+        if stated != reader_units:
+            line += f", not {' and '.join(assumed)}"
         return {COORD: length, BOX: length, **labels}, [line]
     read_by += (
         f", in {' and '.join(assumed)}"
@@ -306,23 +311,21 @@ def _factors(
     )
     if fits:
         return {}, [read_by]
-    found += f", expected {SHORT} to {LONG}"
+    distances += f", expected {SHORT} to {LONG}"
     if reader in _TWO_CONVENTIONS:
         raise DataError(
-            f"{name}: is read {read_by}, and {found} (with angstrom {nearest / BOHR:.2f}). Say "
+            f"{name}: is read {read_by}, and {distances} (with angstrom {nearest / BOHR:.2f}). Say "
             "which units it has: --units angstrom,eV (or angstrom,hartree), or --units "
             "bohr,hartree."
         )
     return {}, [
         read_by,
-        f"warning: {found}. If the file has other units, name them: --units LENGTH,ENERGY",
+        f"warning: {distances}. If the file has other units, name them: --units LENGTH,ENERGY",
     ]
 
 
 def _nearest_atoms(stored: Sequence[StoredFrame]) -> float:
-    """Return the median distance of an atom to the nearest other in sums of covalent radii; 1 where
-    none is near.
-    """
+    """Return the median distance of nearest atoms in sums of covalent radii; 1 without any."""
     nearest = list[float]()
     for k in even_places(len(stored), _MAX_LOOKED):
         atoms = nearest_neighbors(stored[k].coord, stored[k].box, bond_radii(stored[k].symbols))
@@ -332,10 +335,12 @@ def _nearest_atoms(stored: Sequence[StoredFrame]) -> float:
 
 def _chunks(frames: Sequence[_Labelled], type_map: Sequence[str]) -> Iterator[Chunk]:
     """Yield frames of one size and with the same arrays that follow each other."""
+
+    def shape(frame: _Labelled) -> tuple[int, bool, bool]:
+        return len(frame.symbols), BOX in frame.arrays, FORCE in frame.arrays
+
     first = 0
-    for _, group in groupby(
-        frames, key=lambda frame: (len(frame.symbols), BOX in frame.arrays, FORCE in frame.arrays)
-    ):
+    for _, group in groupby(frames, key=shape):
         members = list(group)
         types = np.array(
             [[type_map.index(symbol) for symbol in frame.symbols] for frame in members]
@@ -350,10 +355,12 @@ def _chunks(frames: Sequence[_Labelled], type_map: Sequence[str]) -> Iterator[Ch
 
 
 def _write_files(parts: Mapping[Path, Sequence[_Labelled]]) -> list[str]:
-    """Write the frames of each file as extended XYZ and return a line for each; none appears before
-    all are written.
+    """Write the frames of each file as extended XYZ and return a line for each.
+
+    No file appears before all are written.
     """
-    lines, problems = list[str](), list[str]()
+    lines = list[str]()
+    problems = list[str]()
     with ExitStack() as written:
         for path, frames in parts.items():
             with writing(path):
@@ -372,20 +379,22 @@ def _write_files(parts: Mapping[Path, Sequence[_Labelled]]) -> list[str]:
 def _write_part(
     folder: Path, frames: Sequence[_Labelled], type_map: Sequence[str], mixed: bool
 ) -> list[str]:
-    """Write frames as systems below ``folder``, of one size or one composition, and return a line
-    for each.
+    """Write frames as systems below ``folder`` and return a line for each.
+
+    A system has frames of one composition, or of one size where it is ``mixed``.
     """
     groups: dict[tuple[str, bool], list[_Labelled]] = {}
     for frame in frames:
         formula = "".join(
             f"{name}{count}" for name, count in sorted(Counter(frame.symbols).items())
         )
-        groups.setdefault(
-            (str(len(frame.symbols)) if mixed else formula, BOX in frame.arrays), []
-        ).append(frame)
-    lines, used = [], set[str]()
+        name = str(len(frame.symbols)) if mixed else formula
+        groups.setdefault((name, BOX in frame.arrays), []).append(frame)
+    lines = list[str]()
+    used = set[str]()
     for (name, periodic), members in groups.items():
         place = re.sub(r"[^A-Za-z0-9_+-]", "_", name) + ("_open" if not periodic else "")
+        # file systems may not distinguish small and capital letters: CO and Co
         if place.lower() in used or len(place) > _MAX_FORMULA_CHARACTERS:
             place = f"system.{len(used):04d}"
         used.add(place.lower())
@@ -394,7 +403,9 @@ def _write_part(
         types = np.array(
             [[type_map.index(symbol) for symbol in frame.symbols] for frame in members]
         )
-        order = np.argsort(types * (not mixed), axis=1, kind="stable")
+        # plain systems have one order of types: atoms are sorted; mixed ones stay as they are, with
+        # type.raw a row of 0 and types in real_atom_types.npy
+        order = np.argsort(types * (not mixed), axis=1, kind="stable")  # (frames, N)
         stored = np.zeros(types.shape[1], int) if mixed else np.sort(types[0])
         (system / "type.raw").write_text(" ".join(map(str, stored)) + "\n", encoding="utf-8")
         (system / "type_map.raw").write_text("\n".join(type_map) + "\n", encoding="utf-8")
@@ -402,6 +413,7 @@ def _write_part(
             (system / "nopbc").touch()
         sets: dict[tuple[str, ...], list[int]] = {}  # one for each kind of labels
         for number, frame in enumerate(members):
+            # parameters may have another number of values in each file
             shapes = (
                 f"{n}{a.shape[-1:] if n in (FPARAM, APARAM) else ''}"
                 for n, a in frame.arrays.items()

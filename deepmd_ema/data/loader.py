@@ -16,8 +16,8 @@ from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.sampler import Sampler, batch_edges
 from deepmd_ema.data.source import FrameSource
 
-# in a batch whose frames are evaluated only: a GPU needs many for its kernels to take longer than
-# their launches
+# atoms in a batch whose frames are only evaluated: a GPU needs so many for its kernels to take
+# longer than their launches
 ATOMS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
 MAX_ATOMS = ATOMS_AT_ONCE["cpu"]
 PREFETCH = 4  # batches of training made ahead
@@ -71,7 +71,8 @@ class Loader:
         self.position = start
         self.cache = pairs = PairCache() if cache is None else cache
 
-        # no methods: a thread that held this object would keep it from being forgotten
+        # Closures that do not refer to self: a thread that held the loader would keep it from being
+        # collected, so that __del__ would never stop the thread.
         def batch(n: int) -> Batch:
             frames = collate(
                 [pairs.get(systems[system], k, layout) for system, k in sampler.batch(n)],
@@ -85,9 +86,8 @@ class Loader:
             batch(n), pin, pad
         )
         self._prefetch = prefetch
-        self._num_threads = (
-            max(1, prefetch) if pin else 1
-        )  # on a CPU they would take the cores of the steps
+        # on a CPU more threads would take the cores of the steps
+        self._num_threads = max(1, prefetch) if pin else 1
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch | PackedBatch]] = deque()
 
@@ -137,13 +137,14 @@ def sequential_batches(
     world_size: int = 1,
     frames: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[Batch]:
-    """Yield all frames of all systems in order, as many to a batch as have at most ``max_atoms``
-    atoms, at least one.
+    """Yield batches of all frames of all systems in order.
+
+    A batch has as many frames as have at most ``max_atoms`` atoms, and at least one.
 
     Args:
         systems: whose frames; frames of different systems may share a batch.
         layout: how the model wants its neighbors.
-        cache: neighbor lists to share; without it they are computed and not kept.
+        cache: neighbor lists to share; without it they are computed and not stored.
         max_atoms: atoms per batch.
         labels: names that every batch has, even if none of its frames does.
         rank: which share of the batches.
@@ -152,8 +153,12 @@ def sequential_batches(
     """
     cache = cache if cache is not None else PairCache(max_bytes=0)
     chosen = [range(system.num_frames) for system in systems] if frames is None else frames
-    remaining = ((system, int(k)) for system, own in zip(systems, chosen, strict=True) for k in own)
-    sizes = [system.frame_sizes[np.asarray(own, int)] for system, own in zip(systems, chosen)]
+    remaining = (
+        (system, int(k)) for system, indices in zip(systems, chosen, strict=True) for k in indices
+    )
+    sizes = [
+        system.frame_sizes[np.asarray(indices, int)] for system, indices in zip(systems, chosen)
+    ]
     edges = batch_edges(np.concatenate([np.zeros(0, int), *sizes]), max_atoms)
     for number, (first, last) in enumerate(pairwise(edges)):
         group = list(islice(remaining, last - first))
@@ -164,9 +169,7 @@ def sequential_batches(
 
 
 def num_batches(systems: Sequence[FrameSource], max_atoms: int = MAX_ATOMS) -> int:
-    """Return the number of batches that :func:`sequential_batches` makes of all frames, for all
-    ranks together.
-    """
+    """Return the number of batches of :func:`sequential_batches`, of all ranks together."""
     sizes = np.concatenate([np.zeros(0, int), *(system.frame_sizes for system in systems)])
     return len(batch_edges(sizes, max_atoms)) - 1
 
@@ -174,8 +177,9 @@ def num_batches(systems: Sequence[FrameSource], max_atoms: int = MAX_ATOMS) -> i
 def prefetch(
     batches: Iterator[Batch], device: torch.device, pad: Pad | None = None
 ) -> Iterator[Batch | PackedBatch]:
-    """Yield ``batches``; for a GPU from page-locked memory, each made while the one before is
-    evaluated.
+    """Yield ``batches``; for a GPU in page-locked memory.
+
+    For a GPU each batch is made by a thread while the one before is evaluated.
 
     Args:
         batches: called for in a thread if the device is a GPU.
@@ -202,9 +206,7 @@ def atoms_at_once(device: torch.device) -> int:
 def shared_atoms_at_once(
     systems: Sequence[FrameSource], device: torch.device, world_size: int
 ) -> int:
-    """Return the most atoms in a batch of ``systems`` that several ranks share: few enough that
-    each has some.
-    """
+    """Return the most atoms in a batch: few enough that each of several ranks has batches."""
     share = -(-sum(int(system.frame_sizes.sum()) for system in systems) // world_size)
     return min(atoms_at_once(device), max(MAX_ATOMS, share))
 

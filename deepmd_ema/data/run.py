@@ -56,10 +56,12 @@ logger = logging.getLogger(__name__)
 
 MIN_BRIDGED_DISTANCE = 0.01  # angstrom; the energy of bridging is finite but for atoms in one place
 COMPARED_BYTES = 1 << 30  # of one file, about a second; of a larger one every rank compares parts
-_SLACK = (
-    1 - 1e-12
-)  # factor of steps before they are rounded up: a share of the steps is rounded itself
-_SECTIONS = ("training_data", "validation_data")  # of the parts of TaskData
+# factor of steps before they are rounded up: a share of the steps is rounded itself
+_SLACK = 1 - 1e-12
+_SECTIONS = (
+    "training_data",
+    "validation_data",
+)  # sections of the parts train and valid of TaskData
 
 
 class TaskData(NamedTuple):
@@ -71,8 +73,7 @@ class TaskData(NamedTuple):
 
 
 def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> dict[str, TaskData]:
-    """Return the data of every task by its name, without training frames in which atoms are too
-    close.
+    """Return the data of every task, without training frames in which atoms are too close.
 
     Args:
         config: of the run.
@@ -81,7 +82,8 @@ def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> di
     Raises:
         DataError: with the problems of all tasks at once, of training, validation and test data.
     """
-    data, problems = dict[str, TaskData](), list[str]()
+    data = dict[str, TaskData]()
+    problems = list[str]()
     for name, task in config.tasks.items():
         weights = WEIGHTS if task.data.training_data.frame_weights else ()
         # what is predicted is read where present, whatever the loss weighs
@@ -109,16 +111,15 @@ def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> di
 
 
 def checked_config(file: InputFile) -> RunConfig:
-    """Return the run that an input describes; of an input with mistakes the data are checked, too.
+    """Return the run that an input describes; where it has mistakes the data are checked, too.
 
     Raises:
         ConfigError: with every mistake of the input, and those of the data as far as they can be
             read.
     """
     if file.mistakes:
-        raise ConfigError(
-            [*file.mistakes, *(_mistakes_in_data(file.readable) if file.readable else ())]
-        )
+        in_data = _mistakes_in_data(file.readable) if file.readable else []
+        raise ConfigError([*file.mistakes, *in_data])
     return file.config
 
 
@@ -156,21 +157,23 @@ def choose_validation(
     Raises:
         DataError: if frames are too few to be split.
     """
-    splits, problems = dict[str, Split](), list[str]()
+    splits = dict[str, Split]()
+    problems = list[str]()
     for name, task in config.tasks.items():
-        fraction, train = task.data.validation_fraction, data[name].train
+        fraction = task.data.validation_fraction
+        train = data[name].train
         if fraction is None:
             continue
-        of_task = seed_for(f"split of {name}", seed) if name else seed
+        split_seed = seed_for(f"split of {name}", seed) if name else seed
         files = [file for source in train for file in source.files()]
         about = {
             "task": name,
             "model": data_options(task.model),
             "systems": [[source.name, source.num_frames] for source in train],
             "parts": _parts(train),
-            "validation": [fraction, of_task],
+            "validation": [fraction, split_seed],
         }
-        split = partial(_split, train, len(task.model.type_map), fraction, of_task)
+        split = partial(_split, train, len(task.model.type_map), fraction, split_seed)
         with collect_problems(problems, f"{task.place('training')}.validation_fraction: "):
             folder = results[name] if results is not None else None
             stored = recall_or_find(folder, files, about, split)
@@ -191,8 +194,7 @@ def _split(
 def split_off(
     config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[str, Split]
 ) -> dict[str, TaskData]:
-    """Return the data of every task, with the chosen frames as validation frames and without them
-    in training.
+    """Return the data of every task, with the chosen frames in validation and not in training.
 
     Raises:
         DataError: if nothing of a system is left to train on, and an option has a number for each
@@ -204,24 +206,23 @@ def split_off(
         parts = TaskData([], [], data[name].test)
         lost = list[str]()
         ends = np.cumsum([source.num_frames for source in sources])
-        for source, own in zip(sources, np.split(split.mask, ends[:-1])):
-            if own.all() or not own.any():
-                parts[int(own.all())].append(FrameSubset(source, np.arange(source.num_frames)))
-                lost += [source.name] * bool(own.all())
+        for source, mask in zip(sources, np.split(split.mask, ends[:-1])):
+            if mask.all() or not mask.any():
+                whole = FrameSubset(source, np.arange(source.num_frames))
+                (parts.valid if mask.all() else parts.train).append(whole)
+                if mask.all():
+                    lost.append(source.name)
                 continue
-            for part, frames, kind in zip(
-                parts, map(np.flatnonzero, (~own, own)), ("training", "validation")
-            ):
-                part.append(FrameSubset(source, frames, f"{kind} part"))
-        reason = "validation_fraction", "are for validation", "Use another seed"
+            parts.train.append(FrameSubset(source, np.flatnonzero(~mask), "training part"))
+            parts.valid.append(FrameSubset(source, np.flatnonzero(mask), "validation part"))
+        reason = _Reason("validation_fraction", "are for validation", "Use another seed")
         _lost_systems(config.tasks[name], lost, parts.train, reason)
         divided[name] = parts
     return divided
 
 
 def open_split(config: RunConfig, with_test: bool = False) -> dict[str, TaskData]:
-    """Return the training and validation data of every task as the run has split them, and the test
-    data if wanted.
+    """Return the data of every task as the run has split them, with the test data if wanted.
 
     Raises:
         DataError: if they cannot be read.
@@ -243,6 +244,7 @@ def _without_close_pairs(
     lost = list[str]()
 
     def close_frames(source: FrameSource) -> dict[str, Any]:
+        """Return the numbers of frames with atoms that are too close, in JSON values."""
         close = list[int]()
         for index in range(source.num_frames):
             with suppress(DataError):  # of data with faults, which the check of the data reports
@@ -270,51 +272,58 @@ def _without_close_pairs(
         else:
             lost.append(source.name)
     why = f"have atoms closer than {bound:g} angstrom"
-    reason = "training_data.min_pair_dist", why, "Use a smaller distance"
+    reason = _Reason("training_data.min_pair_dist", why, "Use a smaller distance")
     if place := _lost_systems(task, lost, remaining, reason):
         logger.warning("%s: the systems are left out.", place)
     return remaining
+
+
+class _Reason(NamedTuple):
+    """Reason for which an option leaves out frames: what they have in common, and a remedy."""
+
+    option: str
+    why: str
+    advice: str
 
 
 def _lost_systems(
     task: TaskConfig,
     lost: Sequence[str],
     remaining: Sequence[FrameSource],
-    reason: tuple[str, str, str],
+    reason: _Reason,
 ) -> str:
-    """Return the place of an option, the systems of which nothing is left, and why; empty if there
-    is none.
+    """Return a text about an option and the systems of which nothing is left; empty if none.
 
     Args:
         task: whose data.
         lost: names of the training systems of which nothing is left.
-        remaining: those with the frames that are left.
-        reason: the option, what the frames that are left out have in common, and what the user can
-            do.
+        remaining: training systems with the frames that are left.
+        reason: of the option.
 
     Raises:
         DataError: if no training system is left, or fewer than an option has numbers for.
     """
-    options, (option, why, advice) = task.data.training_data, reason
-    place = f"{task.place('training')}.{option}: all frames of {first_few(lost)} {why}"
+    options = task.data.training_data
+    place = (
+        f"{task.place('training')}.{reason.option}: all frames of {first_few(lost)} {reason.why}"
+    )
     if lost and not remaining:
-        raise DataError(f"{place}. {advice}.")
+        raise DataError(f"{place}. {reason.advice}.")
+    # an option with a number for each system would be applied to the wrong systems
     if lost and (
         isinstance(options.batch_size, list)
         or options.sys_probs is not None
         or options.auto_prob.blocks
     ):
         raise DataError(
-            f"{place}, and batch_size, sys_probs or auto_prob counts systems. {advice}, or none "
-            "of these."
+            f"{place}, and batch_size, sys_probs or auto_prob counts systems. {reason.advice}, or "
+            "none of these."
         )
     return place if lost else ""
 
 
 def content_of(data: Mapping[str, TaskData]) -> dict[str, Any]:
-    """Return the content of each source, which all ranks must share: its frames, and a digest of
-    each file.
-    """
+    """Return the frames and digests of files of each source, which all ranks must share."""
 
     @cache  # many systems may be in one file
     def digest(path: Path) -> str | None:
@@ -337,8 +346,9 @@ def content_of(data: Mapping[str, TaskData]) -> dict[str, Any]:
 
 
 def digest_of(sources: Sequence[FrameSource]) -> str:
-    """Return a digest of the frames of sources in their order, whatever their paths are; empty if
-    unreadable.
+    """Return a digest of the frames of sources in their order; empty if unreadable.
+
+    It does not depend on the paths of the sources.
     """
     digest = cache(partial(file_digest, most=COMPARED_BYTES))  # many systems may be in one file
     contents = list[list[Any]]()
@@ -351,13 +361,16 @@ def digest_of(sources: Sequence[FrameSource]) -> str:
     return hashlib.sha256(json.dumps([contents, _parts(sources)]).encode()).hexdigest()[:16]
 
 
-def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """Return the first difference of :func:`content_of` of this rank from that of rank 0; empty
-    without any.
+def difference(content: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
+    """Return the first difference between two :func:`content_of`; empty without any.
+
+    Args:
+        content: of this rank.
+        reference: of rank 0.
     """
-    for what in {**there, **here}:
-        if here.get(what) != there.get(what):
-            values = f"{here.get(what, 'none')} here, {there.get(what, 'none')} on rank 0"
+    for what in {**reference, **content}:
+        if content.get(what) != reference.get(what):
+            values = f"{content.get(what, 'none')} here, {reference.get(what, 'none')} on rank 0"
             return f"{what}: {values if what.endswith(': frames') else 'other content'}"
     return ""
 
@@ -368,13 +381,15 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     Args:
         task: its options.
         data: its sources.
-        results: folder of reports, of which one is returned if the content of the data is the same,
-            without a summary; one without errors is added. None to check the data always.
+        results: folder of reports. A report of the same data and options is returned from there,
+            without a summary, and a new report without errors is stored there. None to check the
+            data always.
     """
     model = task.model
     descriptor = task.model.descriptor
     bridging = task.model.bridging
-    chosen, weighted = task.data.training_data.min_pair_dist, task.data.training_data.frame_weights
+    chosen = task.data.training_data.min_pair_dist
+    weights = WEIGHTS if task.data.training_data.frame_weights else ()
     # frames in which atoms are closer than a larger min_pair_dist are left out
     least = min(chosen or math.inf, MIN_DISTANCE if bridging is None else MIN_BRIDGED_DISTANCE)
     report: DataReport | None = None
@@ -404,7 +419,7 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
         "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
         "parts": _parts(sources),
         "validation": [len(data.valid), len(data.test)],
-        "labels": [*task.labels, *WEIGHTS * weighted],
+        "labels": [*task.labels, *weights],
         "min_pair_dist": [least, chosen],
     }
     stored = recall_or_find(
@@ -431,7 +446,7 @@ def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iter
     texts = [text for part in data for source in part for text in source.warnings]
     for text in dict.fromkeys(texts):
         yield warning("", text)
-    # of a system that was split both parts are of one source
+    # both parts of a system that was split are of one source, which is listed once
     listed = [[s.name for s in part if part is wholes[0] or s not in wholes[0]] for part in wholes]
     yield from repeated(*listed)
     options = task.data.training_data
@@ -479,17 +494,19 @@ def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iter
 def build_sampler(
     options: TrainingDataConfig | ValidationDataConfig,
     systems: Sequence[FrameSource],
-    **of_run: int,
+    **settings: int,
 ) -> Sampler:
-    """Return the sampler of a section of data; ``of_run`` are ``seed``, ``rank`` and
-    ``world_size``.
+    """Return the sampler of a section of data.
+
+    Args:
+        options: of the section.
+        systems: of the section.
+        settings: ``seed``, ``rank`` and ``world_size`` of the run.
     """
-    frames, natoms = (
-        [system.num_frames for system in systems],
-        [system.frame_sizes for system in systems],
-    )
+    frames = [system.num_frames for system in systems]
+    natoms = [system.frame_sizes for system in systems]
     return Sampler(
-        frames, natoms, options.batch_size, options.auto_prob, options.sys_probs, **of_run
+        frames, natoms, options.batch_size, options.auto_prob, options.sys_probs, **settings
     )
 
 
@@ -544,55 +561,56 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
     """
     options = {name: config.tasks[name].data.training_data for name in data}
     samplers = {
-        name: build_sampler(options[name], of.train, world_size=num_ranks)
-        for name, of in data.items()
+        name: build_sampler(options[name], task_data.train, world_size=num_ranks)
+        for name, task_data in data.items()
     }
     # a task has the share of the steps that is given, or that of its epochs, or of its systems
-    weights = dict(config.task_weights) or {name: float(len(of.train)) for name, of in data.items()}
+    weights = dict(config.task_weights) or {
+        name: float(len(task_data.train)) for name, task_data in data.items()
+    }
     for name, epochs in config.task_epochs.items():
         weights[name] = float(samplers[name].batches_for_epochs(epochs))
-    total, batches_of_step = sum(weights[name] for name in data), config.training.accumulate
+    total = sum(weights[name] for name in data)
+    batches_per_step = config.training.accumulate
     shares = {name: weights[name] / total for name in data}
     drawn = {name: sampler for name, sampler in samplers.items() if shares[name]}
     epochs_of = config.task_epochs or dict.fromkeys(data, config.training.numb_epoch or 0)
     num_steps = config.training.numb_steps or max(
         math.ceil(
-            of.batches_for_epochs(epochs_of[name]) / (shares[name] * batches_of_step) * _SLACK
+            sampler.batches_for_epochs(epochs_of[name]) / (shares[name] * batches_per_step) * _SLACK
         )
-        for name, of in drawn.items()
+        for name, sampler in drawn.items()
     )
     tasks = {
         name: TaskLength(
             shares[name],
-            shares[name] * num_steps * batches_of_step / of.batches_per_epoch,
-            of.batches_per_epoch,
-            batches_of_step * of.frames_per_step,
-            of.max_atoms,
-            tuple(of.findings),
+            shares[name] * num_steps * batches_per_step / sampler.batches_per_epoch,
+            sampler.batches_per_epoch,
+            batches_per_step * sampler.frames_per_step,
+            sampler.max_atoms,
+            tuple(sampler.findings),
         )
-        for name, of in samplers.items()
+        for name, sampler in samplers.items()
     }
-    epoch = (
-        max(math.ceil(of.batches_per_epoch / shares[name] * _SLACK) for name, of in drawn.items())
-        / batches_of_step
+    # batches of the run in which the slowest task has an epoch
+    epoch_batches = max(
+        math.ceil(sampler.batches_per_epoch / shares[name] * _SLACK)
+        for name, sampler in drawn.items()
     )
-    frames = sum(of.share * of.frames for of in tasks.values() if of.share)
-    return RunLength(
-        num_steps, tasks, frames, {"steps": 1.0, "frames": 1 / frames, "epochs": epoch}
-    )
+    frames = sum(task.share * task.frames for task in tasks.values() if task.share)
+    steps_per = {"steps": 1.0, "frames": 1 / frames, "epochs": epoch_batches / batches_per_step}
+    return RunLength(num_steps, tasks, frames, steps_per)
 
 
-def with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) -> RunConfig:
-    """Return the config with ``sel: auto`` as numbers, from the neighbors in the data of each
-    task.
-    """
+def with_neighbors(config: RunConfig, neighbors: Mapping[str, NeighborStatistics]) -> RunConfig:
+    """Return the config with ``sel: auto`` as numbers, from the neighbors in each task's data."""
     models = {}
     for name, task in config.tasks.items():
         if task.model.descriptor.neighbors is None:
             # a descriptor that tasks share has room for the neighbors in all
-            of_all = reduce(
+            shared = reduce(
                 NeighborStatistics.with_counts_of,
-                [found[other] for other in config.sharing_with(name)],
+                [neighbors[other] for other in config.sharing_with(name)],
             )
-            models[name] = task.model.with_descriptor(task.model.descriptor.with_neighbors(of_all))
+            models[name] = task.model.with_descriptor(task.model.descriptor.with_neighbors(shared))
     return config.with_models(models) if models else config

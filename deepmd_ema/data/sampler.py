@@ -1,5 +1,6 @@
-"""The frames of batch n as a pure function of (seed, n): a run is resumed from the number of a
-batch alone.
+"""The frames of batch n as a pure function of (seed, n).
+
+A run is resumed from the number of a batch alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, count, pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,26 +21,24 @@ from deepmd_ema.findings import Finding, warning
 from deepmd_ema.geometry import Array, stable_argsort
 
 BatchRule: TypeAlias = "int | str | Sequence[int]"
-Sizes: TypeAlias = (
-    "int | Array"  # atoms of each frame of a system, or one number if all have as many
-)
+Sizes: TypeAlias = "int | Array"
+"""Atoms of each frame of a system, or one number if all have as many."""
 Frames: TypeAlias = Sequence[tuple[int, int]]
 """System and number of each frame."""
 
 _GRID = 1 << 40  # probabilities are multiples of 1 / _GRID per epoch
-_GOLDEN = (
-    679_535_556_991  # odd, next to _GRID / golden ratio: its multiples fill the grid most evenly
-)
+# odd, next to _GRID / golden ratio: its multiples modulo _GRID fill the grid most evenly
+_GOLDEN = 679_535_556_991
 # streams of the seed: order of batches in an epoch, of frames in a system, of systems among the
 # frames of an epoch
 _BATCHES = 1
 _FRAMES = 2
 _SYSTEMS = 3
-# of the orders in which batches are counted: their number must not depend on the seed of a run
+# seed of the orders in which batches of mix:N are counted before the run: the number of batches in
+# an epoch, and with it the number of steps, must not depend on the seed of a run
 _TRIAL_SEED = 0
-_MAX_TRIES = (
-    100  # orders of an epoch that are tried before a batch may have more atoms than it should
-)
+# orders of an epoch that are tried before a batch may have more atoms than it should
+_MAX_TRIES = 100
 
 
 class Sampler:
@@ -98,28 +97,30 @@ class Sampler:
         world_size: int = 1,
     ) -> None:
         sizes = [np.broadcast_to(n, count) for count, n in zip(num_frames, natoms)]
-        self.batch_size, self.frames, self.findings = batch_sizes(batch_size, sizes)
+        chosen = batch_sizes(batch_size, sizes)
+        self.batch_size = chosen.sizes
+        self.frames = chosen.frames
+        self.findings = chosen.findings
         if not any(self.batch_size):
             raise DataError(
                 f"batch_size = {batch_size}: every system has more atoms. Use a larger number."
             )
         rule = BatchSizeRule(batch_size) if isinstance(batch_size, str) else None
         self._is_mixed = rule is not None and rule.is_mixed
-        self._most_atoms = (
-            rule.number if rule is not None and rule.kind == "mix" else None
-        )  # of a batch
+        # largest number of atoms in a batch of mix:N
+        self._most_atoms = rule.number if rule is not None and rule.kind == "mix" else None
         self._seed = seed
         self._rank = rank
         self._world_size = world_size
-        self._natoms = [n[own] for n, own in zip(sizes, self.frames)]
+        self._natoms = [n[indices] for n, indices in zip(sizes, self.frames)]
         self.num_frames = tuple(map(len, self.frames))
         # frames or batches of each system, of all ranks together, in an epoch that has every frame
         # once
         self._units = self.num_frames
         if not self._is_mixed:
-            of_systems = zip(self.num_frames, self.batch_size)
+            frames_and_sizes = zip(self.num_frames, self.batch_size)
             self._units = tuple(
-                -(-n // (size * world_size)) if size else 0 for n, size in of_systems
+                -(-n // (size * world_size)) if size else 0 for n, size in frames_and_sizes
             )
         exact = self._probabilities = system_probabilities(self._units, auto_prob, sys_probs)
         self.probabilities = tuple(map(float, exact))
@@ -127,6 +128,7 @@ class Sampler:
         # place of each system's upper edge when the units of an epoch are laid out side by side, in
         # grid steps
         self._edges = [0, *(math.floor(edge * self._total * _GRID) for edge in accumulate(exact))]
+        # two epochs: batches that are made ahead may be of the next one
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
         self._frame_order = lru_cache(maxsize=2 * len(self.frames) + 2)(
             lambda system, number: self.frames[system][
@@ -139,9 +141,8 @@ class Sampler:
         shares = zip(self.probabilities, self.num_frames, self._units)
         self.frames_per_step = sum(p * n / b for p, n, b in shares if b)
         if self._most_atoms is not None:
-            trials = max(
-                4, min(64, (1 << 20) // self._total)
-            )  # the time is that of at least a million frames
+            # as many orders as have a million frames together, but 4 to 64
+            trials = max(4, min(64, (1 << 20) // self._total))
             orders = (self._order(epoch, _TRIAL_SEED) for epoch in range(trials))
             most = max(len(batch_edges(order[2], self._most_atoms)) for order in orders) - 1
             self.batches_per_epoch = -(-most // world_size)
@@ -159,14 +160,13 @@ class Sampler:
         )
 
     def is_repeat(self, n: int) -> bool:
-        """Whether batch ``n`` of this rank repeats a frame of another rank, and is excluded from
-        losses.
-        """
+        """Whether batch ``n`` of this rank repeats a frame of another rank: no loss counts it."""
         return len(self._shares(n)) <= self._rank
 
     def batches_for_epochs(self, num_epochs: float) -> int:
-        """Return the batches after which even the rarest system has been seen ``num_epochs`` times,
-        as DeePMD-kit.
+        """Return the batches after which the rarest system has been seen ``num_epochs`` times.
+
+        DeePMD-kit counts the steps of epochs in the same way.
         """
         drawn = math.ceil(
             max(Fraction(n) / p for n, p in zip(self._units, self._probabilities) if n and p > 0)
@@ -180,8 +180,11 @@ class Sampler:
         epoch, place = divmod(n, self.batches_per_epoch)
         (order, edges), world_size = self._epoch(epoch), self._world_size
         if self._most_atoms is not None:
-            of_step = edges[place * world_size : (place + 1) * world_size + 1]
-            return [list(zip(*order[:, first:last].tolist())) for first, last in pairwise(of_step)]
+            # one batch for each rank, as each has its own limit of atoms
+            step_edges = edges[place * world_size : (place + 1) * world_size + 1]
+            return [
+                list(zip(*order[:, first:last].tolist())) for first, last in pairwise(step_edges)
+            ]
         if self._is_mixed:
             size = self.batch_size[0] * world_size
             together = list(zip(*order[:, place * size : (place + 1) * size].tolist()))
@@ -194,14 +197,14 @@ class Sampler:
         return [together[rank::world_size] for rank in range(min(world_size, len(together)))]
 
     def _make_epoch(self, epoch: int) -> tuple[Array, list[int]]:
-        """Return systems and numbers (2, units) of an epoch, and with ``mix:N`` the edges of the
-        batches.
+        """Return systems and numbers (2, units) of an epoch, and with ``mix:N`` the batch edges.
 
         An epoch always has the same number of them, the largest that orders tried beforehand need:
         where an order needs fewer, the largest batches are halved; where it needs more, another
         order is taken.
         """
-        order, edges = self._order(epoch, self._seed), list[int]()
+        order = self._order(epoch, self._seed)
+        edges = list[int]()
         if self._most_atoms is not None:
             wanted = self.batches_per_epoch * self._world_size
             limit = self._most_atoms
@@ -211,17 +214,18 @@ class Sampler:
                 if len(edges) - 1 <= wanted:
                     break
                 order = plain[:, permutation(self._total, self._seed, _SYSTEMS, epoch, attempt)]
-                if (
-                    attempt > _MAX_TRIES
-                ):  # few frames of very different sizes, drawn with probabilities of their own
+                # few frames of very different sizes, drawn with probabilities of their own, may fit
+                # in no order: 2 % more atoms at each further attempt ends the search
+                if attempt > _MAX_TRIES:
                     limit += limit // 50 + 1
             # the batches of most atoms are halved until there are as many as wanted, or as can be
             ends = np.concatenate([[0], np.cumsum(order[2])])
+            # a heap gives the smallest first: numbers of atoms are negative
             largest = [(int(ends[a] - ends[b]), a, b) for a, b in pairwise(edges) if b - a > 1]
             heapq.heapify(largest)
             more = list[int]()
             while largest and len(edges) - 1 + len(more) < wanted:
-                _, first, last = heapq.heappop(largest)
+                first, last = heapq.heappop(largest)[1:]
                 middle = (first + last) // 2
                 more.append(middle)
                 for a, b in ((first, middle), (middle, last)):
@@ -231,8 +235,9 @@ class Sampler:
         return order[:2].copy(), edges
 
     def _order(self, epoch: int, seed: int) -> Array:
-        """Return the units of an epoch in random order; those of one system are in the order of its
-        own sequence.
+        """Return the units of an epoch in random order.
+
+        Units of one system are in the order of its own sequence.
 
         Rows are the system and the number of a batch in the sequence of the system; of mixed
         frames, which come in permutations one after the other, the system, the number of the frame
@@ -258,23 +263,25 @@ class Sampler:
             permutation(self._total, seed, stream, epoch)
         ]
         if self._is_mixed:
-            of_systems = []
+            draws = []  # of each system: (2, number), frame numbers and their atoms
             for system, (start, number) in enumerate(zip(first, counts)):
-                if number:  # the draws start, start + 1, ... of a system
+                if number:
+                    # draw n of a system is frame n % size of its permutation n // size
                     size = self.num_frames[system]
                     rounds = range(start // size, (start + number - 1) // size + 1)
                     places = np.concatenate(
-                        [permutation(size, seed, _FRAMES, system, one) for one in rounds]
+                        [permutation(size, seed, _FRAMES, system, k) for k in rounds]
                     )
                     places = places[start % size : start % size + number]
-                    of_systems.append(
+                    draws.append(
                         np.stack([self.frames[system][places], self._natoms[system][places]])
                     )
-            drawn = np.concatenate(of_systems, axis=1)
+            drawn = np.concatenate(draws, axis=1)
         else:
-            drawn = (
-                np.arange(self._total) - np.repeat(np.cumsum(counts) - counts - first, counts)
-            )[None]
+            # systems one after the other, each from the number of its batches before this epoch
+            offsets = np.cumsum(counts) - counts - first
+            drawn = (np.arange(self._total) - np.repeat(offsets, counts))[None]
+        # a stable sort lists the places of each system in turn, which take its draws in order
         order = np.concatenate([systems[None], np.empty_like(drawn)])
         order[1:, stable_argsort(systems, len(counts))] = drawn
         return order
@@ -286,9 +293,8 @@ def batch_edges(natoms: Array, limit: int) -> list[int]:
     A batch ends where the next frame would exceed ``limit`` atoms, and a larger frame is alone.
     """
     ends = np.cumsum(natoms)
-    after = np.searchsorted(
-        ends, ends - natoms + limit, side="right"
-    )  # of a batch that begins there
+    # end of the batch that begins at each frame, which has that frame in any case
+    after = np.searchsorted(ends, ends - natoms + limit, side="right")
     following = np.maximum(after, np.arange(1, len(ends) + 1)).tolist()
     edges = [0]
     while edges[-1] < len(following):
@@ -296,11 +302,22 @@ def batch_edges(natoms: Array, limit: int) -> list[int]:
     return edges
 
 
-def batch_sizes(
-    rule: BatchRule, natoms: Sequence[Sizes]
-) -> tuple[tuple[int, ...], list[Array], list[Finding]]:
-    """Return the frames per batch of each system, the numbers of those that take part, and
-    warnings.
+class BatchSizes(NamedTuple):
+    """Sizes of batches of each system, as a rule gives them.
+
+    Attributes:
+        sizes: frames per batch; 0 for a system left out.
+        frames: numbers of the frames that take part.
+        findings: warnings about frames and systems that are left out.
+    """
+
+    sizes: tuple[int, ...]
+    frames: list[Array]
+    findings: list[Finding]
+
+
+def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> BatchSizes:
+    """Return the sizes of batches of each system.
 
     A number; a list of numbers, one per system; ``auto:N`` = ceil(N / atoms), at least N atoms a
     batch (``auto`` is ``auto:32``); ``max:N`` = max(1, floor(N / atoms)), at most N atoms;
@@ -316,8 +333,8 @@ def batch_sizes(
     """
     every = [np.atleast_1d(n) for n in natoms]
     findings = list[Finding]()
-    read = BatchSizeRule(rule) if isinstance(rule, str) else None
-    kind, number = ("", 0) if read is None else (read.kind, read.number)
+    parsed = BatchSizeRule(rule) if isinstance(rule, str) else None
+    kind, number = ("", 0) if parsed is None else (parsed.kind, parsed.number)
     most = number if kind == "filter" else math.inf
     taken = [np.flatnonzero(n <= most) for n in every]
     sizes: tuple[int, ...]
@@ -348,7 +365,7 @@ def batch_sizes(
         if num_frames:
             text = f"left out: {counted(num_frames, 'frame')} {larger}."
             findings.append(warning("batch_size", f' = "{rule}": {text}'))
-    return sizes, taken, findings
+    return BatchSizes(sizes, taken, findings)
 
 
 def system_probabilities(
@@ -372,9 +389,10 @@ def system_probabilities(
             raise ConfigError(
                 f"sys_probs: {len(sys_probs)} numbers, expected one per system: {len(batches)}."
             )
-        given = sum((Fraction(p) for p in sys_probs if p >= 0), Fraction(0))
+        # negative numbers share what the others leave, in proportion to batches
+        fixed = sum((Fraction(p) for p in sys_probs if p >= 0), Fraction(0))
         whole = sum(b for b, p in zip(batches, sys_probs) if p < 0) or 1
-        rest = max(1 - given, Fraction(0)) / whole
+        rest = max(1 - fixed, Fraction(0)) / whole
         weights = [
             (Fraction(p) if p >= 0 else rest * b) if b else Fraction(0)
             for b, p in zip(batches, sys_probs)
@@ -390,6 +408,7 @@ def system_probabilities(
                     f"{systems}: expected "
                     f"0 <= start < stop <= {len(batches)} and a weight from 0."
                 )
+            # "or 1": a block of systems without frames has weights of 0
             in_block = sum(batches[start:stop]) or 1
             for k in range(start, stop):
                 weights[k] += weight * Fraction(batches[k], in_block)
@@ -400,9 +419,7 @@ def system_probabilities(
 
 
 def permutation(size: int, *numbers: int) -> Array:
-    """Return a permutation of ``size`` things that depends on ``numbers`` only, the same with every
-    numpy.
-    """
+    """Return a permutation of ``size`` numbers, a function of ``numbers`` with any numpy."""
     # raw output of a bit generator is stable by numpy's promise, Generator.permutation is not
     bits = np.random.PCG64(np.random.SeedSequence(numbers)).random_raw(size)
     return np.argsort(bits, kind="stable")

@@ -1,6 +1,4 @@
-"""Protocol of data formats: frames one at a time for batches, and arrays of many frames for
-checks.
-"""
+"""Protocol of data formats: single frames for batches, arrays of many frames for checks."""
 
 from __future__ import annotations
 
@@ -23,9 +21,8 @@ if TYPE_CHECKING:
 
 COORD, BOX = "coord", "box"  # arrays of a chunk beside labels and conditions
 _TYPES = "atom types"
-_NUMBERS_AT_ONCE = (
-    1_000_000  # of one array in a chunk (8 MB), so that a data set need not fit in memory
-)
+# numbers of one array in a chunk (8 MB), so that a data set need not fit in memory
+_NUMBERS_AT_ONCE = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +90,7 @@ class ReadSpec:
 
     @property
     def num_conditions(self) -> dict[str, int]:
-        """Number of values of ``fparam`` per frame and of ``aparam`` per atom; 0 where the model
-        takes none.
-        """
+        """Number of values of ``fparam`` per frame and of ``aparam`` per atom; 0 for none."""
         return {FPARAM: self.numb_fparam, APARAM: self.numb_aparam}
 
     @property
@@ -107,20 +102,26 @@ class ReadSpec:
     @classmethod
     def of_model(cls, model: ModelConfig, labels: Sequence[str]) -> ReadSpec:
         """Return the specification for the section ``model``: ``labels`` and its conditions."""
-        fitting, excluded = model.fitting_net, model.excluded_types
+        fitting = model.fitting_net
+        excluded = model.excluded_types
         selected = (
             [name for t, name in enumerate(model.type_map) if t not in excluded]
             if excluded
             else None
         )
-        about = fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam
-        return cls(model.type_map, labels, *about, None if ENERGY in fitting.labels else selected)
+        # energies are sums over all atoms: rows of selected atoms are of tensors alone
+        return cls(
+            model.type_map,
+            labels,
+            fitting.numb_fparam,
+            fitting.numb_aparam,
+            fitting.default_fparam,
+            None if ENERGY in fitting.labels else selected,
+        )
 
 
 class Place(NamedTuple):
-    """Place of a frame, for messages: a file or folder, the frame's number in it (from 0), the
-    number of its frames.
-    """
+    """Place of a frame, for messages: file or folder, the frame's number from 0, its frames."""
 
     file: str
     frame: int
@@ -199,11 +200,13 @@ class FrameSource(ABC):
         """Return one frame, without virtual atoms; IndexError if there is no such frame."""
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
-        """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or
-        with all.
+        """Yield all frames in order as chunks that fit in memory.
+
+        Args:
+            names: arrays of the chunks; None for all.
         """
         first = 0
-        most = 0
+        most = 0  # atoms of the largest frame in ``rows``
         rows = list[dict[str, Array]]()
         for index in range(self.num_frames):
             frame = self.frame(index)
@@ -214,14 +217,14 @@ class FrameSource(ABC):
                 FPARAM: frame.fparam,
                 APARAM: frame.aparam,
             }
-            row = {_TYPES: frame.atom_type}  # and of each array (rows, numbers)
+            row = {_TYPES: frame.atom_type}  # each further array is (rows, numbers)
+            num_rows = {"atom": frame.num_atoms, "pair": 3 * frame.num_atoms, "frame": 1}
             for name, array in arrays.items():
                 if array is not None and (names is None or name in names):
-                    number = {"atom": frame.num_atoms, "pair": 3 * frame.num_atoms, "frame": 1}[
-                        rows_per(name)
-                    ]
-                    row[name] = array.reshape(number, -1)
+                    row[name] = array.reshape(num_rows[rows_per(name)], -1)
             most = max(most, frame.num_atoms)
+            # a chunk ends where frames have other arrays, or where its largest frame makes it too
+            # large
             if rows and (row.keys() != rows[0].keys() or len(rows) >= frames_at_once(most, row)):
                 yield _stack(first, rows)
                 first = index
@@ -247,11 +250,18 @@ class FrameSubset(FrameSource):
 
     def __init__(self, whole: FrameSource, frames: Array, part: str = "") -> None:
         kinds = None if whole.kinds is None else [whole.kinds[k] for k in frames.tolist()]
-        name, sizes = whole.name + (f" ({part})" if part else ""), whole.frame_sizes[frames]
         super().__init__(
-            name, sizes, whole.unread, whole.notes, kinds, whole.is_slow, whole.warnings
+            f"{whole.name} ({part})" if part else whole.name,
+            whole.frame_sizes[frames],
+            whole.unread,
+            whole.notes,
+            kinds,
+            whole.is_slow,
+            whole.warnings,
         )
-        self._whole, self.numbers = whole.whole, whole.numbers[frames]
+        # a part of a part refers to the source that was opened, so that frames are read in one step
+        self._whole = whole.whole
+        self.numbers = whole.numbers[frames]
 
     def files(self) -> Sequence[Path]:
         """Return every file of the whole source."""
@@ -262,9 +272,8 @@ class FrameSubset(FrameSource):
         return self.whole.frame(int(self.numbers[index]))
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
-        """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or
-        with all.
-        """
+        """Yield all frames in order as chunks that fit in memory, with all arrays or ``names``."""
+        # whole chunks are read even if this part has few of their frames: files are read in order
         first = 0
         for chunk in self.whole.chunks(names):
             start, stop = np.searchsorted(
@@ -297,17 +306,16 @@ def evenly_spaced(sources: Sequence[FrameSource], most: int) -> list[FrameSource
 
 
 def rows_per(name: str) -> str:
-    """Return the owner of a row of an array of a chunk: ``frame``, ``atom``, or ``pair`` of
-    coordinates of a frame.
-    """
+    """Return the owner of a row of an array: ``frame``, ``atom``, or ``pair`` of coordinates."""
     if name not in LABELS:
         return "atom" if name in (COORD, APARAM) else "frame"
     return "atom" if LABELS[name].per_atom else "pair" if LABELS[name].per_pair else "frame"
 
 
 def of_atoms(name: str, array: Array, chosen: Array) -> Array:
-    """Return the rows of the chosen atoms of an array of a frame, in this order; all of an array
-    not of atoms.
+    """Return the rows of the chosen atoms of an array of a frame, in their order.
+
+    An array that has no rows of atoms is returned as it is.
 
     Args:
         name: of the array.
@@ -316,6 +324,7 @@ def of_atoms(name: str, array: Array, chosen: Array) -> Array:
     """
     per = rows_per(name)
     if per == "pair":
+        # rows and columns x, y and z of each chosen atom
         coordinates = (3 * chosen[:, None] + np.arange(3)).ravel()
         width = math.isqrt(array.size)
         return array.reshape(width, width)[np.ix_(coordinates, coordinates)].reshape(-1)
@@ -323,10 +332,9 @@ def of_atoms(name: str, array: Array, chosen: Array) -> Array:
 
 
 def frames_at_once(num_atoms: int, names: Collection[str] = ()) -> int:
-    """Return the largest number of frames in a chunk, of ``num_atoms`` atoms with the arrays
-    ``names``.
-    """
+    """Return the largest number of frames of ``num_atoms`` atoms in a chunk with ``names``."""
     has_pairs = any(rows_per(name) == "pair" for name in names)
+    # coordinates or forces are the largest array, unless there is a Hessian
     return max(1, _NUMBERS_AT_ONCE // ((3 * num_atoms) ** 2 if has_pairs else 3 * num_atoms))
 
 
@@ -335,6 +343,7 @@ def _stack(first: int, rows: Sequence[Mapping[str, Array]]) -> Chunk:
     stacked = {}
     for name in rows[0]:
         parts = [row[name] for row in rows]
+        # rows of atoms that a smaller frame does not have: type -1, and 0 in the other arrays
         shape = np.max([part.shape for part in parts], axis=0)
         stacked[name] = np.full((len(parts), *shape), -1 if name == _TYPES else 0.0)
         for place, part in zip(stacked[name], parts):

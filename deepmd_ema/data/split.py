@@ -1,5 +1,6 @@
-"""Validation frames split off from training frames: every kind of calculation in both parts, near
-copies in one.
+"""Validation frames split off from training frames.
+
+Every kind of calculation is in both parts, and near copies are in one.
 
 Frames are known by some twenty numbers each that do not depend on the order of atoms, translation
 and rotation. The cost is one pass over the positions, about F log F comparisons for F frames, and
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,27 +30,38 @@ from deepmd_ema.geometry import Array
 from deepmd_ema.utils import seed_for
 
 _COPY = 1e-4  # angstrom; frames nearer than this are copies of each other
-# of the distance of two frames drawn at random: nearer ones are near copies, wherever they are
+# share of the distance of two frames drawn at random: nearer frames are near copies, wherever they
+# are
 _NEAR = 0.05
 _NEXT = 0.5  # the same for frames that follow each other, of which far fewer are so near by chance
 _PAIRS = 256  # drawn to find that distance
-_WINDOW, _COLUMNS = (
-    4,
-    3,
-)  # frames that follow in the order of a number are compared, for so many numbers
+# each frame is compared with the next _WINDOW frames in the order of each of _COLUMNS numbers, the
+# numbers that vary most, in place of F**2 comparisons
+_WINDOW = 4
+_COLUMNS = 3
 _MIN_CUT = 10  # a trajectory of fewer different frames is not cut in two
-_MAX_RMS_RATIO = 2.0  # of the forces of the two parts
+_MAX_RMS_RATIO = 2.0  # ratio of the force RMS of the two parts
 _MAX_KINDS = 16  # in one line
-# half of the vectors of whole numbers from -1 to 1: those of the other half have the same structure
-# factors
+# half of the vectors of whole numbers from -1 to 1, as a wave vector and its negative have
+# structure factors of the same size
 _WAVES = np.array([h for h in product((-1, 0, 1), repeat=3) if h > (0, 0, 0)])
+# combinations of cell vectors whose six lengths determine the cell but for its orientation
 _EDGES = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]])
 _NUMBERS = len(_WAVES) + len(_EDGES)
 
-Stratum: TypeAlias = tuple[str, str, str]
-"""What is split on its own: a named kind of calculation, or a file or system and a composition in
-it.
-"""
+
+class Stratum(NamedTuple):
+    """Frames that are split on their own: of a named kind, or of a file and a composition.
+
+    Attributes:
+        kind: kind of calculation; empty where the data name none.
+        place: number of the file or system; empty for all.
+        composition: of the frames; empty for all.
+    """
+
+    kind: str
+    place: str = ""
+    composition: str = ""
 
 
 @dataclass
@@ -60,7 +72,7 @@ class FrameTable:
         kinds: name of the kind of calculation of each frame; empty where the data name none.
         places: number of the file or system of each frame.
         compositions: atoms of each type of each frame, as bytes, and whether it is periodic.
-        points: (frames, 19) float32 arrays, angstrom: near for near copies.
+        points: (frames, 19) float32 arrays, angstrom, of ``describe_frames``.
         forces: (frames, 2) arrays: sum of squares of force components, and their number.
     """
 
@@ -96,7 +108,7 @@ class Split(NamedTuple):
         num_frames: frames in all.
         chosen: numbers of those for validation.
         lines: what went where, for the user.
-        force_rms: of training and of validation frames, eV/angstrom; empty if it is not known.
+        force_rms: of training and of validation frames, eV/angstrom; empty if unknown.
     """
 
     num_frames: int
@@ -126,15 +138,14 @@ class Split(NamedTuple):
     @property
     def digest(self) -> str:
         """Hash of the chosen frames."""
-        return hashlib.sha256(
-            str(self.num_frames).encode() + np.packbits(self.mask).tobytes()
-        ).hexdigest()[:16]
+        content = str(self.num_frames).encode() + np.packbits(self.mask).tobytes()
+        return hashlib.sha256(content).hexdigest()[:16]
 
 
 def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
-    """Return a choice of about ``fraction`` of the frames for validation; a function of the
-    arguments alone.
+    """Return a choice of about ``fraction`` of the frames for validation.
 
+    The choice is a function of the arguments alone.
     Each kind of calculation is split on its own; where the data name none, or name single frames,
     each composition in each file or system.
     Near copies come to one part; a trajectory that is nearly all of its kind is cut once, and its
@@ -146,15 +157,15 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
     """
     singles = describe_singles(table.kinds)
     strata: list[Stratum] = [
-        (kind, "", "")
+        Stratum(kind)
         if kind and not singles
-        else ("", f"{place:08d}", f"{composition.hex()} {periodic}")
+        else Stratum("", f"{place:08d}", f"{composition.hex()} {periodic}")
         for kind, place, (composition, periodic) in zip(
             table.kinds, table.places, table.compositions
         )
     ]
-    # the frames of each set of near copies, in order, and for each frame the first that it is a
-    # copy of
+    # Copies: for each frame the first that it is a copy of, among all frames of a composition.
+    # Clusters: sets of near copies within a stratum, in the order of the frames.
     points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
     pairs = [np.zeros((2, 0), np.int64)]
     pairs += [
@@ -167,34 +178,38 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
         numbers, places = np.array(members), np.array([table.places[k] for k in members])
         distance = np.linalg.norm(np.diff(points[members], axis=0), axis=1)
         following = np.stack([numbers[:-1], numbers[1:]])
+        # the next frame of the stratum, if it is of the same file or system
         pairs.append(following[:, (distance < _NEXT * scale) & (places[1:] == places[:-1])])
     clusters = list(_groups(_joined(len(points), np.concatenate(pairs, axis=1)).tolist()).values())
-    # Where the data name no kind, the only clusters of their files are together by composition.
-    # Structures of a composition that nothing else has are together as well; too few of them are
-    # for training.
-    of_composition = Counter(table.compositions[cluster[0]] for cluster in clusters)
-    of_stratum = Counter(strata[cluster[0]] for cluster in clusters)
+    # A stratum of one cluster can be split only by cutting it. Such strata of one composition are
+    # joined over all files. Short clusters whose composition no other cluster has are joined by
+    # kind; where they are too few to give a validation frame, they are for training.
+    num_of_composition = Counter(table.compositions[cluster[0]] for cluster in clusters)
+    num_of_stratum = Counter(strata[cluster[0]] for cluster in clusters)
     divided: dict[Stratum, list[list[int]]] = {}
     for cluster in clusters:
-        kind, place, composition = strata[cluster[0]]
+        stratum = strata[cluster[0]]
         lone = (
-            of_composition[table.compositions[cluster[0]]] == 1
+            num_of_composition[table.compositions[cluster[0]]] == 1
             and len(_groups(copies[cluster].tolist())) < _MIN_CUT
         )
         if lone:
-            place, composition = "", "lone"
-        elif of_stratum[kind, place, composition] == 1:
-            place = ""
-        divided.setdefault((kind, place, composition), []).append(cluster)
-    chosen, seen = np.zeros(len(strata), bool), 0
-    for name, sets in sorted(divided.items()):
-        if name[2] == "lone" and len(sets) * fraction < 1:
+            stratum = Stratum(stratum.kind, "", "lone")
+        elif num_of_stratum[stratum] == 1:
+            stratum = stratum._replace(place="")
+        divided.setdefault(stratum, []).append(cluster)
+    chosen = np.zeros(len(strata), bool)
+    seen = 0
+    for stratum, sets in sorted(divided.items()):
+        if stratum.composition == "lone" and len(sets) * fraction < 1:
             continue
+        # The next stratum makes up for the rounding of this one, within one frame, so that the
+        # fraction is right over all strata.
         number = sum(map(len, sets))
         seen += number
         least, most = math.floor(fraction * number), math.ceil(fraction * number)
         wanted = min(max(round(fraction * seen) - int(chosen.sum()), least), most)
-        order = permutation(len(sets), seed_for(f"validation of {'/'.join(name)}", seed))
+        order = permutation(len(sets), seed_for(f"validation of {'/'.join(stratum)}", seed))
         chosen[_taken([sets[k] for k in order], copies, wanted, fraction)] = True
     # frames that have an element which no training frame has are for training
     present = np.array([np.frombuffer(counts, np.int32) > 0 for counts, _ in table.compositions])
@@ -219,19 +234,17 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
 
 
 def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> dict[str, Suspects]:
-    """Return frames of validation and of test data that are nearer to a training frame than near
-    copies are, or equal.
+    """Return frames of validation and of test data that are near copies of training frames.
 
-    They are listed by the names of these checks.
-
-    Frames are compared that follow each other closely in the order of a number, so some may be
-    missed.
+    Copies are among them. They are listed by the names of these checks. Frames are compared that
+    follow each other closely in the order of a number, so some may be missed.
 
     Args:
         parts: sources of training, validation and test data.
         num_types: number of elements.
     """
-    sources, table = [source for part in parts for source in part], FrameTable()
+    sources = [source for part in parts for source in part]
+    table = FrameTable()
     for source in sources:
         table.add(source.chunks((COORD, BOX)), num_types)
     points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
@@ -240,9 +253,9 @@ def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> 
     checks = dict[str, Suspects]()
     copy_of: dict[int, int] = {}
     for members in _groups(table.compositions).values():
-        low, high = np.sort(
-            _near_pairs(points, members, max(_COPY, _NEAR * _scale(points, members))), axis=0
-        )
+        bound = max(_COPY, _NEAR * _scale(points, members))
+        low, high = np.sort(_near_pairs(points, members, bound), axis=0)
+        # training frames have the lowest numbers: pairs of one of them and another part's
         across = (low < starts[1]) & (high >= starts[1])
         copy_of |= dict(zip(high[across].tolist(), low[across].tolist()))
     for check, (start, stop) in zip((NEAR_COPIES, NEAR_TEST), pairwise(starts[1:])):
@@ -257,7 +270,7 @@ def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> 
 
 
 def describe_frames(chunk: Chunk, num_types: int) -> Array:
-    """Return (C, 19) float32 numbers in angstrom that are near for near copies.
+    """Return (C, 19) float32 numbers, angstrom, whose differences are small for near copies.
 
     Of periodic frames the sizes of 13 structure factors, each times the distance of its planes, and
     lengths of the cell; of open ones the moments of the distances from four reference points
@@ -270,8 +283,10 @@ def describe_frames(chunk: Chunk, num_types: int) -> Array:
     coord = np.where(exists[..., None], chunk.arrays[COORD], 0.0)
     out = np.zeros((len(coord), _NUMBERS), np.float32)
     if BOX not in chunk.arrays:
-        rows, total = np.arange(len(coord)), weight.sum(axis=1, keepdims=True)
+        rows = np.arange(len(coord))
+        total = weight.sum(axis=1, keepdims=True)
         total = np.where(total > 0, total, 1.0)
+        # the first reference point is the center; (C, 3)
         point = (weight[..., None] * coord).sum(axis=1) / total
         for reference in range(4):
             distance = np.linalg.norm(coord - point[:, None], axis=2)
@@ -281,8 +296,8 @@ def describe_frames(chunk: Chunk, num_types: int) -> Array:
             out[:, 3 * reference : 3 * reference + 3] = np.stack(
                 [mean, np.sqrt(variance), np.cbrt(third)], axis=1
             )
-            # the next: the atom nearest to the center, the one farthest from it, the one farthest
-            # from that
+            # the next points: the atom nearest to the center, the one farthest from the center, and
+            # the one farthest from the latter
             if reference == 0:
                 nearest = np.where(weight > 0, distance, np.inf).argmin(axis=1)
             if reference != 1:
@@ -290,15 +305,16 @@ def describe_frames(chunk: Chunk, num_types: int) -> Array:
             point = coord[rows, nearest if reference == 0 else farthest]
         return out
     box = chunk.arrays[BOX].reshape(-1, 3, 3)
-    box = np.where(
-        np.abs(np.linalg.det(box))[:, None, None] > 0, box, np.eye(3)
-    )  # such a frame is refused later
+    # a frame with a cell without volume is refused later; here its inverse must not fail
+    box = np.where(np.abs(np.linalg.det(box))[:, None, None] > 0, box, np.eye(3))
     inverse = np.linalg.inv(box)
     phases = np.exp(2j * np.pi * (coord @ inverse))
-    phases = np.stack([phases.conj(), np.ones_like(phases), phases])  # of -1, 0 and 1
+    phases = np.stack([phases.conj(), np.ones_like(phases), phases])  # (-1 0 1, C, M, 3)
     root = np.sqrt(np.maximum(1, exists.sum(axis=1)))
     for column, wave in enumerate(_WAVES):
         waves = np.prod([phases[h + 1, :, :, axis] for axis, h in enumerate(wave)], axis=0)
+        # A displacement u of an atom changes its phase by 2 pi u / spacing, so that the product
+        # below is a length. The root makes it as large for frames of any number of atoms.
         spacing = 1 / np.linalg.norm(inverse @ wave, axis=1)
         out[:, column] = np.abs((weight * waves).sum(axis=1)) / root * spacing / (2 * np.pi)
     out[:, len(_WAVES) :] = np.linalg.norm(_EDGES @ box, axis=2) / math.sqrt(12)
@@ -307,6 +323,8 @@ def describe_frames(chunk: Chunk, num_types: int) -> Array:
 
 def _joined(number: int, pairs: Array) -> Array:
     """Return for each of ``number`` frames the first of those to which pairs (2, P) join it."""
+    # labels of connected components: each round takes the smaller label along all pairs, and then
+    # the label of the label, so that long chains take few rounds
     first = np.arange(number)
     while True:
         a, b = first[pairs]
@@ -337,35 +355,39 @@ def _scale(points: Array, members: Sequence[int]) -> float:
 
 
 def _near_pairs(points: Array, members: Sequence[int], bound: float) -> Array:
-    """Return pairs of frames (2, P) nearer than ``bound``, of those that follow each other in the
-    order of a number.
+    """Return pairs of frames (2, P) nearer than ``bound``.
+
+    Frames are compared that follow each other in the order of a number.
     """
-    own, found = np.array(members), [np.zeros((2, 0), np.int64)]
-    columns = np.argsort(-points[own].var(axis=0), kind="stable")[:_COLUMNS]
+    frames = np.array(members)
+    pairs = [np.zeros((2, 0), np.int64)]
+    columns = np.argsort(-points[frames].var(axis=0), kind="stable")[:_COLUMNS]
     for column in columns:
-        order = own[np.argsort(points[own, column], kind="stable")]
-        for step in range(1, min(_WINDOW, len(own) - 1) + 1):
-            a, b = order[:-step], order[step:]
-            found.append(np.stack([a, b])[:, np.linalg.norm(points[a] - points[b], axis=1) < bound])
-    return np.concatenate(found, axis=1)
+        order = frames[np.argsort(points[frames, column], kind="stable")]
+        for step in range(1, min(_WINDOW, len(frames) - 1) + 1):
+            a = order[:-step]
+            b = order[step:]
+            is_near = np.linalg.norm(points[a] - points[b], axis=1) < bound
+            pairs.append(np.stack([a, b])[:, is_near])
+    return np.concatenate(pairs, axis=1)
 
 
 def _taken(clusters: Sequence[list[int]], copies: Array, wanted: int, fraction: float) -> list[int]:
-    """Return about ``wanted`` frames of one stratum: whole clusters in their order, and the ends of
-    large ones.
-    """
-    taken, whole = list[int](), list[list[int]]()
+    """Return about ``wanted`` frames of one stratum: whole clusters, and the ends of large ones."""
+    taken = list[int]()
+    whole = list[list[int]]()
     for cluster in clusters:
         if len(cluster) <= wanted and len(clusters) > 1:
             whole.append(cluster)
             continue
         # the end of a trajectory; copies of one frame stay together
-        units, of_cluster = list(_groups(copies[cluster].tolist()).values()), list[int]()
+        units = list(_groups(copies[cluster].tolist()).values())
+        end = list[int]()
         for unit in reversed(units if len(units) >= _MIN_CUT else []):
-            if len(of_cluster) + len(unit) > round(fraction * len(cluster)):
+            if len(end) + len(unit) > round(fraction * len(cluster)):
                 break
-            of_cluster += [cluster[k] for k in unit]
-        taken += of_cluster
+            end += [cluster[k] for k in unit]
+        taken += end
     rest = len(whole) - (len(whole) == len(clusters))  # one stays in training
     for cluster in whole[:rest]:
         if len(taken) + len(cluster) <= wanted:
@@ -380,21 +402,24 @@ def _describe_parts(head: str, table: FrameTable, chosen: Array) -> tuple[list[s
     named = Counter(kind or "without a name" for kind in table.kinds)
     singles = describe_singles(table.kinds)
     if set(table.kinds) != {""} and not singles:
-        taken = Counter(kind or "without a name" for kind, own in zip(table.kinds, chosen) if own)
+        taken = Counter(
+            kind or "without a name" for kind, is_chosen in zip(table.kinds, chosen) if is_chosen
+        )
         split = [f"{kind} {taken[kind]} of {n:,}" for kind, n in named.items() if taken[kind]]
         whole = [f"{kind} ({counted(n, 'frame')})" for kind, n in named.items() if not taken[kind]]
         lines.append(f"  by {' or '.join(KIND_NAMES)}: {first_few(split, _MAX_KINDS)}")
-        lines += [f"  in training alone: {first_few(whole, _MAX_KINDS)}"] * bool(whole)
+        if whole:
+            lines.append(f"  in training alone: {first_few(whole, _MAX_KINDS)}")
     else:
-        lines += [f"  {singles}"] * bool(singles)
+        if singles:
+            lines.append(f"  {singles}")
         lines.append(
             "  at random in each composition of each file or system, near copies in one part"
         )
     squares = np.concatenate(table.forces)
     sums = np.stack([squares[~chosen].sum(axis=0), squares[chosen].sum(axis=0)])
-    if (
-        sums[:, 1].all() and np.isfinite(sums).all()
-    ):  # the check of the data names forces that are not finite
+    # the check of the data names forces that are not finite
+    if sums[:, 1].all() and np.isfinite(sums).all():
         force_rms = np.sqrt(sums[:, 0] / sums[:, 1]).tolist()
         training, validation = force_rms
         lines.append(

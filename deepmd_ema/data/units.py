@@ -49,7 +49,8 @@ _OTHER_ENERGIES = {
     "kcal/mole": 4.184 * _KJ_PER_MOL,
     "kj/mole": _KJ_PER_MOL,
 }
-# of all numbers of a file: energy and length, as ASE and LAMMPS name them
+# units of energy (eV) and of length (angstrom) of all numbers of a file, by the names that ASE and
+# LAMMPS have for them
 _SYSTEMS = {
     "metal": (1.0, 1.0),
     "ase": (1.0, 1.0),
@@ -71,6 +72,7 @@ _KNOWN = (
     "eV, hartree, rydberg, kcal/mol, kJ/mol, meV; angstrom, bohr, nm; their quotients; GPa, kbar, "
     "bar; debye"
 )
+# patterns and replacements, in this order: later patterns expect what earlier ones wrote
 _SPELLINGS = (
     (r"å|ångström|ångstrom", "angstrom"),
     (r"³", "^3"),
@@ -79,10 +81,11 @@ _SPELLINGS = (
     (r"\s+per\s+", "/"),
     (r"\s*([/*^()])\s*", r"\1"),
     (r"[\s·]+", "*"),
+    # kcal/(mol*angstrom) becomes kcal/mol/angstrom, eV*angstrom^-3 becomes eV/angstrom^3
     (r"/\(([^()*]+)\*([^()*]+)\)", r"/\1/\2"),
     (r"\*([a-z][a-z0-9]*?)\^?-(\d)", r"/\1^\2"),
     (r"\^1(?!\d)", ""),
-    (r"(?<=[a-z])([23])$", r"^\1"),
+    (r"(?<=[a-z])([23])$", r"^\1"),  # angstrom3
 )
 
 
@@ -108,6 +111,7 @@ def stated_factor(key: str, text: str, unit: str) -> float:
     spelled, powers = _spelled(text), _POWERS[unit]
     lengths = {**LENGTHS, **_OTHER_LENGTHS}
     energies = {**ENERGIES, **_OTHER_ENERGIES}
+    # all spellings of units of this quantity: lengths and energies alone or as quotients
     table = {"au": quantity_factor(HARTREE, BOHR, unit)}
     power = "" if abs(powers[1]) == 1 else f"^{abs(powers[1])}"
     if unit == STRESS_UNIT:
@@ -138,8 +142,11 @@ def stated_factor(key: str, text: str, unit: str) -> float:
 
 @lru_cache(maxsize=1000)
 def stated_system(key: str, text: str) -> tuple[float, float]:
-    """Return the units of energy (eV) and length (angstrom) of all numbers, which a file states
-    under ``key``.
+    """Return the units of energy (eV) and length (angstrom) that a file states for all numbers.
+
+    Args:
+        key: name under which the file states them, for messages.
+        text: name of a system of units, or units of energy, length or force.
 
     Raises:
         DataError: if they are not known.
@@ -147,7 +154,9 @@ def stated_system(key: str, text: str) -> tuple[float, float]:
     if (spelled := _spelled(text)) in _SYSTEMS:
         return _SYSTEMS[spelled]
     lengths = {**LENGTHS, **_OTHER_LENGTHS}
-    energy, length = 1.0, 1.0
+    # a list of units: what it does not name is in eV and angstrom
+    energy = 1.0
+    length = 1.0
     for part in re.split(r"[,;\s]+", text.strip()):
         word = _spelled(part)
         dividend, _, divisor = word.rpartition("/")
