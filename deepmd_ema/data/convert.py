@@ -44,8 +44,9 @@ _MODELS = (
     ".jax",
 )
 Predictor: TypeAlias = Callable[[StoredFrame, "Array | None", "Array | None"], Mapping[str, Array]]
-"""Returns energy (), force (N, 3) and virial (9,) of a model for a frame, its fparam and its
-aparam, by label.
+"""Returns energy (), force (N, 3) and virial (9,) of a model, by label.
+
+Arguments are a frame, its fparam and its aparam.
 """
 _MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name
 # readers of files that have either bohr or angstrom and do not state which

@@ -1,6 +1,4 @@
-"""Electrons that did not converge, and forces that a reader left out, by the text that a program
-wrote.
-"""
+"""Electrons that did not converge, and forces that a reader left out, in the text of outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# what a program writes once for each step whose electrons did not converge
+# texts that a program writes once for each step whose electrons did not converge; the texts of one
+# program are of its versions, or of one event
 _FAILURES = {
     "ABACUS": (
         b"convergence has NOT been achieved",
@@ -44,6 +43,7 @@ _FORCE_TABLES = (
     b"Gradient of SCF Energy",
     b"Total Gradient:",
 )
+# FREE ENERGIE closes an ionic step; "ML FREE ENERGIE" is the step of a machine-learned potential
 _VASP_EVENT = re.compile(
     rb"Iteration +\d+\( *(?P<step>\d+)\)"
     rb"|energy-change \(2\. order\) *:(?P<change>[^\s(]+) *\((?P<eigenvalues>[^\s)]+)\)"
@@ -51,6 +51,7 @@ _VASP_EVENT = re.compile(
     rb"|(?P<reached>aborting loop because EDIFF is reached)"
     rb"|(?P<frame>(?<!ML )FREE ENERGIE OF THE ION-ELECTRON SYSTEM)"
 )
+# energies occur in each electronic step, and once more for the whole ionic step
 _XML_EVENT = re.compile(
     rb"<(?P<start>calculation)|<(?P<step>scstep)"
     rb'|name="NELM">(?P<most>[ \d]+)<|name="EDIFF">(?P<limit>[^<]+)<'
@@ -74,13 +75,15 @@ def notes_of_output(
             continue
         with _mapped(file) as text:
             for program, failures in _FAILURES.items():
-                numbers = {words.decode(): len(_places(text, words)) for words in failures}
-                words = max(numbers, key=lambda name: numbers[name])
-                if numbers[words]:
-                    # ORCA says it twice
-                    yield _describe(words, program), numbers[words]
+                # ORCA writes two texts for one step: the number is that of the most frequent
+                numbers = {failure.decode(): len(_places(text, failure)) for failure in failures}
+                failure = max(numbers, key=lambda name: numbers[name])
+                if numbers[failure]:
+                    yield _describe(failure, program), numbers[failure]
             if number := _gaussian_failures(text):
                 yield _describe(_GAUSSIAN_FAILURE.decode(), "Gaussian"), number
+            # tables of positions without "Input orientation" are those of the turned molecule, and
+            # Gaussian prints forces in the orientation of the input
             is_turned = text.find(b"Standard orientation:") >= 0 > text.find(b"Input orientation:")
             if is_turned and text.find(b"Forces (Hartrees/Bohr)") >= 0:
                 turned = (
@@ -91,11 +94,9 @@ def notes_of_output(
                     f"{turned}, which may be turned. Compute with Geom=PrintInputOrient or NoSymm",
                     0,
                 )
-            tables = (
-                []
-                if has_forces
-                else [words.decode() for words in _FORCE_TABLES if text.find(words) >= 0]
-            )
+            if has_forces:
+                continue
+            tables = [head.decode() for head in _FORCE_TABLES if text.find(head) >= 0]
             if tables:
                 yield f'forces are in the file ("{tables[0]}") and were not read: try {other}', 0
 
@@ -112,14 +113,14 @@ def unconverged_steps_of_vasp(path: Path, is_xml: bool) -> int:
 
 
 def _of_outcar(text: mmap.mmap) -> int:
-    is_sure = text[:2000].lstrip().startswith(b"vasp.") and not text[:2000].lstrip().startswith(
-        (b"vasp.4", b"vasp.5")
-    )
-    most = 0
-    limit = 0.0
-    step = 0
-    change = 0.0
-    number = 0
+    head = text[:2000].lstrip()
+    # versions after 5 write that EDIFF is reached only where it is
+    is_sure = head.startswith(b"vasp.") and not head.startswith((b"vasp.4", b"vasp.5"))
+    most = 0  # NELM
+    limit = 0.0  # EDIFF, eV
+    step = 0  # electronic step
+    change = 0.0  # of the energy in this step, eV
+    number = 0  # ionic steps that did not converge
     is_reached = False
     for event in _VASP_EVENT.finditer(text):
         if event["step"]:
@@ -141,10 +142,10 @@ def _of_outcar(text: mmap.mmap) -> int:
 
 
 def _of_xml(text: mmap.mmap) -> int:
-    most = 0
-    limit = 0.0
-    steps = 0
-    number = 0
+    most = 0  # NELM
+    limit = 0.0  # EDIFF, eV
+    steps = 0  # electronic steps of an ionic step
+    number = 0  # ionic steps that did not converge
     energies = list[float]()
     is_in_step = False
     for event in _XML_EVENT.finditer(text):
@@ -169,14 +170,17 @@ def _of_xml(text: mmap.mmap) -> int:
 
 
 def _gaussian_failures(text: mmap.mmap) -> int:
-    """Return the number of steps whose last method for the electrons did not converge (with XQC
-    there is a second).
+    """Return the number of steps whose last method for the electrons did not converge.
+
+    With SCF=XQC a second method follows where the first one fails.
     """
     marks = {b"SCF Done:": "end", _GAUSSIAN_FAILURE: "failure", b"Forces (Hartrees/Bohr)": "forces"}
     events = sorted(
-        (place, mark) for words, mark in marks.items() for place in _places(text, words)
+        (place, mark) for pattern, mark in marks.items() for place in _places(text, pattern)
     )
-    number, ends = 0, 2  # energies since the failure
+    # Gaussian prints an energy after a failure as well: a second energy is that of another method
+    number = 0
+    ends = 2  # energies since the failure; 2 without one
     for _, mark in events:
         if mark == "failure":
             ends = 0
@@ -188,9 +192,9 @@ def _gaussian_failures(text: mmap.mmap) -> int:
     return number + (ends < 2)
 
 
-def _describe(words: str, program: str) -> str:
+def _describe(failure: str, program: str) -> str:
     return (
-        f'electrons did not converge ("{words}", {program}): these frames, where they are read, '
+        f'electrons did not converge ("{failure}", {program}): these frames, where they are read, '
         "may be wrong"
     )
 
@@ -203,13 +207,13 @@ def _number(word: bytes) -> float:
         return float("inf")
 
 
-def _places(text: mmap.mmap, words: bytes) -> list[int]:
-    """Return the places at which ``words`` begin in a text."""
+def _places(text: mmap.mmap, pattern: bytes) -> list[int]:
+    """Return the places at which ``pattern`` begins in a text."""
     places = list[int]()
-    place = text.find(words)
+    place = text.find(pattern)
     while place >= 0:
         places.append(place)
-        place = text.find(words, place + len(words))
+        place = text.find(pattern, place + len(pattern))
     return places
 
 

@@ -28,19 +28,21 @@ _MAX_NAMES = 8  # neighbors of a missing path that a message lists
 
 
 class Format(NamedTuple):
-    """A format that is recognised by its path; folders that no format claims are searched for
-    DeePMD-kit's systems.
+    """A format that is recognised by its path.
+
+    Folders that no format claims are searched for DeePMD-kit's systems.
 
     Attributes:
         claims: whether a path is of this format, without its part after ``#``.
-        find: what opens each source at a path (with the part after ``#``), sorted; may raise
-            DataError.
+        find: returns openers of the sources at a path (with the part after ``#``), sorted; may
+            raise DataError.
     """
 
     claims: Callable[[Path], bool]
     find: Callable[[Path, str], Sequence[Opener]]
 
 
+# the first format that claims a path reads it
 FORMATS = [
     Format(is_lmdb, find_lmdb),
     Format(
@@ -57,10 +59,10 @@ def open_systems(
     rglob_patterns: Sequence[str] | None = None,
     where: str = "systems",
 ) -> list[FrameSource]:
-    """Return the sources at ``paths``, sorted within each path, after checking names and shapes of
-    all their arrays.
+    """Return the sources at ``paths``, sorted within each path.
 
-    Values are not read yet (``check.check_systems`` does), only headers and types.
+    Names and shapes of all their arrays are checked. Values are not read yet
+    (``check.check_systems`` does), only headers and types.
 
     Args:
         paths: folders with ``type.raw``, parents of such folders at any depth, ``file.h5`` or
@@ -73,17 +75,19 @@ def open_systems(
     Raises:
         DataError: with all problems of all systems.
     """
+    # two passes: a path that is wrong and a system that is wrong are named in one message
     problems = list[str]()
     openers = list[Opener]()
     sources = list[FrameSource]()
     for number, path in enumerate([paths] if isinstance(paths, str) else paths):
         with collect_problems(problems, f"{where}[{number}]: "):
             openers += _find(str(path), rglob_patterns)
-    for open_one in openers:
+    for opener in openers:
         with collect_problems(problems):
-            sources.append(open_one(spec))
+            sources.append(opener(spec))
     if problems:
-        # an error may live as long as what it refers to, and whoever mends a file needs to write it
+        # The error refers to the open files as long as it lives (Python 3.12 and later), and a
+        # program that mends a file needs to write it.
         for store in map(_store_of, openers):
             if isinstance(store, Hdf5Store):
                 store.close()
@@ -94,8 +98,7 @@ def open_systems(
 
 
 def stored_type_map(paths: Sequence[str], rglob_patterns: Sequence[str] | None = None) -> list[str]:
-    """Return the elements that the systems at ``paths`` name in type_map.raw, each once, in the
-    order of the files.
+    """Return the elements in type_map.raw of the systems at ``paths``, each once, in their order.
 
     Raises:
         DataError: if a path cannot be read, or data do not say which elements they have.
@@ -115,8 +118,9 @@ def stored_type_map(paths: Sequence[str], rglob_patterns: Sequence[str] | None =
 
 
 def find_stores(path: str, rglob_patterns: Sequence[str] | None = None) -> list[ArrayStore | None]:
-    """Return the files of each system at ``path``: a folder, a parent of folders, or HDF5; None for
-    other formats.
+    """Return the files of each system at ``path``; None for formats without systems.
+
+    Systems are in a folder, in folders below it, or in HDF5.
 
     Raises:
         DataError: if there is none.
@@ -125,8 +129,9 @@ def find_stores(path: str, rglob_patterns: Sequence[str] | None = None) -> list[
 
 
 def selected_elements(paths: Iterable[str], type_map: Sequence[str] = ()) -> tuple[str, ...] | None:
-    """Return the elements whose atoms alone have rows in tensors of atoms, by the numbers of rows;
-    None if all have.
+    """Return the elements whose atoms alone have rows in tensors of atoms; None if all have.
+
+    The numbers of rows show them: they are the sum of the numbers of atoms of some elements.
 
     Args:
         paths: what ``train`` reads.
@@ -136,13 +141,12 @@ def selected_elements(paths: Iterable[str], type_map: Sequence[str] = ()) -> tup
         DataError: if several choices of elements have these numbers of atoms, or a system cannot be
             opened.
     """
-    found = list[
-        tuple[str, Counter[str], float]
-    ]()  # name, atoms of each element, and rows of each array
+    # name, atoms of each element, and rows of each array
+    tensors = list[tuple[str, Counter[str], float]]()
     for store in (store for path in paths for store in find_stores(path) if store is not None):
         names = read_type_map(store) or type_map
         system = open_system(store, ReadSpec(names))
-        if system.atom_type is None:
+        if system.atom_type is None:  # tensors of mixed systems have rows of all atoms
             continue
         counts = Counter(names[number] for number in system.atom_type.tolist())
         for part, label in product(system.sets, (LABELS[ATOM_DIPOLE], LABELS[ATOM_POLAR])):
@@ -150,16 +154,16 @@ def selected_elements(paths: Iterable[str], type_map: Sequence[str] = ()) -> tup
                 array = store.array(f"{part.name.removeprefix(store.name)[1:]}/{file}.npy")
                 if array is not None:
                     rows = math.prod(array.shape) / part.num_frames / math.prod(label.shape)
-                    found.append((array.name, counts, rows))
-    elements = sorted({element for _, counts, _ in found for element in counts})
+                    tensors.append((array.name, counts, rows))
+    elements = sorted({element for _, counts, _ in tensors for element in counts})
     choices = [
         chosen
         for number in range(1, len(elements) + 1)
         for chosen in combinations(elements, number)
-        if all(sum(map(counts.__getitem__, chosen)) == rows for _, counts, rows in found)
+        if all(sum(map(counts.__getitem__, chosen)) == rows for _, counts, rows in tensors)
     ]
     if len(choices) > 1:
-        name, counts, rows = found[0]
+        name, counts, rows = tensors[0]
         listed = first_few(list(map(" ".join, choices)), 3)
         raise DataError(
             f"{name}: has rows of {rows:g} of {counts.total()} atoms, which may be those of one "
@@ -172,15 +176,16 @@ def is_cp2k_trajectory(path: Path) -> bool:
     """Whether a file is named and begins as the trajectories of CP2K do."""
     if not re.fullmatch(r".+-(pos|frc|vel)-\d+\.xyz", path.name):
         return False
+    # the comment line " i = 0, time = ..., E = ...", which no extended XYZ has; lengths of lines
+    # are bounded, as the file may be anything
     with path.open("rb") as file:
         file.readline(100)
         return re.match(rb"\s*i\s*=\s*\d+\s*,.*\bE\s*=", file.readline(1000)) is not None
 
 
 def split_address(path: str) -> tuple[Path, str]:
-    """Return the file or folder of ``path``, the longest one that exists, and what follows it after
-    ``#``.
-    """
+    """Return the file or folder of ``path``, the longest that exists, and the part after ``#``."""
+    # names of files may have a # themselves
     ends = [k for k, letter in enumerate(path) if letter == "#"]
     end = next(
         (k for k in (len(path), *reversed(ends)) if Path(path[:k]).exists()),
@@ -192,15 +197,18 @@ def split_address(path: str) -> tuple[Path, str]:
 def repeated(
     training: Iterable[str], validation: Iterable[str] = (), test: Iterable[str] = ()
 ) -> Iterator[Finding]:
-    """Yield warnings about sources, by name, that are listed more than once, and about those to
-    train and to judge.
+    """Yield warnings about sources, by name, that are listed more than once.
+
+    Within one part their frames count as often; in two parts errors look too good.
     """
     parts: list[dict[str, list[str]]] = []
     for names in (training, validation, test):
         parts.append({})  # by real path and group in the file
         for name in names:
             path, group = split_address(name)
-            parts[-1].setdefault(f"{path.resolve()}#{group * is_hdf5(path)}", []).append(name)
+            # after # only HDF5 has a group; other formats have choices of names of the same frames
+            place = f"{path.resolve()}#{group if is_hdf5(path) else ''}"
+            parts[-1].setdefault(place, []).append(name)
         often = [f"{same[0]} ({len(same)} times)" for same in parts[-1].values() if len(same) > 1]
         if often:
             advice = "Their frames count as often; list each system once."
@@ -223,7 +231,7 @@ def _store_of(opener: Opener) -> ArrayStore | None:
 def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
     """Return the openers of the sources at a path; DataError if there is none."""
     file, group = split_address(path)
-    find = next((one.find for one in FORMATS if one.claims(file)), None)
+    find = next((entry.find for entry in FORMATS if entry.claims(file)), None)
     if find is None and not file.exists():
         raise DataError(f"{file}: no such file or folder.{_similar(file)}")
     what = ""
@@ -263,8 +271,11 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
 
 
 def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
-    """Return the folders with a type.raw that match a pattern, or that are at or below ``root``,
-    sorted.
+    """Return the folders with a type.raw, sorted.
+
+    Args:
+        root: folder to search.
+        patterns: of folders below ``root``; None for all of them and ``root`` itself.
     """
     if patterns:
         absolute = [pattern for pattern in patterns if not pattern or pattern.startswith("/")]
@@ -274,18 +285,13 @@ def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
                 "'*/water*'."
             )
         try:
-            return sorted(
-                {
-                    p
-                    for pattern in patterns
-                    for p in root.rglob(pattern)
-                    if (p / "type.raw").is_file()
-                }
-            )
+            matching = (path for pattern in patterns for path in root.rglob(pattern))
+            return sorted({path for path in matching if (path / "type.raw").is_file()})
         except RecursionError:
             raise DataError(
                 f"{root}: its folders are nested too deeply to search. Name one further down."
             ) from None
+    # not rglob: it does not follow links to folders, and passes over links that lead nowhere
     systems = list[Path]()
     seen = set[tuple[int, int]]()
     waiting = [root]

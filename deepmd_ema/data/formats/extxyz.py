@@ -1,5 +1,6 @@
-"""Extended XYZ: frames of any sizes and compositions one after the other, of which single ones are
-read again.
+"""Extended XYZ: frames of any sizes and compositions one after the other.
+
+A file is read once when it is opened, and then frame by frame, at the first byte of each.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ _WRITTEN_NAMES = {
     FORCE_WEIGHT: "config_forces_weight",
     VIRIAL_WEIGHT: "config_virials_weight",
 }
-REFERENCE = (
-    "REF_"  # before the names of labels in a file that has predictions under the usual names
-)
+# prefix of the names of labels in a file that has predictions under the usual names
+REFERENCE = "REF_"
 _SPECIAL = ("lattice", "properties", "pbc")  # names that may have capital letters
 _PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
 # what a comment line consists of: words, and names with a value that may be quoted or in brackets
 _WORD = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'[^']*'|[^\s=]+)""")
 _EQUALS = re.compile(r"\s*=\s*")
+# a text in quotes, a list in braces, a list or a list of lists in brackets, or a word
 _VALUE = re.compile(
     r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\{[^}]*\}|\[(?:[^\[\]]|\[[^\]]*\])*\]|[^\s"'{\[]\S*"""
 )
@@ -67,8 +68,9 @@ _BOOLEANS = {
 
 @dataclass(eq=False, kw_only=True)
 class ExtxyzFile(FrameSource):
-    """The frames of one file, of which only the first bytes are kept; its name has the names that
-    the user has chosen.
+    """The frames of one file, of which only the places of the first bytes are in memory.
+
+    Its name has the names that the user has chosen, after ``#``.
 
     Attributes:
         path: of the file.
@@ -99,6 +101,7 @@ class ExtxyzFile(FrameSource):
             if len(stored.symbols) != self.frame_sizes[index]:
                 raise DataError("has another number of atoms")
             return make_frame(stored, self.inventory.sources(stored), self.spec, (self.name, index))
+        # each frame was read without an error when the file was opened
         except DataError as error:
             raise DataError(
                 f"{self.name}: frame {index} has changed while the file was in use: {error}"
@@ -121,14 +124,13 @@ def open_extxyz(path: Path, choice: str, spec: ReadSpec) -> ExtxyzFile:
     Raises:
         DataError: with the first problems of the file, each with its frame.
     """
-    given = parse_choice(choice, spec.labels)
-    name = (
-        str(path)
-        + ("#" if given else "")
-        + ",".join(f"{what}={key}" for what, key in given.items())
-    )
+    chosen = parse_choice(choice, spec.labels)
+    name = str(path)
+    if chosen:
+        name += "#" + ",".join(f"{what}={key}" for what, key in chosen.items())
     conditions = [name for name, number in spec.num_conditions.items() if number]
-    inventory = Inventory(given, wanted=[*spec.labels, *conditions])  # in one order on all ranks
+    # a list, not a set: messages are in the same order on all ranks
+    inventory = Inventory(chosen, wanted=[*spec.labels, *conditions])
     starts = list[int]()
     sizes = list[int]()
     kinds = list[str]()
@@ -143,9 +145,9 @@ def open_extxyz(path: Path, choice: str, spec: ReadSpec) -> ExtxyzFile:
         if len(problems) >= _MAX_PROBLEMS:
             raise DataError([*problems, f"{name}: the frames after this one were not read."])
         starts.append(start)
-    problems += (
-        [f"{name}: {text}" for text in inventory.problems(str(path))] if not problems else []
-    )
+    # mistakes in names are judged over all frames, which must have been read
+    if not problems:
+        problems += [f"{name}: {text}" for text in inventory.problems(str(path))]
     if not starts:
         problems.append(f"{name}: no frames: the file is empty. Leave it out.")
     DataError.raise_if_any(problems)
@@ -178,15 +180,17 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
     with readable(path), path.open("rb") as file:
         while line := file.readline():
             if not line.strip():  # between frames, or at the end
-                start, line_number = start + len(line), line_number + 1
+                start += len(line)
+                line_number += 1
                 continue
             if not re.fullmatch(rb"\s*\d{1,9}\s*", line) or not int(line):
                 is_text = b"\0" not in line and line.decode(errors="ignore").encode() == line
-                found = show_text(line.decode().strip()) if is_text else "is not text"
+                shown = show_text(line.decode().strip()) if is_text else "is not text"
                 raise DataError(
-                    f"{path}: line {line_number}: {found}, expected the number of atoms of frame "
+                    f"{path}: line {line_number}: {shown}, expected the number of atoms of frame "
                     f"{number}."
                 )
+            # the comment line and a line for each atom
             rest = list(islice(file, int(line) + 1))
             if len(rest) <= int(line):
                 raise DataError(
@@ -196,14 +200,15 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
                 )
             block = line + b"".join(rest)
             yield start, block
-            start = start + len(block)
-            number = number + 1
-            line_number = line_number + len(rest) + 1
+            start += len(block)
+            number += 1
+            line_number += len(rest) + 1
 
 
 def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = "") -> str:
-    """Return a frame of N atoms in extended XYZ; ``read_block`` returns the same numbers, bit for
-    bit.
+    """Return a frame of N atoms in extended XYZ.
+
+    ``read_block`` returns the same numbers, bit for bit.
 
     Args:
         symbols: (N,) names of elements.
@@ -232,10 +237,10 @@ def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = 
     if (box := arrays.get(BOX)) is not None:
         head.append(f'Lattice="{_numbers(box)}"')
     for name, array in arrays.items():
-        known = name.removeprefix(REFERENCE)
-        of_label = known.partition("[")[0]  # without the width
-        written = name.removesuffix(known) + _WRITTEN_NAMES.get(of_label, of_label)
-        if rows_per(known) == "atom":
+        label = name.removeprefix(REFERENCE)
+        plain = label.partition("[")[0]  # without the width
+        written = name.removesuffix(label) + _WRITTEN_NAMES.get(plain, plain)
+        if rows_per(label) == "atom":
             columns.append(array.reshape(len(symbols), -1).astype(object))
             properties.append(f"{written}:R:{columns[-1].shape[1]}")
         elif name != BOX:
@@ -261,21 +266,21 @@ def read_block(block: bytes) -> StoredFrame:
         lines = block.decode().splitlines() if b"\r" in block else block.decode().split("\n")
     except UnicodeDecodeError:
         raise DataError("is not UTF-8 text, or it is damaged.") from None
-    natoms, values = int(lines[0]), _read_values(lines[1])
+    natoms = int(lines[0])
+    values = _read_values(lines[1])
     special = {name.lower(): values.pop(name) for name in list(values) if name.lower() in _SPECIAL}
-    for name in (
-        "virial",
-        "stress",
-    ):  # these two are stored column by column, as ASE reads and writes them
+    # these two are stored column by column, as ASE reads and writes them
+    for name in ("virial", "stress"):
         if name in values and len(nine := re.split(r"[\s,]+", values[name].strip())) == 9:
             values[name] = " ".join(nine[k] for k in (0, 3, 6, 1, 4, 7, 2, 5, 8))
     properties = special.get("properties", _PLAIN)
     lattice = special.get("lattice")
     pbc = special.get("pbc")
     # first and last column of each array, and the number of all
-    words = properties.split(":")
-    columns, width = dict[str, tuple[int, int]](), 0
-    for name, kind, number in zip(words[::3], words[1::3], words[2::3]):
+    fields = properties.split(":")
+    columns = dict[str, tuple[int, int]]()
+    width = 0
+    for name, kind, number in zip(fields[::3], fields[1::3], fields[2::3]):
         if kind not in ("S", "R", "I", "L") or not re.fullmatch(r"[1-9]\d{0,3}", number):
             columns = {}
             break
@@ -283,7 +288,7 @@ def read_block(block: bytes) -> StoredFrame:
         width += int(number)
     width_of = {name: last - start for name, (start, last) in columns.items()}
     if (
-        len(words) % 3
+        len(fields) % 3
         or width_of.get("pos") != 3
         or 1 not in (width_of.get("species"), width_of.get("Z"))
     ):
@@ -291,10 +296,10 @@ def read_block(block: bytes) -> StoredFrame:
             f"Properties={show_text(properties)}: expected name:kind:columns, such as {_PLAIN}."
         )
     # the cell of a frame, None of an open one
-    words = list(filter(None, re.split(r"[\s,\[\]]+", pbc or "")))
-    if any(word not in _BOOLEANS for word in words):
+    flags = list(filter(None, re.split(r"[\s,\[\]]+", pbc or "")))
+    if any(flag not in _BOOLEANS for flag in flags):
         raise DataError(f"pbc = {show_text(pbc or '')}: expected T or F for each direction.")
-    periodic = {_BOOLEANS[word] for word in words} or {lattice is not None}
+    periodic = {_BOOLEANS[flag] for flag in flags} or {lattice is not None}
     if len(periodic) > 1:
         raise DataError(
             f'pbc = "{pbc}": periodic in some directions only, which models do not know. Write '
@@ -312,25 +317,28 @@ def read_block(block: bytes) -> StoredFrame:
             raise DataError(f"Lattice: has {box.size} numbers, expected 9.")
         box = box.reshape(3, 3)
     rows = lines[2 : natoms + 2]
-    words = [word for row in rows for word in row.split()]
-    if len(words) != natoms * width:
+    # the total is compared, which is faster than to count each row
+    entries = [entry for row in rows for entry in row.split()]
+    if len(entries) != natoms * width:
         bad = next((k for k, row in enumerate(rows) if len(row.split()) != width), 0)
         source = "Properties" if len(columns) > 2 else "without Properties"
         raise DataError(
             f"atom {bad} (from 0): {show_text(rows[bad].strip())} has {len(rows[bad].split())} "
             f"columns, expected {width} ({source}: {', '.join(columns)})."
         )
-    table = np.array(words, object).reshape(natoms, width)
+    table = np.array(entries, object).reshape(natoms, width)
     per_atom = {name: table[:, first:last] for name, (first, last) in columns.items()}
     try:
         coord = per_atom.pop("pos").astype(np.float64)
     except ValueError as error:
         raise DataError(f"positions: {error}.") from None
-    symbols, atomic_numbers = per_atom.pop("species", None), per_atom.pop("Z", None)
+    symbols = per_atom.pop("species", None)
+    atomic_numbers = per_atom.pop("Z", None)
     if symbols is not None:
         names = symbols[:, 0].tolist()
     else:
         assert atomic_numbers is not None, "one of the two is there"
+        # a file without names of elements has their atomic numbers
         symbol_of = {str(number): symbol for number, symbol in enumerate(SYMBOLS, 1)}
         if unknown := [number for number in atomic_numbers[:, 0] if number not in symbol_of]:
             raise DataError(
@@ -343,16 +351,18 @@ def read_block(block: bytes) -> StoredFrame:
 def _read_values(line: str) -> dict[str, str]:
     """Return the names and values of a comment line.
 
-    The line ends at the first value that does not, so that nothing is searched twice.
+    Reading stops at the first value without an end, so that no text is searched twice.
     """
-    values, place = dict[str, str](), 0
+    values = dict[str, str]()
+    place = 0
     while word := _WORD.match(line, place):
         place = word.end()
         if equals := _EQUALS.match(line, place):  # a word alone holds nothing that is read
             value = _VALUE.match(line, equals.end())
             if value is None:
                 break
-            values[_unquoted(word[1])], place = _unquoted(value[0]), value.end()
+            values[_unquoted(word[1])] = _unquoted(value[0])
+            place = value.end()
     if line[place:].strip():
         raise DataError(
             f"line 2 of the frame: a quote or bracket does not end: {show_text(line.strip())}."

@@ -1,5 +1,6 @@
-"""Files of any format, read whole and frame by frame as they are stored; those of other programs by
-ASE or dpdata.
+"""Files of any format, read whole and frame by frame as they are stored.
+
+Files of other programs are read by ASE or dpdata.
 """
 
 from __future__ import annotations
@@ -50,13 +51,8 @@ _UNITS_OF = {
 _UNITS = {name: units for units, names in _UNITS_OF.items() for name in names.split()}
 _NESTED = ("key_value_pairs", "data")  # names in `info` of ASE
 _KIND = re.compile(r"([A-Z][a-z]?)[\d_].*")  # kinds of atoms of one element: Fe1, O_surface
-_PER_ATOM = (
-    "forces",
-    "energies",
-    "stresses",
-    "charges",
-    "magmoms",
-)  # among the results of a calculator of ASE
+# arrays of atoms among the results of a calculator of ASE
+_PER_ATOM = ("forces", "energies", "stresses", "charges", "magmoms")
 _OPEN_IN_PART = (
     "is periodic in some directions only, which models do not know. Set pbc to True in all "
     "directions, with a vacuum larger than the cutoff along the open ones."
@@ -107,6 +103,7 @@ def stored_parts(
     try:
         stored = _all_frames(str(path), _frames(path, name, output, inventory), inventory)
     except DataError as error:
+        # electrons that did not converge are often the reason for which a reader finds no frames
         said = notes_of_output(place, has_forces=True)
         notes = [f"{path}: {text}" for text, _ in said if text.startswith("electrons")]
         raise DataError([*error.problems, *notes]) from None
@@ -126,6 +123,7 @@ def stored_parts(
 def _all_frames(
     name: str, frames: Iterator[StoredFrame], inventory: Inventory
 ) -> list[StoredFrame]:
+    """Return all frames and count them in ``inventory``; DataError with the first problems."""
     stored = []
     problems = list[str]()
     number = 0
@@ -142,7 +140,8 @@ def _all_frames(
                 for text in error.problems
             ]
         number += 1
-    problems += [f"{name}: {text}" for text in inventory.problems(name)] if not problems else []
+    if not problems:
+        problems += [f"{name}: {text}" for text in inventory.problems(name)]
     DataError.raise_if_any(problems)
     return stored
 
@@ -208,9 +207,7 @@ def _ase_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[
 
 
 def _note_what_vasp_left_out(path: Path, is_xml: bool, inventory: Inventory) -> None:
-    """Note what readers pass over in a file of VASP: a last frame that is cut off, energies that
-    did not converge.
-    """
+    """Note a last frame that is cut off, and electrons that did not converge, in a file of VASP."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         tail = file.read()
@@ -235,21 +232,19 @@ def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
     )
     per_atom = {n: a for n, a in atoms.arrays.items() if n not in ("numbers", "positions")}
     per_atom |= {name: np.asarray(results.pop(name)) for name in _PER_ATOM if name in results}
-    if not per_atom.get(
-        "atom_energy", np.ones(1)
-    ).any():  # a column that RuNNer requires and few fill
+    # RuNNer requires this column, and few programs fill it
+    if not per_atom.get("atom_energy", np.ones(1)).any():
         del per_atom["atom_energy"]
     if len(atoms.constraints):
         inventory.other["constraints are not applied: forces are those that were computed"] += 1
     # ASE's data bases keep entries of users in dictionaries in `info`
     nested = [atoms.info[n] for n in _NESTED if isinstance(atoms.info.get(n), dict)]
-    own = {n: v for n, v in atoms.info.items() if n not in (*_NESTED, "unique_id")}
-    per_frame = {
-        str(name): value for part in (*nested, own) for name, value in part.items()
-    } | results
+    direct = {n: v for n, v in atoms.info.items() if n not in (*_NESTED, "unique_id")}
+    entries = {str(name): value for part in (*nested, direct) for name, value in part.items()}
     coord = atoms.get_positions().astype(np.float64)
     box = np.array(atoms.cell.array, np.float64) if atoms.pbc.all() else None
-    return in_angstrom(StoredFrame(atoms.get_chemical_symbols(), coord, box, per_frame, per_atom))
+    symbols = atoms.get_chemical_symbols()
+    return in_angstrom(StoredFrame(symbols, coord, box, entries | results, per_atom))
 
 
 def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
@@ -269,7 +264,7 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
     data = {name: value for name, value in data.items() if np.size(value)}
     name = path.name.rpartition(".")[2].lower() if file_format == "auto" else file_format
     inventory.reader, inventory.units = f"dpdata as {name}", _UNITS.get(name)
-    element_of = {}  # of each kind of atoms
+    element_of = {}  # by kind of atoms
     for name in data["atom_names"]:
         # names of AMBER are those of its force field
         kind = _KIND.fullmatch(name) if file_format != "amber/md" else None
@@ -277,17 +272,17 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
     if kinds := [f"{name} as {element}" for name, element in element_of.items() if name != element]:
         inventory.other[f"kinds of atoms are read as elements: {', '.join(kinds)}"] = 0
     symbols = [element_of[data["atom_names"][number]] for number in data["atom_types"]]
-    known = {*NAMES_OF_DPDATA, "atom_names", "atom_types", "atom_numbs", "orig", "nopbc"}
+    understood = {*NAMES_OF_DPDATA, "atom_names", "atom_types", "atom_numbs", "orig", "nopbc"}
     if "virials" in data:
-        known.add("stress")  # the same quantity
-    more = {name: value for name, value in data.items() if name not in known}
+        understood.add("stress")  # the same quantity
+    more = {name: value for name, value in data.items() if name not in understood}
 
     def frame(k: int) -> StoredFrame:
         per_frame = {
             NAMES_OF_DPDATA[name]: data[name][k] for name in ("energies", "virials") if name in data
         }
-        # what belongs to each frame has a row for it: parameters, and labels that dpdata does not
-        # know
+        # arrays of parameters, and of labels that dpdata does not know, have a row for each frame;
+        # other values are those of all frames
         per_frame |= {
             n: v[k] if np.shape(v)[:1] == np.shape(data["coords"])[:1] else v
             for n, v in more.items()
@@ -303,9 +298,8 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
 
 @contextmanager
 def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
-    """Turn whatever the readers of some hundred formats raise into a message, and what they print
-    into remarks.
-    """
+    """Raise DataError for any error of a reader, and note in ``inventory`` what it prints."""
+    # some hundred formats, whose readers raise and print anything
     printed = io.StringIO()
     log = logging.StreamHandler(printed)
     logging.getLogger().addHandler(log)

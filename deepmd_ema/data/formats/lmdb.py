@@ -1,5 +1,6 @@
-"""DeePMD-kit's LMDB data sets: one record per frame, written with msgpack, and a description under
-``__metadata__``.
+"""DeePMD-kit's LMDB data sets.
+
+They have a record per frame, written with msgpack, and a description under ``__metadata__``.
 """
 
 from __future__ import annotations
@@ -34,14 +35,8 @@ _NAME_OF = {
     "atom_types": _ATYPE,
     **{f: n for n, label in LABELS.items() for f in label.files},
 }
-_DESCRIBE = {
-    "natoms",
-    "real_natoms_vec",
-    "atom_numbs",
-    "atom_names",
-    "orig",
-    "fid",
-}  # say nothing that is not known
+# names in records that say nothing that other names do not say
+_DESCRIBE = {"natoms", "real_natoms_vec", "atom_numbs", "atom_names", "orig", "fid"}
 _MAX_PROBLEMS = 5
 
 
@@ -67,17 +62,19 @@ class _Store:
             KeyError,
             AttributeError,
         )
-        self.path, self.key_format = path, "012d"
+        self.path = path
+        self.key_format = "012d"
         self.file = file = path / "data.mdb" if path.is_dir() else path
         is_there(file)
+        # no lock: a file of locks would be written, and data sets may be on a read-only disk;
+        # no readahead: frames are read in random order
         with readable_as(_KIND, str(path), self._failures):
             self._env = lmdb.open(
                 str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False
             )
             needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        if (
-            file.stat().st_size < needed
-        ):  # LMDB maps the file: to read what is gone would end the process
+        # LMDB maps the file: to read pages that it does not have would end the process (SIGBUS)
+        if file.stat().st_size < needed:
             raise DataError(
                 f"{file}: is truncated: {file.stat().st_size} bytes, expected {needed}. Copy it "
                 "again."
@@ -86,6 +83,7 @@ class _Store:
     def record(self, key: str) -> dict[str, Any] | None:
         """Return the values under ``key``, arrays decoded; None if there is no such key."""
         with readable_as(_KIND, f"{self.path} {key}", self._failures):
+            # buffers=True: the record is not copied, and is unpacked before its transaction ends
             with self._env.begin(buffers=True) as transaction:
                 raw = transaction.get(key.encode())
                 if raw is None:
@@ -104,8 +102,9 @@ class _Store:
             return values
 
     def frame(self, index: int) -> dict[str, Array]:
-        """Return the arrays of a frame by the names of ``labels``, without those that it says it
-        does not have.
+        """Return the arrays of a frame by the names of ``labels``.
+
+        Arrays that the frame marks as missing (``find_NAME`` = 0) are left out.
         """
         key = format(index, self.key_format)
         record = self.record(key)
@@ -117,6 +116,7 @@ class _Store:
             for name, flag in arrays.items()
             if name.startswith("find_") and not flag
         }
+        # flags have the names of DeePMD-kit or of dpdata
         absent |= {_NAME_OF.get(name, name) for name in absent}
         arrays = {n: a for n, a in arrays.items() if n not in absent and not n.startswith("find_")}
         arrays[_ATYPE] = types = np.asarray(arrays.get(_ATYPE, ()))
@@ -125,6 +125,7 @@ class _Store:
         return arrays
 
 
+# open data bases by their real path
 _OPEN: WeakValueDictionary[str, _Store] = WeakValueDictionary()
 
 
@@ -170,13 +171,15 @@ def find_lmdb(path: Path, group: str) -> list[partial[LmdbFile]]:
 
 
 def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
-    """Return the frames of a data base, after reading all of it once, unless the result of that was
-    stored.
+    """Return the frames of a data base.
+
+    All of it is read once, unless the result of that was stored.
 
     Raises:
         DataError: with the first problems of its frames.
     """
     real = os.path.realpath(path)
+    # training and validation data, and threads, may read one data base
     store = _OPEN.get(real) or _OPEN.setdefault(real, _Store(path))
     meta = store.record(_META)
     if meta is None or not isinstance(meta.get("nframes"), int):
@@ -184,21 +187,25 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
             f"{path}: has no {_META} with nframes. Expected a data set that DeePMD-kit or dpdata "
             "wrote."
         )
-    names, key_format = meta.get("type_map"), str(meta.get("frame_idx_fmt", "012d"))
+    names = meta.get("type_map")
+    key_format = str(meta.get("frame_idx_fmt", "012d"))
     if names is not None and not (
         isinstance(names, list) and all(isinstance(name, str) for name in names)
     ):
         raise DataError(
             f"{path}/{_META}: type_map = {show_text(str(names))}, expected a list of elements."
         )
-    if not re.fullmatch("0?[0-9]{0,2}d", key_format):  # a long text would be made of a larger width
+    # a larger width would make a text of any length of each number
+    if not re.fullmatch("0?[0-9]{0,2}d", key_format):
         place = f"{path}/{_META}: frame_idx_fmt = {show_text(key_format)}"
         raise DataError(
             f"{place}, expected a format of whole numbers with at most 99 digits such as 012d."
         )
     store.key_format = key_format
-    num_types, num_frames = len(names if names is not None else spec.type_map), meta["nframes"]
+    num_types = len(names if names is not None else spec.type_map)
+    num_frames = meta["nframes"]
     options = [list(spec.labels), spec.numb_fparam, spec.numb_aparam, spec.default_fparam]
+    # the options that the result depends on: sizes and names do not depend on the model's elements
     about = {
         "lmdb": str(path),
         "frames": num_frames,
@@ -208,14 +215,15 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     }
 
     def read_all() -> dict[str, Any]:
-        """Return the sizes of all frames, types that occur, and the number of frames with each
-        name.
-        """
+        """Return sizes of all frames, types that occur, and numbers of frames with each name."""
         sizes = list[int]()
         types = set[int]()
         occurring = Counter[str]()
         problems = list[str]()
-        plain, elements = np.append(np.arange(num_types), -1), [str(t) for t in range(num_types)]
+        # each type of the file is an element of its own here, so that the result, which is stored,
+        # is the same for all models
+        plain = np.append(np.arange(num_types), -1)
+        elements = [str(t) for t in range(num_types)]
         for index in range(num_frames):
             with collect_problems(problems, f"{store.path}: frame {index} (from 0): "):
                 record = store.frame(index)
@@ -235,13 +243,14 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
         }
 
     contents = recall_or_find(spec.results, [store.file], about, read_all)
-    sizes, problems = np.array(contents["sizes"], np.int64), []
+    sizes = np.array(contents["sizes"], np.int64)
+    problems = list[str]()
     if not sizes.size:
         problems.append(f"{path}: no frames. Leave it out.")
     types = np.array(contents["types"], np.int64)
     index_of = type_table(f"{path}/{_META}", str(path), spec, names, types, problems)
     DataError.raise_if_any(problems)
-    known = {
+    understood = {
         *LABELS,
         *(file for name in spec.labels for file in LABELS[name].files),
         FPARAM,
@@ -254,7 +263,7 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     left = [
         f"{name} in {counted(n, 'frame')}"
         for name, n in sorted(contents["names"].items())
-        if name not in known
+        if name not in understood
     ]
     notes = [f"does not read {first_few(left)}"] if left else []
     unread = tuple(name for name in spec.ignored if name in contents["names"])
@@ -262,8 +271,7 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
 
 
 def lmdb_frames(path: Path) -> Iterator[StoredFrame]:
-    """Yield the frames of a data base with all labels and parameters that it has, without virtual
-    atoms.
+    """Yield the frames of a data base with all its labels and parameters, without virtual atoms.
 
     Raises:
         DataError: as ``open_lmdb``, and if it names no elements.
@@ -276,14 +284,14 @@ def lmdb_frames(path: Path) -> Iterator[StoredFrame]:
 def _frame(
     record: Mapping[str, Array], index_of: Array, spec: ReadSpec, source: tuple[str, int]
 ) -> Frame:
+    # labels whose width the model sets are not in the table of names
     names = {
         file: name for name in spec.labels if name not in record for file in LABELS[name].files
     }
-    record = {names.get(key, key): value for key, value in record.items()}  # those of any width
+    record = {names.get(key, key): value for key, value in record.items()}
     stored, real = _stored(record, index_of, spec.type_map)
-    frame = make_frame(
-        stored, {name: name for name in (*stored.per_frame, *stored.per_atom)}, spec, source
-    )
+    sources = {name: name for name in (*stored.per_frame, *stored.per_atom)}
+    frame = make_frame(stored, sources, spec, source)
     return frame if len(real) == len(record[_ATYPE]) else replace(frame, file_index=real)
 
 
@@ -292,11 +300,13 @@ def _stored(
 ) -> tuple[StoredFrame, Array]:
     """Return a frame, and the numbers of its real atoms in the file."""
     types = record[_ATYPE]
+    # the last entry of the table is that of virtual atoms (type -1)
     if types.max() >= len(index_of) - 1:
         raise DataError(
             f"atom_types: has {types.max()}, but there are only {len(index_of) - 1} elements."
         )
-    real, per_atom = np.flatnonzero(types >= 0), {}
+    real = np.flatnonzero(types >= 0)
+    per_atom = {}  # by name, (N real, numbers)
     for name in record:
         if rows_per(name) == "atom":
             values = np.asarray(record[name])
@@ -313,8 +323,9 @@ def _stored(
     box = np.asarray(record.get(BOX, np.zeros(9)), np.float64)
     if box.size != 9:
         raise DataError(f"{BOX}: has {box.size} numbers, expected 9.")
-    known = (name for name in record if name in LABELS or name == FPARAM)
-    per_frame = {name: record[name] for name in known if rows_per(name) != "atom"}
+    names = (name for name in record if name in LABELS or name == FPARAM)
+    per_frame = {name: record[name] for name in names if rows_per(name) != "atom"}
+    # a Hessian has rows and columns of virtual atoms too
     if HESSIAN in per_frame and np.size(per_frame[HESSIAN]) == LABELS[HESSIAN].num_rows(len(types)):
         per_frame[HESSIAN] = of_atoms(HESSIAN, np.asarray(per_frame[HESSIAN]), real)
     symbols = [type_map[number] for number in index_of[types[real]].tolist()]

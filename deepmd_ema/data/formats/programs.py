@@ -1,6 +1,4 @@
-"""Outputs of other programs: the names of their formats in dpdata and ASE, and the path that dpdata
-takes.
-"""
+"""Outputs of other programs: their formats in dpdata and ASE, and the paths that dpdata takes."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from deepmd_ema.data.formats.extxyz import is_extxyz
 from deepmd_ema.data.formats.stores import is_there
 from deepmd_ema.errors import DataError
 
-_HEAD_BYTES = 20_000
+_HEAD_BYTES = 20_000  # bytes of a file in which marks are searched
 
 
 class Output(NamedTuple):
@@ -29,7 +27,7 @@ class Output(NamedTuple):
     name_of_ase: str = ""
 
 
-# words in the first bytes of a file
+# texts in the first bytes of a file; the first that matches counts
 _MARKS = {
     rb"CP2K\|": Output("cp2k/output"),
     rb"Psi4: An Open-Source": Output("psi4/out"),
@@ -46,21 +44,21 @@ _MARKS = {
     rb"Entering Gaussian System": Output("gaussian/log", "gaussian-out"),
     rb"Program PWSCF": Output("qe/pw/scf", "espresso-out"),
     rb"\* +O +R +C +A +\*": Output("orca/spout", "orca-output"),
-    # also with blanks, which ASE does not expect
+    # also with blanks before "begin", which ASE does not expect
     rb"\A\s*(?:(?:[#!]|comment)[^\n]*\n\s*)*begin\b": Output("n2p2", "runnerdata"),
 }
-# formats of a trajectory, by words anywhere in the output
+# formats of a trajectory, by a text anywhere in the output
 _TRAJECTORIES = {
     "siesta/output": ("siesta/aimd_output", b"Begin MD step"),
     "fhi_aims/scf": ("fhi_aims/md", b"Molecular dynamics"),
 }
-# formats of several files with one name: ends that all have
+# formats of several files with one name: the suffixes of files that all data have
 _PARTS = {
     "qe/cp/traj": ("in", "pos", "for", "evp"),
     "amber/md": ("parm7", "nc", "mdfrc"),
     "openmx/md": ("md", "dat"),
 }
-_MORE_ENDS = ("cel", "str", "mden", "mdout")  # that some have
+_MORE_ENDS = ("cel", "str", "mden", "mdout")  # suffixes of files that some data have
 _ABACUS = {"md": "abacus/md", "relax": "abacus/relax", "cell-relax": "abacus/relax"}
 _PLAIN_NAMES = ("n2p2", "dftbplus", "movement", "mlmd", "outcar")  # of dpdata, without a slash
 
@@ -74,7 +72,7 @@ def needs_conversion(path: str) -> bool:
     """Whether ``path`` is what ``dp-ema convert`` may read and training does not."""
     file = split_address(path)[0]
     return recognized(file) is not None or (
-        file.is_file() and not any(one.claims(file) for one in FORMATS)
+        file.is_file() and not any(file_format.claims(file) for file_format in FORMATS)
     )
 
 
@@ -93,13 +91,14 @@ def recognized(path: Path) -> Output | None:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     matching = (
-        one for mark, one in _MARKS.items() if re.search(mark, head, re.DOTALL | re.MULTILINE)
+        output for mark, output in _MARKS.items() if re.search(mark, head, re.DOTALL | re.MULTILINE)
     )
     output = next(matching, None)
     if output is None:
         return None
     name = output.name
     if name == "abacus/scf":
+        # INPUT of ABACUS names the kind of calculation, if the name of the log does not
         input_file = argument_of(path, name) / "INPUT"
         text = input_file.read_text(errors="replace") if input_file.is_file() else ""
         kind = re.search(
@@ -107,21 +106,20 @@ def recognized(path: Path) -> Output | None:
         )
         name = _ABACUS.get((kind[1] or kind[2]) if kind else "", name)
     elif name in _TRAJECTORIES:
-        of_trajectory, words = _TRAJECTORIES[name]
+        trajectory_name, mark = _TRAJECTORIES[name]
         with (
             path.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
         ):
-            if content.find(words) >= 0:
-                name = of_trajectory
+            if content.find(mark) >= 0:
+                name = trajectory_name
     elif name == "cp2k/output" and path.suffix == ".log" and any(path.parent.glob("*pos*.xyz")):
         name = "cp2k/aimd_output"
     return output._replace(name=name)
 
 
 def argument_of(path: Path, name: str) -> Path:
-    """Return the path that dpdata takes for a file, a folder, or files of one name; ``path`` for
-    ASE.
+    """Return the path that dpdata takes for an output; ``path`` itself for ASE.
 
     Raises:
         DataError: if it does not exist, or dpdata would read a part of it.

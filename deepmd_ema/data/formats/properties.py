@@ -1,6 +1,4 @@
-"""Names under which other programs keep labels, and how their arrays become those of
-``config.labels``.
-"""
+"""Names of labels in files of other programs, and their arrays as those of ``config.labels``."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ from deepmd_ema.geometry import Array
 
 # (3, 3) or Voigt's six, eV/angstrom^3, positive under tension: minus the virial over the volume
 STRESS = "stress"
-# usual names in small letters, without what says where the numbers are from
+# usual names in small letters, without prefixes of origin such as REF_ (_ORIGIN)
 _NAMES = {
     ENERGY: ("energy", "potential_energy", "total_energy"),
     FORCE: ("force", "forces"),
@@ -63,7 +61,7 @@ _NAMES = {
     **{name: LABELS[name].files for name in (ATOM_DIPOLE, ATOM_POLAR, ATOM_WEIGHT)},
     FPARAM: ("fparam",),
     APARAM: ("aparam",),
-    # of GPUMD, and those of MACE
+    # names of GPUMD, and names of MACE
     **dict(
         zip(
             WEIGHTS,
@@ -79,26 +77,21 @@ _NAMES = {
 }
 KIND_NAMES = ("config_type", "group")  # under which files name the kind of calculation of a frame
 _ORIGIN = re.compile(r"^(ref|reference|dft|qm|target)[_-]")
-_VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # of xx yy zz yz xz xy, as ASE orders them
+# places of the nine components, row by row, among xx yy zz yz xz xy, as ASE orders them
+_VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]
 _MAX_NAMES = 12
 _MAX_SHOWN = 40  # letters of a value in a message
-# with electrons at a temperature, the energy whose gradient the forces are; read without another
+# with electrons at a temperature, the energy whose gradient the forces are; it is read only where
+# there is no other energy
 _FREE = "free_energy"
 _SMEARED = 1e-5  # eV; VASP and ASE round to less
 _OTHER = {VIRIAL: STRESS, STRESS: VIRIAL}  # one is enough, and where both are they may differ
-_UNIT_KEY = re.compile(
-    r"(.*?)[_\- ]?units?|units?[_\- ](?:of[_\- ])?(.+)", re.IGNORECASE
-)  # energy_unit, units_of_force
+# energy_unit, units_of_force
+_UNIT_KEY = re.compile(r"(.*?)[_\- ]?units?|units?[_\- ](?:of[_\- ])?(.+)", re.IGNORECASE)
 _LENGTH_NAMES = {COORD, "length", "lengths", "distance", "pos", "position", "positions", "coords"}
 _LENGTH_NAMES |= {"coordinates", "lattice", "cell", BOX}
-_MECHANICAL = (
-    ENERGY,
-    FORCE,
-    VIRIAL,
-    STRESS,
-    ATOM_ENERGY,
-    HESSIAN,
-)  # whose units are powers of those of energy and length
+# quantities whose units are powers of those of energy and length
+_MECHANICAL = (ENERGY, FORCE, VIRIAL, STRESS, ATOM_ENERGY, HESSIAN)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,17 +115,16 @@ class StoredFrame:
 
 @dataclass
 class Inventory:
-    """Content of the frames of a file, the part that is read, and from which names; each is
-    reported once.
+    """Content of the frames of a file, the part that is read, and the names that it has.
 
     Attributes:
-        given: chosen by the user: label, ``stress``, ``fparam`` or ``aparam`` to the name in the
-            file.
+        chosen: names that the user has chosen: label, ``stress``, ``fparam`` or ``aparam`` to the
+            name in the file.
         wanted: labels, ``fparam`` and ``aparam`` that are read; None: all but those whose width a
             model sets.
         num_frames: frames seen.
         read: by what is read, the number of frames that have it under each name.
-        both: number of frames that have a virial and a stress.
+        both: number of frames with a virial and a stress.
         left: number of frames that have each name that is not read.
         kinds: by the name under which frames name their kind of calculation, the number of frames
             of each kind.
@@ -144,7 +136,7 @@ class Inventory:
             that the format says.
     """
 
-    given: Mapping[str, str] = field(default_factory=dict)
+    chosen: Mapping[str, str] = field(default_factory=dict)
     wanted: Collection[str] | None = None
     num_frames: int = 0
     read: dict[str, Counter[str]] = field(default_factory=dict)
@@ -161,51 +153,54 @@ class Inventory:
     )
 
     def sources(self, frame: StoredFrame) -> dict[str, str]:
-        """Return the name of everything that is read of a frame; of several for one thing the
-        first.
-        """
+        """Return the name of everything that is read of a frame, the first of several."""
         return {what: names[0] for what, names in self._names_of(frame).items()}
 
     def _names_of(self, frame: StoredFrame) -> dict[str, list[str]]:
         """Return all names under which a frame has each thing that is read."""
-        key = frozenset(frame.per_frame), frozenset(frame.per_atom)
+        # frames of a file mostly have the same names, which are looked up once
+        per_frame = frozenset(frame.per_frame)
+        per_atom = frozenset(frame.per_atom)
+        key = per_frame, per_atom
         if key in self._names:
             return self._names[key]
-        found = {}
+        names_of = dict[str, list[str]]()
         for what, names in _names_of(self.wanted or ()).items():
-            stored = sorted(key[rows_per(what) == "atom"])
-            if what in self.given:
-                known = [name for name in stored if name == self.given[what]]
-            elif _OTHER.get(what) in self.given:
-                continue
+            stored = sorted(per_atom if rows_per(what) == "atom" else per_frame)
+            if what in self.chosen:
+                matching = [name for name in stored if name == self.chosen[what]]
+            elif _OTHER.get(what) in self.chosen:
+                continue  # the user has chosen a stress, and not the virial, or the other way round
             else:
+                # REF_energy and energy are both matches: the user must choose if both are there
                 usual = set(map(str.lower, names))
                 plain = {name: name.lower().replace("-", "_") for name in stored}
-                known = [
+                matching = [
                     name for name in stored if usual & {plain[name], _ORIGIN.sub("", plain[name])}
                 ]
-                if what == ENERGY and not known:
-                    known = [name for name in stored if _ORIGIN.sub("", plain[name]) == _FREE]
+                if what == ENERGY and not matching:
+                    matching = [name for name in stored if _ORIGIN.sub("", plain[name]) == _FREE]
                 label = VIRIAL if what == STRESS else what
-                if known and self.wanted is not None and label not in self.wanted:
+                if matching and self.wanted is not None and label not in self.wanted:
                     self.unused.add(what)
                     continue
-            if known:
-                found[what] = known
-        self._names[key] = found
-        return found
+            if matching:
+                names_of[what] = matching
+        self._names[key] = names_of
+        return names_of
 
     def add(self, frame: StoredFrame) -> None:
         """Count a frame; raises DataError if its cell has no volume."""
         self.num_frames += 1
-        names, sources = self._names_of(frame), self.sources(frame)
+        names = self._names_of(frame)
+        sources = self.sources(frame)
         if frame.box is not None and not np.linalg.det(frame.box):
             shown = " ".join(f"{number:g}" for number in frame.box.ravel())
             raise DataError(
                 f'is periodic with a cell without volume ({shown}). Molecules have pbc = "F F F".'
             )
-        for what, of_one in names.items():
-            self.read.setdefault(what, Counter()).update(of_one)
+        for what, matching in names.items():
+            self.read.setdefault(what, Counter()).update(matching)
         self.both += VIRIAL in names and STRESS in names
         left = {*frame.per_frame, *frame.per_atom}.difference(*names.values())
         if name := name_of_kind(frame):
@@ -229,9 +224,8 @@ class Inventory:
         if frame.box is None and STRESS in sources:
             self.other["stress is left out, open frames have no volume"] += 1
         if sources.get(ENERGY) != _FREE and ENERGY in sources and _FREE in frame.per_frame:
-            free, energy = (
-                numbers(name, frame.per_frame[name])[0] for name in (_FREE, sources[ENERGY])
-            )
+            free = numbers(_FREE, frame.per_frame[_FREE])[0]
+            energy = numbers(sources[ENERGY], frame.per_frame[sources[ENERGY]])[0]
             if abs(free - energy) > _SMEARED:
                 self.other[
                     f"{_FREE} differs, and forces belong to it: FILE#energy={_FREE} reads it"
@@ -240,18 +234,21 @@ class Inventory:
     def problems(self, file: str) -> list[str]:
         """Return the mistakes in names over all frames of ``file``."""
         several = {what: names for what, names in self.read.items() if len(names) > 1}
+        # a virial and a stress are one label, and nothing shows which of them is meant
         if self.both:
             several = {w: n for w, n in several.items() if w != STRESS}
             several[VIRIAL] = self.read[VIRIAL] + self.read[STRESS]
-        problems, choice = [], dict(self.given)
+        problems = []
+        choice = dict(self.chosen)
         shown = list[str]()
         for what, names in several.items():
             shown.append(
                 f"{what} may be "
                 + " or ".join(f"{n} ({counted(k, 'frame')})" for n, k in names.items())
             )
-            # of names that are as common the one that says where the numbers are from
-            name = max(names, key=lambda one: (names[one], _ORIGIN.match(one.lower()) is not None))
+            # the proposal is the name of most frames; among equals the one with a prefix of origin,
+            # as names without a prefix may be those of a model's predictions
+            name = max(names, key=lambda name: (names[name], bool(_ORIGIN.match(name.lower()))))
             choice[STRESS if what == VIRIAL and name in self.read.get(STRESS, ()) else what] = name
         if shown:
             which = ",".join(f"{what}={name}" for what, name in choice.items())
@@ -259,20 +256,18 @@ class Inventory:
                 f"{'; '.join(shown)}. Say which after the name of the file, such as {file}#{which}."
             )
         every = sorted({*self.left, *(name for names in self.read.values() for name in names)})
-        for what, name in self.given.items():
+        for what, name in self.chosen.items():
             if name not in self.read.get(what, {}):
                 problems.append(f"#{what}={name}: no frame has it. {did_you_mean(name, every)}")
         return problems
 
     def lines(self) -> list[str]:
-        """Return lines with the names that are read, with unit and sign of stress, and those that
-        are not.
-        """
+        """Return lines with the names that are read, and those that are not."""
 
         def in_frames(number: int) -> str:
             return "" if number == self.num_frames else f" in {counted(number, 'frame')}"
 
-        words = []
+        parts = list[str]()
         for what, names in self.read.items():
             name, frames = max(names.items(), key=lambda item: item[1])
             text = what if what == name else f"{what} from {name}"
@@ -283,8 +278,8 @@ class Inventory:
                 )
             if what == VIRIAL:
                 text += " (eV, -volume * stress)"
-            words.append(text + in_frames(frames))
-        lines = [f"reads {', '.join(words) or 'positions only'}"]
+            parts.append(text + in_frames(frames))
+        lines = [f"reads {', '.join(parts) or 'positions only'}"]
         if self.left:
             left = [f"{name}{in_frames(n)}" for name, n in sorted(self.left.items())]
             lines.append(f"does not read {first_few(left, _MAX_NAMES)}")
@@ -310,10 +305,14 @@ def kind_of(frame: StoredFrame) -> str:
 
 
 def describe_singles(kinds: Sequence[str]) -> str:
-    """Return a line if ``kinds`` (empty where a frame names none) name single frames; empty if they
-    name groups.
+    """Return a line if ``kinds`` name single frames; empty if they name groups.
+
+    Args:
+        kinds: of each frame; empty where it names none.
     """
-    named, values = sum(map(bool, kinds)), len(set(kinds) - {""})
+    named = sum(map(bool, kinds))
+    values = len(set(kinds) - {""})
+    # numbers of frames as kinds, for one; a group has two frames or more on average
     if values < 2 or 2 * values <= named:
         return ""
     return (
@@ -323,9 +322,7 @@ def describe_singles(kinds: Sequence[str]) -> str:
 
 
 def _names_of(wanted: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return the usual names of all labels, and those of the labels in ``wanted`` whose width a
-    model sets.
-    """
+    """Return the usual names of all labels, with labels in ``wanted`` whose width a model sets."""
     return _NAMES | {name: LABELS[name].files for name in wanted if name not in _NAMES}
 
 
@@ -341,11 +338,11 @@ def parse_choice(text: str, wanted: Collection[str] = ()) -> dict[str, str]:
     """
     choice = {}
     for part in filter(None, text.split(",")):
-        what, equal, name = (word.strip() for word in part.partition("="))
+        what, _, name = (word.strip() for word in part.partition("="))
         keys = [
             key for key, names in _names_of(wanted).items() if {what, what.lower()} & {key, *names}
         ]
-        if not equal or not name or not keys:
+        if not name or not keys:
             raise DataError(
                 f"#{text}: {part!r} is not understood. Expected e.g. "
                 "energy=REF_energy,force=REF_forces."
@@ -359,8 +356,7 @@ def parse_choice(text: str, wanted: Collection[str] = ()) -> dict[str, str]:
 def labels_of(
     frame: StoredFrame, sources: Mapping[str, str], wanted: Collection[str]
 ) -> dict[str, Array]:
-    """Return the arrays of a frame by label, in the shapes of
-    :class:`~deepmd_ema.data.source.Frame`.
+    """Return the arrays of a frame by label, in the shapes of ``deepmd_ema.data.source.Frame``.
 
     Args:
         frame: as stored.
@@ -374,6 +370,7 @@ def labels_of(
     factors = unit_factors(frame.per_frame, sources)
     for what, name in sources.items():
         label = VIRIAL if what == STRESS else what
+        # open frames have no volume by which a stress becomes a virial
         if label not in wanted or (what == STRESS and frame.box is None):
             continue
         if rows_per(label) == "atom":
@@ -387,23 +384,29 @@ def labels_of(
             continue
         values = numbers(name, frame.per_frame[name])
         natoms = len(frame.symbols)
-        size, expected = {
-            VIRIAL: ((6, 9), "9 (3x3) or 6 (xx, yy, zz, yz, xz, xy)"),
-            **dict.fromkeys((ENERGY, *WEIGHTS), ((1,), "one for the frame")),
-            HESSIAN: ((9 * natoms**2,), f"{9 * natoms**2} for {counted(natoms, 'atom')}: (3 N)^2"),
-        }.get(label, (None, ""))
-        if size is None and label != FPARAM:
-            size, expected = (
-                (math.prod(LABELS[label].shape),),
-                f"{math.prod(LABELS[label].shape)} for the frame",
-            )
-        size = size or (values.size,)
-        if values.size not in size:
+        sizes: tuple[int, ...]
+        if label == VIRIAL:
+            sizes = (6, 9)
+            expected = "9 (3x3) or 6 (xx, yy, zz, yz, xz, xy)"
+        elif label in (ENERGY, *WEIGHTS):
+            sizes = (1,)
+            expected = "one for the frame"
+        elif label == HESSIAN:
+            sizes = (9 * natoms**2,)
+            expected = f"{sizes[0]} for {counted(natoms, 'atom')}: (3 N)^2"
+        elif label == FPARAM:  # any number here: make_frame compares it with numb_fparam
+            sizes = (values.size,)
+            expected = ""
+        else:
+            sizes = (math.prod(LABELS[label].shape),)
+            expected = f"{sizes[0]} for the frame"
+        if values.size not in sizes:
             raise DataError(f"{name}: has {values.size} numbers, expected {expected}.")
         if what in factors:
             values = values * factors[what]
         if label == VIRIAL and values.size == 6:
             values = values[_VOIGT]
+        # stress is in eV/angstrom^3 now and positive under tension
         if what == STRESS and frame.box is not None:
             values = -abs(float(np.linalg.det(frame.box))) * values
         arrays[label] = values.reshape(()) if label in (ENERGY, *WEIGHTS) else values
@@ -411,11 +414,10 @@ def labels_of(
 
 
 def stated_units(per_frame: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return key and value of the units that a frame states, by what they belong to: a label, a
-    name, lengths or all.
+    """Return key and value of the units that a frame states, by the quantity.
 
-    That of all numbers is under an empty name. Keys of other quantities, such as ``time_unit``, are
-    left out.
+    Quantities are labels, names of arrays, and lengths (``coord``). A unit of all numbers is under
+    an empty name. Keys of other quantities, such as ``time_unit``, are left out.
     """
     stated = dict[str, tuple[str, str]]()
     present = {"", *map(str.lower, per_frame)}
@@ -426,16 +428,20 @@ def stated_units(per_frame: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
         name = (match[1] or match[2] or "").lower()
         plain = _ORIGIN.sub("", name).replace("-", "_")
         labels = [what for what, names in _NAMES.items() if plain in (what, *names)]
-        belongs = labels[:1] or [COORD] * (plain in _LENGTH_NAMES)
-        if belongs or name in present:
-            for place in (name, *belongs):
-                stated.setdefault(place, (key, str(value)))
+        quantities = labels[:1]
+        if not quantities and plain in _LENGTH_NAMES:
+            quantities = [COORD]
+        if quantities or name in present:
+            for quantity in (name, *quantities):
+                stated.setdefault(quantity, (key, str(value)))
     return stated
 
 
 def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, float]:
-    """Return the factor to the units of ``config.labels`` of everything whose unit a frame states,
-    and of positions.
+    """Return factors to the units of ``config.labels`` of everything whose unit a frame states.
+
+    Positions are among it. A unit that is not stated follows from others: that of virials and of
+    energies of atoms from that of the energy, all from the unit of all numbers.
 
     Args:
         per_frame: what belongs to the frame, by name.
@@ -452,15 +458,17 @@ def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> di
     system = stated_system(*stated[""]) if "" in stated else None
     lengths = {stated[name] for name in _LENGTH_NAMES & stated.keys()}
     if lengths:
-        factors[COORD], *others = sorted({stated_factor(*entry, "angstrom") for entry in lengths})
-        if others:
+        length_factors = {stated_factor(*entry, "angstrom") for entry in lengths}
+        factors[COORD] = min(length_factors)
+        if len(length_factors) > 1:
             raise DataError(
                 f"{' and '.join(sorted(f'{k} = {v}' for k, v in lengths))}: expected one unit of "
                 "lengths."
             )
     elif system is not None:
         factors[COORD] = system[1]
-    # keys and values of units of energy, and of length, other than eV and angstrom
+    # Units of energy, and of length, other than eV and angstrom. A quantity without a stated unit
+    # may be in these or in the usual ones, so that such files are refused.
     unusual = {unit: list[str]() for unit in ("eV", "angstrom")}
     if factors.get(COORD, 1.0) != 1 and system is None:
         unusual["angstrom"] += [f"{key} = {value}" for key, value in lengths]
@@ -473,7 +481,8 @@ def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> di
         entry = stated.get(name.lower(), stated.get(what, fallback))
         if entry is not None:
             factors[what] = stated_factor(*entry, unit)
-            if factors[what] != 1 and what in _MECHANICAL and what != STRESS:  # that is a pressure
+            # a stress in GPa says nothing about the unit of energies
+            if factors[what] != 1 and what in _MECHANICAL and what != STRESS:
                 unusual["eV"].append(f"{entry[0]} = {entry[1]}")
         elif system is not None:
             factors[what] = quantity_factor(*system, unit)
@@ -489,9 +498,7 @@ def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> di
 
 
 def in_angstrom(stored: StoredFrame) -> StoredFrame:
-    """Return a frame whose positions and cell are converted from the unit of length that it states,
-    if it does.
-    """
+    """Return a frame with positions and cell in angstrom, from the unit that it states."""
     factor = unit_factors(stored.per_frame, {}).get(COORD, 1.0)
     if factor == 1:
         return stored
@@ -503,8 +510,16 @@ def in_angstrom(stored: StoredFrame) -> StoredFrame:
 def make_frame(
     stored: StoredFrame, sources: Mapping[str, str], spec: ReadSpec, source: tuple[str, int]
 ) -> Frame:
-    """Return a frame with the types of the model and what it reads; DataError if it lacks something
-    it must have.
+    """Return a frame with the types of the model and what it reads.
+
+    Args:
+        stored: as the file has it.
+        sources: the names to read, of :meth:`Inventory.sources`.
+        spec: what is read.
+        source: name and number of the frame, for messages.
+
+    Raises:
+        DataError: if the frame lacks parameters of the model, or has other elements.
     """
     conditions = {name: number for name, number in spec.num_conditions.items() if number}
     read = labels_of(stored, sources, {*spec.labels, *conditions})
@@ -514,6 +529,7 @@ def make_frame(
         if name not in read or read[name].shape[-1] != number:
             has = f"{read[name].shape[-1]} numbers" if name in read else "none"
             raise DataError(f"{name}: has {has}, but numb_{name} = {number}.")
+    # atoms of other elements cannot be left out: energies and forces of the frame are with them
     type_of = {element: number for number, element in enumerate(spec.type_map)}
     if unknown := sorted(set(stored.symbols) - type_of.keys()):
         raise DataError(
@@ -535,13 +551,13 @@ def numbers(name: str, value: Any) -> Array:
         DataError: if it is neither.
     """
     if isinstance(value, str):
-        value = re.sub(r"^_JSON ", "", value)
+        value = re.sub(r"^_JSON ", "", value)  # ASE writes it before lists
         value = [word for word in re.split(r"[\s,\[\](){}]+", value) if word]
     try:
         array = np.asarray(value, np.float64).reshape(-1)
     except (TypeError, ValueError):
         array = np.empty(0)
-    if not array.size:
+    if not array.size:  # also of a text that is no number
         text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
         raise DataError(f"{name}: is {show_text(text, _MAX_SHOWN)}, expected numbers.")
     return array

@@ -1,7 +1,6 @@
-"""Files of DeePMD-kit's systems in folders (npy and text), and in groups of HDF5 files, where a
-dataset is a file.
+"""Files of DeePMD-kit's systems in folders (npy and text), and in groups of HDF5 files.
 
-Of arrays a few rows are read at a time.
+A dataset of HDF5 is a file here. A few rows of an array are read at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import numpy as np
 from deepmd_ema.errors import DataError, first_few
 from deepmd_ema.geometry import Array
 
-_MAX_ROWS = 2**48  # of any array that a computer can hold
+_MAX_ROWS = 2**48  # rows of any array that a computer can hold
 _MAX_REASON_CHARACTERS = 200  # letters of a reader's own words
 _HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 _MAX_OPEN_FILES = 1000  # files kept open, and at most a quarter of what the process may have open
@@ -41,13 +40,14 @@ class NpyStore:
     """A system in a folder: type.raw, type_map.raw, nopbc, set.*/coord.npy and so on."""
 
     name: str
-    _names: dict[str, frozenset[str]] = field(
-        default_factory=dict, repr=False, compare=False
-    )  # in each folder
+    # names of files in each folder
+    _names: dict[str, frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
 
     def set_names(self, backups: bool = False) -> list[str]:
-        """Return the names of the set.* folders, sorted, or of those that are backups; DataError if
-        one is a file.
+        """Return the names of the set.* folders, sorted; DataError if one is a file.
+
+        Args:
+            backups: whether to return folders that are named as backups, and not the others.
         """
         self.has("")
         names = sorted(name for name in self._names[""] if name.startswith("set."))
@@ -65,9 +65,8 @@ class NpyStore:
     def has(self, file: str) -> bool:
         """Whether there is ``file``; DataError if it is a link to what does not exist."""
         folder, _, name = file.rpartition("/")
-        if (
-            folder not in self._names
-        ):  # most names are not there, and to look for each of them takes longer
+        # most files do not exist, and to look for each of them takes longer than a list of all
+        if folder not in self._names:
             with readable(Path(self.name, folder)):
                 self._names[folder] = frozenset(os.listdir(f"{self.name}/{folder}"))
         return name in self._names[folder] and is_there(Path(self.name, file))
@@ -109,7 +108,8 @@ class NpyStore:
                 else np.lib.format.read_array_header_2_0
             )
             shape, fortran, dtype = header(opened)
-            offset, status = opened.tell(), os.fstat(opened.fileno())
+            offset = opened.tell()
+            status = os.fstat(opened.fileno())
         if dtype.hasobject:
             raise DataError(
                 f"{path}: holds pickled Python objects, which are not read. Save an array of "
@@ -117,9 +117,8 @@ class NpyStore:
             )
         if dtype.kind not in "fiu":
             raise DataError(f"{path}: holds {dtype}, expected float64, float32 or integers.")
-        needed = offset + dtype.itemsize * math.prod(
-            shape
-        )  # of Python: a damaged header may say 2**64 rows
+        # integers of Python: a damaged header may state 2**64 rows
+        needed = offset + dtype.itemsize * math.prod(shape)
         if min(shape, default=0) < 0 or max(shape, default=0) > _MAX_ROWS:
             said = f"{path}: its header is damaged: it says shape {shape}"
             raise DataError(f"{said}. Copy it again, or save the array anew.")
@@ -129,6 +128,7 @@ class NpyStore:
             )
             raise DataError(f"{size}. Copy it again.")
         array = StoredArray(str(path), shape, path, dtype, offset, (status.st_dev, status.st_ino))
+        # in the order of Fortran the numbers of a row are not next to each other
         if fortran and len(shape) > 1:
             array.load = lambda start, stop: np.array(np.load(path, mmap_mode="r")[start:stop])
         return array
@@ -142,8 +142,10 @@ class Hdf5Store:
     name: str
 
     def set_names(self, backups: bool = False) -> list[str]:
-        """Return the names of the set.* groups, sorted, or of those that are backups; DataError if
-        one is no group.
+        """Return the names of the set.* groups, sorted; DataError if one is no group.
+
+        Args:
+            backups: whether to return groups that are named as backups, and not the others.
         """
         with _readable_hdf5(self.name):
             names = sorted(name for name in self.group if name.startswith("set."))
@@ -156,9 +158,7 @@ class Hdf5Store:
         return [name for name in names if bool(_BACKUP.search(name)) is backups]
 
     def has(self, file: str) -> bool:
-        """Whether there is a dataset or group ``file``; DataError if it is a link to what does not
-        exist.
-        """
+        """Whether there is a dataset or group ``file``; DataError if it is a link to nothing."""
         return self._item(file) is not None
 
     def words(self, file: str) -> list[str] | None:
@@ -184,7 +184,8 @@ class Hdf5Store:
 
         One that is neither chunked nor compressed is read without HDF5, 50 times as fast.
         """
-        dataset, name = self._dataset(file), f"{self.name}/{file}"
+        dataset = self._dataset(file)
+        name = f"{self.name}/{file}"
         if dataset is None:
             return None
         with _readable_hdf5(name):
@@ -192,13 +193,18 @@ class Hdf5Store:
                 raise DataError(
                     f"{name}: holds {dataset.dtype}, expected float64, float32 or integers."
                 )
-            path, shape = Path(dataset.file.filename), tuple(dataset.shape)
-            array, offset = StoredArray(name, shape, path, dataset.dtype), dataset.id.get_offset()
+            path = Path(dataset.file.filename)
+            shape = tuple(dataset.shape)
+            array = StoredArray(name, shape, path, dataset.dtype)
+            # place of the numbers in a file of the plain driver; None if they are in chunks
+            offset = dataset.id.get_offset()
             if dataset.file.driver == "sec2" and offset is not None and shape and dataset.size:
                 status = path.stat()
-                array.offset, array.identity = offset, (status.st_dev, status.st_ino)
+                array.offset = offset
+                array.identity = (status.st_dev, status.st_ino)
+                # the first row is compared with that of HDF5, in case the offset is another one
                 if array.read(0, 1).tobytes() == np.asarray(dataset[:1]).tobytes():
-                    # without the open dataset, which takes 28 kB, and there may be 50,000
+                    # the array does not hold the dataset, which takes 28 kB; a run may have 50,000
                     return array
 
         def load(start: int, stop: int) -> Array:
@@ -230,7 +236,8 @@ class Hdf5Store:
             DataError: if a part of it was never written: it takes no room in the file and is read
                 as zeros.
         """
-        item, name = self._item(file), f"{self.name}/{file}"
+        item = self._item(file)
+        name = f"{self.name}/{file}"
         if item is None:
             return None
         if not hasattr(item, "shape"):
@@ -288,8 +295,10 @@ class StoredArray:
         if self.load is not None:
             return self.load(start, stop).reshape(stop - start, -1)
         width = math.prod(self.shape[1:])
-        flat, size = np.empty((stop - start) * width, self.dtype), 0
-        target, offset = flat.view(np.uint8).data, self.offset + start * width * flat.itemsize
+        flat = np.empty((stop - start) * width, self.dtype)
+        target = flat.view(np.uint8).data
+        offset = self.offset + start * width * flat.itemsize
+        size = 0  # bytes read
         with readable(self.file):
             # kept open: to open a file anew takes longer than to read a row
             allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -311,7 +320,7 @@ class StoredArray:
                 _OPEN[self.identity] = file
                 while len(_OPEN) > most:
                     _OPEN.popitem(last=False)  # a thread that reads from it still refers to it
-            # of a large array the system may give a part
+            # the system may return a part of a large array
             while size < len(target) and (
                 number := os.preadv(file.handle, [target[size:]], offset + size)
             ):
@@ -334,9 +343,8 @@ class _OpenFile:
         os.close(self.handle)
 
 
-_OPEN: OrderedDict[tuple[int, int], _OpenFile] = (
-    OrderedDict()
-)  # by device and inode, those read last at the end
+# open files by device and inode, the files read last at the end
+_OPEN: OrderedDict[tuple[int, int], _OpenFile] = OrderedDict()
 _LOCK = threading.Lock()
 
 
@@ -344,8 +352,8 @@ def is_there(path: Path) -> bool:
     """Whether there is a file or folder at ``path``.
 
     Raises:
-        DataError: if it is a link to what does not exist, which is a loss and no absence, a pipe,
-            or cannot be looked at.
+        DataError: if it is a link to a file that does not exist, which is a loss and no absence,
+            if it is a pipe or a device, or if its status cannot be read.
     """
     with readable(path):
         try:
@@ -355,9 +363,8 @@ def is_there(path: Path) -> bool:
                 link = f"{path}: is a link to {os.readlink(path)}, which does not exist"
                 raise DataError(f"{link}. Restore its target, or remove the link.") from None
             return False
-    if not (
-        stat.S_ISREG(kind) or stat.S_ISDIR(kind)
-    ):  # to read from a pipe would wait for its writer for ever
+    # to read from a pipe would wait for its writer for ever
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
         raise DataError(f"{path}: is a pipe or a device, expected a file. Put the data there.")
     return True
 
@@ -366,9 +373,7 @@ def is_there(path: Path) -> bool:
 def readable(
     path: Path, kind: str = "readable", expected: str = "its content as it was written"
 ) -> Iterator[None]:
-    """Raise DataError for every failure to read the file at ``path``, of a kind and with the
-    content expected.
-    """
+    """Raise DataError for every failure to read a file, which names its kind and content."""
     try:
         yield
     except OSError as error:
@@ -382,25 +387,24 @@ def readable(
         RecursionError,
         tokenize.TokenError,
     ) as error:
-        # what numpy and codecs raise for damaged content
+        # errors of numpy and of codecs for damaged content
         raise DataError(f"{path}: is not {kind}, or it is damaged. Expected {expected}.") from error
 
 
 def _refuse_other_files(item: Any, file: str, name: str) -> None:
-    """Raise DataError if an item of a file is in another one, or a part of it: that may be any on
-    this machine.
-    """
-    others = [item.file.filename] * (item.file.filename != file)
+    """Raise DataError if an item of a file, or a part of it, is in another file."""
+    # links of HDF5 may lead to any file of this machine, also those of a data set from elsewhere
+    linked = [item.file.filename] if item.file.filename != file else []
     if hasattr(item, "shape"):
-        others += [path for path, *_ in item.external or ()]
+        linked += [path for path, *_ in item.external or ()]
         for source in item.virtual_sources() if item.is_virtual else ():
             if source.file_name == ".":
                 _refuse_other_files(item.file[source.dset_name], file, name)
             else:
-                others.append(source.file_name)
-    if others:
+                linked.append(source.file_name)
+    if linked:
         raise DataError(
-            f"{name}: refers to the file {others[0]}. Expected data in {file} itself: write them "
+            f"{name}: refers to the file {linked[0]}. Expected data in {file} itself: write them "
             "there."
         )
 
@@ -422,7 +426,7 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
         with _readable_hdf5(str(file), "it is truncated or not an HDF5 file"):
             root = h5py.File(file, "r")
     except DataError as error:
-        if isinstance(error.__cause__, BlockingIOError):  # of the lock of HDF5
+        if isinstance(error.__cause__, BlockingIOError):  # the lock of HDF5
             advice = (
                 "Wait until it has closed it, or set HDF5_USE_FILE_LOCKING=FALSE if it does not "
                 "write any more."
@@ -455,16 +459,14 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
 def _readable_hdf5(
     name: str, advice: str = "the file is damaged, or a link in it leads nowhere"
 ) -> AbstractContextManager[None]:
-    # whichever exception h5py has for it
+    # h5py raises any of these for a damaged file
     failures = (OSError, KeyError, ValueError, TypeError, RuntimeError, OverflowError)
     return readable_as(f"HDF5: {advice}", name, failures)
 
 
 @contextmanager
 def readable_as(kind: str, name: str, failures: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Raise DataError for every failure to read ``name`` as a ``kind`` of file, by the reader's own
-    reason.
-    """
+    """Raise DataError for every failure to read ``name`` as a ``kind`` of file, with its reason."""
     try:
         yield
     except failures as error:
