@@ -329,8 +329,9 @@ def _nearest_atoms(stored: Sequence[StoredFrame]) -> float:
     """Return the median distance of nearest atoms in sums of covalent radii; 1 without any."""
     nearest = list[float]()
     for k in even_places(len(stored), _MAX_LOOKED):
-        atoms = nearest_neighbors(stored[k].coord, stored[k].box, bond_radii(stored[k].symbols))
-        nearest += [scaled for scaled, *_ in atoms]
+        frame = stored[k]
+        neighbors = nearest_neighbors(frame.coord, frame.box, bond_radii(frame.symbols))
+        nearest += [neighbor.ratio for neighbor in neighbors]
     return float(np.median(nearest)) if nearest else 1.0
 
 

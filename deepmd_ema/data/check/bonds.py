@@ -1,13 +1,11 @@
-"""Distances of nearest neighbors beside covalent radii, and types that are in another order than
-the positions.
-"""
+"""Distances of nearest neighbors in covalent radii, and types in another order than positions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import itemgetter
-from typing import TypeAlias
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,23 +15,24 @@ from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import Array, find_pairs_once
 
 SHORT, LONG = 0.65, 1.8  # bounds of the distance of nearest neighbors, in sums of covalent radii
-REACH = 2.6  # where neighbors are searched, beyond bonds in bohr
+REACH = 2.6  # sums of covalent radii within which neighbors are searched: beyond bonds in bohr
 # least median distance of nearest neighbors, in sums of covalent radii: it is 0.77 in N2, 0.79 in
-# CO and acetylene; that of metals may be less: U=O has 0.67, Cr2 0.60
+# CO and acetylene; bonds of metals may be shorter: U=O has 0.67, Cr2 0.60
 _MIN_BOND = 0.76
-_BOND_SPREAD = 1.15  # of the quartiles of lengths of bonds: 1.03 to 1.1 from 300 to 3,000 K
+# largest ratio of the quartiles of lengths of bonds: it is 1.03 to 1.1 from 300 to 3,000 K
+_BOND_SPREAD = 1.15
 _REPULSION = 15.0  # eV/angstrom; median force on atoms that are pressed together beyond any bond
 _NONMETALS = {"H", "B", "C", "N", "O", "F", "Si", "P", "S", "Cl", "Ge", "As", "Se", "Br", "Te", "I"}
 # angstrom; bonds of H have 0.74 (H2), 0.92 (HF), 0.97 (water), 1.02 (ammonia) and 1.09 (methane),
 # and one that moves from a molecule of water to another is 1.2 from both
 _REACH_OF_HYDROGEN = 1.12
-_MAX_BRIDGES = 0.05  # share of hydrogen atoms, in a median frame
+_MAX_BRIDGES = 0.05  # share of the hydrogen atoms of a median frame that have two bonds
 _NOBLE = {"He", "Ne", "Ar", "Kr", "Xe", "Rn"}  # they have no bonds
 MAX_SEARCHED = 15_000  # atoms of a frame whose nearest neighbors are searched
-_MAX_PAIRS = (
-    3e5  # of such a frame, within more than twice the distance of neighbors whatever the unit
-)
-_MIN_FRAMES = 3  # that are judged together
+# pairs of such a frame: the cutoff is lowered to find about this number, which is more than twice
+# the distance of neighbors in any unit
+_MAX_PAIRS = 3e5
+_MIN_FRAMES = 3  # frames that are judged together
 # pm, Cordero et al. 2008 (carbon sp3, high spin), as in ASE
 _RADII = """
 H 31 He 28 Li 128 Be 96 B 84 C 76 N 71 O 66 F 57 Ne 58 Na 166 Mg 141 Al 121 Si 111 P 107 S 105 Cl
@@ -46,14 +45,41 @@ Ge 120 As 119 Se 120 Br 120 Kr 116 Rb 220 Sr 195 Y 190 Zr 175 Nb 164 Mo 154 Tc 1
 """
 COVALENT_RADII = {name: int(r) / 100 for name, r in zip(_RADII.split()[::2], _RADII.split()[1::2])}
 
-# of an atom: distance of its nearest neighbor in sums of covalent radii and in angstrom, both
-# atoms, the frame
-_Bond: TypeAlias = tuple[float, float, int, int, Frame]
+
+class Neighbor(NamedTuple):
+    """Nearest neighbor of an atom.
+
+    Attributes:
+        ratio: distance in sums of covalent radii.
+        distance: in the unit of the positions, angstrom if it is right.
+        i: the atom.
+        j: its neighbor.
+    """
+
+    ratio: float
+    distance: float
+    i: int
+    j: int
+
+
+class Bond(NamedTuple):
+    """Nearest neighbor of an atom in a frame."""
+
+    ratio: float
+    distance: float
+    i: int
+    j: int
+    frame: Frame
+
+    def describe(self, type_map: Sequence[str]) -> str:
+        """Return both atoms and the frame, for messages."""
+        atoms = [self.frame.describe_atom(atom, type_map) for atom in (self.i, self.j)]
+        name, number = self.frame.source
+        return f"atoms {' and '.join(atoms)} in {name} frame {number}"
 
 
 def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[str]:
-    """Return texts about distances that no bonds of their elements have, in most frames; empty
-    without any.
+    """Return texts about distances that no bonds of their elements have, in most frames.
 
     Where types are in another order than positions, bonds are between atoms of any elements.
     """
@@ -63,26 +89,28 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
     texts = list[str]()
     for types, bonds in bonds_by_elements(nearest_bonds(several, type_map)).items():
         names = [type_map[t] for t in types]
-        ratio, distance, i, j, frame = bonds[len(bonds) // 2]
-        if not 0 < ratio < _MIN_BOND or not _NONMETALS.issuperset(names):
+        middle = bonds[len(bonds) // 2]
+        if not 0 < middle.ratio < _MIN_BOND or not _NONMETALS.issuperset(names):
             continue
-        number = len({bond[4].source for bond in bonds})
-        lowest, highest = bonds[len(bonds) // 4][0], bonds[3 * len(bonds) // 4][0]
+        number = len({bond.frame.source for bond in bonds})
+        lowest = bonds[len(bonds) // 4].ratio
+        highest = bonds[3 * len(bonds) // 4].ratio
         forces = [
-            float(np.linalg.norm(bond[4].labels[FORCE].reshape(-1, 3)[bond[2]]))
+            float(np.linalg.norm(bond.frame.labels[FORCE].reshape(-1, 3)[bond.i]))
             for bond in bonds
-            if FORCE in bond[4].labels
+            if FORCE in bond.frame.labels
         ]
         # atoms that were moved at random have distances of any length, which are no bonds
         is_bond = highest < _BOND_SPREAD * lowest and np.median(forces or [0.0]) < _REPULSION
         if is_bond and 2 * number > len(several):
             sizes = COVALENT_RADII[names[0]] + COVALENT_RADII[names[1]]
             texts.append(
-                f"nearest neighbors {' and '.join(names)} are {distance:.3g} angstrom apart in "
-                f"{number} of {len(several)} frames (atoms {frame.describe_atom(i, type_map)} and "
-                f"{frame.describe_atom(j, type_map)} in {frame.source[0]} frame "
-                f"{frame.source[1]}), expected at least {_MIN_BOND * sizes:.2f}"
+                f"nearest neighbors {' and '.join(names)} are {middle.distance:.3g} angstrom apart "
+                f"in {number} of {len(several)} frames ({middle.describe(type_map)}), expected at "
+                f"least {_MIN_BOND * sizes:.2f}"
             )
+    # types in another order also give hydrogen atoms the places of heavier ones, which have several
+    # neighbors
     shares = list[float]()
     for frame in several:
         symbols = np.array(type_map)[frame.atom_type]
@@ -99,41 +127,34 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
     return texts
 
 
-def nearest_bonds(frames: Sequence[Frame], type_map: Sequence[str]) -> list[_Bond]:
-    """Return the nearest neighbors of the atoms of frames, the shortest of the scaled distances
-    first.
-    """
+def nearest_bonds(frames: Sequence[Frame], type_map: Sequence[str]) -> list[Bond]:
+    """Return the nearest neighbors of the atoms of frames, in the order of their ratios."""
     radii = bond_radii(type_map)
-    bonds = list[_Bond]()
+    bonds = list[Bond]()
     for frame in frames:
-        near = nearest_neighbors(frame.coord, frame.box, radii[frame.atom_type])
-        bonds += [(*atom, frame) for atom in near]
-    return sorted(bonds, key=itemgetter(0))
+        neighbors = nearest_neighbors(frame.coord, frame.box, radii[frame.atom_type])
+        bonds += [Bond(*neighbor, frame) for neighbor in neighbors]
+    return sorted(bonds, key=attrgetter("ratio"))
 
 
-def bonds_by_elements(bonds: Sequence[_Bond]) -> dict[tuple[int, int], list[_Bond]]:
+def bonds_by_elements(bonds: Sequence[Bond]) -> dict[tuple[int, int], list[Bond]]:
     """Return bonds in their order, by the types of both atoms."""
-    groups: dict[tuple[int, int], list[_Bond]] = {}
+    groups: dict[tuple[int, int], list[Bond]] = {}
     for bond in bonds:
-        first, second = sorted(bond[4].atom_type[[bond[2], bond[3]]].tolist())
+        first, second = sorted(bond.frame.atom_type[[bond.i, bond.j]].tolist())
         groups.setdefault((first, second), []).append(bond)
     return groups
 
 
 def bond_radii(symbols: Sequence[str]) -> Array:
-    """Return covalent radii of elements, angstrom; NaN of noble gases and of names that are no
-    elements.
-    """
+    """Return covalent radii, angstrom; NaN of noble gases and of names that are no elements."""
     return np.array(
         [math.nan if name in _NOBLE else COVALENT_RADII.get(name, math.nan) for name in symbols]
     )
 
 
-def nearest_neighbors(
-    coord: Array, box: Array | None, radii: Array
-) -> list[tuple[float, float, int, int]]:
-    """Return distances of nearest neighbors in sums of covalent radii and in angstrom, and both
-    atoms, of each atom.
+def nearest_neighbors(coord: Array, box: Array | None, radii: Array) -> list[Neighbor]:
+    """Return the nearest neighbor of each atom that has one within ``REACH``.
 
     Args:
         coord: (N, 3) angstrom.
@@ -142,23 +163,25 @@ def nearest_neighbors(
     """
     if not np.isfinite(radii).any() or not 1 < len(coord) <= MAX_SEARCHED:
         return []
+    # at most the cutoff that gives about _MAX_PAIRS pairs at the density of the frame: if lengths
+    # are in nm, all pairs are within REACH
     size = np.ptp(coord, axis=0) + 1.0 if box is None else np.linalg.svd(box, compute_uv=False)
     most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / len(coord) ** (2 / 3)
     try:
-        i, j, _, distance = find_pairs_once(
-            coord, box, min(REACH * 2 * float(np.nanmax(radii)), most)
-        )
+        rcut = min(REACH * 2 * float(np.nanmax(radii)), most)
+        i, j, _, distance = find_pairs_once(coord, box, rcut)
     except DataError:
         return []
-    scaled = distance / (radii[i] + radii[j])
-    if (
-        len(coord) == 2 and len(scaled) == 1 and scaled[0] > LONG
-    ):  # a dimer without a bond, in any unit
+    ratio = distance / (radii[i] + radii[j])
+    # a dimer without a bond, in any unit
+    if len(coord) == 2 and len(ratio) == 1 and ratio[0] > LONG:
         return []
-    i, j, distance, scaled = (
-        np.concatenate(both) for both in ((i, j), (j, i), (distance,) * 2, (scaled,) * 2)
-    )
-    order = np.lexsort((scaled, i))
-    order = order[np.isfinite(scaled[order]) & (i[order] != j[order])]
+    # both directions of each pair
+    i, j = np.concatenate([i, j]), np.concatenate([j, i])
+    distance = np.tile(distance, 2)
+    ratio = np.tile(ratio, 2)
+    # pairs of an atom and its own image are no bonds
+    order = np.lexsort((ratio, i))
+    order = order[np.isfinite(ratio[order]) & (i[order] != j[order])]
     first = order[np.unique(i[order], return_index=True)[1]]
-    return [(float(scaled[k]), float(distance[k]), int(i[k]), int(j[k])) for k in first]
+    return [Neighbor(float(ratio[k]), float(distance[k]), int(i[k]), int(j[k])) for k in first]

@@ -1,11 +1,10 @@
-"""Identities between energies, forces and virials, and bounds of lengths: what shows units and
-signs without a guess.
+"""Units and signs, by identities between energies, forces and virials, and by bounds of lengths.
 
 Along a path on which atoms move by u and the cell by a strain e the energy changes by -F u - W e,
 with the means F and W of forces and virials at both ends (trapezoidal rule, which is exact in a
 harmonic potential). The virial of an open system is ``sum_i r_i F_i^T``, which has no antisymmetric
-part. What no identity reaches is not verified, as a unit that energies, forces and virials have in
-common.
+part. A unit that energies, forces and virials have in common changes no identity and is not
+verified.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -58,47 +58,44 @@ _FORCES = {
 }
 _VIRIALS = {**ENERGY_UNITS, "GPa * angstrom^3": GPA, "kbar * angstrom^3": 10 * GPA}
 _STRESSES = {"eV/angstrom^3": 1.0, "GPa": GPA, "kbar": 10 * GPA}
-# of three ratios: energy differences over the works of forces and of virials, and virials over
-# those works of forces
+# exponents of the factors of quantities in three ratios: energy differences over the work of
+# forces, energy differences over the work of virials, and virials over sum_i r_i F_i^T
 _EXPONENTS = {
     "energies": (1, 1, 0),
     "forces": (-1, 0, -1),
     "virials": (0, -1, 1),
     "lengths": (-1, 0, -1),
 }
-# ratio of what is equal: 0.83 to 1.2 in right data, where a line explains the share of _EXPLAINED
+# ratio of equal quantities: 0.83 to 1.2 in right data, where a line explains the share _EXPLAINED
 _SAME = 1.5
 _SAME_UNIT = 1.2  # ratio to that of a unit that is named: kcal/mol is 1.18 / hartree
 _EXPLAINED = 0.95  # least share of the squares of the energy differences that a line explains
-_HALF = 0.5  # a larger share is explained by forces that are those of the frames
-_EXPLAINED_BY_HALF = (
-    0.9  # the same in each half of the frames, whose ratios differ by at most _SAME
-)
+_HALF = 0.5  # forces that belong to their frames explain a larger share than this
+# least share in each half of the frames, whose ratios differ by at most _SAME
+_EXPLAINED_BY_HALF = 0.9
 # largest displacement of an atom (angstrom) and strain of two frames; nearer ones are compared
 # first
 _LEVELS = ((0.3, 0.03), (0.6, 0.06), (1.0, 0.1))
-_MIN_STRAIN = 1e-6  # of rounding
-_MAX_STRAIN = 1e-3  # of frames in one cell
-_MIN_CHANGE = (
-    0.2  # eV/angstrom, RMS of the changes of forces that changes of virials are held against
-)
+_MIN_STRAIN = 1e-6  # a smaller strain is rounding
+_MAX_STRAIN = 1e-3  # frames in one cell have a smaller strain
+# eV/angstrom, RMS of the changes of forces with which changes of virials are compared
+_MIN_CHANGE = 0.2
 # Bounds of the change of virials over that of forces times the spacing of atoms. It is 0.03 to 3 in
 # right data, 160 and 1,602 times as much from stresses in GPa and kbar, and a volume of 100
 # angstrom^3 and more times less as a stress.
 _SMALL_CHANGE, _LARGE_CHANGE = 5e-3, 10.0
 _MIN_WORK = 1e-6  # eV, RMS; forces that are zero by symmetry do less
-_MIN_FRAMES = 8  # in the pairs
+_MIN_FRAMES = 8  # frames in the pairs
 _MIN_OPEN = 3  # frames of an open system, whose virials or torques are compared
 _MIN_FORCE = 0.1  # eV/angstrom, the largest of a frame; those of relaxed molecules are noise
 # antisymmetric part of sum_i r_i F_i^T over the symmetric one: rounding in right data, 1 by chance
 _MAX_TORQUE = 0.3
-_MAX_SHORTEST = (
-    1.2  # of all, 0.64 in angstrom: where it is less, the others are atoms of dissociated molecules
-)
-_USUAL = (
-    0.75,
-    1.35,
-)  # where lengths are verified: in bohr they are 1.43 to 2.2, beryllium in angstrom has 1.43
+# The shortest bonds have a ratio of 0.64 in angstrom and of 1.2 in bohr. Where the nearest pair has
+# less than this, lengths are right, and atoms without near neighbors are of dissociated molecules.
+_MAX_SHORTEST = 1.2
+# bounds within which lengths are verified: ratios in bohr are 1.43 to 2.2, beryllium in angstrom
+# has 1.43
+_USUAL = (0.75, 1.35)
 # factors by which lengths are wrong, and what they look like
 _LENGTHS = {
     1 / BOHR: "bohr, or were converted from bohr although they were in angstrom",
@@ -107,10 +104,17 @@ _LENGTHS = {
     100.0: "pm",
 }
 _RUN = 8  # consecutive frames
-_MAX_FRAMES = 64  # of a system
-_MAX_ATOMS = 6000  # of these frames together, if they are more than two runs
+_MAX_FRAMES = 64  # frames of a system
+_MAX_ATOMS = 6000  # atoms of these frames together, if they are more than two runs
 _SEARCHED = 8  # frames of a system in which nearest neighbors are searched
 _MAX_SYSTEMS = 40
+# columns of the array of pairs of frames, see _pairs
+_RISE = 2
+_FORCE_WORK = 3
+_VIRIAL_WORK = 4
+_STEP = 5
+_STRAIN = 6
+_CHANGE = 7
 
 
 @dataclass
@@ -151,14 +155,14 @@ class UnitReport:
         if self.num_systems < self.num_all:
             many = f"{self.num_systems:,} evenly spaced systems of {self.num_all:,}"
         # a unit or sign that energies and forces have in common changes no identity
+        remarks = {"energies and forces": "(with each other) "}
         verified = ", ".join(
-            f"{what} {'(with each other) ' * ('and' in what)}in {n:,}"
-            for what, n in self.verified.items()
+            f"{what} {remarks.get(what, '')}in {n:,}" for what, n in self.verified.items()
         )
         names = {what: first_few(names, 3) for what, names in self.unverified.items() if names}
         return [
             f"verified: {verified} of {many}",
-            *(f"not verified: {what} of {of}" for what, of in names.items()),
+            *(f"not verified: {what} of {systems}" for what, systems in names.items()),
         ]
 
 
@@ -171,7 +175,7 @@ class Ratios(NamedTuple):
         open_virial: virials over ``sum_i r_i F_i^T``, of open systems; NaN if they are no multiple
             of it.
         torque: the antisymmetric part of that sum over the symmetric one.
-        change: that of virials over that of forces times the spacing of atoms, between frames in
+        change: change of virials over that of forces times the spacing of atoms, between frames in
             one cell; None within its bounds.
     """
 
@@ -192,21 +196,22 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
         frames = [scan.system.frame(index) for scan, index in places]
         frames = [_without_unknown_forces(f) if ATOM_PREF in f.labels else f for f in frames]
         sample = [frames[k] for k in even_places(len(frames), _SEARCHED)]
-        length, texts, is_known = _judge_lengths(sample, type_map)
-        bonds = [] if texts else misplaced_types(sample, type_map)
+        lengths = _judge_lengths(sample, type_map)
+        # distances in a wrong unit are no bonds of any elements
+        bonds = [] if lengths.texts else misplaced_types(sample, type_map)
         if bonds:
             report.bonds[name] = bonds
-            is_known = False
         ratios = ratios_of(frames)
-        found, verified = _judge_ratios(ratios, frames, length)
-        if ratios.force is None and not found and (place := misplaced_forces(frames)):
-            found = [
+        texts, verified = _judge_ratios(ratios, frames, lengths.angstrom)
+        if ratios.force is None and not texts and (place := misplaced_forces(frames)):
+            texts = [
                 f"the forces are those of {place}: with these the energy changes by their work "
                 "between near frames"
             ]
-        if texts or found:
-            report.faults[name] = texts + found
-        verified |= {"lengths"} if is_known else set()
+        if lengths.texts or texts:
+            report.faults[name] = [*lengths.texts, *texts]
+        if lengths.is_usual and not bonds:
+            verified.add("lengths")
         labels = {label for frame in frames for label in frame.labels}
         had = {
             "lengths": True,
@@ -215,14 +220,14 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
         }
         for what in (what for what, has in had.items() if has):
             report.verified[what] = report.verified.get(what, 0) + (what in verified)
-            report.unverified.setdefault(what, []).extend([name] * (what not in verified))
+            unverified = report.unverified.setdefault(what, [])
+            if what not in verified:
+                unverified.append(name)
     return report
 
 
 def _without_unknown_forces(frame: Frame) -> Frame:
-    """Return a frame without its forces if the loss does not compare those of some atoms, which may
-    be unknown.
-    """
+    """Return a frame without its forces if some of them have no weight, as they may be unknown."""
     if frame.labels[ATOM_PREF].all():
         return frame
     labels = {name: label for name, label in frame.labels.items() if name != FORCE}
@@ -230,85 +235,96 @@ def _without_unknown_forces(frame: Frame) -> Frame:
 
 
 def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[SystemScan, int]]]]:
-    """Yield the name and some frames of each system, or of all small systems together, in runs of
-    consecutive ones.
+    """Yield the name and some frames of each system, or of all small systems together.
+
+    Frames are taken in runs of consecutive frames, which are near each other.
     """
+    # small systems by whether they are periodic
     small: dict[bool, list[tuple[SystemScan, int]]] = {True: [], False: []}
-    parts: dict[
-        str, list[SystemScan]
-    ] = {}  # frames of one file may be split between training and validation
+    # frames of one file may be split between training and validation
+    parts: dict[str, list[SystemScan]] = {}
     for scan in scans:
         parts.setdefault(scan.system.whole.name, []).append(scan)
-    for name, own in parts.items():
+    for name, part_scans in parts.items():
+        # an outlier would hide a wrong unit of all other frames
         usable = [
             (scan, k)
-            for scan in own
+            for scan in part_scans
             for k in range(scan.system.num_frames)
             if k not in scan.bad_frames and k not in scan.outliers
         ]
         usable.sort(key=lambda place: int(place[0].system.numbers[place[1]]))
         if len(usable) < _MIN_FRAMES:
-            small[own[0].open_frames == 0] += usable
+            small[part_scans[0].open_frames == 0] += usable
             continue
-        atoms = max(int(scan.type_counts.sum(axis=1).max(initial=1)) for scan in own)
+        atoms = max(int(scan.type_counts.sum(axis=1).max(initial=1)) for scan in part_scans)
         runs = max(min(_MAX_FRAMES, _MAX_ATOMS // atoms) // _RUN, 2)
         starts = even_places(len(usable) - _RUN + 1, runs)
         yield name, [usable[k] for k in np.unique(np.add.outer(starts, np.arange(_RUN))).tolist()]
     for places in filter(None, small.values()):
-        others = len({scan.system.whole.name for scan, _ in places}) - 1
-        more = f" and {counted(others, 'more system')} of few frames" if others else ""
+        num_more = len({scan.system.whole.name for scan, _ in places}) - 1
+        more = f" and {counted(num_more, 'more system')} of few frames" if num_more else ""
         yield f"{places[0][0].system.whole.name}{more}", places[:_MAX_FRAMES]
 
 
-def _judge_lengths(
-    frames: Sequence[Frame], type_map: Sequence[str]
-) -> tuple[float, list[str], bool]:
-    """Return an angstrom in the unit of the frames, texts about it, and whether lengths are within
-    their bounds.
+class _Lengths(NamedTuple):
+    """Judgement of the unit of lengths.
+
+    Attributes:
+        angstrom: in the unit of the frames; 1 where the unit is right or not known.
+        texts: faults; empty without any.
+        is_usual: whether distances are within the bounds of right data.
     """
-    found = nearest_bonds(frames, type_map)
-    if not found:
+
+    angstrom: float = 1.0
+    texts: Sequence[str] = ()
+    is_usual: bool = False
+
+
+def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> _Lengths:
+    """Return a judgement of the unit of lengths by the distances of nearest neighbors."""
+    bonds = nearest_bonds(frames, type_map)
+    if not bonds:
         far = f"lengths are too large: no atom has a neighbor within {REACH} sums of covalent radii"
-        radii, searched = (
-            bond_radii(type_map),
-            (f for f in frames if 2 < f.num_atoms <= MAX_SEARCHED),
-        )
-        return (
-            1.0,
-            [far] * any(np.isfinite(radii[frame.atom_type]).any() for frame in searched),
-            False,
-        )
-    shortest, ratio, ninth = (found[int(share * (len(found) - 1))][0] for share in (0, 0.5, 0.9))
+        radii = bond_radii(type_map)
+        searched = (f for f in frames if 2 < f.num_atoms <= MAX_SEARCHED)
+        can_bond = any(np.isfinite(radii[frame.atom_type]).any() for frame in searched)
+        return _Lengths(texts=[far] if can_bond else [])
+    shortest = bonds[0].ratio
+    ratio = bonds[int(0.5 * (len(bonds) - 1))].ratio
+    ninth = bonds[int(0.9 * (len(bonds) - 1))].ratio
     if ratio == 0:  # an error of its own; no unit makes a distance of it
-        return 1.0, [], False
+        return _Lengths()
     if SHORT <= ratio <= LONG:
-        return 1.0, [], _USUAL[0] < ratio < _USUAL[1]
+        return _Lengths(is_usual=_USUAL[0] < ratio < _USUAL[1])
     if ninth > SHORT and shortest < _MAX_SHORTEST:
-        return 1.0, [], False
+        return _Lengths()
     factor = min(_LENGTHS, key=lambda factor: abs(math.log(ratio / factor)))
     is_near = abs(math.log(ratio / factor)) < math.log(1.4)
     looks = f"lengths look like {_LENGTHS[factor]}" if is_near else "lengths have another unit"
-    middles = sorted(
-        (own[len(own) // 2] for own in bonds_by_elements(found).values()), key=lambda one: one[0]
-    )
+    groups = bonds_by_elements(bonds).values()
+    middles = sorted((group[len(group) // 2] for group in groups), key=attrgetter("ratio"))
     pairs = [
-        f"{of:.2g} ({distance:.3g} apart: atoms {frame.describe_atom(i, type_map)} and "
-        f"{frame.describe_atom(j, type_map)} in {frame.source[0]} frame {frame.source[1]})"
-        for of, distance, i, j, frame in middles
-        if not SHORT <= of <= LONG
+        f"{bond.ratio:.2g} ({bond.distance:.3g} apart: {bond.describe(type_map)})"
+        for bond in middles
+        if not SHORT <= bond.ratio <= LONG
     ]
     text = (
         f"{looks}: half of the atoms have their nearest neighbor within {ratio:.2g} sums of "
         f"covalent radii, expected {SHORT} to {LONG}; by pair of elements {first_few(pairs, 3)}"
     )
-    return factor if is_near else 1.0, [text], False
+    return _Lengths(factor if is_near else 1.0, [text])
 
 
 def _judge_ratios(
     ratios: Ratios, frames: Sequence[Frame], length: float
 ) -> tuple[list[str], set[str]]:
-    """Return texts about wrong units and signs, and the quantities that are verified; ``length`` is
-    an angstrom.
+    """Return texts about wrong units and signs, and the quantities that are verified.
+
+    Args:
+        ratios: of :func:`ratios_of`.
+        frames: of the system.
+        length: an angstrom in the unit of the frames, whose error is reported already.
     """
     by_force = ratios.force and ratios.force * length
     by_virial = ratios.virial
@@ -333,21 +349,21 @@ def _judge_ratios(
     virials = _VIRIALS | (
         {f"a stress in {u}": n / np.mean(boxes) for u, n in _STRESSES.items()} if boxes else {}
     )
-    by_force, by_virial, between = (  # what is one, but for its sign, is exactly one
-        ratio and (math.copysign(1.0, ratio) if _is_one(abs(ratio)) else ratio)
-        for ratio in (by_force, by_virial, between)
-    )
+    by_force = _rounded(by_force)
+    by_virial = _rounded(by_virial)
+    between = _rounded(between)
+    # two of the ratios determine the third
     if by_force and between:
         by_virial = by_force / between
     elif by_force and by_virial:
         between = by_force / by_virial
     if {by_force, by_virial, between} - {None, 1.0}:
-        return [
-            f"{_explain((by_force, by_virial, between), virials)}: {', '.join(evidence)}"
-        ], set()
+        explanation = _explain((by_force, by_virial, between), virials)
+        return [f"{explanation}: {', '.join(evidence)}"], set()
     verified = {"energies and forces"} if by_force else set()
     if by_virial or between:
         return [], verified | {"virials"}
+    # virials without work or sum of positions and forces: only their size can be judged
     if ratios.change is None or length != 1.0:
         return [], verified
     looks = "volume * stress in kbar or GPa" if ratios.change > 1 else "a stress"
@@ -355,9 +371,13 @@ def _judge_ratios(
         f"{ratios.change:.3g} times the change of the forces times the spacing of atoms, expected "
         "0.03 to 3"
     )
-    return [
-        f"the virials look like {looks}: between frames in one cell they change by {why}"
-    ], verified
+    text = f"the virials look like {looks}: between frames in one cell they change by {why}"
+    return [text], verified
+
+
+def _rounded(ratio: float | None) -> float | None:
+    """Return a ratio, and exactly 1 or -1 where it is near one of these."""
+    return ratio and (math.copysign(1.0, ratio) if _is_one(abs(ratio)) else ratio)
 
 
 def _is_one(ratio: float | None) -> bool:
@@ -365,17 +385,23 @@ def _is_one(ratio: float | None) -> bool:
 
 
 def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> str:
-    """Return at most two explanations of wrong ratios, whose exponents are ``_EXPONENTS``, as
-    text.
+    """Return at most two explanations of wrong ratios as text.
+
+    Args:
+        ratios: whose exponents are ``_EXPONENTS``; None where one is not known.
+        virials: units of virials, and the number that 1 eV is in each.
     """
+    # by the text of an explanation, the factor of each quantity that is in another unit
     units = {"energies": ENERGY_UNITS, "forces": _FORCES, "virials": virials}
     options = {"the forces have the wrong sign (gradients instead of forces)": {"forces": -1.0}}
     options |= {f"the {what} have the wrong sign": {what: -1.0} for what in ("energies", "virials")}
-    for what, of in units.items():
-        options |= {f"the {what} look like {name}": {what: number} for name, number in of.items()}
+    for what, table in units.items():
+        options |= {
+            f"the {what} look like {name}": {what: number} for name, number in table.items()
+        }
         options |= {
             f"the {what} look like {name} with the wrong sign": {what: -number}
-            for name, number in of.items()
+            for name, number in table.items()
         }
     options |= {
         f"the lengths look like {name}": {"lengths": factor} for factor, name in _LENGTHS.items()
@@ -388,12 +414,13 @@ def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> st
             f"the energies and virials look like {a}": dict.fromkeys(("energies", "virials"), x)
             for a, x in ENERGY_UNITS.items()
         }
+    # explanations by the largest of the logarithms by which their ratios differ
     off = dict[str, float]()
     for text, numbers in options.items():
         expected = [
             math.prod(n ** _EXPONENTS[what][k] for what, n in numbers.items()) for k in range(3)
         ]
-        parts = [ratio / of for ratio, of in zip(ratios, expected) if ratio is not None]
+        parts = [ratio / number for ratio, number in zip(ratios, expected) if ratio is not None]
         off[text] = max(abs(math.log(part)) for part in parts) if min(parts) > 0 else math.inf
     near = sorted(
         (text for text in off if off[text] < math.log(_SAME_UNIT)), key=lambda text: off[text]
@@ -416,41 +443,42 @@ def ratios_of(frames: Sequence[Frame]) -> Ratios:
         for frame in frames
         if FORCE in frame.labels and np.isfinite(frame.labels[FORCE]).all()
     ]
-    force, virial, change = _works(labelled)
+    ratios = _works(labelled)
     opened = [
         frame
         for frame in labelled
         if frame.box is None and np.abs(frame.labels[FORCE]).max() > _MIN_FORCE
     ]
+    # sum_i r_i F_i^T, (3, 3), from the center of the atoms: forces may have a small sum
     sums = [
         (f, (f.coord - f.coord.mean(axis=0)).T @ f.labels[FORCE].reshape(-1, 3)) for f in opened
     ]
     if len(sums) < _MIN_OPEN:
-        return Ratios(force, virial, change=change)
+        return ratios
     sizes = np.array([[np.linalg.norm(m - m.T), np.linalg.norm(m + m.T)] for _, m in sums])
     torque = float(np.median(sizes[:, 0] / np.maximum(sizes[:, 1], 1e-12)))
     both = [(np.reshape(f.labels[VIRIAL], -1), m.ravel()) for f, m in sums if VIRIAL in f.labels]
     between = None
     if len(both) >= _MIN_OPEN and torque <= _MAX_TORQUE:
-        given, expected = (np.concatenate(part) for part in zip(*both))
-        if np.isfinite(given).all() and expected.any():  # atoms in one place have no sum
-            between = float(given @ expected / (expected @ expected))
-            if between**2 * (expected @ expected) <= _EXPLAINED * (given @ given):
+        virials, expected = (np.concatenate(part) for part in zip(*both))
+        if np.isfinite(virials).all() and expected.any():  # atoms in one place have no sum
+            # least squares; the share of the virials that the line explains must be large
+            between = float(virials @ expected / (expected @ expected))
+            if between**2 * (expected @ expected) <= _EXPLAINED * (virials @ virials):
                 between = math.nan
-    return Ratios(force, virial, between, torque)
+    return Ratios(ratios.force, ratios.virial, between, torque)
 
 
 def misplaced_forces(frames: Sequence[Frame]) -> str:
-    """Return the frames or atoms whose forces are at others, as near frames show; empty if there
-    are none.
-    """
+    """Return the frames or atoms that forces belong to, if not to their own; empty if they do."""
     labelled = {frame.source: frame for frame in frames if FORCE in frame.labels}
     pairs = _pairs_of(list(labelled.values()))
-    shares = [
-        _partial(*pairs[(pairs[:, 5] < step) & np.isfinite(pairs[:, 4])][:, 2:5].T)[1]
-        for step, _ in _LEVELS
-    ]
-    if max(shares) > _HALF:  # a smooth scan has about the forces of the frame before, too
+    shares = list[float]()
+    for max_step, _ in _LEVELS:
+        near = pairs[(pairs[:, _STEP] < max_step) & np.isfinite(pairs[:, _VIRIAL_WORK])]
+        shares.append(_partial(near, _FORCE_WORK, _VIRIAL_WORK)[1])
+    # a smooth scan has about the forces of the frame before, too
+    if max(shares) > _HALF:
         return ""
     for text, step in (
         ("the frame before", 1),
@@ -459,7 +487,8 @@ def misplaced_forces(frames: Sequence[Frame]) -> str:
     ):
         moved = list[Frame]()
         for (name, number), frame in labelled.items():
-            other, order = labelled.get((name, number + step)), np.arange(frame.num_atoms)
+            other = labelled.get((name, number + step))
+            order = np.arange(frame.num_atoms)
             if not step:  # the atoms were sorted by their types, and the forces were not
                 order = np.argsort(frame.atom_type, kind="stable")
             if (
@@ -470,43 +499,46 @@ def misplaced_forces(frames: Sequence[Frame]) -> str:
                 force = np.empty_like(other.labels[FORCE].reshape(-1, 3))
                 force[order] = other.labels[FORCE].reshape(-1, 3)
                 moved.append(replace(frame, labels={**frame.labels, FORCE: force}))
-        if _is_one(_works(moved)[0]):
+        if _is_one(_works(moved).force):
             return text
     return ""
 
 
-def _works(frames: Sequence[Frame]) -> tuple[float | None, float | None, float | None]:
-    """Return the energy differences over the works of forces and of virials, and the change of
-    virials, of frames.
-    """
+def _works(frames: Sequence[Frame]) -> Ratios:
+    """Return the ratios of energy differences over works, and of changes, between near frames."""
     force = virial = None
     pairs = _pairs_of(frames)
     for max_step, max_strain in _LEVELS if len(pairs) else ():
         near = pairs[
-            (pairs[:, 5] < max_step)
-            & (pairs[:, 6] < max_strain)
-            & np.isfinite(pairs[:, 2:5]).all(axis=1)
+            (pairs[:, _STEP] < max_step)
+            & (pairs[:, _STRAIN] < max_strain)
+            & np.isfinite(pairs[:, _RISE : _VIRIAL_WORK + 1]).all(axis=1)
         ]
-        force = _slope(near, 3, 4) if force is None else force
-        virial = _slope(near, 4, 3) if virial is None else virial
-    changes = pairs[(pairs[:, 6] < _MAX_STRAIN) & np.isfinite(pairs[:, 7])][:, 7:]
-    least, most = np.median(changes, axis=0) if len(changes) >= _MIN_OPEN else (1.0, 1.0)
-    return (
-        force,
-        virial,
-        float(most)
-        if most > _LARGE_CHANGE
-        else float(least)
-        if 0 < least < _SMALL_CHANGE
-        else None,
-    )
+        force = _slope(near, _FORCE_WORK, _VIRIAL_WORK) if force is None else force
+        virial = _slope(near, _VIRIAL_WORK, _FORCE_WORK) if virial is None else virial
+    is_known = np.isfinite(pairs[:, _CHANGE])
+    changes = pairs[(pairs[:, _STRAIN] < _MAX_STRAIN) & is_known][:, _CHANGE:]
+    # Changes that are too large are judged without the pressure, which hot electrons change in
+    # right data, and changes that are too small with it.
+    change = None
+    if len(changes) >= _MIN_OPEN:
+        whole, traceless = np.median(changes, axis=0).tolist()
+        if traceless > _LARGE_CHANGE:
+            change = traceless
+        elif 0 < whole < _SMALL_CHANGE:
+            change = whole
+    return Ratios(force, virial, change=change)
 
 
 def _slope(pairs: Array, column: int, other: int) -> float | None:
-    """Return by what a work of ``pairs`` is multiplied in the energy differences; None if no line
-    explains them.
+    """Return the energy differences over a work, after another work; None if no line explains them.
 
-    It must do so in all pairs and in those of each half of the frames.
+    The line must explain them in all pairs, and in the pairs of each half of the frames.
+
+    Args:
+        pairs: rows of :func:`_pairs`.
+        column: of the work.
+        other: column of the other work.
     """
     numbers = np.unique(pairs[:, :2])
     if len(numbers) < _MIN_FRAMES:
@@ -517,29 +549,36 @@ def _slope(pairs: Array, column: int, other: int) -> float | None:
         pairs[(pairs[:, :2] < middle).all(axis=1)],
         pairs[(pairs[:, :2] >= middle).all(axis=1)],
     )
-    (slope, explained), *halves = (
-        _partial(part[:, 2], part[:, column], part[:, other]) for part in parts
-    )
-    agree = (
-        all(_is_one(of_half / slope) and by > _EXPLAINED_BY_HALF for of_half, by in halves)
-        if slope
-        else False
-    )
-    return slope if agree and explained > _EXPLAINED else None
+    (slope, explained), *halves = (_partial(part, column, other) for part in parts)
+    if not slope or explained <= _EXPLAINED:
+        return None
+    agree = (_is_one(half / slope) and share > _EXPLAINED_BY_HALF for half, share in halves)
+    return slope if all(agree) else None
 
 
-def _partial(rise: Array, one: Array, other: Array) -> tuple[float, float]:
-    """Return the slope of ``rise`` over ``one``, and the share that it explains, after what
-    ``other`` explains.
+def _partial(pairs: Array, column: int, other: int) -> tuple[float, float]:
+    """Return the slope of energy differences over a work, and the share that it explains.
+
+    The part of both that the other work explains is subtracted first (partial regression).
+
+    Args:
+        pairs: rows of :func:`_pairs`.
+        column: of the work.
+        other: column of the other work.
     """
-    scale = float(other @ other)
+    rise = pairs[:, _RISE]
+    work = pairs[:, column]
+    other_work = pairs[:, other]
+    scale = float(other_work @ other_work)
     if scale > 0:
-        rise, one = (values - other * float(values @ other) / scale for values in (rise, one))
-    size = float(one @ one) * float(rise @ rise)
-    if float(one @ one) < _MIN_WORK**2 * len(one) or size <= 0:
+        rise = rise - other_work * float(rise @ other_work) / scale
+        work = work - other_work * float(work @ other_work) / scale
+    square = float(work @ work)
+    size = square * float(rise @ rise)
+    if square < _MIN_WORK**2 * len(work) or size <= 0:
         return 0.0, 0.0
-    common = float(one @ rise)
-    return common / float(one @ one), common**2 / size
+    common = float(work @ rise)
+    return common / square, common**2 / size
 
 
 def _pairs_of(frames: Sequence[Frame]) -> Array:
@@ -549,6 +588,7 @@ def _pairs_of(frames: Sequence[Frame]) -> Array:
         if ENERGY in frame.labels and np.isfinite(frame.labels[ENERGY]):
             groups.setdefault((frame.atom_type.tobytes(), frame.box is None), []).append(frame)
     several = [group for group in groups.values() if len(group) > 1]
+    # frames are numbered through all groups
     shift = np.cumsum([0, *map(len, several)])
     rows = [
         _pairs(group) + np.array([k, k, 0, 0, 0, 0, 0, 0, 0]) for group, k in zip(several, shift)
@@ -557,12 +597,12 @@ def _pairs_of(frames: Sequence[Frame]) -> Array:
 
 
 def _pairs(frames: Sequence[Frame]) -> Array:
-    """Return (pairs, 9): two frames, energy difference, work of forces and virials, displacement,
-    strain; eV, angstrom.
+    """Return (pairs, 9): quantities of each pair of frames, eV and angstrom, NaN where unknown.
 
-    Then the change of the virial, and of its traceless part, which has no pressure of hot
-    electrons, over that of the forces times the spacing of atoms. Numbers that are not known are
-    NaN.
+    Columns are the numbers of both frames, the energy difference, the works of forces and of
+    virials, the largest displacement of an atom, the strain, and the changes of the virial and of
+    its traceless part over that of the forces times the spacing of atoms. The traceless part has no
+    pressure of hot electrons.
     """
     coord = np.stack([frame.coord for frame in frames])
     force = np.stack([frame.labels[FORCE].reshape(-1, 3) for frame in frames])
@@ -578,14 +618,13 @@ def _pairs(frames: Sequence[Frame]) -> Array:
     rows = []
     for k in range(len(frames) - 1):
         if box is None:
-            start, ends = (
-                coord[k] - coord[k].mean(axis=0),
-                coord[k + 1 :] - coord[k + 1 :].mean(axis=1, keepdims=True),
-            )
+            start = coord[k] - coord[k].mean(axis=0)
+            ends = coord[k + 1 :] - coord[k + 1 :].mean(axis=1, keepdims=True)
             left, _, right = np.linalg.svd(ends.transpose(0, 2, 1) @ start)  # Kabsch 1976
             left[:, :, 2] *= np.linalg.det(left @ right)[:, None]  # a rotation, no reflection
             turn = left @ right
-            step, strain = ends @ turn - start, np.zeros_like(turn)
+            step = ends @ turn - start
+            strain = np.zeros_like(turn)
         else:
             # A turned or mirrored frame has the same energy. What is left of the change of its cell
             # is symmetric and positive definite, so that the mean cell is not singular.
@@ -593,27 +632,29 @@ def _pairs(frames: Sequence[Frame]) -> Array:
             turn = (left @ right).transpose(0, 2, 1)  # of the polar decomposition
             other = box[k + 1 :] @ turn
             middle = 0.5 * (box[k] + other)
+            # displacements in cells, to the nearest image, without a shift of all atoms
             step = coord[k + 1 :] @ np.linalg.inv(box[k + 1 :]) - coord[k] @ np.linalg.inv(box[k])
             step -= np.round(step)
-            step -= np.round(
-                step - step[:, :1]
-            )  # a shift of all atoms by half a cell rounds either way
+            step -= np.round(step - step[:, :1])  # a shift by half a cell rounds either way
             step -= step.mean(axis=1, keepdims=True)
-            step, strain = step @ middle, np.linalg.solve(middle, other - box[k])
+            step = step @ middle
+            strain = np.linalg.solve(middle, other - box[k])
+        # the trapezoidal rule, with forces and virials of the second frame turned to the first
         by_force = -0.5 * ((force[k] + force[k + 1 :] @ turn) * step).sum(axis=(1, 2))
         size = np.linalg.norm(strain, axis=(1, 2))
         turned = turn.transpose(0, 2, 1) @ virial[k + 1 :] @ turn
         by_strain = -0.5 * ((virial[k] + turned) * strain).sum(axis=(1, 2))
         by_strain[size < _MIN_STRAIN] = 0.0
-        # Both are sums over neighbors; those of the forces of relaxed frames are noise.
-        change, pull = (
-            turned - virial[k],
-            np.linalg.norm(force[k + 1 :] @ turn - force[k], axis=(1, 2)),
-        )
+        # Changes of virials and of forces are sums over neighbors; those of the forces of relaxed
+        # frames are noise.
+        change = turned - virial[k]
+        pull = np.linalg.norm(force[k + 1 :] @ turn - force[k], axis=(1, 2))
         pull[pull < _MIN_CHANGE * math.sqrt(force[k].size)] = np.nan
         traceless = change - np.trace(change, axis1=1, axis2=2)[:, None, None] / 3 * np.eye(3)
         spacing = np.nan if box is None else abs(np.linalg.det(box[k]) / len(force[k])) ** (1 / 3)
-        changes = [np.linalg.norm(of, axis=(1, 2)) / (pull * spacing) for of in (change, traceless)]
+        changes = [
+            np.linalg.norm(part, axis=(1, 2)) / (pull * spacing) for part in (change, traceless)
+        ]
         rise = energy[k + 1 :] - energy[k]
         first, second = np.full(len(rise), k), np.arange(k + 1, len(frames))
         longest = np.linalg.norm(step, axis=2).max(axis=1)

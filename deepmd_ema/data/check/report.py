@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
 _MAX_MESSAGES = 5  # of one kind and system
-_FEW = 16  # of so many frames one is read alone, not among all of them
+# a part with fewer than one of so many frames is read frame by frame, not among all frames
+_FEW = 16
 _MAX_ELEMENTS = 12  # numbers of so many elements in one line
 
 
@@ -71,7 +72,7 @@ class DataReport:
         num_searched: number of frames in ``neighbors``.
         closest: the frame with the shortest distance of all, for messages.
         suspects: frames that a check has found, by its name.
-        units: what is known about units and signs; None of data with problems.
+        units: judgement of units and signs; None of data with problems.
         date: when the data were read, if that is remembered.
     """
 
@@ -117,7 +118,7 @@ class DataReport:
         findings = list(map(astuple, self.findings))
         values: dict[str, Any] = {"problems": self.problems, "findings": findings}
         for name, value in asdict(self.neighbors).items() if self.neighbors is not None else ():
-            if not name.startswith("frame_"):
+            if not name.startswith("frame_"):  # arrays of all frames, which messages alone need
                 values[name] = np.asarray(value).tolist()
         return values
 
@@ -167,9 +168,10 @@ def check_systems(
     sources = {"training": training, "validation": validation, "test": test}
     for part, scans in report.parts.items():
         scans += [scan_system(s, len(type_map), descriptor.cutoff) for s in sources[part]]
+    # nothing in a run depends on test data, such as the number of neighbors (sel: auto)
     in_run = report.training + report.validation
     every = in_run + report.test
-    # a source whose frames are in both parts is there twice
+    # a source whose frames are split between parts has two scans with the same notes
     remarks = (
         note(scan.system.whole.name, f": {text}") for scan in every for text in scan.system.notes
     )
@@ -177,7 +179,7 @@ def check_systems(
     for scan in every:
         findings += scan.findings()
     for scans in (in_run, report.test):
-        # neighbors of the frames whose geometry is valid; of many an even sample
+        # neighbors of the frames whose geometry is valid, or of an even sample of them
         usable = [
             np.delete(np.arange(scan.system.num_frames), sorted(scan.bad_frames)) for scan in scans
         ]
@@ -190,15 +192,15 @@ def check_systems(
         near = neighbor_statistics(_geometries(searched), descriptor.cutoff, len(type_map))
         if near.min_distance < min_distance:
             findings += _too_close(frames, near, min_distance, type_map)
-        if not any(finding.severity == WARNING for finding in findings):  # not of both
+        # a warning about neighbors of training data is not repeated for test data
+        if not any(finding.severity == WARNING for finding in findings):
             findings += _neighbor_warnings(descriptor, near, type_map)
         if scans is in_run:
             report.neighbors, report.num_searched = near, len(frames)
             if math.isfinite(near.min_distance):
                 report.closest = name_of(searched, int(near.frame_min.argmin()))
-    if labels and not any(
-        scan.label_frames.get(label) for scan in report.training for label in labels
-    ):
+    has_labels = any(scan.label_frames.get(label) for scan in report.training for label in labels)
+    if labels and not has_labels:
         findings.append(_nothing_to_learn(report.training, labels))
     else:
         for part, scans in report.parts.items():
@@ -210,6 +212,7 @@ def check_systems(
     findings += _element_warnings(report, task)
     for scan in every:
         findings += placeholders(scan, labels)
+    # outliers are found before units are judged, which leaves them out
     residuals = energy_residuals(report.training, report.validation + report.test)
     if len(every) > 1:
         findings += shifted_systems(every, residuals)
@@ -222,7 +225,8 @@ def check_systems(
         "net_forces": net_forces(every),
     }
     findings += findings_of(report.suspects)
-    if not any(scan.faults for scan in every):  # numbers that are no energies would make it blind
+    # energies that are not finite would hide a wrong unit of others
+    if not any(scan.faults for scan in every):
         report.units = judge_units(every, type_map)
         findings += report.units.findings()
     for finding in findings:
@@ -236,9 +240,8 @@ def _geometries(sources: Sequence[FrameSource]) -> Iterator[FrameGeometry]:
     """Yield coordinates, cell and types of all frames."""
     for source in sources:
         if source.num_frames * _FEW < source.whole.num_frames:
-            yield from (
-                (f.coord, f.box, f.atom_type) for f in map(source.frame, range(source.num_frames))
-            )
+            for frame in map(source.frame, range(source.num_frames)):
+                yield frame.coord, frame.box, frame.atom_type
             continue
         for chunk in source.chunks((COORD, BOX)):
             for row, types in enumerate(chunk.types):
@@ -259,7 +262,8 @@ def _too_close(
         counts[source.name] += 1
         if counts[source.name] > _MAX_MESSAGES:
             continue
-        place, frame = source.where(index, COORD), source.frame(index)
+        place = source.where(index, COORD)
+        frame = source.frame(index)
         pair = " and ".join(frame.describe_atom(a, type_map) for a in near.frame_pair[number])
         yield error(
             place.file,
@@ -277,18 +281,18 @@ def _too_close(
 def _neighbor_warnings(
     descriptor: DescriptorConfig, near: NeighborStatistics, type_map: Sequence[str]
 ) -> Iterator[Finding]:
-    """Yield warnings about neighbors that a descriptor does not keep."""
-    # option, what it is, what is needed (of all types or one per type), within which cutoff, and
-    # what is enough
+    """Yield warnings about neighbors that a descriptor leaves out."""
+    # option, its value, the neighbors that atoms have (of all types, or of each type), the cutoff,
+    # and a value that is enough
     small = list[tuple[str, Any, Any, float, Any]]()
     jumps = "the farthest are dropped, which makes the energy jump"
-    if (kept := descriptor.neighbors) is not None:
-        option, rcut = descriptor.neighbors_option, descriptor.cutoff
-        needed = (
-            list(near.max_neighbors) if len(kept) == len(near.max_neighbors) else [near.max_total]
-        )
-        short = [(k, n, most) for k, (n, most) in enumerate(zip(needed, kept)) if n > most]
-        if short and len(kept) > _MAX_ELEMENTS:
+    if (limits := descriptor.neighbors) is not None:
+        option = descriptor.neighbors_option
+        rcut = descriptor.cutoff
+        by_type = len(limits) == len(near.max_neighbors)
+        needed = list(near.max_neighbors) if by_type else [near.max_total]
+        short = [(k, n, most) for k, (n, most) in enumerate(zip(needed, limits)) if n > most]
+        if short and len(limits) > _MAX_ELEMENTS:
             names = first_few([f"{type_map[k]} {n} (kept: {most})" for k, n, most in short])
             yield warning(
                 option,
@@ -296,7 +300,7 @@ def _neighbor_warnings(
                 f"and {jumps}. Use {option} auto.",
             )
         elif short:
-            small.append((option, list(kept), needed, rcut, list(map(max, needed, kept))))
+            small.append((option, list(limits), needed, rcut, list(map(max, needed, limits))))
     if isinstance(descriptor, HasInnerNeighbors):
         lists = [
             (option, limit, near.max_within(rcut), rcut)
@@ -314,8 +318,9 @@ def _neighbor_warnings(
 
 
 def _nothing_to_learn(scans: Sequence[SystemScan], labels: Sequence[str]) -> Finding:
-    """Return an error about training data without a label of the loss, with the weights of those
-    that are there.
+    """Return an error about training data without a label of the loss.
+
+    It names the options with which the loss learns the labels that the data have.
     """
     files = ", ".join(f"{LABELS[label].files[0]}.npy" for label in labels)
     text = f": no label of the loss is present in any system ({files}): there is nothing to learn."
@@ -328,9 +333,10 @@ def _nothing_to_learn(scans: Sequence[SystemScan], labels: Sequence[str]) -> Fin
             continue
         text += f" {label.files[0]}.npy is there: the loss learns it with {options} above 0."
     folder = scans[0].system.whole.name
-    others = {path.name for path in Path(folder).glob("set.*/*.npy")} - {"coord.npy", "box.npy"}
-    if others and not scans[0].label_frames:
-        text += f" {folder} has {', '.join(sorted(others))}."
+    # files whose names are not those of a label
+    unread = {path.name for path in Path(folder).glob("set.*/*.npy")} - {"coord.npy", "box.npy"}
+    if unread and not scans[0].label_frames:
+        text += f" {folder} has {', '.join(sorted(unread))}."
     return error("training data", text)
 
 
@@ -341,14 +347,14 @@ def _label_warnings(
     for label in labels:
         lacking = []  # systems, and their frames without a label that they could have
         for scan in scans:
-            # forces of isolated atoms are zero; NaN is a missing one
+            # frames that cannot have a label, or need none: open frames have no virial, and forces
+            # of isolated atoms are zero (NaN where the file has none)
             by_nature = {
                 VIRIAL: scan.open_frames,
                 FORCE: int((scan.isolated & np.isnan(scan.force_rms)).sum()),
             }
-            number = (
-                scan.system.num_frames - scan.label_frames.get(label, 0) - by_nature.get(label, 0)
-            )
+            number = scan.system.num_frames - scan.label_frames.get(label, 0)
+            number -= by_nature.get(label, 0)
             if number > 0:
                 lacking.append((scan.system.name, number))
         if scans and not any(s.label_frames.get(label) for s in scans):
@@ -373,6 +379,7 @@ def _label_warnings(
 
 def _pressure_notes(scans: Sequence[SystemScan]) -> Iterator[Finding]:
     """Yield a note if nothing in the training data says how energies change with the cell."""
+    # with one cell the model has no data on how energies change with it, however good its forces
     cells = []
     for scan in scans:
         if BOX in scan.varying:
@@ -430,9 +437,11 @@ def _isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) -
     number = 0
     for scan in scans:
         for frame in np.flatnonzero(scan.isolated & np.isfinite(scan.energy)).tolist():
+            # several calculations of one atom: the ground state counts
             element = int(scan.type_counts[frame].argmax())
             lowest[element] = min(lowest.get(element, math.inf), float(scan.energy[frame]))
-            first, number = first or name_of([scan.system], frame), number + 1
+            first = first or name_of([scan.system], frame)
+            number += 1
     energies = ", ".join(
         f"{lowest[k]:.10g}" if k in lowest else "null" for k in range(len(type_map))
     )

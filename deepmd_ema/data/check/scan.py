@@ -15,8 +15,9 @@ from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, rows_p
 from deepmd_ema.findings import Finding, error
 from deepmd_ema.geometry import Array, frame_faults
 
-SAME_CELL = 1e-4  # angstrom, and of a vector; lengths of files have 4 or more decimals
-_MAX_NUMBER = 1e30  # of any number; its square still fits
+# angstrom, and share of a cell vector; lengths in files have 4 or more decimals
+SAME_CELL = 1e-4
+_MAX_NUMBER = 1e30  # size of any number; its square is still a number
 
 
 class SystemScan:
@@ -41,7 +42,8 @@ class SystemScan:
             their squares, and the largest, eV/angstrom.
         ranges: of the labels that metrics show, extensive ones per atom.
         label_frames: number of frames that have each label.
-        conditions: smallest and largest value, and numbers per row, of frame and atomic parameters.
+        conditions: smallest and largest value, and numbers per row, of frame and atomic
+            parameters.
         open_frames: number of frames without a cell.
         digests: (F,) 64-bit numbers, equal for equal types, positions and cells.
         max_force: (F,) the largest component, eV/angstrom, NaN where missing.
@@ -54,11 +56,13 @@ class SystemScan:
         self.faults: dict[tuple[str, str], Fault] = {}
         self.bad_frames: set[int] = set()
         self.outliers: set[int] = set()
-        # kept of each frame are 41 bytes and, of small frames, one per type, so that this fits for
-        # millions of frames
+        # 41 bytes for each frame and, for small frames, one per type, so that millions of frames
+        # fit into memory
         small = np.min_scalar_type(-int(system.frame_sizes.max(initial=0)) - 1)
         self.type_counts = np.zeros((system.num_frames, num_types), small)
-        self.energy, self.net_force, self.force_rms = np.full((3, system.num_frames), np.nan)
+        self.energy = np.full(system.num_frames, np.nan)
+        self.net_force = np.full(system.num_frames, np.nan)
+        self.force_rms = np.full(system.num_frames, np.nan)
         self.isolated = np.zeros(system.num_frames, bool)
         self.element_forces = np.zeros((num_types, 3))
         self.ranges: dict[str, Range] = {}
@@ -115,9 +119,10 @@ class Range:
     @classmethod
     def of(cls, parts: Sequence[Range]) -> Range:
         """Return the values of several ranges together."""
-        low = min((one.low for one in parts), default=math.inf)
-        high = max((one.high for one in parts), default=-math.inf)
-        return cls(low, high, sum(one.squares for one in parts), sum(one.count for one in parts))
+        low = min((part.low for part in parts), default=math.inf)
+        high = max((part.high for part in parts), default=-math.inf)
+        squares = sum(part.squares for part in parts)
+        return cls(low, high, squares, sum(part.count for part in parts))
 
     @property
     def rms(self) -> float:
@@ -130,20 +135,21 @@ class Range:
         return max(-self.low, self.high)
 
     def add(self, values: Array, first: int) -> None:
-        """Take in the values (F, numbers) of frames, of which the first has the number
-        ``first``.
+        """Add the values of consecutive frames.
+
+        Args:
+            values: (F, numbers).
+            first: number of the first of these frames.
         """
         finite = np.isfinite(values)
         sizes = np.where(finite, np.abs(values), -math.inf).max(axis=1)
         if sizes.max() > max(-self.low, self.high):
             self.worst = first + int(sizes.argmax())
-        known = values[finite]
-        self.low, self.high = (
-            min(self.low, known.min(initial=math.inf)),
-            max(self.high, known.max(initial=-math.inf)),
-        )
-        self.squares += float((known**2).sum())
-        self.count += known.size
+        present = values[finite]
+        self.low = min(self.low, present.min(initial=math.inf))
+        self.high = max(self.high, present.max(initial=-math.inf))
+        self.squares += float((present**2).sum())
+        self.count += present.size
 
 
 def scan_system(system: FrameSource, num_types: int, rcut: float) -> SystemScan:
@@ -156,12 +162,12 @@ def scan_system(system: FrameSource, num_types: int, rcut: float) -> SystemScan:
             depends on it.
     """
     scan = SystemScan(system, num_types)
-    with np.errstate(
-        all="ignore"
-    ):  # what is not finite is a problem, not a warning of its arithmetic
+    # numbers that are not finite are reported as faults, and not by warnings of numpy
+    with np.errstate(all="ignore"):
         for chunk in system.chunks():
             for row, array, kind, text in _faults_of(chunk, rcut):
                 place = system.where(chunk.first + row, array)
+                # one fault for all frames of a file that have it, with the first of them
                 fault = scan.faults.setdefault((place.file, kind), Fault(place, text))
                 fault.num_frames += 1
                 if array in (COORD, BOX):
@@ -171,16 +177,18 @@ def scan_system(system: FrameSource, num_types: int, rcut: float) -> SystemScan:
 
 
 def _faults_of(chunk: Chunk, rcut: float) -> Iterator[tuple[int, str, str, str]]:
-    """Yield row, array, kind and text of numbers that are not finite, and of positions and cells of
-    no atoms.
-    """
-    exists, reported = (chunk.types >= 0)[:, :, None], set[int]()
+    """Yield row, array, kind and text of wrong numbers, positions and cells."""
+    exists = (chunk.types >= 0)[:, :, None]  # (C, M, 1)
+    reported = set[int]()  # rows with positions or cells that are not finite
     for name, array in chunk.arrays.items():
-        bad, per = ~(np.abs(array) <= _MAX_NUMBER), rows_per(name)
+        # "not <=" also finds NaN
+        bad = ~(np.abs(array) <= _MAX_NUMBER)
+        per = rows_per(name)
         if name in WEIGHTS:
             bad |= array < 0
         if not bad.any():
             continue
+        # rows of atoms that do not exist hold anything
         if per == "pair":
             coordinates = exists.repeat(3, axis=1)
             bad &= coordinates & coordinates.transpose(0, 2, 1)
@@ -188,16 +196,17 @@ def _faults_of(chunk: Chunk, rcut: float) -> Iterator[tuple[int, str, str, str]]
             bad &= exists
         for k in np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1)).tolist():
             first = tuple(np.argwhere(bad[k])[0])
-            atom = (
-                "" if per == "frame" else f" at atom {first[0] // 3 if per == 'pair' else first[0]}"
-            )
-            value = f"{array[k][first]:g}{atom}"
-            expected = (
-                f"Expected finite numbers{' from 0' * (name in WEIGHTS)}; remove the frame or "
-                "compute it again."
-            )
+            value = f"{array[k][first]:g}"
+            if per == "atom":
+                value += f" at atom {first[0]}"
+            elif per == "pair":  # three coordinates of each atom
+                value += f" at atom {first[0] // 3}"
+            numbers = "finite numbers from 0" if name in WEIGHTS else "finite numbers"
+            expected = f"Expected {numbers}; remove the frame or compute it again."
             yield k, name, "finite", f"{value}. {expected}"
-            reported |= {k} if name in (COORD, BOX) else set()
+            if name in (COORD, BOX):
+                reported.add(k)
+    # the geometry of a frame without numbers has no further faults
     box = chunk.arrays[BOX].reshape(-1, 3, 3) if BOX in chunk.arrays else None
     coord = np.where(exists, chunk.arrays[COORD], 0.0)
     for k, fault in frame_faults(coord, box, exists.sum(axis=(1, 2)), rcut).items():
@@ -210,28 +219,27 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
     types = chunk.types
     arrays = chunk.arrays
     first = chunk.first
-    here, exists = slice(first, first + len(types)), types >= 0
+    rows = slice(first, first + len(types))  # frames of the chunk
+    exists = types >= 0  # (C, M)
     num_atoms = exists.sum(axis=1)
     if not exists.all():  # rows of atoms that do not exist hold anything
         arrays = {
             n: np.where(exists[:, :, None], a, 0.0) if rows_per(n) == "atom" else a
             for n, a in arrays.items()
         }
-    scan.type_counts[here] = np.stack(
+    scan.type_counts[rows] = np.stack(
         [(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1
     )
     scan.open_frames += len(types) * (BOX not in arrays)
-    scan.digests[here] = _digests(chunk)
-    scan.isolated[here] = is_isolated(num_atoms, arrays.get(BOX), rcut)
+    scan.digests[rows] = _digests(chunk)
+    scan.isolated[rows] = is_isolated(num_atoms, arrays.get(BOX), rcut)
     for name in (FPARAM, APARAM):
         if name in arrays:
-            low, high, _ = scan.conditions.get(name, (math.inf, -math.inf, 0))
+            low, high = scan.conditions.get(name, (math.inf, -math.inf, 0))[:2]
             values = arrays[name]
-            scan.conditions[name] = (
-                min(low, values.min()),
-                max(high, values.max()),
-                values.shape[-1],
-            )
+            low = min(low, values.min())
+            high = max(high, values.max())
+            scan.conditions[name] = (low, high, values.shape[-1])
     if BOX in arrays:
         cell = scan.first.setdefault(BOX, arrays[BOX][0])
         if not np.allclose(arrays[BOX], cell, rtol=SAME_CELL, atol=SAME_CELL):
@@ -239,21 +247,20 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
     for name in (name for name in arrays if name in LABELS):
         label = LABELS[name]
         scan.label_frames[name] = scan.label_frames.get(name, 0) + len(types)
-        one = scan.first.setdefault(name, arrays[name][0])
-        if arrays[name].shape[1:] != one.shape or (arrays[name] != one).any():
+        reference = scan.first.setdefault(name, arrays[name][0])
+        if arrays[name].shape[1:] != reference.shape or (arrays[name] != reference).any():
             scan.varying.add(name)
         if any(quantity.metric for quantity in label.errors):
-            values = (
-                np.where(exists[:, :, None], arrays[name], np.nan)
-                if label.per_atom
-                else arrays[name]
-            )
-            values = values.reshape(len(types), -1) / (num_atoms[:, None] if label.extensive else 1)
+            values = arrays[name]
+            if label.per_atom:
+                values = np.where(exists[:, :, None], values, np.nan)
+            values = values.reshape(len(types), -1)  # (C, numbers)
+            values = values / (num_atoms[:, None] if label.extensive else 1)
             scan.ranges.setdefault(name, Range()).add(values, first)
     if ENERGY in arrays:
-        scan.energy[here] = arrays[ENERGY][:, 0]
+        scan.energy[rows] = arrays[ENERGY][:, 0]
     if FORCE in arrays:
-        force = arrays[FORCE]
+        force = arrays[FORCE]  # (C, M, 3)
         finite = np.isfinite(force[exists])
         sizes = np.where(finite, np.abs(force[exists]), 0.0)
         for column, values in enumerate((finite.sum(axis=1), (sizes**2).sum(axis=1))):
@@ -261,9 +268,9 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
                 types[exists], values, len(scan.element_forces)
             )
         np.maximum.at(scan.element_forces[:, 2], types[exists], sizes.max(axis=1, initial=0.0))
-        scan.net_force[here] = np.linalg.norm(force.sum(axis=1), axis=1)
-        scan.force_rms[here] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
-        scan.max_force[here] = np.abs(force).max(axis=(1, 2))
+        scan.net_force[rows] = np.linalg.norm(force.sum(axis=1), axis=1)
+        scan.force_rms[rows] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
+        scan.max_force[rows] = np.abs(force).max(axis=(1, 2))
         if ATOM_PREF in arrays:  # forces of weight 0 may be unknown
             unknown = first + np.flatnonzero(
                 ((arrays[ATOM_PREF] == 0) & exists[:, :, None]).any(axis=(1, 2))
@@ -284,16 +291,13 @@ def is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
 
 
 def _digests(chunk: Chunk) -> Array:
-    # in float32: the same frame may be stored in double precision here and in single precision
-    # there; -0 becomes 0
-    types, coord = (
-        chunk.types.astype(np.int32),
-        chunk.arrays[COORD].astype(np.float32) + np.float32(0),
-    )
-    boxes, exists = (
-        [chunk.arrays[BOX].astype(np.float32) + np.float32(0)] if BOX in chunk.arrays else [],
-        types >= 0,
-    )
+    """Return 64-bit numbers (C,) that are equal for equal types, positions and cells."""
+    # in float32: one system may have a frame in double precision and another one in single
+    # precision; -0 + 0 is 0
+    types = chunk.types.astype(np.int32)
+    coord = chunk.arrays[COORD].astype(np.float32) + np.float32(0)
+    boxes = [chunk.arrays[BOX].astype(np.float32) + np.float32(0)] if BOX in chunk.arrays else []
+    exists = types >= 0
     if exists.all():
         arrays = (
             np.ascontiguousarray(array).reshape(len(types), -1) for array in (types, coord, *boxes)

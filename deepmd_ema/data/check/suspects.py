@@ -1,6 +1,4 @@
-"""Frames that a user should look at: copies, outliers, placeholders, and forces that do not add up
-to zero.
-"""
+"""Frames that a user should look at: copies, outliers, placeholders, and net forces."""
 
 from __future__ import annotations
 
@@ -21,41 +19,42 @@ from deepmd_ema.geometry import Array, find_pairs_once
 from deepmd_ema.utils import even_places
 
 _TENSORS_LOOKED_AT = 30  # frames
-OUTLIER_SIGMAS = (
-    15.0  # robust standard deviations of a system; strained cells are many from those at rest
-)
+# robust standard deviations of a system; strained cells are many of them from cells at rest
+OUTLIER_SIGMAS = 15.0
 OUTLIER_ENERGY = 0.2  # eV/atom; a smaller residual is no outlier: near copies have no spread
 FAR_ENERGY = 1.0  # eV/atom; a larger residual is one
 # Systems are compared with each other. Cohesive energies are at most 8.9 eV/atom (tungsten), and
 # atoms that repel each other have forces that lead to a minimum within about an angstrom.
-_FAR_SYSTEM = 20.0  # eV/atom, of medians of systems
+_FAR_SYSTEM = 20.0  # eV/atom, difference of medians of systems
 _NEAR_MINIMUM = 1.0  # angstrom
-_NEAR_UNIT = 1.05  # ratio to that of a unit: energies of systems of one composition are nearer
+# ratio to the factor of a unit that is named: energies of systems of one composition are nearer
+_NEAR_UNIT = 1.05
 _IN_UNITS = {f" as in {unit}": number for unit, number in ENERGY_UNITS.items()}
 _IN_UNITS |= {
     f" as if the others were in {unit}": 1 / number for unit, number in ENERGY_UNITS.items()
 }
-OUTLIER_FORCE, OUTLIER_FACTOR = 15.0, 30.0  # eV/angstrom, and times the median of the system
+OUTLIER_FORCE = 15.0  # eV/angstrom, of the largest component
+OUTLIER_FACTOR = 30.0  # ratio to the median of the system
 # distance in sums of covalent radii within which atoms repel each other, and the power with which
 # the largest force may rise as the shortest distance falls below that of other frames: 3 to 5 in
 # right data beyond 15 eV/angstrom
-_CONTACT, _STEEPNESS = 1.2, 8
-_MIN_CONTACT = 1e-3  # angstrom, of atoms in one place, so that ratios of distances are finite
-_NUM_USUAL, _MAX_SEARCHED = (
-    8,
-    64,
-)  # frames of a system in which such pairs are searched, with usual and large forces
+_CONTACT = 1.2
+_STEEPNESS = 8
+_MIN_CONTACT = 1e-3  # angstrom, for atoms in one place, so that ratios of distances are finite
+# frames of a system in which such pairs are searched, with usual and with large forces
+_NUM_USUAL = 8
+_MAX_SEARCHED = 64
 _SEVERAL = 0.1  # a larger share of the frames of a system is another kind of frames
-NET_FORCE = (
-    0.1  # eV/angstrom, and also, per square root of the atoms, the least fraction of the RMS force
-)
+# eV/angstrom; net forces are also larger than this fraction of the RMS force times the square root
+# of the number of atoms
+NET_FORCE = 0.1
 _MAX_NAMES = 3
 _NUM_FITS = 40  # of energies per element, at most
 _FIT_TOLERANCE = 0.01  # eV, change of an energy per element with which the last fit is reached
 _FITTED = 0.01  # eV/atom, size of a residual from which on it counts by its size
-_MIN_FRAMES = (
-    3  # of the same elements, to judge outliers; of a system, to judge labels that do not vary
-)
+# frames of the same elements to judge outliers, and frames of a system to judge labels that do not
+# vary
+_MIN_FRAMES = 3
 _MIN_SPREAD = 10  # frames, to judge energies by their spread
 _AT_ONCE = 20_000  # frames whose compositions are in memory as floating-point numbers
 _MAX_ZERO = 32  # frames of a system whose symmetry is looked at
@@ -63,7 +62,7 @@ _REACH = 5.0  # angstrom, of the pair potential that looks at symmetry
 # names of checks, which are keys of `dp-ema check --json`
 SHARED, NEAR_COPIES = "in_training_and_validation", "near_training_frames"
 SHARED_TEST, NEAR_TEST = "in_training_and_test", "test_near_training_frames"
-# by the check of near copies that of equal frames, which are near copies as well
+# checks of equal frames by the check of near copies, which names equal frames as well
 SHARED_OF = {NEAR_COPIES: SHARED, NEAR_TEST: SHARED_TEST}
 _FAR_ENERGY = (
     "an energy far from the others of its system (after subtraction of energies per element)"
@@ -81,7 +80,7 @@ _NEAR_TEXT = (
     "(first: {0.worst}): {part} errors will look too good. "
     "Take {part} frames from other trajectories"
 )
-# of the warnings, by check
+# texts of the warnings, by check
 _TEXTS = {
     "duplicates": "{copies} of another (first: {0.worst}).",
     SHARED: _SHARED_TEXT,
@@ -96,7 +95,7 @@ _TEXTS = {
     "(worst: {0.worst}): no model can learn this part. "
     "Without an outer field it points to unconverged forces.",
 }
-# of frames that are of another kind
+# texts about frames that are of another kind
 _KINDS = {"energy_outliers": _FAR_ENERGY, "force_outliers": _LARGE_FORCE}
 
 
@@ -148,8 +147,11 @@ def findings_of(suspects: Mapping[str, Suspects]) -> Iterator[Finding]:
 
 
 def name_of(sources: Sequence[FrameSource], frame: int) -> str:
-    """Return the name of a frame, which is counted through all ``sources``, with its number in the
-    file or system.
+    """Return the name of a frame with its number in its file or system.
+
+    Args:
+        sources: in which frames are counted.
+        frame: number through all sources.
     """
     for source in sources:
         if frame < source.num_frames:
@@ -159,30 +161,25 @@ def name_of(sources: Sequence[FrameSource], frame: int) -> str:
 
 
 def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
-    """Return frames of training data that are copies of others, and those of validation and test
-    data that it has.
+    """Return training frames that are copies of others, and other frames that are in training.
+
+    Args:
+        parts: training, validation and test systems; one entry is returned for each.
 
     Training frames of a system that is listed again are no copies: a warning names the system.
     """
     scans = [scan for part in parts for scan in part]
-    sources, total = (
-        [scan.system for scan in scans],
-        [sum(scan.system.num_frames for scan in part) for part in parts],
-    )
-    _, places, of = np.unique(
-        np.concatenate([np.zeros(0, np.uint64), *(scan.digests for scan in scans)]),
-        return_index=True,
-        return_inverse=True,
-    )
-    first, part_of = (
-        places[of],
-        np.repeat(np.arange(len(parts)), total),
-    )  # the first frame that is equal to each
+    sources = [scan.system for scan in scans]
+    total = [sum(scan.system.num_frames for scan in part) for part in parts]
+    digests = np.concatenate([np.zeros(0, np.uint64), *(scan.digests for scan in scans)])
+    places, inverse = np.unique(digests, return_index=True, return_inverse=True)[1:]
+    first = places[inverse]  # the first frame that is equal to each
+    part_of = np.repeat(np.arange(len(parts)), total)
     owner = np.repeat(np.arange(len(sources)), [source.num_frames for source in sources])
     names = [source.whole.name for source in sources]
-    is_new = np.isin(
-        owner, list({name: k for k, name in reversed(list(enumerate(names)))}.values())
-    )
+    # sources whose name is new: of a dictionary from the last to the first the first remains
+    first_sources = {name: k for k, name in reversed(list(enumerate(names)))}
+    is_new = np.isin(owner, list(first_sources.values()))
     kinds = []
     for k in range(len(parts)):
         is_copy = (part_of == k) & (first < total[0])
@@ -198,14 +195,13 @@ def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
     return kinds
 
 
-def energy_residuals(training: Sequence[SystemScan], others: Sequence[SystemScan]) -> list[Array]:
-    """Return energies (F,) minus those per element, which are fitted to the training frames,
-    eV/atom, of each system.
+def energy_residuals(training: Sequence[SystemScan], rest: Sequence[SystemScan]) -> list[Array]:
+    """Return energies (F,) minus energies per element, eV/atom, of each system.
 
-    They are NaN where they are not known and of isolated atoms; none are returned if too few are
-    known.
+    Energies per element are fitted to the training frames. Residuals are NaN of isolated atoms and
+    where energies are not known; none are returned if too few energies are known.
     """
-    scans = [*training, *others]
+    scans = [*training, *rest]
     # without isolated atoms, which are a cohesive energy above all others
     energies = [
         np.where(scan.isolated | ~np.isfinite(scan.energy), np.nan, scan.energy) for scan in scans
@@ -214,15 +210,14 @@ def energy_residuals(training: Sequence[SystemScan], others: Sequence[SystemScan
     if num_known < _MIN_FRAMES:
         return []
     num_types = training[0].type_counts.shape[1]
-    smallest = np.finfo(np.float64).eps * max(
-        num_known, num_types
-    )  # as if all frames were fitted at once
+    # the bound of numpy for singular values, as if all frames were fitted at once
+    smallest = np.finfo(np.float64).eps * max(num_known, num_types)
     weights = [np.isfinite(energy) * 1.0 for energy in energies[: len(training)]]
     fit = np.full(num_types, np.inf)
     for _ in range(_NUM_FITS):
-        # to the least sum of sizes, not of squares, which a frame far from all others would tilt;
-        # compositions and energies per atom are reduced to the triangle that a QR decomposition
-        # leaves
+        # The sum of sizes of residuals is minimized, by reweighted least squares: a frame far from
+        # all others would change a sum of squares. Compositions and energies per atom are reduced
+        # to the triangle of a QR decomposition, so that memory does not grow with the frames.
         reduced = np.zeros((0, num_types + 1))
         for scan, energy, weight in zip(training, energies, weights):
             for begin in range(0, len(energy), _AT_ONCE):
@@ -231,7 +226,8 @@ def energy_residuals(training: Sequence[SystemScan], others: Sequence[SystemScan
                 rows = np.concatenate([scan.type_counts[part], energy[part, None]], axis=1)
                 rows *= (np.sqrt(weight[part]) / scan.type_counts[part].sum(axis=1))[:, None]
                 reduced = np.asarray(np.linalg.qr(np.concatenate([reduced, rows]), mode="r"))
-        before, fit = fit, np.linalg.lstsq(reduced[:, :-1], reduced[:, -1], rcond=smallest)[0]
+        before = fit
+        fit = np.linalg.lstsq(reduced[:, :-1], reduced[:, -1], rcond=smallest)[0]
         residuals = [  # eV/atom
             (energy - sum(n * e for n, e in zip(scan.type_counts.T, fit)))
             / scan.type_counts.sum(axis=1)
@@ -240,14 +236,14 @@ def energy_residuals(training: Sequence[SystemScan], others: Sequence[SystemScan
         if np.abs(fit - before).max() < _FIT_TOLERANCE:
             break
         weights = [
-            np.nan_to_num(1 / np.maximum(np.abs(of), _FITTED)) for of in residuals[: len(training)]
+            np.nan_to_num(1 / np.maximum(np.abs(residual), _FITTED))
+            for residual in residuals[: len(training)]
         ]
     return residuals
 
 
 def shifted_systems(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> Iterator[Finding]:
-    """Yield a warning about systems whose energies are in another unit, or from another zero, than
-    those of others.
+    """Yield a warning about systems whose energies have another unit or zero than the others.
 
     Args:
         scans: the systems.
@@ -257,15 +253,16 @@ def shifted_systems(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> 
     usual = usual[np.isfinite(usual)]  # NaN comes last
     texts: dict[str, str] = {}
     for scan, residual in zip(scans, residuals):
-        known = np.isfinite(residual)
-        if not known.any():
+        is_known = np.isfinite(residual)
+        if not is_known.any():
             continue
-        # of two systems with as many frames one is the reference, not their mean
-        shift = float(np.median(residual[known]) - usual[len(usual) // 2])
-        energy = float(np.median(scan.energy[known] / scan.type_counts[known].sum(axis=1)))
+        # not the median: between two systems with as many frames it would be a mean of both
+        shift = float(np.median(residual[is_known]) - usual[len(usual) // 2])
+        energy = float(np.median(scan.energy[is_known] / scan.type_counts[is_known].sum(axis=1)))
         expected = energy - shift
         forces = scan.force_rms[np.isfinite(scan.force_rms)]
         size = float(np.median(forces)) if len(forces) else 0.0
+        # the unit whose factor is nearest to the ratio of the energies, if it is near
         unit = ""
         if abs(shift) > FAR_ENERGY and energy * expected > 0:
             distances = {
@@ -296,10 +293,12 @@ def energy_outliers(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> 
         scans: the systems.
         residuals: of :func:`energy_residuals`.
     """
-    deviations, bounds = [], []
+    deviations = []
+    bounds = []
     for scan, residual in zip(scans, residuals):
         middles, number = _middles(scan, residual)
         deviations.append(residual - middles)
+        # median absolute deviation to standard deviation of a normal distribution
         spread = 1.4826 * _middles(scan, np.abs(deviations[-1]))[0]
         bound = np.minimum(np.maximum(OUTLIER_SIGMAS * spread, OUTLIER_ENERGY), FAR_ENERGY)
         bounds.append(np.where(number < _MIN_SPREAD, FAR_ENERGY, bound))
@@ -307,17 +306,16 @@ def energy_outliers(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> 
 
 
 def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Suspects:
-    """Return frames with forces far beyond those of the system, in which no atoms are nearer than
-    in other frames.
-    """
-    radii, sizes = np.array([COVALENT_RADII.get(name, 1.0) for name in type_map]), []
+    """Return frames with forces far beyond those of the system, although no atoms are nearer."""
+    radii = np.array([COVALENT_RADII.get(name, 1.0) for name in type_map])
+    sizes = []
     for scan in scans:
-        of_both = [
-            of / np.maximum(_middles(scan, of)[0], 1e-300)
-            for of in (scan.max_force, scan.force_rms)
-        ]
+        # ratios of the largest and of the RMS force to the median of frames with the same elements
+        largest = scan.max_force / np.maximum(_middles(scan, scan.max_force)[0], 1e-300)
+        rms = scan.force_rms / np.maximum(_middles(scan, scan.force_rms)[0], 1e-300)
+        is_large = np.maximum(largest, rms) > OUTLIER_FACTOR
         # 0 times a force is NaN where it is missing
-        size = np.where(np.maximum(*of_both) > OUTLIER_FACTOR, scan.max_force, 0.0 * scan.max_force)
+        size = np.where(is_large, scan.max_force, 0.0 * scan.max_force)
         large = np.flatnonzero(size > OUTLIER_FORCE)
         usual = np.setdiff1d(np.flatnonzero(size <= OUTLIER_FORCE), list(scan.bad_frames))
         if 0 < len(large) <= max(1, _SEVERAL * len(size)) and len(usual):
@@ -328,25 +326,25 @@ def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Susp
                 [_contacts(scan.system.frame(k), radii) for k in usual.tolist()], axis=0
             )
             for k in large[np.argsort(-size[large])][:_MAX_SEARCHED].tolist():
-                nearer = (
-                    1.0
-                    if k in scan.bad_frames
-                    else (_contacts(scan.system.frame(k), radii) / contacts).min()
-                )
+                nearer = 1.0
+                if k not in scan.bad_frames:
+                    nearer = (_contacts(scan.system.frame(k), radii) / contacts).min()
                 size[k] *= size[k] >= OUTLIER_FORCE * nearer**-_STEEPNESS
         sizes.append(size)
     return _outliers(scans, sizes, [OUTLIER_FORCE] * len(scans), "eV/angstrom")
 
 
 def _contacts(frame: Frame, radii: Array) -> Array:
-    """Return the shortest distances of pairs of elements (T, T) in sums of their radii (T,), at
-    most ``_CONTACT``.
+    """Return the shortest distances of pairs of elements, at most ``_CONTACT``.
+
+    Args:
+        frame: of N atoms.
+        radii: (T,) angstrom; distances (T, T) are in sums of them.
     """
     shortest = np.full((len(radii), len(radii)), _CONTACT)
+    rcut = 2 * _CONTACT * float(radii.max())
     try:
-        i, j, _, distance = find_pairs_once(
-            frame.coord, frame.box, 2 * _CONTACT * float(radii.max())
-        )
+        i, j, _, distance = find_pairs_once(frame.coord, frame.box, rcut)
     except DataError:
         return shortest
     a, b = frame.atom_type[i], frame.atom_type[j]
@@ -373,6 +371,7 @@ def _outliers(
     outliers = list[tuple[float, str]]()
     for scan, size, bound in zip(scans, sizes, bounds):
         far = np.flatnonzero(np.abs(size) > bound)
+        # frames of another kind, such as other phases, are no outliers
         if len(far) > max(1, _SEVERAL * np.isfinite(size).sum()):
             mixed.append(f"{scan.system.name} ({len(far):,} of {len(size):,})")
             far = far[:0]
@@ -386,17 +385,19 @@ def _outliers(
 
 
 def _middles(scan: SystemScan, values: Array) -> tuple[Array, Array]:
-    """Return medians of values (F,) over frames with the same elements, NaN of less than three, and
-    their number.
+    """Return medians of values over frames with the same elements, and the number of values.
+
+    Both are (F,). Medians of less than three values are NaN.
     """
     kinds = np.unique(scan.type_counts > 0, axis=0, return_inverse=True)[1].ravel()
-    middles, number = np.full(len(values), np.nan), np.zeros(len(values))
+    middles = np.full(len(values), np.nan)
+    number = np.zeros(len(values))
     for kind in range(kinds.max(initial=-1) + 1):
-        own = kinds == kind
-        known = values[own & np.isfinite(values)]
-        number[own] = len(known)
-        if len(known) >= _MIN_FRAMES:
-            middles[own] = np.median(known)
+        is_kind = kinds == kind
+        finite = values[is_kind & np.isfinite(values)]
+        number[is_kind] = len(finite)
+        if len(finite) >= _MIN_FRAMES:
+            middles[is_kind] = np.median(finite)
     return middles, number
 
 
@@ -409,7 +410,8 @@ def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
         scan: of the system.
         labels: of the loss; forces that are placeholders are an error if they are among them.
     """
-    num_frames, name = scan.system.num_frames, scan.system.name
+    num_frames = scan.system.num_frames
+    name = scan.system.name
     if FORCE in scan.ranges and scan.ranges[FORCE].size == 0:
         frames = [scan.system.frame(k) for k in even_places(num_frames, 8)]
         if not scan.bad_frames and not all(map(forces_vanish, frames)):
@@ -422,11 +424,12 @@ def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
         return
     if num_frames < _MIN_FRAMES or len(np.unique(scan.digests)) < _MIN_FRAMES:
         return
-    for label in (
-        name for name in (ENERGY, VIRIAL) if name in scan.first and name not in scan.varying
-    ):
+    constant = [label for label in (ENERGY, VIRIAL) if label in scan.first.keys() - scan.varying]
+    for label in constant:
+        # a virial that is the same is a fault only beside energies that are not
         if label == ENERGY or ENERGY in scan.varying:
-            values = "the same" if np.ptp(value := scan.first[label].ravel()) else f"{value[0]:g}"
+            value = scan.first[label].ravel()
+            values = "the same" if np.ptp(value) else f"{value[0]:g}"
             yield warning(
                 name,
                 f": {label} is {values} in all {num_frames:,} frames, a placeholder. "
@@ -437,8 +440,9 @@ def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
 def elements_without_tensors(
     scans: Sequence[SystemScan], labels: Sequence[str], type_map: Sequence[str], excluded: Set[int]
 ) -> Iterator[Finding]:
-    """Yield warnings about elements of which all atoms have a tensor of exactly 0, as those that
-    have none are written.
+    """Yield warnings about elements of which all atoms have a tensor of exactly 0.
+
+    Atoms without a tensor are written as 0 by programs that need a row for each atom.
 
     Args:
         scans: of training systems.
@@ -456,45 +460,43 @@ def elements_without_tensors(
         ]
         frames = [frame for frame in frames if label in frame.labels]
         present = {k for frame in frames for k in frame.atom_type.tolist()}
-        known = {
+        with_tensor = {
             k for frame in frames for k in frame.atom_type[frame.labels[label].any(1)].tolist()
         }
-        absent = [type_map[k] for k in sorted(present - known - excluded)]
-        if known and absent:
+        absent = [type_map[k] for k in sorted(present - with_tensor - excluded)]
+        if with_tensor and absent:
             text = f": is 0 for all atoms of {', '.join(absent)}. If these have none, set"
-            yield warning(label, f"{text} model.fitting_net.sel_type = {sorted(known)}.")
+            yield warning(label, f"{text} model.fitting_net.sel_type = {sorted(with_tensor)}.")
 
 
 def zero_forces(scans: Sequence[SystemScan]) -> Suspects:
-    """Return frames whose forces are all zero, though others of the system are not and symmetry
-    does not explain it.
-    """
-    by_system, named = list[int](), list[str]()
+    """Return frames whose forces are all zero, in systems with other forces, without a symmetry."""
+    by_system = list[int]()
+    named = list[str]()
     for scan in scans:
         zero = (scan.force_rms == 0) & ~scan.isolated & (scan.force_rms > 0).any()
-        found = [
+        suspect = [
             k
             for k in np.flatnonzero(zero)[:_MAX_ZERO].tolist()
             if k not in scan.bad_frames and not forces_vanish(scan.system.frame(k))
         ]
-        by_system.append(len(found))
-        named += [name_of([scan.system], k) for k in found]
+        by_system.append(len(suspect))
+        named += [name_of([scan.system], k) for k in suspect]
     total = sum(int(np.isfinite(scan.force_rms).sum()) for scan in scans)
     return Suspects(tuple(by_system), total, named[:_MAX_NAMES])
 
 
 def forces_vanish(frame: Frame) -> bool:
-    """Return whether symmetry makes the forces of a frame zero: those of some pair potential
-    are.
-    """
+    """Return whether symmetry makes the forces of a frame zero."""
+    # Forces that vanish by symmetry vanish in any potential. This one has no other reason for it:
+    # it distinguishes types by an arbitrary number, and is smooth at the cutoff.
     try:
         i, j, vector, distance = find_pairs_once(frame.coord, frame.box, _REACH)
     except DataError:
         return True
     types = frame.atom_type
-    weight = (
-        np.exp(-distance) * (1 - (distance / _REACH) ** 2) ** 2 * (1 + 0.37 * (types[i] + types[j]))
-    )
+    strength = 1 + 0.37 * (types[i] + types[j])
+    weight = np.exp(-distance) * (1 - (distance / _REACH) ** 2) ** 2 * strength
     force = np.zeros_like(frame.coord)
     pull = vector * (weight / np.maximum(distance, 1e-12))[:, None]
     np.add.at(force, i, pull)
@@ -509,17 +511,19 @@ def net_forces(scans: Sequence[SystemScan]) -> Suspects:
     so the sum is judged by that.
     """
     by_system = list[int]()
-    known = 0
+    num_known = 0
     worst = 0.0
     named = list[str]()
     for scan in scans:
-        net, rms = np.nan_to_num(scan.net_force), np.nan_to_num(scan.force_rms)
+        net = np.nan_to_num(scan.net_force)
+        rms = np.nan_to_num(scan.force_rms)
         each = net / np.sqrt(np.maximum(scan.type_counts.sum(axis=1), 1))
         off = (net > NET_FORCE) & (each > NET_FORCE * rms)
         by_system.append(int(off.sum()))
-        known += int(np.isfinite(scan.net_force).sum())
+        num_known += int(np.isfinite(scan.net_force).sum())
         if off.any() and each[off].max() > worst:
             frame = int(np.where(off, each, 0).argmax())
-            worst, name = float(each[frame]), name_of([scan.system], frame)
+            worst = float(each[frame])
+            name = name_of([scan.system], frame)
             named = [f"{net[frame]:.3g} eV/angstrom in {name}, RMS force {rms[frame]:.3g}"]
-    return Suspects(tuple(by_system), known, named)
+    return Suspects(tuple(by_system), num_known, named)
