@@ -23,7 +23,8 @@ from deepmd_ema.utils import __version__
 
 logger = logging.getLogger(__name__)
 
-_MAX_RESULTS = 256  # in one folder, which runs on other data or with other options may share
+# results in one folder, which runs on other data or with other options may share
+_MAX_RESULTS = 256
 _PACKAGE = Path(__file__).parents[1]
 
 

@@ -264,7 +264,7 @@ def collate(
     raw = [f.frame if isinstance(f, PairedFrame) else f for f in frames]
     num_atoms = np.array([f.num_atoms for f in raw])
     if not any(isinstance(f, PairedFrame) for f in frames) and all(map(is_molecule, raw)):
-        # as if they were one frame, in which no pair is of two of them
+        # all molecules as one frame, in which no pair has atoms of two of them
         joined = Frame(
             np.concatenate([f.coord for f in raw]), np.concatenate([f.atom_type for f in raw])
         )
@@ -354,7 +354,7 @@ def is_molecule(frame: Frame) -> bool:
     """Whether a frame is open and so small that its pairs may be found by measuring all of them."""
     if frame.box is not None or frame.num_atoms > MAX_ATOMS_TOGETHER:
         return False
-    # NaN is in no bound: pair_frame refuses such a frame
+    # positions that are NaN are not <= the bound: pair_frame refuses such a frame
     return bool(np.abs(frame.coord).max(initial=0.0) <= NEAR_ORIGIN)
 
 
@@ -373,7 +373,7 @@ def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]
         return np.concatenate([empty, np.zeros((1, 3))]), np.ones(len(shift), np.int64)
     columns = np.ascontiguousarray(shift.T)  # (3, pairs)
     low = columns.min(axis=1)
-    span = columns.max(axis=1) - low + 1.0  # of floating-point numbers, whose product does not wrap
+    span = columns.max(axis=1) - low + 1.0  # a product of floats does not overflow
     if span.prod() > _MAX_TABLE_IMAGES:  # atoms far outside of the cell, which need not be wrapped
         images, image_of_pair = np.unique(shift, axis=0, return_inverse=True)
         return np.concatenate([empty, images @ box]), image_of_pair.ravel() + 1

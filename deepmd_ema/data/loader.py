@@ -105,7 +105,7 @@ class Loader:
             self._ahead.append(
                 self._thread.submit(self._prepare, self.position + len(self._ahead), self.pad)
             )
-        batch = self._ahead[0].result()  # an error stays the first, to be raised again
+        batch = self._ahead[0].result()  # a batch with an error stays, and is raised again
         self._ahead.popleft()
         self.position += 1
         return batch
@@ -151,6 +151,7 @@ def sequential_batches(
         world_size: number of shares; every batch goes to one rank.
         frames: which frames of each system, and in which order; all by default.
     """
+    # frames that are read once need no cache
     cache = cache if cache is not None else PairCache(max_bytes=0)
     chosen = [range(system.num_frames) for system in systems] if frames is None else frames
     remaining = (
@@ -160,6 +161,7 @@ def sequential_batches(
         system.frame_sizes[np.asarray(indices, int)] for system, indices in zip(systems, chosen)
     ]
     edges = batch_edges(np.concatenate([np.zeros(0, int), *sizes]), max_atoms)
+    # each rank takes the frames of all batches from the iterator, but reads those of its share only
     for number, (first, last) in enumerate(pairwise(edges)):
         group = list(islice(remaining, last - first))
         if number % world_size == rank:

@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_BRIDGED_DISTANCE = 0.01  # angstrom; the energy of bridging is finite but for atoms in one place
-COMPARED_BYTES = 1 << 30  # of one file, about a second; of a larger one every rank compares parts
+# bytes of a file that ranks compare, in about a second; of a larger file they compare parts
+COMPARED_BYTES = 1 << 30
 # factor of steps before they are rounded up: a share of the steps is rounded itself
 _SLACK = 1 - 1e-12
 _SECTIONS = (
@@ -86,7 +87,7 @@ def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> di
     problems = list[str]()
     for name, task in config.tasks.items():
         weights = WEIGHTS if task.data.training_data.frame_weights else ()
-        # what is predicted is read where present, whatever the loss weighs
+        # labels of predicted quantities are read where present, also without a weight in the loss
         labels = dict.fromkeys((*task.model.fitting_net.labels, *task.labels, *weights))
         spec = ReadSpec.of_model(task.model, tuple(labels))
         spec = replace(spec, results=results[name] if results is not None else None)
@@ -247,7 +248,7 @@ def _without_close_pairs(
         """Return the numbers of frames with atoms that are too close, in JSON values."""
         close = list[int]()
         for index in range(source.num_frames):
-            with suppress(DataError):  # of data with faults, which the check of the data reports
+            with suppress(DataError):  # the check of the data reports frames with faults
                 frame = source.frame(index)
                 # a cutoff far below the distances in matter would make too many cells
                 if np.any(find_pairs_once(frame.coord, frame.box, max(bound, 1.0))[3] < bound):
@@ -426,7 +427,8 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
         results, [file for source in sources for file in source.files()], about, check
     )
     report = report or DataReport.from_dict(stored, model.type_map, descriptor.cutoff)
-    problems = list[str]()  # of options that do not fit the number and sizes of the systems
+    # options that do not fit the number and sizes of the systems
+    problems = list[str]()
     for section, systems in zip(_SECTIONS, data):
         if (options := getattr(task.data, section)) is not None:
             with collect_problems(problems, f"{task.place('training')}.{section}."):
@@ -564,7 +566,8 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
         name: build_sampler(options[name], task_data.train, world_size=num_ranks)
         for name, task_data in data.items()
     }
-    # a task has the share of the steps that is given, or that of its epochs, or of its systems
+    # shares of the steps: weights of tasks in the input, else numbers of systems; epochs of a task
+    # set its share
     weights = dict(config.task_weights) or {
         name: float(len(task_data.train)) for name, task_data in data.items()
     }
@@ -573,6 +576,7 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
     total = sum(weights[name] for name in data)
     batches_per_step = config.training.accumulate
     shares = {name: weights[name] / total for name in data}
+    # tasks without a share have no steps, and set no length
     drawn = {name: sampler for name, sampler in samplers.items() if shares[name]}
     epochs_of = config.task_epochs or dict.fromkeys(data, config.training.numb_epoch or 0)
     num_steps = config.training.numb_steps or max(

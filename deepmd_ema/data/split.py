@@ -34,14 +34,14 @@ _COPY = 1e-4  # angstrom; frames nearer than this are copies of each other
 # are
 _NEAR = 0.05
 _NEXT = 0.5  # the same for frames that follow each other, of which far fewer are so near by chance
-_PAIRS = 256  # drawn to find that distance
+_PAIRS = 256  # pairs of frames drawn at random to find that distance
 # each frame is compared with the next _WINDOW frames in the order of each of _COLUMNS numbers, the
 # numbers that vary most, in place of F**2 comparisons
 _WINDOW = 4
 _COLUMNS = 3
 _MIN_CUT = 10  # a trajectory of fewer different frames is not cut in two
 _MAX_RMS_RATIO = 2.0  # ratio of the force RMS of the two parts
-_MAX_KINDS = 16  # in one line
+_MAX_KINDS = 16  # kinds that one line names
 # half of the vectors of whole numbers from -1 to 1, as a wave vector and its negative have
 # structure factors of the same size
 _WAVES = np.array([h for h in product((-1, 0, 1), repeat=3) if h > (0, 0, 0)])
@@ -380,7 +380,8 @@ def _taken(clusters: Sequence[list[int]], copies: Array, wanted: int, fraction: 
         if len(cluster) <= wanted and len(clusters) > 1:
             whole.append(cluster)
             continue
-        # the end of a trajectory; copies of one frame stay together
+        # a trajectory that is longer than wanted gives its end, as frames far apart in time are
+        # least alike; copies of one frame stay together
         units = list(_groups(copies[cluster].tolist()).values())
         end = list[int]()
         for unit in reversed(units if len(units) >= _MIN_CUT else []):
@@ -388,7 +389,7 @@ def _taken(clusters: Sequence[list[int]], copies: Array, wanted: int, fraction: 
                 break
             end += [cluster[k] for k in unit]
         taken += end
-    rest = len(whole) - (len(whole) == len(clusters))  # one stays in training
+    rest = len(whole) - (len(whole) == len(clusters))  # one cluster stays in training
     for cluster in whole[:rest]:
         if len(taken) + len(cluster) <= wanted:
             taken += cluster

@@ -391,7 +391,7 @@ def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> st
         ratios: whose exponents are ``_EXPONENTS``; None where one is not known.
         virials: units of virials, and the number that 1 eV is in each.
     """
-    # by the text of an explanation, the factor of each quantity that is in another unit
+    # factors of the quantities that are in another unit, by the text of the explanation
     units = {"energies": ENERGY_UNITS, "forces": _FORCES, "virials": virials}
     options = {"the forces have the wrong sign (gradients instead of forces)": {"forces": -1.0}}
     options |= {f"the {what} have the wrong sign": {what: -1.0} for what in ("energies", "virials")}
@@ -550,10 +550,8 @@ def _slope(pairs: Array, column: int, other: int) -> float | None:
         pairs[(pairs[:, :2] >= middle).all(axis=1)],
     )
     (slope, explained), *halves = (_partial(part, column, other) for part in parts)
-    if not slope or explained <= _EXPLAINED:
-        return None
     agree = (_is_one(half / slope) and share > _EXPLAINED_BY_HALF for half, share in halves)
-    return slope if all(agree) else None
+    return slope if slope and explained > _EXPLAINED and all(agree) else None
 
 
 def _partial(pairs: Array, column: int, other: int) -> tuple[float, float]:

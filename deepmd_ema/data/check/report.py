@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
 
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
-_MAX_MESSAGES = 5  # of one kind and system
+_MAX_MESSAGES = 5  # messages of one kind about one system
 # a part with fewer than one of so many frames is read frame by frame, not among all frames
 _FEW = 16
 _MAX_ELEMENTS = 12  # numbers of so many elements in one line

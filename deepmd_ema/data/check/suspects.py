@@ -49,7 +49,7 @@ _SEVERAL = 0.1  # a larger share of the frames of a system is another kind of fr
 # of the number of atoms
 NET_FORCE = 0.1
 _MAX_NAMES = 3
-_NUM_FITS = 40  # of energies per element, at most
+_NUM_FITS = 40  # largest number of fits of energies per element
 _FIT_TOLERANCE = 0.01  # eV, change of an energy per element with which the last fit is reached
 _FITTED = 0.01  # eV/atom, size of a residual from which on it counts by its size
 # frames of the same elements to judge outliers, and frames of a system to judge labels that do not
@@ -202,7 +202,7 @@ def energy_residuals(training: Sequence[SystemScan], rest: Sequence[SystemScan])
     where energies are not known; none are returned if too few energies are known.
     """
     scans = [*training, *rest]
-    # without isolated atoms, which are a cohesive energy above all others
+    # isolated atoms are left out: they are a cohesive energy above all other frames
     energies = [
         np.where(scan.isolated | ~np.isfinite(scan.energy), np.nan, scan.energy) for scan in scans
     ]

@@ -119,7 +119,7 @@ def _of_outcar(text: mmap.mmap) -> int:
     most = 0  # NELM
     limit = 0.0  # EDIFF, eV
     step = 0  # electronic step
-    change = 0.0  # of the energy in this step, eV
+    change = 0.0  # largest change of the energy in this step, eV
     number = 0  # ionic steps that did not converge
     is_reached = False
     for event in _VASP_EVENT.finditer(text):

@@ -203,7 +203,7 @@ def repeated(
     """
     parts: list[dict[str, list[str]]] = []
     for names in (training, validation, test):
-        parts.append({})  # by real path and group in the file
+        parts.append({})  # names of sources by real path and group
         for name in names:
             path, group = split_address(name)
             # after # only HDF5 has a group; other formats have choices of names of the same frames

@@ -39,8 +39,8 @@ from deepmd_ema.errors import DataError, collect_problems, show_text
 from deepmd_ema.geometry import Array
 
 XYZ_SUFFIXES = (".xyz", ".extxyz")
-_MAX_PROBLEMS = 5  # of one file
-# as ASE and MACE name them; others have their own
+_MAX_PROBLEMS = 5  # problems of one file that are reported
+# names of ASE and MACE; other labels are written under the names of config.labels
 _WRITTEN_NAMES = {
     COORD: "pos",
     FORCE: "forces",
@@ -53,7 +53,7 @@ _WRITTEN_NAMES = {
 REFERENCE = "REF_"
 _SPECIAL = ("lattice", "properties", "pbc")  # names that may have capital letters
 _PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
-# what a comment line consists of: words, and names with a value that may be quoted or in brackets
+# parts of a comment line: words, and names with a value that may be quoted or in brackets
 _WORD = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'[^']*'|[^\s=]+)""")
 _EQUALS = re.compile(r"\s*=\s*")
 # a text in quotes, a list in braces, a list or a list of lists in brackets, or a word
@@ -173,7 +173,7 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
         DataError: if the file cannot be read, or a frame does not begin with its number of atoms or
             is cut off.
     """
-    is_there(path)  # a pipe would be waited for
+    is_there(path)  # an error for a pipe, from which reading would wait
     start = 0
     number = 0
     line_number = 1
@@ -238,7 +238,7 @@ def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = 
         head.append(f'Lattice="{_numbers(box)}"')
     for name, array in arrays.items():
         label = name.removeprefix(REFERENCE)
-        plain = label.partition("[")[0]  # without the width
+        plain = label.partition("[")[0]  # some labels are named NAME[WIDTH]
         written = name.removesuffix(label) + _WRITTEN_NAMES.get(plain, plain)
         if rows_per(label) == "atom":
             columns.append(array.reshape(len(symbols), -1).astype(object))

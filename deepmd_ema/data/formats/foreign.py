@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from ase import Atoms
 
 _MAX_PROBLEMS = 5
-_MAX_REASON_CHARACTERS = 1000  # letters of what another program says
-_TAIL_BYTES = 100_000  # with the end of a file
-# names of ASE and dpdata for formats whose numbers have one unit of length and one of energy, which
-# the readers take for these; the others are outputs of programs with units of their own, which they
-# know
+_MAX_REASON_CHARACTERS = 1000  # letters of a message of another program
+_TAIL_BYTES = (
+    100_000  # bytes at the end of a file, in which an output of VASP says that it is complete
+)
+# Units that readers of ASE and dpdata assume, by the names of formats that have one unit of length
+# and one of energy. Other formats are outputs of programs whose units their readers know.
 _UNITS_OF = {
-    (
-        "angstrom",
-        "eV",
-    ): "traj bundletrajectory db json mysql postgresql extxyz xyz cfg gpumd lammps-dump-text "
-    "lammps-dump-binary netcdftrajectory vasp-out vasp-xml aims-output castep-castep gpaw-out "
-    "gpw vasp/outcar outcar vasp/xml xml vasp/string ase/traj fhi_aims/md fhi_aims/output "
-    "fhi_aims/scf siesta/output siesta/aimd_output pwmat/movement movement pwmat/mlmd mlmd",
+    ("angstrom", "eV"): (
+        "traj bundletrajectory db json mysql postgresql extxyz xyz cfg gpumd lammps-dump-text "
+        "lammps-dump-binary netcdftrajectory vasp-out vasp-xml aims-output castep-castep gpaw-out "
+        "gpw vasp/outcar outcar vasp/xml xml vasp/string ase/traj fhi_aims/md fhi_aims/output "
+        "fhi_aims/scf siesta/output siesta/aimd_output pwmat/movement movement pwmat/mlmd mlmd"
+    ),
     ("bohr", "hartree"): "runnerdata n2p2 abinit-out castep-md castep-geom qe/cp/traj",
     ("bohr", "rydberg"): "espresso-out qe/pw/scf",
 }
@@ -113,7 +113,7 @@ def stored_parts(
             if output is None or name == output.name
             else f"--format {output.name}"
         )
-        # not |=, which drops remarks on the whole file
+        # not |=: it drops entries of 0, which are remarks on the whole file
         inventory.other.update(dict(notes_of_output(place, FORCE in inventory.read, other)))
         if output is not None and output.name.startswith("vasp/"):
             _note_what_vasp_left_out(path, output.name == "vasp/xml", inventory)
@@ -186,11 +186,11 @@ def _ase_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[
         )
     with _readable(path, f"ASE{f' as {file_format}' if file_format else ''}", inventory):
         name = file_format or ("db" if path.suffix == ".db" else filetype(str(path)))
-        if name not in ioformats:  # it is the suffix
+        if name not in ioformats:  # filetype returns the suffix of a file that it does not know
             raise ValueError("which does not know its format")
         inventory.reader, inventory.units = f"ASE as {name}", _UNITS.get(name)
         if name == "db":
-            # what a user has added to a row, often labels, is not in what iread gives
+            # entries that a user has added to a row, often labels, are not in the frames of iread
             base = connect(str(path))
             every = [row.toatoms(add_additional_information=True) for row in base.select()]
             # SchNetPack states the units of all rows in one place
@@ -201,7 +201,7 @@ def _ase_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[
             for atoms in every:
                 atoms.info |= stated
         else:
-            # with an @ in a name ASE would look for numbers of frames after it
+            # ASE would read numbers of frames after an @ in a name
             every = list(iread(str(path), ":", name, do_not_split_by_at_sign=True))
     return (_of_atoms(atoms, inventory) for atoms in every)
 
@@ -264,7 +264,7 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
     data = {name: value for name, value in data.items() if np.size(value)}
     name = path.name.rpartition(".")[2].lower() if file_format == "auto" else file_format
     inventory.reader, inventory.units = f"dpdata as {name}", _UNITS.get(name)
-    element_of = {}  # by kind of atoms
+    element_of = {}  # element by kind of atoms
     for name in data["atom_names"]:
         # names of AMBER are those of its force field
         kind = _KIND.fullmatch(name) if file_format != "amber/md" else None

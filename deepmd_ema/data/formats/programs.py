@@ -60,7 +60,7 @@ _PARTS = {
 }
 _MORE_ENDS = ("cel", "str", "mden", "mdout")  # suffixes of files that some data have
 _ABACUS = {"md": "abacus/md", "relax": "abacus/relax", "cell-relax": "abacus/relax"}
-_PLAIN_NAMES = ("n2p2", "dftbplus", "movement", "mlmd", "outcar")  # of dpdata, without a slash
+_PLAIN_NAMES = ("n2p2", "dftbplus", "movement", "mlmd", "outcar")  # names of dpdata without a slash
 
 
 def is_of_dpdata(file_format: str) -> bool:

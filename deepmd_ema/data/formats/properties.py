@@ -557,7 +557,7 @@ def numbers(name: str, value: Any) -> Array:
         array = np.asarray(value, np.float64).reshape(-1)
     except (TypeError, ValueError):
         array = np.empty(0)
-    if not array.size:  # also of a text that is no number
+    if not array.size:  # an empty text or list, or one that is not of numbers
         text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
         raise DataError(f"{name}: is {show_text(text, _MAX_SHOWN)}, expected numbers.")
     return array

@@ -25,7 +25,7 @@ from deepmd_ema.errors import DataError, first_few
 from deepmd_ema.geometry import Array
 
 _MAX_ROWS = 2**48  # rows of any array that a computer can hold
-_MAX_REASON_CHARACTERS = 200  # letters of a reader's own words
+_MAX_REASON_CHARACTERS = 200  # letters of the message of a reader
 _HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 _MAX_OPEN_FILES = 1000  # files kept open, and at most a quarter of what the process may have open
 # the end of the name of a set that someone has put aside: set.000.bak, set.000_old2, set.orig,
@@ -55,7 +55,8 @@ class NpyStore:
             name for name in names if self.has(name) and os.path.isdir(f"{self.name}/{name}")
         ]
         for name in set(names) - set(folders):
-            if name.removeprefix("set.").isdigit():  # not set.000.tar.gz
+            # a file such as set.000.tar.gz is no mistake
+            if name.removeprefix("set.").isdigit():
                 place = Path(self.name, name)
                 raise DataError(
                     f"{place}: is a file, expected a folder with coord.npy. Remove or rename it."
@@ -64,7 +65,7 @@ class NpyStore:
 
     def has(self, file: str) -> bool:
         """Whether there is ``file``; DataError if it is a link to what does not exist."""
-        folder, _, name = file.rpartition("/")
+        folder, name = os.path.split(file)
         # most files do not exist, and to look for each of them takes longer than a list of all
         if folder not in self._names:
             with readable(Path(self.name, folder)):
@@ -222,7 +223,7 @@ class Hdf5Store:
                     self.group[file], self.group.file.filename, f"{self.name}/{file}"
                 )
                 return self.group[file]
-            folder, _, last = file.rpartition("/")
+            folder, last = os.path.split(file)
             parent = self.group.get(folder) if folder else self.group
             if hasattr(parent, "keys") and parent.id.links.exists(last.encode()):
                 link = f"{self.name}/{file}: is a link to what does not exist"
@@ -442,7 +443,7 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
                 f"{first_few(sorted(root)) or 'none'}."
             )
         _refuse_other_files(root[top], root.filename, f"{file}#{top}")
-        groups = {"": root[top]}  # by name below the group
+        groups = {"": root[top]}  # groups by their names below ``top``
         root[top].visititems(
             lambda name, item: groups.update({name: item}) if isinstance(item, h5py.Group) else None
         )
@@ -450,7 +451,7 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
         systems = sorted(
             (name, group) for name, group in groups.items() if group.id.links.exists(b"type.raw")
         )
-        stack.pop_all()  # the systems need the file
+        stack.pop_all()  # the file stays open for the systems
     return [
         Hdf5Store(group, f"{file}#{top.rstrip('/')}/{name}".rstrip("/")) for name, group in systems
     ]

@@ -221,7 +221,7 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
         raise DataError(
             f"{store.name}/type_map.raw: missing. A mixed system (with {TYPES}.npy) needs it."
         )
-    # the arrays of every set
+    # the arrays of every set; mixed sets have types of their own
     expected = [_Expected(COORD, (COORD,), 3 * natoms, "Every set needs it.")]
     periodic = not store.has("nopbc")
     if periodic:
@@ -232,7 +232,7 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     if mixed:
         expected.append(_Expected(TYPES, (TYPES,), natoms))
     labels = [LABELS[name] for name in spec.labels]
-    # atoms in the order of type.raw whose tensors may have the only rows
+    # places in type.raw of the atoms that alone may have rows in tensors
     selected = None
     if spec.selected is not None and not mixed:
         elements = [*(names or spec.type_map)]
