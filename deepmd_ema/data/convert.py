@@ -153,6 +153,8 @@ def convert_data(
             f"--units {units}: expected a length ({', '.join(LENGTHS)}) and an energy (eV, "
             "hartree, rydberg, kcal/mol, kJ/mol), such as bohr,hartree."
         )
+    # systems of DeePMD-kit do not state which atoms have rows in tensors: the numbers of rows over
+    # all of them show it
     if selected is None and file_format is None:
         stored = [
             path
@@ -161,6 +163,7 @@ def convert_data(
         ]
         selected = selected_elements(stored)
     frames, lines = _read(inputs, file_format, predict, units, selected)
+    # the message repeats the lines with the readers and with frames that are not finite
     if not frames:
         read_by = "; ".join(
             dict.fromkeys(line.strip() for line in lines if line.startswith("  by "))
@@ -170,6 +173,7 @@ def convert_data(
         )
         what = f"{', '.join(inputs)}: no frame has an energy or forces (read {read_by})."
         raise DataError(f"{what}{bad or ' Is the format right?'}")
+    # elements in the order in which frames name them first
     type_map = tuple(dict.fromkeys(symbol for frame in frames for symbol in frame.symbols))
     parts = [frames]
     if validation:
@@ -213,6 +217,7 @@ def _read(
     problems = list[str]()
     names = list[str]()
     num_empty = 0
+    # where a model predicts the labels, only parameters and weights are those of the files
     wanted = (*LABELS, FPARAM, APARAM) if predict is None else (FPARAM, APARAM, *WEIGHTS)
     for address in inputs:
         with collect_problems(problems):
@@ -237,11 +242,13 @@ def _read(
                             # the model expects angstrom
                             converted = replace(frame, coord=arrays[COORD], box=arrays.get(BOX))
                             arrays |= predict(converted, arrays.get(FPARAM), arrays.get(APARAM))
+                        # one calculation that diverged does not make the others useless
                         if bad := [
                             n for n, array in arrays.items() if not np.isfinite(array).all()
                         ]:
                             not_finite.append(f"{index} ({', '.join(bad)})")
                             continue
+                        # weights of frames are labels without errors, and teach a model nothing
                         if not any(LABELS[name].errors for name in arrays if name in LABELS):
                             num_empty += 1
                             continue

@@ -91,7 +91,7 @@ def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> di
         labels = dict.fromkeys((*task.model.fitting_net.labels, *task.labels, *weights))
         spec = ReadSpec.of_model(task.model, tuple(labels))
         spec = replace(spec, results=results[name] if results is not None else None)
-        data[name] = TaskData([], [], [])
+        data[name] = TaskData([], [], [])  # the lists are filled below
         sections = {
             f"{task.place('training')}.{section}": getattr(task.data, section)
             for section in _SECTIONS
@@ -165,6 +165,7 @@ def choose_validation(
         train = data[name].train
         if fraction is None:
             continue
+        # each task of several has a seed of its own
         split_seed = seed_for(f"split of {name}", seed) if name else seed
         files = [file for source in train for file in source.files()]
         about = {
@@ -426,8 +427,10 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     stored = recall_or_find(
         results, [file for source in sources for file in source.files()], about, check
     )
+    # check() was not called if the report was stored
     report = report or DataReport.from_dict(stored, model.type_map, descriptor.cutoff)
-    # options that do not fit the number and sizes of the systems
+    # Options that do not fit the number and sizes of the systems are found each time: the key of a
+    # stored report does not have them.
     problems = list[str]()
     for section, systems in zip(_SECTIONS, data):
         if (options := getattr(task.data, section)) is not None:
@@ -481,6 +484,7 @@ def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iter
     yield from elements_without_tensors(report.training, task.labels, task.model.type_map, excluded)
     bridging = task.model.bridging
     nearest = report.neighbors.min_distance if report.neighbors is not None else math.inf
+    # frames with a smaller distance than min_pair_dist are left out already
     nearest_in_use = max(options.min_pair_dist, nearest)
     # nearer than this, distances are clamped to a constant
     if bridging is not None and nearest_in_use < bridging.inner:

@@ -175,11 +175,12 @@ def check_systems(
     remarks = (
         note(scan.system.whole.name, f": {text}") for scan in every for text in scan.system.notes
     )
+    # energies of test data are not proposed for the model
     findings = [*dict.fromkeys(remarks), *_isolated_atom_notes(in_run, type_map)]
     for scan in every:
         findings += scan.findings()
     for scans in (in_run, report.test):
-        # neighbors of the frames whose geometry is valid, or of an even sample of them
+        # neighbors in the frames whose geometry is valid, or of an even sample of them
         usable = [
             np.delete(np.arange(scan.system.num_frames), sorted(scan.bad_frames)) for scan in scans
         ]
@@ -230,7 +231,7 @@ def check_systems(
         report.units = judge_units(every, type_map)
         findings += report.units.findings()
     for finding in findings:
-        # errors and notes name files, which a task has for itself
+        # errors and notes name files, which show the task that they belong to
         is_warning = finding.severity == WARNING
         report.findings += with_task(task if is_warning else "", [finding])
     return report
@@ -322,6 +323,7 @@ def _nothing_to_learn(scans: Sequence[SystemScan], labels: Sequence[str]) -> Fin
 
     It names the options with which the loss learns the labels that the data have.
     """
+    # files that the loss could learn from, and then labels that the data have
     files = ", ".join(f"{LABELS[label].files[0]}.npy" for label in labels)
     text = f": no label of the loss is present in any system ({files}): there is nothing to learn."
     for name in dict.fromkeys(name for scan in scans for name in scan.label_frames):
@@ -417,7 +419,7 @@ def _element_warnings(report: DataReport, task: str) -> Iterator[Finding]:
         part: sum((scan.type_counts.sum(axis=0) for scan in scans), no_atoms)
         for part, scans in report.parts.items()
     }
-    trained = counts.pop("training")
+    trained = counts.pop("training")  # (T,) atoms of each element
     if unseen := [name for name, number in zip(report.type_map, trained) if not number]:
         but = ", but for what other tasks share and train" if task else ""
         text = "but no training frame does: their networks stay untrained"
