@@ -59,6 +59,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # modules that import dargs, which averages in the trainers of others do not need
+    # these two modules import dargs and all sections: averages that are used in the trainers of
+    # others need neither, and `import deepmd_ema.config` stays fast
     module = "argcheck" if name in ("gen_args", "run_arguments") else "load"
     return getattr(import_module(f"{__name__}.{module}"), name)

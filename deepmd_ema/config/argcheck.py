@@ -32,11 +32,16 @@ from deepmd_ema.config.unsupported import unavailable_key, unavailable_type
 
 TYPE = "type"  # the key that chooses one of several kinds of a section
 _REGISTRIES = (MODELS, DESCRIPTORS, FITTINGS, AVERAGES, LOGGERS)
-_roots: dict[tuple[Any, ...], Field] = {}  # by the types that are installed
+# Trees of whole inputs by the types that are installed: building one takes a few tenths of a
+# second, and a start needs it several times.
+_roots: dict[tuple[Any, ...], Field] = {}
 
 
 class Field(Argument):
     """An argument of dargs with the declaration that it is made of.
+
+    dargs names the first mistake only. The declaration has what a message about each needs: unit,
+    choices, other spellings and the reason of a removed value.
 
     Attributes:
         option: the declaration; None of the whole input and of one kind of a section.
@@ -76,10 +81,11 @@ def run_arguments(has_tasks: bool = False) -> Field:
     DeePMD-kit that have no effect here.
 
     Args:
-        has_tasks: whether it is that of an input of several tasks, in which the names of shared
-            parts are replaced by the parts.
+        has_tasks: whether the input has several tasks; the names of shared parts in it are replaced
+            by the parts before.
     """
-    # other distributions may add types at any time
+    # Other distributions may add types at any time, also after the first call; a tree without them
+    # would refuse their sections.
     key: Any = (has_tasks, *(registry.sections() for registry in _REGISTRIES))
     if key not in _roots:
         _roots[key] = _kind("input", MultiTaskRun if has_tasks else SingleTaskRun)
@@ -87,9 +93,7 @@ def run_arguments(has_tasks: bool = False) -> Field:
 
 
 def gen_args(has_tasks: bool = False) -> list[Argument]:
-    """Return the schemas of the sections of an input, as DeePMD-kit's function of this name
-    does.
-    """
+    """Return the schemas of the sections, as DeePMD-kit's function of this name does."""
     return list(run_arguments(has_tasks).sub_fields.values())
 
 
@@ -111,6 +115,8 @@ def _kind(name: str, section: Any) -> Field:
     doc = " ".join((section.__doc__ or "").partition("Attributes:")[0].split())
     kind = Field(name, dict, doc=doc, **about)
     kind.section = section
+    # `type` is no option of a section: its class has the value. It is a key of the input all the
+    # same, and the first that a message lists.
     if hasattr(section, TYPE):
         kind.inner_keys.insert(0, TYPE)
     return kind
@@ -126,10 +132,12 @@ def field_of(option: Option) -> Field:
     dtype: list[Any] = list(option.types)
     kinds: list[Field] = []
     if not option.sections:
+        # dargs calls it with values of the right type only
         about["extra_check"] = lambda value: not option.explain(value)
         about["extra_check_errmsg"] = f"Expected {option.wants}."
     else:
         dtype = [list if option.many else dict]
+        # "repeat" of dargs: the value is a list, or a mapping by free names, of sections
         about["repeat"] = option.many or option.named
         if option.by_type:
             kinds = [_kind(section.type, section) for section in option.sections]
@@ -166,13 +174,12 @@ class Section(NamedTuple):
 
 
 def sections_of(field: Field, values: Any, place: Place) -> Iterator[Section]:
-    """Yield a section and those in it, outer ones first; values that are no sections are left
-    out.
-    """
+    """Yield a section and those in it, outer ones first; other values are left out."""
     if not isinstance(values, dict):
         return
     kind = field.kind_of(values)
     yield Section(place, field, kind, values)
+    # without a kind the options are not known, and so not which of them are sections
     for inner in kind.sub_fields.values() if kind is not None else ():
         for key in inner.keys if inner.is_section else ():
             for path, item in _items_of(inner, values.get(key)):
@@ -180,46 +187,46 @@ def sections_of(field: Field, values: Any, place: Place) -> Iterator[Section]:
 
 
 def _items_of(field: Field, value: Any) -> list[tuple[Place, Any]]:
-    """Return the sections of an option, with their places in it."""
+    """Return the sections of an option, with their places in it; none of a wrong value."""
     if not field.repeat:
         return [((), value)]
-    items = (
-        enumerate(value)
-        if isinstance(value, list)
-        else value.items()
-        if isinstance(value, dict)
-        else ()
-    )
-    return [((key,), item) for key, item in items]
+    if isinstance(value, list):
+        return [((number,), item) for number, item in enumerate(value)]
+    if isinstance(value, dict):
+        return [((name,), item) for name, item in value.items()]
+    return []
 
 
 def take_options(root: Field, reading: Reading) -> None:
-    """Note the places of all options that an input gives, and leave out those of DeePMD-kit that do
-    nothing here.
+    """Note the places of all options that an input gives, and leave out those without effect.
+
+    These are options of DeePMD-kit that do nothing here, at any value or at some.
     """
     for section in sections_of(root, reading.values, ()):
         kind = section.kind
         if kind is None:
             continue
+        # a list, because the loop removes keys
         for key in [key for key in section.values if key not in kind.inner_keys]:
             _drop_without_effect(section, kind, key, reading)
         for field in kind.sub_fields.values():
-            here = (*section.place, field.name)
+            place = (*section.place, field.name)
+            # of two spellings the first counts; find_mistakes refuses the second
             spelling = next((key for key in section.values if key in field.keys), None)
             if spelling is None:
                 continue
-            reading.paths[here] = reading.spelled(section.place, spelling)
-            reading.given.add(here)
-            for path, _ in (
-                _items_of(field, section.values[spelling])
-                if field.is_section and field.repeat
-                else ()
-            ):
-                reading.paths.setdefault((*here, *path), (*reading.paths[here], *path))
+            reading.paths[place] = reading.spelled(section.place, spelling)
+            reading.given.add(place)
+            has_entries = field.is_section and field.repeat
+            for path, _ in _items_of(field, section.values[spelling]) if has_entries else ():
+                # an entry that was moved to its place has a path of its own already
+                reading.paths.setdefault((*place, *path), (*reading.paths[place], *path))
 
 
 def _drop_without_effect(section: Section, kind: Field, key: str, reading: Reading) -> None:
-    value, place = section.values[key], (*section.place, key)
+    """Remove a key that does nothing here, with a remark if it was meant to do something."""
+    value = section.values[key]
+    place = (*section.place, key)
     without_effect = getattr(kind.section, "without_effect", {})
     if key in without_effect:
         default, why = without_effect[key]
@@ -237,15 +244,20 @@ def _drop_without_effect(section: Section, kind: Field, key: str, reading: Readi
 
 
 def to_section(field: Field, values: Any, **more: Any) -> Any:
-    """Return a section that dargs has accepted, with all defaults, as an object; ``more`` are
-    fields of no option.
+    """Return a section that dargs has accepted, with all defaults, as an object.
+
+    Args:
+        field: its argument.
+        values: its normalized values.
+        **more: values of fields that are no options.
     """
     kind = field.kind_of(values)
     assert kind is not None, "dargs has accepted the type"
-    given = {
+    # not input_options: a shorthand is replaced before, so no section has its options
+    arguments = {
         o.name: _to_value(kind.sub_fields[o.name], values[o.name]) for o in options(kind.section)
     }
-    return kind.section(**given, **more)
+    return kind.section(**arguments, **more)
 
 
 def _to_value(field: Field, value: Any) -> Any:
@@ -258,7 +270,8 @@ def _to_value(field: Field, value: Any) -> Any:
         if option.named:
             return {path[0]: section for path, section in items}
         return [section for _, section in items] if option.many else items[0][1]
-    # whole numbers are floats where the declaration says float
+    # Whole numbers are floats where the declaration says float: 1 and 1.0 in an input then give
+    # equal configs, whose files and digests are the same. `type(...) is` leaves booleans alone.
     if type(value) is int and float in option.types and int not in option.types:
         value = float(value)
     elif isinstance(value, list) and any("float" in str(kind) for kind in option.types):
@@ -281,12 +294,17 @@ def find_mistakes(root: Field, reading: Reading) -> None:
 
 
 def _refuse_keys(root: Field, section: Section, kind: Field, reading: Reading) -> None:
-    """Refuse wrong values, unknown and missing keys of a section."""
+    """Refuse wrong values, unknown and missing keys of a section.
+
+    What is refused goes into ``reading.wrong``: the caller removes these keys and has dargs check
+    the rest with defaults in their place, so that data can be checked beside a wrong option.
+    """
     by_key = {key: field for field in kind.sub_fields.values() for key in field.keys}
     seen: dict[str, str] = {}  # name of an option -> its first spelling
     unknown = []
     for key, value in section.values.items():
-        field, place = by_key.get(key), reading.spelled(section.place, key)
+        field = by_key.get(key)
+        place = reading.spelled(section.place, key)
         if field is None:
             if not (key == TYPE and TYPE in kind.inner_keys):
                 unknown.append(key)
@@ -314,6 +332,7 @@ def _refuse_keys(root: Field, section: Section, kind: Field, reading: Reading) -
                 f" = {show(section.values[key])}: {entry.reason}. {entry.instead or 'Remove it.'}",
             )
             continue
+        # an unknown key that looks like a missing one is one mistake, not two
         meant = next((field for field in missing.values() if close_names(key, field.keys)), None)
         if meant is not None:
             del missing[meant.name]
@@ -329,9 +348,11 @@ def _refuse_keys(root: Field, section: Section, kind: Field, reading: Reading) -
 
 
 def _is_right(field: Field, value: Any, place: Place, reading: Reading) -> bool:
-    """Whether the value of an option is right, but for what is in its sections; a wrong one is
-    refused.
+    """Whether the value of an option is right, but for the content of its sections.
+
+    A wrong one is refused.
     """
+    # INVALID is wrong, but was refused when it was put there; null is right where it is a value
     if value is INVALID or (value is None and field.option.nullable):
         return value is None
     spelled = reading.paths.get(place, place)
@@ -356,17 +377,18 @@ def _is_right(field: Field, value: Any, place: Place, reading: Reading) -> bool:
 
 def _refuse_type(section: Section, reading: Reading) -> None:
     """Refuse the ``type`` of a section, whose other keys cannot be judged then."""
-    known, name = list(section.field.kinds), section.values.get(TYPE)
+    types = list(section.field.kinds)
+    name = section.values.get(TYPE)
     registry = section.field.option.registry
     if TYPE not in section.values:
-        text = f": required, but missing. Expected one of {', '.join(known)}."
+        text = f": required, but missing. Expected one of {', '.join(types)}."
     elif (instead := unavailable_type(section.place, name)) is not None:
         advice = f"{NOT_AVAILABLE}. {instead}".rstrip()
-        text = f" = {show(name)}: {advice} Available: {', '.join(known)}."
+        text = f" = {show(name)}: {advice} Available: {', '.join(types)}."
     elif registry is not None and str(name) in registry.faults:
         text = f" = {show(name)}: {registry.faults[str(name)]}"
     else:
-        text = unknown_choice(name, known)
+        text = unknown_choice(name, types)
         if registry is not None and registry.group and "Did you mean" not in text:
             text += " A type of another package is known where that package is installed."
     reading.refuse((*reading.paths.get(section.place, section.place), TYPE), text)
@@ -384,15 +406,18 @@ def _unknown_key(
         key: the key.
         required: an option that is missing and has a name like it.
     """
-    # in an input of several tasks, where an option of an input of one task is
+    # An input of several tasks has an option of an input of one: `loss` is `loss_dict.TASK` there,
+    # and `training_data` is `data_dict.TASK.training_data`.
     for field in kind.sub_fields.values():
         if field.option.named and field.is_section:
-            outer, is_whole = dotted((*section.place, field.name)), field.name == f"{key}_dict"
+            outer = dotted((*section.place, field.name))
+            is_whole = field.name == f"{key}_dict"
             if is_whole or any(key in inner.inner_keys for inner in kinds_of(field)):
                 each = f"{outer}.TASK" if is_whole else f"{outer}.TASK.{key}"
                 return f": unknown key here, in an input of several tasks. There it is {each}."
     if required is not None:
         return f": unknown key. Did you mean {required.name}, which is required and missing?"
+    # The key belongs to another type of this section, or else to another section.
     having = [
         other.name
         for other in section.field.kinds.values()
@@ -403,15 +428,11 @@ def _unknown_key(
     else:
         places = list(dict.fromkeys(_places_of(run_arguments(), key, "")))
         if len(places) not in (1, 2):  # a key of many sections is no hint
-            lists = [
-                field
+            places = [
+                f"an entry of {field.name}"
                 for field in kind.sub_fields.values()
                 if field.option.many and field.is_section
-            ]
-            places = [
-                f"an entry of {f.name}"
-                for f in lists
-                if any(key in k.inner_keys for k in kinds_of(f))
+                if any(key in inner.inner_keys for inner in kinds_of(field))
             ]
     close = close_names(key, kind.inner_keys)
     if places:
@@ -431,15 +452,16 @@ def kinds_of(field: Field) -> list[Field]:
 def _places_of(kind: Field, key: str, path: str) -> Iterator[str]:
     """Yield the places of an option in a section and those inside of it; lists are left out."""
     for field in kind.sub_fields.values():
-        here = f"{path}.{field.name}" if path else field.name
+        place = f"{path}.{field.name}" if path else field.name
         if key in field.keys:
-            yield here
+            yield place
         if field.option.many or not field.is_section:
-            continue  # `name`, `device` are too common to be missed anywhere
+            continue  # `name`, `device` of entries of lists are too common to be missed anywhere
         kinds = kinds_of(field)
         having = [inner for inner in kinds if key in inner.inner_keys]
+        # the type is named where it decides; an option of all types has one place without it
         if len(having) < len(kinds):
-            yield from (f"{here}.{key} of type {inner.name}" for inner in having)
+            yield from (f"{place}.{key} of type {inner.name}" for inner in having)
         else:
             for inner in kinds:
-                yield from _places_of(inner, key, here)
+                yield from _places_of(inner, key, place)

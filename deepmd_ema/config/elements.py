@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 _SYMBOLS = (
     "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se "
     "Br Kr Rb Sr Y Zr Nb Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb "
@@ -14,33 +16,43 @@ NUM_STATES = len(SYMBOLS)  # those of oganesson, in which all shells that an ele
 Shell = tuple[int, int]
 """Principal and angular quantum number (n, l); it holds 2 (2 l + 1) electrons."""
 
-# electrons that are not where the Madelung rule puts them: from which shell, to which, how many
-_MOVED: dict[str, tuple[Shell, Shell, int]] = {
-    **dict.fromkeys(("Cr", "Cu"), ((4, 0), (3, 2), 1)),
-    **dict.fromkeys(("Nb", "Mo", "Ru", "Rh", "Ag"), ((5, 0), (4, 2), 1)),
-    "Pd": ((5, 0), (4, 2), 2),
-    **dict.fromkeys(("La", "Ce", "Gd"), ((4, 3), (5, 2), 1)),
-    **dict.fromkeys(("Pt", "Au"), ((6, 0), (5, 2), 1)),
-    **dict.fromkeys(("Ac", "Pa", "U", "Np", "Cm"), ((5, 3), (6, 2), 1)),
-    "Th": ((5, 3), (6, 2), 2),
-    **dict.fromkeys(("Ds", "Rg"), ((7, 0), (6, 2), 1)),
+
+class _Move(NamedTuple):
+    """Electrons that are in another shell than the Madelung rule says."""
+
+    source: Shell
+    target: Shell
+    number: int
+
+
+_MOVED = {
+    **dict.fromkeys(("Cr", "Cu"), _Move((4, 0), (3, 2), 1)),
+    **dict.fromkeys(("Nb", "Mo", "Ru", "Rh", "Ag"), _Move((5, 0), (4, 2), 1)),
+    "Pd": _Move((5, 0), (4, 2), 2),
+    **dict.fromkeys(("La", "Ce", "Gd"), _Move((4, 3), (5, 2), 1)),
+    **dict.fromkeys(("Pt", "Au"), _Move((6, 0), (5, 2), 1)),
+    **dict.fromkeys(("Ac", "Pa", "U", "Np", "Cm"), _Move((5, 3), (6, 2), 1)),
+    "Th": _Move((5, 3), (6, 2), 2),
+    **dict.fromkeys(("Ds", "Rg"), _Move((7, 0), (6, 2), 1)),
 }
 
 
 def electrons_of_shells(symbol: str) -> dict[Shell, int]:
     """Return the electrons in each shell of a free atom, shells sorted by n, then by l."""
-    # those of all elements, by n + l, then by n (Madelung rule)
+    # the shells of all elements in the order in which they are filled: by n + l, then by n
+    # (Madelung rule)
     shells = [
         (n, total - n) for total in range(1, 9) for n in range(total // 2 + 1, min(total, 7) + 1)
     ]
-    electrons, left = {}, SYMBOLS.index(symbol) + 1
+    electrons = {}
+    left = SYMBOLS.index(symbol) + 1
     for n, l in shells:  # noqa: E741
         electrons[n, l] = min(left, 2 * (2 * l + 1))
         left -= electrons[n, l]
     if symbol in _MOVED:
-        source, target, number = _MOVED[symbol]
-        electrons[source] -= number
-        electrons[target] += number
+        move = _MOVED[symbol]
+        electrons[move.source] -= move.number
+        electrons[move.target] += move.number
     return dict(sorted(electrons.items()))
 
 
@@ -52,7 +64,7 @@ def occupied_states(symbol: str) -> list[bool]:
     DeePMD-kit.
     """
     states = []
-    # its name in quantum mechanics
+    # l is the name of the angular quantum number in the literature
     for (_, l), number in electrons_of_shells(symbol).items():  # noqa: E741
         orbitals = range(2 * l + 1)
         states += [
@@ -61,7 +73,7 @@ def occupied_states(symbol: str) -> list[bool]:
     return states
 
 
-# u: IUPAC 2016, as in ASE; of H to Lr
+# masses of H to Lr in u, IUPAC 2016, as in ASE
 _MASSES = (
     "1.008 4.0026 6.94 9.0122 10.81 12.011 14.007 15.999 18.998 20.18 22.99 24.305 26.982 28.085 "
     "30.974 32.06 35.45 39.948 39.098 40.078 44.956 47.867 50.941 51.996 54.938 55.845 58.933 "

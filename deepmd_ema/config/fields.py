@@ -1,5 +1,6 @@
-"""Declaration of an option, once: type, default, unit, check and manual text on the field of a
-frozen dataclass.
+"""Declaration of an option, once, on the field of a frozen dataclass.
+
+It has type, default, unit, check and manual text; checks, messages, manual and schema follow.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from deepmd_ema.utils import (  # noqa: F401
 )
 
 WithoutEffect = Mapping[str, tuple[Any, str]]
-"""Options of DeePMD-kit that do nothing here, no options of a section: its default there, and
-why.
+"""Options of DeePMD-kit that do nothing here: the default there, and the reason.
+
+A section accepts them and leaves them out; they are not among its options.
 """
 
 
@@ -101,9 +103,7 @@ class Option:
 
     @property
     def sections(self) -> tuple[Any, ...]:
-        """The dataclasses of a nested section; those with a ``type`` are chosen by the key
-        ``type``.
-        """
+        """The dataclasses of a nested section, which ``type`` chooses where they have one."""
         return self.classes if self.registry is None else self.registry.sections(self.left_out)
 
     @property
@@ -117,19 +117,19 @@ class Option:
             return "one of " + ", ".join(self.choices)
         if self.check is not None:
             return self.check.wants
-        words = []
+        texts = []
         for kind in self.types:
+            # list[int | float] is "a list of whole numbers or numbers"
             inner = members(typing.get_args(kind)[0]) if typing.get_origin(kind) is list else ()
             plurals = " or ".join(_PLURAL.get(p, "lists") for p in inner)
-            words.append(f"a list of {plurals}" if inner else _WORDS.get(kind, "a section {...}"))
-        return " or ".join(words)
+            texts.append(f"a list of {plurals}" if inner else _WORDS.get(kind, "a section {...}"))
+        return " or ".join(texts)
 
     def explain(self, value: Any, has_type: bool = True) -> str:
-        """Return the rest of the message about a value that the option does not take, or an empty
-        string.
+        """Return the rest of the message about a value, or an empty string if it is right.
 
-        Refused are also what Python takes for a number: true and false, infinity and nan, whole
-        numbers that do not fit 64 bits; and texts that no file can have as its name.
+        Some values that Python takes for numbers are refused: true and false, infinity and nan,
+        whole numbers that do not fit 64 bits. So are texts that no file can have as its name.
 
         Args:
             value: what the input has.
@@ -138,17 +138,20 @@ class Option:
         """
         if value is None and self.nullable and has_type:
             return ""
-        # texts of DeePMD-kit or of an earlier version that are not here
+        # Texts of DeePMD-kit or of an earlier version come first: they have a remedy of their own,
+        # which a list of the choices would hide.
         text = value if isinstance(value, str) else ""
         if self.unavailable is not None and re.match(self.unavailable, text):
             return f" = {show(value)}: {NOT_AVAILABLE}. Use {self.wants}."
         if text in self.removed:
             return f" = {show(value)}: was removed. {self.removed[text]}"
         parts = [value]
-        for part in parts:  # the list grows by what is in lists and sections
-            parts += (
-                part if isinstance(part, list) else part.values() if isinstance(part, dict) else ()
-            )
+        for part in parts:  # the list grows by the items of lists and sections
+            if isinstance(part, list):
+                parts += part
+            elif isinstance(part, dict):
+                parts += part.values()
+        # bool is a subclass of int, so that dargs takes true for 1 wherever a number may be
         takes_bool = any(bool in (kind, *typing.get_args(kind)) for kind in self.types)
         if not has_type or (not takes_bool and any(isinstance(part, bool) for part in parts)):
             return self.wrong_type(value)
@@ -160,23 +163,22 @@ class Option:
                 "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name "
                 "has",
             )
+        # a check beside choices lets further texts pass, such as silut:3
         is_known = value in self.choices or (
             not self.choices if self.check is None else self.check.test(value)
         )
+        if not is_known and self.choices:
+            return unknown_choice(value, self.choices)
         if not is_known:
-            return (
-                unknown_choice(value, self.choices)
-                if self.choices
-                else bad_value(value, self.wants)
-            )
+            return bad_value(value, self.wants)
+        # last, because the check of an option has the better text where it refuses nan as well
         is_finite = all(math.isfinite(part) for part in parts if isinstance(part, float))
         return "" if is_finite else bad_value(value, "a finite number")
 
     def wrong_type(self, value: Any) -> str:
-        """Return the message of a value of the wrong type, with the way to mend it when it can be
-        guessed.
-        """
-        scalars, hint = {t for t in self.types if typing.get_origin(t) is None}, ""
+        """Return the message of a value of the wrong type, with a guessed remedy."""
+        scalars = {t for t in self.types if typing.get_origin(t) is None}
+        hint = ""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if self.many and isinstance(value, dict):
             hint = "Put [ ] around the section."
@@ -198,11 +200,16 @@ class Option:
 def option(
     default: Any = dataclasses.MISSING, doc: str = "", check: Check | None = None, **about: Any
 ) -> Any:
-    """Declare one option of a section; ``about`` are the attributes of ``Option``: alias, unit,
-    choices, ...
+    """Declare one option of a section.
 
-    ``also`` names types that the file may hold and that ``convert`` turns into the annotated one. A
-    default that is a list or a dict is copied for each owner.
+    A default that is a list or a dict is copied for each owner.
+
+    Args:
+        default: its value where the input does not give it; without a default it is required.
+        doc: manual text.
+        check: test of a value that has the right type.
+        **about: other attributes of ``Option`` (alias, unit, choices, ...), and ``also``: types
+            that the file may hold and that ``convert`` turns into the annotated one.
     """
     metadata = {"default": default, "doc": doc, "check": check, **about}
     if isinstance(default, list | dict):
@@ -220,22 +227,27 @@ def redefined(section: type, name: str, default: Any = dataclasses.MISSING) -> A
 
 @cache
 def options(section: type) -> tuple[Option, ...]:
-    """Return the options of a section class: its ``first_options``, the others in the order of
-    their declaration.
+    """Return the options of a section class: its ``first_options``, then the others as declared.
 
     Options of a base class are declared before those of the section, but may be less important.
     """
-    hints, first = typing.get_type_hints(section), getattr(section, "first_options", ())
+    hints = typing.get_type_hints(section)
+    first = getattr(section, "first_options", ())
+    # fields without metadata, such as the source of a run, are no options
     declared = {f.name: f for f in dataclasses.fields(section) if f.metadata}
     names = dict.fromkeys([*(name for name in first if name in declared), *declared])
     declarations = []
     for name in names:
-        hint, about = hints[name], dict(declared[name].metadata)
-        container, is_open = typing.get_origin(hint), "registry" in about
+        hint = hints[name]
+        about = dict(declared[name].metadata)
+        container = typing.get_origin(hint)
+        is_open = "registry" in about
+        # list[A | B] and dict[str, A | B] of sections are options with several sections; a list of
+        # numbers or texts is one value
         inner = members(typing.get_args(hint)[-1]) if container in (list, dict) else ()
         several = bool(inner) and (is_open or any(map(dataclasses.is_dataclass, inner)))
         parts = inner if several else members(hint)
-        # the annotation of an open one is a protocol
+        # with a registry the annotation is a protocol or a base class: the registry has the classes
         kinds = [] if is_open else [part for part in parts if part is not type(None)]
         classes = tuple(filter(dataclasses.is_dataclass, kinds))
         # a text with parts, which `convert` makes, is a text in the file
@@ -263,11 +275,10 @@ def options(section: type) -> tuple[Option, ...]:
 
 @cache
 def input_options(section: type) -> tuple[Option, ...]:
-    """Return the options that an input may give in a section: its own, and those of its
-    ``shorthand``, if any.
+    """Return the options that an input may give in a section, with those of its ``shorthand``.
 
-    A shorthand is a class of options that stand for other ones; ``deepmd_ema.config.upgrade``
-    replaces them.
+    A shorthand is a class of options that are read in place of others, which
+    ``deepmd_ema.config.upgrade`` writes in their place.
     """
     return options(section) + (options(section.shorthand) if hasattr(section, "shorthand") else ())
 
@@ -287,8 +298,9 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 
 def plain(value: Any, for_deepmd: bool = False) -> Any:
-    """Return a section as plain dictionaries and lists that JSON can hold, with ``type`` first
-    where there is one.
+    """Return a section as plain dictionaries and lists that JSON can hold.
+
+    ``type`` is the first key where there is one.
 
     Args:
         value: the section.
@@ -306,22 +318,26 @@ def plain(value: Any, for_deepmd: bool = False) -> Any:
         return [plain(v, for_deepmd) for v in value]
     if isinstance(value, dict):
         return {k: plain(v, for_deepmd) for k, v in value.items()}
-    return str(value) if isinstance(value, str) else value  # a text with parts is a text in a file
+    # a text with parts is a plain text in a file: pickle would write its class, which
+    # torch.load(weights_only=True) refuses in a checkpoint
+    return str(value) if isinstance(value, str) else value
 
 
 def bad_value(value: Any, expected: str, hint: str = "") -> str:
-    """Return the rest of the message about a value of which another one was ``expected``."""
+    """Return the rest of the message about a value in place of which another is ``expected``."""
     return f" = {show(value)}: expected {expected}." + (f" {hint}" if hint else "")
 
 
-def unknown_choice(value: Any, known: Sequence[str]) -> str:
-    """Return the message of a value that is none of the ``known`` ones."""
-    close = close_names(str(value), known)
+def unknown_choice(value: Any, choices: Sequence[str]) -> str:
+    """Return the message of a value that is none of the ``choices``."""
+    close = close_names(str(value), choices)
     mean = f" Did you mean {close[0]}?" if close else ""
-    return f" = {show(value)}: unknown.{mean} Known: {', '.join(known)}."
+    return f" = {show(value)}: unknown.{mean} Known: {', '.join(choices)}."
 
 
-MAX_INTEGER = 10**18  # whole numbers fit 64 bits wherever they go
+# Whole numbers below it fit 64 bits wherever they go: numpy and torch raise OverflowError from
+# 2**63, about 9.2e18, on, long after the input was checked.
+MAX_INTEGER = 10**18
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 _SWITCHES = {
     "true": "true",

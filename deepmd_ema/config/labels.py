@@ -1,5 +1,4 @@
-"""Every label, declared once: its name, symbol, shape, unit, files, and the errors that are
-measured of it.
+"""Labels, each declared once: name, symbol, shape, unit, files, and errors.
 
 Reading, collation, the loss, metrics and all tables take what they know about labels from
 ``LABELS``; a further label is one more entry there. Labels whose width the model sets have it in
@@ -26,10 +25,11 @@ WEIGHT = "weight"
 ENERGY_WEIGHT = "energy_weight"
 FORCE_WEIGHT = "force_weight"
 VIRIAL_WEIGHT = "virial_weight"
-WEIGHTS = (WEIGHT, ENERGY_WEIGHT, FORCE_WEIGHT, VIRIAL_WEIGHT)  # of a frame in the loss, no targets
-# weight of one label of a frame, which multiplies that of the frame
+# weights of a frame in the loss, no targets
+WEIGHTS = (WEIGHT, ENERGY_WEIGHT, FORCE_WEIGHT, VIRIAL_WEIGHT)
+# weight of one label of a frame, which multiplies the weight of the frame
 WEIGHT_OF = {ENERGY: ENERGY_WEIGHT, FORCE: FORCE_WEIGHT, VIRIAL: VIRIAL_WEIGHT}
-# keys of conditions: what an energy depends on beside positions and elements
+# keys of conditions, on which an energy depends beside positions and elements; F frames, A atoms
 FPARAM = "fparam"  # (F, P) frame parameters, any unit
 APARAM = "aparam"  # (A, Q) atomic parameters, any unit
 # names of the arrays of dpdata and of DeePMD-kit's LMDB data, and those of their files in a set
@@ -51,9 +51,9 @@ class Quantity:
         name: in ``Errors.summary()`` (``mae_<name>``, ``rmse_<name>``) and detail files
             (``<prefix>.<name>.out``).
         title: head of its rows and panels.
-        unit: of the error, in ASCII.
-        per: what the label's error is divided by: ``atom`` (number of atoms of the frame),
-            ``volume`` (of the cell; open frames do not count), or nothing.
+        unit: unit of the error, in ASCII.
+        per: divisor of the label's error: ``atom`` (number of atoms of the frame), ``volume`` (of
+            the cell; open frames do not count), or nothing.
         metric: letter in ``validation_metric``, ``val.log`` and tables; empty if it is not shown
             there.
         milli: whether tables show a thousandth of the unit.
@@ -74,7 +74,7 @@ class Quantity:
     @property
     def display_unit(self) -> str:
         """The unit of tables and figures, such as ``meV/Å³``."""
-        return "m" * self.milli + self.unit_symbol
+        return f"m{self.unit_symbol}" if self.milli else self.unit_symbol
 
     @property
     def display_factor(self) -> float:
@@ -93,12 +93,12 @@ class Label:
         unit: in ASCII; empty without one.
         files: names of the array in a set, without suffix; the next is looked for when one is
             absent.
-        shape: of one row.
-        per_atom: whether an atom has a row; else a frame has one, or
+        shape: shape of one row.
+        per_atom: whether an atom has a row; without this and the next, a frame has one.
         per_pair: whether each two of the 3 N coordinates of a frame have a row, (3 N)^2 of them row
             by row.
         extensive: whether it grows with the number of atoms, so that it is judged per atom.
-        errors: what is measured of it.
+        errors: errors that are measured of it.
     """
 
     name: str
@@ -113,16 +113,16 @@ class Label:
 
     def num_rows(self, num_atoms: int) -> int:
         """Return the number of rows of a frame of ``num_atoms`` atoms."""
-        return num_atoms if self.per_atom else (3 * num_atoms) ** 2 if self.per_pair else 1
+        if self.per_atom:
+            return num_atoms
+        return (3 * num_atoms) ** 2 if self.per_pair else 1
 
     def shape_of(self, *sizes: int) -> tuple[int, ...]:
         """Return the shape of the label of frames with these numbers of atoms together."""
         return (sum(map(self.num_rows, sizes)), *self.shape)
 
     def shape_in_frame(self, num_atoms: int) -> tuple[int, ...]:
-        """Return the shape of the label of one frame, which has no first dimension where the frame
-        is the row.
-        """
+        """Return the shape of the label of one frame; without rows where the frame is the row."""
         return self.shape_of(num_atoms) if self.per_atom or self.per_pair else self.shape
 
 
@@ -136,14 +136,14 @@ _VIRIAL_ERRORS = (
     Quantity("s", "Stress", "eV/angstrom^3", per="volume", metric="S"),
 )
 _FORCE_ERROR = Quantity("f", "Force", "eV/angstrom", metric="F")
-# of forces weighted by atom_pref.npy, beside those that count all atoms alike
+# error of forces weighted by atom_pref.npy, beside the one in which all atoms count alike
 WEIGHTED_FORCE = Quantity("fw", "Force weighted", "eV/angstrom", metric="Q")
 _ATOM_ENERGY_ERROR = Quantity("ae", "Atomic ener", "eV")
 _HESSIAN_ERROR = Quantity("h", "Hessian", "eV/angstrom^2")
 
 
-# units of dipoles and polarizabilities are those of the data; these are what DeePMD-kit's examples
-# have
+# Dipoles and polarizabilities have the units of the data; these are the units of DeePMD-kit's
+# examples.
 _DIPOLE_ERRORS = (
     Quantity("dipole", "Dipole", "e*angstrom", milli=False),
     Quantity("dipole_peratom", "Dipole", "e*angstrom/atom", per="atom", metric="D", milli=False),
@@ -158,7 +158,7 @@ _ATOM_DIPOLE_ERROR = Quantity("adipole", "Atomic dipole", "e*angstrom", metric="
 _ATOM_POLAR_ERROR = Quantity(
     "apolar", "Atomic polarizability", "angstrom^3", metric="B", milli=False
 )
-# of a frame, of an atom
+# errors of the label of a frame, and of that of an atom: _Labels chooses by a boolean
 _DOS_ERRORS = (
     (
         Quantity("dos", "Density of states", "1/eV", milli=False),
@@ -218,32 +218,30 @@ _DECLARED = (
 
 
 class _Labels(dict[str, Label]):
-    """The declared labels, and those of any width: ``dos[250]``, ``atom_dos[250]``, or a property,
-    ``gap[1]``.
+    """The declared labels, and any of a width: ``dos[250]``, ``atom_dos[250]``, ``gap[1]``.
+
+    Labels of any name with a width are properties.
     """
 
     def __missing__(self, name: str) -> Label:
-        found = re.fullmatch(r"(atom_)?(.+)\[(\d+)\]", name)
-        if found is None:
+        match = re.fullmatch(r"(atom_)?(.+)\[(\d+)\]", name)
+        if match is None:
             raise KeyError(name)
-        prefix, kind, width = found.groups("")
-        errors = (_DOS_ERRORS if kind == DOS else _PROPERTY_ERRORS)[bool(prefix)]
-        files = (f"atom_{kind}", f"atomic_{kind}") if prefix else (kind,)
+        is_atomic = match[1] is not None
+        kind = match[2]
+        shape = (int(match[3]),)
+        errors = (_DOS_ERRORS if kind == DOS else _PROPERTY_ERRORS)[is_atomic]
+        files = (f"atom_{kind}", f"atomic_{kind}") if is_atomic else (kind,)
         symbol = errors[0].name if kind == DOS else ""
-        return Label(
-            name, symbol, errors[0].unit, files, (int(width),), per_atom=bool(prefix), errors=errors
-        )
+        return Label(name, symbol, errors[0].unit, files, shape, per_atom=is_atomic, errors=errors)
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or str(name).endswith("]")
 
 
 LABELS = _Labels({label.name: label for label in _DECLARED})
-_OF_WIDTHS = (*_DOS_ERRORS, *_PROPERTY_ERRORS)
-QUANTITIES = {
-    q.name: q for errors in (*(one.errors for one in LABELS.values()), *_OF_WIDTHS) for q in errors
-}
-QUANTITIES[WEIGHTED_FORCE.name] = (
-    WEIGHTED_FORCE  # the last: sums in older checkpoints have no row of it
-)
+_ERRORS = [*(label.errors for label in LABELS.values()), *_DOS_ERRORS, *_PROPERTY_ERRORS]
+QUANTITIES = {quantity.name: quantity for errors in _ERRORS for quantity in errors}
+# the last: sums in older checkpoints have no row of it
+QUANTITIES[WEIGHTED_FORCE.name] = WEIGHTED_FORCE
 METRICS = {quantity.metric: quantity for quantity in QUANTITIES.values() if quantity.metric}

@@ -1,4 +1,4 @@
-"""From a file or a dictionary to a checked, frozen ``RunConfig``, with all mistakes at once."""
+"""Input of a run, read from a file or dictionary and checked, with all mistakes at once."""
 
 from __future__ import annotations
 
@@ -65,14 +65,16 @@ class InputFile:
 
     @property
     def readable(self) -> RunConfig | None:
-        """The run with defaults in place of wrong options, to check its data; None if something
-        required is wrong.
+        """The run with defaults in place of wrong options, to check its data.
+
+        None if a required option is wrong.
         """
         return self._judged[0]
 
     @cached_property
     def _judged(self) -> tuple[RunConfig | None, list[Finding]]:
         names = set(self.values) if isinstance(self.values, Mapping) else set()
+        # three, because one or two of these names at the top may be misplaced options of today
         if "model" not in names and len(names & _OF_VERSION_0) > 2:
             return None, [error("", f"{self.path}: {_NO_SECTIONS}")]
         reading, links = upgrade(self.path, self.values, self.lines)
@@ -88,7 +90,7 @@ class InputFile:
             unused=tuple(reading.unused),
             links=links,
         )
-        # rules would judge defaults in place of wrong options
+        # no rules beside mistakes: they would judge defaults in place of wrong options
         return config, in_order(reading.mistakes or with_severity(ERROR, findings_of(config)))
 
     @cached_property
@@ -99,9 +101,12 @@ class InputFile:
         """
         model = section_at(self.values, "model")
         models = section_at(model, "model_dict") if has_tasks(self.values) else {"": model}
+        # keys beside model_dict hold for every model that does not have them itself
         heads = {
-            task: {**model, **own}.get("finetune_head") if isinstance(own, Mapping) else None
-            for task, own in models.items()
+            task: {**model, **section}.get("finetune_head")
+            if isinstance(section, Mapping)
+            else None
+            for task, section in models.items()
             if not is_comment(task)
         }
         return {
@@ -110,9 +115,7 @@ class InputFile:
         }
 
     def with_model(self, section: Callable[[Any], Any]) -> InputFile:
-        """Return the input with what ``section`` returns for its section ``model`` in place of
-        it.
-        """
+        """Return the input with another section ``model``, which ``section`` makes of its own."""
         if not isinstance(self.values, Mapping):
             return self
         return replace(self, values={**self.values, "model": section(self.values.get("model"))})
@@ -151,8 +154,7 @@ def saved_config(
     """Return the run that the config of a checkpoint describes, with removed values replaced.
 
     Unless the ``whole`` config is requested, it has no loggers, and no average of a type whose
-    package is not installed
-    here: the weights in the file can be used without.
+    package is not installed: the weights in the file can be used without.
 
     Raises:
         ConfigError: with every mistake of the config.
@@ -162,12 +164,15 @@ def saved_config(
     if isinstance(training, Mapping):
         training = {name: value for name, value in training.items() if whole or name != "loggers"}
         if isinstance(averages := training.get("averaging"), list):
-            # a checkpoint holds whole averages, however the ranks held them
-            kept = [
+            # A checkpoint holds whole averages, however the ranks held them: one of the removed
+            # layout rank_range can be read as one of today.
+            sections = [
                 {**a, "layout": "local_shard"} if a.get("layout") == "rank_range" else a
                 for a in averages
             ]
-            training["averaging"] = [a for a in kept if whole or a.get("type", "ema") in AVERAGES]
+            training["averaging"] = [
+                a for a in sections if whole or a.get("type", "ema") in AVERAGES
+            ]
         values = {**values, "training": training}
     config = config_from_dict(values, source)
     return replace(config, notes=(*config.notes, *notes))
@@ -191,13 +196,14 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
 
 
 def _accepted(root: Field, reading: Reading) -> Values | None:
-    """Return the values of an input with all defaults as dargs accepts them; mistakes are noted in
-    ``reading``.
+    """Return the values of an input with all defaults as dargs accepts them.
 
-    Wrong options have their defaults; the result is None if something without a default is wrong or
-    missing.
+    Mistakes are added to ``reading``. Wrong options then have their defaults; the result is None if
+    an option without a default is wrong or missing.
     """
     take_options(root, reading)
+    # The second pass is without the keys that find_mistakes has refused in the first. It fails
+    # where a required key is missing; a third one could not do better.
     for is_repaired in (False, True):
         try:
             values: Values = root.normalize_value(reading.values)
@@ -207,9 +213,9 @@ def _accepted(root: Field, reading: Reading) -> Values | None:
             if is_repaired:
                 break
             find_mistakes(root, reading)
-            if (
-                not reading.mistakes
-            ):  # the check of an option that does not judge a value twice in the same way
+            # None is found where a check of an option does not judge a value twice in the same way,
+            # such as one that reads a file. The refusal of dargs must not be lost.
+            if not reading.mistakes:
                 reading.refuse(tuple(refusal.path.split("/")), f": {refusal.message}")
         for section, key in reading.wrong:
             section.pop(key, None)
@@ -222,8 +228,8 @@ class SavedModels:
 
     Attributes:
         configs: their sections ``model``.
-        links: what they share.
-        runs: of each the config as that of a run that trains it only, as plain values.
+        links: parts that they share.
+        runs: for each, the config of a run that trains this model only, as plain values.
     """
 
     configs: dict[str, ModelConfig]
@@ -245,12 +251,12 @@ def saved_models(values: Mapping[str, Any], source: str = "<dict>") -> SavedMode
         )
     if "training" not in values:
         sections = values["model"]["model_dict"]
-        own = {name: model_config_from_dict(section, source) for name, section in sections.items()}
-        return SavedModels(
-            own, (), {name: {"model": section} for name, section in sections.items()}
-        )
+        configs = {
+            name: model_config_from_dict(section, source) for name, section in sections.items()
+        }
+        runs = {name: {"model": section} for name, section in sections.items()}
+        return SavedModels(configs, (), runs)
     run = saved_config(values, source)
     configs = {name: task.model for name, task in run.tasks.items()}
-    return SavedModels(
-        configs, run.links, {name: to_dict(run.of_task(task)) for name, task in run.tasks.items()}
-    )
+    runs = {name: to_dict(run.of_task(task)) for name, task in run.tasks.items()}
+    return SavedModels(configs, run.links, runs)

@@ -31,11 +31,15 @@ _COMMENTS = {"^_": {"description": "a comment"}}
 
 @dataclass(frozen=True)
 class Entry:
-    """One option in the manual, or one type of a section; ``path`` holds the type where there is a
-    choice.
+    """One option in the manual, or one type of a section.
 
-    An option that several types declare alike is listed once, without a type; ``types`` are these,
-    if not all.
+    An option that several types declare alike is listed once.
+
+    Attributes:
+        path: dotted path, with the type in brackets where only this type has the option.
+        option: its declaration; None for a type of a section.
+        doc: its text.
+        types: the types that have the option, if not all have it.
     """
 
     path: str
@@ -46,7 +50,9 @@ class Entry:
     @property
     def keys(self) -> Names:
         """The keys of the option."""
-        return ("type",) * self.path.endswith(".type") if self.option is None else self.option.keys
+        if self.option is not None:
+            return self.option.keys
+        return ("type",) if self.path.endswith(".type") else ()
 
     @property
     def plain_path(self) -> str:
@@ -55,18 +61,20 @@ class Entry:
 
     @property
     def facts(self) -> str:
-        """Values, unit, default, other spellings and types of the option, as text; empty for a type
-        of a section.
+        """Values, unit, default, other spellings and types of the option, as text.
+
+        Empty for a type of a section.
         """
         o = self.option
         if o is None:
             return ""
-        kind = o.wants + " or null" * o.nullable
+        kind = f"{o.wants} or null" if o.nullable else o.wants
         if o.sections:
             kind = "sections by name" if o.named else "list of sections" if o.many else "section"
             kind += f"; type is {' or '.join(s.type for s in o.sections)}" if o.by_type else ""
             kind += f" ({o.default_type} if not given)" if o.many and o.default_type else ""
         default = show(o.default)
+        # a whole section as JSON would be longer than its entries in the manual
         if o.sections and o.default is not None and not (o.many or o.named):
             default = f"type {o.default_type}" if o.by_type else "all defaults"
         default = "required" if o.required else f"default {default}"
@@ -76,8 +84,10 @@ class Entry:
 
 
 def manual(topic: str | None = None) -> str:
-    """Return the manual of all options, or of those under the dotted path ``topic``, or with that
-    word in their name.
+    """Return the manual of all options, or of those about a topic.
+
+    Args:
+        topic: dotted path of a section or an option, or a word of the names of options.
 
     Raises:
         ConfigError: if there is no such option; the message names those that look like it.
@@ -85,6 +95,7 @@ def manual(topic: str | None = None) -> str:
     entries = manual_entries()
     topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
     inside = (f"{topic}.", f"{topic}[")
+    # the first of these three that finds any: by path, by name, by a word of the name
     chosen = (
         [
             e
@@ -95,12 +106,12 @@ def manual(topic: str | None = None) -> str:
         # `ema` finds ema_decay, enable_ema, ...
         or [entry for entry in entries if any(topic in key.split("_") for key in entry.keys)]
     )
-    if (
-        not chosen
-    ):  # paths of options that look like the topic: by its last name, one word of it, or in all
+    if not chosen:
+        # paths of options that look like the topic: by its last name, by one word of it, as a whole
         paths: dict[str, str] = {}
-        for key, path in ((key, entry.plain_path) for entry in entries for key in entry.keys):
-            paths.setdefault(key, path)  # of sections in sections, the outermost
+        for entry in entries:
+            for key in entry.keys:
+                paths.setdefault(key, entry.plain_path)  # the outermost of sections in sections
         last = topic.split(".")[-1]
         close = [entry.plain_path for entry in entries if last in entry.keys]
         close = close or [path for key, path in paths.items() if last in key.split("_")]
@@ -129,18 +140,18 @@ def manual_entries() -> list[Entry]:
     """Return all options, and the types of sections, in the order of the manual."""
     root = run_arguments()
     entries = list(_entries([root], "", ()))
-    # options that only an input of several tasks has; sections by task are those of an input of one
-    # task
-    of_tasks = run_arguments(has_tasks=True)
+    # Options that only an input of several tasks has come last, without their sections, which are
+    # those of an input of one task.
+    multi_task = run_arguments(has_tasks=True)
     for path in ("model", "training", ""):
-        section, known = (tree.sub_fields[path] if path else tree for tree in (of_tasks, root))
-        names = set(known.sub_fields)
-        if known.kinds:
-            names = {name for kind in known.kinds.values() for name in kind.sub_fields}
-        others = [field for field in section.sub_fields.values() if field.name not in names]
+        section, listed = (tree.sub_fields[path] if path else tree for tree in (multi_task, root))
+        names = set(listed.sub_fields)
+        if listed.kinds:
+            names = {name for kind in listed.kinds.values() for name in kind.sub_fields}
         entries += [
             Entry(f"{path}.{field.name}".lstrip("."), field.option, field.option.doc)
-            for field in others
+            for field in section.sub_fields.values()
+            if field.name not in names
         ]
     return entries
 
@@ -158,16 +169,17 @@ def json_schema() -> Values:
         schema = generate_json_schema(root)
         _mark_unknown_keys(schema, root)
         schemas.append(schema)
-    # in an input of several tasks parts of models may be names, and keys may hold for all models
+    # The tree of several tasks is that of an expanded input. In a file parts of models may be names
+    # of shared parts, and keys beside model_dict hold for all models, so that none is required in
+    # a model.
     models = schemas[1]["properties"]["model"]
     models["additionalProperties"] = True
     for kind in models["properties"]["model_dict"]["additionalProperties"]["allOf"]:
         del kind["then"]["required"]
+        properties = kind["then"]["properties"]
         for part in PARTS:
-            if part in kind["then"]["properties"]:
-                kind["then"]["properties"][part] = {
-                    "anyOf": [{"type": "string"}, kind["then"]["properties"][part]]
-                }
+            if part in properties:
+                properties[part] = {"anyOf": [{"type": "string"}, properties[part]]}
     head = {name: schemas[0][name] for name in ("$schema", "title")}
     return {**head, "type": "object", "anyOf": schemas}
 
@@ -175,25 +187,25 @@ def json_schema() -> Values:
 # ---- manual
 
 
-def _option_entries(field: Field, here: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
-    """Yield an option and those of its sections, unless it or the sections are already
-    ``listed``.
-    """
+def _option_entries(field: Field, path: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
+    """Yield an option, and the options of its sections unless they are already ``listed``."""
     option = field.option
-    yield Entry(here, option, option.doc)
+    yield Entry(path, option, option.doc)
     if option.by_type:
         aliases = [alias for kind in field.kinds.values() for alias in kind.alias]
         read = f" DeePMD-kit's {', '.join(aliases)} is read as well." if aliases else ""
         default = f"{option.default_type} if not given" if option.default_type else "required"
-        yield Entry(f"{here}.type", None, f"one of {', '.join(field.kinds)}; {default}.{read}")
+        yield Entry(f"{path}.type", None, f"one of {', '.join(field.kinds)}; {default}.{read}")
     kinds = kinds_of(field) if field.is_section else []
+    # descriptors of a hybrid are descriptors again: without this the manual would not end
     if option not in listed and not all(kind.section in listed for kind in kinds):
-        yield from _entries(kinds, here, listed)
+        yield from _entries(kinds, path, listed)
 
 
 def _entries(kinds: Sequence[Field], path: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
-    """Yield the options that kinds declare alike, then each kind with its own; the usual one has
-    plain paths.
+    """Yield the options that kinds declare alike, then each kind with its own options.
+
+    The usual kind has paths without its type.
     """
     listed = (*listed, *(kind.section for kind in kinds))
     declared: dict[str, list[Field]] = {}
@@ -212,26 +224,25 @@ def _entries(kinds: Sequence[Field], path: str, listed: tuple[Any, ...]) -> Iter
         yield from inner
     for kind in kinds:
         is_usual = len(kinds) == 1 or getattr(kind.section, "is_usual", False)
-        there = path if is_usual else f"{path}[{kind.name}]"
+        place = path if is_usual else f"{path}[{kind.name}]"
         if not is_usual:
-            yield Entry(there, None, kind.doc)
+            yield Entry(place, None, kind.doc)
         for field in kind.sub_fields.values():
             if field.name not in names:
-                yield from _option_entries(field, f"{there}.{field.name}".lstrip("."), listed)
+                yield from _option_entries(field, f"{place}.{field.name}".lstrip("."), listed)
+        # the next kind does not repeat the sections of this one
         options = [field.option for field in kind.sub_fields.values()]
-        listed = (
-            *listed,
-            *options,
-            *(section for option in options for section in option.sections),
-        )
+        sections = [section for option in options for section in option.sections]
+        listed = (*listed, *options, *sections)
 
 
 # ---- JSON Schema
 
 
 def _mark_unknown_keys(schema: Values, field: Field) -> None:
-    """Let editors mark unknown keys and wrong choices, which the schema of dargs leaves out, in a
-    section.
+    """Let editors mark unknown keys and wrong choices in a section.
+
+    The schema of dargs leaves them out.
     """
     entries = schema
     if field.repeat:
@@ -249,7 +260,5 @@ def _mark_unknown_keys(schema: Values, field: Field) -> None:
                 if inner.is_section:
                     _mark_unknown_keys(value, inner)
                 elif inner.option.choices and inner.option.check is None:
-                    value["enum"] = [
-                        *inner.option.choices,
-                        *([None] if inner.option.nullable else []),
-                    ]
+                    null = [None] if inner.option.nullable else []
+                    value["enum"] = [*inner.option.choices, *null]

@@ -1,6 +1,4 @@
-"""An input while it is read and its places, values and names in messages, and differences of two
-configs.
-"""
+"""An input while it is read; its places, values and names in messages; differences of configs."""
 
 from __future__ import annotations
 
@@ -27,17 +25,15 @@ Values: TypeAlias = dict[str, Any]
 
 NOT_AVAILABLE = f"known to DeePMD-kit, not available in dp-ema {__version__}"
 
-# sections of an input of several tasks, and what they are in that of one
-_OF_TASKS = (
-    (r"model\.model_dict", "model"),
-    ("loss_dict", "loss"),
-    (r"training\.data_dict", "training"),
-)
-_TASK = re.compile(f"(?:{'|'.join(of_tasks for of_tasks, _ in _OF_TASKS)})\\.([^.]+)")
-_SHARES = (
-    "training.model_prob",
-    "training.num_epoch_dict",
-)  # of other tasks; they change when one comes or goes
+# sections by task in an input of several tasks, as patterns, and the same sections in one of one
+_OF_TASKS = {
+    r"model\.model_dict": "model",
+    "loss_dict": "loss",
+    r"training\.data_dict": "training",
+}
+_TASK = re.compile(f"(?:{'|'.join(_OF_TASKS)})\\.([^.]+)")
+# shares of steps, which change for all tasks when one comes or goes
+_SHARES = ("training.model_prob", "training.num_epoch_dict")
 
 Difference = tuple[str, Any, Any]
 """Path of an option in dots, and its values in two configs."""
@@ -60,10 +56,10 @@ class Source:
     given: frozenset[Place] = frozenset()
 
     def path(self, canonical: str) -> Place:
-        """Return the path that the input spells for a canonical one in dots, e.g. by an alias of
-        the option.
-        """
+        """Return the path that the input spells for a canonical one in dots, e.g. by an alias."""
         path = path_of(canonical)
+        # only options and entries are in `paths`: what is inside of them, such as an item of a list
+        # of numbers, is spelled below the nearest of them
         for depth in range(len(path), 0, -1):
             if path[:depth] in self.paths:
                 return (*self.paths[path[:depth]], *path[depth:])
@@ -71,7 +67,7 @@ class Source:
 
     def at(self, path: Place, finding: Finding) -> Finding:
         """Return a finding about a path of the input, with its file and line."""
-        # the line of the path, or of the nearest thing around it that is in the file
+        # the line of the path, or of the nearest section around it that is in the file
         places = (path[:depth] for depth in range(len(path), -1, -1))
         line = next((self.lines[place] for place in places if place in self.lines), 0)
         return replace(finding, place=dotted(path), file=self.name, line=line)
@@ -81,7 +77,8 @@ class Source:
         return self.at(self.path(finding.place), finding)
 
 
-INVALID: Any = object()  # in place of a part that is missing, which is already reported
+# in place of a part that is missing, which is already reported; no input can have this value
+INVALID: Any = object()
 
 
 @dataclass
@@ -89,16 +86,16 @@ class Reading:
     """An input on its way to the sections of a run.
 
     Attributes:
-        name: of the file, for messages.
+        name: name of the file, for messages.
         values: a copy of the input without comments, which is brought into the sections of today.
         lines: lines of the keys, moved ones included.
         has_tasks: whether it is an input of several tasks.
         moved: place of a key, after it was moved -> its path in the input.
         paths: canonical path of an option or of an entry -> the path as the input spells it.
         given: canonical paths of the options that the input names.
-        notes: what was changed or left out, one sentence each.
+        notes: changes and omissions, one sentence each.
         unused: options that were left out because they do nothing here, with the reason.
-        mistakes: at paths of the input.
+        mistakes: findings at paths of the input.
         wrong: sections and keys in them whose values are refused.
     """
 
@@ -131,15 +128,14 @@ class Reading:
 
 
 def is_comment(key: Any) -> bool:
-    """Whether a key is not an option: it begins with ``_``, or names the JSON Schema for an
-    editor.
-    """
+    """Whether a key is no option: it begins with ``_``, or names the JSON Schema for an editor."""
     return isinstance(key, str) and (key.startswith("_") or key == "$schema")
 
 
 def dotted(path: Place) -> str:
-    """Return a path as people write it: ``training.training_data.systems[0]``; that of a whole
-    input is empty.
+    """Return a path as people write it: ``training.training_data.systems[0]``.
+
+    The path of a whole input is empty.
     """
     text = ""
     for part in path:
@@ -162,8 +158,8 @@ def path_of(text: str) -> Place:
 
 def of_one_task(path: str) -> str:
     """Return a path in dots as it is in an input of one task."""
-    for of_tasks, of_one in _OF_TASKS:
-        path = re.sub(rf"\A{of_tasks}\.[^.]+", of_one, path)
+    for pattern, section in _OF_TASKS.items():
+        path = re.sub(rf"\A{pattern}\.[^.]+", section, path)
     return path
 
 
@@ -182,34 +178,34 @@ def show(value: Any, width: int = 60) -> str:
 
 
 def as_text(section: Mapping[str, Any]) -> str:
-    """Return a section as JSON to be read: lists of numbers, such as the rows of a table, stand on
-    one line each.
-    """
+    """Return a section as JSON to be read, with each list of numbers on one line."""
     text = json.dumps(section, indent=4)
-    # no text of JSON has a line break in it
+    # json writes each number on a line of its own. The pattern cannot match within a text, because
+    # JSON has no line break in one.
     return re.sub(
-        r'\[\n\s+([^][{}"]*?)\n\s+\]', lambda found: f"[{' '.join(found[1].split())}]", text
+        r'\[\n\s+([^][{}"]*?)\n\s+\]', lambda match: f"[{' '.join(match[1].split())}]", text
     )
 
 
-def close_names(key: str, known: Sequence[str]) -> list[str]:
-    """Return up to two known names that look like ``key``, whatever their case."""
-    by_lower = {name.lower(): name for name in reversed(known)}
+def close_names(key: str, names: Sequence[str]) -> list[str]:
+    """Return up to two ``names`` that look like ``key``, whatever their case."""
+    # reversed, so that of names that differ in case only the first counts
+    by_lower = {name.lower(): name for name in reversed(names)}
+    # a lower cutoff suggests names for keys that are no typing errors
     return [by_lower[k] for k in get_close_matches(key.lower(), list(by_lower), n=2, cutoff=0.68)]
 
 
 def without_tasks(
     differences: Iterable[Difference], tasks: Collection[str]
 ) -> Iterator[Difference]:
-    """Yield the differences of two configs that do not follow from ``tasks`` being in one of them
-    only.
-    """
+    """Yield the differences that do not follow from ``tasks`` being in one config only."""
     for path, old, new in differences:
-        found = _TASK.match(path)
+        task = _TASK.match(path)
+        # shares of all tasks, and parts that only these tasks had
         follows = path.startswith(_SHARES) or (
             path.startswith("model.shared_dict.") and None in (old, new)
         )
-        if not (found and found[1] in tasks) and not (tasks and follows):
+        if not (task and task[1] in tasks) and not (tasks and follows):
             yield path, old, new
 
 
@@ -217,16 +213,12 @@ def differences_of(old: Any, new: Any, path: str = "") -> Iterator[Difference]:
     """Yield the path of each option that differs, with both values; None where a section is
     missing.
     """
-    are_lists = isinstance(old, list) and isinstance(new, list)
+    are_lists = isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted(set(old) | set(new)):
             yield from differences_of(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-    elif (
-        are_lists
-        and len(old) == len(new)
-        and all(isinstance(part, Mapping) for part in (*old, *new))
-    ):
-        for k, (one, other) in enumerate(zip(old, new)):
-            yield from differences_of(one, other, f"{path}[{k}]")
+    elif are_lists and all(isinstance(part, Mapping) for part in (*old, *new)):
+        for k, (old_part, new_part) in enumerate(zip(old, new)):
+            yield from differences_of(old_part, new_part, f"{path}[{k}]")
     elif old != new:
         yield path, old, new

@@ -1,6 +1,4 @@
-"""Files that a run reads, every file and folder that it writes, and the steps after which it
-does.
-"""
+"""Files that a run reads, files and folders that it writes, and the steps after which it writes."""
 
 from __future__ import annotations
 
@@ -22,20 +20,18 @@ LOCK = ".dp-ema.lock"  # held by a run in its folder
 RECORD = "run_record.json"  # programs, machine, times and warnings of a run
 # folder of the copies that `dp-ema posthoc` combines, beside the numbered checkpoints
 SNAPSHOTS = "snapshots"
-CHECKED = ".checked"  # end of the name of a folder that remembers what was found in the data
-LOGGED = ".dp-ema.logged"  # what a restart needs to continue the runs of loggers
+CHECKED = ".checked"  # end of the name of a folder with results of checks of the data
+LOGGED = ".dp-ema.logged"  # identifiers by which a restart continues the runs of loggers
 BEST = "best"  # best files are called best.ckpt-<step>.t-<rank>.pt
 
 _READ = ("systems", "stat_file", "tab_file", "use_srtab")  # options that name files to read
 
-GATHERED_SUFFIX = ".pt"  # of a checkpoint that is one file
-SHARDED_SUFFIX = (
-    ".dcp"  # of one that is a folder, to which every rank writes: torch.distributed.checkpoint
-)
-_MAX_PATH_BYTES = 4096  # on any system
-HEAD = (
-    "head.pt"  # in it: what a gathered checkpoint holds, without the tensors that are in the shards
-)
+GATHERED_SUFFIX = ".pt"  # a checkpoint that is one file
+# a checkpoint that is a folder, to which every rank writes: torch.distributed.checkpoint
+SHARDED_SUFFIX = ".dcp"
+_MAX_PATH_BYTES = 4096  # on any system; a pointer that is longer was not written by a run
+# file in the folder: a gathered checkpoint without the tensors, which are in the shards
+HEAD = "head.pt"
 
 
 def with_absolute_paths(values: Any, folder: str | Path, option: str = "") -> Any:
@@ -43,40 +39,36 @@ def with_absolute_paths(values: Any, folder: str | Path, option: str = "") -> An
 
     Args:
         values: the values.
-        folder: that relative paths begin in.
-        option: whose values they are; empty for those of a whole input.
+        folder: folder in which relative paths begin.
+        option: name of the option that has the values; empty for a whole input.
     """
     if isinstance(values, Mapping):
         return {name: with_absolute_paths(value, folder, name) for name, value in values.items()}
     if isinstance(values, list):
         return [with_absolute_paths(value, folder, option) for value in values]
-    return (
-        os.path.abspath(os.path.join(folder, values))
-        if option in _READ and isinstance(values, str)
-        else values
-    )
+    if option in _READ and isinstance(values, str):
+        return os.path.abspath(os.path.join(folder, values))
+    return values
 
 
 def outside_paths(values: Any, folder: Path, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield option and path of what normalized values of an input have written outside of
-    ``folder``.
+    """Yield option and path of files that a run would write outside of ``folder``.
 
-    Every text counts but those of files to read: options of loggers of other distributions are not
-    known here.
+    Every text counts but the names of files to read: options of loggers of other distributions are
+    not known here.
 
     Args:
-        values: of the sections ``training`` and ``validating``, or a part of them.
+        values: normalized sections ``training`` and ``validating``, or a part of them.
         folder: the working folder.
-        place: of the values, as a dotted path.
+        place: place of the values, as a dotted path.
     """
     if isinstance(values, str):
         path = values.removeprefix("file://")
-        # without links as they are written, and with them: the folder itself may be given through
-        # one
+        # with symbolic links as they are and followed: the folder itself may be named through a
+        # link, and a path inside of it may lead out by one
         forms = (Path(os.path.abspath(folder / path)), (folder / path).resolve())
-        if not any(
-            form.is_relative_to(root) for form in forms for root in (folder, folder.resolve())
-        ):
+        roots = (folder, folder.resolve())
+        if not any(form.is_relative_to(root) for form in forms for root in roots):
             yield place, values
     elif isinstance(values, list):
         for number, value in enumerate(values):
@@ -113,17 +105,19 @@ def read_pointer(pointer: Path) -> Path:
 
 
 def suffixed(file: str | Path, suffix: str) -> Path:
-    """Return ``file`` with ``suffix`` before its last dot: ``val.log`` and ``_ema`` give
-    ``val_ema.log``.
-    """
+    """Return ``file`` with ``suffix`` before its last dot: ``val.log`` becomes ``val_ema.log``."""
     file = Path(file)
-    stem, dot, ending = file.name.rpartition(".")
-    return file.parent / (f"{stem}{suffix}{dot}{ending}" if stem else f"{file.name}{suffix}")
+    # a name without a dot, or with one at its beginning only, gets the suffix at its end
+    stem, _, ending = file.name.rpartition(".")
+    return file.parent / (f"{stem}{suffix}.{ending}" if stem else f"{file.name}{suffix}")
 
 
 def suffix_of(weights: str, task: str = "") -> str:
-    """Return the suffix of the files of these weights, and of a task that has a name; empty for the
-    live weights.
+    """Return the suffix of the files of weights and of a task; empty for the live weights.
+
+    Args:
+        weights: ``live`` or the name of an average.
+        task: its name; empty in a run of one task.
     """
     return (f"_{task}" if task else "") + (f"_{weights}" if weights != LIVE else "")
 
@@ -134,8 +128,9 @@ def best_link(prefix: str, suffix: str) -> str:
 
 
 def weights_of_rows(file: Path, values: Mapping[str, Any]) -> str:
-    """Return whose rows a file holds by its name: the inverse of :meth:`Outputs.lcurve` and
-    ``validation_log``.
+    """Return the weights whose rows a file holds, by its name.
+
+    The inverse of :meth:`Outputs.lcurve` and :meth:`Outputs.validation_log`.
 
     Args:
         file: a learning curve or log of full validation.
@@ -144,11 +139,9 @@ def weights_of_rows(file: Path, values: Mapping[str, Any]) -> str:
     Returns:
         ``live``, the name of an average, or the stem of a file that the run does not write.
     """
-    names = (
-        values.get("training", {}).get("disp_file"),
-        values.get("validating", {}).get("full_val_file"),
-    )
-    stems = {"lcurve", "val", *(Path(name).stem for name in names if name)}
+    curve = values.get("training", {}).get("disp_file")
+    log = values.get("validating", {}).get("full_val_file")
+    stems = {"lcurve", "val", *(Path(name).stem for name in (curve, log) if name)}
     if file.stem in stems:
         return LIVE
     # the longest: of run.out and run_ice.out, run_ice_ema.out belongs to the second
@@ -162,8 +155,8 @@ class Output:
 
     Attributes:
         option: dotted path of the option that names it.
-        content: what it holds, for messages.
-        path: where it is.
+        content: description of the content, for messages.
+        path: path of the file or folder.
         is_folder: whether it is a folder.
         has_rows: whether rows are added to it during the run, so that it can belong to one writer
             only.
@@ -186,9 +179,9 @@ class Outputs:
 
     Attributes:
         suffix: end of the names of checkpoints, averages, snapshots and best weights.
-        checkpoint_folder: of the numbered checkpoints.
-        snapshot_folder: of the kept copies of averages.
-        best_folder: of the best files.
+        checkpoint_folder: folder of the numbered checkpoints.
+        snapshot_folder: folder of the copies of averages.
+        best_folder: folder of the best files.
         has_best: whether the run keeps best files.
     """
 
@@ -197,10 +190,10 @@ class Outputs:
         training = config.training
         validating = config.validating
         self.suffix = SHARDED_SUFFIX if training.writes_shards else GATHERED_SUFFIX
-        of_prefix = Path(training.save_ckpt).parent
-        self.checkpoint_folder = of_prefix if training.save_dir is None else Path(training.save_dir)
+        folder = Path(training.save_ckpt).parent
+        self.checkpoint_folder = folder if training.save_dir is None else Path(training.save_dir)
         self.snapshot_folder = self.checkpoint_folder / SNAPSHOTS
-        self.best_folder = Path(validating.save_best_dir or of_prefix)
+        self.best_folder = Path(validating.save_best_dir or folder)
         self.has_best = bool(config.fully_validated and validating.save_best)
 
     def lcurve(self, weights: str) -> Path:
@@ -221,8 +214,9 @@ class Outputs:
         return f"{BEST}{suffix_of(weights, task)}"
 
     def checked_data(self, task: str) -> Path:
-        """Return the folder of what was found in the data of a task: beside the cached statistics
-        if there are any.
+        """Return the folder with results of checks of the data of a task.
+
+        It is beside the cached statistics if there are any.
         """
         data = self._config.tasks[task].data
         if data.stat_file is not None and data.stat_file_mode != "read":
@@ -230,10 +224,8 @@ class Outputs:
         return Path(f".dp-ema{suffix_of(LIVE, task)}{CHECKED}")
 
     def __iter__(self) -> Iterator[Output]:
-        training, names = (
-            self._config.training,
-            (LIVE, *(a.name for a in self._config.training.averaging)),
-        )
+        training = self._config.training
+        names = (LIVE, *(average.name for average in training.averaging))
         yield Output("name of the newest file", "the newest checkpoint", Path(POINTER))
         if training.disp_training:
             for name in (LIVE, *(a.name for a in training.averaging if a.lcurve)):
@@ -252,28 +244,28 @@ class Outputs:
                 is_link=True,
             )
         for name in self._config.fully_validated:
-            for task in (task for task, of in self._config.tasks.items() if of.is_validated):
-                content = f"validation of {name}" + (f" in task {task}" if task else "")
+            for task in self._config.tasks.values():
+                if not task.is_validated:
+                    continue
+                content = f"validation of {name}" + (f" in task {task.name}" if task.name else "")
                 yield Output(
                     "validating.full_val_file",
                     content,
-                    self.validation_log(name, task),
+                    self.validation_log(name, task.name),
                     has_rows=True,
                 )
                 if self.has_best:
                     content = f"the link to the best weights of {name}"
-                    link = self.best_folder / best_link(self.best_prefix(name, task), self.suffix)
+                    prefix = self.best_prefix(name, task.name)
+                    link = self.best_folder / best_link(prefix, self.suffix)
                     yield Output("validating.save_best_dir", content, link, is_link=True)
         folders = [("training.save_dir", "checkpoints", self.checkpoint_folder)]
         if self.has_best:
             folders.append(("validating.save_best_dir", "best files", self.best_folder))
-        for of_task in self._config.tasks.values():
-            if of_task.data.stat_file is not None and of_task.data.stat_file_mode != "read":
-                option, folder = (
-                    f"{of_task.place('training')}.stat_file",
-                    Path(of_task.data.stat_file).parent,
-                )
-                folders.append((option, "statistics", folder))
+        for task in self._config.tasks.values():
+            if task.data.stat_file is not None and task.data.stat_file_mode != "read":
+                option = f"{task.place('training')}.stat_file"
+                folders.append((option, "statistics", Path(task.data.stat_file).parent))
         if training.tensorboard:
             folder = Path(training.tensorboard_log_dir)
             folders.append(("training.tensorboard_log_dir", "files of TensorBoard", folder))
@@ -284,7 +276,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Due:
-    """Steps after which something is done: those of a range, and one more.
+    """Steps after which something is done: the steps of a range, and one more.
 
     Attributes:
         steps: the range.
@@ -307,31 +299,33 @@ class Schedule:
     """The steps at which a run does more than train.
 
     Args:
-        config: of the run.
-        num_steps: of the whole run. What is done at the end is due after this step; an early stop
+        config: config of the run.
+        num_steps: length of the whole run. The last files are due after this step; an early stop
             ends a run before it.
 
     Attributes:
-        rows: of the learning curve.
-        checkpoint: with the files of all weights.
-        validation: full validation; None: never.
-        snapshots: kept copies of averages for ``dp-ema posthoc``, by name of those that have some.
+        rows: steps with a row of the learning curve.
+        checkpoint: steps with a checkpoint, with the files of all weights.
+        validation: steps with full validation; None: never.
+        snapshots: steps with a copy of an average for ``dp-ema posthoc``, by its name, of the
+            averages that have some.
     """
 
     def __init__(self, config: RunConfig, num_steps: int) -> None:
-        training, validating = config.training, config.validating
+        training = config.training
+        validating = config.validating
         end = num_steps + 1
-        self.num_steps, self._training = num_steps, training
+        self.num_steps = num_steps
+        self._training = training
+        # the first step has a row too, as DeePMD-kit's learning curve does
         self.rows = Due(range(training.disp_freq, end, training.disp_freq), 1)
-        saved = (
-            range(training.save_freq, end, training.save_freq)
-            if training.save_freq > 0
-            else range(0)
-        )
+        # 0 or less writes the last step only
+        saved = range(0)
+        if training.save_freq > 0:
+            saved = range(training.save_freq, end, training.save_freq)
         self.checkpoint = Due(saved, num_steps)
-        start = (
-            validating.full_val_start
-        )  # below 1 a fraction of the run, never at 1, a step above it
+        # below 1 a fraction of the run, above it a step; 1 itself is never
+        start = validating.full_val_start
         self.validation: Due | None = None
         if start != 1 and config.fully_validated and config.has_validation_data:
             first = int(start * num_steps) if start < 1 else int(start)
@@ -343,8 +337,10 @@ class Schedule:
                 self.snapshots[average.name] = Due(range(every, end, every), num_steps)
 
     def num_kept(self, most: int | None = None) -> int:
-        """Return the number of checkpoints that are kept, ``most`` or as configured; less than 1:
-        all.
+        """Return the number of checkpoints that are kept; less than 1: all.
+
+        Args:
+            most: the number without ``ckpt_keep_ratio``; None: ``max_ckpt_keep``.
         """
         if self._training.ckpt_keep_ratio is None:
             return self._training.max_ckpt_keep if most is None else most

@@ -1,7 +1,7 @@
 """Types of descriptors, fitting networks, models and averages: records that name their parts.
 
-A part is found by name when it is used, so no other module imports a folder of ``model/families``.
-Other distributions add records by entry points.
+A part is imported by name when it is used, so no other module imports a folder of
+``model/families``. Other distributions add records by entry points.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Family:
     Attributes:
         section: dataclass of its section in the input; its module must not import torch. Its
             ``type`` is the name.
-        module: ``package.module:name`` of what builds the part of the model from the section; empty
-            if the section is all there is.
+        module: ``package.module:name`` of the class or function that builds the part of the model
+            from the section; empty if the section is all there is.
         tree: ``package.module:name`` of the class that writes it to ``.dp`` files; empty if it
             cannot be frozen so.
         example: a small section without ``type``, for tests: three elements, cutoff 4 angstrom.
@@ -53,6 +53,7 @@ class Family:
         try:
             return resolve_name(name)
         except Exception as error:
+            # of dp-ema itself it is a bug, which needs its traceback
             if not self.origin:
                 raise
             raise ConfigError(
@@ -62,12 +63,11 @@ class Family:
 
 
 class Registry(Mapping[str, Family]):
-    """Records by the ``type`` of their sections: those of dp-ema, then those of other
-    distributions.
+    """Records by the ``type`` of their sections: first dp-ema's, then other distributions'.
 
     Args:
-        own: type -> ``package.module:name`` of the record, or of the section if there is nothing
-            else to it.
+        builtin: type -> ``package.module:name`` of the record of dp-ema, or of the section if there
+            is nothing else to it.
         group: entry points by which other distributions add records; empty if they cannot.
         protocol: its members must be in a section of another distribution.
         base: class of sections of other distributions, if an entry point names the section itself.
@@ -75,15 +75,17 @@ class Registry(Mapping[str, Family]):
 
     def __init__(
         self,
-        own: Mapping[str, str],
+        builtin: Mapping[str, str],
         group: str = "",
         protocol: type | None = None,
         base: type | None = None,
     ) -> None:
-        self.own = dict(own)
+        self.builtin = dict(builtin)
         self.group = group
         self._protocol = protocol
         self._base = base
+        # What the records below were read from. Modules and entry points are read at the first use
+        # only: `dp-ema --help` needs neither.
         self._key: tuple[Any, ...] = ()
         self._records: dict[str, Family] = {}
         self._faults: dict[str, str] = {}
@@ -108,30 +110,36 @@ class Registry(Mapping[str, Family]):
 
     @property
     def faults(self) -> Mapping[str, str]:
-        """Types that no input may have because of what another distribution adds: what is wrong,
-        and what to do.
+        """Types that no input may have, because another distribution adds them wrongly.
+
+        By type: what is wrong, and what to do.
         """
         self._read()
         return self._faults
 
     def _read(self) -> dict[str, Family]:
-        """Return the records; they and the faults are read again after a change of ``own`` or of
-        ``sys.path``.
+        """Return the records.
+
+        They and the faults are read again after a change of ``builtin`` or of ``sys.path``.
         """
-        key = (*self.own.items(), *sys.path)
+        # sys.path represents the installed distributions: listing their entry points takes
+        # milliseconds, and every look-up of a type comes here
+        key = (*self.builtin.items(), *sys.path)
         if key == self._key:
             return self._records
         self._records, self._faults = {}, {}
-        for name, place in self.own.items():
+        for name, place in self.builtin.items():
             record = resolve_name(place)
             # a section if there is nothing else to the types
             self._records[name] = record if isinstance(record, Family) else Family(record)
         if self.group:
             from importlib.metadata import entry_points  # only a run that reads a config needs it
 
-            found = entry_points(group=self.group)
-            for name in sorted(found.names):
-                added = self._added(name, [entry for entry in found if entry.name == name])
+            # sorted, because the order of sys.path differs between machines, and with it that of
+            # manual and messages would
+            entries = entry_points(group=self.group)
+            for name in sorted(entries.names):
+                added = self._added(name, [entry for entry in entries if entry.name == name])
                 if isinstance(added, Family):
                     self._records[name] = added
                 else:
@@ -139,35 +147,36 @@ class Registry(Mapping[str, Family]):
         self._key = key
         return self._records
 
-    def _added(self, name: str, found: list[EntryPoint]) -> Family | str:
-        """Return the record that the entry points ``found`` of one name add, or why it cannot be
-        used.
+    def _added(self, name: str, entries: list[EntryPoint]) -> Family | str:
+        """Return the record that the entry points of one name add, or why it cannot be used.
+
+        A fault is no error: other types of the registry can be used, and an input without this one
+        does not need it.
         """
         origins = [
             f"{entry.dist.name} {entry.dist.version}" if entry.dist else "(no name)"
-            for entry in found
+            for entry in entries
         ]
         both = " and ".join(origins)
         if name in self._records:
             return (
                 f"dp-ema has this type, and the package {both} adds it too. Uninstall the package."
             )
-        if len(found) > 1:
+        if len(entries) > 1:
             return f"the packages {both} both add this type. Uninstall one of them."
-        head = f"the package {origins[0]} adds this type, but {found[0].value}"
+        head = f"the package {origins[0]} adds this type, but {entries[0].value}"
         try:
-            record = found[0].load()
+            record = entries[0].load()
         except Exception as error:  # whatever the code of others raises
             return f"{head} cannot be imported ({type(error).__name__}: {error}). {REPAIR}"
         if self._base is not None and isinstance(record, type):
             record = Family(record)
         if not isinstance(record, Family):
             kind = Family if self._base is None else self._base
-            return (
-                f"{head} is of type {type(record).__name__}, expected "
-                f"{'a subclass of ' * (kind is not Family)}{kind.__module__}.{kind.__name__}. "
-                f"{REPAIR}"
-            )
+            expected = f"{kind.__module__}.{kind.__name__}"
+            if kind is not Family:
+                expected = f"a subclass of {expected}"
+            return f"{head} is of type {type(record).__name__}, expected {expected}. {REPAIR}"
         if problem := self._problem(name, record.section):
             return f"{head} has {problem}. {REPAIR}"
         return dataclasses.replace(record, origin=origins[0])
@@ -181,8 +190,9 @@ class Registry(Mapping[str, Family]):
                 f"section {section!r}, expected a subclass of "
                 f"{self._base.__module__}.{self._base.__name__}"
             )
+        # A subclass without the decorator is a dataclass by its base, and its options would be
+        # plain attributes that no input can give.
         if self._base is not None and "__dataclass_fields__" not in vars(section):
-            # its options would not be seen
             return f"a section that is not decorated as {self._base.__name__} is"
         try:
             typing.get_type_hints(section)  # config reads them to check options
@@ -194,6 +204,7 @@ class Registry(Mapping[str, Family]):
         kind = getattr(section, "type", None)
         if kind != name:
             return f"a section of type {kind!r}, expected {name!r}"
+        # dir() has no fields without a default, and vars() no members that are annotations only
         expected = (
             {*vars(self._protocol), *self._protocol.__annotations__} if self._protocol else set()
         )
@@ -202,7 +213,8 @@ class Registry(Mapping[str, Family]):
         missing += sorted(getattr(section, "__abstractmethods__", ()))
         if missing:
             return f"a section without {', '.join(missing)}"
-        others = [one.section for one in self._records.values()]
-        taken = {word for other in others for word in (other.type, *getattr(other, "aliases", ()))}
+        taken = set()
+        for record in self._records.values():
+            taken |= {record.section.type, *getattr(record.section, "aliases", ())}
         double = [alias for alias in getattr(section, "aliases", ()) if alias in taken]
         return f"the alias {double[0]!r}, which another type has" if double else ""

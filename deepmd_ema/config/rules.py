@@ -1,5 +1,4 @@
-"""Findings about the sections of a run: what does not fit together, has no effect, or is likely a
-mistake.
+"""Findings about the sections of a run: contradictions, options without effect, likely mistakes.
 
 Each option is right by itself here. A generator per section yields findings at canonical places.
 """
@@ -32,19 +31,19 @@ from deepmd_ema.config.task_rules import findings_of_tasks
 from deepmd_ema.errors import ConfigError, command, counted
 from deepmd_ema.findings import UNUSED, WARNING, Findings, error, inside, texts_of, unused, warning
 
-_MAX_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
-_MIN_SNAPSHOTS = (
-    4  # of one average; from fewer, averages of other lengths cannot be reconstructed well
-)
+# fraction of the run: a longer average still remembers the untrained weights
+_MAX_WINDOW = 0.2
+# snapshots of one average: from fewer, averages of other lengths cannot be reconstructed well
+_MIN_SNAPSHOTS = 4
 
 
 def findings_of(
     run: RunConfig, num_steps: int | None = None, steps_per: StepsPer | None = None
 ) -> Findings:
-    """Yield the findings of a run whose options are right each by itself, with places that the
-    input spells.
+    """Yield the findings of a run, with places as the input spells them.
 
-    Options without effect are those that the input gives.
+    Every option is right by itself. Only options that the input gives are reported as without
+    effect.
 
     Args:
         run: the run.
@@ -54,6 +53,7 @@ def findings_of(
     for finding in chain.from_iterable(rule(run) for rule in _RULES):
         place = path_of(finding.place)
         if finding.severity == UNUSED:
+            # a rule sees values only, and a default that does nothing is nobody's mistake
             if place not in run.source.given:
                 continue
             text = f" = {show(plain(_value_at(run, place)))}: no effect, {finding.text}"
@@ -65,18 +65,21 @@ def findings_of(
 
 
 def ignored_options(run: RunConfig) -> list[str]:
-    """Return the options that the input gives and that have no effect in this run, each with the
-    reason.
-    """
+    """Return the options of the input that have no effect in this run, each with the reason."""
     findings = (replace(finding, file="") for finding in findings_of(run))
-    return list(dict.fromkeys([*run.unused, *texts_of(UNUSED, findings)]))  # tasks share parts
+    # once each: tasks that share a part have the same finding about it
+    return list(dict.fromkeys([*run.unused, *texts_of(UNUSED, findings)]))
 
 
 def config_warnings(
     run: RunConfig, num_steps: int | None = None, steps_per: StepsPer | None = None
 ) -> list[str]:
-    """Return warnings about settings that are allowed but likely mistakes; arguments as of
-    :func:`findings_of`.
+    """Return warnings about settings that are allowed but likely mistakes.
+
+    Args:
+        run: the run.
+        num_steps: its length, where the input gives it in epochs.
+        steps_per: as for :func:`findings_of`.
     """
     findings = findings_of(run, run.training.numb_steps or num_steps, steps_per)
     return texts_of(WARNING, (replace(finding, file="") for finding in findings))
@@ -105,8 +108,9 @@ def _idle(*rows: tuple[Any, str, str]) -> Findings:
 def as_launched(
     run: RunConfig, launched: bool, restart: str | None = None, num_ranks: int = 1
 ) -> RunConfig:
-    """Return the run as a process trains it: at ``zero_stage`` 0, with a note, if no launcher has
-    started it.
+    """Return the run as a process trains it: at ``zero_stage`` 0 if no launcher has started it.
+
+    A note of the run reports this.
 
     Args:
         run: the run.
@@ -115,9 +119,9 @@ def as_launched(
         num_ranks: number of processes that were started.
 
     Raises:
-        ConfigError: if so many processes cannot train it, which concerns a start and not the
-            loading of an input.
+        ConfigError: if so many processes cannot train it.
     """
+    # no rule: it concerns a start, and an input that is loaded for other purposes is right
     if isinstance(run.optimizer, LKFConfig) and num_ranks > 1:
         mistake = error(
             "optimizer.type",
@@ -128,11 +132,13 @@ def as_launched(
     stage = run.training.zero_stage
     if launched or not stage:
         return run
-    words = ("--restart", restart) if restart else (run.source.name,)
+    # The stage needs a process group, and one of a single process would shard nothing. Without
+    # PET_NO_PYTHON torchrun would run `python dp-ema`.
+    arguments = ("--restart", restart) if restart else (run.source.name,)
     note = (
         f"training.zero_stage = {stage}: no launcher has started this process, which trains with "
         "0. Launch with: export PET_NO_PYTHON=1; torchrun --nproc_per_node=2 "
-        f"{command('dp-ema', 'train', *words)}"
+        f"{command('dp-ema', 'train', *arguments)}"
     )
     return replace(run, training=replace(run.training, zero_stage=0), notes=(*run.notes, note))
 
@@ -169,7 +175,8 @@ def _learning_rate(run: RunConfig) -> Findings:
             "learning_rate.warmup_steps",
             f" = {lr.warmup_steps}: expected less than training.numb_steps = {steps}.",
         )
-    of_fall = "learning_rate.stop_lr learning_rate.stop_lr_ratio learning_rate.decay_type"
+    # the schedules exp and cosine have no decay_phase_ratio and always fall
+    falling = "learning_rate.stop_lr learning_rate.stop_lr_ratio learning_rate.decay_type"
     yield from _idle(
         (
             isinstance(run.optimizer, LKFConfig),
@@ -181,7 +188,7 @@ def _learning_rate(run: RunConfig) -> Findings:
             "learning_rate.warmup_start_factor",
             "there is no warm-up",
         ),
-        (getattr(lr, "decay_phase_ratio", 1) == 0, of_fall, "decay_phase_ratio is 0"),
+        (getattr(lr, "decay_phase_ratio", 1) == 0, falling, "decay_phase_ratio is 0"),
     )
 
 
@@ -205,7 +212,7 @@ def _optimizer(run: RunConfig) -> Findings:
 
 # options of `training`: their largest value, and the reason and remedy for one above it
 _MAX_WITH_LKF = {
-    # a block of its covariance has weights of several layers
+    # a block of the covariance has weights of several layers, which ranks would hold in parts
     "zero_stage": (
         0,
         "LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon.",
@@ -223,8 +230,10 @@ _REFUSED_BY_LKF = (
 
 
 def _lkf(run: RunConfig) -> Findings:
-    """LKF trains in one process, with one batch, and of the loss takes only whether energies and
-    forces are fitted.
+    """Yield errors of options that LKF does not have.
+
+    It trains in one process, with one batch a step, and weighs energies and forces by its own
+    options.
     """
     for name, (most, why) in _MAX_WITH_LKF.items():
         value = getattr(run.training, name)
@@ -274,6 +283,8 @@ def _training(run: RunConfig) -> Findings:
     yield from _gradients(run)
     compiles = training.enable_compile or run.validating.compiled_infer
     has_modes = compiles and training.compile_options.backend == "inductor"
+    # as text, because precisions are options of descriptors, of their parts and of fitting
+    # networks, also of types of other distributions
     models = json.dumps([plain(task.model) for task in run.tasks.values()])
     has_float32 = '"precision": "float32"' in models
     has_amp = '"use_amp": ' in models
@@ -300,8 +311,8 @@ def _training(run: RunConfig) -> Findings:
 
 def _gradients(run: RunConfig) -> Findings:
     training = run.training
-    # CUDA graphs that torch.compile makes overwrite the gradients of the batch before (pytorch
-    # issue 169545)
+    # CUDA graphs of torch.compile overwrite the gradients of the batch before, to which those of
+    # the next one are added (pytorch issue 169545)
     if (
         training.accumulate > 1
         and training.enable_compile
@@ -313,32 +324,35 @@ def _gradients(run: RunConfig) -> Findings:
             "which overwrite gradients. Use 1, or backend inductor and mode default in "
             "training.compile_options.",
         )
-    # a Hessian is made by a backward pass within the forward one, after which sharded parameters
-    # are given up
+    # A Hessian takes a backward pass within the forward one. FSDP frees the gathered parameters
+    # after a backward pass, so that the rest of the forward one would have none.
     if training.zero_stage > 1 and any("h" in task.loss.weights for task in run.tasks.values()):
         yield error(
             "training.zero_stage",
             f" = {training.zero_stage}: second derivatives need all parameters on every "
             "rank. Use 0 or 1, or remove loss.start_pref_h and loss.limit_pref_h.",
         )
-    others = [task for task in run.tasks.values() if ENERGY not in task.model.fitting_net.labels]
+    tasks_without_energy = [
+        task for task in run.tasks.values() if ENERGY not in task.model.fitting_net.labels
+    ]
     for name, is_compiled in (
         ("training.enable_compile", training.enable_compile),
         ("validating.compiled_infer", run.validating.compiled_infer),
     ):
-        if others and is_compiled:
-            kind = others[0].model.fitting_net.type
+        if tasks_without_energy and is_compiled:
+            kind = tasks_without_energy[0].model.fitting_net.type
             yield error(
                 name,
                 f" = true: models of fitting_net.type {kind} are not compiled. Set it to false.",
             )
-    if len(others) == len(run.tasks) and training.change_bias_after_training:
+    if len(tasks_without_energy) == len(run.tasks) and training.change_bias_after_training:
         yield error(
             "training.change_bias_after_training",
             " = true: no task has energies, whose bias it fits. Set it to false.",
         )
-    roots = [task for task in others if getattr(task.loss, "loss_func", "") == "rmse"]
-    if roots and training.accumulate > 1:
+    losses = [task.loss for task in tasks_without_energy]
+    has_root = any(getattr(loss, "loss_func", "") == "rmse" for loss in losses)
+    if has_root and training.accumulate > 1:
         yield error(
             "training.accumulate",
             f' = {training.accumulate}: loss_func "rmse" is a root of a mean, which '
@@ -351,19 +365,19 @@ def _averages(run: RunConfig) -> Findings:
     for number, average in enumerate(averages):
         place, name = f"training.averaging[{number}]", average.name
         yield from inside(place, average.findings(run))
-        # upper and lower case are one on some disks
+        # some file systems do not distinguish upper and lower case, so that one of the averages
+        # would overwrite the files of the other
         same = next((n for n in range(number) if averages[n].name.lower() == name.lower()), None)
         if same is not None:
-            case = (
-                ""
-                if averages[same].name == name
-                else " but for upper and lower case, and so have its files"
-            )
+            case = ""
+            if averages[same].name != name:
+                case = " but for upper and lower case, and so have its files"
             first = dotted(run.source.path(f"training.averaging[{same}]"))
             yield error(
                 f"{place}.name", f" = {show(name)}: {first} has this name{case}. Choose another."
             )
-    # snapshots that `dp-ema posthoc` cannot combine
+    # Snapshots that `dp-ema posthoc` cannot combine: an average of another length is a linear
+    # combination of snapshots, which of one length alone are too much alike.
     averages = [average for average in averages if average.snapshots]
     if len({average.length for average in averages}) == 1:
         text = (
@@ -410,50 +424,52 @@ def _validating(run: RunConfig) -> Findings:
     if validated:
         yield from _metrics(run)
     is_never = validating.full_val_start == 1
-    of_best = "save_best_dir max_best_ckpt"
-    of_all = f"validation_freq save_best {of_best} validation_metric early_stop full_val_file"
+    # names of options, as _idle takes them
+    best = "save_best_dir max_best_ckpt"
+    full = f"validation_freq save_best {best} validation_metric early_stop full_val_file"
     why = "full_validation and ema_full_validation are false"
     if run.training.averaging:
         why += ", and no entry of training.averaging has it"
     idle = _idle(
         (not run.has_validation_data, "compiled_infer", "there are no validation data"),
-        (not validated, f"{of_all} full_val_start", why),
-        (validated and is_never, f"full_validation {of_all}", NEVER),
-        (validated and not is_never and not validating.save_best, of_best, "save_best is false"),
+        (not validated, f"{full} full_val_start", why),
+        (validated and is_never, f"full_validation {full}", NEVER),
+        (validated and not is_never and not validating.save_best, best, "save_best is false"),
     )
     yield from inside("validating", idle)
 
 
 def _metrics(run: RunConfig) -> Findings:
-    """Metrics that rank weights and end a run have weights in the loss of every task, at the start
-    and the end.
+    """Yield errors of metrics without a weight in the loss of a task, at the start or the end.
+
+    They rank weights and end a run: an error that is not trained need not fall.
     """
-    metrics, early_stop = (
-        {"validation_metric": run.validating.validation_metric},
-        run.validating.early_stop,
-    )
+    metrics = {"validation_metric": run.validating.validation_metric}
+    early_stop = run.validating.early_stop
     if early_stop is not None and early_stop.metric is not None:
         metrics["early_stop.metric"] = early_stop.metric
     for name, metric in metrics.items():
-        known = {
+        # the keys are an ordered set
+        letters = {
             letter: None for task in run.tasks.values() for letter in task.model.fitting_net.metrics
         }
-        # its default is not distinguished from an option that is not given
+        # The default E:MAE is also that of models without energies, where TaskConfig.metric
+        # replaces it; it is not distinguished from an option that is not given.
         is_given = name != "validation_metric" or metric != ValidatingConfig.validation_metric
-        if metric.quantity not in known and is_given:
+        if metric.quantity not in letters and is_given:
             yield error(
                 f"validating.{name}",
                 f" = {show(metric)}: nothing of this is predicted. Choose one of "
-                f"{', '.join(known)}.",
+                f"{', '.join(letters)}.",
             )
             continue
         for task in run.tasks.values():
             if not isinstance(task.loss, EnerLossConfig):
                 continue
+            # the stress is trained by the virial
             letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[task.metric(metric).quantity]
-            start, limit = (
-                getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit")
-            )
+            start = getattr(task.loss, f"start_pref_{letter}")
+            limit = getattr(task.loss, f"limit_pref_{letter}")
             if not (start and limit):
                 yield error(
                     f"validating.{name}",
@@ -464,10 +480,12 @@ def _metrics(run: RunConfig) -> Findings:
 
 
 def _files(run: RunConfig) -> Findings:
-    """No two of learning curves, logs of full validation and links to weights have one name."""
+    """Yield errors of learning curves, logs of full validation and links to weights of one name."""
     files: dict[str, Output] = {}
     for output in Outputs(run):
         file = os.path.normpath(output.path)
+        # Several outputs may share a folder. Links of one option have equal names only where
+        # averages or logs have, which is refused already.
         first = output if output.is_folder else files.setdefault(file, output)
         if first is not output and (output.has_rows or first.option != output.option):
             yield error(
@@ -478,9 +496,11 @@ def _files(run: RunConfig) -> Findings:
 
 
 def _loss(task: TaskConfig) -> Findings:
-    loss, fitting = task.loss, task.model.fitting_net
+    loss = task.loss
+    fitting = task.model.fitting_net
     wanted = fitting.loss
     if loss.type != wanted:
+        # these two options have no defaults
         more = ', "pref": 1, "pref_atomic": 0' if wanted == "tensor" else ""
         yield error(
             "type",
@@ -499,14 +519,17 @@ def _loss(task: TaskConfig) -> Findings:
             "f_use_norm",
             ' = true: needs "loss_func": "mae" or "use_huber": true. Add one, or remove it.',
         )
-    # it has no per-atom weights, no relative forces, and no term of second derivatives
+    # Huber's loss has no per-atom weights, no relative forces, and no term of second derivatives
     refused = {
         "relative_f": loss.relative_f is not None,
         "start_pref_pf": loss.start_pref_pf or loss.limit_pref_pf,
+        "start_pref_h": loss.start_pref_h,
+        "limit_pref_h": loss.limit_pref_h,
     }
-    refused |= {name: getattr(loss, name) for name in ("start_pref_h", "limit_pref_h")}
-    for name in (name for name, is_given in refused.items() if is_given and is_huber):
-        yield error(name, f" = {getattr(loss, name):g}: not possible with use_huber. {REMOVE_ONE}")
+    for name, is_given in refused.items():
+        if is_given and is_huber:
+            text = f" = {getattr(loss, name):g}: not possible with use_huber. {REMOVE_ONE}"
+            yield error(name, text)
     yield from _idle(
         (loss.loss_func == "mae", "use_huber", "loss_func is mae"),
         (not is_huber, "huber_delta", "the loss is not Huber's"),
@@ -533,6 +556,7 @@ def _data(task: TaskConfig) -> Findings:
         (valid and valid.sys_probs, "validation_data.auto_prob", "sys_probs is given"),
         (data.stat_file is None, "stat_file_mode", "there is no stat_file"),
     )
+    # by name only: equal frames in other files are found when the data are read
     both = set(train.systems) & set(valid.systems if valid is not None else ())
     if both:
         names = ", ".join(sorted(both))
@@ -565,27 +589,30 @@ _RULES = (
 def _lengths_to_look_at(run: RunConfig, num_steps: int, steps_per: StepsPer) -> Findings:
     """Yield warnings about lengths that do not fit that of the run."""
     lr = run.learning_rate
-    if (
-        isinstance(lr, ExpScheduleConfig)
-        and (used := lr.used_decay_steps(num_steps)) != lr.decay_steps
-    ):
+    if isinstance(lr, ExpScheduleConfig):
+        used = lr.used_decay_steps(num_steps)
         length = counted(num_steps - lr.num_warmup_steps(num_steps), "step")
-        yield warning(
-            "learning_rate.decay_steps",
-            f" = {lr.decay_steps}: not less than the {length} of the decay; {used} is "
-            "used instead, as DeePMD-kit does.",
-        )
+        if used != lr.decay_steps:
+            yield warning(
+                "learning_rate.decay_steps",
+                f" = {lr.decay_steps}: not less than the {length} of the decay; {used} is "
+                "used instead, as DeePMD-kit does.",
+            )
     schedule = Schedule(run, num_steps)
-    # a window of much of the run, a start after it, or few snapshots in it
+    # averages: a window of much of the run, a start after it, or few snapshots in it
     for number, average in enumerate(run.training.averaging):
         place = f"training.averaging[{number}]"
         name, value = average.length
         longest = _MAX_WINDOW * num_steps
+        # frames and epochs have no length in steps before the data are read
         unit = "steps" if name == "decay" else getattr(average, "half_life_unit", "")
         if isinstance(average, EmaProfile) and unit in steps_per:
             text = f" = {value:g}"
+            # The window is 1 / (1 - d) steps, and the value suggested has half the longest one. Of
+            # a half-life h in steps d is 2^(-1/h); expm1 keeps 1 - d exact where h is long.
             if name == "decay":
-                window, better = 1 / (1 - value), max(0.0, 1 - 1 / max(1.0, longest / 2))
+                window = 1 / (1 - value)
+                better = max(0.0, 1 - 1 / max(1.0, longest / 2))
             else:
                 steps = steps_per[unit]
                 window = 1 / -math.expm1(-math.log(2) / (value * steps))
@@ -598,14 +625,16 @@ def _lengths_to_look_at(run: RunConfig, num_steps: int, steps_per: StepsPer) -> 
                 )
                 text += f": the average is over about {window:,.0f} steps, {why}. Try {better:.3g}."
                 yield warning(f"{place}.{name}", text)
-        late, start = "start_step", float(average.start_step)
+        option = "start_step"
+        start = float(average.start_step)
         if average.start_epoch is not None:
-            late, start = "start_epoch", average.start_epoch * steps_per.get("epochs", 0.0)
+            option = "start_epoch"
+            start = average.start_epoch * steps_per.get("epochs", 0.0)
         due = schedule.snapshots.get(average.name)
         if start >= num_steps:
             yield warning(
-                f"{place}.{late}",
-                f" = {getattr(average, late):g}: the run ends at step {num_steps:,}, so "
+                f"{place}.{option}",
+                f" = {getattr(average, option):g}: the run ends at step {num_steps:,}, so "
                 f"that nothing is averaged and {average.name} is the live weights. Choose "
                 "an earlier start.",
             )

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 def config_summary(
     config: RunConfig, num_steps: int = 0, steps_per: StepsPer | None = None
 ) -> list[tuple[str, str]]:
-    """Return names and texts of the main settings: rows for ``dp-ema check``, ``show`` and the
-    start of a run.
+    """Return names and texts of the main settings.
+
+    They are rows of the tables of ``dp-ema check``, ``show`` and the start of a run.
 
     Args:
-        config: of the run.
+        config: config of the run.
         num_steps: length of the run, once the data are known.
         steps_per: steps of one of ``frames`` and ``epochs``, then as well.
     """
@@ -32,11 +33,10 @@ def config_summary(
     }
     num_steps = training.numb_steps or num_steps
     passes = [f"{task} {epochs:g} epochs" for task, epochs in config.task_epochs.items()]
-    length = (
-        counted(num_steps, "step")
-        if num_steps
-        else ", ".join(passes) or f"{training.numb_epoch or 0:g} epochs"
-    )
+    if num_steps:
+        length = counted(num_steps, "step")
+    else:
+        length = ", ".join(passes) or f"{training.numb_epoch or 0:g} epochs"
     if steps_per and "" in config.tasks:  # several tasks see their data more or less often
         batches = round(steps_per["epochs"] * training.accumulate)
         epochs = num_steps * training.accumulate / batches
@@ -45,9 +45,13 @@ def config_summary(
             f"{counted(batches, 'batch', 'batches')}"
         )
     averages = [("average", f"{a.name}: {a.summary(steps_per or {})}") for a in training.averaging]
+    optimizer = config.optimizer.type
     decay = getattr(config.optimizer, "weight_decay", 0.0)
+    if decay > 0:
+        optimizer += f", weight decay {decay:g}"
     number = len(config.optimizer.groups)
-    groups = f", {counted(number, 'group')} of parameters" if number > 0 else ""
+    if number > 0:
+        optimizer += f", {counted(number, 'group')} of parameters"
     batch = ", ".join(show(task.data.training_data.batch_size) for task in config.tasks.values())
     several = f", {training.accumulate} batches a step" if training.accumulate > 1 else ""
     seed = "random" if training.seed is None else training.seed
@@ -62,15 +66,13 @@ def config_summary(
             f"{counted(sum(numbers), 'batch', 'batches')} {every_steps(training.disp_freq)}"
         )
     if numbers and config.fully_validated and (v := config.validating).full_val_start != 1:
-        *others, last = config.fully_validated
-        weights = f"{', '.join(others)} and {last}" if others else last
+        *names, last = config.fully_validated
+        weights = f"{', '.join(names)} and {last}" if names else last
         metrics = dict.fromkeys(task.metric(v.validation_metric) for task in config.tasks.values())
         which = f"{weights} weights, best by {' and '.join(metrics)}"
         if v.early_stop is not None:
-            metric, patience = (
-                v.early_stop.metric or v.validation_metric,
-                counted(v.early_stop.patience, "validation"),
-            )
+            metric = v.early_stop.metric or v.validation_metric
+            patience = counted(v.early_stop.patience, "validation")
             which += f"; the run ends after {patience} without a lower {metric}"
         validation += f"; all data {every_steps(v.validation_freq)} and after the last ({which})"
     tested = [
@@ -82,10 +84,7 @@ def config_summary(
     return [
         *rows_of_tasks(rows, config.links),
         ("learning rate", config.learning_rate.summary(num_steps)),
-        (
-            "optimizer",
-            "".join([config.optimizer.type, f", weight decay {decay:g}" * (decay > 0), groups]),
-        ),
+        ("optimizer", optimizer),
         ("run", f"{length}, batch_size {batch}{several}, seed {seed}"),
         *(averages or [("average", "none")]),
         ("validation", validation),
@@ -96,31 +95,29 @@ def config_summary(
 def rows_of_tasks(
     rows: Mapping[str, Sequence[tuple[str, str]]], links: Sequence[Link]
 ) -> list[tuple[str, str]]:
-    """Return rows of a table with the tasks that each is about, and what they share; with one task
-    as they are.
+    """Return rows of a table, each with the tasks that it is about, and rows of shared parts.
+
+    Rows of one task remain as they are.
 
     Args:
         rows: names and texts by the name of the task, which is empty in a run of one.
-        links: what the models share.
+        links: parts that the models share.
     """
     tasks: dict[tuple[str, str], list[str]] = {}  # by name and text
-    for task, of_task in rows.items():
-        for row in of_task:
+    for task, rows_of_task in rows.items():
+        for row in rows_of_task:
             tasks.setdefault(row, []).append(task)
+    # rows of one name follow each other, at the place of the first: "descriptor" of all tasks, then
+    # "fitting" of all tasks
     names = [name for name, _ in tasks]
     table = []
     for (name, text), having in sorted(tasks.items(), key=lambda item: names.index(item[0][0])):
         table.append((name, f"{', '.join(having)}: {text}" if any(having) else text))
-    sharing: dict[str, dict[str, list[str]]] = {}  # by key and place
+    sharing: dict[str, dict[str, list[str]]] = {}  # tasks by key and part
     for link in links:
-        place = f"{'embedding of elements of the ' * (link.level == 1)}{link.part}"
-        sharing.setdefault(link.key, {}).setdefault(place, []).append(link.task)
-    for key, of in sharing.items():
-        table.append(
-            (
-                "shared",
-                f"{key}: "
-                + ", ".join(f"{place} of {' and '.join(own)}" for place, own in of.items()),
-            )
-        )
+        part = f"embedding of elements of the {link.part}" if link.level == 1 else link.part
+        sharing.setdefault(link.key, {}).setdefault(part, []).append(link.task)
+    for key, parts in sharing.items():
+        texts = [f"{part} of {' and '.join(having)}" for part, having in parts.items()]
+        table.append(("shared", f"{key}: {', '.join(texts)}"))
     return table

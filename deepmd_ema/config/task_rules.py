@@ -25,10 +25,12 @@ def findings_of_tasks(run: RunConfig) -> Findings:
 
 
 def _names_of_tasks(run: MultiTaskRun) -> Findings:
-    """Names of tasks, which stand in names of files, tensors and columns, are plain and distinct,
-    as are aliases.
+    """Yield errors of names that are not plain or not distinct, aliases included.
+
+    They are parts of names of files, tensors and columns.
     """
     models = run.model.model_dict
+    # reversed, so that of two names that differ in case only the second is refused
     names = {name.lower(): name for name in reversed(models)}
     taken: dict[str, str] = dict(names)
     for name, model in models.items():
@@ -59,8 +61,9 @@ def _names_of_tasks(run: MultiTaskRun) -> Findings:
 
 
 def _sections_of_tasks(run: MultiTaskRun) -> Findings:
-    """Every task has a model and data; losses and shares are those of tasks."""
-    tasks, training = run.model.model_dict, run.training
+    """Yield errors of tasks without a model or data, and of other sections without a task."""
+    tasks = run.model.model_dict
+    training = run.training
     if not tasks:
         yield error("model.model_dict", ": there is no task. Add the model of each, by its name.")
         return
@@ -82,9 +85,7 @@ def _sections_of_tasks(run: MultiTaskRun) -> Findings:
 
 
 def _shares(run: MultiTaskRun) -> Findings:
-    """``model_prob`` and ``num_epoch_dict`` exclude each other, and no two tasks have one
-    ``stat_file``.
-    """
+    """Yield findings about the shares of tasks in training, and about a ``stat_file`` of two."""
     if run.task_weights and run.task_epochs:
         yield error(
             "training.model_prob",
@@ -109,12 +110,12 @@ def _shares(run: MultiTaskRun) -> Findings:
 
 
 def _shared_parts(run: MultiTaskRun) -> Findings:
-    """Models that share a part have the same elements; what says nothing of elements has no
-    embedding to share.
-    """
+    """Yield errors of shared parts: other elements, or no embedding of elements to share."""
     first: dict[str, Link] = {}
     for link in run.links:
-        place, model = f"model.model_dict.{link.task}", run.model.model_dict[link.task]
+        place = f"model.model_dict.{link.task}"
+        model = run.model.model_dict[link.task]
+        # the first task with the part builds it: others take its rows of elements as they are
         other = run.model.model_dict[first.setdefault(link.key, link).task]
         if link.part != "type_map" and model.type_map != other.type_map:
             yield error(
@@ -135,23 +136,25 @@ def _shared_parts(run: MultiTaskRun) -> Findings:
 
 
 def _case_embedding(run: MultiTaskRun) -> Findings:
-    """``dim_case_embd`` is one number for all tasks, with room for each."""
+    """Yield findings about ``dim_case_embd``: one number for all tasks, with room for each."""
     sizes = {name: model.fitting_net.dim_case_embd for name, model in run.model.model_dict.items()}
-    most, tasks = max(sizes.values(), default=0), len(sizes)
+    largest = max(sizes.values(), default=0)
+    # the vector of a task has a 1 at its own place, so that each task needs one
+    expected = max(largest, len(sizes))
     for name, size in sizes.items():
-        if most and size != max(most, tasks):
+        if largest and size != expected:
             yield error(
                 f"model.model_dict.{name}.fitting_net.dim_case_embd",
-                f" = {size}: expected {max(most, tasks)} in every task, at least the number of "
-                f"tasks ({tasks}).",
+                f" = {size}: expected {expected} in every task, at least the number of "
+                f"tasks ({len(sizes)}).",
             )
-    # tasks whose models differ in the energies of the elements only
+    # Tasks that share a fitting network differ in the energies of the elements only. Two methods
+    # differ by more than a constant per element.
     links = [link for link in run.links if link.part == "fitting_net"]
     for key in dict.fromkeys(link.key for link in links):
         names = [link.task for link in links if link.key == key]
         models = [run.tasks[name].model for name in names if name in run.tasks]
-        # a user who chooses what becomes of the energies of a file has thought of the methods of
-        # the labels
+        # finetune_bias other than auto shows that the user has thought of the methods of the labels
         is_chosen = any(model.finetune_bias != "auto" for model in models)
         if len(models) > 1 and not models[0].fitting_net.dim_case_embd and not is_chosen:
             yield warning(

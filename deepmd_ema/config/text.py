@@ -1,6 +1,4 @@
-"""The text of a JSON or YAML file as plain values, with the line of every key, and messages about
-its syntax.
-"""
+"""Text of a JSON or YAML file as plain values with the lines of keys; messages about its syntax."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from deepmd_ema.errors import ConfigError
 
 JSON_SUFFIXES = (".json",)
 YAML_SUFFIXES = (".yaml", ".yml")
-_DEEPEST = 100  # sections within sections; an input has five, and what reads it recurses
-_MAX_BYTES = 50_000_000  # bytes; an input has a few thousand, a data file given by mistake has more
+_DEEPEST = 100  # sections within sections; an input has five, and the code that reads it recurses
+_MAX_BYTES = 50_000_000  # bytes; an input has a few thousand, a data file named by mistake has more
 MAX_VALUES = 100_000  # values of an input in YAML
 NEITHER = "nested too deeply to be an input"
 
@@ -60,9 +58,8 @@ def read_config_file(path: Path) -> tuple[Values, Lines]:
             "of a run."
         )
     if suffix in YAML_SUFFIXES:
-        from deepmd_ema.config.text_yaml import (
-            parse_yaml,
-        )  # PyYAML takes time that an input in JSON need not spend
+        # PyYAML takes time that an input in JSON need not spend
+        from deepmd_ema.config.text_yaml import parse_yaml
 
         values, lines = parse_yaml(text, str(path))
     else:
@@ -125,27 +122,25 @@ def _parse_json(text: str, source: str) -> tuple[Any, Lines]:
         ConfigError: with line and column of the first mistake, and what it looks like.
     """
 
+    # json.loads takes NaN and Infinity, and calls this without the place
     def refuse_constant(name: str) -> NoReturn:
-        line = next(
-            (n for n, t in enumerate(text.splitlines(), 1) if re.search(rf"(?<![\w\"]){name}", t)),
-            1,
-        )
+        pattern = re.compile(rf"(?<![\w\"]){name}")
+        line = next((n for n, t in enumerate(text.splitlines(), 1) if pattern.search(t)), 1)
         raise ConfigError(
             f"{source}:{line}: {name} is no JSON number. Write a finite number, or null."
         )
 
     try:
         values = json.loads(text, parse_constant=refuse_constant)
-        breaks = [found.start() for found in re.finditer("\n", text)]
-        tokens = ((found[0], bisect(breaks, found.start()) + 1) for found in _TOKEN.finditer(text))
+        # json has no lines of keys, so that a valid text is read once more, token by token
+        breaks = [match.start() for match in re.finditer("\n", text)]
+        tokens = ((match[0], bisect(breaks, match.start()) + 1) for match in _TOKEN.finditer(text))
         return values, lines_of(_json_marks(*next(tokens), tokens, (), is_key=False), source)
     except json.JSONDecodeError as error:
+        # the mistake may be at the end, behind the last line
         lines = [*text.splitlines(), ""]
-        shown = "".join(
-            f"\n    {line[:100]}"
-            for line in [lines[min(error.lineno, len(lines)) - 1].strip()]
-            if line
-        )
+        line = lines[min(error.lineno, len(lines)) - 1].strip()
+        shown = f"\n    {line[:100]}" if line else ""
         raise ConfigError(
             f"{source}:{error.lineno}:{error.colno}: not JSON: {_json_hint(text, error)}{shown}"
         ) from None
@@ -162,8 +157,9 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[^\s,:{}\[\]"]+')
 def _json_marks(
     token: str, line: int, tokens: Iterator[tuple[str, int]], place: Place, *, is_key: bool
 ) -> Marks:
-    """Yield the marks of the value that begins with ``token``; the line of one in a section is that
-    of its key.
+    """Yield the marks of the value that begins with ``token``.
+
+    The line of a value in a section is that of its key.
     """
     yield place, line, is_key
     if token == "{":
@@ -182,12 +178,14 @@ def _json_marks(
 
 def _json_hint(text: str, error: json.JSONDecodeError) -> str:
     """Return a description of the mistake; ``error.pos`` is where JSON ended."""
-    here, before = text[error.pos :], text[: error.pos].rstrip()
-    rest = here.lstrip()
-    # an illegal trailing comma is reported at the comma by new versions of Python, after it by
-    # older ones
+    after = text[error.pos :]
+    before = text[: error.pos].rstrip()
+    rest = after.lstrip()
+    # Python 3.13 and later report an illegal trailing comma at the comma, older versions after it
     at_end = rest.startswith(("}", "]")) or "delimiter" in error.msg
-    trailing = re.match(r",\s*[}\]]", here) or (before.endswith(",") and at_end)
+    trailing = re.match(r",\s*[}\]]", after) or (before.endswith(",") and at_end)
+    # the first that applies is shown: texts that look like a known mistake come before the messages
+    # of json, which name its consequence
     hints = [
         (
             rest.startswith(("//", "/*", "#")),

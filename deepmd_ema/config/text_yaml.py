@@ -43,8 +43,9 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
 def parse_yaml(text: str, source: str) -> tuple[Any, Lines]:
-    """Return the values of a YAML text, with numbers and booleans of YAML 1.2, as in JSON, and
-    their lines.
+    """Return the values of a YAML text and their lines.
+
+    Numbers and booleans are those of YAML 1.2, as in JSON.
 
     Raises:
         ConfigError: with line and column of the first mistake.
@@ -60,24 +61,27 @@ def parse_yaml(text: str, source: str) -> tuple[Any, Lines]:
         raise ConfigError(_message(text, error, source)) from None
     except RecursionError:
         raise ConfigError(f"{source}: an anchor that contains itself, or {NEITHER}.") from None
-    except (
-        ValueError,
-        KeyError,
-        AttributeError,
-    ) as error:  # of constructors of tags: !!int x, !!bool x, !!timestamp x
+    except (ValueError, KeyError, AttributeError) as error:
+        # raised by constructors of tags: !!int x, !!bool x, !!timestamp x
         raise ConfigError(
             f"{source}: not YAML: a tag (!!...) before a value that it does not fit: {error}."
         ) from None
 
 
 def _marks(node: yaml.Node, place: Place, line: int, *, is_key: bool) -> Marks:
-    """Yield the marks of everything in ``node``; ``line``, from 0, is that of its key, if it has
-    one.
+    """Yield the marks of everything in ``node``.
+
+    Args:
+        node: a value.
+        place: its place.
+        line: line of its key, or its own if it has none, counted from 0.
+        is_key: whether it has a key that must be unique.
     """
     yield place, line + 1, is_key
     for number, item in enumerate(node.value) if isinstance(node, yaml.SequenceNode) else ():
         yield from _marks(item, (*place, number), item.start_mark.line, is_key=False)
     for key, item in node.value if isinstance(node, yaml.MappingNode) else ():
+        # `<<` may occur twice: it names no key but adds those of another mapping
         is_merged = key.tag == "tag:yaml.org,2002:merge"
         yield from _marks(item, (*place, str(key.value)), key.start_mark.line, is_key=not is_merged)
 
@@ -88,14 +92,12 @@ def _message(text: str, error: yaml.YAMLError, source: str) -> str:
         return f"{source}: not YAML: {str(error).splitlines()[0]}."
     lines = text.splitlines()
     where = f"{source}:{mark.line + 1}:{mark.column + 1}"
+    # the first line that is indented with a tab, wherever PyYAML has stopped
     tab = next((n for n, line in enumerate(lines, 1) if re.match(r" *\t", line)), None)
     if tab is not None and "\\t" in str(error):
         return f"{source}:{tab}: not YAML: a tab. Indent with spaces only."
-    shown = (
-        f"\n    {lines[mark.line].strip()[:100]}"
-        if mark.line < len(lines) and lines[mark.line].strip()
-        else ""
-    )
+    line = lines[mark.line].strip() if mark.line < len(lines) else ""
+    shown = f"\n    {line[:100]}" if line else ""
     problem = getattr(error, "problem", None) or "cannot be read"
     if "mapping values are not allowed" in problem:
         problem = (

@@ -1,6 +1,4 @@
-"""Options of DeePMD-kit 3.2.0 that dp-ema does not support yet, and removed ones: refused by name,
-never ignored.
-"""
+"""Options of DeePMD-kit 3.2.0 that are not here, and removed ones, which are refused by name."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ class Unavailable:
     Attributes:
         no_op_values: values without effect (its default in DeePMD-kit); they are accepted and
             dropped. None: every value, because the option only informs.
-        instead: what to do, or an empty string.
-        reason: why it is not here.
+        instead: remedy, or an empty string.
+        reason: reason why it is not here.
     """
 
     no_op_values: tuple[Any, ...] | None = (None,)
@@ -166,36 +164,37 @@ INSTEAD_OF_TYPES: dict[str, str] = {
 
 
 def unavailable_key(section: Place, key: str) -> Unavailable | None:
-    """Return the entry of a key that dp-ema does not support, or no longer, or None for any other
-    key.
-    """
+    """Return the entry of a key that dp-ema does not support, or no longer; None for any other."""
     path = _of_standard(section)
     return UNAVAILABLE.get(path, {}).get(key) or REMOVED.get(path, {}).get(key)
 
 
 def without_removed(values: Mapping[str, Any]) -> tuple[Values, list[str]]:
-    """Return the config of a checkpoint without removed options, and a note for each one that had
-    an effect.
+    """Return the config of a checkpoint without removed options, and notes.
+
+    There is a note for each one that had an effect.
     """
-    kept, notes = dict(values), []
-    for section, known in REMOVED.items():
-        own = values.get(section)
-        if isinstance(own, Mapping):
-            kept[section] = {key: value for key, value in own.items() if key not in known}
+    config = dict(values)
+    notes = []
+    for name, removed in REMOVED.items():
+        section = values.get(name)
+        if isinstance(section, Mapping):
+            config[name] = {key: value for key, value in section.items() if key not in removed}
             notes += [
-                f"{section}.{key} = {show(own[key])} in the checkpoint: the option "
-                f"{known[key].reason}"
-                for key in own.keys() & known.keys()
-                if not known[key].is_no_op(own[key])
+                f"{name}.{key} = {show(section[key])} in the checkpoint: the option "
+                f"{removed[key].reason}"
+                for key in section.keys() & removed.keys()
+                if not removed[key].is_no_op(section[key])
             ]
-    # an error in place of a removed metric
+    # an error of predictions in place of a removed metric
     for *outer, key in (
         ("validating", "validation_metric"),
         ("validating", "early_stop", "metric"),
     ):
-        owner: Any = kept
+        owner: Any = config
         for name in outer:
             if isinstance(section := owner.get(name), Mapping):
+                # sections are copied on the way, because those of the caller must not change
                 owner[name] = owner = dict(section)
         if (metric := owner.get(key)) in REMOVED_METRICS:
             place = dotted((*outer, key))
@@ -204,12 +203,11 @@ def without_removed(values: Mapping[str, Any]) -> tuple[Values, list[str]]:
                 "taken"
             )
             owner[key] = _METRIC_INSTEAD
-    return kept, notes
+    return config, notes
 
 
 def unavailable_type(section: Place, name: Any) -> str | None:
-    """Return the remedy for a ``type`` of DeePMD-kit that dp-ema does not support, or None for any
-    other one.
+    """Return the remedy for a ``type`` that dp-ema does not support; None for any other one.
 
     Args:
         section: path of the section; a part of a hybrid descriptor is a descriptor.
@@ -221,7 +219,8 @@ def unavailable_type(section: Place, name: Any) -> str | None:
 
 
 def _of_standard(path: Place) -> str:
-    """Return a path in dots as it is in a standard model of one task; a part of a model has the
-    same sections.
+    """Return a path in dots as it is in a standard model of one task.
+
+    Parts of a sum of models have the same sections as such a model.
     """
     return re.sub(r"\Amodel\.models\[\d+\]", "model", of_one_task(dotted(path)))

@@ -31,8 +31,8 @@ from deepmd_ema.config.schema.model import FITTINGS, Link, NetworkConfig
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
 
 _RENAMED = {"opt_type": "type", "muon_momentum": "momentum"}
-# keys of `training` of older versions -> their place today; those of version 1, of data, in an
-# input of one task
+# keys of `training` of older versions -> their place today. Options of data are there in inputs of
+# version 1, which have one task.
 _PLACES_TODAY: dict[str, Place] = {
     **{
         key: ("learning_rate", key)
@@ -68,19 +68,25 @@ _PLACES_TODAY: dict[str, Place] = {
         )
     },
 }
-# switches that DeePMD-kit's backend pt has in each model, and one in `training` for the whole run
-# here
+# switches that DeePMD-kit's backend pt has in each model -> their names here in `training`, where
+# they hold for the whole run
 _OF_MODELS = {"use_compile": "enable_compile", "enable_tf32": "enable_tf32"}
 
 
 def upgrade(name: str, values: Any, lines: Mapping[Place, int]) -> tuple[Reading, tuple[Link, ...]]:
-    """Return an input in today's sections, and the parts that its models share; what was given is
-    left alone.
+    """Return an input in today's sections, and the parts that its models share.
+
+    Args:
+        name: name of the file, for messages.
+        values: its values, which are not changed.
+        lines: lines of its keys.
     """
     reading = Reading(name, None, dict(lines))
     reading.values = _copied(values, (), reading)
     if not isinstance(values, Mapping):
         return reading, ()
+    # Later steps look for keys where earlier ones have put them: the optimizer of _add_averages may
+    # come from `training`, and a sum with an inner potential has its switches in its parts.
     _move_old_keys(reading)
     _spell_out_bridging(reading)
     _move_switches(reading)
@@ -89,6 +95,7 @@ def upgrade(name: str, values: Any, lines: Mapping[Place, int]) -> tuple[Reading
         reading.has_tasks = True
         links = _expand_tasks(reading)
     _add_averages(reading)
+    # mistakes are reported at the paths of the file, however often a key was moved
     reading.paths |= reading.moved
     return reading, links
 
@@ -100,8 +107,10 @@ def has_tasks(values: Any) -> bool:
 
 
 def _copied(values: Any, place: Place, reading: Reading) -> Any:
-    """Return a copy without comments; sections of it that are one object, by an anchor in YAML, are
-    two.
+    """Return a copy without comments.
+
+    A section that is one object in two places, by an anchor in YAML, becomes two: the steps below
+    change sections in place.
     """
     if isinstance(values, list):
         return [_copied(value, (*place, number), reading) for number, value in enumerate(values)]
@@ -120,28 +129,31 @@ def _copied(values: Any, place: Place, reading: Reading) -> Any:
 
 
 def _move_old_keys(reading: Reading) -> None:
-    """Move keys of ``training`` to the sections that they have today, and leave out those without
-    effect.
-    """
+    """Move keys of ``training`` to their sections of today, and leave out those without effect."""
     training = section_at(reading.values, "training")
     has_data = "training_data" in training or "data_dict" in training
     for key, new in _PLACES_TODAY.items():
+        # beside training_data a key such as batch_size is a mistake, which keeps its place
         if key not in training or (new[0] == "training" and has_data):
             continue
         section = reading.values
-        for part in new[:-1]:  # sections that are missing are made
+        for part in new[:-1]:  # missing sections are added
             section = section.setdefault(part, {}) if isinstance(section, dict) else None
         if not isinstance(section, dict):
-            continue
-        value, old = training.pop(key), ("training", key)
+            continue  # the section is refused as a whole
+        value = training.pop(key)
+        old = ("training", key)
         if new[-1] in section:
             reading.refuse(
                 old, f": the old place of {dotted(new)}, which is given too. Remove {dotted(old)}."
             )
             continue
+        # inputs with opt_type have these two in any case; `type` takes one spelling
         if key == "opt_type" and isinstance(value, str):
             value = {"adam": "Adam", "adamw": "AdamW"}.get(value.lower(), value)
         section[new[-1]] = value
+        # the key and its items have their lines at the new place too: a message names the new
+        # place, at the line of the old one
         reading.lines |= {
             (*new, *path[2:]): line for path, line in reading.lines.items() if path[:2] == old
         }
@@ -150,6 +162,7 @@ def _move_old_keys(reading: Reading) -> None:
         (),
         *(("data_dict", task) for task in section_at(training, "data_dict")),
     ]
+    # place in `training`, key and reason
     dropped: list[tuple[Place, str, str]] = [
         ((), "numb_test", "validation is set by validation_data.numb_btch now")
     ]
@@ -159,31 +172,37 @@ def _move_old_keys(reading: Reading) -> None:
         for inner in ((), ("training_data",), ("validation_data",))
     ]
     for place, key, why in dropped:
-        if section_at(training, *place).pop(key, dropped) is not dropped:
+        section = section_at(training, *place)
+        if key in section:
+            del section[key]
             reading.notes.append(
                 f"{dotted(('training', *place, key))} has no effect and was left out: {why}."
             )
 
 
 def _move_switches(reading: Reading) -> None:
-    """Move switches of models that hold for the whole run here to ``training``; a model without a
-    run has none.
+    """Move switches of models that hold for the whole run here to ``training``.
+
+    They are left out of a model without a run.
     """
     training = reading.values.get("training")
     tasks = section_at(reading.values, "model", "model_dict")
     places: list[Place] = [("model",), *(("model", "model_dict", task) for task in tasks)]
     for key, name in _OF_MODELS.items():
         new: Place = ("training", name)
-        first = new
+        first = new  # path of the value that holds, for the message about another one
         for place in places:
             section = section_at(reading.values, *place)
             if key not in section:
                 continue
-            value, old = section.pop(key), reading.moved.pop((*place, key), (*place, key))
+            value = section.pop(key)
+            # bridging may have moved the key before
+            old = reading.moved.pop((*place, key), (*place, key))
             if value is None or not isinstance(training, dict):
                 continue
             if name not in training:
-                training[name], first = value, old
+                training[name] = value
+                first = old
                 reading.moved[new] = old
                 reading.notes.append(
                     f"{dotted(old)} was moved to {dotted(new)}: it holds for the whole run."
@@ -199,7 +218,8 @@ def _move_switches(reading: Reading) -> None:
 # ---- averages
 
 _BANK: Place = ("training", "averaging")
-_SHORT_FORM: dict[str, Place] = {  # option of the entry named `ema` -> that of the short form
+# option of the entry named `ema` -> its place in the short form
+_SHORT_FORM: dict[str, Place] = {
     "decay": ("training", "ema_decay"),
     "warmup": ("training", "ema_warmup"),
     "ckpt_keep": ("training", "ema_ckpt_keep"),
@@ -208,25 +228,24 @@ _SHORT_FORM: dict[str, Place] = {  # option of the entry named `ema` -> that of 
 
 
 def _add_averages(reading: Reading) -> None:
-    """Put the average of ``enable_ema`` first into the list ``training.averaging``, and that of an
-    optimizer last.
+    """Add averages to the list ``training.averaging``.
+
+    The average of ``enable_ema`` comes first, and the averaged point of an optimizer last.
     """
-    training, validating = (
-        section_at(reading.values, "training"),
-        section_at(reading.values, "validating"),
-    )
+    training = section_at(reading.values, "training")
+    validating = section_at(reading.values, "validating")
     entries = training.get("averaging", [])
     if not isinstance(entries, list):
-        return
-    is_on, is_validated = (
-        training.get("enable_ema", False),
-        validating.get("ema_full_validation") is True,
-    )
+        return  # refused as a whole
+    is_validated = validating.get("ema_full_validation") is True
     is_section = isinstance(reading.values.get("training"), dict)
+    # None: there is no such section, or the key is misspelled. Nothing is then reported about the
+    # other options of the short form, which would follow from the one mistake.
+    is_on = training.get("enable_ema", False)
     if "enable_ema" not in training and (
         not is_section or close_names("enable_ema", [*map(str, training)])
     ):
-        is_on = None  # there is no such section, or the key is misspelled
+        is_on = None
     entry = {"type": "ema", "name": "ema", "decay": EmaShorthand.ema_decay}
     for name, (place, key) in _SHORT_FORM.items():
         section = section_at(reading.values, place)
@@ -252,17 +271,18 @@ def _add_averages(reading: Reading) -> None:
     ]
     if same and is_on is True:
         name = entries[same[0]]["name"]
-        case = (
-            "" if name == entry["name"] else " but for upper and lower case, and so have its files"
-        )
+        case = ""
+        if name != entry["name"]:
+            case = " but for upper and lower case, and so have its files"
         reading.refuse(
             (*_BANK, same[0], "name"),
             f" = {show(name)}: training.enable_ema already tracks one of that "
             f"name{case}. Choose another name, or remove enable_ema.",
         )
-    # where only its validation is requested the input is refused; with the entry, the rules find
-    # its other mistakes
+    # Where only its validation is requested the input is refused above. It gets the entry all the
+    # same, so that the rules find its other mistakes.
     if not same and (is_on is True or is_validated):
+        # the entries of the input are one place further on, but messages have its own numbers
         reading.moved |= {(*_BANK, n + 1): (*_BANK, n) for n in range(len(entries))}
         reading.moved |= {(*_BANK, 0, name): old for name, old in _SHORT_FORM.items()}
         reading.moved |= {(*_BANK, 0): ("training", "enable_ema")}
@@ -273,6 +293,8 @@ def _add_averages(reading: Reading) -> None:
         section_at(reading.values, "optimizer").get("type") == AdamWScheduleFreeConfig.type
     )
     if is_schedule_free and is_missing and is_section:
+        # the averaged point is the result of this optimizer: it is validated where the live weights
+        # are
         is_live_validated = validating.get("full_validation") is True
         training["averaging"] = [
             *entries,
@@ -287,8 +309,10 @@ _SHARED: Place = ("model", "shared_dict")
 
 
 def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
-    """Give each model of ``model_dict`` the parts that it names and the keys that hold for all;
-    return the parts.
+    """Give each model of ``model_dict`` the parts that it names and the keys that hold for all.
+
+    Returns:
+        The parts, one link for each model that names one.
     """
     model = section_at(reading.values, "model")
     models = model.get("model_dict")
@@ -302,20 +326,21 @@ def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
             f'"dpa1", ...}}}}.',
         )
     for_all = {key: model.pop(key) for key in list(model) if key != "model_dict"}
-    of_tasks = {t: section for t, section in models.items() if isinstance(section, dict)}
+    sections = {task: section for task, section in models.items() if isinstance(section, dict)}
     for key, value in for_all.items():
-        if of_tasks and all(key in section for section in of_tasks.values()):
+        if sections and all(key in section for section in sections.values()):
             reading.unused.append(
                 f"model.{key} = {show(value)}: no effect, every model of model.model_dict has its "
                 "own"
             )
     links: list[Link] = []
-    for task, section in of_tasks.items():
+    for task, section in sections.items():
+        # copies, because later steps change the section of one task in place
         for key in for_all.keys() - section.keys():
             section[key] = copy.deepcopy(for_all[key])
             reading.moved["model", "model_dict", task, key] = ("model", key)
         links += _replace_names(reading, task, section, shared)
-    # a misspelled name may have meant a part that no model names
+    # not beside other mistakes: a misspelled name may have meant a part that no model names
     for key in shared if not reading.mistakes else ():
         if all(key != link.key for link in links):
             reading.refuse(
@@ -327,22 +352,21 @@ def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
 
 
 def _replace_names(reading: Reading, task: str, section: Values, shared: Any) -> Iterator[Link]:
-    """Put parts in the places of their names in the model of a task, and yield where."""
+    """Put shared parts in the places of their names in the model of a task, and yield links."""
     parts = section_at(section, "descriptor").get("list")
-    named: list[tuple[Any, Any, str]] = [(section, part, part) for part in PARTS if part in section]
-    named += (
-        [(parts, n, f"descriptor.list[{n}]") for n in range(len(parts))]
-        if isinstance(parts, list)
-        else []
-    )
-    for owner, key, part in named:
-        text = owner[key]
+    # container, key in it, and path of each value that may be a name
+    values: list[tuple[Any, Any, str]] = [(section, key, key) for key in PARTS if key in section]
+    if isinstance(parts, list):
+        values += [(parts, n, f"descriptor.list[{n}]") for n in range(len(parts))]
+    for container, key, part in values:
+        text = container[key]
         if not isinstance(text, str):
             continue
         place = ("model", "model_dict", task, *path_of(part))
         name, colon, level = text.partition(":")
+        # fitting networks and type maps have no embedding of elements to share alone
         levels = ("0", "1") if part.startswith("descriptor") else ("0",)
-        owner[key] = INVALID
+        container[key] = INVALID
         if shared is INVALID:  # the missing parts are already reported
             continue
         if name not in shared:
@@ -352,48 +376,49 @@ def _replace_names(reading: Reading, task: str, section: Values, shared: Any) ->
                 advice = f"Did you mean {' or '.join(close)}?"
             reading.refuse(place, f" = {show(text)}: not in model.shared_dict. {advice}")
         elif colon and level not in levels:
-            one = " or 1 (the embedding of elements only)" if "1" in levels else ""
-            reading.refuse(
-                place,
-                f" = {show(text)}: expected {name}, with level 0 (all of it){one} after a colon.",
-            )
+            level_1 = " or 1 (the embedding of elements only)" if "1" in levels else ""
+            expected = f"{name}, with level 0 (all of it){level_1} after a colon"
+            reading.refuse(place, f" = {show(text)}: expected {expected}.")
         else:
-            owner[key] = copy.deepcopy(shared[name])
+            container[key] = copy.deepcopy(shared[name])
             reading.moved[place] = (*_SHARED, name)
             yield Link(task, part, name, int(level or 0))
 
 
-# ---- a model dpa4 as a sum of models, [learned model, inner_potential] of type linear_ener, and as
-# a standard model
+# ---- other forms of a model dpa4
+#
+# DeePMD-kit also writes it as a sum of type linear_ener, [learned model, inner_potential], and as
+# a standard model with the descriptor and the fitting network of dpa4.
 
 INNER = "inner_potential"
-# options of the part -> those of the model
+# options of the part -> options of the model
 _OF_INNER = {
     "mode": "bridging_method",
     "r_inner": "bridging_r_inner",
     "r_outer": "bridging_r_outer",
 }
+# options of standard models that the type dpa4 does not have
 _OF_TABLE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
+# options of the sum that hold for its parts, also where they have the default
 _OF_WHOLE = ("type_map", "atom_exclude_types", "pair_exclude_types")
 
 
 def _spell_out_bridging(reading: Reading) -> None:
-    """Turn sums with an ``inner_potential`` and ``standard`` models of the same parts into models
-    of type ``dpa4``.
-    """
+    """Turn the other forms of a model ``dpa4`` into models of this type."""
     model = section_at(reading.values, "model")
-    tasks, dpa4 = model.get("model_dict"), type_names(DESCRIPTORS["dpa4"].section)
+    tasks = model.get("model_dict")
+    descriptors = type_names(DESCRIPTORS["dpa4"].section)
+    fittings = type_names(FITTINGS["dpa4_ener"].section)
     places: list[Place] = [("model",)]
     if isinstance(tasks, dict):
         places = [("model", "model_dict", task) for task in tasks]
     for place in places:
         section = section_at(reading.values, *place)
-        kind, parts = section.get("type", "standard"), section.get("models")
-        parts = (
-            [part if isinstance(part, dict) else {} for part in parts]
-            if isinstance(parts, list)
-            else []
-        )
+        kind = section.get("type", "standard")
+        parts = section.get("models")
+        if not isinstance(parts, list):
+            parts = []
+        parts = [part if isinstance(part, dict) else {} for part in parts]
         if kind == "linear_ener" and any(part.get("type") == INNER for part in parts):
             _merge_parts(reading, section, parts, place)
             reading.notes.append(
@@ -401,34 +426,26 @@ def _spell_out_bridging(reading: Reading) -> None:
             )
         elif (
             kind == "standard"
-            and section_at(section, "descriptor").get("type") in dpa4
+            and section_at(section, "descriptor").get("type") in descriptors
             and not section.get("use_srtab")
         ):
-            is_bridged = (
-                isinstance(method := section.get("bridging_method"), str)
-                and method_name(method) is not None
-            )
-            names = type_names(FITTINGS["dpa4_ener"].section)
-            if is_bridged or section_at(section, "fitting_net").get("type") in names:
+            # a standard model with another fitting network and no bridging remains one
+            method = section.get("bridging_method")
+            is_bridged = isinstance(method, str) and method_name(method) is not None
+            if is_bridged or section_at(section, "fitting_net").get("type") in fittings:
                 section["type"] = "dpa4"
                 for name in _OF_TABLE:
                     section.pop(name, None)
 
 
 def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: Place) -> None:
-    """Turn a section of type ``linear_ener`` with an ``inner_potential`` into one of type
-    ``dpa4``.
-    """
-    skipped = (
-        "type",
-        "models",
-        "weights",
-        *(() if section.get("shared_dict") else ("shared_dict",)),
-    )
-    weights, whole = (
-        section.get("weights"),
-        {key: value for key, value in section.items() if key not in skipped},
-    )
+    """Turn a section of type ``linear_ener`` with an ``inner_potential`` into a ``dpa4``."""
+    # an empty shared_dict has no effect; another one is refused as an option of DeePMD-kit
+    skipped = {"type", "models", "weights"}
+    if not section.get("shared_dict"):
+        skipped.add("shared_dict")
+    weights = section.get("weights")
+    whole = {key: value for key, value in section.items() if key not in skipped}
     section.clear()
     section.update({"type": "dpa4", **whole, "bridging_method": "zbl"})
     inner = [k for k, part in enumerate(parts) if part.get("type") == INNER]
@@ -438,11 +455,12 @@ def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: 
     if len(parts) != 2 or len(inner) != 1 or len(learned) != 1:
         reading.refuse((*place, "models"), f": expected a model with a descriptor and one {INNER}.")
         return
-    part, here = parts[learned[0]], (*place, "models", learned[0])
+    part = parts[learned[0]]
+    part_place = (*place, "models", learned[0])
     kind = part["descriptor"].get("type", "dpa4")
     if kind not in type_names(DESCRIPTORS["dpa4"].section):
         reading.refuse(
-            (*here, "descriptor", "type"),
+            (*part_place, "descriptor", "type"),
             f" = {show(kind)}: {INNER} is for dpa4, as in DeePMD-kit. Use dpa4.",
         )
     defaults = {o.name: o.default for o in options(NetworkConfig)}
@@ -450,19 +468,22 @@ def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: 
         default = defaults.get(key)
         if key == "type":
             continue
+        # A config that DeePMD-kit has normalized has every option in the sum and in its parts: of
+        # two values the one that is not the default was given.
         if key not in whole or (whole[key] == default != value and key not in _OF_WHOLE):
             section[key] = value
-            reading.moved |= {(*place, key): (*here, key)}
+            reading.moved |= {(*place, key): (*part_place, key)}
         elif value not in (whole[key], None, default, []):
             reading.refuse(
-                (*here, key),
+                (*part_place, key),
                 f" = {show(value)}: {dotted((*place, key))} = {show(whole[key])}. Give one of the "
                 "two.",
             )
-    here = (*place, "models", inner[0])
+    inner_place = (*place, "models", inner[0])
     for key, value in parts[inner[0]].items():
         if key in _OF_INNER:
             section[_OF_INNER[key]] = value
-            reading.moved |= {(*place, _OF_INNER[key]): (*here, key)}
+            reading.moved |= {(*place, _OF_INNER[key]): (*inner_place, key)}
         elif key != "type":
-            reading.refuse((*here, key), f": unknown key. Known: type, {', '.join(_OF_INNER)}.")
+            expected = f"type, {', '.join(_OF_INNER)}"
+            reading.refuse((*inner_place, key), f": unknown key. Known: {expected}.")

@@ -1,5 +1,6 @@
-"""Models and recipes of ``dp-ema init``, as YAML files beside this module (``configs/presets`` in
-the repository).
+"""Models and recipes of ``dp-ema init``, as YAML files beside this module.
+
+``configs/presets`` in the repository is the same folder.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ Kind: TypeAlias = Literal["liquid", "molecules", "solid"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SIZES = ("S", "M", "L")
 MODELS, REASONS = "models", "reasons"
-"""Presets of all models, each of which names the preset of its recipes, and of the reasons beside
-options.
-"""
+"""Files of all models, each with the name of the file of its recipes, and of reasons of options."""
 
 
 def read_preset(name: str) -> dict[str, Any]:
