@@ -363,7 +363,7 @@ def _replace_names(reading: Reading, task: str, section: Values, shared: Any) ->
         if not isinstance(text, str):
             continue
         place = ("model", "model_dict", task, *path_of(part))
-        name, colon, level = text.partition(":")
+        name, *suffix = text.split(":", 1)
         # fitting networks and type maps have no embedding of elements to share alone
         levels = ("0", "1") if part.startswith("descriptor") else ("0",)
         container[key] = INVALID
@@ -375,14 +375,14 @@ def _replace_names(reading: Reading, task: str, section: Values, shared: Any) ->
             if close := close_names(name, names):
                 advice = f"Did you mean {' or '.join(close)}?"
             reading.refuse(place, f" = {show(text)}: not in model.shared_dict. {advice}")
-        elif colon and level not in levels:
+        elif suffix and suffix[0] not in levels:
             level_1 = " or 1 (the embedding of elements only)" if "1" in levels else ""
             expected = f"{name}, with level 0 (all of it){level_1} after a colon"
             reading.refuse(place, f" = {show(text)}: expected {expected}.")
         else:
             container[key] = copy.deepcopy(shared[name])
             reading.moved[place] = (*_SHARED, name)
-            yield Link(task, part, name, int(level or 0))
+            yield Link(task, part, name, int(suffix[0]) if suffix else 0)
 
 
 # ---- other forms of a model dpa4

@@ -1,5 +1,4 @@
-"""Averages of the weights: one class per kind is the section of ``training.averaging``, its rules
-and its formula.
+"""Averages of the weights: a class per kind is its section in the input, its rules and its formula.
 
 ``deepmd_ema.averaging`` tracks them. The formulas use operators and methods of numbers and tensors
 only, so that this module needs no torch, and one formula serves counters of the host and of a
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 # width of equal weights over the run, the widest of a power average (EDM2, arXiv:2312.02696,
 # section 3.1)
 MAX_SIGMA_REL = 1 / math.sqrt(12)
-DEFAULT_DECAY = 0.999  # of an average that is made in Python
+DEFAULT_DECAY = 0.999  # of an average that Python code builds without a length
 
 # half-lives of 1e16 steps give a decay of 1
 _half_life = Check(lambda v: is_number(v) and 0 < v <= 1e9, "a number > 0 and <= 1e9")
@@ -84,20 +83,19 @@ class EmaProfile(Profile):
 
     @classmethod
     def from_half_life(cls, name: str, steps: float, **more: Any) -> EmaProfile:
-        """Return the average in which a weight counts half after ``steps`` optimizer steps: ``d =
-        0.5 ** (1 / steps)``.
+        """Return the average in which a weight counts half after ``steps`` optimizer steps.
+
+        Its decay is ``0.5 ** (1 / steps)``.
 
         Args:
-            name: of the average.
-            steps: above 0.
+            name: name of the average.
+            steps: half-life, above 0.
             more: the other settings.
         """
         return cls(name, half_life=steps, **more).in_steps({"steps": 1.0})
 
     def in_steps(self, steps_per: StepsPer, **changes: Any) -> EmaProfile:
-        """Return the average with a start in steps and a decay, which is 0.999 if there is no
-        half-life either.
-        """
+        """Return the average with a start in steps and a decay, 0.999 without a half-life."""
         if self.half_life is not None:
             decay = 0.5 ** (1 / (self.half_life * steps_per[self.half_life_unit]))
             changes |= {"decay": decay, "half_life": None, "half_life_unit": "steps"}
@@ -110,21 +108,20 @@ class EmaProfile(Profile):
         if not self.warmup:
             return self.decay
         rising = (1 + done) / (10 + done)
+        # min() of a tensor on a GPU would wait for the device
         return min(self.decay, rising) if isinstance(done, int) else rising.clamp(max=self.decay)
 
     def decay_of_update(self, updates: Any) -> Any:
         """Return the decay of an update."""
-        return (
-            super().decay_of_update(updates)
-            if self.warmup
-            else self.decay_at(0) ** self.update_every
-        )
+        if self.warmup:
+            return super().decay_of_update(updates)
+        return self.decay_at(0) ** self.update_every
 
     def describe_length(self, steps_per: StepsPer) -> str:
         """Return the decay, or the half-life with its length in steps once they are known."""
         (name, value) = self.length
         unit = self.half_life_unit
-        warmup = ", warm-up" * self.warmup
+        warmup = ", warm-up" if self.warmup else ""
         if name == "decay":
             return f"EMA over about {1 / (1 - value):,.0f} steps, decay {value:g}{warmup}"
         steps = f" ({value * steps_per[unit]:,.0f} steps)" if unit in steps_per else ""
@@ -157,9 +154,7 @@ class SwaProfile(Profile):
         return decay ** (self.gamma + 1) if self.gamma else decay  # one kernel less on a GPU
 
     def decay_of_update(self, updates: Any) -> Any:
-        """Return the decay of an update, which is that of a step: both follow the number of those
-        before.
-        """
+        """Return the decay of an update, which follows their number as that of a step does."""
         return self.decay_at(updates)
 
     def describe_length(self, steps_per: StepsPer) -> str:
@@ -202,12 +197,11 @@ class PowerProfile(SwaProfile):
 
     @classmethod
     def from_sigma_rel(cls, name: str, sigma_rel: float, **more: Any) -> PowerProfile:
-        """Return the average whose weights spread over ``sigma_rel`` (a standard deviation) of the
-        run so far.
+        """Return the average whose weights spread over ``sigma_rel`` of the run so far.
 
         Args:
-            name: of the average.
-            sigma_rel: above 0, at most 0.2887 (equal weights).
+            name: name of the average.
+            sigma_rel: standard deviation, above 0, at most 0.2887 (equal weights).
             more: the other settings.
         """
         return cls(name, sigma_rel=sigma_rel, **more).in_steps({"steps": 1.0})
@@ -255,8 +249,8 @@ class ScheduleFreeProfile(Profile):
     def decay_at(self, done: Any) -> Any:
         """Return the decay of a step."""
         share = share_of_next(done, self.warmup_steps, self.warmup_start_factor, self.r)
-        of_z = 1 - self.adam_beta1
-        return (1 - share) * of_z / (of_z + share * self.adam_beta1)
+        z_fraction = 1 - self.adam_beta1  # of y, the live weights
+        return (1 - share) * z_fraction / (z_fraction + share * self.adam_beta1)
 
     def conflicts(self) -> Findings:
         """Yield errors of options by which updates would be left out."""
@@ -291,8 +285,7 @@ class ScheduleFreeProfile(Profile):
 
 @section
 class CustomAverage(Profile):
-    """Base class of averages that other distributions add: their section in the input and their
-    rule in one.
+    """Base class of averages that other distributions add: section in the input, and rule, in one.
 
     The averages are ``average <- d * average + (1 - d) * weights`` after each optimizer step. A
     subclass says what d is, and may say which steps count; both must follow from the arguments and
@@ -338,11 +331,8 @@ class CustomAverage(Profile):
     def own_options(self) -> Values:
         """Return the options that only this type has, as plain values."""
         common = {o.name for o in options(CustomAverage)}
-        return {
-            o.name: plain(getattr(self, o.name))
-            for o in options(type(self))
-            if o.name not in common
-        }
+        names = [o.name for o in options(type(self)) if o.name not in common]
+        return {name: plain(getattr(self, name)) for name in names}
 
     def settings(self) -> Values:
         """Return the settings as plain values, those of the type as ``options``."""
@@ -350,9 +340,8 @@ class CustomAverage(Profile):
 
     def describe_length(self, steps_per: StepsPer) -> str:
         """Return the type and its options."""
-        return ", ".join(
-            [self.type, *(f"{name} {show(value)}" for name, value in self.own_options.items())]
-        )
+        texts = [f"{name} {show(value)}" for name, value in self.own_options.items()]
+        return ", ".join([self.type, *texts])
 
 
 AVERAGES = Registry(
@@ -408,21 +397,26 @@ def sigma_rel_of(gamma: float) -> float:
 
 
 def gamma_of(sigma_rel: float) -> float:
-    """Return the gamma of a relative width, the inverse of :func:`sigma_rel_of` (arXiv:2312.02696,
-    equation 126).
+    """Return the gamma of a relative width (arXiv:2312.02696, equation 126).
+
+    The inverse of :func:`sigma_rel_of`.
 
     Raises:
         ValueError: if no gamma of at least 0 has this width.
     """
     if not _sigma_rel.test(sigma_rel):
         raise ValueError(f"sigma_rel {sigma_rel!r}, expected {_sigma_rel.wants}.")
-    # sigma_rel falls with gamma and is below 1 / (gamma + 2)
+    # Bisection: sigma_rel falls with gamma and is below 1 / (gamma + 2), which bounds gamma. It
+    # ends when no number is between the bounds, after about 60 halvings.
     low, high = 0.0, 1 / sigma_rel
     for _ in range(200):
         middle = (low + high) / 2
         if not low < middle < high:
             break
-        low, high = (middle, high) if sigma_rel_of(middle) > sigma_rel else (low, middle)
+        if sigma_rel_of(middle) > sigma_rel:
+            low = middle
+        else:
+            high = middle
     return low
 
 
@@ -448,13 +442,13 @@ def share_of_next(done: Any, warmup_steps: int, start_factor: float, r: float) -
     m = n.clamp(max=length)  # points of the warm-up
     # the square of the rate of point n is a polynomial of n + r, each term of which has a sum in
     # closed form
-    u, start = m + r, first - slope * (1 + r)
-    linear, square = (
-        (2 * start - slope) * slope * (u + 1) / (r + 2),
-        slope**2 * (u + 1) * (u + 2) / (r + 3),
-    )
+    u = m + r
+    start = first - slope * (1 + r)
+    linear = (2 * start - slope) * slope * (u + 1) / (r + 2)
+    square = slope**2 * (u + 1) * (u + 2) / (r + 3)
     rising = u * (start**2 / (r + 1) + linear + square)
-    # sums are in units of the product of point n, so that none overflows; this is that of point m
+    # sums are in units of the product of point n, so that none overflows; `last` is the product of
+    # point m, the last one of the warm-up
     last = ((m + r).lgamma() - m.lgamma() + n.lgamma() - (n + r).lgamma()).exp() if r else 1.0
     rate = first + slope * done.clamp(max=length)
     constant = (n + r - last * u) / (r + 1)

@@ -1,5 +1,6 @@
-"""Options of zone bridging: an analytic pair energy for close atoms, whose distances are clamped
-for the descriptor.
+"""Options of zone bridging: an analytic pair energy for close atoms, with clamped distances.
+
+The descriptor sees the clamped distances.
 """
 
 from __future__ import annotations
@@ -29,7 +30,5 @@ bridging_method = Check(lambda v: method_name(v) in (None, *METHODS), '"zbl", or
 
 
 def method_name(value: str) -> str | None:
-    """Return the method that a text chooses, in upper or lower case, or None for ``none`` and an
-    empty text.
-    """
+    """Return the method that a text chooses, in any case; None for ``none`` and an empty text."""
     return None if value.lower() in ("none", "") else value.lower()

@@ -16,16 +16,15 @@ from deepmd_ema.findings import Findings, error
 
 Section = TypeVar("Section", bound=Any)
 
-# of a layer, of the neighbors of an atom: far beyond any model, so that a typo is found
+# width of a layer, neighbors of an atom: far beyond any model, so that a typo is found
 MAX_SIZE = 100_000
 layer_widths = Check(
     lambda v: len(v) > 0 and all(0 < n <= MAX_SIZE for n in v),
     f"a list of at least one whole number > 0, none above {MAX_SIZE:,}",
 )
 num_parameters = Check(lambda v: 0 <= v <= MAX_SIZE, f"a whole number from 0 to {MAX_SIZE:,}")
-_cutoff = Check(
-    lambda v: 0 < v <= 100, "a number > 0 and at most 100"
-)  # angstrom; atoms farther away do not matter
+# angstrom; atoms farther away do not matter
+_cutoff = Check(lambda v: 0 < v <= 100, "a number > 0 and at most 100")
 type_pairs = Check(
     lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v),
     "a list of pairs of type numbers, e.g. [[0, 1]]",
@@ -35,28 +34,27 @@ _bent_silu = Check(
 )
 
 
-MAX_SEL_RATIO = 100  # of `sel: auto` to the neighbors found
+MAX_SEL_RATIO = 100  # ratio of `sel: auto` to the neighbors in the data
 SEL_MULTIPLE = 4  # `sel: auto` is rounded up to a multiple of this, as DeePMD-kit does
 
 
 def auto_sel(max_neighbors: Iterable[int], sel: str = "auto") -> list[int]:
-    """Return the numbers for ``auto`` or ``auto:1.2``: the largest found times 1.1 or 1.2, up to a
-    multiple of four.
+    """Return the numbers for ``auto`` or ``auto:1.2``.
 
-    Where no atom has a neighbor it is four: sums over neighbors are divided by it.
+    They are the largest in the data times 1.1 or 1.2, rounded up to a multiple of four. Where no
+    atom has a neighbor it is four: sums over neighbors are divided by it.
     """
     ratio = float(sel.partition(":")[2] or 1.1)
+    # int() before ceil() is DeePMD-kit's order; other numbers would change the model
     numbers = [SEL_MULTIPLE * math.ceil(int(n * ratio) / SEL_MULTIPLE) for n in max_neighbors]
     return numbers if any(numbers) else [SEL_MULTIPLE for _ in numbers]
 
 
 def _is_sel(value: Any) -> bool:
-    """Whether numbers of neighbors have a sum above 0 that a model can have, or a text is ``auto``
-    or ``auto:1.2``.
-    """
+    """Whether numbers of neighbors have a possible sum, or a text is ``auto`` or ``auto:1.2``."""
     if isinstance(value, str):
-        found = re.fullmatch(r"auto(?::(\d+(?:\.\d*)?))?", value)
-        return found is not None and (found[1] is None or 1 <= float(found[1]) <= MAX_SEL_RATIO)
+        match = re.fullmatch(r"auto(?::(\d+(?:\.\d*)?))?", value)
+        return match is not None and (match[1] is None or 1 <= float(match[1]) <= MAX_SEL_RATIO)
     numbers = value if isinstance(value, list) else [value]
     return len(numbers) > 0 and min(numbers) >= 0 and 0 < sum(numbers) <= MAX_SIZE
 
@@ -83,14 +81,17 @@ def sel_option(
 
 
 def with_options(section: Section, values: Mapping[str, Any]) -> Section:
-    """Return a section with values of options replaced; one of a section in it has the name of that
-    before a dot.
+    """Return a section with values of options replaced.
+
+    Args:
+        section: the section.
+        values: by name; an option of an inner section is ``inner.name``.
     """
     for path, value in values.items():
         outer, _, name = path.rpartition(".")
-        changes = (
-            {outer: replace(getattr(section, outer), **{name: value})} if outer else {name: value}
-        )
+        changes = {name: value}
+        if outer:
+            changes = {outer: replace(getattr(section, outer), **changes)}
         section = replace(section, **changes)
     return section
 
@@ -147,8 +148,8 @@ def unavailable_option(value: Any, feature: str) -> Any:
     """Declare an option that is refused unless it has the value that turns a feature off.
 
     Args:
-        value: that turns it off, the default.
-        feature: with its verb: ``attention over layers is``.
+        value: value that turns it off, the default.
+        feature: name with its verb: ``attention over layers is``.
     """
     check = Check(lambda v: v == value, f"{show(value)}: {feature} {NOT_AVAILABLE}")
     return option(
@@ -158,10 +159,8 @@ def unavailable_option(value: Any, feature: str) -> Any:
     )
 
 
-_OLD_VALUES = {
-    "spline": "always",
-    "direct": "never",
-}  # of `embedding_eval`, as `interpolate` was called
+# values of `embedding_eval`, as `interpolate` was called
+_OLD_VALUES = {"spline": "always", "direct": "never"}
 
 
 def interpolate_choice(value: str | bool) -> str:
@@ -177,7 +176,7 @@ length_option = partial(option, unit="angstrom", check=not_negative)
 activation_option = partial(
     option,
     convert=ActivationName,
-    choices=ActivationName.known,
+    choices=ActivationName.choices,
     check=_bent_silu,
     unavailable="custom_silu",
 )

@@ -23,7 +23,7 @@ class DescriptorConfig(Protocol):
     Attributes:
         type: its canonical name, by which section, module and tree are registered.
         aliases: other values of ``type`` in the input.
-        precision: of the parameters: ``default``, ``float64`` or ``float32``.
+        precision: precision of the parameters: ``default``, ``float64`` or ``float32``.
         neighbors_option: name of the option that ``neighbors`` come from, for messages.
         has_type_embedding: whether the module has a ``type_embedding``, which tasks may share
             alone.
@@ -44,19 +44,16 @@ class DescriptorConfig(Protocol):
 
     @property
     def neighbors(self) -> tuple[int, ...] | None:
-        """Return the most neighbors kept, per element or one number for all; None while this is
-        left to the data.
+        """Return the most neighbors kept, per element or one number for all.
+
+        None while this is left to the data.
         """
 
-    def with_neighbors(self, found: NeighborStatistics) -> DescriptorConfig:
-        """Return the section with the number of neighbors chosen from data; one that has numbers
-        stays as it is.
-        """
+    def with_neighbors(self, statistics: NeighborStatistics) -> DescriptorConfig:
+        """Return the section with the number of neighbors chosen from data, if it has none."""
 
     def with_neighbors_of(self, saved: DescriptorConfig) -> DescriptorConfig:
-        """Return the section with the number of neighbors of ``saved``, if it leaves it to the
-        data.
-        """
+        """Return the section with the number of neighbors of ``saved``, if it has none."""
 
     def findings(self, type_map: Sequence[str]) -> Findings:
         """Yield findings about the options together; each value is right in itself.
@@ -71,21 +68,18 @@ class DescriptorConfig(Protocol):
 
     @property
     def vacuum_needs(self) -> str:
-        """Return the setting that makes the features of an isolated atom zero, ``name = true``;
-        empty if they are.
+        """Return the setting that makes the features of an isolated atom zero, ``name = true``.
+
+        Empty if they are zero.
         """
 
 
 @runtime_checkable
 class HasInnerNeighbors(Protocol):
-    """A section ``model.descriptor`` that keeps further, shorter lists of neighbors inside
-    ``cutoff``.
-    """
+    """A section ``model.descriptor`` with further, shorter lists of neighbors inside ``cutoff``."""
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
-        """Yield the option, its cutoff (angstrom) and the most neighbors kept of each list that has
-        a number.
-        """
+        """Yield option, cutoff (angstrom) and most neighbors of each list that has a number."""
 
 
 @runtime_checkable
@@ -97,9 +91,7 @@ class HasBridging(Protocol):
     """
 
     def bridged(self, window: Window) -> DescriptorConfig:
-        """Return the section with the window, which is no option of it, for the module that is
-        built from it.
-        """
+        """Return the section with the window, which is no option, for the module built from it."""
 
 
 @runtime_checkable

@@ -98,31 +98,32 @@ class NeighborLists:
 
     @property
     def neighbors(self) -> tuple[int, ...] | None:
-        """Return the number of the longest list, by element or one for all, or None while one is
-        ``auto``.
+        """Return the number of the longest list, by element or one for all.
+
+        None while any list is ``auto``.
         """
-        first, *others = (attrgetter(name)(self) for name in self.sel_options)
-        if any(isinstance(sel, str) for sel in (first, *others)):
+        # the longest list is declared first
+        sels = [attrgetter(name)(self) for name in self.sel_options]
+        if any(isinstance(sel, str) for sel in sels):
             return None
-        numbers = first if isinstance(first, list) else [first]
+        numbers = sels[0] if isinstance(sels[0], list) else sels[:1]
         return tuple(numbers) if self.counts_elements else (sum(numbers),)
 
-    def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
-        """Return the section with each number that is ``auto`` as a number, or as one for each
-        element.
-        """
+    def with_neighbors(self: Section, statistics: NeighborStatistics) -> Section:
+        """Return the section with each ``auto`` replaced by a number, or by one per element."""
         values: Values = {}
         for name, cutoff in self.sel_options.items():
-            if isinstance(sel := attrgetter(name)(self), str):
-                total = (
-                    found.max_total
-                    if name == self.neighbors_option
-                    else found.max_within(attrgetter(cutoff)(self))
-                )
-                numbers = common.auto_sel(
-                    found.max_neighbors if self.counts_elements else [total], sel
-                )
-                values[name] = numbers if self.counts_elements else numbers[0]
+            sel = attrgetter(name)(self)
+            if not isinstance(sel, str):
+                continue
+            if self.counts_elements:
+                values[name] = common.auto_sel(statistics.max_neighbors, sel)
+            elif name == self.neighbors_option:
+                (values[name],) = common.auto_sel([statistics.max_total], sel)
+            else:
+                # a shorter list; the statistics were measured at the cutoff of the longest
+                total = statistics.max_within(attrgetter(cutoff)(self))
+                (values[name],) = common.auto_sel([total], sel)
         return common.with_options(self, values)
 
     def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:
@@ -180,14 +181,14 @@ class ListSection(DescriptorOptions, NeighborLists):
 
     def summary(self) -> str:
         """Return the main options as text."""
-        words = (
+        texts = (
             f"{self.type}, rcut {self.rcut:g} angstrom (smooth from {self.rcut_smth:g})",
             f"sel {common.sel_text(self.sel)}",
             f"neuron {common.dashes(self.neuron)}",
             *self.words(),
             common.dtype_name(self.precision),
         )
-        return ", ".join(words)
+        return ", ".join(texts)
 
     def words(self) -> Iterator[str]:
         """Yield further options for the summary."""
@@ -224,25 +225,22 @@ class PerElementSection(ListSection):
 
     @property
     def vacuum_needs(self) -> str:
-        """Return the setting that makes the features of an isolated atom zero, not those of rows
-        ``-mean / stddev``.
+        """Return the setting that makes the features of an isolated atom zero.
+
+        Without it they are features of rows ``-mean / stddev``.
         """
         return "" if self.set_davg_zero else "set_davg_zero = true"
 
 
 @section
 class OneListSection(TypeEmbeddedOptions, ListSection):
-    """Options of descriptors with one list of neighbors for all elements, and embeddings of
-    elements.
-    """
+    """Options of descriptors with one list of neighbors for all elements, which are embedded."""
 
     if TYPE_CHECKING:
 
         @property
         def tebd_input_mode(self) -> str:
-            """Return whether elements are inputs of the network, ``concat``, or of one of their
-            own, ``strip``.
-            """
+            """Return ``concat``, elements are inputs of the network, or ``strip``, of another."""
 
         @property
         def smooth(self) -> bool:

@@ -16,12 +16,11 @@ from deepmd_ema.findings import Findings, error
 
 @section
 class FittingOptions:
-    """A network from the descriptor of an atom to a quantity of it, and what it may depend on
-    besides.
+    """A network from the descriptor of an atom, and conditions, to a quantity of it.
 
     Attributes:
-        labels: names of what the model predicts, first that of a frame, which are read where data
-            have them.
+        labels: names of the predicted labels, first that of a frame, which are read where data have
+            them.
         rcond: singular values below this fraction of the largest count as zero in the fit of the
             bias; None is machine precision times the size of the problem.
         atom_ener: energy of each isolated atom, as far as it is given, eV.
@@ -76,7 +75,7 @@ class FittingOptions:
 
         @property
         def labels(self) -> Names:
-            """Return names of what the model predicts."""
+            """Return the names of the predicted labels."""
 
         @property
         def rcond(self) -> float | None:
@@ -98,7 +97,7 @@ class FittingOptions:
         def sel_type(self) -> Sequence[int] | None:
             """Return the types."""
 
-    else:
+    else:  # values of types without these options; as annotations they would be options themselves
         rcond = None
         atom_ener = ()
         sel_type = None
@@ -107,8 +106,9 @@ class FittingOptions:
 
     @property
     def bias_effect(self) -> float | list[float]:
-        """Change of the value of an atom per unit of the output bias, for all elements or each; 0:
-        there is none.
+        """Change of the value of an atom per unit of the output bias, of all elements or each.
+
+        0: there is no bias.
         """
         return 1.0
 

@@ -23,9 +23,9 @@ class LoggedRun:
     Attributes:
         config: the normalized input, as in ``out.json``.
         step: optimizer steps done before; above 0 at a restart.
-        folder: of the run.
-        id: what :meth:`Logger.start` has returned for the part of the run that is continued; None
-            for a new run.
+        folder: folder of the run.
+        id: value that :meth:`Logger.start` has returned for the part of the run that is continued;
+            None for a new run.
     """
 
     config: Mapping[str, Any]
@@ -36,7 +36,7 @@ class LoggedRun:
 
 @dataclass(kw_only=True)
 class Logger(ABC):
-    """Base class of loggers: their section in the input, and what they do with the values of a run.
+    """Base class of loggers: their section in the input, and methods that take values of a run.
 
     An object serves one run, on rank 0. If a method raises an exception, this is reported once and
     the logger is not called again; training continues. Its package is imported in :meth:`start`, so
@@ -82,8 +82,9 @@ class Logger(ABC):
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values after ``step`` optimizer steps; called several times for a step, each time
-        with other names.
+        """Record values after ``step`` optimizer steps.
+
+        It is called several times for a step, each time with other names.
 
         Names are ``lr``; ``train/W/E``, an error of the training batch; ``batch/W/E``, of the
         validation batches of a displayed line; ``val/W/E``, of a full validation. W is ``live`` or
@@ -93,8 +94,10 @@ class Logger(ABC):
         """
 
     def finish(self, status: str) -> None:  # noqa: B027 - nothing to do by default
-        """End with the run, whose ``status`` is ``finished``, ``interrupted`` (it can be continued)
-        or ``failed``.
+        """End with the run.
+
+        Args:
+            status: ``finished``, ``interrupted`` (it can be continued) or ``failed``.
         """
 
 

@@ -1,6 +1,4 @@
-"""The section ``model``: its protocol, and the standard type, of a descriptor and a fitting
-network.
-"""
+"""The section ``model``: base class, and the standard type of descriptor and fitting network."""
 
 from __future__ import annotations
 
@@ -131,19 +129,19 @@ class ModelConfig:
 
     @property
     def excluded_types(self) -> frozenset[int]:
-        """Return the types whose atoms have nothing of what is predicted."""
+        """Return the types whose atoms have nothing of the predicted quantity."""
         selected = self.fitting_net.sel_type
-        others = set() if selected is None else set(range(len(self.type_map))) - set(selected)
-        return frozenset({*self.atom_exclude_types, *others})
+        excluded = set(self.atom_exclude_types)
+        if selected is not None:
+            excluded |= set(range(len(self.type_map))) - set(selected)
+        return frozenset(excluded)
 
     def with_descriptor(self, descriptor: DescriptorConfig) -> ModelConfig:
-        """Return the section with another one, such as ``descriptor`` with its number of
-        neighbors.
-        """
+        """Return the section with another descriptor, such as its own with numbers of neighbors."""
         raise NotImplementedError
 
     def summary(self) -> list[tuple[str, str]]:
-        """Return names and texts of what the model is, rows of a table."""
+        """Return names and texts of the parts of the model, rows of a table."""
         return [("elements", " ".join(self.type_map))]
 
     def findings(self) -> Findings:
@@ -229,32 +227,29 @@ class NetworkConfig(ModelConfig):
     @property
     def bridging(self) -> Window | None:
         """Return the window of clamped distances beside an analytic pair energy, or None."""
-        return (
-            None
-            if self.bridging_method is None
-            else Window(self.bridging_r_inner, self.bridging_r_outer)
-        )
+        if self.bridging_method is None:
+            return None
+        return Window(self.bridging_r_inner, self.bridging_r_outer)
 
     def with_descriptor(self, descriptor: DescriptorConfig) -> NetworkConfig:
         """Return the section with another descriptor."""
         return replace(self, descriptor=descriptor)
 
     def summary(self) -> list[tuple[str, str]]:
-        """Return names and texts of what the model is."""
+        """Return names and texts of the parts of the model."""
         parts = [("descriptor", self.descriptor.summary()), ("fitting", self.fitting_net.summary())]
         if self.bridging is not None:
-            parts.append(
-                (
-                    "short range",
-                    f"{self.bridging_method}, distances clamped from "
-                    f"{self.bridging.inner:g} to {self.bridging.outer:g} angstrom",
-                )
+            text = (
+                f"{self.bridging_method}, distances clamped from "
+                f"{self.bridging.inner:g} to {self.bridging.outer:g} angstrom"
             )
+            parts.append(("short range", text))
         return [*super().summary(), *parts]
 
     def findings(self) -> Findings:
         """Yield findings, also warnings of energies that an isolated atom will not have."""
         yield from super().findings()
+        # without the setting an isolated atom has the energy of the network beside the one given
         setting = self.descriptor.vacuum_needs
         if not setting:
             return
@@ -342,7 +337,7 @@ class StandardConfig(NetworkConfig):
     )
 
     def summary(self) -> list[tuple[str, str]]:
-        """Return names and texts of what the model is."""
+        """Return names and texts of the parts of the model."""
         if self.use_srtab is None:
             return super().summary()
         first, last = self.use_srtab[0][0], self.use_srtab[-1][0]
@@ -379,7 +374,7 @@ class Link:
         task: name of the task.
         part: ``type_map``, ``descriptor``, ``descriptor.list[0]`` or ``fitting_net``.
         key: name of the part in ``model.shared_dict``.
-        level: what is shared with the first task that has the part: 0 all of it, 1 the embedding of
+        level: extent shared with the first task that has the part: 0 all of it, 1 the embedding of
             elements only.
     """
 
@@ -414,6 +409,7 @@ MODELS = Registry(
 
 
 def _is_bias(value: Any) -> bool:
+    # DeePMD-kit also takes a bias as a list of its one component
     if isinstance(value, list):
         return len(value) == 1 and _is_bias(value[0])
     return value is None or (is_number(value) and math.isfinite(value))

@@ -64,34 +64,29 @@ class _Schedule:
 
     @property
     def end_lr(self) -> float:
-        """Learning rate at the end of the run, from ``stop_lr``, ``stop_lr_ratio`` or the
-        default.
-        """
+        """Learning rate at the end, from ``stop_lr``, ``stop_lr_ratio`` or the default."""
         if self.stop_lr_ratio is not None:
             return self.start_lr * self.stop_lr_ratio
         return DEFAULT_STOP_LR if self.stop_lr is None else self.stop_lr
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Return the length of the warm-up of a run of ``num_steps`` steps."""
-        return (
-            self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * num_steps)
-        )
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return int(self.warmup_ratio * num_steps)
 
     def summary(self, num_steps: int = 0) -> str:
-        """Return type and main options as text; ``num_steps`` is the length of the run, 0 while it
-        is not known.
+        """Return type and main options as text.
+
+        Args:
+            num_steps: length of the run; 0 while it is not known.
         """
-        warmup = (
-            f"{100 * self.warmup_ratio:g} % of the"
-            if self.warmup_ratio
-            else f"{self.warmup_steps:,}"
-        )
-        start = (
-            f"rises to {self.start_lr:g} in {warmup} steps"
-            if self.warmup_ratio or self.warmup_steps
-            else ""
-        )
-        return f"{self.type}: {start or f'{self.start_lr:g}'}, {self._shape_words(num_steps)}"
+        start = f"{self.start_lr:g}"
+        if self.warmup_ratio:
+            start = f"rises to {start} in {100 * self.warmup_ratio:g} % of the steps"
+        elif self.warmup_steps:
+            start = f"rises to {start} in {self.warmup_steps:,} steps"
+        return f"{self.type}: {start}, {self._shape_words(num_steps)}"
 
     def _shape_words(self, num_steps: int) -> str:
         """Return the shape of the decay and the last rate as text."""
@@ -111,14 +106,11 @@ class ExpScheduleConfig(_Schedule):
     smooth: bool = option(False, "Whether to decay at each step instead of at every `decay_steps`.")
 
     def used_decay_steps(self, num_steps: int) -> int:
-        """Return the steps between two decays of a run of ``num_steps`` steps.
-
-        ``decay_steps``; where no ``decay_rate`` is given and one decay would be as long as the run,
-        DeePMD-kit's rule.
-        """
+        """Return the steps between two decays of a run of ``num_steps`` steps."""
         steps = max(1, num_steps - self.num_warmup_steps(num_steps))
         if self.decay_rate is not None or self.decay_steps < steps:
             return self.decay_steps
+        # DeePMD-kit's rule for a run shorter than one decay, in which the rate would never fall
         return 100 if steps // 10 > 100 else steps // 100 + 1
 
     def _shape_words(self, num_steps: int) -> str:
@@ -381,9 +373,7 @@ Weights: TypeAlias = dict[str, tuple[float, float]]
 
 
 def active_weights(loss: Any, terms: Iterable[str]) -> Weights:
-    """Return the options ``start_pref_*`` and ``limit_pref_*`` of the terms of which one is not
-    zero.
-    """
+    """Return ``start_pref_*`` and ``limit_pref_*`` of the terms where one of both is not zero."""
     pairs = {
         term: (getattr(loss, f"start_pref_{term}"), getattr(loss, f"limit_pref_{term}"))
         for term in terms
@@ -405,18 +395,25 @@ class QuantityLossConfig:
 
     @property
     def weights(self) -> Weights:
-        """First and last weight of each term, by its column in ``lcurve.out``; one of both zero is
-        only shown.
+        """First and last weight of each term, by its column in ``lcurve.out``.
+
+        A term with weights of zero is shown and not trained.
         """
         raise NotImplementedError
 
     def labels(self, predicted: Sequence[str]) -> Names:
-        """Return the labels that the terms compare with, of those of a frame and of an atom that
-        are predicted.
+        """Return the labels that the terms compare with.
+
+        Args:
+            predicted: names of the predicted labels: that of a frame, then that of an atom if any.
         """
+        # columns of terms of atoms have "local" in their names
         uses = ["local" in name for name, pair in self.weights.items() if any(pair)]
+        are_atomic = (False, True)
         return tuple(
-            name for name, of_atom in zip(predicted, (False, True), strict=False) if of_atom in uses
+            name
+            for name, is_atomic in zip(predicted, are_atomic, strict=False)
+            if is_atomic in uses
         )
 
     def summary(self) -> str:
@@ -451,7 +448,8 @@ class TensorLossConfig(QuantityLossConfig):
 
     def labels(self, predicted: Sequence[str]) -> Names:
         """Return the labels that the terms compare with, and weights of atoms."""
-        return super().labels(predicted) + (ATOM_WEIGHT,) * self.enable_atomic_weight
+        labels = super().labels(predicted)
+        return (*labels, ATOM_WEIGHT) if self.enable_atomic_weight else labels
 
 
 @section
@@ -571,16 +569,15 @@ class EnerLossConfig:
 
     @property
     def error(self) -> str:
-        """Function of a difference: ``mse``, ``huber`` or ``mae``, to which ``use_huber`` does not
-        apply.
+        """Function of a difference: ``mse``, ``huber`` or ``mae``.
+
+        ``use_huber`` has no effect on ``mae``.
         """
         return "huber" if self.use_huber and self.loss_func == "mse" else self.loss_func
 
     @property
     def weights(self) -> Weights:
-        """First and last weight of each active term (``e``, ``f``, ...): either of them is not
-        zero.
-        """
+        """First and last weight of each active term (``e``, ``f``, ...)."""
         return active_weights(self, _TERMS)
 
     def labels(self, predicted: Sequence[str]) -> Names:
@@ -596,7 +593,8 @@ class EnerLossConfig:
         return f"{self.error}, weights: {', '.join(terms)}"
 
 
-_TERMS = {  # term -> what it compares, and the labels that it needs
+# term -> the quantity that it compares, and the labels that it needs
+_TERMS = {
     "e": ("energy", (ENERGY,)),
     "f": ("force", (FORCE,)),
     "v": ("virial", (VIRIAL,)),

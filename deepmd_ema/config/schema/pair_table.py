@@ -1,4 +1,4 @@
-"""A table of pair energies: the file that ``model.use_srtab`` names, and what makes it right."""
+"""A table of pair energies, which ``model.use_srtab`` names: its file and its checks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from deepmd_ema.config.fields import Check
 from deepmd_ema.findings import Findings, error
 
 Table = list[list[float]]
-"""Rows of a distance, angstrom, and an energy for each pair of elements, eV: O-O, O-H, H-H for
-["O", "H"].
-"""
+"""Rows of a distance, angstrom, and energies of pairs, eV: O-O, O-H, H-H for ["O", "H"]."""
 
-_UNEVEN = 1e-2  # of the spacing: tables are printed with few digits
+_UNEVEN = 1e-2  # fraction of the spacing: tables are printed with few digits
 
 
 def read_table(value: str | Table) -> Table:
-    """Return the rows of a table, which is in a text file or, in the config of a checkpoint, in the
-    config.
+    """Return the rows of a table.
+
+    Args:
+        value: the name of a text file; in the config of a checkpoint the rows.
     """
     if not isinstance(value, str):
         return [list(map(float, row)) for row in value]
@@ -62,7 +62,8 @@ def _is_table(value: Any) -> bool:
         or not all(map(math.isfinite, chain(*table)))
     ):
         return False
-    first, step = table[0][0], (table[-1][0] - table[0][0]) / (len(table) - 1)
+    first = table[0][0]
+    step = (table[-1][0] - first) / (len(table) - 1)
     return step > 0 and all(
         abs(row[0] - first - k * step) < _UNEVEN * step for k, row in enumerate(table)
     )

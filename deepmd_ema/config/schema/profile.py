@@ -1,6 +1,4 @@
-"""The base class of averages of the weights: common options, rules between them, updates that are
-due, and words.
-"""
+"""Base class of averages of the weights: common options, rules, due updates and summaries."""
 
 from __future__ import annotations
 
@@ -154,17 +152,19 @@ class Profile(ABC):
     ckpt_keep: int | None = option(
         None, "Checkpoints of the average kept; null: as many as `max_ckpt_keep`.", positive_int
     )
-    should_update: Callable[[int, Any], bool] | None = field(
-        default=None, compare=False
-    )  # not in inputs
+    # only Python code can give it; without metadata it is no option of inputs
+    should_update: Callable[[int, Any], bool] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         hook = self.should_update
+        # A subclass may have a method of this name. The field, which is None then, would hide it,
+        # and the dataclass is frozen.
         if hook is None and callable(type(self).should_update):
-            object.__delattr__(self, "should_update")  # it would hide the method of a subclass
+            object.__delattr__(self, "should_update")
             hook = self.should_update
-        from deepmd_ema.config.argcheck import fault, field_of  # which imports the sections
+        from deepmd_ema.config.argcheck import fault, field_of  # which imports this module
 
+        # an average that Python code builds has not been through the checks of an input
         faults = ((o.name, fault(field_of(o), getattr(self, o.name))) for o in options(type(self)))
         problems = [f"{name}{fault}" for name, fault in faults if fault]
         if hook is not None and not callable(hook):
@@ -173,6 +173,7 @@ class Profile(ABC):
                 "that can be called."
             )
         elif "should_update" in vars(self) and hook is not None:
+            # checkpoints and processes of a run get the average with its function
             try:
                 pickle.dumps(hook)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -184,13 +185,16 @@ class Profile(ABC):
 
     @abstractmethod
     def decay_at(self, done: Any) -> Any:
-        """Return the decay d of the step that follows ``done`` steps after the start; an int, or a
-        float64 tensor.
+        """Return the decay d of the next step.
+
+        Args:
+            done: steps since the start, an int or a float64 tensor.
         """
 
     def decay_of_update(self, updates: Any) -> Any:
-        """Return the decay of the update after ``updates`` updates: the product of those of its
-        ``update_every`` steps.
+        """Return the decay of the update after ``updates`` updates.
+
+        It is the product of the decays of the ``update_every`` steps of the update.
 
         Args:
             updates: an int; or a float64 tensor, a counter that only the device knows: nothing
@@ -203,9 +207,13 @@ class Profile(ABC):
             return math.prod(
                 self.decay_at(done) for done in range(updates * every, (updates + 1) * every)
             )
+        # (..., every): the steps of each update. cumsum makes 0, 1, ... in float64 on the device,
+        # without importing torch here.
         steps = updates.unsqueeze(-1) * every + (updates.new_ones(every).cumsum(0) - 1)
         decays = self.decay_at(steps)
-        return (decays if hasattr(decays, "prod") else steps.new_full(steps.shape, decays)).prod(-1)
+        if not hasattr(decays, "prod"):  # one number for all steps
+            decays = steps.new_full(steps.shape, decays)
+        return decays.prod(-1)
 
     def is_due(self, step: int, epoch: float | None = None) -> bool:
         """Whether the average is updated after optimizer step ``step``."""
@@ -223,25 +231,22 @@ class Profile(ABC):
             changes: other settings.
         """
         if self.start_epoch is not None:
-            start = min(
-                self.start_epoch * steps_per["epochs"], MAX_INTEGER - 1
-            )  # any later one is as good as never
+            # any later start is never as well, and would not fit 64 bits
+            start = min(self.start_epoch * steps_per["epochs"], MAX_INTEGER - 1)
             changes |= {"start_step": math.ceil(start), "start_epoch": None}
         return replace(self, **{"should_update": vars(self).get("should_update"), **changes})
 
     def settings(self) -> Values:
-        """Return the settings as plain values, ``type`` first, without the name; a hook by its
-        name.
+        """Return the settings as plain values, ``type`` first, without the name of the average.
+
+        A function ``should_update`` is represented by its name.
         """
-        hook = self.should_update
-        common = ("start_step", "update_every", "device", "dtype", "layout", "buffers")
-        return {
-            "type": self.type,
-            **{name: getattr(self, name) for name in (*common, *self.formula)},
-            "should_update": None
-            if hook is None
-            else getattr(hook, "__qualname__", type(hook).__qualname__),
-        }
+        names = ("start_step", "update_every", "device", "dtype", "layout", "buffers")
+        values = {name: getattr(self, name) for name in (*names, *self.formula)}
+        hook: Any = self.should_update
+        if hook is not None:
+            hook = getattr(hook, "__qualname__", type(hook).__qualname__)
+        return {"type": self.type, **values, "should_update": hook}
 
     def conflicts(self) -> Findings:
         """Yield errors of options that exclude each other, in a run or in a bank without one."""
@@ -304,11 +309,14 @@ class Profile(ABC):
 
     @property
     def length(self) -> tuple[str, float]:
-        """Name and value of the option that gives the length of the average; equal weights are a
-        power of 0.
+        """Name and value of the option that gives the length of the average.
+
+        Equal weights are a power of 0.
         """
-        given = ((name, getattr(self, name)) for name in self.lengths)
-        return next(((name, value) for name, value in given if value is not None), ("gamma", 0.0))
+        for name in self.lengths:
+            if (value := getattr(self, name)) is not None:
+                return name, value
+        return "gamma", 0.0
 
     def summary(self, steps_per: StepsPer) -> str:
         """Return type, length and other options as text.
@@ -316,37 +324,34 @@ class Profile(ABC):
         Args:
             steps_per: steps of one of ``frames`` and ``epochs``, once they are known.
         """
-        words = [self.describe_length(steps_per)]
+        texts = [self.describe_length(steps_per)]
         if self.start_epoch:
-            step = (
-                f" (step {math.ceil(self.start_epoch * steps_per['epochs']):,})"
-                if "epochs" in steps_per
-                else ""
-            )
-            words.append(f"from epoch {self.start_epoch:g}{step}")
+            texts.append(f"from epoch {self.start_epoch:g}")
+            if "epochs" in steps_per:
+                texts[-1] += f" (step {math.ceil(self.start_epoch * steps_per['epochs']):,})"
         if self.start_step:
-            words.append(f"from step {self.start_step:,}")
+            texts.append(f"from step {self.start_step:,}")
         if self.update_every > 1:
-            words.append(every_steps(self.update_every))
-        texts = {
+            texts.append(every_steps(self.update_every))
+        # values of options that are not their defaults
+        descriptions = {
             "cpu": "in host memory",
             "float32": "float32",
             "full_tensor": "whole on every process",
             "average": "with averaged buffers",
         }
-        words += [
-            texts[v] for v in (self.device, self.dtype, self.layout, self.buffers) if v in texts
-        ]
+        values = (self.device, self.dtype, self.layout, self.buffers)
+        texts += [descriptions[value] for value in values if value in descriptions]
         if self.snapshots:
-            words.append(
-                "snapshots "
-                f"{every_steps(self.snapshot_freq) if self.snapshot_freq else _WITH_CHECKPOINTS}"
-            )
-        return ", ".join(words)
+            interval = every_steps(self.snapshot_freq) if self.snapshot_freq else _WITH_CHECKPOINTS
+            texts.append(f"snapshots {interval}")
+        return ", ".join(texts)
 
     @abstractmethod
     def describe_length(self, steps_per: StepsPer) -> str:
         """Return type and length as text; ``steps_per`` as for :meth:`summary`."""
 
 
-del Profile.__annotations__["_"]  # typing of Python 3.10 takes the mark KW_ONLY for no type
+# typing.get_type_hints of Python 3.10 raises an error for the mark KW_ONLY, which is no type. This
+# can go when Python 3.10 is no longer supported.
+del Profile.__annotations__["_"]

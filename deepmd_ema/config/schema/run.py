@@ -36,7 +36,7 @@ class TaskConfig:
     """One task of a run: a model with its loss and its data.
 
     Attributes:
-        name: of the task; empty in a single-task input.
+        name: name of the task; empty in a single-task input.
         model: its section ``model``.
         loss: its section ``loss``.
         data: its training and validation data, and the cache of their statistics.
@@ -55,18 +55,17 @@ class TaskConfig:
         return self.loss.labels(self.model.fitting_net.labels)
 
     def metric(self, metric: Metric) -> Metric:
-        """Return ``metric``, or the same kind of error of what the loss has, if the model does not
-        predict this.
+        """Return ``metric``, or the same kind of error of another quantity.
+
+        Where the model does not predict the quantity, the first one in the loss takes its place.
         """
+        predicted = self.model.fitting_net.metrics
+        if metric.quantity in predicted:
+            return metric
         in_loss = (
             error.metric for name in self.labels for error in LABELS[name].errors if error.metric
         )
-        known = self.model.fitting_net.metrics
-        return (
-            metric
-            if metric.quantity in known
-            else Metric(f"{next(in_loss, known[0])}:{metric.error}")
-        )
+        return Metric(f"{next(in_loss, predicted[0])}:{metric.error}")
 
     @property
     def is_validated(self) -> bool:
@@ -75,25 +74,27 @@ class TaskConfig:
 
     @property
     def displayed_data(self) -> ValidationDataConfig | None:
-        """Sampling of validation frames for the learning curve; split-off frames are drawn as
-        training frames.
+        """Sampling of validation frames for the learning curve.
+
+        Frames that are split off from the training data are drawn as those.
         """
         if self.data.validation_fraction is None:
             return self.data.validation_data
         size = self.data.training_data.batch_size
         auto = ValidationDataConfig(systems=self.data.training_data.systems)
+        # a list has a number for each training system, and not every one has split-off frames
         return auto if isinstance(size, list) else replace(auto, batch_size=size)
 
     def place(self, section: str) -> str:
-        """Return the dotted path of its ``model``, ``loss``, data (``training``) or
-        ``validating.test_data``.
+        """Return the dotted path of a section of the task.
+
+        Args:
+            section: ``model``, ``loss``, ``training`` (its data) or ``validating.test_data``.
         """
         if not self.name:
             return section
-        outer = {"model": "model.model_dict", "training": "training.data_dict"}.get(
-            section, f"{section}_dict"
-        )
-        return f"{outer}.{self.name}"
+        sections = {"model": "model.model_dict", "training": "training.data_dict"}
+        return f"{sections.get(section, f'{section}_dict')}.{self.name}"
 
 
 @section
@@ -103,10 +104,9 @@ class RunConfig:
     Attributes:
         first_options: sections that are listed first.
         source: the file, and the place of each option in it; not compared.
-        notes: what was accepted from an older input and taken differently, for the log; not
-            compared.
+        notes: options of an older input that were read differently, for the log; not compared.
         unused: options of a short form that have no effect in this run, for the log; not compared.
-        links: parts of models that stand in ``model.shared_dict``; only with several tasks.
+        links: parts of models that are in ``model.shared_dict``; only with several tasks.
     """
 
     first_options: ClassVar[Names] = ("model", "learning_rate", "optimizer", "loss", "loss_dict")
@@ -138,8 +138,9 @@ class RunConfig:
         Raises:
             ConfigError: if there is no such task, or there are several.
         """
-        aliases = {task: of.model.model_branch_alias for task, of in self.tasks.items()}
-        return self.tasks[choose_head(aliases, name, self.source.name)]
+        tasks = self.tasks
+        aliases = {task.name: task.model.model_branch_alias for task in tasks.values()}
+        return tasks[choose_head(aliases, name, self.source.name)]
 
     def of_task(self, task: TaskConfig) -> SingleTaskRun:
         """Return the input of one task that trains what the run does in that task."""
@@ -156,12 +157,14 @@ class RunConfig:
         )
 
     def sharing_with(self, task: str) -> list[str]:
-        """Return ``task`` and the tasks with which it shares a part of the descriptor, directly or
-        by others.
+        """Return ``task`` and the tasks with which it shares a part of the descriptor.
+
+        They may share it directly, or each with a third one.
         """
         together = {task}
         keys = {link.key for link in self.links if link.part.startswith("descriptor")}
         groups = [{link.task for link in self.links if link.key == key} for key in keys]
+        # a chain of shared parts has at most as many links as there are groups
         for _ in groups:
             together = together.union(*(group for group in groups if group & together))
         return [name for name in self.tasks if name in together]
@@ -177,14 +180,11 @@ class RunConfig:
         return getattr(self.training, "num_epoch_dict", {})
 
     def with_models(self, models: Mapping[str, ModelConfig]) -> RunConfig:
-        """Return the run with the sections ``model`` of some tasks, by name of the task,
-        replaced.
-        """
+        """Return the run with other sections ``model`` of some tasks, by name of the task."""
         if "" in self.tasks:
             return replace(self, model=models.get("", self.model))
-        return replace(
-            self, model=replace(self.model, model_dict={**self.model.model_dict, **models})
-        )
+        section = replace(self.model, model_dict={**self.model.model_dict, **models})
+        return replace(self, model=section)
 
     @property
     def has_validation_data(self) -> bool:
@@ -193,13 +193,10 @@ class RunConfig:
 
     @property
     def fully_validated(self) -> list[str]:
-        """Names of the weights that are validated on all validation data: ``live``, then those of
-        averages.
-        """
+        """Names of the weights that are validated on all validation data, ``live`` first."""
         live = [LIVE] if self.validating.full_validation else []
-        return live + [
-            average.name for average in self.training.averaging if average.full_validation
-        ]
+        averages = self.training.averaging
+        return live + [average.name for average in averages if average.full_validation]
 
 
 @section
@@ -220,7 +217,7 @@ class SingleTaskRun(RunConfig):
 
 @section
 class SharedParts:
-    """Parts of models by name, for inputs only: in a config they stand where models name them."""
+    """Parts of models by name, for inputs only: in a config they are where models name them."""
 
     shared_dict: Values = option(
         {},
@@ -258,25 +255,25 @@ class MultiTaskRun(RunConfig):
 
     @property
     def tasks(self) -> dict[str, TaskConfig]:
-        """The tasks in the order of ``model_dict``; those without data, which a rule refuses, are
-        left out.
-        """
-        data, test = self.training.data_dict, self.validating.test_data_dict
-        return {
-            name: TaskConfig(
-                name, model, self.loss_dict.get(name, EnerLossConfig()), data[name], test.get(name)
-            )
-            for name, model in self.model.model_dict.items()
-            if name in data
-        }
+        """The tasks in the order of ``model_dict``, without those that have no data."""
+        data = self.training.data_dict
+        test = self.validating.test_data_dict
+        tasks = {}
+        for name, model in self.model.model_dict.items():
+            if name in data:  # a rule refuses a task without data; other rules still look at tasks
+                loss = self.loss_dict.get(name, EnerLossConfig())
+                tasks[name] = TaskConfig(name, model, loss, data[name], test.get(name))
+        return tasks
 
 
 def to_dict(config: RunConfig | ModelConfig) -> Values:
-    """Return the normalized config as plain JSON: canonical keys, every default filled in (the file
-    ``out.json``).
+    """Return the normalized config as plain JSON, as in the file ``out.json``.
+
+    Keys are canonical, and every default is filled in.
     """
     result: Values = plain(config)
     if isinstance(config, RunConfig) and config.links:
+        # shared parts go back to shared_dict: equal parts in two models would be read as two parts
         shared = result["model"]["shared_dict"] = {}
         for link in config.links:
             *outer, last = link.place
@@ -296,7 +293,7 @@ def choose_head(
         names: aliases by name; the name of a model that needs none is empty.
         head: the requested name; None where there is one model only.
         source: the file, for messages.
-        option: that chooses, for messages.
+        option: option that chooses a model, for messages.
 
     Raises:
         ConfigError: if there is no such model, or there are several and ``head`` is None.
@@ -307,11 +304,11 @@ def choose_head(
         raise ConfigError(
             f"{source}: holds one model without a name, so there is no head {head!r}. Leave it out."
         )
-    known = {alias.lower(): name for name, aliases in names.items() for alias in aliases}
-    known |= {name.lower(): name for name in names}
-    if head is None or head.lower() not in known:
+    by_lower = {alias.lower(): name for name, aliases in names.items() for alias in aliases}
+    by_lower |= {name.lower(): name for name in names}  # a name counts before an alias
+    if head is None or head.lower() not in by_lower:
         wanted = "several models; which?" if head is None else f"no head {head!r}."
         raise ConfigError(
             f"{source}: {wanted} It has {', '.join(names)}: choose one with {option}."
         )
-    return known[head.lower()]
+    return by_lower[head.lower()]

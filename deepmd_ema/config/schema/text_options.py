@@ -1,7 +1,6 @@
-"""Text options of several parts, such as ``max:64`` and ``F:RMSE``: read once, here, and handed on
-with their parts.
+"""Text options of several parts, such as ``max:64`` and ``F:RMSE``, which are read once, here.
 
-They compare, print and are written to files as the text.
+They are texts: they compare, print and are written to files as such.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class TextOption(str):
 
     Attributes:
         option: name, for messages.
-        wants: what such a text is, for messages.
+        wants: description of such a text, for messages.
     """
 
     option: ClassVar[str]
@@ -59,7 +58,7 @@ class BatchSizeRule(TextOption):
         kind: ``auto`` (at least ``number`` atoms in a batch), ``max`` (at most), ``filter`` (at
             most, and frames of more are left out), ``mixed`` (``number`` frames of all systems) or
             ``mix`` (frames of all systems with at most ``number`` atoms).
-        number: of atoms or frames; that of a plain ``auto`` is 32, as in DeePMD-kit.
+        number: number of atoms or frames; 32 for a plain ``auto``, as in DeePMD-kit.
     """
 
     option = "batch_size"
@@ -79,10 +78,13 @@ class BatchSizeRule(TextOption):
 
     def read(self) -> bool:
         """Set kind and number."""
-        found = re.fullmatch(r"(auto|max|filter|mixed|mix):([0-9]{1,18})|auto", self)
-        if found is not None:
-            self.kind, self.number = found[1] or "auto", int(found[2] or 32)
-        return found is not None and self.number > 0
+        # 18 digits fit 64 bits
+        match = re.fullmatch(r"(auto|max|filter|mixed|mix):([0-9]{1,18})|auto", self)
+        if match is None:
+            return False
+        self.kind = match[1] or "auto"
+        self.number = int(match[2] or 32)
+        return self.number > 0
 
     @property
     def is_mixed(self) -> bool:
@@ -110,15 +112,17 @@ class SystemProbability(TextOption):
         block = re.compile(
             r"([0-9]{1,18}):([0-9]{1,18}):([0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?)"
         )
-        found = [block.fullmatch(text) for text in texts if text]
+        matches = [block.fullmatch(text) for text in texts if text]
+        # Fraction: weights of many systems are added up without rounding, so that the order in
+        # which systems are drawn is the same on all machines
         self.blocks = tuple(
-            (int(m[1]), int(m[2]), Fraction(float(m[3]))) for m in found if m is not None
+            (int(m[1]), int(m[2]), Fraction(float(m[3]))) for m in matches if m is not None
         )
         if self.kind not in ("prob_uniform", "prob_sys_size") or (
             texts and self.kind == "prob_uniform"
         ):
             return False
-        in_order = None not in found and all(start < stop for start, stop, _ in self.blocks)
+        in_order = None not in matches and all(start < stop for start, stop, _ in self.blocks)
         return in_order and (not texts or any(weight for *_, weight in self.blocks))
 
 
@@ -126,13 +130,13 @@ class ActivationName(TextOption):
     """An activation function.
 
     Attributes:
-        known: what an input may say, beside ``silut:T``; other capital letters are read here and
-            refused there.
+        choices: names that an input may have, beside ``silut:T``; other capital letters are read
+            here and refused there.
         kind: the name in lower case, ``silut`` for one with a number.
         bend: where ``silut`` bends into a tanh; 3 without a number, as in DeePMD-kit.
     """
 
-    known = (
+    choices = (
         "tanh",
         "relu",
         "relu6",
@@ -147,15 +151,16 @@ class ActivationName(TextOption):
         "None",
     )
     option = "activation_function"
-    wants = f"one of {', '.join(known)}, or silut:T, e.g. silut:3"
+    wants = f"one of {', '.join(choices)}, or silut:T, e.g. silut:3"
     kind: str
     bend: float
 
     def read(self) -> bool:
         """Set kind and bend."""
-        found = re.fullmatch(r"silut:(\d+(?:\.\d*)?)", self.lower())
-        self.kind, self.bend = self.partition(":")[0].lower(), float(found[1]) if found else 3.0
-        return found is not None or self.lower() in self.known
+        match = re.fullmatch(r"silut:(\d+(?:\.\d*)?)", self.lower())
+        self.kind = self.partition(":")[0].lower()
+        self.bend = float(match[1]) if match else 3.0
+        return match is not None or self.lower() in self.choices
 
 
 class Metric(TextOption):
@@ -180,5 +185,7 @@ class Metric(TextOption):
 
     def read(self) -> bool:
         """Set quantity and error."""
-        self.quantity, _, self.error = self.partition(":")
+        parts = self.partition(":")
+        self.quantity = parts[0]
+        self.error = parts[2]
         return self.quantity in METRICS and self.error in ("MAE", "RMSE")

@@ -26,15 +26,17 @@ MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # of torch.compile
 
 
 def _is_probs(value: list[float]) -> bool:
-    given = [p for p in value if p >= 0]
+    # negative ones share the rest, which may be 0; without any the others must add up to 1
+    positive = [p for p in value if p >= 0]
     return (
         len(value) > 0
-        and sum(given) <= 1 + 1e-8
-        and (len(given) < len(value) or sum(given) > 1 - 1e-8)
+        and sum(positive) <= 1 + 1e-8
+        and (len(positive) < len(value) or sum(positive) > 1 - 1e-8)
     )
 
 
 def _is_pattern(value: str) -> bool:
+    # what Path.rglob takes: no absolute pattern, and ** as a whole part of the path only
     parts = value.split("/")
     return (
         bool(value.strip("./ "))
@@ -398,9 +400,7 @@ class EarlyStopConfig:
 
 @section
 class ValidatingConfig:
-    """Full validation: errors over the whole validation set at regular steps; the best weights are
-    kept.
-    """
+    """Full validation: errors over all validation data at regular steps; best weights are kept."""
 
     shorthand = EmaValidationShorthand
 
