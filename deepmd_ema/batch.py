@@ -1,6 +1,4 @@
-"""Input of a model: frames of any sizes on one flat atom axis, with their neighbors as a dense
-matrix.
-"""
+"""Input of a model: frames of any sizes on one flat atom axis, neighbors as a dense matrix."""
 
 from __future__ import annotations
 
@@ -12,17 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# bytes, of each tensor of a packed batch: as torch aligns tensors on a GPU, which kernels make use
-# of
+# Bytes to which each tensor of a packed batch is aligned, as torch aligns tensors on a GPU: kernels
+# choose faster instructions for aligned addresses.
 ALIGNMENT = 256
-_HOST_FIELDS = (
-    "type_counts",
-    "slots",
-    "type_slots",
-    "inner",
-    "sizes",
-)  # of a batch: computations depend on them
-_MARKS = ("frames", "padding", "num_dummies")  # nothing on the device depends on them
+# Fields on the host. Computations depend on these (loops over types, shapes of views), so that a
+# captured or compiled step serves batches with equal ones only.
+_HOST_FIELDS = ("type_counts", "slots", "type_slots", "inner", "sizes")
+# Nothing on the device depends on these: they may differ between batches of one layout.
+_MARKS = ("frames", "padding", "num_dummies")
 _MAPPINGS = ("labels", "has_label", "conditions")
 
 
@@ -32,18 +27,19 @@ class NeighborLayout:
 
     Attributes:
         rcut: cutoff radius, angstrom.
-        sel: most neighbors kept per section; the nearest are kept when there are more, of each type
-            among the nearest ``sum(sel)`` of all types. One number per neighbor type (``by_type``),
-            or one number for all.
+        sel: maximum number of neighbors per section; the nearest are kept when there are more, of
+            each type among the nearest ``sum(sel)`` of all types. One number per neighbor type
+            (``by_type``), or one number for all.
         num_types: number of elements in the model's type map.
         by_type: whether slots come in one section per neighbor type, or in one section sorted by
             distance.
         excluded_pairs: pairs of types (both orders are excluded) removed after the nearest ``sel``
             were chosen.
-        type_sel: most neighbors of each type that parts of the model want, which read one list
-            sorted by distance by type; empty where no part does.
-        inner: cutoffs and most neighbors that parts of the model ask ``Batch.within`` for; one
-            section only. What it returns then has no more slots than the batch needs.
+        type_sel: maximum number of neighbors of each type, for parts of the model that read one
+            list sorted by distance by type; empty where no part does.
+        inner: cutoffs and maximum numbers of neighbors that parts of the model request from
+            ``Batch.within``; one section only. These neighborhoods then have no more slots than the
+            batch needs.
     """
 
     rcut: float
@@ -65,7 +61,8 @@ class Neighborhood:
         neighbor: (A, K) int64, flat atom index of each neighbor; ``A`` is none.
         vector: (A, K, 3) float64, angstrom, as in the batch, also where there is no neighbor.
         reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom is a neighbor; ``A *
-            K`` is none.
+            K`` is none. Sums over these slots replace additions at indices, whose order on a GPU,
+            and so whose rounding, differs from run to run.
     """
 
     neighbor: Tensor
@@ -107,20 +104,20 @@ class Batch:
             K`` is none.
         labels: name (see ``labels``) to tensor, zeros where a frame has no such label.
         has_label: label name to (F,) float64, 1 where the frame has the label.
-        conditions: what the energy depends on beside positions and elements, by name (see
-            ``labels``): float64, (F, ...) or (A, ...); a name that no frame has is absent.
-        type_slots: slots per type, where the layout has a ``type_sel``: what a view of the list by
-            type needs.
-        frames: for messages, where each frame comes from: (system, frame number in the system).
+        conditions: inputs of the energy beside positions and elements, by name (see ``labels``):
+            float64, (F, ...) or (A, ...); a name that no frame has is absent.
+        type_slots: slots per type that a view of the list by type needs, where the layout has a
+            ``type_sel``.
+        frames: origin of each frame, for messages: (system, frame number in the system).
         inner: (cutoff, most, slots) of each inner neighborhood of the layout, trimmed like
             ``slots``.
-        sizes: atoms of each frame, as ``num_atoms``, without asking the device: pairs of atoms are
-            split by frames.
-        padding: computed so that all ranks run the same collectives; excluded from losses and
-            errors.
+        sizes: atoms of each frame, as ``num_atoms``, on the host: pairs of atoms are split by
+            frames without waiting for the device.
+        padding: whether the batch is computed only so that all ranks run the same collectives; it
+            is excluded from losses and errors.
         num_dummies: frames, and atoms in them, with which the batch was filled up
-            (``model.dummy_atoms``): the last in the order of the files, without labels. What is
-            predicted for them counts for nothing.
+            (``model.dummy_atoms``): the last in the order of the files, without labels. Predictions
+            for them are not used.
     """
 
     type_counts: tuple[int, ...]
@@ -159,6 +156,8 @@ class Batch:
     def occupied(self) -> Tensor:
         """(A, K) bool, whether the slot holds a neighbor, however far."""
         num_atoms, total = self.neighbor.shape
+        # An atom can be its own neighbor, through an image, so that neighbor == atom does not mean
+        # an empty slot. The slots of all neighbors are in `reverse`; the entry A * K is for none.
         flat = torch.zeros(num_atoms * total + 1, dtype=torch.bool, device=self.neighbor.device)
         return flat.index_fill(0, self.reverse.flatten(), True)[:-1].view(num_atoms, total)
 
@@ -178,34 +177,39 @@ class Batch:
         return self.atom_type[self.neighbor]
 
     def within(self, rcut: float | None = None, most: int | None = None) -> Neighborhood:
-        """Return the nearest ``most`` neighbors (None: all) of each atom that are nearer than
-        ``rcut`` (None: all).
+        """Return the nearest neighbors of each atom within a cutoff.
 
-        One list of the largest cutoff serves all parts of a model: those that look less far take a
-        prefix of its slots. Excluded pairs are not in the list and do not count for ``most``. For
-        less than all of them the batch must hold one section sorted by distance
+        One list of the largest cutoff serves all parts of a model: parts with a shorter cutoff take
+        a prefix of its slots. Excluded pairs are not in the list and do not count for ``most``. For
+        less than all neighbors the batch must hold one section sorted by distance
         (``by_type=False``); the result is differentiable by ``vector``.
+
+        Args:
+            rcut: cutoff, angstrom; None: that of the list.
+            most: maximum number of neighbors; None: all.
         """
         assert len(self.slots) == 1 or rcut is most is None, (
             "a prefix by distance needs one section of neighbors"
         )
         num_atoms, total = self.neighbor.shape
+        # a width that the layout announced was trimmed on the host when the batch was collated;
+        # the number of occupied slots is not known here without waiting for the device
         trimmed = [
             slots for cutoff, number, slots in self.inner if (cutoff, number) == (rcut, most)
         ]
         width = trimmed[0] if trimmed else total if most is None else min(most, total)
         vector = self.vector[:, :width]
         distance = torch.linalg.vector_norm(vector.detach(), dim=-1)
-        near = (
-            self.occupied[:, :width] if rcut is None else distance < rcut
-        )  # empty slots are at 2 * rcut of the list
-        # where each slot of the list went, for `reverse`: also slot A * K, which is none
+        # (A, width); empty slots are at 2 * rcut of the list, beyond any cutoff
+        near = self.occupied[:, :width] if rcut is None else distance < rcut
+        # `reverse` has slots of the list. For each of them, A * K included, `place` has the slot of
+        # the neighborhood, or A * width, which is none, where it was cut off.
         none = num_atoms * width
         place = torch.arange(none, device=near.device).view(num_atoms, width)
-        # less than none, filled up with 0: torch.compile takes no filling that depends on the size
-        # of the batch
+        # Slots minus `none`, so that 0 means none: padding fills with 0, and torch.compile does not
+        # take a fill value that depends on the size of the batch.
         place = (place - none) * near
-        # a row more, of which the first number is that of slot A * K
+        # (A + 1, K): columns that were cut off, and one row, whose first entry is that of A * K
         place = nn.functional.pad(place, (0, total - width, 0, 1)).flatten() + none
         return Neighborhood(
             neighbor=torch.where(near, self.neighbor[:, :width], num_atoms),
@@ -214,23 +218,25 @@ class Batch:
         )
 
     def with_slots(self, slot: Tensor, **changes: Any) -> Batch:
-        """Return the batch with other slots: (A, V) flat slots ``i * K + k`` of this one, ``A * K``
-        is none.
+        """Return the batch with other slots.
+
+        Args:
+            slot: (A, V) flat slots ``i * K + k`` of this batch; ``A * K`` is none. Not used here:
+                subclasses that store quantities per slot select them by it.
+            **changes: fields of the new batch.
         """
         return replace(self, **changes)
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; :meth:`pack` makes it one copy."""
         if self.vector.device == device:
-            # a call of torch releases the lock of Python, for which the thread that makes the next
-            # batch waits
+            # Even a copy that does nothing is a call of torch, which releases the lock of Python.
+            # The thread that collates the next batch would take it, and this one wait.
             return self
         return self._map(lambda t: t.to(device, non_blocking=True))
 
     def as_padding(self) -> Batch:
-        """Return the batch with all labels marked as missing: it adds nothing to any loss or
-        error.
-        """
+        """Return the batch with all labels marked as missing, without part in losses and errors."""
         has_label = {name: torch.zeros_like(flags) for name, flags in self.has_label.items()}
         return replace(self, has_label=has_label, padding=True)
 
@@ -243,16 +249,13 @@ class Batch:
         data = torch.empty(
             layout.num_bytes, dtype=torch.uint8, device=self.vector.device, pin_memory=pin
         )
-        for (_, _, view), (_, _, tensor) in zip(
-            _tensors(layout.view(data)), _tensors(self), strict=True
-        ):
-            view.copy_(tensor)
+        targets = _tensors(layout.view(data))
+        for (_, _, target), (_, _, source) in zip(targets, _tensors(self), strict=True):
+            target.copy_(source)
         return PackedBatch(layout, data, {name: getattr(self, name) for name in _MARKS})
 
     def in_file_order(self, per_atom: Tensor) -> Tensor:
-        """Return ``per_atom`` (A, ...) with the frames one after the other and their atoms as in
-        the files.
-        """
+        """Return ``per_atom`` (A, ...) with frames and atoms in the order of the files."""
         out = torch.empty_like(per_atom)
         out[self.atom_order] = per_atom
         return out
@@ -272,10 +275,10 @@ class PackedTensor(NamedTuple):
     """The place of a tensor of a batch in a buffer.
 
     Attributes:
-        field: of the batch.
-        key: in that field where it is a mapping, else empty.
-        dtype: of its numbers.
-        shape: of the tensor, whose numbers are contiguous.
+        field: field of the batch.
+        key: key in the field where it is a mapping, else empty.
+        dtype: type of its numbers.
+        shape: shape of the tensor, which is contiguous.
         start: place of its first number, counted in numbers of this type.
     """
 
@@ -288,17 +291,16 @@ class PackedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Everything of a batch but the numbers on the device: batches of one layout differ in their
-    bytes only.
+    """Everything of a batch but the numbers on the device.
 
-    Hashable, so that what is kept for batches of one layout, such as a buffer on the device, can be
-    found by it. The origins of frames and the marks for what does not count are not in it: nothing
-    on the device depends on them.
+    Batches of one layout differ in their bytes only. It is hashable: buffers on the device and
+    captured steps are stored by layout. The origins of frames and the marks of padding are not in
+    it, because nothing on the device depends on them.
 
     Attributes:
-        tensors: where each tensor is in the buffer.
+        tensors: place of each tensor in the buffer.
         host: the fields of the batch that are numbers on the host, with their values.
-        num_bytes: of the buffer.
+        num_bytes: size of the buffer.
     """
 
     tensors: tuple[PackedTensor, ...]
@@ -308,28 +310,32 @@ class PackedLayout:
     @classmethod
     def of(cls, batch: Batch) -> PackedLayout:
         """Return the layout of ``batch``."""
-        places, end = [], 0
+        places = []
+        end = 0
         for name, key, tensor in _tensors(batch):
+            # `end` is a multiple of ALIGNMENT, and so of the size of any number
             size = tensor.element_size()
             places.append(PackedTensor(name, key, tensor.dtype, tuple(tensor.shape), end // size))
-            end += -(-tensor.numel() * size // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(places), tuple((name, getattr(batch, name)) for name in _HOST_FIELDS), end)
+            end += -(-tensor.numel() * size // ALIGNMENT) * ALIGNMENT  # rounded up
+        host = tuple((name, getattr(batch, name)) for name in _HOST_FIELDS)
+        return cls(tuple(places), host, end)
 
     def view(self, data: Tensor) -> Batch:
-        """Return the batch whose tensors are views of ``data`` (num_bytes,) uint8, on its
-        device.
-        """
+        """Return the batch whose tensors are views of ``data`` (num_bytes,) uint8."""
+        # one view of the buffer per type of numbers, then one call per tensor: slices and reshapes
+        # would be two or three
         typed = {dtype: data.view(dtype) for dtype in {place.dtype for place in self.tensors}}
-        found: dict[str, Any] = {name: {} for name in _MAPPINGS}
+        values: dict[str, Any] = {name: {} for name in _MAPPINGS}
         for name, key, dtype, shape, start in self.tensors:
             whole = typed[dtype]
             strides = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
+            # as_strided counts from the begin of the storage, not of the view
             tensor = whole.as_strided(shape, strides, whole.storage_offset() + start)
             if key:
-                found[name][key] = tensor
+                values[name][key] = tensor
             else:
-                found[name] = tensor
-        return Batch(**found, **dict(self.host))
+                values[name] = tensor
+        return Batch(**values, **dict(self.host))
 
 
 @dataclass(frozen=True)
@@ -337,7 +343,7 @@ class PackedBatch:
     """A batch in one buffer: one copy brings it to a device.
 
     Attributes:
-        layout: of the buffer.
+        layout: layout of the buffer.
         data: (num_bytes,) uint8.
         marks: the fields of the batch that no computation depends on.
     """
@@ -351,9 +357,7 @@ class PackedBatch:
         return self.view(self.data.to(device, non_blocking=True))
 
     def view(self, data: Tensor) -> Batch:
-        """Return the batch whose tensors are views of ``data``, which holds the bytes of this
-        one.
-        """
+        """Return the batch whose tensors are views of ``data``, a copy of the bytes of this one."""
         return replace(self.layout.view(data), **self.marks)
 
     def as_padding(self) -> PackedBatch:
@@ -362,9 +366,7 @@ class PackedBatch:
 
 
 def _tensors(batch: Batch) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the tensors of a batch with their field and their key in it, in an order that depends
-    on names only.
-    """
+    """Yield the tensors of a batch with field and key, in an order that depends on names only."""
     for f in fields(batch):
         value = getattr(batch, f.name)
         if isinstance(value, Tensor):
