@@ -1,6 +1,4 @@
-"""The command: ``dp-ema``, ``python -m deepmd_ema``, and ``torchrun -m deepmd_ema`` on several
-processes.
-"""
+"""The command: ``dp-ema``, ``python -m deepmd_ema``, or ``torchrun -m deepmd_ema`` on ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ def main() -> int:
     """Run the command line and return its exit code."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", ""))
     if rank in ("0", "1") and os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS")) != "1":
-        # a launcher ends the ranks that are left when one was killed, which may be rank 0, also
-        # while they are loading
+        # A launcher ends the other ranks when one was killed, also while they are loading. Rank 0
+        # reports it, and rank 1 as well, because the killed one may be rank 0.
         def end(number: int, frame: FrameType | None) -> None:
             os.write(
                 2, f"dp-ema (rank {rank}): stopped by {signal.Signals(number).name}\n".encode()

@@ -28,13 +28,9 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from ase import Atoms
 
-_WATCHED = (
-    "positions",
-    "numbers",
-    "initial_charges",
-    "initial_magmoms",
-)  # arrays that ASE compares
-_MEMORY_KEPT = 512 << 20  # bytes, for the next step
+# arrays that ASE compares
+_WATCHED = ("positions", "numbers", "initial_charges", "initial_magmoms")
+_MEMORY_KEPT = 512 << 20  # bytes that are not given back between steps
 
 
 class DP(Calculator):
@@ -82,8 +78,8 @@ class DP(Calculator):
                 f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every "
                 "step."
             )
-        # documented as unsafe beside other threads, but they only read the two numbers that are set
-        # here
+        # mallopt is documented as unsafe beside other threads, but these only read the two numbers
+        # that it sets
         keep_freed_memory(_MEMORY_KEPT)
         super().__init__(**parameters)
         self._lock = RLock()
@@ -93,26 +89,25 @@ class DP(Calculator):
             model if isinstance(model, Potential) else Potential(model, device=device, head=head)
         )
         if not self.potential.predicts_energies:
-            self.implemented_properties = [
-                self.potential.config.fitting_net.labels[0].partition("[")[0]
-            ]
+            label = self.potential.config.fitting_net.labels[0]
+            self.implemented_properties = [label.partition("[")[0]]  # dos of dos[250]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without the lock."""
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what a copy is made of."""
-        keep_freed_memory(_MEMORY_KEPT)  # in another process
+        """Set the state of a copy."""
+        keep_freed_memory(_MEMORY_KEPT)  # a copy may be in another process
         vars(self).update(state)
         self._lock = RLock()
 
     def get_property(
         self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
     ) -> Any:
-        """Return a result for ``atoms``; one thread at a time, because another one may ask for
-        other atoms.
-        """
+        """Return a result for ``atoms``, for one thread at a time."""
+        # ASE calculates and then reads self.results: another thread with other atoms would replace
+        # them in between
         with self._lock:
             return super().get_property(name, atoms, allow_calculation)
 
@@ -136,16 +131,15 @@ class DP(Calculator):
         return changed
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
-        """Return names of changes since the last calculation, also of ``atoms.info``, which ASE
-        does not compare.
-        """
+        """Return names of changes since the last calculation, ``info`` for frame parameters."""
         changes: list[str] = [] if self._is_same(atoms) else super().check_state(atoms, tol)
-        if not changes and not all(
-            np.array_equal(np.asarray(value), np.asarray(self._conditions.get(name)))
-            for name, value in self._conditions_of(atoms).items()
-        ):
-            changes.append("info")
-        return changes
+        if changes:
+            return changes
+        # ASE does not compare atoms.info
+        for name, value in self._conditions_of(atoms).items():
+            if not np.array_equal(np.asarray(value), np.asarray(self._conditions.get(name))):
+                return ["info"]
+        return []
 
     def calculate(
         self,
@@ -160,57 +154,56 @@ class DP(Calculator):
                 only.
         """
         super().calculate(atoms, list(properties), list(system_changes))
-        now = self.atoms
+        now = self.atoms  # a copy that ASE has made, which the caller does not move
         assert now is not None, "ASE has set it"
         self._conditions = self._conditions_of(now)
-        where = now.get_positions(), self._types(now), self._box(now)
-        found = self.potential.evaluate(*where, **self._conditions, kept=self._neighbors)
+        frame = now.get_positions(), self._types(now), self._box(now)
+        prediction = self.potential.evaluate(*frame, **self._conditions, kept=self._neighbors)
         if not self.potential.predicts_energies:
-            self.results = {found.name: found.value[0]}
+            self.results = {prediction.name: prediction.value[0]}
             return
-        energy = float(found.energy[0])
+        energy = float(prediction.energy[0])
         self.results = {
             "energy": energy,
             "free_energy": energy,
-            "energies": found.atom_energy[0],
-            "forces": found.force[0],
+            "energies": prediction.atom_energy[0],
+            "forces": prediction.force[0],
         }
         if now.pbc.all():
-            # ASE: stress is the derivative of the energy by strain over the volume, the opposite of
-            # the virial
-            stress = -found.virial[0].reshape(3, 3) / now.get_volume()
+            # Stress in ASE is the derivative of the energy by strain over the volume. The virial is
+            # minus this derivative. Voigt's order is xx, yy, zz, yz, xz, xy.
+            stress = -prediction.virial[0].reshape(3, 3) / now.get_volume()
             stress = 0.5 * (stress + stress.T)
             self.results["stress"] = stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
 
     def _conditions_of(self, atoms: Atoms) -> dict[str, Any]:
-        """Return the parameters of the frame and its atoms; those in ``info`` count if the model
-        takes some.
+        """Return the parameters of the frame and its atoms.
+
+        Parameters in ``atoms.info`` count if the model takes some.
 
         Raises:
             UserError: if the model needs some and neither place has them.
         """
-        found = {}
+        conditions = {}
         for name, number in self.potential.num_conditions.items():
             value = self.parameters[name]
-            found[name] = atoms.info.get(name) if value is None and number else value
-            if (
-                found[name] is None
-                and number
-                and not (name == FPARAM and self.potential.default_fparam)
-            ):
-                what = (
+            if value is None and number:
+                value = atoms.info.get(name)
+            conditions[name] = value
+            has_default = name == FPARAM and self.potential.default_fparam
+            if value is None and number and not has_default:
+                needs = (
                     f"this model needs {counted(number, 'number')} per "
                     f"{'frame' if name == FPARAM else 'atom'}"
                 )
                 raise UserError(
-                    f'{name}: {what}. Set atoms.info["{name}"], or give DP(..., {name}=...).'
+                    f'{name}: {needs}. Set atoms.info["{name}"], or give DP(..., {name}=...).'
                 )
-        return found
+        return conditions
 
     def _is_same(self, atoms: Atoms) -> bool:
-        """Whether nothing has changed that ASE compares; its own comparison is slow and done four
-        times per step.
-        """
+        """Whether nothing has changed that ASE compares."""
+        # the comparison of ASE is slow, and done four times per step
         last = self.atoms
         if last is None:
             return False
@@ -232,8 +225,8 @@ class DP(Calculator):
         type_map, symbols = self.potential.type_map, atoms.get_chemical_symbols()
         place = {symbol: k for k, symbol in enumerate(type_map)}
         if unknown := sorted(set(symbols) - place.keys()):
-            known = did_you_mean(unknown[0], type_map)
-            raise UserError(f"the element {unknown[0]} of the atoms is not in the model. {known}")
+            advice = did_you_mean(unknown[0], type_map)
+            raise UserError(f"the element {unknown[0]} of the atoms is not in the model. {advice}")
         return np.array([place[symbol] for symbol in symbols], np.int64)
 
     def _box(self, atoms: Atoms) -> Any:

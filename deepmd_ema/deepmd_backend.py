@@ -1,5 +1,6 @@
-"""The backend ``ema`` of DeePMD-kit's command ``dp``, which finds it by an entry point; nothing
-else imports this.
+"""The backend ``ema`` of DeePMD-kit's command ``dp``, which finds it by an entry point.
+
+Nothing else imports this module.
 """
 
 from __future__ import annotations
@@ -17,18 +18,16 @@ from deepmd.backend.backend import Backend
 from deepmd.backend.pt_expt import PyTorchExportableBackend
 from deepmd.backend.pytorch import PyTorchBackend
 
-_CLAIM = 3  # on a file; those of DeePMD-kit's own backends are 1 and 2
+_CLAIM = 3  # claim on a file, the largest wins; DeePMD-kit's own backends have 1 and 2
 
 
 class TrainedHere:
-    """A backend whose commands ``train``, ``freeze``, ``compress`` and ``change-bias`` are those of
-    dp-ema.
-    """
+    """A backend with the commands train, freeze, compress and change-bias of dp-ema."""
 
     option = "--pt"  # sets the suffix of frozen files
 
     def entry_point_hook(self, args: argparse.Namespace) -> None:
-        """Run what ``dp`` has parsed, and end the process with the exit code of dp-ema."""
+        """Run the command that ``dp`` has parsed, and exit with the exit code of dp-ema."""
         from deepmd.main import main_parser
 
         from deepmd_ema.cli.main import main
@@ -36,39 +35,44 @@ class TrainedHere:
         (commands,) = (
             a for a in main_parser()._actions if isinstance(a, argparse._SubParsersAction)
         )
-        words = [self.option, args.command, "--log-level", logging.getLevelName(args.log_level)]
+        # the command line is written again from the values that differ from their defaults
+        argv = [self.option, args.command, "--log-level", logging.getLevelName(args.log_level)]
         for action in commands.choices[args.command]._actions:
             value = getattr(args, action.dest, action.default)
             if value == action.default or action.dest == "log_level":
                 continue
             # a long name means the same in both programs, and dp-ema refuses one that it does not
             # have
-            words += [name for name in action.option_strings if name.startswith("--")][:1]
+            argv += [name for name in action.option_strings if name.startswith("--")][:1]
             if action.nargs != 0:
-                words += map(str, value if isinstance(value, list) else [value])
+                argv += map(str, value if isinstance(value, list) else [value])
         # the `dp` that writes a .pth is this one, on the PATH or not
         os.environ["PATH"] = os.pathsep.join(
             [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
         )
-        raise SystemExit(main(words))
+        raise SystemExit(main(argv))
 
 
 @Backend.register("ema")
 class EmaBackend(TrainedHere, PyTorchBackend):
-    """The backend ``ema``, to which files of dp-ema belong by their content; data are read by the
-    backend ``pt``.
+    """The backend ``ema``, to which files of dp-ema belong by their content.
+
+    Data are read by the backend ``pt``.
     """
 
     name = "ema"
 
     @classmethod
     def match_filename(cls, filename: str) -> int:
-        """Return the claim on a ``.pt``: one of dp-ema, or a name without a file, to which only
-        dp-ema converts.
+        """Return the claim on a ``.pt`` of dp-ema, or on a name of a ``.pt`` that is no file yet.
+
+        Only dp-ema converts to such a name.
         """
         path = Path(filename)
-        if path.suffix.lower() != ".pt" or not path.exists():
-            return _CLAIM * (path.suffix.lower() == ".pt")
+        if path.suffix.lower() != ".pt":
+            return 0
+        if not path.exists():
+            return _CLAIM
         import torch
 
         try:
@@ -79,17 +83,14 @@ class EmaBackend(TrainedHere, PyTorchBackend):
 
     @property
     def deep_eval(self) -> type:
-        """Return the evaluator of the backend ``pt``, for which a file becomes a checkpoint of
-        DeePMD-kit.
-        """
+        """Return the evaluator of the backend ``pt``, with files converted for DeePMD-kit."""
         evaluator: Any = super().deep_eval
 
         class DeepEval(evaluator):
             def __init__(self, model_file: str, *args: Any, **options: Any) -> None:
                 with TemporaryDirectory() as folder:
-                    super().__init__(
-                        _converted(model_file, f"{folder}/model.pt", True), *args, **options
-                    )
+                    checkpoint = _converted(model_file, f"{folder}/model.pt", for_deepmd=True)
+                    super().__init__(checkpoint, *args, **options)
 
         return DeepEval
 
@@ -115,9 +116,9 @@ class EmaBackend(TrainedHere, PyTorchBackend):
             _converted(f"{folder}/model.dp", model_file)
 
 
-if (
-    os.environ.get("DP_BACKEND", "").lower() == "ema"
-):  # DP-GEN and dpgen2 write `dp --pt`, which hides the variable
+# DP-GEN and dpgen2 write `dp --pt`, which overrides the variable: the backends of that option are
+# replaced by ones with the commands of dp-ema
+if os.environ.get("DP_BACKEND", "").lower() == "ema":
     for replaced, names in (
         (PyTorchBackend, ("pt", "pytorch")),
         (PyTorchExportableBackend, ("pt-expt", "pytorch-exportable")),

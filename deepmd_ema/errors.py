@@ -20,8 +20,8 @@ class UserError(Exception):
     """A mistake that the user can mend; the command line prints it and exits with 2.
 
     Args:
-        problems: one message, or all the messages and findings of one input; each says where, what
-            was found, what was expected and what to do.
+        problems: one message, or all the messages and findings of one input; each has place, value
+            found, value expected and remedy.
 
     Attributes:
         findings: the problems with their places; a message without one is a finding without a
@@ -65,18 +65,16 @@ class WriteError(UserError):
     Args:
         path: the file.
         cause: the error of the system.
-        advice: what the user can do beside what the error itself calls for.
+        advice: remedy beside that of the error itself.
     """
 
     def __init__(self, path: str, cause: BaseException, advice: str = "") -> None:
-        what_to_do = " ".join(filter(None, (_advice(cause), advice)))
-        super().__init__(f"{path}: cannot be written ({reason_of(cause)}). {what_to_do}".rstrip())
+        remedy = " ".join(filter(None, (_advice(cause), advice)))
+        super().__init__(f"{path}: cannot be written ({reason_of(cause)}). {remedy}".rstrip())
 
 
 class DivergedError(UserError):
-    """The loss or a gradient became non-finite; the message names the step, the task and the
-    frames.
-    """
+    """The loss or a gradient became non-finite; the message names step, task and frames."""
 
 
 class Interrupted(UserError):  # noqa: N818 - not an error
@@ -96,9 +94,7 @@ class NotCompiledError(RuntimeError):
 
 
 class ReportedElsewhere(Exception):  # noqa: N818 - the error is its cause
-    """The run ends with the error that is the ``__cause__`` of this one, and another rank reports
-    why.
-    """
+    """The run ends with the error that is the ``__cause__``, which another rank reports."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -112,9 +108,9 @@ class Terminated(KeyboardInterrupt):
         )
 
 
-_MAX_PATH_CHARACTERS = 300  # letters of a path in a message
+_MAX_PATH_CHARACTERS = 300  # characters of a path in a message
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-# what the user can do, by the error of the system
+# remedies by the error of the system
 _TO_DO = {
     **dict.fromkeys(_NO_SPACE, "Make room on the disk."),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Change its permissions, or name another place."),
@@ -141,39 +137,33 @@ _TO_DO = {
 
 
 def os_error_message(error: OSError) -> str | None:
-    """Return the message about an error of the system; None if neither file nor reason is of the
-    user's making.
-    """
+    """Return the message about an error of the system; None if it is not of the user's making."""
     if error.filename is None and error.errno not in _TO_DO:
         return None
     place = ""
     if isinstance(error.filename, str | bytes):
         name = os.fsdecode(error.filename)
-        place = (
-            f"{name}: "
-            if len(name) <= _MAX_PATH_CHARACTERS
-            else f"{name[:_MAX_PATH_CHARACTERS]}...: "
-        )
+        if len(name) > _MAX_PATH_CHARACTERS:
+            name = f"{name[:_MAX_PATH_CHARACTERS]}..."
+        place = f"{name}: "
     return f"{place}{reason_of(error)}. {_advice(error)}".rstrip()
 
 
 def errno_of(error: BaseException | None) -> int | None:
-    """Return the number of the error of the system behind ``error``, which torch and HDF5 wrap;
-    None without one.
-    """
+    """Return the number of the error of the system behind ``error``; None without one."""
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return error.errno
-        if found := re.search(
-            r"errno = (\d+)|unable to .*\((\d+)\)", str(error)
-        ):  # in the texts of HDF5 and torch
-            return int(found[1] or found[2])
+        # HDF5 and torch have the number in the text of their errors only
+        match = re.search(r"errno = (\d+)|unable to .*\((\d+)\)", str(error))
+        if match:
+            return int(match[1] or match[2])
         error = error.__cause__ or error.__context__
     return None
 
 
 def reason_of(error: BaseException) -> str:
-    """Return in a few words what the system says of an error."""
+    """Return the reason of an error in a few words of the system."""
     number = errno_of(error)
     if number is not None:
         return os.strerror(number)
@@ -186,24 +176,25 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was refused; what torch's allocator on a CPU and new threads raise has no type
-    of its own.
-    """
-    said = (
-        "(out of|not enough) memory|(can't|Cannot) allocate memory|can't start new thread|"
-        "Resource temporarily unavailable|failed to map"
-    )
-    kinds = (RuntimeError, ImportError)  # of a library that does not fit
+    """Whether memory was refused."""
     if isinstance(error, MemoryError) or (
         isinstance(error, OSError) and error.errno == errno.ENOMEM
     ):
         return True
-    return isinstance(error, kinds) and bool(re.search(said, str(error)))
+    # torch's allocator on a CPU and new threads raise a plain RuntimeError, and the import of a
+    # library that does not fit an ImportError
+    pattern = (
+        "(out of|not enough) memory|(can't|Cannot) allocate memory|can't start new thread|"
+        "Resource temporarily unavailable|failed to map"
+    )
+    kinds = (RuntimeError, ImportError)
+    return isinstance(error, kinds) and bool(re.search(pattern, str(error)))
 
 
 def refusal_of(error: BaseException) -> str | None:
-    """Return why the system refuses to read a file, with advice; None if it does not, and the
-    content is at fault.
+    """Return the reason why the system refuses to read a file, with advice.
+
+    None if it does not refuse, and the content is at fault.
     """
     if is_out_of_memory(error):
         return "(out of memory). Close other programs, or use a machine with more memory."
@@ -221,8 +212,12 @@ def _advice(error: BaseException) -> str:
 def collect_problems(
     problems: list[str], place: str = "", kind: type[UserError] = UserError
 ) -> Iterator[None]:
-    """Add the problems of an error of a ``kind`` raised inside to ``problems``, each after
-    ``place``, and continue.
+    """Add the problems of an error raised inside to ``problems``, and continue.
+
+    Args:
+        problems: list that grows.
+        place: text before each of them.
+        kind: class of the errors.
     """
     try:
         yield
@@ -230,16 +225,13 @@ def collect_problems(
         problems += [place + problem for problem in error.problems]
 
 
-def did_you_mean(found: str, known: Sequence[str]) -> str:
-    """Return ``Did you mean X? Known: A, B.`` with the close matches of ``found``, or only the
-    known names.
-    """
-    by_lower = {name.lower(): name for name in reversed(known)}
-    close = get_close_matches(found.lower(), list(by_lower), n=1, cutoff=0.6)
-    return (
-        "".join(f"Did you mean {by_lower[name]}? " for name in close)
-        + f"Known: {', '.join(known)}."
-    )
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """Return ``Did you mean X? Known: A, B.``, the first sentence if one of ``names`` is close."""
+    # reversed, so that of names that differ in case only the first counts
+    by_lower = {choice.lower(): choice for choice in reversed(names)}
+    close = get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.6)
+    question = f"Did you mean {by_lower[close[0]]}? " if close else ""
+    return f"{question}Known: {', '.join(names)}."
 
 
 def show_text(text: str, most: int = 60) -> str:
@@ -247,14 +239,18 @@ def show_text(text: str, most: int = 60) -> str:
     return repr(text) if len(text) <= most else f"{text[:most]!r}... ({len(text):,} characters)"
 
 
-def command(*words: object) -> str:
-    """Return the command line in which a shell reads these words."""
-    return shlex.join(map(str, words))
+def command(*arguments: object) -> str:
+    """Return the command line that a shell splits into these arguments."""
+    return shlex.join(map(str, arguments))
 
 
 def counted(number: int, thing: str, things: str = "") -> str:
-    """Return a number with its noun: ``1 frame``, ``2,000 frames``; ``things`` is a plural of its
-    own.
+    """Return a number with its noun: ``1 frame``, ``2,000 frames``.
+
+    Args:
+        number: the number.
+        thing: the noun.
+        things: its plural, if it is not formed by an s.
     """
     return f"{number:,} {thing if number == 1 else things or f'{thing}s'}"
 
@@ -265,17 +261,16 @@ def every_steps(number: int) -> str:
 
 
 def first_few(names: Sequence[str], most: int = 10) -> str:
-    """Return ``names`` separated by commas; of more than ``most`` the first ones and ``and N
-    more``.
-    """
+    """Return ``names`` separated by commas; after the first ``most``, ``and N more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
-DEFAULT_WIDTH = 80  # of a terminal that does not know its own: a recording, some containers
+# columns of a terminal that does not report its own: a recording, some containers
+DEFAULT_WIDTH = 80
 _MIN_TEXT = 16  # columns beside the indentation; a narrower terminal gets lines as they are
-RED, YELLOW = 31, 33
-# what stays together: code in back quotes, a number and %, and a command at the end of a line
+RED, YELLOW = 31, 33  # colors of ANSI terminals
+# text that is not broken: code in back quotes, a number and %, a command at the end of a line
 _TOGETHER = re.compile(r"`[^`\n]+`|\d %|(?<=: |  )dp-ema [a-z].*$")
 # control characters but tab and the end of a line, and those that change the direction of text
 _CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -288,15 +283,14 @@ _START = re.compile(
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Return the width of the terminal that a stream leads to; None if it leads to a file or a
-    pipe.
-    """
+    """Return the width of the terminal of a stream; None if it leads to a file or a pipe."""
+    # a stream may be closed, or an object of a notebook without these methods
     with suppress(OSError, ValueError, AttributeError):
         if not stream.isatty():
             return None
-        given = os.environ.get("COLUMNS", "")
-        if re.fullmatch(r"[1-9]\d{0,4}", given):
-            return int(given)
+        columns = os.environ.get("COLUMNS", "")
+        if re.fullmatch(r"[1-9]\d{0,4}", columns):
+            return int(columns)
         with suppress(OSError, ValueError):
             return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
         return DEFAULT_WIDTH
@@ -317,17 +311,20 @@ def wrapped(text: str, width: int) -> str:
     """
     lines = list[str]()
     for line in text.split("\n"):
-        found = _START.match(line)
-        assert found is not None, "it also matches nothing"
-        head, start = found[2], found.end()
-        indent = len(head) if head.strip() else len(head) + 2  # not the time, which is long
+        match = _START.match(line)
+        assert match is not None, "it also matches nothing"
+        head = match[2]
+        start = match.end()
+        # below the text of a list or a row, two columns further on below a sentence; never below
+        # the time, which would leave little of the width
+        indent = len(head) if head.strip() else len(head) + 2
         is_table = re.search(r"\S {2,}\S", line[start:]) is not None
         if len(line) <= width or is_table or width - max(start, indent) < _MIN_TEXT:
             lines.append(line)
             continue
-        kept = _TOGETHER.sub(lambda found: found[0].replace(" ", _SPACE), line)
+        line = _TOGETHER.sub(lambda match: match[0].replace(" ", _SPACE), line)
         parts = wrap(
-            kept[start:],
+            line[start:],
             width,
             initial_indent=line[:start],
             subsequent_indent=" " * indent,
@@ -350,9 +347,7 @@ def printable(text: str, stream: TextIO | None = None) -> str:
 
 
 def colored(text: str, color: int, stream: TextIO) -> str:
-    """Return text in a color, if a stream leads to a terminal that shows colors and NO_COLOR is not
-    set.
-    """
+    """Return text in a color, if the stream is a terminal with colors and NO_COLOR is not set."""
     with suppress(OSError, ValueError, AttributeError):
         if stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
             return f"\x1b[{color}m{text}\x1b[0m"

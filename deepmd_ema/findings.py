@@ -1,6 +1,4 @@
-"""Findings about an input and its data: mistakes, likely mistakes, options without effect, and
-remarks.
-"""
+"""Findings about an input and its data: mistakes, warnings, options without effect, and facts."""
 
 from __future__ import annotations
 
@@ -54,8 +52,9 @@ def warning(place: str, text: str) -> Finding:
 
 
 def unused(place: str, why: str) -> Finding:
-    """Return the finding of an option without effect; it is dropped where the input does not give
-    the option.
+    """Return the finding of an option without effect.
+
+    It is dropped where the input does not give the option.
 
     Args:
         place: of the option.

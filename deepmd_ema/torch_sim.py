@@ -25,8 +25,7 @@ except ModuleNotFoundError as error:
 
 
 class DPModel(ModelInterface):
-    """Energies (eV), forces (eV/angstrom) and stresses (eV/angstrom^3) of a trained model in
-    torch-sim.
+    """Energies (eV), forces (eV/angstrom), stresses (eV/angstrom^3) of a model in torch-sim.
 
     The systems of a state are evaluated together, as one batch or, where they are large, as
     several. Neighbors are searched on the CPU. A model that takes frame parameters needs their
@@ -98,11 +97,14 @@ class DPModel(ModelInterface):
                     "which torch-sim does not have. Use a model without, or one with "
                     "default_fparam."
                 )
-        self._device, self._dtype = self.potential.device, dtype
+        self._device = self.potential.device
+        self._dtype = dtype
         self.compute_forces, self.compute_stress = compute_forces, compute_stress
+        # torch-sim groups systems into batches by this estimate: neighbors take most of the memory
         self._memory_scales_with = "n_atoms_x_density"
-        self._skin, self._kept = skin, list[KeptPairs]()
-        # (118,) the type of each atomic number from 1, or -1
+        self._skin = skin
+        self._neighbors = list[KeptPairs]()  # of each system of a state, by its place
+        # (119,) type of each atomic number, or -1; no element has the number 0
         self._type_of = torch.full((len(SYMBOLS) + 1,), -1)
         for number, name in enumerate(self.potential.type_map):
             if name in SYMBOLS:
@@ -130,23 +132,32 @@ class DPModel(ModelInterface):
         sizes = torch.bincount(state.system_idx.cpu(), minlength=len(cells)).tolist()
         if len(directions := set(torch.as_tensor(state.pbc).flatten().tolist())) > 1:
             raise UserError("pbc: periodic in some directions only. Expected all of them, or none.")
-        types, periodic = self._types(state.atomic_numbers.cpu()), bool(directions.pop())
-        self._kept += [KeptPairs(self._skin) for _ in range(len(sizes) - len(self._kept))]
-        systems, end = [], 0
+        types = self._types(state.atomic_numbers.cpu())
+        periodic = bool(directions.pop())
+        # A state of other systems finds other cells or positions here, and is searched again.
+        missing = len(sizes) - len(self._neighbors)
+        self._neighbors += [KeptPairs(self._skin) for _ in range(missing)]
+        systems = []
+        end = 0
         for size, cell in zip(sizes, cells):
-            begin, end = end, end + size
+            begin = end
+            end += size
             systems.append((coord[begin:end], types[begin:end], cell if periodic else None))
-        found = self.potential.evaluate_systems(systems, self._kept if self._skin else None)
+        neighbors = self._neighbors if self._skin else None
+        predictions = self.potential.evaluate_systems(systems, neighbors)
 
         def tensor(values: Any) -> Tensor:
             return torch.as_tensor(values, dtype=self._dtype, device=state.positions.device)
 
-        results = {"energy": tensor([float(one.energy[0]) for one in found])}
+        results = {"energy": tensor([float(prediction.energy[0]) for prediction in predictions])}
         if self.compute_forces:
-            results["forces"] = torch.cat([tensor(one.force[0]) for one in found])
+            forces = [tensor(prediction.force[0]) for prediction in predictions]  # (atoms, 3) each
+            results["forces"] = torch.cat(forces)
         if self.compute_stress:
             volumes = torch.linalg.det(state.row_vector_cell.detach().to(self._dtype)).abs()
-            virials = torch.stack([tensor(one.virial[0]).view(3, 3) for one in found])
+            # (S, 3, 3), eV
+            virials = torch.stack([tensor(p.virial[0]).view(3, 3) for p in predictions])
+            # an open system has no volume
             results["stress"] = (
                 -virials / volumes[:, None, None] if periodic else torch.zeros_like(virials)
             )

@@ -20,9 +20,8 @@ POSTHOC = "posthoc"  # the average that `dp-ema posthoc` makes
 
 
 def seed_for(stream: str, *numbers: int) -> int:
-    """Return a 63-bit seed for a named stream; the same name and numbers give the same seed on
-    every machine.
-    """
+    """Return a 63-bit seed for a named stream, the same on every machine."""
+    # hash() of Python differs between processes; 63 bits fit a signed integer of torch or numpy
     text = ":".join([stream, *map(str, numbers)]).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
@@ -32,12 +31,12 @@ def stream_of(name: str, task: str) -> str:
     return f"{name} of {task}" if task else name
 
 
-# of malloc.h of the GNU C library
+# parameters of mallopt, from malloc.h of the GNU C library
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
 _M_MMAP_MAX = -4
-_MAX_THRESHOLD = 32 << 20  # that it accepts, bytes
+_MAX_THRESHOLD = 32 << 20  # bytes, the largest threshold that mallopt accepts
 
 
 def keep_freed_memory(most: int | None = None) -> bool:
@@ -61,19 +60,17 @@ def keep_freed_memory(most: int | None = None) -> bool:
         return False
     if most is not None:
         return bool(mallopt(_M_MMAP_THRESHOLD, _MAX_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, most))
-    # no blocks of their own, which are always given back, and no giving back of the end of the heap
+    # No blocks outside of the heap, which are always given back, no giving back of the end of the
+    # heap, and growth by 64 MiB at a time.
     return bool(
         mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1) and mallopt(_M_TOP_PAD, 64 << 20)
     )
 
 
 def peak_memory() -> int:
-    """Return the largest memory that this process has had, bytes; 0 where the system does not
-    say.
-    """
-    with suppress(
-        OSError
-    ):  # getrusage counts what the parent had when it started this process, on Linux
+    """Return the largest memory that this process has had, bytes; 0 where it is not known."""
+    # on Linux getrusage includes the memory of the parent at the start of this process
+    with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return 1024 * int(line.split()[1])
@@ -94,9 +91,7 @@ class Check:
 
 
 def even_places(number: int, most: int) -> list[int]:
-    """Return at most ``most`` of the places 0 to ``number`` - 1, evenly spaced from the first to
-    the last.
-    """
+    """Return at most ``most`` places from 0 to ``number`` - 1, evenly spaced, with both ends."""
     most = min(most, number)
     return [round(k * (number - 1) / max(most - 1, 1)) for k in range(most)]
 
