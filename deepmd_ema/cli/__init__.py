@@ -1,6 +1,4 @@
-"""The command ``dp-ema``: the table of commands, their functions, and the messages and exit codes
-of errors.
-"""
+"""The command ``dp-ema``: table of commands, their functions, messages and exit codes of errors."""
 
 from deepmd_ema.cli.main import COMMANDS, EXIT_PIPE, MAX_PROBLEMS, build_parser, main
 

@@ -22,11 +22,10 @@ class Group(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command, which is the function of its name in ``module``, imported when the command is
-    given.
+    """A command, which is the function of its name in ``module``.
 
     Attributes:
-        module: in this package.
+        module: module of this package, which is imported when the command runs.
         help: a line.
         options: in the order in which the help shows them.
         keeps_log: whether there is a log beside the results.
@@ -66,17 +65,17 @@ def systems(default: str = "this folder") -> Option:
 
 def add_options(parser: argparse._ActionsContainer, options: Iterable[Option | Group]) -> None:
     """Add options to a parser, or to a group of one."""
-    for one in options:
-        if not isinstance(one, Group):
-            flags, settings = one
+    for entry in options:
+        if not isinstance(entry, Group):
+            flags, settings = entry
             parser.add_argument(*flags, **settings)
-        elif one.title is None:
-            add_options(parser.add_mutually_exclusive_group(), one.options)
+        elif entry.title is None:
+            add_options(parser.add_mutually_exclusive_group(), entry.options)
         else:
-            add_options(parser.add_argument_group(one.title), one.options)
+            add_options(parser.add_argument_group(entry.title), entry.options)
 
 
-# those of config.presets, which takes time to import
+# choices of `init` and `train` as in config.presets, which takes time to import
 TRAINED = ("all", "fitting")
 MODELS = ("se_e2_a", "se_atten_v2", "dpa4c")
 SIZES = ("S", "M", "L")

@@ -1,6 +1,4 @@
-"""Commands that evaluate models, data and runs: test, model-devi, neighbor-stat, report, posthoc,
-plot.
-"""
+"""Commands that evaluate: test, model-devi, neighbor-stat, report, posthoc, plot."""
 
 from __future__ import annotations
 
@@ -63,10 +61,9 @@ def test(args: argparse.Namespace) -> None:
 
 
 def _document(report: ErrorReport, physics: PhysicsReport | None) -> dict[str, Any]:
-    """Return errors in the units of ``labels.QUANTITIES``, and physics, as values of JSON; None
-    where there is none.
-    """
+    """Return errors, in the units of ``labels.QUANTITIES``, and physics, as values of JSON."""
 
+    # JSON has no nan: an error without labels is null
     def numbers(errors: Errors) -> dict[str, float | None]:
         return {
             name: None if math.isnan(value) else value for name, value in errors.summary().items()

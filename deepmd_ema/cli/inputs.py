@@ -16,11 +16,11 @@ from deepmd_ema.distributed.launch import find_launch
 from deepmd_ema.errors import ReportedElsewhere, UserError, command, first_few
 
 SUFFIXES = (".yaml", ".yml", ".json")
-_MAX_LINES = 20  # of what a conversion says
+_MAX_LINES = 20  # lines about a conversion
 
 
 def init(args: argparse.Namespace) -> None:
-    """Write the input and print what was chosen."""
+    """Write the input and print the choices."""
     file = Path(args.output)
     if file.suffix.lower() not in SUFFIXES:
         raise UserError(f"-o {file}: expected a file that ends in {', '.join(SUFFIXES)}.")
@@ -41,43 +41,40 @@ def init(args: argparse.Namespace) -> None:
         raise UserError(f"init {without_effect[0]}: {why}")
     with loading():
         from deepmd_ema.commands.propose import Wishes, propose
-    given = {wish.name: getattr(args, wish.name) for wish in fields(Wishes)}
+    wishes = {wish.name: getattr(args, wish.name) for wish in fields(Wishes)}
+    # data, and the end of the name of the folder that they are converted to
     for name, ending in (
         ("systems", "data"),
         ("validation", "validation"),
         ("test", "test"),
         ("replay", "replay"),
     ):
-        given[name] = _converted(given[name], file, ending, args.format, args.units)
-    proposal = propose(
-        Wishes(**{name: value for name, value in given.items() if value is not None})
-    )
+        wishes[name] = _converted(wishes[name], file, ending, args.format, args.units)
+    # None leaves the choice, or the default of Wishes
+    wishes = {name: value for name, value in wishes.items() if value is not None}
+    proposal = propose(Wishes(**wishes))
     with atomic_write(file) as part:
         part.write_text(proposal.text(file), encoding="utf-8")
     start = ["--finetune", args.finetune] if args.finetune else []
-    say(
-        "\n".join(
-            [
-                f"wrote {file}",
-                *(f"  {line}" for line in proposal.head[1:]),
-                *(f"  warning: {line}" for line in proposal.warnings),
-                f"  next      {command('dp-ema', 'check', file)}",
-                f"            {command('dp-ema', 'train', *start, file)}",
-            ]
-        )
-    )
+    lines = [
+        f"wrote {file}",
+        *(f"  {line}" for line in proposal.head[1:]),
+        *(f"  warning: {line}" for line in proposal.warnings),
+        f"  next      {command('dp-ema', 'check', file)}",
+        f"            {command('dp-ema', 'train', *start, file)}",
+    ]
+    say("\n".join(lines))
 
 
 def _converted(
     paths: Sequence[str], file: Path, ending: str, file_format: str | None, units: str | None
 ) -> list[str]:
-    """Return data that can be trained on: files of other programs become one folder beside the
-    input.
+    """Return data to train on: files of other programs become one folder beside the input.
 
     Args:
-        paths: of data; with a format or units all of them are converted.
+        paths: paths of data; with a format or units all of them are converted.
         file: the input.
-        ending: of the name of the new folder.
+        ending: end of the name of the new folder.
         file_format: as for ``convert_data``.
         units: as for ``convert_data``.
 
@@ -91,29 +88,25 @@ def _converted(
     foreign = [path for path in paths if file_format or units or needs_conversion(path)]
     if not foreign:
         return list(paths)
-    folder, files = (
-        str(file.with_name(f"{split_address(foreign[0])[0].stem}_{ending}")),
-        first_few(foreign, 3),
-    )
+    stem = split_address(foreign[0])[0].stem
+    folder = str(file.with_name(f"{stem}_{ending}"))
+    files = first_few(foreign, 3)
     if os.path.lexists(folder):
-        named = f"{folder}: is there already, and {files} would be converted to it"
-        raise UserError(f"{named}. Give the folder in place of the files, or remove it.")
+        problem = f"{folder}: is there already, and {files} would be converted to it"
+        raise UserError(f"{problem}. Give the folder in place of the files, or remove it.")
     lines = convert_data(foreign, folder, file_format=file_format, units=units)
-    say(
-        "\n".join(
-            [
-                f"converted {files} to {folder}, as `dp-ema convert` does",
-                *(f"  {line}" for line in lines[:_MAX_LINES]),
-                *[f"  ... and {len(lines) - _MAX_LINES} more lines"] * (len(lines) > _MAX_LINES),
-            ]
-        )
-    )
+    shown = [f"converted {files} to {folder}, as `dp-ema convert` does"]
+    shown += [f"  {line}" for line in lines[:_MAX_LINES]]
+    if len(lines) > _MAX_LINES:
+        shown.append(f"  ... and {len(lines) - _MAX_LINES} more lines")
+    say("\n".join(shown))
     return list(dict.fromkeys(folder if path in foreign else path for path in paths))
 
 
 def check(args: argparse.Namespace) -> None:
-    """Print the report, section by section as it becomes known, or as one document, also of an
-    input with problems.
+    """Print the report, section by section as it becomes known, or as one document.
+
+    An input with problems has a report too.
 
     Raises:
         UserError: if there are problems, with ``--json`` as the cause of a
@@ -133,9 +126,12 @@ def check(args: argparse.Namespace) -> None:
         if not args.json:
             say("\n".join(line for part in parts for line in part))
 
-    run, problem = None, None
+    run = None
+    problem = None
     try:
         file = read_input(args.input)
+        # the data of a wrong input are checked as far as they are known, and the mistakes in them
+        # reported with those of the input
         if file.mistakes and not args.config_only:
             with loading():
                 from deepmd_ema.data.run import checked_config
@@ -155,15 +151,14 @@ def check(args: argparse.Namespace) -> None:
             run.raise_problems()
     except UserError as error:
         problem = error
+        # the plan comes after the data, unless these could not be read
         if run is not None and not run.reports:
             show(plan_lines(run))
     if run is not None:
         show(closing_lines(run))
     if args.json:
-        say(
-            json.dumps(document(args.input, run, problem.findings if problem else []), indent=2),
-            is_fitted=False,
-        )
+        findings = problem.findings if problem else []
+        say(json.dumps(document(args.input, run, findings), indent=2), is_fitted=False)
     if problem is not None:
         if args.json:
             raise ReportedElsewhere from problem

@@ -18,11 +18,10 @@ _LIBRARIES = (("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch.so", os.RT
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Import in the body without looking for garbage, which takes a sixth of the time of importing
-    torch.
+    """Import in the body without garbage collection, a sixth of the time of importing torch.
 
-    What was imported is not looked at later either, so that collections during training and the end
-    of the process take less time. Does nothing where torch is loaded already.
+    Later collections skip the imported objects too, so that those during training and at the end of
+    the process take less time. Does nothing where torch is loaded already.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -53,14 +52,14 @@ def libraries_of_torch() -> Iterator[None]:
 
 
 def _load() -> None:
-    found = find_spec("torch")
-    if found is None or found.origin is None:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
         return
-    dlopen = ctypes.CDLL(
-        None
-    ).dlopen  # unlike the constructor of CDLL, it is called without the lock of Python
-    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    # unlike the constructor of CDLL, dlopen is called without the lock of Python
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.argtypes = (ctypes.c_char_p, ctypes.c_int)
+    dlopen.restype = ctypes.c_void_p
     for name, scope in _LIBRARIES:
-        path = os.path.join(os.path.dirname(found.origin), "lib", name)
+        path = os.path.join(os.path.dirname(spec.origin), "lib", name)
         if not dlopen(os.fsencode(path), os.RTLD_NOW | scope):
             return

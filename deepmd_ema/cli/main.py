@@ -1,6 +1,4 @@
-"""Parses the command line, runs the command, and makes one message and one exit code of what goes
-wrong.
-"""
+"""Parses the command line and runs the command; an error is one message and one exit code."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ EXIT_BUG = 1
 EXIT_USER = 2
 EXIT_PIPE = 141
 
-# what pip installs for a module
+# names that pip installs, by module
 INSTALL = {
     "torch": "torch",
     "h5py": "h5py",
@@ -46,14 +44,18 @@ INSTALL = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 2 for the user's mistakes, 1 for ours, 128
-    + n for signal n.
+    """Run the command line and return the exit code.
+
+    It is 0, 2 for mistakes of the user, 1 for bugs of this program, and 128 + n for signal n.
     """
     prepare_streams()
-    words, launch = list(sys.argv[1:] if argv is None else argv), Launch()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    launch = Launch()  # for messages about errors before find_launch, which may raise one itself
     try:
-        args = _parse(words)
-        args.launch, args.words = (launch := find_launch()), words
+        args = _parse(argv)
+        launch = find_launch()
+        args.launch = launch
+        args.argv = argv
         command = COMMANDS[args.command]
         if command.keeps_log:
             import logging  # takes time, which --help need not
@@ -73,12 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the pipe has left
         return EXIT_PIPE
     except (Exception, KeyboardInterrupt) as error:
+        # the other rank has printed the message: this one only has its exit code
         elsewhere = isinstance(error, errors.ReportedElsewhere)
-        code, message = _explain((error.__cause__ or error) if elsewhere else error, words, launch)
+        cause = (error.__cause__ or error) if elsewhere else error
+        code, message = _explain(cause, argv, launch)
         with suppress(OSError, errors.WriteError):
             flush_results()
         if not elsewhere:
-            if "--debug" in words:
+            if "--debug" in argv:
                 import traceback
 
                 say_error("".join(traceback.format_exception(error)).rstrip())
@@ -86,18 +90,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_error_file(message)
         torch = sys.modules.get("torch")
         if torch is not None and torch.distributed.is_initialized():
-            os._exit(
-                code
-            )  # other ranks are gone, and closing what joins this one to them would wait for them
+            # other ranks are gone, and closing the connections to them would wait for them
+            os._exit(code)
         return code
     finally:
         settle_streams()
     return 0
 
 
-def build_parser(words: Collection[str] = COMMANDS) -> _Parser:
-    """Return the parser of the command line, with the options of the commands that are among
-    ``words``.
+def build_parser(arguments: Collection[str] = COMMANDS) -> _Parser:
+    """Return the parser of the command line.
+
+    Args:
+        arguments: the command line, or names of commands. Options of other commands are left out,
+            because adding all of them takes most of the time.
     """
     description = "Train Deep Potential models with averaged weights."
     parser = _Parser(prog="dp-ema", description=description, allow_abbrev=False)
@@ -113,7 +119,7 @@ def build_parser(words: Collection[str] = COMMANDS) -> _Parser:
             epilog=command.epilog,
             allow_abbrev=False,
         )
-        if name in words:
+        if name in arguments:
             add_options(sub, (*COMMON, *command.options))
             sub.set_defaults(parser=sub)
     return parser
@@ -127,23 +133,22 @@ def completion(args: argparse.Namespace) -> None:
     (commands,) = (
         action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     )
-    for one in (parser, *commands.choices.values()):
-        for action in one._actions:
+    for subparser in (parser, *commands.choices.values()):
+        for action in subparser._actions:
             if action.type in (read.path, read.file):
                 action.complete = shtab.FILE
     print(shtab.complete(parser, args.shell))
 
 
-def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tuple[int, str]:
+def _explain(error: BaseException, argv: Sequence[str], launch: Launch) -> tuple[int, str]:
     """Return the exit code and the message of an error."""
     head = "dp-ema" if launch.size == 1 else f"dp-ema (rank {launch.rank})"
     if isinstance(error, errors.Interrupted):
         return 128 + error.signal_number, str(error)
     if isinstance(error, errors.UserError):
         # the rank that has ended knows whose fault it is
-        return EXIT_BUG if isinstance(error, errors.RankLostError) else EXIT_USER, _one_screen(
-            error, words, head
-        )
+        code = EXIT_BUG if isinstance(error, errors.RankLostError) else EXIT_USER
+        return code, _one_screen(error, argv, head)
     if isinstance(error, errors.Terminated):
         return 128 + error.signal_number, f"{head}: {error}"
     if isinstance(error, KeyboardInterrupt):
@@ -162,21 +167,24 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
             f"dp-ema: this needs {top}, which is not installed. pip install {INSTALL[top]}",
         )
     line = f"{head}: {type(error).__name__}: {' '.join(str(error).split())[:400] or 'no message'}"
-    if "--debug" in words:
+    if "--debug" in argv:
         return EXIT_BUG, line
     return EXIT_BUG, f"{line}\nThis should not happen. Run again with --debug for the traceback."
 
 
-def _one_screen(error: errors.UserError, words: Sequence[str], head: str) -> str:
+def _one_screen(error: errors.UserError, argv: Sequence[str], head: str) -> str:
     """Return the problems of an error as one screen: a line alone, or a numbered list."""
     problems = error.problems
     if len(problems) == 1:
         return f"{head}: {problems[0]}"
-    is_given = words[:1] != ["init"]  # which writes an input
-    where = next((w for w in words if is_given and w.endswith((".json", ".yaml", ".yml"))), None)
-    place = f" in {where}" if where and isinstance(error, errors.ConfigError) else ""
-    place = f" in the data of {where}" if where and isinstance(error, errors.DataError) else place
-    shown = problems if words[:1] == ["check"] else problems[:MAX_PROBLEMS]
+    # the input, of all commands but `init`, which writes one
+    names = [name for name in argv if name.endswith((".json", ".yaml", ".yml"))]
+    place = ""
+    if names and argv[:1] != ["init"] and isinstance(error, errors.ConfigError):
+        place = f" in {names[0]}"
+    elif names and argv[:1] != ["init"] and isinstance(error, errors.DataError):
+        place = f" in the data of {names[0]}"
+    shown = problems if argv[:1] == ["check"] else problems[:MAX_PROBLEMS]
     lines = [f"{head}: {len(problems)} problems{place}"]
     lines += [f"{number:3d}. {problem}" for number, problem in enumerate(shown, 1)]
     if len(shown) < len(problems):
@@ -185,26 +193,23 @@ def _one_screen(error: errors.UserError, words: Sequence[str], head: str) -> str
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that answers a mistake with one screen instead of a page of usage, and knows -1e2
-    for a number.
-    """
+    """A parser that answers a mistake with one screen, not a page of usage, and reads -1e2."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # that of Python before 3.14 takes -1e2 for an option
+        # the pattern of Python before 3.14 takes -1e2 for an option
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        print(
-            message, end="", file=file or sys.stderr
-        )  # argparse says nothing of a disk that is full
+        # argparse ignores a disk that is full
+        print(message, end="", file=file or sys.stderr)
         flush_results()
 
     def error(self, message: str) -> NoReturn:
-        found = re.search(r"argument COMMAND: invalid choice: '([^']*)'", message)
-        if found is None:
+        match = re.search(r"argument COMMAND: invalid choice: '([^']*)'", message)
+        if match is None:
             raise errors.UserError(f"{message}. `{self.prog} --help` shows what it takes.")
-        name = found.group(1)
+        name = match[1]
         if name in unsupported.COMMANDS:
             raise errors.UserError(
                 f"{name} is a command of DeePMD-kit: {unsupported.COMMANDS[name]}."
@@ -214,17 +219,18 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed words; options of DeePMD-kit are refused by name, others with the nearest
-    that is known.
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed command line.
+
+    Options of DeePMD-kit are refused by name, others with the nearest one that there is.
     """
-    parser = build_parser(words)
-    if not words:
+    parser = build_parser(argv)
+    if not argv:
         parser.print_help()
         raise SystemExit(EXIT_USER)
-    args, rest = parser.parse_known_args(
-        list(words), argparse.Namespace(log_level="INFO", log_path=None)
-    )
+    # these two may come before or after the command, so that they have no defaults of their own
+    defaults = argparse.Namespace(log_level="INFO", log_path=None)
+    args, rest = parser.parse_known_args(list(argv), defaults)
     if args.log_path is not None and not COMMANDS[args.command].keeps_log:
         name = args.command
         raise errors.UserError(
@@ -233,8 +239,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         )
     if not rest:
         return args
-    of_peer = unsupported.OPTIONS[""] | unsupported.OPTIONS.get(args.command, {})
-    refused = {name: advice for names, advice in of_peer.items() for name in names.split()}
+    advices = unsupported.OPTIONS[""] | unsupported.OPTIONS.get(args.command, {})
+    refused = {name: advice for names, advice in advices.items() for name in names.split()}
     options = sorted(
         s for action in args.parser._actions for s in action.option_strings if s.startswith("--")
     )

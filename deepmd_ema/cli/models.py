@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from deepmd_ema.data.formats.properties import StoredFrame
     from deepmd_ema.geometry import Array
 
-# of the files that `dp freeze` writes where the output has no suffix
+_SUFFIXES = (".dp", ".yaml", ".yml", ".pt2", ".pth", ".pte", ".pb", ".savedmodel", ".savedmodeltf")
+# suffixes of the files that `dp freeze` writes where the output has none
 BACKEND_SUFFIXES = {"pytorch": ".pth", "pytorch-exportable": ".pte", None: ".dp"}
+# options of `convert` for models, and for data
 _OF_MODELS = ("to", "head", "use_ema", "average", "dp")
 _OF_DATA = ("labels_of", "validation", "mixed", "format", "units", "seed", "sel_type")
 
@@ -48,10 +50,9 @@ def freeze(args: argparse.Namespace) -> None:
 
 def compress(args: argparse.Namespace) -> None:
     """Write the file and print what it holds."""
-    source, target = (
-        Path(with_suffix_of_backend(name, args.backend or "pytorch"))
-        for name in (args.input, args.output)
-    )
+    backend = args.backend or "pytorch"
+    source = Path(with_suffix_of_backend(args.input, backend))
+    target = Path(with_suffix_of_backend(args.output, backend))
     suffix = source.suffix.lower()
     if suffix not in (".pt2", ".pth", ".pte"):
         raise UserError(
@@ -87,11 +88,10 @@ def change_bias(args: argparse.Namespace) -> None:
         request = BiasRequest(
             args.mode or CHANGE, args.systems, args.num_frames or 0, source=args.datafile or ""
         )
-    say(
-        write_changed(
-            args.input, request, args.output, args.use_ema, args.average, args.head, args.device
-        ).text()
+    change = write_changed(
+        args.input, request, args.output, args.use_ema, args.average, args.head, args.device
     )
+    say(change.text())
 
 
 def convert(args: argparse.Namespace) -> None:
@@ -105,11 +105,11 @@ def convert(args: argparse.Namespace) -> None:
             )
         args.output = args.input.pop()
     takes_data = args.format is not None or any(is_data(name, args.output) for name in args.input)
-    refused, kind = (
-        (_OF_MODELS, "models, and these are data")
-        if takes_data
-        else (_OF_DATA, f"data, and {args.input[0]} is a model or does not exist")
-    )
+    refused = _OF_MODELS if takes_data else _OF_DATA
+    kind = f"data, and {args.input[0]} is a model or does not exist"
+    if takes_data:
+        kind = "models, and these are data"
+    # options of the model that makes labels for data
     weights = ("head", "use_ema", "average") if takes_data and args.labels_of is not None else ()
     for name in refused:
         if name not in weights and getattr(args, name) not in (None, False):
@@ -151,9 +151,9 @@ def _predictor(args: argparse.Namespace) -> Predictor:
     say(f"labels of {loaded.info.path}: {loaded.info.describe()}, in place of those of the data")
 
     def predict(frame: StoredFrame, fparam: Array | None, aparam: Array | None) -> dict[str, Array]:
-        found = potential.evaluate(frame.coord, frame.symbols, frame.box, fparam, aparam)
-        labels = {ENERGY: found.energy[0], FORCE: found.force[0]}
-        return labels if frame.box is None else {**labels, VIRIAL: found.virial[0]}
+        prediction = potential.evaluate(frame.coord, frame.symbols, frame.box, fparam, aparam)
+        labels = {ENERGY: prediction.energy[0], FORCE: prediction.force[0]}
+        return labels if frame.box is None else {**labels, VIRIAL: prediction.virial[0]}
 
     return predict
 
@@ -175,7 +175,9 @@ def _convert_model(args: argparse.Namespace) -> None:
         raise UserError(
             f"--dp {args.dp}: {args.output} is written without DeePMD-kit. Leave it out."
         )
-    source, takes_all = args.input[0], args.to == "deepmd" and args.head is None
+    source = args.input[0]
+    # a checkpoint of DeePMD-kit can hold all models of a file, other formats hold one
+    takes_all = args.to == "deepmd" and args.head is None
     file = load_models(
         source,
         args.use_ema,
@@ -199,11 +201,10 @@ def show(args: argparse.Namespace) -> None:
         from deepmd_ema.report.table import render
 
         status = RunStatus(folder)
-        say(
-            json.dumps(status.to_dict(), indent=2)
-            if args.json
-            else "\n".join(render(status.table(), "  "))
-        )
+        if args.json:
+            say(json.dumps(status.to_dict(), indent=2))
+        else:
+            say("\n".join(render(status.table(), "  ")))
         return
     if args.json:
         raise UserError(
@@ -217,8 +218,7 @@ def show(args: argparse.Namespace) -> None:
 
 
 def pretrained(args: argparse.Namespace) -> None:
-    """Download models, or print all, and for each file that is here or was downloaded that its
-    digest is right.
+    """Download models, or print all, and the files of which the digest was verified.
 
     Raises:
         CheckpointError: if such a file has another digest, or cannot be downloaded.
@@ -226,7 +226,9 @@ def pretrained(args: argparse.Namespace) -> None:
     from deepmd_ema.interop.pretrained import DOWNLOADS, PUBLISHED, check_digest, download
 
     folder = None if args.cache_dir is None else Path(args.cache_dir)
-    for name in args.names[args.names[:1] == ["download"] :]:
+    # DeePMD-kit has `dp pretrained download NAME`
+    names = args.names[1:] if args.names[:1] == ["download"] else args.names
+    for name in names:
         say(f"{download(name, folder)}: {name}, sha256 verified")
     if args.names:
         return
@@ -243,8 +245,6 @@ def pretrained(args: argparse.Namespace) -> None:
 
 
 def with_suffix_of_backend(name: str, backend: str | None) -> str:
-    """Return the name of a model file; one without a suffix gets that of the backend given before
-    the command.
-    """
-    known = (".dp", ".yaml", ".yml", ".pt2", ".pth", ".pte", ".pb", ".savedmodel", ".savedmodeltf")
-    return name if Path(name).suffix.lower() in known else name + BACKEND_SUFFIXES[backend]
+    """Return the name of a model file, with the suffix of the backend if it has none."""
+    # a name such as water.v2 has no suffix
+    return name if Path(name).suffix.lower() in _SUFFIXES else name + BACKEND_SUFFIXES[backend]

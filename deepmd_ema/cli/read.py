@@ -26,9 +26,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def reader(expected: str, convert: Callable[[str], Value | None]) -> Callable[[str], Value]:
-    """Return ``convert`` with a message about texts for which it returns None or raises
-    ValueError.
-    """
+    """Return ``convert`` with a message where it returns None or raises ValueError."""
 
     def read(text: str) -> Value:
         with suppress(ValueError):
@@ -49,11 +47,11 @@ def _below(most: float, number: float) -> float | None:
 
 def _seconds(text: str) -> float | None:
     """Return the seconds of ``90m``, or of ``[days-]hours:minutes:seconds``."""
-    if found := re.fullmatch(r"(\d+\.?\d*)([smhd])", text):
-        return _below(math.inf, float(found[1]) * _SECONDS[found[2]])
-    if found := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
-        days, hours, minutes, rest = (float(part or 0) for part in found.groups())
-        return _below(math.inf, ((24 * days + hours) * 60 + minutes) * 60 + rest)
+    if match := re.fullmatch(r"(\d+\.?\d*)([smhd])", text):
+        return _below(math.inf, float(match[1]) * _SECONDS[match[2]])
+    if match := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
+        hours = 24 * float(match[1] or 0) + float(match[2])
+        return _below(math.inf, (hours * 60 + float(match[3])) * 60 + float(match[4]))
     return None
 
 
@@ -98,16 +96,15 @@ log_level = reader(
 
 
 def chosen_systems(args: argparse.Namespace) -> tuple[list[str], list[str] | None]:
-    """Return the systems that the options of systems name, or this folder, and the patterns to
-    search folders with.
+    """Return the systems that the options name, or this folder, and patterns of folders.
 
     Raises:
         UserError: if a file of paths (one per line; ``#`` begins a comment) cannot be read or names
             none.
         ConfigError: if an input has a mistake or no validation data.
     """
-    given = vars(args)
-    if given.get("datafile") is not None:
+    options = vars(args)  # not every command has all of these
+    if options.get("datafile") is not None:
         file = args.datafile
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -121,10 +118,10 @@ def chosen_systems(args: argparse.Namespace) -> tuple[list[str], list[str] | Non
         if not named:
             raise UserError(f"{file}: names no system. Expected the path of one system per line.")
         return named, None
-    if given.get("valid_data") is not None:
+    if options.get("valid_data") is not None:
         from deepmd_ema.config import load_config
 
-        task = load_config(args.valid_data).task(given.get("head"))
+        task = load_config(args.valid_data).task(options.get("head"))
         data = task.data.validation_data
         if data is None and task.is_validated:
             raise ConfigError(

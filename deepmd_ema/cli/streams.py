@@ -1,6 +1,4 @@
-"""Makes stdout and stderr safe: reopened if closed, unencodable characters replaced, failures
-ignored.
-"""
+"""Safe stdout and stderr: reopened if closed, other characters replaced, failures ignored."""
 
 from __future__ import annotations
 
@@ -15,12 +13,10 @@ from deepmd_ema.errors import RED, WriteError, colored, fitted, printable
 
 
 def prepare_streams() -> None:
-    """Open what the caller has closed, and let letters that an encoding lacks be shown by similar
-    ones.
-    """
-    while (
-        number := os.open(os.devnull, os.O_RDWR)
-    ) <= 2:  # the lowest free one, which a file of the run would get
+    """Open streams that the caller has closed, and replace letters that an encoding lacks."""
+    # os.open returns the lowest free number: without this a file of the run would get 1 or 2, and
+    # printed text would go into it
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)
     for name, number in (("stdout", 1), ("stderr", 2)):
@@ -48,9 +44,8 @@ def flush_results() -> None:
 
 
 def settle_streams() -> None:
-    """Discard further output to a stream that fails: Python would flush it at exit, and change the
-    exit code.
-    """
+    """Discard further output to a stream that fails."""
+    # Python would flush it at exit, fail, and change the exit code
     _settle(sys.stdout)
     _settle(sys.stderr)
 
@@ -63,16 +58,16 @@ def say(text: str, is_fitted: bool = True) -> None:
 
 
 def say_error(text: str) -> None:
-    """Write ``text`` to standard error, if anybody is there; what would steer a terminal is shown
-    as a code.
+    """Write ``text`` to standard error, with control characters as codes; failures are ignored.
 
     On a terminal lines fit its width, and the name of the program at the beginning is red.
     """
-    head, colon, rest = fitted(printable(text), sys.stderr).partition(":")
-    if head.startswith("dp-ema"):
-        head = colored(head, RED, sys.stderr)
+    text = fitted(printable(text), sys.stderr)
+    if text.startswith("dp-ema"):
+        program, *rest = text.split(":", 1)
+        text = ":".join([colored(program, RED, sys.stderr), *rest])
     with suppress(OSError, ValueError):
-        print(f"{head}{colon}{rest}", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:

@@ -22,11 +22,11 @@ def train(args: argparse.Namespace) -> None:
     """Train."""
     if args.nproc_per_node is not None:
         _request(args)  # its mistakes are reported once, before any process is started
-        launch_ranks(args.nproc_per_node, args.launch, args.words, args.device)
+        launch_ranks(args.nproc_per_node, args.launch, args.argv, args.device)
     keep_freed_memory()
     if args.launch.launched:
-        # torch's own remarks, on every rank, would hide the one message that matters; read when
-        # torch is loaded
+        # remarks of torch on every rank would hide the one message that matters; torch reads this
+        # when it is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     interval = sys.getswitchinterval()
     with handling(END_SIGNALS if args.launch.size > 1 else (), terminate), ExitStack() as stack:
@@ -37,11 +37,10 @@ def train(args: argparse.Namespace) -> None:
             with loading():
                 request = _request(args)
                 from deepmd_ema.training.run import run_training
-        except (
-            KeyboardInterrupt
-        ) as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it
-            # a launcher ends the others when one was killed, which may be rank 0: then rank 1 is
-            # there to say so
+        except KeyboardInterrupt as error:
+            # Loading torch takes seconds, and the ranks cannot agree yet on who reports it. Ctrl-C
+            # reaches all, and rank 0 reports it. A launcher ends the others when one was killed,
+            # which may be rank 0: of a signal rank 1 reports as well.
             if args.launch.rank <= isinstance(error, Terminated):
                 raise
             raise ReportedElsewhere from error
@@ -49,8 +48,9 @@ def train(args: argparse.Namespace) -> None:
 
 
 def _request(args: argparse.Namespace) -> TrainRequest:
-    """Return the request, with its input checked before torch is imported, so that mistakes are
-    reported at once.
+    """Return the request, with its input checked before torch is imported.
+
+    Mistakes are reported at once.
     """
     with libraries_of_torch():
         from deepmd_ema.training.request import TrainRequest

@@ -1,6 +1,4 @@
-"""Options and commands of DeePMD-kit, and removed ones, that ``dp-ema`` does not have, and what to
-use instead.
-"""
+"""Options and commands of DeePMD-kit, and removed ones, that are not here, with remedies."""
 
 from __future__ import annotations
 
