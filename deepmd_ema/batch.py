@@ -197,7 +197,12 @@ class Batch:
         trimmed = [
             slots for cutoff, number, slots in self.inner if (cutoff, number) == (rcut, most)
         ]
-        width = trimmed[0] if trimmed else total if most is None else min(most, total)
+        if trimmed:
+            width = trimmed[0]
+        elif most is None:
+            width = total
+        else:
+            width = min(most, total)
         vector = self.vector[:, :width]
         distance = torch.linalg.vector_norm(vector.detach(), dim=-1)
         # (A, width); empty slots are at 2 * rcut of the list, beyond any cutoff

@@ -56,7 +56,7 @@ class DP(Calculator):
         skin: angstrom. Neighbors are searched this far beyond the cutoff, and again only when an
             atom has moved more than half of it or the cell has changed. Results depend on it by
             rounding; 0 searches at every step.
-        head: which model of a file that holds several.
+        head: name of the model in a file that holds several.
         **parameters: ``fparam`` (P,) and ``aparam`` (N, Q), and what ASE's ``Calculator`` takes.
     """
 
@@ -213,7 +213,8 @@ class DP(Calculator):
         ):
             return False
         for name in _WATCHED:
-            before, now = last.arrays.get(name), atoms.arrays.get(name)
+            before = last.arrays.get(name)
+            now = atoms.arrays.get(name)
             if before is not now and (
                 before is None or now is None or not np.array_equal(before, now)
             ):
@@ -222,7 +223,8 @@ class DP(Calculator):
 
     def _types(self, atoms: Atoms) -> NDArray[np.int64]:
         """Return the places of the elements in ``type_map``, (N,)."""
-        type_map, symbols = self.potential.type_map, atoms.get_chemical_symbols()
+        type_map = self.potential.type_map
+        symbols = atoms.get_chemical_symbols()
         place = {symbol: k for k, symbol in enumerate(type_map)}
         if unknown := sorted(set(symbols) - place.keys()):
             advice = did_you_mean(unknown[0], type_map)

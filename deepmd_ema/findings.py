@@ -21,8 +21,8 @@ class Finding:
         place: option of an input as a path in dots, or file and frame of data; empty where there is
             none.
         text: rest of the message, which follows the place: `` = 4: expected 0, 1, 2 or 3.``
-        file: of the input; empty for data.
-        line: of the option in that file; 0 if it is not known.
+        file: file of the input; empty for data.
+        line: line of the option in that file; 0 if it is not known.
     """
 
     severity: str
@@ -57,7 +57,7 @@ def unused(place: str, why: str) -> Finding:
     It is dropped where the input does not give the option.
 
     Args:
-        place: of the option.
+        place: path of the option in dots.
         why: the end of a sentence; value and ``no effect`` are written before it.
     """
     return Finding(UNUSED, place, why)

@@ -40,7 +40,9 @@ def rank_in_group(key: Array, num_groups: int) -> tuple[Array, Array]:
 
 def small_int(bound: int) -> type[np.integer]:
     """Return the smallest integer type for numbers from 0 to ``bound - 1``."""
-    return np.uint8 if bound <= 1 << 8 else np.uint16 if bound <= 1 << 16 else np.int32
+    if bound <= 1 << 8:
+        return np.uint8
+    return np.uint16 if bound <= 1 << 16 else np.int32
 
 
 FrameGeometry: TypeAlias = tuple[Array, Array | None, Array]
@@ -332,7 +334,7 @@ def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float)
         elif coord.shape[1]:
             checks.append((np.ptp(coord, axis=1).max(axis=1, initial=0.0), _MAX_EXTENT, _TOO_WIDE))
         checks.append((np.abs(coord).max(axis=(1, 2), initial=0.0), MAX_POSITION, _TOO_FAR))
-        # of several faults of a frame the last is reported: a flat cell is also thin and dense
+        # the last of several faults of a frame is reported: a flat cell is also thin and dense
         for values, most, text in checks:
             # not `values > most`, which is false for nan
             for k in np.flatnonzero(~(values <= most)).tolist():
@@ -367,7 +369,8 @@ def neighbor_statistics(
         threads: number of threads; None: one for each core of this process, four at most.
     """
     whole: NeighborStatistics | None = None
-    frame_min, frame_pair = list[float](), list[Array]()
+    frame_min = list[float]()
+    frame_pair = list[Array]()
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # the cores that this process may use; not on macOS
         cores = len(os.sched_getaffinity(0))

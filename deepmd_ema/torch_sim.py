@@ -51,12 +51,12 @@ class DPModel(ModelInterface):
             whom you trust.
         device: where the model computes; CUDA when there is one if not given. States are on the
             same device.
-        dtype: of the results; the model itself computes in its own precision, from positions in
-            float64.
+        dtype: precision of the results; the model itself computes in its own precision, from
+            positions in float64.
         skin: angstrom. The neighbors of a system are searched this far beyond the cutoff, and again
             only when an atom of it has moved more than half of it or its cell has changed; 0
             searches at every step.
-        head: which model of a file that holds several.
+        head: name of the model in a file that holds several.
         compute_forces: whether results have ``forces``.
         compute_stress: whether results have ``stress``; that of an open system is 0.
     """
@@ -103,7 +103,7 @@ class DPModel(ModelInterface):
         # torch-sim groups systems into batches by this estimate: neighbors take most of the memory
         self._memory_scales_with = "n_atoms_x_density"
         self._skin = skin
-        self._neighbors = list[KeptPairs]()  # of each system of a state, by its place
+        self._neighbors = list[KeptPairs]()  # one per system of a state, by its place
         # (119,) type of each atomic number, or -1; no element has the number 0
         self._type_of = torch.full((len(SYMBOLS) + 1,), -1)
         for number, name in enumerate(self.potential.type_map):
@@ -115,7 +115,7 @@ class DPModel(ModelInterface):
 
         Args:
             state: a ``SimState``, or a dictionary of its tensors.
-            **_: what torch-sim passes to models that take more.
+            **_: arguments of torch-sim for models that take more.
 
         Returns:
             ``energy`` (S,), eV; ``forces`` (N, 3), eV/angstrom; ``stress`` (S, 3, 3),

@@ -27,7 +27,7 @@ class Command(NamedTuple):
     Attributes:
         module: module of this package, which is imported when the command runs.
         help: a line.
-        options: in the order in which the help shows them.
+        options: options in the order of the help.
         keeps_log: whether there is a log beside the results.
         epilog: the last paragraph of the help.
     """

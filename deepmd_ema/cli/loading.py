@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-# what `import torch` loads first, in this order; no library that uses Python, because the lock of
-# Python is not held
+# Libraries that `import torch` loads first, in this order. No library that uses Python is here,
+# because the lock of Python is not held.
 _LIBRARIES = (("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch.so", os.RTLD_LOCAL))
 
 

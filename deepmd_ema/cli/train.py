@@ -40,7 +40,7 @@ def train(args: argparse.Namespace) -> None:
         except KeyboardInterrupt as error:
             # Loading torch takes seconds, and the ranks cannot agree yet on who reports it. Ctrl-C
             # reaches all, and rank 0 reports it. A launcher ends the others when one was killed,
-            # which may be rank 0: of a signal rank 1 reports as well.
+            # which may be rank 0: rank 1 reports a signal as well.
             if args.launch.rank <= isinstance(error, Terminated):
                 raise
             raise ReportedElsewhere from error

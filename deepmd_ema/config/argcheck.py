@@ -164,7 +164,7 @@ class Section(NamedTuple):
         place: its canonical path.
         field: its argument.
         kind: the argument of the kind that ``type`` chooses; None if it chooses none.
-        values: what the input has for it.
+        values: its values in the input.
     """
 
     place: Place
@@ -211,7 +211,7 @@ def take_options(root: Field, reading: Reading) -> None:
             _drop_without_effect(section, kind, key, reading)
         for field in kind.sub_fields.values():
             place = (*section.place, field.name)
-            # of two spellings the first counts; find_mistakes refuses the second
+            # the first of two spellings counts; find_mistakes refuses the second
             spelling = next((key for key in section.values if key in field.keys), None)
             if spelling is None:
                 continue
@@ -339,11 +339,9 @@ def _refuse_keys(root: Field, section: Section, kind: Field, reading: Reading) -
         reading.refuse(place, _unknown_key(root, section, kind, key, meant))
     for field in missing.values():
         outer = reading.paths.get(section.place, section.place)
-        expected = (
-            f"a section {{...}}: {field.option.doc.lower()}"
-            if field.is_section
-            else f"{field.option.wants}."
-        )
+        expected = f"{field.option.wants}."
+        if field.is_section:
+            expected = f"a section {{...}}: {field.option.doc.lower()}"
         reading.refuse((*outer, field.name), f": required, but missing. Expected {expected}")
 
 
@@ -400,7 +398,7 @@ def _unknown_key(
     """Return the message of a key that a section does not have.
 
     Args:
-        root: of the whole input.
+        root: argument of the whole input.
         section: the section.
         kind: its kind.
         key: the key.

@@ -9,8 +9,8 @@ from deepmd_ema.config.fields import plain
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
 
-# These options shape weights. Statistics of features that depend on weights are stored under a hash
-# of the section, so that other weights have other statistics.
+# These options shape weights. Statistics of features that depend on weights are stored under the
+# hash of a section, so that other weights have other statistics.
 _OF_WEIGHTS = """
     a_compress_e_rate a_compress_rate a_compress_use_split a_dim activation_function
     add_tebd_to_repinit_out atten_f_mix atten_o_proj atten_v_proj attn attn1_hidden attn1_nhead

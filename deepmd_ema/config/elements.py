@@ -11,7 +11,8 @@ _SYMBOLS = (
     "Bk Cf Es Fm Md No Lr Rf Db Sg Bh Hs Mt Ds Rg Cn Nh Fl Mc Lv Ts Og"
 )
 SYMBOLS = tuple(_SYMBOLS.split())
-NUM_STATES = len(SYMBOLS)  # those of oganesson, in which all shells that an element begins are full
+# states of oganesson: all shells that any element begins are full in it, with one electron a state
+NUM_STATES = len(SYMBOLS)
 
 Shell = tuple[int, int]
 """Principal and angular quantum number (n, l); it holds 2 (2 l + 1) electrons."""

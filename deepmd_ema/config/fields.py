@@ -36,7 +36,7 @@ A section accepts them and leaves them out; they are not among its options.
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from typing_extensions import dataclass_transform  # of typing since Python 3.11
+    from typing_extensions import dataclass_transform  # in typing since Python 3.11
 
     @dataclass_transform(frozen_default=True, kw_only_default=True)
     def section(kind: type[T]) -> type[T]:
@@ -132,7 +132,7 @@ class Option:
         whole numbers that do not fit 64 bits. So are texts that no file can have as its name.
 
         Args:
-            value: what the input has.
+            value: value in the input.
             has_type: whether the type is right, which dargs judges, so that the value is the
                 mistake.
         """
@@ -290,11 +290,8 @@ def type_names(section: Any) -> list[str]:
 
 def members(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the hint itself."""
-    return (
-        typing.get_args(hint)
-        if typing.get_origin(hint) in (types.UnionType, typing.Union)
-        else (hint,)
-    )
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if is_union else (hint,)
 
 
 def plain(value: Any, for_deepmd: bool = False) -> Any:

@@ -48,7 +48,7 @@ class Quantity:
     """One error that is measured of a label.
 
     Attributes:
-        name: in ``Errors.summary()`` (``mae_<name>``, ``rmse_<name>``) and detail files
+        name: name in ``Errors.summary()`` (``mae_<name>``, ``rmse_<name>``) and detail files
             (``<prefix>.<name>.out``).
         title: head of its rows and panels.
         unit: unit of the error, in ASCII.
@@ -88,9 +88,9 @@ class Label:
 
     Attributes:
         name: key in dictionaries.
-        symbol: in options of the loss (``start_pref_<symbol>``) and columns of ``lcurve.out``
+        symbol: name in options of the loss (``start_pref_<symbol>``) and columns of ``lcurve.out``
             (``rmse_<symbol>``).
-        unit: in ASCII; empty without one.
+        unit: unit in ASCII; empty without one.
         files: names of the array in a set, without suffix; the next is looked for when one is
             absent.
         shape: shape of one row.

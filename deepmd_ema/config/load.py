@@ -102,17 +102,14 @@ class InputFile:
         model = section_at(self.values, "model")
         models = section_at(model, "model_dict") if has_tasks(self.values) else {"": model}
         # keys beside model_dict hold for every model that does not have them itself
-        heads = {
-            task: {**model, **section}.get("finetune_head")
-            if isinstance(section, Mapping)
-            else None
-            for task, section in models.items()
-            if not is_comment(task)
-        }
-        return {
-            str(task): head if isinstance(head, str) and head else None
-            for task, head in heads.items()
-        }
+        heads: dict[str, str | None] = {}
+        for task, section in models.items():
+            if is_comment(task):
+                continue
+            options = {**model, **section} if isinstance(section, Mapping) else {}
+            head = options.get("finetune_head")
+            heads[str(task)] = head if isinstance(head, str) and head else None
+        return heads
 
     def with_model(self, section: Callable[[Any], Any]) -> InputFile:
         """Return the input with another section ``model``, which ``section`` makes of its own."""

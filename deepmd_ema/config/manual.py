@@ -70,7 +70,11 @@ class Entry:
             return ""
         kind = f"{o.wants} or null" if o.nullable else o.wants
         if o.sections:
-            kind = "sections by name" if o.named else "list of sections" if o.many else "section"
+            kind = "section"
+            if o.named:
+                kind = "sections by name"
+            elif o.many:
+                kind = "list of sections"
             kind += f"; type is {' or '.join(s.type for s in o.sections)}" if o.by_type else ""
             kind += f" ({o.default_type} if not given)" if o.many and o.default_type else ""
         default = show(o.default)

@@ -53,7 +53,7 @@ class Family:
         try:
             return resolve_name(name)
         except Exception as error:
-            # of dp-ema itself it is a bug, which needs its traceback
+            # a module of dp-ema itself has a bug, which needs its traceback
             if not self.origin:
                 raise
             raise ConfigError(

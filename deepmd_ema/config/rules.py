@@ -253,7 +253,8 @@ def _lkf(run: RunConfig) -> Findings:
                 " = true: LKF does not weigh frames. Set it to false, or choose another optimizer.",
             )
         for name in _REFUSED_BY_LKF.split():
-            value, default = getattr(task.loss, name), getattr(EnerLossConfig, name)
+            value = getattr(task.loss, name)
+            default = getattr(EnerLossConfig, name)
             text = f" = {show(value)}: LKF does not know it. Set it to {show(default)}."
             if "_pref_" in name:
                 text = f" = {value:g}: LKF fits energies and forces only. Set it to 0."
@@ -363,7 +364,8 @@ def _gradients(run: RunConfig) -> Findings:
 def _averages(run: RunConfig) -> Findings:
     averages = run.training.averaging
     for number, average in enumerate(averages):
-        place, name = f"training.averaging[{number}]", average.name
+        place = f"training.averaging[{number}]"
+        name = average.name
         yield from inside(place, average.findings(run))
         # some file systems do not distinguish upper and lower case, so that one of the averages
         # would overwrite the files of the other

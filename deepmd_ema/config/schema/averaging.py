@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # width of equal weights over the run, the widest of a power average (EDM2, arXiv:2312.02696,
 # section 3.1)
 MAX_SIGMA_REL = 1 / math.sqrt(12)
-DEFAULT_DECAY = 0.999  # of an average that Python code builds without a length
+DEFAULT_DECAY = 0.999  # for averages that Python code builds without a length
 
 # half-lives of 1e16 steps give a decay of 1
 _half_life = Check(lambda v: is_number(v) and 0 < v <= 1e9, "a number > 0 and <= 1e9")
@@ -50,8 +50,8 @@ class EmaProfile(Profile):
     Attributes:
         decay: d, 0 <= d < 1, per optimizer step; the window is ``1 / (1 - d)`` steps.
         warmup: whether the decay starts low.
-        half_life: in place of ``decay``, in ``half_life_unit``; only a run knows the length of
-            frames and epochs.
+        half_life: length in place of ``decay``, in ``half_life_unit``; frames and epochs have a
+            length in steps in a run only.
     """
 
     type = "ema"
@@ -175,7 +175,7 @@ class PowerProfile(SwaProfile):
 
     Attributes:
         gamma: at least 0; 0 gives equal weights, higher ones forget the start sooner.
-        sigma_rel: in place of ``gamma``.
+        sigma_rel: relative width in place of ``gamma``.
     """
 
     type = "power"
@@ -230,10 +230,10 @@ class ScheduleFreeProfile(Profile):
     an average of y.
 
     Attributes:
-        adam_beta1: of the optimizer, b1.
-        warmup_steps: of the learning rate.
-        warmup_start_factor: of the learning rate.
-        r: of the optimizer.
+        adam_beta1: option of the optimizer, b1.
+        warmup_steps: option of the learning rate.
+        warmup_start_factor: option of the learning rate.
+        r: option of the optimizer.
     """
 
     type = "schedule_free"
@@ -249,7 +249,7 @@ class ScheduleFreeProfile(Profile):
     def decay_at(self, done: Any) -> Any:
         """Return the decay of a step."""
         share = share_of_next(done, self.warmup_steps, self.warmup_start_factor, self.r)
-        z_fraction = 1 - self.adam_beta1  # of y, the live weights
+        z_fraction = 1 - self.adam_beta1  # part of z in y, the live weights
         return (1 - share) * z_fraction / (z_fraction + share * self.adam_beta1)
 
     def conflicts(self) -> Findings:

@@ -19,7 +19,7 @@ class Window:
 
     Attributes:
         inner: the constant, angstrom.
-        outer: from this on distances are not changed, angstrom.
+        outer: distance from which on nothing is clamped, angstrom.
     """
 
     inner: float

@@ -85,7 +85,7 @@ def with_options(section: Section, values: Mapping[str, Any]) -> Section:
 
     Args:
         section: the section.
-        values: by name; an option of an inner section is ``inner.name``.
+        values: new values by name; an option of an inner section is ``inner.name``.
     """
     for path, value in values.items():
         outer, _, name = path.rpartition(".")
@@ -123,7 +123,7 @@ def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Findings:
     Args:
         rcut_smth: where it begins, angstrom.
         rcut: where it ends, angstrom.
-        prefix: what the names of both options begin with.
+        prefix: beginning of the names of both options.
     """
     if rcut_smth >= rcut:
         name = f"{prefix}rcut_smth"

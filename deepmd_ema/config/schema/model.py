@@ -362,7 +362,8 @@ class StandardConfig(NetworkConfig):
                 if getattr(self, name) is None:
                     yield error(name, ": required beside use_srtab, in angstrom, but missing.")
         if self.sw_rmin is not None and self.sw_rmax is not None:
-            rmin, rmax = ("sw_rmin", self.sw_rmin), ("sw_rmax", self.sw_rmax)
+            rmin = ("sw_rmin", self.sw_rmin)
+            rmax = ("sw_rmax", self.sw_rmax)
             yield from common.in_order(rmin, rmax, self.descriptor.cutoff)
 
 

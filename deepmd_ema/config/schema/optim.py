@@ -365,7 +365,7 @@ GradientConfig = (
 OptimizerConfig = GradientConfig | LKFConfig
 
 
-_weight = partial(option, check=not_negative)  # of a term of the loss
+_weight = partial(option, check=not_negative)  # declares the weight of a term of the loss
 
 
 Weights: TypeAlias = dict[str, tuple[float, float]]

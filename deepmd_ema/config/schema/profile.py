@@ -51,7 +51,7 @@ class Profile(ABC):
     files and validation are those of a run; ``AverageBank`` alone does not read them.
 
     Attributes:
-        name: in file names and logs.
+        name: part of file names, and name in logs.
         start_step: optimizer steps before the average starts.
         update_every: optimizer steps between two updates; decays are corrected for it.
         device: ``live`` keeps the average where the weights are, ``cpu`` in host memory. Weights of
@@ -162,7 +162,7 @@ class Profile(ABC):
         if hook is None and callable(type(self).should_update):
             object.__delattr__(self, "should_update")
             hook = self.should_update
-        from deepmd_ema.config.argcheck import fault, field_of  # which imports this module
+        from deepmd_ema.config.argcheck import fault, field_of  # argcheck imports this module
 
         # an average that Python code builds has not been through the checks of an input
         faults = ((o.name, fault(field_of(o), getattr(self, o.name))) for o in options(type(self)))

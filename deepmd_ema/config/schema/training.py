@@ -22,7 +22,8 @@ from deepmd_ema.config.schema.text_options import BatchSizeRule, Metric, SystemP
 from deepmd_ema.config.unsupported import REMOVED_METRICS
 
 _MAX_PAIR_DISTANCE = 5.0  # angstrom, longer than any bond
-MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # of torch.compile
+# modes of torch.compile that make CUDA graphs
+MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 def _is_probs(value: list[float]) -> bool:
@@ -36,7 +37,7 @@ def _is_probs(value: list[float]) -> bool:
 
 
 def _is_pattern(value: str) -> bool:
-    # what Path.rglob takes: no absolute pattern, and ** as a whole part of the path only
+    # Path.rglob takes no absolute pattern, and ** as a whole part of the path only
     parts = value.split("/")
     return (
         bool(value.strip("./ "))
