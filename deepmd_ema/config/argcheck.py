@@ -216,7 +216,7 @@ def take_options(root: Field, reading: Reading) -> None:
             if spelling is None:
                 continue
             reading.paths[place] = reading.spelled(section.place, spelling)
-            reading.given.add(place)
+            reading.given_options.add(place)
             has_entries = field.is_section and field.repeat
             for path, _ in _items_of(field, section.values[spelling]) if has_entries else ():
                 # an entry that was moved to its place has a path of its own already

@@ -75,7 +75,7 @@ class Option:
         unavailable: pattern of the beginning of texts that DeePMD-kit takes and dp-ema does not.
         registry: the types of a nested section that is open to more of them; replaces ``classes``.
         left_out: types of the registry that are not taken here.
-        own: whether DeePMD-kit does not have it.
+        is_own: whether DeePMD-kit does not have it.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Option:
     unavailable: str | None = None
     registry: Registry | None = None
     left_out: Names = ()
-    own: bool = False
+    is_own: bool = False
 
     @property
     def sections(self) -> tuple[Any, ...]:
@@ -308,7 +308,7 @@ def plain(value: Any, for_deepmd: bool = False) -> Any:
         values = {"type": value.type} if hasattr(value, "type") else {}
         for o in options(type(value)):
             inner = getattr(value, o.name)
-            if not (for_deepmd and (o.own or inner is None)):
+            if not (for_deepmd and (o.is_own or inner is None)):
                 values[o.name] = plain(inner, for_deepmd)
         return values
     if isinstance(value, list | tuple):

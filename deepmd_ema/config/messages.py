@@ -47,13 +47,14 @@ class Source:
         name: the file.
         lines: line of each key, by the path that the input spells.
         paths: canonical path of an option -> the path that the input spells, or would.
-        given: canonical paths of the options that the input names; the others have their defaults.
+        given_options: canonical paths of the options that the input names; the others have their
+            defaults.
     """
 
     name: str = "<dict>"
     lines: Mapping[Place, int] = field(default_factory=dict)
     paths: Mapping[Place, Place] = field(default_factory=dict)
-    given: frozenset[Place] = frozenset()
+    given_options: frozenset[Place] = frozenset()
 
     def path(self, canonical: str) -> Place:
         """Return the path that the input spells for a canonical one in dots, e.g. by an alias."""
@@ -92,7 +93,7 @@ class Reading:
         has_tasks: whether it is an input of several tasks.
         moved: place of a key, after it was moved -> its path in the input.
         paths: canonical path of an option or of an entry -> the path as the input spells it.
-        given: canonical paths of the options that the input names.
+        given_options: canonical paths of the options that the input names.
         notes: changes and omissions, one sentence each.
         unused: options that were left out because they do nothing here, with the reason.
         mistakes: findings at paths of the input.
@@ -105,7 +106,7 @@ class Reading:
     has_tasks: bool = False
     moved: dict[Place, Place] = field(default_factory=dict)
     paths: dict[Place, Place] = field(default_factory=dict)
-    given: set[Place] = field(default_factory=set)
+    given_options: set[Place] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     mistakes: list[Finding] = field(default_factory=list)
@@ -114,7 +115,7 @@ class Reading:
     @property
     def source(self) -> Source:
         """The places of the options, for messages about the sections."""
-        return Source(self.name, self.lines, self.paths, frozenset(self.given))
+        return Source(self.name, self.lines, self.paths, frozenset(self.given_options))
 
     def refuse(self, path: Place, text: str) -> Any:
         """Note a mistake at a path of the input, and return ``INVALID`` to stand in its place."""

@@ -54,7 +54,7 @@ def findings_of(
         place = path_of(finding.place)
         if finding.severity == UNUSED:
             # a rule sees values only, and a default that does nothing is nobody's mistake
-            if place not in run.source.given:
+            if place not in run.source.given_options:
                 continue
             text = f" = {show(plain(_value_at(run, place)))}: no effect, {finding.text}"
             finding = replace(finding, text=text)

@@ -263,7 +263,7 @@ def options_tree(section: Any, *left_out: str) -> Tree:
     tree |= {
         one.name: plain(getattr(section, one.name))
         for one in options(section.__class__)
-        if not one.own
+        if not one.is_own
     }
     return {
         name: value for name, value in tree.items() if name not in ("precision", "seed", *left_out)

@@ -80,7 +80,7 @@ def contexts_of_products(
         places = ["validating.amp_infer"] if config.validating.amp_infer else []
         for task in config.tasks.values():
             option, descriptor = f"{task.place('model')}.descriptor.use_amp", task.model.descriptor
-            is_given = path_of(option) in config.source.given
+            is_given = path_of(option) in config.source.given_options
             if is_given and isinstance(descriptor, HasMixedPrecision) and descriptor.use_amp:
                 places.append(dotted(config.source.path(option)))
         for place in dict.fromkeys(places) if device.type == "cpu" else ():  # tasks share parts

@@ -139,7 +139,7 @@ class Draw:
             choices = (
                 values.get(option.name) or option.choices or [False, True] * (bool in option.types)
             )
-            if choices and not option.own and self.often(share):
+            if choices and not option.is_own and self.often(share):
                 found[option.name] = self.one(choices)
         return found
 

@@ -194,7 +194,7 @@ interpolate_option = partial(
     convert=interpolate_choice,
     also=(bool,),
     alias=("embedding_eval",),
-    own=True,
+    is_own=True,
 )
 
 
