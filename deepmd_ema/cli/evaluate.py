@@ -32,6 +32,7 @@ def test(args: argparse.Namespace) -> None:
         from deepmd_ema.commands.predicted_frames import refuse_frames, write_frames
         from deepmd_ema.infer.evaluate import measure, refuse_details
 
+    # outputs that cannot be written are refused before minutes of evaluation
     if args.detail_file is not None:
         refuse_details(args.detail_file)
     if args.output is not None:
@@ -44,6 +45,7 @@ def test(args: argparse.Namespace) -> None:
     report = measure(
         args.model, args.systems, args.numb_test, args.atomic, *weights, args.patterns, args.compile
     )
+    # text appears at once, because dynamics may take long; JSON is one document
     if not args.json:
         say(report.text())
     physics = None

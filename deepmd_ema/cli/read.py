@@ -28,6 +28,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def reader(expected: str, convert: Callable[[str], Value | None]) -> Callable[[str], Value]:
     """Return ``convert`` with a message where it returns None or raises ValueError."""
 
+    # argparse prints the message of this error alone, and `invalid <function> value` for ValueError
     def read(text: str) -> Value:
         with suppress(ValueError):
             if (value := convert(text)) is not None:
@@ -38,10 +39,12 @@ def reader(expected: str, convert: Callable[[str], Value | None]) -> Callable[[s
 
 
 def _whole(text: str, digits: int = 18) -> int | None:
+    # int() would also take 1_000 and the digits of other scripts; 18 digits fit 64 bits
     return int(text) if re.fullmatch(rf"[0-9]{{1,{digits}}}", text) else None
 
 
 def _below(most: float, number: float) -> float | None:
+    # false for nan, which float() reads
     return number if 0 < number < most else None
 
 

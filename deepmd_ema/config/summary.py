@@ -55,6 +55,7 @@ def config_summary(
     batch = ", ".join(show(task.data.training_data.batch_size) for task in config.tasks.values())
     several = f", {training.accumulate} batches a step" if training.accumulate > 1 else ""
     seed = "random" if training.seed is None else training.seed
+    # batches that are displayed, of the tasks with validation data
     numbers = [
         data.numb_btch
         for task in config.tasks.values()

@@ -35,6 +35,7 @@ class Unavailable:
 
     def is_no_op(self, value: Any) -> bool:
         """Whether the value has no effect (true is not 1 here)."""
+        # 1 == True in Python, but 1 is not the value of a switch
         return self.no_op_values is None or any(
             value == h and isinstance(value, bool) == isinstance(h, bool) for h in self.no_op_values
         )
@@ -108,7 +109,8 @@ REMOVED_METRICS = dict.fromkeys(
     f"Use {_METRIC_INSTEAD} or another error, and `dp-ema test --physics` after training.",
 )
 
-# section -> values of its `type`, aliases included
+# Section -> values of its `type`, aliases included. A type may be here as a model and not as a part
+# of one: the registries of the sections differ.
 UNAVAILABLE_TYPES: dict[str, Names] = {
     "model": ("frozen", "pairtab", "pairwise_dprc"),
     "model.models": (

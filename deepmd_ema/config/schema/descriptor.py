@@ -74,6 +74,9 @@ class DescriptorConfig(Protocol):
         """
 
 
+# Abilities that a section may have beside the protocol; callers ask with isinstance().
+
+
 @runtime_checkable
 class HasInnerNeighbors(Protocol):
     """A section ``model.descriptor`` with further, shorter lists of neighbors inside ``cutoff``."""
@@ -103,6 +106,8 @@ class HasMixedPrecision(Protocol):
         """Return whether it does in training."""
 
 
+# Names of records, which are imported when a type is looked up: they import the sections of all
+# families, which import this package.
 DESCRIPTORS = Registry(
     {
         "se_e2_a": "deepmd_ema.model.families.records:SE_E2_A",

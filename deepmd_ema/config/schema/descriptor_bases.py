@@ -68,6 +68,7 @@ class TypeEmbeddedOptions(DescriptorOptions):
     def element_findings(self, type_map: Sequence[str]) -> Findings:
         """Yield errors of options that contradict the elements."""
         yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
+        # names of types are free otherwise: O_water and O_ion may be two of them
         unknown = [name for name in type_map if name not in SYMBOLS] if self.use_econf_tebd else []
         if unknown:
             yield error(
@@ -94,6 +95,7 @@ class NeighborLists:
     @property
     def cutoff(self) -> float:
         """Return the cutoff of the longest list."""
+        # attrgetter, because an option of an inner section has a dot in its name: repinit.nsel
         return float(attrgetter(self.sel_options[self.neighbors_option])(self))
 
     @property
@@ -128,6 +130,7 @@ class NeighborLists:
 
     def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:
         """Return the section with each number that is ``auto`` as in ``saved``."""
+        # of another type of descriptor the numbers mean something else
         if not isinstance(saved, type(self)):
             return self
         left_open = [name for name in self.sel_options if isinstance(attrgetter(name)(self), str)]
@@ -148,7 +151,7 @@ class ChargeSpinOptions:
 class ListSection(DescriptorOptions, NeighborLists):
     """Options of descriptors with one cutoff, one list of neighbors and an embedding network."""
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # subclasses declare it, with values of different types
         sel: Any
 
     type: ClassVar[str]
@@ -202,7 +205,7 @@ class PerElementSection(ListSection):
     has_type_embedding = False
     counts_elements = True
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # options of subclasses, whose defaults and texts differ
         set_davg_zero: bool
 
         @property

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from deepmd_ema.config.fields import option, positive_int
 from deepmd_ema.config.registry import Registry
 
+# values of `status` of Logger.finish
 FINISHED = "finished"
 INTERRUPTED = "interrupted"
 FAILED = "failed"

@@ -41,6 +41,8 @@ _type_map = Check(
 )
 
 
+# Records are named, not imported: their module imports the sections of all families, which import
+# this module.
 _RECORDS = "deepmd_ema.model.families.records"
 FITTINGS = Registry(
     {
@@ -107,7 +109,7 @@ class ModelConfig:
         choices=("auto", "fit", "keep"),
     )
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # options of some types, class attributes of the others
 
         @property
         def use_srtab(self) -> list[list[float]] | None:
@@ -149,6 +151,7 @@ class ModelConfig:
         yield from self.conflicts()
         for place, part in self.parts():
             yield from inside(place, part.findings(self.type_map))
+        # the caller drops findings about options that the input does not give
         if self.use_srtab is None:
             for name in ("smin_alpha", "sw_rmin", "sw_rmax"):
                 yield unused(name, "use_srtab is not given")
@@ -180,6 +183,7 @@ class ModelConfig:
         )
         excluded = self.atom_exclude_types
         yield from common.unknown_types("atom_exclude_types", excluded, names)
+        # with sel_type of the fitting network, which may leave nothing over
         if self.excluded_types >= set(range(len(names))):
             yield error(
                 "atom_exclude_types",
@@ -279,6 +283,7 @@ class NetworkConfig(ModelConfig):
                     yield error(name, text)
         if self.bridging is None:
             return
+        # the clamped distances end within the cutoff, and zbl needs the charges of the nuclei
         first = ("bridging_r_inner", self.bridging_r_inner)
         last = ("bridging_r_outer", self.bridging_r_outer)
         yield from common.in_order(first, last, self.descriptor.cutoff)
@@ -362,6 +367,7 @@ class StandardConfig(NetworkConfig):
                 if getattr(self, name) is None:
                     yield error(name, ": required beside use_srtab, in angstrom, but missing.")
         if self.sw_rmin is not None and self.sw_rmax is not None:
+            # the switch reads distances to neighbors, of which there are none beyond the cutoff
             rmin = ("sw_rmin", self.sw_rmin)
             rmax = ("sw_rmax", self.sw_rmax)
             yield from common.in_order(rmin, rmax, self.descriptor.cutoff)

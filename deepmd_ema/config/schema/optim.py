@@ -30,7 +30,7 @@ from deepmd_ema.config.labels import (
 from deepmd_ema.config.messages import Names
 from deepmd_ema.errors import every_steps
 
-DEFAULT_STOP_LR = 5e-8
+DEFAULT_STOP_LR = 5e-8  # last learning rate without stop_lr and stop_lr_ratio
 
 _ratio = Check(lambda v: 0 < v <= 1, "a number > 0 and <= 1")
 _part = Check(lambda v: 0 <= v <= 1, "a number from 0 to 1")
@@ -114,6 +114,7 @@ class ExpScheduleConfig(_Schedule):
         return 100 if steps // 10 > 100 else steps // 100 + 1
 
     def _shape_words(self, num_steps: int) -> str:
+        # without the length of the run the rule of used_decay_steps cannot be applied yet
         rate = "" if self.decay_rate is None else f" by {self.decay_rate:g}"
         used = self.used_decay_steps(num_steps) if num_steps else self.decay_steps
         return (
@@ -184,6 +185,7 @@ class InvSqrtScheduleConfig(WsdScheduleConfig):
         )
 
 
+# The unions are annotations of options: fields.options reads the types of a section from them.
 ScheduleConfig = (
     ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig | InvSqrtScheduleConfig
 )
@@ -340,6 +342,7 @@ class LKFConfig:
     """
 
     type = "LKF"
+    # no option: the filter has no rate or decay that a group could change
     groups: ClassVar[tuple[GroupConfig, ...]] = ()
 
     kf_blocksize: int = option(
@@ -519,7 +522,7 @@ class EnerLossConfig:
     """
 
     type = "ener"
-    aliases = ("ener_hess",)
+    aliases = ("ener_hess",)  # DeePMD-kit's type for a loss with Hessians
 
     start_pref_e: float = _weight(0.02, "Weight of the energy at the start.")
     limit_pref_e: float = _weight(1.0, "Weight of the energy when the learning rate is 0.")

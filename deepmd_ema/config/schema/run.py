@@ -122,6 +122,7 @@ class RunConfig:
     validating: ValidatingConfig = option(
         ValidatingConfig(), "Full validation and the best weights."
     )
+    # Not compared: equal runs from two files are equal. Without metadata these are no options.
     source: Source = field(default_factory=Source, compare=False, repr=False)
     notes: Names = field(default=(), compare=False, repr=False)
     unused: Names = field(default=(), compare=False, repr=False)
@@ -143,7 +144,8 @@ class RunConfig:
         return tasks[choose_head(aliases, name, self.source.name)]
 
     def of_task(self, task: TaskConfig) -> SingleTaskRun:
-        """Return the input of one task that trains what the run does in that task."""
+        """Return the input of one task that trains the model of that task as the run does."""
+        # without links and shares of steps: a model alone shares nothing, and has all the steps
         data = {f.name: getattr(task.data, f.name) for f in fields(TaskDataConfig)}
         length = {f.name: getattr(self.training, f.name) for f in fields(TrainingOptions)}
         return SingleTaskRun(
@@ -181,6 +183,7 @@ class RunConfig:
 
     def with_models(self, models: Mapping[str, ModelConfig]) -> RunConfig:
         """Return the run with other sections ``model`` of some tasks, by name of the task."""
+        # links remain: models that share a part must be replaced alike
         if "" in self.tasks:
             return replace(self, model=models.get("", self.model))
         section = replace(self.model, model_dict={**self.model.model_dict, **models})
@@ -300,6 +303,7 @@ def choose_head(
     """
     if head is None and len(names) == 1:
         return next(iter(names))
+    # the only model of a file may have the name ""
     if not any(names):
         raise ConfigError(
             f"{source}: holds one model without a name, so there is no head {head!r}. Leave it out."

@@ -21,7 +21,8 @@ from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.config.schema.text_options import BatchSizeRule, Metric, SystemProbability
 from deepmd_ema.config.unsupported import REMOVED_METRICS
 
-_MAX_PAIR_DISTANCE = 5.0  # angstrom, longer than any bond
+# angstrom, longer than any bond: a larger value would leave out every frame
+_MAX_PAIR_DISTANCE = 5.0
 # modes of torch.compile that make CUDA graphs
 MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
