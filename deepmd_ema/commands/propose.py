@@ -1,5 +1,6 @@
-"""An input proposed for data, ``dp-ema init``; models, recipes and reasons are in files of the
-folder ``presets``.
+"""An input proposed for data, ``dp-ema init``.
+
+Models, recipes and reasons are in files of the folder ``config/presets``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,20 +36,20 @@ from deepmd_ema.report.table import duration
 from deepmd_ema.training.estimate import Cost, measure_steps
 from deepmd_ema.utils import __version__
 
-_BOND = 1.25  # sums of covalent radii within which two atoms are bonded
+_BOND = 1.25  # two atoms are bonded within this times the sum of their covalent radii
 _SAME_PLACE = 0.1  # angstrom; an image of an atom is farther away
 _ROOMY = 60.0  # angstrom^3 per atom above which a cell is mostly empty
 _SAMPLE = 30  # frames that are looked at
-_WIDER = 4 / 3  # a larger cutoff, whose number of neighbors is stated
+_WIDER = 4 / 3  # a larger cutoff, as a factor, whose number of neighbors is stated
 _EVENTS = 10  # validations, and checkpoints, in a run
-_WINDOW = 40  # a run has so many lengths of its average
-_MIN_WINDOWS = 6  # of a short one; with less than 5 an average lags behind
-_MIN_STEPS = 100
-_MAX_ELEMENTS = 4  # of se_e2_a, which has networks for each element
-_MAX_LINE = 110
-_SLOWER = 0.1  # of the rate of a model that starts from its seed
-_LABELS = {"e": ENERGY, "f": FORCE, "v": VIRIAL}
-_BIAS = {AUTO: "decided then", FIT: "moved", KEEP: "kept"}
+_WINDOW = 40  # the average of a run is over a 40th of its steps
+_MIN_WINDOWS = 6  # and of a short run over at most a 6th; `check` warns above a 5th, as it lags
+_MIN_STEPS = 100  # --hours that allow fewer are an error
+_MAX_ELEMENTS = 4  # se_e2_a has networks for each pair of elements, se_atten_v2 one for all
+_MAX_LINE = 110  # columns; a reason that does not fit beside its option is above it
+_SLOWER = 0.1  # the rate of fine-tuning, as a part of that of a new model
+_LABELS = {"e": ENERGY, "f": FORCE, "v": VIRIAL}  # by letter of the prefactor
+_BIAS = {AUTO: "decided then", FIT: "moved", KEEP: "kept"}  # as printed
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,7 @@ class Wishes:
 
 
 class Proposal:
-    """An input with a reason for each choice, by default for the steps of the recipe, or of
-    fine-tuning a model.
+    """An input with a reason for each choice.
 
     Args:
         wishes: of the user, with the elements.
@@ -149,160 +149,78 @@ class Proposal:
     def __init__(
         self, wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Data | None
     ) -> None:
-        bias, why_bias = data.bias
-        type_map, presets = wishes.type_map or (), read_preset(MODELS)
-        name = wishes.model or ("se_e2_a" if len(type_map) <= _MAX_ELEMENTS else "se_atten_v2")
-        preset = presets.get(name, presets["se_e2_a"])  # of a model that init does not make
-        recipes = read_preset(preset["recipes"])
-        kind = wishes.kind or data.kind
-        size = preset["sizes"][wishes.size]
-        recipe = {**recipes[kind], **preset.get("instead", {}).get(kind, {})}
-        common, steps = recipes["common"], wishes.steps or recipe["steps"]
-        window = max(1, min(max(10, steps // _WINDOW), steps // _MIN_WINDOWS))
-        # type and rcut come first
-        descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}
-        if "rcut_smth" in descriptor:
-            descriptor["rcut_smth"] = min(descriptor["rcut_smth"], wishes.rcut / 2)
-        fitting = {**preset["fitting_net"], **size["fitting_net"], **wishes.fitting_section()}
-        of_quantity = _loss_section(
-            data.predicted[0], *(name in data.labels for name in data.predicted[:2])
-        )
-        weights = {
-            k: weight if _LABELS[k] in data.labels else 0
-            for k, weight in recipe["prefactors"].items()
-        }
-        if VIRIAL not in data.labels:  # others that the data do not have are mentioned
-            del weights["v"]
-        prefactors = {
-            f"{when}_pref_{k}": weight
-            for k, weight in weights.items()
-            for when in ("start", "limit")
-        }
-        section, start_lr = wishes.data_section(), recipe["start_lr"]
+        recipe = _choose_recipe(wishes, data)
+        steps = wishes.steps or recipe.options["steps"]
+        interval = max(1, steps // _EVENTS)
+        window = _average_window(steps)
+        start_lr = recipe.options["start_lr"]
         if source is None:
-            model = {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": fitting}
-            of_model = f"{descriptor['type']} {wishes.size}"
+            model = {
+                "type_map": list(wishes.type_map or ()),
+                "descriptor": recipe.descriptor,
+                "fitting_net": recipe.fitting_net,
+            }
         else:
-            model = model_section(source.config, list(type_map), wishes.head, wishes.train)
+            model = _fine_tuned_section(recipe, wishes, data, source)
+            # at the rate of a new model it would forget what it has learned
             start_lr = _rounded(start_lr * _SLOWER)
-            if wishes.property is not None and source.model.labels != data.predicted:
-                model |= {"fitting_net": fitting, "finetune_head": "RANDOM"}
-            model |= {"finetune_bias": bias} if bias else {}
-            of_model = (
-                f"{source.config.descriptor.type} of {wishes.finetune}, {TRAINED[wishes.train]}"
-            )
-        section["training_data"]["batch_size"] = "auto"
-        if not wishes.validation and not data.is_split:
-            del section["validation_fraction"]
         values: dict[str, Any] = {
             "model": model,
-            "optimizer": {**common["optimizer"], "lr_adjust": recipe["lr_adjust"]},
-            "learning_rate": {
-                **common["learning_rate"],
-                "warmup_steps": min(common["learning_rate"]["warmup_steps"], steps // 5),
-                "start_lr": start_lr,
-                "stop_lr": _rounded(start_lr / 100),
-            },
-            "loss": {"type": "ener", **prefactors} if wishes.property is None else of_quantity,
+            "optimizer": {**recipe.options["optimizer"], "lr_adjust": recipe.options["lr_adjust"]},
+            "learning_rate": _rate_section(recipe, steps, start_lr),
+            "loss": _loss_section_of_data(recipe, wishes, data),
             "training": {
-                **section,
+                **_data_section(wishes, data),
                 "numb_steps": steps,
                 "seed": 1,
                 "disp_freq": max(1, steps // (2 * _EVENTS)),
-                "save_freq": max(1, steps // _EVENTS),
+                "save_freq": interval,
                 "enable_ema": True,
                 "ema_decay": _rounded(1 - 1 / window),
             },
         }
-        # of forces, or of energies; none where validation frames have neither
-        ranked = (FORCE, ENERGY) if wishes.property is None else data.predicted
-        metrics = [q for q in ranked for scan in data.report.validation if scan.label_frames.get(q)]
-        if metrics:
-            values["validating"] = {
-                "full_validation": True,
-                "ema_full_validation": True,
-                "validation_freq": max(1, steps // _EVENTS),
-                "validation_metric": f"{LABELS[metrics[0]].errors[-1].metric}:RMSE",
-                "full_val_start": 0.0,
-            }
-        if wishes.test:
-            values["validating"] = values.get("validating", {}) | wishes.test_section()
-        reasons = read_preset(REASONS)
-        known = {
-            "size": wishes.size,
-            "about": preset["about"],
-            "most": data.wider[0],
-            "more": data.wider[1],
-            "wider": f"{wishes.rcut * _WIDER:.3g}",
-            "why": common["why"],
-            "kind": kind,
-            "about_kind": recipe["about"],
-            "why_split": data.why_split,
-            "window": window,
-            "events": _EVENTS,
-            "file": source.info.path if source is not None else "",
-            "why_bias": why_bias,
-        }
-        parts = [
-            "of_all",
-            "of_new_model" if source is None else "of_fine_tuning",
-            *["of_replay"] * (old is not None),
-        ]
-        self.why = why = {
-            path: text.format(**known) for part in parts for path, text in reasons[part].items()
-        }
-        loss = "loss" if old is None else "loss_dict.new"
-        if wishes.property is None:
-            why |= {
-                f"{loss}.start_pref_{q[0]}": "no such labels"
-                for q in (ENERGY, FORCE)
-                if q not in data.labels
-            }
-        else:
-            del why[loss]
-        if wishes.steps is not None:
-            why["training.numb_steps"] = "as given"
-        labels = ", ".join(label for label in data.predicted if label in data.labels)
-        about = recipe["about"].partition(";")[0]
-        why_kind = (
-            f"{about}, in {data.frames} frames looked at" if wishes.kind is None else "as given"
-        )
-        absent = tuple(f"no {name} in the " for name in data.predicted if name not in data.labels)
-        self.warnings = [
-            text
-            for text in data.report.warnings
-            if wishes.property is None or not text.startswith(absent)
-        ]
-        if data.why_split and not data.is_split:
-            self.warnings.append(f"no validation frames: {data.why_split}")
-        if old is not None:
-            self.warnings += [f"old data: {line}" for line in old.report.warnings]
+        if validating := _validating_section(wishes, data, interval):
+            values["validating"] = validating
         self.values = values if old is None else with_replay(values, wishes.replay, old.is_split)
-        self.head = [
-            f"Written by dp-ema init {__version__}. Try others: dp-ema init --help; every option: "
-            "dp-ema doc.",
-            f"Data: {kind} ({why_kind}); labels: {labels}.",
-            f"Model: {of_model}. {values['optimizer']['type']}, rate {start_lr:g}, {steps:,} "
-            "steps.",
-            *([f"Output bias: {why_bias}: {_BIAS[bias]}."] if bias else []),
-        ]
+        self.why = _reasons(recipe, wishes, data, window, source, old)
+        self.warnings = _warnings(wishes, data, old)
+        self.head = self._head(recipe, wishes, data, source)
 
     def text(self, file: Path) -> str:
-        """Return the text of the input: YAML with comments, or JSON whose comments are keys that
-        begin with ``_``.
-        """
+        """Return the input as YAML with comments, or as JSON whose comments are keys with ``_``."""
         if file.suffix.lower() in JSON_SUFFIXES:
             commented = {"_comment": self.head, **_with_comments(self.values, self.why)}
             return json.dumps(commented, indent=2, ensure_ascii=False) + "\n"
-        return (
-            "\n".join(
-                [
-                    *(f"# {line}" for line in self.head),
-                    *_yaml(_with_comments(self.values, self.why)),
-                ]
-            )
-            + "\n"
-        )
+        lines = [f"# {line}" for line in self.head]
+        lines += _yaml(_with_comments(self.values, self.why))
+        return "\n".join(lines) + "\n"
+
+    def _head(
+        self, recipe: _Recipe, wishes: Wishes, data: _Data, source: LoadedModel | None
+    ) -> list[str]:
+        """Return lines about the program, the data, the model and its output bias."""
+        why_kind = "as given"
+        if wishes.kind is None:
+            about = recipe.options["about"].partition(";")[0]
+            why_kind = f"{about}, in {data.frames} frames looked at"
+        labels = ", ".join(label for label in data.predicted if label in data.labels)
+        if source is None:
+            model = f"{recipe.descriptor['type']} {wishes.size}"
+        else:
+            model = f"{source.config.descriptor.type} of {wishes.finetune}, {TRAINED[wishes.train]}"
+        optimizer = self.values["optimizer"]["type"]
+        start_lr = self.values["learning_rate"]["start_lr"]
+        steps = self.values["training"]["numb_steps"]
+        lines = [
+            f"Written by dp-ema init {__version__}. Try others: dp-ema init --help; every option: "
+            "dp-ema doc.",
+            f"Data: {recipe.kind} ({why_kind}); labels: {labels}.",
+            f"Model: {model}. {optimizer}, rate {start_lr:g}, {steps:,} steps.",
+        ]
+        bias, why_bias = data.bias
+        if bias:
+            lines.append(f"Output bias: {why_bias}: {_BIAS[bias]}.")
+        return lines
 
 
 def propose(wishes: Wishes) -> Proposal:
@@ -313,17 +231,14 @@ def propose(wishes: Wishes) -> Proposal:
     """
     if wishes.type_map:
         elements = list(wishes.type_map)
-    else:  # of data that name them, by atomic number
-        paths, spec = (
-            (wishes.systems, wishes.validation, wishes.replay),
-            ReadSpec(SYMBOLS, takes_numbers=False),
-        )
-        sources = [source for part in paths if part for source in open_systems(list(part), spec)]
-        scans = [
-            scan_system(source, len(SYMBOLS), 1.0).type_counts.sum(axis=0, dtype=np.int64)
-            for source in sources
-        ]
-        elements = [SYMBOLS[k] for k in np.flatnonzero(sum(scans))]
+    else:  # those that the data name, by atomic number
+        spec = ReadSpec(SYMBOLS, takes_numbers=False)
+        counts = np.zeros(len(SYMBOLS), np.int64)
+        for paths in (wishes.systems, wishes.validation, wishes.replay):
+            for system in open_systems(list(paths), spec) if paths else ():
+                scan = scan_system(system, len(SYMBOLS), 1.0)
+                counts += scan.type_counts.sum(axis=0, dtype=np.int64)
+        elements = [SYMBOLS[k] for k in np.flatnonzero(counts)]
     source = None
     if wishes.finetune is not None:
         source = load_model(wishes.finetune, head=wishes.head)
@@ -334,6 +249,7 @@ def propose(wishes: Wishes) -> Proposal:
                 f"`{command('dp-ema', 'show', wishes.finetune, '--config')}` prints its section "
                 "model. Write the input yourself."
             )
+        # elements of the file keep their types; new ones follow
         elements = list(dict.fromkeys([*source.config.type_map, *elements]))
         wishes = replace(
             wishes, rcut=source.config.descriptor.cutoff, model=source.config.descriptor.type
@@ -341,9 +257,8 @@ def propose(wishes: Wishes) -> Proposal:
     wishes = replace(wishes, type_map=elements)
     try:
         if wishes.property in (DIPOLE, POLAR) and wishes.sel_type is None:
-            wishes = replace(
-                wishes, sel_type=selected_elements([*wishes.systems, *wishes.validation], elements)
-            )
+            systems = [*wishes.systems, *wishes.validation]
+            wishes = replace(wishes, sel_type=selected_elements(systems, elements))
         for name in wishes.sel_type or ():
             if wishes.property not in (DIPOLE, POLAR):
                 raise UserError(
@@ -353,21 +268,21 @@ def propose(wishes: Wishes) -> Proposal:
             if name not in elements:
                 raise UserError(f"init --sel-type {name}: {did_you_mean(name, elements)}")
         data = _Data(wishes, source)
-        old = (
-            _Data(replace(wishes, systems=wishes.replay, validation=(), test=()))
-            if wishes.replay
-            else None
-        )
-    except DataError as error:  # there is no input that has a type_map yet
+        old = None
+        if wishes.replay:
+            old = _Data(replace(wishes, systems=wishes.replay, validation=(), test=()))
+    except DataError as error:
+        # there is no input yet whose type_map could be changed: the option is named in its place
         raise DataError(
             problem.replace("model.type_map", "-t") for problem in error.problems
         ) from None
     proposal = Proposal(wishes, data, source, old)
     if wishes.hours is not None:
-        cost = measure_steps(config_from_dict(proposal.values, "the proposed input"), wishes.device)
-        proposal = Proposal(
-            replace(wishes, steps=_steps_in(3600 * wishes.hours, cost)), data, source, old
-        )
+        # the time of a step is that of the proposed model, whatever the number of steps
+        config = config_from_dict(proposal.values, "the proposed input")
+        cost = measure_steps(config, wishes.device)
+        wishes = replace(wishes, steps=_steps_in(3600 * wishes.hours, cost))
+        proposal = Proposal(wishes, data, source, old)
         measured = f"{cost.step_s:.2g} s per step, in {counted(cost.steps_measured, 'step')}"
         proposal.why["training.numb_steps"] = f"{wishes.hours:g} h on this machine: {measured}"
     return proposal
@@ -403,7 +318,8 @@ class _Data:
             "rcut": wishes.rcut,
             "rcut_smth": min(0.5, wishes.rcut / 2),
         }
-        values = {  # nothing of the model is trained
+        # nothing of the model is built: the checks need elements, cutoff and labels
+        values = {
             "model": {
                 "type_map": list(type_map),
                 "descriptor": descriptor,
@@ -415,21 +331,19 @@ class _Data:
             "validating": wishes.test_section(),
         }
         config = config_from_dict(values, "init")
-        data, self.predicted = open_run(config), config.task(None).model.fitting_net.labels
-        self.is_split, self.why_split = not wishes.validation, ""
+        data = open_run(config)
+        self.predicted = config.task(None).model.fitting_net.labels
+        self.is_split = not wishes.validation
+        self.why_split = ""
         if self.is_split:
             try:
                 split = choose_validation(config, data, 1)[""]
-            except DataError as error:
-                self.is_split, self.why_split = (
-                    False,
-                    str(error).partition("validation_fraction: ")[2],
-                )
+            except DataError as error:  # too few frames; the option that it names is not set here
+                self.is_split = False
+                self.why_split = str(error).partition("validation_fraction: ")[2]
             else:
-                data, self.why_split = (
-                    split_off(config, data, {"": split}),
-                    split.lines[0].partition(": ")[2],
-                )
+                data = split_off(config, data, {"": split})
+                self.why_split = split.lines[0].partition(": ")[2]
         self.report = check_task(config.task(None), data[""])
         self.labels = {
             name for scan in self.report.training for name, n in scan.label_frames.items() if n
@@ -437,26 +351,118 @@ class _Data:
         self.report.raise_problems()
         self.sample = evenly_spaced(data[""].train, _SAMPLE)
         frames = [part.frame(k) for part in self.sample for k in range(part.num_frames)]
-        self.bias = (
-            ("", "") if source is None else _bias_of_start(source, self.sample, self.predicted)
-        )
+        self.bias = ("", "")
+        if source is not None:
+            self.bias = _bias_of_start(source, self.sample, self.predicted)
         votes = Counter(_kind_of(frame, type_map) for frame in frames)
         self.kind, number = votes.most_common(1)[0]
         self.frames = f"{number} of {len(frames)}"
         geometries = ((f.coord, f.box, f.atom_type) for f in frames)
+        # one search within the larger cutoff counts the neighbors within both
         near = neighbor_statistics(geometries, wishes.rcut * _WIDER, len(type_map))
         self.wider = near.max_within(wishes.rcut), near.max_total
 
 
-def _loss_section(predicted: str, of_frame: bool = True, of_atom: bool = True) -> dict[str, Any]:
-    """Return the section ``loss`` of a quantity, which weighs the labels of frames and of atoms
-    that are present.
+class _Recipe(NamedTuple):
+    """Presets for a model and for data.
+
+    Attributes:
+        kind: of the data.
+        about: the model, as text.
+        descriptor: section of a new model.
+        fitting_net: section of a new fitting network.
+        options: of the training, for data of this kind.
+    """
+
+    kind: Kind
+    about: str
+    descriptor: Mapping[str, Any]
+    fitting_net: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+def _choose_recipe(wishes: Wishes, data: _Data) -> _Recipe:
+    """Return the recipe of the model that the user wants, or of one that suits the elements."""
+    has_few_elements = len(wishes.type_map or ()) <= _MAX_ELEMENTS
+    name = wishes.model or ("se_e2_a" if has_few_elements else "se_atten_v2")
+    presets = read_preset(MODELS)
+    # the model of a file may be one without a preset: it is trained as se_e2_a
+    preset = presets.get(name, presets["se_e2_a"])
+    size = preset["sizes"][wishes.size]
+    # the order of the keys is that of the file: type and rcut come first
+    descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}
+    if "rcut_smth" in descriptor:  # the switch begins in the outer half of a short cutoff at latest
+        descriptor["rcut_smth"] = min(descriptor["rcut_smth"], wishes.rcut / 2)
+    fitting = {**preset["fitting_net"], **size["fitting_net"], **wishes.fitting_section()}
+    kind = wishes.kind or data.kind
+    recipes = read_preset(preset["recipes"])
+    options = {**recipes["common"], **recipes[kind], **preset.get("instead", {}).get(kind, {})}
+    return _Recipe(kind, preset["about"], descriptor, fitting, options)
+
+
+def _average_window(steps: int) -> int:
+    """Return the number of steps that the average of a run is over."""
+    window = max(10, steps // _WINDOW)
+    return max(1, min(window, steps // _MIN_WINDOWS))
+
+
+def _fine_tuned_section(
+    recipe: _Recipe, wishes: Wishes, data: _Data, source: LoadedModel
+) -> dict[str, Any]:
+    """Return the section ``model`` of the model of a file."""
+    type_map = list(wishes.type_map or ())
+    section = model_section(source.config, type_map, wishes.head, wishes.train)
+    # a fitting network for another quantity starts from its seed
+    if wishes.property is not None and source.model.labels != data.predicted:
+        section |= {"fitting_net": recipe.fitting_net, "finetune_head": "RANDOM"}
+    bias, _ = data.bias
+    if bias:
+        section["finetune_bias"] = bias
+    return section
+
+
+def _rate_section(recipe: _Recipe, steps: int, start_lr: float) -> dict[str, Any]:
+    section = dict(recipe.options["learning_rate"])
+    # of a short run, at most a fifth is warm-up
+    section["warmup_steps"] = min(section["warmup_steps"], steps // 5)
+    return {**section, "start_lr": start_lr, "stop_lr": _rounded(start_lr / 100)}
+
+
+def _loss_section_of_data(recipe: _Recipe, wishes: Wishes, data: _Data) -> dict[str, Any]:
+    """Return the section ``loss``, whose weights are 0 for labels that the data do not have."""
+    if wishes.property is not None:
+        has_label = [name in data.labels for name in data.predicted[:2]]
+        return _loss_section(data.predicted[0], *has_label)
+    section: dict[str, Any] = {"type": "ener"}
+    for letter, weight in recipe.options["prefactors"].items():
+        is_present = _LABELS[letter] in data.labels
+        # most data have no virials: the input does not mention them; a 0 shows that energies or
+        # forces are absent
+        if is_present or _LABELS[letter] != VIRIAL:
+            for when in ("start", "limit"):
+                section[f"{when}_pref_{letter}"] = weight if is_present else 0
+    return section
+
+
+def _loss_section(
+    predicted: str, has_frame_labels: bool = True, has_atom_labels: bool = True
+) -> dict[str, Any]:
+    """Return the section ``loss`` of a quantity; labels that are absent weigh 0.
+
+    Args:
+        predicted: name of the label that the model predicts.
+        has_frame_labels: whether a frame has one value.
+        has_atom_labels: whether each atom has one.
     """
     kind = predicted.partition("[")[0]
     if kind in (DIPOLE, POLAR):
-        return {"type": "tensor", "pref": int(of_frame), "pref_atomic": int(of_atom)}
+        return {
+            "type": "tensor",
+            "pref": int(has_frame_labels),
+            "pref_atomic": int(has_atom_labels),
+        }
     if kind == DOS:
-        weights = {"dos": int(of_frame), "ados": int(of_atom)}
+        weights = {"dos": int(has_frame_labels), "ados": int(has_atom_labels)}
         return {
             "type": DOS,
             **{f"{when}_pref_{k}": n for k, n in weights.items() for when in ("start", "limit")},
@@ -464,43 +470,131 @@ def _loss_section(predicted: str, of_frame: bool = True, of_atom: bool = True) -
     return {"type": "ener" if kind == ENERGY else "property"}
 
 
+def _data_section(wishes: Wishes, data: _Data) -> dict[str, Any]:
+    """Return the options of the section ``training`` about the data."""
+    section = wishes.data_section()
+    section["training_data"]["batch_size"] = "auto"
+    # data that cannot be split are trained on without validation, which is a warning
+    if not wishes.validation and not data.is_split:
+        del section["validation_fraction"]
+    return section
+
+
+def _validating_section(wishes: Wishes, data: _Data, interval: int) -> dict[str, Any]:
+    """Return the section ``validating``, which may be empty.
+
+    Validation needs frames with a label by which the best files are chosen.
+    """
+    section = {}
+    # forces first: a frame has many of them and one energy
+    ranked = (FORCE, ENERGY) if wishes.property is None else data.predicted
+    for label in ranked:
+        if any(scan.label_frames.get(label) for scan in data.report.validation):
+            section = {
+                "full_validation": True,
+                "ema_full_validation": True,
+                "validation_freq": interval,
+                "validation_metric": f"{LABELS[label].errors[-1].metric}:RMSE",
+                "full_val_start": 0.0,
+            }
+            break
+    return {**section, **wishes.test_section()}
+
+
+def _reasons(
+    recipe: _Recipe,
+    wishes: Wishes,
+    data: _Data,
+    window: int,
+    source: LoadedModel | None,
+    old: _Data | None,
+) -> dict[str, str]:
+    """Return the reasons of the choices by dotted path."""
+    facts = {
+        "size": wishes.size,
+        "about": recipe.about,
+        "most": data.wider[0],
+        "more": data.wider[1],
+        "wider": f"{wishes.rcut * _WIDER:.3g}",
+        "why": recipe.options["why"],
+        "kind": recipe.kind,
+        "about_kind": recipe.options["about"],
+        "why_split": data.why_split,
+        "window": window,
+        "events": _EVENTS,
+        "file": source.info.path if source is not None else "",
+        "why_bias": data.bias[1],
+    }
+    parts = ["of_all", "of_new_model" if source is None else "of_fine_tuning"]
+    if old is not None:
+        parts.append("of_replay")
+    texts = read_preset(REASONS)
+    # reasons of options that the input does not have are not shown
+    why = {path: text.format(**facts) for part in parts for path, text in texts[part].items()}
+    loss = "loss" if old is None else "loss_dict.new"
+    if wishes.property is None:
+        for label in (ENERGY, FORCE):
+            if label not in data.labels:
+                why[f"{loss}.start_pref_{label[0]}"] = "no such labels"
+    else:  # the reason is about the weights of energies and forces
+        del why[loss]
+    if wishes.steps is not None:
+        why["training.numb_steps"] = "as given"
+    return why
+
+
+def _warnings(wishes: Wishes, data: _Data, old: _Data | None) -> list[str]:
+    """Return the findings of the checks that the user should look at."""
+    warnings = data.report.warnings
+    # of a quantity that is predicted, the labels of frames or those of atoms suffice
+    if wishes.property is not None:
+        absent = tuple(f"no {name} in the " for name in data.predicted if name not in data.labels)
+        warnings = [text for text in warnings if not text.startswith(absent)]
+    if data.why_split and not data.is_split:
+        warnings.append(f"no validation frames: {data.why_split}")
+    if old is not None:
+        warnings += [f"old data: {line}" for line in old.report.warnings]
+    return warnings
+
+
 def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:
-    """Return the kind of a frame, from the sets of atoms that bonds join."""
+    """Return the kind of a frame, from the sets of atoms that are joined by bonds."""
     if frame.box is None:
         return "molecules"
     radii = np.array([COVALENT_RADII.get(type_map[k], 1.0) for k in frame.atom_type])
     i, j, vector, distance = find_pairs_once(frame.coord, frame.box, _BOND * 2 * float(radii.max()))
     bonded = distance < _BOND * (radii[i] + radii[j])
     bonds = defaultdict(list)
-    for one, other, way in zip(i[bonded].tolist(), j[bonded].tolist(), vector[bonded]):
-        bonds[one].append((other, way))
-        bonds[other].append((one, -way))
-    places: dict[int, Any] = {}  # of atoms, with those that bonds join to them in the same image
-    number = 0
+    for atom, neighbor, shift in zip(i[bonded].tolist(), j[bonded].tolist(), vector[bonded]):
+        bonds[atom].append((neighbor, shift))
+        bonds[neighbor].append((atom, -shift))
+    # Molecules are walked through from bond to bond, without wrapping at the cell: where the walk
+    # comes back to an atom at another place, this is an image of it, and the bonds have no end.
+    places: dict[int, Any] = {}  # of atoms that were reached, angstrom
+    num_molecules = 0
     for first in range(len(radii)):
         if first in places:
             continue
-        number = number + 1
+        num_molecules = num_molecules + 1
         places[first] = np.zeros(3)
         left = [first]
         while left:
-            one = left.pop()
-            for other, way in bonds[one]:
-                place = places[one] + way
-                if other not in places:
-                    places[other] = place
-                    left.append(other)
-                elif np.abs(places[other] - place).max() > _SAME_PLACE:
-                    return "solid"  # bonds lead from an atom to an image of it
+            atom = left.pop()
+            for neighbor, shift in bonds[atom]:
+                place = places[atom] + shift
+                if neighbor not in places:
+                    places[neighbor] = place
+                    left.append(neighbor)
+                elif np.abs(places[neighbor] - place).max() > _SAME_PLACE:
+                    return "solid"
     volume = abs(np.linalg.det(frame.box.reshape(3, 3)))
-    return "molecules" if number == 1 or volume / len(frame.atom_type) > _ROOMY else "liquid"
+    return "molecules" if num_molecules == 1 or volume / len(frame.atom_type) > _ROOMY else "liquid"
 
 
 def _bias_of_start(
     source: LoadedModel, sample: Sequence[FrameSource], predicted: Sequence[str]
 ) -> tuple[str, str]:
-    """Return the option ``finetune_bias`` and its reason, from errors of the model of a file on
-    some frames.
+    """Return the option ``finetune_bias`` and its reason, from errors of a model on some frames.
 
     Frames with elements that the model does not know are left out. Both are empty if the fitting
     network starts anew.
@@ -509,22 +603,23 @@ def _bias_of_start(
     fitting = config.fitting_net
     if fitting.labels != tuple(predicted) or not np.any(fitting.bias_effect):
         return "", ""
-    known = len(config.type_map)
+    num_types = len(config.type_map)
     chosen = [
-        [k for k in range(one.num_frames) if one.frame(k).atom_type.max() < known] for one in sample
+        [k for k in range(system.num_frames) if system.frame(k).atom_type.max() < num_types]
+        for system in sample
     ]
     if fitting.numb_fparam or fitting.numb_aparam or not any(chosen):
         return AUTO, "errors of the model before the first step decide"
     frames = energies_of(model, config, sequential_batches(sample, model.layout, frames=chosen))
     if not len(frames):
         return AUTO, "no labels to compare"
-    shape = (known, *frames.residual().shape[1:])
-    move = move_bias(
-        frames, model.out_bias.numpy().reshape(shape), model.out_std.numpy().reshape(shape)
-    )
-    return (
-        FIT if move.is_moved else KEEP
-    ), f"{move.evidence(config)}, on {counted(len(frames), 'frame')}"
+    # a row for each type; energies have one number, other quantities their width
+    shape = (num_types, *frames.residual().shape[1:])
+    bias = model.out_bias.numpy().reshape(shape)
+    spread = model.out_std.numpy().reshape(shape)
+    move = move_bias(frames, bias, spread)
+    reason = f"{move.evidence(config)}, on {counted(len(frames), 'frame')}"
+    return FIT if move.is_moved else KEEP, reason
 
 
 def _rounded(value: float) -> float:
@@ -541,7 +636,9 @@ def _steps_in(seconds: float, cost: Cost) -> int:
     fixed = cost.start_s + cost.events_s + cost.end_s
     new = cost.steps_of_first_epoch
     new_s = cost.step_of_first_epoch_s
-    left, in_first_epoch = seconds - fixed, new * (new_s - cost.step_s)
+    left = seconds - fixed
+    in_first_epoch = new * (new_s - cost.step_s)
+    # beyond the first epoch, or within it, when neighbors are searched in each step
     steps = int(max((left - in_first_epoch) / cost.step_s, min(left / new_s, new)))
     if steps < _MIN_STEPS:
         needed = fixed + _MIN_STEPS * new_s
@@ -550,21 +647,21 @@ def _steps_in(seconds: float, cost: Cost) -> int:
             f"{duration(needed)} (--hours {math.ceil(needed / 36) / 100:g}) for {_MIN_STEPS} "
             "steps. Give more time, a smaller model (--size S) or a shorter cutoff (--rcut)."
         )
+    # two digits: the time is not known better
     unit = 10 ** (len(str(steps)) - 2)
     return steps // unit * unit
 
 
 def _yaml(commented: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield lines of YAML, each option with its reason, which is under its name with ``_`` before
-    it.
-    """
+    """Yield lines of YAML; the reason of an option is under its name with ``_`` before it."""
     for key, value in commented.items():
         if key.startswith("_"):
             continue
-        reason, is_section = commented.get(f"_{key}", ""), isinstance(value, Mapping)
-        line = f"{indent}{key}:" + (
-            f" {json.dumps(value, ensure_ascii=False)}" if not is_section else ""
-        )
+        reason = commented.get(f"_{key}", "")
+        is_section = isinstance(value, Mapping)
+        line = f"{indent}{key}:"
+        if not is_section:  # JSON is YAML
+            line += f" {json.dumps(value, ensure_ascii=False)}"
         beside = f"{line}  # {reason}" if reason else line
         if len(beside) > _MAX_LINE:
             yield from (f"{indent}# {part}" for part in wrap(reason, _MAX_LINE - len(indent)))
