@@ -1,8 +1,8 @@
-"""The report of ``dp-ema check``: data, plan and cost of a run before it starts, as text and as
-JSON.
+"""The report of ``dp-ema check``: data, plan and cost of a run before it starts.
 
-The JSON document is described in doc/data.md; keys end with the unit of their numbers. Modules that
-load torch are imported where the data are read, so that an input is checked without.
+It is text or a JSON document, which is described in doc/data.md; keys end with the unit of their
+numbers. Modules that load torch are imported where the data are read, so that an input is checked
+without.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from deepmd_ema.data.split import Split
     from deepmd_ema.training.estimate import Cost
 
-FORMAT = 3  # rises when a key changes its meaning or goes
+FORMAT = 3  # of the JSON document; it rises when a key is removed or changes its meaning
 MAX_ROWS = 12  # of a table; `--json` has all
 _MAX_NAME = 24  # letters of the name of a system in a table
 _F_RMS, _F_MAX = "force_rms_eV_per_angstrom", "force_max_eV_per_angstrom"
-# of the numbers of a TaskLength, in their order
+# keys of the first numbers of a TaskLength, in their order; its findings are among the warnings
 _LENGTH_KEYS = (
     "share_of_steps",
     "epochs",
@@ -54,8 +54,11 @@ _LENGTH_KEYS = (
     "frames_per_step",
     "max_atoms_per_batch",
 )
+# suffixes of the keys of a label; extensive labels are per atom
 _UNITS = {ENERGY: "eV_per_atom", FORCE: "eV_per_angstrom", VIRIAL: "eV_per_atom"}
-_LABEL_COLUMNS = {  # of what is shown of a label: the range of energies, the size of the others
+# Two columns for each label. The zero of energies is arbitrary, so that their range is shown; that
+# of forces and virials is not, so that their size is.
+_LABEL_COLUMNS = {
     ENERGY: (Column("E min", "eV/atom", ".3f"), Column("E max", "eV/atom", ".3f")),
     FORCE: (Column("F RMS", "eV/Å", ".3f"), Column("F max", "eV/Å", ".2f")),
     VIRIAL: (Column("V RMS", "eV/atom", ".3f"), Column("V max", "eV/atom", ".2f")),
@@ -111,7 +114,9 @@ class RunCheck:
         self.cost: Cost | None = None
 
     def read_data(self) -> None:
-        """Read and check the data; errors are kept, those that leave no data to check are raised.
+        """Read and check the data.
+
+        Errors of the data are among the findings; errors that leave no data to check are raised.
 
         Raises:
             DataError: if data cannot be opened or split.
@@ -129,39 +134,49 @@ class RunCheck:
             name: run.check_task(task, data[name]) for name, task in self.config.tasks.items()
         }
         for name, report in self.reports.items():
-            is_given = [
+            # near copies are searched in validation data of their own, as a split keeps copies in
+            # one part; the order is that of SHARED_OF
+            can_have_copies = [
                 data[name].valid and name not in self.splits,
                 data[name].test,
-            ]  # a split has no near copies
-            if not any(is_given) or report.problems:
+            ]
+            if not any(can_have_copies) or report.problems:
                 continue
             checks = find_near_copies(data[name], len(report.type_map))
-            for (key, shared), is_part in zip(SHARED_OF.items(), is_given):
-                if not is_part:
+            for (key, shared), is_searched in zip(SHARED_OF.items(), can_have_copies):
+                if not is_searched:
                     continue
                 near = report.suspects[key] = checks[key]
-                # frames that are training frames have a warning of their own
+                # frames that are equal to training frames are near copies as well, and have a
+                # warning of their own
                 if near.num_frames > report.suspects[shared].num_frames:
                     report.findings += with_task(name, findings_of({key: near}))
         if self.problems:
             return
-        try:  # what the data and the models say of the run
-            self.num_steps, self.tasks, _, self.steps_per = run.run_length(self.config, data)
+        # the rest is known from sound data alone: the length from the number of frames, the models
+        # from the number of neighbors (`sel`: "auto")
+        try:
+            length = run.run_length(self.config, data)
+            self.num_steps = length.num_steps
+            self.tasks = length.tasks
+            self.steps_per = length.steps_per
             neighbors = {
-                name: of.neighbors for name, of in self.reports.items() if of.neighbors is not None
+                name: report.neighbors
+                for name, report in self.reports.items()
+                if report.neighbors is not None
             }
             self.config = config = run.with_neighbors(self.config, neighbors)
-            models = build_models(
-                {name: task.model for name, task in config.tasks.items()}, config.links
-            )
+            sections = {name: task.model for name, task in config.tasks.items()}
+            models = build_models(sections, config.links)
             parameters = dict(models.named_parameters())
+            # a parameter that tasks share has the name of its first task, and is counted once
             self.groups = describe_groups(
                 config.optimizer.groups, models.first_names(), parameters, config.source
             )
             self.parameters = sum(
                 parameter.numel() for parameter in parameters.values() if parameter.requires_grad
             )
-        except UserError as error:
+        except UserError as error:  # options that do not fit the data, such as a batch size
             self._errors = error.findings
 
     @property
@@ -173,7 +188,7 @@ class RunCheck:
     def findings(self) -> list[Finding]:
         """Findings about input, length of the run, split and data, in the order of messages.
 
-        Notes on the data stand beside their tables.
+        Notes on the data are beside their tables.
         """
         findings = [note("", text) for text in self.config.notes]
         findings += [Finding(UNUSED, "", text) for text in ignored_options(self.config)]
@@ -199,38 +214,40 @@ class RunCheck:
 def data_lines(check: RunCheck) -> Iterator[str]:
     """Yield tables of systems and elements and the results of the checks, task by task."""
     for task, report in check.reports.items():
-        of = f" of task {task}" if task else ""
+        suffix = f" of task {task}" if task else ""
         yield ""
         for part, scans in report.parts.items():
             if scans or part == "training":
-                yield from _system_table(f"{part.title()} data{of}", scans, report)
+                yield from _system_table(f"{part.title()} data{suffix}", scans, report)
         rows = [
             row for row in _elements(report) if row["training_atoms"] or row["validation_atoms"]
         ]
         for row in rows:
             nearest = row["nearest_angstrom"]
             row["nearest"] = "-" if nearest is None else f"{nearest:.3f} ({row['nearest_element']})"
-        more = [f"  ... and {len(rows) - MAX_ROWS} more elements"] * (len(rows) > MAX_ROWS)
-        if more:
+        # elements are in the order of type_map; the largest forces come first if some are cut off
+        if len(rows) > MAX_ROWS:
             rows.sort(key=lambda row: -(row[_F_MAX] or 0.0))
-        yield from (*render(_table("Elements", _ELEMENT_COLUMNS, rows[:MAX_ROWS]), "  "), *more)
-        yield from render(facts(f"Checks of the data{of}", _results(check, task, report)), "  ")
+        yield from render(_table("Elements", _ELEMENT_COLUMNS, rows[:MAX_ROWS]), "  ")
+        if len(rows) > MAX_ROWS:
+            yield f"  ... and {len(rows) - MAX_ROWS} more elements"
+        yield from render(facts(f"Checks of the data{suffix}", _results(check, task, report)), "  ")
 
 
 def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -> Iterator[str]:
-    """Yield the table of systems; of many those with suspicious frames and the largest forces come
-    first.
-    """
+    """Yield the table of systems, the most suspicious first if there are many."""
     from deepmd_ema.data.check.scan import Range
 
     suspects = _suspicious_frames(report)
     frames = sum(scan.system.num_frames for scan in scans)
     atoms = sum(int(scan.type_counts.sum(dtype=np.int64)) for scan in scans)
     size = f"{counted(len(scans), 'system')}, {counted(frames, 'frame')}, {counted(atoms, 'atom')}"
+    # by the identity of a scan: whether all of its frames have a cell
     cells = {
         id(s): {0: "periodic", s.system.num_frames: "open"}.get(s.open_frames, "both")
         for s in scans
     }
+    # a column only where systems differ; otherwise the title says it
     has_several = len(set(cells.values())) > 1
     size += f", {next(iter(cells.values()), '')}" if not has_several else ""
     shown = list(scans)
@@ -258,44 +275,46 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
     if any(suspects[id(scan)] for scan in scans):
         columns["suspicious"] = Column("suspicious", "frames", "d")
 
-    def numbers_of(of: Sequence[SystemScan]) -> dict[str, Cell]:
-        numbers: dict[str, Cell] = {"frames": sum(scan.system.num_frames for scan in of)}
+    # cells of a row about one system, or of the last row about all of them
+    def numbers_of(systems: Sequence[SystemScan]) -> dict[str, Cell]:
+        numbers: dict[str, Cell] = {"frames": sum(scan.system.num_frames for scan in systems)}
         for name in labels:
-            one = Range.of([scan.ranges[name] for scan in of if name in scan.ranges])
-            pair = (one.low, one.high) if name == ENERGY else (one.rms, one.size)
-            numbers |= {f"{name} {k}": value if one.count else None for k, value in enumerate(pair)}
-        return numbers | {"suspicious": sum(suspects[id(scan)] for scan in of)}
+            values = Range.of([scan.ranges[name] for scan in systems if name in scan.ranges])
+            pair = (values.low, values.high) if name == ENERGY else (values.rms, values.size)
+            for k, value in enumerate(pair):
+                numbers[f"{name} {k}"] = value if values.count else None
+        return numbers | {"suspicious": sum(suspects[id(scan)] for scan in systems)}
 
     rows = list[dict[str, Cell]]()
     for scan in shown[:MAX_ROWS]:
         name = scan.system.whole.name
+        if len(name) > _MAX_NAME:  # names are paths, which differ at their ends
+            half = _MAX_NAME // 2 - 1
+            name = f"{name[:half]}..{name[-half:]}"
+        row: dict[str, Cell] = {"system": name}
+        # (frames,) atoms of each frame, which differ in systems of mixed type
         sizes = scan.type_counts.sum(axis=1)
-        half = _MAX_NAME // 2 - 1
-        row: dict[str, Cell] = {
-            "system": name if len(name) <= _MAX_NAME else f"{name[:half]}..{name[-half:]}"
-        }
         row["atoms"] = (
             f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
         )
         for name in conditions:
-            low, high, numbers = scan.conditions.get(name, (math.nan, math.nan, 0))
-            row[name] = (
-                f"{low:.4g} to {high:.4g}" + (f" ({numbers} numbers)" if numbers > 1 else "")
-                if numbers
-                else "-"
-            )
+            low, high, width = scan.conditions.get(name, (math.nan, math.nan, 0))
+            row[name] = "-"
+            if width:
+                row[name] = f"{low:.4g} to {high:.4g}"
+            if width > 1:
+                row[name] += f" ({width} numbers)"
         rows.append(row | {"cell": cells[id(scan)]} | numbers_of([scan]))
     if len(scans) > MAX_ROWS:
         rows.append({"system": f"... and {len(scans) - MAX_ROWS} more"})
     if len(scans) > 1:
         rows.append({"system": "all", **numbers_of(scans)})
     yield from render(_table(f"{title}: {size}", columns, rows), "  ")
-    for label in dict.fromkeys(
-        name for scan in scans for name in scan.label_frames
-    ):  # others, or of some frames
-        having = sum(scan.label_frames.get(label, 0) for scan in scans)
-        if having and (having < frames or label not in (ENERGY, FORCE, VIRIAL)):
-            yield f"  {label}: {having:,} of {counted(frames, 'frame')}"
+    # a label has a line if it has no columns, or if some frames lack it
+    for label in dict.fromkeys(name for scan in scans for name in scan.label_frames):
+        labelled = sum(scan.label_frames.get(label, 0) for scan in scans)
+        if labelled and (labelled < frames or label not in (ENERGY, FORCE, VIRIAL)):
+            yield f"  {label}: {labelled:,} of {counted(frames, 'frame')}"
 
 
 def _table(title: str, columns: Mapping[str, Column], rows: Sequence[Mapping[str, Cell]]) -> Table:
@@ -306,18 +325,20 @@ def _table(title: str, columns: Mapping[str, Column], rows: Sequence[Mapping[str
 
 
 def _suspicious_frames(report: DataReport) -> dict[int, int]:
-    """Return the number of frames that the checks have found in each system, by the identity of its
-    scan.
-    """
+    """Return the number of suspicious frames of each system, by the identity of its scan."""
     from deepmd_ema.data.check.suspects import SHARED_OF
 
-    found = {name: one.by_system for name, one in report.suspects.items() if one.by_system}
+    # by check, a number for each system in the order of the parts
+    counts = {
+        name: frames.by_system for name, frames in report.suspects.items() if frames.by_system
+    }
     for near, shared in SHARED_OF.items():
-        if near in found:  # frames that are in both parts are near copies as well
-            found[shared] = tuple(map(max, found[shared], found.pop(near)))
-    every = enumerate([*report.training, *report.validation, *report.test])
+        if near in counts:  # equal frames are among the near copies: they would count twice
+            counts[shared] = tuple(map(max, counts[shared], counts.pop(near)))
+    scans = [*report.training, *report.validation, *report.test]
     return {
-        id(scan): len(scan.bad_frames) + sum(of[k] for of in found.values()) for k, scan in every
+        id(scan): len(scan.bad_frames) + sum(by_system[k] for by_system in counts.values())
+        for k, scan in enumerate(scans)
     }
 
 
@@ -328,10 +349,10 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
         if check.config.training.seed is None:
             yield "", "training.seed is not given: a run draws one, and chooses other frames"
     for key, (name, which, what) in _CHECKS.items():
-        found = report.suspects.get(key)
-        if found is not None and found.total:
-            result = f"{found.num_frames:,} of {found.total:,} {what}"
-            yield name, result + (f" ({which}: {found.worst})" if found.worst else "")
+        suspects = report.suspects.get(key)
+        if suspects is not None and suspects.total:  # without frames to check there is no result
+            example = f" ({which}: {suspects.worst})" if suspects.worst else ""
+            yield name, f"{suspects.num_frames:,} of {suspects.total:,} {what}{example}"
     if report.units is not None:
         for number, line in enumerate(report.units.lines()):
             yield "" if number else "units, signs", line
@@ -340,19 +361,14 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
             yield "", f"suspicious: {systems}, see the warnings"
     near = report.neighbors
     if near is not None and math.isfinite(near.min_distance):
-        usable = sum(
-            s.system.num_frames - len(s.bad_frames) for s in [*report.training, *report.validation]
-        )
-        seen = (
-            f"in {report.num_searched:,} frames, evenly spaced: "
-            if report.num_searched < usable
-            else ""
-        )
-        yield (
-            "distances",
-            f"{seen}the nearest atoms are {near.min_distance:.3f} angstrom apart "
-            f"({report.closest})",
-        )
+        # neighbors are searched in the usable frames, or in a sample of large data
+        scans = [*report.training, *report.validation]
+        usable = sum(scan.system.num_frames - len(scan.bad_frames) for scan in scans)
+        seen = ""
+        if report.num_searched < usable:
+            seen = f"in {report.num_searched:,} frames, evenly spaced: "
+        nearest = f"{seen}the nearest atoms are {near.min_distance:.3f} angstrom apart"
+        yield "distances", f"{nearest} ({report.closest})"
         yield "neighbors", f"{seen}at most {near.max_total} within {report.rcut:g} angstrom"
     for text in report.notes:
         yield "note", text
@@ -361,16 +377,16 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
 def plan_lines(check: RunCheck) -> list[str]:
     """Return the table of what will be trained, how, and for how long."""
     pairs = config_summary(check.config, check.num_steps, check.steps_per)
-    for name, of in check.tasks.items():
-        part = (
-            f"{name}: {100 * of.share:.3g} % of the steps = {of.epochs:.1f} epochs, "
-            if len(check.tasks) > 1
-            else ""
-        )
-        frames = f"{of.frames:.4g} {'frame' if of.frames == 1 else 'frames'} in a step"
-        atoms = f"at most {counted(of.max_atoms, 'atom')}" + (
-            " in a batch" if check.config.training.accumulate > 1 else ""
-        )
+    for name, length in check.tasks.items():
+        part = ""
+        if len(check.tasks) > 1:
+            share = f"{100 * length.share:.3g} % of the steps"
+            part = f"{name}: {share} = {length.epochs:.1f} epochs, "
+        # a mean, which is no whole number where batches differ in size
+        frames = f"{length.frames:.4g} {'frame' if length.frames == 1 else 'frames'} in a step"
+        atoms = f"at most {counted(length.max_atoms, 'atom')}"
+        if check.config.training.accumulate > 1:  # a step has several batches
+            atoms += " in a batch"
         pairs.append(("batch", f"{part}{frames}, {atoms}, in one process"))
     pairs += [("group", line) for line in check.groups]
     if check.parameters is not None:
@@ -382,17 +398,11 @@ def cost_lines(check: RunCheck) -> list[str]:
     """Return time and memory, which are known where steps were measured."""
     cost = check.cost
     if cost is None:
-        return [
-            "",
-            *render(
-                facts(
-                    "Cost", [("time", "not measured, nor is memory; --time measures some steps")]
-                ),
-                "  ",
-            ),
-        ]
+        pairs = [("time", "not measured, nor is memory; --time measures some steps")]
+        return ["", *render(facts("Cost", pairs), "  ")]
     end = datetime.now() + timedelta(seconds=cost.total_s)
     step = f"{counted(cost.steps, 'step')} of {_seconds(cost.step_s)}"
+    # later epochs take neighbor lists from a cache; less than a tenth is noise
     if cost.step_of_first_epoch_s > 1.1 * cost.step_s:
         step += (
             f" ({_seconds(cost.step_of_first_epoch_s)} in the first epoch, when neighbors are "
@@ -441,20 +451,23 @@ def _seconds(value: float) -> str:
 
 def _size(num_bytes: float) -> str:
     """Return bytes in the unit that gives 1 to 999 of it."""
+    # 999.5 and more would be rounded to 1000: log10(0.9995) / 3 = -0.7e-4
     power = min(3, int(math.log10(max(num_bytes, 1)) / 3 + 2e-4))
-    number, unit = num_bytes / 1000**power, ("B", "kB", "MB", "GB")[power]
+    number = num_bytes / 1000**power
+    unit = ("B", "kB", "MB", "GB")[power]
     return f"{number:.2g} {unit}" if number < 10 else f"{number:.0f} {unit}"
 
 
 def document(
     input_file: str, check: RunCheck | None, problems: Sequence[Finding]
 ) -> dict[str, Any]:
-    """Return the report as JSON values; parts that are not known, because of problems, are null or
-    empty.
+    """Return the report as JSON values.
+
+    Parts that are not known, because of problems, are null or empty.
 
     Args:
         input_file: as given.
-        check: what is known of the run; None if the input has problems.
+        check: facts about the run; None if the input has problems.
         problems: errors, those about the input with their places.
     """
     findings = [] if check is None else check.findings
@@ -476,7 +489,8 @@ def document(
         "num_steps": check.num_steps or check.config.training.numb_steps or None,
         "parameters": check.parameters,
         "tasks": [
-            {"task": name, **dict(zip(_LENGTH_KEYS, of))} for name, of in check.tasks.items()
+            {"task": name, **dict(zip(_LENGTH_KEYS, length))}
+            for name, length in check.tasks.items()
         ],
         "summary": [
             list(row) for row in config_summary(check.config, check.num_steps, check.steps_per)
@@ -500,22 +514,25 @@ def _problem(problem: Finding) -> dict[str, Any]:
 
 
 def _data(task: str, report: DataReport) -> dict[str, Any]:
-    suspects, systems = _suspicious_frames(report), []
+    suspects = _suspicious_frames(report)
+    systems = []
     for part, scans in report.parts.items():
         for scan in scans:
             sizes = scan.type_counts.sum(axis=1)
             frames = scan.system.num_frames
             labels = dict[str, Any]()
-            for name in (name for name, number in scan.label_frames.items() if number):
-                labels[name] = {"frames": scan.label_frames[name]}
+            for name, number in scan.label_frames.items():
+                if not number:
+                    continue
+                labels[name] = {"frames": number}
                 values = scan.ranges.get(name)
                 if name in _UNITS and values is not None and values.count:
-                    for key, value in (
-                        ("min", values.low),
-                        ("max", values.high),
-                        ("rms", values.rms),
-                    ):
-                        labels[name][f"{key}_{_UNITS[name]}"] = value
+                    # JSON has no infinities, which are the range of no values
+                    unit = _UNITS[name]
+                    labels[name][f"min_{unit}"] = values.low
+                    labels[name][f"max_{unit}"] = values.high
+                    labels[name][f"rms_{unit}"] = values.rms
+                    # numbered as in the source, of which these frames may be a part
                     labels[name]["largest_in_frame"] = int(scan.system.numbers[values.worst])
             systems.append(
                 {
@@ -536,11 +553,11 @@ def _data(task: str, report: DataReport) -> dict[str, Any]:
         "elements": list(_elements(report)),
         "checks": {
             name: {
-                "frames": found.num_frames,
-                "of_frames": found.total,
-                "example": found.worst or None,
+                "frames": frames.num_frames,
+                "of_frames": frames.total,
+                "example": frames.worst or None,
             }
-            for name, found in report.suspects.items()
+            for name, frames in report.suspects.items()
         },
         "units": None
         if units is None
@@ -557,23 +574,26 @@ def _data(task: str, report: DataReport) -> dict[str, Any]:
 
 def _elements(report: DataReport) -> Iterator[dict[str, Any]]:
     """Yield atoms, forces, nearest neighbors and numbers of neighbors of each element."""
-    every, near = [*report.training, *report.validation], report.neighbors
+    scans = [*report.training, *report.validation]
+    near = report.neighbors
     for k, name in enumerate(report.type_map):
-        training, both = (
-            sum(int(s.type_counts[:, k].sum()) for s in scans) for scans in (report.training, every)
-        )
-        number, squares = (
-            sum(float(scan.element_forces[k, column]) for scan in every) for column in (0, 1)
-        )
-        nearest = (
-            near.nearest[k] if near is not None and np.isfinite(near.nearest[k]).any() else None
-        )
+        # type_counts: (frames, types)
+        training = sum(int(scan.type_counts[:, k].sum()) for scan in report.training)
+        validation = sum(int(scan.type_counts[:, k].sum()) for scan in report.validation)
+        # element_forces: (types, 3) number of components, sum of their squares, the largest
+        forces = [scan.element_forces[k] for scan in scans]
+        number = sum(float(row[0]) for row in forces)
+        squares = sum(float(row[1]) for row in forces)
+        # (types,) distance to the nearest atom of each element; infinite where there is none
+        nearest = None
+        if near is not None and np.isfinite(near.nearest[k]).any():
+            nearest = near.nearest[k]
         yield {
             "element": name,
             "training_atoms": training,
-            "validation_atoms": both - training,
+            "validation_atoms": validation,
             _F_RMS: math.sqrt(squares / number) if number else None,
-            _F_MAX: max(float(scan.element_forces[k, 2]) for scan in every) if number else None,
+            _F_MAX: max(float(row[2]) for row in forces) if number else None,
             "nearest_angstrom": float(nearest.min()) if nearest is not None else None,
             "nearest_element": report.type_map[int(nearest.argmin())]
             if nearest is not None

@@ -1,6 +1,4 @@
-"""Parts of an input that fine-tunes a model: its section ``model``, and tasks for old and new
-data.
-"""
+"""Parts of an input that fine-tunes a model: section ``model``, tasks for old and new data."""
 
 from __future__ import annotations
 
@@ -15,13 +13,11 @@ ALL, FITTING = "all", "fitting"
 TRAINED = {ALL: "all weights", FITTING: "its fitting network alone"}
 FRACTION = 0.1  # of the frames, for validation
 _REPLAYED = 0.3  # share of the steps that old data have
-_NAMED = {
-    "type_map": "elements",
-    "descriptor": "descriptor",
-    "fitting_net": "fitting",
-}  # parts that tasks share
-_OF_START = ("finetune_head", "finetune_bias")
-_OF_TASK = ("training_data", "validation_data", "validation_fraction")
+# sections that tasks share, and their keys in ``shared_dict``
+_NAMED = {"type_map": "elements", "descriptor": "descriptor", "fitting_net": "fitting"}
+# options of ``model`` and of ``training`` that each task has
+_START_OPTIONS = ("finetune_head", "finetune_bias")
+_DATA_OPTIONS = ("training_data", "validation_data", "validation_fraction")
 
 
 def model_section(
@@ -35,14 +31,17 @@ def model_section(
         head: which model of the file it is, if the file holds several.
         trained: what is trained, a name of ``TRAINED``.
     """
-    descriptor, fitting = _changed(config.descriptor), _changed(config.fitting_net)
+    descriptor = _changed(config.descriptor)
+    fitting = _changed(config.fitting_net)
     parts = {"type_map": type_map, "descriptor": descriptor, "fitting_net": fitting}
+    # what the file was trained with does not decide what is trained now
     fitting.pop("trainable", None)
     for part in descriptor.get("list", [descriptor]):
         part.pop("trainable", None)
         part |= {"trainable": False} if trained != ALL else {}
-    others = {n: v for n, v in _changed(config).items() if n not in (*parts, *_OF_START, "type")}
-    return {**parts, **others, "finetune_head": head or "Default"}
+    excluded = (*parts, *_START_OPTIONS, "type")
+    rest = {name: value for name, value in _changed(config).items() if name not in excluded}
+    return {**parts, **rest, "finetune_head": head or "Default"}
 
 
 def with_replay(
@@ -55,15 +54,21 @@ def with_replay(
         systems: the old data.
         is_split: whether validation frames are split off from them.
     """
-    model, training = dict(values["model"]), dict(values["training"])
+    model = dict(values["model"])
+    training = dict(values["training"])
     shared = {key: model.pop(name) for name, key in _NAMED.items()}
-    task = _NAMED | {name: model.pop(name) for name in _OF_START if name in model}
-    kept = {**task, "finetune_bias": "keep"} if "finetune_bias" in task else task
-    new = {name: training.pop(name) for name in _OF_TASK if name in training}
+    task = _NAMED | {name: model.pop(name) for name in _START_OPTIONS if name in model}
+    # old data are those of the file: its output bias fits them
+    old_task = {**task, "finetune_bias": "keep"} if "finetune_bias" in task else task
+    new = {name: training.pop(name) for name in _DATA_OPTIONS if name in training}
     old_data: dict[str, Any] = {"training_data": {**new["training_data"], "systems": list(systems)}}
     old_data |= {"validation_fraction": FRACTION} if is_split else {}
     result = {
-        "model": {"shared_dict": shared, "model_dict": {"new": task, "old": dict(kept)}, **model},
+        "model": {
+            "shared_dict": shared,
+            "model_dict": {"new": task, "old": dict(old_task)},
+            **model,
+        },
         **{name: values[name] for name in ("optimizer", "learning_rate")},
         "loss_dict": {"new": values["loss"], "old": dict(values["loss"])},
         "training": {
