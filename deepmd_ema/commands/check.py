@@ -299,11 +299,8 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
         )
         for name in conditions:
             low, high, width = scan.conditions.get(name, (math.nan, math.nan, 0))
-            row[name] = "-"
-            if width:
-                row[name] = f"{low:.4g} to {high:.4g}"
-            if width > 1:
-                row[name] += f" ({width} numbers)"
+            numbers = f" ({width} numbers)" if width > 1 else ""
+            row[name] = f"{low:.4g} to {high:.4g}{numbers}" if width else "-"
         rows.append(row | {"cell": cells[id(scan)]} | numbers_of([scan]))
     if len(scans) > MAX_ROWS:
         rows.append({"system": f"... and {len(scans) - MAX_ROWS} more"})

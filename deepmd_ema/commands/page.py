@@ -1,6 +1,4 @@
-"""One page about a run, ``dp-ema report``: errors, curves, parity, averages, times, data and
-programs.
-"""
+"""One page about a run, ``dp-ema report``: errors, curves, parity, averages, times, data."""
 
 from __future__ import annotations
 
@@ -47,8 +45,8 @@ VALIDATION = "validation"
 TEST = "test"
 TRAINING = "training"
 KINDS = ("RMSE", "MAE")
-_DIGITS = 3
-_MAX_SHOWN = 2  # averages in the first table
+_DIGITS = 3  # significant ones of an error
+_MAX_SHOWN = 2  # averages in the first table, beside the live weights
 _MAX_GROUPS = 40  # rows of a table of systems or kinds of frames
 
 
@@ -86,8 +84,9 @@ def write_report(
     systems: Sequence[str] = (),
     title: str | None = None,
 ) -> list[str]:
-    """Write the page about a run, which may still be training or have been interrupted; return what
-    it lacks, and why.
+    """Write the page about a run and return what it lacks, and why.
+
+    The run may still be training, or have been interrupted.
 
     Args:
         run: its folder, of which the newest checkpoint counts, or a training checkpoint.
@@ -112,15 +111,15 @@ def write_report(
         page.title = title
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as scratch:
         body = "\n".join(page.parts(Path(scratch)))
-    # its style is for screens of any width and for paper; pictures are drawn once, and inverted in
-    # dark mode
+    # The template has the style, for screens of any width and for paper; pictures are drawn once,
+    # and inverted in dark mode.
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     with atomic_write(output) as part:
         part.write_text(template.substitute(title=escape(page.title), body=body), encoding="utf-8")
     if len(page.weights) > 2 and average is None:
-        others = ", ".join(page.weights[2:])
+        unshown = ", ".join(page.weights[2:])
         page.remarks.append(
-            f"Details are of the average {page.chosen}; --average shows another: {others}."
+            f"Details are of the average {page.chosen}; --average shows another: {unshown}."
         )
     return page.remarks
 
@@ -132,16 +131,21 @@ def _evaluate(
     num_frames: int,
     device: str | None,
 ) -> Iterator[Tested]:
-    """Yield the errors by task, weights and part of the data; arguments are those of
-    :func:`write_report`.
+    """Yield the errors by task, weights and part of the data.
+
+    Arguments are those of :func:`write_report`.
     """
+    # neighbors of a frame are searched once for all weights
     cache = PairCache()
-    for task, of_task in data.items():
-        valid, test = (
-            evenly_spaced(s, num_frames) if num_frames else s for s in (of_task.valid, of_task.test)
-        )
+    for task, parts in data.items():
+        valid = parts.valid
+        test = parts.test
+        if num_frames:
+            valid = evenly_spaced(valid, num_frames)
+            test = evenly_spaced(test, num_frames)
+        # as many training frames as validation frames: there may be millions
         number = sum(source.num_frames for source in valid) or num_frames
-        train = evenly_spaced(of_task.train, number) if number else of_task.train
+        train = evenly_spaced(parts.train, number) if number else parts.train
         for name in weights:
             loaded = load_model(file, average=None if name == LIVE else name, head=task or None)
             for part, sources in ((VALIDATION, valid), (TEST, test), (TRAINING, train)):
@@ -191,7 +195,8 @@ class _Page:
                 )
         self.file = file = checkpoint.resolve(run)
         if self.status is None:
-            with suppress(UserError):  # a checkpoint that lies elsewhere
+            # beside the file of a checkpoint is its run, unless it was copied to another place
+            with suppress(UserError):
                 self.status = RunStatus(file.parent)
         self.payload = payload = checkpoint.load(file)
         if payload["kind"] != "training":
@@ -200,10 +205,10 @@ class _Page:
                 "model.ckpt.pt."
             )
         weights = [LIVE, *payload.get("averages", {}).get("profiles", {})]
-        first = weights[min(1, len(weights) - 1)]
-        self.chosen = (
-            first if average is None else checkpoint.choose_profile(payload, file, average)
-        )
+        if average is None:  # the first average, or the live weights of a run without any
+            self.chosen = weights[min(1, len(weights) - 1)]
+        else:
+            self.chosen = checkpoint.choose_profile(payload, file, average)
         self.folder = self.status.folder if self.status is not None else file.parent
         self.title = self.folder.resolve().name
         self.config = saved_config(with_absolute_paths(payload["config"], self.folder), str(file))
@@ -213,25 +218,24 @@ class _Page:
             )
         model = next(iter(self.config.tasks.values())).model
         labels = model.fitting_net.labels
-        if ENERGY in labels:
+        if ENERGY in labels:  # errors of forces are weighted by it, where frames have it
             labels = (*labels, ATOM_PREF)
         test = open_labelled(systems, model, labels) if systems else []
         self.data: Mapping[str, TaskData] | None = None
-        self.tested, self.remarks = list[Tested](), list[str]()
+        self.tested = list[Tested]()
+        self.remarks = list[str]()
         try:
-            with suppress(DataError):  # of test data that were moved; their rows are in the run
+            # Test data that were moved are no reason to show nothing: the record of the run has
+            # their errors. The second call reads the other parts, or raises their errors.
+            with suppress(DataError):
                 self.data = open_split(self.config, with_test=not systems)
             self.data = self.data or open_split(self.config)
             self.data = {
-                name: of_task._replace(test=test or of_task.test)
-                for name, of_task in self.data.items()
+                name: parts._replace(test=test or parts.test) for name, parts in self.data.items()
             }
-            sources = [
-                source for of_task in self.data.values() for part in of_task for source in part
-            ]
-            self.base = os.path.commonpath(
-                [os.path.dirname(os.path.abspath(source.name)) for source in sources]
-            )
+            sources = [source for parts in self.data.values() for part in parts for source in part]
+            folders = [os.path.dirname(os.path.abspath(source.name)) for source in sources]
+            self.base = os.path.commonpath(folders)
             self.tested = list(_evaluate(file, self.data, weights, num_frames, device))
         except UserError as error:
             self.remarks.append(f"The errors of single frames are missing: {error.problems[0]}")
@@ -241,31 +245,38 @@ class _Page:
             )
         self.weights = sorted(weights, key=lambda name: (name != LIVE, name != self.chosen))
         self.shown: dict[tuple[str, str], list[Tested]] = {}
-        for one in sorted(self.tested, key=lambda one: self.weights.index(one.weights)):
-            if one.part != TRAINING or (self.data and not self.data[one.task].valid):
-                self.shown.setdefault((one.task, one.part), []).append(one)
+        for tested in sorted(self.tested, key=lambda tested: self.weights.index(tested.weights)):
+            # errors on training frames are small whatever the model is worth: they are shown where
+            # there are no better ones
+            if tested.part != TRAINING or (self.data and not self.data[tested.task].valid):
+                self.shown.setdefault((tested.task, tested.part), []).append(tested)
         self.details = [
-            one for of_part in self.shown.values() for one in of_part if one.weights == self.chosen
+            tested
+            for tests in self.shown.values()
+            for tested in tests
+            if tested.weights == self.chosen
         ]
 
     def parts(self, scratch: Path) -> Iterator[str]:
-        """Yield the parts of the page from top to bottom; pictures are made in the folder
-        ``scratch``.
+        """Yield the parts of the page from top to bottom.
+
+        Pictures are drawn in the folder ``scratch``.
         """
+        # a lead sentence, errors, and facts: what a reader who stops here has to know
         yield f"<header><h1>{escape(self.title)}</h1>"
         for name, task in self.config.tasks.items():
             label = task.model.fitting_net.labels[0].partition("[")[0]
             kind = "potential" if label == ENERGY else f"{label} model"
-            words = f"{kind} {task.model.descriptor.type} for {', '.join(task.model.type_map)}"
+            lead = f"{kind} {task.model.descriptor.type} for {', '.join(task.model.type_map)}"
             if self.data is not None:
                 valid = self.data[name].valid
-                words += f", trained on {_amount(self.data[name].train)}"
-                words += (
+                lead += f", trained on {_amount(self.data[name].train)}"
+                lead += (
                     f", validated on {_amount(valid)}" if valid else ", without validation frames"
                 )
-            yield _paragraph(
-                f"{name}: {words}." if name else f"{words[0].upper()}{words[1:]}.", "lead"
-            )
+            # not capitalize(), which changes the symbols of elements
+            lead = f"{name}: {lead}" if name else f"{lead[0].upper()}{lead[1:]}"
+            yield _paragraph(f"{lead}.", "lead")
         yield "".join(_paragraph(remark, "notice") for remark in self.remarks)
         yield from self._final_errors()
         yield _list(self._first_facts()) + "</header>"
@@ -273,11 +284,12 @@ class _Page:
         warnings = [(time[:19], text) for part in records for time, text in part.warnings]
         times = table_of_times(records)
         options = escape(as_text(self.payload["config"]))
+        # in the order of the page; a section without content has no heading
         sections = {
             "Learning curves": list(self._curves(scratch)),
             "Parity": list(self._parity(scratch)),
             "Errors in detail": list(self._details()),
-            "Worst frames": [part for one in self.details for part in self._worst(one)],
+            "Worst frames": [part for tested in self.details for part in self._worst(tested)],
             "Averages": list(self._averages()),
             "Time": [
                 _table(times)
@@ -325,53 +337,51 @@ class _Page:
             )
 
     def _final_errors(self) -> Iterator[str]:
-        """Yield a table of errors of live and averaged weights for each task and part of the
-        data.
-        """
+        """Yield a table of the errors of all weights for each task and part of the data."""
         display = self.payload["display"]
+        # errors of the model that the run began with, if it began with one
         before = nested(display["before"], tuple(self.config.tasks)) if "before" in display else {}
-        for (task, part), of_part in self.shown.items():
-            tested = [one for one in of_part if one.weights in self.weights[: 1 + _MAX_SHOWN]]
-            frames = len(tested[0].report.frames)
-            columns = [(one.weights, "" if one.weights == LIVE else "averaged") for one in tested]
-            errors = [one.report.total for one in tested]
+        for (task, part), every in self.shown.items():
+            tests = [tested for tested in every if tested.weights in self.weights[: 1 + _MAX_SHOWN]]
+            frames = len(tests[0].report.frames)
+            columns = [
+                Column(tested.weights, "" if tested.weights == LIVE else "averaged", "s")
+                for tested in tests
+            ]
+            errors = [tested.report.total for tested in tests]
             if task in before and part == VALIDATION:
                 first = Errors(before[task])
-                if first.summary()["num_frames"] == frames:  # not a part of them
-                    columns, errors = [("at the start", "loaded"), *columns], [first, *errors]
-            sizes = tested[0].report.labels
-            columns.append(("labels", "RMS"))
+                # errors are compared on the same frames, not with those of a sample
+                if first.summary()["num_frames"] == frames:
+                    columns.insert(0, Column("at the start", "loaded", "s"))
+                    errors.insert(0, first)
+            sizes = tests[0].report.labels
             rows = list[Sequence[Cell]]()
-            for q, kind in product(_quantities(tested), KINDS):
-                name = ", ".join(
-                    filter(None, (f"{METRICS[q].title} {kind}", METRICS[q].display_unit))
-                )
-                # energies have no zero
+            for q, kind in product(_quantities(tests), KINDS):
+                name = f"{METRICS[q].title} {kind}"
+                if METRICS[q].display_unit:
+                    name += f", {METRICS[q].display_unit}"
+                # the size of energies says nothing: their zero is arbitrary
                 size = _error(sizes, q, kind) if kind == "RMSE" and q not in "EQ" else ""
-                rows.append([name, *(_error(of, q, kind) for of in errors), size])
-            if "S" in _quantities(tested):
-                stresses = (GPA * of.metric("S:RMSE") for of in errors)
-                rows.append(
-                    ["Stress RMSE, GPa", *(significant(stress, _DIGITS) for stress in stresses), ""]
-                )
+                rows.append([name, *(_error(total, q, kind) for total in errors), size])
+            if "S" in _quantities(tests):
+                stresses = (significant(GPA * total.metric("S:RMSE"), _DIGITS) for total in errors)
+                rows.append(["Stress RMSE, GPa", *stresses, ""])
             title = (f"{task}: " if task else "") + counted(frames, f"{part} frame")
-            yield _table(
-                Table("", (Column(title), *(Column(*column, "s") for column in columns)), rows)
-            )
+            yield _table(Table("", (Column(title), *columns, Column("labels", "RMS", "s")), rows))
+        # without data there are the rows of the run itself
         if not self.tested and self.status is not None:
             for weights, row in self.status.validation.items():
                 yield _paragraph(
                     f"{weights}, validation of step {row['step']:,}: {describe_row(row)}"
                 )
-        if (
-            self.status is not None
-            and self.status.test
-            and not any(part == TEST for _, part in self.shown)
-        ):
-            test = self.status.test.items()
-            yield "<h3>Test data</h3>" + _list(
-                (n, f"step {row['step']:,.0f}: {describe_row(row)}") for n, row in test
-            )
+        has_test = any(part == TEST for _, part in self.shown)
+        if self.status is not None and self.status.test and not has_test:
+            pairs = [
+                (weights, f"step {row['step']:,.0f}: {describe_row(row)}")
+                for weights, row in self.status.test.items()
+            ]
+            yield "<h3>Test data</h3>" + _list(pairs)
         yield (
             "<p class=soft>Errors per atom and per component: <a "
             'href="#definitions">definitions</a>.</p>'
@@ -384,94 +394,93 @@ class _Page:
             yield _paragraph("No rows were written yet.")
             return
         for task in self.config.tasks:
-            if of_task := [curve for curve in curves if curve.task == task]:
-                tested = self.shown.get((task, VALIDATION), ())
-                frames = [
-                    frame for one in tested for frame in one.report.frames if VIRIAL in frame.label
-                ]
-                volumes = [(frame.volume or math.inf) / frame.num_atoms for frame in frames]
-                volumes += [math.inf] * (
-                    not any("S_RMSE(" in name for c in of_task for name in c.columns)
-                )
-                # of frames of like volumes errors of virials are those of stresses times the mean
-                volume = (
-                    sum(volumes) / len(volumes)
-                    if volumes and max(volumes) < 1.2 * min(volumes)
-                    else 0.0
-                )
-                figures, keys = curve_figures(of_task, Path(tempfile.mkdtemp(dir=scratch)), volume)
-                yield (f"<h3>{escape(task)}</h3>" if task else "") + _keys(keys) + _figures(figures)
-                if volume:
-                    shown = significant(volume, 4)
-                    yield _paragraph(
-                        f"Virial: errors of stresses times the mean volume, {shown} Å³/atom.",
-                        "soft",
-                    )
+            task_curves = [curve for curve in curves if curve.task == task]
+            if not task_curves:
+                continue
+            # Batches have errors of virials, val.log those of stresses. Where all frames have like
+            # volumes, the errors of stresses times the mean volume are those of virials, and one
+            # panel has both. A volume of 0: it has not.
+            frames = [
+                frame
+                for tested in self.shown.get((task, VALIDATION), ())
+                for frame in tested.report.frames
+                if VIRIAL in frame.label
+            ]
+            volumes = [(frame.volume or math.inf) / frame.num_atoms for frame in frames]
+            has_stresses = any("S_RMSE(" in name for curve in task_curves for name in curve.columns)
+            volume = 0.0
+            if has_stresses and volumes and max(volumes) < 1.2 * min(volumes):
+                volume = sum(volumes) / len(volumes)
+            figures, keys = curve_figures(task_curves, Path(tempfile.mkdtemp(dir=scratch)), volume)
+            yield (f"<h3>{escape(task)}</h3>" if task else "") + _keys(keys) + _figures(figures)
+            if volume:
+                shown = significant(volume, 4)
+                note = f"Virial: errors of stresses times the mean volume, {shown} Å³/atom."
+                yield _paragraph(note, "soft")
 
     def _parity(self, scratch: Path) -> Iterator[str]:
-        for one in self.details:
-            figures = parity_figures(one.report.pairs(), Path(tempfile.mkdtemp(dir=scratch)))
-            yield _paragraph(one.describe()) + _figures(figures)
+        for tested in self.details:
+            figures = parity_figures(tested.report.pairs(), Path(tempfile.mkdtemp(dir=scratch)))
+            yield _paragraph(tested.describe()) + _figures(figures)
         if self.tested:
-            words = "Where dots would hide each other, the color shows their number."
-            yield _paragraph(words, "soft")
+            note = "Where dots would hide each other, the color shows their number."
+            yield _paragraph(note, "soft")
 
     def _details(self) -> Iterator[str]:
-        """Yield errors of all weights, then by element, system, composition and kind of
-        calculation.
-        """
+        """Yield errors of all weights, then errors by element, system, composition and kind."""
         if self.tested:
             rows = {
-                f"{one.task} {one.weights}, {one.part}".strip(): one.report.total
-                for one in self.tested
+                f"{tested.task} {tested.weights}, {tested.part}".strip(): tested.report.total
+                for tested in self.tested
             }
             yield _table(_table_of_errors("", "weights, frames", rows, _quantities(self.tested)))
-        for one in self.details:
-            report, quantities = one.report, _quantities([one])
-            yield _paragraph(one.describe())
+        for tested in self.details:
+            report = tested.report
+            quantities = _quantities([tested])
+            yield _paragraph(tested.describe())
             if elements := report.by_element:
                 yield _table(
                     _table_of_errors("forces by element", "element", elements, "F", "atoms")
                 )
             systems = {
-                os.path.relpath(name, self.base): of for name, of in report.by_system.items()
+                os.path.relpath(name, self.base): errors
+                for name, errors in report.by_system.items()
             }
             groups = {
                 "system": systems,
                 "composition": report.by_composition,
                 "kind of calculation": report.by_kind,
             }
-            for name, of_groups in groups.items():
-                if len(of_groups) > 1:
-                    more = (
-                        f" (the first {_MAX_GROUPS} of {len(of_groups)})"
-                        if len(of_groups) > _MAX_GROUPS
-                        else ""
-                    )
-                    title = f"by {name}{more}" + (f", in {self.base}" if name == "system" else "")
-                    first = dict(list(of_groups.items())[:_MAX_GROUPS])
-                    yield _table(_table_of_errors(title, name, first, quantities), long=("system",))
+            for name, errors_by_group in groups.items():
+                if (
+                    len(errors_by_group) < 2
+                ):  # one group is all frames, which have their errors above
+                    continue
+                title = f"by {name}"
+                if len(errors_by_group) > _MAX_GROUPS:
+                    title += f" (the first {_MAX_GROUPS} of {len(errors_by_group)})"
+                if name == "system":
+                    title += f", in {self.base}"
+                first = dict(list(errors_by_group.items())[:_MAX_GROUPS])
+                yield _table(_table_of_errors(title, name, first, quantities), long=("system",))
 
-    def _worst(self, one: Tested) -> Iterator[str]:
-        """Yield the frames of largest force error, or energy error without forces, and where they
-        are.
+    def _worst(self, tested: Tested) -> Iterator[str]:
+        """Yield the frames of largest force error, and where they are.
+
+        Without forces they are ranked by the first quantity that is predicted.
         """
-        quantities = _quantities([one])
+        report = tested.report
+        quantities = _quantities([tested])
         first = "F" if "F" in quantities else quantities[:1] or "E"
         by = METRICS[first].title.lower()
         rows = list[Sequence[Cell]]()
-        for frame in worst_frames(one.report.frames, f"{first}:RMSE", WORST):
-            place = one.report.systems[frame.source[0]].where(frame.source[1])
+        for frame in worst_frames(report.frames, f"{first}:RMSE", WORST):
+            # a frame of a system is one of a file, in which a person looks for it
+            place = report.systems[frame.source[0]].where(frame.source[1])
             errors = [_error(frame.errors, q, "RMSE") for q in quantities]
+            composition = describe_composition(frame.atom_type, report.type_map)
             file = os.path.relpath(place.file, self.base)
-            rows.append(
-                (
-                    str(place.frame),
-                    *errors,
-                    describe_composition(frame.atom_type, one.report.type_map),
-                    file,
-                )
-            )
+            rows.append((str(place.frame), *errors, composition, file))
         columns = [
             Column(f"{METRICS[q].title} RMSE", METRICS[q].display_unit, "s") for q in quantities
         ]
@@ -479,16 +488,12 @@ class _Page:
             f"the {len(rows)} frames of largest {by} error; frames of a file count from 0; files "
             f"in {self.base}"
         )
-        yield _paragraph(one.describe())
-        table = Table(
-            title, (Column("frame", "", "s"), *columns, Column("composition"), Column("file")), rows
-        )
-        yield _table(table, long=("file",))
+        yield _paragraph(tested.describe())
+        columns = [Column("frame", "", "s"), *columns, Column("composition"), Column("file")]
+        yield _table(Table(title, columns, rows), long=("file",))
 
     def _averages(self) -> Iterator[str]:
-        """Yield settings, updates and mean age of each average, and their relative distances from
-        the live weights.
-        """
+        """Yield settings and age of each average, and its distance from the live weights."""
         averages = self.payload.get("averages", {}).get("profiles", {})
         if not averages:
             return
@@ -497,59 +502,60 @@ class _Page:
         for name, state in averages.items():
             age = state["mean_age"] if state["updates"] > 0 else None
             rows.append((name, settings.get(name, ""), max(0, state["updates"]), age))
-        columns = (Column("average"), Column("settings"), Column("updates", "", ",.0f"))
-        yield _table(
-            Table("", (*columns, Column("mean age", "steps", ",.1f")), rows), long=("settings",)
-        )
+        columns = [Column("average"), Column("settings"), Column("updates", "", ",.0f")]
+        columns.append(Column("mean age", "steps", ",.1f"))
+        yield _table(Table("", columns, rows), long=("settings",))
         yield "<h3>Deviation from the live weights</h3>"
-        live, tasks = self.payload["model"], self.payload["config"]["model"].get("model_dict", {})
-        # of tensors that tasks share, one
-        names = {
-            (t.data_ptr(), t.shape) if t.numel() else name: name
-            for name, t in reversed(list(live.items()))
+        live = self.payload["model"]
+        tasks = self.payload["config"]["model"].get("model_dict", {})
+        # A tensor that tasks share has a name for each task and counts once, by the first name;
+        # tensors are shared if they have one address. Empty tensors have none.
+        first_names = {
+            (tensor.data_ptr(), tensor.shape) if tensor.numel() else name: name
+            for name, tensor in reversed(list(live.items()))
         }
+        distinct_names = set(first_names.values())
+        # by the first component of the name, after the task: descriptor, fitting_net, ...
         parts: dict[str, list[str]] = {}
-        for name in (name for name in live if name in set(names.values())):
-            if any(name in state["weights"] for state in averages.values()):
-                task, _, rest = (
-                    name.partition(".") if name.partition(".")[0] in tasks else ("", "", name)
-                )
-                parts.setdefault(f"{task} {rest.partition('.')[0]}".strip(), []).append(name)
+        for name in live:
+            is_averaged = any(name in state["weights"] for state in averages.values())
+            if name in distinct_names and is_averaged:
+                components = name.split(".")
+                is_of_task = components[0] in tasks
+                part = " ".join(components[: 2 if is_of_task else 1])
+                parts.setdefault(part, []).append(name)
         if len(parts) > 1:
             parts["all trained numbers"] = [name for part in parts.values() for name in part]
         rows = []
         for part, members in parts.items():
             distances = []
             for state in averages.values():
-                pairs = [
-                    (live[name].double(), state["weights"][name])
-                    for name in members
-                    if name in state["weights"]
-                ]
-                apart = sum(
-                    float((average.double() - of_live).square().sum()) for of_live, average in pairs
-                )
-                size = sum(float(of_live.square().sum()) for of_live, _ in pairs)
-                distances.append(significant(100 * (apart / size) ** 0.5 if size else 0.0, _DIGITS))
+                # the norm of the difference of all numbers over that of the live ones
+                difference = size = 0.0
+                for name in members:
+                    if name in state["weights"]:
+                        live_tensor = live[name].double()
+                        average_tensor = state["weights"][name].double()
+                        difference += float((average_tensor - live_tensor).square().sum())
+                        size += float(live_tensor.square().sum())
+                percent = 100 * (difference / size) ** 0.5 if size else 0.0
+                distances.append(significant(percent, _DIGITS))
             rows.append((part, sum(live[name].numel() for name in members), *distances))
-        columns_of_averages = [Column(name, "%", "s") for name in averages]
-        heads = (Column("part of the model"), Column("numbers", "", ",.0f"), *columns_of_averages)
-        yield _table(Table("", heads, rows))
+        columns = [Column("part of the model"), Column("numbers", "", ",.0f")]
+        columns += [Column(name, "%", "s") for name in averages]
+        yield _table(Table("", columns, rows))
 
     def _programs(self, records: Sequence[Part]) -> Iterator[tuple[str, str]]:
-        """Yield names and texts of programs, machine and dates, of each part of a run that
-        differ.
-        """
+        """Yield names and texts of programs, machine and dates of each part of a run."""
         yield "checkpoint", f"written by dp-ema {self.payload['version']}"
         before = Part()
         for part in records:
             more = f", from step {part.first_step:,}" if part.first_step else ""
             yield "command", f"{part.command}, {part.began[:19]} to {part.updated[:19]}{more}"
+            # a restart with the same programs on the same machine repeats nothing
             if (part.programs, part.machine) != (before.programs, before.machine):
-                yield (
-                    "programs",
-                    ", ".join(f"{name} {version}" for name, version in part.programs.items()),
-                )
+                programs = (f"{name} {version}" for name, version in part.programs.items())
+                yield "programs", ", ".join(programs)
                 ranks = f", {counted(part.ranks, 'rank')}" if part.ranks > 1 else ""
                 yield "machine", f"{part.machine}; {part.device}{ranks}"
             before = part
@@ -558,8 +564,8 @@ class _Page:
 def _table_of_data(data: Mapping[str, TaskData]) -> Table:
     """Return systems, frames and atoms of each part of the data."""
     rows = list[Sequence[Cell]]()
-    for task, of_task in data.items():
-        for part, sources in zip((TRAINING, VALIDATION, TEST), of_task):
+    for task, parts in data.items():
+        for part, sources in zip((TRAINING, VALIDATION, TEST), parts):
             if sources:
                 low = min(int(source.frame_sizes.min()) for source in sources)
                 high = max(int(source.frame_sizes.max()) for source in sources)
@@ -573,8 +579,9 @@ def _table_of_data(data: Mapping[str, TaskData]) -> Table:
 def _table_of_errors(
     title: str, first: str, errors: Mapping[str, Errors], quantities: str, counts: str = "frames"
 ) -> Table:
-    """Return a row for each entry of ``errors``, with the number of frames or atoms and both errors
-    per quantity.
+    """Return a table of errors of every quantity, with a row for each entry of ``errors``.
+
+    The second column is the number of frames, or that of atoms.
     """
     columns = [Column(first), Column(counts, "", ",.0f")]
     columns += [
@@ -582,22 +589,17 @@ def _table_of_errors(
         for q in quantities
         for k in KINDS
     ]
-    rows: list[Sequence[Cell]] = [
-        (
-            name,
-            of.summary()[f"num_{counts}"],
-            *(_error(of, q, kind) for q in quantities for kind in KINDS),
-        )
-        for name, of in errors.items()
-    ]
+    rows = list[Sequence[Cell]]()
+    for name, total in errors.items():
+        cells = [_error(total, q, kind) for q in quantities for kind in KINDS]
+        rows.append((name, total.summary()[f"num_{counts}"], *cells))
     return Table(title, columns, rows)
 
 
 def _quantities(tested: Sequence[Tested]) -> str:
     """Return the letters of the quantities that some frame has a label of."""
-    return "".join(
-        q for q in METRICS if any(_error(one.report.total, q, "RMSE") != "–" for one in tested)
-    )
+    totals = [test.report.total for test in tested]
+    return "".join(q for q in METRICS if any(_error(total, q, "RMSE") != "–" for total in totals))
 
 
 def _error(errors: Errors, quantity: str, kind: str) -> str:
@@ -615,10 +617,9 @@ def _paragraph(text: str, kind: str = "") -> str:
 
 
 def _list(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return a list of names and texts; names without a text are left out, and a name is not
-    repeated.
-    """
-    items, last = [], ""
+    """Return a list of names and texts, without names that have no text or that are repeated."""
+    items = []
+    last = ""
     for name, text in pairs:
         if text:
             items.append(f"<dt>{escape(name) if name != last else ''}</dt><dd>{escape(text)}</dd>")
@@ -627,26 +628,18 @@ def _list(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def _table(table: Table, long: Sequence[str] = ()) -> str:
-    """Return a table; columns of text are set to the left, and those named in ``long`` may be
-    wrapped.
-    """
+    """Return a table; columns of text are set to the left, and those in ``long`` may be wrapped."""
     html = f"<caption>{escape(table.title)}</caption><tr>" if table.title else "<tr>"
     for column in table.columns:
-        kind, unit = (
-            "" if column.spec else " class=text",
-            f"<br><small>{escape(column.unit)}</small>",
-        )
-        html += f"<th{kind}>{escape(column.name)}{unit * bool(column.unit)}</th>"
+        kind = "" if column.spec else " class=text"
+        unit = f"<br><small>{escape(column.unit)}</small>" if column.unit else ""
+        html += f"<th{kind}>{escape(column.name)}{unit}</th>"
     for cells in table.texts():
         html += "</tr>\n<tr>"
         for column, cell in zip(table.columns, cells):
-            kind = (
-                " class='text long'"
-                if column.name in long
-                else ""
-                if column.spec
-                else " class=text"
-            )
+            kind = "" if column.spec else " class=text"
+            if column.name in long:
+                kind = " class='text long'"
             html += f"<td{kind}>{escape(cell)}</td>"
     return f"<div class=wide><table>{html}</tr></table></div>"
 
@@ -654,10 +647,11 @@ def _table(table: Table, long: Sequence[str] = ()) -> str:
 def _figures(figures: Sequence[Figure]) -> str:
     """Return pictures side by side as far as there is room, with their content in the page."""
     html = ""
-    for file, words in figures:
+    # one file without links can be sent and archived; a reader of the screen gets the text
+    for file, alternative in figures:
         kind = {".svg": "svg+xml", ".png": "png"}[file.suffix]
         data = base64.b64encode(file.read_bytes()).decode()
-        html += f'<img alt="{escape(words)}" src="data:image/{kind};base64,{data}">'
+        html += f'<img alt="{escape(alternative)}" src="data:image/{kind};base64,{data}">'
     return f"<div class=figures>{html}</div>"
 
 
@@ -665,10 +659,8 @@ def _keys(keys: Sequence[Key]) -> str:
     """Return the meaning of the lines of the pictures."""
     html = ""
     for label, color, width in keys:
-        line = (
-            f'<i style="border-top: {max(1.5, 1.5 * width):.1f}px solid {color}"></i>'
-            if width
-            else "<i>★</i>"
-        )
+        line = "<i>★</i>"
+        if width:  # points to pixels, and at least as thick as is seen
+            line = f'<i style="border-top: {max(1.5, 1.5 * width):.1f}px solid {color}"></i>'
         html += f"<li>{line}{escape(label)}</li>"
     return f"<ul class=keys>{html}</ul>"
