@@ -1,6 +1,4 @@
-"""Figures: learning curves of one or several runs, errors over widths of averages, predictions
-against labels.
-"""
+"""Figures: learning curves of runs, errors over widths of averages, predictions against labels."""
 
 from __future__ import annotations
 
@@ -21,21 +19,21 @@ from deepmd_ema.report.table import CURVE_NAMES, significant
 from deepmd_ema.utils import LIVE
 
 # blue for the live weights and orange for averaged ones, everywhere; the palette of Okabe and Ito
-LIVE_COLOR, AVERAGE_COLOR, TRAIN_COLOR = "#0072B2", "#E69F00", "#9aa5b1"
+LIVE_COLOR = "#0072B2"
+AVERAGE_COLOR = "#E69F00"
+TRAIN_COLOR = "#9aa5b1"
 LIVE_BATCHES = "#74aed3"  # a light LIVE_COLOR
 RUN_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 OTHER_COLORS = tuple(color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR))
 LINES = ("-", "--", ":", "-.")
-TRAIN_LEVEL = 2  # lines of training batches lie below all others
-MAX_DOTS = 5_000  # beyond it a density says more than dots
+TRAIN_LEVEL = 2  # z-order; lines of training batches lie below all other lines
+MAX_DOTS = 5_000  # more dots would hide each other: a density is drawn in their place
 MAX_POINTS = 1_500  # of an SVG: more make it larger than a PNG
 MAX_MARKED_AVERAGES = 2  # averages whose rows are marked by dots; more lines would hide each other
 KEPT = "kept as best"
 NORMAL, SMALL = 11.0, 9.5  # points; legends and the errors below a panel are small
-PANEL = (
-    3.7,
-    2.9,
-)  # inches; small, so that the type is still read where a figure is scaled to one column of a page
+# inches; small, so that the type is still read where a figure is scaled to one column of a page
+PANEL = (3.7, 2.9)
 INK = "#28323c"
 STYLE = Path(__file__).with_name("plots.mplstyle")
 
@@ -77,17 +75,15 @@ class Figure(NamedTuple):
 
     Attributes:
         file: SVG where it has few points, else PNG.
-        words: what it shows, for those who do not see it.
+        description: of what it shows, for readers who do not see it.
     """
 
     file: Path
-    words: str
+    description: str
 
 
 class Key(NamedTuple):
-    """The meaning of a kind of line in all figures; a width of 0 is that of a star in place of a
-    line.
-    """
+    """The meaning of a kind of line in all figures; a width of 0: it is a star."""
 
     label: str
     color: str
@@ -113,8 +109,9 @@ class _Style(NamedTuple):
 
 
 class CurvePlot:
-    """Learning curves, panel by panel: in one run each set of weights has its color, of several
-    runs each run has.
+    """Learning curves, panel by panel.
+
+    In one run each set of weights has its color; of several runs, each run has.
 
     Args:
         curves: of one or several runs and tasks.
@@ -126,77 +123,72 @@ class CurvePlot:
 
     def __init__(self, curves: Sequence[Curve]) -> None:
         self.curves = curves
-        self.panels = [p for p in QUANTITIES.values() if any(_series(c, p) for c in curves)] or [
-            LOSS
-        ]
-        self.panels += [RATE] * any("lr" in c.columns for c in curves)
-        first, last = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
+        # a file without errors of any quantity has the loss alone
+        self.panels = [
+            panel for panel in QUANTITIES.values() if any(_series(curve, panel) for curve in curves)
+        ] or [LOSS]
+        if any("lr" in curve.columns for curve in curves):
+            self.panels.append(RATE)
+        # limits of the axes of steps, linear and logarithmic
+        first = min(curve.steps[0] for curve in curves)
+        last = max(curve.steps[-1] for curve in curves)
         margin = 0.03 * (last - first) or 1
-        self.ends, self.log_ends = (
-            (first - margin, last + margin),
-            (0.9 * max(1, first), 1.1 * last),
-        )
+        self.ends = (first - margin, last + margin)
+        self.log_ends = (0.9 * max(1, first), 1.1 * last)
         groups = list(dict.fromkeys((c.path.parent, c.task) for c in curves))  # each has a color
         folders = list(dict.fromkeys(folder for folder, _ in groups))
+        self.has_several = len(groups) > 1
+        self._has_several_runs = len(folders) > 1
+        # a run is called by the name of its folder, or by the path if names are the same
         names = [folder.resolve().name for folder in folders]
-        titles = (
-            {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)}
-            if len(folders) > 1
-            else {}
-        )
-        self.has_several, self._has_several_runs = len(groups) > 1, len(folders) > 1
+        titles = {}
+        if self._has_several_runs:
+            for folder, name in zip(folders, names):
+                titles[folder] = name if names.count(name) == 1 else str(folder)
         # the average called ema comes first, so that it has its color whatever is beside it
         averages = sorted(
             dict.fromkeys(c.weights for c in curves if c.weights != LIVE),
             key=lambda name: name != "ema",
         )
-        colors, marker = (
-            (AVERAGE_COLOR, *OTHER_COLORS),
-            "o" if len(averages) <= MAX_MARKED_AVERAGES else "",
-        )
+        names_of_weights = [LIVE, *averages]
+        colors = (AVERAGE_COLOR, *OTHER_COLORS)
+        marker = "o" if len(averages) <= MAX_MARKED_AVERAGES else ""
         self.styles: dict[tuple[Path, str], _Style] = {}
         for curve in curves:
-            is_live, folder = curve.weights == LIVE, curve.path.parent
-            words, place = (
-                ("live weights", 0)
-                if is_live
-                else (curve.weights, 1 + averages.index(curve.weights))
-            )
+            folder = curve.path.parent
+            index = names_of_weights.index(curve.weights)  # 0: live
+            label = curve.weights if index else "live weights"
             if self.has_several:
                 color = RUN_COLORS[groups.index((folder, curve.task)) % len(RUN_COLORS)]
-                title = (
-                    ", ".join(filter(None, (titles.get(folder, ""), curve.task)))
-                    or folder.resolve().name
-                )
-                style = _Style(color, LINES[place % len(LINES)], title, words)
+                title = ", ".join(filter(None, (titles.get(folder, ""), curve.task)))
+                title = title or folder.resolve().name
+                style = _Style(color, LINES[index % len(LINES)], title, label)
             else:
-                color = LIVE_COLOR if is_live else colors[(place - 1) % len(colors)]
-                style = _Style(color, "-", "", words, marker)
+                color = colors[(index - 1) % len(colors)] if index else LIVE_COLOR
+                style = _Style(color, "-", "", label, marker)
             self.styles[curve.path, curve.task] = style
 
     def draw(self, axis: Any, panel: Panel, log_steps: bool = False) -> None:
-        """Draw one quantity of all curves; of several runs errors on single batches only where
-        there are no better.
+        """Draw one quantity of all curves.
+
+        Of several runs, errors on single batches are drawn only where there are no better ones.
         """
         validated = {
-            (c.path.parent, c.task)
-            for c in self.curves
-            if c.kind == VALIDATION and _series(c, panel)
+            (curve.path.parent, curve.task)
+            for curve in self.curves
+            if curve.kind == VALIDATION and _series(curve, panel)
         }
         for curve in self.curves:
-            style, series = self.styles[curve.path, curve.task], _series(curve, panel)
-            if (
-                self.has_several
-                and curve.kind == LCURVE
-                and (curve.path.parent, curve.task) in validated
-            ):
+            style = self.styles[curve.path, curve.task]
+            series = _series(curve, panel)
+            is_of_batches = curve.kind == LCURVE
+            if self.has_several and is_of_batches and (curve.path.parent, curve.task) in validated:
                 continue
             if panel is RATE:
                 for _, rate in series:
                     color = style.color if self._has_several_runs else INK
-                    axis.plot(
-                        curve.steps[rate > 0], rate[rate > 0], color=color, lw=1.6
-                    )  # a warm-up begins at 0
+                    # a warm-up begins at 0, which the logarithmic axis does not have
+                    axis.plot(curve.steps[rate > 0], rate[rate > 0], color=color, lw=1.6)
             elif curve.kind == VALIDATION:
                 for _, values in series:
                     axis.plot(
@@ -210,20 +202,22 @@ class CurvePlot:
                         zorder=4,
                         label=f"validation set, {style.weights}",
                     )
-                    kept = np.isin(curve.steps, list(curve.best_steps)[-1:])
+                    # a star at the step of the best file, the last one that was written
+                    is_best = np.isin(curve.steps, list(curve.best_steps)[-1:])
                     axis.plot(
-                        curve.steps[kept],
-                        values[kept],
+                        curve.steps[is_best],
+                        values[is_best],
                         "*",
                         color=style.color,
                         ms=13,
                         mec="white",
                         mew=0.8,
                         zorder=5,
-                        label=KEPT if kept.any() else None,
+                        label=KEPT if is_best.any() else None,
                     )
-            elif style.run:  # faint lines, and their running mean
-                for _, values in [one for one in series if "_val" in one[0]] or series:
+            elif style.run:  # several runs: faint lines, and their running mean
+                # batches of validation data if there are any
+                for _, values in [column for column in series if "_val" in column[0]] or series:
                     shown = panel.factor * values
                     axis.plot(
                         curve.steps, shown, color=style.color, lw=0.7, alpha=0.2, zorder=TRAIN_LEVEL
@@ -238,16 +232,16 @@ class CurvePlot:
                     )
             else:
                 for name, values in series:
-                    train = name.startswith(f"{panel.batch}_trn")
-                    # where nothing is validated, there is nothing that a line would hide
-                    width, alpha = (0.9, 0.45 if train else 0.8) if validated else (1.4, 0.9)
-                    color = (
-                        style.color
-                        if curve.weights != LIVE
-                        else TRAIN_COLOR
-                        if train
-                        else LIVE_BATCHES
-                    )
+                    is_train = name.startswith(f"{panel.batch}_trn")
+                    kind = "training batch" if is_train else "validation batches"
+                    # thin and faint, so that lines of the validation set are seen, if there are any
+                    width = 0.9 if validated else 1.4
+                    alpha = 0.9
+                    if validated:
+                        alpha = 0.45 if is_train else 0.8
+                    color = TRAIN_COLOR if is_train else LIVE_BATCHES
+                    if curve.weights != LIVE:
+                        color = style.color
                     axis.plot(
                         curve.steps,
                         panel.factor * values,
@@ -255,9 +249,8 @@ class CurvePlot:
                         lw=width,
                         ls=style.line,
                         alpha=alpha,
-                        zorder=TRAIN_LEVEL + (not train),
-                        label=f"{'training batch' if train else 'validation batches'}, "
-                        f"{style.weights}",
+                        zorder=TRAIN_LEVEL + (not is_train),
+                        label=f"{kind}, {style.weights}",
                     )
         axis.set(title=panel.title, xlabel="Optimizer step", ylabel=panel.label, yscale="log")
         axis.set(
@@ -267,27 +260,28 @@ class CurvePlot:
 
 
 def _series(curve: Curve, panel: Panel) -> list[tuple[str, Array]]:
-    """Return name and values of the columns that a panel shows, of every task, without those that
-    are all nan.
-    """
+    """Return name and values of the columns that a panel shows, without those that are all nan."""
     starts = (f"{panel.batch}_trn", f"{panel.batch}_val")
     is_full = curve.kind == VALIDATION
-    names = [
-        n
-        for n in curve.columns
-        if (n == panel.full if is_full else n == panel.batch or n.startswith(starts))
-    ]
-    return [(n, curve.columns[n]) for n in names if np.isfinite(curve.columns[n]).any()]
+    series = []
+    for name, values in curve.columns.items():
+        # a learning curve has a column for each task, whose name is after _trn or _val
+        is_batch = name == panel.batch or name.startswith(starts)
+        if (name == panel.full if is_full else is_batch) and np.isfinite(values).any():
+            series.append((name, values))
+    return series
 
 
 def _running_mean(values: Array) -> Array:
-    """Return the geometric mean over a twentieth of the rows around each; rows without a number are
-    left out.
+    """Return the geometric mean over a twentieth of the rows around each.
+
+    Rows without a number are left out.
     """
-    known = np.isfinite(values) & (values > 0)
+    has_number = np.isfinite(values) & (values > 0)
     window = np.ones(max(1, len(values) // 20))
-    sums = np.convolve(np.log(np.where(known, values, 1.0)), window, mode="same")
-    numbers = np.convolve(known.astype(float), window, mode="same")
+    # the logarithm of 1 adds nothing to the sum
+    sums = np.convolve(np.log(np.where(has_number, values, 1.0)), window, mode="same")
+    numbers = np.convolve(has_number.astype(float), window, mode="same")
     return np.where(numbers > 0, np.exp(sums / np.maximum(numbers, 1)), np.nan)
 
 
@@ -315,9 +309,8 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
             f"{first_few([str(file) for file in files])}: nothing to draw, no number of an error "
             "is finite."
         )
-    keys: dict[
-        str, Any
-    ] = {}  # of several runs: the color of each run, the dashes of each set of weights
+    # the legend of several runs: the color of each run, the dashes of each set of weights
+    keys: dict[str, Any] = {}
     if plot.has_several:
         styles = plot.styles.values()
         keys = {s.run: Line2D([], [], color=s.color, lw=2.0) for s in styles}
@@ -342,9 +335,12 @@ def curve_figures(
             ``val.log`` are drawn as errors of virials, which are larger by this factor. 0: as they
             are.
     """
-    for curve in curves if volume else ():
-        if (stress := curve.columns.pop(QUANTITIES["S"].full, None)) is not None:
-            curve.columns[QUANTITIES["V"].full] = volume * stress
+    if volume:
+        for curve in curves:
+            # meV/angstrom^3 times angstrom^3 per atom
+            stress = curve.columns.pop(QUANTITIES["S"].full, None)
+            if stress is not None:
+                curve.columns[QUANTITIES["V"].full] = volume * stress
     plot = CurvePlot(curves)
     figures = list[Figure]()
     keys = dict[str, Key]()
@@ -355,26 +351,28 @@ def curve_figures(
             plot.draw(axis, panel)
             for handle, label in zip(*axis.get_legend_handles_labels()):
                 keys[label] = Key(label, handle.get_color(), handle.get_linewidth())
-        words = f"{panel.title} over steps"
+        description = f"{panel.title} over steps"
         if panel is not RATE:
             last = [
-                f"{c.weights} {significant(float(values[-1]), 3)} {panel.unit} at the end"
-                for c in curves
-                for _, values in _series(c, panel)
-                if c.kind == VALIDATION
+                f"{curve.weights} {significant(float(values[-1]), 3)} {panel.unit} at the end"
+                for curve in curves
+                if curve.kind == VALIDATION
+                for _, values in _series(curve, panel)
             ]
-            words += f": {'; '.join(last) or 'of single batches'}"
-        figures.append(Figure(file, words))
-    star = [Key("step of the best file", INK, 0.0)] * (keys.pop(KEPT, None) is not None)
-    # what matters most first
-    return figures, sorted(keys.values(), key=lambda key: -key.width) + star
+            description += f": {'; '.join(last) or 'of single batches'}"
+        figures.append(Figure(file, description))
+    # thick lines matter most and come first; the stars of all colors are one key
+    has_star = keys.pop(KEPT, None) is not None
+    sorted_keys = sorted(keys.values(), key=lambda key: -key.width)
+    if has_star:
+        sorted_keys.append(Key("step of the best file", INK, 0.0))
+    return figures, sorted_keys
 
 
 def plot_parity(
     pairs: Mapping[str, tuple[Array, Array, str]], output: str | Path, title: str
 ) -> Path:
-    """Draw predictions against labels, and below them how the errors are distributed; return the
-    path of the figure.
+    """Draw predictions against labels and the distribution of the errors; return the path.
 
     Args:
         pairs: quantity to (labels, predictions, unit); arrays of one shape.
@@ -407,27 +405,28 @@ def parity_figures(pairs: Mapping[str, tuple[Array, Array, str]], folder: Path) 
             _draw_parity(axes[0], axes[1], name, label, predicted, unit)
         factor, small = _unit_of_errors(unit)
         error = significant(factor * float(np.abs(predicted - label).mean()), 3)
-        words = f"{name}: predictions against {label.size:,} reference values"
-        words += ", density of points" if label.size > MAX_DOTS else ""
-        figures.append(Figure(file, f"{words}; mean absolute error {error} {small}"))
+        points = f"{label.size:,} reference values"
+        if label.size > MAX_DOTS:
+            points += ", density of points"
+        description = f"{name}: predictions against {points}; mean absolute error {error} {small}"
+        figures.append(Figure(file, description))
     return figures
 
 
 def _unit_of_errors(unit: str) -> tuple[float, str]:
-    """Return factor and unit in which errors are shown, a thousandth of those of energies and
-    dipoles.
-    """
+    """Return factor and unit in which errors are shown: thousandths of units that begin with e."""
     return (1000.0, f"m{unit}") if unit.startswith("e") else (1.0, unit)
 
 
 def _draw_parity(
     axis: Any, below: Any, name: str, label: Array, predicted: Array, unit: str
 ) -> None:
-    """Draw predictions against labels; where dots would hide each other, their number in each
-    place.
-    """
-    label, predicted = np.ravel(label), np.ravel(predicted)
-    low, high = min(label.min(), predicted.min()), max(label.max(), predicted.max())
+    """Draw predictions against labels, and the distribution of the errors below them."""
+    label = np.ravel(label)
+    predicted = np.ravel(predicted)
+    # both axes have the same limits; equal values have some room as well
+    low = min(label.min(), predicted.min())
+    high = max(label.max(), predicted.max())
     margin = 0.04 * (high - low) or 1e-3 * max(1.0, abs(high))
     ends = (low - margin, high + margin)
     axis.plot(ends, ends, color=INK, lw=0.9, zorder=3)
@@ -459,13 +458,13 @@ def _draw_parity(
     axis.set_box_aspect(1)
     axis.ticklabel_format(useOffset=False)
     axis.locator_params(nbins=4)
-    # below it the distribution of the errors
+    # below it the distribution of the errors; those beyond four RMSEs are in the last bins
     factor, small = _unit_of_errors(unit)
     error = factor * (predicted - label)
-    mae, rmse = np.abs(error).mean(), np.sqrt(np.square(error).mean())
-    mean = (
-        error.mean() if abs(error.mean()) > 1e-2 * rmse else 0.0
-    )  # a hundredth is no shift, but its noise
+    mae = np.abs(error).mean()
+    rmse = np.sqrt(np.square(error).mean())
+    # a mean below a hundredth of the RMSE is noise, not a shift
+    mean = error.mean() if abs(error.mean()) > 1e-2 * rmse else 0.0
     limit = 4 * rmse or 1.0
     below.hist(
         np.clip(error, -limit, limit), bins=61, range=(-limit, limit), color=LIVE_COLOR, alpha=0.85
@@ -480,7 +479,7 @@ def _draw_parity(
 
 def plot_sigma_rels(
     curves: Mapping[str, Sequence[tuple[float, Mapping[str, float]]]],
-    others: Mapping[str, tuple[float | None, Mapping[str, float]]],
+    other_weights: Mapping[str, tuple[float | None, Mapping[str, float]]],
     chosen: tuple[float, Mapping[str, float]],
     output: str | Path,
     title: str,
@@ -490,8 +489,8 @@ def plot_sigma_rels(
     Args:
         curves: by label, widths and their RMSEs (``E``, ``F``, ``V``: meV/atom, meV/angstrom,
             meV/atom; nan without a label); averages of one kind, by rising width.
-        others: name of other weights to their width (None: they have none) and their RMSEs; the
-            live ones first.
+        other_weights: name of other weights to their width (None: they have none) and their RMSEs;
+            the live ones first.
         chosen: width and RMSEs of what was chosen.
         output: picture to write.
         title: what was measured.
@@ -505,19 +504,14 @@ def plot_sigma_rels(
     panels = [(name, panel) for name, panel in QUANTITIES.items() if name in measured]
     with _picture(output, len(panels), title) as (figure, axes):
         for axis, (name, panel) in zip(axes, panels):
-            for curve, (label, points) in enumerate(curves.items()):
-                widths, values = (
+            for number, (label, points) in enumerate(curves.items()):
+                axis.plot(
                     [width for width, _ in points],
                     [values[name] for _, values in points],
-                )
-                color, width, marker = (INK, 1.2, "s") if curve else (AVERAGE_COLOR, 2.0, "o")
-                axis.plot(
-                    widths,
-                    values,
-                    color=color,
-                    lw=width,
-                    ls=LINES[curve % len(LINES)],
-                    marker=marker,
+                    color=INK if number else AVERAGE_COLOR,
+                    lw=1.2 if number else 2.0,
+                    ls=LINES[number % len(LINES)],
+                    marker="s" if number else "o",
                     ms=3.2,
                     zorder=4,
                     label=label,
@@ -533,12 +527,15 @@ def plot_sigma_rels(
                 zorder=6,
                 label="chosen",
             )
-            # weights that have a width are a point, others a horizontal line; distant ones would
-            # flatten the curves
-            drawn = [*(values[name] for values in every), next(iter(others.values()))[1][name]]
-            low, high = min(drawn), max(drawn)
+            # Other weights are a point if they have a width, and a horizontal line if not. They are
+            # left out where they would flatten the curves; the live weights, which are the first,
+            # count as a curve.
+            _, live_errors = next(iter(other_weights.values()))
+            drawn = [*(values[name] for values in every), live_errors[name]]
+            low = min(drawn)
+            high = max(drawn)
             span = high - low or 0.1 * high
-            for k, (label, (at, errors)) in enumerate(others.items()):
+            for k, (label, (at, errors)) in enumerate(other_weights.items()):
                 color = (LIVE_COLOR, *OTHER_COLORS)[k % (1 + len(OTHER_COLORS))]
                 if not low - 2 * span <= errors[name] <= high + 2 * span:
                     continue
@@ -587,19 +584,19 @@ def _suffix(points: int) -> str:
 def _picture(
     output: Path, panels: int, title: str = "", heights: Sequence[float] | None = None
 ) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield a figure that belongs to no window, and its axes row by row; it is written after the
-    block.
-    """
+    """Yield a figure without a window, and its axes row by row; write it after the block."""
     import matplotlib as mpl
     from matplotlib.figure import Figure as Drawing
 
-    rows = len(heights) if heights is not None else 1 if panels < 4 else 2
-    columns = -(-panels // rows)
-    width, height = (
-        PANEL[0] * columns,
-        PANEL[1] * rows + 0.4 if heights is None else 1.3 * sum(heights),
-    )
-    # over all panels, in as many lines as their width needs
+    if heights is None:
+        rows = 1 if panels < 4 else 2
+        height = PANEL[1] * rows + 0.4  # with the legend
+    else:
+        rows = len(heights)
+        height = 1.3 * sum(heights)
+    columns = -(-panels // rows)  # rounded up
+    width = PANEL[0] * columns
+    # the title is over all panels, in as many lines as it needs: a letter is 0.55 of the size wide
     lines = textwrap.wrap(title, int(72 * width / (0.55 * NORMAL)))
     with mpl.rc_context(fname=STYLE):
         figure = Drawing(
@@ -619,10 +616,10 @@ def _picture(
 
 
 def _fit_values(axis: Any) -> None:
-    """Fit the axis of values to the validation lines, if there are any: one lucky batch would
-    stretch it by decades.
+    """Fit the axis of values to the validation lines, if there are any.
 
-    An axis that is not about tiny numbers gets plain ones at its ticks.
+    One lucky batch would stretch it by decades. An axis that is not about tiny numbers gets plain
+    ones at its ticks.
     """
     shown = [line.get_ydata() for line in axis.lines if line.get_zorder() > TRAIN_LEVEL]
     values = np.concatenate([np.zeros(0), *shown])
@@ -634,15 +631,19 @@ def _fit_values(axis: Any) -> None:
     if low > 1e-2 and high < 3 * low:
         _plain_numbers(axis.yaxis)
     elif low > 1e-2 and high < 1e5:
-        _plain_numbers(
-            axis.yaxis,
-            (1, 1.5, 2, 3, 5, 7) if high < 12 * low else (1, 2, 5) if high < 100 * low else (1,),
-        )
+        # ticks in each decade, the fewer the more decades there are
+        ticks: tuple[float, ...] = (1,)
+        if high < 12 * low:
+            ticks = (1, 1.5, 2, 3, 5, 7)
+        elif high < 100 * low:
+            ticks = (1, 2, 5)
+        _plain_numbers(axis.yaxis, ticks)
 
 
 def _plain_numbers(axis: Any, parts: Sequence[float] = ()) -> None:
-    """Write plain numbers at the ticks of a logarithmic axis: ``parts`` of each decade, or as on a
-    linear one.
+    """Write plain numbers at the ticks of a logarithmic axis.
+
+    Ticks are at ``parts`` of each decade, or as on a linear axis.
     """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
@@ -654,8 +655,7 @@ def _plain_numbers(axis: Any, parts: Sequence[float] = ()) -> None:
 def _legend(
     figure: Any, axes: Sequence[Any], side: str = "upper", keys: Mapping[str, Any] | None = None
 ) -> None:
-    """Put one legend into a free place of the grid, or beside all panels: a line means the same in
-    each.
+    """Put one legend into a free place of the grid, or beside all panels.
 
     Args:
         figure: of the panels.
@@ -670,18 +670,17 @@ def _legend(
         for handle, label in zip(*axis.get_legend_handles_labels()):
             entries.setdefault(label, handle)
     star = entries.pop(KEPT, None)
-    # what matters most first, and of equals in the order of the files
-    entries = {
-        **(keys or dict(sorted(entries.items(), key=lambda entry: -entry[1].get_linewidth())))
-    }
-    if star is not None:  # there is one of each color
+    # thick lines matter most and come first; lines of one width are in the order of the files
+    by_width = sorted(entries.items(), key=lambda entry: -entry[1].get_linewidth())
+    entries = dict(keys or by_width)
+    if star is not None:  # stars of all colors have one entry
         entries[KEPT] = Line2D([], [], color=INK, ls="", marker="*", ms=11)
     if not entries:
         return
     free = [axis for axis in figure.axes if axis not in axes]
-    # a letter is about half as wide as the type is high; a wider legend would be cut at the edges
-    # of the figure
-    width = 0.53 * SMALL * max(map(len, entries)) + 60  # points, with handle and space
+    # In points, with handle and space: a letter is about half as wide as the type is high. A legend
+    # that is too wide would be cut at the edges of the figure.
+    width = 0.53 * SMALL * max(map(len, entries)) + 60
     if free and len(entries) < 9 and width < 72 * PANEL[0]:
         free[0].legend(entries.values(), entries.keys(), loc="center left", labelspacing=0.9)
     else:
