@@ -1,6 +1,4 @@
-"""The files that a run writes row by row, ``lcurve.out`` and ``val.log``: writing and reading
-them.
-"""
+"""Writing and reading of the files of rows of a run, ``lcurve.out`` and ``val.log``."""
 
 from __future__ import annotations
 
@@ -33,10 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LCURVE, VALIDATION = "lcurve", "validation"
-MAX_STEP = 10**18
-SYNC_S = (
-    10.0  # a power cut loses at most the rows of this time, all of them after the last checkpoint
-)
+MAX_STEP = 10**18  # steps are 64-bit integers; a larger number is a mistake in the file
+# a power cut loses at most the rows of this time, all of them after the last checkpoint
+SYNC_S = 10.0
 # the line of a best file: whose weights it holds (None: the live ones), and its step
 _BEST_LINE = re.compile(
     rf"# saved best checkpoint: (?:.*/)?{BEST}(?:_([^/]+))?\.ckpt-(\d+)\.t-\d+\.(?:pt|dcp) "
@@ -53,8 +50,8 @@ class RowTable:
     """A text file with one header, to which rows are added; each is in the file at once.
 
     The file starts anew with the first row, unless :meth:`cut_after` was called before. Rows are
-    flushed to the disk, which takes milliseconds, when :meth:`sync` is called, and now and then by
-    themselves.
+    flushed to the disk, which takes milliseconds, when :meth:`sync` is called, and with a row that
+    is added :data:`SYNC_S` or more after the last time.
 
     Attributes:
         path: the file.
@@ -68,15 +65,15 @@ class RowTable:
     _synced_at = -math.inf
 
     def cut_after(self, step: int) -> None:
-        """Continue the file as it was after ``step``: later rows and an incomplete last line are
-        removed.
+        """Continue the file as it was after ``step``.
 
-        A second header with the same columns is removed as well; if the columns have changed, the
-        new header follows the old rows.
+        Later rows and an incomplete last line are removed. A second header with the same columns is
+        removed as well; if the columns have changed, the new header follows the old rows.
         """
         old = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
         lines = []
         for line in old.splitlines(keepends=True):
+            # lines of best files have a step as rows do; other comments are headers
             best = _BEST_LINE.match(line)
             number = best[2] if best else (line.split() or [""])[0]
             is_row = number.isdigit() and int(number) <= step
@@ -96,25 +93,29 @@ class RowTable:
         self._begun = True
 
     def sync(self) -> None:
-        """Bring all rows to the disk: call it before a checkpoint, because a restart does not write
-        them again.
+        """Bring all rows to the disk.
+
+        It must be called before a checkpoint, because a restart does not write them again.
         """
         if not self._is_synced and self.path.is_file():  # a device or a pipe has nothing to flush
             # set before: another thread may add a row meanwhile, which counts as not flushed
-            self._is_synced, self._synced_at = True, time.monotonic()
+            self._is_synced = True
+            self._synced_at = time.monotonic()
             with writing(self.path):
                 sync(self.path)
 
     def _add(self, line: str) -> None:
         append(self.path, line if self._begun else self.header + line, anew=not self._begun)
-        self._begun, self._is_synced = True, False
+        self._begun = True
+        self._is_synced = False
         if time.monotonic() - self._synced_at > SYNC_S:
             self.sync()
 
 
 class LcurveFile(RowTable):
-    """The learning curve: one row per displayed step, columns sorted by name, validation before
-    training.
+    """The learning curve: one row per displayed step.
+
+    Columns are sorted by name, as those of DeePMD-kit; validation is before training.
 
     Args:
         path: ``training.disp_file``.
@@ -128,14 +129,15 @@ class LcurveFile(RowTable):
     ) -> None:
         self._columns = [
             (task, name, ("val", "trn") if task in validated else ("trn",))
-            for task, of_task in names.items()
-            for name in sorted(of_task)
+            for task, columns in names.items()
+            for name in sorted(columns)
         ]
         line = "# step "
         for task, name, kinds in self._columns:
             ending = f"_{task}" if task else ""
             line += "  " + "".join(f" {f'{name}_{kind}{ending}':>11}" for kind in kinds)
-        self.path, self.header = Path(path), f"{line}   {'lr':8}\n{_LCURVE_NOTE}"
+        self.path = Path(path)
+        self.header = f"{line}   {'lr':8}\n{_LCURVE_NOTE}"
 
     def write(self, step: int, lr: float, training: ValuesByTask, validation: ValuesByTask) -> None:
         """Add the row of ``step``; a value that is not given is nan.
@@ -146,7 +148,8 @@ class LcurveFile(RowTable):
             training: task to the values by name.
             validation: the same, for validation frames.
         """
-        values, row = {"val": validation, "trn": training}, f"{step:7d}"
+        values = {"val": validation, "trn": training}
+        row = f"{step:7d}"
         for task, name, kinds in self._columns:
             row += "  " + "".join(
                 f" {values[kind].get(task, {}).get(name, math.nan):11.2e}" for kind in kinds
@@ -155,8 +158,9 @@ class LcurveFile(RowTable):
 
 
 class ValidationLog(RowTable):
-    """Errors over the whole validation set: one row per full validation, and a line for each best
-    file.
+    """Errors over the whole validation set.
+
+    It has one row per full validation, and a line for each best file.
 
     Args:
         path: ``validating.full_val_file``.
@@ -184,10 +188,10 @@ class ValidationLog(RowTable):
             f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})" for name in self._metrics
         ]
         self._widths = [max(4, len(str(num_steps)))] + [max(10, len(label)) for label in labels]
-        self.path, self.header = (
-            Path(path),
-            self._row("# ", ["step", *labels]) + _VALIDATION_NOTE * ("E" in quantities),
-        )
+        self.path = Path(path)
+        self.header = self._row("# ", ["step", *labels])
+        if "E" in quantities:  # the note is about potentials
+            self.header += _VALIDATION_NOTE
 
     def write(self, step: int, errors: Errors) -> None:
         """Add the row of ``step``."""
@@ -196,7 +200,8 @@ class ValidationLog(RowTable):
 
     def write_best(self, file: str | Path, metric: str, value: float) -> None:
         """Note that ``file`` was written as one of the best, here and in the log."""
-        metric, shown = metric.upper(), show_metric(metric, value)
+        metric = metric.upper()
+        shown = show_metric(metric, value)
         self._add(f"# saved best checkpoint: {file} ({metric} = {shown})\n")
         logger.debug("saved best model to %s with %s = %s", file, metric, shown)
 
@@ -211,10 +216,10 @@ class NoRowsError(UserError):
 
 
 class Curve:
-    """One file of a run, read: what was measured at which steps.
+    """Content of one file of rows: what was measured at which steps.
 
-    A header that is repeated after a restart is skipped, and of a step that was done twice the last
-    row counts.
+    A header that is repeated after a restart is skipped. If a step was done twice, its last row
+    counts.
 
     Args:
         path: a learning curve or validation log.
@@ -253,7 +258,7 @@ class Curve:
             raise UserError(
                 f"{path}: has no header line '# step ...'. Give lcurve.out, val.log or val_ema.log."
             )
-        rows: dict[int, list[float]] = {}  # in the order of their steps
+        rows: dict[int, list[float]] = {}  # by step, rising
         for number, line in enumerate(lines, 1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
@@ -269,6 +274,7 @@ class Curve:
                 if number == len(lines) and not text.endswith("\n"):
                     break  # a run is writing it
                 raise UserError(f"{path}, line {number}: {error}.") from error
+            # a restart did these steps again and did not cut the file
             if rows and step <= next(reversed(rows)):
                 rows = {earlier: row for earlier, row in rows.items() if earlier < step}
             rows[int(step)] = values
@@ -280,51 +286,49 @@ class Curve:
         self.kind = VALIDATION if any("(" in name for name in header) else LCURVE
         best = [match for line in lines if (match := _BEST_LINE.match(line))]
         self.best_steps = [int(match[2]) for match in best]
-        # whose errors these are: a line of a best file says it, otherwise the name of the file
+        # Task and weights are not in the rows. A line about a best file names the weights;
+        # otherwise the name of the file does, as the normalized input beside it says.
         self.task = ""
         tasks = list[str]()
         name = ""
-        with suppress(
-            OSError, ValueError, AttributeError
-        ):  # there is no input, or that of another program
+        # there may be no input, or one of another program
+        with suppress(OSError, ValueError, AttributeError):
             values = json.loads(path.with_name("out.json").read_text(encoding="utf-8"))
             tasks = list(values.get("model", {}).get("model_dict", {}))
             name = weights_of_rows(path, values)
         self.weights = (best[0][1] or LIVE) if best else name or weights_of_rows(path, {})
-        for task in sorted(
-            tasks, key=len, reverse=True
-        ):  # of ice and ice_ih, ice_ih_ema belongs to the second
+        # long names first: ice_ih_ema belongs to the task ice_ih, not to ice
+        for task in sorted(tasks, key=len, reverse=True):
             if self.weights == task or self.weights.startswith(f"{task}_"):
                 self.task = task if self.kind == VALIDATION else ""
                 self.weights = self.weights[len(task) + 1 :] or LIVE
                 break
 
     def of_tasks(self) -> list[Curve]:
-        """Return the learning curve of each task; of another file, or of one task, the curve
-        itself.
-        """
-        of_tasks, shared = (
-            dict[str, dict[str, NDArray[np.float64]]](),
-            dict[str, NDArray[np.float64]](),
-        )
+        """Return the learning curve of each task, or the curve itself if it has no tasks."""
+        columns_by_task: dict[str, dict[str, NDArray[np.float64]]] = {}
+        shared: dict[str, NDArray[np.float64]] = {}  # such as the learning rate
         for name, values in self.columns.items():
-            if self.kind == LCURVE and (
-                match := re.fullmatch(r"(\w+?_(?:val|trn))_([\w+-]+)", name)
-            ):
-                of_tasks.setdefault(match[2], {})[match[1]] = values
+            # rmse_f_trn_ice: column rmse_f_trn of the task ice
+            match = re.fullmatch(r"(\w+?_(?:val|trn))_([\w+-]+)", name)
+            if self.kind == LCURVE and match:
+                columns_by_task.setdefault(match[2], {})[match[1]] = values
             else:
                 shared[name] = values
-        curves = [copy(self) for _ in of_tasks]
-        for curve, (task, own) in zip(curves, of_tasks.items()):
-            curve.task, curve.columns = task, shared | own
+        curves = list[Curve]()
+        for task, columns in columns_by_task.items():
+            curve = copy(self)
+            curve.task = task
+            curve.columns = shared | columns
+            curves.append(curve)
         return curves or [self]
 
 
 def curve_files(path: str | Path) -> list[Path]:
-    """Return the files of rows in the folder of a run, those of the live weights first; a file is
-    itself one.
+    """Return the files of rows in the folder of a run, those of the live weights first.
 
-    Those that its input names are returned whether they exist or not, if one of them does.
+    Files that its input names are returned whether they exist or not, if one of them does. A path
+    that is no folder is returned itself.
 
     Raises:
         UserError: if the folder has none.
@@ -350,14 +354,16 @@ def curve_files(path: str | Path) -> list[Path]:
 
 
 def read_curves(files: Sequence[str | Path]) -> list[Curve]:
-    """Return the curves of files, or of folders of runs, one for each task; files without rows are
-    named in the log.
+    """Return the curves of files, or of folders of runs, one for each task.
+
+    Files without rows are named in the log.
 
     Raises:
         NoRowsError: if none has rows.
         UserError: if a file is not one of these.
     """
-    curves, without_rows = list[Curve](), list[str]()
+    curves = list[Curve]()
+    without_rows = list[str]()
     for file in (file for path in files for file in curve_files(path)):
         with collect_problems(without_rows, kind=NoRowsError):
             curves += Curve(file).of_tasks()

@@ -1,6 +1,4 @@
-"""Messages of a run: handlers of the terminal and of a log file, the progress bar, and the times of
-its parts.
-"""
+"""Messages of a run: handlers of terminal and log file, progress bar, times of its parts."""
 
 from __future__ import annotations
 
@@ -34,20 +32,21 @@ lcurve.out.
 
 logger = logging.getLogger(__name__)
 
-LINE_INTERVAL_S = 60.0  # where no bar is drawn, a line comes at least so often
+LINE_INTERVAL_S = 60.0  # where no bar is drawn, a line is logged at least once in this time
 _DIGITS = 3  # of an error beside the bar
 _SHOWN = ("data", "step", "validation", "checkpoint")
 _SHOWN_AS = {"row": "validation", "snapshot": "checkpoint"}  # in the line of a displayed step
 _SLOW_DATA = 0.1  # share of the time above which waiting for data deserves a hint
 _MIN_HINT_S = 10.0  # a shorter time says little: much of it is the start
-_FIRST = 2  # steps that prepare memory and caches: their time says nothing of the others
+_FIRST = 2  # steps that prepare memory and caches, whose time says nothing about later steps
 
 
 def set_up_logging(
     level: str | int = "INFO", log_file: str | Path | None = None, is_main: bool = True
 ) -> None:
-    """Send the messages of this package to stderr, and to ``log_file`` if given; may be called
-    again.
+    """Send the messages of this package to stderr, and to ``log_file`` if given.
+
+    It may be called again.
 
     Args:
         level: name or number of the lowest level shown.
@@ -90,15 +89,16 @@ class _TerminalHandler(logging.Handler):
 
 
 class _FileHandler(logging.FileHandler):
-    """Appends to the file of ``--log-path``; if that fails it warns once, and the run continues
-    without the file.
+    """Appends to the file of ``--log-path``.
+
+    If that fails it warns once, and the run continues without the file.
     """
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name of logging
         """Leave the file alone from now on."""
         error = sys.exc_info()[1]
         logging.getLogger("deepmd_ema").removeHandler(self)
-        with suppress(OSError):  # what it could not write is tried again at the end
+        with suppress(OSError):  # closing tries to write the rest once more
             self.close()
         reason = reason_of(error) if error is not None else "no reason given"
         text = "--log-path %s: cannot be written any more (%s): the run continues without it"
@@ -131,27 +131,23 @@ class RunTimes:
     ) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(_SHOWN, 0.0)
         self._counts: dict[str, int] = defaultdict(int)
-        self._due, self._expected = due or {}, expected or {}
+        self._due = due or {}
+        self._expected = expected or {}
         self._since = self._began = time.perf_counter()
-        self._before = dict(self.seconds)  # the interval
+        self._before = dict(self.seconds)  # seconds at the begin of the interval
         self._first_wait: float | None = None
         self._hinted = False
-        self._measured_from: tuple[float, float] | None = (
-            None  # time and seconds of due parts, after the first steps
-        )
+        # time and seconds of due parts, after the first steps
+        self._measured_from: tuple[float, float] | None = None
 
     def waiting_share(self) -> float:
-        """Return the share of the time since the first batch was there that was spent waiting for
-        others, 0 to 1.
-        """
+        """Return the share of time spent waiting for batches after the first one, 0 to 1."""
         total = max(time.perf_counter() - self._began, 1e-9)
         return min(1.0, max(0.0, self.seconds["data"] - (self._first_wait or 0.0)) / total)
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        """Count the time of the body under ``part``: data, step, row, validation, snapshot or
-        checkpoint.
-        """
+        """Count the time of the body under ``part``, such as data, step, row or checkpoint."""
         begin = time.perf_counter()
         try:
             yield
@@ -160,14 +156,13 @@ class RunTimes:
             self.seconds[part] = self.seconds.get(part, 0.0) + end - begin
             self._counts[part] += 1
             if part == "data" and self._first_wait is None:
-                self._first_wait, self._began = end - begin, end
+                self._first_wait = end - begin
+                self._began = end
             if part == "step" and self._counts[part] == _FIRST:
                 self._measured_from = end, sum(self.seconds.get(part, 0.0) for part in self._due)
 
     def step_seconds(self) -> float | None:
-        """Return the mean seconds of a step with all that is not due at its own pace; None in the
-        first steps.
-        """
+        """Return the mean seconds of a step without due parts; None in the first steps."""
         steps = self._counts["step"] - _FIRST
         if self._measured_from is None or steps < 1:
             return None
@@ -176,30 +171,30 @@ class RunTimes:
         return max(0.0, time.perf_counter() - since - (due - before)) / steps
 
     def left(self, step: int, num_steps: int) -> float | None:
-        """Return the seconds from ``step`` to the end, with all that is still due; None in the
-        first steps.
+        """Return the seconds from ``step`` to the end; None in the first steps.
 
-        A part that was not due yet is counted with its expected time.
+        They include all that is still due. A part that was not due yet is counted with its expected
+        time.
         """
-        each = self.step_seconds()
-        if each is None:
+        step_s = self.step_seconds()
+        if step_s is None:
             return None
-        left = each * (num_steps - step)
+        left = step_s * (num_steps - step)
         for part, due in self._due.items():
             count = self._counts[part]
             mean = (
                 self.seconds.get(part, 0.0) / count
                 if count
-                else self._expected.get(part, 0.0) * each
+                else self._expected.get(part, 0.0) * step_s
             )
             left += mean * due.count(step)
         return left
 
     def split(self) -> str:
-        """Return such as ``data 2 % | step 95 % | validation 2 % | checkpoint 1 %`` and start a new
-        interval.
+        """Return the shares of the time of an interval, and start a new one.
 
-        The first time that more than a tenth was spent waiting for data, a hint is logged.
+        The text is such as ``data 2 % | step 95 % | validation 2 % | checkpoint 1 %``. The first
+        time that more than a tenth was spent waiting for data, a hint is logged.
         """
         spent = dict.fromkeys(_SHOWN, 0.0)
         for part, seconds in self.seconds.items():
@@ -214,7 +209,8 @@ class RunTimes:
                 "fills the cache of neighbor lists)",
                 100 * spent["data"] / total,
             )
-        self._before, self._since = dict(self.seconds), time.perf_counter()
+        self._before = dict(self.seconds)
+        self._since = time.perf_counter()
         return " | ".join(
             f"{part} {100 * seconds / total:.0f} %" for part, seconds in spent.items()
         )
@@ -235,7 +231,8 @@ class Progress:
         self._width = len(str(num_steps))
         self._interactive = sys.stderr.isatty() if interactive is None else interactive
         self._bar: tqdm | None = None
-        self._error, self._is_validated = "", False
+        self._error = ""
+        self._is_validated = False
         self._step = self._shown = 0
         self._line_at = self._shown_at = time.perf_counter()
 
@@ -258,7 +255,7 @@ class Progress:
         self._step = step
 
     def _new_bar(self) -> tqdm:
-        width = 1  # no terminal: a file that is given as one
+        width = 1  # where it cannot be read, tqdm finds it
         with suppress(OSError, ValueError, AttributeError):
             width = os.get_terminal_size(sys.stderr.fileno()).columns
         return tqdm(
@@ -271,11 +268,10 @@ class Progress:
         )
 
     def _facts(self, step: int) -> str:
-        """Return the force error, the time left and that of a step; the last are left out where
-        there is no room.
-        """
-        left, seconds = self._times.left(step, self._num_steps), self._times.step_seconds()
-        facts = [self._error] * bool(self._error)
+        """Return the force error, the time left and that of a step, as far as there is room."""
+        left = self._times.left(step, self._num_steps)
+        seconds = self._times.step_seconds()
+        facts = [self._error] if self._error else []
         if left is not None and seconds is not None:
             facts += [f"{tqdm.format_interval(left)} left", f"{seconds:.2g} s/step"]
         while self._bar is not None and self._bar.ncols and len(facts) > 1:
@@ -285,8 +281,9 @@ class Progress:
         return ", ".join(facts)
 
     def show(self, step: int, lr: float, errors: Mapping[str, ValuesByTask]) -> None:
-        """Log the errors of a displayed step, a line for each task; where no bar is drawn with
-        speed and time left.
+        """Log the errors of a displayed step, a line for each task.
+
+        Where no bar is drawn, the first line has speed and time left.
 
         Args:
             step: optimizer steps so far.
@@ -297,91 +294,103 @@ class Progress:
         ends = [f"lr {lr:.1e}"]
         if not self._interactive:
             ends.append(f"{(step - self._shown) / max(now - self._shown_at, 1e-9):.3g} steps/s")
-            if (
-                left := self._times.left(step, self._num_steps)
-            ) is not None:  # not known after the first steps
+            left = self._times.left(step, self._num_steps)
+            if left is not None:
                 ends.append(f"{tqdm.format_interval(left)} left")
         for task in errors["train"]:
-            of_task = {name: describe_values(of.get(task, {})) for name, of in errors.items()}
-            cells = [f"{name} {words}" for name, words in of_task.items() if words]
-            if cells:
-                logger.info(
-                    "%s", "  ".join([f"{step:{self._width}d}", *[task] * bool(task), *cells, *ends])
-                )
-                ends = ends[:1]
+            cells = [f"{step:{self._width}d}"]
+            if task:
+                cells.append(task)
+            has_errors = False
+            for name, by_task in errors.items():
+                if text := describe_values(by_task.get(task, {})):
+                    cells.append(f"{name} {text}")
+                    has_errors = True
+            if has_errors:
+                logger.info("%s", "  ".join([*cells, *ends]))
+                ends = ends[:1]  # the rest is in the first line alone
         logger.debug(
             "%*d  %.2f s: %s", self._width, step, now - self._shown_at, self._times.split()
         )
         self._shown = step
         self._shown_at = now
         self._line_at = now
-        if not self._is_validated:  # beside the bar: of validation frames if there are any
+        # until the first full validation, the bar has errors of batches, of validation data if any
+        if not self._is_validated:
             name = "valid" if any(errors["valid"].values()) else "train"
-            self._error = _force_errors(
-                name, {task: of.get("rmse_f", math.nan) for task, of in errors[name].items()}
-            )
+            forces = {task: row.get("rmse_f", math.nan) for task, row in errors[name].items()}
+            self._error = _force_errors(name, forces)
 
     def show_validation(
         self, step: int, results: Mapping[str, Errors], best: Collection[str] = ()
     ) -> None:
-        """Log the RMSE of a full validation, a line for each task, with a star at the rows that are
-        ``best`` so far.
+        """Log the RMSE of a full validation, a line for each task.
+
+        Args:
+            step: optimizer steps so far.
+            results: errors by weights, after the task if there are several: ``ice ema``.
+            best: names of the results that are the best so far, which get a star.
         """
-        rows = [(*name.rpartition(" ")[::2], errors) for name, errors in results.items()]
-        for task in dict.fromkeys(task for task, _, _ in rows):
-            cells = [f"{step:{self._width}d}", *[task] * bool(task), "full"]
-            for weights, errors in (
-                (weights, errors) for of, weights, errors in rows if of == task
-            ):
+        names_by_task: dict[str, list[str]] = defaultdict(list)
+        for name in results:
+            names_by_task[name.rpartition(" ")[0]].append(name)
+        for task, names in names_by_task.items():
+            cells = [f"{step:{self._width}d}"]
+            if task:
+                cells.append(task)
+            cells.append("full")
+            for name in names:
+                errors = results[name]
                 values = {
                     f"rmse_{q.lower()}": errors.metric(f"{q}:RMSE")
                     for q in labelled(errors)
-                    if q != "S"
+                    if q != "S"  # virials are shown
                 }
-                cells.append(
-                    f"{weights}{'*' * (f'{task} {weights}'.lstrip() in best)} "
-                    f"{describe_values(values)}"
-                )
+                star = "*" if name in best else ""
+                cells.append(f"{name.rpartition(' ')[2]}{star} {describe_values(values)}")
             logger.info("%s", "  ".join(cells))
-        # beside the bar: force errors of each task by the first average, or by the live weights if
+        # the bar has force errors of each task by the first average, or by the live weights if
         # there is none
-        chosen = next((weights for _, weights, _ in rows if weights != LIVE), LIVE)
+        weights = [name.rpartition(" ")[2] for name in results]
+        chosen = next((name for name in weights if name != LIVE), LIVE)
         forces = {
-            task: errors.metric("F:RMSE") for task, weights, errors in rows if weights == chosen
+            name.rpartition(" ")[0]: errors.metric("F:RMSE")
+            for name, errors in results.items()
+            if name.rpartition(" ")[2] == chosen
         }
         if shown := _force_errors(chosen, forces):
-            self._error, self._is_validated = shown, True
+            self._error = shown
+            self._is_validated = True
 
     def close(self) -> None:
         """Leave the bar as it is now and end its line."""
         if self._bar is not None:
-            self._bar.set_postfix_str(
-                self._facts(self._step), refresh=False
-            )  # with the last validation
+            # the error is that of the last validation, which may come after the last step
+            self._bar.set_postfix_str(self._facts(self._step), refresh=False)
             self._bar.close()
             self._bar = None
 
 
 def _force_errors(name: str, errors: Mapping[str, float]) -> str:
-    """Return force errors by task, given in eV/angstrom, as ``ema F 44.4 meV/Å``; nothing where
-    there are none.
-    """
-    factor, unit = METRICS["F"].display_factor, METRICS["F"].display_unit
-    known = {task: factor * force for task, force in errors.items() if not math.isnan(force)}
-    shown = [f"{task} {significant(force, _DIGITS)}".strip() for task, force in known.items()]
-    return f"{name} F {', '.join(shown)} {unit}" if shown else ""
+    """Return force errors in eV/angstrom by task as ``ema F 44.4 meV/Å``; empty without any."""
+    metric = METRICS["F"]
+    shown = []
+    for task, force in errors.items():
+        if not math.isnan(force):  # the data have no forces
+            text = significant(metric.display_factor * force, _DIGITS)
+            shown.append(f"{task} {text}".strip())
+    return f"{name} F {', '.join(shown)} {metric.display_unit}" if shown else ""
 
 
 def describe_values(errors: Mapping[str, float]) -> str:
-    """Return errors by columns of lcurve.out in the units of tables, such as ``E 3.24 F 146``,
-    without the loss.
-    """
+    """Return errors by column of lcurve.out in units of tables: ``E 3.24 F 146``; not the loss."""
     parts = []
     letters = {name: letter for letter, name in CURVE_NAMES.items()}
     for name, value in errors.items():
-        symbol = name.partition("_")[2] or name * (name not in ("rmse", "loss"))
+        # rmse_e: e; a column without an underscore is its own symbol, unless it is the loss
+        symbol = name.partition("_")[2] or ("" if name in ("rmse", "loss") else name)
         letter = letters.get(symbol, symbol.upper())
-        # those without a letter are in the units of tables, too
+        # quantities without a letter are in the units of tables, too
         if quantity := METRICS.get(letter) or QUANTITIES.get(symbol):
             shown = letter if letter in METRICS else symbol
             parts.append(f"{shown} {significant(quantity.display_factor * value, _DIGITS)}")

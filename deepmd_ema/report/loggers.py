@@ -33,43 +33,45 @@ logger = logging.getLogger(__name__)
 class Loggers:
     """The loggers of a run on rank 0.
 
-    What a logger returns as its id is kept in the file ``.dp-ema.logged``, with the last step of
-    each value, so that a restart continues and logs nothing twice.
+    The file ``.dp-ema.logged`` has the id that a logger returns, and the last step of each value,
+    so that a restart continues and logs nothing twice.
 
     Args:
         config: of the run.
-        run_id: of its trajectory of weights: what another one has logged is not continued.
+        run_id: of its trajectory of weights: values of another trajectory are not continued.
     """
 
     def __init__(self, config: RunConfig, run_id: str) -> None:
-        self._config, self._run_id = config, run_id
-        self._active: dict[
-            str, tuple[Logger, dict[str, int]]
-        ] = {}  # and the last step of each value
-        self._logged: dict[
-            str, dict[str, Any]
-        ] = {}  # id and last steps of each logger that a restart can continue
+        self._config = config
+        self._run_id = run_id
+        # by option, a logger and the last step of each value
+        self._active: dict[str, tuple[Logger, dict[str, int]]] = {}
+        # by type and number, id and last steps of each logger that a restart can continue
+        self._logged: dict[str, dict[str, Any]] = {}
 
     def start(self, step: int) -> None:
         """Start all loggers of a run that has done ``step`` steps."""
         from deepmd_ema.config import to_dict
 
-        loggers, types = loggers_of(self._config), Counter[str]()
+        loggers = loggers_of(self._config)
         if step and loggers:
-            with suppress(
-                OSError, ValueError, TypeError, KeyError
-            ):  # the file is of another run, or damaged
+            # the file may be damaged
+            with suppress(OSError, ValueError, TypeError, KeyError):
                 stored = json.loads(Path(LOGGED).read_text(encoding="utf-8"))
                 if stored["run"] == self._run_id:
-                    entries = stored["loggers"].items()
                     self._logged = {
-                        key: {"id": str(of["id"]), "last": dict(of["last"])} for key, of in entries
+                        key: {"id": str(entry["id"]), "last": dict(entry["last"])}
+                        for key, entry in stored["loggers"].items()
                     }
+        numbers = Counter[str]()
         for place, to in loggers.items():
-            key, types[to.type] = f"{to.type}-{types[to.type]}", types[to.type] + 1
+            # the number distinguishes loggers of one type, whatever else is added to the list
+            key = f"{to.type}-{numbers[to.type]}"
+            numbers[to.type] += 1
             earlier = self._logged.get(key, {"id": None, "last": {}})
             with self._reported(place, to):
                 run = to.start(LoggedRun(to_dict(self._config), step, Path.cwd(), earlier["id"]))
+                # a logger that has begun another run lacks the values of the earlier one
                 last = earlier["last"] if run is not None and run == earlier["id"] else {}
                 self._active[place] = to, last
                 if run is not None:
@@ -79,32 +81,35 @@ class Loggers:
     def log(
         self, step: int, values: Mapping[str, float], to: Callable[[Logger], bool] = lambda _: True
     ) -> None:
-        """Log the values that are finite, of steps that were not logged before a restart, to some
-        of the loggers.
+        """Log the finite values of a step that were not logged before a restart.
+
+        Args:
+            step: optimizer steps so far.
+            values: by name.
+            to: whether a logger takes them.
         """
-        for place, (one, last) in list(self._active.items()):
+        # a copy of the list, from which a logger that fails is removed
+        for place, (target, last) in list(self._active.items()):
             new = {n: v for n, v in values.items() if math.isfinite(v) and step > last.get(n, -1)}
-            if new and to(one):
-                with self._reported(place, one):
-                    one.log(step, new)
+            if new and to(target):
+                with self._reported(place, target):
+                    target.log(step, new)
                     last |= dict.fromkeys(new, step)
         self._write()
 
     def takes_training_errors(self, step: int) -> Callable[[Logger], bool] | None:
-        """Return whether a logger has a point of training errors at a step; None if no logger has
-        one.
-        """
+        """Return whether a logger takes training errors of a step; None if no logger does."""
 
         def is_due(to: Logger) -> bool:
             return to.freq is not None and (step == 1 or step % to.freq == 0)
 
-        return is_due if any(is_due(one) for one, _ in self._active.values()) else None
+        return is_due if any(is_due(target) for target, _ in self._active.values()) else None
 
     def finish(self, status: str) -> None:
         """Finish all loggers."""
-        for place, (one, _) in list(self._active.items()):
-            with self._reported(place, one):
-                one.finish(status)
+        for place, (target, _) in list(self._active.items()):
+            with self._reported(place, target):
+                target.finish(status)
         self._active.clear()
 
     @contextmanager
@@ -112,7 +117,7 @@ class Loggers:
         """Report an exception of a logger, which is not called again."""
         try:
             yield
-        except Exception as error:  # whatever the code of others raises
+        except Exception as error:  # the code of another package may raise any of them
             self._active.pop(place, None)
             reason = shorten(f"{type(error).__name__}: {reason_of(error)}", 300)
             logger.warning(
@@ -135,7 +140,7 @@ def loggers_of(config: RunConfig) -> dict[str, Logger]:
     """Return new loggers of a run, by the option that requests them.
 
     Raises:
-        ConfigError: naming each package of theirs that is missing, and how to install it.
+        ConfigError: naming each package that is missing, and how to install it.
     """
     training = config.training
     loggers: dict[str, Logger] = {}
@@ -145,30 +150,29 @@ def loggers_of(config: RunConfig) -> dict[str, Logger]:
         )
         loggers["training.tensorboard"] = board
     for number, section in enumerate(training.loggers):
-        loggers[dotted(("training", "loggers", number))] = replace(
-            section
-        )  # the config stays as it is
+        # a copy: loggers have a state, which the config must not get
+        loggers[dotted(("training", "loggers", number))] = replace(section)
     problems = [
-        f'{place} ("{one.type}"): the package {module} is not installed. Install it with `pip '
-        f'install "{package}"`, or '
-        "remove the option."
-        for place, one in loggers.items()
-        for module, package in one.needs.items()
-        if getattr(find_spec(module), "origin", None)
-        is None  # a folder without code, as wandb makes one, has none
+        f'{place} ("{target.type}"): the package {module} is not installed. Install it with `pip '
+        f'install "{package}"`, or remove the option.'
+        for place, target in loggers.items()
+        for module, package in target.needs.items()
+        # a folder without code, as wandb makes one for its files, has no origin
+        if getattr(find_spec(module), "origin", None) is None
     ]
     ConfigError.raise_if_any(problems)
     return loggers
 
 
 def named(group: str, weights: str, errors: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return errors by the names that loggers get: ``train/live/rmse_f``, of a task
-    ``train/live/water/rmse_f``.
+    """Return errors by the names that loggers get.
+
+    They are ``train/live/rmse_f``, or ``train/live/water/rmse_f`` where there are tasks.
     """
     return {
         "/".join(filter(None, (group, weights, task, name))): value
-        for task, of_task in errors.items()
-        for name, value in of_task.items()
+        for task, values in errors.items()
+        for name, value in values.items()
     }
 
 
@@ -182,17 +186,13 @@ class TensorBoardLogger(Logger):
     log_dir: str = option("log", check=file_name, doc="Folder of the files.")
 
     def start(self, run: LoggedRun) -> None:
-        """Open the files; points after a restart replace those of the earlier run that are
-        later.
-        """
+        """Open the files; after a restart, later points of the earlier run are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(self.log_dir, purge_step=run.step + 1 if run.step else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add points; training errors have DeePMD-kit's tags: ``Default/rmse_f``, or that of the
-        task.
-        """
+        """Add points; training errors have the tags of DeePMD-kit, such as ``Default/rmse_f``."""
         for name, value in values.items():
             tag = re.sub("^val/", "validation/", name.removeprefix("train/live/"))
             self._writer.add_scalar(tag if "/" in tag else f"Default/{tag}", value, step)
@@ -204,8 +204,9 @@ class TensorBoardLogger(Logger):
 
 @dataclass(kw_only=True)
 class WandbLogger(Logger):
-    """A run of Weights & Biases, which a restart continues; log in before, with `wandb login` or
-    `WANDB_API_KEY`.
+    """A run of Weights & Biases, which a restart continues.
+
+    Log in before, with `wandb login` or `WANDB_API_KEY`.
     """
 
     type: ClassVar[str] = "wandb"
@@ -307,8 +308,9 @@ class MlflowLogger(Logger):
 
 
 def _flat(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the options by dotted path, with their values as text of at most 500 characters, which
-    all stores take.
+    """Yield the options by dotted path, with values as text of at most 500 characters.
+
+    All stores of MLflow take so many.
     """
     for name, value in section.items():
         if isinstance(value, Mapping):

@@ -1,6 +1,4 @@
-"""The record that a run keeps beside its files: programs, machine, times of its parts, warnings,
-and how it ended.
-"""
+"""The record of a run, beside its files: programs, machine, times, warnings, and how it ended."""
 
 from __future__ import annotations
 
@@ -95,8 +93,9 @@ class Part:
 
 
 class RunRecord:
-    """Writes the record of a run, at most every ten seconds; where it cannot be written the run
-    continues without it.
+    """Writes the record of a run, at most every ten seconds.
+
+    If it cannot be written, the run continues without it.
 
     Args:
         path: the file; None writes nothing.
@@ -122,17 +121,22 @@ class RunRecord:
     ) -> None:
         import torch  # not by the commands that read records: it takes seconds
 
-        self._path, self._warnings = path, warnings if warnings is not None else deque[list[str]]()
+        self._path = path
+        # not `warnings or ...`: an empty deque is filled later
+        self._warnings = warnings if warnings is not None else deque[list[str]]()
         self._began = time.monotonic() if began is None else began
-        self._written, self.early_end = 0.0, ""
+        self._written = 0.0
+        self.early_end = ""
         self._earlier = read_record(path.parent) if path is not None and continues else []
-        program, processor = Path(sys.argv[0]), platform.machine()
+        program = Path(sys.argv[0])
         # a rank is started as python -m deepmd_ema
         name = "dp-ema" if program.parent.name == "deepmd_ema" else program.name
+        processor = platform.machine()  # the architecture, where Linux does not name the model
         with suppress(OSError, IndexError):
             text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
             processor = text.split("model name", 1)[1].partition("\n")[0].strip(" \t:")
         system = f"{platform.system()} {platform.release()}"
+        # from the monotonic clock, whose zero is arbitrary, to the time of day
         began_at = datetime.fromtimestamp(time.time() - time.monotonic() + self._began)
         versions = {"dp-ema": __version__, "torch": torch.__version__, "numpy": np.__version__}
         self.part = Part(
@@ -145,26 +149,25 @@ class RunRecord:
         )
 
     def write(self, **changes: Any) -> None:
-        """Set attributes of the part and write the file; the first time, data and models are
-        ready.
+        """Set attributes of the part and write the file.
+
+        The first call ends the start of the run: data and models are ready.
         """
         now = time.monotonic()
         vars(self.part).update(changes)
         self.part.seconds.setdefault("start", now - self._began)
         if self._path is None:
             return
-        self.part.updated, self.part.elapsed = (
-            datetime.now().astimezone().isoformat(" ", "seconds"),
-            now - self._began,
-        )
-        self.part.warnings, self._written = [list(entry) for entry in self._warnings], now
-        text = json.dumps(
-            [asdict(part) for part in (*self._earlier, self.part)], indent=1, default=str
-        )
+        self.part.updated = datetime.now().astimezone().isoformat(" ", "seconds")
+        self.part.elapsed = now - self._began
+        self.part.warnings = [list(entry) for entry in self._warnings]
+        self._written = now
+        parts = [asdict(part) for part in (*self._earlier, self.part)]
+        text = json.dumps(parts, indent=1, default=str)
         try:
             with atomic_write(self._path) as file:
                 file.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-        except WriteError as error:
+        except WriteError as error:  # of a disk that is full, one warning suffices
             self._path = None
             logger.warning("%s The run continues without it.", error)
 
@@ -175,8 +178,9 @@ class RunRecord:
         left: float | None,
         averages: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Note that ``step`` is done; it is in the file at once if averages are given, else some
-        seconds later.
+        """Note that ``step`` is done.
+
+        The file is written at once if averages are given, else some seconds later.
 
         Args:
             step: optimizer steps so far.
@@ -184,7 +188,8 @@ class RunRecord:
             left: seconds until the end.
             averages: settings and counters of each average.
         """
-        self.part.step, self.part.left = step, left
+        self.part.step = step
+        self.part.left = left
         self.part.seconds |= seconds
         if averages is not None:
             self.write(averages={name: dict(facts) for name, facts in averages.items()})
@@ -199,30 +204,24 @@ class RunRecord:
             yield
             if self.early_end:
                 how = f"ended early: {self.early_end}"
+            elif self.part.step >= self.part.num_steps:
+                how = "ended"
             else:
-                how = (
-                    "ended"
-                    if self.part.step >= self.part.num_steps
-                    else "interrupted before its last step"
-                )
+                how = "interrupted before its last step"
         except BaseException as error:
             how = f"failed: {' '.join(str(error).split()) or type(error).__name__}"
-            if isinstance(error, Interrupted | KeyboardInterrupt):
-                name = (
-                    Signals(error.signal_number).name
-                    if isinstance(error, Interrupted)
-                    else "Ctrl-C"
-                )
-                how = f"interrupted by {name}"
+            if isinstance(error, Interrupted):
+                how = f"interrupted by {Signals(error.signal_number).name}"
+            elif isinstance(error, KeyboardInterrupt):
+                how = "interrupted by Ctrl-C"
             raise
         finally:
             self.write(ended=how, left=None)
 
 
 def read_record(folder: str | Path) -> list[Part]:
-    """Return the parts of the run in a folder, the last one last; nothing where there is no record,
-    or no whole one.
-    """
+    """Return the parts of the run in a folder; nothing without a record that can be read."""
+    # attributes of later versions are left out, and those that are new have their defaults
     with suppress(OSError, ValueError, TypeError, AttributeError):
         names = {f.name for f in fields(Part)}
         parts = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
@@ -233,12 +232,12 @@ def read_record(folder: str | Path) -> list[Part]:
 
 
 def table_of_times(parts: Sequence[Part]) -> Table:
-    """Return the times of the parts of a run and their shares; no rows where there is no record of
-    them.
-    """
+    """Return the times of the parts of a run and their shares; without records it has no rows."""
     spent = {name: sum(part.seconds.get(name, 0.0) for part in parts) for name in _PARTS}
     elapsed = sum(part.elapsed for part in parts)
+    # the time of a step includes that of its parts, where these are measured
     in_step = sum(spent[name] for name in _IN_STEP)
+    # no share is negative, even if the parts add up to more than the elapsed time
     total = max(elapsed, sum(spent.values()) - in_step)
     spent["step"] -= in_step
     names = {**_PARTS, "step": "step: averages, the rest"} if in_step else _PARTS
@@ -249,14 +248,17 @@ def table_of_times(parts: Sequence[Part]) -> Table:
         for text, seconds in times.items()
         if total
     ]
-    title = duration(elapsed) + (f" in {counted(len(parts), 'part')}" if len(parts) > 1 else "")
+    title = duration(elapsed)
+    if len(parts) > 1:
+        title += f" in {counted(len(parts), 'part')}"
     return Table(title, (Column("part"), Column("time", "", "s"), Column("share", "", "s")), rows)
 
 
 @contextmanager
 def keeping_warnings() -> Iterator[deque[list[str]]]:
     """Yield the last warnings that are logged in the body, with their times."""
-    handler, root = _Keeper(logging.WARNING), logging.getLogger("deepmd_ema")
+    handler = _Keeper(logging.WARNING)
+    root = logging.getLogger("deepmd_ema")
     handler.last = deque(maxlen=MAX_WARNINGS)
     root.addHandler(handler)
     try:
@@ -269,12 +271,10 @@ class _Keeper(logging.Handler):
     last: deque[list[str]]
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one message, and show it where nothing else does, as logging would without this
-        handler.
-        """
-        self.last.append(
-            [datetime.now().astimezone().isoformat(" ", "seconds"), record.getMessage()]
-        )
+        """Keep one message, and show it if no other handler does."""
+        time_of_message = datetime.now().astimezone().isoformat(" ", "seconds")
+        self.last.append([time_of_message, record.getMessage()])
+        # logging shows warnings if there is no handler at all, and this one is a handler
         handlers = (*logging.getLogger("deepmd_ema").handlers, *logging.getLogger().handlers)
         if logging.lastResort is not None and all(handler is self for handler in handlers):
             logging.lastResort.handle(record)

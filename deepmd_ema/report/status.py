@@ -1,5 +1,6 @@
-"""Status of a run, from its files alone: at any moment, without writing or locking one, and without
-loading torch.
+"""Status of a run, from its files alone.
+
+It is read at any moment, without writing or locking a file, and without loading torch.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ KILLED = "killed"
 UNKNOWN = "not training"
 _DIGITS = 4
 _MAX_WARNINGS = 3
+# attributes of a status that are keys of `dp-ema show --json`
 _IN_JSON = (
     "state",
     "remark",
@@ -91,35 +93,37 @@ class RunStatus:
                 with suppress(UserError):  # it has no rows yet, or is being replaced
                     curves.append(Curve(file))
         last = self.parts[-1] if self.parts else Part()
-        self.num_steps = last.num_steps or (
-            config.training.numb_steps or 0 if config is not None else 0
-        )
+        self.num_steps = last.num_steps
+        if not self.num_steps and config is not None:  # 0 if the length is given in epochs
+            self.num_steps = config.training.numb_steps or 0
+        # rows are written at once, the record some seconds later
         self.step = max([last.step, *(int(curve.steps[-1]) for curve in curves)])
-        self.state, self.remark = INTERRUPTED, last.ended.removeprefix(f"{INTERRUPTED} ")
+        self.state = INTERRUPTED
+        self.remark = last.ended.removeprefix(f"{INTERRUPTED} ")
         if holder is not None and holder.is_alive:
+            # the last part of the record is that of an earlier process until the first entry
             has_begun = not last.ended and last.num_steps > 0
-            self.state, self.remark = (
-                TRAINING if has_begun else PREPARING,
-                f"process {holder.pid} on {holder.host}",
-            )
-        elif not self.parts:
+            self.state = TRAINING if has_begun else PREPARING
+            self.remark = f"process {holder.pid} on {holder.host}"
+        elif not self.parts:  # a run of DeePMD-kit, or one whose record could not be written
             is_whole = self.num_steps and self.step >= self.num_steps
-            self.state, self.remark = (
-                (ENDED, "") if is_whole else (UNKNOWN, "it has left no record")
-            )
+            self.state = ENDED if is_whole else UNKNOWN
+            self.remark = "" if is_whole else "it has left no record"
         elif last.ended.startswith(ENDED):
-            self.state, self.remark = ENDED, last.ended.removeprefix(ENDED).strip()
+            self.state = ENDED
+            self.remark = last.ended.removeprefix(ENDED).strip()
         elif not last.ended:
-            self.state, self.remark = KILLED, "without a last entry in its record"
+            self.state = KILLED
+            self.remark = "without a last entry in its record"
+        # seconds since the last entry of a run that is training
         running = 0.0
         if self.state == TRAINING:
-            running = (
-                datetime.now().astimezone() - datetime.fromisoformat(last.updated)
-            ).total_seconds()
+            now = datetime.now().astimezone()
+            running = (now - datetime.fromisoformat(last.updated)).total_seconds()
         self.elapsed = sum(part.elapsed for part in self.parts) + running if self.parts else None
-        self.left = (
-            None if last.left is None or self.state != TRAINING else max(0.0, last.left - running)
-        )
+        self.left = None
+        if last.left is not None and self.state == TRAINING:
+            self.left = max(0.0, last.left - running)
         self.last_row = next((_row(curve, -1) for curve in curves if curve.kind == LCURVE), {})
         validated = {
             f"{curve.task} {curve.weights}".strip(): curve
@@ -127,6 +131,7 @@ class RunStatus:
             if curve.kind == VALIDATION
         }
         self.validation = {weights: _row(curve, -1) for weights, curve in validated.items()}
+        # tasks may predict different quantities, each of which has a metric of its own
         self.metrics = dict[str, str]()
         for weights, curve in validated.items():
             name = Metric("F:RMSE")
@@ -141,40 +146,36 @@ class RunStatus:
             weights: curve.columns[self.metrics[weights]] for weights, curve in validated.items()
         }
         self.best = {
-            w: _row(validated[w], int(np.nanargmin(e)))
-            for w, e in errors.items()
-            if np.isfinite(e).any()
+            weights: _row(validated[weights], int(np.nanargmin(values)))
+            for weights, values in errors.items()
+            if np.isfinite(values).any()
         }
-        self.test, self.checkpoint = last.test, ""
+        self.test = last.test
+        self.checkpoint = ""
+        # the pointer may be damaged, or gone by now
         with suppress(OSError, ValueError):
             if (folder / POINTER).is_file():
                 newest = read_pointer(folder / POINTER)
-                self.checkpoint = (
-                    os.path.relpath(newest, folder)
-                    if newest.is_file() or is_sharded(newest)
-                    else ""
-                )
+                if newest.is_file() or is_sharded(newest):
+                    self.checkpoint = os.path.relpath(newest, folder)
         self.averages = dict[str, str]()
         if config is not None:
             for average in config.training.averaging:
                 link = folder / Outputs(config).checkpoint_link(average.name)
+                # the file that the link leads to has the step in its name
                 with suppress(OSError):
                     link = link.parent / os.readlink(link)
                 self.averages[average.name] = os.path.relpath(link, folder) if link.exists() else ""
 
     def describe(self) -> str:
         """Return one line: ``training, step 240 of 2,000 (12 %)``."""
-        of = (
-            f" of {self.num_steps:,} ({100 * self.step / self.num_steps:.0f} %)"
-            if self.num_steps
-            else ""
-        )
-        remark = f" ({self.remark})" if self.remark else ""
-        return (
-            f"{self.state}{remark}"
-            if self.state == PREPARING
-            else f"{self.state}{remark}, step {self.step:,}{of}"
-        )
+        text = f"{self.state} ({self.remark})" if self.remark else self.state
+        if self.state == PREPARING:
+            return text
+        text += f", step {self.step:,}"
+        if self.num_steps:
+            text += f" of {self.num_steps:,} ({100 * self.step / self.num_steps:.0f} %)"
+        return text
 
     def describe_best(self, weights: str) -> str:
         """Return the smallest error of some weights: ``F RMSE 44.4 meV/Å at step 200``."""
@@ -187,8 +188,9 @@ class RunStatus:
         return facts(f"{self.folder}: {self.describe()}", self._rows())
 
     def to_dict(self) -> dict[str, object]:
-        """Return the status for programs; times in seconds, errors by column of the files, None in
-        place of nan.
+        """Return the status for programs.
+
+        Times are in seconds, errors by column of the files; None is in place of nan.
         """
         values = {name: _without_nan(getattr(self, name)) for name in _IN_JSON}
         return {
@@ -200,36 +202,29 @@ class RunStatus:
     def _rows(self) -> Iterator[tuple[str, str]]:
         times = []
         if self.elapsed is not None:
-            times.append(
-                duration(self.elapsed) + (" so far" if self.state in (PREPARING, TRAINING) else "")
-            )
+            so_far = " so far" if self.state in (PREPARING, TRAINING) else ""
+            times.append(f"{duration(self.elapsed)}{so_far}")
         if self.left is not None:
             end = datetime.now() + timedelta(seconds=self.left)
             times.append(f"{duration(self.left)} left, ends about {end:%Y-%m-%d %H:%M}")
         yield "time", ", ".join(times)
         if self.last_row:
+            # by task and kind of batches: rmse_f_val_ice is rmse_f of "ice valid"
             batches: dict[str, dict[str, float]] = {}
             for column, value in self.last_row.items():
-                if value == value and (
-                    match := re.fullmatch(r"(\w+?)_(trn|val)(?:_(.+))?", column)
-                ):
+                match = re.fullmatch(r"(\w+?)_(trn|val)(?:_(.+))?", column)
+                if match and value == value:  # no nan
                     kind = {"trn": "train", "val": "valid"}[match[2]]
                     batches.setdefault(f"{match[3] or ''} {kind}".lstrip(), {})[match[1]] = value
-            shown = [
-                f"{name} {words}"
-                for name in sorted(batches)
-                if (words := describe_values(batches[name]))
-            ]
-            shown += [f"lr {self.last_row['lr']:.1e}"] * ("lr" in self.last_row)
-            units = (
-                ", meV and Å"
-                if any(re.search(r"_[efv]_", column) for column in self.last_row)
-                else ""
-            )
-            yield (
-                "last row",
-                f"step {self.last_row['step']:,.0f}, single batches{units}: {'; '.join(shown)}",
-            )
+            errors = {name: describe_values(batches[name]) for name in sorted(batches)}
+            shown = [f"{name} {text}" for name, text in errors.items() if text]
+            if "lr" in self.last_row:
+                shown.append(f"lr {self.last_row['lr']:.1e}")
+            units = ""
+            if any(re.search(r"_[efv]_", column) for column in self.last_row):
+                units = ", meV and Å"
+            step = f"step {self.last_row['step']:,.0f}"
+            yield "last row", f"{step}, single batches{units}: {'; '.join(shown)}"
         for weights, row in self.validation.items():
             least = f"; least {self.describe_best(weights)}" if weights in self.best else ""
             yield "validation", f"{weights}, step {row['step']:,}: {describe_row(row)}{least}"
@@ -238,20 +233,17 @@ class RunStatus:
         age = ""
         with suppress(OSError):
             if self.checkpoint:
-                seconds = (
-                    datetime.now().timestamp() - (self.folder / self.checkpoint).stat().st_mtime
-                )
-                age = f", {duration(max(0.0, seconds))} ago"
+                written = (self.folder / self.checkpoint).stat().st_mtime
+                # clocks of file servers may be ahead
+                age = f", {duration(max(0.0, datetime.now().timestamp() - written))} ago"
         yield "checkpoint", f"{self.checkpoint}{age}" if self.checkpoint else "the run names none"
         part = self.parts[-1] if self.parts else Part()
         for name, file in self.averages.items():
-            words = f"{name}: {file or 'no file yet'}"
+            text = f"{name}: {file or 'no file yet'}"
             if counts := part.averages.get(name):
-                words += (
-                    f", {counted(counts['updates'], 'update')}, mean age "
-                    f"{counts['mean_age']:,.1f} steps"
-                )
-            yield "average", words
+                text += f", {counted(counts['updates'], 'update')}"
+                text += f", mean age {counts['mean_age']:,.1f} steps"
+            yield "average", text
         for time, text in part.warnings[-_MAX_WARNINGS:]:
             yield "warning", f"{time[11:19]} {text}"
 
@@ -260,6 +252,7 @@ def describe_row(errors: Mapping[str, float]) -> str:
     """Return errors of a validation log by column: ``E MAE 3.512, RMSE 4.205 meV/atom``."""
     shown: dict[tuple[str, str], list[str]] = {}
     for column, value in errors.items():
+        # E_RMSE(meV/atom); the step has no kind
         name, _, unit = column.rstrip(")").partition("(")
         quantity, _, kind = name.partition("_")
         if kind and value == value:

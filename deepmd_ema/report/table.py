@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from deepmd_ema.model.metrics import Errors
 
 Cell: TypeAlias = "str | float | None"  # None: there is no value
-METRICS_IN_ORDER = "EFQSVDWABNMP"
-# symbols in columns of lcurve.out where these are no letters of metrics
+METRICS_IN_ORDER = "EFQSVDWABNMP"  # letters, in the order of tables
+# by letter, the symbol in columns of lcurve.out where it is not this letter
 CURVE_NAMES = {
     "Q": "pf",
     "D": "global_dipole",
@@ -81,8 +81,9 @@ def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def render(table: Table, indent: str = "") -> list[str]:
-    """Return a table as plain text: title, names, units, rows; numbers are set to the right and
-    text to the left.
+    """Return a table as plain text: title, names, units, rows.
+
+    Numbers are set to the right and text to the left.
 
     Args:
         table: to be shown.
@@ -103,13 +104,15 @@ def render(table: Table, indent: str = "") -> list[str]:
 
 
 def significant(value: float, digits: int = _DIGITS) -> str:
-    """Return ``value`` with so many significant digits, and an exponent if it is that of a failed
-    run.
+    """Return ``value`` with so many significant digits.
+
+    A value of a run that has failed, which is huge, has an exponent.
     """
     if not math.isfinite(value):
         return str(value)
     if abs(value) >= _MIN_WITH_EXPONENT:
         return f"{value:.{digits - 1}e}"
+    # the exponent after rounding: 9.996 with three digits is 10.0
     decimals = digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2])
     return f"{round(value, decimals):.{max(0, decimals)}f}"
 
@@ -126,18 +129,21 @@ def labelled(errors: Errors) -> str:
 
 
 def mae_rmse(errors: Errors, quantity: str, factor: float = 0.0) -> str:
-    """Return both errors of a quantity as ``94.363 / 120.02``, in its unit of tables, or times
-    ``factor``.
+    """Return both errors of a quantity as ``94.363 / 120.02``.
+
+    They are in its unit of tables, or times ``factor``.
     """
     factor = factor or METRICS[quantity].display_factor
     return " / ".join(significant(factor * errors.metric(f"{quantity}:{kind}")) for kind in KINDS)
 
 
 def describe_errors(errors: Errors, before: Errors | None = None, with_gpa: bool = False) -> str:
-    """Return MAE and RMSE of every quantity that some frame has a label of, with those ``before``
-    in front.
+    """Return MAE and RMSE of every quantity that some frame has a label of.
 
-    With ``with_gpa`` those of the stress are in GPa as well.
+    Args:
+        errors: to be shown.
+        before: errors that are shown in front of them: ``E 9 / 12 -> 3 / 4 meV/atom``.
+        with_gpa: whether errors of the stress are in GPa as well.
     """
     parts = []
     for quantity in labelled(errors):
@@ -150,15 +156,14 @@ def describe_errors(errors: Errors, before: Errors | None = None, with_gpa: bool
 
 def table_of_errors(title: str, errors: Mapping[str, Errors]) -> Table:
     """Return MAE and RMSE of each quantity by task; the only task of a run has no name."""
-    quantities = [
-        q for q in METRICS_IN_ORDER if any(q in labelled(of_task) for of_task in errors.values())
-    ]
+    present = {q for task_errors in errors.values() for q in labelled(task_errors)}
+    quantities = [q for q in METRICS_IN_ORDER if q in present]
     columns = [Column("task"), Column("frames", "", ",.0f")]
     columns += [Column(METRICS[q].title, METRICS[q].display_unit, "s") for q in quantities]
-    rows: list[list[Cell]] = [
-        [task, of_task.summary()["num_frames"], *(mae_rmse(of_task, q) for q in quantities)]
-        for task, of_task in errors.items()
-    ]
+    rows = list[list[Cell]]()
+    for task, task_errors in errors.items():
+        cells = [mae_rmse(task_errors, q) for q in quantities]
+        rows.append([task, task_errors.summary()["num_frames"], *cells])
     first = 1 if "" in errors else 0
     return Table(title, columns[first:], [row[first:] for row in rows])
 
