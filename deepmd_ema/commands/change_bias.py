@@ -71,7 +71,7 @@ class ChangedBias:
         path: the file that was written.
         source: all models of the file as they were.
         head: which of them has another bias.
-        record: what the file says of the change: mode, frames, source.
+        record: mode, frames and source of the change, as the file has them.
         before: (T,) eV.
         after: (T,) eV.
         frames: with labels and the predictions of the model as it was, or None without data.
@@ -93,13 +93,13 @@ class ChangedBias:
         return self.source.models[self.head]
 
     def residuals(self) -> tuple[Array, Array]:
-        """Return label minus prediction per atom (F,), eV, of the model as it was and as it is
-        now.
-        """
+        """Return label minus prediction per atom (F,), eV, before and after the change."""
         frames = self.frames
         assert frames is not None, "values were given: nothing was evaluated"
-        one, two = frames.residual(), frames.residual(self.after - self.before)
-        return one / frames.num_atoms, two / frames.num_atoms
+        # a change of the bias changes energies by it alone: nothing is evaluated again
+        before = frames.residual()
+        after = frames.residual(self.after - self.before)
+        return before / frames.num_atoms, after / frames.num_atoms
 
     def text(self) -> str:
         """Return the bias before and after, and what it does to the residuals."""
@@ -113,23 +113,24 @@ class ChangedBias:
                 f"from these compositions; equal {what} are used"
             )
         if self.frames is not None:
-            errors = [1000 * np.array([r.mean(), np.sqrt(np.mean(r**2))]) for r in self.residuals()]
-            before, after = (
-                [f"{round(value, 6) + 0.0:.6g}" for value in numbers] for numbers in errors
-            )
+            before, after = self.residuals()
             lines.append("label minus prediction, meV/atom:")
-            lines += [
-                f"  {what} {old} before, {new} after"
-                for what, old, new in zip(("mean", "RMSE"), before, after)
-            ]
-        others = [name for name in self.source.models if name != self.head]
-        verb = "stay as they are" if len(others) > 1 else "stays as it is"
-        stay = f", in which {', '.join(others)} {verb}" if others else ""
-        return "\n".join([*lines, f"wrote {self.path}{stay}"])
+            mean = f"{_in_mev(before.mean())} before, {_in_mev(after.mean())} after"
+            lines.append(f"  mean {mean}")
+            old_rmse = np.sqrt(np.mean(before**2))
+            new_rmse = np.sqrt(np.mean(after**2))
+            lines.append(f"  RMSE {_in_mev(old_rmse)} before, {_in_mev(new_rmse)} after")
+        lines.append(f"wrote {self.path}")
+        unchanged = [name for name in self.source.models if name != self.head]
+        if unchanged:
+            verb = "stay as they are" if len(unchanged) > 1 else "stays as it is"
+            lines[-1] += f", in which {', '.join(unchanged)} {verb}"
+        return "\n".join(lines)
 
     def table(self) -> Table:
         """Return the bias of each element before and after."""
-        config, rows = self.loaded.config, []
+        config = self.loaded.config
+        rows = []
         for t, name in enumerate(config.type_map):
             remark = ""
             if self.frames is not None:
@@ -187,7 +188,8 @@ def write_changed(
     loaded = file.models[head]
     loaded.require_energies("change-bias")
     path = _target(loaded, model, output)
-    before, type_map = loaded.model.out_bias.view(-1).numpy().copy(), loaded.config.type_map
+    before = loaded.model.out_bias.view(-1).numpy().copy()
+    type_map = loaded.config.type_map
     if request.values is not None:
         if len(request.values) != len(type_map):
             raise UserError(
@@ -201,20 +203,26 @@ def write_changed(
         ]:
             raise UserError(f"-b: {', '.join(bad)}: expected finite energies in eV.")
         after = np.array(request.values, float)
-        done = ChangedBias(
-            path, file, head, {"mode": GIVEN, "source": "values given"}, before, after
-        )
+        record: dict[str, Any] = {"mode": GIVEN, "source": "values given"}
+        done = ChangedBias(path, file, head, record, before, after)
         _write(done, None)
         return done
     systems = open_labelled(request.systems, loaded.config, (ENERGY,))
-    where, names = select_device(device), list(map(str, request.systems))
-    network, chosen = loaded.model.to(where), first_frames(systems, request.num_frames)
+    names = list(map(str, request.systems))
+    where = select_device(device)
+    network = loaded.model.to(where)
     batches = sequential_batches(
-        systems, network.layout, None, atoms_at_once(where), labels=(ENERGY,), frames=chosen
+        systems,
+        network.layout,
+        None,
+        atoms_at_once(where),
+        labels=(ENERGY,),
+        frames=first_frames(systems, request.num_frames),
     )
     frames = energies_of(network, loaded.config, batches)
     if not len(frames):
         raise UserError(f"no frame of {', '.join(names)} has an energy to fit the bias to.")
+    # `set` forgets the bias of the model; `change` adds to it what the residuals call for
     fit: BiasFit = set_bias(frames) if request.mode == SET else change_bias(frames, before)
     record = {
         "mode": request.mode,
@@ -230,40 +238,39 @@ def describe_record(record: Mapping[str, Any]) -> str:
     """Return one line of what ``dp-ema change-bias`` has recorded in a file."""
     if record["mode"] == GIVEN:
         return "set to values given"
-    how = (
-        "set to a fit of the labels"
-        if record["mode"] == SET
-        else "moved by a fit of label minus prediction"
-    )
+    how = "moved by a fit of label minus prediction"
+    if record["mode"] == SET:
+        how = "set to a fit of the labels"
     return f"{how}, {record['frames']:,} frames of {record['source']}"
 
 
+def _in_mev(energy: float) -> str:
+    return f"{round(1000 * energy, 6) + 0.0:.6g}"  # + 0.0 turns -0.0 into 0.0
+
+
 def _write(done: ChangedBias, std: Array | None) -> None:
+    """Write the file; ``std`` (T,) is the spread of the output, None to keep that of the model."""
     info = done.loaded.info
     if info.path.suffix.lower() in FROZEN_SUFFIXES:
         dp.rewrite_bias(info.path, done.path, done.after, std, {"bias": dict(done.record)})
         return
     models = done.source.models
-    weights, prefix = (
-        ModelSet({name: each.model for name, each in models.items()}).state_dict(),
-        prefix_of(done.head),
-    )
-    weights[f"{prefix}out_bias"] = torch.from_numpy(done.after).view_as(
-        weights[f"{prefix}out_bias"]
-    )
+    weights = ModelSet({name: each.model for name, each in models.items()}).state_dict()
+    bias = f"{prefix_of(done.head)}out_bias"
+    weights[bias] = torch.from_numpy(done.after).view_as(weights[bias])
     if std is not None:
-        weights[f"{prefix}out_std"] = torch.from_numpy(std).view_as(weights[f"{prefix}out_std"])
+        spread = f"{prefix_of(done.head)}out_std"
+        weights[spread] = torch.from_numpy(std).view_as(weights[spread])
     distances = unnested({name: each.info.min_nbor_dist for name, each in models.items()})
     head = checkpoint.payload_head(
         "weights", info.weights, info.step, done.source.config, distances
     )
     average = {"average": dict(info.average)} if info.average else {}
-    records = {name: each.info.bias for name, each in models.items() if each.info.bias} | {
-        done.head: dict(done.record)
-    }
-    checkpoint.save(
-        done.path, {**head, "bias": unnested(records), **average, "model": weights}, option="-o"
-    )
+    # changes of the other models, which the file had already
+    records = {name: each.info.bias for name, each in models.items() if each.info.bias}
+    records[done.head] = dict(done.record)
+    payload = {**head, "bias": unnested(records), **average, "model": weights}
+    checkpoint.save(done.path, payload, option="-o")
 
 
 def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -> Path:
@@ -279,17 +286,16 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
         path = Path(output)
     elif frozen:
         path = source.with_name(f"{source.stem}_updated{source.suffix}")
-    # the name of a checkpoint says whose weights of which step; a link to the newest file does not
     else:
+        # the name has weights and step, which that of a link to the newest file does not have
         weights = loaded.info.weights if loaded.info.kind == "training" else LIVE
         name = name_of_weights(source.resolve().name, weights, loaded.info.step)
         path = source.with_name(f"{Path(name).stem}_updated{GATHERED_SUFFIX}")
-    known = WRITTEN_SUFFIXES if frozen else (GATHERED_SUFFIX,)
-    if path.suffix.lower() not in known:
+    suffixes = WRITTEN_SUFFIXES if frozen else (GATHERED_SUFFIX,)
+    if path.suffix.lower() not in suffixes:
         more = "" if frozen else " `dp-ema freeze` makes a .dp file of it."
-        raise UserError(
-            f"-o {path}: expected a name that ends in {' or '.join(known)}, as {source} does.{more}"
-        )
+        expected = f"expected a name that ends in {' or '.join(suffixes)}"
+        raise UserError(f"-o {path}: {expected}, as {source} does.{more}")
     if not frozen:
         checkpoint.refuse_to_replace(path, "-o")
     check_output(path, "-o", MODEL_FILE if frozen else None, [source])

@@ -23,9 +23,10 @@ from deepmd_ema.report.table import Column, Table, render
 
 # M models, F frames, N atoms
 
+# columns of DeePMD-kit, whose order scripts rely on: virials, then forces
 COLUMNS = (
     "step",
-    *(f"{of}_devi_{of_what}" for of_what in "vf" for of in ("max", "min", "avg")),
+    *(f"{kind}_devi_{letter}" for letter in "vf" for kind in ("max", "min", "avg")),
     "devi_e",
 )
 _LABELS = (ENERGY, FORCE, VIRIAL)
@@ -67,9 +68,7 @@ class DeviationReport:
     systems: Mapping[str, NDArray[np.float64]]
 
     def write(self, path: str | Path) -> Path:
-        """Write one block of rows per system, in the format of ``dp model-devi``; return the
-        path.
-        """
+        """Write a block of rows per system, in the format of ``dp model-devi``; return the path."""
         path = Path(path)
         with (
             atomic_write(path, "Choose another -o.") as part,
@@ -83,20 +82,18 @@ class DeviationReport:
         return path
 
     def text(self) -> str:
-        """Return the models, and for each system the mean and the largest deviation of the
-        force.
-        """
+        """Return the models, and the mean and largest deviation of the force of each system."""
         place = COLUMNS.index("max_devi_f")
         rows: list[list[float | str]] = []
-        for name, found in self.systems.items():
-            most = found[:, place]
+        for name, deviations in self.systems.items():
+            most = deviations[:, place]
+            # deviations from labels are nan where a frame has none
             worst = int(np.argmax(np.nan_to_num(most, nan=-math.inf)))
-            rows.append([name, len(found), float(most.mean()), float(most[worst]), worst])
+            rows.append([name, len(deviations), float(most.mean()), float(most[worst]), worst])
         numbers = {"frames": ".0f", "mean": ".4g", "largest": ".4g", "in frame": ".0f"}
         columns = (Column("system"), *(Column(name, "", spec) for name, spec in numbers.items()))
-        return "\n".join(
-            [*self.models, *render(Table("max_devi_f, frames count from 0", columns, rows))]
-        )
+        table = Table("max_devi_f, frames count from 0", columns, rows)
+        return "\n".join([*self.models, *render(table)])
 
 
 def measure_deviation(
@@ -126,19 +123,19 @@ def measure_deviation(
         UserError: if a model or the data cannot be read, or the models do not go together.
     """
     options = options or DeviationOptions()
-    wanted: Sequence[str | None] = averages or [None]
-    loaded = [load_model(path, use_average, name, head) for path in models for name in wanted]
-    for one in loaded:
-        one.require_energies("model-devi")
-    words = [f"{one.info.path}: {one.info.describe()}" for one in loaded]
+    weights: Sequence[str | None] = averages or [None]
+    loaded = [load_model(path, use_average, name, head) for path in models for name in weights]
+    for model in loaded:
+        model.require_energies("model-devi")
+    descriptions = [f"{model.info.path}: {model.info.describe()}" for model in loaded]
     _check_models(loaded, options)
-    widest = max((one.config for one in loaded), key=lambda config: config.descriptor.cutoff)
-    opened = open_labelled(systems, widest, _LABELS if options.real_error else (), rglob_patterns)
-    cache, every = PairCache(), first_frames(opened, 0)
-    reports = [
-        predict(one, opened, every, device, _LABELS if options.real_error else (), cache)
-        for one in loaded
-    ]
+    labels = _LABELS if options.real_error else ()
+    # data are checked for the largest cutoff, and frames have their neighbors searched once
+    widest = max((model.config for model in loaded), key=lambda config: config.descriptor.cutoff)
+    opened = open_labelled(systems, widest, labels, rglob_patterns)
+    every = first_frames(opened, 0)
+    cache = PairCache()
+    reports = [predict(model, opened, every, device, labels, cache) for model in loaded]
     rows = {}
     for system in opened:
         by_model = [
@@ -146,7 +143,7 @@ def measure_deviation(
             for report in reports
         ]
         rows[system.name] = _rows(by_model, options)
-    return DeviationReport(words, rows)
+    return DeviationReport(descriptions, rows)
 
 
 def frame_deviation(
@@ -154,49 +151,52 @@ def frame_deviation(
     labels: Mapping[str, NDArray[Any]] | None,
     options: DeviationOptions,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the deviations of one frame, (7,) in the order of ``COLUMNS`` without the step, and
-    (N,) of the forces.
+    """Return the deviations of one frame and those of the forces on its atoms.
 
-    The deviation of a number is the root of the mean over the models of its squared distance to
-    their mean (to the label, if ``labels`` are given). Of a force it is the length of the vector of
-    its three, of a virial the number is per atom, and its average is the length of the nine over 3.
+    They are (7,) in the order of ``COLUMNS`` without the step, and (N,). The deviation of a number
+    is the root of the mean over the models of its squared distance to their mean (to the label, if
+    ``labels`` are given). Of a force it is the length of the vector of its three, of a virial the
+    number is per atom, and its average is the length of the nine over 3.
 
     Args:
         predictions: of each model: energy (), force (N, 3), virial (9,).
         labels: the same from the data, or None; nan where one is missing.
         options: the levels of relative deviations.
     """
-    spread, center = {}, {}
+    spread = {}
+    center = {}
     for name in _LABELS:
-        values = np.stack([np.asarray(one[name], np.float64) for one in predictions])
+        # (models, ...)
+        values = np.stack([np.asarray(prediction[name], np.float64) for prediction in predictions])
         size = 1 if name == FORCE else len(predictions[0][FORCE])
-        about = (
-            values.mean(axis=0)
-            if labels is None
-            else labels.get(name, np.full(values.shape[1:], np.nan))
-        )
-        center[name] = about / size
+        if labels is None:
+            reference = values.mean(axis=0)
+        else:
+            reference = labels.get(name, np.full(values.shape[1:], np.nan))
+        center[name] = reference / size
         spread[name] = np.sqrt(np.square(values / size - center[name]).mean(axis=0))
-    virial, force = spread[VIRIAL], np.linalg.norm(spread[FORCE], axis=-1)
+    virial = spread[VIRIAL]  # (9,)
+    force = np.linalg.norm(spread[FORCE], axis=-1)  # (N,)
     if options.relative_v is not None:
         virial = virial / (np.linalg.norm(center[VIRIAL]) + options.relative_v)
     if options.relative is not None:
         force = force / (np.linalg.norm(center[FORCE], axis=-1) + options.relative)
-    of_virial = virial.max(), virial.min(), np.linalg.norm(virial) / 3
-    return np.array([*of_virial, force.max(), force.min(), force.mean(), spread[ENERGY]]), force
+    row = [virial.max(), virial.min(), np.linalg.norm(virial) / 3]
+    row += [force.max(), force.min(), force.mean(), spread[ENERGY]]
+    return np.array(row), force
 
 
 def _rows(
     by_model: Sequence[Sequence[FrameResult]], options: DeviationOptions
 ) -> NDArray[np.float64]:
     """Return the rows of a system from its frames, as each model predicts them."""
+    # frames of mixed systems differ in their atoms: short rows end with nan
     width = max(frame.num_atoms for frame in by_model[0]) if options.atomic else 0
     rows = np.full((len(by_model[0]), len(COLUMNS) + width), np.nan)
     for number, frames in enumerate(zip(*by_model)):
         labels = frames[0].label if options.real_error else None
-        rows[number, 1 : len(COLUMNS)], atoms = frame_deviation(
-            [f.prediction for f in frames], labels, options
-        )
+        predictions = [frame.prediction for frame in frames]
+        rows[number, 1 : len(COLUMNS)], atoms = frame_deviation(predictions, labels, options)
         if options.atomic:
             rows[number, len(COLUMNS) : len(COLUMNS) + len(atoms)] = atoms
     rows[:, 0] = options.frequency * np.arange(len(rows))
@@ -204,14 +204,13 @@ def _rows(
 
 
 def _check_models(loaded: Sequence[LoadedModel], options: DeviationOptions) -> None:
-    """Raise UserError if there is nothing to compare, or if the models do not read the same
-    data.
-    """
+    """Raise UserError if there is nothing to compare, or if models do not read the same data."""
     if len(loaded) < 2 and not options.real_error:
         raise UserError(
             "-m: one model, and deviations are those of two or more. Give more models or averages "
             "(--average live A), or --real_error for the errors of one."
         )
+    # elements, parameters and so on; other cutoffs are no obstacle
     first = loaded[0]
     expected = vars(ReadSpec.of_model(first.config, ()))
     for other in loaded[1:]:

@@ -265,6 +265,7 @@ class _Page:
         # a lead sentence, errors, and facts: what a reader who stops here has to know
         yield f"<header><h1>{escape(self.title)}</h1>"
         for name, task in self.config.tasks.items():
+            # dos[250] is called dos here
             label = task.model.fitting_net.labels[0].partition("[")[0]
             kind = "potential" if label == ENERGY else f"{label} model"
             lead = f"{kind} {task.model.descriptor.type} for {', '.join(task.model.type_map)}"
@@ -280,6 +281,7 @@ class _Page:
         yield "".join(_paragraph(remark, "notice") for remark in self.remarks)
         yield from self._final_errors()
         yield _list(self._first_facts()) + "</header>"
+        # a run that was restarted has several parts, each with times and warnings of its own
         records = self.status.parts if self.status is not None else ()
         warnings = [(time[:19], text) for part in records for time, text in part.warnings]
         times = table_of_times(records)
@@ -311,6 +313,7 @@ class _Page:
             for title, body in sections.items()
             if body
         }
+        # a link to each section, at the top of the page
         links = [f"<a href=#{anchor}>{title}</a>" for title, (anchor, _) in shown.items()]
         yield f"<nav>{''.join(links)}"
         yield "<a href=#definitions>Definitions</a></nav>"
@@ -320,6 +323,7 @@ class _Page:
             yield "</section>"
 
     def _first_facts(self) -> Iterator[tuple[str, str]]:
+        """Yield facts of the run beside the errors: how far it is, its time, and its best files."""
         status = self.status
         if status is not None:
             yield "run", status.describe()
@@ -369,7 +373,7 @@ class _Page:
                 rows.append(["Stress RMSE, GPa", *stresses, ""])
             title = (f"{task}: " if task else "") + counted(frames, f"{part} frame")
             yield _table(Table("", (Column(title), *columns, Column("labels", "RMS", "s")), rows))
-        # without data there are the rows of the run itself
+        # where data cannot be read, there are the rows of the run itself
         if not self.tested and self.status is not None:
             for weights, row in self.status.validation.items():
                 yield _paragraph(
@@ -500,6 +504,7 @@ class _Page:
         settings = {average.name: average.summary({}) for average in self.config.training.averaging}
         rows = list[Sequence[Cell]]()
         for name, state in averages.items():
+            # an average that has not begun has -1 updates and no age
             age = state["mean_age"] if state["updates"] > 0 else None
             rows.append((name, settings.get(name, ""), max(0, state["updates"]), age))
         columns = [Column("average"), Column("settings"), Column("updates", "", ",.0f")]
@@ -548,7 +553,7 @@ class _Page:
     def _programs(self, records: Sequence[Part]) -> Iterator[tuple[str, str]]:
         """Yield names and texts of programs, machine and dates of each part of a run."""
         yield "checkpoint", f"written by dp-ema {self.payload['version']}"
-        before = Part()
+        before = Part()  # compared with the next one
         for part in records:
             more = f", from step {part.first_step:,}" if part.first_step else ""
             yield "command", f"{part.command}, {part.began[:19]} to {part.updated[:19]}{more}"
@@ -603,6 +608,7 @@ def _quantities(tested: Sequence[Tested]) -> str:
 
 
 def _error(errors: Errors, quantity: str, kind: str) -> str:
+    """Return an error in its unit of tables; a dash if no frame has a label."""
     value = METRICS[quantity].display_factor * errors.metric(f"{quantity}:{kind}")
     return significant(value, _DIGITS) if math.isfinite(value) else "–"
 

@@ -1,6 +1,4 @@
-"""``dp-ema test --physics``: dynamics, bond scans and the cutoff of a model, in one table with
-limits.
-"""
+"""``dp-ema test --physics``: dynamics, bond scans and the cutoff of a model, with limits."""
 
 from __future__ import annotations
 
@@ -33,14 +31,13 @@ MIN_TIME = 1.0  # ps of dynamics: a shorter run shows neither a drift nor a fail
 MIN_DISTANCE_RATIO = 0.75  # of the shortest distance in the data: nearer, an energy was not learned
 MAX_ENERGY_JUMP = 1e-4  # eV; energies of a hundred atoms in float32 are rounded to 1e-5
 MAX_FORCE_JUMP = 1e-3  # eV/angstrom
-MAX_FORCE_ERROR = (
-    5e-3  # eV/angstrom: that rounding over the 4e-3 angstrom of the difference quotient is 2.5e-3
-)
+# eV/angstrom: that rounding over the 4e-3 angstrom of the difference quotient is 2.5e-3
+MAX_FORCE_ERROR = 5e-3
 MAX_FRAMES = 200  # of all systems, evenly, of which distances are taken
 
 FRICTION = 0.01  # 1/fs, of the thermostat: it couples within 0.1 ps
 CHECK_EVERY = 10  # steps between two searches for pairs that are too close
-MAX_FORCE = 100.0  # eV/angstrom: those of vibrations are about 1
+MAX_FORCE = 100.0  # eV/angstrom: forces of vibrations are about 1
 # times the temperature of the thermostat: the kinetic energy of 9 degrees of freedom is above it
 # with probability 1e-6
 MAX_HEAT = 5.0
@@ -53,7 +50,7 @@ SPEED2_PER_EV = 9.648533212e-3
 
 BOND_POINTS = 81
 BOND_REACH = 1.25  # a bond is stretched to this times its length in the frame
-MIN_BARRIER = 1e-3  # eV: lower ripples are not counted
+MIN_BARRIER = 1e-3  # eV: lower barriers between extrema are not counted
 # angstrom, on either side of the cutoff: over it the force along a stiff bond (50 eV/angstrom^2)
 # changes by 1e-4
 CUTOFF_GAP = 1e-6
@@ -121,8 +118,13 @@ class Dynamics:
 
 @dataclass(frozen=True)
 class BondScan:
-    """Energies (P,), eV, by the distance (P,), angstrom, of a pair of elements; extrema beyond the
-    one well.
+    """Energies of a pair of elements by their distance.
+
+    Attributes:
+        elements: names.
+        distance: (P,), angstrom.
+        energy: (P,), eV.
+        extrema: number of minima and maxima beyond the one minimum of a bond.
     """
 
     elements: tuple[str, str]
@@ -200,8 +202,9 @@ def measure_physics(
     head: str | None = None,
     device: str | None = None,
 ) -> PhysicsReport:
-    """Return the physics of a model at frames whose errors were measured; the first is that of
-    dynamics and scans.
+    """Return the physics of a model at frames whose errors were measured.
+
+    Dynamics and scans begin at the first frame.
 
     Args:
         model: a ``.pt`` checkpoint or a frozen file.
@@ -215,27 +218,30 @@ def measure_physics(
     Raises:
         UserError: if the model or the data cannot be read, or an element has no mass.
     """
-    loaded, number = load_model(model, use_average, average, head), len(errors.frames)
+    loaded = load_model(model, use_average, average, head)
     loaded.require_energies("--physics")
-    places = even_places(number, MAX_FRAMES)
+    places = even_places(len(errors.frames), MAX_FRAMES)
     sources = [errors.frames[place].source for place in places]
     frames = [errors.systems[system].frame(frame) for system, frame in sources]
     return physics_of(Potential(loaded, device), frames, options)
 
 
 def physics_of(model: Potential, frames: Sequence[Frame], options: PhysicsOptions) -> PhysicsReport:
-    """Return the physics of a model at the first of some frames; of all of them distances are
-    taken.
+    """Return the physics of a model at the first of some frames.
+
+    Distances below which an energy was not learned are those of all frames.
     """
     shortest = shortest_distances(frames, len(model.type_map), model.rcut)
     least = MIN_DISTANCE_RATIO * np.where(np.isfinite(shortest), shortest, 0.0)
     surface = Surface(model, frames[0])
     temperature = options.temperature
     seed = options.seed
-    bonds, at_cutoff = scan_bonds(surface, shortest, MIN_DISTANCE_RATIO), scan_cutoff(surface)
+    bonds = scan_bonds(surface, shortest, MIN_DISTANCE_RATIO)
+    at_cutoff = scan_cutoff(surface)
+    # hydrogen and deuterium vibrate in about 10 fs
     time_step = options.time_step or (0.5 if surface.masses.min() < 3 else 1.0)
     steps = math.ceil(1e3 * MIN_TIME / time_step) if options.md_steps is None else options.md_steps
-    is_short = time_step * steps < 1e3 * MIN_TIME - 1e-9
+    is_short = time_step * steps < 1e3 * MIN_TIME - 1e-9  # a product may be rounded down
     cold = run_dynamics(surface, least, temperature, time_step, steps, seed)
     about = f"{cold.time:g} ps from {temperature:g} K by {time_step:g} fs"
     about = f"failed after {cold.time:g} ps: {cold.failure}" if cold.failure else about
@@ -244,12 +250,19 @@ def physics_of(model: Potential, frames: Sequence[Frame], options: PhysicsOption
         ("drift", cold.drift, "meV/atom/ps", "|x| <= ", MAX_DRIFT, about),
         ("spread", cold.spread, "meV/atom", "<= ", MAX_SPREAD, ""),
     ):
-        ok = False if cold.failure else None if is_short else abs(value) <= most
-        shown = None if cold.failure else 1e3 * value
+        # a run that is too short has no verdict, unless it fails
+        ok: bool | None = None if is_short else abs(value) <= most
+        shown: float | None = 1e3 * value
+        if cold.failure:
+            ok = False
+            shown = None
         rows.append(Row(f"NVE energy {name}", shown, unit, f"{limit}{1e3 * most:g}", ok, note))
     hot = run_dynamics(surface, least, 2 * temperature, time_step, steps, seed, FRICTION)
-    ok = False if hot.failure else None if is_short else True
-    name, limit = f"time to failure at {2 * temperature:g} K", f">= {1e-3 * time_step * steps:g}"
+    ok = None if is_short else True
+    if hot.failure:
+        ok = False
+    name = f"time to failure at {2 * temperature:g} K"
+    limit = f">= {1e-3 * time_step * steps:g}"
     rows.append(Row(name, hot.time, "ps", limit, ok, hot.failure or "no failure"))
     for bond in bonds:
         about = f"{bond.distance[0]:.2f} to {bond.distance[-1]:.2f} Å"
@@ -260,8 +273,9 @@ def physics_of(model: Potential, frames: Sequence[Frame], options: PhysicsOption
 
 
 def shortest_distances(frames: Sequence[Frame], num_types: int, within: float) -> Array:
-    """Return (T, T) shortest distances by the types of two atoms, angstrom; inf where none is below
-    ``within``.
+    """Return (T, T) shortest distances by the types of two atoms, angstrom.
+
+    They are infinite where none is below ``within``.
     """
     shortest = np.full((num_types, num_types), math.inf)
     for frame in frames:
@@ -290,11 +304,13 @@ class Surface:
     """
 
     def __init__(self, model: Potential, frame: Frame) -> None:
-        self._model, self._frame = model, frame
+        self._model = model
+        self._frame = frame
         self.coord = frame.coord
         self.box = frame.box
         self.types = frame.atom_type
-        self.rcut, self.elements = model.rcut, tuple(model.type_map)
+        self.rcut = model.rcut
+        self.elements = tuple(model.type_map)
         if unknown := sorted({self.elements[kind] for kind in self.types} - MASSES.keys()):
             raise UserError(
                 f"type_map: {unknown[0]} has no mass; expected a symbol from H to Lr. Leave out "
@@ -302,21 +318,23 @@ class Surface:
             )
         self.masses = np.array([MASSES[self.elements[kind]] for kind in self.types])
 
-    def at(self, coord: Array, kept: KeptPairs | None = None) -> Prediction:
+    def at(self, coord: Array, history: KeptPairs | None = None) -> Prediction:
         """Return the predictions at positions (P, N, 3), angstrom.
+
+        A history has the neighbor pairs of positions before them.
 
         Raises:
             UserError: if the model has no finite energy for one.
         """
-        fparam, aparam = self._frame.fparam, self._frame.aparam
+        aparam = self._frame.aparam
         if aparam is not None:
             aparam = np.broadcast_to(aparam, (len(coord), *aparam.shape))
-        return self._model.evaluate(coord, self.types, self.box, fparam, aparam, kept)
+        return self._model.evaluate(
+            coord, self.types, self.box, self._frame.fparam, aparam, history
+        )
 
     def moved(self, atom: int, axis: Array, shifts: Array) -> Array:
-        """Return (P, N, 3) positions in which one atom is moved along ``axis`` by ``shifts`` (P,),
-        angstrom.
-        """
+        """Return positions (P, N, 3), with one atom moved along ``axis`` by ``shifts`` (P,)."""
         coord = np.repeat(self.coord[None], len(shifts), axis=0)
         coord[:, atom] += shifts[:, None] * axis
         return coord
@@ -324,8 +342,7 @@ class Surface:
     def too_close(
         self, coord: Array, least: Array
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], Array]:
-        """Return the pairs that are closer than their elements may be: atoms i and j, and distances
-        in angstrom.
+        """Return pairs that are closer than their elements may be: atoms i and j, and distances.
 
         Args:
             coord: (N, 3), angstrom.
@@ -346,19 +363,20 @@ def run_dynamics(
     seed: int,
     friction: float = 0.0,
 ) -> Dynamics:
-    """Run molecular dynamics until it fails: velocity Verlet, or with friction Langevin dynamics
-    (BAOAB).
+    """Run molecular dynamics until it fails.
 
-    A run fails when an energy is not finite, a pair is closer than ``least``, a force is above
-    ``MAX_FORCE``, or, with a thermostat, the kinetic temperature is above ``MAX_HEAT`` times its
-    own. A straight line is fitted to the total energies E(t): drift is its slope over N, spread the
-    RMS of the residuals over N. Without friction the temperature changes as the frame relaxes.
+    The integrator is velocity Verlet, or with friction Langevin dynamics (BAOAB). A run fails when
+    an energy is not finite, a pair is closer than ``least``, a force is above ``MAX_FORCE``, or,
+    with a thermostat, the kinetic temperature is above ``MAX_HEAT`` times its own. A straight line
+    is fitted to the total energies E(t): drift is its slope over N, spread the RMS of the residuals
+    over N. Without friction the temperature changes as the frame relaxes.
 
     ``least`` (T, T) is in angstrom, by type, ``temperature`` in K, ``time_step`` in fs,
     ``friction`` in 1/fs.
     """
     energies: list[float] = []
-    step, failure = 0, ""
+    step = 0
+    failure = ""
     freedom = max(3, 3 * len(surface.coord) - 3)  # the center of mass rests at first
     try:
         for step, (coord, potential, force, kinetic) in enumerate(
@@ -382,38 +400,41 @@ def run_dynamics(
             if failure:
                 break
     except UserError:  # two atoms in one place, or numbers that are not finite
-        step, failure = step + 1, "no finite energy"
+        step = step + 1
+        failure = "no finite energy"
     drift = spread = math.nan
     if not failure:
         time = 1e-3 * time_step * np.arange(len(energies))
         slope, offset = np.polyfit(time, energies, 1)
-        rest = np.array(energies) - (slope * time + offset)
-        drift, spread = (
-            float(value) / len(surface.coord) for value in (slope, np.sqrt(np.mean(rest**2)))
-        )
+        residual = np.array(energies) - (slope * time + offset)
+        drift = float(slope) / len(surface.coord)
+        spread = float(np.sqrt(np.mean(residual**2))) / len(surface.coord)
     return Dynamics(1e-3 * time_step * step, failure, drift, spread)
 
 
 def trajectory(
     surface: Surface, temperature: float, time_step: float, steps: int, seed: int, friction: float
 ) -> Iterator[tuple[Array, float, Array, float]]:
-    """Yield positions (N, 3), potential energy, forces (N, 3) and kinetic energy of the frame and
-    every step after it.
+    """Yield positions (N, 3), potential energy, forces (N, 3) and kinetic energy, step by step.
 
-    BAOAB (Leimkuhler and Matthews, Appl. Math. Res. Express 2013, 34): half a kick, half a drift,
-    friction and noise, half a drift, half a kick. Without friction this is velocity Verlet. Units
-    are angstrom and eV.
+    The first are those of the frame. BAOAB (Leimkuhler and Matthews, Appl. Math. Res. Express 2013,
+    34): half a kick, half a drift, friction and noise, half a drift, half a kick. Without friction
+    this is velocity Verlet. Units are angstrom and eV.
     """
-    random, masses = np.random.default_rng(seed), surface.masses[:, None]
-    keep, kept = math.exp(-friction * time_step), KeptPairs(SKIN)
+    random = np.random.default_rng(seed)
+    masses = surface.masses[:, None]
+    keep = math.exp(-friction * time_step)  # of a velocity, the part that friction leaves
+    history = KeptPairs(SKIN)
     thermal = np.sqrt(EV_PER_KELVIN * temperature / masses * SPEED2_PER_EV)  # angstrom/fs
     velocity = thermal * random.standard_normal(surface.coord.shape)
     velocity -= (masses * velocity).sum(0) / masses.sum()
+    # the drawn velocities are scaled to the temperature exactly; a single atom rests
     kinetic = 0.5 * (masses * velocity**2).sum() / SPEED2_PER_EV
     if kinetic > 0:
         freedom = max(3, 3 * len(surface.coord) - 3)
         velocity *= math.sqrt(0.5 * freedom * EV_PER_KELVIN * temperature / kinetic)
-    coord, force = surface.coord.copy(), np.zeros_like(surface.coord)
+    coord = surface.coord.copy()
+    force = np.zeros_like(surface.coord)
     for step in range(steps + 1):
         if step:
             velocity = velocity + 0.5 * time_step * SPEED2_PER_EV * force / masses
@@ -422,21 +443,21 @@ def trajectory(
                 noise = random.standard_normal(coord.shape)
                 velocity = keep * velocity + math.sqrt(1 - keep**2) * thermal * noise
             coord = coord + 0.5 * time_step * velocity
-        prediction = surface.at(coord[None], kept)
-        energy, force = float(prediction.energy[0]), prediction.force[0]
+        prediction = surface.at(coord[None], history)
+        energy = float(prediction.energy[0])
+        force = prediction.force[0]
         if step:
             velocity = velocity + 0.5 * time_step * SPEED2_PER_EV * force / masses
         yield coord, energy, force, float(0.5 * (masses * velocity**2).sum() / SPEED2_PER_EV)
 
 
 def scan_bonds(surface: Surface, shortest: Array, fraction: float) -> list[BondScan]:
-    """Return a scan of each pair of elements that are neighbors in the frame, after BSCT
-    (arXiv:2602.04861).
+    """Return a scan of each pair of elements that are neighbors in the frame.
 
-    The nearest pair of these elements is taken. One of its atoms is moved along the line between
-    them, from ``fraction`` of the shortest distance of these elements in the data to ``BOND_REACH``
-    times that of the pair; all others rest. The scan ends before another pair is closer than
-    ``fraction`` of the shortest distance of its elements.
+    The method is BSCT (arXiv:2602.04861). The nearest pair of these elements is taken. One of its
+    atoms is moved along the line between them, from ``fraction`` of the shortest distance of these
+    elements in the data to ``BOND_REACH`` times that of the pair; all others rest. The scan ends
+    before another pair is closer than ``fraction`` of the shortest distance of its elements.
 
     Args:
         surface: model and frame.
@@ -448,28 +469,28 @@ def scan_bonds(surface: Surface, shortest: Array, fraction: float) -> list[BondS
     kinds = np.sort(np.stack([surface.types[i], surface.types[j]], 1), axis=1)
     least = fraction * np.where(np.isfinite(shortest), shortest, 0.0)
     scans = []
-    for one, other in np.unique(kinds[movable], axis=0):
-        of_pair = np.flatnonzero(movable & (kinds == (one, other)).all(1))
-        nearest = of_pair[np.argmin(distance[of_pair])]
-        length, axis = distance[nearest], vector[nearest] / distance[nearest]
-        reach = np.linspace(
-            fraction * min(shortest[one, other], length), BOND_REACH * length, BOND_POINTS
-        )
+    for first_type, second_type in np.unique(kinds[movable], axis=0):
+        candidates = np.flatnonzero(movable & (kinds == (first_type, second_type)).all(1))
+        nearest = candidates[np.argmin(distance[candidates])]
+        length = distance[nearest]
+        axis = vector[nearest] / length
+        begin = fraction * min(shortest[first_type, second_type], length)
+        reach = np.linspace(begin, BOND_REACH * length, BOND_POINTS)
         moved = surface.moved(j[nearest], axis, reach - length)
         pair = {int(i[nearest]), int(j[nearest])}
         # the points around that of the frame that can be reached with no other pair too close
         start = int(np.argmin(np.abs(reach - length)))
-        blocked = [
-            point
-            for point, coord in enumerate(moved)
-            if point != start
-            and any({int(a), int(b)} != pair for a, b in zip(*surface.too_close(coord, least)[:2]))
-        ]
+        blocked = []
+        for point in range(len(reach)):
+            if point != start:
+                close = surface.too_close(moved[point], least)
+                if any({int(a), int(b)} != pair for a, b in zip(close[0], close[1])):
+                    blocked.append(point)
         first = max([point + 1 for point in blocked if point < start], default=0)
         end = min([point for point in blocked if point > start], default=len(reach))
         energy = surface.at(moved[first:end]).energy
         minima, maxima = count_extrema(energy, MIN_BARRIER)
-        names = (surface.elements[one], surface.elements[other])
+        names = (surface.elements[first_type], surface.elements[second_type])
         scans.append(BondScan(names, reach[first:end], energy, max(0, minima - 1) + maxima))
     return scans
 
@@ -489,7 +510,8 @@ def scan_cutoff(surface: Surface) -> list[Row]:
     if not len(movable):
         return [Row("jumps at the cutoff", None, note="no pair of atoms")]
     pair = movable[np.argmin(np.abs(distance[movable] - surface.rcut))]
-    axis, to_cutoff = vector[pair] / distance[pair], surface.rcut - distance[pair]
+    axis = vector[pair] / distance[pair]
+    to_cutoff = surface.rcut - distance[pair]
     shifts = to_cutoff + np.array([-CUTOFF_STEP, -CUTOFF_GAP, 0.0, CUTOFF_GAP, CUTOFF_STEP])
     at = surface.at(surface.moved(j[pair], axis, shifts))
     along = float(at.force[2, j[pair]] @ axis)
@@ -514,13 +536,16 @@ def scan_cutoff(surface: Surface) -> list[Row]:
 
 
 def count_extrema(energy: Array, barrier: float) -> tuple[int, int]:
-    """Return the numbers of minima and maxima of energies (P,) where they change by more than
-    ``barrier`` both ways.
+    """Return the numbers of minima and maxima of energies (P,).
+
+    An extremum counts if energies on both sides differ from it by more than ``barrier``.
     """
-    minima = maxima = trend = 0
+    minima = maxima = 0
+    trend = 0  # 1 while energies rise, -1 while they fall, 0 before the first barrier
     low = high = float(energy[0])
     for value in map(float, energy[1:]):
-        low, high = min(low, value), max(high, value)
+        low = min(low, value)
+        high = max(high, value)
         if trend <= 0 and value - low > barrier:
             minima = minima + (trend < 0)
             trend = 1

@@ -28,11 +28,10 @@ def refuse_frames(path: str) -> None:
 
 
 def write_frames(report: ErrorReport, path: str) -> Path:
-    """Write all frames with predictions under the names of ASE, and labels as ``REF_energy``,
-    ``REF_forces``, ...
+    """Write all frames with their predictions under the names of ASE.
 
-    A periodic frame has the stress in place of the virial, in eV/angstrom^3, positive under
-    tension.
+    Labels are ``REF_energy``, ``REF_forces``, ... A periodic frame has the stress in place of the
+    virial, in eV/angstrom^3, positive under tension.
     """
     kinds = report.kinds
     with atomic_write(path, "Choose another -o.") as part, part.open("w", encoding="utf-8") as file:

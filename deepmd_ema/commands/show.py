@@ -23,6 +23,7 @@ from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.table import facts, render
 from deepmd_ema.utils import LIVE
 
+# how files of each kind are called
 KINDS = {
     "training": "training checkpoint",
     "average": "averaged weights",
@@ -40,37 +41,43 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
     Raises:
         CheckpointError: if the file is missing, damaged or not a model.
     """
-    path, payload = Path(local_file(str(path))), None
+    path = Path(local_file(str(path)))
+    # a checkpoint is read as data, without building its models; a file of DeePMD-kit as a model
+    payload = None
     with suppress(checkpoint.DeepmdCheckpointError):
-        payload = None if path.suffix.lower() in FROZEN_SUFFIXES else checkpoint.load(path)
+        if path.suffix.lower() not in FROZEN_SUFFIXES:
+            payload = checkpoint.load(path)
     if payload is None:
         file = load_models(path)
         infos = {name: loaded.info for name, loaded in file.models.items()}
         info = next(iter(infos.values()))
-        info = replace(info, head="" if len(infos) > 1 else info.head)
+        if len(infos) > 1:  # what it says is of all models
+            info = replace(info, head="")
         path = info.path
         kind = info.kind
         version = info.version
         config = file.config
-        tensors = ModelSet(
-            {name: loaded.model for name, loaded in file.models.items()}
-        ).state_dict()
+        models = {name: loaded.model for name, loaded in file.models.items()}
+        tensors = ModelSet(models).state_dict()
         weights = iter([("weights", info.describe()), *_bias(info.bias, {})])
-        model = rows_of_tasks(
-            {name: loaded.config.summary() for name, loaded in file.models.items()}, ()
-        )
-        state = _nearest({name: own.min_nbor_dist for name, own in infos.items()})
+        summaries = {name: loaded.config.summary() for name, loaded in file.models.items()}
+        model = rows_of_tasks(summaries, ())
+        state = _nearest({name: info.min_nbor_dist for name, info in infos.items()})
     else:
         path = checkpoint.resolve(path)
-        kind, version = payload["kind"], f"dp-ema {payload['version']}"
-        config, tensors = payload["config"], payload["model"]
+        kind = payload["kind"]
+        version = f"dp-ema {payload['version']}"
+        config = payload["config"]
+        tensors = payload["model"]
         weights = _weights(payload)
         model = _model(config)
         state = _state(payload)
     if whole_config:
         return as_text(config)
     title = f"{path}: {KINDS[kind]} of {version}, {size_of(path) / 1e6:.2f} MB"
+    # the summary of a run has that of its models, which is shown already
     run = [(name, text) for name, text in _run(config) if name not in dict(model)]
+    # rows are read from the payload only here, where a damaged file is reported
     with checkpoint.reading(path):
         rows = [
             *weights,
@@ -85,11 +92,13 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
 
 def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     name = payload["weights"]
-    own = (
-        LIVE if name == LIVE else f"average {name}: {describe_average(payload.get('average', {}))}"
-    )
+    text = "live or averaged, the file does not say"
+    if name == LIVE:
+        text = LIVE
+    elif name:
+        text = f"average {name}: {describe_average(payload.get('average', {}))}"
     step = "an unknown step" if payload["step"] is None else f"step {payload['step']:,}"
-    yield "weights", f"{own if name else 'live or averaged, the file does not say'}, {step}"
+    yield "weights", f"{text}, {step}"
     profiles = payload.get("averages", {}).get("profiles", {})
     for average, state in profiles.items():
         option = "--use-ema" if len(profiles) == 1 else f"--average {average}"
@@ -101,18 +110,17 @@ def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _state(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _nearest(payload.get("min_nbor_dist"))
-    for weights, of in payload.get("best", {}).items():
-        for task, state in ({"": of} if "records" in of else of).items():
-            if (
-                state.get("records") and state["metric"][0].upper() in METRICS
-            ):  # 0.2.0 ranked by other numbers as well
-                metric, (value, step) = state["metric"], state["records"][0]
+    for weights, best in payload.get("best", {}).items():
+        # the best files of a run of one task, or those of each task
+        for task, state in ({"": best} if "records" in best else best).items():
+            # 0.2.0 ranked by other numbers as well
+            if state.get("records") and state["metric"][0].upper() in METRICS:
+                metric = state["metric"]
+                value, step = state["records"][0]
                 quantity = METRICS[metric[0].upper()]
                 shown = f"{quantity.display_factor * value:.4g} {quantity.display_unit}"
-                yield (
-                    "best",
-                    f"{' '.join(filter(None, (task, weights)))} {metric} {shown} at step {step:,}",
-                )
+                name = f"{task} {weights}" if task else weights
+                yield "best", f"{name} {metric} {shown} at step {step:,}"
     if payload["kind"] == "training":
         yield "restart", "possible: optimizer state and positions in the data are here"
 
@@ -123,13 +131,12 @@ def _model(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     except ConfigError:  # of another version: at least the elements
         elements = config["model"].get("type_map")
         return [("elements", " ".join(map(str, elements)))] if isinstance(elements, list) else []
-    return rows_of_tasks({head: of.summary() for head, of in saved.configs.items()}, saved.links)
+    summaries = {head: section.summary() for head, section in saved.configs.items()}
+    return rows_of_tasks(summaries, saved.links)
 
 
 def _run(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the settings of the run; nothing when the file holds a model section only, or is of
-    another version.
-    """
+    """Return the settings of the run; none of a model section alone, or of another version."""
     try:
         return config_summary(saved_config(config)) if "training" in config else []
     except ConfigError:
@@ -138,15 +145,12 @@ def _run(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _size(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
     kinds = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()})
-    once = {
-        (t.data_ptr(), t.shape) if t.numel() else name: t for name, t in tensors.items()
-    }  # tasks share some
-    numbers = sum(t.numel() for t in once.values())
-    size = sum(t.numel() * t.element_size() for t in once.values())
-    return (
-        "sizes",
-        f"{numbers:,} numbers in {len(once)} tensors, {size / 1e6:.2f} MB, {' and '.join(kinds)}",
-    )
+    # tensors that tasks share have one address and are counted once; empty tensors have none
+    distinct = {(t.data_ptr(), t.shape) if t.numel() else name: t for name, t in tensors.items()}
+    numbers = sum(t.numel() for t in distinct.values())
+    size = sum(t.numel() * t.element_size() for t in distinct.values())
+    text = f"{numbers:,} numbers in {len(distinct)} tensors, {size / 1e6:.2f} MB"
+    return "sizes", f"{text}, {' and '.join(kinds)}"
 
 
 def _bias(
@@ -155,14 +159,15 @@ def _bias(
     """Yield the rows of the output bias.
 
     Args:
-        record: how it was changed, or that by task.
+        record: how it was changed; by task if there are several.
         refitted: tensors that were fitted at the end of a run, by name of its weights.
     """
-    for task, own in ({"": record} if "mode" in record else record).items():
-        yield "bias", f"{task}: {describe_record(own)}" if task else describe_record(own)
+    for task, change in ({"": record} if "mode" in record else record).items():
+        yield "bias", f"{task}: {describe_record(change)}" if task else describe_record(change)
     if refitted:
-        solved = any(not name.endswith("out_bias") for own in refitted.values() for name in own)
-        what = "output layer and bias" if solved else "bias"
+        names = {name for tensors in refitted.values() for name in tensors}
+        has_layer = any(not name.endswith("out_bias") for name in names)
+        what = "output layer and bias" if has_layer else "bias"
         yield (
             "fitted",
             f"{what} after training, for {', '.join(refitted)}; a restart continues from those "
@@ -173,7 +178,5 @@ def _bias(
 def _nearest(distance: float | Mapping[str, float | None] | None) -> Iterator[tuple[str, str]]:
     for task, nearest in (distance if isinstance(distance, Mapping) else {"": distance}).items():
         if nearest:
-            yield (
-                "nearest pair",
-                f"{f'{task}: ' if task else ''}{nearest:.4f} angstrom in the training data",
-            )
+            prefix = f"{task}: " if task else ""
+            yield "nearest pair", f"{prefix}{nearest:.4f} angstrom in the training data"

@@ -1,6 +1,4 @@
-"""Errors of a model on labelled frames, measured as full validation does, and numbers of neighbors
-of frames.
-"""
+"""Errors of a model on labelled frames, as full validation measures them; numbers of neighbors."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +73,11 @@ _LINE = "# " + "-" * 47 + " "
 
 
 def _axes(label: Label) -> list[str]:
-    """Return the names of the components of a label; of properties and densities of states
-    numbers.
-    """
-    known = {(): [""], (3,): [*"xyz"], (9,): [a + b for a in "xyz" for b in "xyz"]}
-    return (
-        [str(k) for k in range(label.shape[0])] if label.name.endswith("]") else known[label.shape]
-    )
+    """Return the names of the components of a label, such as ``x`` or ``xy``."""
+    if label.name.endswith("]"):  # such as dos[250], whose components are numbered
+        return [str(k) for k in range(label.shape[0])]
+    names = {(): [""], (3,): [*"xyz"], (9,): [a + b for a in "xyz" for b in "xyz"]}
+    return names[label.shape]
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ class ErrorReport:
         type_map: names of the elements.
         total: errors over all frames.
         frames: every frame with its prediction, in the order of the files.
-        systems: the systems by name, which know the file of a frame.
+        systems: the systems by name, which give the file of a frame.
     """
 
     info: Provenance
@@ -105,9 +100,7 @@ class ErrorReport:
 
     @property
     def labels(self) -> Errors:
-        """Errors of predictions that are zero, of which the RMSE is the root mean square of the
-        labels.
-        """
+        """Errors of predictions that are zero: their RMSE is the root mean square of the labels."""
         zeros = Errors()
         for frame in self.frames:
             nothing = {name: np.zeros_like(label) for name, label in frame.label.items()}
@@ -121,8 +114,9 @@ class ErrorReport:
 
     @property
     def by_kind(self) -> dict[str, Errors]:
-        """Errors of each kind of calculation; ``none`` is a frame that names none, or all if names
-        are of frames.
+        """Errors of each kind of calculation; frames that name none are under ``none``.
+
+        All frames are, if each has a name of its own.
         """
         kinds = self.kinds
         if describe_singles(list(kinds.values())):
@@ -132,6 +126,7 @@ class ErrorReport:
     @property
     def kinds(self) -> dict[tuple[str, int], str]:
         """Kind of calculation of each frame by system and number; empty where it names none."""
+        # by system, a kind for each frame, or nothing
         kinds = {name: source.kinds for name, source in self.systems.items()}
         return {f.source: k[f.source[1]] if (k := kinds[f.source[0]]) else "" for f in self.frames}
 
@@ -158,9 +153,8 @@ class ErrorReport:
                 f"# testing system : {name}",
             ]
             lines.append(f"# number of test data : {errors.summary()['num_frames']:.0f} ")
-            lines += (
-                [*_error_lines(errors), _LINE] if len(systems) > 1 else []
-            )  # those of one system follow
+            if len(systems) > 1:  # the errors of a single system are those of all frames below
+                lines += [*_error_lines(errors), _LINE]
         lines += [
             "# ----------weighted average of errors----------- ",
             f"# number of systems : {len(systems)}",
@@ -170,13 +164,14 @@ class ErrorReport:
         lines += [*_error_lines(self.total), _LINE]
         in_mev = describe_errors(self.total, with_gpa=True).split(", ")
         lines += ["# all frames, MAE / RMSE", *(f"# {text}" for text in in_mev), _LINE]
-        # energies have no zero
-        sizes = [q for q in labelled(self.total) if q not in "EQ"]
-        if sizes:
-            shown = ", ".join(
-                f"{q} {show_metric(f'{q}:RMSE', self.labels.metric(f'{q}:RMSE'))}" for q in sizes
-            )
-            lines[-1:] = [f"# RMS of the labels: {shown}", _LINE]
+        # errors are compared with them; the size of energies says nothing: their zero is arbitrary
+        sizes = [
+            f"{q} {show_metric(f'{q}:RMSE', self.labels.metric(f'{q}:RMSE'))}"
+            for q in labelled(self.total)
+            if q not in "EQ"
+        ]
+        if sizes:  # in the same block: before its last line
+            lines[-1:] = [f"# RMS of the labels: {', '.join(sizes)}", _LINE]
         for table in (*self.groups(), self.forces_by_element(), self.worst()):
             lines += [*render(table, "# "), _LINE] if table.rows else []
         if singles := describe_singles(list(self.kinds.values())):
@@ -190,56 +185,54 @@ class ErrorReport:
         return f"{'F' if 'F' in letters else letters[:1] or 'E'}:RMSE"
 
     def groups(self) -> list[Table]:
-        """Return errors by kind of calculation and by composition, where there are several; the
-        worst first.
+        """Return errors by kind of calculation and by composition, the worst first.
+
+        A grouping with a single group is left out.
         """
-        groups = {" or ".join(KIND_NAMES): self.by_kind, "composition": self.by_composition}
+        groupings = {" or ".join(KIND_NAMES): self.by_kind, "composition": self.by_composition}
+        # stresses are shown, which are virials of frames of any size
         metrics = [
             f"{quantity}:{kind}"
             for quantity in labelled(self.total).replace("V", "")
             for kind in KINDS
         ]
-        by, tables = self._metric, []
-        for title, found in groups.items():
-            # those without the label last
+        metric = self._metric
+        tables = []
+        for title, groups in groupings.items():
+            if len(groups) < 2:
+                continue
+            # groups without the label, whose error is nan, come last
             order = sorted(
-                found.items(), key=lambda item: -np.nan_to_num(item[1].metric(by), nan=-1.0)
-            )[:MAX_GROUPS]
-            rows: list[list[Any]] = [
-                [name, of.summary()["num_frames"], *_shown(of, metrics)] for name, of in order
-            ]
-            more = (
-                f", the {MAX_GROUPS} of largest error of {len(found):,}"
-                if len(found) > MAX_GROUPS
-                else ""
+                groups.items(), key=lambda item: -np.nan_to_num(item[1].metric(metric), nan=-1.0)
             )
+            rows = list[list[Any]]()
+            for name, errors in order[:MAX_GROUPS]:
+                rows.append([name, errors.summary()["num_frames"], *_shown(errors, metrics)])
+            more = ""
+            if len(groups) > MAX_GROUPS:
+                more = f", the {MAX_GROUPS} of largest error of {len(groups):,}"
             columns = (Column(title), Column("frames", "", ".0f"), *_columns(metrics))
-            tables += [Table(f"# errors by {title}{more}", columns, rows)] if len(found) > 1 else []
+            tables.append(Table(f"# errors by {title}{more}", columns, rows))
         return tables
 
     def write_details(self, prefix: str | Path) -> list[Path]:
-        """Write labels beside predictions to ``<prefix>.e.out``, ``.f.out``, ``.v.out`` and so on;
-        return the files.
+        """Write labels beside predictions to ``<prefix>.e.out``, ``.f.out``, ...; return the files.
 
         One block per system, headed by its name; atoms are in the order of the files of the data,
         without virtual atoms; nan is written for a label that a frame does not have.
         """
         written = []
-        for label in (
-            LABELS[name]
-            for name in dict.fromkeys(name for frame in self.frames for name in frame.label)
-        ):
+        for name in dict.fromkeys(name for frame in self.frames for name in frame.label):
+            label = LABELS[name]
             for quantity in label.errors:
-                # an open frame has no volume, and pairs of atoms are predicted where there is
-                # something to compare with
-                frames = [
-                    f for f in self.frames if quantity.per != "volume" or f.volume is not None
-                ]
-                frames = [f for f in frames if not label.per_pair or label.name in f.label]
-                if any(label.name in frame.label for frame in frames):
-                    written.append(
-                        _write_table(Path(f"{prefix}.{quantity.name}.out"), frames, label, quantity)
-                    )
+                frames = list(self.frames)
+                if quantity.per == "volume":  # an open frame has none
+                    frames = [frame for frame in frames if frame.volume is not None]
+                if label.per_pair:  # second derivatives are not computed without a label
+                    frames = [frame for frame in frames if name in frame.label]
+                if any(name in frame.label for frame in frames):
+                    file = Path(f"{prefix}.{quantity.name}.out")
+                    written.append(_write_table(file, frames, label, quantity))
         return written
 
     def plot(self, path: str | Path) -> Path:
@@ -251,35 +244,45 @@ class ErrorReport:
         return plot_parity(self.pairs(), path, f"{self.info.path.name}: {weights}; {count}")
 
     def pairs(self) -> dict[str, tuple[NDArray[Any], NDArray[Any], str]]:
-        """Return labels, predictions and unit by quantity, and by component where it has up to nine
-        of them.
+        """Return labels, predictions and unit by quantity, and by component if it has up to nine.
 
-        Energies and their derivatives are always there, empty without a label, unless frames have
-        other labels only. Energies, virials and other sums over atoms are per atom.
+        Energies and their derivatives are always included, empty without a label, unless frames
+        have other labels only. Energies, virials and other sums over atoms are per atom.
         """
-        derived, found = (ENERGY, FORCE, VIRIAL), {}
+        derived = (ENERGY, FORCE, VIRIAL)
+        pairs = {}
         labelled = dict.fromkeys(name for frame in self.frames for name in frame.label)
         for name in derived if labelled.keys() & {*derived} else labelled:
             label = LABELS[name]
+            # the error per atom, so that frames of all sizes can be in one picture
             quantity = next(
                 (error for error in label.errors if error.per == "atom"), label.errors[0]
             )
             axes = [""] if name in derived or len(_axes(label)) > 9 else _axes(label)
-            sides = []
-            for of in (attrgetter("label"), attrgetter("prediction")):
-                of_atoms = label.per_atom and self.frames[0].counted is not None
-                rows = [(f, of(f)[name]) for f in self.frames if name in f.label]
-                scaled = [
-                    row[f.counted] if of_atoms else row / (f.size if quantity.per else 1)
-                    for f, row in rows
-                ]
-                sides.append(
-                    np.concatenate([np.zeros(0), *map(np.ravel, scaled)]).reshape(-1, len(axes))
-                )
+            # models of tensors may have rows of some elements alone: the others are not compared
+            is_masked = label.per_atom and self.frames[0].counted is not None
+            labels = [np.zeros(0)]
+            predictions = [np.zeros(0)]
+            for frame in self.frames:
+                if name in frame.label:
+                    for values, side in (
+                        (frame.label[name], labels),
+                        (frame.prediction[name], predictions),
+                    ):
+                        scaled = (
+                            values[frame.counted]
+                            if is_masked
+                            else values / (frame.size if quantity.per else 1)
+                        )
+                        side.append(np.ravel(scaled))
+            # (values, components)
+            label_columns = np.concatenate(labels).reshape(-1, len(axes))
+            prediction_columns = np.concatenate(predictions).reshape(-1, len(axes))
+            unit = quantity.unit_symbol or "unit of the labels"
             for k, axis in enumerate(axes):
-                unit = quantity.unit_symbol or "unit of the labels"
-                found[f"{quantity.title} {axis}".strip()] = sides[0][:, k], sides[1][:, k], unit
-        return found
+                columns = label_columns[:, k], prediction_columns[:, k], unit
+                pairs[f"{quantity.title} {axis}".strip()] = columns
+        return pairs
 
     def forces_by_element(self) -> Table:
         """Return the errors of the forces on the atoms of each element that has some, in meV/Å."""
@@ -294,8 +297,9 @@ class ErrorReport:
         )
 
     def worst(self) -> Table:
-        """Return the frames of largest force error (energy error without forces), in meV, and where
-        they are.
+        """Return the frames of largest force error, and where they are.
+
+        Without forces they are ranked by the energy, or by the quantity that is predicted.
         """
         metric = self._metric
         by = METRICS[metric[0]].title.lower()
@@ -303,14 +307,13 @@ class ErrorReport:
         frames = worst_frames(self.frames, metric, WORST)
         rows: list[list[float | str]] = []
         for frame in frames if len(frames) > 1 else ():
+            # a frame of a system is one of a file, in which a person looks for it
             place = self.systems[frame.source[0]].where(frame.source[1])
             rows.append([*_shown(frame.errors, columns), f"{place.file} frame {place.frame}"])
         title = f"# the {len(rows)} frames of largest {by} error (frames count from 0)"
-        return Table(
-            title,
-            (*_columns([one.replace("E:RMSE", "E:error") for one in columns]), Column("where")),
-            rows,
-        )
+        # a frame has one energy, whose error is no mean
+        heads = _columns([column.replace("E:RMSE", "E:error") for column in columns])
+        return Table(title, [*heads, Column("where")], rows)
 
 
 def measure(
@@ -325,8 +328,9 @@ def measure(
     rglob_patterns: Sequence[str] | None = None,
     compiled: bool = False,
 ) -> ErrorReport:
-    """Return the errors of a model on systems; those of second derivatives too, where frames have
-    them as a label.
+    """Return the errors of a model on systems.
+
+    Second derivatives are included where frames have them as a label.
 
     Args:
         model: a ``.pt`` checkpoint or a frozen ``.dp`` or ``.yaml``.
@@ -345,21 +349,21 @@ def measure(
             cannot be compiled.
     """
     loaded = load_model(model, use_average=use_average, average=average, head=head)
-    labels = loaded.config.fitting_net.labels + (
-        (ATOM_ENERGY,) if atomic and ENERGY in loaded.model.labels else ()
-    )
+    labels = loaded.config.fitting_net.labels
+    if atomic and ENERGY in loaded.model.labels:
+        labels = (*labels, ATOM_ENERGY)
     if compiled:
         loaded.require_energies("--compile")
-    more = (HESSIAN, ATOM_PREF) if ENERGY in labels else ()
-    opened = open_labelled(systems, loaded.config, (*labels, *more), rglob_patterns)
-    report = predict(
-        loaded, opened, first_frames(opened, num_frames), device, labels, compiled=compiled
-    )
+    # read where they are: second derivatives, which are compared, and weights of forces
+    optional = (HESSIAN, ATOM_PREF) if ENERGY in labels else ()
+    opened = open_labelled(systems, loaded.config, (*labels, *optional), rglob_patterns)
+    frames = first_frames(opened, num_frames)
+    report = predict(loaded, opened, frames, device, labels, compiled=compiled)
     if not any(frame.label for frame in report.frames):
-        known = (
-            "an energy, a force or a virial" if ENERGY in labels else f"one of {', '.join(labels)}"
-        )
-        raise UserError(f"no frame of {', '.join(map(str, systems))} has {known} to compare.")
+        missing = f"one of {', '.join(labels)}"
+        if ENERGY in labels:
+            missing = "an energy, a force or a virial"
+        raise UserError(f"no frame of {', '.join(map(str, systems))} has {missing} to compare.")
     return report
 
 
@@ -388,7 +392,7 @@ def predict(
         UserError: if the model cannot be compiled.
     """
     network, where = loaded.on(device)
-    made = partial(
+    new_batches = partial(
         sequential_batches,
         systems,
         network.layout,
@@ -401,32 +405,37 @@ def predict(
         tabulate(network)
     evaluated: nn.Module = network
     pad: Pad | None = None
-    if compiled and (first := next(made(), None)) is not None:
+    # the first batch is an example, by which the code is traced
+    if compiled and (first := next(new_batches(), None)) is not None:
         if not isinstance(network, EnergyModel):
             raise UserError("--compile: the file holds compiled code already. Leave it out.")
+        # a compiler serves sets of models, here of one task without a name
         models = ModelSet({"": network})
         compiler = Compiler(CompileConfig(), "--compile", in_training=False)
         compiler.refuse(network.training, compiler.trace(network, first.to(where)))
         if compiler.serves(network):
-            models.compiler, pad = compiler, pad_for(compiler.options, network.layout)
+            models.compiler = compiler
+            # sizes of batches are rounded up, so that few of them are compiled
+            pad = pad_for(compiler.options, network.layout)
         else:
             tabulate(network)
         evaluated = models.of("")
-    batches = prefetch(made(), where, pad)
+    batches = prefetch(new_batches(), where, pad)
     with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:
         # a compiled file has no second derivatives
         has_hessian = not loaded.is_compiled
         total = evaluate(
             evaluated, batches, where, progress=bar.update, collect=True, hessian=has_hessian
         )
-    opened = {s.whole.name: s.whole for s in systems}
+    # frames have numbers of the source that was opened, of which a system may be a part
+    opened = {system.whole.name: system.whole for system in systems}
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, opened)
     _refuse_non_finite(report, loaded)
     return report
 
 
 def refuse_details(prefix: str | Path) -> None:
-    """Check that :meth:`ErrorReport.write_details` would write over nothing but its own files.
+    """Check that :meth:`ErrorReport.write_details` would replace no files but its own.
 
     Raises:
         UserError: if a file of another kind is there.
@@ -480,6 +489,7 @@ def open_checked(
         errors += scan_system(system, len(spec.type_map), rcut).findings()
     DataError.raise_if_any(errors)
     texts = [text for system in opened for text in system.warnings]
+    # a system that is listed twice counts twice in the errors
     for line in (*texts, *repeated(system.name for system in opened)):
         logger.warning("%s", line)
     return opened
@@ -497,14 +507,12 @@ def describe_neighbors(
     mixed_type: bool = False,
     rglob_patterns: Sequence[str] | None = None,
 ) -> str:
-    """Return the lines of ``dp neighbor-stat``: shortest distance and most neighbors over all
-    frames of systems.
+    """Return the lines of ``dp neighbor-stat``: shortest distance and most neighbors.
 
     Args:
         systems: systems, or folders searched for systems.
         rcut: cutoff radius, angstrom.
-        type_map: the elements; by default those of the systems' type_map.raw, in a line of their
-            own.
+        type_map: the elements; by default those of type_map.raw, which are in the first line.
         mixed_type: whether neighbors of all types are counted together.
         rglob_patterns: names of systems to search for in folders.
 
@@ -514,36 +522,37 @@ def describe_neighbors(
     paths = [str(path) for path in systems]
     names = list(type_map) if type_map else stored_type_map(paths, rglob_patterns)
     opened = open_checked(paths, ReadSpec(names), rcut, rglob_patterns)
+    # frames are read one by one, as their neighbors are counted: they may not fit in memory
     places = [(system, k) for system in opened for k in range(system.num_frames)]
     frames = (system.frame(k) for system, k in places)
-    found = neighbor_statistics(((f.coord, f.box, f.atom_type) for f in frames), rcut, len(names))
-    if found.min_distance == 0:
-        number = int(np.argmin(found.frame_min))
+    geometries = ((frame.coord, frame.box, frame.atom_type) for frame in frames)
+    statistics = neighbor_statistics(geometries, rcut, len(names))
+    if statistics.min_distance == 0:
+        number = int(np.argmin(statistics.frame_min))
         system, k = places[number]
-        place, (a, b) = system.where(k), found.frame_pair[number]
+        place = system.where(k)
+        a, b = statistics.frame_pair[number]
         raise DataError(
             f"{place.file}: frame {place.frame} (from 0): atoms {a} and {b} are in one place."
         )
     lines = [] if type_map else [f"type_map: {names}"]
-    most = np.array([found.max_total] if mixed_type else found.max_neighbors)
-    numbers = np.array2string(most, max_line_width=10**6, threshold=10**6)
-    return "\n".join(
-        [*lines, f"min_nbor_dist: {found.min_distance:f}", f"max_nbor_size: {numbers}"]
-    )
+    most = [statistics.max_total] if mixed_type else statistics.max_neighbors
+    # as DeePMD-kit prints an array, but in one line without an ellipsis
+    numbers = np.array2string(np.array(most), max_line_width=10**6, threshold=10**6)
+    lines += [f"min_nbor_dist: {statistics.min_distance:f}", f"max_nbor_size: {numbers}"]
+    return "\n".join(lines)
 
 
 def _refuse_non_finite(report: ErrorReport, loaded: LoadedModel) -> None:
-    """Raise DataError if the model gives no number for some frame, as it does for atoms in one
-    place.
-    """
+    """Raise DataError if a frame has no finite prediction, as with two atoms in one place."""
     bad = [
-        f
-        for f in report.frames
-        if not all(np.isfinite(value).all() for value in f.prediction.values())
+        frame
+        for frame in report.frames
+        if not all(np.isfinite(value).all() for value in frame.prediction.values())
     ]
     if not bad:
         return
-    # a batch fails as a whole: look for the frames that made it fail
+    # a batch fails as a whole: the frames that made it fail are searched
     systems = [report.systems[name] for name in dict.fromkeys(frame.source[0] for frame in bad)]
     descriptor = loaded.config.descriptor
     check_systems(
@@ -583,33 +592,40 @@ def _columns(metrics: Sequence[str]) -> list[Column]:
 
 def _error_lines(errors: Errors) -> list[str]:
     """Return every error that was measured in the wording of DeePMD-kit, which scripts read."""
-    summary, lines = errors.summary(), []
+    summary = errors.summary()
+    lines = []
     for quantity in QUANTITIES.values():
-        unit = quantity.unit_symbol.partition("/atom")[0]  # its title says /Natoms
+        per_atom = "/Natoms" if quantity.per == "atom" else ""
+        unit = quantity.unit_symbol.partition("/atom")[0]  # without what the title says
         for kind in ("mae", "rmse"):
             value = summary[f"{kind}_{quantity.name}"]
-            title = f"{quantity.title:<6s} {kind.upper()}{'/Natoms' * (quantity.per == 'atom')}"
-            lines += [] if math.isnan(value) else [f"{title:<18s} : {value:e} {unit}".rstrip()]
+            if not math.isnan(value):
+                title = f"{quantity.title:<6s} {kind.upper()}{per_atom}"
+                lines.append(f"{title:<18s} : {value:e} {unit}".rstrip())
     return lines
 
 
 def _write_table(
     path: Path, frames: Sequence[FrameResult], label: Label, quantity: Quantity
 ) -> Path:
-    per_volume, axes = quantity.per == "volume", _axes(label)
-    symbol, unit = (
-        ("s", f" ({quantity.unit_symbol})") if per_volume else (label.symbol or quantity.name, "")
-    )
+    """Write labels and predictions of a quantity side by side, in a block for each system."""
+    axes = _axes(label)
+    symbol = label.symbol or quantity.name
+    unit = ""
+    if quantity.per == "volume":  # a file that DeePMD-kit does not write; its header has the unit
+        symbol = "s"
+        unit = f" ({quantity.unit_symbol})"
     columns = " ".join(f"{kind}_{symbol}{axis}" for kind in ("data", "pred") for axis in axes)
     blocks: dict[str, list[NDArray[Any]]] = {}
     for frame in frames:
         # stress is the opposite of the virial per volume
         scale = {"atom": frame.size, "volume": -(frame.volume or 0.0)}.get(quantity.per, 1)
+        # one row, or a row for each atom: (rows, components)
         predicted = (frame.prediction[label.name] / scale).reshape(-1, len(axes))
-        known = np.full_like(predicted, np.nan)
+        reference = np.full_like(predicted, np.nan)
         if label.name in frame.label:
-            known = (frame.label[label.name] / scale).reshape(-1, len(axes))
-        blocks.setdefault(frame.source[0], []).append(np.hstack([known, predicted]))
+            reference = (frame.label[label.name] / scale).reshape(-1, len(axes))
+        blocks.setdefault(frame.source[0], []).append(np.hstack([reference, predicted]))
     with (
         atomic_write(path, "Choose another -d.") as part,
         part.open("w", encoding="utf-8", errors="replace") as file,

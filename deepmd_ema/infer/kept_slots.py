@@ -1,11 +1,10 @@
-"""Batches of a frame whose atoms move, with slots that are filled from pairs that are kept, without
-sorting.
-"""
+"""Batches of a frame whose atoms move: slots are filled from earlier pairs, without sorting."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +17,25 @@ from deepmd_ema.geometry import Pairs, rank_in_group, stable_argsort
 # N atoms, P pairs, K slots, S sections
 
 
+class FilledSlots(NamedTuple):
+    """A frame with its neighbors in slots.
+
+    Attributes:
+        batch: of this frame.
+        most: per section, the most neighbors of an atom inside the cutoff.
+        nearest: shortest distance of two atoms, angstrom.
+    """
+
+    batch: Batch
+    most: list[int]
+    nearest: float
+
+
 class MovingFrame:
     """Slots of a frame, and of those after it for which its pairs hold.
 
-    Neighbors come in the order of their distances when the pairs were searched, and not, as in
-    ``pair_frame``, in that of now: results differ by the rounding of sums.
+    Neighbors come in the order of their distances when the pairs were searched, not in that of
+    their present distances, as in ``pair_frame``: results differ by the rounding of sums.
 
     Args:
         frame: its elements and its cell.
@@ -31,7 +44,7 @@ class MovingFrame:
             here.
 
     Attributes:
-        pairs: those that were given.
+        pairs: the same object, by which :meth:`holds` recognizes them.
     """
 
     def __init__(self, frame: Frame, pairs: Pairs, layout: NeighborLayout) -> None:
@@ -39,6 +52,7 @@ class MovingFrame:
         self._types = frame.atom_type
         self._layout = layout
         self._sections = layout.num_types if layout.by_type else 1
+        # a batch without neighbors, which gives all that does not change when atoms move
         nothing = Pairs(pairs.i[:0], pairs.j[:0], pairs.shift[:0], np.inf)
         self._empty = collate([pair_frame(frame, layout, lambda *_: nothing)], layout)
         self._order = self._empty.atom_order.numpy()
@@ -47,30 +61,26 @@ class MovingFrame:
         group = row_of_atom[pairs.i] * self._sections + section
         # pairs come by distance: each group stays sorted by it
         sorter = stable_argsort(group, frame.num_atoms * self._sections)
-        self._group, self._neighbor = group[sorter], row_of_atom[pairs.j][sorter]
+        # (P,) by atom and section, and then by distance
+        self._group = group[sorter]
+        self._neighbor = row_of_atom[pairs.j][sorter]
         self._per_row = np.bincount(self._group // self._sections, minlength=frame.num_atoms)
         self._by_neighbor = stable_argsort(self._neighbor, frame.num_atoms)
         self._offset = 0.0 if frame.box is None else pairs.shift[sorter] @ frame.box
 
     @staticmethod
     def serves(layout: NeighborLayout) -> bool:
-        """Whether no part of a model looks for neighbors by their place in the list, and no pair is
-        left out.
-        """
+        """Whether a model neither uses the order of its neighbors nor leaves pairs out."""
         return not (layout.inner or layout.type_sel or layout.excluded_pairs)
 
     def holds(self, frame: Frame, pairs: Pairs) -> bool:
         """Whether these are the slots of ``frame``, whose pairs are ``pairs``."""
         return pairs is self.pairs and np.array_equal(frame.atom_type, self._types)
 
-    def at(self, frame: Frame) -> tuple[Batch, list[int], float] | None:
-        """Return ``frame`` with its neighbors in slots; None if an atom has more than the model
-        keeps.
-
-        Beside it: per section the most neighbors inside the cutoff that an atom has, and the
-        shortest distance of two atoms, angstrom.
-        """
-        natoms, layout = frame.num_atoms, self._layout
+    def at(self, frame: Frame) -> FilledSlots | None:
+        """Return ``frame`` with its neighbors in slots; None if an atom has more than ``sel``."""
+        natoms = frame.num_atoms
+        layout = self._layout
         coord = frame.coord[self._order]
         vector = np.take(coord, self._neighbor, axis=0)
         vector -= np.repeat(coord, self._per_row, axis=0)
@@ -80,23 +90,25 @@ class MovingFrame:
         near = np.flatnonzero(inside)
         counts = np.bincount(self._group[near], minlength=natoms * self._sections)
         most = counts.reshape(natoms, self._sections).max(axis=0)
-        if (most > layout.sel).any():
+        if (most > layout.sel).any():  # the farthest are dropped, which takes sorting
             return None
         slots = np.minimum(-(-most // ROUND_TO) * ROUND_TO, layout.sel)
         total = int(slots.sum())
-        # of each group: its first slot, minus the place of its first pair
-        first = (np.arange(natoms)[:, None] * total + np.cumsum(slots) - slots).ravel() - (
-            np.cumsum(counts) - counts
-        )
+        # The first slot of each group, minus the place of its first pair: added to the place of a
+        # pair it gives its slot.
+        first_slot = (np.arange(natoms)[:, None] * total + np.cumsum(slots) - slots).ravel()
+        first = first_slot - (np.cumsum(counts) - counts)
         slot = np.arange(len(near)) + np.repeat(first, counts)
         neighbor = np.repeat(np.arange(natoms), total)
         neighbor[slot] = self._neighbor[near]
+        # empty slots have the atom itself as neighbor, beyond the cutoff, where nothing counts
         in_slots = np.zeros((natoms * total, 3))
         in_slots[:, 0] = 2 * layout.rcut
         in_slots[slot] = np.take(vector, near, axis=0)
         slot_of_pair = np.empty(len(square), np.int64)
         slot_of_pair[near] = slot
-        # in the order of the slots, as in `pair_frame`
+        # (N, most) the slots in which an atom is a neighbor, by which forces are summed; in the
+        # order of the slots, as in `pair_frame`
         seen = self._by_neighbor[inside[self._by_neighbor]]
         rank, counts = rank_in_group(self._neighbor[seen], natoms)
         reverse = np.full((natoms, -(-int(counts.max()) // ROUND_TO) * ROUND_TO), natoms * total)
@@ -110,4 +122,4 @@ class MovingFrame:
             reverse=torch.from_numpy(reverse),
             conditions=conditions_of([frame], self._order),
         )
-        return batch, most.tolist(), math.sqrt(square.min(initial=np.inf))
+        return FilledSlots(batch, most.tolist(), math.sqrt(square.min(initial=np.inf)))

@@ -1,6 +1,4 @@
-"""A model from a file: checkpoints, averaged and best files of this program, and DeePMD-kit's own
-and ``.dp`` files.
-"""
+"""A model from a file: those of this program, and DeePMD-kit's checkpoints and ``.dp`` files."""
 
 from __future__ import annotations
 
@@ -35,7 +33,8 @@ Choose: TypeAlias = Callable[[Mapping[str, Sequence[str]]], Iterable[str]]
 
 COMPILED_SUFFIX = ".pt2"
 FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo", COMPILED_SUFFIX, *deepmd_kit.SUFFIXES)
-_AVERAGE_WORDS = {
+# by name of a fact about an average, how it is described; in this order
+_AVERAGE_TEXTS = {
     "shape": "{} decay of the learning rate",
     "part": "over the last {:.1%} of the run",
     "decay": "decay {:g}",
@@ -80,22 +79,21 @@ class Provenance:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record of the weights for a frozen file, as plain values."""
-        more = {"weights": self.weights, "bias": dict(self.bias), "head": self.head}
-        more = {name: fact for name, fact in more.items() if fact}
-        return {"step": self.step, "kind": self.kind, "average": dict(self.average), **more}
+        optional = {"weights": self.weights, "bias": dict(self.bias), "head": self.head}
+        present = {name: fact for name, fact in optional.items() if fact}
+        return {"step": self.step, "kind": self.kind, "average": dict(self.average), **present}
 
     def describe(self) -> str:
         """Return one line: which of several models, live or which average, of which step."""
         step = "an unknown step" if self.step is None else f"step {self.step:,}"
-        words = f"weights of {step}; the file does not say whether they are live or averaged"
+        text = f"weights of {step}; the file does not say whether they are live or averaged"
         if self.weights == LIVE:
-            words = f"live weights of {step}"
+            text = f"live weights of {step}"
         elif self.weights:
-            average = describe_average(self.average)
-            words = f"averaged weights ({self.weights}) of {step}" + (
-                f": {average}" if average else ""
-            )
-        return ", ".join(filter(None, (self.head, words)))
+            text = f"averaged weights ({self.weights}) of {step}"
+            if average := describe_average(self.average):
+                text += f": {average}"
+        return ", ".join(filter(None, (self.head, text)))
 
 
 @dataclass(frozen=True)
@@ -128,8 +126,9 @@ class LoadedModel:
             )
 
     def on(self, device: str | None) -> tuple[EnergyModel | CompiledModel, torch.device]:
-        """Return the model that evaluates batches, and its device: ``device``, or that of the file
-        or of the machine.
+        """Return the model that evaluates batches, and its device.
+
+        Without ``device`` it is that of a compiled file, or that of the machine.
 
         Raises:
             UserError: if the device is not there, or the file is compiled for another one.
@@ -158,9 +157,7 @@ class ModelFile:
 
 @contextmanager
 def without_modes(device: torch.device | None = None) -> Iterator[None]:
-    """Switch off inference mode, autocast on ``device`` and a default device of the caller within
-    it.
-    """
+    """Switch off inference mode, autocast on ``device`` and a default device in the body."""
     with ExitStack() as stack:
         # checked first: to enter them takes time in each step of MD
         if torch.is_inference_mode_enabled():
@@ -193,8 +190,8 @@ def load_model(
             requested.
     """
     name = str(path)
-    found = load_models(path, use_average, average, lambda names: [choose_head(names, head, name)])
-    (loaded,) = found.models.values()
+    file = load_models(path, use_average, average, lambda names: [choose_head(names, head, name)])
+    (loaded,) = file.models.values()
     return loaded
 
 
@@ -207,27 +204,28 @@ def load_models(
 ) -> ModelFile:
     """Return the models in ``path``, see :func:`load_model`.
 
-    ``choose`` gets the names of the models, with their aliases, and returns those that are wanted.
-    One without a name is called ``""``.
+    ``choose`` gets the names of the models, with their aliases, and returns the names to load. A
+    model without a name is called ``""``.
     """
     path = Path(local_file(str(path)))
     wants_live = average == LIVE
-    use_average, average = (
-        (False, None) if wants_live else (use_average or average is not None, average)
-    )
+    if wants_live:
+        use_average = False
+        average = None
+    use_average = use_average or average is not None
     if path.suffix.lower() in FROZEN_SUFFIXES:
-        _ = choose({"": ()})
+        _ = choose({"": ()})  # a name that is requested raises: the file holds one model
         frozen = _load_frozen(path)
-        found = ModelFile({"": frozen}, frozen.info.config)
+        file = ModelFile({"": frozen}, frozen.info.config)
     else:
         path = checkpoint.resolve(path)
         try:
             payload = checkpoint.load(path)
             with checkpoint.reading(path):
-                found = _load_checkpoint(path, payload, use_average, average, choose)
+                file = _load_checkpoint(path, payload, use_average, average, choose)
         except checkpoint.DeepmdCheckpointError as error:
             return _load_deepmd(path, error.content, use_average, average, choose)
-    info = next(iter(found.models.values())).info
+    info = next(iter(file.models.values())).info
     if wants_live and info.weights != LIVE:
         raise CheckpointError(
             f"{path}: holds {info.weights or 'unnamed'} weights ({info.kind}), not the live ones. "
@@ -239,7 +237,7 @@ def load_models(
             "the training checkpoint or the file of the average; a run keeps those that "
             "training.averaging lists."
         )
-    return found
+    return file
 
 
 def describe_average(average: Mapping[str, Any]) -> str:
@@ -249,19 +247,18 @@ def describe_average(average: Mapping[str, Any]) -> str:
         facts.setdefault("sigma_rel", sigma_rel_of(facts["gamma"]))
     if "updates" in facts:  # -1 before the first step
         facts["updates"] = counted(max(0, facts["updates"]), "update")
-    words = [text.format(facts[name]) for name, text in _AVERAGE_WORDS.items() if name in facts]
-    if "options" in facts:  # of a type that another distribution adds
-        words = [
-            str(facts.get("type")),
-            *(f"{name} {show(value)}" for name, value in facts["options"].items()),
-            *words,
-        ]
-    return ", ".join(["equal weights"] * (average.get("type") == "swa") + words)
+    parts = ["equal weights"] if average.get("type") == "swa" else []
+    if "options" in facts:  # an average whose type is not of this program
+        parts.append(str(facts.get("type")))
+        parts += [f"{name} {show(value)}" for name, value in facts["options"].items()]
+    parts += [text.format(facts[name]) for name, text in _AVERAGE_TEXTS.items() if name in facts]
+    return ", ".join(parts)
 
 
 def _load_checkpoint(
     path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, choose: Choose
 ) -> ModelFile:
+    # other kinds of files hold one set of weights, which may be those of an average
     if use_average and payload["kind"] == "training":
         average = checkpoint.choose_profile(payload, path, average)
     weights, facts = checkpoint.weights_in(payload, path, average)
@@ -275,14 +272,13 @@ def _load_checkpoint(
                 f"{path}: damaged, {option} is not numbers. Use another checkpoint of the run."
             )
     models = build_models(saved.configs, saved.links)
+    # names and shapes are compared first, so that the message names the file and what differs
     check_weights({k: tuple(v.shape) for k, v in models.state_dict().items()}, weights, path)
     models.load_state_dict(weights)
     tasks = tuple(saved.configs)
-    distances, changes = (
-        nested(payload.get("min_nbor_dist"), tasks),
-        nested(payload.get("bias", {}), tasks),
-    )
-    found = {}
+    distances = nested(payload.get("min_nbor_dist"), tasks)
+    changes = nested(payload.get("bias", {}), tasks)
+    loaded = {}
     for head in chosen:
         model = models.by_task[head].eval()
         nearest = distances.get(head)
@@ -299,15 +295,15 @@ def _load_checkpoint(
             changes.get(head, {}),
             head,
         )
-        found[head] = LoadedModel(model, saved.configs[head], info)
-    return ModelFile(found, payload["config"])
+        loaded[head] = LoadedModel(model, saved.configs[head], info)
+    return ModelFile(loaded, payload["config"])
 
 
 def _load_deepmd(
     path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, choose: Choose
 ) -> ModelFile:
     """Return the models in the content of a checkpoint of DeePMD-kit."""
-    found = {}
+    models = {}
     for head in choose(deepmd_pt.heads_of(payload, path) or {"": ()}):
         config, model, facts = deepmd_pt.read_deepmd_pt(payload, path, head or None, use_average)
         if average not in (None, deepmd_pt.EMA):
@@ -323,33 +319,37 @@ def _load_deepmd(
             config={"model": to_dict(config)},
             head=head,
         )
-        found[head] = LoadedModel(model, config, info)
-    sections = {head: loaded.info.config["model"] for head, loaded in found.items()}
-    return ModelFile(found, {"model": sections.get("", {"model_dict": sections})})
+        models[head] = LoadedModel(model, config, info)
+    sections = {head: loaded.info.config["model"] for head, loaded in models.items()}
+    return ModelFile(models, {"model": sections.get("", {"model_dict": sections})})
 
 
 def _load_frozen(path: Path) -> LoadedModel:
+    """Return the model of a frozen file."""
     if path.suffix.lower() in deepmd_kit.SUFFIXES and path.is_file():
+        # DeePMD-kit converts its file to one that can be read here; errors name the file of the
+        # user
         kit = deepmd_kit.find_deepmd_kit(path)
         with tempfile.TemporaryDirectory() as folder:
             converted = Path(folder) / "model.dp"
             kit.write(["convert-backend", str(path.absolute()), "{}"], converted)
             loaded = _load_frozen(converted)
         return replace(loaded, info=replace(loaded.info, path=path))
-    config, model, found = dp.read_dp(path)
-    ours = found[dp.EXTRA]
-    if not isinstance(ours, dict) or not isinstance(ours.get("average", {}), dict):
+    config, model, content = dp.read_dp(path)
+    # what this program has added; empty in a file of DeePMD-kit
+    record = content[dp.EXTRA]
+    if not isinstance(record, dict) or not isinstance(record.get("average", {}), dict):
         raise CheckpointError(
             f"{path}: the section {dp.EXTRA} is not as dp-ema writes it. Freeze it again."
         )
-    facts = {"weights": "", **chosen(ours, ("weights", "step", "average", "bias", "head"))}
-    version = f"{found.get('software', 'unknown')} {found.get('version', '')}".strip()
-    config_of_run = ours.get("config") or {"model": found.get("model_def_script", {})}
+    facts = {"weights": "", **chosen(record, ("weights", "step", "average", "bias", "head"))}
+    version = f"{content.get('software', 'unknown')} {content.get('version', '')}".strip()
+    config_of_run = record.get("config") or {"model": content.get("model_def_script", {})}
     info = Provenance(
         path,
         "frozen",
         **facts,
-        min_nbor_dist=found.get("min_nbor_dist"),
+        min_nbor_dist=content.get("min_nbor_dist"),
         version=version,
         config=config_of_run,
     )

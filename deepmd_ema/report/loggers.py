@@ -204,9 +204,8 @@ class TensorBoardLogger(Logger):
 
 @dataclass(kw_only=True)
 class WandbLogger(Logger):
-    """A run of Weights & Biases, which a restart continues.
-
-    Log in before, with `wandb login` or `WANDB_API_KEY`.
+    """A run of Weights & Biases, which a restart continues; log in before, with `wandb login` or
+    `WANDB_API_KEY`.
     """
 
     type: ClassVar[str] = "wandb"
