@@ -53,7 +53,7 @@ class BiasRequest:
         systems: systems, or folders searched for systems.
         num_frames: frames of each system, from its first; 0 takes all.
         values: eV, one per element of the model, instead of a fit.
-        source: what the record in the file names; by default the systems.
+        source: of the data, as the record in the file names it; by default the systems.
     """
 
     mode: str = CHANGE
@@ -70,7 +70,7 @@ class ChangedBias:
     Attributes:
         path: the file that was written.
         source: all models of the file as they were.
-        head: which of them has another bias.
+        head: name of the model that has another bias.
         record: mode, frames and source of the change, as the file has them.
         before: (T,) eV.
         after: (T,) eV.
@@ -161,13 +161,12 @@ def write_changed(
 ) -> ChangedBias:
     """Write a model file with another output bias; everything else in it stays, other models too.
 
-    Of a checkpoint (``.pt``) the result is a file of kind ``weights``: the live weights or one
-    average, without what a restart needs. Of a ``.dp`` or ``.yaml`` file it is a file of that
-    format.
+    A checkpoint (``.pt``) becomes a file of kind ``weights``: the live weights or one average,
+    without what a restart needs. A ``.dp`` or ``.yaml`` file becomes one of that format.
 
     Args:
         model: a checkpoint of any kind, the folder of a run, or a ``.dp`` or ``.yaml`` file.
-        request: what the bias shall be.
+        request: source of the bias.
         output: the file to write; if not given ``<stem>_updated<suffix>`` beside the model, where
             the stem of a checkpoint names weights and step.
         use_average: takes the averaged weights of a training checkpoint.

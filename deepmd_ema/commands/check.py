@@ -134,8 +134,8 @@ class RunCheck:
             name: run.check_task(task, data[name]) for name, task in self.config.tasks.items()
         }
         for name, report in self.reports.items():
-            # near copies are searched in validation data of their own, as a split keeps copies in
-            # one part; the order is that of SHARED_OF
+            # near copies are searched in validation data that were given, as a split keeps copies
+            # in one part; this is the order of SHARED_OF
             can_have_copies = [
                 data[name].valid and name not in self.splits,
                 data[name].test,

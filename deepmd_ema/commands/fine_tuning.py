@@ -29,12 +29,12 @@ def model_section(
         config: of this model.
         type_map: its elements, then new ones.
         head: which model of the file it is, if the file holds several.
-        trained: what is trained, a name of ``TRAINED``.
+        trained: the part that is trained, a key of ``TRAINED``.
     """
     descriptor = _changed(config.descriptor)
     fitting = _changed(config.fitting_net)
     parts = {"type_map": type_map, "descriptor": descriptor, "fitting_net": fitting}
-    # what the file was trained with does not decide what is trained now
+    # what was trained in the run of the file does not decide what is trained now
     fitting.pop("trainable", None)
     for part in descriptor.get("list", [descriptor]):
         part.pop("trainable", None)

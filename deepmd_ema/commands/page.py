@@ -143,7 +143,7 @@ def _evaluate(
         if num_frames:
             valid = evenly_spaced(valid, num_frames)
             test = evenly_spaced(test, num_frames)
-        # as many training frames as validation frames: there may be millions
+        # training frames may be millions: as many are evaluated as validation frames
         number = sum(source.num_frames for source in valid) or num_frames
         train = evenly_spaced(parts.train, number) if number else parts.train
         for name in weights:
@@ -160,21 +160,21 @@ class _Page:
     """The parts of the page as HTML; arguments are those of :func:`write_report`.
 
     Attributes:
-        status: how far the run is; None of a checkpoint that lies elsewhere.
+        status: progress of the run; None if the checkpoint is in another folder.
         file: its newest training checkpoint.
-        payload: content of that.
+        payload: content of this checkpoint.
         folder: of the run.
         title: its name.
         config: of the run, with absolute paths of its data.
         data: frames of each task; None where they cannot be read.
         base: folder that all systems are in, which is left out of their names.
         tested: errors of all weights; none where there are no data.
-        remarks: what the page lacks, and why.
+        remarks: parts that the page lacks, and reasons.
         weights: ``live`` and the names of the averages, the chosen one first.
         chosen: the weights of which details are shown.
         shown: by task and part, the errors in the order of the weights: on validation frames, or on
             training frames if there are none, and on test frames.
-        details: those of the chosen weights.
+        details: errors of the chosen weights.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class _Page:
 
         Pictures are drawn in the folder ``scratch``.
         """
-        # a lead sentence, errors, and facts: what a reader who stops here has to know
+        # the header has what a reader has to know who stops there: content, errors, facts
         yield f"<header><h1>{escape(self.title)}</h1>"
         for name, task in self.config.tasks.items():
             # dos[250] is called dos here
@@ -456,9 +456,8 @@ class _Page:
                 "kind of calculation": report.by_kind,
             }
             for name, errors_by_group in groups.items():
-                if (
-                    len(errors_by_group) < 2
-                ):  # one group is all frames, which have their errors above
+                # errors of a single group are those of all frames, which are shown above
+                if len(errors_by_group) < 2:
                     continue
                 title = f"by {name}"
                 if len(errors_by_group) > _MAX_GROUPS:
@@ -653,7 +652,7 @@ def _table(table: Table, long: Sequence[str] = ()) -> str:
 def _figures(figures: Sequence[Figure]) -> str:
     """Return pictures side by side as far as there is room, with their content in the page."""
     html = ""
-    # one file without links can be sent and archived; a reader of the screen gets the text
+    # a page that is one file can be sent and archived; readers who do not see it get the text
     for file, alternative in figures:
         kind = {".svg": "svg+xml", ".png": "png"}[file.suffix]
         data = base64.b64encode(file.read_bytes()).decode()

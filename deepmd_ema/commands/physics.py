@@ -28,12 +28,13 @@ Array = NDArray[np.float64]
 MAX_DRIFT = 1e-3  # eV/atom/ps
 MAX_SPREAD = 1e-3  # eV/atom: a fortieth of the kinetic energy of an atom at 300 K
 MIN_TIME = 1.0  # ps of dynamics: a shorter run shows neither a drift nor a failure
-MIN_DISTANCE_RATIO = 0.75  # of the shortest distance in the data: nearer, an energy was not learned
+# times the shortest distance in the data: the energy of nearer atoms was not learned
+MIN_DISTANCE_RATIO = 0.75
 MAX_ENERGY_JUMP = 1e-4  # eV; energies of a hundred atoms in float32 are rounded to 1e-5
 MAX_FORCE_JUMP = 1e-3  # eV/angstrom
 # eV/angstrom: that rounding over the 4e-3 angstrom of the difference quotient is 2.5e-3
 MAX_FORCE_ERROR = 5e-3
-MAX_FRAMES = 200  # of all systems, evenly, of which distances are taken
+MAX_FRAMES = 200  # evenly of all systems, for the shortest distances
 
 FRICTION = 0.01  # 1/fs, of the thermostat: it couples within 0.1 ps
 CHECK_EVERY = 10  # steps between two searches for pairs that are too close
@@ -104,7 +105,7 @@ class Dynamics:
 
     Attributes:
         time: until the failure, or the end, ps.
-        failure: what failed, or empty.
+        failure: its cause, or empty.
         drift: slope of the total energy, eV/atom/ps; nan if the run failed.
         spread: RMS deviation of the total energy from the straight line, eV/atom; nan if the run
             failed.
@@ -423,7 +424,7 @@ def trajectory(
     """
     random = np.random.default_rng(seed)
     masses = surface.masses[:, None]
-    keep = math.exp(-friction * time_step)  # of a velocity, the part that friction leaves
+    keep = math.exp(-friction * time_step)  # part of a velocity that friction leaves
     history = KeptPairs(SKIN)
     thermal = np.sqrt(EV_PER_KELVIN * temperature / masses * SPEED2_PER_EV)  # angstrom/fs
     velocity = thermal * random.standard_normal(surface.coord.shape)

@@ -43,7 +43,7 @@ _SAMPLE = 30  # frames that are looked at
 _WIDER = 4 / 3  # a larger cutoff, as a factor, whose number of neighbors is stated
 _EVENTS = 10  # validations, and checkpoints, in a run
 _WINDOW = 40  # the average of a run is over a 40th of its steps
-_MIN_WINDOWS = 6  # and of a short run over at most a 6th; `check` warns above a 5th, as it lags
+_MIN_WINDOWS = 6  # in a short run, at most a 6th; `check` warns of averages that lag, above a 5th
 _MIN_STEPS = 100  # --hours that allow fewer are an error
 _MAX_ELEMENTS = 4  # se_e2_a has networks for each pair of elements, se_atten_v2 one for all
 _MAX_LINE = 110  # columns; a reason that does not fit beside its option is above it
@@ -71,12 +71,12 @@ class Wishes:
         type_map: elements.
         steps: of the run.
         hours: of the run on this machine.
-        device: on which the run is going to be.
+        device: of the run.
         finetune: file of the model that is trained further; model, size and rcut have no effect
             then.
         head: which model of that file, if it holds several.
-        train: what of it is trained: ``all``, or ``fitting``, its fitting network.
-        replay: data that this model was trained on, which it is to keep to.
+        train: the part of it that is trained: ``all``, or ``fitting``, its fitting network.
+        replay: data that this model was trained on, which it is trained on again.
     """
 
     systems: Sequence[str]
@@ -143,7 +143,7 @@ class Proposal:
         values: of the input.
         why: reasons, by dotted path.
         head: lines about the data.
-        warnings: what the user should look at.
+        warnings: findings that the user should look at.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ def propose(wishes: Wishes) -> Proposal:
     """
     if wishes.type_map:
         elements = list(wishes.type_map)
-    else:  # those that the data name, by atomic number
+    else:  # elements that the data name, by atomic number
         spec = ReadSpec(SYMBOLS, takes_numbers=False)
         counts = np.zeros(len(SYMBOLS), np.int64)
         for paths in (wishes.systems, wishes.validation, wishes.replay):
@@ -292,19 +292,19 @@ class _Data:
     """The facts about data that the choices depend on.
 
     Args:
-        wishes: which data, and the cutoff.
+        wishes: with the data and the cutoff.
         source: the model that is fine-tuned; None for a new one.
 
     Attributes:
         bias: option ``finetune_bias`` and its reason; both are empty for a new model.
         kind: of most of the frames.
         sample: the frames that were looked at.
-        frames: how many of them are of this kind.
+        frames: number of them that are of this kind, as text.
         labels: names of labels that training frames have.
         report: of the checks.
         predicted: names of labels that the model predicts.
         is_split: whether validation frames are split off.
-        why_split: which, or why not.
+        why_split: which frames these are, or why there are none.
         wider: most neighbors within the cutoff and a larger one.
 
     Raises:
@@ -423,7 +423,7 @@ def _fine_tuned_section(
 
 def _rate_section(recipe: _Recipe, steps: int, start_lr: float) -> dict[str, Any]:
     section = dict(recipe.options["learning_rate"])
-    # of a short run, at most a fifth is warm-up
+    # at most a fifth of a short run is warm-up
     section["warmup_steps"] = min(section["warmup_steps"], steps // 5)
     return {**section, "start_lr": start_lr, "stop_lr": _rounded(start_lr / 100)}
 
@@ -546,7 +546,7 @@ def _reasons(
 def _warnings(wishes: Wishes, data: _Data, old: _Data | None) -> list[str]:
     """Return the findings of the checks that the user should look at."""
     warnings = data.report.warnings
-    # of a quantity that is predicted, the labels of frames or those of atoms suffice
+    # a model of another quantity can be trained on labels of frames or of atoms alone
     if wishes.property is not None:
         absent = tuple(f"no {name} in the " for name in data.predicted if name not in data.labels)
         warnings = [text for text in warnings if not text.startswith(absent)]

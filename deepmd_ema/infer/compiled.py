@@ -20,7 +20,7 @@ class CompiledModel(nn.Module):
 
     Args:
         run: the compiled function, with the arguments of ``ExtendedModel``.
-        model: what was compiled; only read, for its layout.
+        model: the model that was compiled, which gives the layout of its neighbors.
         default_fparam: frame parameters of frames that come without, where the model has such.
     """
 

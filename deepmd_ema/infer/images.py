@@ -20,9 +20,9 @@ class Images:
     Args:
         frame: its elements and its cell.
         pairs: also those beyond the cutoff, which a compiled model leaves out.
-        layout: how the model wants its neighbors.
-        close: angstrom, pairs that may come nearer than any in the training data are not farther
-            apart now.
+        layout: of the neighbors of the model.
+        close: angstrom; only pairs that are nearer than this can become nearer than those of the
+            training data while the pairs hold.
         device: where the model computes.
 
     Attributes:

@@ -40,8 +40,7 @@ class MovingFrame:
     Args:
         frame: its elements and its cell.
         pairs: also those beyond the cutoff.
-        layout: how the model wants its neighbors; :meth:`serves` says whether this is possible
-            here.
+        layout: of the neighbors of the model, for which :meth:`serves` is true.
 
     Attributes:
         pairs: the same object, by which :meth:`holds` recognizes them.

@@ -29,7 +29,7 @@ from deepmd_ema.model.model_set import nested
 from deepmd_ema.utils import LIVE
 
 Choose: TypeAlias = Callable[[Mapping[str, Sequence[str]]], Iterable[str]]
-"""Which models of a file are meant, of all their names with aliases."""
+"""Choice of models of a file, by their names with aliases."""
 
 COMPILED_SUFFIX = ".pt2"
 FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo", COMPILED_SUFFIX, *deepmd_kit.SUFFIXES)
@@ -62,8 +62,8 @@ class Provenance:
         version: the program that wrote the file.
         config: the whole config of the run as a dictionary, or only its model section under
             ``model``.
-        bias: how ``dp-ema change-bias`` changed the output bias; empty if it did not.
-        head: which of several models it was; empty where there was one, or the file does not say.
+        bias: record of ``dp-ema change-bias`` about the output bias; empty without a change.
+        head: name of the model among several; empty for a single one, or if the file has none.
     """
 
     path: Path
@@ -258,7 +258,8 @@ def describe_average(average: Mapping[str, Any]) -> str:
 def _load_checkpoint(
     path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, choose: Choose
 ) -> ModelFile:
-    # other kinds of files hold one set of weights, which may be those of an average
+    """Return the models in the content of a checkpoint of this program."""
+    # files of other kinds hold one set of weights, which may be those of an average
     if use_average and payload["kind"] == "training":
         average = checkpoint.choose_profile(payload, path, average)
     weights, facts = checkpoint.weights_in(payload, path, average)

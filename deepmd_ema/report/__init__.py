@@ -1,3 +1,1 @@
-"""Output for people: tables, lcurve.out, val.log, figures, progress bar, log messages,
-TensorBoard.
-"""
+"""Output for people: tables, files of rows, figures, progress bar, log messages, loggers."""

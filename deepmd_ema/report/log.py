@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from deepmd_ema.model.metrics import Errors
 
 ValuesByTask: TypeAlias = Mapping[str, Mapping[str, float]]
-"""Errors of a displayed step by name of the task, which is empty in a run of one, and by column of
-lcurve.out.
-"""
+"""Errors of a displayed step by task, empty in a run of one, and by column of lcurve.out."""
 
 logger = logging.getLogger(__name__)
 

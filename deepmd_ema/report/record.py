@@ -167,7 +167,7 @@ class RunRecord:
         try:
             with atomic_write(self._path) as file:
                 file.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-        except WriteError as error:  # of a disk that is full, one warning suffices
+        except WriteError as error:  # a disk that is full is reported once
             self._path = None
             logger.warning("%s The run continues without it.", error)
 

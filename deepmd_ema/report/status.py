@@ -60,7 +60,7 @@ class RunStatus:
     Attributes:
         folder: of the run.
         state: preparing, training, ended, interrupted, killed or not training.
-        remark: how it ended, or which process trains.
+        remark: reason of its end, or the process that trains.
         step: optimizer steps done.
         num_steps: of the whole run; 0: not known.
         elapsed: seconds of all parts of the run; None: not known.

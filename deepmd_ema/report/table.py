@@ -36,7 +36,7 @@ class Column:
     Attributes:
         name: printed above it; a table whose columns have no names has no head.
         unit: printed below the name.
-        spec: how its numbers are formatted, such as ``.3f``; empty for a column of text.
+        spec: format of its numbers, such as ``.3f``; empty for a column of text.
     """
 
     name: str = ""
@@ -58,7 +58,7 @@ class Table:
     """A table.
 
     Attributes:
-        title: what it shows; may be empty.
+        title: its content; may be empty.
         columns: from left to right.
         rows: one cell per column; a number is formatted by the column's ``spec``, text is printed
             as it is.
@@ -87,7 +87,7 @@ def render(table: Table, indent: str = "") -> list[str]:
 
     Args:
         table: to be shown.
-        indent: what every line but the title begins with.
+        indent: begin of every line but the title.
     """
     heads = [[column.name for column in table.columns], [column.unit for column in table.columns]]
     grid = [head for head in heads if any(head)] + table.texts()
