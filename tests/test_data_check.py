@@ -294,6 +294,31 @@ def test_an_isolated_atom_is_no_outlier_beside_a_crystal_of_its_element(tmp_path
     assert any("one isolated atom" in text for text in report.notes)
 
 
+def test_energies_per_element_explain_other_compositions_beside_isolated_atoms(tmp_path):
+    """Isolated atoms, which are a cohesive energy above the others, are left out of the fit."""
+    atom = write_system(tmp_path / "atom", frames=4, natoms=1, pbc=False)
+    bulk = [
+        write_system(tmp_path / str(size), frames=8, natoms=size, seed=size) for size in (7, 12)
+    ]
+    for path in (atom, *bulk):
+        num_oxygen = (np.loadtxt(path / "type.raw") == 0).sum()
+        edit(path / "set.000" / "energy.npy", partial(shift, by=-2000.0 * num_oxygen))
+    for systems in (bulk, [atom, *bulk]):
+        assert not [text for text in check(systems).warnings if "do not fit the energies" in text]
+
+
+@pytest.mark.parametrize(("spacing", "is_isolated"), [(3.9, False), (4.1, True)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+def test_one_atom_is_isolated_if_no_faces_of_its_cell_are_nearer_than_the_cutoff(
+    tmp_path, order, spacing, is_isolated
+):
+    path = write_system(tmp_path / "atom", frames=1, natoms=1)
+    cell = np.array([[spacing, 3.0, 1.0], [0.0, 10.0, 0.0], [0.0, 0.0, 10.0]])
+    np.save(path / "set.000" / "box.npy", cell[list(order)].reshape(1, 9))
+    notes = check([path]).notes  # with a cutoff of 4 angstrom
+    assert any("one isolated atom" in text for text in notes) == is_isolated
+
+
 def test_a_system_that_is_listed_twice_has_no_copies(water):
     assert not any("of another" in text for text in check(["water", "water"]).warnings)
     shutil.copytree("water", "again")
@@ -429,6 +454,23 @@ def test_forces_that_are_zero_are_a_problem_unless_symmetry_explains_them(tmp_pa
     assert check([crystal], type_map=["O"]).problems == []
 
 
+def test_frames_without_forces_among_others_are_named_unless_symmetry_explains_them(tmp_path):
+    path = write_system(tmp_path / "w", frames=6, natoms=8, seed=1)
+    symmetric = write_system(
+        tmp_path / "c", frames=1, natoms=8, jitter=0.0, triclinic=False, elements=("O",)
+    )
+    for name in ("coord", "box"):
+        values = np.load(symmetric / "set.000" / f"{name}.npy")[0]
+        edit(path / "set.000" / f"{name}.npy", put(4, values))
+    np.savetxt(path / "type.raw", np.zeros(8), fmt="%d")
+    edit(path / "set.000" / "force.npy", put([2, 4], 0.0))
+    [warning] = [text for text in check([path]).warnings if "all zero" in text]
+    assert warning == (
+        "1 frame has forces that are all zero, which the positions do not explain: "
+        f"{path} frame 2. Remove them, or compute them again."
+    )
+
+
 def test_forces_that_do_not_add_up_to_zero_are_a_warning(water):
     edit(water / "set.001" / "force.npy", lambda f: f.__setitem__((2, 0), f[2, 0] + 3))
     [warning] = check(["water"]).warnings
@@ -437,6 +479,23 @@ def test_forces_that_do_not_add_up_to_zero_are_a_warning(water):
         "6, RMS force "
     )
     assert "no model can learn this part" in warning
+
+
+@pytest.mark.parametrize(("factor", "is_named"), [(0.8, False), (1.2, True)])
+@pytest.mark.parametrize("rms", [1e-3, 10.0])
+def test_net_forces_are_judged_by_their_size_and_by_the_rms_force(tmp_path, rms, factor, is_named):
+    """They are named above 0.1 eV/angstrom and sqrt(N) tenths of the RMS force, as doc/data.md
+    says.
+    """
+    natoms = 12
+    path = write_system(tmp_path / "w", frames=4, natoms=natoms, seed=1)
+    bound = max(0.1, 0.1 * np.sqrt(natoms) * rms)
+    file = path / "set.000" / "force.npy"
+    edit(file, lambda force: force.__imul__(rms / np.sqrt((force**2).mean())))
+    # on all atoms: the RMS force hardly changes
+    edit(file, lambda force: force.reshape(4, natoms, 3)[2, :, 0].__iadd__(factor * bound / natoms))
+    is_warned = any("do not add up to zero" in text for text in check([path]).warnings)
+    assert is_warned == is_named
 
 
 def test_forces_of_weight_zero_are_not_judged(tmp_path):
