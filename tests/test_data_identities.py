@@ -398,6 +398,16 @@ def test_virials_far_from_the_size_of_the_forces_are_reported(tmp_path, factor, 
     assert report.units.verified["virials"] == 0
 
 
+@pytest.mark.parametrize(("part", "is_judged"), [(np.eye(3), False), (np.ones((3, 3)), True)])
+def test_virials_that_differ_by_a_pressure_are_not_held_against_forces(part, is_judged):
+    """Moving atoms have a pressure beside that of their forces, the same in all directions."""
+    frames = crystal(12, size=0.3, strains=False)
+    rng = np.random.default_rng(2)
+    for frame in frames:
+        frame.labels["virial"] = frame.labels["virial"] + 1000 * rng.normal() * part.ravel()  # eV
+    assert (ratios_of(frames).change is not None) == is_judged
+
+
 def test_virials_of_open_systems_that_are_placeholders_are_found(tmp_path):
     """A virial.npy of ones or zeros was trained on."""
     frames = [
