@@ -145,6 +145,33 @@ def test_parts_whose_forces_differ_by_two_are_reported(rng):
     )
 
 
+def test_the_choice_never_changes_between_versions(rng):
+    """A restart with a newer version must train on the frames that the run was trained on.
+
+    The numbers are ``split_frames(...).chosen`` of the version before.
+    """
+    first, second = thermal(rng, 20), thermal(rng, 20)
+    by_file = table_of(("a", first, ""), ("b", second, ""))
+    by_kind = table_of(("a", first, "bulk"), ("b", second, "surface"))
+    assert split_frames(by_file, 0.2, 1).chosen == [11, 14, 16, 17, 24, 28, 32, 33]
+    assert split_frames(by_kind, 0.2, 1).chosen == [2, 8, 9, 10, 29, 33, 37, 38]
+
+
+def test_numbers_of_a_strained_cell_change_by_the_rms_displacement_of_its_atoms():
+    """Thresholds in angstrom are then those of displacements, whatever moves the atoms."""
+    atoms, edge, strain, tolerance = 100, 9.0, 1e-3, 1e-3
+    coord = np.zeros((2, atoms, 3))
+    coord[:, :, 0] = edge * np.outer([1, 1 + strain], np.arange(atoms) / atoms)
+    cells = np.diag([edge] * 3) * np.array([np.ones(3), [1 + strain, 1, 1]])[:, None]
+    one, other = (
+        describe_frames(chunk_of([coord[k]], np.zeros(atoms, int), cells[k]), 1)[0].astype(float)
+        for k in range(2)
+    )
+    lengths = slice(-6, -3)  # of the three edges
+    displacement = np.std(coord[1] - coord[0], axis=0)
+    np.testing.assert_allclose((other - one)[lengths], displacement, atol=tolerance * edge * strain)
+
+
 def test_frames_that_leave_a_part_empty_are_refused(rng):
     coord, types, box = toy_frame(rng)
     with pytest.raises(
