@@ -145,6 +145,11 @@ def test_epochs_become_steps_as_the_peer_counts_them():
     assert Sampler(FRAMES, ATOMS, 1, world_size=2).batches_for_epochs(1) == 9 + 3 + 4
 
 
+def test_epochs_do_not_count_a_system_that_is_never_drawn():
+    sampler = Sampler(FRAMES, ATOMS, 2, sys_probs=[0, 0.5, 0.5])
+    assert sampler.batches_for_epochs(1) == 4 / 0.5
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
