@@ -8,6 +8,7 @@ import pytest
 from helpers import tiny_input, write_system
 from test_data_extxyz import text
 from test_data_npy import to_hdf5
+from test_train_tasks import input_of_two_tasks, write_data
 
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.data.run import check_task, content_of, difference, open_run
@@ -144,3 +145,37 @@ def test_a_system_that_is_listed_twice_is_named_as_such(here):
     )
     *_, report = checked(config_from_dict(tiny_input(["all/a"], ["all/b"])))
     assert not any(text.startswith("listed") for text in report.warnings)
+
+
+def test_warnings_of_a_task_begin_with_its_name_and_errors_with_the_file(tmp_path):
+    folder = write_data(tmp_path)
+    file = folder / "water1" / "set.000" / "force.npy"
+    force = np.load(file)
+    force[1] += 1.0
+    force[3, 0] = np.nan
+    np.save(file, force)
+    config = config_from_dict(input_of_two_tasks(folder))
+    data = open_run(config)
+    report = check_task(config.tasks["water"], data["water"])
+    [problem] = report.problems
+    assert problem.startswith(f"{file}: frame 3 ")
+    [warning] = [text for text in report.warnings if "do not add up to zero" in text]
+    assert warning.startswith("task water: ")
+
+
+@pytest.mark.parametrize("pref_atomic", [0.0, 1.0])
+def test_elements_without_tensors_are_named_if_the_loss_learns_the_tensors(tmp_path, pref_atomic):
+    system = write_system(
+        tmp_path / "s", frames=4, natoms=6, energy=False, force=False, virial=False
+    )
+    dipoles = np.random.default_rng(1).normal(size=(4, 6, 3))
+    dipoles[:, np.loadtxt(system / "type.raw", dtype=int) == 1] = 0.0
+    np.save(system / "set.000" / "atomic_dipole.npy", dipoles.reshape(4, -1))
+    np.save(system / "set.000" / "dipole.npy", dipoles.sum(axis=1))
+    options = {
+        "model__fitting_net": {"type": "dipole"},
+        "loss": {"type": "tensor", "pref": 1.0, "pref_atomic": pref_atomic},
+    }
+    *_, report = checked(config_from_dict(tiny_input([system], **options)))
+    named = [text for text in report.warnings if "is 0 for all atoms of H." in text]
+    assert len(named) == (pref_atomic > 0)
