@@ -42,8 +42,7 @@ def model_of(descriptor, type_map, descriptor_changes=None, **changes):
 
 
 def assert_same_numbers(old, new, elements=TYPES, **parameters):
-    coord, types = toy_atoms()
-    types = types % len(elements)
+    coord, types = toy_atoms(num_types=len(elements))
     here = [new.type_map.index(elements[t]) for t in types]
     there = [old.type_map.index(elements[t]) for t in types]
     one = evaluate(old, (coord, there, TRICLINIC), **parameters)
@@ -59,6 +58,16 @@ def test_the_order_of_the_elements_does_not_matter(descriptor, type_map):
     new = model_of(descriptor, type_map)
     new.load_state_dict(carried_over(old, new))
     assert_same_numbers(old, new)
+
+
+@pytest.mark.parametrize(
+    "descriptor", [name for name in sorted(SECTIONS) if isinstance(SECTIONS[name].get("sel"), list)]
+)
+def test_networks_of_pairs_of_many_elements_stay_with_their_elements(descriptor):
+    elements = ["O", "H", "Na", "C", "S"]
+    old, new = model_of(descriptor, elements), model_of(descriptor, elements[::-1])
+    new.load_state_dict(carried_over(old, new))
+    assert_same_numbers(old, new, elements)
 
 
 @every_descriptor
