@@ -106,9 +106,10 @@ def test_a_bad_step_at_the_start_of_an_average_defers_it(net):
 
 
 LATE = EmaProfile("ema", 0.9, warmup=False, start_step=7, update_every=4)
+AFTER_ONE = SwaProfile("ema", start_step=1)
 
 
-@pytest.mark.parametrize("profile", [POWER, SWA, LATE], ids=lambda p: p.name)
+@pytest.mark.parametrize("profile", [POWER, SWA, LATE, AFTER_ONE], ids=lambda p: p.name)
 def test_every_formula_gives_the_same_on_host_and_device(profile):
     net, profile = make_net(width=37, dtype=torch.float32), replace(profile, dtype="float32")
     host, device = AverageBank(net, [profile]), AverageBank(net, [profile])
