@@ -171,6 +171,14 @@ def test_a_wrong_rule_is_reported(arguments, message):
     assert str(finding) == left_out
 
 
+def test_frames_larger_than_a_rule_allows_are_counted_in_a_warning():
+    sizes = np.array([5, 12, 8, 12, 3])
+    plan = Sampler([5, 4], [sizes, 1], "filter:10")
+    assert plan.num_frames == (3, 4)
+    [finding] = plan.findings
+    assert str(finding) == 'batch_size = "filter:10": left out: 2 frames of more than 10 atoms.'
+
+
 # ---- batches of several systems
 
 
