@@ -122,6 +122,11 @@ def test_a_table_of_tensors_cannot_run_a_program(tmp_path):
     assert not (tmp_path / "was here").exists()
 
 
+def test_the_folder_around_a_checkpoint_is_made_if_it_is_missing(tmp_path):
+    path = write(tmp_path / "run" / "weights" / "model.ckpt-1.dcp")
+    assert_same(checkpoint.load(path)["model"], payload()[1]["model"])
+
+
 def test_a_folder_that_a_rank_cannot_see_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "deepmd_ema.checkpoint.sharded._make_part", lambda path: path.with_name("elsewhere")
