@@ -76,7 +76,9 @@ def shift_of(kind, size, seed=1):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "noise"), [(100.0, 0.1), (-1.0, 0.05), (0.0, 0.1), (0.02, 0.1)])
+@pytest.mark.parametrize(
+    ("size", "noise"), [(100.0, 0.1), (-1.0, 0.05), (0.0, 0.1), (0.02, 0.1), (0.0, 0.0)]
+)
 def test_a_shift_is_moved_and_an_error_is_not(kind, size, noise):
     bias, std = shift_of(kind, 5.0, seed=2), np.ones((3, *SHAPES[kind]))
     frames = gathered(kind, shift := shift_of(kind, size), noise)
