@@ -132,6 +132,15 @@ def test_atoms_that_are_too_close_are_reported_with_their_places_in_the_file(tmp
     assert len(check([path], min_distance=2.5).problems) == 4
 
 
+@pytest.mark.parametrize(("distance", "is_reported"), [(0.29, True), (0.31, False)])
+def test_atoms_are_too_close_below_three_tenths_of_an_angstrom(water, distance, is_reported):
+    edit(
+        water / "set.001" / "coord.npy",
+        lambda coord: coord.__setitem__((1, slice(3, 6)), coord[1, :3] + [distance, 0, 0]),
+    )
+    assert any("expected at least 0.3" in text for text in check(["water"]).problems) == is_reported
+
+
 def test_a_label_that_some_systems_lack_is_a_warning_with_numbers(water):
     write_system("other", frames=5, seed=7, force=False)
     (water / "set.001" / "virial.npy").unlink()
@@ -275,6 +284,31 @@ def test_an_energy_is_judged_by_the_spread_of_its_system(tmp_path):
         assert any("has an energy far from the others" in text for text in warnings) == is_named
 
 
+@pytest.mark.parametrize(("factor", "is_named"), [(0.9, False), (1.1, True)])
+@pytest.mark.parametrize(
+    ("frames", "sigma", "bound"), [(9, 1e-3, 1.0), (10, 1e-3, 0.2), (40, 0.2, 1.0)]
+)
+def test_bounds_of_energies_have_a_least_and_a_largest_size(
+    tmp_path, frames, sigma, bound, factor, is_named
+):
+    """They are 1 eV/atom, or of ten frames and more 0.2 to 1 eV/atom, as doc/data.md says."""
+    path = write_system(tmp_path / "w", frames=frames, seed=1)
+    values = sigma * np.linspace(-1.6, 1.6, frames)
+    values[frames // 2] = factor * bound
+    np.save(path / "set.000" / "energy.npy", 12 * (values - 100))
+    warnings = check([path]).warnings
+    assert any("has an energy far from the others" in text for text in warnings) == is_named
+
+
+@pytest.mark.parametrize(("number", "is_named"), [(4, True), (5, False)])
+def test_outliers_are_named_up_to_a_tenth_of_the_frames(tmp_path, number, is_named):
+    path = write_system(tmp_path / "w", frames=40, seed=1)
+    edit(path / "set.000" / "energy.npy", lambda e: e[:number].__iadd__(40))
+    report = check([path])
+    assert any("an energy far from the others" in text for text in report.warnings) == is_named
+    assert any(f"({number} of 40)" in text for text in report.notes) == (not is_named)
+
+
 def test_an_isolated_atom_is_no_outlier_beside_a_crystal_of_its_element(tmp_path):
     """The energy of the crystal is that of its atoms and its cohesive energy."""
     rng = np.random.default_rng(1)
@@ -394,6 +428,21 @@ def test_systems_of_large_forces_and_isolated_atoms_are_not_of_another_code(tmp_
     ]
 
 
+@pytest.mark.parametrize(("factor", "is_named"), [(0.9, False), (1.1, True)])
+@pytest.mark.parametrize("rms", [1e-3, 10.0])
+def test_a_system_is_of_another_code_beyond_20_ev_and_its_forces_over_an_angstrom(
+    tmp_path, rms, factor, is_named
+):
+    """Per atom, as doc/data.md says."""
+    systems = [write_system(tmp_path / str(k), frames=8, seed=k) for k in range(3)]
+    bound = 20 + rms
+    file = systems[2] / "set.000" / "force.npy"
+    edit(file, lambda force: force.__imul__(rms / np.sqrt((force**2).mean())))
+    edit(systems[2] / "set.000" / "energy.npy", partial(shift, by=factor * bound * 12))
+    warnings = check(systems).warnings
+    assert any("do not fit the energies per element" in text for text in warnings) == is_named
+
+
 def test_frames_of_three_are_judged_and_those_of_several_kinds_are_not(tmp_path):
     """Of 60 right frames 24 were "far from the others", and one frame with 2,000 eV/angstrom
     passed.
@@ -431,6 +480,19 @@ def test_large_forces_of_atoms_near_each_other_are_no_outliers(tmp_path):
         large = [text for text in check([path]).warnings if "30 times" in text]
         assert len(large) == (name == "spike"), name
         assert all(f"{path} frame 4 (40 eV/angstrom). Has it converged?" in text for text in large)
+
+
+@pytest.mark.parametrize(("factor", "is_named"), [(0.95, False), (1.05, True)])
+@pytest.mark.parametrize("usual", [0.01, 1.0])
+def test_large_forces_are_above_15_ev_per_angstrom_and_30_times_the_usual(
+    tmp_path, usual, factor, is_named
+):
+    path = write_system(tmp_path / "w", frames=20, seed=1, jitter=1e-3)
+    force = np.load(path / "set.000" / "force.npy")
+    force[:] = usual * force[0] / np.abs(force[0]).max()
+    force[4] *= factor * max(15.0, 30 * usual) / usual
+    np.save(path / "set.000" / "force.npy", force)
+    assert any("30 times" in text for text in check([path]).warnings) == is_named
 
 
 def test_forces_that_are_zero_are_a_problem_unless_symmetry_explains_them(tmp_path):
