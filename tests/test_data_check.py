@@ -108,6 +108,13 @@ def test_broken_numbers_are_reported_with_file_and_frame(water, file, index, val
         report.raise_problems()
 
 
+@pytest.mark.parametrize(("value", "is_reported"), [(9e29, False), (2e30, True)])
+def test_numbers_are_expected_up_to_1e30(water, value, is_reported):
+    edit(water / "set.001" / "virial.npy", put((2, 4), value))
+    problems = check(["water"]).problems
+    assert any("Expected finite numbers" in text for text in problems) == is_reported
+
+
 def test_atoms_that_are_too_close_are_reported_with_their_places_in_the_file(tmp_path):
     path = write_system(tmp_path / "w", frames=4, natoms=6, mixed=True, virtual=2, seed=1)
     file = path / "set.000" / "coord.npy"

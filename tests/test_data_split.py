@@ -8,7 +8,7 @@ from helpers import toy_frame
 
 from deepmd_ema.config.labels import FORCE
 from deepmd_ema.data.source import BOX, COORD, Chunk
-from deepmd_ema.data.split import FrameTable, describe_frames, split_frames
+from deepmd_ema.data.split import FrameTable, Split, describe_frames, split_frames
 from deepmd_ema.errors import DataError
 
 
@@ -170,6 +170,12 @@ def test_numbers_of_a_strained_cell_change_by_the_rms_displacement_of_its_atoms(
     lengths = slice(-6, -3)  # of the three edges
     displacement = np.std(coord[1] - coord[0], axis=0)
     np.testing.assert_allclose((other - one)[lengths], displacement, atol=tolerance * edge * strain)
+
+
+@pytest.mark.parametrize(("ratio", "is_reported"), [(1.9, False), (2.1, True)])
+def test_forces_of_two_parts_may_differ_by_less_than_two(ratio, is_reported):
+    for force_rms in ([1.0, ratio], [ratio, 1.0]):
+        assert any(Split(10, [1], [], force_rms).findings()) == is_reported
 
 
 def test_frames_that_leave_a_part_empty_are_refused(rng):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from deepmd_ema import geometry
-from deepmd_ema.geometry import KeptPairs, find_pairs, neighbor_statistics
+from deepmd_ema.geometry import KeptPairs, find_pairs, frame_faults, neighbor_statistics
 
 RCUT = 4.37  # no lattice distance of the cells below
 TRICLINIC = np.array([[3.1, 0, 0], [1.0, 3.3, 0], [-1.2, 0.5, 4.1]])
@@ -102,3 +102,40 @@ def test_statistics_are_those_of_the_brute_force_pairs():
     coord, box, types = frames[1]
     i, j = statistics.frame_pair[1]
     assert np.linalg.norm(coord[i] - coord[j]) == pytest.approx(per_frame[1])
+
+
+def spread_atoms(width, start=0.0):
+    """Return positions of two atoms, one at ``start`` on each axis, the other farther along x."""
+    return start + np.outer([0, 1], [width, 0, 0])
+
+
+# positions and cell of a frame that is at a bound where the factor is 1, and beyond it where it is
+# larger
+BOUNDS = {
+    "is so small that an atom has": lambda factor: (
+        np.zeros((100, 3)),
+        np.eye(3) * (100 * 4 / 3 * np.pi * RCUT**3 / (1e4 * factor)) ** (1 / 3),
+    ),
+    "images of it lie within": lambda factor: (
+        spread_atoms(0.0),
+        np.diag([2 * RCUT * 9 / (1e5 * factor), 1e3, 1e3]),
+    ),
+    "an edge of the cell is": lambda factor: (spread_atoms(0.0), np.diag([1e5 * factor, 10, 10])),
+    "the cell has no volume": lambda factor: (
+        spread_atoms(0.0),
+        np.array([[9e4, 0, 0], [9e4, 0.09 / factor, 0], [0, 0, 10]]),
+    ),
+    "the atoms of this open system are": lambda factor: (spread_atoms(1e5 * factor), None),
+    "a position of": lambda factor: (spread_atoms(0.0, start=1e6 * factor), None),
+}
+
+
+@pytest.mark.parametrize("words", BOUNDS)
+def test_frames_of_no_atoms_are_reported_beyond_their_bounds(words):
+    for factor, is_reported in ((0.95, False), (1.05, True)):
+        coord, box = BOUNDS[words](factor)
+        faults = frame_faults(
+            coord[None], None if box is None else box[None], np.array([len(coord)]), RCUT
+        )
+        assert any(words in fault for fault in faults.values()) == is_reported, factor
+        assert bool(faults) == is_reported
