@@ -23,7 +23,7 @@ from deepmd_ema.model.metrics import Errors
 from deepmd_ema.report.table import METRICS_IN_ORDER, Column, Table, labelled, render
 from deepmd_ema.utils import POSTHOC
 
-# quantities of the table and of `overall`; of a model without energies those that it predicts
+# quantities of the table, and in their place those of models without energies; all are in `overall`
 RANKED = "EFV"
 OTHERS = METRICS_IN_ORDER.partition("V")[2]
 # kinds of rows, beside those of live weights and of lengths made of snapshots
@@ -61,17 +61,19 @@ class Row:
         return target if isinstance(target, Decay) else None
 
     def score(self, metric: str, live: Errors) -> float:
-        """Return the value of ``metric``: ``overall`` (relative to ``live``), or one such as
-        ``F:RMSE``.
-        """
+        """Return the value of ``metric``: ``overall`` (relative to ``live``), or as ``F:RMSE``."""
         if metric != OVERALL:
             return self.errors.metric(metric)
         pairs = [
             (self.errors.metric(f"{name}:RMSE"), live.metric(f"{name}:RMSE"))
             for name in RANKED + OTHERS
         ]
+        # Quantities without labels are NaN and do not count. Live weights without an error cannot
+        # be improved upon: any other error is infinitely larger.
         parts = [
-            own / other if other else math.inf for own, other in pairs if not math.isnan(other)
+            error / live_error if live_error else math.inf
+            for error, live_error in pairs
+            if not math.isnan(live_error)
         ]
         return sum(parts) / len(parts) if parts else math.nan
 
@@ -90,7 +92,7 @@ class PosthocReport:
 
     Attributes:
         run: whose snapshots.
-        found: how the averages were combined.
+        combinations: the averages that were made of snapshots.
         rows: the live weights first.
         metric: what best means.
         best: index of the chosen row.
@@ -99,7 +101,7 @@ class PosthocReport:
     """
 
     run: SnapshotRun
-    found: Combinations
+    combinations: Combinations
     rows: Sequence[Row]
     metric: str
     best: int
@@ -118,21 +120,22 @@ class PosthocReport:
     def text(self) -> str:
         """Return the table with what it was made of, and what it says."""
         run = self.run
-        found = self.found
-        ends = self.found.resolvable
+        combined = self.combinations
+        ends = combined.resolvable
         scores = self.scores()
         names = dict.fromkeys((s.profile, f"{s.track.sigma_rel:.4g}") for s in run.snapshots)
         profiles = ", ".join(f"{name} (sigma_rel {width})" for name, width in names)
-        dropped = f", {found.dropped} directions below rounding dropped" if found.dropped else ""
+        number = combined.dropped
+        dropped = f", {number} directions below rounding dropped" if number else ""
         widths = "those that were tracked" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
         lines = [
             f"{run.folder}: step {run.step:,}, {counted(len(run.snapshots), 'snapshot')} of "
             f"{profiles}",
-            f"combined: condition {found.condition:.2g}{dropped}; sigma_rel that the snapshots "
+            f"combined: condition {combined.condition:.2g}{dropped}; sigma_rel that the snapshots "
             f"can give: {widths}",
             *(
                 f"left out, {reason}: {', '.join(names)}"
-                for reason, names in found.left_out.items()
+                for reason, names in combined.left_out.items()
             ),
             f"errors on {counted(self.num_frames, 'frame')} of "
             f"{counted(self.num_systems, 'system')}",
@@ -142,8 +145,10 @@ class PosthocReport:
             "",
             f"chosen by {self.metric}: {self.chosen.describe()}",
         ]
+        # NaN compares with nothing: such rows come last
         order = sorted(range(len(scores)), key=lambda k: (math.isnan(scores[k]), scores[k]))
-        best: dict[str, str] = {}  # length, and decay of each shape, the best first
+        # text by "posthoc" (the lengths) and by shape of the decays, the best first
+        best: dict[str, str] = {}
         for k, row in ((k, self.rows[k]) for k in order if self.rows[k].combination is not None):
             name = row.name if row.decay else f"sigma_rel {row.sigma_rel:.4g}"
             best.setdefault(
@@ -155,8 +160,10 @@ class PosthocReport:
         if order[0] != self.best:
             better = 1 - scores[order[0]] / scores[self.best]
             lines.append(f"{self.rows[order[0]].name} is better still, by {100 * better:.2g} %")
-        made = [row for row in self.rows if row.kind == POSTHOC]
-        if len(made) > 2 and self.chosen.sigma_rel in (made[0].sigma_rel, made[-1].sigma_rel):
+        # rows of lengths are in rising order of sigma_rel; with one or two each is at an end
+        lengths = [row for row in self.rows if row.kind == POSTHOC]
+        at_ends = (lengths[0].sigma_rel, lengths[-1].sigma_rel) if len(lengths) > 2 else ()
+        if self.chosen.sigma_rel in at_ends:
             lines.append(
                 "the chosen one is at an end of the range: a sigma_rel beyond it may be better "
                 "still"
@@ -170,8 +177,9 @@ class PosthocReport:
     @property
     def _ranked(self) -> str:
         """Letters of the quantities of the table."""
-        others = "".join(q for q in labelled(self.rows[0].errors) if q in OTHERS)
-        return others or RANKED
+        # a model without energies predicts others, e.g. dipoles, and has no labels of E, F and V
+        predicted = "".join(q for q in labelled(self.rows[0].errors) if q in OTHERS)
+        return predicted or RANKED
 
     def table(self) -> Table:
         """Return one row per set of weights, with a star at the best of each column of errors."""
@@ -180,13 +188,13 @@ class PosthocReport:
             [q.display_factor * row.errors.metric(f"{q.metric}:RMSE") for row in self.rows]
             for q in quantities
         ]
-        scores, unit = self.scores(), "of live"
+        scores = self.scores()
+        unit = "of live"
         if self.metric != OVERALL:
+            # a metric such as F:RMSE begins with the letter of its quantity
             quantity = METRICS[self.metric[0]]
-            scores, unit = (
-                [quantity.display_factor * score for score in scores],
-                quantity.display_unit,
-            )
+            scores = [quantity.display_factor * score for score in scores]
+            unit = quantity.display_unit
         # a star where no other is smaller
         best = [
             min((value for value in column if not math.isnan(value)), default=math.nan)
@@ -194,12 +202,18 @@ class PosthocReport:
         ]
         rows = []
         for k, row in enumerate(self.rows):
-            made, cells = row.combination, zip((column[k] for column in (*errors, scores)), best)
+            cells = zip((column[k] for column in (*errors, scores)), best)
+            # a space in place of the star keeps the numbers in line
             starred = [
-                None if math.isnan(value) else f"{value:.4g}{' *'[value == least]}"
+                None if math.isnan(value) else f"{value:.4g}{'*' if value == least else ' '}"
                 for value, least in cells
             ]
-            solved = (f"{100 * made.residual:.2g} %", made.amplification) if made else (None, None)
+            solution = row.combination
+            solved = (
+                (f"{100 * solution.residual:.2g} %", solution.amplification)
+                if solution
+                else (None, None)
+            )
             mark = "<- chosen" if k == self.best else ""
             rows.append((row.name, row.sigma_rel, row.gamma, row.mean_age, *starred, *solved, mark))
         heads = [
@@ -219,6 +233,7 @@ class PosthocReport:
         """Write every number as comma-separated values and return the file."""
         errors = [(q, kind) for q in METRICS.values() for kind in ("RMSE", "MAE")]
         columns = ["weights", "kind", "sigma_rel", "gamma", "mean_age_steps"]
+        # the unit is part of the name, e.g. rmse_f_meV/A: numbers are in thousandths
         columns += [
             f"{kind.lower()}_{q.metric.lower()}_m{q.unit.replace('angstrom', 'A')}"
             for q, kind in errors
@@ -242,10 +257,11 @@ class PosthocReport:
             writer.writerow(columns)
             for k, (row, score) in enumerate(zip(self.rows, self.scores())):
                 values = [1000 * row.errors.metric(f"{q.metric}:{kind}") for q, kind in errors]
-                made = row.combination
+                solution = row.combination
+                # live and tracked weights have empty cells here
                 solved = (
-                    [made.residual, made.amplification, self.found.condition]
-                    if made
+                    [solution.residual, solution.amplification, self.combinations.condition]
+                    if solution
                     else [None] * 3
                 )
                 shape = [row.decay.shape, row.decay.part] if row.decay else [None] * 2
@@ -276,6 +292,7 @@ class PosthocReport:
             }
             for row in self.rows
         ]
+        # a curve for lengths and one for each shape, points for live and tracked weights
         curves: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
         for row, errors in zip(self.rows, values):
             if row.combination is not None:

@@ -1,6 +1,4 @@
-"""``dp-ema posthoc``: averages of many widths and decays made of a run's snapshots, ranked; the
-best is written.
-"""
+"""``dp-ema posthoc``: averages of many widths and decays made of snapshots, ranked and written."""
 
 from __future__ import annotations
 
@@ -71,8 +69,7 @@ def run_posthoc(
     device: str | None = None,
     say: Callable[[str], Any],
 ) -> PosthocReport:
-    """Make averages of the widths ``sigma_rel`` and the decays ``shapes``, print their errors, and
-    write the best one.
+    """Make averages of widths and decays, print their errors, and write the best one.
 
     Args:
         folder: where the run was started.
@@ -107,15 +104,12 @@ def run_posthoc(
         raise UserError(
             f"--metric {metric}: unknown. {did_you_mean(metric, list(metrics.values()))}"
         )
-    metric, where = metrics[metric.upper()], select_device(device)
-    output, table, plot = (
-        folder / default if path is None else Path(path)
-        for path, default in (
-            (output, "model_posthoc.pt"),
-            (table, "posthoc.csv"),
-            (plot, "posthoc.png"),
-        )
-    )
+    metric = metrics[metric.upper()]
+    torch_device = select_device(device)
+    output = folder / "model_posthoc.pt" if output is None else Path(output)
+    table = folder / "posthoc.csv" if table is None else Path(table)
+    plot = folder / "posthoc.png" if plot is None else Path(plot)
+    # Files are checked before the work: evaluating the averages may take hours.
     run = find_snapshots(folder, step)
     for option, path, kind in (
         ("-o", output, None),
@@ -127,57 +121,61 @@ def run_posthoc(
     checkpoint.refuse_to_replace(output, "-o")
     for note in run.notes:
         say(note)
-    found = find_requested(run, widths, None if shapes is None else decays)
+    requested = find_requested(run, widths, None if shapes is None else decays)
 
     # the model and the validation data
     config = saved_config(
         with_absolute_paths(run.payload["config"], run.folder), source=str(run.reference)
     )
     task = config.task(head)
-    opened = _open(config, task, run, systems, rglob_patterns)
-    models = build_models(
-        {name: each.model for name, each in config.tasks.items()}, config.links
-    ).to(where)
-    model, cache = models.by_task[task.name], PairCache()
+    sources = _open(config, task, run, systems, rglob_patterns)
+    sections = {name: each.model for name, each in config.tasks.items()}
+    models = build_models(sections, config.links).to(torch_device)
+    model = models.by_task[task.name]
+    cache = PairCache()  # pairs of neighbors are the same for all weights
 
     # errors of the live weights, of averages that were tracked, and of those made of snapshots
     rows: list[Row] = []
     best, best_score = -1, math.inf
     best_weights: Mapping[str, Tensor] = {}
-    made = (
-        (_row_of(one), weights)
-        for one, weights in zip(found.combinations, combine(run, found.combinations))
+    # a generator: only a group of sums and the best weights so far are in memory
+    combined = (
+        (_row_of(candidate), weights)
+        for candidate, weights in zip(requested.combinations, combine(run, requested.combinations))
     )
     with checkpoint.reading(run.reference):
         tracked = list(_tracked(run))
     for _, weights in tracked:
         checkpoint.require_finite(weights, run.reference)
-    total = len(tracked) + len(found.combinations)
-    for row, weights in tqdm(
-        chain(tracked, made), total=total, unit=" models", disable=None, leave=False
-    ):
+    # live weights first: the scores of all others are relative to theirs
+    candidates = chain(tracked, combined)
+    total = len(tracked) + len(requested.combinations)
+    num_atoms = atoms_at_once(torch_device)
+    for row, weights in tqdm(candidates, total=total, unit=" models", disable=None, leave=False):
         models.load_state_dict(weights)
-        batches = sequential_batches(
-            opened, model.layout, cache, atoms_at_once(where), model.labels
-        )
-        rows.append(replace(row, errors=evaluate(model, prefetch(batches, where), where)))
+        batches = sequential_batches(sources, model.layout, cache, num_atoms, model.labels)
+        errors = evaluate(model, prefetch(batches, torch_device), torch_device)
+        rows.append(replace(row, errors=errors))
         score = rows[-1].score(metric, rows[0].errors)
         if len(rows) == 1 and math.isnan(score):
-            names = ", ".join(system.name for system in opened)
+            names = ", ".join(source.name for source in sources)
             raise UserError(
                 f"--metric {metric}: no frame of {names} has a label to compare. Choose another "
                 "metric."
             )
+        # The file holds the best one made of snapshots; a tracked average has a file already. The
+        # first is taken even if its score is NaN or infinite.
         if row.combination is not None and (best < 0 or score < best_score):
             best = len(rows) - 1
             best_score = score
             best_weights = weights
 
     # table, model file and picture
-    num_frames = sum(source.num_frames for source in opened)
-    report = PosthocReport(run, found, rows, metric, best, num_frames, len(opened))
+    num_frames = sum(source.num_frames for source in sources)
+    report = PosthocReport(run, requested, rows, metric, best, num_frames, len(sources))
     say(report.text())
-    checkpoint.save(output, _payload(run, report.chosen, found, best_weights), option="-o")
+    payload = _payload(run, report.chosen, requested, best_weights)
+    checkpoint.save(output, payload, option="-o")
     say(f"wrote {output}: {report.chosen.describe()}")
     say(f"wrote {report.write_table(table)}")
     try:
@@ -196,24 +194,26 @@ def run_posthoc(
     return report
 
 
-def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
-    """Return the widths that a command line names: ``0.05``, several, or ``0.02:0.2`` or
-    ``0.02:0.2:9``; none for None.
+def parse_sigma_rels(arguments: Sequence[str | float] | None) -> list[float]:
+    """Return the widths that a command line names; none for None.
+
+    An argument is a width, ``0.05``, or a range, ``0.02:0.2`` or ``0.02:0.2:9``.
 
     Raises:
-        UserError: naming every word that is none of these.
+        UserError: naming every argument that is none of these.
     """
     widths: set[float] = set()
     problems = []
-    for word in map(str, words or ()):
-        low, _, rest = word.partition(":")
-        high, _, count = rest.partition(":")
+    for text in map(str, arguments or ()):
+        low, *rest = text.split(":", 2)
+        high = rest[0] if rest else ""
         try:
             first = float(low)
             last = float(high or low)
-            number = int(count or NUM_SIGMA_RELS)
+            number = int(rest[1]) if rest[1:] and rest[1] else NUM_SIGMA_RELS
         except ValueError:
             first = last = math.nan
+        # comparisons with NaN are False
         if (
             0 < first <= last <= MAX_SIGMA_REL
             and (first < last) == bool(high)
@@ -222,35 +222,36 @@ def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
             widths |= set(_spaced(first, last, number))
         else:
             problems.append(
-                f"--sigma-rel {word}: expected a number above 0 and at most 0.2886, or a range as "
+                f"--sigma-rel {text}: expected a number above 0 and at most 0.2886, or a range as "
                 f"0.02:0.2 or 0.02:0.2:9 (from, to, how many: 2 to {MAX_SIGMA_RELS})."
             )
     UserError.raise_if_any(problems)
     return sorted(widths)
 
 
-def parse_shapes(words: Sequence[str] | None) -> list[tuple[str, float]]:
+def parse_shapes(arguments: Sequence[str] | None) -> list[tuple[str, float]]:
     """Return shape and part of the decays that a command line names; none for None.
 
-    Words are ``linear``, ``linear:0.2``, several, or ``none``. A shape without a part means one
+    Arguments are ``linear``, ``linear:0.2``, several, or ``none``. A shape without a part means one
     decay with each of ``DEFAULT_PARTS``.
 
     Raises:
-        UserError: naming every word that is none of these.
+        UserError: naming every argument that is none of these.
     """
+    # a dict keeps the order and drops repetitions, "linear:0.1" beside "linear"
     decays: dict[tuple[str, float], None] = {}
     problems = []
-    for word in [] if words is None or list(words) == [NONE] else words:
-        shape, colon, part = word.partition(":")
+    for text in [] if arguments is None or list(arguments) == [NONE] else arguments:
+        shape, *part = text.split(":", 1)
         try:
-            parts = [float(part)] if colon else DEFAULT_PARTS
+            parts = [float(part[0])] if part else DEFAULT_PARTS
         except ValueError:
             parts = [math.nan]
         if shape in SHAPES and all(0 < part <= 1 for part in parts):
             decays |= dict.fromkeys((shape, part) for part in parts)
         else:
             problems.append(
-                f"--shapes {word}: expected one of {', '.join(SHAPES)}, or one with the part of "
+                f"--shapes {text}: expected one of {', '.join(SHAPES)}, or one with the part of "
                 "the run in which the learning rate goes down, above 0 and at most 1, as "
                 f"linear:0.2; or {NONE} alone."
             )
@@ -263,8 +264,7 @@ def find_requested(
     sigma_rels: Sequence[float],
     requests: Sequence[tuple[str, float]] | None = None,
 ) -> Combinations:
-    """Return the requested combinations, with the resolvable range and decays that are left out, by
-    reason.
+    """Return the requested combinations, the resolvable range and, by reason, decays left out.
 
     Without widths and requests they are widths over the resolvable range, and the decays that the
     snapshots resolve. With one of the two it is only that; with an empty list of requests, only
@@ -277,24 +277,26 @@ def find_requested(
     resolvable = combination.resolvable_range(tracks, run.step)
     widths = list(sigma_rels)
     if not widths and not requests:
+        # snapshots that resolve no range have at least their own widths
         tracked = sorted(
             {snapshot.track.sigma_rel for snapshot in run.snapshots if snapshot.step == run.step}
         )
         widths = _spaced(*resolvable) if resolvable else tracked
     wanted = parse_shapes(list(SHAPES)) if requests is None and not sigma_rels else requests or []
     decays, left_out = combination.place_decays(wanted, tracks, run.step)
-    found = combination.find_combinations(tracks, widths, run.step, decays)
+    solved = combination.find_combinations(tracks, widths, run.step, decays)
     problems: list[str] = []
     if sigma_rels:
         with collect_problems(problems):
-            combination.refuse_unresolvable(found, tracks, run.step)
-    bad = [
-        one
-        for one in found.combinations
-        if isinstance(one.target, Decay) and one.residual > TOLERANCE
-    ]
-    for one in bad:
-        left_out.setdefault(one.describe_missing(), []).append(one.target.describe())
+            combination.refuse_unresolvable(solved, tracks, run.step)
+    resolved = []
+    for candidate in solved.combinations:
+        if isinstance(candidate.target, Decay) and candidate.residual > TOLERANCE:
+            names = left_out.setdefault(candidate.describe_missing(), [])
+            names.append(candidate.target.describe())
+        else:
+            resolved.append(candidate)
+    # a decay that was named is an error; decays of the defaults are left out with a line
     if requests:
         steps = counted(len({snapshot.step for snapshot in run.snapshots}), "step")
         problems += [
@@ -305,35 +307,34 @@ def find_requested(
             for name in names
         ]
     UserError.raise_if_any(problems)
-    kept = [one for one in found.combinations if all(one is not other for other in bad)]
-    return replace(found, combinations=kept, resolvable=resolvable, left_out=left_out)
+    return replace(solved, combinations=resolved, resolvable=resolvable, left_out=left_out)
 
 
 def _spaced(low: float, high: float, count: int = NUM_SIGMA_RELS) -> list[float]:
-    """Return ``count`` widths from ``low`` to ``high``, both exactly, evenly on a logarithmic
-    scale.
-    """
+    """Return ``count`` widths from ``low`` to ``high``, both exactly, on a logarithmic scale."""
+    # geomspace() may round the ends, and a width just beyond the range would be refused
     return [low] if low == high else [low, *np.geomspace(low, high, count)[1:-1].tolist(), high]
 
 
-def _row_of(made: combination.Combination) -> Row:
+def _row_of(candidate: combination.Combination) -> Row:
     """Return the row of an average that was made of snapshots, still without errors."""
-    to, is_decay = made.target, isinstance(made.target, Decay)
-    kind, name = (SHAPE, to.describe()) if is_decay else (POSTHOC, POSTHOC)
-    return Row(kind, name, to.sigma_rel, getattr(to, "gamma", None), to.mean_age(), made)
+    target = candidate.target
+    if isinstance(target, Decay):
+        name = target.describe()
+        return Row(SHAPE, name, target.sigma_rel, None, target.mean_age(), candidate)
+    return Row(POSTHOC, POSTHOC, target.sigma_rel, target.gamma, target.mean_age(), candidate)
 
 
 def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
-    """Yield the live weights and every average of the training checkpoint, each with its row, still
-    without errors.
-    """
-    # a bias that was refitted after training would make live and tracked weights look better than
-    # those made here
+    """Yield live weights and averages of the training checkpoint, with rows that have no errors."""
+    # A bias that was refitted after training would make live and tracked weights look better than
+    # those made here. The snapshots have the bias before.
     payload = {
         name: value
         for name, value in run.payload.items()
         if name not in ("refitted", "refitted_bias")
     }
+    # the checkpoint of the last step that is averaged over may be gone
     at = f", step {payload['step']:,}" if payload["step"] != run.step else ""
     yield Row(LIVE, f"{LIVE}{at}"), checkpoint.weights_in(payload, run.reference)[0]
     for name, state in payload.get("averages", {}).get("profiles", {}).items():
@@ -352,7 +353,7 @@ def _open(
     systems: Sequence[str | Path] | None,
     patterns: Sequence[str] | None,
 ) -> Sequence[FrameSource]:
-    """Return the validation systems: given ones, or those that the run has split off or names."""
+    """Return the validation systems: ``systems``, or those that the run has split off or names."""
     if systems is not None:
         return open_labelled(
             [str(path) for path in systems], task.model, task.model.fitting_net.labels, patterns
@@ -378,7 +379,7 @@ def _open(
 
 
 def _payload(
-    run: SnapshotRun, chosen: Row, found: Combinations, weights: Mapping[str, Tensor]
+    run: SnapshotRun, chosen: Row, combinations: Combinations, weights: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Return the content of the model file of the chosen average."""
     config, distance = run.payload["config"], run.payload.get("min_nbor_dist")
@@ -387,19 +388,17 @@ def _payload(
     }
     head = checkpoint.payload_head("weights", POSTHOC, run.step, config, distance, **about)
     assert chosen.combination is not None
-    of_decay = (
-        {}
-        if (decay := chosen.decay) is None
-        else {"type": "decay", "shape": decay.shape, "part": decay.part}
-    )
+    profile: dict[str, Any] = {"type": "power", "gamma": chosen.gamma}
+    if (decay := chosen.decay) is not None:
+        profile = {"type": "decay", "shape": decay.shape, "part": decay.part}
     average = {
         "profile": POSTHOC,
         "sigma_rel": chosen.sigma_rel,
-        **(of_decay or {"type": "power", "gamma": chosen.gamma}),
+        **profile,
         "mean_age": chosen.mean_age,
         "step": run.step,
         "residual": chosen.combination.residual,
-        "condition": found.condition,
+        "condition": combinations.condition,
         "snapshots": len(run.snapshots),
     }
     return {**head, "average": average, "model": dict(weights)}
