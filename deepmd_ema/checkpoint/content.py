@@ -1,6 +1,4 @@
-"""Content of model files: their head, parts by kind, and the weights that a reader takes from
-them.
-"""
+"""Content of model files: their head, parts by kind, and the weights that a reader takes."""
 
 from __future__ import annotations
 
@@ -15,7 +13,8 @@ from deepmd_ema.distributed.tensors import StoredTensor
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.utils import __version__
 
-FORMAT = 1  # of the payload; this version reads it and all smaller ones
+# number of the format of the payload; this version reads it and all smaller ones
+FORMAT = 1
 
 # parts that a file must have, by their path, and their types; a digest covers what is inside of
 # them
@@ -53,7 +52,7 @@ _OPTIONAL: dict[str, Any] = {
         dict,
     ),
 }
-_MISSING = object()
+_MISSING = object()  # None is a value of some parts
 _CHANGED = "Another program has changed it, or it was not made by a run: take another file."
 _MAX_COUNT = 1 << 62  # numpy and torch compute with 64 bits
 
@@ -66,8 +65,7 @@ def payload_head(
     min_nbor_dist: Any,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the first entries of a model file: its kind, the program that wrote it, run and step
-    of its weights.
+    """Return the first entries of a model file: kind, program, and step and run of its weights.
 
     Args:
         kind: ``training``, ``average``, ``best``, ``snapshot`` or ``weights``.
@@ -101,9 +99,10 @@ def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
         raise CheckpointError(
             f"{path}: a file of kind {kind!r}, expected one of {', '.join(KINDS)}. Update dp-ema."
         )
-    parts = {
-        name: types for name, types in _OPTIONAL.items() if name.partition(".")[0] in payload
-    } | KINDS[kind]
+    # An optional part is checked where it is. A section that is there must be complete: with
+    # "averages" come their steps and profiles.
+    present = {name: types for name, types in _OPTIONAL.items() if name.split(".")[0] in payload}
+    parts = present | KINDS[kind]
     problems = []
     for name, types in parts.items():
         value: Any = payload
@@ -111,16 +110,19 @@ def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
             value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING
         # Python counts bool among whole numbers
         is_right = types is bool if isinstance(value, bool) else isinstance(value, types)
+        # all whole numbers of a file are counts; type() leaves out True and False
         if value is _MISSING:
             problems.append(f"{name} is missing")
         elif not is_right or (type(value) is int and not 0 <= value < _MAX_COUNT):
             problems.append(
                 f"{name} is {_describe(value)}, expected {getattr(types, '__name__', types)}"
             )
+    # the type of "model" itself was checked above
     weights = payload.get("model")
+    items = weights.items() if isinstance(weights, Mapping) else ()
     problems += [
         f"model.{name} is {_describe(tensor)}, expected a tensor of floating-point numbers"
-        for name, tensor in (weights.items() if isinstance(weights, Mapping) else ())
+        for name, tensor in items
         if not (isinstance(tensor, Tensor | StoredTensor) and tensor.is_floating_point())
     ]
     if problems:
@@ -132,8 +134,9 @@ def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
 
 @contextmanager
 def reading(path: str | Path, part: str = "its content") -> Iterator[None]:
-    """Report what fails because of a part of a file as the fault of the file: :func:`check_content`
-    knows no details.
+    """Report errors of the body, which reads a part of a file, as the fault of the file.
+
+    :func:`check_content` checks kinds and types, and no details.
 
     Raises:
         CheckpointError: naming the part.
@@ -167,8 +170,9 @@ def _describe(value: Any) -> str:
 def weights_in(
     payload: Mapping[str, Any], path: str | Path, profile: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the weights that a reader of a file uses, by name, and the facts of the average (empty
-    for live weights).
+    """Return the weights that a reader of a file uses, by name, and the facts of the average.
+
+    There are no facts about live weights.
 
     A training checkpoint holds the live weights and every average; any other file holds one set of
     weights. The live buffers complete an average. Tensors that were fitted after training
@@ -190,37 +194,32 @@ def weights_in(
     if profile is not None and payload["kind"] == "training":
         name = choose_profile(payload, path, profile)
         state = payload["averages"]["profiles"][name]
+        # frozen parameters and buffers that are not averaged stay live
         weights |= state["weights"]
         plain = {
             key: value
             for key, value in state.items()
             if isinstance(value, str | int | float | None)
         }
-        facts = {
-            "profile": name,
-            **plain,
-            "updates": max(0, state["updates"]),
-        }  # before its start it has no update
+        # a bank writes -1 before the start, where there is no update
+        facts = {"profile": name, **plain, "updates": max(0, state["updates"])}
     elif profile is not None and profile != saved:
         raise CheckpointError(f"{path}: holds the weights {saved!r}, not the average {profile!r}.")
     return weights | refitted(payload).get(name, {}), facts
 
 
 def refitted(payload: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors that were fitted after training, by name of the weights and by their names
-    in the models.
-    """
-    # files of 0.1.0 have the bias of their one model itself
+    """Return the tensors that were fitted after training, by name of the weights and by name."""
+    # files of 0.1.0 have the bias of their one model in place of tensors by name
     by_weights = payload.get("refitted", payload.get("refitted_bias", {}))
     return {
-        name: dict(one) if isinstance(one, Mapping) else {"out_bias": one}
-        for name, one in by_weights.items()
+        name: dict(fitted) if isinstance(fitted, Mapping) else {"out_bias": fitted}
+        for name, fitted in by_weights.items()
     }
 
 
 def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | None = None) -> str:
-    """Return the name of an average that a training checkpoint holds: ``profile``, or the only one
-    there is.
+    """Return the name of an average of a training checkpoint: ``profile``, or that of the only one.
 
     Raises:
         CheckpointError: if there is none, or none of that name, or several and no name.

@@ -31,15 +31,18 @@ from deepmd_ema.utils import LIVE
 
 SUFFIXES = (GATHERED_SUFFIX, SHARDED_SUFFIX)
 _ANY = f"(?:{'|'.join(map(re.escape, SUFFIXES))})"
-NUMBERED = rf"-(\d+){_ANY}"  # what follows on the name of a series, with the step
-# the same of a best file, with step and rank; rank 1 is the best
+# what follows on the name of a series, with the step; of a best file with step and rank, 1 the best
+NUMBERED = rf"-(\d+){_ANY}"
 RANKED = rf"\.ckpt-(\d+)\.t-(\d+){_ANY}"
-DIGEST = "digest"  # of all else in the file; files of 0.1.0 have none
-# in the head of a sharded one: its files, and the tensors that are there under another name
+# key of the digest of all else in the file; files of 0.1.0 have none
+DIGEST = "digest"
+# key in the head of a sharded one: its files, and the tensors that are there under another name
 SHARDS = "shards"
-_RENAMED = {"owes_validation": "validation_pending"}  # key of an earlier version: key of this one
+# key of this version by that of an earlier one
+_RENAMED = {"owes_validation": "validation_pending"}
 _HDF5 = b"\x89HDF\r\n\x1a\n"
-_PLAIN_FLAGS = 0x808  # of an entry of an archive: its name is UTF-8, its sizes stand behind it
+# flags of an entry of an archive as torch writes it: its name is UTF-8, its sizes come after it
+_PLAIN_FLAGS = 0x808
 
 
 class DamagedError(Exception):
@@ -71,8 +74,9 @@ def save(
     option: str = "training.save_dir",
     world: World | None = None,
 ) -> None:
-    """Write ``payload`` to ``path`` in one move, with a digest of it; nothing may change its
-    tensors meanwhile.
+    """Write ``payload`` to ``path`` in one move, with a digest of it.
+
+    Nothing may change its tensors meanwhile.
 
     Args:
         path: the file; its folder is made if it is missing.
@@ -95,6 +99,7 @@ def save(
     advice = f"Or choose another {option}.{usable}"
     with writing(path, advice):
         if world is not None:
+            # half a second for torch.distributed.checkpoint, which no other run needs
             from deepmd_ema.checkpoint.sharded import write_folder
 
             write_folder(path, payload, world)
@@ -108,16 +113,18 @@ def save(
 
 def write_archive(path: Path, payload: Mapping[str, Any]) -> None:
     """Write ``payload`` with its digest to ``path``, which nobody else reads yet."""
+    # torch names the folder inside of an archive after the path: given an open file it is always
+    # the same, and equal contents are equal bytes
     with path.open("wb") as file:
         content = _interned(on_cpu(payload))
         torch.save({**content, DIGEST: content_digest(content)}, file)
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Return the content of a checkpoint, on the CPU; ``path`` may be anything that :func:`resolve`
-    takes.
+    """Return the content of a checkpoint, on the CPU.
 
-    A sharded checkpoint is read whole, and has the content of a gathered one.
+    The path is anything that :func:`resolve` takes. A sharded checkpoint is read whole, and has the
+    content of a gathered one.
 
     Raises:
         CheckpointError: if it is missing, damaged (the newest intact one before it is named), lacks
@@ -129,8 +136,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """Return the payload as :func:`load` does, with tensors of a sharded checkpoint left on the
-    disk.
+    """Return the payload as :func:`load` does, with tensors of a sharded checkpoint on the disk.
 
     Args:
         path: as for :func:`load`.
@@ -141,7 +147,10 @@ def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, 
     try:
         return _read(path, share)
     except DamagedError as error:
-        advice, real = "There is no older intact checkpoint beside it.", path.resolve()
+        # A restart must not continue silently from an older one: which it would be is in the
+        # message. A link has no step in its name, the file does.
+        advice = "There is no older intact checkpoint beside it."
+        real = path.resolve()
         series, last = series_and_step(real.name) or ("", 0)
         older = numbered(real.parent, series)
         for step in sorted((step for step in older if step < last), reverse=True):
@@ -156,8 +165,9 @@ def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, 
 
 
 def resolve(path: str | Path) -> Path:
-    """Return the checkpoint that ``path`` means: itself, its name without ``.pt`` or ``.dcp``, or
-    the folder of a run.
+    """Return the checkpoint that ``path`` means.
+
+    It is a checkpoint itself, its name without ``.pt`` or ``.dcp``, or the folder of a run.
 
     Raises:
         CheckpointError: if there is no such file; the checkpoints in that folder are listed.
@@ -173,21 +183,20 @@ def resolve(path: str | Path) -> Path:
     missing = f"{path}: no such file."
     try:
         if path.name == POINTER and path.is_file():
-            named = outputs.read_pointer(path)
-            missing = (
-                f"{path}: names {'nothing' if named == path.parent else named}, which is missing."
-            )
-            path = named
-        for candidate in (
-            path,
-            *(path.with_name(path.name + suffix) for suffix in SUFFIXES if path.name),
-        ):
+            target = outputs.read_pointer(path)
+            name = "nothing" if target == path.parent else target  # an empty pointer
+            missing = f"{path}: names {name}, which is missing."
+            path = target
+        candidates = [path]
+        if path.name:
+            candidates += [path.with_name(path.name + suffix) for suffix in SUFFIXES]
+        for candidate in candidates:
             if candidate.is_file() or is_sharded(candidate):
                 return candidate
-            if is_sharded(
-                spare_of(candidate)
-            ):  # a kill has hit the moment at which a newer folder took its place
+            # a kill has hit the moment at which a newer folder took its place
+            if is_sharded(spare_of(candidate)):
                 return spare_of(candidate)
+            # reported itself: a link without its file would be "no such file"
             if candidate.is_symlink():
                 missing = f"{candidate}: links to {os.readlink(candidate)}, which is missing."
                 break
@@ -204,8 +213,9 @@ def resolve(path: str | Path) -> Path:
 
 
 def _newest_of(link: Path) -> Path | None:
-    """Return the newest checkpoint if a link to it has this name: a file system without links has
-    none of folders.
+    """Return the newest checkpoint if ``link`` is the name of a link to it.
+
+    A file system without links has none of folders.
     """
     with suppress(OSError, ValueError):
         newest = outputs.read_pointer(link.with_name(POINTER))
@@ -216,17 +226,15 @@ def _newest_of(link: Path) -> Path | None:
 
 
 def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """Read one checkpoint under the keys of this version, without its digest, once a run is known
-    to have written it.
+    """Read one checkpoint that a run has written, with the keys of this version and no digest.
 
     Raises:
         CheckpointError: if something else has written it, or a newer version.
         DamagedError: if its bytes were lost or changed.
     """
     if path.is_dir():
-        from deepmd_ema.checkpoint.sharded import (
-            read_folder,
-        )  # half a second, and no other checkpoint needs it
+        # half a second for torch.distributed.checkpoint, and no other checkpoint needs it
+        from deepmd_ema.checkpoint.sharded import read_folder
 
         payload: Any = read_folder(path, share)
     else:
@@ -235,6 +243,7 @@ def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path}: a part of a sharded checkpoint. Give its folder, {path.parent}."
             )
+    # the format first: a newer version may have changed the parts that are checked below
     if isinstance(payload, dict) and "format" in payload and "kind" in payload:
         number = payload["format"]
         if not isinstance(number, int) or not 1 <= number <= FORMAT:
@@ -248,10 +257,9 @@ def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
         }
         check_content(payload, path)
         return payload
+    # DeePMD-kit stores the input of a model as its extra state
     weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
-    if (
-        isinstance(weights, Mapping) and "_extra_state" in weights
-    ):  # where DeePMD-kit keeps the input of a model
+    if isinstance(weights, Mapping) and "_extra_state" in weights:
         raise DeepmdCheckpointError(path, payload)
     raise CheckpointError(f"{path}: a torch file, but not a checkpoint of dp-ema.")
 
@@ -266,6 +274,7 @@ def read_archive(path: Path) -> Any:
     try:
         _check_archive(path)
         payload = torch.load(path, map_location="cpu", weights_only=True)
+        # a program that changes an archive writes checksums that fit; the digest differs then
         expected = payload.pop(DIGEST, None) if isinstance(payload, dict) else None
         if expected is not None and expected != content_digest(payload):
             raise DamagedError("its content is not what was written (another digest)")
@@ -295,12 +304,13 @@ def _check_archive(path: Path) -> None:
     if not head:
         raise DamagedError("the file is empty")
     if head[:2] != b"PK":
+        what = "not a checkpoint"
         advice = "dp-ema writes them as model.ckpt-<step>.pt."
         if head == _HDF5:
+            what = "a frozen model (.dp, HDF5), not a checkpoint"
             advice = "Give it a name that ends in .dp; all commands but --restart read it then."
-        raise CheckpointError(
-            f"{path}: {'a frozen model (.dp, HDF5), ' * (head == _HDF5)}not a checkpoint. {advice}"
-        )
+        raise CheckpointError(f"{path}: {what}. {advice}")
+    # the directory of an archive is at its end
     if not zipfile.is_zipfile(path):
         raise DamagedError(f"cut off after {path.stat().st_size} bytes")
     with zipfile.ZipFile(path) as archive:
@@ -311,8 +321,8 @@ def _check_archive(path: Path) -> None:
                 "with DeePMD-kit makes a .dp of it, which dp-ema reads."
             )
         # torch has a reader of its own, which takes a compressed entry or one with the attributes
-        # of a folder for something else than Python's does: then the checksum is right and the
-        # weights are wrong
+        # of a folder for something else than Python's reader does: then the checksum is right and
+        # the weights are wrong. Of two entries of one name each reader may take another one.
         names = Counter(entry.filename for entry in archive.infolist())
         for entry in archive.infolist():
             plain = (
@@ -367,24 +377,22 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
     kind = payload["kind"]
     if kind == "training":
         return
-    what = (
-        f"{'' if kind == 'weights' else f'{kind} '}weights "
-        f"({payload['weights'] or 'of another program'})"
-    )
+    # "average weights (ema)", "weights (live)"; converted weights have no name
+    what = "weights" if kind == "weights" else f"{kind} weights"
+    what = f"{what} ({payload['weights'] or 'of another program'})"
     path = Path(path)
     real = path.resolve()
     use = "Use a training checkpoint (model.ckpt-*.pt)"
     # the series of training checkpoints of the same run
     series, _ = series_and_step(real.name) or (real.name, 0)
     series = series.replace(f"_{payload['weights']}.", ".", 1)
-    if best := re.fullmatch(
-        rf"best(?:_[^.]+)?\.([^-]+)(?:-.*)?{_ANY}", real.name
-    ):  # best_ema, best_ice, best_ice_ema
+    # best, best_ema, best_ice and best_ice_ema are of one run, whose checkpoints are model.ckpt-*
+    if best := re.fullmatch(rf"best(?:_[^.]+)?\.([^-]+)(?:-.*)?{_ANY}", real.name):
         series = f"model.{best[1]}"
     if files := numbered(real.parent, series):
-        partner = files.get(
-            payload["step"], files[max(files)]
-        )  # of the same step, or the newest one there is
+        # that of the same step, or the newest one there is
+        partner = files.get(payload["step"], files[max(files)])
+        # as the user would type it: relative if the path was
         if not path.is_absolute():
             partner = path.parent / os.path.relpath(partner, path.parent.resolve())
         use = f"Use --restart {partner}"
@@ -416,9 +424,8 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
         if path.is_file() and path.stat().st_size:
             kind = load(path)["kind"]
     except CheckpointError as error:
-        if "dp_ema" not in getattr(
-            error, "content", ()
-        ):  # which `dp-ema convert --to deepmd` writes
+        # a file that `dp-ema convert --to deepmd` has written has this key, and may be replaced
+        if "dp_ema" not in getattr(error, "content", ()):
             raise CheckpointError(
                 f"{option} {path}: a file is there that is no model file of dp-ema. Choose "
                 f"another {option}, or move the file away."
@@ -437,9 +444,7 @@ def series_and_step(file: str) -> tuple[str, int] | None:
 
 
 def name_of_weights(file: str, weights: str, step: int | None) -> str:
-    """Return the name of ``file`` with the weights that are not its own and the step that it does
-    not name yet.
-    """
+    """Return the name of ``file`` with the name of the weights and the step, if it lacks them."""
     stem = Path(file).stem
     if numbers := series_and_step(file):
         stem = f"{outputs.suffixed(numbers[0], outputs.suffix_of(weights)).name}-{numbers[1]}"
@@ -451,8 +456,9 @@ def name_of_weights(file: str, weights: str, step: int | None) -> str:
 
 
 def files_by_step(folder: Path, series: str, pattern: str) -> dict[int, list[Path]]:
-    """Return the files in ``folder`` whose name is ``series`` and a match of ``NUMBERED`` or
-    ``RANKED``, by step.
+    """Return the files in ``folder`` that ``series`` and ``pattern`` name, by step.
+
+    The pattern is ``NUMBERED`` or ``RANKED``.
     """
     files: dict[int, list[Path]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():

@@ -1,6 +1,4 @@
-"""The files that a run keeps: numbered series with links and rotation, best files, and their common
-transaction.
-"""
+"""Files that a run keeps: numbered series with links, best files, and their transaction."""
 
 from __future__ import annotations
 
@@ -20,11 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSeries:
-    """The numbered files of one set of weights: ``<prefix><suffix>-<step>.pt``, and the link to the
-    newest.
+    """The numbered files of one set of weights, ``<prefix><suffix>-<step>.pt``, and their link.
 
-    Sharded ones are folders that end in ``.dcp``; a run may have both, if a restart has changed the
-    format.
+    The link leads to the newest. Sharded ones are folders that end in ``.dcp``; a run may have
+    both, if a restart has changed the format.
 
     The suffix comes before the last dot of the prefix: ``model.ckpt`` and ``_ema`` give
     ``model_ema.ckpt-100.pt``. Rotation uses the step in the name and counts only files up to the
@@ -59,8 +56,8 @@ class CheckpointSeries:
         self.folder = Path(save_dir) if save_dir is not None else prefix.parent
         self.link = prefix.parent / f"{self.name}{self.suffix}"
         self.keep = keep
-        self._last = start
-        self._noted = False
+        self._last = start  # step of the last save, or of the start of the run
+        self._noted = False  # whether newer files of an earlier run were reported
 
     def file(self, step: int) -> Path:
         """Return the path of the file of ``step``."""
@@ -79,17 +76,18 @@ class CheckpointSeries:
         return sorted(numbered(self.folder, self.name))
 
     def rotate(self, step: int) -> None:
-        """Remove files after ``step`` was written: those of earlier runs up to it, and the oldest
-        beyond ``keep``.
+        """Remove files of earlier runs up to ``step``, and the oldest ones beyond ``keep``.
+
+        Call it after the file of ``step`` was written.
         """
         steps = self.steps()
         last = step if self._last is None else self._last
-        # of an earlier run or another branch: this run would have written its own file at such a
-        # step
-        overtaken = [s for s in steps if last < s < step]
-        current = [s for s in steps if s <= step and s not in overtaken]
+        # files of an earlier run or another branch: between its last save and now this run has
+        # written none
+        passed = [s for s in steps if last < s < step]
+        current = [s for s in steps if s <= step and s not in passed]
         old = current[: -self.keep] if self.keep >= 1 else []
-        for s in [*overtaken, *old]:
+        for s in [*passed, *old]:
             for suffix in SUFFIXES:
                 file = self.folder / f"{self.name}-{s}{suffix}"
                 remove(file)
@@ -145,11 +143,11 @@ class BestFiles:
         self._pushed_out: list[tuple[float, int]] = []  # by the last record
 
     def offer(self, value: float, step: int) -> bool:
-        """Enter ``value`` if it is among the best, and return whether it is: then :meth:`write`
-        must be called.
+        """Enter ``value`` if it is among the best; return whether :meth:`write` must be called.
 
         Of equal errors the earlier one ranks higher. A value that is not finite is never kept.
         """
+        # a step that is validated again, as after a restart, has one record
         records = [r for r in self.records if r[1] != step]
         rank = sum(v <= value for v, _ in records)
         if not math.isfinite(value) or rank >= self.keep:
@@ -159,13 +157,13 @@ class BestFiles:
         return True
 
     def write(self, step: int, payload: Mapping[str, Any]) -> Path:
-        """Write the file of ``step``, which must be among the best, and give the others their
-        ranks; return its path.
+        """Write the file of ``step``, give the others their ranks, and return its path.
 
-        The records must be those that :meth:`offer` has left.
+        The step must be among the best, and the records those that :meth:`offer` has left.
         """
         path = self.path(step)
         _write(path, payload, self.writers)
+        # the file that was pushed out has a rank beyond `keep` now, until prune() removes it
         on_rank0(self.writers, lambda: self._arrange([*self.records, *self._pushed_out]))
         return path
 
@@ -174,8 +172,9 @@ class BestFiles:
         return self._file(step, 1 + [s for _, s in self.records].index(step))
 
     def prune(self) -> None:
-        """Remove every other file of this prefix, once there is a record: call it after a
-        checkpoint was written.
+        """Remove every other file of this prefix, once there is a record.
+
+        Call it after a checkpoint was written.
         """
         if not self.records or not self.writes:
             return
@@ -190,10 +189,10 @@ class BestFiles:
         return {"metric": str(self.metric), "records": [list(record) for record in self.records]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[tuple[float, int]]:
-        """Continue with the records of ``state`` whose files still exist, and correct the ranks in
-        their names.
+        """Continue with the records of ``state`` whose files exist, and return them.
 
-        Called where the files are written; other processes take the records that are returned.
+        Corrects the ranks in the names of files. Called where the files are written; other
+        processes take the records that are returned.
         """
         if state["metric"] != self.metric:
             logger.warning(
@@ -204,38 +203,42 @@ class BestFiles:
             return []
         files = self._on_disk()
         records = [(float(value), int(step)) for value, step in state["records"] if step in files]
-        if gone := [
+        gone = [
             f"{step} ({self.metric} {value:.5g})"
             for value, step in state["records"]
             if step not in files
-        ]:
+        ]
+        if gone:
             logger.warning(
                 "%s of step %s is gone and no longer counts as best", self.prefix, ", ".join(gone)
             )
+        # If the input has a smaller number of best files now, the others get ranks beyond it, and
+        # prune() removes them.
         self.records = records[: self.keep]
         self._arrange(records)
         return self.records
 
     def _arrange(self, records: list[tuple[float, int]]) -> None:
-        """Give the files of ``records`` their ranks and lay the link; names differ by step, so no
-        move hits a file.
-        """
-        there = self._on_disk()
+        """Give the files of ``records`` their ranks and set the link to the best."""
+        files_of_step = self._on_disk()
+        # names have the step, so that no move hits the file of another record
         for rank, (_, step) in enumerate(records, 1):
             wanted = self._file(step, rank)
-            files = there.get(step, [])
+            files = files_of_step.get(step, [])
             if wanted not in files and files:
                 move(files[0], wanted)
+            # several files of one step: a killed run has left one with another rank, or a restart
+            # has changed the format
             for file in files:
                 if wanted in files and file != wanted:
                     remove(file)
-            if rank == 1 and files:  # before the file that was the best gets another name
+            # before the file that was the best gets another name, so that the link always leads to
+            # a file
+            if rank == 1 and files:
                 _link_only(self.folder / best_link(self.prefix, wanted.suffix), wanted)
 
     def _file(self, step: int, rank: int) -> Path:
-        """Return the name of a best file: of the format in which it is there, or will be
-        written.
-        """
+        """Return the path of a best file in the format that it has or will be written in."""
         suffixes = {path.suffix for path in self._on_disk().get(step, ())} or {self.suffix}
         suffix = self.suffix if self.suffix in suffixes else suffixes.pop()
         return self.folder / f"{self.prefix}.ckpt-{step}.t-{rank}{suffix}"
@@ -245,8 +248,9 @@ class BestFiles:
 
 
 def _link_only(path: Path, target: Path) -> None:
-    """Let ``path`` be a link to ``target``, and remove that of the other format, which would lead
-    to an older file.
+    """Let ``path`` be a link to ``target``, and remove the link of the other format.
+
+    That one would lead to an older file.
     """
     link(path, target)
     for suffix in SUFFIXES:
@@ -265,12 +269,12 @@ def save_together(
     files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]],
     bests: Sequence[BestFiles] = (),
 ) -> list[Path]:
-    """Write the files of one step as one transaction and return their paths; a collective if they
-    are sharded.
+    """Write the files of one step as one transaction and return their paths.
 
-    The first series is the live one. All files are written before any link moves, and the pointer
-    moves last: a crash at any moment leaves links to a step all of whose files are whole. A file
-    without those of the other series is never linked; the restarted run writes it again.
+    A collective if they are sharded. The first series is the live one. All files are written before
+    any link moves, and the pointer moves last: a crash at any moment leaves links to a step all of
+    whose files are whole. A file without those of the other series is never linked; the restarted
+    run writes it again.
 
     Args:
         step: optimizer steps after which the weights were saved.
@@ -282,6 +286,7 @@ def save_together(
         WriteError: if a file cannot be written; links and older files are as before.
     """
     live = files[0][0]
+    # the file to restart from if the disk is full now, for the message
     before = [s for s in live.steps() if s < step]
     fallback = live.file(before[-1]) if before else None
     for series, payload in files:
@@ -289,20 +294,16 @@ def save_together(
 
     def move_on() -> None:
         with writing(live.link, f"{live.file(step)} is whole and usable."):
-            for series, _ in reversed(
-                files
-            ):  # the live link and the pointer last: a restart follows them
+            # the live link and the pointer last: a restart follows them
+            for series, _ in reversed(files):
                 _link_only(series.link, series.file(step))
+            # atomic_write() follows links, and would replace a file somewhere else
             if Path(POINTER).is_symlink():
                 Path(POINTER).unlink()
             with atomic_write(POINTER) as part:
                 part.write_text(str(live.file(step)), encoding="utf-8", errors="surrogateescape")
-        for (
-            series,
-            _,
-        ) in (
-            files
-        ):  # only now: until the links moved, the older files were the ones to restart from
+        # only now: until the links moved, a restart would have taken the older files
+        for series, _ in files:
             series.rotate(step)
         for best in bests:
             best.prune()
@@ -314,9 +315,7 @@ def save_together(
 def _write(
     path: Path, payload: Mapping[str, Any], writers: World | None, fallback: Path | None = None
 ) -> None:
-    """Write one file or folder whole, or leave what is there; see
-    :func:`deepmd_ema.checkpoint.file.save`.
-    """
+    """Write one file or folder with :func:`deepmd_ema.checkpoint.file.save`."""
     if writers is None and path.is_symlink():
         path.unlink()  # else what it leads to would be replaced
     save(path, payload, fallback, world=writers)

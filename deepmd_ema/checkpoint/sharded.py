@@ -1,5 +1,4 @@
-"""Sharded checkpoints: a folder with a file of plain values and small tensors, and the shards of
-every rank.
+"""Sharded checkpoints: a folder with a head, the plain values and small tensors, and shards.
 
 Shards are written and read by torch.distributed.checkpoint; each rank writes the rows that it
 holds.
@@ -30,8 +29,8 @@ from deepmd_ema.errors import CheckpointError, first_few
 
 _BETWEEN = "/"  # names of a path in the tree; none of them contains it
 TABLE = ".metadata"  # where the rows of each tensor are, a pickle of torch
-# what such a pickle may refer to, beside precisions and the classes of torch that make it up
-_OF_A_TABLE = {
+# objects that such a pickle may refer to, beside precisions and the classes of its own module
+_TABLE_OBJECTS = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
@@ -58,8 +57,12 @@ def write_folder(path: Path, payload: Mapping[str, Any], world: World) -> None:
     shards: dict[str, RowShard] = {}
     aliases: dict[str, str] = {}
     content = _without_shards(payload, shards, aliases)
+    # Written under another name, and moved by rank 0 when every file is on the disk: a kill leaves
+    # the old folder.
     part = world.broadcast_from_rank0(partial(_make_part, path))
     try:
+        # a folder on the disk of one machine is a common mistake, and torch would write half of the
+        # checkpoint to each
         with world.all_ranks_ok():
             if not part.is_dir():
                 raise CheckpointError(
@@ -69,6 +72,8 @@ def write_folder(path: Path, payload: Mapping[str, Any], world: World) -> None:
                     'training.checkpoint_format to "gathered".'
                 )
         files = _write_shards(part, shards, world)
+        # The head comes last: a folder without it is incomplete. It has the digests of all files
+        # with shards, and a digest of itself.
         head = {**content, SHARDS: {"files": files, "aliases": aliases}}
         with world.all_ranks_ok():
             if world.is_main:
@@ -102,18 +107,22 @@ def read_folder(path: Path, share: tuple[int, int]) -> dict[str, Any]:
         raise DamagedError(f"{HEAD}: {error}") from error
     if not isinstance(content, dict) or SHARDS not in content:
         raise DamagedError(f"{HEAD} is not the head of a sharded checkpoint")
-    table = content.pop(SHARDS)
+    table = content.pop(SHARDS)  # of the files and of the aliases
     files = table["files"]
     if missing := [name for name in sorted(files) if not (path / name).is_file()]:
         raise DamagedError(
             f"incomplete: {first_few(missing, 8)} missing, of {len(files)} files with shards. "
             "Copy the whole folder"
         )
+    # a digest takes a second per gigabyte: each process checks its part of the files
     for name in sorted(files)[share[0] :: share[1]]:
         if file_digest(path / name) != files[name]:
             raise DamagedError(f"{name} is not what was written (another digest)")
     tensors = _stored_tensors(path)
+    # a tensor is stored under the first of its names
     names = {name: name for name in tensors} | table["aliases"]
+    # The head is that of rank 0. It has None in the place of a shard, and lacks moments that only
+    # another rank holds (zero_stage 1): setdefault() makes the containers of those.
     for name, stored in names.items():
         if stored not in tensors:
             raise DamagedError(f"the rows of {stored} are missing")
@@ -127,25 +136,30 @@ def read_folder(path: Path, share: tuple[int, int]) -> dict[str, Any]:
 
 def _make_part(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    sweep(path.parent)
+    sweep(path.parent)  # what a killed run has left may be as large as a checkpoint
     part = part_of(path)
     part.mkdir()
     return part
 
 
 def _without_shards(tree: Any, shards: dict[str, RowShard], aliases: dict[str, str]) -> Any:
-    """Return ``tree`` with None in place of every shard, which is entered by its place; one of two
-    places once.
+    """Return ``tree`` with None in place of every shard.
+
+    Args:
+        tree: nested containers.
+        shards: is filled with the shards by their places in the tree, such as ``model/weight``.
+        aliases: is filled with the first place of a shard by each of its other places.
     """
     seen: dict[Any, str] = {}
 
     def strip(value: Any, place: tuple[str, ...]) -> Any:
         if isinstance(value, RowShard):
+            # an empty tensor has no rows that a rank could write
             if not torch.Size(value.shape).numel():
-                return torch.empty(
-                    value.shape, dtype=value.part.dtype
-                )  # has no rows that a rank could write
-            name, key = _BETWEEN.join(place), (id(value.part), value.shape)
+                return torch.empty(value.shape, dtype=value.part.dtype)
+            name = _BETWEEN.join(place)
+            # HostCopies has one copy of a tensor that has several names
+            key = (id(value.part), value.shape)
             if key in seen:
                 aliases[name] = seen[key]
             else:
@@ -172,12 +186,16 @@ def _write_shards(folder: Path, shards: Mapping[str, RowShard], world: World) ->
     Returns:
         On rank 0 the SHA-256 of every file by its name; nothing on other ranks.
     """
-    rows, storage = _RowPlanner(shards), _Writer(folder, per_thread_copy_ahead=0)
+    # The steps of torch.distributed.checkpoint.save(), which would use the default group: here the
+    # ranks meet in the group of the writing threads. All is in host memory: no copies ahead.
+    rows = _RowPlanner(shards)
+    storage = _Writer(folder, per_thread_copy_ahead=0)
     with world.all_ranks_ok():
         storage.set_up_storage_writer(world.is_main)
         plan = storage.prepare_local_plan(rows.create_local_plan())
     plans = world.gather(plan)
 
+    # of all ranks: who writes what into which file
     def plan_together() -> tuple[list[planner.SavePlan], metadata.Metadata]:
         together, table = rows.create_global_plan(plans)
         return storage.prepare_global_plan(together), table
@@ -190,16 +208,16 @@ def _write_shards(folder: Path, shards: Mapping[str, RowShard], world: World) ->
             "ignore", "TypedStorage is deprecated", UserWarning, r"torch\.distributed"
         )
         results = storage.write_data(plan, rows).wait()
-        digests = {
-            name: file_digest(folder / name)
-            for name in {r.storage_data.relative_path for r in results}
-        }
+        # of the files of this rank, which it has in its cache
+        names = {result.storage_data.relative_path for result in results}
+        digests = {name: file_digest(folder / name) for name in names}
     written = world.gather((results, digests))
     with world.all_ranks_ok():
         if not world.is_main:
             return {}
-        storage.finish(table, [found for found, _ in written])
-        files = {name: digest for _, own in written for name, digest in own.items()}
+        # writes the table, by which a reader finds the rows of any rank
+        storage.finish(table, [results for results, _ in written])
+        files = {name: digest for _, digests in written for name, digest in digests.items()}
         return {**files, TABLE: file_digest(folder / TABLE)}
 
 
@@ -207,9 +225,7 @@ class _Writer(dcp.FileSystemWriter):
     """Writes the same bytes for the same content."""
 
     def storage_meta(self) -> None:
-        """Return nothing: it would be the path of the half-written folder, and a number drawn for
-        each writer.
-        """
+        """Return nothing: torch would store the half-written folder's path and a random number."""
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -232,9 +248,11 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             for name, info in infos.items()
             if isinstance(info, metadata.TensorStorageMetadata)
         }
+    # a fault of the machine is not one of the file
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # a pickle that was changed can fail in any way
+    # a pickle that was changed can fail in any way
+    except Exception as error:
         raise DamagedError(
             f"{TABLE} is not the table of its tensors ({type(error).__name__})"
         ) from error
@@ -247,8 +265,10 @@ def _read_rows(
     first: int,
     count: int,
 ) -> Tensor:
+    # a scalar has no rows: all of it is read
     target = torch.empty((count, *info.size[1:]) if info.size else (), dtype=info.properties.dtype)
     offsets = torch.Size((first, *(0 for _ in info.size[1:])) if info.size else ())
+    # torch finds the files that have these rows, however the ranks that wrote them had cut them
     chunk = metadata.ChunkStorageMetadata(offsets=offsets, sizes=target.size())
     plan = planner.LoadPlan(create_read_items_for_chunk_list(name, info, [chunk]))
     storage.read_data(plan, _RowLoader(target)).wait()
@@ -264,6 +284,7 @@ class _RowPlanner(dcp.DefaultSavePlanner):
 
     def create_local_plan(self) -> planner.SavePlan:
         items = []
+        # a rank may have no rows of a tensor with fewer rows than there are ranks
         for name, shard in self._shards.items():
             if shard.part.numel():
                 offsets = torch.Size(
@@ -301,10 +322,11 @@ class _TableUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module == metadata.__name__:
-            found = getattr(metadata, name, None)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
-        if name in _OF_A_TABLE.get(module, ()):
+            kind = getattr(metadata, name, None)
+            # defined there, not imported
+            if isinstance(kind, type) and kind.__module__ == module:
+                return kind
+        if name in _TABLE_OBJECTS.get(module, ()):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
@@ -312,9 +334,9 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return a member of an enumeration of torch: Python 3.11.0 to 3.11.3 pickles it as an
-    attribute of its class.
-    """
+    """Return a member of an enumeration of torch."""
+    # Python 3.11.0 to 3.11.3 pickles it as an attribute of its class; this can go when a file of
+    # these versions need not be read
     if (
         isinstance(kind, EnumMeta)
         and kind.__module__ == metadata.__name__

@@ -19,13 +19,12 @@ _NAME = "dp-ema-writer"
 
 
 class Writer:
-    """Writes files in a thread, in the order of the jobs: on rank 0 alone, with which others keep
-    in step, or on each.
+    """Writes files in a thread, in the order of the jobs: on rank 0 alone, or on every rank.
 
-    The files of one step may wait together, because they share their tensors. Those of a later step
-    wait for them in :meth:`begin`, before their tensors are copied, so that host memory holds the
-    state of one step at most. What a job refers to must stay as it is until the next :meth:`begin`
-    of another step, :meth:`wait` or :meth:`finish`.
+    Other ranks keep in step with rank 0. The files of one step may wait together, because they
+    share their tensors. Those of a later step wait for them in :meth:`begin`, before their tensors
+    are copied, so that host memory holds the state of one step at most. What a job refers to must
+    stay as it is until the next :meth:`begin` of another step, :meth:`wait` or :meth:`finish`.
 
     After a job has failed, all others are dropped; its error is raised once, at the next call of
     training.
@@ -49,17 +48,17 @@ class Writer:
         self.written_s = 0.0
         self.error: BaseException | None = None
         self._world, self._writes = world, everywhere or world.is_main
-        self._step: int | None = None  # whose tensors may be copied
-        self._last: int | None = None  # that had a job
+        self._step: int | None = None  # the step whose tensors may be copied
+        self._last: int | None = None  # the last step that had a job
         self._jobs: Queue[Callable[[], None] | None] = Queue()  # None ends the thread
         self._thread: threading.Thread | None = None
         self._has_given_up = False
 
     def begin(self, step: int | None = None) -> None:
-        """Wait until all files of earlier steps are written; every rank must call this before it
-        copies for ``step``.
+        """Wait until all files of earlier steps are written.
 
-        Without a step it waits for nothing, and raises what a job has raised.
+        Every rank must call this before it copies tensors for ``step``. Without a step it waits for
+        nothing, and raises what a job has raised.
 
         Raises:
             UserError: what a job raised, where it did; on other ranks :class:`RankLostError`.
@@ -86,8 +85,9 @@ class Writer:
             self._thread.start()
 
     def wait(self) -> None:
-        """Wait until every file is written or given up; call it before files of the run are
-        read.
+        """Wait until every file is written or given up.
+
+        Call it before files of the run are read.
         """
         began = time.perf_counter()
         self._jobs.join()
@@ -121,24 +121,20 @@ class Writer:
             raise error
 
     def _work(self) -> None:
-        # training goes first where all cores train; nothing is lost, because it waits for files at
-        # its next save
-        if (
-            sys.platform == "linux"
-        ):  # which alone gives the threads of a process priorities of their own
+        # Training goes first where all cores train; nothing is lost, because it waits for files at
+        # its next save. Linux alone gives the threads of a process priorities of their own.
+        if sys.platform == "linux":
             with suppress(OSError):  # a container may forbid it
-                own = threading.get_native_id()
-                os.setpriority(
-                    os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + NICENESS
-                )
+                thread = threading.get_native_id()
+                priority = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+                os.setpriority(os.PRIO_PROCESS, thread, priority)
         while (job := self._jobs.get()) is not None:
             began = time.perf_counter()
             if not self._has_given_up:
                 try:
                     job()
-                except (
-                    BaseException
-                ) as error:  # whatever it is, it is raised again in the thread of training
+                # whatever it is, it is raised again in the thread of training
+                except BaseException as error:
                     self.error, self._has_given_up = error, True
                     vars(error).pop(ANNOUNCED, None)  # it is announced to other ranks once more
             del job  # else its tensors would stay until the next one
