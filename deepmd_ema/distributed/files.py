@@ -1,5 +1,4 @@
-"""Files: written whole or not at all, moved so that a power cut keeps them, never over what is not
-ours.
+"""Files that are written whole or not at all, also at a power cut, and never over other files.
 
 Locks: a place has one run at a time, on this machine or on any other that shares the file system.
 """
@@ -32,24 +31,26 @@ from deepmd_ema.errors import UserError, WriteError, errno_of
 logger = logging.getLogger(__name__)
 
 _MAX_NAME_BYTES = 255  # bytes, of a file on the file systems in use
-_LEFT_S = 24 * 3600.0  # no file is written for so long: what another machine has left is swept then
+# no file is written for so long: half-written files of other machines are removed then
+_LEFT_S = 24 * 3600.0
+# name of a half-written file: machine and process that write it, a random number, the suffix
 _PART = re.compile(
     r".*\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d{1,10})-[0-9a-f]{16}\.part(\.\w+)?", re.DOTALL
 )
 _BLOCK_BYTES = 1 << 20  # of a file that is read
-_NO_SYNC = (
-    errno.EINVAL,
-    errno.ENOTSUP,
-    errno.ENOSYS,
-)  # some network file systems have no fsync of a folder
-BEAT_S = 15.0  # between two signs of life of a run
-# that those of a run on another machine are watched for: network file systems show them late
+# some network file systems have no fsync of a folder
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+# Seconds between two signs of life of a run, and for which they are watched from another machine:
+# network file systems show them late.
+BEAT_S = 15.0
 WATCH_S = 70.0
-GONE_S = 3600.0  # without a sign of life, by the clock of the file system
-SILENT_S = (
-    300.0  # without a sign of life, by the clock of this machine, after which a reader says so
-)
+# seconds without a sign of life after which a run on another machine has ended, by the clock of the
+# file system
+GONE_S = 3600.0
+# seconds without one after which a reader shows a run as ended, by the clock of this machine
+SILENT_S = 300.0
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+# answers of a file system that does not have locks, links or the like
 UNSUPPORTED = (
     errno.ENOLCK,
     errno.ENOTSUP,
@@ -57,7 +58,7 @@ UNSUPPORTED = (
     errno.ENOSYS,
     errno.EINVAL,
     errno.EPERM,
-)  # what a file system answers that does not have locks, links or the like
+)
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ def atomic_write(path: str | Path, advice: str = "") -> Iterator[Path]:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         with suppress(FileNotFoundError):
             os.lstat(final)  # a name that is too long is refused before the work
+        # a device or a pipe (/dev/stdout) must not be replaced; libraries that write archives seek,
+        # which a pipe cannot do, so they write to a file first
         if final.exists() and not final.is_file():
             with tempfile.TemporaryDirectory() as folder:
                 part = Path(folder) / f"part{final.suffix}"
@@ -121,13 +124,12 @@ def atomic_write(path: str | Path, advice: str = "") -> Iterator[Path]:
                 with part.open("rb") as source, final.open("wb") as sink:
                     shutil.copyfileobj(source, sink)
             return
+        # made here, so that a folder that cannot be written is found before the work
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with taking_the_place_of(final) as part:
-            os.close(
-                os.open(
-                    part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
-                )
-            )
+            os.close(os.open(part, flags, 0o666))
             yield part
+            # before it is moved: else a power cut may leave the name without the bytes
             sync(part)
 
 
@@ -155,8 +157,7 @@ def move(old: Path, new: Path) -> None:
 
 
 def replace_folder(part: Path, final: Path) -> None:
-    """Give a folder that was written as ``part`` the name ``final``, and remove the folder that has
-    it.
+    """Give the folder ``part`` the name ``final``, and remove the folder that has it.
 
     A crash at any moment leaves a whole folder as ``final``, or as :func:`spare_of` it.
     """
@@ -178,8 +179,9 @@ def spare_of(folder: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder, which no longer has its name when the first of its files
-    goes.
+    """Remove a file, a link or a folder.
+
+    A folder loses its name first: nobody reads it while its files are removed.
     """
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
@@ -196,8 +198,9 @@ def size_of(path: Path) -> int:
 
 
 def append(path: Path, text: str, anew: bool = False) -> None:
-    """Add ``text`` to a file, or begin it ``anew``; a power cut may lose it until :func:`sync` is
-    called.
+    """Add ``text`` to a file, or begin it ``anew``.
+
+    A power cut may lose the text until :func:`sync` is called.
 
     Raises:
         WriteError: if the system refuses to write.
@@ -215,8 +218,7 @@ class _NotWrittenError(Exception):
 def check_output(
     path: str | Path, option: str, kind: Kind | None, inputs: Iterable[str | Path | None] = ()
 ) -> None:
-    """Check that the system lets a file be written, and that nothing is lost then: call it before
-    the work.
+    """Check before the work that the system lets a file be written, and that nothing is lost then.
 
     Args:
         path: see :func:`refuse_to_lose`, as for the other arguments.
@@ -234,14 +236,18 @@ def check_output(
             f"{option}."
         )
     refuse_to_lose(path, option, kind, inputs)
+    # one byte: a full disk lets an empty file be made; the error has it removed again
     with suppress(_NotWrittenError), atomic_write(path, f"Or choose another {option}.") as part:
         part.write_bytes(b"x")
         raise _NotWrittenError
 
 
 def ensure_writable(folder: str | Path, option: str) -> None:
-    """Make ``folder`` if need be, and check that a file can be written into it; ``option`` names
-    it, for the message.
+    """Make ``folder`` if need be, and check that a file can be written into it.
+
+    Args:
+        folder: the folder.
+        option: what names it, for the message.
 
     Raises:
         WriteError: if not.
@@ -249,17 +255,15 @@ def ensure_writable(folder: str | Path, option: str) -> None:
     folder = Path(folder)
     with writing(f"{option}: {folder.absolute()}"):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(
-            dir=folder
-        ) as probe:  # without a name: a kill here leaves nothing
+        # without a name: a kill here leaves nothing
+        with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"x")
 
 
 def refuse_to_lose(
     path: str | Path, option: str, kind: Kind | None, inputs: Iterable[str | Path | None] = ()
 ) -> None:
-    """Check that nothing is lost when a file of ``kind`` is written to ``path``: call it before the
-    work.
+    """Check before the work that nothing is lost when a file of ``kind`` is written to ``path``.
 
     Args:
         path: the file; need not exist.
@@ -273,10 +277,10 @@ def refuse_to_lose(
     path = Path(path)
     if not path.is_file():
         return
-    for given in inputs:
-        if given is not None and os.path.exists(given) and os.path.samefile(path, given):
+    for source in inputs:
+        if source is not None and os.path.exists(source) and os.path.samefile(path, source):
             raise UserError(
-                f"{option} {path}: this is {given}, which the command reads. Choose another "
+                f"{option} {path}: this is {source}, which the command reads. Choose another "
                 f"{option}."
             )
     with path.open("rb") as file:
@@ -296,36 +300,30 @@ def sweep(folder: Path) -> None:
     """
     for name in os.listdir(folder) if folder.is_dir() else ():
         if (match := _PART.fullmatch(name)) is not None:
+            # another process may sweep at the same time
             with suppress(FileNotFoundError):
-                is_ours, written = (
-                    match["machine"] == this_machine(),
-                    (folder / name).lstat().st_mtime,
-                )
-                if (
-                    not _is_running(int(match["pid"]))
-                    if is_ours
-                    else _time_in(folder) - written > _LEFT_S
-                ):
+                written = (folder / name).lstat().st_mtime
+                if match["machine"] == this_machine():
+                    has_ended = not _is_running(int(match["pid"]))
+                else:
+                    has_ended = _time_in(folder) - written > _LEFT_S
+                if has_ended:
                     remove(folder / name)
 
 
 @cache
 def this_machine() -> str:
-    """Return an identifier of this machine since its start, within which process numbers are
-    unique.
-    """
+    """Return an identifier of this machine since its start, in which process numbers are unique."""
     facts = [socket.gethostname()]
     with suppress(OSError):
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8"))
-    with suppress(OSError):  # of a container, which counts its processes by itself
+    with suppress(OSError):  # a container counts its processes by itself
         facts.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256("".join(facts).encode()).hexdigest()[:8]
 
 
 def file_digest(path: Path, most: float = math.inf) -> str:
-    """Return the SHA-256 of a file, of evenly spaced parts of it if it has more than ``most``
-    bytes.
-    """
+    """Return the SHA-256 of a file, or of evenly spaced parts of it beyond ``most`` bytes."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
         skipped = _BLOCK_BYTES * int(os.fstat(file.fileno()).st_size / most)
@@ -336,8 +334,9 @@ def file_digest(path: Path, most: float = math.inf) -> str:
 
 
 def path_digest(path: Path, most: float = math.inf) -> str:
-    """Return the SHA-256 of a file, or of the names and contents of the files in a folder; see
-    :func:`file_digest`.
+    """Return the SHA-256 of a file, or of names and contents of the files in a folder.
+
+    See :func:`file_digest` for ``most``.
     """
     if not path.is_dir():
         return file_digest(path, most)
@@ -360,9 +359,11 @@ def sync(path: Path) -> None:
 
 
 def part_of(final: Path) -> Path:
-    """Return the path of the half-written form of a file or folder, which nobody can foresee and
-    `sweep` knows.
+    """Return the path of a file or folder while it is half-written, which nobody can foresee.
+
+    :func:`sweep` knows such paths.
     """
+    # libraries choose formats by the suffix; one of hundreds of letters is none
     suffix = final.suffix if len(os.fsencode(final.suffix)) < 100 else ""
     mark = f".{this_machine()}-{os.getpid()}-{secrets.token_hex(8)}.part{suffix}"
     name = os.fsdecode(os.fsencode(final.name)[: _MAX_NAME_BYTES - len(os.fsencode(mark))])
@@ -397,12 +398,12 @@ def read_holder(path: Path) -> Holder | None:
 
 @contextmanager
 def locked(paths: Iterable[Path]) -> Iterator[None]:
-    """Hold the locks ``paths``, files that are made and removed again; the system frees those of a
-    killed process.
+    """Hold the locks ``paths``, files that are made and removed again.
 
-    A lock file names its holder. The system's own lock on it decides on one machine, and on several
-    where the file system supports such locks. Where it does not, a run on another machine is
-    recognized by its heartbeat: the modification time of the file, which a thread updates.
+    The system frees those of a killed process. A lock file names its holder. The system's own lock
+    on it decides on one machine, and on several where the file system supports such locks. Where it
+    does not, a run on another machine is recognized by its heartbeat: the modification time of the
+    file, which a thread updates.
 
     Raises:
         UserError: if another run holds one of them; the message names its process and machine.
@@ -424,9 +425,7 @@ def locked(paths: Iterable[Path]) -> Iterator[None]:
 
 @contextmanager
 def taking_the_place_of(final: Path) -> Iterator[Path]:
-    """Yield a path beside ``final`` for a half-written file or folder, which is moved there at the
-    end, or removed.
-    """
+    """Yield a path beside ``final`` for a file or folder, which is moved there, or removed."""
     sweep(final.parent)
     part = part_of(final)
     try:
@@ -438,8 +437,7 @@ def taking_the_place_of(final: Path) -> Iterator[Path]:
 
 
 def _time_in(folder: Path) -> float:
-    """Return the time that a file gets which is written to ``folder`` now, by the clock of its file
-    system.
+    """Return the time of the file system of ``folder``, as a file that is written now gets it.
 
     The clock of this machine may be another one, and may have been set since: the ages of other
     files do not follow from it.
@@ -459,15 +457,18 @@ def _is_running(pid: int) -> bool:
 
 @contextmanager
 def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
-    """Hold one lock, see :func:`locked`, and yield its open file; holders that have ended join
-    ``ended_runs``.
+    """Hold one lock, see :func:`locked`, and yield its open file.
+
+    Holders that have ended join ``ended_runs``.
     """
     while True:
         with ExitStack() as stack:
             with writing(path):
                 handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             stack.callback(os.close, handle)
-            is_sure = True  # whether the system's lock decides for processes of this machine
+            # The system frees its lock when the holder ends, however that happens: what the file
+            # names is for messages then, and decides only where there is no such lock.
+            is_sure = True
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -480,9 +481,13 @@ def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
                 is_there = os.fstat(handle).st_ino == os.stat(path).st_ino
             except FileNotFoundError:
                 is_there = False
+            # the holder has removed the file after it was opened: a lock on a file without a name
+            # keeps nobody away
             if not is_there:
-                continue  # its holder has removed it in between
+                continue
             if holder := _holder(handle):
+                # A killed run leaves its file. On another machine the system's lock may be local to
+                # each, so that only the heartbeat shows life.
                 run, is_alive = (holder.machine, holder.pid), False
                 if holder.machine == this_machine():
                     is_alive = holder.is_alive and not is_sure and holder.pid != os.getpid()
@@ -523,9 +528,8 @@ def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
                 yield handle
             finally:
                 with suppress(OSError):
-                    path.unlink(
-                        missing_ok=True
-                    )  # while it is held: who waits for it sees that the name is gone
+                    # while it is held: a process that waits for it sees that the name is gone
+                    path.unlink(missing_ok=True)
             return
 
 
@@ -535,9 +539,8 @@ def _shows_life(path: Path) -> bool:
     while time.monotonic() < end:
         time.sleep(min(1.0, WATCH_S / 10))
         with suppress(FileNotFoundError):
-            os.close(
-                os.open(path, os.O_RDONLY)
-            )  # network file systems ask the server anew when a file is opened
+            # network file systems ask the server anew when a file is opened
+            os.close(os.open(path, os.O_RDONLY))
             if os.stat(path).st_mtime_ns != before:
                 return True
     return False
@@ -547,10 +550,11 @@ def _holder(handle: int) -> Holder | None:
     """Return the holder that the lock file names; None where it names none."""
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         facts = json.loads(os.pread(handle, 4096, 0))
-        machine, host, since = (str(facts[key]) for key in ("machine", "host", "since"))
-        pid, silent = int(facts["pid"]), time.time() - os.fstat(handle).st_mtime
+        machine = str(facts["machine"])
+        pid = int(facts["pid"])
+        silent = time.time() - os.fstat(handle).st_mtime
         is_alive = _is_running(pid) if machine == this_machine() else silent < SILENT_S
-        return Holder(machine, host, pid, since, is_alive)
+        return Holder(machine, str(facts["host"]), pid, str(facts["since"]), is_alive)
     return None
 
 

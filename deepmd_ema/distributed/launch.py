@@ -24,13 +24,13 @@ ADDRESS = ("MASTER_ADDR", PORT)
 # rank, number of ranks, rank on this machine; the first that a launcher sets wins
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-# of a launcher, of a terminal that is closed, and of batch systems before they kill: Slurm sends
-# what --signal names, LSF and Grid Engine SIGUSR2, SIGUSR1 or, at a limit of processor time,
-# SIGXCPU. Not every system has all.
+# Signals of a launcher, of a terminal that is closed, and of batch systems before they kill: Slurm
+# sends the signal of its option --signal, LSF and Grid Engine send SIGUSR2, SIGUSR1 or, at a limit
+# of processor time, SIGXCPU. Not every system has all.
 _NAMES = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 END_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
-# of Python code before another thread gets its turn; after 5 ms, the default, a step waits for the
-# loader at each call
+# seconds of Python code before another thread gets its turn; with 5 ms, the default, a step waits
+# for the loader at each call
 TURN_S = 5e-4
 
 
@@ -38,8 +38,7 @@ TURN_S = 5e-4
 def handling(
     numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
-    """Have ``handler`` called at these signals in the body; nothing changes outside of the main
-    thread.
+    """Have ``handler`` called at these signals in the body; in the main thread only.
 
     One that is ignored stays so, but for SIGTERM and SIGINT: ``nohup`` has SIGHUP ignored, ``trap
     '' USR1`` SIGUSR1.
@@ -102,15 +101,19 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
         return Launch()
     most = 10**9 - 1
     limits = {names[0]: (0, most), names[1]: (1, most), names[2]: (0, most), PORT: (1, LAST_PORT)}
-    found, problems = [environ.get(name, default) for name, default in zip(limits, "0101")], []
-    for (name, (low, high)), value in zip(limits.items(), found):
+    # Defaults of rank, number of ranks, local rank and port: those of a process alone, and a port
+    # that passes, as the rendezvous reports a missing one.
+    values = [environ.get(name, default) for name, default in zip(limits, "0101")]
+    problems = []
+    for (name, (low, high)), value in zip(limits.items(), values):
         # isdecimal() is true for the digits of every alphabet, and int() refuses thousands of them
         if not re.fullmatch(r"[0-9]{1,9}", value) or not low <= int(value) <= high:
             problems.append(
                 f"{name} = {show_text(value)}: expected a whole number, {low} to {high}."
             )
     UserError.raise_if_any(problems)
-    rank, size, local_rank, _ = map(int, found)
+    rank = int(values[0])
+    size = int(values[1])
     if size > 1 and names[0] not in environ:
         raise UserError(
             f"{names[1]} = {size}, but {names[0]} is not set: which one is this process? Use "
@@ -121,10 +124,10 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
             f"{names[0]} = {rank}: expected 0 to {size - 1}, because {names[1]} = {size}."
         )
     # SLURM writes 4(x2),3 for two machines with 4 tasks and one with 3: the first number will do
-    together = re.match(
-        r"[1-9][0-9]{0,8}", environ.get("LOCAL_WORLD_SIZE", environ.get("SLURM_TASKS_PER_NODE", ""))
-    )
-    return Launch(rank, size, local_rank, int(together[0]) if together else size, launched=True)
+    tasks = environ.get("LOCAL_WORLD_SIZE", environ.get("SLURM_TASKS_PER_NODE", ""))
+    number = re.match(r"[1-9][0-9]{0,8}", tasks)
+    local_size = int(number[0]) if number else size
+    return Launch(rank, size, int(values[2]), local_size, launched=True)
 
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
@@ -137,16 +140,17 @@ def terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def launch_ranks(
-    number: str, launch: Launch, words: Sequence[str], device: str | None = None
+    number: str, launch: Launch, arguments: Sequence[str], device: str | None = None
 ) -> NoReturn:
-    """Replace this process by torchrun, which starts ``dp-ema WORDS`` on this machine; its signals
-    and codes are ours.
+    """Replace this process by torchrun, which starts ``dp-ema ARGUMENTS`` on this machine.
+
+    Its signals and exit codes are those of this process.
 
     Args:
         number: of processes; ``gpu``: one per GPU; ``auto``: the same, or one where there is no
             GPU.
         launch: of this process, which no launcher may have started.
-        words: the command line, from which ``--nproc-per-node`` is removed.
+        arguments: the command line, from which ``--nproc-per-node`` is removed.
         device: that the command line names; on ``cpu`` ``auto`` is one process, and any number is
             possible.
 
@@ -168,8 +172,9 @@ def launch_ranks(
         raise UserError(
             f"{option}: there are {gpus} GPUs here. Give {gpus} or fewer, or --device cpu."
         )
-    rest = list(words)
-    at = next(k for k, word in enumerate(rest) if word.split("=")[0] == "--nproc-per-node")
+    rest = list(arguments)
+    # "--nproc-per-node 2" are two arguments, "--nproc-per-node=2" is one
+    at = next(k for k, text in enumerate(rest) if text.split("=")[0] == "--nproc-per-node")
     del rest[at : at + (1 if "=" in rest[at] else 2)]
     # torchrun ends at other signals without informing the ranks
     forwarded = ["SIGINT", "SIGQUIT", *(number.name for number in END_SIGNALS)]
@@ -185,9 +190,7 @@ def launch_ranks(
 
 
 def write_error_file(message: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Let torchrun, where it has started this process, show ``message`` as the root cause on its
-    own page.
-    """
+    """Let torchrun, if it has started this process, show ``message`` as the root cause."""
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         import json

@@ -14,13 +14,13 @@ from deepmd_ema.distributed.files import UNSUPPORTED, file_digest, remove, sync,
 
 logger = logging.getLogger(__name__)
 
-# of a file system without links (exFAT, SMB, blob storage), or of a hard link or a copy of a folder
+# errors of a file system without links (exFAT, SMB, blob storage), and of a hard link or copy where
+# the target is a folder
 _NO_LINKS = (*UNSUPPORTED, errno.EXDEV, errno.EMLINK, errno.EISDIR)
 
 
 def link(path: Path, target: Path) -> None:
-    """Let ``path`` be a link to ``target``, relative to its folder; what is there is replaced in
-    one move.
+    """Let ``path`` be a link to ``target``, relative to its folder; it is replaced in one move.
 
     Where the file system refuses symbolic links it is a hard link, else a copy; nothing for a
     folder.
@@ -43,9 +43,7 @@ def link(path: Path, target: Path) -> None:
 
 
 def _lay(path: Path, lay: Callable[[Path], object]) -> str:
-    """Put what ``lay`` makes in the place of ``path``; return the refusal of a file system that
-    does not have this.
-    """
+    """Put what ``lay`` makes in the place of ``path``; return the refusal of a file system."""
     try:
         with taking_the_place_of(path) as part:
             lay(part)
@@ -67,14 +65,12 @@ def _report_no_links(folder: Path, refusal: str, way: str) -> None:
 
 
 def is_copy(path: Path) -> bool:
-    """Whether a file has the content of another one beside it of the same kind: in the place of a
-    link, it is none.
-    """
+    """Whether a file is in the place of a link: it has the content of another one beside it."""
     size = path.stat().st_size
-    others = [
+    siblings = [
         file for file in path.parent.glob(f"*{path.suffix}") if file != path and file.is_file()
     ]
-    # a digest takes a second per gigabyte
+    # sizes first: a digest takes a second per gigabyte
     return any(
-        other.stat().st_size == size and file_digest(other) == file_digest(path) for other in others
+        file.stat().st_size == size and file_digest(file) == file_digest(path) for file in siblings
     )

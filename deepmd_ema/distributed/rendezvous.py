@@ -1,6 +1,4 @@
-"""Rendezvous of the ranks of a run, the watch on others while it lasts, and the rank that reports
-its end.
-"""
+"""Rendezvous of the ranks of a run, the watch on others, and the rank that reports its end."""
 
 from __future__ import annotations
 
@@ -32,15 +30,15 @@ from deepmd_ema.errors import (
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+# Times to wait, in seconds:
 JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
-PEER_ERROR_S = (
-    3.0  # for a rank that has not been heard of since another one has failed: it may be dead
-)
+PEER_ERROR_S = 3.0  # for a rank that has not been heard of since another one failed: it may be dead
 LINGER_S = 10.0  # for a rank that is known to end, or to know why: a loaded machine takes seconds
 # for the rank that knows why to end first: torchrun names the first that ended as the root cause
 HEAD_START_S = 0.3
 MAX_POLL_INTERVAL_S = 0.5
-# in errors of NCCL, which writes "socket" and "system error" for faults of its own too
+# words in errors of NCCL that name a lost rank; it writes "socket" and "system error" for faults of
+# its own too
 LOST_PEER = (
     "remote process",
     "remoteerror",
@@ -51,17 +49,16 @@ LOST_PEER = (
     "timed out",
 )
 BEAT_INTERVAL_S = 30.0
-MAX_MISSED_BEATS = (
-    4  # that is 2 min: a machine that is busy with other things does not take so long
-)
+MAX_MISSED_BEATS = 4  # 2 min: a machine that is busy with other things does not take so long
 WATCH_TIMEOUT = timedelta(days=365)  # of the message that comes when a rank ends as it should
 NOTICE_S = 3.0  # for the main thread to notice a loss by itself
 EXIT_LOST = 1
 
 
 class Rendezvous:
-    """The key-value store of a run. torchrun's agent hosts it; without an agent rank 0 does, until
-    it ends.
+    """The key-value store of a run.
+
+    torchrun's agent hosts it; without an agent rank 0 does, until it ends.
 
     Keys: ``joined K`` and ``ready K`` of rank K (its process and machine), ``ending K``, ``left K``
     (it will not ask the store any more), and ``error``, the number of ranks that wanted to report
@@ -100,8 +97,9 @@ class Rendezvous:
         )
 
     def meet(self, key: str) -> None:
-        """Wait until all ranks have come to ``key``: ``joined`` at first, ``ready`` before they
-        exchange tensors.
+        """Wait until all ranks have come to ``key``.
+
+        It is ``joined`` at first, and ``ready`` before they exchange tensors.
 
         Raises:
             UserError: naming the ranks that are missing, or came twice.
@@ -118,9 +116,9 @@ class Rendezvous:
         answered = _wait_for(lambda: not self._missing(key) or self.store.check(["error"]), JOIN_S)
         if not (missing := self._missing(key)):
             return
-        if answered or rank > min(
-            set(range(size)) - set(missing)
-        ):  # the first that is here reports who is missing
+        # the first of the ranks that came reports who is missing
+        reporter = min(set(range(size)) - set(missing))
+        if answered or rank > reporter:
             raise RankLostError(
                 "ended because another rank could not continue; its message gives the reason"
             )
@@ -132,20 +130,18 @@ class Rendezvous:
         )
 
     def report_of(self, error: BaseException) -> BaseException | None:
-        """Return the error that this rank reports for ``error``, or None where another rank reports
-        the reason.
-        """
+        """Return the error that this rank reports for ``error``, or None if another one reports."""
         rank = self._launch.rank
         if isinstance(error, Interrupted):  # all ranks have it
             return error if rank == 0 else None
+        # Every rank comes here with its own error, or with one of the collective that another rank
+        # did not enter. The first that adds to "error" reports.
         lost = is_peer_lost(error)
-        patience = (
-            LINGER_S if isinstance(error, RankLostError) else PEER_ERROR_S
-        )  # our own: it knows of the other
+        # an error of our own class: the rank that failed has announced it, and is about to report
+        patience = LINGER_S if isinstance(error, RankLostError) else PEER_ERROR_S
         try:
-            if (
-                self._is_up()
-            ):  # checked first, because the store would wait minutes for a machine that is gone
+            # checked first, because the store would wait minutes for a machine that is gone
+            if self._is_up():
                 self.store.set(f"ending {rank}", "")
                 if lost:  # a rank that knows why comes first, if there is one
                     _wait_for(
@@ -172,17 +168,15 @@ class Rendezvous:
         if rank != 1:
             return None
         text = "rank 0 has ended; if it left no message, it was killed."
-        if isinstance(
-            error, Terminated
-        ):  # as all ranks were, or by a launcher that ends those that are left
+        # by a user, as all ranks, or by a launcher that ends those that are left
+        if isinstance(error, Terminated):
             return Terminated(f"{error}; {text}", error.signal_number)
         return RankLostError(text)
 
     def _lost_error(self, error: BaseException) -> BaseException:
         """Return the report of a rank that lost others, which have ended without a message."""
-        came = (
-            k for k in self._missing("ending") if self.store.check([f"joined {k}"])
-        )  # get() waits for the others
+        # only ranks that joined: get() would wait for the others
+        came = (k for k in self._missing("ending") if self.store.check([f"joined {k}"]))
         names = [f"rank {k} ({self.store.get(f'joined {k}').decode()})" for k in came]
         places = first_few(names, 4) or "another rank"
         if isinstance(error, Terminated):
@@ -199,9 +193,7 @@ class Rendezvous:
         )
 
     def _is_up(self) -> bool:
-        """Whether somebody listens at the address of the store; unlike the store itself, answers
-        within 5 s.
-        """
+        """Whether somebody listens at the address of the store, which is known within 5 s."""
         try:
             socket.create_connection(self._address, timeout=5).close()
         except OSError:
@@ -211,16 +203,16 @@ class Rendezvous:
     def _missing(self, key: str) -> list[int]:
         """Return the ranks that have not set ``key``."""
         ranks = range(self._launch.size)
-        if self.store.check(
-            [f"{key} {k}" for k in ranks]
-        ):  # one question for all, where there are many
+        # one question for all: there may be thousands
+        if self.store.check([f"{key} {k}" for k in ranks]):
             return []
         return [k for k in ranks if not self.store.check([f"{key} {k}"])]
 
 
 def in_thread(work: Callable[[], T]) -> T:
-    """Return ``work()``, done in a thread: a signal ends the wait for it, while Python runs no
-    handler inside torch.
+    """Return ``work()``, done in a thread.
+
+    A signal ends the wait for it; in the main thread Python would run no handler inside torch.
     """
     done: Future[T] = Future()
 
@@ -252,6 +244,7 @@ def watched_peers(rendezvous: Rendezvous, launch: Launch, nccl: bool) -> Iterato
     has_left, store = threading.Event(), rendezvous.store
     group = dist.new_group(backend="gloo", timeout=WATCH_TIMEOUT) if nccl else None
 
+    # Each rank counts up its key, and rank 0 compares the counts: clocks of machines differ.
     def hear() -> None:
         beats, missed = Counter[int](), Counter[int]()
         with suppress(RuntimeError):  # the host of the store has ended
@@ -262,10 +255,8 @@ def watched_peers(rendezvous: Rendezvous, launch: Launch, nccl: bool) -> Iterato
                     before, beats[k] = beats[k], store.add(f"beat {k}", 0)
                     missed[k] = missed[k] + 1 if beats[k] == before else 0
                     if missed[k] and missed[k] % MAX_MISSED_BEATS == 0:
-                        place, minutes = (
-                            store.get(f"joined {k}").decode(),
-                            missed[k] * BEAT_INTERVAL_S / 60,
-                        )
+                        place = store.get(f"joined {k}").decode()
+                        minutes = missed[k] * BEAT_INTERVAL_S / 60
                         text = (
                             "waiting for rank %d (%s) for %.2g min: it is stopped, or cannot be "
                             "reached"
@@ -280,14 +271,14 @@ def watched_peers(rendezvous: Rendezvous, launch: Launch, nccl: bool) -> Iterato
                 return  # the main thread reports it, or another error
             report = rendezvous.report_of(dist.DistNetworkError(str(error)))
             if report is not None:
+                # written to the descriptor, because _exit() flushes no stream
                 message = printable(f"dp-ema (rank {launch.rank}): {report}")
                 os.write(2, f"{message}\n".encode())
                 write_error_file(message)
             os._exit(EXIT_LOST)
 
-    hearing, watching = (
-        threading.Thread(target=work, name="dp-ema-peers", daemon=True) for work in (hear, watch)
-    )
+    hearing = threading.Thread(target=hear, name="dp-ema-peers", daemon=True)
+    watching = threading.Thread(target=watch, name="dp-ema-peers", daemon=True)
     hearing.start()
     if nccl:
         watching.start()
@@ -304,9 +295,8 @@ def watched_peers(rendezvous: Rendezvous, launch: Launch, nccl: bool) -> Iterato
 
 def is_peer_lost(error: BaseException) -> bool:
     """Whether ``error`` is the news that another rank has ended."""
-    if isinstance(
-        error, dist.DistBackendError
-    ):  # NCCL raises it for its own faults too, such as a wrong driver
+    # NCCL raises it for its own faults too, such as a wrong driver
+    if isinstance(error, dist.DistBackendError):
         return any(word in str(error).lower() for word in LOST_PEER)
     if isinstance(error, RankLostError | Terminated | dist.DistError):
         return True
@@ -321,14 +311,13 @@ def is_peer_lost(error: BaseException) -> bool:
 
 def cause_of(error: BaseException) -> str:
     """Return the line of an error of torch that names its cause."""
-    first, _, last = str(error).partition("Last error:")  # what NCCL says itself
-    return (last.strip() or first.strip() or type(error).__name__).splitlines()[0]
+    # NCCL names its own reason after "Last error:", and torch the failed call before it
+    parts = [part.strip() for part in str(error).split("Last error:", 1)]
+    return (parts[-1] or parts[0] or type(error).__name__).splitlines()[0]
 
 
 def _wait_for(question: Callable[[], bool], seconds: float) -> bool:
-    """Ask until the answer is yes or the time is over; unlike a wait inside torch, Ctrl-C ends
-    it.
-    """
+    """Ask until the answer is yes or the time is over; Ctrl-C ends it, unlike a wait of torch."""
     began = time.monotonic()
     while not question():
         waited = time.monotonic() - began

@@ -1,5 +1,4 @@
-"""Tensors of a model: by name, copied to the CPU, checked to fit, sharded over ranks (FSDP2), and
-what a rank saves.
+"""Tensors of a model: names, copies on the CPU, shards of ranks (FSDP2), and what a rank saves.
 
 Functions of sharded tensors take plain ones as well and return them unchanged, so that callers need
 not ask.
@@ -77,34 +76,31 @@ class StoredTensor:
 
 
 def whole(tree: Any) -> Any:
-    """Return nested dictionaries, lists and tuples with every :class:`StoredTensor` read; one of
-    two names once.
-    """
+    """Return nested dictionaries, lists and tuples with every :class:`StoredTensor` read."""
+    # cache: a tensor that has two names is read once
     return map_tensors(cache(StoredTensor.whole), tree, StoredTensor)
 
 
 def precision(name: str) -> torch.dtype:
-    """Return the torch dtype of an option ``precision``: ``float32``, ``float64``, or ``default``
-    (float64).
-    """
+    """Return the dtype of an option ``precision``: float32, float64, or default (float64)."""
     return torch.float32 if name == "float32" else torch.float64
 
 
 def check_weights(
-    expected: Mapping[str, Sequence[int]], found: Mapping[str, Any], path: str | Path
+    expected: Mapping[str, Sequence[int]], tensors: Mapping[str, Any], path: str | Path
 ) -> None:
     """Check names and shapes of the tensors that a model needs.
 
     Args:
         expected: name to shape in the model of this run.
-        found: name to tensor (or shape) in the file.
-        path: where ``found`` was read, for the message.
+        tensors: name to tensor (or shape) in the file.
+        path: where ``tensors`` were read, for the message.
 
     Raises:
         CheckpointError: naming every missing, extra, renamed and reshaped tensor.
     """
     want = {name: tuple(shape) for name, shape in expected.items()}
-    have = {name: tuple(getattr(value, "shape", value)) for name, value in found.items()}
+    have = {name: tuple(getattr(value, "shape", value)) for name, value in tensors.items()}
     missing = [name for name in want if name not in have]
     extra = [name for name in have if name not in want]
     renamed: dict[str, str] = {}  # tensors that are probably there under another name
@@ -144,18 +140,16 @@ def prefix_of(task: str) -> str:
 
 
 def on_cpu(tree: Any) -> Any:
-    """Return nested dictionaries, lists and tuples with every tensor detached, on the CPU, in
-    memory of its own size.
+    """Return nested dictionaries, lists and tuples with every tensor detached, on the CPU.
 
-    Tensors that are so already are not copied: the result may share memory with ``tree``.
+    Each is in memory of its own size. Tensors that are so already are not copied: the result may
+    share memory with ``tree``.
     """
     return map_tensors(HostCopies(wait=True, share=True), tree)
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on ``device``, without waiting for it; on a CPU it is returned
-    itself.
-    """
+    """Return a tensor of the host on ``device``, without waiting; on a CPU the tensor itself."""
     if device.type == "cpu":
         return tensor
     # a copy from pageable memory would wait
@@ -164,14 +158,14 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def place_of(tensor: Tensor) -> Any:
     """Return a key that is equal for two tensors of the same numbers in the same memory."""
+    # empty tensors have one address, 0
     if not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 class HostCopies:
-    """Copies in host memory of tensors as they are now; each tensor is copied once, under whatever
-    names it comes.
+    """Copies in host memory of tensors as they are now, one for each tensor whatever its names.
 
     Copies from a GPU are enqueued and arrive later. The tensors are referred to as long as this
     object lives, so that their memory is no other tensor's meanwhile; they must not be changed
@@ -185,20 +179,21 @@ class HostCopies:
 
     def __init__(self, wait: bool = False, share: bool = False) -> None:
         self._wait, self._share = wait, share
+        # tensor and copy by the place of the tensor
         self._made: dict[Any, tuple[Tensor, Tensor]] = {}
         self._devices: set[torch.device] = set()
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the copy of ``tensor``: of its shape and precision, contiguous, and alone in its
-        memory.
-        """
+        """Return the copy of ``tensor``, of its shape and precision, contiguous, in own memory."""
         source, key = tensor.detach(), place_of(tensor)
         if key not in self._made:
             later = source.is_cuda and not self._wait
+            # torch.save() writes the whole memory that a tensor is a view of, as an average is
             is_alone = source.is_contiguous() and source.untyped_storage().nbytes() == source.nbytes
             if self._share and source.is_cpu and is_alone:
                 copy = source
-            else:  # page-locked: a copy to other memory would wait for the device
+            else:
+                # page-locked: a copy to other memory would wait for the device
                 copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=later)
                 copy.copy_(source, non_blocking=later)
             self._made[key] = tensor, copy
@@ -207,9 +202,8 @@ class HostCopies:
         return self._made[key][1]
 
     def arrival(self) -> Callable[[], None]:
-        """Return a function, to be called in any thread, that waits for the copies that were made
-        so far.
-        """
+        """Return a function, for any thread, that waits for the copies that were made so far."""
+        # events of the stream of this thread; another thread may have another stream
         events = [torch.cuda.current_stream(device).record_event() for device in self._devices]
 
         def wait() -> None:
@@ -220,9 +214,7 @@ class HostCopies:
 
 
 def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) -> Any:
-    """Return nested dictionaries, lists and tuples with ``change`` of every tensor, of a ``kind``,
-    in its place.
-    """
+    """Return nested dictionaries, lists and tuples with ``change`` of every value of ``kind``."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, Mapping):
@@ -234,8 +226,7 @@ def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) ->
 
 
 def content_digest(tree: Any) -> str:
-    """Return a SHA-256 of nested dictionaries and lists of numbers, texts, tensors on the CPU and
-    arrays.
+    """Return a SHA-256 of nested containers of numbers, texts, tensors on the CPU and arrays.
 
     It is that of the content, not of the bytes of a file: a tuple counts as a list, a number of
     numpy as an array.
@@ -248,22 +239,22 @@ def content_digest(tree: Any) -> str:
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether each rank holds only a shard of ``tensor``."""
-    # not imported: that takes half a second, and before somebody has done it there is no sharded
-    # tensor another thread, which writes a sharded checkpoint, may be importing it: then it has no
-    # DTensor yet
+    # Not imported: that takes half a second, and before somebody has imported it there is no
+    # sharded tensor. Another thread, which writes a sharded checkpoint, may be importing it: then
+    # the module has no DTensor yet.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return the shard of ``tensor`` on this rank, sharing memory and detached; a plain tensor is
-    returned itself.
+    """Return the shard of ``tensor`` on this rank, sharing memory and detached.
+
+    A plain tensor is returned itself.
     """
     if not is_sharded(tensor):
         return tensor
-    with (
-        torch.no_grad()
-    ):  # with gradients on, it records an operation and returns another object each time
+    # with gradients on, it records an operation and returns another object each time
+    with torch.no_grad():
         return tensor.to_local()
 
 
@@ -275,15 +266,14 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     mesh = tensor.device_mesh
-    if not is_row_sharded(tensor):  # what an operation on shards returned, as a norm
-        return (
-            tensor.full_tensor().clone()
-        )  # where it is the same on all ranks, it is the local one
+    # An operation on shards has returned it, such as a norm. Where it is the same on all ranks
+    # full_tensor() returns the local one itself: clone() gives it memory of its own.
+    if not is_row_sharded(tensor):
+        return tensor.full_tensor().clone()
     # DTensor's own way takes twice as long: most of it is bookkeeping, and the tensors of a model
     # are small
-    return all_gather_rows(
-        local_shard(tensor).detach(), tensor.shape[0], mesh.size(), mesh.get_group()
-    )
+    shard = local_shard(tensor).detach()
+    return all_gather_rows(shard, tensor.shape[0], mesh.size(), mesh.get_group())
 
 
 def all_gather_rows(
@@ -299,7 +289,9 @@ def all_gather_rows(
         group: of these ranks; the default group if None.
     """
     longest = -(-rows // size)
-    if len(part) < longest:  # all_gather needs parts of one size
+    # all_gather needs parts of one size; only the last ranks have fewer rows, so that the padding
+    # is at the end
+    if len(part) < longest:
         padded = part.new_zeros(longest, *part.shape[1:])
         padded[: len(part)] = part
         part = padded
@@ -352,9 +344,9 @@ def is_row_sharded(tensor: Tensor) -> bool:
 def first_row(tensor: Tensor) -> int:
     """Return the number of the first row that this rank holds of a row-sharded tensor."""
     assert is_sharded(tensor)
-    return rows_of(tensor.shape[0], tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())[
-        0
-    ]
+    mesh = tensor.device_mesh
+    first, _ = rows_of(tensor.shape[0], mesh.get_local_rank(), mesh.size())
+    return first
 
 
 def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
@@ -365,8 +357,9 @@ def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def shard_like(full: Tensor | StoredTensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of ``full``, cut as ``like`` is, where ``full`` is; without
-    communication.
+    """Return this rank's shard of ``full``, cut as ``like`` is, without communication.
+
+    It is on the device of ``full``.
 
     Args:
         full: a tensor that every rank holds, or one on the disk, of which only this shard is read.
@@ -401,8 +394,9 @@ class WholeTensors:
         whole = full_tensor(tensor)
         if not self.keep:
             return None
+        # one after the other: no device holds the whole model at once
         if is_sharded(tensor):
-            return whole.cpu()  # one after the other: no device holds the whole model at once
+            return whole.cpu()
         return self.copies(whole)
 
     def owned(self, tensor: Tensor) -> Tensor:
@@ -438,12 +432,12 @@ class OwnRows:
             return RowShard(
                 self.copies(local_shard(tensor)), first_row(tensor), tuple(tensor.shape)
             )
-        found = full_tensor(tensor).detach()
-        if found.numel() <= SMALL:
-            return self.copies(found)
-        first, count = rows_of(found.shape[0], self.rank, self.size)
-        rows = found[first : first + count]
-        return RowShard(self.copies(rows), first, tuple(found.shape))
+        replicated = full_tensor(tensor).detach()
+        if replicated.numel() <= SMALL:
+            return self.copies(replicated)
+        first, count = rows_of(replicated.shape[0], self.rank, self.size)
+        rows = replicated[first : first + count]
+        return RowShard(self.copies(rows), first, tuple(replicated.shape))
 
     def owned(self, tensor: Tensor) -> RowShard:
         """Return all of a tensor that only this rank holds."""

@@ -1,6 +1,4 @@
-"""The processes of a run: the rank and device of this one, what they exchange, and how they end
-together.
-"""
+"""The processes of a run: rank and device of this one, their exchange, and their common end."""
 
 from __future__ import annotations
 
@@ -34,12 +32,10 @@ T = TypeVar("T")
 # With gloo a rank that ends is noticed at once, because its connections close; the limits are for
 # one that hangs or whose machine is gone. NCCL does not notice an end: there a thread does
 # (dist.rendezvous).
-STEP_TIMEOUT = timedelta(
-    minutes=30
-)  # of a collective, and of what one rank does alone during training: writing files
-PREPARATION_TIMEOUT = timedelta(
-    hours=24
-)  # of what rank 0 does alone before training: reading all data
+# limit of a collective, and of work that one rank does alone during training: writing files
+STEP_TIMEOUT = timedelta(minutes=30)
+# limit of work that rank 0 does alone before training: reading all data
+PREPARATION_TIMEOUT = timedelta(hours=24)
 ANNOUNCED = "all_ranks_know"  # attribute of an error that all_ranks_ok has raised
 
 
@@ -73,8 +69,9 @@ class World(Launch):
     def all_reduce_max(
         self, numbers: Sequence[int], group: dist.ProcessGroup | None = None
     ) -> list[int]:
-        """Return the largest over the ranks of each of as many numbers; waits for them, but not for
-        the device.
+        """Return the largest over the ranks of each of ``numbers``, as many on every rank.
+
+        Waits for the ranks, but not for the device.
         """
         if self.size == 1 or not numbers:
             return list(numbers)
@@ -90,6 +87,8 @@ class World(Launch):
         """
         if self.size == 1:
             return make()
+        # The ranks first meet in a group with a timeout of a day, in which `make` may read all
+        # data; the value is then sent at once.
         box: list[Any] = [None]
         with self.all_ranks_ok(self.long_timeout_group):
             if self.is_main:
@@ -134,9 +133,13 @@ class World(Launch):
         try:
             yield
         except Exception as error:
+            # Nobody is left who could take part in a collective, or a body inside of this one has
+            # informed the others.
             if is_peer_lost(error) or getattr(error, ANNOUNCED, False):
-                raise  # a body inside this one has informed the others
+                raise
             own_error = error
+        # The ranks exchange the number of the rank that failed, plus 1; of several the largest. If
+        # this fails as well, the own error is the one to report.
         failed = 0
         try:
             (failed,) = self.all_reduce_max([0 if own_error is None else self.rank + 1], group)
@@ -154,10 +157,10 @@ class World(Launch):
 
 @contextmanager
 def open_world(device: str | None, launch: Launch) -> Iterator[World]:
-    """Join the processes that were launched together, and leave them at the end; NCCL on GPUs, gloo
-    on CPUs.
+    """Join the processes that were launched together, and leave them at the end.
 
-    An error on one rank ends all, and one of them reports it.
+    They communicate through NCCL on GPUs, and through gloo on CPUs. An error on one rank ends all,
+    and one of them reports it.
 
     Args:
         device: name of the device of this rank, or None to choose.
@@ -195,9 +198,8 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
                 world_size=launch.size,
                 # one client answers one thread at a time, and this one may wait for long
                 store=rendezvous.store.clone(),  # type: ignore[attr-defined]
-                device_id=chosen
-                if cuda
-                else None,  # NCCL then connects here and not within the first step
+                # NCCL then connects here and not within the first step
+                device_id=chosen if cuda else None,
             )
 
         try:
@@ -261,10 +263,12 @@ def select_device(name: str | None = None, local_rank: int = 0) -> torch.device:
             f"{visible} GPUs. Start {visible} processes per machine, or fewer, or show each "
             "process one GPU (srun --gpus-per-task=1)."
         )
+    # a launcher may show each process a GPU of its own, which is number 0 there
+    place = f"cuda:{0 if visible == 1 else local_rank}" if name == "cuda" else name
     try:
-        chosen = torch.device(
-            f"cuda:{0 if visible == 1 else local_rank}" if name == "cuda" else name
-        )
+        chosen = torch.device(place)
+        # DP models need float64, which some devices do not have; item() waits, so that errors of
+        # the device come here
         torch.zeros((), dtype=torch.float64, device=chosen).item()
     except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
