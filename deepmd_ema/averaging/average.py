@@ -1,6 +1,4 @@
-"""One average of all its tensors: its memory, its counters, its state, and its exchange with the
-live weights.
-"""
+"""One average of all its tensors: memory, counters, state, and exchange with live weights."""
 
 from __future__ import annotations
 

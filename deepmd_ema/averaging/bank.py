@@ -1,6 +1,4 @@
-"""A bank of averages of the weights: updated together after each step, swapped in to validate,
-saved and restored.
-"""
+"""A bank of averages: updated together, swapped in to validate, saved and restored."""
 
 from __future__ import annotations
 

@@ -105,8 +105,9 @@ class CheckpointSeries:
 
 
 class BestFiles:
-    """Keeps the ``keep`` best files as ``<prefix>.ckpt-<step>.t-<rank>.pt``; lower values are
-    better.
+    """Keeps the ``keep`` best files as ``<prefix>.ckpt-<step>.t-<rank>.pt``.
+
+    Lower values are better.
 
     ``<prefix>.ckpt.pt`` is a link to the best of them.
 

@@ -1,6 +1,4 @@
-"""Freezing and conversion: writes weights as another model file, which is compared before it takes
-its name.
-"""
+"""Freezing and conversion: writes a model file of another kind, which is read back and compared."""
 
 from __future__ import annotations
 
@@ -38,10 +36,8 @@ FOLDERS = (".savedmodel", ".savedmodeltf")  # that `dp convert-backend` makes of
 # largest difference between the file that was read back and the checkpoint, relative to the largest
 # number
 SAME_MATH = {torch.float64: 1e-10, torch.float32: 1e-4}
-FROM_TABLES = {
-    torch.float64: 1e-8,
-    torch.float32: 1e-4,
-}  # the same of a file with tables of its networks
+# the same of a file with tables of its networks
+FROM_TABLES = {torch.float64: 1e-8, torch.float32: 1e-4}
 SPACING = 2.1  # angstrom, of the atoms of the frames on which the two are compared
 # 192 atoms, two layers of attention, one core: benchmarks/results/versions.md
 SLOWER = (
@@ -49,9 +45,8 @@ SLOWER = (
     "here too"
 )
 IN_LAMMPS = (COMPILED_SUFFIX, ".pth")  # what DeePMD-kit's pair style reads with its torch backends
-LAMMPS_VERSIONS = (
-    "LAMMPS of DeePMD-kit 3.2.0 with torch 2.11"  # that benchmarks/lammps.py was run with
-)
+# versions that benchmarks/lammps.py was run with
+LAMMPS_VERSIONS = "LAMMPS of DeePMD-kit 3.2.0 with torch 2.11"
 
 
 @dataclass(frozen=True)
@@ -77,25 +72,21 @@ class Frozen:
     pressure: str = ""
 
     def text(self) -> str:
-        """Return lines about the file: size, largest differences to the checkpoint, and programs
-        that read it.
-        """
+        """Return lines about the file: size, differences to the checkpoint, and its readers."""
         each = ", ".join(
             f"{name} {value:.1e} {LABELS[name].unit}".rstrip()
             for name, value in self.difference.items()
         )
         written = f"{self.path}: {self.source}; {self.path.stat().st_size / 1e6:.2f} MB"
         compared = f"read back and compared on two made-up frames, largest differences: {each}"
-        return "\n".join(
-            filter(None, (written, self.tables, compared, self.pressure, self.use, self.lammps))
-        )
+        lines = (written, self.tables, compared, self.pressure, self.use, self.lammps)
+        return "\n".join(filter(None, lines))
 
 
 def convert(
     file: ModelFile, output: str | Path, for_deepmd: bool = False, program: str | None = None
 ) -> Frozen:
-    """Write models to another kind of file, read it back, and compare them before the file takes
-    its name.
+    """Write models to another kind of file, which takes its name after it was compared.
 
     Args:
         file: the models with where their weights come from, which the file records; a single one
@@ -125,19 +116,22 @@ def convert(
 
     def read_back(part: Path) -> None:
         back = load_models(part).models
-        for task, one in models.items():
-            for name, value in compare(one.model, back[task].model, one.config).items():
+        for task, written in models.items():
+            values = compare(written.model, back[task].model, written.config)
+            for name, value in values.items():
                 difference[name] = max(value, difference.get(name, 0.0))
 
     source = info.describe()
     if for_deepmd:
-        for one in models.values():
-            if only_here := _only_here(path, one.model, one.config):
+        for each in models.values():
+            if only_here := _only_here(path, each.model, each.config):
                 raise CheckpointError(
                     f"{path}: {only_here}. Without --to deepmd the file is for dp-ema."
                 )
-        own = {task: (one.config, one.model, one.info.as_dict()) for task, one in models.items()}
-        write_deepmd_pt(path, own, check=read_back)
+        tasks = {
+            task: (each.config, each.model, each.info.as_dict()) for task, each in models.items()
+        }
+        write_deepmd_pt(path, tasks, check=read_back)
         if len(models) > 1:
             source = f"{', '.join(models)}: {replace(info, head='').describe()}"
         use = (
@@ -167,8 +161,7 @@ def freeze(
     compress: bool | None = None,
     program: str | None = None,
 ) -> Frozen:
-    """Write a model to ``output``, read it back, and compare the two before the file takes its
-    name.
+    """Write a model to ``output``, which takes its name after it was read back and compared.
 
     Args:
         loaded: the model with where its weights come from, which the file records.
@@ -200,10 +193,8 @@ def freeze(
         path = path.with_name(f"{path.name}.dp")
     check_output(path, option, MODEL_FILE, [info.path])
     checkpoint.require_finite(loaded.model.state_dict(), info.path)
-    only_here, compiled = (
-        _only_here(path, loaded.model, loaded.config),
-        path.suffix == COMPILED_SUFFIX,
-    )
+    only_here = _only_here(path, loaded.model, loaded.config)
+    compiled = path.suffix == COMPILED_SUFFIX
     _refuse_options(path, device, compress, program)
     kind = loaded.config.fitting_net.type
     if compiled:
@@ -221,18 +212,16 @@ def freeze(
 
     def read_back(part: Path) -> None:
         try:
-            back, where = (
-                load_model(part).on(device) if compiled else (load_model(part).model, None)
-            )
+            read = load_model(part)
+            back, where = read.on(device) if compiled else (read.model, None)
         except CheckpointError as error:
             raise CheckpointError(
                 [text.replace(str(part), str(path)) for text in error.problems]
             ) from error
         if tables:
             compare(model, back, loaded.config, where)
-        difference.update(
-            compare(loaded.model, back, loaded.config, where, FROM_TABLES if tables else SAME_MATH)
-        )
+        tolerances = FROM_TABLES if tables else SAME_MATH
+        difference.update(compare(loaded.model, back, loaded.config, where, tolerances))
 
     if compiled:
         from deepmd_ema.interop.pt2 import check_compiler, write_pt2
@@ -254,11 +243,8 @@ def freeze(
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "model.dp"
             write_tree(source, tree, read_back)
-            edit = (
-                deepmd_kit.copy_with_task_dim
-                if kind == "dipole" and path.suffix == ".pth"
-                else shutil.copyfile
-            )
+            needs_task_dim = kind == "dipole" and path.suffix == ".pth"
+            edit = deepmd_kit.copy_with_task_dim if needs_task_dim else shutil.copyfile
             kit.write(["convert-backend", str(source), "{}"], path, edit)
         use = f"written by {kit} from the .dp file that was compared"
     else:
@@ -270,15 +256,12 @@ def freeze(
         use = use if compiles or _has_dipoles_in_lammps(loaded) else ""
     lammps = format_lammps_lines(path, loaded) if path.suffix in IN_LAMMPS else ""
     text = f"{info.describe()}, from {info.path}"
-    return Frozen(
-        path, text, difference, use, tables, lammps, _describe_pressure(info.config, info.head)
-    )
+    pressure = _describe_pressure(info.config, info.head)
+    return Frozen(path, text, difference, use, tables, lammps, pressure)
 
 
 def _describe_pressure(config: Mapping[str, Any], head: str) -> str:
-    """Return a line about a model of energies whose loss had no virials; of other models an empty
-    string.
-    """
+    """Return a line about a model of energies whose loss had no virials, else an empty text."""
     losses = config.get("loss_dict", {})
     loss = losses.get(head, {}) if losses else config.get("loss", {})
     has_virials = any(loss.get(f"{when}_pref_v") for when in ("start", "limit"))
@@ -291,8 +274,7 @@ def _describe_pressure(config: Mapping[str, Any], head: str) -> str:
 
 
 def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
-    """Return the lines of an input of LAMMPS that use a frozen file, after one with the versions
-    they were tried with.
+    """Return the lines of an input of LAMMPS that use a frozen file, and versions that were tried.
 
     Atom types of LAMMPS are numbered as in the type map. A ``.pt2`` that passes messages must know
     which atom an image belongs to (``atom_modify map yes``), and runs on one rank; a ``.pth``
@@ -311,19 +293,21 @@ def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
             f"{' '.join(loaded.config.type_map)}",
         ]
         return "\n  ".join(lines)
-    words = [str(path)]
+    arguments = [str(path)]
     if fitting.numb_fparam and not fitting.default_fparam:
-        words += ["fparam", *(f"FPARAM_{k + 1}" for k in range(fitting.numb_fparam))]
+        arguments += ["fparam", *(f"FPARAM_{k + 1}" for k in range(fitting.numb_fparam))]
     if fitting.numb_aparam:
-        words += ["aparam", *(f"APARAM_{k + 1}" for k in range(fitting.numb_aparam))]
-    messages = path.suffix == COMPILED_SUFFIX and loaded.model.descriptor.passes_messages
-    freeze = command("dp-ema", "freeze", "-o", path.with_suffix(".pth"))
-    on_one_rank = f" on one rank; for several: {freeze}" * messages
+        arguments += ["aparam", *(f"APARAM_{k + 1}" for k in range(fitting.numb_aparam))]
+    lines = ["units        metal"]
+    on_one_rank = ""
+    if path.suffix == COMPILED_SUFFIX and loaded.model.descriptor.passes_messages:
+        freeze = command("dp-ema", "freeze", "-o", path.with_suffix(".pth"))
+        on_one_rank = f" on one rank; for several: {freeze}"
+        lines.append("atom_modify  map yes  # before the box is defined")
     lines = [
         f"in LAMMPS{on_one_rank} (tried: {LAMMPS_VERSIONS}):",
-        "units        metal",
-        *["atom_modify  map yes  # before the box is defined"] * messages,
-        f"pair_style   deepmd {command(*words)}",
+        *lines,
+        f"pair_style   deepmd {command(*arguments)}",
         f"pair_coeff   * * {' '.join(loaded.config.type_map)}",
     ]
     return "\n  ".join(lines)
@@ -359,9 +343,8 @@ def compress(
             that name stays.
     """
     if source.suffix.lower() == COMPILED_SUFFIX:
-        return freeze(
-            load_model(source), target, device=device, compress=True, program=program
-        ).text()
+        loaded = load_model(source)
+        return freeze(loaded, target, device=device, compress=True, program=program).text()
     _refuse_options(target, device, None, program)
     check_output(target, "-o", MODEL_FILE, [source])
     kit = deepmd_kit.find_deepmd_kit(target, program)
@@ -415,8 +398,8 @@ def _with_tables(
         return loaded.model, ""
     return model, (
         f"embedding networks as {counted(len(tables), 'table')} of at most "
-        f"{max(one.terms for one in tables)} terms, derivatives within "
-        f"{max(one.error for one in tables):.0e} of the largest; pairs nearer than "
+        f"{max(table.terms for table in tables)} terms, derivatives within "
+        f"{max(table.error for table in tables):.0e} of the largest; pairs nearer than "
         f"{min_table_distance(model):.2f} angstrom by the networks"
     )
 
@@ -425,11 +408,12 @@ def _only_here(path: Path, model: EnergyModel, config: ModelConfig) -> str:
     """Return why DeePMD-kit's torch backend does not read a file of a model, or an empty string."""
     if path.suffix == COMPILED_SUFFIX:
         return ""  # it runs the code in the file
-    feature, whole = "use_srtab" if config.use_srtab is not None else "", model.descriptor
-    descriptors = [whole]
+    feature = "use_srtab" if config.use_srtab is not None else ""
+    descriptors = [model.descriptor]
     if config.type == "linear_ener":
-        feature, descriptors = config.type, list(getattr(whole, "parts", ()))
-    if not feature or all(one.mixed_types for one in descriptors):
+        feature = config.type
+        descriptors = list(getattr(model.descriptor, "parts", ()))
+    if not feature or all(descriptor.mixed_types for descriptor in descriptors):
         return ""
     return (
         f"DeePMD-kit's torch backend does not read it: it has {feature} for descriptors of mixed "
@@ -444,8 +428,9 @@ def compare(
     where: torch.device | None = None,
     tolerances: Mapping[torch.dtype, float] = SAME_MATH,
 ) -> dict[str, float]:
-    """Return the largest differences of two models on frames with all elements, one periodic and
-    one open.
+    """Return the largest differences of two models on a periodic and an open frame.
+
+    The frames have all elements.
 
     Args:
         model: what was read.
@@ -459,14 +444,17 @@ def compare(
     """
     batch = _made_up_frames(model, config, model.layout.rcut if where is not None else 0.0)
     where = where or batch.coord.device
-    one, two = model.eval()(batch), other.to(where).eval()(batch.to(where))
-    two = {name: value.to(batch.coord.device) for name, value in two.items()}
+    expected = model.eval()(batch)
+    output = other.to(where).eval()(batch.to(where))
+    output = {name: value.to(batch.coord.device) for name, value in output.items()}
     difference = {
-        name: float((one[name] - two[name]).abs().max()) for name in one if name in LABELS
+        name: float((expected[name] - output[name]).abs().max())
+        for name in expected
+        if name in LABELS
     }
     tolerance = max(tolerances[parameter.dtype] for parameter in model.parameters())
     for name, value in difference.items():
-        scale = max(1.0, float(one[name].abs().max()))
+        scale = max(1.0, float(expected[name].abs().max()))
         if not value <= tolerance * scale:
             raise CheckpointError(
                 f"the frozen file read back differs from the checkpoint by {value:.1e} in {name}, "
@@ -476,11 +464,10 @@ def compare(
 
 
 def _made_up_frames(model: EnergyModel, config: ModelConfig, smallest: float) -> Batch:
-    """Return frames in a cell of at least ``smallest`` angstrom: without images of an atom as its
-    own neighbors.
+    """Return frames in a cell of at least ``smallest`` angstrom.
 
-    A compiled model sorts neighbors itself, and may take two images of one atom at one distance in
-    another order.
+    No atom has its own images as neighbors then. A compiled model sorts neighbors itself, and may
+    take two images of one atom at one distance in another order.
     """
     rng = np.random.default_rng(0)
     num_types = len(config.type_map)

@@ -449,8 +449,9 @@ Take: TypeAlias = WholeTensors | OwnRows
 
 
 def _pieces(tree: Any) -> Iterator[bytes | memoryview]:
-    """Yield bytes that identify the content of ``tree``; each part begins with its kind and its
-    size.
+    """Yield bytes that identify the content of ``tree``.
+
+    Each part begins with its kind and its size.
     """
     if isinstance(tree, Tensor):
         yield f"{tree.dtype} {tuple(tree.shape)};".encode()

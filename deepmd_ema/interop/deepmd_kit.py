@@ -1,6 +1,4 @@
-"""An installed DeePMD-kit, called as a program for the file formats that only it reads and
-writes.
-"""
+"""An installed DeePMD-kit, called as a program for file formats that only it reads and writes."""
 
 from __future__ import annotations
 
@@ -44,15 +42,14 @@ class DeepmdKit:
 
     def write(
         self,
-        words: Sequence[str],
+        arguments: Sequence[str],
         path: Path,
         edit: Callable[[Path, Path], object] = shutil.copyfile,
     ) -> None:
-        """Run a command of DeePMD-kit that writes a file, which takes the name ``path`` when it is
-        complete.
+        """Run a command of DeePMD-kit that writes a file, which is moved to ``path`` when complete.
 
         Args:
-            words: the command; ``{}`` is the file that it writes.
+            arguments: the command; ``{}`` is the file that it writes.
             path: whose suffix is that of the file.
             edit: called with this file and the path of the copy that it writes.
 
@@ -62,10 +59,10 @@ class DeepmdKit:
         """
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"model{path.suffix}"
-            command = [self.command, *(word.format(file) for word in words)]
+            command = [self.command, *(text.format(file) for text in arguments)]
             done = _run(command, folder)
             if done.returncode or not file.is_file():
-                shown = " ".join([PROGRAM, *(word.format(path) for word in words)])
+                shown = " ".join([PROGRAM, *(text.format(path) for text in arguments)])
                 raise UserError(
                     f"{path}: `{shown}` of {self} failed: {_last_lines(done.stderr or done.stdout)}"
                 )

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,23 +43,15 @@ from deepmd_ema.utils import LIVE
 
 EMA = "ema"  # the one average that such a checkpoint may hold
 _EXTRA = "_extra_state"
-_FACTS = (
-    "weights",
-    "step",
-    "average",
-    "bias",
-)  # that dp-ema says of the weights in a file that it has written
+# entries of dp-ema about the weights in a file that it has written
+_FACTS = ("weights", "step", "average", "bias")
 _ONLY = "Default"  # name of the model in a file that has one
 # options of a section ``model`` that are about how it was trained
 _OF_TRAINING = ("finetune_head", "finetune_bias", "model_branch_alias", "info", "hessian_mode")
-_WITH_DESCRIPTORS = (
-    "descriptor",
-    "list",
-    "models",
-)  # options that are or hold sections of descriptors
-_PART = re.compile(
-    r"(models\.(\d+)\.)?([^.]+)\.?(.*)"
-)  # place in a tree: part of the model, its entry, and inside
+# options that are or hold sections of descriptors
+_WITH_DESCRIPTORS = ("descriptor", "list", "models")
+# place in a tree: part of the model, its entry, and inside
+_PART = re.compile(r"(models\.(\d+)\.)?([^.]+)\.?(.*)")
 _IN_TABLE = ("tab_info", "tab_data")  # arrays of a table that a checkpoint holds
 _TABLES = ("use_srtab", "tab_file")  # options that are a table, or in an input the name of its file
 _SELECTED = ("sel_type", "dipole_type", "pol_type")  # options that the peer's torch backends ignore
@@ -73,13 +65,12 @@ _CONVERT = (
 def read_deepmd_pt(
     payload: Any, path: Path, head: str | None = None, use_average: bool = False
 ) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]:
-    """Return one model of a checkpoint of DeePMD-kit: its section, itself in evaluation mode, and
-    facts.
+    """Return the section of a model in a checkpoint of DeePMD-kit, the model, and facts.
 
-    ``min_nbor_dist`` of the model is set. The facts are ``weights`` (``live``, ``ema``, or empty: a
-    file with weights only does not say what they are), ``step`` (optimizer steps of the weights, or
-    None), ``average`` (empty for other weights), ``bias``, and ``version``, the program that wrote
-    the file.
+    The model is in evaluation mode, with its ``min_nbor_dist``.
+    The facts are ``weights`` (``live``, ``ema``, or empty: a file with weights only does not say
+    what they are), ``step`` (optimizer steps of the weights, or None), ``average`` (empty for other
+    weights), ``bias``, and ``version``, the program that wrote the file.
 
     Args:
         payload: the content of the file.
@@ -92,9 +83,11 @@ def read_deepmd_pt(
     """
     with faults_as_messages(path):
         extra = _extra_of(payload, path)
-        name, section = head or _ONLY, extra["model_params"]
-        section = section if head is None else section["model_dict"][head]
-        state, prefix = payload.get("model", payload), f"model.{name}."
+        params = extra["model_params"]
+        section = params if head is None else params["model_dict"][head]
+        name = head or _ONLY
+        state = payload.get("model", payload)
+        prefix = f"model.{name}."
         tensors = {
             str(key).removeprefix(prefix): value
             for key, value in state.items()
@@ -115,13 +108,13 @@ def read_deepmd_pt(
         fill_model(model, config, normalized(tree))
         distance = float(tensors.get("min_nbor_dist", tensors.get("_min_nbor_dist", -1.0)))
         model.min_nbor_dist = distance if distance > 0 else None  # -1 where it is not known
-        weights = EMA if use_average else LIVE if "optimizer" in payload else ""
+        weights = LIVE if "optimizer" in payload else ""
         step = (extra.get("train_infos") or {}).get("step")
         # pt counts from 0 and saves the number of the last step; pt_expt saves how many there were
         step = step + ("min_nbor_dist" in tensors) if isinstance(step, int) else None
         written = (payload.get(EXTRA) or {}).get(head or "", {})
         facts = {
-            "weights": weights,
+            "weights": EMA if use_average else weights,
             "step": step,
             "average": average,
             "bias": {},
@@ -135,8 +128,7 @@ def write_deepmd_pt(
     models: Mapping[str, tuple[ModelConfig, EnergyModel, Mapping[str, Any]]],
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write models as a checkpoint of DeePMD-kit's backend pt; the file appears whole or not at
-    all.
+    """Write models as a checkpoint of DeePMD-kit's backend pt, which appears whole or not at all.
 
     Args:
         path: ends in ``.pt``.
@@ -163,9 +155,10 @@ def write_deepmd_pt(
         state |= {
             f"model.{task or _ONLY}.{name}": tensor for name, tensor in _tensors(model, config)
         }
-    facts = {task: dict(of_weights) for task, (_, _, of_weights) in models.items()}
+    facts = {task: dict(weight_facts) for task, (_, _, weight_facts) in models.items()}
     # the number of the last step, counted from 0
-    train_infos = {"lr": 0.0, "step": max(0, (next(iter(facts.values())).get("step") or 0) - 1)}
+    num_steps = next(iter(facts.values())).get("step") or 0
+    train_infos = {"lr": 0.0, "step": max(0, num_steps - 1)}
     params = sections.get("") or {"model_dict": sections}
     state[_EXTRA] = {"model_params": params, "train_infos": train_infos}
     # DeePMD-kit starts no run from a checkpoint without the entry `optimizer`, and makes a new one
@@ -179,8 +172,9 @@ def write_deepmd_pt(
 
 
 def heads_of(payload: Any, path: Path) -> dict[str, list[str]]:
-    """Return the names of the models of a checkpoint of DeePMD-kit, with their aliases; none where
-    there is one.
+    """Return the names of the models of a checkpoint of DeePMD-kit, with their aliases.
+
+    A single model has no name.
     """
     with faults_as_messages(path):
         models = _extra_of(payload, path)["model_params"].get("model_dict", {})
@@ -271,27 +265,23 @@ def deepmd_section(config: ModelConfig) -> Tree:
 
 
 def _not_in_pt(task: str, config: ModelConfig) -> str:
-    """Return the feature of the model of a task that DeePMD-kit's backend pt lacks, or an empty
-    string.
-    """
+    """Return the feature of a task's model that DeePMD-kit's backend pt lacks, or an empty text."""
     if task == _ONLY or "." in task or hasattr(nn.ModuleDict(), task):
         return f"a task of the name {task!r}"
     alpha = getattr(config, "smin_alpha", _SMIN_ALPHA)
     if config.use_srtab is not None and alpha != _SMIN_ALPHA:
         return f"smin_alpha = {alpha:g}: its own is {_SMIN_ALPHA:g} in a checkpoint"
     networks = (part for part in _parts(config) if hasattr(part, "fitting_net"))
-    sections = (
-        (kinds, getattr(part, option)) for part in networks for kinds, option in PARTS.values()
-    )
-    return next(
-        filter(None, (tree_by_type(kinds, one.type).not_in_pt(one) for kinds, one in sections)), ""
-    )
+    for part in networks:
+        for kinds, option in PARTS.values():
+            section = getattr(part, option)
+            if lacking := tree_by_type(kinds, section.type).not_in_pt(section):
+                return lacking
+    return ""
 
 
 def _parts(config: ModelConfig) -> Sequence[Any]:
-    """Return the sections of the parts of a model, which is its own part if it is not a sum of
-    some.
-    """
+    """Return the sections of the parts of a model, or its own if it is no sum of some."""
     parts: Sequence[Any] = getattr(config, "models", [config])
     return parts
 
@@ -305,23 +295,20 @@ def _tensors(model: EnergyModel, config: ModelConfig) -> Iterator[tuple[str, Ten
         yield "inter_potential.atomic_numbers", torch.tensor(charges, dtype=torch.float64)
     tree = model_tree(model, config)
     table = {"tab_data": (len(config.type_map), len(config.type_map), -1, 4)}
-    for place, array in [
-        *((place, node[key]) for place, node, key in _arrays(tree)),
-        *_added(tree),
-    ]:
-        name, reader, _ = _name_of(place, config, "pt")
-        if name is None:
+    arrays = [(place, node[key]) for place, node, key in _arrays(tree)]
+    for place, array in [*arrays, *_added(tree)]:
+        entry = _name_of(place, config, "pt")
+        if (name := entry.name) is None:
             continue
         tensor = torch.from_numpy(np.asarray(array))
         tensor = tensor.reshape(table.get(place.rpartition(".")[2], tensor.shape))
         yield name, tensor
-        if ".networks." in name and reader is not None and reader.has_second_names:
+        if ".networks." in name and entry.reader is not None and entry.reader.has_second_names:
             yield name.replace(".networks.", "._networks."), tensor
 
 
 def _added(node: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
-    """Yield arrays that a checkpoint has beside those of the tree, with places as if they were
-    there.
+    """Yield arrays that a checkpoint has beside those of the tree, with places in the tree.
 
     They are empty until DeePMD-kit compresses the model, but for the default of the frame
     parameters.
@@ -335,7 +322,8 @@ def _added(node: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
             for name in ("compress_info", "compress_data")
             for k in range(len(nets["networks"]))
         ]
-        names += ["type_embd_data"] * (nets["ndim"] == 0)
+        if nets["ndim"] == 0:
+            names.append("type_embd_data")
         precision = nets["networks"][0]["precision"]
         yield from ((f"{place}{name}", np.zeros(0, dtype=precision)) for name in names)
     if isinstance(node, dict) and node.get("default_fparam") is not None:
@@ -357,27 +345,28 @@ def _put(tree: Tree, state: Mapping[str, Any], path: Path, config: ModelConfig) 
     backend = "pt" if any(name.endswith(".matrix") for name in tensors) else "pt_expt"
     missing = []
     for place, node, key in list(_arrays(tree)):
-        name, reader, inner = _name_of(place, config, backend)
-        if name in tensors:
-            node[key] = tensors.pop(name).detach().cpu().numpy()
-        elif reader is not None and inner in reader.defaults:
-            node[key] = np.full_like(node[key], reader.defaults[inner])
-        elif name is not None and _is_read(node[key]):
+        entry = _name_of(place, config, backend)
+        defaults = entry.reader.defaults if entry.reader is not None else {}
+        if entry.name in tensors:
+            node[key] = tensors.pop(entry.name).detach().cpu().numpy()
+        elif entry.inner in defaults:
+            node[key] = np.full_like(node[key], defaults[entry.inner])
+        elif entry.name is not None and _is_read(node[key]):
             missing.append(place)
     if missing or tensors:
         lines = [
             f"{path}: the tensors of this checkpoint of DeePMD-kit are not those of its model."
         ]
-        lines += [f"  missing: {first_few(sorted(missing))}"] * bool(missing)
-        lines += [f"  not of this model: {first_few(list(tensors))}"] * bool(tensors)
+        if missing:
+            lines.append(f"  missing: {first_few(sorted(missing))}")
+        if tensors:
+            lines.append(f"  not of this model: {first_few(list(tensors))}")
         lines.append(f"  {_CONVERT.format(path=command(path))}")
         raise CheckpointError("\n".join(lines))
 
 
 def _is_weight(name: str, tensor: Any) -> bool:
-    """Whether a tensor is one of the arrays of a tree: no mask, no list of places, nothing
-    compressed.
-    """
+    """Whether a tensor is an array of a tree: no mask, no list of places, nothing compressed."""
     if not isinstance(tensor, Tensor) or not _is_read(tensor):
         return False
     second = "._networks.", ".nets.networks."  # names of networks that have another one, too
@@ -398,28 +387,38 @@ def _is_read(array: Any) -> bool:
     return bool(math.prod(array.shape)) and torch.as_tensor(array).is_floating_point()
 
 
-def _name_of(
-    place: str, config: ModelConfig, backend: str
-) -> tuple[str | None, PartTree | None, str]:
-    """Return the name in a checkpoint of the array at a place in the tree of a model, or None: it
-    is not there.
+class _ArrayName(NamedTuple):
+    """The name of an array in a checkpoint.
 
-    Beside it: the reader of the descriptor or fitting network that has the array, if any, and the
-    place inside.
+    Attributes:
+        name: None if the array is not there.
+        reader: of the descriptor or fitting network that has the array, if any.
+        inner: the place in its tree.
     """
+
+    name: str | None
+    reader: PartTree | None
+    inner: str
+
+
+def _name_of(place: str, config: ModelConfig, backend: str) -> _ArrayName:
+    """Return the name in a checkpoint of the array at a place in the tree of a model."""
     match = _PART.fullmatch(place.removeprefix(f"{INSIDE}."))
     assert match is not None, place
-    of_part, number, entry, inner = match.groups(default="")
-    reader, name = None, f"{entry}{inner}"
+    prefix = match[1] or ""  # of a part of a model that has several
+    entry = match[3]
+    inner = match[4]
+    reader = None
+    name = f"{entry}{inner}"
     if entry == "tab":
         name = inner if inner in _IN_TABLE else ""
     elif entry in PARTS:
         kinds, option = PARTS[entry]
-        section = getattr(_parts(config)[int(number or 0)], option)
+        section = getattr(_parts(config)[int(match[2] or 0)], option)
         reader = tree_by_type(kinds, section.type)
-        own = reader.name_of(inner, section, backend)
-        name = f"{option}.{own}" if own else ""
-    return f"atomic_model.{of_part}{name}" if name else None, reader, inner
+        name_inside = reader.name_of(inner, section, backend)
+        name = f"{option}.{name_inside}" if name_inside else ""
+    return _ArrayName(f"atomic_model.{prefix}{name}" if name else None, reader, inner)
 
 
 def _arrays(

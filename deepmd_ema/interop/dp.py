@@ -1,6 +1,4 @@
-"""DeePMD-kit's model files, ``.dp`` (HDF5) and ``.yaml``: written from our models and read into
-them.
-"""
+"""DeePMD-kit's model files, ``.dp`` (HDF5) and ``.yaml``: written from and read into models."""
 
 from __future__ import annotations
 
@@ -89,8 +87,7 @@ def rewrite_bias(
     std: np.ndarray | None,
     facts: Mapping[str, Any],
 ) -> None:
-    """Write the model file ``path`` to ``target`` with another output bias and otherwise the same
-    content.
+    """Write the model file ``path`` to ``target`` with another output bias.
 
     Args:
         path: a file that :func:`read_dp` reads.
@@ -213,8 +210,9 @@ def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
 
 
 def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
-    """Return the section ``model``: the shape from the model itself, the rest from the input that
-    is kept with it.
+    """Return the section ``model`` of a file.
+
+    The shape comes from the model itself, the rest from the input that is stored with it.
     """
     model, script = tree["model"], tree.get("model_def_script") or {}
     section = {
@@ -236,46 +234,33 @@ def fill_model(model: EnergyModel, config: ModelConfig, tree: Tree) -> None:
     """
     target = model_tree(model, config)
     target = _reader_of(target).normalized(target)
-    names = {
-        "out_bias",
-        *(name for name, value in tree[VARIABLES].items() if value is not None),
-    }  # no out_std in some
-    fill(
-        {
-            **target,
-            VARIABLES: {name: value for name, value in target[VARIABLES].items() if name in names},
-        },
-        tree,
-    )
+    # some files have no out_std
+    names = {"out_bias", *(name for name, value in tree[VARIABLES].items() if value is not None)}
+    variables = {name: value for name, value in target[VARIABLES].items() if name in names}
+    fill({**target, VARIABLES: variables}, tree)
 
 
 def normalized(tree: Tree) -> Tree:
-    """Return a tree that was read in the form that is compared with the one that is written: see
-    :class:`StandardTree`.
+    """Return a tree that was read in the form of :class:`StandardTree`.
+
+    In this form it is compared with the tree that is written.
 
     Raises:
         ValueError: if it has what is not available here.
     """
 
     def upgraded(part: Tree) -> Tree:
-        readers = {
-            name: tree_of(kinds, part[name]) for name, (kinds, _) in PARTS.items() if name in part
-        }
-        return {
-            **part,
-            **{
-                name: reader.upgraded(part[name])
-                for name, reader in readers.items()
-                if reader is not None
-            },
-        }
+        part = dict(part)
+        for name, (kinds, _) in PARTS.items():
+            reader = tree_of(kinds, part[name]) if name in part else None
+            if reader is not None:
+                part[name] = reader.upgraded(part[name])
+        return part
 
     tree = upgraded(_reader_of(tree).normalized(tree))
-    return (
-        {**tree, "models": [upgraded(part) for part in tree["models"]]}
-        if "models" in tree
-        else tree
-    )
+    if "models" in tree:
+        tree["models"] = [upgraded(part) for part in tree["models"]]
+    return tree
 
 
 def _model_trees() -> list[StandardTree]:
@@ -302,9 +287,10 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
         )
     problems: list[str] = []
     features: dict[str, None] = {}
-    for part in (
-        tree["models"] if "models" in tree else [{**tree.get(INSIDE, tree), "type": "standard"}]
-    ):
+    parts = tree.get("models")
+    if parts is None:
+        parts = [{**tree.get(INSIDE, tree), "type": "standard"}]
+    for part in parts:
         if (kind := part.get("type", "standard")) not in ("standard", "pairtab"):
             raise CheckpointError(
                 f"{path}: a part of type {kind!r}; available here: standard, pairtab."
@@ -328,8 +314,7 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
 
 
 class StandardTree:
-    """Tree of a standard model; one with a table of pair energies is of type ``zbl`` there, with
-    two parts.
+    """Tree of a standard model; with a table of pair energies it has type ``zbl`` and two parts.
 
     The base of those of other types.
 
@@ -362,8 +347,7 @@ class StandardTree:
         }
 
     def normalized(self, tree: Tree) -> Tree:
-        """Return a tree with options in place of tables, and networks where those of a model
-        without tables are.
+        """Return a tree with options in place of tables, and networks as without tables.
 
         Raises:
             ValueError: if it has what is not available here.
@@ -409,12 +393,11 @@ def network_trees(descriptor: Descriptor, fitting: Fitting, config: StandardConf
 
 
 def network_sections(tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
-    """Return the sections of a descriptor and its fitting network, with the seeds of those in
-    ``script``.
-    """
+    """Return the sections of a descriptor and its fitting network, with seeds from ``script``."""
     sections: Tree = {}
     for part, (kinds, name) in PARTS.items():
-        reader, section = tree_of(kinds, tree[part]), script.get(name)
+        reader = tree_of(kinds, tree[part])
+        section = script.get(name)
         assert reader is not None, f"unchecked {part}"
         seed = section.get("seed") if isinstance(section, Mapping) else None
         sections[name] = {
@@ -425,8 +408,7 @@ def network_sections(tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree
 
 
 def part_tree(whole: Mapping[str, Any], kind: str, entries: Tree) -> Tree:
-    """Return the tree of a part of the model ``whole``, whose energies of the elements are those of
-    the whole.
+    """Return the tree of a part of a model; energies of the elements are in ``whole``.
 
     Args:
         whole: tree of the model.

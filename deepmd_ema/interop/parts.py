@@ -1,6 +1,4 @@
-"""Trees of descriptors and fitting networks: what every family's table of names is made of, and how
-arrays are read.
-"""
+"""Trees of descriptors and fitting networks: tables of names, and how arrays are read."""
 
 from __future__ import annotations
 
@@ -83,8 +81,9 @@ class PartTree:
         self._options = ("type", *(field.name for field in fields(section)))
 
     def write(self, part: Any, config: StandardConfig) -> Tree:
-        """Return the tree of a descriptor or fitting; arrays are in the memory of the part where
-        that is the CPU's.
+        """Return the tree of a descriptor or fitting network.
+
+        Arrays are in the memory of the part if that is on the CPU.
         """
         raise NotImplementedError
 
@@ -107,17 +106,13 @@ class PartTree:
         return tree
 
     def name_of(self, place: str, section: Any, backend: str) -> str:
-        """Return the name of the array at a place in the tree in checkpoints of a backend of
-        DeePMD-kit.
-        """
+        """Return the name of the array at a place in the tree in checkpoints of a backend."""
         for pattern, name in (*self.modules[backend], *_MODULES[backend]):
             place = re.sub(pattern, name, place)
         return place
 
     def not_in_pt(self, section: Any) -> str:
-        """Return the feature of a section that DeePMD-kit's backend pt lacks, or an empty
-        string.
-        """
+        """Return the feature of a section that DeePMD-kit's backend pt lacks, or an empty text."""
         return "" if "pt" in self.modules else f"the type {section.type}"
 
 
@@ -162,9 +157,7 @@ def node(kind: str, version: int) -> Tree:
 
 
 def collection_tree(kind: str, networks: Sequence[Tree], ndim: int, ntypes: int) -> Tree:
-    """Return the tree of networks of a ``network_type``, each of which depends on ``ndim``
-    elements.
-    """
+    """Return the tree of networks of a ``network_type``; each depends on ``ndim`` elements."""
     return {
         **node("NetworkCollection", 1),
         "ndim": ndim,
@@ -244,9 +237,7 @@ def type_embedding_tree(embedding: TypeEmbedding, type_map: Sequence[str], train
 
 
 def statistics_tree(module: Any) -> Tree:
-    """Return the arrays of the means and spreads by which a module normalises its environment
-    matrix.
-    """
+    """Return the means and spreads by which a module normalises its environment matrix."""
     return {"davg": array(module.mean), "dstd": array(module.stddev)}
 
 
@@ -256,14 +247,15 @@ def env_mat_tree(rcut: float, rcut_smth: float, protection: float) -> Tree:
 
 
 def options_tree(section: Any, *left_out: str) -> Tree:
-    """Return the options of a section that DeePMD-kit has, but for precision, seed, and those that
-    are left out.
+    """Return the options of a section that DeePMD-kit has, without ``left_out``.
+
+    Precision and seed are in other entries of a tree.
     """
     tree = tree_without_effect(section)
     tree |= {
-        one.name: plain(getattr(section, one.name))
-        for one in options(section.__class__)
-        if not one.is_own
+        option.name: plain(getattr(section, option.name))
+        for option in options(section.__class__)
+        if not option.is_own
     }
     return {
         name: value for name, value in tree.items() if name not in ("precision", "seed", *left_out)
@@ -276,8 +268,11 @@ def tree_without_effect(section: Any) -> Tree:
 
 
 def parts_of(module: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts that a module has, by their names in a tree; ``names`` are their names in the
-    module by these.
+    """Yield the parts that a module has, by their names in a tree.
+
+    Args:
+        module: of a descriptor or fitting network.
+        names: names in the module by the names in the tree.
     """
     for key, path in names.items():
         part = reduce(lambda owner, name: getattr(owner, name, None), path.split("."), module)
@@ -286,9 +281,7 @@ def parts_of(module: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]
 
 
 def residuals_tree(layer: Any, names: Mapping[str, str]) -> Tree:
-    """Return the trained factors of the updates of a layer, by their names in a tree; see
-    :func:`parts_of`.
-    """
+    """Return the trained factors of the updates of a layer; ``names`` as for :func:`parts_of`."""
     factors = {
         key: [array(factor) for factor in update.factors] for key, update in parts_of(layer, names)
     }
@@ -314,8 +307,9 @@ def chosen(tree: Mapping[str, Any], names: Sequence[str]) -> Tree:
 
 
 def fill(target: Any, source: Any, name: str = "") -> None:
-    """Write the arrays of a tree that was read into those of a tree that was written: the tensors
-    of its model change.
+    """Write the arrays of a tree that was read into the tree of a model.
+
+    The tensors of the model change.
 
     Entries of ``target`` without arrays are not compared, but for activation functions and whether
     types are mixed.
@@ -332,21 +326,16 @@ def fill(target: Any, source: Any, name: str = "") -> None:
     if isinstance(target, list):
         source = [] if source is None else source
         if len(source) != len(target):
-            kind = (
-                "arrays"
-                if not isinstance(target[0], Mapping)
-                else "networks"
-                if "layers" in target[0]
-                else "layers"
-            )
+            is_tree = isinstance(target[0], Mapping)
+            trees = "networks" if is_tree and "layers" in target[0] else "layers"
+            kind = trees if is_tree else "arrays"
             raise ValueError(f"{name}: {len(source)} {kind}, expected {len(target)}")
-        for index, one in enumerate(target):
-            fill(one, source[index], f"{name}[{index}]")
+        for index, entry in enumerate(target):
+            fill(entry, source[index], f"{name}[{index}]")
     elif isinstance(target, Mapping):
         if target.get("@class") == "Layer":
-            kind, expected = (
-                str(tree["activation_function"]).lower() for tree in (source, target)
-            )  # None in old files
+            kind = str(source["activation_function"]).lower()  # None in old files
+            expected = str(target["activation_function"]).lower()
             if kind != expected and {kind, expected} - _NO_ACTIVATION:
                 raise ValueError(f"{name}: activation_function {kind!r}, expected {expected!r}")
         if "mixed_types" in target and target["mixed_types"] != bool(source.get("mixed_types")):
@@ -357,15 +346,11 @@ def fill(target: Any, source: Any, name: str = "") -> None:
         for key, value in target.items():
             if key == VARIABLES:
                 for place, tensor in value.items():
-                    fill(
-                        tensor, source[VARIABLES].get(place), f"{name}: {place}" if name else place
-                    )
+                    array_name = f"{name}: {place}" if name else place
+                    fill(tensor, source[VARIABLES].get(place), array_name)
             elif _has_arrays(value):
-                fill(
-                    value,
-                    source[key],
-                    name if key == "networks" else f"{name}.{key}" if name else key,
-                )
+                inner = f"{name}.{key}" if name else key
+                fill(value, source[key], name if key == "networks" else inner)
     elif target is None or source is None:
         if target is not None or source is not None:
             raise ValueError(f"{name} is {'given' if target is None else 'missing'}")
@@ -377,8 +362,7 @@ def fill(target: Any, source: Any, name: str = "") -> None:
 
 
 def refuse_angular_means(tree: Mapping[str, Any], name: str = "") -> None:
-    """Refuse the statistics of a block of pairs of neighbors that would make energies depend on the
-    orientation.
+    """Refuse statistics of a block of pairs that would make energies depend on the orientation.
 
     Raises:
         ValueError: naming them; ``name`` is that of the block.
@@ -404,7 +388,8 @@ def _features(tree: Any) -> Iterator[str]:
         elif key == "env_mat" and (value or {}).get("use_exp_switch"):
             yield "an exponential switch"
         elif key == VARIABLES:
-            yield from ["lora"] * any(map(_LORA.search, value))
+            if any(map(_LORA.search, value)):
+                yield "lora"
         else:
-            for one in value if isinstance(value, list) else [value]:
-                yield from _features(one)
+            for entry in value if isinstance(value, list) else [value]:
+                yield from _features(entry)

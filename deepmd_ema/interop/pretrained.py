@@ -97,8 +97,7 @@ PUBLISHED = tuple(
 
 
 def download(name: str, folder: Path | None = None) -> Path:
-    """Return the file of a published model in ``folder`` (:data:`DOWNLOADS`), downloaded if it is
-    not there yet.
+    """Return the file of a published model in ``folder`` (:data:`DOWNLOADS`), or download it.
 
     Raises:
         CheckpointError: if no address gives the file, or a file of its name has other content.
@@ -170,8 +169,9 @@ def _receive(url: str, path: Path) -> None:
 
 
 def local_file(name: str) -> str:
-    """Return the path of a file of weights, which is downloaded if ``name`` is that of a published
-    model and no path.
+    """Return the path of a file of weights.
+
+    It is downloaded if ``name`` is that of a published model and no path.
 
     Raises:
         UserError: as :func:`download` does.
@@ -181,15 +181,20 @@ def local_file(name: str) -> str:
 
 
 def check_digest(path: Path) -> str:
-    """Return the name of the published model that a file holds, or an empty string: no model has a
-    file of that name.
+    """Return the name of the published model that a file holds, or an empty text.
+
+    The text is empty if no model has a file of that name.
 
     Raises:
         CheckpointError: if the file has the name of a published one and other content.
     """
-    model = next(
-        (one for one in PUBLISHED if path.name in (one.file, one.urls[0].rsplit("/", 1)[1])), None
+    # under its name here, or as it is called where it was published
+    candidates = (
+        published
+        for published in PUBLISHED
+        if path.name in (published.file, published.urls[0].rsplit("/", 1)[1])
     )
+    model = next(candidates, None)
     if model is None or not path.is_file():
         return ""
     digest = file_digest(path)

@@ -1,6 +1,4 @@
-"""Models compiled to machine code (``.pt2``): packages of AOTInductor, laid out as DeePMD-kit reads
-them.
-"""
+"""Models compiled to machine code (``.pt2``): packages of AOTInductor as DeePMD-kit reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 from traceback import format_exception
@@ -53,8 +51,9 @@ _OPTIONS = {"cpp.dynamic_threads": True, **CODE_OPTIONS}
 
 
 def check_compiler(path: Path) -> None:
-    """Check that torch and a C++ compiler can write a ``.pt2`` here, which would fail after a
-    minute otherwise.
+    """Check that torch and a C++ compiler can write a ``.pt2`` here.
+
+    Compilation would fail after a minute otherwise.
 
     Raises:
         UserError: if torch is too old, or there is no C++ compiler.
@@ -145,8 +144,9 @@ def write_pt2(
 def load_compiled(
     path: Path, name: str | None = None
 ) -> tuple[Callable[..., dict[str, Tensor]], torch.device]:
-    """Return the compiled function of a ``.pt2`` file, which takes what ``ExtendedModel`` takes,
-    and where it runs.
+    """Return the compiled function of a ``.pt2`` file and its device.
+
+    The function takes the arguments of ``ExtendedModel``.
 
     Machine code in the file runs as it is loaded.
 
@@ -264,21 +264,22 @@ def _exported(
     copy.evaluate_all_blocks()  # a graph is for all elements
     seal(copy)
     samples = _samples(copy, config)
-    frames, extended, atoms, slots = (
-        Dim(name, min=1) for name in ("frames", "extended", "atoms", "slots")
-    )
-    on_images, fitting = {0: frames, 1: extended}, config.fitting_net
-    conditions = [{0: frames}] * (fitting.numb_fparam > 0) + [{0: frames, 1: atoms}] * (
-        fitting.numb_aparam > 0
-    )
-    shapes = (on_images, on_images, {0: frames, 1: atoms, 2: slots}, on_images, *conditions)
-    traced = make_fx(
-        _with_conditions(copy, config), tracing_mode="symbolic", _allow_non_fake_inputs=True
-    )(*samples)
+    frames = Dim("frames", min=1)
+    atoms = Dim("atoms", min=1)
+    on_images = {0: frames, 1: Dim("extended", min=1)}
+    on_slots = {0: frames, 1: atoms, 2: Dim("slots", min=1)}
+    shapes = [on_images, on_images, on_slots, on_images]
+    if config.fitting_net.numb_fparam:
+        shapes.append({0: frames})
+    if config.fitting_net.numb_aparam:
+        shapes.append({0: frames, 1: atoms})
+    function = _with_conditions(copy, config)
+    trace = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+    traced = trace(*samples)
     exported = torch.export.export(
         traced,
         samples,
-        dynamic_shapes=shapes,
+        dynamic_shapes=tuple(shapes),
         strict=False,
         prefer_deferred_runtime_asserts_over_guards=True,
     )
@@ -286,9 +287,7 @@ def _exported(
 
 
 def _with_conditions(model: EnergyModel, config: ModelConfig) -> Callable[..., dict[str, Tensor]]:
-    """Return the function of the positional tensors of a model: parameters only where it takes
-    some.
-    """
+    """Return the function of the positional tensors of a model, with the parameters it takes."""
     extended, has_frame = ExtendedModel(model), config.fitting_net.numb_fparam > 0
 
     def run(
@@ -304,8 +303,9 @@ def _with_conditions(model: EnergyModel, config: ModelConfig) -> Callable[..., d
 
 @contextmanager
 def _clock() -> Iterator[tqdm]:
-    """Yield a line with a description and the time since now, which a terminal shows until the end
-    of the block.
+    """Yield a line with a description and the time since now.
+
+    A terminal shows it until the end of the block.
     """
     with tqdm(bar_format="{desc}  {elapsed}", delay=1, disable=None, leave=False) as line:
         is_done = Event()
@@ -325,8 +325,9 @@ def _clock() -> Iterator[tqdm]:
 
 
 def _samples(model: EnergyModel, config: ModelConfig) -> tuple[Tensor, ...]:
-    """Return arguments whose sizes are unlike each other and all of the model: equal ones would
-    become one size.
+    """Return arguments whose sizes differ from each other and from those of the model.
+
+    Equal ones would become one size.
     """
     fitting = config.fitting_net
     taken = {size for tensor in model.state_dict().values() for size in tensor.shape}
@@ -341,24 +342,25 @@ def _samples(model: EnergyModel, config: ModelConfig) -> tuple[Tensor, ...]:
         *model.layout.sel,
     }
     taken |= {sum(model.layout.sel), *(most for _, most in model.layout.inner)}
-    frames, atoms, extended, slots = islice((n for n in count(5) if n not in taken), 4)
+    sizes = (n for n in count(5) if n not in taken)
+    frames = next(sizes)
+    atoms = next(sizes)
+    extended = next(sizes)
+    slots = next(sizes)
     coord = torch.zeros(frames, extended, 3, dtype=torch.float64)
     atype = torch.zeros(frames, extended, dtype=torch.int64)
     nlist = torch.zeros(frames, atoms, slots, dtype=torch.int64)
-    conditions = [torch.zeros(frames, fitting.numb_fparam, dtype=torch.float64)] * (
-        fitting.numb_fparam > 0
-    )
-    conditions += [torch.zeros(frames, atoms, fitting.numb_aparam, dtype=torch.float64)] * (
-        fitting.numb_aparam > 0
-    )
+    conditions = []
+    if fitting.numb_fparam:
+        conditions.append(torch.zeros(frames, fitting.numb_fparam, dtype=torch.float64))
+    if fitting.numb_aparam:
+        conditions.append(torch.zeros(frames, atoms, fitting.numb_aparam, dtype=torch.float64))
     return coord, atype, nlist, torch.zeros_like(atype), *conditions
 
 
 @contextmanager
 def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
-    """Turn errors of compilation into messages with the place in the code; these errors have no
-    type of their own.
-    """
+    """Turn errors of compilation, which have no type, into messages with the place in the code."""
     try:
         yield
     except (

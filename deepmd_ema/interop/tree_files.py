@@ -1,6 +1,4 @@
-"""Nested dictionaries with arrays in DeePMD-kit's ``.dp`` (HDF5) and ``.yaml`` files, and inside of
-its ``.pt2``.
-"""
+"""Nested dictionaries with arrays in DeePMD-kit's ``.dp`` (HDF5), ``.yaml`` and ``.pt2`` files."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ _MAX_COMPRESSION = 1100  # deflate does not do better
 
 
 def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = None) -> None:
-    """Write ``tree`` with its digest to a ``.yaml`` or an HDF5 file; it appears whole or not at
-    all.
+    """Write ``tree`` with its digest to a ``.yaml`` or HDF5 file, which appears whole or not.
 
     Args:
         path: the file; its suffix says which format.
@@ -57,8 +54,7 @@ def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = No
 
 
 def read_tree(path: Path) -> Tree:
-    """Return the tree that ``write_tree`` or DeePMD-kit wrote, without the digest, which is
-    checked.
+    """Return the tree that ``write_tree`` or DeePMD-kit wrote, without the checked digest.
 
     Raises:
         CheckpointError: if the file is missing, damaged or of another kind.
@@ -168,8 +164,9 @@ def _as_array(lists: Tree) -> Any:
 
 @contextmanager
 def opened_package(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Open a ``.pt2``, which torch is going to unpack, after a look at the names and sizes of its
-    members.
+    """Open a ``.pt2`` after a look at the names and sizes of its members.
+
+    torch is going to unpack it.
 
     Raises:
         CheckpointError: if one has no place in a package.

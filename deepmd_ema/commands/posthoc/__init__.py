@@ -1,3 +1,1 @@
-"""Averages of any width, made after training from snapshots of power-profile averages, ranked by
-validation error.
-"""
+"""Averages of any width from snapshots of power averages, ranked by validation error."""

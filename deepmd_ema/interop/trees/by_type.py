@@ -60,9 +60,7 @@ class SeE2ATree(parts.PartTree):
         return part.embeddings, 1 if part.one_side else 2
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
-        """Return the options of its section that the tree gives; a default would make another model
-        of it.
-        """
+        """Return all options that the tree gives; a default would make another model of it."""
         return {
             **super().section(tree),
             **{name: tree[name] for name in SHAPE if name in self._options},
@@ -70,31 +68,32 @@ class SeE2ATree(parts.PartTree):
 
 
 class SeE2RTree(SeE2ATree):
-    """Tree of se_e2_r, in which DeePMD-kit calls it se_r; but for the shape of the statistics it is
-    that of se_e2_a.
+    """Tree of se_e2_r, which DeePMD-kit calls se_r in it.
+
+    But for the shape of the statistics it is that of se_e2_a.
     """
 
     type: ClassVar[str] = "se_r"
     modules: ClassVar[parts.Names] = {"pt": parts.STATISTICS, "pt_expt": ()}
 
     def not_in_pt(self, section: Any) -> str:
-        """Return the feature of a section that DeePMD-kit's backend pt lacks, or an empty
-        string.
-        """
+        """Return the feature of a section that DeePMD-kit's backend pt lacks, or an empty text."""
         return "" if section.type_one_side else "type_one_side = false of se_e2_r"
 
 
 class SeE3Tree(SeE2ATree):
-    """Tree of se_e3: a network for each pair (a, b) of types, at ``a + b * T``; DeePMD-kit uses
-    those with a <= b.
+    """Tree of se_e3: a network for each pair (a, b) of types, at ``a + b * T``.
+
+    DeePMD-kit uses those with a <= b.
     """
 
     type: ClassVar[str] = "se_e3"
     modules: ClassVar[parts.Names] = {"pt": ((r"^", "seat."), *parts.STATISTICS), "pt_expt": ()}
 
     def write(self, part: ByTypeDescriptor, config: ModelConfig) -> Tree:
-        """Return the tree of a descriptor; the networks that are not used are those of the pair in
-        the other order.
+        """Return the tree of a descriptor.
+
+        The networks that are not used are those of the pair in the other order.
         """
         tree = super().write(part, config)
         return {name: value for name, value in tree.items() if name != "spin"}

@@ -135,34 +135,32 @@ def _layer_tree(layer: RepformerLayer, part: DPA2Descriptor, args: Mapping[str, 
         "ln_eps": args["ln_eps"],
     }
     softmax = {"smooth": part.repformer.smooth, "attnw_shift": LOGIT_SHIFT}
-    of_node = {
+    node_options = {
         "input_dim": args["g1_dim"],
         "hidden_dim": args["attn1_hidden"],
         "head_num": args["attn1_nhead"],
     }
-    of_pair = {"input_dim": args["g2_dim"], "head_num": args["attn2_nhead"]}
+    pair_options = {"input_dim": args["g2_dim"], "head_num": args["attn2_nhead"]}
     heads: Tree = {
-        "loc_attn": {"@class": "LocalAtten", **common, **of_node, **softmax},
+        "loc_attn": {"@class": "LocalAtten", **common, **node_options, **softmax},
         "attn2g_map": {
             "@class": "Atten2Map",
             **common,
-            **of_pair,
+            **pair_options,
             "hidden_dim": args["attn2_hidden"],
             "has_gate": args["attn2_has_gate"],
             **softmax,
         },
-        "attn2_mh_apply": {"@class": "Atten2MultiHeadApply", **common, **of_pair},
-        "attn2_ev_apply": {"@class": "Atten2EquiVarApply", **common, **of_pair},
+        "attn2_mh_apply": {"@class": "Atten2MultiHeadApply", **common, **pair_options},
+        "attn2_ev_apply": {"@class": "Atten2EquiVarApply", **common, **pair_options},
     }
     for place, dense in parts.parts_of(layer, DENSE):
-        head, _, name = place.rpartition(".")
-        owner: Any = tree.setdefault(head, heads[head]) if head else tree
+        *head, name = place.rsplit(".", 1)
+        owner: Any = tree.setdefault(head[0], heads[head[0]]) if head else tree
         owner[name] = parts.layer_tree(dense)
     tree |= {
         name: parts.norm_tree(norm) for name, norm in parts.parts_of(layer, {"attn2_lm": "norm"})
     }
-    return (
-        {**tree, **parts.residuals_tree(layer, RESIDUALS)}
-        if args["update_style"] == "res_residual"
-        else tree
-    )
+    if args["update_style"] == "res_residual":
+        tree |= parts.residuals_tree(layer, RESIDUALS)
+    return tree

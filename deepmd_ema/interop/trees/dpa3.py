@@ -78,8 +78,9 @@ class DPA3Tree(parts.PartTree):
         }
 
     def upgraded(self, tree: Tree) -> Tree:
-        """Return the tree in the form of version 2: files of version 1 have the trained factors
-        beside the options.
+        """Return the tree in the form of version 2.
+
+        Files of version 1 have the trained factors beside the options.
         """
         values = tree["repflow_variable"]
         layers = [{VARIABLES: layer, **layer} for layer in values["repflow_layers"]]

@@ -1,6 +1,4 @@
-"""The tree of the descriptor dpa4: its options, and its arrays by the names of DeePMD-kit's
-modules.
-"""
+"""The tree of the descriptor dpa4: options, and arrays by the names of DeePMD-kit's modules."""
 
 from __future__ import annotations
 
@@ -88,23 +86,23 @@ class DPA4Tree(PartTree):
 
 def _name(place: str) -> str:
     """Return the name of DeePMD-kit of a place in the module."""
-    return re.sub(
-        r"\bso2_conv\.(mixing|attention)\.", "so2_conv.", re.sub(r"\blayers\.", "blocks.", place)
-    )
+    place = re.sub(r"\blayers\.", "blocks.", place)
+    return re.sub(r"\bso2_conv\.(mixing|attention)\.", "so2_conv.", place)
 
 
 def _constants(part: DPA4Descriptor, section: DPA4Config) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield arrays that DeePMD-kit keeps beside parameters; l is the degree, m the order of a
-    coefficient.
+    """Yield arrays that DeePMD-kit keeps beside parameters.
+
+    l is the degree, m the order of a coefficient.
     """
     dtype = precision_of(part.dtype)
     yield from (("mean", np.zeros(0, dtype)), ("stddev", np.zeros(0, dtype)))
     lmax = section.largest_degree + section.extra_node_l
     has_start = section.use_env_seed and lmax > 0
-    for rotation in (
-        "wigner_calc",
-        *["gie_zonal_wigner_calc"] * (has_start and section.extra_node_l > 0),
-    ):
+    rotations = ["wigner_calc"]
+    if has_start and section.extra_node_l > 0:
+        rotations.append("gie_zonal_wigner_calc")
+    for rotation in rotations:
         sign = np.array([-1, -1, 1], dtype)  # from x, y, z to the order of harmonics
         yield f"{rotation}.l1_perm", np.array([1, 2, 0])
         yield f"{rotation}.l1_sign_outer", np.outer(sign, sign)
@@ -114,10 +112,10 @@ def _constants(part: DPA4Descriptor, section: DPA4Config) -> Iterator[tuple[str,
         yield "gie.zonal_m0_col_index_for_row", by_row * (by_row + 1)
         yield "gie.radial_slot_index_for_row", by_row - 1
     for place, module in part.named_modules():
-        found = re.match(r"layers\.(\d+)\.", place)
-        block = int(found[1]) if found else 0
-        of_pairs = (section.degrees[block], section.orders[block]) if found else (0, 0)
-        for name, values in _constants_of(module, *of_pairs, ".mixing." in place):
+        match = re.match(r"layers\.(\d+)\.", place)
+        block = int(match[1]) if match else 0
+        largest = (section.degrees[block], section.orders[block]) if match else (0, 0)
+        for name, values in _constants_of(module, *largest, ".mixing." in place):
             yield f"{_name(place)}.{name}", np.array(values)
 
 
@@ -132,28 +130,28 @@ def _constants_of(
         mmax: largest order there.
         in_frames: whether the module is in these frames.
     """
-    of_pairs, order = (
-        pair_degrees(lmax, mmax),
-        np.repeat(orders(mmax), [lmax + 1 - abs(m) for m in orders(mmax)]),
-    )
+    # degree and order of each coefficient in these frames
+    frame_degrees = pair_degrees(lmax, mmax)
+    order = np.repeat(orders(mmax), [lmax + 1 - abs(m) for m in orders(mmax)])
     if isinstance(module, DegreeLinear):
         yield "expand_index", degrees(len(module.weight) - 1)
     elif isinstance(module, DegreeNorm):
         yield "expand_index", degrees(len(module.adam_scale) - 1)
         yield "balance_weight", module._share.cpu().numpy()
     elif isinstance(module, OrderedNorm):
-        yield "degree_index_m", of_pairs
+        yield "degree_index_m", frame_degrees
         yield "balance_weight", module._share.cpu().numpy()
     elif isinstance(module, DegreeGate):
-        yield "expand_index", np.array(of_pairs if in_frames else degrees(module.lmax))[1:] - 1
+        by_row = frame_degrees if in_frames else degrees(module.lmax)
+        yield "expand_index", np.array(by_row)[1:] - 1
     elif isinstance(module, OrderLinear):
         yield "m0_idx", np.flatnonzero(order == 0)
         yield "pos_indices", np.flatnonzero(order > 0)
         yield "neg_indices", np.flatnonzero(order < 0)
     elif isinstance(module, RadialMixer):
-        # of each entry of the matrices between degrees, one for each |m|: its place among all of
-        # them, and its place in a whole matrix between coefficients, by the coefficient of the
-        # neighbor first
+        # There is a matrix between degrees for each |m|. Each of its entries has a place among all
+        # entries, and a place in a whole matrix between coefficients, by the coefficient of the
+        # neighbor first.
         compact, dense = [], []
         for m in orders(mmax):
             places = np.flatnonzero(order == m)

@@ -13,14 +13,12 @@ from deepmd_ema.interop.parts import chosen, node
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.energy import EnergyModel
 
-_OF_BRIDGING = ("bridging_method", "bridging_r_inner", "bridging_r_outer")
+_BRIDGING = ("bridging_method", "bridging_r_inner", "bridging_r_outer")
 _FORCE_SPREAD = "dens_force_rmsd"  # of another fitting network; 1 without it
 
 
 class DPA4ModelTree(StandardTree):
-    """Tree of a model dpa4: descriptor and fitting network are in an inner tree there,
-    ``atomic_model``.
-    """
+    """Tree of a model dpa4: both networks are in an inner tree, ``atomic_model``."""
 
     kinds = (
         "SeZM",
@@ -66,8 +64,8 @@ class DPA4ModelTree(StandardTree):
             raise ValueError("lora, low-rank additions to weights, is not available here")
         if inner.get("dens_fitting") is not None or inner.get("active_mode", "ener") != "ener":
             raise ValueError("dens, a fitting network of forces, is not available here")
-        of_elements = chosen(inner[VARIABLES], ("out_bias", "out_std"))
-        return {**inner, **chosen(tree, _OF_BRIDGING), "type": "dpa4", VARIABLES: of_elements}
+        statistics = chosen(inner[VARIABLES], ("out_bias", "out_std"))
+        return {**inner, **chosen(tree, _BRIDGING), "type": "dpa4", VARIABLES: statistics}
 
     def section(self, tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
         """Return the sections of the parts and the options of bridging."""

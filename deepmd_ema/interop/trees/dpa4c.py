@@ -88,15 +88,13 @@ class DPA4CTree(parts.PartTree):
 
 def _readout_tree(readout: InvariantReadout, options: Tree) -> Tree:
     """Return the tree of the maps of moments before their products."""
-    common, probes = (
-        parts.chosen(options, ("precision", "trainable")),
-        dict(readout.probe_projections.items()),
-    )
+    common = parts.chosen(options, ("precision", "trainable"))
+    probes = dict(readout.probe_projections.items())
     return {
         **parts.node("InvariantReadout", 1),
         **options,
         "channel_alignment": [
-            _dense_tree(one, common, resnet=True) for one in readout.channel_alignment
+            _dense_tree(layer, common, resnet=True) for layer in readout.channel_alignment
         ],
         "probe_projections": [
             _dense_tree(probes.get(str(k)), common) for k in range(len(readout.ranks))
@@ -118,16 +116,14 @@ def _gated_tree(network: GatedNetwork, scale: float, common: Tree) -> Tree:
 
 def _dense_tree(layer: Any, common: Tree, resnet: bool = False) -> Tree | None:
     """Return the tree of a linear layer without bias, or None if there is none."""
-    return (
-        None
-        if layer is None
-        else {
-            **parts.node("Layer", 2),
-            "bias": False,
-            "use_timestep": False,
-            "activation_function": "none",
-            "resnet": resnet,
-            **common,
-            VARIABLES: {"w": parts.array(layer.matrix), "b": None, "idt": None},
-        }
-    )
+    if layer is None:
+        return None
+    return {
+        **parts.node("Layer", 2),
+        "bias": False,
+        "use_timestep": False,
+        "activation_function": "none",
+        "resnet": resnet,
+        **common,
+        VARIABLES: {"w": parts.array(layer.matrix), "b": None, "idt": None},
+    }

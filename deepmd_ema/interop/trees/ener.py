@@ -68,8 +68,7 @@ class EnerTree(parts.PartTree):
         }
 
     def _networks(self, part: Any, section: Any, common: Tree) -> tuple[Tree, list[Tree]]:
-        """Return entries that depend on the type of the fitting network, and the trees of its
-        networks.
+        """Return entries of this type of fitting network, and the trees of its networks.
 
         Args:
             part: the fitting network.
@@ -113,9 +112,7 @@ class DPA4EnerTree(EnerTree):
     }
 
     def _networks(self, part: Any, section: Any, common: Tree) -> tuple[Tree, list[Tree]]:
-        """Return entries that depend on the type of the fitting network, and the trees of its
-        networks.
-        """
+        """Return entries of this type of fitting network, and the trees of its networks."""
         widths, film = section.widths(part.num_inputs), {"case_film_embd": section.case_film_embd}
         shape = {
             **parts.node("GLUFittingNet", 1),
@@ -179,9 +176,7 @@ class QuantityTree(EnerTree):
         return parts.chosen(options, self._options)
 
     def name_of(self, place: str, section: Any, backend: str) -> str:
-        """Return the name of the array in checkpoints, which hold the options of the section only
-        there.
-        """
+        """Return the name of the array in checkpoints, which have options in the section only."""
         return (
             ""
             if place in ("scale", "constant_matrix")

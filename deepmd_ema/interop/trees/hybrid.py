@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,56 +19,45 @@ class HybridTree(PartTree):
 
     def write(self, part: HybridDescriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""
-        both = zip(part.parts, part.section.list, strict=True)
-        trees = [
-            tree_by_type(DESCRIPTORS, s.type).write(one, replace(config, descriptor=s))
-            for one, s in both
-        ]
+        trees = []
+        for descriptor, section in zip(part.parts, part.section.list, strict=True):
+            writer = tree_by_type(DESCRIPTORS, section.type)
+            trees.append(writer.write(descriptor, replace(config, descriptor=section)))
         return {"@class": "Descriptor", "type": "hybrid", "@version": 1, "list": trees}
 
     def unavailable(self, tree: Mapping[str, Any]) -> Iterator[str]:
         """Yield features of the parts that are not available here."""
-        for one in tree["list"]:
-            reader = tree_of(DESCRIPTORS, one)
-            is_part = reader is not None and not isinstance(reader, HybridTree)
-            features = (
-                reader.unavailable(one)
-                if reader and is_part
-                else [f"descriptor {one.get('type')!r}"]
-            )
+        for part in tree["list"]:
+            reader = tree_of(DESCRIPTORS, part)
+            features: Iterable[str] = [f"descriptor {part.get('type')!r}"]
+            if reader is not None and not isinstance(reader, HybridTree):
+                features = reader.unavailable(part)
             yield from (f"{feature} (in a hybrid)" for feature in features)
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of its section that the tree gives."""
-        return {"type": "hybrid", "list": [reader.section(one) for one, reader in _readers(tree)]}
+        return {"type": "hybrid", "list": [reader.section(part) for part, reader in _readers(tree)]}
 
     def upgraded(self, tree: Tree) -> Tree:
         """Return the tree with those of its parts as they are written."""
-        return {**tree, "list": [reader.upgraded(one) for one, reader in _readers(tree)]}
+        return {**tree, "list": [reader.upgraded(part) for part, reader in _readers(tree)]}
 
     def name_of(self, place: str, section: HybridConfig, backend: str) -> str:
-        """Return the name of the array at a place in the tree in checkpoints of a backend of
-        DeePMD-kit.
-        """
-        _, number, inner = place.split(".", 2)
+        """Return the name of the array at a place in the tree in checkpoints of a backend."""
+        number, inner = place.removeprefix("list.").split(".", 1)
         part = section.list[int(number)]
         name = tree_by_type(DESCRIPTORS, part.type).name_of(inner, part, backend)
         return f"descrpt_list.{number}.{name}"
 
     def not_in_pt(self, section: HybridConfig) -> str:
-        """Return the feature of the parts that DeePMD-kit's backend pt lacks, or an empty
-        string.
-        """
-        return next(
-            filter(
-                None,
-                (tree_by_type(DESCRIPTORS, part.type).not_in_pt(part) for part in section.list),
-            ),
-            "",
-        )
+        """Return the feature of the parts that DeePMD-kit's backend pt lacks, or an empty text."""
+        for part in section.list:
+            if lacking := tree_by_type(DESCRIPTORS, part.type).not_in_pt(part):
+                return lacking
+        return ""
 
 
 def _readers(tree: Mapping[str, Any]) -> Iterator[tuple[Tree, PartTree]]:
-    for one in tree["list"]:
-        if (reader := tree_of(DESCRIPTORS, one)) is not None:
-            yield one, reader
+    for part in tree["list"]:
+        if (reader := tree_of(DESCRIPTORS, part)) is not None:
+            yield part, reader

@@ -1,6 +1,4 @@
-"""The tree of a model whose parts are added up with weights (``linear``), from and to trees of its
-parts.
-"""
+"""The tree of a sum of models with weights (``linear``), from and to trees of its parts."""
 
 from __future__ import annotations
 
@@ -26,11 +24,8 @@ class LinearTree(dp.StandardTree):
         both = zip(model.descriptor.parts, model.fitting.parts, strict=True)
         for section, (descriptor, fitting) in zip(config.models, both, strict=True):
             if isinstance(section, PairTableConfig):
-                parts.append(
-                    dp.part_tree(
-                        whole, "pairtab", dp.table_entries(descriptor.pairs, descriptor.sel)
-                    )
-                )
+                table = dp.table_entries(descriptor.pairs, descriptor.sel)
+                parts.append(dp.part_tree(whole, "pairtab", table))
             else:
                 networks = dp.network_trees(descriptor, fitting, config.standard(section))
                 parts.append(dp.part_tree(whole, "standard", networks))
@@ -43,35 +38,37 @@ class LinearTree(dp.StandardTree):
         }
 
     def normalized(self, tree: Tree) -> Tree:
-        """Return the tree with the energies of elements that parts add on their own in that of the
-        whole.
-        """
+        """Return the tree with the energies of elements of its parts in those of the whole."""
         parts, weights = tree["models"], tree.get("weights", "mean")
         if isinstance(weights, str):
             factors = [1 / len(parts) if weights == "mean" else 1.0] * len(parts)
         else:
             factors = weights = [float(weight) for weight in weights]
-        bias, networks = tree[VARIABLES]["out_bias"], []
+        bias = tree[VARIABLES]["out_bias"]
+        networks = []
         for part, weight in zip(parts, factors, strict=True):
             dp.refuse_own_exclusions(part)
-            own, whole = list(part["type_map"]), list(tree["type_map"])
-            if part["type"] != "pairtab" and own != whole:
+            is_table = part["type"] == "pairtab"
+            part_elements = list(part["type_map"])
+            elements = list(tree["type_map"])
+            if not is_table and part_elements != elements:
                 raise ValueError(
-                    f"a part has the elements {own}, the model {whole}: not available here"
+                    f"a part has the elements {part_elements}, the model {elements}: not available "
+                    "here"
                 )
             if np.any(added := np.asarray(part[VARIABLES]["out_bias"])):
-                bias = bias + weight * added[:, [own.index(name) for name in whole]]
-            networks.append(
-                {
+                bias = bias + weight * added[:, [part_elements.index(name) for name in elements]]
+            if is_table:
+                table = {
                     "type": "pairtab",
-                    "type_map": own,
+                    "type_map": part_elements,
                     "tab_file": dp.table_rows(part),
                     "rcut": float(part["rcut"]),
                     "sel": int(part["sel"]),
                 }
-                if part["type"] == "pairtab"
-                else chosen(part, tuple(dp.PARTS))
-            )
+                networks.append(table)
+            else:
+                networks.append(chosen(part, tuple(dp.PARTS)))
         return {
             **tree,
             "models": networks,
@@ -85,7 +82,7 @@ class LinearTree(dp.StandardTree):
         scripts = [*scripts, *[{}] * (len(tree["models"]) - len(scripts))]
         both = zip(tree["models"], scripts, strict=True)
         parts = [
-            part if part.get("type") == "pairtab" else dp.network_sections(part, one)
-            for part, one in both
+            part if part.get("type") == "pairtab" else dp.network_sections(part, part_script)
+            for part, part_script in both
         ]
         return {"type": "linear_ener", "models": parts, "weights": tree["weights"]}

@@ -77,9 +77,7 @@ class SeE3TebdTree(parts.PartTree):
 
 
 def one_block_tree(part: OneBlockDescriptor, config: StandardConfig, *left_out: str) -> Tree:
-    """Return the entries of a descriptor of one block; options that are ``left_out`` are not in its
-    tree.
-    """
+    """Return the entries of a descriptor of one block, without the options ``left_out``."""
     options, ntypes = plain(config.descriptor), len(config.type_map)
     return {
         "@class": "Descriptor",
