@@ -167,8 +167,8 @@ class Average:
         """Return tensor ``i``, wherever it is now, sharded as its parameter unless gathered."""
         if self._gathered[i]:
             return self.tensors[i]  # only a copy of it is in the weights during an exchange
-        # where both changed places the average is in the live tensor; where the live weights were
-        # put aside, `tensors` still has it, in its own precision
+        # If both changed places the average is in the live tensor. If the live weights were put
+        # aside, `tensors` still has it, in its own precision.
         in_weights = i < self._done and i not in self._aside
         return self.shards[i].as_tensor(self.shards[i].local if in_weights else self.tensors[i])
 
@@ -218,7 +218,7 @@ class Average:
         for i, shard in enumerate(self.shards):
             k = next((index[name] for name in shard.names if name in index), None)
             if k is not None and shard.is_sharded == previous.shards[k].is_sharded:
-                # the same part of the tensor: no communication
+                # both are the same part of the tensor: no communication
                 self.tensors[i].copy_(previous.tensors[k])
             else:
                 # sharded since, or no longer: a collective

@@ -142,7 +142,7 @@ class AverageBank:
                 number of the host is used then, and all memory that is kept is changed in place.
         """
         near = []  # averages on the device of their weights
-        # as a function it takes 1 us less than torch.no_grad(), 1 % of an update of a small model
+        # takes 1 us less than torch.no_grad(), 1 % of an update of a small model
         with torch.set_grad_enabled(False):
             for average in (self._averages[name] for name in due):
                 if average.staging is None:
@@ -397,7 +397,7 @@ class AverageBank:
 
     def __getstate__(self) -> tuple[Any, ...]:
         assert self._swapped is None, "a bank is pickled while an average is swapped in"
-        # as bytes: tensors made here would be freed, and their shared memory closed, before a
+        # Bytes: tensors made here would be freed, and their shared memory closed, before a
         # spawned process opens it
         state = io.BytesIO()
         torch.save(self.state_dict(), state)
@@ -419,8 +419,10 @@ def _problems(profile: Profile) -> Iterator[str]:
         done = torch.tensor([0.0, 1.0, 2.0, 10.0, 1e3, 1e6], dtype=torch.float64)
         try:
             decays = profile.decay_at(done) + torch.zeros_like(done)
-            profile.decay_at(done.to("meta"))  # as on a GPU, where no number may be read in a step
-        except Exception as error:  # whatever the code of others raises
+            # a formula must not read numbers, for which a GPU would be waited for in each step:
+            # tensors of this device have none
+            profile.decay_at(done.to("meta"))
+        except Exception as error:  # code of another package may raise anything
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             yield (
                 f"decay_at of type {profile.type!r} fails for tensors of steps ({reason}). Use "
@@ -439,7 +441,7 @@ def _problems(profile: Profile) -> Iterator[str]:
 def reshard(modules: Iterable[nn.Module]) -> None:
     """Drop the gathered weights of sharded modules, which hide what is copied into the shards."""
     for part in (part for module in modules for part in module.modules()):
-        if callable(drop := getattr(part, "reshard", None)):  # an FSDPModule
+        if callable(drop := getattr(part, "reshard", None)):  # only an FSDPModule has it
             drop()
 
 

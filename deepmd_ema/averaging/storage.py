@@ -133,7 +133,7 @@ class Buffer:
         self._shards, self._gathered = shards, gathered
         self._local = [shard.local for shard in shards]
         self.source = self._local[0]
-        # on a GPU all tensors at once: the number of kernels counts there, not the cache
+        # on a GPU all tensors at once: kernels cost more than the cache saves
         self._slices = list(_slices(self.shapes)) if home.type == "cpu" else [slice(None)]
         self.parts = [self.views[chosen] for chosen in self._slices]
         # live weights in the precision of the averages, by part; allocated when first needed
@@ -206,8 +206,7 @@ class Staging:
             {ok.device} if ok is not None else set()
         )
         for buffer, flat in zip(self._buffers, self.flats):
-            # Packed on the device first: one copy to the host instead of one for each tensor, and
-            # the next step may change the weights while it is under way.
+            # packed on the device first: one copy to the host instead of one for each tensor
             gathered = torch.zeros_like(flat, device=buffer.source.device)
             torch._foreach_copy_(_views(gathered, buffer.shapes), buffer.live())
             flat.copy_(gathered, non_blocking=True)

@@ -147,14 +147,14 @@ def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, 
     try:
         return _read(path, share)
     except DamagedError as error:
-        # A restart must not continue silently from an older one: which it would be is in the
-        # message. A link has no step in its name, the file does.
+        # A restart must not continue silently from an older one: the message names it, and the user
+        # decides. A link has no step in its name, the file does.
         advice = "There is no older intact checkpoint beside it."
         real = path.resolve()
         series, last = series_and_step(real.name) or ("", 0)
         older = numbered(real.parent, series)
         for step in sorted((step for step in older if step < last), reverse=True):
-            with suppress(DamagedError, CheckpointError):  # this one is not intact either
+            with suppress(DamagedError, CheckpointError):  # the older one is not intact either
                 _read(older[step])
                 advice = (
                     f"The newest intact checkpoint before it is {older[step]}: continue from that "
@@ -390,7 +390,7 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
     if best := re.fullmatch(rf"best(?:_[^.]+)?\.([^-]+)(?:-.*)?{_ANY}", real.name):
         series = f"model.{best[1]}"
     if files := numbered(real.parent, series):
-        # that of the same step, or the newest one there is
+        # the file of the same step, or the newest one
         partner = files.get(payload["step"], files[max(files)])
         # as the user would type it: relative if the path was
         if not path.is_absolute():

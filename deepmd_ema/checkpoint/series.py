@@ -141,7 +141,7 @@ class BestFiles:
         self.keep = keep
         self.metric = metric
         self.records: list[tuple[float, int]] = []  # (value, step), best first
-        self._pushed_out: list[tuple[float, int]] = []  # by the last record
+        self._pushed_out: list[tuple[float, int]] = []  # records that the last one has displaced
 
     def offer(self, value: float, step: int) -> bool:
         """Enter ``value`` if it is among the best; return whether :meth:`write` must be called.
@@ -318,5 +318,5 @@ def _write(
 ) -> None:
     """Write one file or folder with :func:`deepmd_ema.checkpoint.file.save`."""
     if writers is None and path.is_symlink():
-        path.unlink()  # else what it leads to would be replaced
+        path.unlink()  # save() follows links, and would replace the file somewhere else
     save(path, payload, fallback, world=writers)

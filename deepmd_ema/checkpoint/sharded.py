@@ -28,7 +28,7 @@ from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError, first_few
 
 _BETWEEN = "/"  # names of a path in the tree; none of them contains it
-TABLE = ".metadata"  # where the rows of each tensor are, a pickle of torch
+TABLE = ".metadata"  # places of the rows of each tensor, a pickle of torch
 # objects that such a pickle may refer to, beside precisions and the classes of its own module
 _TABLE_OBJECTS = {
     "torch": ("Size",),
@@ -107,7 +107,7 @@ def read_folder(path: Path, share: tuple[int, int]) -> dict[str, Any]:
         raise DamagedError(f"{HEAD}: {error}") from error
     if not isinstance(content, dict) or SHARDS not in content:
         raise DamagedError(f"{HEAD} is not the head of a sharded checkpoint")
-    table = content.pop(SHARDS)  # of the files and of the aliases
+    table = content.pop(SHARDS)  # digests of the files, and names that share a tensor
     files = table["files"]
     if missing := [name for name in sorted(files) if not (path / name).is_file()]:
         raise DamagedError(
@@ -195,7 +195,7 @@ def _write_shards(folder: Path, shards: Mapping[str, RowShard], world: World) ->
         plan = storage.prepare_local_plan(rows.create_local_plan())
     plans = world.gather(plan)
 
-    # of all ranks: who writes what into which file
+    # the plan of all ranks: files and rows of each
     def plan_together() -> tuple[list[planner.SavePlan], metadata.Metadata]:
         together, table = rows.create_global_plan(plans)
         return storage.prepare_global_plan(together), table
@@ -208,7 +208,7 @@ def _write_shards(folder: Path, shards: Mapping[str, RowShard], world: World) ->
             "ignore", "TypedStorage is deprecated", UserWarning, r"torch\.distributed"
         )
         results = storage.write_data(plan, rows).wait()
-        # of the files of this rank, which it has in its cache
+        # each rank reads its own files again, which are in its cache
         names = {result.storage_data.relative_path for result in results}
         digests = {name: file_digest(folder / name) for name in names}
     written = world.gather((results, digests))

@@ -114,8 +114,8 @@ class Writer:
             thread.join()
 
     def _raise(self) -> None:
-        # an error that another rank reported to the thread is reported again here: both must be in
-        # the same collective
+        # RankLostError means that a job has failed on another rank. That rank raises its own error
+        # here, and all_ranks_ok() informs this one: both must be in the same collective.
         if self.error is not None and not isinstance(self.error, RankLostError):
             error, self.error = self.error, None
             raise error

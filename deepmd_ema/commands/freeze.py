@@ -32,7 +32,7 @@ from deepmd_ema.model.tabulated import make_tables, min_table_distance, tabulate
 
 SUFFIXES = (".dp", ".yaml", ".yml", COMPILED_SUFFIX)
 WEIGHTS = ".pt"
-FOLDERS = (".savedmodel", ".savedmodeltf")  # that `dp convert-backend` makes of a .dp
+FOLDERS = (".savedmodel", ".savedmodeltf")  # `dp convert-backend` makes them of a .dp
 # largest difference between the file that was read back and the checkpoint, relative to the largest
 # number
 SAME_MATH = {torch.float64: 1e-10, torch.float32: 1e-4}

@@ -30,14 +30,14 @@ from deepmd_ema.errors import UserError, WriteError, errno_of
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAME_BYTES = 255  # bytes, of a file on the file systems in use
+_MAX_NAME_BYTES = 255  # length of the name of a file on the file systems in use
 # no file is written for so long: half-written files of other machines are removed then
 _LEFT_S = 24 * 3600.0
 # name of a half-written file: machine and process that write it, a random number, the suffix
 _PART = re.compile(
     r".*\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d{1,10})-[0-9a-f]{16}\.part(\.\w+)?", re.DOTALL
 )
-_BLOCK_BYTES = 1 << 20  # of a file that is read
+_BLOCK_BYTES = 1 << 20  # part of a file that is read at once
 # some network file systems have no fsync of a folder
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 # Seconds between two signs of life of a run, and for which they are watched from another machine:

@@ -50,7 +50,7 @@ LOST_PEER = (
 )
 BEAT_INTERVAL_S = 30.0
 MAX_MISSED_BEATS = 4  # 2 min: a machine that is busy with other things does not take so long
-WATCH_TIMEOUT = timedelta(days=365)  # of the message that comes when a rank ends as it should
+WATCH_TIMEOUT = timedelta(days=365)  # the message comes when a rank ends as it should
 NOTICE_S = 3.0  # for the main thread to notice a loss by itself
 EXIT_LOST = 1
 
@@ -132,7 +132,7 @@ class Rendezvous:
     def report_of(self, error: BaseException) -> BaseException | None:
         """Return the error that this rank reports for ``error``, or None if another one reports."""
         rank = self._launch.rank
-        if isinstance(error, Interrupted):  # all ranks have it
+        if isinstance(error, Interrupted):  # every rank was interrupted
             return error if rank == 0 else None
         # Every rank comes here with its own error, or with one of the collective that another rank
         # did not enter. The first that adds to "error" reports.
@@ -160,7 +160,7 @@ class Rendezvous:
                         lambda: set(self._missing("left")) <= set(self._missing("ending")), LINGER_S
                     )
                 return error if is_first else None
-        except RuntimeError:  # it was closed in between
+        except RuntimeError:  # the store was closed in between
             pass
         # Rank 0 held the store and has ended: nobody can report more, but one message is enough.
         if not lost:

@@ -325,8 +325,8 @@ def settle_shards(module: nn.Module) -> None:
 
     Call it before anything refers to their memory, as averages and optimizers do.
     """
-    # torch before 2.10 copies those of fewer rows in the first forward pass, unless they have been
-    # gathered before
+    # torch before 2.10 copies shards with fewer rows than others in the first forward pass, unless
+    # they have been gathered before
     if torch.__version__ < "2.10" and "torch.distributed.fsdp" in sys.modules:
         from torch.distributed.fsdp import FSDPModule
 
@@ -458,7 +458,7 @@ def _pieces(tree: Any) -> Iterator[bytes | memoryview]:
         yield tree.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data
     elif isinstance(tree, np.ndarray | np.generic):
         array = np.asarray(tree)
-        # with its byte order, which `name` lacks
+        # dtype.str has the byte order, which dtype.name lacks
         yield f"{array.dtype.str} {array.shape};".encode()
         yield array.tobytes()
     elif isinstance(tree, Mapping):

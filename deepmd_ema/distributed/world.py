@@ -190,7 +190,7 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
 
         def connect() -> None:
             if cuda:
-                torch.cuda.set_device(chosen)  # another thread begins with the first one
+                torch.cuda.set_device(chosen)  # a new thread begins with the first GPU
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
                 timeout=STEP_TIMEOUT,

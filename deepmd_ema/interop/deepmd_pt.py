@@ -405,7 +405,7 @@ def _name_of(place: str, config: ModelConfig, backend: str) -> _ArrayName:
     """Return the name in a checkpoint of the array at a place in the tree of a model."""
     match = _PART.fullmatch(place.removeprefix(f"{INSIDE}."))
     assert match is not None, place
-    prefix = match[1] or ""  # of a part of a model that has several
+    prefix = match[1] or ""  # number of the part in a model of several
     entry = match[3]
     inner = match[4]
     reader = None

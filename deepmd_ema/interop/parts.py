@@ -22,7 +22,7 @@ from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 
 Names: TypeAlias = Mapping[str, tuple[tuple[str, str], ...]]
 
-BACKENDS = ("pt", "pt_expt")  # of DeePMD-kit, whose checkpoints name the modules of a model
+BACKENDS = ("pt", "pt_expt")  # backends of DeePMD-kit whose checkpoints name modules of a model
 STATISTICS = ((r"\bdavg$", "mean"), (r"\bdstd$", "stddev"))  # for `PartTree.modules`
 _MODULES: Names = {  # the same of the entries that any tree may have
     "pt": (
@@ -47,7 +47,7 @@ _FEATURES = {
     "tot_ener_zero": "tot_ener_zero",
 }
 _LORA = re.compile(r"\b(A|B)_(by_l|m0|m)\b")  # names of low-rank additions to weights
-_NO_ACTIVATION = {"none", "linear"}  # of the last layer, by version
+_NO_ACTIVATION = {"none", "linear"}  # names in files of several versions, for the last layer
 
 
 class PartTree:

@@ -77,7 +77,7 @@ def read_tree(path: Path) -> Tree:
             f"{path}: holds {type(tree).__name__}, expected the dictionary of a model."
         )
     expected = tree.pop(_DIGEST, None)
-    # of our files, only those of 0.1 have none; in those of 0.2.0 it is the last
+    # files of 0.1 have none, like those of DeePMD-kit; in files of 0.2.0 it is the last entry
     has_one = tree.get("software") == SOFTWARE and not str(tree.get("version")).startswith("0.1.")
     if (has_one or expected is not None) and expected != _digest(tree):
         raise CheckpointError(

@@ -38,9 +38,11 @@ TOLERANCE = 0.05
 MIN_SIGMA_REL = 0.005
 MAX_SIGMA_REL = 12**-0.5
 _NUM_CONSIDERED = 49  # widths on a logarithmic scale: neighbors differ by 9 %
-# rounding error of an entry of the normalized Gram matrix per average: smaller ones are noise
+# rounding error of an entry of the normalized Gram matrix, per average; eigenvalues below it are
+# noise
 _NOISE = 64 * np.finfo(np.float64).eps
-# between snapshots, in a decay that is not linear: with fewer it equals a linear one
+# fewest intervals between snapshots in a decay that is not linear: with fewer it equals a
+# linear one
 MIN_INTERVALS = 4
 # places of the axis at a time: with 50 classes the work fits into a processor's cache
 CHUNK = 1 << 14
@@ -419,7 +421,7 @@ def _products(tracks: Sequence[Track | Decay]) -> Array:
     # the number of updates of each class there, (stops, C)
     sums = np.empty((len(stops), len(classes), len(classes)))
     number = np.empty((len(stops), len(classes)))
-    # the same at the place that the walk has reached: (C, C) and (C,)
+    # both at the place that the walk has reached: (C, C) and (C,)
     now = np.zeros((len(classes), len(classes)))
     latest = np.ones(len(classes))
     low = 0

@@ -157,6 +157,7 @@ class PosthocReport:
             )
         if best.keys() & SHAPES.keys():
             lines.append(f"best length, and best decay of each shape: {', '.join(best.values())}")
+        # live or tracked weights may be better than all that was made of snapshots
         if order[0] != self.best:
             better = 1 - scores[order[0]] / scores[self.best]
             lines.append(f"{self.rows[order[0]].name} is better still, by {100 * better:.2g} %")
@@ -202,6 +203,7 @@ class PosthocReport:
         ]
         rows = []
         for k, row in enumerate(self.rows):
+            # each value with the least of its column
             cells = zip((column[k] for column in (*errors, scores)), best)
             # a space in place of the star keeps the numbers in line
             starred = [

@@ -47,9 +47,9 @@ from deepmd_ema.model.build import build_models
 from deepmd_ema.model.metrics import METRICS, evaluate
 from deepmd_ema.utils import LIVE, POSTHOC
 
-NUM_SIGMA_RELS = 9  # of a range, where no number is given
-MAX_SIGMA_RELS = 999  # of one range: each is validated
-DEFAULT_PARTS = [0.05, 0.1, 0.2, 0.4]
+NUM_SIGMA_RELS = 9  # widths of a range without a number
+MAX_SIGMA_RELS = 999  # widths of one range: each is validated
+DEFAULT_PARTS = [0.05, 0.1, 0.2, 0.4]  # parts of the run in which a shape without a part decays
 NONE = "none"
 
 
@@ -92,7 +92,7 @@ def run_posthoc(
     Raises:
         UserError: if snapshots or data are missing or wrong, or do not resolve a width.
     """
-    # what is requested, and the snapshots
+    # requested widths and decays, and the snapshots
     folder = Path(folder)
     widths = parse_sigma_rels(sigma_rel)
     decays = parse_shapes(shapes)
@@ -138,11 +138,13 @@ def run_posthoc(
     rows: list[Row] = []
     best, best_score = -1, math.inf
     best_weights: Mapping[str, Tensor] = {}
-    # a generator: only a group of sums and the best weights so far are in memory
+    # A generator: only a group of sums and the best weights so far are in memory. There may be a
+    # thousand averages.
     combined = (
         (_row_of(candidate), weights)
         for candidate, weights in zip(requested.combinations, combine(run, requested.combinations))
     )
+    # read in whole, so that a fault of the file is reported before anything is evaluated
     with checkpoint.reading(run.reference):
         tracked = list(_tracked(run))
     for _, weights in tracked:
@@ -185,6 +187,7 @@ def run_posthoc(
             "no picture: matplotlib is not installed. pip install 'dp-ema[plot]', then run this "
             "again."
         )
+    # the bias was fitted for the weights of the last step
     if checkpoint.refitted(run.payload):
         say(
             "the run fitted its output bias after the last step; this file and all errors above "
@@ -282,6 +285,7 @@ def find_requested(
             {snapshot.track.sigma_rel for snapshot in run.snapshots if snapshot.step == run.step}
         )
         widths = _spaced(*resolvable) if resolvable else tracked
+    # None means the defaults, an empty list ("none") no decay
     wanted = parse_shapes(list(SHAPES)) if requests is None and not sigma_rels else requests or []
     decays, left_out = combination.place_decays(wanted, tracks, run.step)
     solved = combination.find_combinations(tracks, widths, run.step, decays)

@@ -25,7 +25,8 @@ HOW_TO_KEEP = (
     '"type": "power", "sigma_rel": 0.10, "snapshots": '
     "true}]; snapshot_freq says how often (default: save_freq)."
 )
-MAX_BYTES = 2 << 30  # of sums held at once; more widths than fit take another pass over the files
+# bytes of sums held at once, 2 GiB; more widths than fit take another pass over the files
+MAX_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def _read_all(
             average, step = facts.get("average", {}), facts["step"]
             if facts["kind"] != "snapshot" or facts.get("run") != payload.get("run"):
                 left_out.setdefault("of another run", []).append(path.name)
-            # the run was continued from an earlier checkpoint, on another trajectory
+            # left by a run that was ended before its next checkpoint, or by another branch
             elif step > payload["step"]:
                 left_out.setdefault(f"beyond {newest.name}", []).append(path.name)
             elif (hook := average.get("should_update")) is not None:

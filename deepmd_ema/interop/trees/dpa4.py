@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa4.module import DPA4Descriptor
     from deepmd_ema.model.families.dpa4.section import DPA4Config
 
-_SEL = 256  # of DeePMD-kit, without effect
-FIRST_VERSION = 1.0  # of files that do not say which
+_SEL = 256  # an option of DeePMD-kit, without effect
+FIRST_VERSION = 1.0  # version of files without the entry
 
 
 class DPA4Tree(PartTree):

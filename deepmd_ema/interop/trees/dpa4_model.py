@@ -14,7 +14,7 @@ from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.energy import EnergyModel
 
 _BRIDGING = ("bridging_method", "bridging_r_inner", "bridging_r_outer")
-_FORCE_SPREAD = "dens_force_rmsd"  # of another fitting network; 1 without it
+_FORCE_SPREAD = "dens_force_rmsd"  # belongs to another fitting network; 1 without it
 
 
 class DPA4ModelTree(StandardTree):
