@@ -17,10 +17,9 @@ from deepmd_ema.errors import CheckpointError, UserError, command, did_you_mean,
 
 logger = logging.getLogger(__name__)
 
-DOWNLOADS = (
-    Path.home() / ".cache" / "deepmd" / "pretrained" / "models"
-)  # of `dp pretrained download`
-_TIMEOUT_S = 60.0  # of one answer of a server
+# folder of `dp pretrained download`
+DOWNLOADS = Path.home() / ".cache" / "deepmd" / "pretrained" / "models"
+_TIMEOUT_S = 60.0  # for one answer of a server
 _BLOCK_BYTES = 1 << 20
 MAX_BYTES = 4 << 30  # no published model is as large; an answer without an end would fill the disk
 MIN_RATE = 10_000  # bytes per second; a slower server is left for the next address

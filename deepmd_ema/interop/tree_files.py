@@ -25,9 +25,9 @@ SOFTWARE = "dp-ema"  # in our files
 PACKAGED_TREE = "model/extra/model.json"  # in a .pt2
 VARIABLES = "@variables"  # every array is under such a key
 _ARRAY = {"@class": "np.ndarray", "@is_variable": True, "@version": 1}
-_DIGEST = (
-    "digest"  # of all else in the file; DeePMD-kit does not look at it, and its own files have none
-)
+# key of the digest of all else in the file; DeePMD-kit does not look at it, and its own files have
+# none
+_DIGEST = "digest"
 _ADDED = ("time",)  # by DeePMD-kit, when it writes a file again that it has read
 _DEEPEST = 1000  # levels of a YAML text; the reader in C recurses, and a model has twenty
 _MAX_COMPRESSION = 1100  # deflate does not do better
@@ -216,9 +216,9 @@ def _read_yaml(path: Path) -> Any:
     waiting, most = [tree], len(text) + 1
     while waiting and most >= 0:
         value = waiting.pop()
-        inside = (
-            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        )
+        inside = value.values() if isinstance(value, dict) else value
+        if not isinstance(value, dict | list):
+            inside = ()
         most -= 1 + len(inside)
         waiting.extend(inside)
     if most < 0:

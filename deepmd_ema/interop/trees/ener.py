@@ -91,9 +91,8 @@ class EnerTree(parts.PartTree):
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of the section ``model.fitting_net``."""
-        trained = all(
-            tree.get("trainable", [True])
-        )  # one for each layer; here all of them or none are trained
+        # one entry for each layer; here all of them or none are trained
+        trained = all(tree.get("trainable", [True]))
         return {
             **super().section(tree),
             "atom_ener": tree.get("atom_ener") or [],
