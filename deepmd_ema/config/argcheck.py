@@ -112,6 +112,7 @@ def _kind(name: str, section: Any) -> Field:
         "alias": getattr(section, "aliases", ()),
         "sub_fields": list(map(field_of, input_options(section))),
     }
+    # the docstring of a section, up to its attributes, is a text of the manual and of the schema
     doc = " ".join((section.__doc__ or "").partition("Attributes:")[0].split())
     kind = Field(name, dict, doc=doc, **about)
     kind.section = section
@@ -179,7 +180,7 @@ def sections_of(field: Field, values: Any, place: Place) -> Iterator[Section]:
         return
     kind = field.kind_of(values)
     yield Section(place, field, kind, values)
-    # without a kind the options are not known, and so not which of them are sections
+    # a section of an unknown type has no known options, and so no known sections in it
     for inner in kind.sub_fields.values() if kind is not None else ():
         for key in inner.keys if inner.is_section else ():
             for path, item in _items_of(inner, values.get(key)):

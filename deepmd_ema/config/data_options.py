@@ -36,9 +36,7 @@ WITHOUT_INFLUENCE = frozenset(" ".join([_OF_WEIGHTS, _OF_START, _OF_NAMES, _OF_M
 
 
 def data_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the options of a section ``model`` that statistics, checks or splits of data may
-    depend on, as JSON.
-    """
+    """Return the options of a model on which statistics, checks or splits of data may depend."""
     options: dict[str, Any] = _with_influence(plain(model))
     return options
 

@@ -210,8 +210,8 @@ def _accepted(root: Field, reading: Reading) -> Values | None:
             if is_repaired:
                 break
             find_mistakes(root, reading)
-            # None is found where a check of an option does not judge a value twice in the same way,
-            # such as one that reads a file. The refusal of dargs must not be lost.
+            # There is none where the check of an option does not judge a value twice in the same
+            # way, such as one that reads a file. The refusal of dargs must not be lost.
             if not reading.mistakes:
                 reading.refuse(tuple(refusal.path.split("/")), f": {refusal.message}")
         for section, key in reading.wrong:

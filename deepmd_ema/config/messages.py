@@ -195,7 +195,7 @@ def close_names(key: str, names: Sequence[str]) -> list[str]:
     """Return up to two ``names`` that look like ``key``, whatever their case."""
     # reversed, so that of names that differ in case only the first counts
     by_lower = {name.lower(): name for name in reversed(names)}
-    # a lower cutoff suggests names for keys that are no typing errors
+    # the cutoff is a similarity: less similar names are suggested for keys that mean another thing
     return [by_lower[k] for k in get_close_matches(key.lower(), list(by_lower), n=2, cutoff=0.68)]
 
 
@@ -214,9 +214,7 @@ def without_tasks(
 
 
 def differences_of(old: Any, new: Any, path: str = "") -> Iterator[Difference]:
-    """Yield the path of each option that differs, with both values; None where a section is
-    missing.
-    """
+    """Yield path and values of each option that differs; None in place of a missing section."""
     are_lists = isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted(set(old) | set(new)):

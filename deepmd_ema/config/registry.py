@@ -135,8 +135,7 @@ class Registry(Mapping[str, Family]):
         if self.group:
             from importlib.metadata import entry_points  # only a run that reads a config needs it
 
-            # sorted, because the order of sys.path differs between machines, and with it that of
-            # manual and messages would
+            # sorted: in the order of sys.path, manual and messages would differ between machines
             entries = entry_points(group=self.group)
             for name in sorted(entries.names):
                 added = self._added(name, [entry for entry in entries if entry.name == name])

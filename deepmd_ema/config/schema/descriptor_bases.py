@@ -130,7 +130,7 @@ class NeighborLists:
 
     def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:
         """Return the section with each number that is ``auto`` as in ``saved``."""
-        # of another type of descriptor the numbers mean something else
+        # another type of descriptor gives the numbers another meaning
         if not isinstance(saved, type(self)):
             return self
         left_open = [name for name in self.sel_options if isinstance(attrgetter(name)(self), str)]

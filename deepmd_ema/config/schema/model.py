@@ -125,9 +125,7 @@ class ModelConfig:
 
         @property
         def fitting_net(self) -> Any:
-            """Return the section of the fitting network, or one that represents those of all
-            parts.
-            """
+            """Return the section of the fitting network, or one that represents all parts."""
 
     @property
     def excluded_types(self) -> frozenset[int]:

@@ -113,8 +113,7 @@ class SystemProbability(TextOption):
             r"([0-9]{1,18}):([0-9]{1,18}):([0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?)"
         )
         matches = [block.fullmatch(text) for text in texts if text]
-        # Fraction: weights of many systems are added up without rounding, so that the order in
-        # which systems are drawn is the same on all machines
+        # fractions, so that weights of blocks are added up and divided without rounding
         self.blocks = tuple(
             (int(m[1]), int(m[2]), Fraction(float(m[3]))) for m in matches if m is not None
         )
