@@ -249,6 +249,10 @@ def test_names_of_a_property_can_be_chosen(write_text, key):
             [text(rows="O 0 0 0 1 2\nH 0 0 1 4 5 6\n")],
             "atom 0 (from 0): 'O 0 0 0 1 2' has 6 columns, expected 7",
         ),
+        (
+            [text(Properties="pos:R:3:species:S:1", rows="0 0 0 H 5\n0 0 H\n")],
+            "atom 0 (from 0): '0 0 0 H 5' has 5 columns, expected 4",
+        ),
         ([text(Properties="species:S:1:forces:R:3:x:R:3")], "expected name:kind:columns"),
         (
             [text(rows="O 0 0 0 1 2 3\nHe 0 0 1 4 5 6\n")],

@@ -188,6 +188,8 @@ def test_lengths_are_numbers_and_ranges_and_shapes_are_names_with_or_without_a_p
         "0.1:0.2:1",
         "0.1:0.2:2.5",
         "0.1:0.2:3:4",
+        "0.1:",
+        "0.1::9",
         "nan",
         "",
     ]

@@ -166,8 +166,9 @@ def run_posthoc(
                 "metric."
             )
         # The file holds the best one made of snapshots; a tracked average has a file already. The
-        # first is taken even if its score is NaN or infinite.
-        if row.combination is not None and (best < 0 or score < best_score):
+        # first is taken even if its score is NaN or infinite; a number replaces NaN.
+        is_better = best < 0 or math.isnan(best_score) or score < best_score
+        if row.combination is not None and is_better:
             best = len(rows) - 1
             best_score = score
             best_weights = weights
@@ -219,7 +220,7 @@ def parse_sigma_rels(arguments: Sequence[str | float] | None) -> list[float]:
         # comparisons with NaN are False
         if (
             0 < first <= last <= MAX_SIGMA_REL
-            and (first < last) == bool(high)
+            and (first < last) == bool(rest)
             and 1 < number <= MAX_SIGMA_RELS
         ):
             widths |= set(_spaced(first, last, number))

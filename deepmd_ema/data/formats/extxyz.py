@@ -316,17 +316,16 @@ def read_block(block: bytes) -> StoredFrame:
         if box.size != 9:
             raise DataError(f"Lattice: has {box.size} numbers, expected 9.")
         box = box.reshape(3, 3)
-    rows = lines[2 : natoms + 2]
-    # the total is compared, which is faster than to count each row
-    entries = [entry for row in rows for entry in row.split()]
-    if len(entries) != natoms * width:
-        bad = next((k for k, row in enumerate(rows) if len(row.split()) != width), 0)
+    rows = [row.split() for row in lines[2 : natoms + 2]]
+    # each row, not the total: what one has too many another may lack
+    if len(rows) < natoms or any(len(row) != width for row in rows):
+        bad = next((k for k, row in enumerate(rows) if len(row) != width), 0)
         source = "Properties" if len(columns) > 2 else "without Properties"
         raise DataError(
-            f"atom {bad} (from 0): {show_text(rows[bad].strip())} has {len(rows[bad].split())} "
+            f"atom {bad} (from 0): {show_text(lines[2 + bad].strip())} has {len(rows[bad])} "
             f"columns, expected {width} ({source}: {', '.join(columns)})."
         )
-    table = np.array(entries, object).reshape(natoms, width)
+    table = np.array(rows, object).reshape(natoms, width)
     per_atom = {name: table[:, first:last] for name, (first, last) in columns.items()}
     try:
         coord = per_atom.pop("pos").astype(np.float64)
