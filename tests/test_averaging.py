@@ -100,6 +100,18 @@ def test_names_that_clash_are_an_error():
         AverageBank(make_net(), [PLAIN, SwaProfile("flat"), WARM])
 
 
+@pytest.mark.parametrize(
+    "profile",
+    [
+        EmaProfile("ema", half_life=2, half_life_unit="epochs"),
+        SwaProfile("flat", start_epoch=3),
+    ],
+)
+def test_a_length_in_epochs_is_an_error_that_says_what_to_give(profile):
+    with pytest.raises(ConfigError, match="averaging: a length in epochs.*Give it in steps"):
+        AverageBank(make_net(), [profile])
+
+
 @pytest.fixture
 def net():
     return make_net()

@@ -68,9 +68,14 @@ class AverageBank:
         self._around = around
         problems = [problem for profile in profiles for problem in _problems(profile)]
         ConfigError.raise_if_any(problems)
-        # Only a trainer knows how many steps an epoch has: there the lengths are in steps already,
-        # and a half-life in epochs that comes here is an error.
-        self._profiles = tuple(profile.in_steps({"steps": 1.0}) for profile in profiles)
+        # Only a trainer knows how many steps an epoch has: its lengths are in steps already.
+        try:
+            self._profiles = tuple(profile.in_steps({"steps": 1.0}) for profile in profiles)
+        except KeyError as unit:
+            raise ConfigError(
+                f"averaging: a length in {unit.args[0]}, which AverageBank cannot convert. Give it "
+                "in steps, or use profile.in_steps()."
+            ) from None
         names = [p.name for p in self._profiles]
         if len(set(names)) < len(names):
             raise ConfigError(
