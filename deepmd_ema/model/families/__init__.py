@@ -1,3 +1,1 @@
-"""Types of descriptors, fitting networks and models: one folder each, which ``config.registry``
-finds by name.
-"""
+"""Types of descriptors, fitting networks and models, found by name by ``config.registry``."""

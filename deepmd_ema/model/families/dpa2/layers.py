@@ -55,7 +55,7 @@ class Surroundings:
         return gather_neighbors(node, self.neighbor, self.reverse)
 
 
-# from the gradients by atoms and pairs (None: 0) to those by atoms, pairs, weights and sides
+# gradients by atoms and pairs (None: 0) to those by atoms, pairs, weights and sides
 LayerVjp = Callable[[Tensor, "Tensor | None"], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
@@ -103,7 +103,7 @@ class RepformerLayer(UsesOperations):
             num_terms += pair_width
         self.linear_node = dense(num_terms, width, "linear_node")
         self.node_mlp = dense(width, width, "node_mlp") if options.g1_out_mlp else None
-        # from channels to features, after the sum over neighbors; or the other way, before it
+        # maps channels to features after the sum over neighbors, or features to channels before it
         widths = (pair_width, width) if conv_outside else (width, pair_width)
         self.conv = dense(*widths, "conv", bias=False) if has_conv else None
         self.attention = (
@@ -276,14 +276,14 @@ class RepformerLayer(UsesOperations):
             by_mlp = _by_tanh(by_node * mlp_factor, mlp)
             by_terms = _by_tanh(by_node * terms_factor, terms)
             by_products = (by_terms @ terms_weight.T).split([axis * width, axis * node.shape[1]], 1)
-            # by R (A, 3, G) and by D (A, 3, C)
+            # gradients by R (A, 3, G) and by D (A, 3, C)
             by_pair_moments, by_atom_moments = (
                 _by_moments(m, first, by.unflatten(1, (axis, -1)))
                 for m, first, by in zip(moments, columns, by_products)
             )
             by_outer = conv_weight * (by_node * conv_factor).unsqueeze(1)
             by_sums = torch.cat([by_outer, by_atom_moments], 1)
-            # by m, which goes back to the atom that is the neighbor
+            # the gradient by m goes back to the atom that is the neighbor
             by_gathered = sum_over_reverse(
                 torch.bmm(factors, by_sums), around.neighbor, around.reverse
             )

@@ -344,7 +344,7 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
 
     @property
     def first_block(self) -> SeAttenConfig:
-        """Return the options of ``repinit`` as those of the descriptor that it is."""
+        """Return the options of ``repinit`` as a section of its descriptor."""
         return _block(
             self,
             SeAttenConfig,
@@ -356,9 +356,7 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
 
     @property
     def angle_block(self) -> SeE3TebdConfig:
-        """Return the options of the angles of ``repinit`` as those of the descriptor that they
-        are.
-        """
+        """Return the options of the angles of ``repinit`` as a section of their descriptor."""
         first = self.repinit
         return _block(
             self,
@@ -373,8 +371,9 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
 
 
 def _block(whole: DPA2Config, kind: type[Block], **changes: Any) -> Block:
-    """Return the options of ``repinit``, and those of the whole that its parts read, as a section
-    ``kind``.
+    """Return the options that a part of ``repinit`` reads as a section ``kind``.
+
+    They are those of ``repinit``, and some of the whole.
     """
     # options of the same name; others of the descriptor have their defaults
     both = {f.name for f in fields(RepinitConfig)} & {f.name for f in fields(kind)}

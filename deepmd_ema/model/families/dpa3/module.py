@@ -204,7 +204,7 @@ class RepflowLayer(UsesOperations):
             self.ops.symmetrized(x, geometry.weighted, options.axis_neuron)
             for x in (edge, neighbor)
         ]
-        # (A, 2 N), two messages of which one activation is computed
+        # (A, 2 N), two messages that are activated at once
         from_node = torch.cat([self.node_self(node), self.node_sym(torch.cat(symmetric, -1))], 1)
         # the switch over e_norm is the weight of an edge
         from_edges = torch.bmm(geometry.edge_switch[:, None], message).squeeze(1)
@@ -243,7 +243,7 @@ class RepflowLayer(UsesOperations):
 
         An edge without angles takes ``edge`` (A, K, E) instead, unless the update is smooth.
         """
-        # over k, with the weights of the angles of j: (A, J, 1, J) times (A, J, J, E)
+        # sums over k with the weights of the angles of j: (A, J, 1, J) times (A, J, J, E)
         summed = torch.matmul(geometry.angle_weight[:, :, None], message).squeeze(2)
         absent = edge.shape[1] - summed.shape[1]
         summed = nn.functional.pad(summed, (0, 0, 0, absent))

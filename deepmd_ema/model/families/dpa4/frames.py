@@ -202,7 +202,7 @@ class RadialMixer(nn.Module):
         self.counts = [frames.lmax + 1 - m for m in range(frames.mmax + 1)]
         self.is_full = mode == "degree_channel" and not rank
         self.rank = 1 if mode == "degree" else rank or channels
-        # from the radial numbers of all degrees to the elements of the matrices of all |m|
+        # map from the radial numbers of all degrees to the elements of the matrices of all |m|
         self.weight = source.truncated(
             "weight",
             (self.counts[0] * channels, sum(count**2 for count in self.counts) * self.rank),

@@ -76,7 +76,7 @@ class GridProduct(nn.Module):
         self.is_cross = is_cross
         self._to_grid: Tensor
         self._from_grid: Tensor
-        # not saved: they follow from the options
+        # buffers follow from the options, and are not saved
         for name, matrix in zip(("_to_grid", "_from_grid"), options.matrices()):
             self.register_buffer(
                 name, torch.tensor(matrix, dtype=source.dtype).contiguous(), persistent=False

@@ -278,8 +278,9 @@ class StreamLinear(nn.Module):
 
 
 class ScalarNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * scale`` over the channels of a stream (Zhang, Sennrich,
-    arXiv:1910.07467).
+    """``x / sqrt(mean(x^2) + eps) * scale`` over the channels of a stream.
+
+    Zhang and Sennrich, arXiv:1910.07467.
 
     Args:
         shape: of the scale, ``(F, C)`` or ``(C,)``.

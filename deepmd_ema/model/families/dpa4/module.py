@@ -54,7 +54,7 @@ def cutoff_envelope(distance: Tensor, rcut: float, exponent: int) -> Tensor:
     # x is not beyond 1, so that powers of it stay small in empty slots, which are far away
     u = (1 - distance / rcut).clamp(0, 1)
     x = 1 - u
-    # from the highest power down (Horner)
+    # Horner scheme, from the highest power down
     series = torch.full_like(x, math.comb(exponent + 2, 3))
     for k in range(exponent - 2, -1, -1):
         series = math.comb(k + 3, 3) + x * series
@@ -151,9 +151,7 @@ class RadialNetwork(nn.Module):
         self.net = module_list(modules)
 
     def forward(self, basis: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the last hidden layer (..., H) from (..., N), and the map after it
-        (H, num_out).
-        """
+        """Return the last hidden numbers (..., H) from (..., N), and the map after them (H, O)."""
         # callers fold the last map into others, so that the numbers of all degrees are not computed
         *hidden, last = self.net
         for module in hidden:

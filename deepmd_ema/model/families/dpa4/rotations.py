@@ -51,8 +51,9 @@ def quaternions(direction: Tensor) -> Tensor:
     """
     x, y, z = direction.unbind(-1)
     is_up, zero = z >= 0, torch.zeros_like(z)
-    # in the upper half space the shortest rotation to the z axis, (1 + z, y, -x, 0) over its length
-    # (2 + 2 z)^1/2, which goes to 0 at -z; in the lower one (-x, 0, 1 - z, y), of (2 - 2 z)^1/2
+    # the upper half space takes the shortest rotation to the z axis, (1 + z, y, -x, 0) over its
+    # length (2 + 2 z)^1/2, which goes to 0 at -z; the lower one takes (-x, 0, 1 - z, y) over
+    # (2 - 2 z)^1/2
     parts = (
         torch.where(is_up, 1 + z, -x),
         torch.where(is_up, y, zero),
@@ -91,7 +92,7 @@ class FrameRotations(nn.Module):
         self.register_buffer(
             "_table", torch.tensor(rows, dtype=dtype).flatten(0, 1), persistent=False
         )
-        # which power of each variable a monomial has, as a matrix of 0 and 1
+        # matrices of 0 and 1: the power of each variable in each monomial
         exponents = torch.tensor(monomials(self._degree)).T
         powers = nn.functional.one_hot(exponents, self._degree + 1).to(dtype)
         self._powers: Tensor  # (4, P, 2 lmax + 1)

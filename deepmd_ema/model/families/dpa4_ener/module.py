@@ -31,7 +31,7 @@ class DPA4Fitting(EnergyFitting):
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs of the networks (A,) and their gradients by the inputs (A, N)."""
         parts = [inputs] if len(self.nets) == 1 else inputs.split(shares)
-        # not in one batched call as in the base class: that of `ops` serves plain layers only
+        # the batched call of the base class, `ops.values_and_gradients`, serves plain layers only
         outputs = [
             net.evaluate(net_inputs, self.case_embd)
             for net, net_inputs in zip(self.nets, parts, strict=True)
@@ -96,7 +96,7 @@ class GatedNetwork(nn.Module):
         if self.case_film is not None:
             assert case is not None
             code = self.case_film.code(case)
-            # of the inputs, only the features change: frame and atom parameters do not
+            # only features are modulated, frame and atom parameters are not
             num_features = self.case_film.widths[0]
             features = self.case_film(x[:, :num_features], code, 0)
             x = torch.cat([features, x[:, num_features:]], 1)

@@ -43,9 +43,7 @@ class DPA4ModelConfig(NetworkConfig):
     )
 
     def __post_init__(self) -> None:
-        """Exclude pairs of types that the descriptor excludes from the whole model, as DeePMD-kit
-        does.
-        """
+        """Exclude pairs that the descriptor excludes from the whole model, as DeePMD-kit does."""
         # a frozen dataclass: its own fields can be set in here only so
         if not self.pair_exclude_types:
             pairs = [list(pair) for pair in cast("DPA4Config", self.descriptor).exclude_types]

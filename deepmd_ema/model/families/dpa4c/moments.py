@@ -242,7 +242,7 @@ class InvariantReadout(nn.Module):
         return torch.cat([*features, quartic], 1)
 
     def _add_buffer(self, name: str, values: Tensor) -> None:
-        # not saved: it follows from the section
+        # buffers follow from the section, and are not saved
         self.register_buffer(name, values, persistent=False)
 
 
@@ -298,11 +298,11 @@ def pair_numbers(
         second = by_masses[:, :1]
         fourth = by_masses[:, 1:]
         by_squared = (by_angular * angular).sum(1) + second + 2 * squared * fourth
-        # by the length, (A, K): the envelope, its square in the rows, and the distance itself
+        # gradient by the length, (A, K): envelope, its square in the rows, and the distance itself
         along = (by_rows[:, 0] + 2 * envelope * by_squared) * slope + by_distance * inside
         terms = (slopes.flatten(0, 1) @ by_angular).unflatten(1, slopes.shape[:2])
-        # by the unit vector, (A, 3, K): derivatives of harmonics are sums of harmonics of lower
-        # degrees, of which that of degree 0 is 1
+        # gradient by the unit vector, (A, 3, K): derivatives of harmonics are sums of harmonics of
+        # lower degrees, of which that of degree 0 is 1
         lower = angular[:, None, : slopes.shape[1] - 1]
         by_unit = terms[:, :, 0] + (terms[:, :, 1:] * lower).sum(2)
         by_unit = by_unit * (squared / length)[:, None]

@@ -94,7 +94,7 @@ class EnergyFitting(UsesOperations, Fitting):
         self.case_embd: Tensor | None
         case = torch.zeros(config.dim_case_embd, dtype=self.dtype) if config.dim_case_embd else None
         self.register_buffer("case_embd", case)
-        # not saved, because the section holds the same numbers
+        # the section holds the same numbers: they are not saved again
         default = (
             None
             if config.default_fparam is None

@@ -24,6 +24,6 @@ class SeE2RConfig(PerElementSection):
         "there is one network for each pair of elements. DeePMD-kit declares false and trains "
         "true: its torch backends know nothing else, and do not read a model with false.",
     )
-    # not a subclass of SeE2AConfig: features are the sums themselves, without axis_neuron
+    # SeE2AConfig is no base: features are the sums themselves, without axis_neuron
     set_davg_zero: bool = redefined(SeE2AConfig, "set_davg_zero")
     interpolate: str = redefined(SeE2AConfig, "interpolate")
