@@ -430,6 +430,7 @@ class PairAttention(nn.Module):
         """Return the update of the channels (A, K, G) by attention."""
         assert self.value is not None
         assert self.head_map is not None
+        # (A, K, G, H), heads last
         value = self.value(pair).unflatten(-1, (self.width, self.num_heads))
         changed: Tensor = self.head_map(torch.einsum("ahjk,akgh->ajgh", weights, value).flatten(2))
         return changed

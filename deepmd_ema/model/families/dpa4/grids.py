@@ -143,6 +143,7 @@ class DegreeMaps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (J, N, F, O) from (J, N, F, I)."""
+        # (J, I, O), the map of the degree of each coefficient
         weight = (self._degrees @ self.weight.flatten(1)).view(-1, *self.weight.shape[1:])
         return torch.bmm(x.flatten(1, 2), weight).view(*x.shape[:3], -1)
 

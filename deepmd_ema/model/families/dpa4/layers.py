@@ -60,6 +60,7 @@ class Source:
     def truncated(self, name: str, shape: Sequence[int], factor: float = 1.0) -> nn.Parameter:
         """Return matrices with a spread of ``(rows + columns)^-1/2``, cut at three times of it."""
         spread = (shape[-2] + shape[-1]) ** -0.5
+        # drawn in float64, as all numbers here
         drawn = nn.init.trunc_normal_(
             torch.empty(*shape, dtype=torch.float64),
             std=spread,
@@ -141,6 +142,7 @@ class Dense(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation(act)
+        # zeros for layers whose output is added to something and is to grow
         self.matrix = source.normal(
             "matrix", (num_in, num_out), 0.0 if zero else (num_in + num_out) ** -0.5
         )

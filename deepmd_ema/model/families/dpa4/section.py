@@ -133,6 +133,7 @@ class DPA4Config(AllNeighborsSection):
         "mixing_layers",
     )
 
+    # radial functions, and the first coefficients of atoms
     env_exp: list[int] = option(
         [7, 5],
         check=_exponents,
@@ -158,6 +159,7 @@ class DPA4Config(AllNeighborsSection):
     # options of DeePMD-kit that change formulas: only their defaults are read
     edge_cartesian: bool = common.unavailable_option(False, "Cartesian messages are")
     node_cartesian: str | int = common.unavailable_option("none", "Cartesian products are")
+    # degrees and orders of coefficients; schedules have one number for each block
     lmax: int = option(
         3, check=_degree, doc=f"Largest degree of the spherical harmonics, at most {MAX_DEGREE}."
     )
@@ -187,6 +189,7 @@ class DPA4Config(AllNeighborsSection):
         check=not_negative_int,
         doc="Number of blocks. With one block an atom sees as far as `rcut`.",
     )
+    # layers in the frames of pairs
     so2_norm: bool = option(
         False, doc="Whether coefficients are normalised before each layer but the last of a frame."
     )
@@ -208,6 +211,7 @@ class DPA4Config(AllNeighborsSection):
         check=not_negative_int,
         doc="Rank, over channels, of the matrices of `degree_channel`; 0: the full one.",
     )
+    # streams of messages, and the attention by which messages are summed
     n_focus: int = option(
         1, check=positive_int, doc="Number of streams of messages, with their own layers."
     )
@@ -220,6 +224,7 @@ class DPA4Config(AllNeighborsSection):
     atten_f_mix: bool = option(False, doc="Whether attention sees all streams as one.")
     atten_v_proj: bool = option(False, doc="Whether a linear map comes before the sum.")
     atten_o_proj: bool = option(False, doc="Whether a linear map comes after the sum.")
+    # networks of atoms, norms, and how layers are added
     ffn_neurons: int = option(
         0,
         check=not_negative_int,
@@ -250,6 +255,7 @@ class DPA4Config(AllNeighborsSection):
     )
     full_attn_res: str = common.unavailable_option("none", "attention over layers is")
     block_attn_res: str = common.unavailable_option("none", "attention over blocks is")
+    # places where functions on grids are multiplied: `grid_mlp` and `grid_branch` give the kind
     s2_activation: list[bool] = option(
         [False, True],
         check=_flags(2),
