@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,8 +86,8 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         features, features_vjp = evaluated(node, rows, around)
 
         def vjp(grad: Tensor) -> tuple[Tensor, Tensor]:
-            by_node, by_rows, by_weight = features_vjp(grad)
-            return by_node, rows_vjp(by_rows, by_weight)
+            by_node, *by_inputs = features_vjp(grad)  # by rows and weights
+            return by_node, rows_vjp(*by_inputs)
 
         return features, vjp
 
@@ -231,6 +231,20 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         return node, vjp
 
 
+class FirstFeatures(NamedTuple):
+    """Features of the blocks before the repformer, ``repinit`` and ``angles``.
+
+    Attributes:
+        blocks: (A, features) of each block.
+        node: (A, C) inputs of the repformer, which are made of these and the elements.
+        vjps: from the gradient by each of ``blocks`` to that by the vectors of its neighbors.
+    """
+
+    blocks: list[Tensor]
+    node: Tensor
+    vjps: list[Vjp]
+
+
 class DPA2Descriptor(TypeEmbeddedDescriptor):
     """Features of an atom after messages between atoms (DPA-2, Zhang et al., arXiv:2312.15492).
 
@@ -298,18 +312,18 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
 
     def _by_blocks(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vjp, from those of the blocks."""
-        first, node, vjps = self._first(table, batch)
+        first = self._first(table, batch)
         neighborhood = batch.within(self.repformer.rcut, self.repformer.sel)
         features, later_vjp = self.repformer.features_and_vjp(
-            node, neighborhood, batch, self.excluded(batch, neighborhood)
+            first.node, neighborhood, batch, self.excluded(batch, neighborhood)
         )
 
         def vjp(grad_features: Tensor) -> Tensor:
             by_node, by_vector = later_vjp(grad_features)
             if self.to_repformer is not None:
                 by_node = by_node @ self.to_repformer.weight.T
-            by_first = by_node.split([part.shape[1] for part in first], 1)
-            by_blocks = [block_vjp(by) for block_vjp, by in zip(vjps, by_first, strict=True)]
+            by_first = by_node.split([part.shape[1] for part in first.blocks], 1)
+            by_blocks = [block_vjp(by) for block_vjp, by in zip(first.vjps, by_first, strict=True)]
             # a block reads the first slots of the list, which is sorted by distance: (A, K of the
             # block, 3) is filled up with zeros
             width = batch.vector.shape[1]
@@ -328,25 +342,25 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
 
     def _features_and_equivariants(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         neighborhood = batch.within(self.repformer.rcut, self.repformer.sel)
-        node = self._first(table, batch)[1]
+        node = self._first(table, batch).node
         return self.repformer.features_and_equivariants(
             node, neighborhood, batch, self.excluded(batch, neighborhood)
         )
 
-    def _first(self, table: Tensor, batch: Batch) -> tuple[list[Tensor], Tensor, list[Vjp]]:
-        """Return the features of the first blocks, the inputs of the repformer, and their vjps."""
-        first, vjps = [], []
+    def _first(self, table: Tensor, batch: Batch) -> FirstFeatures:
+        """Return the features of the blocks before the repformer."""
+        blocks, vjps = [], []
         for block in (self.repinit, self.angles):
             if block is not None:
                 neighborhood = batch.within(block.rcut, block.sel)
                 features, block_vjp = block.features_and_vjp(
                     table, neighborhood, batch, self.excluded(batch, neighborhood)
                 )
-                first.append(features)
+                blocks.append(features)
                 vjps.append(block_vjp)
-        node = joined(first, 1)
+        node = joined(blocks, 1)
         if self.to_repformer is not None:
             node = self.to_repformer(node)
         if self.add_element is not None:
             node = node + pick(self.add_element(table), batch.atom_type)
-        return first, node, vjps
+        return FirstFeatures(blocks, node, vjps)

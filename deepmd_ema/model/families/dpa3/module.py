@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -270,6 +270,24 @@ def _joined(layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
 # an angle
 
 
+class EdgeNumbers(NamedTuple):
+    """Numbers of each edge that the layers see, all of them functions of its vector.
+
+    Attributes:
+        values: five tensors (A, K, 1 or 3) float64: the number that edges begin with, 3 weighted
+            angular numbers and the switch as in `Geometry`, 3 of the direction, the square root of
+            the weight of an angle with itself.
+        vjp: from the gradients by these to that by the vectors (A, K, 3).
+        neighborhood: the edges.
+        has_angles: (A, J) bool.
+    """
+
+    values: list[Tensor]
+    vjp: Callable[..., Tensor]
+    neighborhood: Neighborhood
+    has_angles: Tensor
+
+
 class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
     """Nodes of a network of nodes, edges and angles (DPA-3, Zhang et al., arXiv:2506.01686).
 
@@ -310,13 +328,13 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         self.environments = [] if flow.fix_stat_std else [measured]
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
-        numbers, numbers_vjp, neighborhood, has_angles = self._numbers(batch)
+        numbers = self._numbers(batch)
 
-        def nodes(*numbers: Tensor) -> Tensor:
-            return self._nodes_and_edges(numbers, table, batch, neighborhood, has_angles)[0]
+        def nodes(*values: Tensor) -> Tensor:
+            return self._nodes_and_edges(values, numbers, table, batch)[0]
 
-        features, features_vjp = vjp_of(nodes, *numbers)
-        return features, lambda grad_features: numbers_vjp(*features_vjp(grad_features))
+        features, features_vjp = vjp_of(nodes, *numbers.values)
+        return features, lambda grad_features: numbers.vjp(*features_vjp(grad_features))
 
     @property
     def dim_equivariants(self) -> int:
@@ -329,33 +347,24 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
             layer.edges_matter = True
             layer.angles_matter |= number < len(self.layers)
         self.has_angles = self.flow.update_angle
-        numbers, _, neighborhood, has_angles = self._numbers(batch)
-        node, edge, weighted = self._nodes_and_edges(
-            numbers, table, batch, neighborhood, has_angles
-        )
+        numbers = self._numbers(batch)
+        node, edge, weighted = self._nodes_and_edges(numbers.values, numbers, table, batch)
         # weighted rows have the factor 3^-1/2 of symmetrised products, which vectors do not have
         return node, torch.bmm(edge.transpose(1, 2), weighted) * 3**0.5
 
     def _nodes_and_edges(
-        self,
-        numbers: Sequence[Tensor],
-        table: Tensor,
-        batch: Batch,
-        neighborhood: Neighborhood,
-        has_angles: Tensor,
+        self, values: Sequence[Tensor], numbers: EdgeNumbers, table: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return nodes (A, N), edges (A, K, E), and weighted rows (A, K, 3) of the edges.
 
         Args:
-            numbers: five tensors of :meth:`_numbers`.
+            values: those of ``numbers``, by which the result is differentiated.
+            numbers: edges, and which of them have angles.
             table: (T, N) type embeddings.
             batch: frames with their neighbors.
-            neighborhood: the edges.
-            has_angles: (A, J) bool.
         """
-        flow = self.flow
-        # each (A, K, 1 or 3) float64
-        first, weighted, edge_switch, direction, angle_switch = numbers
+        flow, has_angles = self.flow, numbers.has_angles
+        first, weighted, edge_switch, direction, angle_switch = values
         edge: Tensor = self.edge_embedding(first.to(self.dtype))
         if not flow.edge_init_use_dist:
             edge = self.ops.activated(edge, self.activation)
@@ -366,8 +375,8 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         cosine = torch.bmm(direction, direction.transpose(1, 2))
         angle = self.angle_embedding(cosine[..., None].to(self.dtype))
         geometry = Geometry(
-            neighborhood.neighbor,
-            neighborhood.reverse,
+            numbers.neighborhood.neighbor,
+            numbers.neighborhood.reverse,
             weighted.to(self.dtype),
             edge_switch.squeeze(-1).to(self.dtype),
             (angle_switch * angle_switch.transpose(1, 2)).to(self.dtype),
@@ -386,17 +395,8 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
             node = node + (0 * torch.cat([p.flatten() for p in idle])).sum()
         return node, edge, geometry.weighted
 
-    def _numbers(
-        self, batch: Batch
-    ) -> tuple[list[Tensor], Callable[..., Tensor], Neighborhood, Tensor]:
-        """Return the numbers of each edge that the layers see.
-
-        Returns:
-            The numbers (A, K, 1 or 3) float64: what edges begin with, 3 weighted angular numbers
-            and the switch as in `Geometry`, 3 of the direction, the square root of the weight of an
-            angle with itself; the function from the gradients by these to that by the vectors (A,
-            K, 3); the edges; and which of them have angles (A, J).
-        """
+    def _numbers(self, batch: Batch) -> EdgeNumbers:
+        """Return the numbers of each edge that the layers see."""
         flow, vector = self.flow, batch.vector
         # edges are as far as the list reaches, not within e_rcut: in a hybrid, DeePMD-kit sees
         # them, and an exponential switch is small, but not zero, beyond the cutoff
@@ -445,7 +445,7 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
             value * factor for value in switch(distance, flow.a_rcut, flow.a_rcut_smth)
         )
 
-        numbers = [first, angular * weight, weight / flow.e_norm, direction, angle_switch]
+        values = [first, angular * weight, weight / flow.e_norm, direction, angle_switch]
         # derivatives of these along the distance (A, K, 8), but that of the edge switch
         slopes = torch.cat([dfirst, dweighted, -direction * inverse, dangle_switch], -1)
         dedge_switch = dweight / flow.e_norm
@@ -461,4 +461,4 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
             by_vector = torch.addcmul(by_weighted * weighted_factor, by_direction, direction_factor)
             return torch.addcmul(by_vector, along, unit)
 
-        return numbers, vjp, neighborhood, has_angles
+        return EdgeNumbers(values, vjp, neighborhood, has_angles)

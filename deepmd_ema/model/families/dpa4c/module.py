@@ -158,7 +158,7 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         Amplitudes are computed for each pair of atoms.
         """
         numbers, numbers_vjp = self._numbers(batch)
-        features, features_vjp = vjp_of(lambda *parts: self._pair_features(parts, batch), *numbers)
+        features, features_vjp = vjp_of(lambda *parts: self._pair_features(batch, *parts), *numbers)
         return features, lambda grad_features: numbers_vjp(*features_vjp(grad_features))
 
     def _numbers(self, batch: Batch) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[..., Tensor]]:
@@ -168,9 +168,10 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         numbers, vjp = pair_numbers(vector, dropped, section.rcut, section.lmax, self._slopes)
         return numbers, lambda *grads: vjp(*grads).double()
 
-    def _pair_features(self, numbers: tuple[Tensor, ...], batch: Batch) -> Tensor:
+    def _pair_features(
+        self, batch: Batch, rows: Tensor, distance: Tensor, masses: Tensor
+    ) -> Tensor:
         """Return the features (A, G) from the numbers of pairs."""
-        rows, distance, masses = numbers
         section, widths = self.section, self.section.widths
         # tables of the pairs of each atom, (A, T, ...) by the type of the neighbor
         tables = _rows_of_centres(self.pair_film(self.type_embedding()), batch.atom_type)
