@@ -67,7 +67,7 @@ class LinearDescriptor(HybridDescriptor):
         whole = super().layout(excluded_pairs)
         if whole.by_type:
             return whole
-        # the collate function counts neighbors inside of these cutoffs, so that views of short
+        # batches hold the number of neighbors inside of these cutoffs, so that views of short
         # cutoffs are trimmed without waiting for a device
         layouts = (part.layout(frozenset()) for part in self.parts)
         inner = [

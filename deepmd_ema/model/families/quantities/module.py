@@ -100,7 +100,7 @@ class InvariantFitting(QuantityFitting):
     ) -> Tensor:
         """Return the values of the atoms (A, W) float64."""
         kind = batch.atom_type
-        # one bias for all elements is kept in the first row
+        # one bias serves all elements: that of the first row
         if not self.distinguishes_types:
             kind = torch.zeros_like(kind)
         out = self.outputs(features, batch).double()
@@ -111,8 +111,8 @@ class TensorFitting(QuantityFitting):
     """Dipoles ``sum_m f_m r_m`` and polarizabilities ``sum_mn r_m f_mn r_n^T``.
 
     r are equivariant vectors and f the outputs, a symmetric or a diagonal matrix for
-    polarizabilities. Sommers et al., Phys. Chem.
-    Chem. Phys. 22, 10592 (2020); Zhang et al., Phys. Rev. B 102, 041121 (2020).
+    polarizabilities. Sommers et al., Phys. Chem. Chem. Phys. 22, 10592 (2020); Zhang et al., Phys.
+    Rev. B 102, 041121 (2020).
     """
 
     section: PolarFittingConfig

@@ -171,7 +171,7 @@ class DosFittingConfig(FittingOptions):
     numb_dos: int = option(
         300, check=positive_int, doc="Number of energies at which the density of states is given."
     )
-    # as of the fitting network ener, where it bounds biases of elements in fixed proportions
+    # bounds the biases of elements in fixed proportions, as in the fitting network ener
     rcond: float | None = option(
         None,
         doc="Singular values below this fraction of the largest count as zero in the fit of the "

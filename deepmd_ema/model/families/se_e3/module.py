@@ -24,9 +24,9 @@ class SeE3Descriptor(ByTypeDescriptor):
     """``D = sum over types a <= b of sum_jk c_jk G_ab(c_jk) / (S_a S_b)``.
 
     ``c_jk = R_j . R_k`` with j of type a and k of type b, R the normalised angular rows of the
-    environment matrix. Three-body embedding: Wang et al.,
-    Nucl. Fusion 62, 126013 (2022). An empty slot has ``R = 0`` and adds nothing: angular columns
-    have no mean, which would depend on the orientation.
+    environment matrix. Three-body embedding: Wang et al., Nucl. Fusion 62, 126013 (2022). An empty
+    slot has ``R = 0`` and adds nothing: angular columns have no mean, which would depend on the
+    orientation.
 
     Args:
         config: the section ``model.descriptor``; ``sel`` must be numbers.
