@@ -131,6 +131,7 @@ def build_networks(
     descriptor: Descriptor = DESCRIPTORS[section.type].load("module")(section, num_types, seed)
     build_fitting: Callable[..., Fitting] = FITTINGS[fitting.type].load("module")
     about: tuple[Any, ...] = (fitting, descriptor.dim_out, num_types, seed, descriptor.mixed_types)
+    # fittings of dipoles and polarizabilities have the number of vectors as an argument as well
     if fitting.is_equivariant:
         about = *about, cast("HasEquivariants", descriptor).dim_equivariants
     return descriptor, build_fitting(*about)

@@ -84,6 +84,7 @@ def read_stat_file(
     names = [bias, spread, OBSERVED, *descriptor.sum_names, *conditions]
     try:
         stored = _read(path, " ".join(config.type_map), [*names, SETTINGS])
+        # other options are a reason to measure again, not an error
         reason = _difference(stored.pop(SETTINGS, None), config)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(

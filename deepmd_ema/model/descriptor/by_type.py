@@ -40,7 +40,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, EnvironmentMatrix, UsesOperations)
         num_columns: C, 4 or, of a descriptor that is radial only, 1.
     """
 
-    mixed_types = False
+    mixed_types = False  # features do not distinguish elements: each has a fitting network
     passes_messages = False
     num_columns: ClassVar[int] = 4
 

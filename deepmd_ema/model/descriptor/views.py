@@ -70,6 +70,7 @@ def view_of(
         trimmed = [used for rcut, most, used in batch.inner if (rcut, most) == requested]
         slots = tuple(min([slots[0], *trimmed]) for _ in slots)
     if part.by_type == layout.by_type:
+        # the list itself, without a copy
         if slots == batch.slots and not inside:
             return View(batch)
         starts = [end - used for end, used in zip(accumulate(batch.slots), batch.slots)]

@@ -78,7 +78,7 @@ def pick(table: Tensor, index: Tensor) -> Tensor:
 
     A ``table`` (..., T, C) of more dimensions is picked from with an ``index`` (..., K).
     """
-    return one_hot(index, table.shape[-2], table.dtype) @ table
+    return one_hot(index, table.shape[-2], table.dtype) @ table  # (..., T) x (T, C)
 
 
 def one_hot(index: Tensor, num_types: int, dtype: torch.dtype) -> Tensor:
