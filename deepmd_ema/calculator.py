@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepmd_ema.config.labels import FPARAM
-from deepmd_ema.errors import UserError, counted, did_you_mean
+from deepmd_ema.errors import UserError
 from deepmd_ema.geometry import KeptPairs
 from deepmd_ema.infer.potential import Potential
+from deepmd_ema.text import counted, did_you_mean
 from deepmd_ema.utils import keep_freed_memory
 
 try:

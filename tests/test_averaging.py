@@ -36,7 +36,7 @@ from deepmd_ema.errors import CheckpointError, ConfigError
 
 # what nobody should have to import for an average of weights
 HEAVY = {"h5py", "vesin", "dargs", "tqdm", "ase", "matplotlib"}
-PACKAGES = {"averaging", "config", "distributed", "errors", "findings", "utils"}
+PACKAGES = {"averaging", "config", "distributed", "errors", "findings", "text", "utils"}
 
 
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
@@ -108,7 +108,7 @@ def test_names_that_clash_are_an_error():
     ],
 )
 def test_a_length_in_epochs_is_an_error_that_says_what_to_give(profile):
-    with pytest.raises(ConfigError, match="averaging: a length in epochs.*Give it in steps"):
+    with pytest.raises(ConfigError, match=r"averaging: a length in epochs.*Give it in steps"):
         AverageBank(make_net(), [profile])
 
 

@@ -20,7 +20,7 @@ from helpers import FullDisk, tiny_input, validated, write_system
 from test_data_npy import to_hdf5
 
 from deepmd_ema import checkpoint, cli
-from deepmd_ema.distributed.files import locked
+from deepmd_ema.locks import locked
 from deepmd_ema.training.outputs import LOCK
 
 LAST = 4

@@ -20,10 +20,10 @@ from helpers import killed_at
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
 from deepmd_ema.checkpoint.writer import Writer
-from deepmd_ema.distributed.files import this_machine
 from deepmd_ema.distributed.tensors import check_weights
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError, WriteError
+from deepmd_ema.files import this_machine
 
 
 @pytest.fixture

@@ -15,19 +15,20 @@ from unittest.mock import Mock
 
 import pytest
 
-from deepmd_ema.distributed import files, links
-from deepmd_ema.distributed.files import (
+from deepmd_ema import locks
+from deepmd_ema.distributed import links
+from deepmd_ema.errors import UserError, WriteError, os_error_message
+from deepmd_ema.files import (
     CSV,
     JSON,
     MODEL_FILE,
     PICTURE,
     atomic_write,
     check_output,
-    locked,
     refuse_to_lose,
     this_machine,
 )
-from deepmd_ema.errors import UserError, WriteError, os_error_message
+from deepmd_ema.locks import locked
 from deepmd_ema.utils import seed_for
 
 
@@ -184,7 +185,7 @@ def write_lock(lock, machine="ffffffff", pid=7, host="node12"):
 HOLD = """
 import sys, time
 from pathlib import Path
-from deepmd_ema.distributed.files import locked
+from deepmd_ema.files import locked
 with locked([Path(sys.argv[1])]):
     print("held", flush=True)
     time.sleep(60)
@@ -230,14 +231,14 @@ def test_of_several_places_none_is_held_if_one_cannot_be(lock, tmp_path):
 
 
 def test_a_run_on_another_machine_is_reported_by_its_signs_of_life(lock, monkeypatch):
-    monkeypatch.setattr(files, "BEAT_S", 0.05)
+    monkeypatch.setattr(locks, "BEAT_S", 0.05)
     monkeypatch.setattr(
-        files, "WATCH_S", 30
+        locks, "WATCH_S", 30
     )  # it ends with the first sign, however late that comes
     write_lock(lock)
     ended = threading.Event()
     handle = os.open(lock, os.O_RDWR)
-    beats = threading.Thread(target=files._beat, args=([handle], ended))
+    beats = threading.Thread(target=locks._beat, args=([handle], ended))
     beats.start()
     said = r"another run writes here .process 7 on node12, since 2026-01-02"
     try:
@@ -247,7 +248,7 @@ def test_a_run_on_another_machine_is_reported_by_its_signs_of_life(lock, monkeyp
         ended.set()
         beats.join()
         os.close(handle)
-    monkeypatch.setattr(files, "WATCH_S", 0.3)
+    monkeypatch.setattr(locks, "WATCH_S", 0.3)
     with locked([lock]):  # without a sign it is taken
         assert json.loads(lock.read_text())["machine"] == this_machine()
 
@@ -256,7 +257,7 @@ def test_the_clock_of_this_machine_does_not_decide_whether_another_run_lives(loc
     watched, now = [], time.time
     write_lock(lock)
     monkeypatch.setattr(time, "time", lambda: now() + 3600 * 48)
-    monkeypatch.setattr(files, "_shows_life", lambda path: not watched.append(path))
+    monkeypatch.setattr(locks, "_shows_life", lambda path: not watched.append(path))
     with (
         pytest.raises(UserError, match=r"another run writes here .process 7 on node12"),
         locked([lock]),

@@ -19,10 +19,10 @@ from deepmd_ema.checkpoint import sharded
 from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import HEAD
 from deepmd_ema.distributed import tensors
-from deepmd_ema.distributed.files import file_digest
 from deepmd_ema.distributed.tensors import HostCopies, OwnRows, StoredTensor
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.files import file_digest
 from deepmd_ema.infer.load import load_models
 from deepmd_ema.training.run import run_training
 

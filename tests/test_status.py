@@ -14,8 +14,8 @@ from test_train import StopAfter
 
 from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import LOCK, RECORD
-from deepmd_ema.distributed.files import this_machine
 from deepmd_ema.errors import CheckpointError, Interrupted
+from deepmd_ema.files import this_machine
 from deepmd_ema.report.record import read_record
 from deepmd_ema.report.status import RunStatus
 from deepmd_ema.training.run import run_training

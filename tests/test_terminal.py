@@ -17,8 +17,8 @@ from infer_models import write_run
 import deepmd_ema
 from deepmd_ema import checkpoint
 from deepmd_ema.cli.main import main
-from deepmd_ema.errors import RED, YELLOW, colored, printable, width_of, wrapped
 from deepmd_ema.report.log import set_up_logging
+from deepmd_ema.text import RED, YELLOW, colored, printable, width_of, wrapped
 
 
 class Terminal(io.StringIO):

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from deepmd_ema.distributed.tensors import StoredTensor
-from deepmd_ema.errors import CheckpointError, first_few
+from deepmd_ema.errors import CheckpointError
+from deepmd_ema.text import first_few
 from deepmd_ema.utils import __version__
 
 # number of the format of the payload; this version reads it and all smaller ones

@@ -23,10 +23,11 @@ import torch
 from deepmd_ema.checkpoint.content import FORMAT, check_content
 from deepmd_ema.config import outputs
 from deepmd_ema.config.outputs import GATHERED_SUFFIX, POINTER, SHARDED_SUFFIX, is_sharded
-from deepmd_ema.distributed.files import atomic_write, spare_of, writing
 from deepmd_ema.distributed.tensors import content_digest, on_cpu, whole
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import CheckpointError, command, first_few, reason_of, refusal_of
+from deepmd_ema.errors import CheckpointError, reason_of, refusal_of
+from deepmd_ema.files import atomic_write, spare_of, writing
+from deepmd_ema.text import command, first_few
 from deepmd_ema.utils import LIVE
 
 SUFFIXES = (GATHERED_SUFFIX, SHARDED_SUFFIX)

@@ -10,9 +10,9 @@ from typing import Any
 
 from deepmd_ema.checkpoint.file import RANKED, SUFFIXES, files_by_step, numbered, save
 from deepmd_ema.config.outputs import GATHERED_SUFFIX, POINTER, SHARDED_SUFFIX, best_link, suffixed
-from deepmd_ema.distributed.files import atomic_write, move, remove, spare_of, writing
 from deepmd_ema.distributed.links import link
 from deepmd_ema.distributed.world import World
+from deepmd_ema.files import atomic_write, move, remove, spare_of, writing
 
 logger = logging.getLogger(__name__)
 

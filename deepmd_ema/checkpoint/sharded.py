@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from deepmd_ema.checkpoint.file import SHARDS, DamagedError, read_archive, write_archive
 from deepmd_ema.config.outputs import HEAD
-from deepmd_ema.distributed.files import file_digest, part_of, remove, replace_folder, sweep
 from deepmd_ema.distributed.tensors import RowShard, StoredTensor
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import CheckpointError, first_few
+from deepmd_ema.errors import CheckpointError
+from deepmd_ema.files import file_digest, part_of, remove, replace_folder, sweep
+from deepmd_ema.text import first_few
 
 _BETWEEN = "/"  # names of a path in the tree; none of them contains it
 TABLE = ".metadata"  # places of the rows of each tensor, a pickle of torch

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.streams import say, say_error
-from deepmd_ema.distributed.files import TABLE, check_output
 from deepmd_ema.errors import UserError
+from deepmd_ema.files import TABLE, check_output
 from deepmd_ema.utils import keep_freed_memory
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.streams import say, say_error
-from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.distributed.launch import find_launch
-from deepmd_ema.errors import ReportedElsewhere, UserError, command, first_few
+from deepmd_ema.errors import ReportedElsewhere, UserError
+from deepmd_ema.files import atomic_write
+from deepmd_ema.text import command, first_few
 
 SUFFIXES = (".yaml", ".yml", ".json")
 _MAX_LINES = 20  # lines about a conversion

@@ -16,6 +16,7 @@ from deepmd_ema.cli import read, unsupported
 from deepmd_ema.cli.commands import BEFORE_COMMAND, COMMANDS, COMMON, add_options
 from deepmd_ema.cli.streams import flush_results, prepare_streams, say_error, settle_streams
 from deepmd_ema.distributed.launch import Launch, find_launch, write_error_file
+from deepmd_ema.text import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -215,7 +216,7 @@ class _Parser(argparse.ArgumentParser):
                 f"{name} is a command of DeePMD-kit: {unsupported.COMMANDS[name]}."
             )
         raise errors.UserError(
-            f"the command {name!r} is unknown. {errors.did_you_mean(name, list(COMMANDS))}"
+            f"the command {name!r} is unknown. {did_you_mean(name, list(COMMANDS))}"
         )
 
 
@@ -250,9 +251,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         if name in refused:
             problems.append(f"{args.command} {name}: {refused[name]}.")
         elif name.startswith("-") and name.lstrip("-"):
-            problems.append(
-                f"{args.command} has no option {name}. {errors.did_you_mean(name, options)}"
-            )
+            problems.append(f"{args.command} has no option {name}. {did_you_mean(name, options)}")
     raise errors.UserError(
         problems or f"{args.command} does not know what to do with: {' '.join(rest)}"
     )

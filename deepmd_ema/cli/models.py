@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.streams import say
 from deepmd_ema.config.outputs import is_sharded
-from deepmd_ema.errors import UserError, command
+from deepmd_ema.errors import UserError
+from deepmd_ema.text import command
 
 if TYPE_CHECKING:
     from deepmd_ema.data.convert import Predictor

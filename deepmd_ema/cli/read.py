@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from deepmd_ema.errors import ConfigError, UserError, show_text
+from deepmd_ema.errors import ConfigError, UserError
+from deepmd_ema.text import show_text
 
 Value = TypeVar("Value")
 BACKENDS = {

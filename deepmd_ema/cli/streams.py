@@ -9,7 +9,8 @@ import unicodedata
 from contextlib import suppress
 from typing import TextIO
 
-from deepmd_ema.errors import RED, WriteError, colored, fitted, printable
+from deepmd_ema.errors import WriteError
+from deepmd_ema.text import RED, colored, fitted, printable
 
 
 def prepare_streams() -> None:

@@ -16,10 +16,10 @@ from deepmd_ema.config import choose_head
 from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.outputs import GATHERED_SUFFIX
 from deepmd_ema.data.loader import atoms_at_once, sequential_batches
-from deepmd_ema.distributed.files import MODEL_FILE, check_output
 from deepmd_ema.distributed.tensors import prefix_of
 from deepmd_ema.distributed.world import select_device
-from deepmd_ema.errors import UserError, counted, first_few
+from deepmd_ema.errors import UserError
+from deepmd_ema.files import MODEL_FILE, check_output
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, ModelFile, load_models
 from deepmd_ema.interop import dp
@@ -33,6 +33,7 @@ from deepmd_ema.model.output_bias import (
     set_bias,
 )
 from deepmd_ema.report.table import Column, Table, render
+from deepmd_ema.text import counted, first_few
 from deepmd_ema.utils import LIVE
 
 Array: TypeAlias = np.ndarray

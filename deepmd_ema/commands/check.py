@@ -18,7 +18,7 @@ import numpy as np
 
 from deepmd_ema.config import config_summary, config_warnings, ignored_options, to_dict
 from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, VIRIAL
-from deepmd_ema.errors import YELLOW, DataError, UserError, colored, counted
+from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.findings import (
     ERROR,
     NOTE,
@@ -32,6 +32,7 @@ from deepmd_ema.findings import (
     with_task,
 )
 from deepmd_ema.report.table import Cell, Column, Table, duration, facts, render
+from deepmd_ema.text import YELLOW, colored, counted
 from deepmd_ema.utils import __version__
 
 if TYPE_CHECKING:

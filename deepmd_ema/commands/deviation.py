@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.source import ReadSpec
-from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.errors import UserError
+from deepmd_ema.files import atomic_write
 from deepmd_ema.infer.evaluate import first_frames, open_labelled, predict
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.model.metrics import FrameResult

@@ -20,15 +20,16 @@ from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.labels import ENERGY, LABELS
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.distributed.files import MODEL_FILE, check_output
 from deepmd_ema.distributed.world import select_device
-from deepmd_ema.errors import CheckpointError, UserError, command, counted
+from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.files import MODEL_FILE, check_output
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, ModelFile, load_model, load_models
 from deepmd_ema.interop import deepmd_kit, dp
 from deepmd_ema.interop.deepmd_pt import write_deepmd_pt
 from deepmd_ema.interop.tree_files import write_tree
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.tabulated import make_tables, min_table_distance, tabulate
+from deepmd_ema.text import command, counted
 
 SUFFIXES = (".dp", ".yaml", ".yml", COMPILED_SUFFIX)
 WEIGHTS = ".pt"

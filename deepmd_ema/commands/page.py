@@ -22,8 +22,8 @@ from deepmd_ema.config.outputs import is_sharded, with_absolute_paths
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.run import TaskData, open_split
 from deepmd_ema.data.source import FrameSource, evenly_spaced
-from deepmd_ema.distributed.files import HTML, atomic_write, check_output
-from deepmd_ema.errors import DataError, UserError, command, counted
+from deepmd_ema.errors import DataError, UserError
+from deepmd_ema.files import HTML, atomic_write, check_output
 from deepmd_ema.infer.evaluate import (
     WORST,
     ErrorReport,
@@ -39,6 +39,7 @@ from deepmd_ema.report.plots import Figure, Key, curve_figures, parity_figures
 from deepmd_ema.report.record import Part, table_of_times
 from deepmd_ema.report.status import ENDED, RunStatus, describe_row
 from deepmd_ema.report.table import Cell, Column, Table, duration, significant
+from deepmd_ema.text import command, counted
 from deepmd_ema.utils import LIVE
 
 VALIDATION = "validation"

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from deepmd_ema.config.elements import MASSES
 from deepmd_ema.data.source import Frame
-from deepmd_ema.errors import UserError, counted
+from deepmd_ema.errors import UserError
 from deepmd_ema.geometry import KeptPairs, find_pairs_once
 from deepmd_ema.infer.evaluate import ErrorReport
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential, Prediction
 from deepmd_ema.report.table import Column, Table, render
+from deepmd_ema.text import counted
 from deepmd_ema.utils import even_places
 
 # N atoms, T types, P points of a scan

@@ -9,8 +9,8 @@ from deepmd_ema.config.labels import APARAM, FORCE, FPARAM, LABELS, VIRIAL
 from deepmd_ema.data.formats.extxyz import REFERENCE, XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.properties import STRESS
 from deepmd_ema.data.source import BOX, COORD
-from deepmd_ema.distributed.files import atomic_write, check_output
 from deepmd_ema.errors import UserError
+from deepmd_ema.files import atomic_write, check_output
 from deepmd_ema.infer.evaluate import ErrorReport
 
 

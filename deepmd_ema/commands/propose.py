@@ -28,11 +28,12 @@ from deepmd_ema.data.formats.discover import open_systems, selected_elements
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
 from deepmd_ema.data.source import Frame, FrameSource, ReadSpec, evenly_spaced
-from deepmd_ema.errors import DataError, UserError, command, counted, did_you_mean
+from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.model.output_bias import AUTO, FIT, KEEP, energies_of, move_bias
 from deepmd_ema.report.table import duration
+from deepmd_ema.text import command, counted, did_you_mean
 from deepmd_ema.training.estimate import Cost, measure_steps
 from deepmd_ema.utils import __version__
 

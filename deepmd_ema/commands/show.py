@@ -15,8 +15,8 @@ from deepmd_ema.commands.change_bias import describe_record
 from deepmd_ema.config import config_summary, rows_of_tasks, saved_config, saved_models
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.messages import as_text
-from deepmd_ema.distributed.files import size_of
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.files import size_of
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, describe_average, load_models
 from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.model.model_set import ModelSet

@@ -28,8 +28,9 @@ from deepmd_ema.config.schema.profile import BY_RATIO, NEEDS_DATA, NEVER, REMOVE
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, TaskConfig
 from deepmd_ema.config.schema.training import ValidatingConfig
 from deepmd_ema.config.task_rules import findings_of_tasks
-from deepmd_ema.errors import ConfigError, command, counted
+from deepmd_ema.errors import ConfigError
 from deepmd_ema.findings import UNUSED, WARNING, Findings, error, inside, texts_of, unused, warning
+from deepmd_ema.text import command, counted
 
 # fraction of the run: a longer average still remembers the untrained weights
 _MAX_WINDOW = 0.2

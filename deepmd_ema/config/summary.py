@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema.profile import StepsPer
-from deepmd_ema.errors import counted, every_steps, first_few
+from deepmd_ema.text import counted, every_steps, first_few
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import Link

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema.distributed.files import atomic_write, file_digest, writing
 from deepmd_ema.errors import WriteError
+from deepmd_ema.files import atomic_write, file_digest, writing
 from deepmd_ema.utils import __version__
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,10 @@ from deepmd_ema.data.formats.system import TYPES
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
 from deepmd_ema.data.split import FrameTable, split_frames
 from deepmd_ema.data.units import BOHR, ENERGIES, LENGTHS, quantity_factor
-from deepmd_ema.distributed.files import atomic_write, taking_the_place_of, writing
-from deepmd_ema.errors import DataError, UserError, collect_problems, counted, first_few
+from deepmd_ema.errors import DataError, UserError, collect_problems
+from deepmd_ema.files import atomic_write, taking_the_place_of, writing
 from deepmd_ema.geometry import Array
+from deepmd_ema.text import counted, first_few
 from deepmd_ema.utils import even_places
 
 _MODELS = (

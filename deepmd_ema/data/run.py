@@ -25,15 +25,8 @@ from deepmd_ema.data.formats.discover import open_systems, repeated, split_addre
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
 from deepmd_ema.data.split import FrameTable, Split, split_frames
-from deepmd_ema.distributed.files import file_digest
-from deepmd_ema.errors import (
-    ConfigError,
-    DataError,
-    UserError,
-    collect_problems,
-    counted,
-    first_few,
-)
+from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems
+from deepmd_ema.files import file_digest
 from deepmd_ema.findings import (
     ERROR,
     NOTE,
@@ -46,6 +39,7 @@ from deepmd_ema.findings import (
     with_task,
 )
 from deepmd_ema.geometry import NeighborStatistics, find_pairs_once
+from deepmd_ema.text import counted, first_few
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:

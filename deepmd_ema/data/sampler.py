@@ -16,9 +16,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from deepmd_ema.config.schema.text_options import BatchSizeRule, SystemProbability
-from deepmd_ema.errors import ConfigError, DataError, counted
+from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.findings import Finding, warning
 from deepmd_ema.geometry import Array, stable_argsort
+from deepmd_ema.text import counted
 
 BatchRule: TypeAlias = "int | str | Sequence[int]"
 Sizes: TypeAlias = "int | Array"

@@ -24,9 +24,10 @@ from deepmd_ema.data.check.suspects import NEAR_COPIES, NEAR_TEST, Suspects, nam
 from deepmd_ema.data.formats.properties import KIND_NAMES, describe_singles
 from deepmd_ema.data.sampler import permutation
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource
-from deepmd_ema.errors import DataError, counted, first_few
+from deepmd_ema.errors import DataError
 from deepmd_ema.findings import Finding, warning
 from deepmd_ema.geometry import Array
+from deepmd_ema.text import counted, first_few
 from deepmd_ema.utils import seed_for
 
 _COPY = 1e-4  # angstrom; frames nearer than this are copies of each other

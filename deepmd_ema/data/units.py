@@ -6,7 +6,8 @@ import re
 from functools import lru_cache
 
 from deepmd_ema.config.labels import GPA
-from deepmd_ema.errors import DataError, show_text
+from deepmd_ema.errors import DataError
+from deepmd_ema.text import show_text
 
 BOHR = 0.529177210903  # angstrom, CODATA 2018
 HARTREE = 27.211386245988  # eV

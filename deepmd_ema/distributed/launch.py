@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
-from deepmd_ema.errors import Terminated, UserError, show_text
+from deepmd_ema.errors import Terminated, UserError
+from deepmd_ema.text import show_text
 
 PORT, LAST_PORT = "MASTER_PORT", 65535
 ADDRESS = ("MASTER_ADDR", PORT)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from deepmd_ema.distributed.files import UNSUPPORTED, file_digest, remove, sync, taking_the_place_of
+from deepmd_ema.files import UNSUPPORTED, file_digest, remove, sync, taking_the_place_of
 
 logger = logging.getLogger(__name__)
 

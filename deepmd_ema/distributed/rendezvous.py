@@ -18,14 +18,8 @@ import torch
 import torch.distributed as dist
 
 from deepmd_ema.distributed.launch import ADDRESS, Launch, write_error_file
-from deepmd_ema.errors import (
-    Interrupted,
-    RankLostError,
-    Terminated,
-    UserError,
-    first_few,
-    printable,
-)
+from deepmd_ema.errors import Interrupted, RankLostError, Terminated, UserError
+from deepmd_ema.text import first_few, printable
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

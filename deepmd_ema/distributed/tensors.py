@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepmd_ema.errors import CheckpointError, first_few
+from deepmd_ema.errors import CheckpointError
+from deepmd_ema.text import first_few
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -37,8 +37,8 @@ from deepmd_ema.data.formats.discover import open_systems, repeated, stored_type
 from deepmd_ema.data.formats.properties import KIND_NAMES, describe_singles
 from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
-from deepmd_ema.distributed.files import TABLE, atomic_write, check_output
-from deepmd_ema.errors import DataError, UserError, counted
+from deepmd_ema.errors import DataError, UserError
+from deepmd_ema.files import TABLE, atomic_write, check_output
 from deepmd_ema.findings import Finding
 from deepmd_ema.geometry import neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
@@ -64,6 +64,7 @@ from deepmd_ema.report.table import (
     render,
     show_metric,
 )
+from deepmd_ema.text import counted
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.messages import show
 from deepmd_ema.distributed.tensors import check_weights
 from deepmd_ema.distributed.world import select_device
-from deepmd_ema.errors import CheckpointError, UserError, counted
+from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.interop import deepmd_kit, deepmd_pt, dp
 from deepmd_ema.interop.parts import chosen
@@ -26,6 +26,7 @@ from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import nested
+from deepmd_ema.text import counted
 from deepmd_ema.utils import LIVE
 
 Choose: TypeAlias = Callable[[Mapping[str, Sequence[str]]], Iterable[str]]

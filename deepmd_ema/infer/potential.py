@@ -32,7 +32,7 @@ from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.loader import atoms_at_once
 from deepmd_ema.data.sampler import batch_edges
 from deepmd_ema.data.source import Frame
-from deepmd_ema.errors import UserError, did_you_mean
+from deepmd_ema.errors import UserError
 from deepmd_ema.geometry import KeptPairs, find_pairs
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.kept_slots import FilledSlots, MovingFrame
@@ -41,6 +41,7 @@ from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.pair_table import PairTable
 from deepmd_ema.model.tabulated import tabulate
+from deepmd_ema.text import did_you_mean
 
 if TYPE_CHECKING:
     from deepmd_ema.infer.images import Images

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.errors import UserError
+from deepmd_ema.files import atomic_write
 
 # formats of `dp convert-backend` that are one file: TorchScript, torch.export, TensorFlow
 SUFFIXES = (".pth", ".pte", ".pb")

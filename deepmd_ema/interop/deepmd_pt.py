@@ -23,9 +23,9 @@ from deepmd_ema.config import ModelConfig, model_config_from_dict
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.fields import plain, type_names
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
-from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.distributed.tensors import on_cpu
-from deepmd_ema.errors import CheckpointError, ConfigError, command, first_few
+from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.files import atomic_write
 from deepmd_ema.interop.dp import (
     EXTRA,
     INSIDE,
@@ -39,6 +39,7 @@ from deepmd_ema.interop.parts import PartTree, chosen, tree_by_type
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.text import command, first_few
 from deepmd_ema.utils import LIVE
 
 EMA = "ema"  # the one average that such a checkpoint may hold

@@ -12,8 +12,9 @@ from urllib.request import urlopen
 
 from tqdm import tqdm
 
-from deepmd_ema.distributed.files import atomic_write, file_digest
-from deepmd_ema.errors import CheckpointError, UserError, command, did_you_mean, is_disk_full
+from deepmd_ema.errors import CheckpointError, UserError, is_disk_full
+from deepmd_ema.files import atomic_write, file_digest
+from deepmd_ema.text import command, did_you_mean
 
 logger = logging.getLogger(__name__)
 

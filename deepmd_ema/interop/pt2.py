@@ -26,9 +26,9 @@ from tqdm import tqdm
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.schema.common import MAX_SIZE
-from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import CheckpointError, NotCompiledError, UserError
+from deepmd_ema.files import atomic_write
 from deepmd_ema.interop.tree_files import PACKAGED_TREE, Tree, opened_package, packaged_text
 from deepmd_ema.model.compiler import CODE_OPTIONS, without_compiler
 from deepmd_ema.model.dummy_atoms import MIN_SIZE

@@ -15,9 +15,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.distributed.tensors import content_digest
-from deepmd_ema.errors import CheckpointError, refusal_of, show_text
+from deepmd_ema.errors import CheckpointError, refusal_of
+from deepmd_ema.files import atomic_write
+from deepmd_ema.text import show_text
 
 Tree: TypeAlias = dict[str, Any]
 

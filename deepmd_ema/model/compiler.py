@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.schema.training import MODES_OF_CUDA_GRAPHS, CompileConfig
-from deepmd_ema.distributed.files import writing
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import UserError, counted
+from deepmd_ema.errors import UserError
+from deepmd_ema.files import writing
 from deepmd_ema.model.dummy_atoms import (
     Filled,
     Round,
@@ -39,6 +39,7 @@ from deepmd_ema.model.dummy_atoms import (
 )
 from deepmd_ema.model.energy import EnergyModel, run
 from deepmd_ema.model.interpolation.interpolation import Interpolation
+from deepmd_ema.text import counted
 
 logger = logging.getLogger(__name__)
 

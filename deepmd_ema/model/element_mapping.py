@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from deepmd_ema.errors import UserError, first_few
+from deepmd_ema.errors import UserError
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
+from deepmd_ema.text import first_few
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import NeighborLayout

@@ -29,8 +29,9 @@ import numpy as np
 import torch
 
 from deepmd_ema.config.labels import ENERGY, LABELS, POLAR
-from deepmd_ema.errors import DataError, first_few
+from deepmd_ema.errors import DataError
 from deepmd_ema.model.interface import label_weight
+from deepmd_ema.text import first_few
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,10 +14,11 @@ import numpy as np
 from deepmd_ema.config.data_options import data_options
 from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.messages import differences_of, show
-from deepmd_ema.distributed.files import atomic_write
-from deepmd_ema.errors import DataError, first_few
+from deepmd_ema.errors import DataError
+from deepmd_ema.files import atomic_write
 from deepmd_ema.model.output_bias import BiasFit
 from deepmd_ema.model.statistics import Statistics
+from deepmd_ema.text import first_few
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig

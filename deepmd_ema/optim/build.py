@@ -22,12 +22,13 @@ from deepmd_ema.distributed.tensors import (
     local_shard,
     shard_like,
 )
-from deepmd_ema.errors import CheckpointError, ConfigError, counted
+from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.findings import error
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
 from deepmd_ema.optim.muon import AdaMuon, HybridMuon, routed
 from deepmd_ema.optim.schedule_free import AdamWScheduleFree
 from deepmd_ema.optim.soap import SOAP
+from deepmd_ema.text import counted
 
 MAX_NAMES = 8  # in a message
 OF_CHECKPOINT = "optimizer state of the checkpoint"

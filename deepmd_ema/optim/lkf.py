@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.distributed.tensors import HostCopies, whole
-from deepmd_ema.errors import CheckpointError, first_few
+from deepmd_ema.errors import CheckpointError
 from deepmd_ema.optim.build import OF_CHECKPOINT, check_state_type
+from deepmd_ema.text import first_few
 
 T = TypeVar("T")
 MEMORY = 0.98  # RLEKF: the first memory factor lambda

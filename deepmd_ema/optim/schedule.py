@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from deepmd_ema.config.schema import optim
-from deepmd_ema.errors import ConfigError, counted
+from deepmd_ema.errors import ConfigError
+from deepmd_ema.text import counted
 
 Schedule: TypeAlias = Callable[[int], float]
 """The learning rate of the update that follows after this many updates."""

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from deepmd_ema.config import load_config
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.outputs import BEST, Outputs, weights_of_rows
-from deepmd_ema.distributed.files import append, atomic_write, sync, writing
 from deepmd_ema.errors import UserError, collect_problems
+from deepmd_ema.files import append, atomic_write, sync, writing
 from deepmd_ema.report.table import KINDS, show_metric, significant
 from deepmd_ema.utils import LIVE
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from tqdm import tqdm
 
 from deepmd_ema.config.labels import METRICS, QUANTITIES
-from deepmd_ema.distributed.files import LOG, refuse_to_lose, writing
-from deepmd_ema.errors import RED, YELLOW, colored, fitted, printable, reason_of, width_of
+from deepmd_ema.errors import reason_of
+from deepmd_ema.files import LOG, refuse_to_lose, writing
 from deepmd_ema.report.table import CURVE_NAMES, labelled, significant
+from deepmd_ema.text import RED, YELLOW, colored, fitted, printable, width_of
 from deepmd_ema.utils import LIVE
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from deepmd_ema.config.fields import file_name, option
 from deepmd_ema.config.messages import dotted
 from deepmd_ema.config.outputs import LOGGED
 from deepmd_ema.config.schema.loggers import FAILED, FINISHED, INTERRUPTED, LoggedRun, Logger
-from deepmd_ema.distributed.files import part_of
 from deepmd_ema.errors import ConfigError, reason_of
+from deepmd_ema.files import part_of
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig

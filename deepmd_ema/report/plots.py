@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepmd_ema.config.labels import METRICS
-from deepmd_ema.distributed.files import PICTURE, atomic_write, check_output
-from deepmd_ema.errors import UserError, first_few
+from deepmd_ema.errors import UserError
+from deepmd_ema.files import PICTURE, atomic_write, check_output
 from deepmd_ema.geometry import Array
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, read_curves
 from deepmd_ema.report.table import CURVE_NAMES, significant
+from deepmd_ema.text import first_few
 from deepmd_ema.utils import LIVE
 
 # blue for the live weights and orange for averaged ones, everywhere; the palette of Okabe and Ito

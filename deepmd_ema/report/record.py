@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from deepmd_ema.config.outputs import RECORD
-from deepmd_ema.distributed.files import atomic_write
-from deepmd_ema.errors import Interrupted, WriteError, counted
+from deepmd_ema.errors import Interrupted, WriteError
+from deepmd_ema.files import atomic_write
 from deepmd_ema.report.table import Column, Table, duration
+from deepmd_ema.text import counted
 from deepmd_ema.utils import __version__
 
 logger = logging.getLogger(__name__)

@@ -18,12 +18,13 @@ from deepmd_ema.config import load_config
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.outputs import LOCK, POINTER, RECORD, Outputs, is_sharded, read_pointer
 from deepmd_ema.config.schema.text_options import Metric
-from deepmd_ema.distributed.files import read_holder
-from deepmd_ema.errors import UserError, counted, first_few
+from deepmd_ema.errors import UserError
+from deepmd_ema.locks import read_holder
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files
 from deepmd_ema.report.log import describe_values
 from deepmd_ema.report.record import Part, read_record
 from deepmd_ema.report.table import Table, duration, facts, significant
+from deepmd_ema.text import counted, first_few
 
 PREPARING = "preparing"
 TRAINING = "training"

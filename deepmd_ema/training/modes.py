@@ -25,10 +25,11 @@ from deepmd_ema.config.schema.optim import LKFConfig, SOAPConfig
 from deepmd_ema.data.loader import Pad
 from deepmd_ema.distributed.tensors import content_digest, is_sharded, settle_shards
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import UserError, first_few
+from deepmd_ema.errors import UserError
 from deepmd_ema.model.compiler import Compiler, pad_for
 from deepmd_ema.model.dummy_atoms import pad, to_eighth
 from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.text import first_few
 
 logger = logging.getLogger(__name__)
 

@@ -29,20 +29,20 @@ from deepmd_ema.config.outputs import (
     suffix_of,
     suffixed,
 )
-from deepmd_ema.distributed.files import (
+from deepmd_ema.distributed.links import is_copy, link
+from deepmd_ema.errors import CheckpointError, UserError, collect_problems
+from deepmd_ema.files import (
     JSON,
     RECORD_FILE,
     TABLE,
     atomic_write,
     ensure_writable,
-    locked,
     move,
     refuse_to_lose,
     sync,
     writing,
 )
-from deepmd_ema.distributed.links import is_copy, link
-from deepmd_ema.errors import CheckpointError, UserError, collect_problems
+from deepmd_ema.locks import locked
 from deepmd_ema.training.request import TrainRequest
 from deepmd_ema.utils import LIVE
 

@@ -42,10 +42,10 @@ from deepmd_ema.data.run import (
 )
 from deepmd_ema.data.sampler import batch_sizes, permutation
 from deepmd_ema.data.source import FrameSource
-from deepmd_ema.distributed.files import writing
 from deepmd_ema.distributed.tensors import prefix_of
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import ConfigError, DataError, UserError, counted
+from deepmd_ema.errors import ConfigError, DataError, UserError
+from deepmd_ema.files import writing
 from deepmd_ema.findings import ERROR, Finding, with_severity
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
@@ -62,6 +62,7 @@ from deepmd_ema.model.output_bias import (
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.optim.build import split_by_pattern
+from deepmd_ema.text import counted
 from deepmd_ema.training.restart import check_content, reads_shards
 from deepmd_ema.training.tasks import Task, build_task
 from deepmd_ema.training.weights import Start

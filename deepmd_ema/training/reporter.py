@@ -18,13 +18,13 @@ from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import counted
 from deepmd_ema.model.metrics import Errors, evaluated
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.curves import LcurveFile
 from deepmd_ema.report.log import Progress, RunTimes
 from deepmd_ema.report.loggers import Loggers, named
 from deepmd_ema.report.table import KINDS, labelled, render, table_of_errors
+from deepmd_ema.text import counted
 from deepmd_ema.training.loss import LossOverBatches, constant_prediction, root_of
 from deepmd_ema.training.modes import Products
 from deepmd_ema.training.prepare import PreparedRun

@@ -24,12 +24,13 @@ from deepmd_ema.config.messages import differences_of, of_one_task, show, withou
 from deepmd_ema.config.outputs import outside_paths
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, LKFConfig
 from deepmd_ema.data.run import COMPARED_BYTES
-from deepmd_ema.distributed.files import path_digest
 from deepmd_ema.distributed.tensors import StoredTensor, check_weights, local_shard, shard_like
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import CheckpointError, ConfigError, UserError, command, first_few
+from deepmd_ema.errors import CheckpointError, ConfigError, UserError
+from deepmd_ema.files import path_digest
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.text import command, first_few
 from deepmd_ema.training.request import DEFAULT_INPUT
 from deepmd_ema.training.weights import Start
 

@@ -30,7 +30,7 @@ from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.data.run import checked_config
 from deepmd_ema.distributed.launch import Launch, find_launch
 from deepmd_ema.distributed.world import World, open_world
-from deepmd_ema.errors import DataError, command, counted, every_steps
+from deepmd_ema.errors import DataError
 from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.model.metrics import Errors
 from deepmd_ema.optim.build import describe_groups
@@ -46,6 +46,7 @@ from deepmd_ema.report.table import (
     render,
     show_metric,
 )
+from deepmd_ema.text import command, counted, every_steps
 from deepmd_ema.training.outputs import check_outputs, lock_outputs, write_config
 from deepmd_ema.training.prepare import Hook, prepare
 from deepmd_ema.training.request import TrainRequest

@@ -17,7 +17,7 @@ from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.distributed.tensors import Take
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import DivergedError, RankLostError, first_few
+from deepmd_ema.errors import DivergedError, RankLostError
 from deepmd_ema.optim.build import (
     build_optimizer,
     clip_gradients,
@@ -27,6 +27,7 @@ from deepmd_ema.optim.build import (
     set_learning_rate,
 )
 from deepmd_ema.optim.schedule import build_schedule
+from deepmd_ema.text import first_few
 from deepmd_ema.training.loss import LossOverBatches, root_of
 from deepmd_ema.training.modes import LAST_REPLICATED_STAGE, Products
 from deepmd_ema.training.prepare import PreparedRun

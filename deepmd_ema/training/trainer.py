@@ -25,10 +25,11 @@ from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.distributed.launch import END_SIGNALS, handling
 from deepmd_ema.distributed.tensors import HostCopies, OwnRows, Take, WholeTensors, map_tensors
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import Interrupted, UserError, command
+from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.model.model_set import unnested
 from deepmd_ema.report.log import RunTimes
 from deepmd_ema.report.record import RunRecord
+from deepmd_ema.text import command
 from deepmd_ema.training.interpolation import InterpolationControl
 from deepmd_ema.training.modes import (
     check_replicas,

@@ -28,13 +28,13 @@ from deepmd_ema.data.loader import num_batches, prefetch, sequential_batches, sh
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.distributed.tensors import local_shard, shard_like
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import counted
 from deepmd_ema.model.compiler import pad_for
 from deepmd_ema.model.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.model.tabulated import tables_in
 from deepmd_ema.report.curves import ValidationLog
 from deepmd_ema.report.table import show_metric
+from deepmd_ema.text import counted
 from deepmd_ema.training.modes import Products
 from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.saver import Saver

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepmd_ema.config.schema.averaging import gamma_of, sigma_rel_of
-from deepmd_ema.errors import UserError, counted
+from deepmd_ema.errors import UserError
+from deepmd_ema.text import counted
 
 Array = NDArray[np.float64]
 

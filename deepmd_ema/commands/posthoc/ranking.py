@@ -17,10 +17,10 @@ from deepmd_ema.commands.posthoc.combination import (
 )
 from deepmd_ema.commands.posthoc.snapshots import SnapshotRun
 from deepmd_ema.config.labels import METRICS
-from deepmd_ema.distributed.files import atomic_write
-from deepmd_ema.errors import counted
+from deepmd_ema.files import atomic_write
 from deepmd_ema.model.metrics import Errors
 from deepmd_ema.report.table import METRICS_IN_ORDER, Column, Table, labelled, render
+from deepmd_ema.text import counted
 from deepmd_ema.utils import POSTHOC
 
 # quantities of the table, and in their place those of models without energies; all are in `overall`

@@ -31,20 +31,13 @@ from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.run import open_split
 from deepmd_ema.data.source import FrameSource
-from deepmd_ema.distributed.files import CSV, PICTURE, check_output, ensure_writable
 from deepmd_ema.distributed.world import select_device
-from deepmd_ema.errors import (
-    ConfigError,
-    DataError,
-    UserError,
-    collect_problems,
-    command,
-    counted,
-    did_you_mean,
-)
+from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems
+from deepmd_ema.files import CSV, PICTURE, check_output, ensure_writable
 from deepmd_ema.infer.evaluate import open_labelled
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.metrics import METRICS, evaluate
+from deepmd_ema.text import command, counted, did_you_mean
 from deepmd_ema.utils import LIVE, POSTHOC
 
 NUM_SIGMA_RELS = 9  # widths of a range without a number

@@ -17,7 +17,8 @@ from deepmd_ema.checkpoint.file import SUFFIXES, series_and_step
 from deepmd_ema.commands.posthoc.combination import Combination, Track
 from deepmd_ema.config.outputs import SNAPSHOTS
 from deepmd_ema.distributed.tensors import check_weights
-from deepmd_ema.errors import CheckpointError, collect_problems, counted, first_few
+from deepmd_ema.errors import CheckpointError, collect_problems
+from deepmd_ema.text import counted, first_few
 
 HOW_TO_KEEP = (
     'Train with these in the section training, beside enable_ema where it is: "averaging": '

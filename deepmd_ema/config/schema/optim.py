@@ -28,7 +28,7 @@ from deepmd_ema.config.labels import (
     VIRIAL,
 )
 from deepmd_ema.config.messages import Names
-from deepmd_ema.errors import every_steps
+from deepmd_ema.text import every_steps
 
 DEFAULT_STOP_LR = 5e-8  # last learning rate without stop_lr and stop_lr_ratio
 

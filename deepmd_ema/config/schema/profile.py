@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from deepmd_ema.config.fields import MAX_INTEGER, option, options
 from deepmd_ema.config.messages import Names, Values
-from deepmd_ema.errors import ConfigError, every_steps
+from deepmd_ema.errors import ConfigError
 from deepmd_ema.findings import Findings, error, unused
+from deepmd_ema.text import every_steps
 from deepmd_ema.utils import LIVE, POSTHOC, Check, not_negative, not_negative_int, positive_int
 
 if TYPE_CHECKING:

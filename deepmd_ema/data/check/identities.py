@@ -32,9 +32,9 @@ from deepmd_ema.data.check.bonds import (
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame
 from deepmd_ema.data.units import BOHR, ENERGIES, HARTREE
-from deepmd_ema.errors import counted, first_few
 from deepmd_ema.findings import Finding, warning
 from deepmd_ema.geometry import Array
+from deepmd_ema.text import counted, first_few
 from deepmd_ema.utils import even_places
 
 _KCAL = 1 / ENERGIES["kcal/mol"]

@@ -31,7 +31,7 @@ from deepmd_ema.data.check.suspects import (
     zero_forces,
 )
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, evenly_spaced
-from deepmd_ema.errors import DataError, counted, first_few
+from deepmd_ema.errors import DataError
 from deepmd_ema.findings import (
     ERROR,
     NOTE,
@@ -45,6 +45,7 @@ from deepmd_ema.findings import (
     with_task,
 )
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
+from deepmd_ema.text import counted, first_few
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig

@@ -13,9 +13,10 @@ from deepmd_ema.data.check.bonds import COVALENT_RADII
 from deepmd_ema.data.check.identities import ENERGY_UNITS
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame, FrameSource, evenly_spaced
-from deepmd_ema.errors import DataError, counted, first_few
+from deepmd_ema.errors import DataError
 from deepmd_ema.findings import ERROR, WARNING, Finding, note, warning
 from deepmd_ema.geometry import Array, find_pairs_once
+from deepmd_ema.text import counted, first_few
 from deepmd_ema.utils import even_places
 
 _TENSORS_LOOKED_AT = 30  # frames

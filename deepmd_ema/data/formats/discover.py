@@ -19,8 +19,9 @@ from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
 from deepmd_ema.data.formats.stores import Hdf5Store, NpyStore, hdf5_stores, is_hdf5, is_there
 from deepmd_ema.data.formats.system import ArrayStore, open_system, read_type_map
 from deepmd_ema.data.source import FrameSource, ReadSpec
-from deepmd_ema.errors import DataError, collect_problems, command, first_few
+from deepmd_ema.errors import DataError, collect_problems
 from deepmd_ema.findings import Finding, warning
+from deepmd_ema.text import command, first_few
 
 Opener: TypeAlias = Callable[[ReadSpec], FrameSource]
 

@@ -35,8 +35,9 @@ from deepmd_ema.data.formats.properties import (
 )
 from deepmd_ema.data.formats.stores import is_there, readable
 from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, rows_per
-from deepmd_ema.errors import DataError, collect_problems, show_text
+from deepmd_ema.errors import DataError, collect_problems
 from deepmd_ema.geometry import Array
+from deepmd_ema.text import show_text
 
 XYZ_SUFFIXES = (".xyz", ".extxyz")
 _MAX_PROBLEMS = 5  # problems of one file that are reported

@@ -24,8 +24,9 @@ from deepmd_ema.data.formats.properties import StoredFrame, make_frame
 from deepmd_ema.data.formats.stores import is_there, readable_as
 from deepmd_ema.data.formats.system import type_table
 from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, of_atoms, rows_per
-from deepmd_ema.errors import DataError, collect_problems, counted, first_few, show_text
+from deepmd_ema.errors import DataError, collect_problems
 from deepmd_ema.geometry import Array
+from deepmd_ema.text import counted, first_few, show_text
 
 _ATYPE = "atype"
 _META = "__metadata__"

@@ -35,8 +35,9 @@ from deepmd_ema.data.units import (
     stated_factor,
     stated_system,
 )
-from deepmd_ema.errors import DataError, counted, did_you_mean, first_few, show_text
+from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import Array
+from deepmd_ema.text import counted, did_you_mean, first_few, show_text
 
 # (3, 3) or Voigt's six, eV/angstrom^3, positive under tension: minus the virial over the volume
 STRESS = "stress"

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from deepmd_ema.errors import DataError, first_few
+from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import Array
+from deepmd_ema.text import first_few
 
 _MAX_ROWS = 2**48  # rows of any array that a computer can hold
 _MAX_REASON_CHARACTERS = 200  # letters of the message of a reader

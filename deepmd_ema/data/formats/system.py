@@ -31,8 +31,9 @@ from deepmd_ema.data.source import (
     of_atoms,
     rows_per,
 )
-from deepmd_ema.errors import DataError, collect_problems, did_you_mean, first_few, show_text
+from deepmd_ema.errors import DataError, collect_problems
 from deepmd_ema.geometry import Array
+from deepmd_ema.text import did_you_mean, first_few, show_text
 
 TYPES = "real_atom_types"
 _MAX_TYPE_DIGITS = 9  # a larger number is no type, and would not fit into all integers
