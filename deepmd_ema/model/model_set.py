@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
@@ -162,7 +162,7 @@ def unnested(by_task: Mapping[str, T]) -> T | dict[str, T]:
     return by_task[""] if set(by_task) == {""} else dict(by_task)
 
 
-def nested(value: Any, tasks: Iterator[str] | tuple[str, ...]) -> dict[str, Any]:
+def nested(value: Any, tasks: Collection[str]) -> dict[str, Any]:
     """Return the values by task of which :func:`unnested` made ``value``, without unknown tasks."""
     if tuple(tasks) == ("",):
         return {"": value}
