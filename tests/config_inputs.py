@@ -5,8 +5,12 @@ import json
 import re
 
 import pytest
+from dargs.dargs import ArgumentError
 
-from deepmd_ema.config import config_from_dict
+from deepmd_ema.config import (
+    config_from_dict,
+    run_arguments,
+)
 from deepmd_ema.errors import ConfigError
 
 GOOD = {
@@ -68,3 +72,13 @@ def assert_refused(values, text):
     """
     (found,) = problems_of(values)
     assert re.match(r"input\.json: " + ".*".join(map(re.escape, text.split(" ... "))), found), found
+
+
+def assert_refused_by_dargs(values):
+    """Other tools read the declaration for dargs, which judges single values as dp-ema does."""
+    with pytest.raises(
+        (ArgumentError, TypeError, AttributeError)
+    ):  # it expects texts as keys, and sections
+        run_arguments().check_value(
+            run_arguments().normalize_value(values, trim_pattern="_*"), strict=True
+        )

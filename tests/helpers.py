@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -441,3 +442,8 @@ def wrong_forces(graph, inputs):
         return [x * 0 if x.dim() == 2 and x.shape[1] == 3 else x for x in graph.forward(*args)]
 
     return evaluate
+
+
+def blocks(page, language):
+    """Return the fenced blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.M | re.S)

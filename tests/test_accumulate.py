@@ -10,9 +10,9 @@ import pytest
 import torch
 from flat_batches import flat_batch, predicted, random_frame
 from helpers import assert_same, trains_in, write_system
-from test_loss import ALL
-from test_parallel import assert_near
-from test_train import StopAfter, load
+from loss_cases import LOSSES
+from parallel_cases import assert_near
+from training_runs import StopAfter, load
 
 from deepmd_ema.config.schema.optim import EnerLossConfig as Config
 from deepmd_ema.distributed.world import World
@@ -21,15 +21,6 @@ from deepmd_ema.training.loss import EnergyLoss, LossOverBatches
 
 SAME_MATH = 1e-12
 ROUNDING = 1e-9  # after some steps
-WITHOUT_HUBER = {name: value for name, value in ALL.items() if name[-2:] not in ("_h", "pf")}
-LOSSES = {
-    "mse": ALL,
-    "mae": {**ALL, "loss_func": "mae"},
-    "norm": {**ALL, "loss_func": "mae", "f_use_norm": True},
-    "huber": {**WITHOUT_HUBER, "use_huber": True},
-    "intensive": {**ALL, "intensive_ener_virial": True, "use_default_pf": True},
-    "relative": {**ALL, "relative_f": 0.3},
-}
 LACKING = [
     (),
     ("force", "hessian"),

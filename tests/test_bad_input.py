@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_files import to_hdf5
 from helpers import FullDisk, tiny_input, validated, write_system
-from test_data_npy import to_hdf5
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.locks import locked

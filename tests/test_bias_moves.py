@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_input, write_system
-from test_train import load
+from training_runs import load
 
 from deepmd_ema.cli import main
 from deepmd_ema.config import load_config, model_config_from_dict

@@ -12,9 +12,9 @@ import torch
 from config_inputs import write
 from helpers import assert_same as assert_same_checkpoints
 from helpers import compile_with, tiny_input, write_system, wrong_forces
-from test_train import load
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from toy_models import SECTIONS, TRICLINIC, batch_of, model_section, toy_atoms, toy_model
+from training_runs import load
 
 from deepmd_ema import cli
 from deepmd_ema.config import model_config_from_dict

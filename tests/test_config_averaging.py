@@ -5,8 +5,7 @@ the rest.
 import json
 
 import pytest
-from config_inputs import REMOVE, assert_refused, spoiled, write
-from test_config_errors import assert_refused_by_dargs
+from config_inputs import REMOVE, assert_refused, assert_refused_by_dargs, spoiled, write
 
 from deepmd_ema.config import (
     config_from_dict,

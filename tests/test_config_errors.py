@@ -7,8 +7,15 @@ import re
 import time
 
 import pytest
-from config_inputs import GOOD, REMOVE, assert_refused, problems_of, spoiled, write
-from dargs.dargs import ArgumentError
+from config_inputs import (
+    GOOD,
+    REMOVE,
+    assert_refused,
+    assert_refused_by_dargs,
+    problems_of,
+    spoiled,
+    write,
+)
 
 from deepmd_ema.config import (
     as_launched,
@@ -16,7 +23,6 @@ from deepmd_ema.config import (
     ignored_options,
     load_config,
     model_config_from_dict,
-    run_arguments,
 )
 from deepmd_ema.errors import ConfigError
 
@@ -363,16 +369,6 @@ BROKEN = [
         "validating.test_data_dict: this is an input of one task. There it is",
     ),
 ]
-
-
-def assert_refused_by_dargs(values):
-    """Other tools read the declaration for dargs, which judges single values as dp-ema does."""
-    with pytest.raises(
-        (ArgumentError, TypeError, AttributeError)
-    ):  # it expects texts as keys, and sections
-        run_arguments().check_value(
-            run_arguments().normalize_value(values, trim_pattern="_*"), strict=True
-        )
 
 
 @pytest.mark.parametrize(("changes", "text"), WRONG, ids=[text for _, text in WRONG])

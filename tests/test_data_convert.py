@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_files import LABELS, text, toy_atoms, write_kinds
 from helpers import open_data, write_system
-from test_data_extxyz import LABELS, text, toy_atoms
 
 from deepmd_ema.cli import main
 from deepmd_ema.data.convert import convert_data
@@ -316,16 +316,6 @@ def test_folders_become_a_file_with_the_same_numbers_which_become_folders_with_t
 
 def frames_in(name):
     return [block for _, block in blocks(Path(name))]
-
-
-def write_kinds(path):
-    """Write 20 frames of bulk, 10 of a surface and one of a third kind."""
-    from ase.io import write
-
-    frames = toy_atoms(31, natoms=12)
-    for atoms, kind in zip(frames, ["bulk"] * 20 + ["surface"] * 10 + ["only"], strict=True):
-        atoms.info["config_type"] = kind
-    write(path, frames)
 
 
 def test_validation_is_of_every_kind_that_the_files_name_and_the_same_for_a_seed():

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same_files, open_data, tiny_input, toy_frame, toy_labels
+from data_files import LABELS, text, toy_atoms
+from helpers import assert_same_files, open_data, tiny_input
 
 from deepmd_ema.cli import main
 from deepmd_ema.data.check.report import check_systems
@@ -17,50 +18,11 @@ from deepmd_ema.data.source import FrameSource
 from deepmd_ema.errors import DataError
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
-LABELS = ("energy", "force", "virial")
-ELEMENTS = np.array(["O", "H", "C"])
-
-
-def toy_atoms(num_frames=10, seed=0, num_types=2, natoms=None):
-    """Return frames with toy labels, as Atoms; without ``natoms`` of several sizes, and every fifth
-    is open.
-    """
-    from ase import Atoms
-    from ase.calculators.singlepoint import SinglePointCalculator
-
-    rng, out = np.random.default_rng(seed), []
-    for k in range(num_frames):
-        size = natoms or int(rng.integers(4, 13))
-        coord, types, box = toy_frame(rng, size, num_types, pbc=bool(natoms) or k % 5 != 4)
-        energy, force, virial, atom_energy = toy_labels(coord, types, box)
-        atoms = Atoms(ELEMENTS[types], coord, cell=box, pbc=box is not None)
-        results = {"energy": energy, "forces": force, "energies": atom_energy}
-        if box is not None:
-            tensor = -virial.reshape(3, 3) / atoms.get_volume()
-            results["stress"] = tensor[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
-        atoms.calc = SinglePointCalculator(atoms, **results)
-        out.append(atoms)
-    return out
-
 
 def write_toy(path, *args, **options):
     from ase.io import write
 
     write(path, toy_atoms(*args, **options), format="extxyz")
-
-
-def text(rows="O 0 0 0 1 2 3\nH 0 0 1 4 5 6\n", natoms=2, **head):
-    """Return one frame in extended XYZ."""
-    values = {
-        "Lattice": "9 0 0 0 9 0 0 0 9",
-        "Properties": "species:S:1:pos:R:3:forces:R:3",
-        "energy": -1.5,
-    } | head
-    return (
-        f"{natoms}\n"
-        + " ".join(f'{k}="{v}"' for k, v in values.items() if v is not None)
-        + f"\n{rows}"
-    )
 
 
 @pytest.fixture

@@ -2,62 +2,13 @@
 
 import numpy as np
 import pytest
-from helpers import open_data, toy_frame, toy_labels
+from data_files import toy_records, write_lmdb
+from helpers import open_data
 
 from deepmd_ema.errors import DataError
 
-lmdb, msgpack = pytest.importorskip("lmdb"), pytest.importorskip("msgpack")
 NO_LMDB = "cannot be read as DeePMD-kit's LMDB"
 LABELS = ("energy", "force", "virial")
-
-
-def toy_records(num_frames=8, seed=0, virtual=False):
-    """Return frames of several sizes as DeePMD-kit names their arrays; every fourth is open."""
-    rng, out = np.random.default_rng(seed), []
-    for k in range(num_frames):
-        coord, types, box = toy_frame(rng, int(rng.integers(4, 13)), pbc=k % 4 != 3)
-        energy, force, virial, _ = toy_labels(coord, types, box)
-        record = {
-            "coords": coord,
-            "atom_types": types.astype(np.int32),
-            "energies": np.array([energy]),
-        }
-        record["forces"] = force
-        if box is not None:
-            record |= {"cells": box, "virials": virial.reshape(3, 3)}
-        if virtual:
-            record["atom_types"] = np.append(record["atom_types"], -1)
-            record |= {
-                name: np.concatenate([record[name], np.zeros((1, 3))])
-                for name in ("coords", "forces")
-            }
-        out.append(record)
-    return out
-
-
-def write_lmdb(path, records, keys="012d", **meta):
-    """Write records as DeePMD-kit's documentation describes its LMDB data."""
-
-    def encoded(value):
-        if not isinstance(value, np.ndarray):
-            return value
-        return {
-            "type": str(value.dtype),
-            "shape": list(value.shape),
-            "data": np.ascontiguousarray(value).tobytes(),
-        }
-
-    described = {"frame_idx_fmt": "012d", "type_map": ["O", "H"], "system_info": {"natoms": [2, 2]}}
-    described |= {"nframes": len(records), **meta}
-    described = {name: value for name, value in described.items() if value is not None}
-    env = lmdb.open(str(path), map_size=1 << 24)
-    with env.begin(write=True) as transaction:
-        transaction.put(b"__metadata__", msgpack.packb(described, use_bin_type=True))
-        for k, record in enumerate(records):
-            values = {name: encoded(value) for name, value in record.items()}
-            transaction.put(format(k, keys).encode(), msgpack.packb(values, use_bin_type=True))
-    env.close()
-    return str(path)
 
 
 def problems_of(path, type_map=("O", "H"), **spec):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_files import hdf5, to_hdf5
 from helpers import open_data, toy_labels, write_system
 
 from deepmd_ema.data.check.report import check_systems
@@ -28,16 +29,6 @@ def problems_of(*paths, rcut=4.0, **spec):
         ).problems
     except DataError as error:
         return error.problems
-
-
-def to_hdf5(folder, group):
-    """Write a system's folder into an HDF5 group, as dpdata does."""
-    group["type.raw"] = np.loadtxt(folder / "type.raw", dtype=int)
-    group["type_map.raw"] = np.array((folder / "type_map.raw").read_text().split(), dtype="S")
-    if (folder / "nopbc").exists():
-        group["nopbc"] = True
-    for file in sorted(folder.glob("set.*/*.npy")):
-        group[f"{file.parent.name}/{file.name}"] = np.load(file)
 
 
 def assert_same_frame(a, b):
@@ -420,14 +411,6 @@ def test_a_cell_that_cannot_be_searched_is_reported_with_the_frame(system, cell,
 
 
 # HDF5
-
-
-def hdf5(system, path="data.h5", group="w"):
-    import h5py
-
-    with h5py.File(path, "w") as file:
-        to_hdf5(system, file.require_group(group))
-    return path
 
 
 def linked(file, name):

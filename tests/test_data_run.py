@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_files import text, to_hdf5, with_close_atoms
 from helpers import tiny_input, write_system
-from test_data_extxyz import text
-from test_data_npy import to_hdf5
-from test_train_tasks import input_of_two_tasks, write_data
+from two_tasks import input_of_two_tasks, write_data
 
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.data.run import check_task, content_of, difference, open_run
@@ -36,7 +35,7 @@ def write_hdf5(path, energy):
 
 def write_data_base(path, energy):
     pytest.importorskip("lmdb")
-    from test_data_lmdb import toy_records, write_lmdb
+    from data_files import toy_records, write_lmdb
 
     write_lmdb(
         path, [{**record, "energies": record["energies"] + energy} for record in toy_records(4)]
@@ -68,16 +67,6 @@ def test_copies_of_data_are_equal_and_a_changed_label_is_found(
     assert difference(found[1], found[0]) == ""
     assert re.fullmatch(rf"{name}\S*: \S*{files}: other content", difference(found[2], found[0]))
     assert difference({}, found[0]).endswith("frames: none here, 4 on rank 0")
-
-
-def with_close_atoms(folder, frames, distance, **how):
-    """Return a system in which the first two atoms of some frames are so close."""
-    system = write_system(folder, frames=6, natoms=8, **how)
-    file = system / "set.000" / "coord.npy"
-    coord = np.load(file)
-    coord[frames, 3:6] = coord[frames, :3] + np.array([distance, 0, 0])
-    np.save(file, coord)
-    return system
 
 
 def test_frames_with_atoms_closer_than_min_pair_dist_are_left_out_of_training(tmp_path, water_like):

@@ -9,16 +9,16 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import linear_models
 import numpy as np
 import pytest
-import test_linear
 import torch
 from config_inputs import write
 from helpers import tiny_input, write_system
 from infer_models import write_run
-from test_interchange import VARIANTS as OPTIONS
-from test_interchange import same_bits
-from test_train_sharing import input_of
+from interchange_cases import VARIANTS as OPTIONS
+from interchange_cases import same_bits
+from shared_tasks import input_of
 from toy_models import (
     SECTIONS,
     TABLE,
@@ -267,7 +267,7 @@ def test_show_says_what_a_checkpoint_of_deepmd_kit_holds(capsys):
 
 @pytest.mark.parametrize("name", [*CASES, "linear"])
 def test_a_model_comes_back_to_the_bit(name, tmp_path):
-    config, model = test_linear.linear() if name == "linear" else toy_model(**CASES[name])
+    config, model = linear_models.linear() if name == "linear" else toy_model(**CASES[name])
     model.min_nbor_dist = 0.87
     write_deepmd_pt(tmp_path / "model.pt", {"": (config, model, FACTS)})
     loaded = load_model(tmp_path / "model.pt")

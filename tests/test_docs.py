@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import blocks
 from infer_models import write_run
 
 from deepmd_ema import cli
@@ -41,11 +42,6 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 
 def without_code(text):
     return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
-
-
-def blocks(page, language):
-    """Return the fenced blocks of a page in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.M | re.S)
 
 
 def headings(page):

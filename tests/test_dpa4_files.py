@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_interchange import same_bits
+from interchange_cases import same_bits
 from toy_models import assert_tree_refused, batch_of, evaluate, write_dp
 
 from deepmd_ema.config import model_config_from_dict

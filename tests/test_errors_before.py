@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers import assert_same, tiny_input, write_system
-from test_train import load
+from training_runs import load
 
 from deepmd_ema.training.run import run_training
 

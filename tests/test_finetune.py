@@ -14,10 +14,10 @@ import torch
 from changed_options import MODELS_OF_TYPES, changed_sections, replaced
 from config_inputs import write
 from helpers import assert_same, tiny_input, write_system
-from test_train import load
-from test_train_sharing import input_of as tasks_of
-from test_train_sharing import write_data
+from shared_tasks import input_of as tasks_of
+from shared_tasks import write_data
 from toy_models import TYPES, toy_model, write_dp
+from training_runs import load
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import config_from_dict, model_config_from_dict

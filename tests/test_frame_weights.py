@@ -10,8 +10,8 @@ import pytest
 import torch
 from flat_batches import COMPARED, flat_batch, predicted, random_frame
 from helpers import open_data, tiny_input, trains_in, write_system
-from test_accumulate import LOSSES
-from test_train import load
+from loss_cases import LOSSES
+from training_runs import load
 
 from deepmd_ema import cli
 from deepmd_ema.config.labels import WEIGHT, WEIGHTS

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from helpers import assert_same, tiny_input
-from test_train import WITH_AVERAGES, StopAfter, load
+from training_runs import WITH_AVERAGES, StopAfter, load
 
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.training.run import run_training

@@ -6,9 +6,9 @@ import pytest
 import torch
 from gpu_counts import IS_PRETENDED
 from helpers import assert_same, tiny_input
-from test_train import WITH_AVERAGES, StopAfter, load
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from training_runs import WITH_AVERAGES, StopAfter, load
 
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.training import step as steps

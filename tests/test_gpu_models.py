@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_counts import counted_waits
-from test_linear import linear
+from linear_models import linear
 from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, toy_atoms, toy_model
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,8 @@ import pytest
 import torch
 from gpu_counts import counted_waits
 from helpers import assert_same, assert_same_files
+from parallel_cases import BANK, STEPS, WITH_BANK, assert_same_run, config_of, load
 from parallel_runs import run_ranks, train
-from test_parallel import BANK, STEPS, WITH_BANK, assert_same_run, config_of, load
 
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback

@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 from helpers import assert_same_files, changed, tiny_input, write_system
-from test_optim_lkf import KINDS, NO_VIRIAL
-from test_parallel import HESSIANS, LOSSES, MESSAGES, VALIDATED, assert_same_run
-from test_train_tasks import input_of_two_tasks, write_data
+from lkf_cases import KINDS, NO_VIRIAL
+from parallel_cases import HESSIANS, LOSSES, MESSAGES, VALIDATED, assert_same_run
+from two_tasks import input_of_two_tasks, write_data
 
 from deepmd_ema.training.run import run_training
 

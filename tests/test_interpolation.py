@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same
+from parallel_cases import config_of
 from parallel_runs import train
-from test_parallel import config_of
-from test_train import OPTIONS as OPTIONS
-from test_train import load
 from toy_models import TRICLINIC, batch_of, model_section, toy_atoms, toy_model
+from training_runs import OPTIONS as OPTIONS
+from training_runs import load
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.distributed.world import World

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_same_files, tiny_input, validated, write_system
-from test_train import StopAfter
+from training_runs import StopAfter
 
 from deepmd_ema.checkpoint import series
 from deepmd_ema.errors import Interrupted

@@ -11,9 +11,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from helpers import tiny_input
+from helpers import blocks, tiny_input
 from packages import install
-from test_docs import blocks
 
 from deepmd_ema import cli, train
 from deepmd_ema.errors import Interrupted

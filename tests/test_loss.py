@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flat_batches import COMPARED, flat_batch, predicted, random_frame
+from loss_cases import ALL
 
 from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.schema.optim import EnerLossConfig as Config
@@ -16,16 +17,6 @@ from deepmd_ema.training.loss import EnergyLoss
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "loss.json").read_text())
 SAME_MATH = 1e-12
-ALL = {
-    "start_pref_v": 0.5,
-    "limit_pref_v": 2,
-    "start_pref_ae": 3,
-    "limit_pref_ae": 1,
-    "start_pref_pf": 7,
-    "limit_pref_pf": 2,
-    "start_pref_h": 4,
-    "limit_pref_h": 3,
-}
 
 
 def golden_frames(kind, missing=""):

@@ -4,9 +4,9 @@ tasks, LMDB.
 
 import pytest
 from helpers import assert_same, tiny_input, trains_in, write_system
+from parallel_cases import assert_same_run
 from parallel_runs import train as train_on_ranks
-from test_parallel import assert_same_run
-from test_train import StopAfter, load
+from training_runs import StopAfter, load
 
 from deepmd_ema.errors import Interrupted
 

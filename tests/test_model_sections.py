@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import tiny_input
-from test_linear import FIT, NETWORKS, TABLE, WEIGHTS, rows, section
+from linear_models import FIT, NETWORKS, TABLE, WEIGHTS, rows, section
 from toy_models import (
     FLOW,
     REPFORMER,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same, tiny_input
-from test_train import load
-from test_train_sharing import input_of
+from shared_tasks import input_of
 from torch import nn
+from training_runs import load
 
 from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict

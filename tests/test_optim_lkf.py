@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same
-from test_train import load
+from lkf_cases import KINDS
+from lkf_cases import OPTIONS as OPTIONS
 from torch import nn
+from training_runs import load
 
 from deepmd_ema.config.labels import ENERGY, FORCE
 from deepmd_ema.config.schema.optim import EnerLossConfig, ExpScheduleConfig, LKFConfig
@@ -117,15 +119,6 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(golden):
     with pytest.raises(CheckpointError, match="other parameters than this model's: other, p0"):
         fresh.load_state_dict(renamed)
     assert all(torch.equal(a, b) for a, b in zip(before, everything([], fresh)))
-
-
-KINDS = {
-    "AdaMuon": {"type": "AdaMuon"},
-    "HybridMuon": {"type": "HybridMuon"},
-    "SOAP": {"type": "SOAP"},
-    "LKF": {"type": "LKF", "kf_blocksize": 64, "kf_start_pref_f": 2.0},
-}
-OPTIONS = NO_VIRIAL = {"loss__start_pref_v": 0, "loss__limit_pref_v": 0}
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import pytest
 import torch
 from config_inputs import spoiled
 from helpers import assert_same, trains_in
-from test_train import load
-from test_train_sharing import desk as desk
+from shared_tasks import desk as desk
 from torch import nn
+from training_runs import load
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.config import config_from_dict

@@ -27,7 +27,7 @@ from rank_faults import (
     start_rank,
     wait_for,
 )
-from test_train import load
+from training_runs import load
 
 from deepmd_ema.cli import main
 from deepmd_ema.distributed import rendezvous

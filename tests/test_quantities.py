@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from config_inputs import assert_refused, spoiled
+from data_files import hdf5
 from flat_batches import flat_batch
 from helpers import tiny_input, write_system
+from interchange_cases import same_bits
 from parallel_runs import run_ranks
-from test_data_npy import hdf5
-from test_interchange import same_bits
 from toy_models import SECTIONS, write_dp
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same, tiny_input, write_system
-from test_train import load
+from training_runs import load
 
 from deepmd_ema import Potential, checkpoint
 from deepmd_ema.cli import main

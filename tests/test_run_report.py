@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_input, write_system
-from test_status import change_record, train_in
-from test_train_quantities import RUNS, with_energies, write_labelled
+from quantity_runs import RUNS, with_energies, write_labelled
+from run_records import change_record, train_in
 
 from deepmd_ema import checkpoint
 from deepmd_ema.cli.main import main

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_files import with_close_atoms
 from helpers import tiny_input
-from test_data_run import with_close_atoms
 from toy_models import (
     SECTIONS,
     TABLE,

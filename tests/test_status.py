@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from helpers import tiny_input, write_system
-from test_train import StopAfter
+from run_records import change_record, train_in
+from training_runs import StopAfter
 
 from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import LOCK, RECORD
@@ -27,15 +28,6 @@ VALIDATED = {
     "validation_freq": 3,
     "full_val_start": 0.0,
 }
-
-
-def train_in(folder, values, **options):
-    """Train in a new folder with an input of these values."""
-    folder.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        Path("input.json").write_text(json.dumps(values))
-        run_training("input.json", device="cpu", **options)
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +65,6 @@ def take_lock(folder, pid, machine=None):
         "since": "2026-01-01 00:00:00",
     }
     (folder / LOCK).write_text(json.dumps(holder))
-
-
-def change_record(folder, **changes):
-    parts = json.loads((folder / RECORD).read_text())
-    parts[-1] |= changes
-    (folder / RECORD).write_text(json.dumps(parts))
 
 
 def shown(capsys, folder):

@@ -10,9 +10,9 @@ import signal
 import numpy as np
 import pytest
 from helpers import assert_same, tiny_input, trains_in, write_system
+from parallel_cases import STAGES
 from parallel_runs import train as train_ranks
-from test_parallel import STAGES
-from test_train import load
+from training_runs import load
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.errors import Interrupted

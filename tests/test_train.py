@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same, changed, tiny_input, trains_in, validated, write_system
+from training_runs import OPTIONS as OPTIONS
+from training_runs import StopAfter, load
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import config_from_dict, to_dict
@@ -26,8 +28,6 @@ from deepmd_ema.report import curves
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 
-OPTIONS = WITH_AVERAGES = validated(4)
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, water_like, water_like_valid):
@@ -35,17 +35,6 @@ def whole(tmp_path_factory, water_like, water_like_valid):
     home, data = tmp_path_factory.mktemp("run"), ([water_like], [water_like_valid])
     with pytest.MonkeyPatch.context() as patch:
         return trains_in(home, patch, data, OPTIONS)("whole")
-
-
-class StopAfter(Callback):
-    """Requests the run to stop, as SIGTERM does, while it takes a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def after_step(self, trainer):
-        if trainer.step == self.step:
-            trainer.stop.request(signal.SIGTERM)
 
 
 class InAveragedPassOfStep8(Callback):
@@ -57,10 +46,6 @@ class InAveragedPassOfStep8(Callback):
     def in_validation(self, trainer, weights):
         if trainer.step == 8 and weights != "live":
             self.act(trainer)
-
-
-def load(path):
-    return torch.load(path, weights_only=True)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same, trains_in, validated
-from test_train import StopAfter, load
+from training_runs import StopAfter, load
 
 from deepmd_ema import checkpoint
 from deepmd_ema.errors import ConfigError, Interrupted

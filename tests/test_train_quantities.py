@@ -7,85 +7,18 @@ from functools import cache
 
 import numpy as np
 import pytest
-from helpers import assert_same, tiny_input, trains_in, write_system
+from helpers import assert_same, tiny_input, trains_in
+from parallel_cases import assert_same_run
 from parallel_runs import train as train_ranks
-from test_parallel import assert_same_run
-from test_train import StopAfter, load
-from test_train_tasks import DATA, joined
+from quantity_runs import COMMON, RUNS, STEPS, with_energies, write_labelled
 from toy_models import SECTIONS
+from training_runs import StopAfter, load
+from two_tasks import DATA
 
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.training.run import run_training
 
 pytestmark = pytest.mark.timeout(480)
-
-STEPS = 12
-COMMON = {
-    "training__enable_ema": True,
-    "training__ema_decay": 0.8,
-    "training__save_freq": 4,
-    "training__max_ckpt_keep": 0,
-    "validating__full_validation": True,
-    "validating__ema_full_validation": True,
-    "validating__validation_freq": 4,
-    "validating__full_val_start": 0,
-    "validating__max_best_ckpt": 9,
-    "model__fitting_net__neuron": [7, 7],
-}
-TENSOR = {"loss": {"type": "tensor", "pref": 1.0, "pref_atomic": 0.5}}
-GAP = {"type": "property", "property_name": "gap", "task_dim": 2, "intensive": True}
-# the options of a run, the metrics of val.log, first the one by which weights are ranked, and
-# columns of lcurve.out
-RUNS = {
-    "dipole": (
-        {"model__fitting_net__type": "dipole", **TENSOR},
-        "DW",
-        {"rmse_global_dipole", "rmse_local_dipole"},
-    ),
-    "polar": (
-        {"model__fitting_net__type": "polar", **TENSOR},
-        "AB",
-        {"rmse_global_polar", "rmse_local_polar"},
-    ),
-    "property": (
-        {"model__fitting_net": GAP, "loss": {"type": "property", "metric": ["mae", "rmse"]}},
-        "P",
-        {"mae", "rmse"},
-    ),
-    "dos": (
-        {
-            "model__fitting_net": {"type": "dos", "numb_dos": 4},
-            "loss": {"type": "dos", "start_pref_cdf": 1},
-        },
-        "NM",
-        {"rmse_global_cdf", "rmse_local_dos"},
-    ),
-}
-OF_TASK = {"energy": {}, "dipole": RUNS["dipole"][0]}
-
-
-def write_labelled(path, seed):
-    """Write frames with every label, made of the forces: vectors that are larger for hydrogen, and
-    products of them.
-    """
-    frames, natoms = 6, 8
-    folder = write_system(path, frames=frames, natoms=natoms, seed=seed) / "set.000"
-    atomic = (
-        0.3
-        * np.load(folder / "force.npy").reshape(frames, natoms, 3)
-        * (1 + np.arange(natoms)[:, None] % 2)
-    )
-    tensor = np.einsum("fna,fnb->fnab", atomic, atomic).reshape(frames, natoms, 9)
-    wide = np.concatenate([atomic**2, atomic[..., :1]], 2)
-    for name, values in {
-        "dipole": atomic,
-        "polarizability": tensor,
-        "dos": wide,
-        "gap": wide[..., :2],
-    }.items():
-        np.save(folder / f"{name}.npy", values.sum(1))
-        np.save(folder / f"atomic_{name}.npy", values.reshape(frames, -1))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -179,25 +112,6 @@ def ranks(data, tmp_path_factory):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_continue_at_every_stage_as_one_does_at_stage_0(ranks, stage):
     assert_same_run(ranks(stage, restarted=True), ranks(0))
-
-
-def with_energies(data, **changes):
-    """Return an input of two tasks, energies and dipoles, that share their descriptor."""
-    common = {
-        **COMMON,
-        "validating__max_best_ckpt": 1,
-        "validating__validation_metric": "W:MAE",
-        **changes,
-    }
-    inputs = {
-        task: tiny_input(*data, num_steps=STEPS, **common, **more) for task, more in OF_TASK.items()
-    }
-    values = joined(inputs)
-    parts = values["model"]["model_dict"]
-    values["model"]["shared_dict"] = {"elements": ["O", "H"], "near": parts["energy"]["descriptor"]}
-    for part in parts.values():
-        part |= {"type_map": "elements", "descriptor": "near"}
-    return values
 
 
 def test_energies_and_dipoles_share_a_descriptor(data, tmp_path, monkeypatch):

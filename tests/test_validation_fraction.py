@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_files import to_hdf5, toy_records, write_kinds, write_lmdb
 from helpers import assert_same, tiny_input, trains_in, validated, write_system
-from test_data_convert import write_kinds
-from test_data_lmdb import toy_records, write_lmdb
-from test_data_npy import to_hdf5
 
 from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict, to_dict

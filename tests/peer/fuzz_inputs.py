@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of the tests
 
-from test_argcheck import FILES, ROOT, judged, mutated
+from mutated_inputs import FILES, ROOT, judged, mutated
 
 SHOWN = 5  # differences of each kind
 # runs in the environment of DeePMD-kit: a line of JSON in, a line with the message out; empty where
