@@ -92,7 +92,7 @@ def pytest_part(name, title, files, chosen, limit, *, beside=False):
         "gpu",
     ]
     words += ["-n", str(workers)] * (workers > 1)
-    words += [f"tests/test_gpu{file}.py" for file in files]
+    words += [f"tests/gpu/test_gpu{file}.py" for file in files]
     if chosen:
         words += ["-k", chosen]
     return Part(name, title, tuple(words), limit, beside)

@@ -4,9 +4,9 @@ DeePMD-kit say of them.
 usage: python tests/peer/fuzz_inputs.py [--examples FOLDER] [--number 20000] [--seed 1] [--peer DIR]
 
 Every input of `examples`, `configs` and FOLDER (such as `examples` of DeePMD-kit) is changed in one
-to three places, as in `tests/test_argcheck.py`. With ``--peer`` the schema of DeePMD-kit judges the
-same inputs, after the same changes of older spellings; what only one of the two accepts is counted
-by the option, and an input of each is shown.
+to three places, as in `tests/unit/test_argcheck.py`. With ``--peer`` the schema of DeePMD-kit
+judges the same inputs, after the same changes of older spellings; what only one of the two accepts
+is counted by the option, and an input of each is shown.
 """
 
 import argparse

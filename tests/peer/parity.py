@@ -7,7 +7,7 @@ Models of the options of tests/golden, trained with an average. Files frozen her
 weights) go through what ``dp convert-backend`` calls to ``.pth`` and ``DeepPot``; checkpoints of
 the backends ``pt`` and ``pt-expt`` are read here, converted, and trained on; biases of the elements
 after a fine-tuning are those of DeePMD-kit. The golden models themselves are in
-tests/test_model_golden.py and tests/test_interchange.py.
+tests/unit/test_model_golden.py and tests/unit/test_interchange.py.
 """
 
 import argparse
