@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
@@ -98,12 +98,19 @@ class Wishes:
     train: str = ALL
     replay: Sequence[str] = ()
 
-    def data_section(self) -> dict[str, Any]:
-        """Return the part of the section ``training`` that names the data."""
-        section: dict[str, Any] = {"training_data": {"systems": list(self.systems)}}
+    def data_section(self, is_split: bool = True) -> dict[str, Any]:
+        """Return the part of the section ``training`` that names the data.
+
+        Data that cannot be split are trained on without validation, which is a warning.
+        """
+        section: dict[str, Any] = {
+            "training_data": {"systems": list(self.systems), "batch_size": "auto"}
+        }
         if self.validation:
-            return {**section, "validation_data": {"systems": list(self.validation)}}
-        return {**section, "validation_fraction": FRACTION}
+            section["validation_data"] = {"systems": list(self.validation)}
+        elif is_split:
+            section["validation_fraction"] = FRACTION
+        return section
 
     def test_section(self) -> dict[str, Any]:
         """Return the part of the section ``validating`` that names the test data."""
@@ -165,13 +172,19 @@ class Proposal:
             model = _fine_tuned_section(recipe, wishes, data, source)
             # at the rate of a new model it would forget what it has learned
             start_lr = _rounded(start_lr * _SLOWER)
+        if wishes.property is None:
+            loss = _energy_loss(recipe.options["prefactors"], data.labels)
+        else:
+            loss = _quantity_loss(
+                data.predicted[0], *(name in data.labels for name in data.predicted[:2])
+            )
         values: dict[str, Any] = {
             "model": model,
             "optimizer": {**recipe.options["optimizer"], "lr_adjust": recipe.options["lr_adjust"]},
             "learning_rate": _rate_section(recipe, steps, start_lr),
-            "loss": _loss_section_of_data(recipe, wishes, data),
+            "loss": loss,
             "training": {
-                **_data_section(wishes, data),
+                **wishes.data_section(data.is_split),
                 "numb_steps": steps,
                 "seed": 1,
                 "disp_freq": max(1, steps // (2 * _EVENTS)),
@@ -326,7 +339,7 @@ class _Data:
                 "descriptor": descriptor,
                 "fitting_net": wishes.fitting_section(),
             },
-            "loss": _loss_section(wishes.property or ENERGY),
+            "loss": _quantity_loss(wishes.property or ENERGY),
             "learning_rate": {"start_lr": 1e-3, "stop_lr": 1e-5},
             "training": {**wishes.data_section(), "numb_steps": 1, "seed": 1},
             "validating": wishes.test_section(),
@@ -423,32 +436,29 @@ def _fine_tuned_section(
 
 
 def _rate_section(recipe: _Recipe, steps: int, start_lr: float) -> dict[str, Any]:
-    section = dict(recipe.options["learning_rate"])
+    """Return the section ``learning_rate``."""
+    common = recipe.options["learning_rate"]
     # at most a fifth of a short run is warm-up
-    section["warmup_steps"] = min(section["warmup_steps"], steps // 5)
-    return {**section, "start_lr": start_lr, "stop_lr": _rounded(start_lr / 100)}
+    rates = {"start_lr": start_lr, "stop_lr": _rounded(start_lr / 100)}
+    return {**common, "warmup_steps": min(common["warmup_steps"], steps // 5), **rates}
 
 
-def _loss_section_of_data(recipe: _Recipe, wishes: Wishes, data: _Data) -> dict[str, Any]:
-    """Return the section ``loss``, whose weights are 0 for labels that the data do not have."""
-    if wishes.property is not None:
-        has_label = [name in data.labels for name in data.predicted[:2]]
-        return _loss_section(data.predicted[0], *has_label)
-    section: dict[str, Any] = {"type": "ener"}
-    for letter, weight in recipe.options["prefactors"].items():
-        is_present = _LABELS[letter] in data.labels
+def _energy_loss(prefactors: Mapping[str, float], labels: Collection[str]) -> dict[str, Any]:
+    """Return the section ``loss`` of energies and their derivatives; absent labels weigh 0."""
+    weights = {}
+    for letter, weight in prefactors.items():
+        is_present = _LABELS[letter] in labels
         # most data have no virials: the input does not mention them; a 0 shows that energies or
         # forces are absent
         if is_present or _LABELS[letter] != VIRIAL:
-            for when in ("start", "limit"):
-                section[f"{when}_pref_{letter}"] = weight if is_present else 0
-    return section
+            weights[letter] = weight if is_present else 0
+    return {"type": "ener", **_constant(weights)}
 
 
-def _loss_section(
+def _quantity_loss(
     predicted: str, has_frame_labels: bool = True, has_atom_labels: bool = True
 ) -> dict[str, Any]:
-    """Return the section ``loss`` of a quantity; labels that are absent weigh 0.
+    """Return the section ``loss`` of a quantity; absent labels weigh 0.
 
     Args:
         predicted: name of the label that the model predicts.
@@ -457,28 +467,17 @@ def _loss_section(
     """
     kind = predicted.partition("[")[0]
     if kind in (DIPOLE, POLAR):
-        return {
-            "type": "tensor",
-            "pref": int(has_frame_labels),
-            "pref_atomic": int(has_atom_labels),
-        }
+        weights = {"pref": int(has_frame_labels), "pref_atomic": int(has_atom_labels)}
+        return {"type": "tensor", **weights}
     if kind == DOS:
         weights = {"dos": int(has_frame_labels), "ados": int(has_atom_labels)}
-        return {
-            "type": DOS,
-            **{f"{when}_pref_{k}": n for k, n in weights.items() for when in ("start", "limit")},
-        }
+        return {"type": DOS, **_constant(weights)}
     return {"type": "ener" if kind == ENERGY else "property"}
 
 
-def _data_section(wishes: Wishes, data: _Data) -> dict[str, Any]:
-    """Return the options of the section ``training`` about the data."""
-    section = wishes.data_section()
-    section["training_data"]["batch_size"] = "auto"
-    # data that cannot be split are trained on without validation, which is a warning
-    if not wishes.validation and not data.is_split:
-        del section["validation_fraction"]
-    return section
+def _constant(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return prefactors that are the same from the start of a run to its end."""
+    return {f"{when}_pref_{k}": n for k, n in weights.items() for when in ("start", "limit")}
 
 
 def _validating_section(wishes: Wishes, data: _Data, interval: int) -> dict[str, Any]:
