@@ -134,6 +134,7 @@ class ChangedBias:
         rows = []
         for t, name in enumerate(config.type_map):
             remark = ""
+            # elements whose bias a fit does not decide, and why
             if self.frames is not None:
                 if t in config.atom_exclude_types:
                     remark = "has no energy of its own (atom_exclude_types)"
@@ -207,6 +208,7 @@ def write_changed(
         done = ChangedBias(path, file, head, record, before, after)
         _write(done, None)
         return done
+    # energies alone decide: neither forces nor virials depend on the bias
     systems = open_labelled(request.systems, loaded.config, (ENERGY,))
     names = list(map(str, request.systems))
     where = select_device(device)
@@ -251,6 +253,7 @@ def _in_mev(energy: float) -> str:
 def _write(done: ChangedBias, std: Array | None) -> None:
     """Write the file; ``std`` (T,) is the spread of the output, None to keep that of the model."""
     info = done.loaded.info
+    # a frozen file is copied with another bias: everything else in it stays
     if info.path.suffix.lower() in FROZEN_SUFFIXES:
         dp.rewrite_bias(info.path, done.path, done.after, std, {"bias": dict(done.record)})
         return

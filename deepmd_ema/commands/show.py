@@ -128,7 +128,7 @@ def _state(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _model(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     try:
         saved = saved_models(config)
-    except ConfigError:  # of another version: at least the elements
+    except ConfigError:  # a config of another version: at least the elements are shown
         elements = config["model"].get("type_map")
         return [("elements", " ".join(map(str, elements)))] if isinstance(elements, list) else []
     summaries = {head: section.summary() for head, section in saved.configs.items()}
