@@ -625,7 +625,8 @@ def _fit_values(axis: Any) -> None:
     shown = [line.get_ydata() for line in axis.lines if line.get_zorder() > TRAIN_LEVEL]
     values = np.concatenate([np.zeros(0), *shown])
     values = values[np.isfinite(values) & (values > 0)]
-    if len(values) > 1:
+    # of equal values the limits would be one number
+    if len(values) and values.max() > values.min():
         margin = (values.max() / values.min()) ** 0.06
         axis.set_ylim(values.min() / margin, values.max() * margin)
     low, high = axis.get_ylim()

@@ -122,6 +122,14 @@ def test_the_folder_of_a_run_is_drawn_with_all_its_curves(run, tmp_path):
         plot_curves([tmp_path / "empty"], tmp_path / "x.png")
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_validation_that_does_not_change_is_drawn_without_a_warning(run, tmp_path):
+    rows = VAL_TEXT.splitlines(keepends=True)
+    (run / "val.log").write_text("".join([*rows[:3], rows[2].replace("50", "99", 1)]))
+    (run / "val_ema.log").unlink()
+    assert plot_curves([run / "val.log"], tmp_path / "x.png").read_bytes()[:4] == PNG
+
+
 def test_nothing_of_a_figure_lies_beyond_its_edges(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure")
     seen, save = [], figure.Figure.savefig
