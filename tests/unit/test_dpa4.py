@@ -14,6 +14,7 @@ from deepmd_ema.infer.potential import Potential
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.families.dpa4 import module as dpa4_module
 from deepmd_ema.model.families.dpa4.rotations import quaternions
+from deepmd_ema.model.families.dpa4c.moments import slopes
 from deepmd_ema.model.ops.operations import REFERENCE, use_operations
 
 GOLDEN = Path(__file__).parents[1] / "golden"  # made_by: see golden/README.md
@@ -151,3 +152,19 @@ def test_blocks_are_computed_in_bfloat16_in_training_on_a_gpu(use_amp):
     in_training = float((model.train()(there)["energy"].detach().cpu() - expected).abs().max())
     assert in_validation < 1e-4
     assert (1e-4 < in_training < 1e-1) == use_amp
+
+
+def test_derivatives_of_harmonics_are_the_same_whatever_was_in_memory():
+    """They are a part of the model that no checkpoint has: a restart computes them anew."""
+    generator = torch.Generator().manual_seed(1)
+    tables = set()
+    for _ in range(8):
+        # what a fit may find in memory that it does not set
+        left = [
+            torch.randint(-(2**30), 2**30, (4 << k,), dtype=torch.int32, generator=generator)
+            for k in range(5)
+            for _ in range(4)
+        ]
+        del left
+        tables.add(slopes.__wrapped__(3).numpy().tobytes())
+    assert len(tables) == 1

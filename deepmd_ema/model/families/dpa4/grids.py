@@ -121,7 +121,7 @@ class GridProduct(nn.Module):
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         # pointwise on the grid, (G, N F C)
         values = (self._to_grid @ left.flatten(1)) * (self._to_grid @ right.flatten(1))
-        return (self._from_grid @ values).view(-1, *left.shape[1:])
+        return (self._from_grid @ values).view(len(self._from_grid), *left.shape[1:])
 
 
 class DegreeMaps(nn.Module):

@@ -273,7 +273,7 @@ class StreamLinear(nn.Module):
         """Return (N, F, O) from (N, F, I)."""
         if self.streams == 1:
             # all rows in one dimension: with (N, 1, I), torch would multiply each row alone
-            out = (x.flatten(0, -2) @ self.weight).view(*x.shape[:-1], -1)
+            out = (x.flatten(0, -2) @ self.weight).view(*x.shape[:-1], self.weight.shape[1])
         else:
             out = torch.einsum("nfi,fio->nfo", x, self.matrices())
         return out if self.bias is None else out + self.bias.view(self.streams, -1)

@@ -325,7 +325,9 @@ def slopes(lmax: int) -> Tensor:
     )
     derivatives = torch.func.jacrev(lambda u: torch.stack(harmonics(u.unbind(0), lmax)))
     values = torch.vmap(derivatives)(points.T)  # (P, Q - 1, 3)
-    solution = torch.linalg.lstsq(basis, values.flatten(1)).solution
+    # The default driver starts from pivots that torch does not set: the last bits of its solution
+    # differ from process to process, and a restart would not be bitwise.
+    solution = torch.linalg.lstsq(basis, values.flatten(1), driver="gels").solution
     coefficients = solution.unflatten(1, values.shape[1:])
     # a fit leaves about 1e-15 where coefficients are 0
     is_element = coefficients.abs() > math.sqrt(NEGLIGIBLE)
