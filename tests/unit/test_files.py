@@ -185,7 +185,7 @@ def write_lock(lock, machine="ffffffff", pid=7, host="node12"):
 HOLD = """
 import sys, time
 from pathlib import Path
-from deepmd_ema.files import locked
+from deepmd_ema.locks import locked
 with locked([Path(sys.argv[1])]):
     print("held", flush=True)
     time.sleep(60)

@@ -90,15 +90,8 @@ CHIRAL = {"dpa4", "dpa4_bridged"}
 GRIDS = {"node_wise_s2": True, "s2_activation": [True, True]}
 
 
-@pytest.mark.parametrize(
-    ("descriptor", "options"),
-    [*((name, None) for name in (*sorted(DESCRIPTORS), *VARIANTS)), ("dpa4", GRIDS)],
-)
-def test_an_atom_without_neighbors_has_the_energy_that_it_has_in_a_larger_batch(
-    descriptor, options
-):
+def check_an_atom_without_neighbors(model):
     """Alone in its batch, it leaves the model without pairs."""
-    _, model = toy_model(descriptor, options)
     alone = (np.zeros((1, 3)), np.array([0]), None)
     out = evaluate(model, alone)
     beside = evaluate(model, alone, frame("triclinic"))
@@ -106,6 +99,15 @@ def test_an_atom_without_neighbors_has_the_energy_that_it_has_in_a_larger_batch(
     assert np.isfinite(out["energy"]).all()
     assert not out["force"].any()
     assert not out["virial"].any()
+
+
+@every_model
+def test_an_atom_without_neighbors_has_the_energy_that_it_has_in_a_larger_batch(descriptor):
+    check_an_atom_without_neighbors(toy_model(descriptor)[1])
+
+
+def test_products_on_a_grid_are_right_for_an_atom_without_neighbors():
+    check_an_atom_without_neighbors(toy_model("dpa4", GRIDS)[1])
 
 
 @every_model
