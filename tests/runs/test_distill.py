@@ -126,7 +126,12 @@ def test_a_stopped_run_leaves_no_semaphore(example, tmp_path):
     program = Path(example.__file__)
     words = [sys.executable, program, "metal.cif", "--teacher", EMT, "-o", "out", "--workers", "2"]
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # what a shell starts in the background ignores SIGINT, and so would all that it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         deadline = time.monotonic() + 120
         while not (tmp_path / "out/settings.json").exists() and time.monotonic() < deadline:
