@@ -26,6 +26,13 @@ NIGHTLY = {  # the smallest forms, and a line of their pages
         ["--targets", "--stage", "reach", "--sets", "water", "--seeds", "1"],
         "dp-ema, float64",
     ),
+    "race.py": (
+        [
+            *("--sets", "water", "--trainers", "dp-ema init", "--seconds", "30"),
+            *("--sources", ".", "--peers", "."),
+        ],
+        "| dp-ema init |",
+    ),
     "init_recipes.py": (
         ["--sets", "water_virial", "--seconds", "5", "--sources", "."],
         "water_virial",

@@ -1,0 +1,131 @@
+"""Errors and speed of a model by its ASE calculator; runs in the environment of its trainer.
+
+usage: PYTHON race_evaluate.py KIND MODEL [--tests FILE ...] [--steps 20] [--output FILE]
+
+It writes one JSON document: RMSE of energies (meV/atom), forces (meV/angstrom) and stresses
+(meV/angstrom^3) on each file of frames, and microseconds per atom and step of 240 atoms that move
+at random by 0.01 angstrom between steps, as in dynamics.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.io import read
+
+NUM_ATOMS = 240
+WARM_UP = 5  # steps before the clock starts: neighbor lists, compilation
+SPACING = 15.0  # angstrom, between copies of a molecule, beyond every cutoff
+STEP = 0.01  # angstrom
+
+
+def deepmd_ema(model):
+    """Return the calculator of a checkpoint of this program."""
+    from deepmd_ema.calculator import DP
+
+    return DP(model)
+
+
+def deepmd(model):
+    """Return the calculator of a frozen model of DeePMD-kit."""
+    from deepmd.calculator import DP
+
+    return DP(model=model)
+
+
+def mace(model):
+    """Return the calculator of a model of MACE."""
+    from mace.calculators import MACECalculator
+
+    return MACECalculator(model_paths=model, device="cpu")
+
+
+def nequip(model):
+    """Return the calculator of a compiled model of NequIP."""
+    from nequip.integrations.ase import NequIPCalculator
+
+    return NequIPCalculator.from_compiled_model(model, device="cpu")
+
+
+def pet(model):
+    """Return the calculator of a model that metatrain has exported."""
+    from metatomic_ase import MetatomicCalculator
+
+    return MetatomicCalculator(model, device="cpu")
+
+
+def main():
+    """Print the errors on each file, and the speed on frames of the first."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=("deepmd_ema", "deepmd", "mace", "nequip", "pet"))
+    parser.add_argument("model")
+    parser.add_argument("--tests", nargs="+", default=[], help="files of frames with labels")
+    parser.add_argument("--steps", type=int, default=20, help="steps that are timed (20)")
+    parser.add_argument("--output", type=Path, help="the document (default: standard output)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    output, sys.stdout = sys.stdout, sys.stderr  # some calculators print
+    calculator = globals()[args.kind](args.model)
+    frames = {Path(file).stem: read(file, ":") for file in args.tests}
+    result = {
+        "errors": {name: errors(calculator, some) for name, some in frames.items()},
+        "md_us": seconds_per_step(calculator, next(iter(frames.values()))[0], args.steps),
+    }
+    if args.output is None:
+        print(json.dumps(result), file=output)
+    else:
+        args.output.write_text(json.dumps(result))
+
+
+def errors(calculator, frames):
+    """Return the RMSE of each quantity that the frames have, by its name."""
+    squares = {"energy": [], "force": [], "stress": []}
+    for frame in frames:
+        labels = frame.calc.results
+        atoms = Atoms(frame.symbols, frame.positions, cell=frame.cell, pbc=frame.pbc)
+        atoms.calc = calculator
+        difference = atoms.get_potential_energy() - labels["energy"]
+        squares["energy"].append((difference / len(atoms)) ** 2)
+        if "forces" in labels:
+            squares["force"].extend(((atoms.get_forces() - labels["forces"]) ** 2).ravel())
+        if "stress" in labels:
+            squares["stress"].extend((atoms.get_stress() - labels["stress"]) ** 2)
+    return {
+        name: 1000 * float(np.sqrt(np.mean(rows))) for name, rows in squares.items() if len(rows)
+    }
+
+
+def seconds_per_step(calculator, frame, steps):
+    """Return microseconds per atom of energies and forces of about ``NUM_ATOMS`` atoms."""
+    copies = max(1, round(NUM_ATOMS / len(frame)))
+    atoms = Atoms(frame.symbols, frame.positions, cell=frame.cell, pbc=frame.pbc)
+    if frame.pbc.all():
+        # along the shortest vector each time, so that the cell stays compact
+        while len(atoms) < NUM_ATOMS:
+            axis = int(np.argmin(atoms.cell.lengths()))
+            atoms = atoms.repeat([2 if k == axis else 1 for k in range(3)])
+    else:
+        width = int(np.ceil(copies ** (1 / 3)))
+        places = [np.unravel_index(k, (width,) * 3) for k in range(copies)]
+        one, atoms = atoms, Atoms()
+        for place in places:
+            copy = one.copy()
+            copy.positions += SPACING * np.array(place)
+            atoms += copy
+    atoms.calc = calculator
+    rng = np.random.default_rng(1)
+    for k in range(WARM_UP + steps):
+        if k == WARM_UP:
+            began = time.process_time()
+        atoms.positions += rng.normal(size=atoms.positions.shape) * STEP
+        atoms.get_forces()
+    return 1e6 * (time.process_time() - began) / steps / len(atoms)
+
+
+if __name__ == "__main__":
+    main()
