@@ -1,7 +1,4 @@
-"""Files that are written whole or not at all, also at a power cut, and never over other files.
-
-Locks: a place has one run at a time, on this machine or on any other that shares the file system.
-"""
+"""Files that are written whole or not at all, also at a power cut, and never over other files."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_no_package_has_more_tokens_than_its_budget():
 # What made lines hard to read when their number was limited. The numbers may only fall.
 MAX_TOKENS_PER_LINE = 9.0
 MAX_TOKENS_PER_LINE_OF_A_PACKAGE = 10.8
-MAX_PACKED = 75  # assignments of more than two names: what a library returns
+MAX_PACKED = 69  # assignments of more than two names: what a library returns
 MAX_TEXTS_TIMES = 3  # indents
 MAX_EMPTY_NAMES = 2
 EMPTY_NAME = re.compile(r"found|own|known|kept|given|made|one|ones|words|others|there|here|of_\w+")
