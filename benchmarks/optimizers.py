@@ -106,7 +106,7 @@ class Data(NamedTuple):
     """One set: the example whose loss it has, its elements, frames per batch, and a function that
     writes it.
 
-    ``write`` gets the folder of the clones of init_sets.py and the folder in which it makes
+    ``write`` gets the folder of the clones of race_sets.py and the folder in which it makes
     ``train``, ``choose`` and ``test``, each with systems.
     """
 
@@ -153,7 +153,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--sources", type=Path, help="folder with the clones of init_sets.py, for acac and alloys"
+        "--sources", type=Path, help="folder with the clones of race_sets.py, for acac and alloys"
     )
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["water", "molecules", "nicu"])
     parser.add_argument("--recipes", type=Path, metavar="FILE", help="JSON file with more recipes")
@@ -451,10 +451,10 @@ def _write_acac(sources: Path, folder: Path) -> None:
 
 
 def _write_alloys(sources: Path, folder: Path) -> None:
-    """Write the alloys of init_sets.py; of five frames, four are trained on."""
-    from init_sets import SETS as PUBLIC
+    """Write the alloys of race_sets.py; of five frames, four are trained on."""
+    from race_sets import SETS as PUBLIC
 
-    frames = PUBLIC["alloys"].frames(sources)
+    frames = PUBLIC["alloys"](sources)["train"]
     others = frames[::5]
     _write_frames(
         folder, [frame for n, frame in enumerate(frames) if n % 5], others[::2], others[1::2]

@@ -27,6 +27,7 @@ from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.formats.discover import open_systems, selected_elements
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
+from deepmd_ema.data.sampler import batch_sizes
 from deepmd_ema.data.source import Frame, FrameSource, ReadSpec, evenly_spaced
 from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
@@ -42,7 +43,9 @@ _SAME_PLACE = 0.1  # angstrom; an image of an atom is farther away
 _ROOMY = 60.0  # angstrom^3 per atom above which a cell is mostly empty
 _SAMPLE = 30  # frames that are looked at
 _WIDER = 4 / 3  # a larger cutoff, as a factor, whose number of neighbors is stated
-_EVENTS = 10  # validations, and checkpoints, in a run
+_EVENTS = 10  # checkpoints in a run, and validations at most
+_MIN_VALIDATIONS = 2
+_VALIDATING = 0.1  # of the time of a run, at most
 _WINDOW = 40  # the average of a run is over a 40th of its steps
 _MIN_WINDOWS = 6  # in a short run, at most a 6th; `check` warns of averages that lag, above a 5th
 _MIN_STEPS = 100  # --hours that allow fewer are an error
@@ -159,7 +162,7 @@ class Proposal:
     ) -> None:
         recipe = _choose_recipe(wishes, data)
         steps = wishes.steps or recipe.options["steps"]
-        interval = max(1, steps // _EVENTS)
+        validations = _number_of_validations(steps, data)
         window = _average_window(steps)
         start_lr = recipe.options["start_lr"]
         if source is None:
@@ -188,15 +191,15 @@ class Proposal:
                 "numb_steps": steps,
                 "seed": 1,
                 "disp_freq": max(1, steps // (2 * _EVENTS)),
-                "save_freq": interval,
+                "save_freq": max(1, steps // _EVENTS),
                 "enable_ema": True,
                 "ema_decay": _rounded(1 - 1 / window),
             },
         }
-        if validating := _validating_section(wishes, data, interval):
+        if validating := _validating_section(wishes, data, max(1, steps // validations)):
             values["validating"] = validating
         self.values = values if old is None else with_replay(values, wishes.replay, old.is_split)
-        self.why = _reasons(recipe, wishes, data, window, source, old)
+        self.why = _reasons(recipe, wishes, data, window, validations, source, old)
         self.warnings = _warnings(wishes, data, old)
         self.head = self._head(recipe, wishes, data, source)
 
@@ -320,6 +323,7 @@ class _Data:
         is_split: whether validation frames are split off.
         why_split: which frames these are, or why there are none.
         wider: most neighbors within the cutoff and a larger one.
+        step_atoms: atoms of a step, as the mean over the frames.
 
     Raises:
         DataError: with every mistake that would end a run.
@@ -371,6 +375,8 @@ class _Data:
         votes = Counter(_kind_of(frame, type_map) for frame in frames)
         self.kind, number = votes.most_common(1)[0]
         self.frames = f"{number} of {len(frames)}"
+        atoms = np.array([len(frame.atom_type) for frame in frames])
+        self.step_atoms = batch_sizes("auto", [atoms]).sizes[0] * float(atoms.mean())
         geometries = ((f.coord, f.box, f.atom_type) for f in frames)
         # one search within the larger cutoff counts the neighbors within both
         near = neighbor_statistics(geometries, wishes.rcut * _WIDER, len(type_map))
@@ -418,6 +424,15 @@ def _average_window(steps: int) -> int:
     """Return the number of steps that the average of a run is over."""
     window = max(10, steps // _WINDOW)
     return max(1, min(window, steps // _MIN_WINDOWS))
+
+
+def _number_of_validations(steps: int, data: _Data) -> int:
+    """Return how often validation frames are evaluated, which is rarely in a short run."""
+    atoms = sum(int(scan.type_counts.sum()) for scan in data.report.validation)
+    # a step takes about three times as long as the evaluation of its atoms, which is made with the
+    # live and the averaged weights
+    most = _VALIDATING * 3 * steps * data.step_atoms / (2 * max(1, atoms))
+    return int(min(_EVENTS, max(_MIN_VALIDATIONS, most)))
 
 
 def _fine_tuned_section(
@@ -506,6 +521,7 @@ def _reasons(
     wishes: Wishes,
     data: _Data,
     window: int,
+    validations: int,
     source: LoadedModel | None,
     old: _Data | None,
 ) -> dict[str, str]:
@@ -521,7 +537,7 @@ def _reasons(
         "about_kind": recipe.options["about"],
         "why_split": data.why_split,
         "window": window,
-        "events": _EVENTS,
+        "validations": validations,
         "file": source.info.path if source is not None else "",
         "why_bias": data.bias[1],
     }

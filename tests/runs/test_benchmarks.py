@@ -33,10 +33,6 @@ NIGHTLY = {  # the smallest forms, and a line of their pages
         ],
         "| dp-ema init |",
     ),
-    "init_recipes.py": (
-        ["--sets", "water_virial", "--seconds", "5", "--sources", "."],
-        "water_virial",
-    ),
 }
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PROGRAMS = {path.name for path in FOLDER.glob("*.py") if "parse_args()" in path.read_text()}
