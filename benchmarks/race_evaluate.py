@@ -1,10 +1,12 @@
 """Errors and speed of a model by its ASE calculator; runs in the environment of its trainer.
 
-usage: PYTHON race_evaluate.py KIND MODEL [--tests FILE ...] [--steps 20] [--output FILE]
+usage: PYTHON race_evaluate.py KIND MODEL [--tests FILE ...] [--steps 20] [--kelvin T ...]
+                                [--output FILE]
 
 It writes one JSON document: RMSE of energies (meV/atom), forces (meV/angstrom) and stresses
 (meV/angstrom^3) on each file of frames, and microseconds per atom and step of 240 atoms that move
-at random by 0.01 angstrom between steps, as in dynamics.
+at random by 0.01 angstrom between steps, as in dynamics. With --kelvin also how long dynamics at
+these temperatures lasts, in picoseconds, from the first frame of the first file.
 """
 
 import argparse
@@ -15,13 +17,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from ase import Atoms
+from ase import Atoms, units
 from ase.io import read
+from ase.md.langevin import Langevin
+from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
 
 NUM_ATOMS = 240
 WARM_UP = 5  # steps before the clock starts: neighbor lists, compilation
 SPACING = 15.0  # angstrom, between copies of a molecule, beyond every cutoff
 STEP = 0.01  # angstrom
+TIME_STEP = 0.5  # fs
+DYNAMICS_STEPS = 4_000  # 2 ps
+FRICTION = 0.01  # 1/fs
+WRONG_FORCE = 100.0  # eV/angstrom
+WRONG_SPREAD = 3.0  # of the largest distance from the center, as a factor: the molecule is gone
 
 
 def deepmd_ema(model):
@@ -66,6 +75,7 @@ def main():
     parser.add_argument("model")
     parser.add_argument("--tests", nargs="+", default=[], help="files of frames with labels")
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed (20)")
+    parser.add_argument("--kelvin", type=float, nargs="+", default=[], help="of dynamics")
     parser.add_argument("--output", type=Path, help="the document (default: standard output)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -76,6 +86,9 @@ def main():
         "errors": {name: errors(calculator, some) for name, some in frames.items()},
         "md_us": seconds_per_step(calculator, next(iter(frames.values()))[0], args.steps),
     }
+    if args.kelvin:
+        start = next(iter(frames.values()))[0]
+        result["dynamics_ps"] = {t: picoseconds(calculator, start, t) for t in args.kelvin}
     if args.output is None:
         print(json.dumps(result), file=output)
     else:
@@ -125,6 +138,25 @@ def seconds_per_step(calculator, frame, steps):
         atoms.positions += rng.normal(size=atoms.positions.shape) * STEP
         atoms.get_forces()
     return 1e6 * (time.process_time() - began) / steps / len(atoms)
+
+
+def picoseconds(calculator, frame, kelvin):
+    """Return how long dynamics of a molecule lasts: until a force, or its size, is impossible."""
+    atoms = Atoms(frame.symbols, frame.positions)
+    atoms.calc = calculator
+    rng = np.random.default_rng(1)
+    MaxwellBoltzmannDistribution(atoms, temperature_K=kelvin, rng=rng)
+    friction = FRICTION / units.fs
+    run = Langevin(atoms, TIME_STEP * units.fs, temperature_K=kelvin, friction=friction, rng=rng)
+    size = np.abs(atoms.positions - atoms.positions.mean(axis=0)).max()
+    for k in range(DYNAMICS_STEPS):
+        run.run(1)
+        spread = np.abs(atoms.positions - atoms.positions.mean(axis=0)).max()
+        # a comparison with nan is false, so that nan ends it too
+        is_right = np.abs(atoms.get_forces()).max() < WRONG_FORCE and spread < WRONG_SPREAD * size
+        if not is_right:
+            return k * TIME_STEP / 1000
+    return DYNAMICS_STEPS * TIME_STEP / 1000
 
 
 if __name__ == "__main__":

@@ -93,10 +93,10 @@ def test_the_kind_of_data_is_found_and_its_input_trains(kind):
     assert main(["init", "data.extxyz", "--size", "S", "--steps", "3"]) == 0
     text = Path("input.yaml").read_text()
     assert f"Data: {kind} (" in text
-    rates = read_preset("muon")[kind]
     values = to_dict(load_config("input.yaml"))
+    rates = read_preset("models")[values["model"]["descriptor"]["type"]]["rates"][kind]
     assert values["learning_rate"]["start_lr"] == rates["start_lr"]
-    assert values["loss"]["start_pref_e"] == rates["prefactors"]["e"]
+    assert values["loss"]["start_pref_e"] == read_preset("muon")[kind]["prefactors"]["e"]
     assert values["model"]["type_map"] == (["Cu"] if kind == "solid" else ["H", "O"])
     assert main(["train", "input.yaml"]) == 0
     assert {"model.ckpt-3.pt", "model_ema.ckpt-3.pt", "val_ema.log"} <= {
