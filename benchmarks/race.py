@@ -178,7 +178,7 @@ class Run:
         return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
     def _values(self, folder: Path, length: int) -> dict[str, Any]:
-        """Return what stands for the words in angle brackets of a recipe."""
+        """Return the values of the words in angle brackets of a recipe."""
         frames = read(self.folder / "train.extxyz", ":")
         return {
             "length": length,

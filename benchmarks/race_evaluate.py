@@ -141,7 +141,7 @@ def seconds_per_step(calculator, frame, steps):
 
 
 def picoseconds(calculator, frame, kelvin):
-    """Return how long dynamics of a molecule lasts: until a force, or its size, is impossible."""
+    """Return the length of dynamics of a molecule until a force or its size is impossible."""
     atoms = Atoms(frame.symbols, frame.positions)
     atoms.calc = calculator
     rng = np.random.default_rng(1)

@@ -86,7 +86,7 @@ MAX_TOKENS = {
     "averaging": 7_270,
     "checkpoint": 7_570,
     "cli": 9_620,
-    "commands": 32_650,
+    "commands": 32_730,
     "config": 39_920,
     "data": 55_660,
     "distributed": 6_360,

@@ -432,7 +432,7 @@ def _average_window(steps: int) -> int:
 
 
 def _number_of_validations(steps: int, data: _Data) -> int:
-    """Return how often validation frames are evaluated, which is rarely in a short run."""
+    """Return the number of validations, which is small in a short run."""
     atoms = sum(int(scan.type_counts.sum()) for scan in data.report.validation)
     # a step takes about three times as long as the evaluation of its atoms, which is made with the
     # live and the averaged weights
