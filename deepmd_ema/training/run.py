@@ -49,7 +49,7 @@ from deepmd_ema.report.table import (
 from deepmd_ema.text import command, counted, every_steps
 from deepmd_ema.training.outputs import check_outputs, lock_outputs, write_config
 from deepmd_ema.training.prepare import Hook, prepare
-from deepmd_ema.training.request import TrainRequest
+from deepmd_ema.training.request import DEFAULT_INPUT, TrainRequest
 from deepmd_ema.training.restart import (
     check_resumable,
     check_same_start,
@@ -159,7 +159,7 @@ def run_training(
         except DataError as error:
             if not request.takes_saved_config or "no such file" not in str(error):
                 raise
-            restart = command("dp-ema", "train", "--restart", request.restart, "input.json")
+            restart = command("dp-ema", "train", "--restart", request.restart, DEFAULT_INPUT)
             advice = f"If the data have moved, give an input with their new paths: `{restart}`."
             raise DataError([*error.findings, advice]) from error
 
