@@ -173,7 +173,7 @@ class Run:
             _, status, used = os.wait4(process.pid, 0)
         if status:
             raise SystemExit(f"{folder}: {(folder / 'train.log').read_text()[-3000:]}")
-        for command in self.recipe.get("after", ()):
+        for command in self.recipe.get("after", ()) if run != "probe" else ():
             self._call(shlex.split(_filled(command, values)), folder)
         return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 

@@ -102,9 +102,7 @@ class EmaBackend(TrainedHere, PyTorchBackend):
 
         loaded = load_model(model_file)
         info = loaded.info
-        return file_tree(
-            loaded.model, loaded.config, info.min_nbor_dist, info.as_dict(), for_deepmd=True
-        )
+        return file_tree(loaded.model, loaded.config, info.min_nbor_dist, info.as_dict())
 
     @staticmethod
     def deserialize_hook(model_file: str, data: dict[str, Any]) -> None:

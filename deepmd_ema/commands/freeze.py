@@ -206,8 +206,8 @@ def freeze(
             raise UserError(f"{path}: {only_here}. Write a .dp or a .pt2 file.")
         kit = deepmd_kit.find_deepmd_kit(path, program)
     facts = {**info.as_dict(), "config": dict(info.config)}
-    section, for_deepmd = dict(info.config["model"]), kit is not None
-    tree = dp.file_tree(loaded.model, section, info.min_nbor_dist, facts, for_deepmd=for_deepmd)
+    section = dict(info.config["model"])
+    tree = dp.file_tree(loaded.model, section, info.min_nbor_dist, facts)
     difference: dict[str, float] = {}
     tables = ""
 
@@ -409,6 +409,9 @@ def _only_here(path: Path, model: EnergyModel, config: ModelConfig) -> str:
     """Return why DeePMD-kit's torch backend does not read a file of a model, or an empty string."""
     if path.suffix == COMPILED_SUFFIX:
         return ""  # it runs the code in the file
+    fitting = config.fitting_net.type
+    if path.suffix in (".pth", ".pb") and fitting == "dpa4_ener":
+        return f"DeePMD-kit 3.2.0 has models with {fitting} in {COMPILED_SUFFIX} files only"
     feature = "use_srtab" if config.use_srtab is not None else ""
     descriptors = [model.descriptor]
     if config.type == "linear_ener":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
+from deepmd_ema.config import ModelConfig, model_config_from_dict
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.registry import Registry
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
@@ -50,8 +50,6 @@ def file_tree(
     config: ModelConfig | Mapping[str, Any],
     min_nbor_dist: float | None = None,
     extra: Mapping[str, Any] | None = None,
-    *,
-    for_deepmd: bool = False,
 ) -> Tree:
     """Return the whole content of a model file, for :func:`write_tree`.
 
@@ -61,9 +59,6 @@ def file_tree(
         min_nbor_dist: shortest distance in the training data, angstrom; by default
             ``model.min_nbor_dist``.
         extra: plain facts about the weights, returned by ``read_dp`` under ``dp_ema``.
-        for_deepmd: whether DeePMD-kit converts the file: the section ``model`` in it then has only
-            options that it knows and that have a value, because ``dp compress`` builds the model
-            from them.
     """
     section = model_config_from_dict(config) if isinstance(config, Mapping) else config
     distance = model.min_nbor_dist if min_nbor_dist is None else min_nbor_dist
@@ -73,7 +68,9 @@ def file_tree(
         "backend": "PyTorch",
         "pt_version": str(torch.__version__),
         "model": model_tree(model, section),
-        "model_def_script": plain(section, for_deepmd=True) if for_deepmd else to_dict(section),
+        # only options that DeePMD-kit knows, and that have a value: its `dp compress` and
+        # `dp convert-backend` build the model from them
+        "model_def_script": plain(section, for_deepmd=True),
     }
     if distance is not None:
         tree[VARIABLES] = {"min_nbor_dist": np.array(distance, dtype=np.float64)}

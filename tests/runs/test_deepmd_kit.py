@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from infer_models import write_run
+from toy_models import toy_model, write_dp
 
 from deepmd_ema import cli
 from deepmd_ema.infer.load import load_model
@@ -141,3 +142,18 @@ def test_without_a_deepmd_kit_that_works_there_is_one_message_and_no_file(
     assert err.startswith("dp-ema: new.pth: ")
     assert err.count("\n") == 1
     assert names(home) == before
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pb"])
+def test_a_model_that_deepmd_kit_does_not_have_in_a_format_is_refused(
+    home, program, capsys, suffix
+):
+    program(COPIES)
+    config, model = toy_model("dpa4c", fitting_changes={"type": "dpa4_ener"})
+    write_dp("small.dp", model, config)
+    assert cli.main(["freeze", "-c", "small.dp", "-o", f"new{suffix}"]) == 2
+    assert (
+        "has models with dpa4_ener in .pt2 files only. Write a .dp or a .pt2 file"
+        in capsys.readouterr().err
+    )
+    assert f"new{suffix}" not in names(home)
