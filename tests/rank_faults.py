@@ -259,6 +259,7 @@ FAULTS = {
     "hang": lambda: _after_step(
         lambda: time.sleep(1e6)
     ),  # as the main thread does in a collective of NCCL
+    "be_stopped": lambda: _after_step(_send(signal.SIGSTOP)),
     "die_early": lambda: _at_start(_die),
     "be_terminated_at_start": lambda: _at_start(
         _send(signal.SIGTERM)
