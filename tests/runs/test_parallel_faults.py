@@ -135,6 +135,20 @@ FAULTS = {
         USABLE,
         SAVED,
     ),
+    "a loss that is not finite": (
+        ["", "lose_weights speak_late"],
+        {},
+        [1, 2],
+        r"dp-ema \(rank 1\): step 13: the loss or a gradient is not finite",
+        SAVED,
+    ),
+    "a signal while the ranks connect": (
+        ["be_terminated_soon", "never_connect be_terminated_soon"],
+        {},
+        [143] * 2,
+        r"stopped by SIGTERM outside the training steps; nothing was saved",
+        None,
+    ),
     "no input": (["", "lose_input speak_late"], {}, [1, 2], r"dp-ema \(rank 1\): input.json", None),
     "a signal": (
         ["", "ask_to_stop"],
