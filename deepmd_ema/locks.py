@@ -25,10 +25,10 @@ from deepmd_ema.files import (
     writing,
 )
 
-# Seconds between two signs of life of a run, and for which they are watched from another machine:
-# network file systems show them late.
 logger = logging.getLogger(__name__)
 
+# Seconds between two signs of life of a run, and for which they are watched from another machine:
+# network file systems show them late.
 BEAT_S = 15.0
 WATCH_S = 70.0
 # seconds without a sign of life after which a run on another machine has ended, by the clock of the
@@ -60,8 +60,13 @@ class Holder:
 
 def read_holder(path: Path) -> Holder | None:
     """Return the holder of a lock, without touching it; None if nobody holds it."""
-    with suppress(OSError), path.open("rb") as file:
-        return _holder(file.fileno())
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        facts = json.loads(path.read_bytes())
+        machine = str(facts["machine"])
+        pid = int(facts["pid"])
+        silent = time.time() - path.stat().st_mtime
+        is_alive = is_running(pid) if machine == this_machine() else silent < SILENT_S
+        return Holder(machine, str(facts["host"]), pid, str(facts["since"]), is_alive)
     return None
 
 
@@ -110,7 +115,7 @@ def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in _BUSY:
-                    raise _in_use(path, _holder(handle)) from None
+                    raise _in_use(path, read_holder(path)) from None
                 if error.errno not in UNSUPPORTED:
                     raise
                 is_sure = False
@@ -122,7 +127,7 @@ def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
             # keeps nobody away
             if not is_there:
                 continue
-            if holder := _holder(handle):
+            if holder := read_holder(path):
                 # A killed run leaves its file. On another machine the system's lock may be local to
                 # each, so that only the heartbeat shows life.
                 run, is_alive = (holder.machine, holder.pid), False
@@ -181,18 +186,6 @@ def _shows_life(path: Path) -> bool:
             if os.stat(path).st_mtime_ns != before:
                 return True
     return False
-
-
-def _holder(handle: int) -> Holder | None:
-    """Return the holder that the lock file names; None where it names none."""
-    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-        facts = json.loads(os.pread(handle, 4096, 0))
-        machine = str(facts["machine"])
-        pid = int(facts["pid"])
-        silent = time.time() - os.fstat(handle).st_mtime
-        is_alive = is_running(pid) if machine == this_machine() else silent < SILENT_S
-        return Holder(machine, str(facts["host"]), pid, str(facts["since"]), is_alive)
-    return None
 
 
 def _in_use(path: Path, holder: Holder | None) -> UserError:

@@ -184,6 +184,13 @@ def lose_weights():
     _watch("after_update", lose)
 
 
+def train_before():
+    """Train in the same process before the run that is looked at."""
+    from deepmd_ema import cli
+
+    assert cli.main(["train", "input.json", "--device", "cpu"]) == 0
+
+
 def be_quick():
     """Wait seconds, not minutes, for ranks that do not come."""
     from deepmd_ema.distributed import rendezvous
@@ -294,6 +301,7 @@ FAULTS = {
             lose_input,
             fill_disk,
             lose_weights,
+            train_before,
             be_quick,
             have_another_force,
             have_another_input,

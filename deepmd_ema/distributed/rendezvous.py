@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,7 @@ from deepmd_ema.text import first_few, printable
 
 # Times to wait, in seconds:
 JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
-# for a rank that has not been heard of since another one failed: a loaded machine takes seconds,
-# and a dead one does not answer
-GRACE_S = 5.0
+GRACE_S = 3.0  # for a rank that has not been heard of since another one failed: it may be dead
 MAX_POLL_INTERVAL_S = 0.5
 # words in errors of NCCL that name a lost rank; it writes "socket" and "system error" for faults of
 # its own too
@@ -36,6 +35,7 @@ LOST_PEER = (
 )
 FOREVER = timedelta(days=365)  # for messages that come when a run ends
 EXIT_LOST = 1
+_RUNS = count()  # of this process
 
 
 class Rendezvous:
@@ -77,10 +77,10 @@ class Rendezvous:
                 "MASTER_PORT must be those of the machine of rank 0, which must be running; every "
                 "run needs a port of its own."
             ) from error
-        # an agent that starts the ranks again keeps its store, with the keys of the first attempt
-        self.store = dist.PrefixStore(
-            f"dp-ema/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-        )
+        # an agent keeps its store, with the keys of earlier runs: of ranks that it has started again,
+        # and of these processes
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = dist.PrefixStore(f"dp-ema/{attempt}/{next(_RUNS)}", store)
         # a client of its own: another one answers one thread at a time
         listener = self.store.clone()  # type: ignore[attr-defined]
         self._listening = threading.Thread(

@@ -275,6 +275,17 @@ def test_ranks_that_are_held_up_are_waited_for(tmp_path):
     assert run(make_run(tmp_path / "run"), "leave_late", "come_late meet_late") == ([0, 0], [])
 
 
+@pytest.mark.parametrize("fault", ["", "fail"])
+def test_ranks_that_an_agent_has_started_train_twice(tmp_path, fault):
+    """Its store has the keys of their first run."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    folder = make_run(tmp_path / "run")
+    codes, said = run(folder, "train_before", f"train_before {fault}", environ=environ)
+    assert codes == ([1, 1] if fault else [0, 0])
+    assert sum(line.startswith("dp-ema") for line in said) == bool(fault)
+
+
 @pytest.mark.parametrize(
     ("environ", "fault", "message"),
     [
