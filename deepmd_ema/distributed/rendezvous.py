@@ -77,8 +77,8 @@ class Rendezvous:
                 "MASTER_PORT must be those of the machine of rank 0, which must be running; every "
                 "run needs a port of its own."
             ) from error
-        # an agent keeps its store, with the keys of earlier runs: of ranks that it has started again,
-        # and of these processes
+        # an agent keeps its store, with the keys of earlier runs: of ranks that it has started
+        # again, and of these processes
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = dist.PrefixStore(f"dp-ema/{attempt}/{next(_RUNS)}", store)
         # a client of its own: another one answers one thread at a time
