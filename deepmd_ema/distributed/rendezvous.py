@@ -175,7 +175,7 @@ class Rendezvous:
         """End the thread of this rank, where the run ends without an error."""
         with suppress(RuntimeError):  # the host of the store has ended, and so has the thread
             self.store.set(f"reported {self._launch.rank}", "")
-        self._listening.join()
+        self._listening.join(GRACE_S)  # the store does not answer where its host is stopped
 
     def _listen(self, store: dist.Store) -> None:
         # The store sends the answer by itself: this rank has it even where its main thread hangs in
@@ -185,7 +185,7 @@ class Rendezvous:
             self._is_reported.set()
 
     def _claim(self) -> bool:
-        """Whether this rank reports why the run ends: the first that asks does."""
+        """Whether this rank reports why the run ends: the first that claims it does."""
         if not self._is_reporter and self.store.add("error", 1) == 1:
             self._is_reporter = True
             # rank 0 last: it may be the host of the store, and then ends

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 # With gloo a rank that ends is noticed at once, because its connections close; the limits are for
 # one that hangs or whose machine is gone. NCCL does not notice an end: there a thread does
-# (dist.rendezvous).
+# (watched_peer).
 # limit of a collective, and of work that one rank does alone during training: writing files
 STEP_TIMEOUT = timedelta(minutes=30)
 # limit of work that rank 0 does alone before training: reading all data
