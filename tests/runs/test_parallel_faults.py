@@ -35,6 +35,8 @@ from deepmd_ema.cli import main
 from deepmd_ema.distributed import rendezvous, world
 from deepmd_ema.distributed.launch import find_launch
 from deepmd_ema.errors import RankLostError, Terminated, UserError
+from deepmd_ema.locks import locked
+from deepmd_ema.training.outputs import LOCK
 from deepmd_ema.training.trainer import Callback
 
 pytestmark = [
@@ -260,6 +262,15 @@ def test_a_rank_that_is_stopped_is_named_when_the_time_of_a_collective_is_over(
         rf"rank 1 \(process {stopped} on .*\) ended without a message or does not", line
     )
     assert_continues(folder, SAVED)
+
+
+def test_two_runs_of_several_ranks_in_one_folder_are_reported_once(tmp_path):
+    folder = make_run(tmp_path / "run")
+    with locked([folder / LOCK]):
+        codes, said = run(folder, "", "")
+    assert codes == [2, 1]
+    (line,) = said
+    assert f"another run writes here (process {os.getpid()} on {socket.gethostname()}" in line
 
 
 def test_one_rank_that_is_out_of_time_ends_all_after_the_same_step_without_an_error(tmp_path):
