@@ -25,10 +25,10 @@ from deepmd_ema.files import (
     writing,
 )
 
-# Seconds between two signs of life of a run, and for which they are watched from another machine:
-# network file systems show them late.
 logger = logging.getLogger(__name__)
 
+# Seconds between two signs of life of a run, and for which they are watched from another machine:
+# network file systems show them late.
 BEAT_S = 15.0
 WATCH_S = 70.0
 # seconds without a sign of life after which a run on another machine has ended, by the clock of the
@@ -60,8 +60,13 @@ class Holder:
 
 def read_holder(path: Path) -> Holder | None:
     """Return the holder of a lock, without touching it; None if nobody holds it."""
-    with suppress(OSError), path.open("rb") as file:
-        return _holder(file.fileno())
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        facts = json.loads(path.read_bytes())
+        machine = str(facts["machine"])
+        pid = int(facts["pid"])
+        silent = time.time() - path.stat().st_mtime
+        is_alive = is_running(pid) if machine == this_machine() else silent < SILENT_S
+        return Holder(machine, str(facts["host"]), pid, str(facts["since"]), is_alive)
     return None
 
 
@@ -98,76 +103,85 @@ def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
 
     Holders that have ended join ``ended_runs``.
     """
-    while True:
-        with ExitStack() as stack:
+    handle, is_locked = _open_locked(path)
+    try:
+        if holder := read_holder(path):
+            _check_ended(path, holder, is_locked, ended_runs)
+        try:
+            me = Holder(
+                this_machine(),
+                socket.gethostname(),
+                os.getpid(),
+                datetime.now().isoformat(" ", "seconds"),
+            )
             with writing(path):
-                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-            stack.callback(os.close, handle)
-            # The system frees its lock when the holder ends, however that happens: what the file
-            # names is for messages then, and decides only where there is no such lock.
-            is_sure = True
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+                os.truncate(handle, 0)
+                os.write(handle, json.dumps(asdict(me)).encode())
+            yield handle
+        finally:
+            with suppress(OSError):
+                # while it is held: a process that waits for it sees that the name is gone
+                path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+def _open_locked(path: Path) -> tuple[int, bool]:
+    """Open a lock file; return it, and whether the system's own lock is held.
+
+    The system frees its lock when the holder ends, however that happens: what the file names is for
+    messages then, and decides only where the file system has no such locks.
+    """
+    while True:
+        with writing(path):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        is_locked = False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = True
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                os.close(handle)
                 if error.errno in _BUSY:
-                    raise _in_use(path, _holder(handle)) from None
-                if error.errno not in UNSUPPORTED:
-                    raise
-                is_sure = False
-            try:
-                is_there = os.fstat(handle).st_ino == os.stat(path).st_ino
-            except FileNotFoundError:
-                is_there = False
-            # the holder has removed the file after it was opened: a lock on a file without a name
-            # keeps nobody away
-            if not is_there:
-                continue
-            if holder := _holder(handle):
-                # A killed run leaves its file. On another machine the system's lock may be local to
-                # each, so that only the heartbeat shows life.
-                run, is_alive = (holder.machine, holder.pid), False
-                if holder.machine == this_machine():
-                    is_alive = holder.is_alive and not is_sure and holder.pid != os.getpid()
-                elif (
-                    run not in ended_runs
-                    and (silent := time_in(path.parent) - os.fstat(handle).st_mtime) < GONE_S
-                ):
-                    logger.warning(
-                        "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and "
-                        "can be checked only on its own machine. Waiting up to %.0f s for another "
-                        "sign; this run begins if there is none. If you know that it has ended, "
-                        "stop this run, remove the file and start again.",
-                        path.absolute(),
-                        holder.pid,
-                        holder.host,
-                        max(0.0, silent),
-                        WATCH_S,
-                    )
-                    is_alive = _shows_life(path)
-                if is_alive:
-                    raise _in_use(path, holder)
-                ended_runs.add(run)
-                logger.info(
-                    "the lock of process %s on %s, which has ended, is taken over",
-                    holder.pid,
-                    holder.host,
-                )
-            try:
-                me = Holder(
-                    this_machine(),
-                    socket.gethostname(),
-                    os.getpid(),
-                    datetime.now().isoformat(" ", "seconds"),
-                )
-                with writing(path):
-                    os.truncate(handle, 0)
-                    os.write(handle, json.dumps(asdict(me)).encode())
-                yield handle
-            finally:
-                with suppress(OSError):
-                    # while it is held: a process that waits for it sees that the name is gone
-                    path.unlink(missing_ok=True)
-            return
+                    raise _in_use(path, read_holder(path)) from None
+                raise
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle, is_locked
+        # the holder has removed the file after it was opened: a lock on a file without a name keeps
+        # nobody away
+        os.close(handle)
+
+
+def _check_ended(
+    path: Path, holder: Holder, is_locked: bool, ended_runs: set[tuple[str, int]]
+) -> None:
+    """Raise an error if the holder that a lock file names still runs: a killed one leaves it."""
+    run, is_alive = (holder.machine, holder.pid), False
+    if holder.machine == this_machine():
+        is_alive = holder.is_alive and not is_locked and holder.pid != os.getpid()
+    elif run not in ended_runs:
+        # the system's lock may be local to each machine, so that only the heartbeat shows life
+        silent = time_in(path.parent) - path.stat().st_mtime
+        if silent < GONE_S:
+            logger.warning(
+                "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and can be "
+                "checked only on its own machine. Waiting up to %.0f s for another sign; this run "
+                "begins if there is none. If you know that it has ended, stop this run, remove the "
+                "file and start again.",
+                path.absolute(),
+                holder.pid,
+                holder.host,
+                max(0.0, silent),
+                WATCH_S,
+            )
+            is_alive = _shows_life(path)
+    if is_alive:
+        raise _in_use(path, holder)
+    ended_runs.add(run)
+    logger.info(
+        "the lock of process %s on %s, which has ended, is taken over", holder.pid, holder.host
+    )
 
 
 def _shows_life(path: Path) -> bool:
@@ -181,18 +195,6 @@ def _shows_life(path: Path) -> bool:
             if os.stat(path).st_mtime_ns != before:
                 return True
     return False
-
-
-def _holder(handle: int) -> Holder | None:
-    """Return the holder that the lock file names; None where it names none."""
-    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-        facts = json.loads(os.pread(handle, 4096, 0))
-        machine = str(facts["machine"])
-        pid = int(facts["pid"])
-        silent = time.time() - os.fstat(handle).st_mtime
-        is_alive = is_running(pid) if machine == this_machine() else silent < SILENT_S
-        return Holder(machine, str(facts["host"]), pid, str(facts["since"]), is_alive)
-    return None
 
 
 def _in_use(path: Path, holder: Holder | None) -> UserError:

@@ -11,11 +11,13 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
 
 import numpy as np
+import torch
 from helpers import tiny_input, write_system
 from parallel_runs import PRELOADED
 
@@ -171,6 +173,24 @@ def fill_disk():
     _after_step(fill)
 
 
+def lose_weights():
+    """Hold weights that are not finite, so that the loss of its own frames is not."""
+
+    def lose(trainer):
+        if trainer.step == AT_STEP:
+            with torch.no_grad():
+                next(iter(trainer.saver.builder.models.parameters())).fill_(float("nan"))
+
+    _watch("after_update", lose)
+
+
+def train_before():
+    """Train in the same process before the run that is looked at."""
+    from deepmd_ema import cli
+
+    assert cli.main(["train", "input.json", "--device", "cpu"]) == 0
+
+
 def be_quick():
     """Wait seconds, not minutes, for ranks that do not come."""
     from deepmd_ema.distributed import rendezvous
@@ -186,7 +206,7 @@ def _load_once():
             importlib.import_module(name)
 
 
-def _hold_up(module, name):
+def _hold_up(module, name, seconds=HELD_UP_S):
     """Let the function ``name`` of ``module`` begin later."""
     *owners, last = name.split(".")
     owner = functools.reduce(getattr, owners, importlib.import_module(module))
@@ -194,7 +214,7 @@ def _hold_up(module, name):
 
     @functools.wraps(function)
     def late(*args, **kwargs):
-        time.sleep(HELD_UP_S)
+        time.sleep(seconds)
         return function(*args, **kwargs)
 
     setattr(owner, last, late)
@@ -259,6 +279,7 @@ FAULTS = {
     "hang": lambda: _after_step(
         lambda: time.sleep(1e6)
     ),  # as the main thread does in a collective of NCCL
+    "be_stopped": lambda: _after_step(_send(signal.SIGSTOP)),
     "die_early": lambda: _at_start(_die),
     "be_terminated_at_start": lambda: _at_start(
         _send(signal.SIGTERM)
@@ -268,6 +289,9 @@ FAULTS = {
     "ask_often": lambda: _after_step(_send(signal.SIGINT, 2)),  # as torchrun and the terminal do
     "run_out_of_time": lambda: _watch("after_step", run_out_of_time),
     "come_late": lambda: time.sleep(HELD_UP_S),
+    "never_connect": lambda: _hold_up("torch.distributed", "init_process_group", 1e6),
+    # while it connects to one that never does
+    "be_terminated_soon": lambda: threading.Timer(3 * HELD_UP_S, _send(signal.SIGTERM)).start(),
     "meet_late": lambda: _hold_up("torch.distributed", "init_process_group"),
     "speak_late": lambda: _hold_up("deepmd_ema.distributed.rendezvous", "Rendezvous.report_of"),
     "leave_late": lambda: _hold_up("torch.distributed", "destroy_process_group"),
@@ -276,6 +300,8 @@ FAULTS = {
         for act in (
             lose_input,
             fill_disk,
+            lose_weights,
+            train_before,
             be_quick,
             have_another_force,
             have_another_input,

@@ -89,7 +89,7 @@ MAX_TOKENS = {
     "commands": 32_730,
     "config": 39_920,
     "data": 55_660,
-    "distributed": 6_360,
+    "distributed": 6_240,
     "infer": 12_400,
     "interop": 20_140,
     "model": 100_890,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -21,15 +18,9 @@ from deepmd_ema.distributed.launch import ADDRESS, Launch, write_error_file
 from deepmd_ema.errors import Interrupted, RankLostError, Terminated, UserError
 from deepmd_ema.text import first_few, printable
 
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
-
 # Times to wait, in seconds:
 JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
-PEER_ERROR_S = 3.0  # for a rank that has not been heard of since another one failed: it may be dead
-LINGER_S = 10.0  # for a rank that is known to end, or to know why: a loaded machine takes seconds
-# for the rank that knows why to end first: torchrun names the first that ended as the root cause
-HEAD_START_S = 0.3
+GRACE_S = 3.0  # for a rank that has not been heard of since another one failed: it may be dead
 MAX_POLL_INTERVAL_S = 0.5
 # words in errors of NCCL that name a lost rank; it writes "socket" and "system error" for faults of
 # its own too
@@ -42,11 +33,9 @@ LOST_PEER = (
     "timeout",
     "timed out",
 )
-BEAT_INTERVAL_S = 30.0
-MAX_MISSED_BEATS = 4  # 2 min: a machine that is busy with other things does not take so long
-WATCH_TIMEOUT = timedelta(days=365)  # the message comes when a rank ends as it should
-NOTICE_S = 3.0  # for the main thread to notice a loss by itself
+FOREVER = timedelta(days=365)  # for messages that come when a run ends
 EXIT_LOST = 1
+_RUNS = count()  # of this process
 
 
 class Rendezvous:
@@ -54,13 +43,16 @@ class Rendezvous:
 
     torchrun's agent hosts it; without an agent rank 0 does, until it ends.
 
-    Keys: ``joined K`` and ``ready K`` of rank K (its process and machine), ``ending K``, ``left K``
-    (it will not ask the store any more), and ``error``, the number of ranks that wanted to report
-    one. Methods raise a RuntimeError of torch where the host of the store has ended.
+    Keys: ``joined K`` of rank K (its process and machine), ``ending K``, ``error``, the number of
+    ranks that wanted to report one, and ``reported K``, which informs rank K that the first of them
+    does. Methods raise a RuntimeError of torch where the host of the store has ended.
     """
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
+        self._is_reporter = False
+        self._announced: Exception | None = None  # an error of this rank, which it reports
+        self._is_reported = threading.Event()
         me = f"rank {launch.rank} of {launch.size}"
         if missing := [name for name in ADDRESS if name not in os.environ]:
             raise UserError(
@@ -70,14 +62,14 @@ class Rendezvous:
             )
         host, number = (os.environ[name] for name in ADDRESS)
         self._address = host, port = host, int(number)
-        self._is_host = launch.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        is_host = launch.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         try:
             # tried first: torch prints a trace where it cannot connect
-            if not self._is_host and not _wait_for(self._is_up, JOIN_S):
+            if not is_host and not _wait_for(self._is_up, JOIN_S):
                 raise RuntimeError(f"nobody has answered within {JOIN_S:.0f} s")
             limit = timedelta(seconds=JOIN_S)
             store = dist.TCPStore(
-                host, port, launch.size, self._is_host, timeout=limit, wait_for_workers=False
+                host, port, launch.size, is_host, timeout=limit, wait_for_workers=False
             )
         except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
             raise UserError(
@@ -85,34 +77,37 @@ class Rendezvous:
                 "MASTER_PORT must be those of the machine of rank 0, which must be running; every "
                 "run needs a port of its own."
             ) from error
-        # an agent that starts the ranks again keeps its store, with the keys of the first attempt
-        self.store = dist.PrefixStore(
-            f"dp-ema/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+        # an agent keeps its store, with the keys of earlier runs: of ranks that it has started
+        # again, and of these processes
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = dist.PrefixStore(f"dp-ema/{attempt}/{next(_RUNS)}", store)
+        # a client of its own: another one answers one thread at a time
+        listener = self.store.clone()  # type: ignore[attr-defined]
+        self._listening = threading.Thread(
+            target=self._listen, args=(listener,), name="dp-ema-report", daemon=True
         )
+        self._listening.start()
 
-    def meet(self, key: str) -> None:
-        """Wait until all ranks have come to ``key``.
-
-        It is ``joined`` at first, and ``ready`` before they exchange tensors.
+    def meet(self) -> None:
+        """Wait until all ranks have joined.
 
         Raises:
             UserError: naming the ranks that are missing, or came twice.
-            RankLostError: if another rank has ended, or reports the missing ones.
+            RankLostError: if another rank reports an error.
         """
         rank, size = self._launch.rank, self._launch.size
         me = f"process {os.getpid()} on {socket.gethostname()}"
-        if self.store.compare_set(f"{key} {rank}", "", me).decode() != me:
+        if self.store.compare_set(f"joined {rank}", "", me).decode() != me:
             raise UserError(
                 f"another process has come as rank {rank} already: RANK is the same twice, or two "
                 f"runs have the same MASTER_PORT = {self._address[1]}. Give every process its own "
                 "RANK and every run its own port."
             )
-        answered = _wait_for(lambda: not self._missing(key) or self.store.check(["error"]), JOIN_S)
-        if not (missing := self._missing(key)):
+        _wait_for(lambda: self._is_reported.is_set() or not self._missing("joined"), JOIN_S)
+        missing = self._missing("joined")
+        if not missing:
             return
-        # the first of the ranks that came reports who is missing
-        reporter = min(set(range(size)) - set(missing))
-        if answered or rank > reporter:
+        if self._is_reported.is_set():
             raise RankLostError(
                 "ended because another rank could not continue; its message gives the reason"
             )
@@ -123,40 +118,49 @@ class Rendezvous:
             "those that are missing."
         )
 
+    def announce(self, error: Exception) -> None:
+        """Claim the report of the end of the run for ``error`` of this rank.
+
+        Called before other ranks learn that this one has failed: however late it comes to
+        :meth:`report_of`, they leave the report to it.
+        """
+        if self._claim():
+            self._announced = error
+
     def report_of(self, error: BaseException) -> BaseException | None:
         """Return the error that this rank reports for ``error``, or None if another one reports."""
         rank = self._launch.rank
         if isinstance(error, Interrupted):  # every rank was interrupted
+            self.close()
             return error if rank == 0 else None
         # Every rank comes here with its own error, or with one of the collective that another rank
-        # did not enter. The first that adds to "error" reports.
+        # did not enter. The first that claims the report makes it.
         lost = is_peer_lost(error)
-        # an error of our own class: the rank that failed has announced it, and is about to report
-        patience = LINGER_S if isinstance(error, RankLostError) else PEER_ERROR_S
+        if self._announced is not None:
+            # this rank has claimed it before, and others may have ended since then
+            return self._announced if lost else error
         try:
             # checked first, because the store would wait minutes for a machine that is gone
             if self._is_up():
                 self.store.set(f"ending {rank}", "")
-                if lost:  # a rank that knows why comes first, if there is one
+                # A rank that knows why has claimed the report before this one lost it. A rank that
+                # was killed is known when the others have come.
+                if lost:
                     _wait_for(
-                        lambda: self.store.check(["error"]) or not self._missing("ending"), patience
+                        lambda: self._is_reported.is_set() or not self._missing("ending"), GRACE_S
                     )
-                is_first = self.store.add("error", 1) == 1
-                if lost and is_first:
-                    error = self._lost_error(error)
-                # the last word to the store, because its host ends when all have left
-                self.store.set(f"left {rank}", "")
-                if lost and not is_first:
-                    time.sleep(HEAD_START_S)
-                if self._is_host:
-                    _wait_for(lambda: not self._missing("left"), PEER_ERROR_S)
-                    _wait_for(
-                        lambda: set(self._missing("left")) <= set(self._missing("ending")), LINGER_S
-                    )
-                return error if is_first else None
+                if not self._claim():
+                    # torchrun names the rank that ended first as the root cause
+                    time.sleep(MAX_POLL_INTERVAL_S)
+                    return None
+                return self._lost_error(error) if lost else error
         except RuntimeError:  # the store was closed in between
             pass
-        # Rank 0 held the store and has ended: nobody can report more, but one message is enough.
+        # Rank 0 held the store and has ended: it has reported why, or was killed. Nobody can report
+        # more, but one message is enough.
+        self._listening.join(GRACE_S)
+        if self._is_reported.is_set():
+            return None
         if not lost:
             return error
         if rank != 1:
@@ -167,6 +171,29 @@ class Rendezvous:
             return Terminated(f"{error}; {text}", error.signal_number)
         return RankLostError(text)
 
+    def close(self) -> None:
+        """End the thread of this rank, where the run ends without an error."""
+        with suppress(RuntimeError):  # the host of the store has ended, and so has the thread
+            self.store.set(f"reported {self._launch.rank}", "")
+        self._listening.join(GRACE_S)  # the store does not answer where its host is stopped
+
+    def _listen(self, store: dist.Store) -> None:
+        # The store sends the answer by itself: this rank has it even where its main thread hangs in
+        # a collective, and where the rank that reports is the host of the store and ends.
+        with suppress(RuntimeError):  # the host has ended
+            store.wait([f"reported {self._launch.rank}"], FOREVER)
+            self._is_reported.set()
+
+    def _claim(self) -> bool:
+        """Whether this rank reports why the run ends: the first that claims it does."""
+        if not self._is_reporter and self.store.add("error", 1) == 1:
+            self._is_reporter = True
+            # rank 0 last: it may be the host of the store, and then ends
+            for k in reversed(range(self._launch.size)):
+                self.store.set(f"reported {k}", "")
+        self._listening.join(GRACE_S)
+        return self._is_reporter
+
     def _lost_error(self, error: BaseException) -> BaseException:
         """Return the report of a rank that lost others, which have ended without a message."""
         # only ranks that joined: get() would wait for the others
@@ -175,12 +202,12 @@ class Rendezvous:
         places = first_few(names, 4) or "another rank"
         if isinstance(error, Terminated):
             # sent by a user to all ranks, or by a launcher to those that are left
-            silent = (
+            hint = (
                 f" {places} did not answer: if it was killed, the launcher has ended the others."
                 if names
                 else ""
             )
-            return Terminated(f"{error}.{silent}", error.signal_number)
+            return Terminated(f"{error}.{hint}", error.signal_number)
         return RankLostError(
             f"{places} ended without a message or does not answer: killed by a user, by the "
             "system for lack of memory, or its machine is gone. Checkpoints on the disk are whole."
@@ -203,66 +230,25 @@ class Rendezvous:
         return [k for k in ranks if not self.store.check([f"{key} {k}"])]
 
 
-def in_thread(work: Callable[[], T]) -> T:
-    """Return ``work()``, done in a thread.
-
-    A signal ends the wait for it; in the main thread Python would run no handler inside torch.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    # a daemon: torch may wait for half an hour for a rank that has been killed
-    threading.Thread(target=run, name="dp-ema-connect", daemon=True).start()
-    return done.result()
-
-
 @contextmanager
-def watched_peers(rendezvous: Rendezvous, launch: Launch, nccl: bool) -> Iterator[None]:
-    """Watch the other ranks while the body runs. A collective at both ends with NCCL.
+def watched_peer(rendezvous: Rendezvous, launch: Launch) -> Iterator[None]:
+    """End this process if the next rank ends while the body runs. A collective at both ends.
 
-    Rank 0 logs a line about each rank that does not answer: it is stopped, or cut off. A thread of
-    each rank counts in the store. The others wait for a rank that is stopped until a timeout of
-    half an hour.
-
-    With NCCL another thread watches the next rank. The connections of gloo close when a process
-    ends, however that happens. The thread of rank k waits for a message of rank k + 1, which that
-    rank sends at its end; if the connection closes instead, the main thread may wait for ever in a
-    collective of NCCL, so the thread reports the loss and ends the process. The rank before then
-    notices that in turn.
+    Needed with NCCL, which does not report that a rank has ended: the main thread may wait for ever
+    in a collective. The connections of gloo close when a process ends, however that happens. A
+    thread of rank k waits for a message of rank k + 1, which that rank sends at its end; if the
+    connection closes instead, the thread reports the loss and ends the process. The rank before
+    then notices that in turn.
     """
-    has_left, store = threading.Event(), rendezvous.store
-    group = dist.new_group(backend="gloo", timeout=WATCH_TIMEOUT) if nccl else None
-
-    # Each rank counts up its key, and rank 0 compares the counts: clocks of machines differ.
-    def hear() -> None:
-        beats, missed = Counter[int](), Counter[int]()
-        with suppress(RuntimeError):  # the host of the store has ended
-            while not has_left.wait(BEAT_INTERVAL_S):
-                if not launch.is_main:
-                    store.add(f"beat {launch.rank}", 1)
-                for k in range(1, launch.size) if launch.is_main else ():
-                    before, beats[k] = beats[k], store.add(f"beat {k}", 0)
-                    missed[k] = missed[k] + 1 if beats[k] == before else 0
-                    if missed[k] and missed[k] % MAX_MISSED_BEATS == 0:
-                        place = store.get(f"joined {k}").decode()
-                        minutes = missed[k] * BEAT_INTERVAL_S / 60
-                        text = (
-                            "waiting for rank %d (%s) for %.2g min: it is stopped, or cannot be "
-                            "reached"
-                        )
-                        logger.warning(text, k, place, minutes)
+    has_left = threading.Event()
+    group = dist.new_group(backend="gloo", timeout=FOREVER)
 
     def watch() -> None:
         try:
             dist.recv(torch.zeros(1), src=(launch.rank + 1) % launch.size, group=group)
         except RuntimeError as error:
-            if has_left.wait(NOTICE_S):
-                return  # the main thread reports it, or another error
+            if has_left.wait(GRACE_S):
+                return  # the main thread has noticed it, and reports it or another error
             report = rendezvous.report_of(dist.DistNetworkError(str(error)))
             if report is not None:
                 # written to the descriptor, because _exit() flushes no stream
@@ -271,20 +257,14 @@ def watched_peers(rendezvous: Rendezvous, launch: Launch, nccl: bool) -> Iterato
                 write_error_file(message)
             os._exit(EXIT_LOST)
 
-    hearing = threading.Thread(target=hear, name="dp-ema-peers", daemon=True)
-    watching = threading.Thread(target=watch, name="dp-ema-peers", daemon=True)
-    hearing.start()
-    if nccl:
-        watching.start()
+    thread = threading.Thread(target=watch, name="dp-ema-peer", daemon=True)
+    thread.start()
     try:
         yield
-        if nccl:
-            dist.send(torch.zeros(1), dst=(launch.rank - 1) % launch.size, group=group)
+        dist.send(torch.zeros(1), dst=(launch.rank - 1) % launch.size, group=group)
     finally:
         has_left.set()
-        hearing.join(NOTICE_S)  # the store does not answer where its host is stopped
-    if nccl:
-        watching.join()
+    thread.join()
 
 
 def is_peer_lost(error: BaseException) -> bool:

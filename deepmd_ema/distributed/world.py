@@ -7,10 +7,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +21,8 @@ from deepmd_ema.distributed.launch import ADDRESS, END_SIGNALS, Launch
 from deepmd_ema.distributed.rendezvous import (
     Rendezvous,
     cause_of,
-    in_thread,
     is_peer_lost,
-    watched_peers,
+    watched_peer,
 )
 from deepmd_ema.errors import RankLostError, ReportedElsewhere, UserError
 from deepmd_ema.utils import keep_freed_memory
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 # With gloo a rank that ends is noticed at once, because its connections close; the limits are for
 # one that hangs or whose machine is gone. NCCL does not notice an end: there a thread does
-# (dist.rendezvous).
+# (watched_peer).
 # limit of a collective, and of work that one rank does alone during training: writing files
 STEP_TIMEOUT = timedelta(minutes=30)
 # limit of work that rank 0 does alone before training: reading all data
@@ -52,11 +52,13 @@ class World(Launch):
         cpu_group: gloo group for control messages; None means the default group, which is gloo
             itself on CPUs.
         long_timeout_group: gloo group for waiting until rank 0 has prepared the run.
+        rendezvous: where the ranks agree on who reports an error; None for one process.
     """
 
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     cpu_group: dist.ProcessGroup | None = None
     long_timeout_group: dist.ProcessGroup | None = None
+    rendezvous: Rendezvous | None = None
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of ``values`` over the ranks, detached, without waiting for the device."""
@@ -129,6 +131,7 @@ class World(Launch):
         if self.size == 1:
             yield
             return
+        assert self.rendezvous is not None
         own_error: Exception | None = None
         try:
             yield
@@ -142,6 +145,8 @@ class World(Launch):
         # this fails as well, the own error is the one to report.
         failed = 0
         try:
+            if own_error is not None:
+                self.rendezvous.announce(own_error)
             (failed,) = self.all_reduce_max([0 if own_error is None else self.rank + 1], group)
         except RuntimeError:
             if own_error is None:
@@ -181,12 +186,12 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
         return
     rendezvous = Rendezvous(launch)
     try:
-        rendezvous.meet("joined")
         chosen = select_device(device, launch.local_rank)
         cuda = chosen.type == "cuda"
         if cuda:
             torch.cuda.set_device(chosen)
-        rendezvous.meet("ready")  # connecting to a rank that has ended takes until a timeout
+        # after what a rank may lack: connecting to a rank that has ended takes until a timeout
+        rendezvous.meet()
 
         def connect() -> None:
             if cuda:
@@ -203,7 +208,10 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
             )
 
         try:
-            in_thread(connect)
+            # In a daemon thread, as those of this pool are: torch may wait for half an hour for a
+            # rank that has been killed, and in the main thread Python would handle no signal.
+            with ThreadPool(1) as pool:
+                pool.apply(connect)
             cpu_group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if cuda else None
             long_timeout_group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
         except (RuntimeError, ValueError) as error:
@@ -220,10 +228,12 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
             device=chosen,
             cpu_group=cpu_group,
             long_timeout_group=long_timeout_group,
+            rendezvous=rendezvous,
         )
         default_group = dist.group.WORLD
-        with watched_peers(rendezvous, launch, nccl=cuda and launch.size > 1):
+        with watched_peer(rendezvous, launch) if cuda and launch.size > 1 else nullcontext():
             yield world
+        rendezvous.close()
         # Not after an error: other ranks may have ended, and this would wait for them.
         dist.destroy_process_group()
         # The destructor of a group joins its threads, which may need the interpreter lock. A DDP

@@ -17,7 +17,7 @@ from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.distributed.tensors import Take
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import DivergedError, RankLostError
+from deepmd_ema.errors import DivergedError
 from deepmd_ema.optim.build import (
     build_optimizer,
     clip_gradients,
@@ -97,27 +97,28 @@ class Step:
 
         Raises:
             DivergedError: with step, task and frames of the first that was not.
-            RankLostError: where the loss of another rank's frames alone was not finite.
+            RankLostError: where the loss of frames of other ranks alone was not finite.
         """
         bad = int(self._first_bad)  # the same on all ranks
         if not bad:
             return
-        # The ranks whose frames have caused it name them, and the others end without a message of
-        # their own. Where no rank has (the gradient alone is not finite), all of them do.
-        is_own_fault = bool(self._own_fault)
-        if world.all_reduce_max([int(is_own_fault)])[0] and not is_own_fault:
-            raise RankLostError("ended because the loss of another rank is not finite")
         # the step may be some steps back: count the steps of its task since then
         task = tasks.draw(bad)
         steps_since = sum(tasks.draw(step) is task for step in range(bad, last_step + 1))
         frames = task.frames_of_step(steps_since)
         shown = first_few([f"{system} frame {index}" for system, index in frames], 8)
         named = f" (task {task.name})" if task.name else ""
-        raise DivergedError(
+        error = DivergedError(
             f"step {bad}{named}: the loss or a gradient is not finite. Frames of the batch: "
             f"{shown}. The weights were not updated {self.skipped}, and no checkpoint contains "
             f"non-finite values. Look at these frames with `dp-ema check`, {self.remedy}."
         )
+        # The ranks whose frames have caused it name them, and the others end without a message of
+        # their own. Where no rank has (the gradient alone is not finite), all of them do.
+        with world.all_ranks_ok():
+            if self._own_fault:
+                raise error
+        raise error
 
     def _note(
         self, finite: Tensor, step: int | Tensor, finite_here: Tensor | None = None

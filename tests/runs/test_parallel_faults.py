@@ -7,9 +7,11 @@ import gc
 import json
 import os
 import re
+import signal
 import socket
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -30,9 +32,11 @@ from rank_faults import (
 from training_runs import load
 
 from deepmd_ema.cli import main
-from deepmd_ema.distributed import rendezvous
+from deepmd_ema.distributed import rendezvous, world
 from deepmd_ema.distributed.launch import find_launch
 from deepmd_ema.errors import RankLostError, Terminated, UserError
+from deepmd_ema.locks import locked
+from deepmd_ema.training.outputs import LOCK
 from deepmd_ema.training.trainer import Callback
 
 pytestmark = [
@@ -133,6 +137,20 @@ FAULTS = {
         USABLE,
         SAVED,
     ),
+    "a loss that is not finite": (
+        ["", "lose_weights speak_late"],
+        {},
+        [1, 2],
+        r"dp-ema \(rank 1\): step 13: the loss or a gradient is not finite",
+        SAVED,
+    ),
+    "a signal while the ranks connect": (
+        ["be_terminated_soon", "never_connect be_terminated_soon"],
+        {},
+        [143] * 2,
+        r"stopped by SIGTERM outside the training steps; nothing was saved",
+        None,
+    ),
     "no input": (["", "lose_input speak_late"], {}, [1, 2], r"dp-ema \(rank 1\): input.json", None),
     "a signal": (
         ["", "ask_to_stop"],
@@ -172,8 +190,7 @@ def test_a_fault_on_one_rank_ends_all_with_one_message_and_leaves_a_run_that_con
 ):
     """However late the rank speaks that knows why; what no rank can say is not waited for."""
     faults, changes, codes, message, step = FAULTS[name]
-    monkeypatch.setattr(rendezvous, "PEER_ERROR_S", 0.3 if -9 in codes else HELD_UP_S / 3)
-    monkeypatch.setattr(rendezvous, "LINGER_S", 0.3 if -9 in codes else rendezvous.LINGER_S)
+    monkeypatch.setattr(rendezvous, "GRACE_S", 0.3 if -9 in codes else HELD_UP_S / 3)
     folder = make_run(tmp_path / "run", **changes)
     found, said = run(folder, *faults)
     assert found == codes
@@ -219,13 +236,41 @@ def test_ranks_that_start_from_other_files_say_so_before_the_first_step(
     )
 
 
-def test_torchrun_is_reported_what_the_rank_reports_that_knows_why(tmp_path):
+@pytest.mark.parametrize("faults", [("", "fail"), ("fail", "")])
+def test_torchrun_is_reported_what_the_rank_reports_that_knows_why(tmp_path, faults):
+    """Also if that is rank 0, which hosts the store, while the other one waits in a collective."""
     folder, file = make_run(tmp_path / "run"), tmp_path / "error.json"
-    codes, said = run(folder, "", "fail", environ={"TORCHELASTIC_ERROR_FILE": str(file)})
+    codes, said = run(folder, *faults, environ={"TORCHELASTIC_ERROR_FILE": str(file)})
     assert codes == [1, 1]
     found = json.loads(file.read_text())
     assert [line.strip() for line in found["message"].splitlines()] == said
     assert abs(found["timestamp"] - time.time()) < LIMIT_S
+
+
+def test_a_rank_that_is_stopped_is_named_when_the_time_of_a_collective_is_over(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(world, "STEP_TIMEOUT", timedelta(seconds=8))
+    monkeypatch.setattr(rendezvous, "GRACE_S", 0.3)
+    folder = make_run(tmp_path / "run")
+    first, stopped = start(folder, ["", "be_stopped"])
+    assert wait_for([first], LIMIT_S) == [1]
+    os.kill(stopped, signal.SIGKILL)
+    assert wait_for([stopped], LIMIT_S) == [-signal.SIGKILL]
+    (line,) = last_words(folder)
+    assert re.search(
+        rf"rank 1 \(process {stopped} on .*\) ended without a message or does not", line
+    )
+    assert_continues(folder, SAVED)
+
+
+def test_two_runs_of_several_ranks_in_one_folder_are_reported_once(tmp_path):
+    folder = make_run(tmp_path / "run")
+    with locked([folder / LOCK]):
+        codes, said = run(folder, "", "")
+    assert codes == [2, 1]
+    (line,) = said
+    assert f"another run writes here (process {os.getpid()} on {socket.gethostname()}" in line
 
 
 def test_one_rank_that_is_out_of_time_ends_all_after_the_same_step_without_an_error(tmp_path):
@@ -239,6 +284,17 @@ def test_one_rank_that_is_out_of_time_ends_all_after_the_same_step_without_an_er
 
 def test_ranks_that_are_held_up_are_waited_for(tmp_path):
     assert run(make_run(tmp_path / "run"), "leave_late", "come_late meet_late") == ([0, 0], [])
+
+
+@pytest.mark.parametrize("fault", ["", "fail"])
+def test_ranks_that_an_agent_has_started_train_twice(tmp_path, fault):
+    """Its store has the keys of their first run."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    folder = make_run(tmp_path / "run")
+    codes, said = run(folder, "train_before", f"train_before {fault}", environ=environ)
+    assert codes == ([1, 1] if fault else [0, 0])
+    assert sum(line.startswith("dp-ema") for line in said) == bool(fault)
 
 
 @pytest.mark.parametrize(
@@ -295,9 +351,6 @@ def most_memory(folder):
     """Train as a rank; return by what happened how much memory (bytes) it took for a while, on top
     of what it holds.
     """
-    from deepmd_ema.distributed import world
-    from deepmd_ema.training.trainer import Callback
-
     growth = {}
     ctypes.CDLL(None).mallopt(
         -3, 65536
