@@ -21,7 +21,7 @@ from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.outputs import is_sharded, with_absolute_paths
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.run import TaskData, open_split
-from deepmd_ema.data.source import FrameSource, evenly_spaced
+from deepmd_ema.data.source import describe_amount, evenly_spaced
 from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.files import HTML, atomic_write, check_output
 from deepmd_ema.infer.evaluate import (
@@ -205,7 +205,7 @@ class _Page:
                 f"{file}: is of the kind {payload['kind']}. Expected the folder of a run, or its "
                 "model.ckpt.pt."
             )
-        weights = [LIVE, *payload.get("averages", {}).get("profiles", {})]
+        weights = [LIVE, *checkpoint.averages_in(payload)]
         if average is None:  # the first average, or the live weights of a run without any
             self.chosen = weights[min(1, len(weights) - 1)]
         else:
@@ -272,9 +272,11 @@ class _Page:
             lead = f"{kind} {task.model.descriptor.type} for {', '.join(task.model.type_map)}"
             if self.data is not None:
                 valid = self.data[name].valid
-                lead += f", trained on {_amount(self.data[name].train)}"
+                lead += f", trained on {describe_amount(self.data[name].train)}"
                 lead += (
-                    f", validated on {_amount(valid)}" if valid else ", without validation frames"
+                    f", validated on {describe_amount(valid)}"
+                    if valid
+                    else ", without validation frames"
                 )
             # not capitalize(), which changes the symbols of elements
             lead = f"{name}: {lead}" if name else f"{lead[0].upper()}{lead[1:]}"
@@ -498,7 +500,7 @@ class _Page:
 
     def _averages(self) -> Iterator[str]:
         """Yield settings and age of each average, and its distance from the live weights."""
-        averages = self.payload.get("averages", {}).get("profiles", {})
+        averages = checkpoint.averages_in(self.payload)
         if not averages:
             return
         settings = {average.name: average.summary({}) for average in self.config.training.averaging}
@@ -611,11 +613,6 @@ def _error(errors: Errors, quantity: str, kind: str) -> str:
     """Return an error in its unit of tables; a dash if no frame has a label."""
     value = METRICS[quantity].display_factor * errors.metric(f"{quantity}:{kind}")
     return significant(value, _DIGITS) if math.isfinite(value) else "–"
-
-
-def _amount(sources: Sequence[FrameSource]) -> str:
-    frames = sum(source.num_frames for source in sources)
-    return f"{counted(frames, 'frame')} of {counted(len(sources), 'system')}"
 
 
 def _paragraph(text: str, kind: str = "") -> str:

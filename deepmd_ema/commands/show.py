@@ -99,7 +99,7 @@ def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         text = f"average {name}: {describe_average(payload.get('average', {}))}"
     step = "an unknown step" if payload["step"] is None else f"step {payload['step']:,}"
     yield "weights", f"{text}, {step}"
-    profiles = payload.get("averages", {}).get("profiles", {})
+    profiles = checkpoint.averages_in(payload)
     for average, state in profiles.items():
         option = "--use-ema" if len(profiles) == 1 else f"--average {average}"
         yield "average", f"{average}: {describe_average(state)} (freeze it with {option})"

@@ -28,6 +28,7 @@ from deepmd_ema.config.labels import ATOM_PREF, ENERGY, LABELS, METRICS, WEIGHTE
 from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.data.run import checked_config
+from deepmd_ema.data.source import describe_amount
 from deepmd_ema.distributed.launch import Launch, find_launch
 from deepmd_ema.distributed.world import World, open_world
 from deepmd_ema.errors import DataError
@@ -308,8 +309,7 @@ def start_table(trainer: Trainer) -> Table:
         text += f"{trained:,} trained parameters"
         if frozen > 0:
             text += f" and {frozen:,} frozen"
-        frames = sum(system.num_frames for system in task.train)
-        text += f", {counted(frames, 'frame')} of {counted(len(task.train), 'system')}"
+        text += f", {describe_amount(task.train)}"
         if name:
             length = prepared.length.tasks[name]
             text += f", {100 * length.share:.3g} % of the steps = {length.epochs:.1f} epochs"
