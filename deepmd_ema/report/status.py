@@ -23,7 +23,7 @@ from deepmd_ema.locks import read_holder
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files
 from deepmd_ema.report.log import describe_values
 from deepmd_ema.report.record import Part, read_record
-from deepmd_ema.report.table import Table, duration, facts, significant
+from deepmd_ema.report.table import duration, render_facts, significant
 from deepmd_ema.text import counted, first_few
 
 PREPARING = "preparing"
@@ -184,9 +184,9 @@ class RunStatus:
         metric = self.metrics[weights]
         return f"{describe_row({metric: row[metric]})} at step {row['step']:,}"
 
-    def table(self) -> Table:
+    def text(self) -> str:
         """Return the status for people."""
-        return facts(f"{self.folder}: {self.describe()}", self._rows())
+        return "\n".join(render_facts(f"{self.folder}: {self.describe()}", self._rows()))
 
     def to_dict(self) -> dict[str, object]:
         """Return the status for programs.

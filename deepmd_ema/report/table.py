@@ -75,11 +75,6 @@ class Table:
         ]
 
 
-def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
-    """Return a table of names and texts; names without a text are left out."""
-    return Table(title, (Column(), Column()), [pair for pair in pairs if pair[1]])
-
-
 def render(table: Table, indent: str = "") -> list[str]:
     """Return a table as plain text: title, names, units, rows.
 
@@ -101,6 +96,12 @@ def render(table: Table, indent: str = "") -> list[str]:
         ]
         lines.append(f"{indent}{'  '.join(parts)}".rstrip())
     return lines
+
+
+def render_facts(title: str, pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Return names and texts as plain text; names without a text are left out."""
+    rows = [pair for pair in pairs if pair[1]]
+    return render(Table(title, (Column(), Column()), rows), "  ")
 
 
 def significant(value: float, digits: int = _DIGITS) -> str:

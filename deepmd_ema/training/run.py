@@ -40,11 +40,9 @@ from deepmd_ema.report.loggers import loggers_of
 from deepmd_ema.report.record import RunRecord, keeping_warnings
 from deepmd_ema.report.table import (
     KINDS,
-    Table,
     describe_errors,
     duration,
-    facts,
-    render,
+    render_facts,
     show_metric,
 )
 from deepmd_ema.text import command, counted, every_steps
@@ -182,7 +180,7 @@ def run_training(
                     prepared, start, world, should_update, file, callback, record, deadline
                 )
             remarks = config_warnings(prepared.config, trainer.num_steps, prepared.length.steps_per)
-            logger.info("%s", "\n".join(render(start_table(trainer), "  ")))
+            logger.info("%s", "\n".join(start_table(trainer)))
             lengths = prepared.length.tasks.values()
             findings = [finding for length in lengths for finding in length.findings]
             for line in (*findings, *remarks):
@@ -213,7 +211,7 @@ def run_training(
             )
             # sharded tensors and the writer refer to process groups, which are destroyed next
             del trainer, saver
-        logger.info("%s", "\n".join(render(table, "  ")))
+        logger.info("%s", "\n".join(table))
         return trained
 
 
@@ -282,7 +280,7 @@ SHARED = {
 }
 
 
-def start_table(trainer: Trainer) -> Table:
+def start_table(trainer: Trainer) -> list[str]:
     """Return the summary of ``dp-ema check``, with facts of the parts of a run that are built."""
     prepared = trainer.prepared
     bank = trainer.bank
@@ -367,7 +365,7 @@ def start_table(trainer: Trainer) -> Table:
         text += "; full: RMSE of all validation frames, * lowest so far"
     pairs.append(("rows", text))
     program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return facts(f"{program}, on {describe_device(world.device)}", pairs)
+    return render_facts(f"{program}, on {describe_device(world.device)}", pairs)
 
 
 def describe_device(device: torch.device) -> str:
@@ -410,7 +408,7 @@ def _metrics(errors: Errors) -> dict[str, float]:
     return {name: value for name in names if not math.isnan(value := errors.metric(name))}
 
 
-def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
+def end_table(trainer: Trainer, steps: int, seconds: float) -> list[str]:
     """Return the files of a run that has ended, its last errors, and what to do next.
 
     Args:
@@ -502,4 +500,4 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     pairs.append(("next", report))
     head = ["--head", heads[0]] if heads else []
     pairs.append(("next", command("dp-ema", "freeze", "-c", model, *head)))
-    return facts(f"trained model: {saver.live.link}", pairs)
+    return render_facts(f"trained model: {saver.live.link}", pairs)
