@@ -35,16 +35,11 @@ from deepmd_ema.errors import DataError
 from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.model.metrics import Errors
 from deepmd_ema.optim.build import describe_groups
+from deepmd_ema.report.facts import describe_errors, metrics_of, show_metric
 from deepmd_ema.report.log import set_up_logging
 from deepmd_ema.report.loggers import loggers_of
 from deepmd_ema.report.record import RunRecord, keeping_warnings
-from deepmd_ema.report.table import (
-    KINDS,
-    describe_errors,
-    duration,
-    render_facts,
-    show_metric,
-)
+from deepmd_ema.report.table import duration, render_facts
 from deepmd_ema.text import command, counted, every_steps
 from deepmd_ema.training.outputs import check_outputs, lock_outputs, write_config
 from deepmd_ema.training.prepare import Hook, prepare
@@ -202,8 +197,7 @@ def run_training(
                     name: _metrics(errors) for name, errors in trainer.reporter.validated.items()
                 },
                 test={
-                    f"{task} {weights}".lstrip(): _metrics(errors)
-                    for (weights, task), (_, errors) in trainer.reporter.tested.items()
+                    name: _metrics(errors) for name, (_, errors) in trainer.reporter.tested.items()
                 },
                 before={task: _metrics(errors) for task, errors in trainer.reporter.before.items()},
                 step=trainer.step,
@@ -404,8 +398,8 @@ class TrainedRun:
 
 def _metrics(errors: Errors) -> dict[str, float]:
     """Return the errors of the quantities that some frame has a label of."""
-    names = (f"{quantity}:{kind}" for quantity in METRICS for kind in KINDS)
-    return {name: value for name in names if not math.isnan(value := errors.metric(name))}
+    values = {str(metric): errors.metric(metric) for metric in metrics_of(METRICS)}
+    return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 def end_table(trainer: Trainer, steps: int, seconds: float) -> list[str]:
@@ -453,8 +447,7 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> list[str]:
         )
         for name, errors in trainer.reporter.validated.items()
     ]
-    for (weights, task), (step, errors) in trainer.reporter.tested.items():
-        name = f"{task} {weights}".lstrip()
+    for name, (step, errors) in trainer.reporter.tested.items():
         pairs.append(("test", f"{name}, step {step:,}, MAE / RMSE: {describe_errors(errors)}"))
 
     # time and memory

@@ -33,7 +33,7 @@ from deepmd_ema.model.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.model.tabulated import tables_in
 from deepmd_ema.report.curves import ValidationLog
-from deepmd_ema.report.table import show_metric
+from deepmd_ema.report.facts import show_metric
 from deepmd_ema.text import counted
 from deepmd_ema.training.modes import Products
 from deepmd_ema.training.prepare import PreparedRun
