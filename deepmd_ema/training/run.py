@@ -183,28 +183,20 @@ def run_training(
 
             # Train, and collect what is returned while the parts of the run exist.
             trainer.run()
-            seconds = time.monotonic() - began
-            table, saver = end_table(trainer, trainer.step - start.step, seconds), trainer.saver
+            saver, reporter = trainer.saver, trainer.reporter
             trained = TrainedRun(
-                checkpoint=Path(saver.live.link),
-                averages={name: Path(series.link) for name, series in saver.averages.items()},
-                best={
-                    row.name: row.best.path(row.best.records[0][1])
-                    for row in trainer.validator.rows
-                    if row.best is not None and row.best.records
-                },
-                errors={
-                    name: _metrics(errors) for name, errors in trainer.reporter.validated.items()
-                },
-                test={
-                    name: _metrics(errors) for name, (_, errors) in trainer.reporter.tested.items()
-                },
-                before={task: _metrics(errors) for task, errors in trainer.reporter.before.items()},
+                checkpoint=saver.live.link,
+                averages={name: series.link for name, series in saver.averages.items()},
+                best={best.row.name: best.file for best in trainer.validator.best_weights()},
+                errors={name: _metrics(errors) for name, errors in reporter.validated.items()},
+                test={name: _metrics(errors) for name, (_, errors) in reporter.tested.items()},
+                before={task: _metrics(errors) for task, errors in reporter.before.items()},
                 step=trainer.step,
-                seconds=seconds,
+                seconds=time.monotonic() - began,
             )
+            table = end_table(trainer, trained, trainer.step - start.step)
             # sharded tensors and the writer refer to process groups, which are destroyed next
-            del trainer, saver
+            del trainer, saver, reporter
         logger.info("%s", "\n".join(table))
         return trained
 
@@ -359,7 +351,7 @@ def start_table(trainer: Trainer) -> list[str]:
         text += "; full: RMSE of all validation frames, * lowest so far"
     pairs.append(("rows", text))
     program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return render_facts(f"{program}, on {describe_device(world.device)}", pairs)
+    return render_facts(f"{program}, on {trainer.record.part.device}", pairs)
 
 
 def describe_device(device: torch.device) -> str:
@@ -402,16 +394,15 @@ def _metrics(errors: Errors) -> dict[str, float]:
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
-def end_table(trainer: Trainer, steps: int, seconds: float) -> list[str]:
+def end_table(trainer: Trainer, trained: TrainedRun, steps: int) -> list[str]:
     """Return the files of a run that has ended, its last errors, and what to do next.
 
     Args:
         trainer: that has taken its last step.
+        trained: files and errors.
         steps: that this process has taken.
-        seconds: that it took in all.
     """
-    saver, config = trainer.saver, trainer.prepared.config
-    averages = {name: series.link for name, series in saver.averages.items()}
+    config, averages = trainer.prepared.config, trained.averages
     heads = [name for name in config.tasks if name]
 
     # why the run has ended before its last step; a pair without a text is left out
@@ -427,11 +418,10 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> list[str]:
 
     # files: averages, and the best weights by row of the validation
     pairs += [("averaged", f"{link} ({name})") for name, link in averages.items()]
-    for row in trainer.validator.rows:
-        if row.best is not None and row.best.records:
-            value, step = row.best.records[0]
-            shown = f"{row.name}, {row.best.metric} = {show_metric(row.best.metric, value)}"
-            pairs.append(("best", f"{row.best.path(step)} ({shown})"))
+    for best in trainer.validator.best_weights():
+        row = best.row
+        shown = f"{row.name}, {row.metric} = {show_metric(row.metric, best.error)}"
+        pairs.append(("best", f"{best.file} ({shown})"))
 
     # last errors, beside those of the loaded weights, from which averages start, too
     when = f"step {trainer.reporter.validated_step:,}"
@@ -453,9 +443,9 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> list[str]:
     # time and memory
     compiler = trainer.validator.models.compiler
     if compiler is not None:
-        share = f"{100 * compiler.seconds / seconds:.0f} % of the time"
+        share = f"{100 * compiler.seconds / trained.seconds:.0f} % of the time"
         pairs.append(("compiled", f"{compiler.describe()}, {share}"))
-    writer = saver.writer
+    writer = trainer.saver.writer
     logger.debug(
         "files of %s written in %s beside training, which waited %s for them (%s) and %.1f %% of "
         "the time for data",
@@ -466,7 +456,7 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> list[str]:
         100 * trainer.times.waiting_share(),
     )
     device = trainer.world.device
-    parts = [f"{duration(seconds)} for {counted(steps, 'step')}, validation included"]
+    parts = [f"{duration(trained.seconds)} for {counted(steps, 'step')}, validation included"]
     if peak_memory() > 0:  # 0 where the system does not say
         parts.append(f"{peak_memory() / 1e9:.2g} GB at most")
     if device.type == "cuda":
@@ -479,7 +469,7 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> list[str]:
     trained_points = [
         averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeProfile)
     ]
-    model = [*trained_points, *averages.values(), saver.live.link][0]
+    model = [*trained_points, *averages.values(), trained.checkpoint][0]
     validated = [
         name for name, task in config.tasks.items() if task.data.validation_data is not None
     ]
@@ -493,4 +483,4 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> list[str]:
     pairs.append(("next", report))
     head = ["--head", heads[0]] if heads else []
     pairs.append(("next", command("dp-ema", "freeze", "-c", model, *head)))
-    return render_facts(f"trained model: {saver.live.link}", pairs)
+    return render_facts(f"trained model: {trained.checkpoint}", pairs)
