@@ -2,6 +2,7 @@
 
 from deepmd_ema.checkpoint.content import (
     FORMAT,
+    averages_in,
     choose_profile,
     payload_head,
     reading,
@@ -22,6 +23,7 @@ from deepmd_ema.checkpoint.file import (
 __all__ = [
     "FORMAT",
     "DeepmdCheckpointError",
+    "averages_in",
     "choose_profile",
     "load",
     "load_shards",

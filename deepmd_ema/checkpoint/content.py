@@ -194,7 +194,7 @@ def weights_in(
     name = saved
     if profile is not None and payload["kind"] == "training":
         name = choose_profile(payload, path, profile)
-        state = payload["averages"]["profiles"][name]
+        state = averages_in(payload)[name]
         # frozen parameters and buffers that are not averaged stay live
         weights |= state["weights"]
         plain = {
@@ -207,6 +207,11 @@ def weights_in(
     elif profile is not None and profile != saved:
         raise CheckpointError(f"{path}: holds the weights {saved!r}, not the average {profile!r}.")
     return weights | refitted(payload).get(name, {}), facts
+
+
+def averages_in(payload: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of each average of a training checkpoint by its name; other files: none."""
+    return payload.get("averages", {}).get("profiles", {})
 
 
 def refitted(payload: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
@@ -225,7 +230,7 @@ def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | 
     Raises:
         CheckpointError: if there is none, or none of that name, or several and no name.
     """
-    profiles = payload.get("averages", {}).get("profiles", {})
+    profiles = averages_in(payload)
     if not profiles:
         raise CheckpointError(
             f"{path}: no averaged weights in this checkpoint: training.enable_ema was false and "

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.streams import say, say_error
 from deepmd_ema.errors import UserError
 from deepmd_ema.files import TABLE, check_output
+from deepmd_ema.report.table import without_nan
 from deepmd_ema.utils import keep_freed_memory
 
 if TYPE_CHECKING:
     from deepmd_ema.commands.physics import PhysicsReport
     from deepmd_ema.infer.evaluate import ErrorReport
-    from deepmd_ema.model.metrics import Errors
 
 
 def test(args: argparse.Namespace) -> None:
@@ -64,18 +63,12 @@ def test(args: argparse.Namespace) -> None:
 
 def _document(report: ErrorReport, physics: PhysicsReport | None) -> dict[str, Any]:
     """Return errors, in the units of ``labels.QUANTITIES``, and physics, as values of JSON."""
-
-    # JSON has no nan: an error without labels is null
-    def numbers(errors: Errors) -> dict[str, float | None]:
-        return {
-            name: None if math.isnan(value) else value for name, value in errors.summary().items()
-        }
-
+    systems = {name: errors.summary() for name, errors in report.by_system.items()}
     return {
         "model": str(report.info.path),
         "weights": report.info.describe(),
-        "errors": numbers(report.total),
-        "systems": {name: numbers(errors) for name, errors in report.by_system.items()},
+        "errors": without_nan(report.total.summary()),  # without a label
+        "systems": without_nan(systems),
         "physics": None if physics is None else physics.document(),
     }
 

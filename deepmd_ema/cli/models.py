@@ -199,13 +199,12 @@ def show(args: argparse.Namespace) -> None:
     folder = Path(args.file)
     if folder.is_dir() and not args.config and not is_sharded(folder):
         from deepmd_ema.report.status import RunStatus
-        from deepmd_ema.report.table import render
 
         status = RunStatus(folder)
         if args.json:
             say(json.dumps(status.to_dict(), indent=2))
         else:
-            say("\n".join(render(status.table(), "  ")))
+            say(status.text())
         return
     if args.json:
         raise UserError(

@@ -31,7 +31,7 @@ from deepmd_ema.findings import (
     with_severity,
     with_task,
 )
-from deepmd_ema.report.table import Cell, Column, Table, duration, facts, render
+from deepmd_ema.report.table import Cell, Column, Table, duration, render, render_facts
 from deepmd_ema.text import YELLOW, colored, counted
 from deepmd_ema.utils import __version__
 
@@ -232,7 +232,7 @@ def data_lines(check: RunCheck) -> Iterator[str]:
         yield from render(_table("Elements", _ELEMENT_COLUMNS, rows[:MAX_ROWS]), "  ")
         if len(rows) > MAX_ROWS:
             yield f"  ... and {len(rows) - MAX_ROWS} more elements"
-        yield from render(facts(f"Checks of the data{suffix}", _results(check, task, report)), "  ")
+        yield from render_facts(f"Checks of the data{suffix}", _results(check, task, report))
 
 
 def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -> Iterator[str]:
@@ -389,7 +389,7 @@ def plan_lines(check: RunCheck) -> list[str]:
     pairs += [("group", line) for line in check.groups]
     if check.parameters is not None:
         pairs.append(("parameters", f"{check.parameters:,} are trained"))
-    return ["", *render(facts("Plan", pairs), "  ")]
+    return ["", *render_facts("Plan", pairs)]
 
 
 def cost_lines(check: RunCheck) -> list[str]:
@@ -397,7 +397,7 @@ def cost_lines(check: RunCheck) -> list[str]:
     cost = check.cost
     if cost is None:
         pairs = [("time", "not measured, nor is memory; --time measures some steps")]
-        return ["", *render(facts("Cost", pairs), "  ")]
+        return ["", *render_facts("Cost", pairs)]
     end = datetime.now() + timedelta(seconds=cost.total_s)
     step = f"{counted(cost.steps, 'step')} of {_seconds(cost.step_s)}"
     # later epochs take neighbor lists from a cache; less than a tenth is noise
@@ -421,7 +421,7 @@ def cost_lines(check: RunCheck) -> list[str]:
         ("memory", f"{_size(cost.memory_bytes)} at most{on_gpu}"),
     ]
     title = f"Cost on this machine as it is now ({counted(cost.steps_measured, 'step')} measured)"
-    return ["", *render(facts(title, pairs), "  ")]
+    return ["", *render_facts(title, pairs)]
 
 
 def closing_lines(check: RunCheck) -> list[str]:

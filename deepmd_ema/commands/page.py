@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
-from itertools import product
 from pathlib import Path
 from string import Template
 
@@ -19,9 +18,10 @@ from deepmd_ema.config import config_summary, saved_config
 from deepmd_ema.config.labels import ATOM_PREF, ENERGY, GPA, METRICS, VIRIAL
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.outputs import is_sharded, with_absolute_paths
+from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.run import TaskData, open_split
-from deepmd_ema.data.source import FrameSource, evenly_spaced
+from deepmd_ema.data.source import describe_amount, evenly_spaced
 from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.files import HTML, atomic_write, check_output
 from deepmd_ema.infer.evaluate import (
@@ -35,6 +35,7 @@ from deepmd_ema.infer.load import load_model
 from deepmd_ema.model.metrics import Errors, worst_frames
 from deepmd_ema.model.model_set import nested
 from deepmd_ema.report.curves import read_curves
+from deepmd_ema.report.facts import displayed, error_table, labelled
 from deepmd_ema.report.plots import Figure, Key, curve_figures, parity_figures
 from deepmd_ema.report.record import Part, table_of_times
 from deepmd_ema.report.status import ENDED, RunStatus, describe_row
@@ -45,7 +46,6 @@ from deepmd_ema.utils import LIVE
 VALIDATION = "validation"
 TEST = "test"
 TRAINING = "training"
-KINDS = ("RMSE", "MAE")
 _DIGITS = 3  # significant ones of an error
 _MAX_SHOWN = 2  # averages in the first table, beside the live weights
 _MAX_GROUPS = 40  # rows of a table of systems or kinds of frames
@@ -205,7 +205,7 @@ class _Page:
                 f"{file}: is of the kind {payload['kind']}. Expected the folder of a run, or its "
                 "model.ckpt.pt."
             )
-        weights = [LIVE, *payload.get("averages", {}).get("profiles", {})]
+        weights = [LIVE, *checkpoint.averages_in(payload)]
         if average is None:  # the first average, or the live weights of a run without any
             self.chosen = weights[min(1, len(weights) - 1)]
         else:
@@ -272,9 +272,11 @@ class _Page:
             lead = f"{kind} {task.model.descriptor.type} for {', '.join(task.model.type_map)}"
             if self.data is not None:
                 valid = self.data[name].valid
-                lead += f", trained on {_amount(self.data[name].train)}"
+                lead += f", trained on {describe_amount(self.data[name].train)}"
                 lead += (
-                    f", validated on {_amount(valid)}" if valid else ", without validation frames"
+                    f", validated on {describe_amount(valid)}"
+                    if valid
+                    else ", without validation frames"
                 )
             # not capitalize(), which changes the symbols of elements
             lead = f"{name}: {lead}" if name else f"{lead[0].upper()}{lead[1:]}"
@@ -350,7 +352,7 @@ class _Page:
             tests = [tested for tested in every if tested.weights in self.weights[: 1 + _MAX_SHOWN]]
             frames = len(tests[0].report.frames)
             columns = [
-                Column(tested.weights, "" if tested.weights == LIVE else "averaged", "s")
+                _column(tested.weights, "" if tested.weights == LIVE else "averaged")
                 for tested in tests
             ]
             errors = [tested.report.total for tested in tests]
@@ -358,34 +360,28 @@ class _Page:
                 first = Errors(before[task])
                 # errors are compared on the same frames, not with those of a sample
                 if first.summary()["num_frames"] == frames:
-                    columns.insert(0, Column("at the start", "loaded", "s"))
+                    columns.insert(0, _column("at the start", "loaded"))
                     errors.insert(0, first)
             sizes = tests[0].report.labels
             rows = list[Sequence[Cell]]()
-            for q, kind in product(_quantities(tests), KINDS):
-                name = f"{METRICS[q].title} {kind}"
-                if METRICS[q].display_unit:
-                    name += f", {METRICS[q].display_unit}"
+            for metric in _metrics(tests):
+                name = f"{metric.full_name}, {metric.unit}" if metric.unit else metric.full_name
                 # the size of energies says nothing: their zero is arbitrary
-                size = _error(sizes, q, kind) if kind == "RMSE" and q not in "EQ" else ""
-                rows.append([name, *(_error(total, q, kind) for total in errors), size])
-            if "S" in _quantities(tests):
-                stresses = (significant(GPA * total.metric("S:RMSE"), _DIGITS) for total in errors)
+                has_size = metric.error == "RMSE" and metric.quantity not in "EQ"
+                size = displayed(sizes, metric) if has_size else ""
+                rows.append([name, *(displayed(total, metric) for total in errors), size])
+            if "S:RMSE" in _metrics(tests):
+                stresses = (GPA * total.metric("S:RMSE") for total in errors)
                 rows.append(["Stress RMSE, GPa", *stresses, ""])
             title = (f"{task}: " if task else "") + counted(frames, f"{part} frame")
-            yield _table(Table("", (Column(title), *columns, Column("labels", "RMS", "s")), rows))
+            yield _table(Table("", (Column(title), *columns, _column("labels", "RMS")), rows))
         # where data cannot be read, there are the rows of the run itself
         if not self.tested and self.status is not None:
             for weights, row in self.status.validation.items():
-                yield _paragraph(
-                    f"{weights}, validation of step {row['step']:,}: {describe_row(row)}"
-                )
+                yield _paragraph(f"{weights}, validation of {describe_row(row)}")
         has_test = any(part == TEST for _, part in self.shown)
         if self.status is not None and self.status.test and not has_test:
-            pairs = [
-                (weights, f"step {row['step']:,.0f}: {describe_row(row)}")
-                for weights, row in self.status.test.items()
-            ]
+            pairs = [(weights, describe_row(row)) for weights, row in self.status.test.items()]
             yield "<h3>Test data</h3>" + _list(pairs)
         yield (
             "<p class=soft>Errors per atom and per component: <a "
@@ -438,15 +434,15 @@ class _Page:
                 f"{tested.task} {tested.weights}, {tested.part}".strip(): tested.report.total
                 for tested in self.tested
             }
-            yield _table(_table_of_errors("", "weights, frames", rows, _quantities(self.tested)))
+            yield _table_of_errors("", "weights, frames", rows, _metrics(self.tested))
         for tested in self.details:
             report = tested.report
-            quantities = _quantities([tested])
+            metrics = _metrics([tested])
             yield _paragraph(tested.describe())
             if elements := report.by_element:
-                yield _table(
-                    _table_of_errors("forces by element", "element", elements, "F", "atoms")
-                )
+                forces = [metric for metric in metrics if metric.quantity == "F"]
+                title = "forces by element"
+                yield _table_of_errors(title, "element", elements, forces, "atoms")
             systems = {
                 os.path.relpath(name, self.base): errors
                 for name, errors in report.by_system.items()
@@ -466,7 +462,7 @@ class _Page:
                 if name == "system":
                     title += f", in {self.base}"
                 first = dict(list(errors_by_group.items())[:_MAX_GROUPS])
-                yield _table(_table_of_errors(title, name, first, quantities), long=("system",))
+                yield _table_of_errors(title, name, first, metrics)
 
     def _worst(self, tested: Tested) -> Iterator[str]:
         """Yield the frames of largest force error, and where they are.
@@ -474,31 +470,29 @@ class _Page:
         Without forces they are ranked by the first quantity that is predicted.
         """
         report = tested.report
-        quantities = _quantities([tested])
-        first = "F" if "F" in quantities else quantities[:1] or "E"
-        by = METRICS[first].title.lower()
+        columns = _columns(metric for metric in _metrics([tested]) if metric.error == "RMSE")
+        first = "F:RMSE" if "F:RMSE" in columns else next(iter(columns), "E:RMSE")
+        by = METRICS[first[0]].title.lower()
         rows = list[Sequence[Cell]]()
-        for frame in worst_frames(report.frames, f"{first}:RMSE", WORST):
+        for frame in worst_frames(report.frames, first, WORST):
             # a frame of a system is one of a file, in which a person looks for it
             place = report.systems[frame.source[0]].where(frame.source[1])
-            errors = [_error(frame.errors, q, "RMSE") for q in quantities]
+            errors = [displayed(frame.errors, metric) for metric in columns]
             composition = describe_composition(frame.atom_type, report.type_map)
             file = os.path.relpath(place.file, self.base)
-            rows.append((str(place.frame), *errors, composition, file))
-        columns = [
-            Column(f"{METRICS[q].title} RMSE", METRICS[q].display_unit, "s") for q in quantities
-        ]
+            rows.append((place.frame, *errors, composition, file))
         title = (
             f"the {len(rows)} frames of largest {by} error; frames of a file count from 0; files "
             f"in {self.base}"
         )
         yield _paragraph(tested.describe())
-        columns = [Column("frame", "", "s"), *columns, Column("composition"), Column("file")]
-        yield _table(Table(title, columns, rows), long=("file",))
+        more = Column("composition"), Column("file")
+        heads = [Column("frame", "", "d"), *columns.values(), *more]
+        yield _table(Table(title, heads, rows), long=("file",))
 
     def _averages(self) -> Iterator[str]:
         """Yield settings and age of each average, and its distance from the live weights."""
-        averages = self.payload.get("averages", {}).get("profiles", {})
+        averages = checkpoint.averages_in(self.payload)
         if not averages:
             return
         settings = {average.name: average.summary({}) for average in self.config.training.averaging}
@@ -544,10 +538,10 @@ class _Page:
                         difference += float((average_tensor - live_tensor).square().sum())
                         size += float(live_tensor.square().sum())
                 percent = 100 * (difference / size) ** 0.5 if size else 0.0
-                distances.append(significant(percent, _DIGITS))
+                distances.append(percent)
             rows.append((part, sum(live[name].numel() for name in members), *distances))
         columns = [Column("part of the model"), Column("numbers", "", ",.0f")]
-        columns += [Column(name, "%", "s") for name in averages]
+        columns += [_column(name, "%") for name in averages]
         yield _table(Table("", columns, rows))
 
     def _programs(self, records: Sequence[Part]) -> Iterator[tuple[str, str]]:
@@ -582,40 +576,34 @@ def _table_of_data(data: Mapping[str, TaskData]) -> Table:
 
 
 def _table_of_errors(
-    title: str, first: str, errors: Mapping[str, Errors], quantities: str, counts: str = "frames"
-) -> Table:
-    """Return a table of errors of every quantity, with a row for each entry of ``errors``.
+    title: str,
+    first: str,
+    errors: Mapping[str, Errors],
+    metrics: Sequence[Metric],
+    counts: str = "frames",
+) -> str:
+    """Return a table with a row for each entry of ``errors``.
 
     The second column is the number of frames, or that of atoms.
     """
-    columns = [Column(first), Column(counts, "", ",.0f")]
-    columns += [
-        Column(f"{METRICS[q].title} {k}", METRICS[q].display_unit, "s")
-        for q in quantities
-        for k in KINDS
-    ]
-    rows = list[Sequence[Cell]]()
-    for name, total in errors.items():
-        cells = [_error(total, q, kind) for q in quantities for kind in KINDS]
-        rows.append((name, total.summary()[f"num_{counts}"], *cells))
-    return Table(title, columns, rows)
+    heads = Column(first), Column(counts, "", ",.0f")
+    # names of systems may be long
+    return _table(error_table(title, heads, _columns(metrics), errors), long=("system",))
 
 
-def _quantities(tested: Sequence[Tested]) -> str:
-    """Return the letters of the quantities that some frame has a label of."""
-    totals = [test.report.total for test in tested]
-    return "".join(q for q in METRICS if any(_error(total, q, "RMSE") != "–" for total in totals))
+def _metrics(tests: Sequence[Tested]) -> list[Metric]:
+    """Return the errors of quantities that some frame has a label of."""
+    letters = labelled(*(tested.report.total for tested in tests))
+    return [Metric(f"{q}:{kind}") for q in METRICS if q in letters for kind in ("RMSE", "MAE")]
 
 
-def _error(errors: Errors, quantity: str, kind: str) -> str:
-    """Return an error in its unit of tables; a dash if no frame has a label."""
-    value = METRICS[quantity].display_factor * errors.metric(f"{quantity}:{kind}")
-    return significant(value, _DIGITS) if math.isfinite(value) else "–"
+def _columns(metrics: Iterable[Metric]) -> dict[str, Column]:
+    return {metric: _column(metric.full_name, metric.unit) for metric in metrics}
 
 
-def _amount(sources: Sequence[FrameSource]) -> str:
-    frames = sum(source.num_frames for source in sources)
-    return f"{counted(frames, 'frame')} of {counted(len(sources), 'system')}"
+def _column(name: str, unit: str) -> Column:
+    """Return a column of errors or shares, with a dash where no frame has a label."""
+    return Column(name, unit, f".{_DIGITS}s", "–")
 
 
 def _paragraph(text: str, kind: str = "") -> str:

@@ -163,18 +163,11 @@ class PhysicsReport:
         """Return the table."""
         verdicts = {True: "ok", False: "FAILED", None: ""}
         rows = [
-            [
-                row.quantity,
-                "-" if row.value is None else f"{row.value:.4g}",
-                row.unit,
-                row.limit,
-                verdicts[row.ok],
-                row.note,
-            ]
+            [row.quantity, row.value, row.unit, row.limit, verdicts[row.ok], row.note]
             for row in self.rows
         ]
         names = ("quantity", "value", "unit", "limit", "", "note")
-        columns = [Column(name, "", "s" if name == "value" else "") for name in names]
+        columns = [Column(name, "", ".4g" if name == "value" else "") for name in names]
         title = f"# physics of the model, at frame {self.source[1]} of {self.source[0]}"
         number = len(self.failed)
         verdict = f"{counted(number, 'limit')} not kept" if number else "all limits are kept"

@@ -20,7 +20,7 @@ from deepmd_ema.files import size_of
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, describe_average, load_models
 from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.report.table import facts, render
+from deepmd_ema.report.table import render_facts
 from deepmd_ema.utils import LIVE
 
 # how files of each kind are called
@@ -87,7 +87,7 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
             *run,
             ("config", "--config prints all of it"),
         ]
-    return "\n".join(render(facts(title, rows), "  "))
+    return "\n".join(render_facts(title, rows))
 
 
 def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -99,7 +99,7 @@ def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         text = f"average {name}: {describe_average(payload.get('average', {}))}"
     step = "an unknown step" if payload["step"] is None else f"step {payload['step']:,}"
     yield "weights", f"{text}, {step}"
-    profiles = payload.get("averages", {}).get("profiles", {})
+    profiles = checkpoint.averages_in(payload)
     for average, state in profiles.items():
         option = "--use-ema" if len(profiles) == 1 else f"--average {average}"
         yield "average", f"{average}: {describe_average(state)} (freeze it with {option})"

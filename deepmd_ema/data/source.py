@@ -13,6 +13,7 @@ import numpy as np
 
 from deepmd_ema.config.labels import APARAM, ENERGY, FPARAM, LABELS, WEIGHTS
 from deepmd_ema.geometry import Array
+from deepmd_ema.text import counted
 from deepmd_ema.utils import even_places
 
 if TYPE_CHECKING:
@@ -288,6 +289,12 @@ class FrameSubset(FrameSource):
     def where(self, index: int, array: str = "") -> Place:
         """Return the place where a frame, or one of its arrays, is stored."""
         return self.whole.where(int(self.numbers[index]), array)
+
+
+def describe_amount(sources: Sequence[FrameSource]) -> str:
+    """Return such as ``360 frames of 5 systems``."""
+    frames = sum(source.num_frames for source in sources)
+    return f"{counted(frames, 'frame')} of {counted(len(sources), 'system')}"
 
 
 def evenly_spaced(sources: Sequence[FrameSource], most: int) -> list[FrameSource]:

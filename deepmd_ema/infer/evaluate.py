@@ -55,15 +55,15 @@ from deepmd_ema.model.metrics import (
 )
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.tabulated import tabulate
-from deepmd_ema.report.table import (
-    KINDS,
-    Column,
-    Table,
+from deepmd_ema.report.facts import (
     describe_errors,
+    displayed,
+    error_table,
     labelled,
-    render,
+    metrics_of,
     show_metric,
 )
+from deepmd_ema.report.table import Column, Table, render
 from deepmd_ema.text import counted
 
 logger = logging.getLogger(__name__)
@@ -166,8 +166,9 @@ class ErrorReport:
         in_mev = describe_errors(self.total, with_gpa=True).split(", ")
         lines += ["# all frames, MAE / RMSE", *(f"# {text}" for text in in_mev), _LINE]
         # errors are compared with them; the size of energies says nothing: their zero is arbitrary
+        labels = self.labels
         sizes = [
-            f"{q} {show_metric(f'{q}:RMSE', self.labels.metric(f'{q}:RMSE'))}"
+            f"{q} {show_metric(q, labels.metric(f'{q}:RMSE'))}"
             for q in labelled(self.total)
             if q not in "EQ"
         ]
@@ -192,11 +193,7 @@ class ErrorReport:
         """
         groupings = {" or ".join(KIND_NAMES): self.by_kind, "composition": self.by_composition}
         # stresses are shown, which are virials of frames of any size
-        metrics = [
-            f"{quantity}:{kind}"
-            for quantity in labelled(self.total).replace("V", "")
-            for kind in KINDS
-        ]
+        columns = _columns(metrics_of(labelled(self.total).replace("V", "")))
         metric = self._metric
         tables = []
         for title, groups in groupings.items():
@@ -206,14 +203,12 @@ class ErrorReport:
             order = sorted(
                 groups.items(), key=lambda item: -np.nan_to_num(item[1].metric(metric), nan=-1.0)
             )
-            rows = list[list[Any]]()
-            for name, errors in order[:MAX_GROUPS]:
-                rows.append([name, errors.summary()["num_frames"], *_shown(errors, metrics)])
             more = ""
             if len(groups) > MAX_GROUPS:
                 more = f", the {MAX_GROUPS} of largest error of {len(groups):,}"
-            columns = (Column(title), Column("frames", "", ".0f"), *_columns(metrics))
-            tables.append(Table(f"# errors by {title}{more}", columns, rows))
+            heads = Column(title), Column("frames", "", ".0f")
+            worst = dict(order[:MAX_GROUPS])
+            tables.append(error_table(f"# errors by {title}{more}", heads, columns, worst))
         return tables
 
     def write_details(self, prefix: str | Path) -> list[Path]:
@@ -287,15 +282,9 @@ class ErrorReport:
 
     def forces_by_element(self) -> Table:
         """Return the errors of the forces on the atoms of each element that has some, in meV/Å."""
-        metrics = ("F:MAE", "F:RMSE")
-        rows: list[list[Any]] = []
-        for name, errors in self.by_element.items():
-            rows.append([name, errors.summary()["num_atoms"], *_shown(errors, metrics)])
-        return Table(
-            "# forces by element",
-            (Column("element"), Column("atoms", "", ".0f"), *_columns(metrics)),
-            rows,
-        )
+        heads = Column("element"), Column("atoms", "", ".0f")
+        columns = _columns(metrics_of("F"))
+        return error_table("# forces by element", heads, columns, self.by_element)
 
     def worst(self) -> Table:
         """Return the frames of largest force error, and where they are.
@@ -310,11 +299,12 @@ class ErrorReport:
         for frame in frames if len(frames) > 1 else ():
             # a frame of a system is one of a file, in which a person looks for it
             place = self.systems[frame.source[0]].where(frame.source[1])
-            rows.append([*_shown(frame.errors, columns), f"{place.file} frame {place.frame}"])
+            errors = [displayed(frame.errors, column) for column in columns]
+            rows.append([*errors, f"{place.file} frame {place.frame}"])
         title = f"# the {len(rows)} frames of largest {by} error (frames count from 0)"
         # a frame has one energy, whose error is no mean
         heads = _columns([column.replace("E:RMSE", "E:error") for column in columns])
-        return Table(title, [*heads, Column("where")], rows)
+        return Table(title, [*heads.values(), Column("where")], rows)
 
 
 def measure(
@@ -579,16 +569,11 @@ def describe_composition(atom_type: NDArray[Any], type_map: Sequence[str]) -> st
     return " ".join(f"{name}{n}" for name, n in zip(type_map, counts) if n)
 
 
-def _shown(errors: Errors, metrics: Sequence[str]) -> list[float]:
-    """Return errors such as ``F:RMSE`` in the units of :func:`_columns`."""
-    return [METRICS[metric[0]].display_factor * errors.metric(metric) for metric in metrics]
-
-
-def _columns(metrics: Sequence[str]) -> list[Column]:
-    return [
-        Column(metric.replace(":", " "), METRICS[metric[0]].display_unit, ".3f")
+def _columns(metrics: Sequence[str]) -> dict[str, Column]:
+    return {
+        metric: Column(metric.replace(":", " "), METRICS[metric[0]].display_unit, ".3f")
         for metric in metrics
-    ]
+    }
 
 
 def _error_lines(errors: Errors) -> list[str]:

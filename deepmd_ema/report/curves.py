@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepmd_ema.config import load_config
-from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.outputs import BEST, Outputs, weights_of_rows
 from deepmd_ema.errors import UserError, collect_problems
 from deepmd_ema.files import append, atomic_write, sync, writing
-from deepmd_ema.report.table import KINDS, show_metric, significant
+from deepmd_ema.report.facts import displayed, metrics_of, show_metric
+from deepmd_ema.report.table import significant
 from deepmd_ema.utils import LIVE
 
 if TYPE_CHECKING:
@@ -178,15 +178,8 @@ class ValidationLog(RowTable):
         quantities: Sequence[str] = "EFVS",
     ) -> None:
         left_out = "S" if metric.upper().startswith("V") else "V"
-        self._metrics = [
-            f"{quantity}:{kind}"
-            for quantity in quantities
-            if quantity != left_out
-            for kind in KINDS
-        ]
-        labels = [
-            f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})" for name in self._metrics
-        ]
+        self._metrics = metrics_of(quantity for quantity in quantities if quantity != left_out)
+        labels = [metric.column for metric in self._metrics]
         self._widths = [max(4, len(str(num_steps)))] + [max(10, len(label)) for label in labels]
         self.path = Path(path)
         self.header = self._row("# ", ["step", *labels])
@@ -195,8 +188,8 @@ class ValidationLog(RowTable):
 
     def write(self, step: int, errors: Errors) -> None:
         """Add the row of ``step``."""
-        values = (METRICS[name[0]].display_factor * errors.metric(name) for name in self._metrics)
-        self._add(self._row("  ", [str(step), *map(significant, values)]))
+        values = (significant(displayed(errors, metric)) for metric in self._metrics)
+        self._add(self._row("  ", [str(step), *values]))
 
     def write_best(self, file: str | Path, metric: str, value: float) -> None:
         """Note that ``file`` was written as one of the best, here and in the log."""

@@ -18,7 +18,8 @@ from tqdm import tqdm
 from deepmd_ema.config.labels import METRICS, QUANTITIES
 from deepmd_ema.errors import reason_of
 from deepmd_ema.files import LOG, refuse_to_lose, writing
-from deepmd_ema.report.table import CURVE_NAMES, labelled, significant
+from deepmd_ema.report.facts import CURVE_NAMES, displayed, labelled
+from deepmd_ema.report.table import significant
 from deepmd_ema.text import RED, YELLOW, colored, fitted, printable, width_of
 from deepmd_ema.utils import LIVE
 
@@ -340,13 +341,13 @@ class Progress:
             cells.append("full")
             for name in names:
                 errors = results[name]
-                values = {
-                    f"rmse_{q.lower()}": errors.metric(f"{q}:RMSE")
+                values = [
+                    f"{q} {significant(displayed(errors, f'{q}:RMSE'), _DIGITS)}"
                     for q in labelled(errors)
                     if q != "S"  # virials are shown
-                }
+                ]
                 star = "*" if name in best else ""
-                cells.append(f"{name.rpartition(' ')[2]}{star} {describe_values(values)}")
+                cells.append(f"{name.rpartition(' ')[2]}{star} {' '.join(values)}")
             logger.info("%s", "  ".join(cells))
         # the bar has force errors of each task by the first average, or by the live weights if
         # there is none

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepmd_ema.config.labels import METRICS
+from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.errors import UserError
 from deepmd_ema.files import PICTURE, atomic_write, check_output
 from deepmd_ema.geometry import Array
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, read_curves
-from deepmd_ema.report.table import CURVE_NAMES, significant
+from deepmd_ema.report.facts import CURVE_NAMES
+from deepmd_ema.report.table import significant
 from deepmd_ema.text import first_few
 from deepmd_ema.utils import LIVE
 
@@ -62,12 +64,14 @@ class Panel(NamedTuple):
         return f"{self.title.split()[-1]} ({self.unit})" if self.unit else self.title
 
 
-def _quantity(name: str, batch: str) -> Panel:
-    unit, factor = METRICS[name].display_unit, METRICS[name].display_factor
-    return Panel(f"{METRICS[name].title} RMSE", unit, batch, f"{name}_RMSE({unit})", factor)
+def _panel(metric: Metric, batch: str) -> Panel:
+    factor = METRICS[metric.quantity].display_factor
+    return Panel(metric.full_name, metric.unit, batch, metric.column, factor)
 
 
-QUANTITIES = {q: _quantity(q, f"rmse_{CURVE_NAMES.get(q, q.lower())}") for q in METRICS}
+QUANTITIES = {
+    q: _panel(Metric(f"{q}:RMSE"), f"rmse_{CURVE_NAMES.get(q, q.lower())}") for q in METRICS
+}
 LOSS, RATE = Panel("Loss", "weighted RMSE", "rmse"), Panel("Learning rate", "", "lr")
 
 

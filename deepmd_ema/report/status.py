@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from deepmd_ema.config import load_config
-from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.outputs import LOCK, POINTER, RECORD, Outputs, is_sharded, read_pointer
 from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.errors import UserError
@@ -23,7 +22,7 @@ from deepmd_ema.locks import read_holder
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files
 from deepmd_ema.report.log import describe_values
 from deepmd_ema.report.record import Part, read_record
-from deepmd_ema.report.table import Table, duration, facts, significant
+from deepmd_ema.report.table import duration, render_facts, significant, without_nan
 from deepmd_ema.text import counted, first_few
 
 PREPARING = "preparing"
@@ -135,12 +134,12 @@ class RunStatus:
         # tasks may predict different quantities, each of which has a metric of its own
         self.metrics = dict[str, str]()
         for weights, curve in validated.items():
-            name = Metric("F:RMSE")
+            metric = Metric("F:RMSE")
             if config is not None:
-                name = config.validating.validation_metric
+                metric = config.validating.validation_metric
                 if curve.task in config.tasks:
-                    name = config.tasks[curve.task].metric(name)
-            column = f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})"
+                    metric = config.tasks[curve.task].metric(metric)
+            column = metric.column
             self.metrics[weights] = column if column in curve.columns else next(iter(curve.columns))
         self.metric = next(iter(self.metrics.values()), "")
         errors = {
@@ -182,18 +181,18 @@ class RunStatus:
         """Return the smallest error of some weights: ``F RMSE 44.4 meV/Å at step 200``."""
         row = self.best[weights]
         metric = self.metrics[weights]
-        return f"{describe_row({metric: row[metric]})} at step {row['step']:,}"
+        return f"{_describe_columns({metric: row[metric]})} at step {row['step']:,}"
 
-    def table(self) -> Table:
+    def text(self) -> str:
         """Return the status for people."""
-        return facts(f"{self.folder}: {self.describe()}", self._rows())
+        return "\n".join(render_facts(f"{self.folder}: {self.describe()}", self._rows()))
 
     def to_dict(self) -> dict[str, object]:
         """Return the status for programs.
 
         Times are in seconds, errors by column of the files; None is in place of nan.
         """
-        values = {name: _without_nan(getattr(self, name)) for name in _IN_JSON}
+        values = {name: without_nan(getattr(self, name)) for name in _IN_JSON}
         return {
             "folder": str(self.folder),
             **values,
@@ -228,9 +227,9 @@ class RunStatus:
             yield "last row", f"{step}, single batches{units}: {'; '.join(shown)}"
         for weights, row in self.validation.items():
             least = f"; least {self.describe_best(weights)}" if weights in self.best else ""
-            yield "validation", f"{weights}, step {row['step']:,}: {describe_row(row)}{least}"
+            yield "validation", f"{weights}, {describe_row(row)}{least}"
         for weights, row in self.test.items():
-            yield "test", f"{weights}, step {row['step']:,.0f}: {describe_row(row)}"
+            yield "test", f"{weights}, {describe_row(row)}"
         age = ""
         with suppress(OSError):
             if self.checkpoint:
@@ -249,7 +248,12 @@ class RunStatus:
             yield "warning", f"{time[11:19]} {text}"
 
 
-def describe_row(errors: Mapping[str, float]) -> str:
+def describe_row(row: Mapping[str, float]) -> str:
+    """Return a row of a validation log: its step, and its errors."""
+    return f"step {row['step']:,.0f}: {_describe_columns(row)}"
+
+
+def _describe_columns(errors: Mapping[str, float]) -> str:
     """Return errors of a validation log by column: ``E MAE 3.512, RMSE 4.205 meV/atom``."""
     shown: dict[tuple[str, str], list[str]] = {}
     for column, value in errors.items():
@@ -295,9 +299,3 @@ def _row(curve: Curve, index: int) -> dict[str, float]:
         "step": int(curve.steps[index]),
         **{name: float(values[index]) for name, values in curve.columns.items()},
     }
-
-
-def _without_nan(values: object) -> object:
-    if isinstance(values, Mapping):
-        return {name: _without_nan(value) for name, value in values.items()}
-    return None if isinstance(values, float) and not np.isfinite(values) else values

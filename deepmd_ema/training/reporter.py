@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from deepmd_ema.distributed.world import World
 from deepmd_ema.model.metrics import Errors, evaluated
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.curves import LcurveFile
+from deepmd_ema.report.facts import displayed, error_table, labelled, mae_rmse, metrics_of
 from deepmd_ema.report.log import Progress, RunTimes
 from deepmd_ema.report.loggers import Loggers, named
-from deepmd_ema.report.table import KINDS, labelled, render, table_of_errors
+from deepmd_ema.report.table import Column, render
 from deepmd_ema.text import counted
 from deepmd_ema.training.loss import LossOverBatches, constant_prediction, root_of
 from deepmd_ema.training.modes import Products
@@ -56,7 +56,7 @@ class Reporter:
         validated: errors of the last full validation, by row.
         validated_step: its step.
         before: errors by task of the weights that the run started with, if they are of a file.
-        tested: errors on the test data, by names of weights and task.
+        tested: step and errors on the test data, by weights, after the task if there are several.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Reporter:
         self.validated_step = 0
         self.validated: Mapping[str, Errors] = {}
         self.before: Mapping[str, Errors] = {}
-        self.tested: Mapping[tuple[str, str], tuple[int, Errors]] = {}
+        self.tested: dict[str, tuple[int, Errors]] = {}
 
     def start(self, step: int) -> None:
         """Start the loggers of a run that has done ``step`` steps."""
@@ -232,7 +232,10 @@ class Reporter:
             "errors before the first step, of the loaded weights on all validation frames, MAE / "
             "RMSE"
         )
-        for line in render(table_of_errors(title, errors), "  "):
+        heads = Column("task"), Column("frames", "", ",.0f")
+        quantities = labelled(*errors.values())
+        columns = {q: Column(METRICS[q].title, METRICS[q].display_unit, "s") for q in quantities}
+        for line in render(error_table(title, heads, columns, errors, mae_rmse), "  "):
             logger.info("%s", line)
 
     def show_validation(
@@ -264,17 +267,17 @@ class Reporter:
         Returns:
             A row for each of them, by its name, with its step and a column for each error.
         """
-        self.tested, rows = tested, {}
+        self.tested = {}
+        rows = {}
         for (weights, task), (step, errors) in tested.items():
-            row = rows[f"{task} {weights}".lstrip()] = {"step": float(step)}
-            for quantity, kind in product(labelled(errors), KINDS):
-                metric, value = METRICS[quantity], errors.metric(f"{quantity}:{kind}")
-                column = f"{quantity}_{kind}({metric.display_unit})"
-                row[column] = metric.display_factor * value
+            name = f"{task} {weights}".lstrip()
+            self.tested[name] = step, errors
+            values = {m.column: displayed(errors, m) for m in metrics_of(labelled(errors))}
+            rows[name] = {"step": float(step), **values}
             if self._loggers is not None:
                 # names of best weights have a space (`best ema`), which keys of loggers may not
-                name = weights.replace(" ", "_")
-                self._loggers.log(step, named("test", name, {task: _without_counts(errors)}))
+                logged = named("test", weights.replace(" ", "_"), {task: _without_counts(errors)})
+                self._loggers.log(step, logged)
         return rows
 
     def state_dict(self) -> dict[str, Any]:

@@ -28,24 +28,18 @@ from deepmd_ema.config.labels import ATOM_PREF, ENERGY, LABELS, METRICS, WEIGHTE
 from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.data.run import checked_config
+from deepmd_ema.data.source import describe_amount
 from deepmd_ema.distributed.launch import Launch, find_launch
 from deepmd_ema.distributed.world import World, open_world
 from deepmd_ema.errors import DataError
 from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.model.metrics import Errors
 from deepmd_ema.optim.build import describe_groups
+from deepmd_ema.report.facts import describe_errors, metrics_of, show_metric
 from deepmd_ema.report.log import set_up_logging
 from deepmd_ema.report.loggers import loggers_of
 from deepmd_ema.report.record import RunRecord, keeping_warnings
-from deepmd_ema.report.table import (
-    KINDS,
-    Table,
-    describe_errors,
-    duration,
-    facts,
-    render,
-    show_metric,
-)
+from deepmd_ema.report.table import duration, render_facts
 from deepmd_ema.text import command, counted, every_steps
 from deepmd_ema.training.outputs import check_outputs, lock_outputs, write_config
 from deepmd_ema.training.prepare import Hook, prepare
@@ -181,7 +175,7 @@ def run_training(
                     prepared, start, world, should_update, file, callback, record, deadline
                 )
             remarks = config_warnings(prepared.config, trainer.num_steps, prepared.length.steps_per)
-            logger.info("%s", "\n".join(render(start_table(trainer), "  ")))
+            logger.info("%s", "\n".join(start_table(trainer)))
             lengths = prepared.length.tasks.values()
             findings = [finding for length in lengths for finding in length.findings]
             for line in (*findings, *remarks):
@@ -189,30 +183,21 @@ def run_training(
 
             # Train, and collect what is returned while the parts of the run exist.
             trainer.run()
-            seconds = time.monotonic() - began
-            table, saver = end_table(trainer, trainer.step - start.step, seconds), trainer.saver
+            saver, reporter = trainer.saver, trainer.reporter
             trained = TrainedRun(
-                checkpoint=Path(saver.live.link),
-                averages={name: Path(series.link) for name, series in saver.averages.items()},
-                best={
-                    row.name: row.best.path(row.best.records[0][1])
-                    for row in trainer.validator.rows
-                    if row.best is not None and row.best.records
-                },
-                errors={
-                    name: _metrics(errors) for name, errors in trainer.reporter.validated.items()
-                },
-                test={
-                    f"{task} {weights}".lstrip(): _metrics(errors)
-                    for (weights, task), (_, errors) in trainer.reporter.tested.items()
-                },
-                before={task: _metrics(errors) for task, errors in trainer.reporter.before.items()},
+                checkpoint=saver.live.link,
+                averages={name: series.link for name, series in saver.averages.items()},
+                best={best.row.name: best.file for best in trainer.validator.best_weights()},
+                errors={name: _metrics(errors) for name, errors in reporter.validated.items()},
+                test={name: _metrics(errors) for name, (_, errors) in reporter.tested.items()},
+                before={task: _metrics(errors) for task, errors in reporter.before.items()},
                 step=trainer.step,
-                seconds=seconds,
+                seconds=time.monotonic() - began,
             )
+            table = end_table(trainer, trained, trainer.step - start.step)
             # sharded tensors and the writer refer to process groups, which are destroyed next
-            del trainer, saver
-        logger.info("%s", "\n".join(render(table, "  ")))
+            del trainer, saver, reporter
+        logger.info("%s", "\n".join(table))
         return trained
 
 
@@ -281,7 +266,7 @@ SHARED = {
 }
 
 
-def start_table(trainer: Trainer) -> Table:
+def start_table(trainer: Trainer) -> list[str]:
     """Return the summary of ``dp-ema check``, with facts of the parts of a run that are built."""
     prepared = trainer.prepared
     bank = trainer.bank
@@ -308,8 +293,7 @@ def start_table(trainer: Trainer) -> Table:
         text += f"{trained:,} trained parameters"
         if frozen > 0:
             text += f" and {frozen:,} frozen"
-        frames = sum(system.num_frames for system in task.train)
-        text += f", {counted(frames, 'frame')} of {counted(len(task.train), 'system')}"
+        text += f", {describe_amount(task.train)}"
         if name:
             length = prepared.length.tasks[name]
             text += f", {100 * length.share:.3g} % of the steps = {length.epochs:.1f} epochs"
@@ -367,7 +351,7 @@ def start_table(trainer: Trainer) -> Table:
         text += "; full: RMSE of all validation frames, * lowest so far"
     pairs.append(("rows", text))
     program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return facts(f"{program}, on {describe_device(world.device)}", pairs)
+    return render_facts(f"{program}, on {trainer.record.part.device}", pairs)
 
 
 def describe_device(device: torch.device) -> str:
@@ -406,20 +390,19 @@ class TrainedRun:
 
 def _metrics(errors: Errors) -> dict[str, float]:
     """Return the errors of the quantities that some frame has a label of."""
-    names = (f"{quantity}:{kind}" for quantity in METRICS for kind in KINDS)
-    return {name: value for name in names if not math.isnan(value := errors.metric(name))}
+    values = {str(metric): errors.metric(metric) for metric in metrics_of(METRICS)}
+    return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
-def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
+def end_table(trainer: Trainer, trained: TrainedRun, steps: int) -> list[str]:
     """Return the files of a run that has ended, its last errors, and what to do next.
 
     Args:
         trainer: that has taken its last step.
+        trained: files and errors.
         steps: that this process has taken.
-        seconds: that it took in all.
     """
-    saver, config = trainer.saver, trainer.prepared.config
-    averages = {name: series.link for name, series in saver.averages.items()}
+    config, averages = trainer.prepared.config, trained.averages
     heads = [name for name in config.tasks if name]
 
     # why the run has ended before its last step; a pair without a text is left out
@@ -435,11 +418,10 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
 
     # files: averages, and the best weights by row of the validation
     pairs += [("averaged", f"{link} ({name})") for name, link in averages.items()]
-    for row in trainer.validator.rows:
-        if row.best is not None and row.best.records:
-            value, step = row.best.records[0]
-            shown = f"{row.name}, {row.best.metric} = {show_metric(row.best.metric, value)}"
-            pairs.append(("best", f"{row.best.path(step)} ({shown})"))
+    for best in trainer.validator.best_weights():
+        row = best.row
+        shown = f"{row.name}, {row.metric} = {show_metric(row.metric, best.error)}"
+        pairs.append(("best", f"{best.file} ({shown})"))
 
     # last errors, beside those of the loaded weights, from which averages start, too
     when = f"step {trainer.reporter.validated_step:,}"
@@ -455,16 +437,15 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
         )
         for name, errors in trainer.reporter.validated.items()
     ]
-    for (weights, task), (step, errors) in trainer.reporter.tested.items():
-        name = f"{task} {weights}".lstrip()
+    for name, (step, errors) in trainer.reporter.tested.items():
         pairs.append(("test", f"{name}, step {step:,}, MAE / RMSE: {describe_errors(errors)}"))
 
     # time and memory
     compiler = trainer.validator.models.compiler
     if compiler is not None:
-        share = f"{100 * compiler.seconds / seconds:.0f} % of the time"
+        share = f"{100 * compiler.seconds / trained.seconds:.0f} % of the time"
         pairs.append(("compiled", f"{compiler.describe()}, {share}"))
-    writer = saver.writer
+    writer = trainer.saver.writer
     logger.debug(
         "files of %s written in %s beside training, which waited %s for them (%s) and %.1f %% of "
         "the time for data",
@@ -475,7 +456,7 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
         100 * trainer.times.waiting_share(),
     )
     device = trainer.world.device
-    parts = [f"{duration(seconds)} for {counted(steps, 'step')}, validation included"]
+    parts = [f"{duration(trained.seconds)} for {counted(steps, 'step')}, validation included"]
     if peak_memory() > 0:  # 0 where the system does not say
         parts.append(f"{peak_memory() / 1e9:.2g} GB at most")
     if device.type == "cuda":
@@ -488,7 +469,7 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     trained_points = [
         averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeProfile)
     ]
-    model = [*trained_points, *averages.values(), saver.live.link][0]
+    model = [*trained_points, *averages.values(), trained.checkpoint][0]
     validated = [
         name for name, task in config.tasks.items() if task.data.validation_data is not None
     ]
@@ -502,4 +483,4 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     pairs.append(("next", report))
     head = ["--head", heads[0]] if heads else []
     pairs.append(("next", command("dp-ema", "freeze", "-c", model, *head)))
-    return facts(f"trained model: {saver.live.link}", pairs)
+    return render_facts(f"trained model: {trained.checkpoint}", pairs)

@@ -394,7 +394,8 @@ class Trainer:
         with self.callback.during(self, "validation"), self.times.of("validation"):
             results = self.validator.run(self.step, self.saver, self._is_stopped, entered)
         self._validation_pending = False
-        self.reporter.show_validation(self.step, results, self.validator.best_at(self.step))
+        best = [b.row.name for b in self.validator.best_weights() if b.step == self.step]
+        self.reporter.show_validation(self.step, results, best)
         self.reporter.warn_if_nothing_is_learned(self.step, self.take_step.remedy, COMPARED_ROWS)
         if (why := self.validator.stopped_early) and self.step < self.num_steps:
             logger.info("early stop after step %d of %d: %s", self.step, self.num_steps, why)

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -33,7 +33,7 @@ from deepmd_ema.model.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.model.tabulated import tables_in
 from deepmd_ema.report.curves import ValidationLog
-from deepmd_ema.report.table import show_metric
+from deepmd_ema.report.facts import show_metric
 from deepmd_ema.text import counted
 from deepmd_ema.training.modes import Products
 from deepmd_ema.training.prepare import PreparedRun
@@ -79,6 +79,15 @@ class Validated:
     def name(self) -> str:
         """Name in logs: of the weights, and of the task if it has one."""
         return f"{self.task} {self.weights}" if self.task else self.weights
+
+
+class BestWeights(NamedTuple):
+    """The best weights of a row: their error by its metric, in eV and angstrom, step and file."""
+
+    row: Validated
+    error: float
+    step: int
+    file: Path
 
 
 class FullValidation:
@@ -223,16 +232,14 @@ class FullValidation:
                 errors = self.errors(stopped, self.tested)
             for task, task_errors in errors.items():
                 tested[weights, task] = step, task_errors
-        for row in self.rows:
-            if row.task in self.tested and row.best is not None and row.best.records:
-                best_step = row.best.records[0][1]
+        for best in self.best_weights():
+            task = best.row.task
+            if task in self.tested:
                 # rank 0 has written the file, to a folder that others may not see
-                file = self._world.broadcast_from_rank0(
-                    partial(checkpoint.load, row.best.path(best_step))
-                )
+                file = self._world.broadcast_from_rank0(partial(checkpoint.load, best.file))
                 with self._replaced(file["model"]):
-                    errors = self.errors(stopped, {row.task: self.tested[row.task]})
-                tested[f"best {row.weights}", row.task] = best_step, errors[row.task]
+                    errors = self.errors(stopped, {task: self.tested[task]})
+                tested[f"best {best.row.weights}", task] = best.step, errors[task]
         return tested
 
     @contextmanager
@@ -312,13 +319,12 @@ class FullValidation:
             batch = following if following is not None else (batch or next(batches())).as_padding()
             yield batch
 
-    def best_at(self, step: int) -> list[str]:
-        """Return the names of the rows whose best files are those of ``step``."""
-        return [
-            row.name
-            for row in self.rows
-            if row.best and row.best.records and row.best.records[0][1] == step
-        ]
+    def best_weights(self) -> Iterator[BestWeights]:
+        """Yield the best weights so far of each row that keeps a file of them."""
+        for row in self.rows:
+            if row.best is not None and row.best.records:
+                error, step = row.best.records[0]
+                yield BestWeights(row, error, step, row.best.path(step))
 
     @property
     def stopped_early(self) -> str:

@@ -17,8 +17,8 @@ from deepmd_ema.config.labels import FORCE, GPA
 from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.potential import Potential
+from deepmd_ema.report.facts import mae_rmse
 from deepmd_ema.report.plots import plot_parity
-from deepmd_ema.report.table import mae_rmse
 
 SAME_MATH = 1e-10
 

@@ -19,7 +19,8 @@ from deepmd_ema.commands.posthoc.snapshots import SnapshotRun
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.files import atomic_write
 from deepmd_ema.model.metrics import Errors
-from deepmd_ema.report.table import METRICS_IN_ORDER, Column, Table, labelled, render
+from deepmd_ema.report.facts import METRICS_IN_ORDER, displayed, labelled
+from deepmd_ema.report.table import Column, Table, render
 from deepmd_ema.text import counted
 from deepmd_ema.utils import POSTHOC
 
@@ -184,10 +185,8 @@ class PosthocReport:
 
     def table(self) -> Table:
         """Return one row per set of weights, with a star at the best of each column of errors."""
-        quantities = [METRICS[name] for name in self._ranked]
         errors = [
-            [q.display_factor * row.errors.metric(f"{q.metric}:RMSE") for row in self.rows]
-            for q in quantities
+            [displayed(row.errors, f"{name}:RMSE") for row in self.rows] for name in self._ranked
         ]
         scores = self.scores()
         unit = "of live"
@@ -223,7 +222,7 @@ class PosthocReport:
             Column("sigma_rel", "", ".4f"),
             Column("gamma", "", ".4g"),
             Column("looks back", "steps", ",.0f"),
-            *(Column(f"{q.metric} RMSE", q.display_unit, ".4g") for q in quantities),
+            *(Column(f"{q} RMSE", METRICS[q].display_unit, ".4g") for q in self._ranked),
             Column(self.metric, unit, ".4g"),
             Column("residual", "", ".2g"),
             Column("rounding", "x", ".2g"),
@@ -288,10 +287,7 @@ class PosthocReport:
         from deepmd_ema.report.plots import plot_sigma_rels
 
         values = [
-            {
-                name: METRICS[name].display_factor * row.errors.metric(f"{name}:RMSE")
-                for name in self._ranked
-            }
+            {name: displayed(row.errors, f"{name}:RMSE") for name in self._ranked}
             for row in self.rows
         ]
         # a curve for lengths and one for each shape, points for live and tracked weights

@@ -335,7 +335,7 @@ def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
     # the checkpoint of the last step that is averaged over may be gone
     at = f", step {payload['step']:,}" if payload["step"] != run.step else ""
     yield Row(LIVE, f"{LIVE}{at}"), checkpoint.weights_in(payload, run.reference)[0]
-    for name, state in payload.get("averages", {}).get("profiles", {}).items():
+    for name, state in checkpoint.averages_in(payload).items():
         if state["updates"] < 1:
             continue  # it still is the live weights
         weights, facts = checkpoint.weights_in(payload, run.reference, name)

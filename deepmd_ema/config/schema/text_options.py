@@ -163,10 +163,10 @@ class ActivationName(TextOption):
 
 
 class Metric(TextOption):
-    """The error that ranks weights.
+    """One error of a model, such as that which ranks weights.
 
     Attributes:
-        quantity: ``E``, ``F``, ``V`` or ``S``.
+        quantity: letter of what the error is of, such as ``E``, ``F``, ``V`` or ``S``.
         error: ``MAE`` or ``RMSE``.
     """
 
@@ -188,3 +188,18 @@ class Metric(TextOption):
         self.quantity = parts[0]
         self.error = parts[2]
         return self.quantity in METRICS and self.error in ("MAE", "RMSE")
+
+    @property
+    def full_name(self) -> str:
+        """Name in tables, such as ``Force RMSE``."""
+        return f"{METRICS[self.quantity].title} {self.error}"
+
+    @property
+    def unit(self) -> str:
+        """Unit of tables, such as ``meV/Å``."""
+        return METRICS[self.quantity].display_unit
+
+    @property
+    def column(self) -> str:
+        """Name of its column in validation logs, such as ``F_RMSE(meV/Å)``."""
+        return f"{self.quantity}_{self.error}({self.unit})"
