@@ -149,7 +149,8 @@ class Run:
         seconds, memory = self._train(f"{self.seconds:g}-{self.seed}", length)
         place = self.folder / f"{self._name}-{self.seconds:g}-{self.seed}"
         tests = sorted(map(str, self.folder.glob("test_*.extxyz")))
-        words = [self.recipe["kind"], str(place / self.recipe["model"]), "--tests", *tests]
+        model = next(file for name in self.recipe["model"] if (file := place / name).exists())
+        words = [self.recipe["kind"], str(model), "--tests", *tests]
         found = self._call([str(self._python), str(FOLDER / "race_evaluate.py"), *words], place)
         row = {"length": length, "cpu_s": seconds, "peak_mb": memory, **json.loads(found)}
         self.result.write_text(json.dumps(row, indent=1))
@@ -182,7 +183,7 @@ class Run:
         frames = read(self.folder / "train.extxyz", ":")
         return {
             "length": length,
-            "most": max(1, round(0.8 * length)),
+            "most": max(1, min(length - 1, round(0.8 * length))),
             "tenth": max(1, length // 10),
             "200th": max(1, length // 200),
             "seed": self.seed,

@@ -107,7 +107,7 @@ def test_the_kind_of_data_is_found_and_its_input_trains(kind):
 def test_a_short_run_validates_rarely_and_a_long_one_ten_times():
     """Ten validations of 16 frames took longer than 50 steps of 2 frames."""
     write_extxyz("data.extxyz", frames_of("liquid", 160))
-    for steps, validations in ((50, 2), (300, 5), (5000, 10)):
+    for steps, validations in ((50, 4), (300, 5), (5000, 10)):
         assert main(["init", "data.extxyz", "--steps", str(steps), "-o", f"{steps}.yaml"]) == 0
         values = to_dict(load_config(f"{steps}.yaml"))
         assert values["validating"]["validation_freq"] == steps // validations
