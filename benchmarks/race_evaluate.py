@@ -141,19 +141,20 @@ def seconds_per_step(calculator, frame, steps):
 
 
 def picoseconds(calculator, frame, kelvin):
-    """Return the length of dynamics of a molecule until a force or its size is impossible."""
-    atoms = Atoms(frame.symbols, frame.positions)
+    """Return the length of dynamics until a force, or the size of a molecule, is impossible."""
+    atoms = Atoms(frame.symbols, frame.positions, cell=frame.cell, pbc=frame.pbc)
     atoms.calc = calculator
     rng = np.random.default_rng(1)
     MaxwellBoltzmannDistribution(atoms, temperature_K=kelvin, rng=rng)
     friction = FRICTION / units.fs
     run = Langevin(atoms, TIME_STEP * units.fs, temperature_K=kelvin, friction=friction, rng=rng)
     size = np.abs(atoms.positions - atoms.positions.mean(axis=0)).max()
+    largest = np.inf if atoms.pbc.any() else WRONG_SPREAD * size
     for k in range(DYNAMICS_STEPS):
         run.run(1)
         spread = np.abs(atoms.positions - atoms.positions.mean(axis=0)).max()
         # a comparison with nan is false, so that nan ends it too
-        is_right = np.abs(atoms.get_forces()).max() < WRONG_FORCE and spread < WRONG_SPREAD * size
+        is_right = np.abs(atoms.get_forces()).max() < WRONG_FORCE and spread < largest
         if not is_right:
             return k * TIME_STEP / 1000
     return DYNAMICS_STEPS * TIME_STEP / 1000

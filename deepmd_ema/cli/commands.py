@@ -211,7 +211,8 @@ COMMANDS = {
             option(
                 "--model",
                 None,
-                "which model (default: se_e2_a for up to 4 elements, else se_atten_v2)",
+                "which model (default: dpa4c for energies; for other quantities se_e2_a for up to "
+                "4 elements, else se_atten_v2)",
                 choices=MODELS,
             ),
             option("--size", None, "of the model (M)", choices=SIZES),
