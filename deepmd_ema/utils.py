@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 
 
 LIVE = "live"  # the weights that are trained; no average may have this name

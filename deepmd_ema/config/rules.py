@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
@@ -223,11 +223,10 @@ _MAX_WITH_LKF = {
     # there is no gradient to add up
     "accumulate": (1, "LKF updates weights with each batch. Use 1, or another optimizer."),
 }
+# terms of the loss that LKF has; weights of all others must be 0
+_TERMS_OF_LKF = ("e", "f")
 # options of the loss without which LKF works; others than their defaults are refused
-_REFUSED_BY_LKF = (
-    "start_pref_v limit_pref_v start_pref_ae limit_pref_ae start_pref_pf limit_pref_pf "
-    "start_pref_h limit_pref_h loss_func use_huber f_use_norm relative_f intensive_ener_virial"
-)
+_REFUSED_BY_LKF = "loss_func use_huber f_use_norm relative_f intensive_ener_virial"
 
 
 def _lkf(run: RunConfig) -> Findings:
@@ -253,7 +252,12 @@ def _lkf(run: RunConfig) -> Findings:
                 f"{task.place('training')}.training_data.frame_weights",
                 " = true: LKF does not weigh frames. Set it to false, or choose another optimizer.",
             )
-        for name in _REFUSED_BY_LKF.split():
+        weights = [
+            field.name
+            for field in fields(EnerLossConfig)
+            if "_pref_" in field.name and field.name.partition("_pref_")[2] not in _TERMS_OF_LKF
+        ]
+        for name in (*weights, *_REFUSED_BY_LKF.split()):
             value = getattr(task.loss, name)
             default = getattr(EnerLossConfig, name)
             text = f" = {show(value)}: LKF does not know it. Set it to {show(default)}."

@@ -5,6 +5,7 @@ to do.
 import json
 import re
 import time
+from dataclasses import fields
 
 import pytest
 from config_inputs import (
@@ -24,6 +25,7 @@ from deepmd_ema.config import (
     load_config,
     model_config_from_dict,
 )
+from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.errors import ConfigError
 
 # changes to a good input -> its only message after the name of the file; " ... " is any text
@@ -296,9 +298,13 @@ BROKEN = [
         {"optimizer": {"type": "LKF"}, "training.training_data.frame_weights": True},
         "training.training_data.frame_weights = true: LKF does not weigh frames. Set it to false",
     ),
-    (
-        {"optimizer": {"type": "LKF"}, "loss.limit_pref_v": 0.5},
-        "loss.limit_pref_v = 0.5 ... LKF fits energies and forces only. Set it to 0.",
+    *(
+        (
+            {"optimizer": {"type": "LKF"}, f"loss.{field.name}": 0.5},
+            f"loss.{field.name} = 0.5 ... LKF fits energies and forces only. Set it to 0.",
+        )
+        for field in fields(EnerLossConfig)
+        if "_pref_" in field.name and field.name[-2:] not in ("_e", "_f")
     ),
     (
         {
