@@ -2,7 +2,8 @@
 
 usage: python benchmarks/race.py --sources DIR --work DIR --peers DIR [--seconds 60 600]
                                  [--sets NAME ...] [--trainers NAME ...] [--seeds 1 2 3]
-                                 [--recipes FILE ...] [--jobs 2] [--output PAGE] [--picture PNG]
+                                 [--kelvin T ...] [--recipes FILE ...] [--jobs 2]
+                                 [--output PAGE] [--picture PNG]
 
 --sources holds the clones that race_sets.py names, --peers the environments that race_peers.sh
 makes. Each trainer gets the same frames, one thread, and the recipe of race_recipes.yaml, or of
@@ -34,6 +35,7 @@ from race_sets import SETS
 
 FOLDER = Path(__file__).resolve().parent
 TEST_FRAMES = 200  # of each part, evenly spaced
+LONGEST = 2.0  # picoseconds of dynamics, as in race_evaluate.py
 
 
 def main() -> None:
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument(
         "--recipes", type=Path, nargs="+", default=[FOLDER / "race_recipes.yaml"], help="files"
     )
+    parser.add_argument("--kelvin", type=float, nargs="+", default=[], help="of dynamics")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (1)")
     parser.add_argument("--output", type=Path, help="also write the page here")
     parser.add_argument("--picture", type=Path, help="force errors by time, as PNG")
@@ -58,7 +61,7 @@ def main() -> None:
     for name in args.sets:
         _write_set(args, name)
     runs = [
-        Run(args.work / name, which, recipes[which], seconds, seed, args.peers)
+        Run(args.work / name, which, recipes[which], seconds, seed, args)
         for seed in args.seeds
         for seconds in args.seconds
         for name in args.sets
@@ -105,7 +108,7 @@ class Run:
         recipe: a section of race_recipes.yaml.
         seconds: of the processor.
         seed: of weights, batches and validation frames.
-        peers: folder of the environments.
+        args: of the command line: the folder of the environments, and temperatures of dynamics.
 
     Attributes:
         result: file of what was found.
@@ -118,12 +121,13 @@ class Run:
         recipe: Mapping[str, Any],
         seconds: float,
         seed: int,
-        peers: Path,
+        args: argparse.Namespace,
     ) -> None:
         self.folder, self.which, self.recipe = folder, which, recipe
         self.seconds, self.seed = seconds, seed
         own = recipe.get("environment")
-        self._python = peers / own / "bin" / "python" if own else Path(sys.executable)
+        self._python = args.peers / own / "bin" / "python" if own else Path(sys.executable)
+        self._kelvin = [f"{kelvin:g}" for kelvin in args.kelvin]
         self._name = which.replace(" ", "_")
         self._probes = folder / f"{self._name}-probes.json"
         self.result = folder / f"{self._name}-{seconds:g}-{seed}.json"
@@ -151,6 +155,8 @@ class Run:
         tests = sorted(map(str, self.folder.glob("test_*.extxyz")))
         model = next(file for name in self.recipe["model"] if (file := place / name).exists())
         words = [self.recipe["kind"], str(model), "--tests", *tests]
+        if self._kelvin:
+            words += ["--kelvin", *self._kelvin]
         found = self._call([str(self._python), str(FOLDER / "race_evaluate.py"), *words], place)
         row = {"length": length, "cpu_s": seconds, "peak_mb": memory, **json.loads(found)}
         self.result.write_text(json.dumps(row, indent=1))
@@ -235,14 +241,16 @@ def _page(
                     tests = list(found[0]["errors"])
                     length = median(one["length"] for one in found)
                     rows.append([which, f"{length:,.0f} {recipes[which]['unit']}", *_cells(found)])
-            head = ["trainer", "length", "CPU s", *tests, "MD", "MB", "seeds"]
+            temperatures = [f"{kelvin:g} K" for kelvin in args.kelvin]
+            head = ["trainer", "length", "CPU s", *tests, "MD", "MB", "seeds", *temperatures]
             parts += [f"## {name}, {seconds:g} s", table(head, rows)] if rows else []
     return "\n\n".join(
         [
             f"# Errors for the same labels and time, {today()}",
             "Energies (meV/atom) / forces (meV/angstrom) / stresses (meV/angstrom^3), RMSE: median "
             "of the seeds (least to most force error). MD: microseconds per atom and step of 240 "
-            f"atoms. MB: of training. Machine: {machine(programs(None), 1, 'cpu')}.",
+            "atoms. MB: of training. K: mean length of dynamics of at most 2 ps, and how many of "
+            f"the runs lasted. Machine: {machine(programs(None), 1, 'cpu')}.",
             *parts,
         ]
     )
@@ -269,7 +277,12 @@ def _cells(results: list[dict[str, Any]]) -> list[str]:
         cells.append(text + spread)
     cells.append(f"{median(one['md_us'] for one in results):.0f}")
     cells.append(f"{max(one['peak_mb'] for one in results):.0f}")
-    return [*cells, str(len(results))]
+    cells.append(str(len(results)))
+    for kelvin in results[0].get("dynamics_ps", ()):
+        lives = [life for one in results for life in one["dynamics_ps"][kelvin]]
+        held = sum(life >= LONGEST for life in lives)
+        cells.append(f"{sum(lives) / len(lives):.2g} ps ({held} of {len(lives)})")
+    return cells
 
 
 def _draw(args: argparse.Namespace, results: Mapping[Run, dict[str, Any]]) -> None:

@@ -414,14 +414,16 @@ def _choose_recipe(wishes: Wishes, data: _Data) -> _Recipe:
     # the model of a file may be one without a preset: it is trained as se_e2_a
     preset = presets.get(name, presets["se_e2_a"])
     size = preset["sizes"][wishes.size]
+    kind = wishes.kind or data.kind
+    choices = preset["kinds"][kind]
     # the order of the keys is that of the file: type and rcut come first
     descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}
+    descriptor |= choices.get("descriptor", {})
     if "rcut_smth" in descriptor:  # the switch begins in the outer half of a short cutoff at latest
         descriptor["rcut_smth"] = min(descriptor["rcut_smth"], wishes.rcut / 2)
     fitting = {**preset["fitting_net"], **size["fitting_net"], **wishes.fitting_section()}
-    kind = wishes.kind or data.kind
     recipes = read_preset(preset["recipes"])
-    options = {**recipes["common"], **recipes[kind], **preset["rates"][kind]}
+    options = {**recipes["common"], **recipes[kind], **choices}
     return _Recipe(kind, preset["about"], descriptor, fitting, options)
 
 

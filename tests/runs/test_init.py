@@ -94,8 +94,10 @@ def test_the_kind_of_data_is_found_and_its_input_trains(kind):
     text = Path("input.yaml").read_text()
     assert f"Data: {kind} (" in text
     values = to_dict(load_config("input.yaml"))
-    rates = read_preset("models")[values["model"]["descriptor"]["type"]]["rates"][kind]
-    assert values["learning_rate"]["start_lr"] == rates["start_lr"]
+    descriptor = values["model"]["descriptor"]
+    of_kind = read_preset("models")[descriptor["type"]]["kinds"][kind]
+    assert values["learning_rate"]["start_lr"] == of_kind["start_lr"]
+    assert descriptor["n_radial"] == (6 if kind == "molecules" else 16)
     assert values["loss"]["start_pref_e"] == read_preset("muon")[kind]["prefactors"]["e"]
     assert values["model"]["type_map"] == (["Cu"] if kind == "solid" else ["H", "O"])
     assert main(["train", "input.yaml"]) == 0
