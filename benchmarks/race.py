@@ -35,7 +35,7 @@ from race_sets import SETS
 
 FOLDER = Path(__file__).resolve().parent
 TEST_FRAMES = 200  # of each part, evenly spaced
-LONGEST = 2.0  # picoseconds of dynamics, as in race_evaluate.py
+MAX_PICOSECONDS = 2.0  # picoseconds of dynamics, as in race_evaluate.py
 
 
 def main() -> None:
@@ -280,7 +280,7 @@ def _cells(results: list[dict[str, Any]]) -> list[str]:
     cells.append(str(len(results)))
     for kelvin in results[0].get("dynamics_ps", ()):
         lives = [life for one in results for life in one["dynamics_ps"][kelvin]]
-        held = sum(life >= LONGEST for life in lives)
+        held = sum(life >= MAX_PICOSECONDS for life in lives)
         cells.append(f"{sum(lives) / len(lives):.2g} ps ({held} of {len(lives)})")
     return cells
 

@@ -142,11 +142,13 @@ def seconds_per_step(calculator, frame, steps):
 
 
 def dynamics(calculator, frames, kelvin):
-    """Return how long each of several runs of dynamics lasts, in picoseconds.
+    """Return the lengths of several runs of dynamics, in picoseconds.
 
     A run ends where a force, or the size of a molecule, is impossible. Copies of a molecule move
     beside each other, beyond every cutoff; periodic frames one after another.
     """
+    # those of one molecule, if the file has several
+    frames = [atoms for atoms in frames if list(atoms.symbols) == list(frames[0].symbols)]
     starts = [frames[k] for k in np.linspace(0, len(frames) - 1, STARTS).astype(int)]
     if starts[0].pbc.any():
         return [
@@ -163,11 +165,7 @@ def _lives(calculator, starts, kelvin):
     x = np.stack([atoms.positions for atoms in starts])
     if number > 1:
         x -= x.mean(axis=1, keepdims=True)
-        x += (
-            2
-            * SPACING
-            * np.array([np.unravel_index(k, (number, 1, 1)) for k in range(number)])[:, None]
-        )
+        x[:, :, 0] += 2 * SPACING * np.arange(number)[:, None]
     began = x.copy()
     atoms = Atoms(list(first.symbols) * number, x.reshape(-1, 3), cell=first.cell, pbc=first.pbc)
     atoms.calc = calculator
@@ -179,7 +177,7 @@ def _lives(calculator, starts, kelvin):
     rng = np.random.default_rng(1)
     v = rng.normal(size=x.shape) * width
     lives = np.full(number, DYNAMICS_STEPS * TIME_STEP / 1000)
-    goes_on = np.ones(number, dtype=bool)
+    is_running = np.ones(number, dtype=bool)
 
     def acceleration():
         atoms.positions = x.reshape(-1, 3)
@@ -196,13 +194,13 @@ def _lives(calculator, starts, kelvin):
         x += 0.5 * step * v
         v = keep * v + np.sqrt(1 - keep**2) * width * rng.normal(size=x.shape)
         x += 0.5 * step * v
-        x[~goes_on] = began[~goes_on]  # a copy that has ended stays where it began
+        x[~is_running] = began[~is_running]  # a copy that has ended stays where it began
         a, is_right = acceleration()
         v += 0.5 * step * a
-        ended = goes_on & ~is_right
+        ended = is_running & ~is_right
         lives[ended] = k * TIME_STEP / 1000
-        goes_on &= is_right
-        if not goes_on.any():
+        is_running &= is_right
+        if not is_running.any():
             break
     return lives.tolist()
 
