@@ -304,6 +304,8 @@ def _draw(args: argparse.Namespace, results: Mapping[Run, dict[str, Any]]) -> No
             if points:
                 panel.loglog(*zip(*points), marker="o", label=which)
                 panel.set_title(f"{name}, {test.removeprefix('test_')}")
+        panel.set_xticks(args.seconds, [f"{seconds:g}" for seconds in args.seconds])
+        panel.set_xticks([], minor=True)
         panel.set_xlabel("CPU s")
     panels[0].set_ylabel("force RMSE, meV/angstrom")
     panels[0].legend(fontsize="small")
