@@ -31,11 +31,11 @@ from typing import Any
 import yaml
 from ase.io import read, write
 from common import environment, machine, programs, publish, table, today
+from race_evaluate import DYNAMICS_STEPS, TIME_STEP
 from race_sets import SETS
 
 FOLDER = Path(__file__).resolve().parent
 TEST_FRAMES = 200  # of each part, evenly spaced
-MAX_PICOSECONDS = 2.0  # picoseconds of dynamics, as in race_evaluate.py
 
 
 def main() -> None:
@@ -240,7 +240,8 @@ def _page(
                 if found:
                     tests = list(found[0]["errors"])
                     length = median(one["length"] for one in found)
-                    rows.append([which, f"{length:,.0f} {recipes[which]['unit']}", *_cells(found)])
+                    unit = recipes[which]["unit"]
+                    rows.append([which, f"{length:,.0f} {unit}", *_cells(found, args.kelvin)])
             temperatures = [f"{kelvin:g} K" for kelvin in args.kelvin]
             head = ["trainer", "length", "CPU s", *tests, "MD", "MB", "seeds", *temperatures]
             parts += [f"## {name}, {seconds:g} s", table(head, rows)] if rows else []
@@ -265,8 +266,8 @@ def _of(
             yield result
 
 
-def _cells(results: list[dict[str, Any]]) -> list[str]:
-    """Return the cells of a trainer behind its length."""
+def _cells(results: list[dict[str, Any]], kelvin: list[float]) -> list[str]:
+    """Return the cells of a trainer behind its length, the last ones for each temperature."""
     cells = [f"{median(one['cpu_s'] for one in results):.0f}"]
     for test, quantities in results[0]["errors"].items():
         text = " / ".join(
@@ -278,10 +279,14 @@ def _cells(results: list[dict[str, Any]]) -> list[str]:
     cells.append(f"{median(one['md_us'] for one in results):.0f}")
     cells.append(f"{max(one['peak_mb'] for one in results):.0f}")
     cells.append(str(len(results)))
-    for kelvin in results[0].get("dynamics_ps", ()):
-        lives = [life for one in results for life in one["dynamics_ps"][kelvin]]
-        held = sum(life >= MAX_PICOSECONDS for life in lives)
-        cells.append(f"{sum(lives) / len(lives):.2g} ps ({held} of {len(lives)})")
+    longest = DYNAMICS_STEPS * TIME_STEP / 1000
+    for temperature in kelvin:
+        # a run of before may have been evaluated without dynamics
+        every = [one.get("dynamics_ps", {}).get(str(temperature), []) for one in results]
+        lives = [life for run in every for life in run]
+        held = sum(life >= longest for life in lives)
+        mean = sum(lives) / max(1, len(lives))
+        cells.append(f"{mean:.2g} ps ({held} of {len(lives)})" if lives else "-")
     return cells
 
 
