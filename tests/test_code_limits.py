@@ -208,8 +208,9 @@ def is_text(node):
 # of examples/water without validation and averages, by tests/first_step.py; the number of functions
 # differs by a few between versions of Python. They may only fall; it rose from 540 when dargs
 # became the judge of inputs, whose schema is built at each start, and findings became one type.
-# Files rose by two when texts and locks became modules.
-MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 590, 111, 8
+# Files rose by two when texts and locks became modules, functions by one when the format of a path
+# became one for training and `convert`.
+MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 591, 111, 8
 
 
 @pytest.mark.slow

@@ -106,21 +106,21 @@ class HasMixedPrecision(Protocol):
         """Return whether it does in training."""
 
 
-# Names of records, which are imported when a type is looked up: they import the sections of all
-# families, which import this package.
+# Records are named, not imported: their folders import this module.
+_FAMILIES = "deepmd_ema.model.families"
 DESCRIPTORS = Registry(
     {
-        "se_e2_a": "deepmd_ema.model.families.records:SE_E2_A",
-        "se_e2_r": "deepmd_ema.model.families.records:SE_E2_R",
-        "se_atten": "deepmd_ema.model.families.records:SE_ATTEN",
-        "se_atten_v2": "deepmd_ema.model.families.records:SE_ATTEN_V2",
-        "se_e3": "deepmd_ema.model.families.records:SE_E3",
-        "se_e3_tebd": "deepmd_ema.model.families.records:SE_E3_TEBD",
-        "dpa2": "deepmd_ema.model.families.records:DPA2",
-        "dpa3": "deepmd_ema.model.families.records:DPA3",
-        "dpa4": "deepmd_ema.model.families.records:DPA4",
-        "dpa4c": "deepmd_ema.model.families.records:DPA4C",
-        "hybrid": "deepmd_ema.model.families.records:HYBRID",
+        "se_e2_a": f"{_FAMILIES}.se_e2_a:FAMILY",
+        "se_e2_r": f"{_FAMILIES}.se_e2_r:FAMILY",
+        "se_atten": f"{_FAMILIES}.se_atten:SE_ATTEN",
+        "se_atten_v2": f"{_FAMILIES}.se_atten:SE_ATTEN_V2",
+        "se_e3": f"{_FAMILIES}.se_e3:FAMILY",
+        "se_e3_tebd": f"{_FAMILIES}.se_e3_tebd:FAMILY",
+        "dpa2": f"{_FAMILIES}.dpa2:FAMILY",
+        "dpa3": f"{_FAMILIES}.dpa3:FAMILY",
+        "dpa4": f"{_FAMILIES}.dpa4:FAMILY",
+        "dpa4c": f"{_FAMILIES}.dpa4c:FAMILY",
+        "hybrid": f"{_FAMILIES}.hybrid:FAMILY",
     },
     group="deepmd_ema.descriptors",
     protocol=DescriptorConfig,

@@ -41,13 +41,16 @@ _type_map = Check(
 )
 
 
-# Records are named, not imported: their module imports the sections of all families, which import
-# this module.
-_RECORDS = "deepmd_ema.model.families.records"
+# Records are named, not imported: their folders import this module.
+_FAMILIES = "deepmd_ema.model.families"
 FITTINGS = Registry(
     {
-        name: f"{_RECORDS}:{name.upper()}"
-        for name in ("ener", "dpa4_ener", "dipole", "polar", "property", "dos")
+        "ener": f"{_FAMILIES}.ener:FAMILY",
+        "dpa4_ener": f"{_FAMILIES}.dpa4_ener:FAMILY",
+        "dipole": f"{_FAMILIES}.quantities:DIPOLE",
+        "polar": f"{_FAMILIES}.quantities:POLAR",
+        "property": f"{_FAMILIES}.quantities:PROPERTY",
+        "dos": f"{_FAMILIES}.quantities:DOS",
     }
 )
 
@@ -407,8 +410,8 @@ STANDARD = Family(
 MODELS = Registry(
     {
         "standard": "deepmd_ema.config.schema.model:STANDARD",
-        "dpa4": "deepmd_ema.model.families.records:DPA4_MODEL",
-        "linear_ener": "deepmd_ema.model.families.records:LINEAR_ENER",
+        "dpa4": f"{_FAMILIES}.dpa4_model:FAMILY",
+        "linear_ener": f"{_FAMILIES}.linear_ener:FAMILY",
     }
 )
 

@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from deepmd_ema.config.labels import ATOM_DIPOLE, ATOM_POLAR, LABELS
-from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, is_extxyz, open_extxyz
-from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
+from deepmd_ema.data.formats.extxyz import (
+    XYZ_SUFFIXES,
+    extxyz_frames,
+    is_extxyz,
+    open_extxyz,
+)
+from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb, lmdb_frames
+from deepmd_ema.data.formats.properties import StoredFrame
 from deepmd_ema.data.formats.stores import Hdf5Store, NpyStore, hdf5_stores, is_hdf5, is_there
 from deepmd_ema.data.formats.system import ArrayStore, open_system, read_type_map
 from deepmd_ema.data.source import FrameSource, ReadSpec
@@ -37,21 +43,30 @@ class Format(NamedTuple):
         claims: whether a path is of this format, without its part after ``#``.
         find: returns openers of the sources at a path (with the part after ``#``), sorted; may
             raise DataError.
+        frames: yields the frames at a path with all that is stored, for ``convert``; None if
+            there are systems at it, whose files ``find_stores`` returns.
     """
 
     claims: Callable[[Path], bool]
     find: Callable[[Path, str], Sequence[Opener]]
+    frames: Callable[[Path], Iterator[StoredFrame]] | None
 
 
 # the first format that claims a path reads it
 FORMATS = [
-    Format(is_lmdb, find_lmdb),
+    Format(is_lmdb, find_lmdb, lmdb_frames),
     Format(
         is_hdf5,
         lambda file, group: [partial(open_system, store) for store in hdf5_stores(file, group)],
+        None,
     ),
-    Format(is_extxyz, lambda file, choice: [partial(open_extxyz, file, choice)]),
+    Format(is_extxyz, lambda file, choice: [partial(open_extxyz, file, choice)], extxyz_frames),
 ]
+
+
+def format_of(path: Path) -> Format | None:
+    """Return the format of a file or folder that exists; None if no format claims it."""
+    return next((entry for entry in FORMATS if entry.claims(path)), None)
 
 
 def open_systems(
@@ -232,21 +247,21 @@ def _store_of(opener: Opener) -> ArrayStore | None:
 def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
     """Return the openers of the sources at a path; DataError if there is none."""
     file, group = split_address(path)
-    find = next((entry.find for entry in FORMATS if entry.claims(file)), None)
-    if find is None and not file.exists():
+    file_format = format_of(file)
+    if file_format is None and not file.exists():
         raise DataError(f"{file}: no such file or folder.{_similar(file)}")
     what = ""
     if file.is_file() and is_cp2k_trajectory(file):
         what = f"{file}: is a trajectory of CP2K. Make folders of it first"
-    elif find is None and not Path(path).is_dir():
+    elif file_format is None and not Path(path).is_dir():
         what = (
             f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, "
             "LMDB or extended XYZ. What ASE and dpdata read becomes folders by"
         )
     if what:
         raise DataError(f"{what}: {command('dp-ema', 'convert', path, 'my_data')}")
-    if find is not None:
-        openers = find(file, group)
+    if file_format is not None:
+        openers = file_format.find(file, group)
     else:
         openers = [
             partial(open_system, NpyStore(str(folder))) for folder in _folders(Path(path), patterns)

@@ -167,6 +167,15 @@ def open_extxyz(path: Path, choice: str, spec: ReadSpec) -> ExtxyzFile:
     )
 
 
+def extxyz_frames(path: Path) -> Iterator[StoredFrame]:
+    """Yield the frames of a file with all that is stored.
+
+    Raises:
+        DataError: as ``blocks`` and ``read_block``.
+    """
+    return map(read_block, (block for _, block in blocks(path)))
+
+
 def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield first byte and text of each frame of a file.
 

@@ -19,12 +19,9 @@ import numpy as np
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.labels import ATOM_DIPOLE, ATOM_POLAR, FORCE, NAMES_OF_DPDATA
 from deepmd_ema.data.formats.convergence import notes_of_output, unconverged_steps_of_vasp
-from deepmd_ema.data.formats.discover import find_stores, split_address
-from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
-from deepmd_ema.data.formats.lmdb import is_lmdb, lmdb_frames
+from deepmd_ema.data.formats.discover import find_stores, format_of, split_address
 from deepmd_ema.data.formats.programs import Output, argument_of, is_of_dpdata, recognized
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, in_angstrom, parse_choice
-from deepmd_ema.data.formats.stores import is_hdf5
 from deepmd_ema.data.formats.system import backups_of, system_frames
 from deepmd_ema.errors import DataError
 
@@ -77,12 +74,9 @@ def stored_parts(
     """
     path, choice = split_address(address)
     output = recognized(path)
-    if (
-        file_format is None
-        and output is None
-        and (path.is_dir() or is_hdf5(path))
-        and not is_lmdb(path)
-    ):
+    stored_as = format_of(path)
+    has_systems = path.is_dir() if stored_as is None else stored_as.frames is None
+    if file_format is None and output is None and has_systems:
         for store in find_stores(address):
             if store is None:
                 continue
@@ -161,10 +155,9 @@ def _frames(
         return _dpdata_frames(path, name, inventory)
     if name:
         return _ase_frames(path, name, inventory)
-    if is_lmdb(path):
-        return lmdb_frames(path)
-    if is_extxyz(path):
-        return map(read_block, (block for _, block in blocks(path)))
+    stored_as = format_of(path)
+    if stored_as is not None and stored_as.frames is not None:
+        return stored_as.frames(path)
     try:
         return _ase_frames(path, "" if output is None else output.name_of_ase, inventory)
     except DataError as error:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from deepmd_ema.data.formats.discover import FORMATS, is_cp2k_trajectory, split_address
+from deepmd_ema.data.formats.discover import format_of, is_cp2k_trajectory, split_address
 from deepmd_ema.data.formats.extxyz import is_extxyz
 from deepmd_ema.data.formats.stores import is_there
 from deepmd_ema.errors import DataError
@@ -71,9 +71,7 @@ def is_of_dpdata(file_format: str) -> bool:
 def needs_conversion(path: str) -> bool:
     """Whether ``path`` is what ``dp-ema convert`` may read and training does not."""
     file = split_address(path)[0]
-    return recognized(file) is not None or (
-        file.is_file() and not any(file_format.claims(file) for file_format in FORMATS)
-    )
+    return recognized(file) is not None or (file.is_file() and format_of(file) is None)
 
 
 def recognized(path: Path) -> Output | None:

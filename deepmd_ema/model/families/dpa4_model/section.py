@@ -17,9 +17,14 @@ if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa4.section import DPA4Config
 
 # a choice of the registries of other models: this type is made for these parts only
-_DESCRIPTORS = Registry({"dpa4": "deepmd_ema.model.families.records:DPA4"})
-_RECORDS = "deepmd_ema.model.families.records"
-_FITTINGS = Registry({"dpa4_ener": f"{_RECORDS}:DPA4_ENER", "property": f"{_RECORDS}:PROPERTY"})
+_FAMILIES = "deepmd_ema.model.families"
+_DESCRIPTORS = Registry({"dpa4": f"{_FAMILIES}.dpa4:FAMILY"})
+_FITTINGS = Registry(
+    {
+        "dpa4_ener": f"{_FAMILIES}.dpa4_ener:FAMILY",
+        "property": f"{_FAMILIES}.quantities:PROPERTY",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
