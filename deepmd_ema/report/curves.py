@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
@@ -115,23 +115,16 @@ class RowTable:
 class LcurveFile(RowTable):
     """The learning curve: one row per displayed step.
 
-    Columns are sorted by name, as those of DeePMD-kit; validation is before training.
-
     Args:
         path: ``training.disp_file``.
-        names: task to what is shown of it, such as ``rmse``, ``rmse_e``; the name of a single task
-            is empty.
-        validated: tasks with a column of validation values before each of training.
+        columns: task (empty if there is one only), name of a value such as ``rmse_e``, and the
+            frames of which the row has it: ``val`` and ``trn``, or one of them.
     """
 
     def __init__(
-        self, path: str | Path, names: Mapping[str, Sequence[str]], validated: Collection[str]
+        self, path: str | Path, columns: Sequence[tuple[str, str, tuple[str, ...]]]
     ) -> None:
-        self._columns = [
-            (task, name, ("val", "trn") if task in validated else ("trn",))
-            for task, columns in names.items()
-            for name in sorted(columns)
-        ]
+        self._columns = columns
         line = "# step "
         for task, name, kinds in self._columns:
             ending = f"_{task}" if task else ""

@@ -84,13 +84,16 @@ class Reporter:
 
         # Learning curves of the live weights and of some averages. Every rank has their names,
         # because all of them compute the rows; rank 0 alone has the files.
-        names = {task.name: task.loss.display_names for task in tasks}
-        with_valid = {task.name for task in tasks if task.display_loader is not None}
+        # Columns are sorted by name, as those of DeePMD-kit.
+        columns = [
+            (task.name, name, ("trn",) if task.display_loader is None else ("val", "trn"))
+            for task in tasks
+            for name in sorted(task.loss.display_names)
+        ]
         averages = [average.name for average in training.averaging if average.lcurve]
         shown = [LIVE, *averages] if training.disp_training else []
         self.curves = {
-            w: LcurveFile(outputs.lcurve(w), names, with_valid) if world.is_main else None
-            for w in shown
+            w: LcurveFile(outputs.lcurve(w), columns) if world.is_main else None for w in shown
         }
         has_loggers = training.tensorboard or training.loggers
         self._loggers = Loggers(config, run_id) if world.is_main and has_loggers else None

@@ -25,7 +25,8 @@ LCURVE_WITHOUT_VALIDATION = (TABLES / "lcurve_without_validation.txt").read_text
 VAL_LOG = (TABLES / "val.txt").read_text(encoding="utf-8")
 VAL_LOG_OPEN = (TABLES / "val_wide_and_missing.txt").read_text(encoding="utf-8")
 VAL_LOG_VIRIAL = (TABLES / "val_virial.txt").read_text(encoding="utf-8")
-NAMES = ["rmse_f", "rmse", "rmse_v", "rmse_e"]
+NAMES = ["rmse", "rmse_e", "rmse_f", "rmse_v"]
+COLUMNS = [("", name, ("val", "trn")) for name in NAMES]
 
 
 class Given:
@@ -48,12 +49,11 @@ def write_lcurve(file, text, steps=()):
         if steps and int(cells[0]) not in steps:
             continue
         values = [float(c) for c in cells[1:-1]]
-        names = sorted(NAMES)
         if len(values) == 8:
-            training, validation = dict(zip(names, values[1::2])), dict(zip(names, values[::2]))
+            training, validation = dict(zip(NAMES, values[1::2])), dict(zip(NAMES, values[::2]))
             file.write(int(cells[0]), float(cells[-1]), {"": training}, {"": validation})
         else:
-            file.write(int(cells[0]), float(cells[-1]), {"": dict(zip(names, values))}, {})
+            file.write(int(cells[0]), float(cells[-1]), {"": dict(zip(NAMES, values))}, {})
 
 
 def write_validation(log, text, steps=()):
@@ -71,7 +71,8 @@ def write_validation(log, text, steps=()):
 
 @pytest.mark.parametrize("text", [LCURVE, LCURVE_WITHOUT_VALIDATION])
 def test_lcurve_has_the_bytes_of_deepmd_kit(here, text):
-    file = LcurveFile("lcurve.out", {"": NAMES}, {""} if "_val" in text else ())
+    frames = ("val", "trn") if "_val" in text else ("trn",)
+    file = LcurveFile("lcurve.out", [("", name, frames) for name in NAMES])
     write_lcurve(file, text)
     assert (here / "lcurve.out").read_text() == text  # before close: every row is flushed
 
@@ -85,7 +86,9 @@ def test_val_log_has_the_bytes_of_deepmd_kit(here, text):
 
 def test_the_columns_of_tasks_have_the_bytes_that_deepmd_kit_writes(here):
     """Tasks stand in their own order; one without validation data has columns of training only."""
-    file = LcurveFile("lcurve.out", {"water": ["rmse_f", "rmse"], "ice": ["rmse"]}, {"water"})
+    both = ("val", "trn")
+    columns = [("water", "rmse", both), ("water", "rmse_f", both), ("ice", "rmse", ("trn",))]
+    file = LcurveFile("lcurve.out", columns)
     file.write(
         100,
         1e-3,
@@ -116,7 +119,7 @@ def test_the_columns_of_tasks_have_the_bytes_that_deepmd_kit_writes(here):
 def test_rows_after_the_restored_step_are_cut_and_written_again_under_one_header(here):
     for torn in ("", "     16      5.0", "# step     "):
         (here / "lcurve.out").write_text(LCURVE + torn)
-        file = LcurveFile("lcurve.out", {"": NAMES}, {""})
+        file = LcurveFile("lcurve.out", COLUMNS)
         file.cut_after(5)
         assert (here / "lcurve.out").read_text() == "".join(LCURVE.splitlines(keepends=True)[:4])
         write_lcurve(file, LCURVE, steps=(8, 12))
@@ -137,7 +140,7 @@ def test_best_lines_of_later_steps_are_cut_from_val_log(here):
 def test_a_restart_without_a_whole_file_starts_it_with_a_header(here, before):
     if before is not None:
         (here / "lcurve.out").write_text(before)
-    file = LcurveFile("lcurve.out", {"": NAMES}, {""})
+    file = LcurveFile("lcurve.out", COLUMNS)
     file.cut_after(3)
     write_lcurve(file, LCURVE, steps=(4,))
     lines = LCURVE.splitlines(keepends=True)
