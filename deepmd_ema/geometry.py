@@ -290,19 +290,27 @@ class KeptPairs:
         return pairs
 
 
-def find_pairs_once(
-    coord: Array, box: Array | None, rcut: float
-) -> tuple[Array, Array, Array, Array]:
-    """Return each pair closer than ``rcut`` once, in any order.
+class UniquePairs(NamedTuple):
+    """P pairs of atoms, each once, in any order.
 
-    Arguments and errors are those of ``find_pairs``.
-
-    Returns:
-        (P,) atoms i, (P,) atoms j, (P, 3) vectors from i to j, (P,) distances.
+    Attributes:
+        i: (P,) first atoms.
+        j: (P,) second atoms.
+        vector: (P, 3), from i to the image of j, angstrom.
+        distance: (P,), angstrom.
     """
+
+    i: Array
+    j: Array
+    vector: Array
+    distance: Array
+
+
+def find_pairs_once(coord: Array, box: Array | None, rcut: float) -> UniquePairs:
+    """Return the pairs closer than ``rcut``; arguments and errors are those of ``find_pairs``."""
     _refuse_faults(coord, box, rcut)
     arrays = _search(coord, box, rcut, "PDd")
-    return arrays["P"][:, 0], arrays["P"][:, 1], arrays["D"], arrays["d"]
+    return UniquePairs(arrays["P"][:, 0], arrays["P"][:, 1], arrays["D"], arrays["d"])
 
 
 def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float) -> dict[int, str]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from deepmd_ema.config.elements import MASSES
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import UserError
-from deepmd_ema.geometry import KeptPairs, find_pairs_once
+from deepmd_ema.geometry import KeptPairs, UniquePairs, find_pairs_once
 from deepmd_ema.infer.evaluate import ErrorReport
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential, Prediction
@@ -274,8 +274,9 @@ def shortest_distances(frames: Sequence[Frame], num_types: int, within: float) -
     """
     shortest = np.full((num_types, num_types), math.inf)
     for frame in frames:
-        i, j, _, distance = find_pairs_once(frame.coord, frame.box, within)
-        np.minimum.at(shortest, (frame.atom_type[i], frame.atom_type[j]), distance)
+        pairs = find_pairs_once(frame.coord, frame.box, within)
+        types = (frame.atom_type[pairs.i], frame.atom_type[pairs.j])
+        np.minimum.at(shortest, types, pairs.distance)
     return np.minimum(shortest, shortest.T)
 
 
@@ -334,19 +335,17 @@ class Surface:
         coord[:, atom] += shifts[:, None] * axis
         return coord
 
-    def too_close(
-        self, coord: Array, least: Array
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Array]:
-        """Return pairs that are closer than their elements may be: atoms i and j, and distances.
+    def too_close(self, coord: Array, least: Array) -> UniquePairs:
+        """Return pairs that are closer than their elements may be.
 
         Args:
             coord: (N, 3), angstrom.
             least: (T, T), least distances by the types of the two, angstrom; 0 where any distance
                 is allowed.
         """
-        i, j, _, distance = find_pairs_once(coord, self.box, max(float(least.max()), 0.1))
-        bad = distance < least[self.types[i], self.types[j]]
-        return i[bad], j[bad], distance[bad]
+        pairs = find_pairs_once(coord, self.box, max(float(least.max()), 0.1))
+        bad = pairs.distance < least[self.types[pairs.i], self.types[pairs.j]]
+        return UniquePairs(*(array[bad] for array in pairs))
 
 
 def run_dynamics(
@@ -385,13 +384,14 @@ def run_dynamics(
             elif friction and heat > MAX_HEAT * temperature:
                 failure = f"{heat:.0f} K"
             elif step % CHECK_EVERY == 0:
-                i, j, distance = surface.too_close(coord, least)
-                if len(i):
-                    nearest = int(np.argmin(distance))
+                close = surface.too_close(coord, least)
+                if len(close.distance):
+                    nearest = int(np.argmin(close.distance))
                     names = sorted(
-                        surface.elements[surface.types[atom[nearest]]] for atom in (i, j)
+                        surface.elements[surface.types[atom[nearest]]]
+                        for atom in (close.i, close.j)
                     )
-                    failure = f"{'-'.join(names)} at {distance[nearest]:.2f} Å"
+                    failure = f"{'-'.join(names)} at {close.distance[nearest]:.2f} Å"
             if failure:
                 break
     except UserError:  # two atoms in one place, or numbers that are not finite
@@ -459,16 +459,17 @@ def scan_bonds(surface: Surface, shortest: Array, fraction: float) -> list[BondS
         shortest: (T, T), shortest distances of the data by types, angstrom; inf without any.
         fraction: of the shortest distances.
     """
-    i, j, vector, distance = find_pairs_once(surface.coord, surface.box, surface.rcut)
+    pairs = find_pairs_once(surface.coord, surface.box, surface.rcut)
+    i, j = pairs.i, pairs.j
     movable = i != j  # an image of an atom moves with it
     kinds = np.sort(np.stack([surface.types[i], surface.types[j]], 1), axis=1)
     least = fraction * np.where(np.isfinite(shortest), shortest, 0.0)
     scans = []
     for first_type, second_type in np.unique(kinds[movable], axis=0):
         candidates = np.flatnonzero(movable & (kinds == (first_type, second_type)).all(1))
-        nearest = candidates[np.argmin(distance[candidates])]
-        length = distance[nearest]
-        axis = vector[nearest] / length
+        nearest = candidates[np.argmin(pairs.distance[candidates])]
+        length = pairs.distance[nearest]
+        axis = pairs.vector[nearest] / length
         begin = fraction * min(shortest[first_type, second_type], length)
         reach = np.linspace(begin, BOND_REACH * length, BOND_POINTS)
         moved = surface.moved(j[nearest], axis, reach - length)
@@ -479,7 +480,7 @@ def scan_bonds(surface: Surface, shortest: Array, fraction: float) -> list[BondS
         for point in range(len(reach)):
             if point != start:
                 close = surface.too_close(moved[point], least)
-                if any({int(a), int(b)} != pair for a, b in zip(close[0], close[1])):
+                if any({int(a), int(b)} != pair for a, b in zip(close.i, close.j)):
                     blocked.append(point)
         first = max([point + 1 for point in blocked if point < start], default=0)
         end = min([point for point in blocked if point > start], default=len(reach))
@@ -498,14 +499,14 @@ def scan_cutoff(surface: Surface) -> list[Row]:
     change of that on an atom. The force error is |F + (E(r + h) - E(r - h)) / (2 h)|, h =
     ``CUTOFF_STEP``.
     """
-    i, j, vector, distance = find_pairs_once(
-        surface.coord, surface.box, surface.rcut + CUTOFF_SEARCH
-    )
+    pairs = find_pairs_once(surface.coord, surface.box, surface.rcut + CUTOFF_SEARCH)
+    i, j = pairs.i, pairs.j
+    distance = pairs.distance
     movable = np.flatnonzero(i != j)
     if not len(movable):
         return [Row("jumps at the cutoff", None, note="no pair of atoms")]
     pair = movable[np.argmin(np.abs(distance[movable] - surface.rcut))]
-    axis = vector[pair] / distance[pair]
+    axis = pairs.vector[pair] / distance[pair]
     to_cutoff = surface.rcut - distance[pair]
     shifts = to_cutoff + np.array([-CUTOFF_STEP, -CUTOFF_GAP, 0.0, CUTOFF_GAP, CUTOFF_STEP])
     at = surface.at(surface.moved(j[pair], axis, shifts))

@@ -585,10 +585,12 @@ def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:
     if frame.box is None:
         return "molecules"
     radii = np.array([COVALENT_RADII.get(type_map[k], 1.0) for k in frame.atom_type])
-    i, j, vector, distance = find_pairs_once(frame.coord, frame.box, _BOND * 2 * float(radii.max()))
-    bonded = distance < _BOND * (radii[i] + radii[j])
+    pairs = find_pairs_once(frame.coord, frame.box, _BOND * 2 * float(radii.max()))
+    bonded = pairs.distance < _BOND * (radii[pairs.i] + radii[pairs.j])
+    first_atoms = pairs.i[bonded].tolist()
+    second_atoms = pairs.j[bonded].tolist()
     bonds = defaultdict(list)
-    for atom, neighbor, shift in zip(i[bonded].tolist(), j[bonded].tolist(), vector[bonded]):
+    for atom, neighbor, shift in zip(first_atoms, second_atoms, pairs.vector[bonded]):
         bonds[atom].append((neighbor, shift))
         bonds[neighbor].append((atom, -shift))
     # Molecules are walked through from bond to bond, without wrapping at the cell: where the walk

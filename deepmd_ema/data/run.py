@@ -246,7 +246,9 @@ def _without_close_pairs(
             with suppress(DataError):  # the check of the data reports frames with faults
                 frame = source.frame(index)
                 # a cutoff far below the distances in matter would make too many cells
-                if np.any(find_pairs_once(frame.coord, frame.box, max(bound, 1.0))[3] < bound):
+                if np.any(
+                    find_pairs_once(frame.coord, frame.box, max(bound, 1.0)).distance < bound
+                ):
                     close.append(index)
         return {"close": close}
 

@@ -116,7 +116,7 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
         symbols = np.array(type_map)[frame.atom_type]
         if "H" in symbols and _NONMETALS.issuperset(symbols) and frame.num_atoms <= MAX_SEARCHED:
             near = find_pairs_once(frame.coord, frame.box, _REACH_OF_HYDROGEN)
-            num_near = np.bincount(np.concatenate(near[:2]), minlength=len(symbols))
+            num_near = np.bincount(np.concatenate([near.i, near.j]), minlength=len(symbols))
             shares.append(float((num_near[symbols == "H"] > 1).mean()))
     share = float(np.median(shares)) if shares else 0.0
     if share > _MAX_BRIDGES:
@@ -169,16 +169,17 @@ def nearest_neighbors(coord: Array, box: Array | None, radii: Array) -> list[Nei
     most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / len(coord) ** (2 / 3)
     try:
         rcut = min(REACH * 2 * float(np.nanmax(radii)), most)
-        i, j, _, distance = find_pairs_once(coord, box, rcut)
+        pairs = find_pairs_once(coord, box, rcut)
     except DataError:
         return []
-    ratio = distance / (radii[i] + radii[j])
+    ratio = pairs.distance / (radii[pairs.i] + radii[pairs.j])
     # a dimer without a bond, in any unit
     if len(coord) == 2 and len(ratio) == 1 and ratio[0] > LONG:
         return []
     # both directions of each pair
-    i, j = np.concatenate([i, j]), np.concatenate([j, i])
-    distance = np.tile(distance, 2)
+    i = np.concatenate([pairs.i, pairs.j])
+    j = np.concatenate([pairs.j, pairs.i])
+    distance = np.tile(pairs.distance, 2)
     ratio = np.tile(ratio, 2)
     # pairs of an atom and its own image are no bonds
     order = np.lexsort((ratio, i))

@@ -345,11 +345,11 @@ def _contacts(frame: Frame, radii: Array) -> Array:
     shortest = np.full((len(radii), len(radii)), _CONTACT)
     rcut = 2 * _CONTACT * float(radii.max())
     try:
-        i, j, _, distance = find_pairs_once(frame.coord, frame.box, rcut)
+        pairs = find_pairs_once(frame.coord, frame.box, rcut)
     except DataError:
         return shortest
-    a, b = frame.atom_type[i], frame.atom_type[j]
-    scaled = np.maximum(distance, _MIN_CONTACT) / (radii[a] + radii[b])
+    a, b = frame.atom_type[pairs.i], frame.atom_type[pairs.j]
+    scaled = np.maximum(pairs.distance, _MIN_CONTACT) / (radii[a] + radii[b])
     np.minimum.at(shortest, (np.minimum(a, b), np.maximum(a, b)), scaled)
     return shortest
 
@@ -492,16 +492,17 @@ def forces_vanish(frame: Frame) -> bool:
     # Forces that vanish by symmetry vanish in any potential. This one has no other reason for it:
     # it distinguishes types by an arbitrary number, and is smooth at the cutoff.
     try:
-        i, j, vector, distance = find_pairs_once(frame.coord, frame.box, _REACH)
+        pairs = find_pairs_once(frame.coord, frame.box, _REACH)
     except DataError:
         return True
     types = frame.atom_type
-    strength = 1 + 0.37 * (types[i] + types[j])
+    strength = 1 + 0.37 * (types[pairs.i] + types[pairs.j])
+    distance = pairs.distance
     weight = np.exp(-distance) * (1 - (distance / _REACH) ** 2) ** 2 * strength
     force = np.zeros_like(frame.coord)
-    pull = vector * (weight / np.maximum(distance, 1e-12))[:, None]
-    np.add.at(force, i, pull)
-    np.subtract.at(force, j, pull)
+    pull = pairs.vector * (weight / np.maximum(distance, 1e-12))[:, None]
+    np.add.at(force, pairs.i, pull)
+    np.subtract.at(force, pairs.j, pull)
     return bool(np.abs(force).max(initial=0.0) < 1e-4)
 
 
