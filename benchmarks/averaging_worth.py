@@ -31,7 +31,11 @@ from deepmd_ema.report.curves import Curve
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-COLUMNS = {"energy": "E_RMSE(meV/atom)", "force": "F_RMSE(meV/Å)", "stress": "S_RMSE(meV/Å³)"}
+COLUMNS = {
+    "energy": "E_RMSE(meV/atom)",
+    "force": "F_RMSE(meV/Å)",
+    "stress": "S_RMSE(meV/Å³)",
+}
 UNITS = {"energy": "meV/atom", "force": "meV/angstrom", "stress": "meV/angstrom^3"}
 EXAMPLES = ("water", "molecules")
 SCHEDULES = ("decaying", "constant")
@@ -59,15 +63,26 @@ def bank(num_steps: int) -> dict[str, dict[str, Any]]:
     for decay in (0.9, 0.99, 0.999):
         averages[f"EMA {decay}"] = {"type": "ema", "decay": decay}
     for decay in (0.99, 0.999):
-        averages[f"EMA {decay}, no warm-up"] = {"type": "ema", "decay": decay, "warmup": False}
+        averages[f"EMA {decay}, no warm-up"] = {
+            "type": "ema",
+            "decay": decay,
+            "warmup": False,
+        }
     averages["SWA, second half"] = {"type": "swa", "start_step": num_steps // 2}
     for sigma_rel in sorted((*STORED, *TRACKED)):
         averages[f"power {sigma_rel:.2f}"] = {"type": "power", "sigma_rel": sigma_rel}
         if sigma_rel in STORED:
-            more = {"snapshots": True, "snapshot_freq": max(1, num_steps // NUM_SNAPSHOTS)}
+            more = {
+                "snapshots": True,
+                "snapshot_freq": max(1, num_steps // NUM_SNAPSHOTS),
+            }
             averages[f"power {sigma_rel:.2f}"] |= more
     for words, section in averages.items():
-        section |= {"name": average_name(words), "full_validation": True, "ckpt_keep": 1}
+        section |= {
+            "name": average_name(words),
+            "full_validation": True,
+            "ckpt_keep": 1,
+        }
     return averages
 
 
@@ -109,7 +124,10 @@ class Run:
 def main() -> None:
     """Train, look for lengths, and print the page."""
     args = _arguments()
-    program, env = common.programs(None)["ours"], common.environment(args.threads, args.device)
+    program, env = (
+        common.programs(None)["ours"],
+        common.environment(args.threads, args.device),
+    )
     runs = [
         _make_run(args, *what)
         for what in itertools.product(args.examples, args.schedules, args.seeds)
@@ -129,7 +147,10 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--work", type=Path, default=common.RUNS / "averaging_worth", help="folder of the runs"
+        "--work",
+        type=Path,
+        default=common.RUNS / "averaging_worth",
+        help="folder of the runs",
     )
     parser.add_argument("--output", type=Path, help="also write the page here")
     parser.add_argument(
@@ -147,7 +168,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--no-train", action="store_true", help="only report what is finished")
+    parser.add_argument(
+        "--no-train", action="store_true", help="only report what is finished"
+    )
     args = parser.parse_args()
     if args.steps is not None and args.steps < 2 * NUM_VALIDATIONS:
         parser.error(f"--steps {args.steps}: at least {2 * NUM_VALIDATIONS}")
@@ -164,14 +187,24 @@ def _make_run(args: argparse.Namespace, example: str, schedule: str, seed: int) 
         training.pop(key)
     if schedule == "constant":
         config["learning_rate"]["stop_lr"] = config["learning_rate"]["start_lr"]
-    training |= {"averaging": list(bank(steps).values()), "save_freq": steps, "max_ckpt_keep": 1}
+    training |= {
+        "averaging": list(bank(steps).values()),
+        "save_freq": steps,
+        "max_ckpt_keep": 1,
+    }
     every = steps // NUM_VALIDATIONS
-    validating |= {"full_validation": True, "validation_freq": every, "save_best": False}
+    validating |= {
+        "full_validation": True,
+        "validation_freq": every,
+        "save_best": False,
+    }
     validating["full_val_start"] = (
         steps - (NUM_VALIDATIONS - 1) * every
     )  # so that the last step is validated
     validating.pop("ema_full_validation", None)
-    return Run(example, schedule, seed, args.work / f"{example}-{schedule}-{seed}", config)
+    return Run(
+        example, schedule, seed, args.work / f"{example}-{schedule}-{seed}", config
+    )
 
 
 def _without_places(config: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +232,8 @@ def _train(program: common.Program, env: dict[str, str], run: Run) -> str | None
     common.write_input(run.folder, run.config)
     common.run_text(program, run.folder, env, "train", "input.json", "-l", "train.log")
     files = {LIVE: "val.log"} | {
-        words: f"val_{section['name']}.log" for words, section in bank(run.steps).items()
+        words: f"val_{section['name']}.log"
+        for words, section in bank(run.steps).items()
     }
     curves = {words: Curve(run.folder / file) for words, file in files.items()}
     errors = {
@@ -230,7 +264,10 @@ def _posthoc(program: common.Program, env: dict[str, str], run: Run) -> str | No
     result = {
         "curve": {
             "sigma_rel": [float(row["sigma_rel"]) for row in made],
-            "errors": {name: [_errors_of(row)[name] for row in made] for name in _errors_of(best)},
+            "errors": {
+                name: [_errors_of(row)[name] for row in made]
+                for name in _errors_of(best)
+            },
         },
         "best": {"sigma_rel": float(best["sigma_rel"]), "errors": _errors_of(best)},
     }
@@ -252,7 +289,9 @@ def _errors_of(row: dict[str, str]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value != "nan"}
 
 
-def _page(runs: Sequence[Run], finished: Sequence[Run], args: argparse.Namespace) -> str:
+def _page(
+    runs: Sequence[Run], finished: Sequence[Run], args: argparse.Namespace
+) -> str:
     missing = [run.title for run in runs if run not in finished]
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in finished:
@@ -307,11 +346,15 @@ def _errors_table(group: Sequence[Run]) -> str:
     for words in [LIVE, *bank(group[0].steps), BEST]:
         have = [final for final in finals if words in final]
         cells = [
-            words if len(have) == len(finals) else f"{words} ({len(have)} of {len(finals)} runs)"
+            words
+            if len(have) == len(finals)
+            else f"{words} ({len(have)} of {len(finals)} runs)"
         ]
         for name in quantities if have else ():
             values = [final[words][name] for final in have]
-            ratio = statistics.median(final[words][name] / final[LIVE][name] for final in have)
+            ratio = statistics.median(
+                final[words][name] / final[LIVE][name] for final in have
+            )
             cells += [median_and_each(values), f"{ratio:.3f}"]
         if have:
             rows.append(cells)
@@ -346,7 +389,8 @@ def _lengths_part(finished: Sequence[Run]) -> list[str]:
                 for name, values in found["curve"]["errors"].items()
             }
             by_quantity = ", ".join(
-                f"{name} {sigma:.3f} ({value:.4g})" for name, (value, sigma) in lowest.items()
+                f"{name} {sigma:.3f} ({value:.4g})"
+                for name, (value, sigma) in lowest.items()
             )
             rows.append(
                 [
@@ -435,13 +479,17 @@ def _draw_lengths(axis, group: Sequence[Run], name: str) -> None:
                 color=color,
                 label=f"seed {run.seed}, of snapshots",
             )
-        axis.axhline(final[LIVE][name], color=color, ls=":", lw=1, label=f"seed {run.seed}, live")
+        axis.axhline(
+            final[LIVE][name], color=color, ls=":", lw=1, label=f"seed {run.seed}, live"
+        )
         tracked = [
             (s["sigma_rel"], final[words][name])
             for words, s in bank(run.steps).items()
             if "sigma_rel" in s
         ]
-        axis.plot(*zip(*tracked), "o", color=color, ms=4, label=f"seed {run.seed}, tracked")
+        axis.plot(
+            *zip(*tracked), "o", color=color, ms=4, label=f"seed {run.seed}, tracked"
+        )
     axis.set(xlabel="sigma_rel")
 
 

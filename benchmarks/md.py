@@ -116,7 +116,8 @@ def _start(args) -> dict[str, MdRun]:
     common.RUNS.mkdir(exist_ok=True)
     plain = freeze(load_model(args.model), common.RUNS / "nve.dp").path
     compiled = (
-        args.pt2 or freeze(load_model(args.model), common.RUNS / "nve.pt2", device="cpu").path
+        args.pt2
+        or freeze(load_model(args.model), common.RUNS / "nve.pt2", device="cpu").path
     )
     jobs = {
         "dp-ema, .dp": (OURS, plain, sys.executable),
@@ -126,7 +127,9 @@ def _start(args) -> dict[str, MdRun]:
         folder = Path(args.peer).resolve() / "bin"
         other = plain.with_suffix(".pth")
         subprocess.run(
-            [folder / "dp", "convert-backend", plain, other], check=True, capture_output=True
+            [folder / "dp", "convert-backend", plain, other],
+            check=True,
+            capture_output=True,
         )
         jobs["DeePMD-kit, .pth"] = (PEER, other, str(folder / "python"))
         jobs["DeePMD-kit, the same .pt2"] = (PEER, compiled, str(folder / "python"))
@@ -137,11 +140,15 @@ def _start(args) -> dict[str, MdRun]:
     return runs
 
 
-def _row(name: str, times: dict[str, list[float]], energies: dict[str, list[float]]) -> list[str]:
+def _row(
+    name: str, times: dict[str, list[float]], energies: dict[str, list[float]]
+) -> list[str]:
     mine, reference = np.array(energies[name]), next(iter(energies.values()))
     ps = np.arange(len(mine)) * FS_PER_STEP / 1000
     slope = np.polyfit(ps, mine, 1)[0]
-    median, first = (statistics.median(times[which]) for which in (name, next(iter(times))))
+    median, first = (
+        statistics.median(times[which]) for which in (name, next(iter(times)))
+    )
     speed = f"{1e3 * median:.1f} ({1e3 * min(times[name]):.1f})"
     moved = f"{mine[-1] - reference[-1]:.1e}"
     numbers = (
@@ -234,7 +241,9 @@ class MdRun:
         self._write(steps)
         answer = self._process.stdout.readline()
         if not answer:
-            raise SystemExit(f"a calculator ended with an error:\n{self._log.read_text()[-2000:]}")
+            raise SystemExit(
+                f"a calculator ended with an error:\n{self._log.read_text()[-2000:]}"
+            )
         cpu, wall, energies = json.loads(answer)
         return Block(cpu / steps, wall / steps, energies)
 
@@ -256,7 +265,9 @@ def water():
     kinds = np.loadtxt(folder / "type.raw", dtype=int)
     coord = np.load(folder / "set.000" / "coord.npy")[0].reshape(-1, 3).astype(float)
     cell = np.load(folder / "set.000" / "box.npy")[0].reshape(3, 3).astype(float)
-    atoms = Atoms(["OH"[kind] for kind in kinds], coord, cell=cell, pbc=True).repeat((2, 1, 1))
+    atoms = Atoms(["OH"[kind] for kind in kinds], coord, cell=cell, pbc=True).repeat(
+        (2, 1, 1)
+    )
     speed = np.sqrt(300 * units.kB / atoms.get_masses())[:, None]
     atoms.set_velocities(speed * np.random.default_rng(0).normal(size=(len(atoms), 3)))
     return atoms

@@ -37,9 +37,17 @@ AVERAGES = [
     {"name": "p10", "type": "power", "sigma_rel": 0.1},
 ]
 POINT = [{"name": "schedule_free", "type": "schedule_free"}]
-HALF = {"type": "wsd", "decay_type": "linear", "decay_phase_ratio": 0.5, "stop_lr_ratio": 0.01}
+HALF = {
+    "type": "wsd",
+    "decay_type": "linear",
+    "decay_phase_ratio": 0.5,
+    "stop_lr_ratio": 0.01,
+}
 CONSTANT = {"type": "wsd", "decay_type": "linear", "stop_lr_ratio": 1.0}
-ADAM, MUON = {"type": "Adam"}, {"type": "HybridMuon", "weight_decay": 0, "lr_adjust": 30}
+ADAM, MUON = (
+    {"type": "Adam"},
+    {"type": "HybridMuon", "weight_decay": 0, "lr_adjust": 30},
+)
 FREE = {"type": "AdamWScheduleFree", "weight_decay": 0}
 RATES = [0.003, 0.01, 0.03]
 RECIPES: dict[str, dict[str, Any]] = {
@@ -51,7 +59,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "Adam, exp": {
         "optimizer": ADAM,
-        "learning_rate": {"type": "exp", "stop_lr_ratio": 0.1, "decay_steps": 1, "smooth": True},
+        "learning_rate": {
+            "type": "exp",
+            "stop_lr_ratio": 0.1,
+            "decay_steps": 1,
+            "smooth": True,
+        },
         "rates": RATES,
     },
     "SOAP, wsd": {
@@ -59,7 +72,11 @@ RECIPES: dict[str, dict[str, Any]] = {
         "learning_rate": HALF,
         "rates": [0.01, 0.03, 0.1],
     },
-    "HybridMuon, wsd": {"optimizer": MUON, "learning_rate": HALF, "rates": [0.05, 0.1, 0.2]},
+    "HybridMuon, wsd": {
+        "optimizer": MUON,
+        "learning_rate": HALF,
+        "rates": [0.05, 0.1, 0.2],
+    },
     "Adam, constant": {
         "optimizer": ADAM,
         "learning_rate": CONSTANT,
@@ -153,19 +170,35 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--sources", type=Path, help="folder with the clones of race_sets.py, for acac and alloys"
-    )
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=["water", "molecules", "nicu"])
-    parser.add_argument("--recipes", type=Path, metavar="FILE", help="JSON file with more recipes")
-    parser.add_argument(
-        "--only", nargs="+", metavar="RECIPE", help="names of the recipes that are measured"
+        "--sources",
+        type=Path,
+        help="folder with the clones of race_sets.py, for acac and alloys",
     )
     parser.add_argument(
-        "--budgets", nargs="+", type=int, default=BUDGETS, help="steps, multiples of the first"
+        "--sets", nargs="+", choices=SETS, default=["water", "molecules", "nicu"]
+    )
+    parser.add_argument(
+        "--recipes", type=Path, metavar="FILE", help="JSON file with more recipes"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="RECIPE",
+        help="names of the recipes that are measured",
+    )
+    parser.add_argument(
+        "--budgets",
+        nargs="+",
+        type=int,
+        default=BUDGETS,
+        help="steps, multiples of the first",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument(
-        "--work", type=Path, default=common.RUNS / "optimizers", help="folder of the runs"
+        "--work",
+        type=Path,
+        default=common.RUNS / "optimizers",
+        help="folder of the runs",
     )
     parser.add_argument("--output", type=Path, help="also write the page here")
     parser.add_argument(
@@ -176,15 +209,25 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     recipes = RECIPES | (json.loads(args.recipes.read_text()) if args.recipes else {})
     if unknown := set(args.only or ()) - recipes.keys():
-        parser.error(f"--only: {'; '.join(sorted(unknown))} unknown. Known: {'; '.join(recipes)}.")
+        parser.error(
+            f"--only: {'; '.join(sorted(unknown))} unknown. Known: {'; '.join(recipes)}."
+        )
     args.recipes = {
-        name: recipe for name, recipe in recipes.items() if name in (args.only or recipes)
+        name: recipe
+        for name, recipe in recipes.items()
+        if name in (args.only or recipes)
     }
     args.tuning = TUNING_STEPS
     if args.quick:
-        args.sets, args.seeds, args.budgets, args.tuning = args.sets[:1], [1], [30, 60], 30
+        args.sets, args.seeds, args.budgets, args.tuning = (
+            args.sets[:1],
+            [1],
+            [30, 60],
+            30,
+        )
         args.recipes = {
-            name: recipe | {"rates": recipe["rates"][:1]} for name, recipe in args.recipes.items()
+            name: recipe | {"rates": recipe["rates"][:1]}
+            for name, recipe in args.recipes.items()
         }
     if any(budget % args.budgets[0] for budget in args.budgets):
         parser.error("--budgets: expected multiples of the first.")
@@ -200,11 +243,18 @@ def _part_of_set(name: str, args: argparse.Namespace) -> list[str]:
     for title, recipe in args.recipes.items():
         errors = {}
         for rate in recipe["rates"]:
-            found = _result(name, title, recipe, rate, TUNING_SEED, args.tuning, args, "choose")
-            errors |= {(rate, weights): rows[-1][1:] for weights, rows in found["errors"].items()}
+            found = _result(
+                name, title, recipe, rate, TUNING_SEED, args.tuning, args, "choose"
+            )
+            errors |= {
+                (rate, weights): rows[-1][1:]
+                for weights, rows in found["errors"].items()
+            }
         rate, weights = min(
             errors,
-            key=lambda key: math.prod(errors[key]) if all(np.isfinite(errors[key])) else math.inf,
+            key=lambda key: (
+                math.prod(errors[key]) if all(np.isfinite(errors[key])) else math.inf
+            ),
         )
         best = {
             rate: min((errors[key] for key in errors if key[0] == rate), key=math.prod)
@@ -217,7 +267,9 @@ def _part_of_set(name: str, args: argparse.Namespace) -> list[str]:
                 f"{rate:g}, {weights}",
             ]
         )
-        measured[title] = _measure(name, title, recipe | {"rate": rate, "weights": weights}, args)
+        measured[title] = _measure(
+            name, title, recipe | {"rate": rate, "weights": weights}, args
+        )
     width = max(map(len, tuning))
     tuning = [[*row[:-1], *[""] * (width - len(row)), row[-1]] for row in tuning]
     lowest = {
@@ -252,7 +304,11 @@ def _part_of_set(name: str, args: argparse.Namespace) -> list[str]:
         f"Steps and seconds to the errors of the longest run of {first}, between lengths on a "
         "line of the logarithms:",
         common.table(
-            header, [[title, *_to_targets(of, measured[first])] for title, of in measured.items()]
+            header,
+            [
+                [title, *_to_targets(of, measured[first])]
+                for title, of in measured.items()
+            ],
         ),
     ]
 
@@ -266,7 +322,9 @@ def _measure(
     found: dict[int, list[Measured]] = {budget: [] for budget in args.budgets}
     for seed in args.seeds:
         for steps in args.budgets[-1:] if recipe.get("without_end") else args.budgets:
-            result = _result(name, title, recipe, recipe["rate"], seed, steps, args, "test")
+            result = _result(
+                name, title, recipe, recipe["rate"], seed, steps, args, "test"
+            )
             for step, *errors in result["errors"][recipe["weights"]]:
                 if step == steps or (recipe.get("without_end") and step in found):
                     found[step].append(Measured(result["cpu_s"] * step / steps, errors))
@@ -298,7 +356,9 @@ def _result(
         "max_best_ckpt": 1,
     }
     folder = (
-        args.work / name / f"{title}-{rate:g}-{seed}-{steps}".replace(", ", "-").replace(" ", "_")
+        args.work
+        / name
+        / f"{title}-{rate:g}-{seed}-{steps}".replace(", ", "-").replace(" ", "_")
     )
     done = folder / "done.json"
     if done.exists() and (found := json.loads(done.read_text()))["config"] == config:
@@ -312,7 +372,9 @@ def _result(
     train(json.loads(json.dumps(config)), device="cpu")
     seconds, errors = time.process_time() - began, {}
     for file in folder.glob("val*.log"):
-        rows = np.loadtxt(file, ndmin=2)  # step, energy MAE and RMSE, force MAE and RMSE, ...
+        rows = np.loadtxt(
+            file, ndmin=2
+        )  # step, energy MAE and RMSE, force MAE and RMSE, ...
         errors[file.stem.removeprefix("val").removeprefix("_") or "live"] = rows[
             :, [0, 2, 4]
         ].tolist()
@@ -327,7 +389,9 @@ def _make_input(
     name: str, recipe: dict[str, Any], rate: float, seed: int, data: Path, part: str
 ) -> dict[str, Any]:
     given = SETS[name]
-    config = json.loads((common.ROOT / "examples" / given.example / "input.json").read_text())
+    config = json.loads(
+        (common.ROOT / "examples" / given.example / "input.json").read_text()
+    )
     config["model"]["type_map"] = given.elements
     config["model"]["descriptor"] |= SMALL
     config["model"]["fitting_net"] |= {"neuron": [40, 40, 40], "precision": "float32"}
@@ -335,7 +399,8 @@ def _make_input(
     for term in ("e", "f"):
         start, limit = loss[f"start_pref_{term}"], loss[f"limit_pref_{term}"]
         loss |= dict.fromkeys(
-            (f"start_pref_{term}", f"limit_pref_{term}"), limit + (start - limit) * MIDDLE
+            (f"start_pref_{term}", f"limit_pref_{term}"),
+            limit + (start - limit) * MIDDLE,
         )
     config |= {"loss": loss, "optimizer": recipe["optimizer"]}
     config["learning_rate"] = {"start_lr": rate, **WARMUP, **recipe["learning_rate"]}
@@ -348,7 +413,9 @@ def _make_input(
             "systems": sorted(map(str, (data / part).iterdir())),
             "batch_size": given.batch_size,
         },
-        "averaging": [one | {"full_validation": True} for one in recipe.get("averaging", AVERAGES)],
+        "averaging": [
+            one | {"full_validation": True} for one in recipe.get("averaging", AVERAGES)
+        ],
     }
     return common.with_seed(config, seed)
 
@@ -362,7 +429,9 @@ def _cell(runs: Sequence[Measured], quantity: int, lowest: float) -> str:
     return f"**{cell}**" if _median(runs, quantity) == lowest else cell
 
 
-def _to_targets(measured: dict[int, list[Measured]], first: dict[int, list[Measured]]) -> list[str]:
+def _to_targets(
+    measured: dict[int, list[Measured]], first: dict[int, list[Measured]]
+) -> list[str]:
     """Return steps and seconds after which the errors of the longest run of the first recipe are
     reached.
     """
@@ -370,8 +439,12 @@ def _to_targets(measured: dict[int, list[Measured]], first: dict[int, list[Measu
     for quantity in range(2):
         target = _median(first[max(first)], quantity)
         errors = [_median(runs, quantity) for runs in measured.values()]
-        seconds = [statistics.median(run.seconds for run in runs) for runs in measured.values()]
-        cells += [_reached(values, errors, target) for values in (list(measured), seconds)]
+        seconds = [
+            statistics.median(run.seconds for run in runs) for runs in measured.values()
+        ]
+        cells += [
+            _reached(values, errors, target) for values in (list(measured), seconds)
+        ]
     return cells
 
 
@@ -381,7 +454,9 @@ def _reached(values: Sequence[float], errors: Sequence[float], target: float) ->
         return f"< {values[0]:.0f}"
     for k in range(1, len(values)):
         if errors[k] <= target:
-            part = math.log(errors[k - 1] / target) / math.log(errors[k - 1] / errors[k])
+            part = math.log(errors[k - 1] / target) / math.log(
+                errors[k - 1] / errors[k]
+            )
             return f"{values[k - 1] * (values[k] / values[k - 1]) ** part:.0f}"
     return f"> {values[-1]:.0f}"
 
@@ -420,7 +495,11 @@ def _write_nicu(folder: Path) -> None:
             )
             constant = 3.52 + 0.09 * copper / 32  # angstrom, between Ni and Cu
             for _ in range(count):
-                cell = sites.cell.array * constant @ (np.eye(3) + rng.uniform(-0.03, 0.03, (3, 3)))
+                cell = (
+                    sites.cell.array
+                    * constant
+                    @ (np.eye(3) + rng.uniform(-0.03, 0.03, (3, 3)))
+                )
                 coord = rng.permutation(sites.get_scaled_positions()) @ cell
                 coord += rng.uniform(0.02, 0.18) * rng.normal(size=coord.shape)
                 frame = Atoms(
@@ -431,7 +510,8 @@ def _write_nicu(folder: Path) -> None:
                     calculator=EMT(),
                 )
                 for key, value in zip(
-                    arrays, (coord, cell, frame.get_potential_energy(), frame.get_forces())
+                    arrays,
+                    (coord, cell, frame.get_potential_energy(), frame.get_forces()),
                 ):
                     arrays[key].append(value)
             found = {key: np.array(values) for key, values in arrays.items()}
@@ -446,7 +526,9 @@ def _write_acac(sources: Path, folder: Path) -> None:
 
     data = sources / "BOTNet-datasets/dataset_acac"
     dynamics = read(data / "test_MD_300K.xyz", ":")
-    halves = ([atoms for n, atoms in enumerate(dynamics) if n // 50 % 2 == k] for k in (0, 1))
+    halves = (
+        [atoms for n, atoms in enumerate(dynamics) if n // 50 % 2 == k] for k in (0, 1)
+    )
     _write_frames(folder, read(data / "train_300K.xyz", ":"), *halves)
 
 
@@ -457,7 +539,10 @@ def _write_alloys(sources: Path, folder: Path) -> None:
     frames = PUBLIC["alloys"](sources)["train"]
     others = frames[::5]
     _write_frames(
-        folder, [frame for n, frame in enumerate(frames) if n % 5], others[::2], others[1::2]
+        folder,
+        [frame for n, frame in enumerate(frames) if n % 5],
+        others[::2],
+        others[1::2],
     )
 
 
@@ -470,7 +555,9 @@ def _write_frames(folder: Path, *parts: list[Any]) -> None:
 
 
 SETS = {
-    "water": Data("water", ["O", "H"], 1, lambda _, folder: _write_example("water", 6, folder)),
+    "water": Data(
+        "water", ["O", "H"], 1, lambda _, folder: _write_example("water", 6, folder)
+    ),
     "molecules": Data(
         "molecules",
         ["C", "H", "N", "O"],

@@ -48,9 +48,14 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES)
     parser.add_argument(
-        "--width", type=int, default=2400, help="memory: neurons of each layer of the fitting nets"
+        "--width",
+        type=int,
+        default=2400,
+        help="memory: neurons of each layer of the fitting nets",
     )
-    parser.add_argument("--steps", type=int, default=60, help="speed: steps that are timed")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="speed: steps that are timed"
+    )
     parser.add_argument(
         "--rounds", type=int, default=3, help="speed: interleaved launches of each case"
     )
@@ -86,7 +91,9 @@ def _memory(args: argparse.Namespace) -> str:
         f"{common.machine(common.programs(None), 1, 'cpu')}."
     )
     header = ["ranks", "zero_stage", *KINDS, "together"]
-    return "\n\n".join([f"# Bytes per rank, {common.today()}", text, common.table(header, rows)])
+    return "\n\n".join(
+        [f"# Bytes per rank, {common.today()}", text, common.table(header, rows)]
+    )
 
 
 def _theory(whole: int, stage: int, ranks: int) -> tuple[float, float, float, float]:
@@ -103,13 +110,17 @@ def _theory(whole: int, stage: int, ranks: int) -> tuple[float, float, float, fl
 
 
 def _speed(args: argparse.Namespace) -> str:
-    config = common.bare(common.with_numeric_sel(common.read_input(args.input, args.data)))
+    config = common.bare(
+        common.with_numeric_sel(common.read_input(args.input, args.data))
+    )
     config["training"] |= {"enable_ema": True, "numb_steps": 10**6, "disp_freq": 10**6}
     cases = [(n, s) for n in args.ranks or [1, 2] for s in args.stages]
     times: dict[tuple[int, int], list[dict]] = {case: [] for case in cases}
     for _ in range(args.rounds):
         for number, stage in cases:
-            times[number, stage] += _launch(args, config, stage, number, f"speed-{number}-{stage}")
+            times[number, stage] += _launch(
+                args, config, stage, number, f"speed-{number}-{stage}"
+            )
     rows = []
     for (number, stage), found in times.items():
         seconds = statistics.median(f["seconds"] for f in found)
@@ -134,7 +145,11 @@ def _speed(args: argparse.Namespace) -> str:
     )
     header = ["ranks", "zero_stage", "steps/s", "frames/s", "exchange"]
     return "\n\n".join(
-        [f"# Steps per second on several ranks, {common.today()}", text, common.table(header, rows)]
+        [
+            f"# Steps per second on several ranks, {common.today()}",
+            text,
+            common.table(header, rows),
+        ]
     )
 
 
@@ -164,7 +179,9 @@ def _launch(
     env = common.environment(
         args.threads if number == 1 else max(1, args.threads // number), args.device
     )
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=env, cwd=folder, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{(done.stdout + done.stderr)[-3000:]}")
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(number)]
@@ -212,7 +229,9 @@ def _local_bytes(tensors: list) -> int:
     """Return the bytes of the storages behind ``tensors`` on this process, each counted once."""
     local = [getattr(t, "_local_tensor", t) for t in tensors]
     return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values()
+        {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local
+        }.values()
     )
 
 
@@ -242,7 +261,10 @@ def _times_of(trainer, args: argparse.Namespace) -> dict:
         )
         / 1e6
     )
-    return {"seconds": statistics.median(seconds), "exchange": min(1.0, waiting / whole)}
+    return {
+        "seconds": statistics.median(seconds),
+        "exchange": min(1.0, waiting / whole),
+    }
 
 
 if __name__ == "__main__":

@@ -43,20 +43,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("sources", "work", "peers"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, nargs="+", default=[60], help="budgets (60)")
+    parser.add_argument(
+        "--seconds", type=float, nargs="+", default=[60], help="budgets (60)"
+    )
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--trainers", nargs="+", help="names of recipes (all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument(
-        "--recipes", type=Path, nargs="+", default=[FOLDER / "race_recipes.yaml"], help="files"
+        "--recipes",
+        type=Path,
+        nargs="+",
+        default=[FOLDER / "race_recipes.yaml"],
+        help="files",
     )
-    parser.add_argument("--kelvin", type=float, nargs="+", default=[], help="of dynamics")
+    parser.add_argument(
+        "--kelvin", type=float, nargs="+", default=[], help="of dynamics"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (1)")
     parser.add_argument("--output", type=Path, help="also write the page here")
     parser.add_argument("--picture", type=Path, help="force errors by time, as PNG")
     args = parser.parse_args()
     args.work, args.peers = args.work.resolve(), args.peers.resolve()
-    recipes = {k: v for file in args.recipes for k, v in yaml.safe_load(file.read_text()).items()}
+    recipes = {
+        k: v
+        for file in args.recipes
+        for k, v in yaml.safe_load(file.read_text()).items()
+    }
     args.trainers = args.trainers or list(recipes)
     for name in args.sets:
         _write_set(args, name)
@@ -74,7 +86,9 @@ def main() -> None:
         for run, text in zip(runs, pool.map(Run.race, runs)):
             if text:
                 print(f"{run.folder.name}, {run}: {text}", flush=True)
-    results = {run: json.loads(run.result.read_text()) for run in runs if run.result.exists()}
+    results = {
+        run: json.loads(run.result.read_text()) for run in runs if run.result.exists()
+    }
     publish(_page(args, recipes, results), args.output)
     if args.picture:
         _draw(args, results)
@@ -92,7 +106,9 @@ def _write_set(args: argparse.Namespace, name: str) -> None:
         for atoms in frames:
             # without what a file says beside: each reader would take another part of it
             atoms.info = {}
-            atoms.arrays = {name: atoms.arrays[name] for name in ("numbers", "positions")}
+            atoms.arrays = {
+                name: atoms.arrays[name] for name in ("numbers", "positions")
+            }
         file = "train" if part == "train" else f"test_{part}"
         write(folder / f"{file}.extxyz", frames)
     words = [sys.executable, "-m", "deepmd_ema", "convert", "train.extxyz", "data"]
@@ -126,7 +142,9 @@ class Run:
         self.folder, self.which, self.recipe = folder, which, recipe
         self.seconds, self.seed = seconds, seed
         own = recipe.get("environment")
-        self._python = args.peers / own / "bin" / "python" if own else Path(sys.executable)
+        self._python = (
+            args.peers / own / "bin" / "python" if own else Path(sys.executable)
+        )
         self._kelvin = [f"{kelvin:g}" for kelvin in args.kelvin]
         self._name = which.replace(" ", "_")
         self._probes = folder / f"{self._name}-probes.json"
@@ -138,7 +156,9 @@ class Run:
     def probe(self) -> None:
         """Measure the time of two short runs, unless that was done."""
         if not self._probes.exists():
-            times = [self._train("probe", length)[0] for length in self.recipe["probes"]]
+            times = [
+                self._train("probe", length)[0] for length in self.recipe["probes"]
+            ]
             self._probes.write_text(json.dumps(times))
 
     def race(self) -> str:
@@ -147,18 +167,29 @@ class Run:
             return ""
         short, longer = json.loads(self._probes.read_text())
         first, second = self.recipe["probes"]
-        length = first + int((self.seconds - short) * (second - first) / (longer - short))
+        length = first + int(
+            (self.seconds - short) * (second - first) / (longer - short)
+        )
         if length < 1:
             return "the start takes longer"
         seconds, memory = self._train(f"{self.seconds:g}-{self.seed}", length)
         place = self.folder / f"{self._name}-{self.seconds:g}-{self.seed}"
         tests = sorted(map(str, self.folder.glob("test_*.extxyz")))
-        model = next(file for name in self.recipe["model"] if (file := place / name).exists())
+        model = next(
+            file for name in self.recipe["model"] if (file := place / name).exists()
+        )
         words = [self.recipe["kind"], str(model), "--tests", *tests]
         if self._kelvin:
             words += ["--kelvin", *self._kelvin]
-        found = self._call([str(self._python), str(FOLDER / "race_evaluate.py"), *words], place)
-        row = {"length": length, "cpu_s": seconds, "peak_mb": memory, **json.loads(found)}
+        found = self._call(
+            [str(self._python), str(FOLDER / "race_evaluate.py"), *words], place
+        )
+        row = {
+            "length": length,
+            "cpu_s": seconds,
+            "peak_mb": memory,
+            **json.loads(found),
+        }
         self.result.write_text(json.dumps(row, indent=1))
         return json.dumps(row)
 
@@ -170,13 +201,17 @@ class Run:
         values = self._values(folder, length)
         for file, content in self.recipe.get("files", {}).items():
             filled = _filled(content, values)
-            text = json.dumps(filled) if file.endswith(".json") else yaml.safe_dump(filled)
+            text = (
+                json.dumps(filled) if file.endswith(".json") else yaml.safe_dump(filled)
+            )
             (folder / file).write_text(text)
         for command in self.recipe.get("before", ()):
             self._call(shlex.split(_filled(command, values)), folder)
         words = shlex.split(_filled(self.recipe["train"], values))
         with (folder / "train.log").open("w") as log:
-            process = subprocess.Popen(words, cwd=folder, stdout=log, stderr=log, env=self._env())
+            process = subprocess.Popen(
+                words, cwd=folder, stdout=log, stderr=log, env=self._env()
+            )
             _, status, used = os.wait4(process.pid, 0)
         if status:
             raise SystemExit(f"{folder}: {(folder / 'train.log').read_text()[-3000:]}")
@@ -193,7 +228,9 @@ class Run:
             "tenth": max(1, length // 10),
             "200th": max(1, length // 200),
             "seed": self.seed,
-            "elements": sorted({symbol for atoms in frames for symbol in atoms.symbols}),
+            "elements": sorted(
+                {symbol for atoms in frames for symbol in atoms.symbols}
+            ),
             "folder": str(folder),
             "stress": "stress" in frames[0].calc.results,
         }
@@ -201,7 +238,12 @@ class Run:
     def _call(self, words: list[str], folder: Path) -> str:
         """Return the last line that a command prints."""
         done = subprocess.run(
-            words, cwd=folder, env=self._env(), capture_output=True, text=True, check=False
+            words,
+            cwd=folder,
+            env=self._env(),
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             raise SystemExit(f"{folder}: {' '.join(words)}: {done.stderr[-3000:]}")
@@ -228,7 +270,9 @@ def _filled(value: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _page(
-    args: argparse.Namespace, recipes: Mapping[str, Any], results: Mapping[Run, dict[str, Any]]
+    args: argparse.Namespace,
+    recipes: Mapping[str, Any],
+    results: Mapping[Run, dict[str, Any]],
 ) -> str:
     """Return the page: a table per set and budget, medians over the seeds with their range."""
     parts = []
@@ -241,9 +285,20 @@ def _page(
                     tests = list(found[0]["errors"])
                     length = median(one["length"] for one in found)
                     unit = recipes[which]["unit"]
-                    rows.append([which, f"{length:,.0f} {unit}", *_cells(found, args.kelvin)])
+                    rows.append(
+                        [which, f"{length:,.0f} {unit}", *_cells(found, args.kelvin)]
+                    )
             temperatures = [f"{kelvin:g} K" for kelvin in args.kelvin]
-            head = ["trainer", "length", "CPU s", *tests, "MD", "MB", "seeds", *temperatures]
+            head = [
+                "trainer",
+                "length",
+                "CPU s",
+                *tests,
+                "MD",
+                "MB",
+                "seeds",
+                *temperatures,
+            ]
             parts += [f"## {name}, {seconds:g} s", table(head, rows)] if rows else []
     return "\n\n".join(
         [
@@ -271,10 +326,15 @@ def _cells(results: list[dict[str, Any]], kelvin: list[float]) -> list[str]:
     cells = [f"{median(one['cpu_s'] for one in results):.0f}"]
     for test, quantities in results[0]["errors"].items():
         text = " / ".join(
-            f"{median(one['errors'][test][q] for one in results):.3g}" for q in quantities
+            f"{median(one['errors'][test][q] for one in results):.3g}"
+            for q in quantities
         )
         forces = [one["errors"][test].get("force") for one in results]
-        spread = f" ({min(forces):.3g}-{max(forces):.3g})" if all(forces[1:]) and forces[1:] else ""
+        spread = (
+            f" ({min(forces):.3g}-{max(forces):.3g})"
+            if all(forces[1:]) and forces[1:]
+            else ""
+        )
         cells.append(text + spread)
     cells.append(f"{median(one['md_us'] for one in results):.0f}")
     cells.append(f"{max(one['peak_mb'] for one in results):.0f}")
@@ -282,7 +342,9 @@ def _cells(results: list[dict[str, Any]], kelvin: list[float]) -> list[str]:
     longest = DYNAMICS_STEPS * TIME_STEP / 1000
     for temperature in kelvin:
         # a run of before may have been evaluated without dynamics
-        every = [one.get("dynamics_ps", {}).get(str(temperature), []) for one in results]
+        every = [
+            one.get("dynamics_ps", {}).get(str(temperature), []) for one in results
+        ]
         lives = [life for run in every for life in run]
         held = sum(life >= longest for life in lives)
         mean = sum(lives) / max(1, len(lives))

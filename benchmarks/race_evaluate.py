@@ -31,7 +31,9 @@ TIME_STEP = 1.0  # fs
 DYNAMICS_STEPS = 2_000  # 2 ps
 FRICTION = 0.01  # 1/fs
 WRONG_FORCE = 100.0  # eV/angstrom
-WRONG_SPREAD = 3.0  # of the largest distance from the center, as a factor: the molecule is gone
+WRONG_SPREAD = (
+    3.0  # of the largest distance from the center, as a factor: the molecule is gone
+)
 
 
 def deepmd_ema(model):
@@ -72,12 +74,22 @@ def pet(model):
 def main():
     """Print the errors on each file, and the speed on frames of the first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=("deepmd_ema", "deepmd", "mace", "nequip", "pet"))
+    parser.add_argument(
+        "kind", choices=("deepmd_ema", "deepmd", "mace", "nequip", "pet")
+    )
     parser.add_argument("model")
-    parser.add_argument("--tests", nargs="+", default=[], help="files of frames with labels")
-    parser.add_argument("--steps", type=int, default=20, help="steps that are timed (20)")
-    parser.add_argument("--kelvin", type=float, nargs="+", default=[], help="of dynamics")
-    parser.add_argument("--output", type=Path, help="the document (default: standard output)")
+    parser.add_argument(
+        "--tests", nargs="+", default=[], help="files of frames with labels"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="steps that are timed (20)"
+    )
+    parser.add_argument(
+        "--kelvin", type=float, nargs="+", default=[], help="of dynamics"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="the document (default: standard output)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     output, sys.stdout = sys.stdout, sys.stderr  # some calculators print
@@ -85,11 +97,15 @@ def main():
     frames = {Path(file).stem: read(file, ":") for file in args.tests}
     result = {
         "errors": {name: errors(calculator, some) for name, some in frames.items()},
-        "md_us": seconds_per_step(calculator, next(iter(frames.values()))[0], args.steps),
+        "md_us": seconds_per_step(
+            calculator, next(iter(frames.values()))[0], args.steps
+        ),
     }
     if args.kelvin:
         starts = next(iter(frames.values()))
-        result["dynamics_ps"] = {t: dynamics(calculator, starts, t) for t in args.kelvin}
+        result["dynamics_ps"] = {
+            t: dynamics(calculator, starts, t) for t in args.kelvin
+        }
     if args.output is None:
         print(json.dumps(result), file=output)
     else:
@@ -106,11 +122,15 @@ def errors(calculator, frames):
         difference = atoms.get_potential_energy() - labels["energy"]
         squares["energy"].append((difference / len(atoms)) ** 2)
         if "forces" in labels:
-            squares["force"].extend(((atoms.get_forces() - labels["forces"]) ** 2).ravel())
+            squares["force"].extend(
+                ((atoms.get_forces() - labels["forces"]) ** 2).ravel()
+            )
         if "stress" in labels:
             squares["stress"].extend((atoms.get_stress() - labels["stress"]) ** 2)
     return {
-        name: 1000 * float(np.sqrt(np.mean(rows))) for name, rows in squares.items() if len(rows)
+        name: 1000 * float(np.sqrt(np.mean(rows)))
+        for name, rows in squares.items()
+        if len(rows)
     }
 
 
@@ -148,7 +168,9 @@ def dynamics(calculator, frames, kelvin):
     beside each other, beyond every cutoff; periodic frames one after another.
     """
     # those of one molecule, if the file has several
-    frames = [atoms for atoms in frames if list(atoms.symbols) == list(frames[0].symbols)]
+    frames = [
+        atoms for atoms in frames if list(atoms.symbols) == list(frames[0].symbols)
+    ]
     starts = [frames[k] for k in np.linspace(0, len(frames) - 1, STARTS).astype(int)]
     if starts[0].pbc.any():
         return [
@@ -167,7 +189,9 @@ def _lives(calculator, starts, kelvin):
         x -= x.mean(axis=1, keepdims=True)
         x[:, :, 0] += 2 * SPACING * np.arange(number)[:, None]
     began = x.copy()
-    atoms = Atoms(list(first.symbols) * number, x.reshape(-1, 3), cell=first.cell, pbc=first.pbc)
+    atoms = Atoms(
+        list(first.symbols) * number, x.reshape(-1, 3), cell=first.cell, pbc=first.pbc
+    )
     atoms.calc = calculator
     masses = first.get_masses()[:, None]
     largest = np.inf if first.pbc.any() else WRONG_SPREAD * np.abs(_centred(x)).max()
@@ -194,7 +218,9 @@ def _lives(calculator, starts, kelvin):
         x += 0.5 * step * v
         v = keep * v + np.sqrt(1 - keep**2) * width * rng.normal(size=x.shape)
         x += 0.5 * step * v
-        x[~is_running] = began[~is_running]  # a copy that has ended stays where it began
+        x[~is_running] = began[
+            ~is_running
+        ]  # a copy that has ended stays where it began
         a, is_right = acceleration()
         v += 0.5 * step * a
         ended = is_running & ~is_right

@@ -32,7 +32,14 @@ Parts: TypeAlias = dict[str, list[Atoms]]
 """Frames by the name of the part: ``train``, and the parts that models are tested on."""
 
 KBAR = 0.1 * GPa
-FROM_VASP = [0, 1, 2, 4, 5, 3]  # ASE has xx, yy, zz, yz, xz, xy and VASP xx, yy, zz, xy, yz, zx
+FROM_VASP = [
+    0,
+    1,
+    2,
+    4,
+    5,
+    3,
+]  # ASE has xx, yy, zz, yz, xz, xy and VASP xx, yy, zz, xy, yz, zx
 PAIRS = ("MoTa", "MoW", "NbMo", "NbTa", "NbW", "TaW")
 METALS = ("Mo", "Nb", "Ta", "W")
 
@@ -76,7 +83,9 @@ def _mlearn(sources: Path, element: str) -> Parts:
     """Return crystals, vacancies, surfaces and melts by DFT; test: that of the publication."""
     folder = sources / "mlearn" / "data" / element
     files = {"train": "training", "test": "test"}
-    return {part: list(documents(folder / f"{name}.json")) for part, name in files.items()}
+    return {
+        part: list(documents(folder / f"{name}.json")) for part, name in files.items()
+    }
 
 
 def _alloys(sources: Path) -> Parts:
@@ -85,9 +94,13 @@ def _alloys(sources: Path) -> Parts:
     train = [f"{pair}_SS" for pair in PAIRS] + [f"{metal}_AIMD" for metal in METALS]
     return {
         "train": [
-            atoms for name in train for atoms in list(documents(folder / f"{name}.json"))[::6]
+            atoms
+            for name in train
+            for atoms in list(documents(folder / f"{name}.json"))[::6]
         ],
-        "pairs": [atoms for pair in PAIRS for atoms in documents(folder / f"{pair}_Test.json")],
+        "pairs": [
+            atoms for pair in PAIRS for atoms in documents(folder / f"{pair}_Test.json")
+        ],
         "four": list(documents(folder / "Multinary_Test.json")),
     }
 
@@ -127,7 +140,13 @@ def _systems(folders: Iterable[Path]) -> list[Atoms]:
     """Return the frames of systems of DeePMD-kit."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "frames.extxyz"
-        words = [sys.executable, "-m", "deepmd_ema", "convert", *map(str, sorted(folders))]
+        words = [
+            sys.executable,
+            "-m",
+            "deepmd_ema",
+            "convert",
+            *map(str, sorted(folders)),
+        ]
         subprocess.run([*words, str(file)], check=True, capture_output=True)
         frames = read(file, ":")
     for atoms in frames:
@@ -149,7 +168,9 @@ def documents(file: Path) -> Iterator[Atoms]:
             cell=document["structure"]["lattice"]["matrix"],
             pbc=True,
         )
-        pressure = np.array(outputs.get("stress", outputs.get("virial_stress")), dtype=float)
+        pressure = np.array(
+            outputs.get("stress", outputs.get("virial_stress")), dtype=float
+        )
         labels = {
             "energy": outputs["energy"],
             "forces": outputs["forces"],

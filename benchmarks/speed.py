@@ -53,11 +53,12 @@ from speed_cases import Case, Runner
 
 STAGES = ("step", "growth", "start", "validation", "checkpoint", "md")
 ROW_S = 0.3  # between two rows of lcurve.out, about
-ROW_ATOMS = 1536  # between two rows of lcurve.out, while the time of a step is not known
-MEMORY_SHARE = 0.8  # of the available memory, which other programs use too
-PERIOD = (
-    24  # steps between two validations or checkpoints: the files of one are written before the next
+ROW_ATOMS = (
+    1536  # between two rows of lcurve.out, while the time of a step is not known
 )
+MEMORY_SHARE = 0.8  # of the available memory, which other programs use too
+# steps between two validations or checkpoints: the files of one are written before the next
+PERIOD = 24
 MD_TRAINING = 200  # steps
 QUICK = {
     "kinds": ["se_e2_a, 96 atoms"],
@@ -94,7 +95,8 @@ def main() -> None:
             able = [
                 r
                 for r in runners
-                if stage != "growth" or not any(r.name in one["failed"] for one in smaller)
+                if stage != "growth"
+                or not any(r.name in one["failed"] for one in smaller)
             ]
             result = _result(stage, case, able, measure, args)
             if result is not None:
@@ -111,7 +113,11 @@ def _arguments() -> argparse.Namespace:
     common.add_common_options(parser)
     speed_cases.add_case_options(parser)
     parser.add_argument(
-        "--stage", nargs="*", default=list(STAGES), choices=STAGES, help="what is measured now"
+        "--stage",
+        nargs="*",
+        default=list(STAGES),
+        choices=STAGES,
+        help="what is measured now",
     )
     parser.add_argument("--turns", type=int, default=5, help="of each program")
     parser.add_argument(
@@ -124,7 +130,10 @@ def _arguments() -> argparse.Namespace:
         help="of steps and growth: processor for a CPU that other programs use too",
     )
     parser.add_argument(
-        "--repeats", type=int, default=3, help="pairs of whole runs: start, validation, checkpoint"
+        "--repeats",
+        type=int,
+        default=3,
+        help="pairs of whole runs: start, validation, checkpoint",
     )
     parser.add_argument(
         "--memory",
@@ -136,10 +145,14 @@ def _arguments() -> argparse.Namespace:
         "--wait", type=float, default=1500.0, help="seconds that a program has to begin"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="one small model, few turns: about two minutes"
+        "--quick",
+        action="store_true",
+        help="one small model, few turns: about two minutes",
     )
     parser.set_defaults(
-        threads=1, stat_batches=10, memory=round(MEMORY_SHARE * _available_memory() / 1e9, 1)
+        threads=1,
+        stat_batches=10,
+        memory=round(MEMORY_SHARE * _available_memory() / 1e9, 1),
     )
     args = parser.parse_args()
     if args.quick:
@@ -154,13 +167,19 @@ def _once(cases: list[Case]) -> list[Case]:
 
 
 def _result(
-    stage: str, case: Case, runners: list[Runner], measure: Measure, args: argparse.Namespace
+    stage: str,
+    case: Case,
+    runners: list[Runner],
+    measure: Measure,
+    args: argparse.Namespace,
 ) -> dict[str, Any] | None:
     """Return the result of a case, which is measured if the stage is chosen and a program has no
     result.
     """
     name = "input" if stage == "start" else case.file_name
-    folder = args.work.resolve() / "speed" / f"{args.device}-{args.threads}" / stage / name
+    folder = (
+        args.work.resolve() / "speed" / f"{args.device}-{args.threads}" / stage / name
+    )
     file, wanted = folder / "result.json", {runner.name for runner in runners}
     known = json.loads(file.read_text()) if file.exists() else None
     if stage in args.stage and not (known and wanted <= set(known["programs"])):
@@ -168,7 +187,9 @@ def _result(
         folder.mkdir(parents=True)
         # those of an earlier call are measured again: only what took turns can be compared
         before = set(known["programs"]) if known else set()
-        again = [runner for runner in speed_cases.RUNNERS if runner.name in before - wanted]
+        again = [
+            runner for runner in speed_cases.RUNNERS if runner.name in before - wanted
+        ]
         known = measure(case, [*runners, *again], _in_folder(args, folder))
         known |= {
             "programs": sorted(wanted | before),
@@ -176,21 +197,35 @@ def _result(
             "clock": args.clock,
         }
         file.write_text(json.dumps(known))
-        print(stage, *case.words, {k: v for k, v in known.items() if k != "times"}, flush=True)
+        print(
+            stage,
+            *case.words,
+            {k: v for k, v in known.items() if k != "times"},
+            flush=True,
+        )
     return known
 
 
 def _in_folder(args: argparse.Namespace, folder: Path) -> argparse.Namespace:
     args = copy.copy(args)
-    args.folder, args.caches = folder, args.work.resolve() / "speed" / "caches" / folder.name
+    args.folder, args.caches = (
+        folder,
+        args.work.resolve() / "speed" / "caches" / folder.name,
+    )
     return args
 
 
 def _write(
-    case: Case, runner: Runner, args: argparse.Namespace, config: dict[str, Any], name: str = ""
+    case: Case,
+    runner: Runner,
+    args: argparse.Namespace,
+    config: dict[str, Any],
+    name: str = "",
 ) -> Path:
     folder = args.folder / (runner.name + name)
-    common.write_input(folder, speed_cases.runner_input(config, case, runner, args.caches))
+    common.write_input(
+        folder, speed_cases.runner_input(config, case, runner, args.caches)
+    )
     return folder
 
 
@@ -198,7 +233,10 @@ def _write(
 
 
 def _steps(
-    case: Case, runners: list[Runner], args: argparse.Namespace, interval: int | None = None
+    case: Case,
+    runners: list[Runner],
+    args: argparse.Namespace,
+    interval: int | None = None,
 ) -> dict[str, Any]:
     """Return seconds per step in the turns of each program, seconds that each took to begin, and
     its peak memory.
@@ -207,7 +245,9 @@ def _steps(
     times: dict[str, list[float]] = {}
     begin, failed, memory = {}, {}, {}
     interval = interval or _interval(case, runners[0], args)
-    epoch = math.ceil(common.count_frames(speed_cases.input_of(case, args)) / case.batch)
+    epoch = math.ceil(
+        common.count_frames(speed_cases.input_of(case, args)) / case.batch
+    )
     try:
         for turn in range(-1, args.turns + 1):
             for runner in runners if turn % 2 else runners[::-1]:
@@ -217,7 +257,9 @@ def _steps(
                         runs[name] = _start(case, runner, args, interval)
                         runs[name].wait_for(0, start + args.wait)
                         begin[name] = time.perf_counter() - start
-                        runs[name].wait_for(epoch if runner.ours else 0, start + args.wait)
+                        runs[name].wait_for(
+                            epoch if runner.ours else 0, start + args.wait
+                        )
                         runs[name].halt()
                     elif name not in failed:
                         seconds = runs[name].turn(
@@ -237,18 +279,29 @@ def _steps(
     return {"times": times, "begin": begin, "failed": failed, "memory": memory}
 
 
-def _growth(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
+def _growth(
+    case: Case, runners: list[Runner], args: argparse.Namespace
+) -> dict[str, Any]:
     """Return times, errors and memory as :func:`_steps`, each turn in a run of its own, and the
     limit in GB.
     """
-    found: dict[str, Any] = {"times": {}, "failed": {}, "memory": {}, "limit": args.memory}
+    found: dict[str, Any] = {
+        "times": {},
+        "failed": {},
+        "memory": {},
+        "limit": args.memory,
+    }
     once = copy.copy(args)
     once.turns, once.stat_batches = 1, 1
     for turn in range(args.turns):
         for runner in runners if turn % 2 else runners[::-1]:
             if runner.name not in found["failed"]:
-                one = _steps(case, [runner], once, max(1, ROW_ATOMS // (case.atoms * case.batch)))
-                found["times"].setdefault(runner.name, []).extend(one["times"].get(runner.name, []))
+                one = _steps(
+                    case, [runner], once, max(1, ROW_ATOMS // (case.atoms * case.batch))
+                )
+                found["times"].setdefault(runner.name, []).extend(
+                    one["times"].get(runner.name, [])
+                )
                 found["failed"] |= one["failed"]
                 found["memory"] |= one["memory"]
     return found
@@ -256,11 +309,15 @@ def _growth(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict
 
 def _available_memory() -> int:
     """Return the bytes that programs can take without swapping."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    lines = dict(
+        line.split(":") for line in Path("/proc/meminfo").read_text().splitlines()
+    )
     return 1024 * int(lines["MemAvailable"].split()[0])
 
 
-def _start(case: Case, runner: Runner, args: argparse.Namespace, interval: int) -> common.HaltedRun:
+def _start(
+    case: Case, runner: Runner, args: argparse.Namespace, interval: int
+) -> common.HaltedRun:
     config = speed_cases.input_of(case, args, disp_freq=interval)
     config["model"]["data_stat_nbatch"] = args.stat_batches
     config = speed_cases.runner_input(config, case, runner, args.caches)
@@ -292,7 +349,9 @@ def _interval(case: Case, runner: Runner, args: argparse.Namespace) -> int:
 # --- whole runs in pairs
 
 
-def _starts(_case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
+def _starts(
+    _case: Case, runners: list[Runner], args: argparse.Namespace
+) -> dict[str, Any]:
     """Return seconds to the first row, with all statistics, with those of the neighbors given, and
     with all given.
     """
@@ -318,9 +377,14 @@ def _starts(_case: Case, runners: list[Runner], args: argparse.Namespace) -> dic
             for runner in chosen if repeat % 2 else reversed(list(chosen)):
                 folder = args.folder / runner.name / kind
                 options = [] if kind == "all" else ["--skip-neighbor-stat"]
-                command, env = runner.command(found), common.environment(args.threads, args.device)
+                command, env = (
+                    runner.command(found),
+                    common.environment(args.threads, args.device),
+                )
                 program = common.Program(
-                    runner.title, tuple(command), found["ours" if runner.ours else "peer"].python
+                    runner.title,
+                    tuple(command),
+                    found["ours" if runner.ours else "peer"].python,
                 )
                 common.write_input(folder, value)
                 if kind == "stored" and not (folder.parent / "stat.hdf5").exists():
@@ -332,12 +396,20 @@ def _starts(_case: Case, runners: list[Runner], args: argparse.Namespace) -> dic
     return {"times": times, "frames": common.count_frames(config)}
 
 
-def _validation(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
+def _validation(
+    case: Case, runners: list[Runner], args: argparse.Namespace
+) -> dict[str, Any]:
     """Return seconds of an evaluation of all validation frames, of which there are ``frames``."""
-    source = common.read_input(args.input, None)["training"]["validation_data"]["systems"][0]
+    source = common.read_input(args.input, None)["training"]["validation_data"][
+        "systems"
+    ][0]
     system = speed_cases.system_of(source, case.times, args.work)
     more = {
-        "training.validation_data": {"systems": [str(system)], "batch_size": 1, "numb_btch": 1},
+        "training.validation_data": {
+            "systems": [str(system)],
+            "batch_size": 1,
+            "numb_btch": 1,
+        },
         "validating": {
             "full_validation": True,
             "validation_freq": PERIOD,
@@ -354,7 +426,9 @@ def _validation(case: Case, runners: list[Runner], args: argparse.Namespace) -> 
     return _more_of_a_step(case, runners, args, more) | {"frames": frames}
 
 
-def _checkpoint(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
+def _checkpoint(
+    case: Case, runners: list[Runner], args: argparse.Namespace
+) -> dict[str, Any]:
     """Return seconds by which a checkpoint with an average makes a step longer."""
     return _more_of_a_step(
         case, runners, args, {"training.save_freq": PERIOD, "training.enable_ema": True}
@@ -375,7 +449,9 @@ def _more_of_a_step(
         for runner in runners if repeat % 2 else runners[::-1]:
             if runner.name in failed:
                 continue
-            folder = _write(case, runner, args, speed_cases.with_options(config, options))
+            folder = _write(
+                case, runner, args, speed_cases.with_options(config, options)
+            )
             env = speed_cases.runner_environment(args, runner, args.caches)
             program = common.Program(runner.title, tuple(runner.command(found)), "")
             try:
@@ -401,7 +477,9 @@ def _extra(rows: dict[int, float], period: int) -> tuple[float, float]:
         step: rows[step + 1] - rows[step] for step in range(2, last)
     }  # the first step is slower
     due = [step for step in range(period, last, period) if step in spent]
-    usual = statistics.median(spent[s] for s in spent if s not in due and s + 1 not in due)
+    usual = statistics.median(
+        spent[s] for s in spent if s not in due and s + 1 not in due
+    )
     return statistics.median(spent[s] + spent[s - 1] - 2 * usual for s in due), usual
 
 
@@ -425,19 +503,34 @@ def _md(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str
             if said is not None:  # what cannot be frozen is an answer too
                 failed[runner.name + suffix] = said
             else:
-                jobs[runner.name + suffix.replace(".dp", "")] = OURS, file, sys.executable
+                jobs[runner.name + suffix.replace(".dp", "")] = (
+                    OURS,
+                    file,
+                    sys.executable,
+                )
     plain = args.folder / f"{runners[0].name}.dp"
     if args.peer is not None and plain.exists():
-        said = _command("peer", args, "convert-backend", str(plain), str(plain.with_suffix(".pth")))
+        said = _command(
+            "peer", args, "convert-backend", str(plain), str(plain.with_suffix(".pth"))
+        )
         if said is not None:
             failed["pt"] = said
         else:
-            jobs["pt"] = PEER, plain.with_suffix(".pth"), common.programs(args.peer)["peer"].python
+            jobs["pt"] = (
+                PEER,
+                plain.with_suffix(".pth"),
+                common.programs(args.peer)["peer"].python,
+            )
     runs = {
-        name: MdRun(*job, args.folder / f"{name}.log", args.threads, args.device, again=True)
+        name: MdRun(
+            *job, args.folder / f"{name}.log", args.threads, args.device, again=True
+        )
         for name, job in jobs.items()
     }
-    steps = {name: 1 + int(args.seconds / 2 / run.block(2).wall) for name, run in runs.items()}
+    steps = {
+        name: 1 + int(args.seconds / 2 / run.block(2).wall)
+        for name, run in runs.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(args.turns):
         for name in list(runs) if turn % 2 else list(runs)[::-1]:
@@ -451,7 +544,9 @@ def _trained_shortly(case: Case, runner: Runner, args: argparse.Namespace) -> Pa
     """Return a run of a few steps, after which atoms do not fall into each other, as with random
     weights they do.
     """
-    config = speed_cases.input_of(case, args, disp_freq=MD_TRAINING, numb_steps=MD_TRAINING)
+    config = speed_cases.input_of(
+        case, args, disp_freq=MD_TRAINING, numb_steps=MD_TRAINING
+    )
     config["learning_rate"] = {
         "type": "exp",
         "start_lr": 1e-3,
@@ -459,7 +554,9 @@ def _trained_shortly(case: Case, runner: Runner, args: argparse.Namespace) -> Pa
         "decay_steps": MD_TRAINING // 10,
     }
     folder = _write(case, runner, args, config, "-run")
-    program = common.Program(runner.title, tuple(runner.command(common.programs(args.peer))), "")
+    program = common.Program(
+        runner.title, tuple(runner.command(common.programs(args.peer))), ""
+    )
     common.train(
         program,
         folder,
@@ -473,7 +570,10 @@ def _command(program: str, args: argparse.Namespace, *words: str) -> str | None:
     """Run a command of a program, and return the end of what it says if it fails."""
     env = common.environment(args.threads, args.device)
     found = common.programs(args.peer)
-    command = [*(found["ours"].command if program == "ours" else found["peer"].command[:1]), *words]
+    command = [
+        *(found["ours"].command if program == "ours" else found["peer"].command[:1]),
+        *words,
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     return done.stderr[-2000:] if done.returncode else None
 

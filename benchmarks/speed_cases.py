@@ -52,9 +52,9 @@ class Case:
     @property
     def file_name(self) -> str:
         """Name of its results."""
-        return f"{self.name}-{self.precision}-{self.batch}-{self.atoms}".replace(", ", "-").replace(
-            " ", "_"
-        )
+        return f"{self.name}-{self.precision}-{self.batch}-{self.atoms}".replace(
+            ", ", "-"
+        ).replace(" ", "_")
 
     @property
     def words(self) -> list[str]:
@@ -83,14 +83,21 @@ class Runner:
     def command(self, found: dict[str, common.Program]) -> list[str]:
         """Return the first words of its command line."""
         return (
-            list(found["ours"].command) if self.ours else [found["peer"].command[0], self.backend]
+            list(found["ours"].command)
+            if self.ours
+            else [found["peer"].command[0], self.backend]
         )
 
 
 COMPILED = {"training.enable_compile": True}
 RUNNERS = [
     Runner("eager", "dp-ema", True),
-    Runner("compiled", "dp-ema, compiled", True, COMPILED | {"validating.compiled_infer": False}),
+    Runner(
+        "compiled",
+        "dp-ema, compiled",
+        True,
+        COMPILED | {"validating.compiled_infer": False},
+    ),
     Runner("pt", "dp --pt", False, {}, "--pt"),
     Runner("pt_expt", "dp --pt-expt", False, {}, "--pt-expt"),
     Runner("pt_expt_compiled", "dp --pt-expt, compiled", False, COMPILED, "--pt-expt"),
@@ -100,17 +107,31 @@ RUNNERS = [
 def add_case_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose what is measured."""
     parser.add_argument(
-        "--kinds", nargs="+", help=f"names in {MODELS.name} and {CASES.name}; all if not given"
+        "--kinds",
+        nargs="+",
+        help=f"names in {MODELS.name} and {CASES.name}; all if not given",
     )
     parser.add_argument(
-        "--precision", nargs="+", default=["float64", "float32"], choices=("float64", "float32")
+        "--precision",
+        nargs="+",
+        default=["float64", "float32"],
+        choices=("float64", "float32"),
     )
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], help="frames per step")
     parser.add_argument(
-        "--atoms", nargs="+", type=int, default=[192, 768, 1536, 5184, 12288], help="stage growth"
+        "--batch", nargs="+", type=int, default=[1, 8], help="frames per step"
     )
     parser.add_argument(
-        "--programs", nargs="+", default=["eager", "pt"], choices=[r.name for r in RUNNERS]
+        "--atoms",
+        nargs="+",
+        type=int,
+        default=[192, 768, 1536, 5184, 12288],
+        help="stage growth",
+    )
+    parser.add_argument(
+        "--programs",
+        nargs="+",
+        default=["eager", "pt"],
+        choices=[r.name for r in RUNNERS],
     )
     parser.add_argument(
         "--set",
@@ -131,9 +152,15 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
         if kind not in known:
             raise SystemExit(f'--kinds "{kind}" is unknown. Known: {", ".join(known)}.')
         one = known[kind]
-        shape = models[one["model"]], one.get("fitting", FITTING), tuple(one.get("times", DOUBLED))
+        shape = (
+            models[one["model"]],
+            one.get("fitting", FITTING),
+            tuple(one.get("times", DOUBLED)),
+        )
         found += [
-            Case(kind, *shape, p, n, one.get("set", {})) for p in args.precision for n in args.batch
+            Case(kind, *shape, p, n, one.get("set", {}))
+            for p in args.precision
+            for n in args.batch
         ]
     return found
 
@@ -146,7 +173,11 @@ def growth_cases(args: argparse.Namespace) -> list[Case]:
         batch=args.batch[:1],
         atoms=args.atoms,
     )
-    return [replace(case, times=times_of(n)) for case in cases_of(args) for n in sorted(args.atoms)]
+    return [
+        replace(case, times=times_of(n))
+        for case in cases_of(args)
+        for n in sorted(args.atoms)
+    ]
 
 
 def times_of(atoms: int) -> tuple[int, int, int]:
@@ -160,7 +191,12 @@ def times_of(atoms: int) -> tuple[int, int, int]:
             "example."
         )
     divisors = [n for n in range(1, cells + 1) if cells % n == 0]
-    shapes = [(cells // b // c, b, c) for c in divisors for b in divisors if cells % (b * c) == 0]
+    shapes = [
+        (cells // b // c, b, c)
+        for c in divisors
+        for b in divisors
+        if cells % (b * c) == 0
+    ]
     return min(shapes, key=lambda shape: (sum(shape), -shape[0], -shape[1]))
 
 
@@ -177,11 +213,16 @@ def runners_of(args: argparse.Namespace) -> list[Runner]:
             raise SystemExit(f'--set "{word}": expected NAME:KEY=VALUE[,KEY=VALUE].')
         extra.append(
             Runner(
-                name, f"dp-ema, {name}", True, {key: _value(text) for key, text in options.items()}
+                name,
+                f"dp-ema, {name}",
+                True,
+                {key: _value(text) for key, text in options.items()},
             )
         )
     ours = [runner for runner in named if runner.ours] + extra
-    return ours + [runner for runner in named if not runner.ours and args.peer is not None]
+    return ours + [
+        runner for runner in named if not runner.ours and args.peer is not None
+    ]
 
 
 def input_of(case: Case, args: argparse.Namespace, **training: Any) -> dict[str, Any]:
@@ -194,7 +235,9 @@ def input_of(case: Case, args: argparse.Namespace, **training: Any) -> dict[str,
         **training: options of the section ``training``.
     """
     config = common.bare(common.read_input(args.input, args.data))
-    system = system_of(config["training"]["training_data"]["systems"][0], case.times, args.work)
+    system = system_of(
+        config["training"]["training_data"]["systems"][0], case.times, args.work
+    )
     config["training"] |= {
         "numb_steps": 10**7,
         "training_data": {"systems": [str(system)], "batch_size": case.batch},
@@ -217,11 +260,19 @@ def system_of(source: str, times: tuple[int, int, int], work: Path) -> Path:
     """Return the frames of a system with their cells repeated, which are written if they are not
     there.
     """
-    folder = work.resolve() / "speed" / "data" / f"{Path(source).name}-{'x'.join(map(str, times))}"
+    folder = (
+        work.resolve()
+        / "speed"
+        / "data"
+        / f"{Path(source).name}-{'x'.join(map(str, times))}"
+    )
     if not folder.exists():
         cells = times[0] * times[1] * times[2]
         common.write_repeated(
-            Path(source), folder, times, min(MAX_FRAMES, max(8, MAX_ATOMS // (CELL_ATOMS * cells)))
+            Path(source),
+            folder,
+            times,
+            min(MAX_FRAMES, max(8, MAX_ATOMS // (CELL_ATOMS * cells))),
         )
     return folder
 
@@ -231,13 +282,19 @@ def with_options(config: dict[str, Any], *options: dict[str, Any]) -> dict[str, 
     hybrid gets them.
     """
     config = copy.deepcopy(config)
-    for key, value in ((key, value) for given in options for key, value in given.items()):
+    for key, value in (
+        (key, value) for given in options for key, value in given.items()
+    ):
         *path, last = key.split(".")
         sections = [config]
         for name in path:
             sections = [section.setdefault(name, {}) for section in sections]
             if name == "descriptor":
-                sections = [part for section in sections for part in section.get("list", [section])]
+                sections = [
+                    part
+                    for section in sections
+                    for part in section.get("list", [section])
+                ]
         for section in sections:
             section[last] = copy.deepcopy(value)
     return config
@@ -253,10 +310,14 @@ def runner_input(
     return config
 
 
-def runner_environment(args: argparse.Namespace, runner: Runner, caches: Path) -> dict[str, str]:
+def runner_environment(
+    args: argparse.Namespace, runner: Runner, caches: Path
+) -> dict[str, str]:
     """Return the environment of one program; DeePMD-kit keeps compiled code below ``caches``."""
     env = common.environment(args.threads, args.device)
-    return env if runner.ours else env | {"TORCHINDUCTOR_CACHE_DIR": str(caches / "peer")}
+    return (
+        env if runner.ours else env | {"TORCHINDUCTOR_CACHE_DIR": str(caches / "peer")}
+    )
 
 
 def _value(text: str) -> Any:

@@ -14,7 +14,9 @@ from speed_cases import Case, Runner
 Found = dict[tuple[str, Case], dict[str, Any]]
 Table = tuple[list[str], list[list[str]]]
 CASE = ["model", "precision", "batch", "atoms"]
-MEMORY_ERRORS = r"out of memory|(?:can't|unable to|cannot) allocate|MemoryError|bad_alloc"
+MEMORY_ERRORS = (
+    r"out of memory|(?:can't|unable to|cannot) allocate|MemoryError|bad_alloc"
+)
 MEMORY = {
     "cpu": "Largest resident size of the main process",
     "cuda": "Most that torch has allocated",
@@ -31,8 +33,16 @@ def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
     for title, note, make in (
         ("Training steps", f"{SPREAD} {_clock_note(found, 'step')}", _step_rows),
         ("Peak memory of these runs", _memory_note(args.device), _memory_rows),
-        ("Growth with the atoms of a frame", _growth_note(found, args.device), _growth_rows),
-        ("Start of a run", "Seconds from the command to the first row, medians.", _start_rows),
+        (
+            "Growth with the atoms of a frame",
+            _growth_note(found, args.device),
+            _growth_rows,
+        ),
+        (
+            "Start of a run",
+            "Seconds from the command to the first row, medians.",
+            _start_rows,
+        ),
         (
             "Full validation",
             "Frames per second; the time by which a step takes longer.",
@@ -57,7 +67,9 @@ def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
     loads = [result["load"] for result in found.values()]
     span = f"{min(loads):.1f} to {max(loads):.1f}" if loads else "unknown"
     where = common.machine(common.programs(args.peer), args.threads, args.device)
-    return "\n\n".join([*parts, f"Load of the machine while measuring: {span}.  \nOn {where}."])
+    return "\n\n".join(
+        [*parts, f"Load of the machine while measuring: {span}.  \nOn {where}."]
+    )
 
 
 def _clock_note(found: Found, stage: str) -> str:
@@ -73,7 +85,9 @@ def _chosen(found: Found, stage: str) -> list[tuple[Case, dict[str, Any]]]:
 
 
 def _medians(values: dict[str, list[float]]) -> dict[str, float]:
-    return {name: statistics.median(numbers) for name, numbers in values.items() if numbers}
+    return {
+        name: statistics.median(numbers) for name, numbers in values.items() if numbers
+    }
 
 
 def _ratios(times: dict[str, list[float]], runners: list[Runner]) -> list[str]:
@@ -82,21 +96,39 @@ def _ratios(times: dict[str, list[float]], runners: list[Runner]) -> list[str]:
     if not peers:
         return [""] * sum(r.ours for r in runners)
     fastest = min(peers, key=lambda name: statistics.median(peers[name]))
-    return [common.format_ratio(peers[fastest], times.get(r.name, [])) for r in runners if r.ours]
+    return [
+        common.format_ratio(peers[fastest], times.get(r.name, []))
+        for r in runners
+        if r.ours
+    ]
 
 
-def _table(found: Found, stage: str, runners: list[Runner], unit: str, cells: Any) -> Table:
+def _table(
+    found: Found, stage: str, runners: list[Runner], unit: str, cells: Any
+) -> Table:
     """Return a table with a cell of ``cells(seconds, result)`` for each program, and ratios of
     times.
     """
     rows = []
     for case, result in _chosen(found, stage):
         medians = _medians(result["times"])
-        shown = [cells(medians[r.name], result) if r.name in medians else "" for r in runners]
+        shown = [
+            cells(medians[r.name], result) if r.name in medians else "" for r in runners
+        ]
         rows.append(
-            [*case.words, *shown, *_ratios(result["times"], runners), f"{result['load']:.1f}"]
+            [
+                *case.words,
+                *shown,
+                *_ratios(result["times"], runners),
+                f"{result['load']:.1f}",
+            ]
         )
-    header = [*CASE, *(f"{r.title}, {unit}" for r in runners), *_ratio_titles(runners), "load"]
+    header = [
+        *CASE,
+        *(f"{r.title}, {unit}" for r in runners),
+        *_ratio_titles(runners),
+        "load",
+    ]
     return header, rows
 
 
@@ -107,14 +139,18 @@ def _ratio_titles(runners: list[Runner]) -> list[str]:
 
 
 def _step_rows(found: Found, runners: list[Runner]) -> Table:
-    return _table(found, "step", runners, "ms", lambda seconds, _: f"{1000 * seconds:.1f}")
+    return _table(
+        found, "step", runners, "ms", lambda seconds, _: f"{1000 * seconds:.1f}"
+    )
 
 
 def _memory_rows(found: Found, runners: list[Runner]) -> Table:
     rows = []
     for case, result in _chosen(found, "step"):
         memory = result["memory"]
-        shown = [f"{memory[r.name] / 1e6:.0f}" if r.name in memory else "" for r in runners]
+        shown = [
+            f"{memory[r.name] / 1e6:.0f}" if r.name in memory else "" for r in runners
+        ]
         peers = [memory[r.name] for r in runners if not r.ours and r.name in memory]
         ratios = [
             f"{min(peers) / memory[r.name]:.2f}" if peers and memory.get(r.name) else ""
@@ -126,7 +162,9 @@ def _memory_rows(found: Found, runners: list[Runner]) -> Table:
 
 
 def _growth_note(found: Found, device: str) -> str:
-    limits = sorted({f"{result['limit']:g} GB" for _, result in _chosen(found, "growth")})
+    limits = sorted(
+        {f"{result['limit']:g} GB" for _, result in _chosen(found, "growth")}
+    )
     where = ", ".join(limits) if device == "cpu" else "what the device has"
     return (
         f"Milliseconds of a step; {MEMORY[device].lower()}, GB. Each turn is a run of its own, "
@@ -138,7 +176,11 @@ def _growth_note(found: Found, device: str) -> str:
 def _growth_rows(found: Found, runners: list[Runner]) -> Table:
     rows = []
     for case, result in _chosen(found, "growth"):
-        medians, memory, failed = _medians(result["times"]), result["memory"], result["failed"]
+        medians, memory, failed = (
+            _medians(result["times"]),
+            result["memory"],
+            result["failed"],
+        )
         shown = [
             _reason(failed[r.name])
             if r.name in failed
@@ -148,9 +190,19 @@ def _growth_rows(found: Found, runners: list[Runner]) -> Table:
             for r in runners
         ]
         rows.append(
-            [*case.words, *shown, *_ratios(result["times"], runners), f"{result['load']:.1f}"]
+            [
+                *case.words,
+                *shown,
+                *_ratios(result["times"], runners),
+                f"{result['load']:.1f}",
+            ]
         )
-    return [*CASE, *(f"{r.title}, ms; GB" for r in runners), *_ratio_titles(runners), "load"], rows
+    return [
+        *CASE,
+        *(f"{r.title}, ms; GB" for r in runners),
+        *_ratio_titles(runners),
+        "load",
+    ], rows
 
 
 def _reason(text: str) -> str:
@@ -184,8 +236,12 @@ def plot_growth(found: Found, runners: list[Runner], file: Path) -> None:
                 statistics.median(result["times"][runner.name]),
                 result["memory"][runner.name] / 1e9,
             )
-            lines.setdefault((case.name, case.precision, runner), []).append((case.atoms, *numbers))
-    for k, (panel, label) in enumerate(zip(panels, ("seconds of a step", "peak memory, GB"))):
+            lines.setdefault((case.name, case.precision, runner), []).append(
+                (case.atoms, *numbers)
+            )
+    for k, (panel, label) in enumerate(
+        zip(panels, ("seconds of a step", "peak memory, GB"))
+    ):
         for (name, precision, runner), points in lines.items():
             panel.loglog(
                 *zip(*[(p[0], p[1 + k]) for p in points]),
@@ -194,7 +250,10 @@ def plot_growth(found: Found, runners: list[Runner], file: Path) -> None:
             )
         panel.set(xlabel="atoms of a frame", ylabel=label)
         panel.set_xticks(
-            atoms := sorted({point[0] for points in lines.values() for point in points}), atoms
+            atoms := sorted(
+                {point[0] for points in lines.values() for point in points}
+            ),
+            atoms,
         )
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter("{x:g}")
@@ -208,7 +267,9 @@ def plot_growth(found: Found, runners: list[Runner], file: Path) -> None:
 def _start_rows(found: Found, runners: list[Runner]) -> Table:
     rows = []
     for _, result in _chosen(found, "start"):
-        known = {r: result["times"][r.name] for r in runners if r.name in result["times"]}
+        known = {
+            r: result["times"][r.name] for r in runners if r.name in result["times"]
+        }
         for runner, times in known.items():
             at = _medians(times)
             parts = (
@@ -220,8 +281,12 @@ def _start_rows(found: Found, runners: list[Runner]) -> Table:
                 if "all" in at
                 else ["", "", ""]
             )
-            rows.append([runner.title, str(result["frames"]), *parts, f"{at['numbers']:.2f}"])
-        ours, peers = ([t for r, t in known.items() if r.ours is which] for which in (True, False))
+            rows.append(
+                [runner.title, str(result["frames"]), *parts, f"{at['numbers']:.2f}"]
+            )
+        ours, peers = (
+            [t for r, t in known.items() if r.ours is which] for which in (True, False)
+        )
         if ours and peers:
             ratios = [
                 common.format_ratio(peers[0].get(k, []), ours[0].get(k, []))
@@ -264,7 +329,11 @@ def _checkpoint_rows(found: Found, runners: list[Runner]) -> Table:
                 )
             cells.append(words)
         rows.append([*case.words[:2], *cells, f"{result['load']:.1f}"])
-    return [*CASE[:2], *(f"{r.title}, ms (range); steps" for r in runners), "load"], rows
+    return [
+        *CASE[:2],
+        *(f"{r.title}, ms (range); steps" for r in runners),
+        "load",
+    ], rows
 
 
 def _md_rows(found: Found, runners: list[Runner]) -> Table:

@@ -42,12 +42,21 @@ def main() -> None:
     args = _arguments()
     recipes = json.loads(RECIPES.read_text())
     keys = [(name, seed) for name in args.sets for seed in args.seeds]
-    found: dict[str, dict[tuple[Any, ...], dict[str, float]]] = {stage: {} for stage in STAGES}
+    found: dict[str, dict[tuple[Any, ...], dict[str, float]]] = {
+        stage: {} for stage in STAGES
+    }
     for name, seed in keys:
         for target in args.targets:
             config = _peer_input(name, seed, target, recipes)
             _note(found, "targets", (name, seed, target), args, config, _trained_peer)
-            _note(found, "reach", (name, seed, f"same-{target}"), args, config, _trained_same)
+            _note(
+                found,
+                "reach",
+                (name, seed, f"same-{target}"),
+                args,
+                config,
+                _trained_same,
+            )
         for recipe in recipes["precisions"]:
             _note(
                 found,
@@ -74,10 +83,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sets", nargs="+", default=["water", "molecules"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument(
-        "--targets", nargs="*", default=list(TARGETS), choices=TARGETS, help="trained by DeePMD-kit"
+        "--targets",
+        nargs="*",
+        default=list(TARGETS),
+        choices=TARGETS,
+        help="trained by DeePMD-kit",
     )
     parser.add_argument(
-        "--stage", nargs="*", default=list(STAGES), choices=STAGES, help="what is measured now"
+        "--stage",
+        nargs="*",
+        default=list(STAGES),
+        choices=STAGES,
+        help="what is measured now",
     )
     return parser.parse_args()
 
@@ -91,7 +108,9 @@ def _note(
     measure: Any,
 ) -> None:
     """Enter the result of a run, which is made if its stage is chosen and it does not exist."""
-    folder = args.work.resolve() / "time_to_accuracy" / "-".join(map(str, (stage, *key)))
+    folder = (
+        args.work.resolve() / "time_to_accuracy" / "-".join(map(str, (stage, *key)))
+    )
     file = folder / "result.json"
     if file.exists() and json.loads((folder / "input.json").read_text()) == config:
         found[stage][key] = json.loads(file.read_text())
@@ -109,13 +128,17 @@ def _example(name: str, seed: int) -> dict[str, Any]:
     return common.with_seed(common.bare(config), seed)
 
 
-def _peer_input(name: str, seed: int, target: str, recipes: dict[str, Any]) -> dict[str, Any]:
+def _peer_input(
+    name: str, seed: int, target: str, recipes: dict[str, Any]
+) -> dict[str, Any]:
     config = _example(name, seed)
     config["training"]["disp_freq"] = PEER_ROW
     return with_options(config, recipes["own schedule"] if target == "own" else {})
 
 
-def _our_input(name: str, seed: int, recipe: str, recipes: dict[str, Any]) -> dict[str, Any]:
+def _our_input(
+    name: str, seed: int, recipe: str, recipes: dict[str, Any]
+) -> dict[str, Any]:
     return with_options(
         _example(name, seed),
         recipes["recipe"],
@@ -146,7 +169,10 @@ def _train_and_test(
     key: str, model: str, folder: Path, config: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, float]:
     """Return RMSEs on the validation frames of the example, in meV."""
-    program, env = common.programs(args.peer)[key], common.environment(args.threads, args.device)
+    program, env = (
+        common.programs(args.peer)[key],
+        common.environment(args.threads, args.device),
+    )
     common.train(program, folder, env, "--skip-neighbor-stat")
     (folder / "systems.txt").write_text("\n".join(_validation_systems(config)) + "\n")
     errors = common.read_errors(
@@ -164,7 +190,10 @@ def _validation_systems(config: dict[str, Any]) -> list[str]:
 def _timed_here(
     folder: Path, _config: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, float]:
-    program, env = common.programs(None)["ours"], common.environment(args.threads, args.device)
+    program, env = (
+        common.programs(None)["ours"],
+        common.environment(args.threads, args.device),
+    )
     watched = common.train(program, folder, env)
     return {
         "seconds": watched.end - watched.start,
@@ -172,15 +201,26 @@ def _timed_here(
     }
 
 
-def _timed_peer(folder: Path, config: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
-    program, env = common.programs(args.peer)["peer"], common.environment(args.threads, args.device)
+def _timed_peer(
+    folder: Path, config: dict[str, Any], args: argparse.Namespace
+) -> dict[str, float]:
+    program, env = (
+        common.programs(args.peer)["peer"],
+        common.environment(args.threads, args.device),
+    )
     steps = config["training"]["numb_steps"]
-    common.write_input(folder, with_options(config, {"training.numb_steps": PEER_STEPS}))
+    common.write_input(
+        folder, with_options(config, {"training.numb_steps": PEER_STEPS})
+    )
     # its statistics of neighbors take the atoms of open molecules for overlapping
     is_open = Path(config["training"]["training_data"]["systems"][0], "nopbc").exists()
     watched = common.train(program, folder, env, *["--skip-neighbor-stat"] * is_open)
-    (folder / "input.json").write_text(json.dumps(config, indent=2))  # by which a result is known
-    per_step = (watched.rows[PEER_STEPS] - watched.rows[2 * PEER_ROW]) / (PEER_STEPS - 2 * PEER_ROW)
+    (folder / "input.json").write_text(
+        json.dumps(config, indent=2)
+    )  # by which a result is known
+    per_step = (watched.rows[PEER_STEPS] - watched.rows[2 * PEER_ROW]) / (
+        PEER_STEPS - 2 * PEER_ROW
+    )
     start = min(watched.rows.values()) - watched.start
     return {
         "seconds": watched.end - watched.start + (steps - PEER_STEPS) * per_step,
@@ -192,7 +232,9 @@ def _timed_peer(folder: Path, config: dict[str, Any], args: argparse.Namespace) 
 # --- page
 
 
-def _page(found: dict[str, Any], recipes: dict[str, Any], args: argparse.Namespace) -> str:
+def _page(
+    found: dict[str, Any], recipes: dict[str, Any], args: argparse.Namespace
+) -> str:
     parts = [
         f"# Wall time to the accuracy of DeePMD-kit's schedule, {common.today()}",
         "DeePMD-kit trains the input of the example, as it is (`example`) and with the learning "
@@ -208,7 +250,9 @@ def _page(found: dict[str, Any], recipes: dict[str, Any], args: argparse.Namespa
     for name in args.sets:
         rows = []
         for target in args.targets:
-            numbers = [found["targets"].get((name, seed, target)) for seed in args.seeds]
+            numbers = [
+                found["targets"].get((name, seed, target)) for seed in args.seeds
+            ]
             seconds = [found["time"].get((name, seed, "peer")) for seed in args.seeds]
             steps = _example(name, 1)["training"]["numb_steps"]
             rows.append(
@@ -221,9 +265,17 @@ def _page(found: dict[str, Any], recipes: dict[str, Any], args: argparse.Namespa
                     "",
                 ]
             )
-            numbers = [found["reach"].get((name, seed, f"same-{target}")) for seed in args.seeds]
+            numbers = [
+                found["reach"].get((name, seed, f"same-{target}"))
+                for seed in args.seeds
+            ]
             rows.append(
-                [f"dp-ema, {target}", str(steps), *_cells(numbers, UNITS), *[""] * (len(TIMES) + 2)]
+                [
+                    f"dp-ema, {target}",
+                    str(steps),
+                    *_cells(numbers, UNITS),
+                    *[""] * (len(TIMES) + 2),
+                ]
             )
         for recipe in recipes["precisions"]:
             numbers = [found["reach"].get((name, seed, recipe)) for seed in args.seeds]
@@ -236,9 +288,16 @@ def _page(found: dict[str, Any], recipes: dict[str, Any], args: argparse.Namespa
                 *_cells(seconds, TIMES),
             ]
             rows.append(
-                [*row, _ratio(found, name, recipe, args), _reached(found, name, recipe, args)]
+                [
+                    *row,
+                    _ratio(found, name, recipe, args),
+                    _reached(found, name, recipe, args),
+                ]
             )
-        words = [*(f"{quantity}, {unit}" for quantity, unit in UNITS.items()), *TIMES.values()]
+        words = [
+            *(f"{quantity}, {unit}" for quantity, unit in UNITS.items()),
+            *TIMES.values(),
+        ]
         header = ["run", "steps", *words, "dp --pt / dp-ema", "seeds that reach it"]
         parts += [
             f"## {name}",
@@ -250,35 +309,49 @@ def _page(found: dict[str, Any], recipes: dict[str, Any], args: argparse.Namespa
 
 def _cells(results: list[dict[str, float] | None], names: Any) -> list[str]:
     known = [result for result in results if result is not None]
-    return [median_and_each([result[name] for result in known]) if known else "" for name in names]
+    return [
+        median_and_each([result[name] for result in known]) if known else ""
+        for name in names
+    ]
 
 
-def _ratio(found: dict[str, Any], name: str, recipe: str, args: argparse.Namespace) -> str:
+def _ratio(
+    found: dict[str, Any], name: str, recipe: str, args: argparse.Namespace
+) -> str:
     """Return by how much longer DeePMD-kit takes; the time of its steps does not depend on the
     target.
     """
     times = [
-        [found["time"].get((name, seed, key)) for seed in args.seeds] for key in ("peer", recipe)
+        [found["time"].get((name, seed, key)) for seed in args.seeds]
+        for key in ("peer", recipe)
     ]
     pairs = [
-        (theirs["seconds"], ours["seconds"]) for theirs, ours in zip(*times) if theirs and ours
+        (theirs["seconds"], ours["seconds"])
+        for theirs, ours in zip(*times)
+        if theirs and ours
     ]
     return common.format_ratio(*zip(*pairs)) if pairs else ""
 
 
-def _reached(found: dict[str, Any], name: str, recipe: str, args: argparse.Namespace) -> str:
+def _reached(
+    found: dict[str, Any], name: str, recipe: str, args: argparse.Namespace
+) -> str:
     """Return of how many seeds both errors are no larger than those of DeePMD-kit with the same
     seed.
     """
     words = []
     for target in args.targets:
         pairs = [
-            (found["reach"].get((name, s, recipe)), found["targets"].get((name, s, target)))
+            (
+                found["reach"].get((name, s, recipe)),
+                found["targets"].get((name, s, target)),
+            )
             for s in args.seeds
         ]
         known = [(ours, theirs) for ours, theirs in pairs if ours and theirs]
         number = sum(
-            all(ours[quantity] <= theirs[quantity] for quantity in UNITS) for ours, theirs in known
+            all(ours[quantity] <= theirs[quantity] for quantity in UNITS)
+            for ours, theirs in known
         )
         words.append(f"{target} {number} of {len(known)}")
     return ", ".join(words)

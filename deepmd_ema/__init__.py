@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Potential", "TrainedRun", "__version__", "train"]
 
-_PLACES = {"Potential": "infer.potential", "TrainedRun": "training.run", "train": "training.run"}
+_PLACES = {
+    "Potential": "infer.potential",
+    "TrainedRun": "training.run",
+    "train": "training.run",
+}
 
 
 def __getattr__(name: str) -> Any:

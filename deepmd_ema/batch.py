@@ -150,7 +150,9 @@ class Batch:
     @property
     def num_real(self) -> tuple[int, int]:
         """Numbers of frames and of atoms without those with which the batch was filled up."""
-        return self.num_frames - self.num_dummies[0], self.atom_type.shape[0] - self.num_dummies[1]
+        return self.num_frames - self.num_dummies[0], self.atom_type.shape[
+            0
+        ] - self.num_dummies[1]
 
     @property
     def occupied(self) -> Tensor:
@@ -158,25 +160,36 @@ class Batch:
         num_atoms, total = self.neighbor.shape
         # An atom can be its own neighbor, through an image, so that neighbor == atom does not mean
         # an empty slot. The slots of all neighbors are in `reverse`; the entry A * K is for none.
-        flat = torch.zeros(num_atoms * total + 1, dtype=torch.bool, device=self.neighbor.device)
-        return flat.index_fill(0, self.reverse.flatten(), True)[:-1].view(num_atoms, total)
+        flat = torch.zeros(
+            num_atoms * total + 1, dtype=torch.bool, device=self.neighbor.device
+        )
+        return flat.index_fill(0, self.reverse.flatten(), True)[:-1].view(
+            num_atoms, total
+        )
 
     @property
     def first_type(self) -> Tensor:
         """(F,) int64, type of the first atom of each frame, in the order of the files."""
-        return self.in_file_order(self.atom_type)[self.num_atoms.cumsum(0) - self.num_atoms]
+        return self.in_file_order(self.atom_type)[
+            self.num_atoms.cumsum(0) - self.num_atoms
+        ]
 
     @property
     def place_in_frame(self) -> Tensor:
         """(A,) int64, place of each atom in its frame, as in the files."""
-        return self.atom_order - (self.num_atoms.cumsum(0) - self.num_atoms)[self.atom_frame]
+        return (
+            self.atom_order
+            - (self.num_atoms.cumsum(0) - self.num_atoms)[self.atom_frame]
+        )
 
     @property
     def neighbor_type(self) -> Tensor:
         """(A, K) int64, type of each neighbor; that of the atom itself where there is none."""
         return self.atom_type[self.neighbor]
 
-    def within(self, rcut: float | None = None, most: int | None = None) -> Neighborhood:
+    def within(
+        self, rcut: float | None = None, most: int | None = None
+    ) -> Neighborhood:
         """Return the nearest neighbors of each atom within a cutoff.
 
         One list of the largest cutoff serves all parts of a model: parts with a shorter cutoff take
@@ -195,7 +208,9 @@ class Batch:
         # a width that the layout announced was trimmed on the host when the batch was collated;
         # the number of occupied slots is not known here without waiting for the device
         trimmed = [
-            slots for cutoff, number, slots in self.inner if (cutoff, number) == (rcut, most)
+            slots
+            for cutoff, number, slots in self.inner
+            if (cutoff, number) == (rcut, most)
         ]
         if trimmed:
             width = trimmed[0]
@@ -242,7 +257,9 @@ class Batch:
 
     def as_padding(self) -> Batch:
         """Return the batch with all labels marked as missing, without part in losses and errors."""
-        has_label = {name: torch.zeros_like(flags) for name, flags in self.has_label.items()}
+        has_label = {
+            name: torch.zeros_like(flags) for name, flags in self.has_label.items()
+        }
         return replace(self, has_label=has_label, padding=True)
 
     def pack(self, pin: bool = False) -> PackedBatch:
@@ -252,7 +269,10 @@ class Batch:
         """
         layout = PackedLayout.of(self)
         data = torch.empty(
-            layout.num_bytes, dtype=torch.uint8, device=self.vector.device, pin_memory=pin
+            layout.num_bytes,
+            dtype=torch.uint8,
+            device=self.vector.device,
+            pin_memory=pin,
         )
         targets = _tensors(layout.view(data))
         for (_, _, target), (_, _, source) in zip(targets, _tensors(self), strict=True):
@@ -320,7 +340,9 @@ class PackedLayout:
         for name, key, tensor in _tensors(batch):
             # `end` is a multiple of ALIGNMENT, and so of the size of any number
             size = tensor.element_size()
-            places.append(PackedTensor(name, key, tensor.dtype, tuple(tensor.shape), end // size))
+            places.append(
+                PackedTensor(name, key, tensor.dtype, tuple(tensor.shape), end // size)
+            )
             end += -(-tensor.numel() * size // ALIGNMENT) * ALIGNMENT  # rounded up
         host = tuple((name, getattr(batch, name)) for name in _HOST_FIELDS)
         return cls(tuple(places), host, end)
@@ -329,7 +351,9 @@ class PackedLayout:
         """Return the batch whose tensors are views of ``data`` (num_bytes,) uint8."""
         # one view of the buffer per type of numbers, then one call per tensor: slices and reshapes
         # would be two or three
-        typed = {dtype: data.view(dtype) for dtype in {place.dtype for place in self.tensors}}
+        typed = {
+            dtype: data.view(dtype) for dtype in {place.dtype for place in self.tensors}
+        }
         values: dict[str, Any] = {name: {} for name in _MAPPINGS}
         for name, key, dtype, shape, start in self.tensors:
             whole = typed[dtype]

@@ -87,7 +87,9 @@ class DP(Calculator):
         self._neighbors = KeptPairs(skin) if skin else None
         self._conditions: dict[str, Any] = {}
         self.potential = (
-            model if isinstance(model, Potential) else Potential(model, device=device, head=head)
+            model
+            if isinstance(model, Potential)
+            else Potential(model, device=device, head=head)
         )
         if not self.potential.predicts_energies:
             label = self.potential.config.fitting_net.labels[0]
@@ -133,12 +135,16 @@ class DP(Calculator):
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
         """Return names of changes since the last calculation, ``info`` for frame parameters."""
-        changes: list[str] = [] if self._is_same(atoms) else super().check_state(atoms, tol)
+        changes: list[str] = (
+            [] if self._is_same(atoms) else super().check_state(atoms, tol)
+        )
         if changes:
             return changes
         # ASE does not compare atoms.info
         for name, value in self._conditions_of(atoms).items():
-            if not np.array_equal(np.asarray(value), np.asarray(self._conditions.get(name))):
+            if not np.array_equal(
+                np.asarray(value), np.asarray(self._conditions.get(name))
+            ):
                 return ["info"]
         return []
 
@@ -159,7 +165,9 @@ class DP(Calculator):
         assert now is not None, "ASE has set it"
         self._conditions = self._conditions_of(now)
         frame = now.get_positions(), self._types(now), self._box(now)
-        prediction = self.potential.evaluate(*frame, **self._conditions, kept=self._neighbors)
+        prediction = self.potential.evaluate(
+            *frame, **self._conditions, kept=self._neighbors
+        )
         if not self.potential.predicts_energies:
             self.results = {prediction.name: prediction.value[0]}
             return
@@ -229,7 +237,9 @@ class DP(Calculator):
         place = {symbol: k for k, symbol in enumerate(type_map)}
         if unknown := sorted(set(symbols) - place.keys()):
             advice = did_you_mean(unknown[0], type_map)
-            raise UserError(f"the element {unknown[0]} of the atoms is not in the model. {advice}")
+            raise UserError(
+                f"the element {unknown[0]} of the atoms is not in the model. {advice}"
+            )
         return np.array([place[symbol] for symbol in symbols], np.int64)
 
     def _box(self, atoms: Atoms) -> Any:

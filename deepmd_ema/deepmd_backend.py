@@ -33,17 +33,26 @@ class TrainedHere:
         from deepmd_ema.cli.main import main
 
         (commands,) = (
-            a for a in main_parser()._actions if isinstance(a, argparse._SubParsersAction)
+            a
+            for a in main_parser()._actions
+            if isinstance(a, argparse._SubParsersAction)
         )
         # the command line is written again from the values that differ from their defaults
-        argv = [self.option, args.command, "--log-level", logging.getLevelName(args.log_level)]
+        argv = [
+            self.option,
+            args.command,
+            "--log-level",
+            logging.getLevelName(args.log_level),
+        ]
         for action in commands.choices[args.command]._actions:
             value = getattr(args, action.dest, action.default)
             if value == action.default or action.dest == "log_level":
                 continue
             # a long name means the same in both programs, and dp-ema refuses one that it does not
             # have
-            argv += [name for name in action.option_strings if name.startswith("--")][:1]
+            argv += [name for name in action.option_strings if name.startswith("--")][
+                :1
+            ]
             if action.nargs != 0:
                 argv += map(str, value if isinstance(value, list) else [value])
         # the `dp` that writes a .pth is this one, on the PATH or not
@@ -79,7 +88,9 @@ class EmaBackend(TrainedHere, PyTorchBackend):
             payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception:  # whatever is in it, another backend has to say so
             return 0
-        return _CLAIM * (isinstance(payload, dict) and {"format", "kind"} <= payload.keys())
+        return _CLAIM * (
+            isinstance(payload, dict) and {"format", "kind"} <= payload.keys()
+        )
 
     @property
     def deep_eval(self) -> type:
@@ -89,7 +100,9 @@ class EmaBackend(TrainedHere, PyTorchBackend):
         class DeepEval(evaluator):
             def __init__(self, model_file: str, *args: Any, **options: Any) -> None:
                 with TemporaryDirectory() as folder:
-                    checkpoint = _converted(model_file, f"{folder}/model.pt", for_deepmd=True)
+                    checkpoint = _converted(
+                        model_file, f"{folder}/model.pt", for_deepmd=True
+                    )
                     super().__init__(checkpoint, *args, **options)
 
         return DeepEval
@@ -102,7 +115,9 @@ class EmaBackend(TrainedHere, PyTorchBackend):
 
         loaded = load_model(model_file)
         info = loaded.info
-        return file_tree(loaded.model, loaded.config, info.min_nbor_dist, info.as_dict())
+        return file_tree(
+            loaded.model, loaded.config, info.min_nbor_dist, info.as_dict()
+        )
 
     @staticmethod
     def deserialize_hook(model_file: str, data: dict[str, Any]) -> None:
@@ -121,7 +136,9 @@ if os.environ.get("DP_BACKEND", "").lower() == "ema":
         (PyTorchBackend, ("pt", "pytorch")),
         (PyTorchExportableBackend, ("pt-expt", "pytorch-exportable")),
     ):
-        kind = type(replaced.__name__, (TrainedHere, replaced), {"option": f"--{names[0]}"})
+        kind = type(
+            replaced.__name__, (TrainedHere, replaced), {"option": f"--{names[0]}"}
+        )
         for key in names:
             Backend.register(key)(kind)
 

@@ -27,7 +27,8 @@ class UserError(Exception):
     def __init__(self, problems: str | Iterable[str | Finding]) -> None:
         entries = [problems] if isinstance(problems, str) else list(problems)
         self.findings = [
-            Finding(ERROR, "", entry) if isinstance(entry, str) else entry for entry in entries
+            Finding(ERROR, "", entry) if isinstance(entry, str) else entry
+            for entry in entries
         ]
         self.problems = [str(finding) for finding in self.findings]
         super().__init__("\n".join(self.problems))
@@ -66,7 +67,9 @@ class WriteError(UserError):
 
     def __init__(self, path: str, cause: BaseException, advice: str = "") -> None:
         remedy = " ".join(filter(None, (_advice(cause), advice)))
-        super().__init__(f"{path}: cannot be written ({reason_of(cause)}). {remedy}".rstrip())
+        super().__init__(
+            f"{path}: cannot be written ({reason_of(cause)}). {remedy}".rstrip()
+        )
 
 
 class DivergedError(UserError):
@@ -100,7 +103,8 @@ class Terminated(KeyboardInterrupt):
         self.signal_number = signal_number
         name = signal.Signals(signal_number).name
         super().__init__(
-            message or f"stopped by {name} outside the training steps; nothing was saved"
+            message
+            or f"stopped by {name} outside the training steps; nothing was saved"
         )
 
 
@@ -109,7 +113,9 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # remedies by the error of the system
 _TO_DO = {
     **dict.fromkeys(_NO_SPACE, "Make room on the disk."),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "Change its permissions, or name another place."),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM), "Change its permissions, or name another place."
+    ),
     errno.EROFS: "Name another place.",
     errno.ENAMETOOLONG: "A name has at most 255 bytes and a path 4,096: choose a shorter one.",
     errno.ELOOP: (
@@ -122,7 +128,8 @@ _TO_DO = {
     ),
     errno.EISDIR: "There is a folder where a file is expected: give the name of a file.",
     **dict.fromkeys(
-        (errno.EMFILE, errno.ENFILE), "Too many files are open: raise the limit of `ulimit -n`."
+        (errno.EMFILE, errno.ENFILE),
+        "Too many files are open: raise the limit of `ulimit -n`.",
     ),
     errno.EFBIG: "Raise the limit of `ulimit -f`, or choose a file system that takes larger files.",
     **dict.fromkeys(
@@ -193,7 +200,9 @@ def refusal_of(error: BaseException) -> str | None:
     None if it does not refuse, and the content is at fault.
     """
     if is_out_of_memory(error):
-        return "(out of memory). Close other programs, or use a machine with more memory."
+        return (
+            "(out of memory). Close other programs, or use a machine with more memory."
+        )
     # EINVAL is what a seek to a negative position raises, to which a changed archive leads
     if errno_of(error) in (None, 0, errno.EINVAL):
         return None

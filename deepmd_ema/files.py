@@ -28,7 +28,8 @@ _MAX_NAME_BYTES = 255  # length of the name of a file on the file systems in use
 _LEFT_S = 24 * 3600.0
 # name of a half-written file: machine and process that write it, a random number, the suffix
 _PART = re.compile(
-    r".*\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d{1,10})-[0-9a-f]{16}\.part(\.\w+)?", re.DOTALL
+    r".*\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d{1,10})-[0-9a-f]{16}\.part(\.\w+)?",
+    re.DOTALL,
 )
 _BLOCK_BYTES = 1 << 20  # part of a file that is read at once
 # some network file systems have no fsync of a folder
@@ -66,11 +67,14 @@ LOG = Kind("a log of dp-ema", re.compile(rb"\[\d{4}-\d\d-\d\d "))
 # HDF5, the keys of a tree in YAML, or an archive by its first entry: compiled code, TorchScript,
 # torch.export
 _ARCHIVE_HEAD = rb"PK\x03\x04.{26}[^/]{1,200}/data/(aotinductor/|0|weights/)"
-_MODEL_HEAD = rb"\x89HDF|" + _ARCHIVE_HEAD + rb"|.{0,4000}(@class|@version|@variables|software:)"
+_MODEL_HEAD = (
+    rb"\x89HDF|" + _ARCHIVE_HEAD + rb"|.{0,4000}(@class|@version|@variables|software:)"
+)
 MODEL_FILE = Kind("a frozen model", re.compile(_MODEL_HEAD, re.DOTALL))
 # PNG, PDF, PostScript, SVG, JPEG, TIFF of both kinds, WebP, PGF
 PICTURE = Kind(
-    "a picture", re.compile(rb"\x89PNG|%PDF|%!PS|<\?xml|\xff\xd8|II\*\0|MM\0\*|RIFF|%% Creator")
+    "a picture",
+    re.compile(rb"\x89PNG|%PDF|%!PS|<\?xml|\xff\xd8|II\*\0|MM\0\*|RIFF|%% Creator"),
 )
 
 
@@ -177,7 +181,9 @@ def remove(path: Path) -> None:
 def size_of(path: Path) -> int:
     """Return the bytes of a file, or of all files in a folder, without links."""
     files = path.rglob("*") if path.is_dir() else (path,)
-    return sum(file.stat().st_size for file in files if file == path or not file.is_symlink())
+    return sum(
+        file.stat().st_size for file in files if file == path or not file.is_symlink()
+    )
 
 
 def append(path: Path, text: str, anew: bool = False) -> None:
@@ -190,7 +196,9 @@ def append(path: Path, text: str, anew: bool = False) -> None:
     """
     with writing(path, "The last checkpoint is usable."):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w" if anew else "a", encoding="utf-8", errors="surrogateescape") as file:
+        with path.open(
+            "w" if anew else "a", encoding="utf-8", errors="surrogateescape"
+        ) as file:
             file.write(text)
 
 
@@ -199,7 +207,10 @@ class _NotWrittenError(Exception):
 
 
 def check_output(
-    path: str | Path, option: str, kind: Kind | None, inputs: Iterable[str | Path | None] = ()
+    path: str | Path,
+    option: str,
+    kind: Kind | None,
+    inputs: Iterable[str | Path | None] = (),
 ) -> None:
     """Check before the work that the system lets a file be written, and that nothing is lost then.
 
@@ -220,7 +231,10 @@ def check_output(
         )
     refuse_to_lose(path, option, kind, inputs)
     # one byte: a full disk lets an empty file be made; the error has it removed again
-    with suppress(_NotWrittenError), atomic_write(path, f"Or choose another {option}.") as part:
+    with (
+        suppress(_NotWrittenError),
+        atomic_write(path, f"Or choose another {option}.") as part,
+    ):
         part.write_bytes(b"x")
         raise _NotWrittenError
 
@@ -244,7 +258,10 @@ def ensure_writable(folder: str | Path, option: str) -> None:
 
 
 def refuse_to_lose(
-    path: str | Path, option: str, kind: Kind | None, inputs: Iterable[str | Path | None] = ()
+    path: str | Path,
+    option: str,
+    kind: Kind | None,
+    inputs: Iterable[str | Path | None] = (),
 ) -> None:
     """Check before the work that nothing is lost when a file of ``kind`` is written to ``path``.
 
@@ -261,7 +278,11 @@ def refuse_to_lose(
     if not path.is_file():
         return
     for source in inputs:
-        if source is not None and os.path.exists(source) and os.path.samefile(path, source):
+        if (
+            source is not None
+            and os.path.exists(source)
+            and os.path.samefile(path, source)
+        ):
             raise UserError(
                 f"{option} {path}: this is {source}, which the command reads. Choose another "
                 f"{option}."
@@ -299,7 +320,9 @@ def this_machine() -> str:
     """Return an identifier of this machine since its start, in which process numbers are unique."""
     facts = [socket.gethostname()]
     with suppress(OSError):
-        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8"))
+        facts.append(
+            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+        )
     with suppress(OSError):  # a container counts its processes by itself
         facts.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256("".join(facts).encode()).hexdigest()[:8]
@@ -324,7 +347,9 @@ def path_digest(path: Path, most: float = math.inf) -> str:
     if not path.is_dir():
         return file_digest(path, most)
     contents = [
-        (file.name, file_digest(file, most)) for file in sorted(path.iterdir()) if file.is_file()
+        (file.name, file_digest(file, most))
+        for file in sorted(path.iterdir())
+        if file.is_file()
     ]
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
@@ -349,7 +374,9 @@ def part_of(final: Path) -> Path:
     # libraries choose formats by the suffix; one of hundreds of letters is none
     suffix = final.suffix if len(os.fsencode(final.suffix)) < 100 else ""
     mark = f".{this_machine()}-{os.getpid()}-{secrets.token_hex(8)}.part{suffix}"
-    name = os.fsdecode(os.fsencode(final.name)[: _MAX_NAME_BYTES - len(os.fsencode(mark))])
+    name = os.fsdecode(
+        os.fsencode(final.name)[: _MAX_NAME_BYTES - len(os.fsencode(mark))]
+    )
     return final.with_name(name + mark)
 
 

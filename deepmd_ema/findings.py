@@ -78,7 +78,9 @@ def inside(section: str, findings: Iterable[Finding]) -> Findings:
 def with_task(task: str, findings: Iterable[Finding]) -> Findings:
     """Yield findings with the name of a task before the place, unless it is empty."""
     for finding in findings:
-        yield replace(finding, place=f"task {task}: {finding.place}") if task else finding
+        yield (
+            replace(finding, place=f"task {task}: {finding.place}") if task else finding
+        )
 
 
 def with_severity(severity: str, findings: Iterable[Finding]) -> list[Finding]:

@@ -24,7 +24,9 @@ Array: TypeAlias = np.ndarray
 def stable_argsort(keys: Array, bound: int) -> Array:
     """Return the stable order of integers from 0 to ``bound - 1``."""
     # numpy sorts 16-bit integers by radix: about 5 times faster than the merge sort of 64-bit ones
-    return np.argsort(keys.astype(np.uint16) if bound <= 1 << 16 else keys, kind="stable")
+    return np.argsort(
+        keys.astype(np.uint16) if bound <= 1 << 16 else keys, kind="stable"
+    )
 
 
 def rank_in_group(key: Array, num_groups: int) -> tuple[Array, Array]:
@@ -88,7 +90,8 @@ _TOO_DENSE = (
     "angstrom; are they given in nm?"
 )
 _FLAT = (
-    "the cell has no volume ({cell}). For open boundaries add an empty file nopbc to the system."
+    "the cell has no volume ({cell}). For open boundaries add an empty file "
+    "nopbc to the system."
 )
 
 
@@ -274,19 +277,25 @@ class KeptPairs:
         if self._pairs is not None and self._last is not None:
             last = self._last
             is_same_cell = last.box is box or (
-                last.box is not None and box is not None and np.array_equal(last.box, box)
+                last.box is not None
+                and box is not None
+                and np.array_equal(last.box, box)
             )
             if last.rcut == rcut and last.coord.shape == coord.shape and is_same_cell:
                 # two atoms that approach each other move half the skin each
                 moved = np.square(coord - last.coord).sum(axis=1).max(initial=0.0)
-                if moved <= (0.5 * self.skin) ** 2:  # false for nan, which the search reports
+                if (
+                    moved <= (0.5 * self.skin) ** 2
+                ):  # false for nan, which the search reports
                     return self._pairs
         # a search that raises an error must not leave the pairs of the frame before
         self._pairs = None
         self._pairs = pairs = find_pairs(coord, box, rcut + self.skin)
         self._offset = 0.0 if box is None else pairs.shift @ box
         # copies, because programs of dynamics move atoms in place
-        self._last = _LastSearch(coord.copy(), None if box is None else box.copy(), rcut)
+        self._last = _LastSearch(
+            coord.copy(), None if box is None else box.copy(), rcut
+        )
         return pairs
 
 
@@ -313,7 +322,9 @@ def find_pairs_once(coord: Array, box: Array | None, rcut: float) -> UniquePairs
     return UniquePairs(arrays["P"][:, 0], arrays["P"][:, 1], arrays["D"], arrays["d"])
 
 
-def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float) -> dict[int, str]:
+def frame_faults(
+    coord: Array, box: Array | None, num_atoms: Array, rcut: float
+) -> dict[int, str]:
     """Return the reasons why frames cannot be searched, by number of the frame.
 
     Sound data have none.
@@ -331,17 +342,26 @@ def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float)
             edges = np.linalg.norm(box, axis=2)  # (F, 3)
             volume = np.abs(np.linalg.det(box))  # (F,)
             # (F, 3) areas of the faces, and distances between opposite faces
-            areas = np.linalg.norm(np.cross(box[:, [1, 2, 0]], box[:, [2, 0, 1]]), axis=2)
+            areas = np.linalg.norm(
+                np.cross(box[:, [1, 2, 0]], box[:, [2, 0, 1]]), axis=2
+            )
             heights = volume[:, None] / areas
             # (F,) atoms in a sphere of the mean density, and cells that reach into the cutoff
             neighbors = num_atoms * (4 / 3 * math.pi * rcut**3) / volume
             images = (2 * np.ceil(rcut / heights) + 1).prod(axis=1)
             is_flat = ~((volume > _FLAT_CELL * edges.prod(axis=1)) & (volume > 0))
-            checks += [(neighbors, _MAX_NEIGHBORS, _TOO_DENSE), (images, _MAX_IMAGES, _TOO_THIN)]
+            checks += [
+                (neighbors, _MAX_NEIGHBORS, _TOO_DENSE),
+                (images, _MAX_IMAGES, _TOO_THIN),
+            ]
             checks += [(edges.max(axis=1), _MAX_EXTENT, _TOO_LONG), (is_flat, 0, _FLAT)]
         elif coord.shape[1]:
-            checks.append((np.ptp(coord, axis=1).max(axis=1, initial=0.0), _MAX_EXTENT, _TOO_WIDE))
-        checks.append((np.abs(coord).max(axis=(1, 2), initial=0.0), MAX_POSITION, _TOO_FAR))
+            checks.append(
+                (np.ptp(coord, axis=1).max(axis=1, initial=0.0), _MAX_EXTENT, _TOO_WIDE)
+            )
+        checks.append(
+            (np.abs(coord).max(axis=(1, 2), initial=0.0), MAX_POSITION, _TOO_FAR)
+        )
         # the last of several faults of a frame is reported: a flat cell is also thin and dense
         for values, most, text in checks:
             # not `values > most`, which is false for nan
@@ -349,7 +369,11 @@ def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float)
                 fields = {"value": values[k], "most": most, "rcut": rcut}
                 if box is not None:
                     cell = " ".join(f"{v:g}" for v in box[k].ravel())
-                    fields |= {"cell": cell, "volume": volume[k], "height": heights[k].min()}
+                    fields |= {
+                        "cell": cell,
+                        "volume": volume[k],
+                        "height": heights[k].min(),
+                    }
                 faults[k] = text.format(**fields)
     return dict(sorted(faults.items()))
 
@@ -363,7 +387,10 @@ def _refuse_faults(coord: Array, box: Array | None, rcut: float) -> None:
 
 
 def neighbor_statistics(
-    frames: Iterable[FrameGeometry], rcut: float, num_types: int, threads: int | None = None
+    frames: Iterable[FrameGeometry],
+    rcut: float,
+    num_types: int,
+    threads: int | None = None,
 ) -> NeighborStatistics:
     """Return shortest distances and largest numbers of neighbors over ``frames``.
 
@@ -380,32 +407,44 @@ def neighbor_statistics(
     frame_min = list[float]()
     frame_pair = list[Array]()
     cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # the cores that this process may use; not on macOS
+    if hasattr(
+        os, "sched_getaffinity"
+    ):  # the cores that this process may use; not on macOS
         cores = len(os.sched_getaffinity(0))
     remaining = iter(frames)
     with ThreadPoolExecutor(threads or min(4, cores)) as pool:
         while chunk := list(islice(remaining, _FRAMES_AT_ONCE)):
             parts = [
-                chunk[k : k + _FRAMES_PER_THREAD] for k in range(0, len(chunk), _FRAMES_PER_THREAD)
+                chunk[k : k + _FRAMES_PER_THREAD]
+                for k in range(0, len(chunk), _FRAMES_PER_THREAD)
             ]
             results = pool.map(
-                lambda part: [_frame_statistics(frame, rcut, num_types) for frame in part], parts
+                lambda part: [
+                    _frame_statistics(frame, rcut, num_types) for frame in part
+                ],
+                parts,
             )
             for statistics in chain.from_iterable(results):
                 frame_min.append(statistics.frame_min[0])
                 frame_pair.append(statistics.frame_pair[0])
                 if whole is not None:
                     nearest = np.minimum(whole.nearest, statistics.nearest)
-                    statistics = replace(statistics.with_counts_of(whole), nearest=nearest)
+                    statistics = replace(
+                        statistics.with_counts_of(whole), nearest=nearest
+                    )
                 whole = statistics
     pairs = np.array(frame_pair, np.int64).reshape(-1, 2)
     whole = whole or _statistics_without_pairs(num_types)
     return replace(whole, frame_min=np.array(frame_min, np.float64), frame_pair=pairs)
 
 
-def _sorted_pairs(i: Array, j: Array, shift: Array, distance: Array, natoms: int) -> Pairs:
+def _sorted_pairs(
+    i: Array, j: Array, shift: Array, distance: Array, natoms: int
+) -> Pairs:
     near_first = np.argsort(distance)
-    return _by_atom(i[near_first], j[near_first], shift[near_first], distance[near_first], natoms)
+    return _by_atom(
+        i[near_first], j[near_first], shift[near_first], distance[near_first], natoms
+    )
 
 
 def _by_atom(i: Array, j: Array, shift: Array, distance: Array, natoms: int) -> Pairs:
@@ -440,7 +479,9 @@ def _statistics_without_pairs(num_types: int) -> NeighborStatistics:
     )
 
 
-def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> NeighborStatistics:
+def _frame_statistics(
+    frame: FrameGeometry, rcut: float, num_types: int
+) -> NeighborStatistics:
     coord, box = frame[:2]
     types = np.asarray(frame[2], np.int64)
     natoms = len(types)
@@ -458,7 +499,9 @@ def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> Neig
     type_pair = type_i * num_types + type_j  # (P,)
     for k in np.flatnonzero(np.bincount(type_pair)):
         nearest[k] = distance[type_pair == k].min()
-    by_types = nearest.reshape(num_types, num_types)  # symmetric after the minimum below
+    by_types = nearest.reshape(
+        num_types, num_types
+    )  # symmetric after the minimum below
     shortest = int(distance.argmin())
     # (N, most neighbors) distance of each atom to its first, second, ... neighbor; infinite where
     # it has fewer
@@ -477,7 +520,9 @@ def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> Neig
     )
 
 
-def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> dict[str, Array]:
+def _search(
+    coord: Array, box: Array | None, rcut: float, quantities: str
+) -> dict[str, Array]:
     """Return quantities of each pair once, in any order, by their letters in vesin.
 
     Args:
@@ -512,14 +557,18 @@ def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> di
     }
 
 
-def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict[str, Array]:
+def _search_dense(
+    coord: Array, box: Array, rcut: float, heights: Array
+) -> dict[str, Array]:
     """Return the quantities of ``_search`` from distances of all atoms to all images near the cell.
 
     For few atoms in a cell not larger than the cutoff it is faster than vesin, and several threads
     search at once: numpy gives up the lock of Python, vesin holds one of its own.
     """
     place = np.linalg.solve(box.T, coord.T).T  # (N, 3) in cell vectors
-    cell = np.floor(place)  # (N, 3) the cell of each atom, which may be outside the first one
+    cell = np.floor(
+        place
+    )  # (N, 3) the cell of each atom, which may be outside the first one
     place -= cell
     # how far the cutoff reaches along each cell vector
     reach = rcut / heights + _ROUNDING
@@ -532,11 +581,15 @@ def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict
     inside = (moved >= place.min(0) - reach) & (moved <= place.max(0) + reach)
     image, other = np.nonzero(inside.all(-1))
     start = place @ box  # (N, 3), angstrom
-    end = moved[image, other] @ box  # (E, 3), angstrom; the first N are the atoms themselves
+    end = (
+        moved[image, other] @ box
+    )  # (E, 3), angstrom; the first N are the atoms themselves
     # One product gives |start|^2 - 2 start . end + |end|^2. It is not exact, so that pairs are
     # measured again.
     unit = np.ones((len(end), 1))
-    left = np.concatenate([-2 * start, (start**2).sum(1, keepdims=True), unit[: len(start)]], 1)
+    left = np.concatenate(
+        [-2 * start, (start**2).sum(1, keepdims=True), unit[: len(start)]], 1
+    )
     right = np.concatenate([end, unit, (end**2).sum(1, keepdims=True)], 1)
     # (N, E), a few rows at a time, as many as one thread multiplies
     square = np.empty((len(start), len(end)))
@@ -551,7 +604,12 @@ def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict
     shift = (images[image] - cell[other])[k] + cell[i]
     vector = coord[j] - coord[i] + shift @ box
     distance = np.sqrt(np.einsum("pk,pk->p", vector, vector))
-    arrays = {"P": np.stack([i, j], 1), "S": shift.astype(np.int32), "D": vector, "d": distance}
+    arrays = {
+        "P": np.stack([i, j], 1),
+        "S": shift.astype(np.int32),
+        "D": vector,
+        "d": distance,
+    }
     near = distance < rcut
     if not near.all():
         arrays = {letter: array[near] for letter, array in arrays.items()}

@@ -82,7 +82,9 @@ def locked(paths: Iterable[Path]) -> Iterator[None]:
     Raises:
         UserError: if another run holds one of them; the message names its process and machine.
     """
-    ended_runs: set[tuple[str, int]] = set()  # a run that held several locks is waited for once
+    ended_runs: set[tuple[str, int]] = (
+        set()
+    )  # a run that held several locks is waited for once
     with ExitStack() as stack:
         handles = [stack.enter_context(_held(path, ended_runs)) for path in paths]
         ended = threading.Event()
@@ -134,7 +136,9 @@ def _open_locked(path: Path) -> tuple[int, bool]:
     """
     while True:
         with writing(path):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            handle = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+            )
         is_locked = False
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,7 +184,9 @@ def _check_ended(
         raise _in_use(path, holder)
     ended_runs.add(run)
     logger.info(
-        "the lock of process %s on %s, which has ended, is taken over", holder.pid, holder.host
+        "the lock of process %s on %s, which has ended, is taken over",
+        holder.pid,
+        holder.host,
     )
 
 

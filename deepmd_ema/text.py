@@ -23,7 +23,11 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
 
 def show_text(text: str, most: int = 60) -> str:
     """Return a text of the user in quotes, shortened to about ``most`` characters."""
-    return repr(text) if len(text) <= most else f"{text[:most]!r}... ({len(text):,} characters)"
+    return (
+        repr(text)
+        if len(text) <= most
+        else f"{text[:most]!r}... ({len(text):,} characters)"
+    )
 
 
 def command(*arguments: object) -> str:
@@ -55,12 +59,16 @@ def first_few(names: Sequence[str], most: int = 10) -> str:
 
 # columns of a terminal that does not report its own: a recording, some containers
 DEFAULT_WIDTH = 80
-_MIN_TEXT = 16  # columns beside the indentation; a narrower terminal gets lines as they are
+_MIN_TEXT = (
+    16  # columns beside the indentation; a narrower terminal gets lines as they are
+)
 RED, YELLOW = 31, 33  # colors of ANSI terminals
 # text that is not broken: code in back quotes, a number and %, a command at the end of a line
 _TOGETHER = re.compile(r"`[^`\n]+`|\d %|(?<=: |  )dp-ema [a-z].*$")
 # control characters but tab and the end of a line, and those that change the direction of text
-_CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(
+    r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
 _CONTROL_BUT_COLORS = re.compile(rf"(?!\x1b\[(?:{RED}|{YELLOW}|0)m){_CONTROL.pattern}")
 _SPACE = "\x1f"  # in place of spaces at which lines must not break
 # the time of a line of the log; spaces, and a number of a list or the name of a row of two columns
@@ -136,6 +144,10 @@ def printable(text: str, stream: TextIO | None = None) -> str:
 def colored(text: str, color: int, stream: TextIO) -> str:
     """Return text in a color, if the stream is a terminal with colors and NO_COLOR is not set."""
     with suppress(OSError, ValueError, AttributeError):
-        if stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+        if (
+            stream.isatty()
+            and not os.environ.get("NO_COLOR")
+            and os.environ.get("TERM") != "dumb"
+        ):
             return f"\x1b[{color}m{text}\x1b[0m"
     return text

@@ -20,7 +20,8 @@ try:
     from torch_sim.models.interface import ModelInterface
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "deepmd_ema.torch_sim needs torch-sim: pip install 'dp-ema[torch-sim]'", name="torch_sim"
+        "deepmd_ema.torch_sim needs torch-sim: pip install 'dp-ema[torch-sim]'",
+        name="torch_sim",
     ) from error
 
 
@@ -83,7 +84,9 @@ class DPModel(ModelInterface):
             )
         where = None if device is None else str(device)
         self.potential = (
-            model if isinstance(model, Potential) else Potential(model, device=where, head=head)
+            model
+            if isinstance(model, Potential)
+            else Potential(model, device=where, head=head)
         )
         if not self.potential.predicts_energies:
             raise UserError(
@@ -126,12 +129,16 @@ class DPModel(ModelInterface):
                 only, or the model has no energy for one, as for two atoms in one place.
         """
         if isinstance(state, dict):
-            state = torch_sim.SimState(**{"masses": torch.ones(len(state["positions"])), **state})
+            state = torch_sim.SimState(
+                **{"masses": torch.ones(len(state["positions"])), **state}
+            )
         coord = state.positions.detach().to("cpu", torch.float64).numpy()
         cells = state.row_vector_cell.detach().to("cpu", torch.float64).numpy()
         sizes = torch.bincount(state.system_idx.cpu(), minlength=len(cells)).tolist()
         if len(directions := set(torch.as_tensor(state.pbc).flatten().tolist())) > 1:
-            raise UserError("pbc: periodic in some directions only. Expected all of them, or none.")
+            raise UserError(
+                "pbc: periodic in some directions only. Expected all of them, or none."
+            )
         types = self._types(state.atomic_numbers.cpu())
         periodic = bool(directions.pop())
         # A state of other systems finds other cells or positions here, and is searched again.
@@ -142,24 +149,38 @@ class DPModel(ModelInterface):
         for size, cell in zip(sizes, cells):
             begin = end
             end += size
-            systems.append((coord[begin:end], types[begin:end], cell if periodic else None))
+            systems.append(
+                (coord[begin:end], types[begin:end], cell if periodic else None)
+            )
         neighbors = self._neighbors if self._skin else None
         predictions = self.potential.evaluate_systems(systems, neighbors)
 
         def tensor(values: Any) -> Tensor:
-            return torch.as_tensor(values, dtype=self._dtype, device=state.positions.device)
+            return torch.as_tensor(
+                values, dtype=self._dtype, device=state.positions.device
+            )
 
-        results = {"energy": tensor([float(prediction.energy[0]) for prediction in predictions])}
+        results = {
+            "energy": tensor(
+                [float(prediction.energy[0]) for prediction in predictions]
+            )
+        }
         if self.compute_forces:
-            forces = [tensor(prediction.force[0]) for prediction in predictions]  # (atoms, 3) each
+            forces = [
+                tensor(prediction.force[0]) for prediction in predictions
+            ]  # (atoms, 3) each
             results["forces"] = torch.cat(forces)
         if self.compute_stress:
-            volumes = torch.linalg.det(state.row_vector_cell.detach().to(self._dtype)).abs()
+            volumes = torch.linalg.det(
+                state.row_vector_cell.detach().to(self._dtype)
+            ).abs()
             # (S, 3, 3), eV
             virials = torch.stack([tensor(p.virial[0]).view(3, 3) for p in predictions])
             # an open system has no volume
             results["stress"] = (
-                -virials / volumes[:, None, None] if periodic else torch.zeros_like(virials)
+                -virials / volumes[:, None, None]
+                if periodic
+                else torch.zeros_like(virials)
             )
         return results
 
@@ -168,7 +189,11 @@ class DPModel(ModelInterface):
         types = self._type_of[atomic_numbers.clamp(0, len(SYMBOLS))]
         if (types < 0).any():
             number = int(atomic_numbers[types < 0][0])
-            name = SYMBOLS[number - 1] if 0 < number <= len(SYMBOLS) else f"atomic number {number}"
+            name = (
+                SYMBOLS[number - 1]
+                if 0 < number <= len(SYMBOLS)
+                else f"atomic number {number}"
+            )
             raise UserError(
                 f"{name}: is not an element of the model, which has "
                 f"{' '.join(self.potential.type_map)}."

@@ -52,18 +52,25 @@ def keep_freed_memory(most: int | None = None) -> bool:
         most: bytes that are kept, of blocks below 32 MiB: for a process that does other things as
             well. None: all.
     """
-    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+    if any(
+        name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ
+    ):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return False
     if most is not None:
-        return bool(mallopt(_M_MMAP_THRESHOLD, _MAX_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, most))
+        return bool(
+            mallopt(_M_MMAP_THRESHOLD, _MAX_THRESHOLD)
+            and mallopt(_M_TRIM_THRESHOLD, most)
+        )
     # No blocks outside of the heap, which are always given back, no giving back of the end of the
     # heap, and growth by 64 MiB at a time.
     return bool(
-        mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1) and mallopt(_M_TOP_PAD, 64 << 20)
+        mallopt(_M_MMAP_MAX, 0)
+        and mallopt(_M_TRIM_THRESHOLD, -1)
+        and mallopt(_M_TOP_PAD, 64 << 20)
     )
 
 

@@ -60,7 +60,10 @@ autodoc_type_aliases = {"ArrayLike": "ArrayLike"}
 napoleon_attr_annotations = False
 napoleon_use_ivar = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(?!deepmd_ema\.).*"),  # names of other packages: a build needs no network
+    (
+        "py:.*",
+        r"(?!deepmd_ema\.).*",
+    ),  # names of other packages: a build needs no network
     (
         "py:class",
         r"deepmd_ema\.(distributed|infer\.load|training\.trainer)\..*",
@@ -91,13 +94,17 @@ def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
     for part in re.split(r"^(?=## )", source[0], flags=re.M):
         heading = part.partition("\n")[0]
         caption = (
-            heading.removeprefix("## ") if docname == root_doc and heading.startswith("## ") else ""
+            heading.removeprefix("## ")
+            if docname == root_doc and heading.startswith("## ")
+            else ""
         )
         pages = [
             f"{text} </{posixpath.normpath(posixpath.join(folder, page))}>"
             for text, page in _ROW.findall(part)
         ]
-        blocks += [_toctree([f":caption: {caption}"] * bool(caption), pages)] * bool(pages)
+        blocks += [_toctree([f":caption: {caption}"] * bool(caption), pages)] * bool(
+            pages
+        )
     source[0] += "\n" + "\n".join(blocks)
 
 

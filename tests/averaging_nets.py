@@ -42,7 +42,9 @@ def move(module, seed):
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.requires_grad:
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                noise = torch.randn(
+                    parameter.shape, generator=generator, dtype=torch.float64
+                )
                 parameter.add_(0.1 * noise.to(parameter.dtype))
 
 
@@ -96,7 +98,9 @@ def weights_of_steps(profile, num_steps, skipped=()):
 def on_device():
     """Inside, the fate of a step is known to the device only, as on a GPU."""
     with mock.patch.object(
-        AverageBank, "update", lambda bank, ok=None, epoch=None: bank.apply(bank.begin(epoch), ok)
+        AverageBank,
+        "update",
+        lambda bank, ok=None, epoch=None: bank.apply(bank.begin(epoch), ok),
     ):
         yield
 

@@ -13,7 +13,9 @@ WITH_FPARAM = {"numb_fparam": 1, "default_fparam": [3.0]}
 MODELS_OF_TYPES = {
     **{name: model_section(name) for name in SECTIONS},
     **{
-        f"fitting {name}": model_section(fitting_changes={"type": name, **about, **WITH_FPARAM})
+        f"fitting {name}": model_section(
+            fitting_changes={"type": name, **about, **WITH_FPARAM}
+        )
         for name, about in {
             "ener": {},
             "dpa4_ener": {},
@@ -29,7 +31,10 @@ MODELS_OF_TYPES = {
         "weights": "sum",
         "models": [
             {"descriptor": SECTIONS["se_e3_tebd"], "fitting_net": {"neuron": [4]}},
-            {"descriptor": SECTIONS["se_e3_tebd"] | {"rcut": 3.5}, "fitting_net": {"neuron": [4]}},
+            {
+                "descriptor": SECTIONS["se_e3_tebd"] | {"rcut": 3.5},
+                "fitting_net": {"neuron": [4]},
+            },
         ],
     },
 }
@@ -71,7 +76,11 @@ def changed_sections(section, kind, place=()):
                 if isinstance(inner, dict):
                     name = inner.get("type", option.default_type)
                     inside = next(
-                        (one for one in option.sections if getattr(one, "type", None) == name),
+                        (
+                            one
+                            for one in option.sections
+                            if getattr(one, "type", None) == name
+                        ),
                         option.sections[0],
                     )
                     yield from changed_sections(
@@ -79,7 +88,11 @@ def changed_sections(section, kind, place=()):
                     )
             continue
         near = [*option.choices, *POOL]
-        if isinstance(value, list) and value and not isinstance(value[0], list | dict | str | None):
+        if (
+            isinstance(value, list)
+            and value
+            and not isinstance(value[0], list | dict | str | None)
+        ):
             near = [[value[0] + 1, *value[1:]], [2 * v for v in value], *near]
         elif isinstance(value, int | float) and not isinstance(value, bool):
             near = [value + 0.001, 0.9 * value, value + 1, 2 * value, *near]
@@ -99,7 +112,9 @@ def may_take(option, value):
     if float in kinds:
         kinds.add(int)
     # checks of lists expect the right type of what is in them
-    return type(value) in kinds and (isinstance(value, list | dict) or not option.explain(value))
+    return type(value) in kinds and (
+        isinstance(value, list | dict) or not option.explain(value)
+    )
 
 
 def replaced(section, place, value):

@@ -71,7 +71,9 @@ def assert_refused(values, text):
     text.
     """
     (found,) = problems_of(values)
-    assert re.match(r"input\.json: " + ".*".join(map(re.escape, text.split(" ... "))), found), found
+    assert re.match(
+        r"input\.json: " + ".*".join(map(re.escape, text.split(" ... "))), found
+    ), found
 
 
 def assert_refused_by_dargs(values):

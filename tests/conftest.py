@@ -39,10 +39,16 @@ def _nothing_is_left_behind():
         if left.get(k) != environment.get(k) and not k.lstrip("_").startswith("TORCH")
     }
     assert not changed, f"the test changed the environment: {changed}"
-    started = [t for t in threading.enumerate() if t not in threads and t.name.startswith("dp-ema")]
+    started = [
+        t
+        for t in threading.enumerate()
+        if t not in threads and t.name.startswith("dp-ema")
+    ]
     assert not started, f"threads continue: {started}"
     distributed = sys.modules.get("torch.distributed")
-    assert distributed is None or not distributed.is_initialized(), "a process group is open"
+    assert distributed is None or not distributed.is_initialized(), (
+        "a process group is open"
+    )
 
 
 _OWN_RADII = {name: COVALENT_RADII[name] for name in ("O", "H")}
@@ -87,7 +93,11 @@ def here(tmp_path, monkeypatch):
 def water_like(tmp_path_factory):
     """A periodic system: 16 frames of 12 atoms (O, H), two sets, all labels."""
     return write_system(
-        tmp_path_factory.mktemp("data") / "water_like", frames=16, natoms=12, seed=1, sets=2
+        tmp_path_factory.mktemp("data") / "water_like",
+        frames=16,
+        natoms=12,
+        seed=1,
+        sets=2,
     )
 
 
@@ -95,7 +105,10 @@ def water_like(tmp_path_factory):
 def water_like_valid(tmp_path_factory):
     """Validation frames of the same kind as ``water_like``: 6 frames."""
     return write_system(
-        tmp_path_factory.mktemp("data") / "water_like_valid", frames=6, natoms=12, seed=2
+        tmp_path_factory.mktemp("data") / "water_like_valid",
+        frames=6,
+        natoms=12,
+        seed=2,
     )
 
 
@@ -103,7 +116,11 @@ def water_like_valid(tmp_path_factory):
 def open_like(tmp_path_factory):
     """An open system (nopbc) of another size: 9 frames of 7 atoms, energies and forces only."""
     return write_system(
-        tmp_path_factory.mktemp("data") / "open_like", frames=9, natoms=7, seed=3, pbc=False
+        tmp_path_factory.mktemp("data") / "open_like",
+        frames=9,
+        natoms=7,
+        seed=3,
+        pbc=False,
     )
 
 
@@ -129,7 +146,10 @@ def start(request, tmp_path, monkeypatch, water_like, water_like_valid):
     It is called as start(name, num_steps, options, **how).
     """
     return trains_in(
-        tmp_path, monkeypatch, ([water_like], [water_like_valid]), request.module.OPTIONS
+        tmp_path,
+        monkeypatch,
+        ([water_like], [water_like_valid]),
+        request.module.OPTIONS,
     )
 
 
@@ -196,7 +216,11 @@ def pytest_collection_modifyitems(items):
 
     pretended = torch.cuda.is_available() and torch.version.cuda is None
     for item in items:
-        model = item.callspec.params.get("descriptor") if hasattr(item, "callspec") else None
+        model = (
+            item.callspec.params.get("descriptor")
+            if hasattr(item, "callspec")
+            else None
+        )
         if (
             item.module.__name__ in SLOW_MODULES
             or item.originalname in SLOW_LAWS
@@ -210,6 +234,10 @@ def pytest_collection_modifyitems(items):
                 )
             )
         elif pretended and (real := item.get_closest_marker("real_gpu")):
-            item.add_marker(pytest.mark.skip(reason=f"needs a real GPU: {real.args[0]}"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"needs a real GPU: {real.args[0]}")
+            )
         elif not pretended and item.get_closest_marker("pretended_gpu"):
-            item.add_marker(pytest.mark.skip(reason="shows what the pretended device does"))
+            item.add_marker(
+                pytest.mark.skip(reason="shows what the pretended device does")
+            )

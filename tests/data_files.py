@@ -10,7 +10,9 @@ def write_kinds(path):
     from ase.io import write
 
     frames = toy_atoms(31, natoms=12)
-    for atoms, kind in zip(frames, ["bulk"] * 20 + ["surface"] * 10 + ["only"], strict=True):
+    for atoms, kind in zip(
+        frames, ["bulk"] * 20 + ["surface"] * 10 + ["only"], strict=True
+    ):
         atoms.info["config_type"] = kind
     write(path, frames)
 
@@ -29,7 +31,9 @@ def toy_atoms(num_frames=10, seed=0, num_types=2, natoms=None):
     rng, out = np.random.default_rng(seed), []
     for k in range(num_frames):
         size = natoms or int(rng.integers(4, 13))
-        coord, types, box = toy_frame(rng, size, num_types, pbc=bool(natoms) or k % 5 != 4)
+        coord, types, box = toy_frame(
+            rng, size, num_types, pbc=bool(natoms) or k % 5 != 4
+        )
         energy, force, virial, atom_energy = toy_labels(coord, types, box)
         atoms = Atoms(ELEMENTS[types], coord, cell=box, pbc=box is not None)
         results = {"energy": energy, "forces": force, "energies": atom_energy}
@@ -94,7 +98,11 @@ def write_lmdb(path, records, keys="012d", **meta):
             "data": np.ascontiguousarray(value).tobytes(),
         }
 
-    described = {"frame_idx_fmt": "012d", "type_map": ["O", "H"], "system_info": {"natoms": [2, 2]}}
+    described = {
+        "frame_idx_fmt": "012d",
+        "type_map": ["O", "H"],
+        "system_info": {"natoms": [2, 2]},
+    }
     described |= {"nframes": len(records), **meta}
     described = {name: value for name, value in described.items() if value is not None}
     env = lmdb.open(str(path), map_size=1 << 24)
@@ -102,7 +110,9 @@ def write_lmdb(path, records, keys="012d", **meta):
         transaction.put(b"__metadata__", msgpack.packb(described, use_bin_type=True))
         for k, record in enumerate(records):
             values = {name: encoded(value) for name, value in record.items()}
-            transaction.put(format(k, keys).encode(), msgpack.packb(values, use_bin_type=True))
+            transaction.put(
+                format(k, keys).encode(), msgpack.packb(values, use_bin_type=True)
+            )
     env.close()
     return str(path)
 
@@ -110,7 +120,9 @@ def write_lmdb(path, records, keys="012d", **meta):
 def to_hdf5(folder, group):
     """Write a system's folder into an HDF5 group, as dpdata does."""
     group["type.raw"] = np.loadtxt(folder / "type.raw", dtype=int)
-    group["type_map.raw"] = np.array((folder / "type_map.raw").read_text().split(), dtype="S")
+    group["type_map.raw"] = np.array(
+        (folder / "type_map.raw").read_text().split(), dtype="S"
+    )
     if (folder / "nopbc").exists():
         group["nopbc"] = True
     for file in sorted(folder.glob("set.*/*.npy")):

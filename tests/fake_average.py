@@ -11,7 +11,9 @@ class CycleAverage(CustomAverage):
     """Equal weights of the steps since the begin of the cycle."""
 
     type: ClassVar[str] = "cycle"
-    period: int = option(1000, check=positive_int, unit="steps", doc="Length of a cycle.")
+    period: int = option(
+        1000, check=positive_int, unit="steps", doc="Length of a cycle."
+    )
 
     def decay_at(self, done):
         place = done % self.period

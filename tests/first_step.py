@@ -19,7 +19,9 @@ functions, depths, is_counting = {}, [], [True]
 
 def is_ours(code):
     """Whether it is a function of the package: no module, class body, lambda or comprehension."""
-    is_function = code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<")
+    is_function = code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith(
+        "<"
+    )
     return bool(is_function) and code.co_filename.startswith(PACKAGE)
 
 
@@ -29,12 +31,20 @@ def depth_of(frame):
 
 def look(frame, event, _):
     code = frame.f_code
-    if event == "call" and code.co_name == "step" and "/torch/optim/" in code.co_filename:
+    if (
+        event == "call"
+        and code.co_name == "step"
+        and "/torch/optim/" in code.co_filename
+    ):
         depths.append(depth_of(frame))
-    elif event == "call" and code.co_name == "backward" and "/torch/" in code.co_filename:
+    elif (
+        event == "call" and code.co_name == "backward" and "/torch/" in code.co_filename
+    ):
         is_counting.clear()
     elif event == "call" and is_counting and is_ours(code):
-        functions[code.co_filename.removeprefix(PACKAGE), code.co_firstlineno] = code.co_name
+        functions[code.co_filename.removeprefix(PACKAGE), code.co_firstlineno] = (
+            code.co_name
+        )
 
 
 if __name__ == "__main__":

@@ -58,15 +58,21 @@ def join(frames, name, order):
     for f in frames:
         empty = np.zeros(LABELS[name].shape_of(len(f["types"])))
         parts.append(
-            np.asarray(empty if f.get(name) is None else f[name], float).reshape(empty.shape)
+            np.asarray(empty if f.get(name) is None else f[name], float).reshape(
+                empty.shape
+            )
         )
-    return np.concatenate(parts)[order] if LABELS[name].per_atom else np.concatenate(parts)
+    return (
+        np.concatenate(parts)[order] if LABELS[name].per_atom else np.concatenate(parts)
+    )
 
 
 def random_frame(rng, natoms, box=None, names=COMPARED, **more):
     """Return a frame with random types and labels."""
     frame = {"types": rng.integers(0, 2, natoms), "box": box}
-    labels = {name: rng.normal(size=LABELS[name].shape_in_frame(natoms)) for name in names}
+    labels = {
+        name: rng.normal(size=LABELS[name].shape_in_frame(natoms)) for name in names
+    }
     if "atom_pref" in labels:
         labels["atom_pref"] = np.abs(labels["atom_pref"])
     return frame | labels | more
@@ -77,4 +83,6 @@ def predicted(frames, batch):
     them.
     """
     order = batch.atom_order.numpy()
-    return {n: torch.tensor(join(frames, n, order)) for n in COMPARED if n != "atom_pref"}
+    return {
+        n: torch.tensor(join(frames, n, order)) for n in COMPARED if n != "atom_pref"
+    }

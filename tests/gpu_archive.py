@@ -29,7 +29,9 @@ TESTS = ["pytest", "pytest-timeout", "pytest-xdist"]
 # machine
 WITH_TORCH = ["e3nn", "opt-einsum", "opt-einsum-fx", "vesin-torch"]
 LEFT_OUT = {"torch"}
-ALWAYS = {"typing-extensions"}  # small, and the packages that are brought may need a newer one
+ALWAYS = {
+    "typing-extensions"
+}  # small, and the packages that are brought may need a newer one
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
 
@@ -46,7 +48,10 @@ def main():
         "--limit", type=float, default=64.0, metavar="MB", help="size of all wheels"
     )
     parser.add_argument(
-        "--install", type=Path, metavar="TO", help="install the wheels of the folder there instead"
+        "--install",
+        type=Path,
+        metavar="TO",
+        help="install the wheels of the folder there instead",
     )
     args = parser.parse_args()
     if args.install:
@@ -54,13 +59,21 @@ def main():
         return
     lines = args.present.read_text().split() if args.present else []
     present = {normalize(re.split("[=<>~@]", line)[0]) for line in lines} | LEFT_OUT
-    wanted = ["--only-binary=:all:", "--python-version", args.python, "--implementation", "cp"]
+    wanted = [
+        "--only-binary=:all:",
+        "--python-version",
+        args.python,
+        "--implementation",
+        "cp",
+    ]
     for platform in PLATFORMS:
         wanted += ["--platform", platform]
 
     packages = resolve([*requirements(), *DEEPMD_KIT, *TESTS], wanted)
     missing = [
-        f"{name}=={version}" for name, version in packages.items() if name not in present - ALWAYS
+        f"{name}=={version}"
+        for name, version in packages.items()
+        if name not in present - ALWAYS
     ]
     missing += [name for name in WITH_TORCH if name not in present]
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -112,27 +125,42 @@ def install(folder, place):
 def requirements():
     """Return the requirements of dp-ema without torch."""
     text = (ROOT / "pyproject.toml").read_text()
-    dependencies = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
+    dependencies = re.search(
+        r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL
+    )[1]
     names = re.findall(r'"(.+?)"', dependencies)
-    return [name for name in names if normalize(re.split("[=<>~]", name)[0]) not in LEFT_OUT]
+    return [
+        name for name in names if normalize(re.split("[=<>~]", name)[0]) not in LEFT_OUT
+    ]
 
 
 def resolve(names, wanted):
     """Return the versions of ``names`` and of all that they require, by name."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        words = ["--dry-run", "--ignore-installed", "--target", folder, "--report", str(report)]
+        words = [
+            "--dry-run",
+            "--ignore-installed",
+            "--target",
+            folder,
+            "--report",
+            str(report),
+        ]
         pip("install", *words, *wanted, "-c", str(ROOT / "constraints.txt"), *names)
         entries = json.loads(report.read_text())["install"]
         return {
-            normalize(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in entries
+            normalize(entry["metadata"]["name"]): entry["metadata"]["version"]
+            for entry in entries
         }
 
 
 def pip(*words):
     """Run pip, and end with its message if it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "-q", *words], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pip", "-q", *words],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         sys.exit(f"pip {words[0]} failed:\n{done.stderr.strip()}")

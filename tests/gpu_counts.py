@@ -58,7 +58,11 @@ ATOMIC_ADDITIONS = {
 
 ONE_SIDED = ("se_e2_a", {"type_one_side": True})
 EMA = {"training__enable_ema": True}
-HOST = {"training__averaging": [{"type": "ema", "name": "ema", "decay": 0.9, "device": "cpu"}]}
+HOST = {
+    "training__averaging": [
+        {"type": "ema", "name": "ema", "decay": 0.9, "device": "cpu"}
+    ]
+}
 TWO = {
     "training__averaging": [
         {"type": "ema", "name": "ema", "decay": 0.9},
@@ -75,13 +79,21 @@ STEPS = {
     "se_e2_a, average on the host": (*ONE_SIDED, HOST, 531),
     "se_e2_a, clipping": (*ONE_SIDED, EMA | {"training__gradient_max_norm": 1.0}, 543),
     "se_e2_a, AdaMuon": (*ONE_SIDED, EMA | {"optimizer": {"type": "AdaMuon"}}, 621),
-    "se_e2_a, HybridMuon": (*ONE_SIDED, EMA | {"optimizer": {"type": "HybridMuon"}}, 686),
+    "se_e2_a, HybridMuon": (
+        *ONE_SIDED,
+        EMA | {"optimizer": {"type": "HybridMuon"}},
+        686,
+    ),
     "se_e2_a, groups of AdamW": (
         *ONE_SIDED,
         EMA | {"optimizer": {"type": "AdamW", "groups": GROUPS}},
         542,
     ),
-    "se_e2_a, three batches a step": (*ONE_SIDED, EMA | {"training__accumulate": 3}, 1643),
+    "se_e2_a, three batches a step": (
+        *ONE_SIDED,
+        EMA | {"training__accumulate": 3},
+        1643,
+    ),
     "se_e2_a, LKF": (*ONE_SIDED, EMA | {"optimizer": {"type": "LKF"}}, 2776),
     "se_e2_r": ("se_e2_r", {}, EMA, 553),
     "se_e3": ("se_e3", {}, EMA, 620),
@@ -130,7 +142,13 @@ class StepCounts:
         ]
         lines += ["by operation: " + _listed(self.operations)]
         return "\n".join(
-            [*lines, *(f"wait {number}: {place}" for place, number in self.waits.most_common())]
+            [
+                *lines,
+                *(
+                    f"wait {number}: {place}"
+                    for place, number in self.waits.most_common()
+                ),
+            ]
         )
 
 
@@ -146,7 +164,8 @@ class KernelCounter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         schema = function._schema
         is_view = any(
-            r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+            r.alias_info is not None and not r.alias_info.is_write
+            for r in schema.returns
         )
         name = schema.name.partition("::")[2]
         if not is_view and name not in NO_KERNEL:
@@ -188,7 +207,10 @@ def counted_waits():
         with pretend_cuda.counted_waits() as seen:
             yield waits
         waits.update(
-            {f"{operation}: {lines}": number for (operation, lines), number in seen.places.items()}
+            {
+                f"{operation}: {lines}": number
+                for (operation, lines), number in seen.places.items()
+            }
         )
     else:
         torch.cuda.set_sync_debug_mode("error")
@@ -212,7 +234,9 @@ def count_step(folder, name, device="cuda"):
         run_training("input.json", device=device, callback=steps)
     first = steps.counts[0]
     for counts in steps.counts[1:]:
-        assert counts.kernels == first.kernels, f"{first.describe()}\n{counts.describe()}"
+        assert counts.kernels == first.kernels, (
+            f"{first.describe()}\n{counts.describe()}"
+        )
     return first
 
 
@@ -269,9 +293,13 @@ def main(names):
     with tempfile.TemporaryDirectory() as work:
         for number, name in enumerate(names or STEPS):
             counts = count_step(Path(work) / str(number), name)
-            waits = "; ".join(f"{n}: {place}" for place, n in counts.waits.items()) or "0"
+            waits = (
+                "; ".join(f"{n}: {place}" for place, n in counts.waits.items()) or "0"
+            )
             most = _listed(counts.operations, 8)
-            most += f"; without a fixed order: {', '.join(counts.atomic)}" * bool(counts.atomic)
+            most += f"; without a fixed order: {', '.join(counts.atomic)}" * bool(
+                counts.atomic
+            )
             print(
                 f"| {name} | {counts.kernels} | {_listed(counts.parts)} | {waits} | {most} |",
                 flush=True,

@@ -106,7 +106,11 @@ def measured(name, title, limit, script, *words):
 def parts_of(peer=None, work=None, cache=None, device="cuda"):
     """Return all parts, those that matter most first."""
     of_peer = ["--peer", peer] if peer else []
-    places = [*of_peer, *(["--work", work] if work else []), *(["--cache", cache] if cache else [])]
+    places = [
+        *of_peer,
+        *(["--work", work] if work else []),
+        *(["--cache", cache] if cache else []),
+    ]
     places += [] if device == "cuda" else ["--device", device]
     eager = ["--ways", "eager", "graphs", "pt", "pt_expt"]
     compiled = [
@@ -137,7 +141,14 @@ def parts_of(peer=None, work=None, cache=None, device="cuda"):
 
     numbers = "copies_of_a_step or numbers_and_gradients or parameters_of"
     return [
-        measured("versions", "the device and the versions", 60, "gpu_water", "versions", *of_peer),
+        measured(
+            "versions",
+            "the device and the versions",
+            60,
+            "gpu_water",
+            "versions",
+            *of_peer,
+        ),
         speed("speed-1", 140, ["se_e2_a", "dpa4c"], "8", eager, "75"),
         speed("speed-2", 140, ["dpa3", "dpa4"], "8", eager, "75"),
         speed("speed-3", 170, ["se_e2_a", "dpa4c", "dpa3", "dpa4"], "1", eager, "85"),
@@ -149,9 +160,19 @@ def parts_of(peer=None, work=None, cache=None, device="cuda"):
             90,
             beside=True,
         ),
-        pytest_part("restart", "restarts to the last bit", ["", "_runs", "_graphs"], "restart", 90),
+        pytest_part(
+            "restart",
+            "restarts to the last bit",
+            ["", "_runs", "_graphs"],
+            "restart",
+            90,
+        ),
         measured(
-            "kernels", "kernels of a step beside the limit of the card", 120, "gpu_water", "kernels"
+            "kernels",
+            "kernels of a step beside the limit of the card",
+            120,
+            "gpu_water",
+            "kernels",
         ),
         speed("speed-4", 140, ["se_atten, 2 layers", "dpa2"], "8", eager, "75"),
         speed("speed-5", 140, ["se_atten, 2 layers", "dpa2"], "1", eager, "75"),
@@ -165,15 +186,34 @@ def parts_of(peer=None, work=None, cache=None, device="cuda"):
             "se_e2_a",
             "dpa4c",
         ),
-        speed("compiled-1", 330, ["se_e2_a", "dpa4c", "dpa3", "dpa4"], "8", compiled, "270"),
-        pytest_part(
-            "nccl", "one rank through NCCL at stages 0 to 3", [""], "nccl", 90, beside=True
+        speed(
+            "compiled-1",
+            330,
+            ["se_e2_a", "dpa4c", "dpa3", "dpa4"],
+            "8",
+            compiled,
+            "270",
         ),
         pytest_part(
-            "graphs", "CUDA graphs have the bits of eager steps", ["_graphs"], "", 90, beside=True
+            "nccl",
+            "one rank through NCCL at stages 0 to 3",
+            [""],
+            "nccl",
+            90,
+            beside=True,
+        ),
+        pytest_part(
+            "graphs",
+            "CUDA graphs have the bits of eager steps",
+            ["_graphs"],
+            "",
+            90,
+            beside=True,
         ),
         pytest_part("tf32", "products in TF32", [""], "tf32", 60, beside=True),
-        pytest_part("waits", "bounds of kernels, no wait in a step", ["_counts"], "kernels", 90),
+        pytest_part(
+            "waits", "bounds of kernels, no wait in a step", ["_counts"], "kernels", 90
+        ),
         measured(
             "inference",
             "a .pt2 that is frozen for CUDA, and its speed",
@@ -182,7 +222,14 @@ def parts_of(peer=None, work=None, cache=None, device="cuda"):
             "inference",
         ),
         measured("bits", "TF32 and bfloat16", 120, "gpu_water", "bits"),
-        speed("compiled-2", 330, ["se_e2_a", "dpa4c", "dpa3", "dpa4"], "1", compiled, "270"),
+        speed(
+            "compiled-2",
+            330,
+            ["se_e2_a", "dpa4c", "dpa3", "dpa4"],
+            "1",
+            compiled,
+            "270",
+        ),
         speed("compiled-3", 330, ["se_atten, 2 layers", "dpa2"], "8", compiled, "270"),
         speed("compiled-4", 330, ["se_atten, 2 layers", "dpa2"], "1", compiled, "270"),
         measured(
@@ -200,7 +247,12 @@ def parts_of(peer=None, work=None, cache=None, device="cuda"):
             "dpa2",
         ),
         pytest_part(
-            "hessians", "Hessians beside the CPU", ["_models"], "hessians", 90, beside=True
+            "hessians",
+            "Hessians beside the CPU",
+            ["_models"],
+            "hessians",
+            90,
+            beside=True,
         ),
         pytest_part(
             "infer",
@@ -210,7 +262,13 @@ def parts_of(peer=None, work=None, cache=None, device="cuda"):
             90,
             beside=True,
         ),
-        pytest_part("runs", "losses, averages, tasks", ["_runs", "_faults"], "not optimizer", 180),
+        pytest_part(
+            "runs",
+            "losses, averages, tasks",
+            ["_runs", "_faults"],
+            "not optimizer",
+            180,
+        ),
         pytest_part(
             "compiled",
             "compiled steps have the numbers of eager ones",
@@ -220,9 +278,15 @@ def parts_of(peer=None, work=None, cache=None, device="cuda"):
             beside=True,
         ),
         pytest_part(
-            "pt2", "a .pt2 for CUDA has the results of its checkpoint", ["_infer"], "pt2", 300
+            "pt2",
+            "a .pt2 for CUDA has the results of its checkpoint",
+            ["_infer"],
+            "pt2",
+            300,
         ),
-        pytest_part("ranks", "two GPUs: numbers, restarts, other stages", ["_ranks"], "", 180),
+        pytest_part(
+            "ranks", "two GPUs: numbers, restarts, other stages", ["_ranks"], "", 180
+        ),
     ]
 
 
@@ -241,7 +305,9 @@ def run_parts(parts, folder, minutes):
                     continue
                 left = end - time.monotonic()
                 if left > MIN_SECONDS:
-                    running.append(start(part, folder, Path(logs), min(left, part.limit)))
+                    running.append(
+                        start(part, folder, Path(logs), min(left, part.limit))
+                    )
                 if not part.beside or left <= MIN_SECONDS:
                     wait_for(running, folder, results)
                     running = []
@@ -286,7 +352,11 @@ def wait_for(running, folder, results):
                 f"\n===== {run.part.name}: {error or 'ended'}, {seconds} s: {command}\n{output}\n"
             )
         lines = output.splitlines()
-        summary = re.sub(r"^=+ | =+$", "", lines[-1]) if lines and not run.part.adds_rows else ""
+        summary = (
+            re.sub(r"^=+ | =+$", "", lines[-1])
+            if lines and not run.part.adds_rows
+            else ""
+        )
         values = {
             "title": run.part.title,
             "seconds": seconds,
@@ -316,15 +386,23 @@ def main():
     """Run the chosen parts; return 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--output", type=Path, default=Path("gpu_first_contact"), help="folder of results and page"
+        "--output",
+        type=Path,
+        default=Path("gpu_first_contact"),
+        help="folder of results and page",
     )
     parser.add_argument(
         "--peer",
         help="python of an environment with DeePMD-kit; without it only dp-ema is measured",
     )
-    parser.add_argument("--minutes", type=float, default=10.0, help="for all parts of this call")
     parser.add_argument(
-        "--parts", nargs="+", choices=[part.name for part in parts_of()], help="all if not given"
+        "--minutes", type=float, default=10.0, help="for all parts of this call"
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=[part.name for part in parts_of()],
+        help="all if not given",
     )
     parser.add_argument(
         "--cache",
@@ -332,18 +410,25 @@ def main():
         help="folder of compiled code, for a further call; removed if not given",
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda", help="of the speed in turns"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda",
+        help="of the speed in turns",
     )
     args = parser.parse_args()
     output, cache = args.output.resolve(), args.cache and str(args.cache.resolve())
     with tempfile.TemporaryDirectory() as work:
         parts = parts_of(args.peer, work, cache, args.device)
-        chosen = [part for part in parts if args.parts is None or part.name in args.parts]
+        chosen = [
+            part for part in parts if args.parts is None or part.name in args.parts
+        ]
         if args.parts:
             chosen.sort(key=lambda part: args.parts.index(part.name))
         run_parts(chosen, output, args.minutes)
     rows = Results(output / FILE_NAME).rows().values()
-    failed = [row["key"][0] for row in rows if row["part"] == "parts" and row.get("error")]
+    failed = [
+        row["key"][0] for row in rows if row["part"] == "parts" and row.get("error")
+    ]
     missing = [
         part.name
         for part in chosen

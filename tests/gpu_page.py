@@ -66,17 +66,26 @@ def speed(rows):
         cells = [case[0], case[1], str(case[2])]
         times.append([*cells, *(number(ms.get(way)) for way in WAYS), ratio])
         sizes = [row.get("memory", 0) for row in of_way.values()]
-        memory.append([*cells, *(f"{size / 1e6:.0f}" if size else "" for size in sizes)])
+        memory.append(
+            [*cells, *(f"{size / 1e6:.0f}" if size else "" for size in sizes)]
+        )
         for way, row in of_way.items():
             if row.get("error"):
-                errors.append(f"- {case[0]}, {case[2]} frames, {WAYS[way]}: {short(row['error'])}")
+                errors.append(
+                    f"- {case[0]}, {case[2]} frames, {WAYS[way]}: {short(row['error'])}"
+                )
     head = ["model", "precision", "frames", *WAYS.values()]
     machines = dict.fromkeys(row["machine"] for row in found if row.get("machine"))
     text = (
         "Medians of turns. The last column is the fastest way of DeePMD-kit over the fastest of "
         "dp-ema."
     )
-    lines = ["## Steps beside DeePMD-kit, ms", "", f"On {'; '.join(machines)}. {text}", ""]
+    lines = [
+        "## Steps beside DeePMD-kit, ms",
+        "",
+        f"On {'; '.join(machines)}. {text}",
+        "",
+    ]
     lines += [table([*head, "times as fast"], times), ""]
     lines += [
         "## Memory of these runs, MB that torch had allocated at most",
@@ -101,7 +110,11 @@ def kernels(rows):
         kind, _, frames = row["key"]
         share = row["limit_ms"] / row["kernels_ms"] if row["kernels_ms"] else 0.0
         cells = [number(row[name]) for name in ("step_ms", "kernels_ms", "limit_ms")]
-        counts = [f"{row['kernels']:.0f}", f"{row['gflops']:.1f}", f"{row['gbytes']:.2f}"]
+        counts = [
+            f"{row['kernels']:.0f}",
+            f"{row['gflops']:.1f}",
+            f"{row['gbytes']:.2f}",
+        ]
         body.append([kind, str(frames), *cells, f"{share:.2f}", *counts])
         for name, ms, limit, calls in row["operations"][:NUM_OPERATIONS]:
             operations.append(
@@ -131,7 +144,10 @@ def kernels(rows):
         "",
     ]
     lines += [
-        table(["model", "frames", "operation", "calls", "kernels, ms", "limit, ms"], operations)
+        table(
+            ["model", "frames", "operation", "calls", "kernels, ms", "limit, ms"],
+            operations,
+        )
     ]
     return "\n".join(lines)
 
@@ -160,7 +176,11 @@ def inference(rows):
     """Return the table of inference by a checkpoint and by a .pt2."""
     body = []
     for row in of_part(rows, "inference"):
-        sizes = [name.removeprefix("eager_ms_") for name in row if name.startswith("eager_ms_")]
+        sizes = [
+            name.removeprefix("eager_ms_")
+            for name in row
+            if name.startswith("eager_ms_")
+        ]
         if row.get("error"):
             body.append([row["key"][0], "", short(row["error"]), "", "", ""])
         for size in sizes:
@@ -176,8 +196,17 @@ def inference(rows):
             )
     if not body:
         return ""
-    head = ["model", "atoms", "checkpoint, ms", ".pt2, ms", "difference of forces", "freeze, s"]
-    return "## Energies and forces by a checkpoint and by its .pt2\n\n" + table(head, body)
+    head = [
+        "model",
+        "atoms",
+        "checkpoint, ms",
+        ".pt2, ms",
+        "difference of forces",
+        "freeze, s",
+    ]
+    return "## Energies and forces by a checkpoint and by its .pt2\n\n" + table(
+        head, body
+    )
 
 
 def bits(rows):

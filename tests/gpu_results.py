@@ -68,7 +68,9 @@ class Results:
 
 def add_arguments(parser, part):
     """Add the options of every part."""
-    parser.add_argument("--results", type=Path, default=Path(FILE_NAME), help="file of the rows")
+    parser.add_argument(
+        "--results", type=Path, default=Path(FILE_NAME), help="file of the rows"
+    )
     parser.add_argument("--part", default=part, help="name of the rows")
 
 
@@ -77,6 +79,8 @@ def describe_machine():
     import torch
 
     card = (
-        torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or "CPU"
     )
     return f"{card}, torch {torch.__version__}"

@@ -34,7 +34,9 @@ WAYS = [
         True,
         COMPILED | {"training.cuda_graphs": True},
     ),
-    Runner("pt_compiled", "`dp --pt`, compiled", False, {"model.use_compile": True}, "--pt"),
+    Runner(
+        "pt_compiled", "`dp --pt`, compiled", False, {"model.use_compile": True}, "--pt"
+    ),
     Runner(
         "pt_expt_compiled",
         "`dp --pt-expt`, compiled",
@@ -52,9 +54,8 @@ MODEL_TYPES = {
 KINDS = ("se_e2_a", "dpa4c", "dpa3", "dpa4", "se_atten, 2 layers", "dpa2")
 ROW_STEPS = {1: 10, 8: 5}  # steps between two rows of lcurve.out, by frames
 FIRST_STEPS = 40  # of DeePMD-kit, before the first turn
-COMPILE_THREADS = (
-    3  # processes in which torch compiles kernels, of each run; a dozen runs compile at once
-)
+# processes in which torch compiles kernels, of each run; a dozen runs compile at once
+COMPILE_THREADS = 3
 POLL_S = 0.01
 MAX_ERROR = 600  # characters of a log that a row keeps
 
@@ -88,7 +89,13 @@ def main():
     finally:
         for run in runs:
             run.halted.end()
-    return int(any(row.get("error") for row in results.rows().values() if row["part"] == args.part))
+    return int(
+        any(
+            row.get("error")
+            for row in results.rows().values()
+            if row["part"] == args.part
+        )
+    )
 
 
 def parse_arguments():
@@ -104,7 +111,10 @@ def parse_arguments():
     )
     parser.add_argument("--precision", nargs="+", default=["float32"])
     parser.add_argument(
-        "--ways", nargs="+", default=[w.name for w in WAYS], choices=[w.name for w in WAYS]
+        "--ways",
+        nargs="+",
+        default=[w.name for w in WAYS],
+        choices=[w.name for w in WAYS],
     )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.6, help="of a turn")
@@ -114,7 +124,9 @@ def parse_arguments():
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--threads", type=int, default=4, help="of each run")
     parser.add_argument("--stat-batches", type=int, default=10)
-    parser.add_argument("--work", type=Path, default=common.RUNS, help="folder of the runs")
+    parser.add_argument(
+        "--work", type=Path, default=common.RUNS, help="folder of the runs"
+    )
     parser.add_argument(
         "--cache", type=Path, help="folder of compiled code; in --work if not given"
     )
@@ -148,20 +160,28 @@ def start(case, way, key, args):
     interval = ROW_STEPS.get(case.batch, 5) if args.device == "cuda" else 1
     config = speed_cases.input_of(case, args, disp_freq=interval)
     config["model"]["data_stat_nbatch"] = args.stat_batches
-    config = speed_cases.with_options(config, MODEL_TYPES.get((case.name, way.backend), {}))
+    config = speed_cases.with_options(
+        config, MODEL_TYPES.get((case.name, way.backend), {})
+    )
     # each way has a folder of its own for compiled code, which all models share
     config = speed_cases.runner_input(config, case, way, args.cache / way.name)
     env = speed_cases.runner_environment(args, way, args.cache / way.name)
     env["TORCHINDUCTOR_COMPILE_THREADS"] = str(COMPILE_THREADS)
     # dp-ema finds the neighbors of each frame once, and captures a step when its shape occurs for
     # the third time
-    first = max(FIRST_STEPS, 3 * speed_cases.MAX_FRAMES // case.batch if way.ours else 0)
+    first = max(
+        FIRST_STEPS, 3 * speed_cases.MAX_FRAMES // case.batch if way.ours else 0
+    )
     first = first if args.device == "cuda" else 1
     program = common.Program(way.title, (), sys.executable if way.ours else args.peer)
     folder = args.work / "runs" / f"{case.file_name}-{way.name}"
     command = common.printing_memory(program, way.backend)
     return Run(
-        key, way, first, common.HaltedRun.start(command, folder, config, env), time.perf_counter()
+        key,
+        way,
+        first,
+        common.HaltedRun.start(command, folder, config, env),
+        time.perf_counter(),
     )
 
 
@@ -174,7 +194,9 @@ def wait_for_all(runs, args, results):
     while waiting and time.perf_counter() < until:
         for run in list(waiting):
             halted = run.halted
-            halted.size = common.note_rows(halted.folder / "lcurve.out", halted.size, halted.rows)
+            halted.size = common.note_rows(
+                halted.folder / "lcurve.out", halted.size, halted.rows
+            )
             if halted.process.poll() is not None:
                 waiting.remove(run)
                 results.add(run.key, error=last_lines(run), machine=describe_machine())

@@ -45,12 +45,16 @@ from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 
 KINDS = ("se_e2_a", "dpa4c", "dpa3", "dpa4", "se_atten, 2 layers", "dpa2")
-IS_PRETENDED = torch.version.cuda is None  # which is as slow as a CPU: only little is tried
+IS_PRETENDED = (
+    torch.version.cuda is None
+)  # which is as slow as a CPU: only little is tried
 TIMED, PROFILED = (2, 1) if IS_PRETENDED else (20, 3)
 CAPTURING = 24  # steps at least, until the shapes of all batches have been captured
 MAX_OPERATIONS = 12  # of a step, in a row
 GROWING = (
-    (192, 384) if IS_PRETENDED else (192, 768, 3072, 12288, 24576, 49152, 98304, 196608, 393216)
+    (192, 384)
+    if IS_PRETENDED
+    else (192, 768, 3072, 12288, 24576, 49152, 98304, 196608, 393216)
 )
 INFERRED = (192,) if IS_PRETENDED else (192, 1536, 12288)
 SIDE = 256 if IS_PRETENDED else 8192  # of the matrices whose product is timed
@@ -62,15 +66,31 @@ PRECISIONS = {  # ways to round the factors of products
     "bfloat16": {"model.descriptor.use_amp": True},  # of DPA-4 alone
 }
 PEER = (
-    "import deepmd, torch; print('DeePMD-kit', deepmd.__version__, 'with torch', torch.__version__)"
+    "import deepmd, torch; print('DeePMD-kit', deepmd.__version__, 'with "
+    "torch', torch.__version__)"
 )
 # what the profiler calls operations by which others are done
 SAME = dict.fromkeys(("_to_copy", "clone", "contiguous", "cat"), "copy_")
 SAME |= dict.fromkeys(
-    ("new_zeros", "zeros", "zeros_like", "zero_", "ones", "ones_like", "full", "full_like"), "fill_"
+    (
+        "new_zeros",
+        "zeros",
+        "zeros_like",
+        "zero_",
+        "ones",
+        "ones_like",
+        "full",
+        "full_like",
+    ),
+    "fill_",
 )
 SAME |= {"cat": "cat", "new_ones": "fill_", "scalar_tensor": "fill_"}
-GATHERS = {"index", "index_select", "gather", "embedding"}  # read no more than they write
+GATHERS = {
+    "index",
+    "index_select",
+    "gather",
+    "embedding",
+}  # read no more than they write
 NO_KERNEL = {
     "empty",
     "empty_like",
@@ -99,7 +119,9 @@ class Watch(Callback):
         self.memory = 0
         self.gradients = {}
         self.limits = None
-        self.profiler = torch.profiler.profile(activities=torch.profiler.supported_activities())
+        self.profiler = torch.profiler.profile(
+            activities=torch.profiler.supported_activities()
+        )
 
     @property
     def num_steps(self):
@@ -151,7 +173,9 @@ class Watch(Callback):
                 launches += event.count
             elif event.self_device_time_total > 0:
                 name = event.key.partition("::")[2] or event.key
-                seconds[SAME.get(name, name)] += event.self_device_time_total / 1e6 / self.profiled
+                seconds[SAME.get(name, name)] += (
+                    event.self_device_time_total / 1e6 / self.profiled
+                )
         return (
             total / self.profiled,
             dict(seconds),
@@ -174,7 +198,8 @@ class Limits(TorchDispatchMode):
         schema = function._schema
         name = schema.name.partition("::")[2]
         is_view = any(
-            r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+            r.alias_info is not None and not r.alias_info.is_write
+            for r in schema.returns
         )
         tensors = [
             t
@@ -206,7 +231,9 @@ class Limits(TorchDispatchMode):
                 (flops / ceilings.get(dtype, ceilings["float32"]), size)
                 for flops, size, dtype in calls
             )
-            found[name] = sum(max(product, size / ceilings["bandwidth"]) for product, size in rates)
+            found[name] = sum(
+                max(product, size / ceilings["bandwidth"]) for product, size in rates
+            )
         return found
 
 
@@ -291,7 +318,11 @@ def print_versions(args, results):
             lines.append(f"{command[0] or 'DeePMD-kit'}: not found")
             continue
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        text = done.stderr.splitlines()[-1:] if done.returncode else done.stdout.splitlines()[-2:]
+        text = (
+            done.stderr.splitlines()[-1:]
+            if done.returncode
+            else done.stdout.splitlines()[-2:]
+        )
         lines.append(f"{Path(command[0]).name}: {'; '.join(text)}")
     results.add(["versions"], lines=lines)
 
@@ -306,9 +337,13 @@ def measure_ceilings(results):
         for name in ("float32", "tf32", "float64", "bfloat16"):
             dtype = torch.float32 if name == "tf32" else getattr(torch, name)
             side = SIDE // 2 if name == "float64" else SIDE
-            left, right = (torch.randn(side, side, device="cuda").to(dtype) for _ in range(2))
+            left, right = (
+                torch.randn(side, side, device="cuda").to(dtype) for _ in range(2)
+            )
             torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-            rates[name] = 2 * side**3 / seconds_of(lambda left=left, right=right: left @ right)
+            rates[name] = (
+                2 * side**3 / seconds_of(lambda left=left, right=right: left @ right)
+            )
         torch.set_float32_matmul_precision("highest")
         results.add(["ceilings"], machine=describe_machine(), **rates)
     return results.rows()[(results.part, "ceilings")]
@@ -332,13 +367,18 @@ def measure_kernels(args, results):
 
     def one(case, work):
         watch = Watch(
-            2 if IS_PRETENDED else max(8, speed_cases.MAX_FRAMES // case.batch), profiled=PROFILED
+            2 if IS_PRETENDED else max(8, speed_cases.MAX_FRAMES // case.batch),
+            profiled=PROFILED,
         )
         train(case, watch, EAGER, work)
         total, seconds, number, launches = watch.kernels()
         limits = watch.limits.seconds(ceilings)
-        flops = sum(flops for calls in watch.limits.calls.values() for flops, _, _ in calls)
-        size = sum(size for calls in watch.limits.calls.values() for _, size, _ in calls)
+        flops = sum(
+            flops for calls in watch.limits.calls.values() for flops, _, _ in calls
+        )
+        size = sum(
+            size for calls in watch.limits.calls.values() for _, size, _ in calls
+        )
         order = sorted({*seconds, *limits}, key=lambda name: -seconds.get(name, 0.0))[
             :MAX_OPERATIONS
         ]
@@ -376,7 +416,9 @@ def measure_growth(args, results):
 
     def one(case, work):
         is_large = case.atoms > 3072
-        watch = Watch(8 if is_large else CAPTURING, timed=3 if is_large or IS_PRETENDED else 10)
+        watch = Watch(
+            8 if is_large else CAPTURING, timed=3 if is_large or IS_PRETENDED else 10
+        )
         try:
             train(case, watch, EAGER if is_large else {}, work)
         except torch.cuda.OutOfMemoryError as error:
@@ -396,7 +438,9 @@ def measure_growth(args, results):
             measure(
                 results,
                 key,
-                lambda work, kind=kind, n=atoms: one(case_of(kind, "float32", 1, n), work),
+                lambda work, kind=kind, n=atoms: one(
+                    case_of(kind, "float32", 1, n), work
+                ),
             )
             if "ms" not in results.rows()[("growth", *key)]:
                 break
@@ -410,19 +454,28 @@ def measure_inference(args, results):
         checkpoint, compiled = folder / "model.ckpt.pt", folder / "model.pt2"
         began = time.perf_counter()
         freeze(load_model(checkpoint), compiled, device="cuda")
-        values = {"freeze_s": time.perf_counter() - began, "mb": compiled.stat().st_size / 1e6}
+        values = {
+            "freeze_s": time.perf_counter() - began,
+            "mb": compiled.stat().st_size / 1e6,
+        }
         potentials = {
             name: Potential(file, device="cuda")
             for name, file in (("eager", checkpoint), ("pt2", compiled))
         }
         for atoms in INFERRED:
             frame = frame_of(atoms, work)
-            found = {name: potential.evaluate(*frame) for name, potential in potentials.items()}
+            found = {
+                name: potential.evaluate(*frame)
+                for name, potential in potentials.items()
+            }
             error = abs(found["pt2"].force - found["eager"].force).max()
-            values[f"force_error_{atoms}"] = float(error / abs(found["eager"].force).max())
+            values[f"force_error_{atoms}"] = float(
+                error / abs(found["eager"].force).max()
+            )
             for name, potential in potentials.items():
                 seconds = seconds_of(
-                    lambda potential=potential, frame=frame: potential.evaluate(*frame), repeats=5
+                    lambda potential=potential, frame=frame: potential.evaluate(*frame),
+                    repeats=5,
                 )
                 values[f"{name}_ms_{atoms}"] = 1e3 * seconds
         return values
@@ -435,12 +488,18 @@ def frame_of(atoms, work):
     """Return coordinates, types and cell of a frame of water."""
     import numpy as np
 
-    source = common.read_input(common.EXAMPLE / "input.json", None)["training"]["training_data"][
-        "systems"
-    ][0]
+    source = common.read_input(common.EXAMPLE / "input.json", None)["training"][
+        "training_data"
+    ]["systems"][0]
     system = speed_cases.system_of(source, speed_cases.times_of(atoms), work)
-    coord, box = (np.load(system / "set.000" / f"{name}.npy")[0] for name in ("coord", "box"))
-    return coord.reshape(-1, 3), np.loadtxt(system / "type.raw", dtype=int), box.reshape(3, 3)
+    coord, box = (
+        np.load(system / "set.000" / f"{name}.npy")[0] for name in ("coord", "box")
+    )
+    return (
+        coord.reshape(-1, 3),
+        np.loadtxt(system / "type.raw", dtype=int),
+        box.reshape(3, 3),
+    )
 
 
 def measure_bits(args, results):
@@ -454,16 +513,23 @@ def measure_bits(args, results):
         if not exact:
             exact.update(first.gradients)
         difference = sum(
-            float((g - exact[name]).square().sum()) for name, g in first.gradients.items()
+            float((g - exact[name]).square().sum())
+            for name, g in first.gradients.items()
         )
         norm = sum(float(g.square().sum()) for g in exact.values())
         timed = Watch(2 if IS_PRETENDED else CAPTURING)
         train(case, timed, options, work)
         error = (difference / norm) ** 0.5
-        return {"ms": 1e3 * timed.seconds, "memory": timed.memory, "gradient_error": error}
+        return {
+            "ms": 1e3 * timed.seconds,
+            "memory": timed.memory,
+            "gradient_error": error,
+        }
 
     for kind in args.kinds:
-        names = [name for name in PRECISIONS if name != "bfloat16" or kind.startswith("dpa4")]
+        names = [
+            name for name in PRECISIONS if name != "bfloat16" or kind.startswith("dpa4")
+        ]
         if all(results.has([kind, name]) for name in names):
             continue
         # gradients in float32, which the others are compared with: all rows are measured together
@@ -500,7 +566,11 @@ def main():
     results = Results(args.results, args.part or args.what)
     WHAT[args.what](args, results)
     return int(
-        any(row.get("error") for row in results.rows().values() if row["part"] == results.part)
+        any(
+            row.get("error")
+            for row in results.rows().values()
+            if row["part"] == results.part
+        )
     )
 
 

@@ -30,7 +30,9 @@ def toy_labels(coord, types, box=None):
     coord, types = np.asarray(coord, float), np.asarray(types)
     natoms = len(types)
     shifts = (
-        np.zeros((1, 3)) if box is None else _image_shifts(np.asarray(box, float).reshape(3, 3))
+        np.zeros((1, 3))
+        if box is None
+        else _image_shifts(np.asarray(box, float).reshape(3, 3))
     )
     vector = (
         coord[None, :, None, :] + shifts[None, None] - coord[:, None, None, :]
@@ -40,9 +42,9 @@ def toy_labels(coord, types, box=None):
     i, j, s = np.nonzero(near)
     r, d = distance[i, j, s], vector[i, j, s]
     pair_energy, slope = _morse(r, types[i], types[j])
-    atom_energy = 0.5 * np.bincount(i, weights=pair_energy, minlength=natoms) + ELEMENT_ENERGY * (
-        types + 1
-    )
+    atom_energy = 0.5 * np.bincount(
+        i, weights=pair_energy, minlength=natoms
+    ) + ELEMENT_ENERGY * (types + 1)
     force = np.zeros((natoms, 3))
     np.add.at(
         force, i, (slope / r)[:, None] * d
@@ -69,9 +71,9 @@ def toy_frame(rng, natoms=12, num_types=2, pbc=True, jitter=0.25, triclinic=True
     turn.
     """
     grid = _grid(natoms)
-    sites = np.stack(np.meshgrid(*[np.arange(g) for g in grid], indexing="ij"), -1).reshape(-1, 3)[
-        :natoms
-    ]
+    sites = np.stack(
+        np.meshgrid(*[np.arange(g) for g in grid], indexing="ij"), -1
+    ).reshape(-1, 3)[:natoms]
     box = np.diag(np.array(grid, float) * SPACING)
     if triclinic:
         box[1, 0], box[2, 0], box[2, 1] = 0.3, -0.2, 0.4
@@ -124,7 +126,12 @@ def write_system(
     (path / "type_map.raw").write_text("\n".join(elements) + "\n")
     if not pbc:
         (path / "nopbc").touch()
-    wanted = {"energy": energy, "force": force, "virial": virial and pbc, "atom_ener": atom_ener}
+    wanted = {
+        "energy": energy,
+        "force": force,
+        "virial": virial and pbc,
+        "atom_ener": atom_ener,
+    }
     for number, chunk in enumerate(np.array_split(np.arange(frames), sets)):
         folder = path / f"set.{number:03d}"
         folder.mkdir(exist_ok=True)
@@ -147,7 +154,8 @@ def write_system(
         for name, value in arrays.items():
             array = np.asarray(value)
             np.save(
-                folder / f"{name}.npy", (array.ravel() if name == "energy" else array).astype(dtype)
+                folder / f"{name}.npy",
+                (array.ravel() if name == "energy" else array).astype(dtype),
             )
         if mixed:
             np.save(
@@ -157,12 +165,18 @@ def write_system(
     return path
 
 
-def open_data(paths, type_map, labels=(), *, rglob_patterns=None, where="systems", **spec):
+def open_data(
+    paths, type_map, labels=(), *, rglob_patterns=None, where="systems", **spec
+):
     """Return the sources at ``paths`` with these elements and labels."""
-    return open_systems(paths, ReadSpec(type_map, labels, **spec), rglob_patterns, where)
+    return open_systems(
+        paths, ReadSpec(type_map, labels, **spec), rglob_patterns, where
+    )
 
 
-def tiny_input(training, validation=None, *, num_steps=20, type_map=("O", "H"), **changes):
+def tiny_input(
+    training, validation=None, *, num_steps=20, type_map=("O", "H"), **changes
+):
     """Return the dict of an ``input.json`` for a tiny se_e2_a model; ``changes`` are
     ``section__key=value``.
     """
@@ -180,7 +194,12 @@ def tiny_input(training, validation=None, *, num_steps=20, type_map=("O", "H"), 
             },
             "fitting_net": {"neuron": [8, 8], "resnet_dt": True, "seed": 1},
         },
-        "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-6, "decay_steps": 10},
+        "learning_rate": {
+            "type": "exp",
+            "start_lr": 1e-3,
+            "stop_lr": 1e-6,
+            "decay_steps": 10,
+        },
         "loss": {
             "type": "ener",
             "start_pref_e": 0.02,
@@ -199,7 +218,11 @@ def tiny_input(training, validation=None, *, num_steps=20, type_map=("O", "H"), 
         },
     }
     if validation is not None:
-        data = {"systems": [str(s) for s in validation], "batch_size": 2, "numb_btch": 1}
+        data = {
+            "systems": [str(s) for s in validation],
+            "batch_size": 2,
+            "numb_btch": 1,
+        }
         config["training"]["validation_data"] = data
     return changed(config, changes)
 
@@ -275,7 +298,9 @@ def killed_at(at, action):
     """Call ``action`` in a child process, killed at change ``at`` of the disk; return whether it
     was.
     """
-    pid = os.fork()  # as a fork: starting torch anew for each change would take a second each
+    pid = (
+        os.fork()
+    )  # as a fork: starting torch anew for each change would take a second each
     if pid == 0:
         left = [at]
 
@@ -318,8 +343,20 @@ def checkpoint_payload(step=3, kind="training", weights="live", value=0.0, **mor
         "a.weight": torch.arange(6.0).view(2, 3),
         "a.bias": torch.zeros(2, dtype=torch.float64),
     }
-    head = {"format": FORMAT, "version": "0.1.0", "kind": kind, "weights": weights, "step": step}
-    parts = training_parts() if kind == "training" else {"average": {}} if kind == "average" else {}
+    head = {
+        "format": FORMAT,
+        "version": "0.1.0",
+        "kind": kind,
+        "weights": weights,
+        "step": step,
+    }
+    parts = (
+        training_parts()
+        if kind == "training"
+        else {"average": {}}
+        if kind == "average"
+        else {}
+    )
     config = {"model": {"type_map": ["O"]}, "training": {"seed": 1}}
     return {
         **head,
@@ -365,7 +402,11 @@ def assert_same_files(left, right):
     for name in names[0]:
         if name.endswith(".pt"):
             assert_same(
-                *(torch.load(folder / name, weights_only=True) for folder in (left, right)), name
+                *(
+                    torch.load(folder / name, weights_only=True)
+                    for folder in (left, right)
+                ),
+                name,
             )
         else:
             assert (left / name).read_bytes() == (right / name).read_bytes(), name
@@ -387,7 +428,8 @@ def _record(rng, natoms, num_types, pbc, jitter, triclinic, mixed, virtual):
             "atom_ener": np.zeros(virtual),
         }
         record = {
-            name: np.concatenate([value, fill[name]])[order] for name, value in record.items()
+            name: np.concatenate([value, fill[name]])[order]
+            for name, value in record.items()
         }
     return record | {"energy": energy, "virial": virial, "box": box}
 
@@ -407,7 +449,10 @@ def _morse(r, type_i, type_j):
     kind = type_i + type_j
     depth, place, steep = 0.3 + 0.1 * kind, 2.2 + 0.1 * (kind % 3), 1.4
     decay = np.exp(-steep * (r - place))
-    value, slope = depth * ((1 - decay) ** 2 - 1), 2 * depth * steep * (1 - decay) * decay
+    value, slope = (
+        depth * ((1 - decay) ** 2 - 1),
+        2 * depth * steep * (1 - decay) * decay,
+    )
     u = r / TOY_RCUT
     switch = 1 - 10 * u**3 + 15 * u**4 - 6 * u**5
     switch_slope = (-30 * u**2 + 60 * u**3 - 30 * u**4) / TOY_RCUT
@@ -439,11 +484,16 @@ def wrong_forces(graph, inputs):
     """A backend of torch.compile whose code returns forces of zero, with gradients of zero."""
 
     def evaluate(*args):
-        return [x * 0 if x.dim() == 2 and x.shape[1] == 3 else x for x in graph.forward(*args)]
+        return [
+            x * 0 if x.dim() == 2 and x.shape[1] == 3 else x
+            for x in graph.forward(*args)
+        ]
 
     return evaluate
 
 
 def blocks(page, language):
     """Return the fenced blocks of a page in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.M | re.S
+    )

@@ -42,7 +42,9 @@ def let_slots_differ(model, seed=11):
     """
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.named_buffers():
-        draw = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
+        draw = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(
+            tensor
+        )
         if name.endswith(".mean"):
             tensor[..., 0] = 0.1 + 0.05 * draw[..., 0]
         elif name.endswith(".stddev"):
@@ -87,7 +89,10 @@ def write_run(folder, *, averages=True, seed=0, **changes):
             "frozen": [],
             "profiles": {"ema": {**FACTS, "warmup": True, "weights": averaged}},
         }
-    path, path_ema = folder / f"model.ckpt-{STEP}.pt", folder / f"model_ema.ckpt-{STEP}.pt"
+    path, path_ema = (
+        folder / f"model.ckpt-{STEP}.pt",
+        folder / f"model_ema.ckpt-{STEP}.pt",
+    )
     checkpoint.save(path, training)
     (folder / "model.ckpt.pt").symlink_to(path.name)
     (folder / "checkpoint").write_text(f"{path.name}\n")

@@ -4,7 +4,9 @@ import torch
 
 VARIANTS = {
     "plain": {},
-    "one_side": {"descriptor_changes": {"type_one_side": True, "activation_function": "gelu"}},
+    "one_side": {
+        "descriptor_changes": {"type_one_side": True, "activation_function": "gelu"}
+    },
     "timesteps": {
         "descriptor_changes": {"resnet_dt": True, "neuron": [2, 4, 4]},
         "fitting_changes": {"neuron": [6, 6, 12], "activation_function": "silu"},
@@ -15,11 +17,19 @@ VARIANTS = {
         "atom_exclude_types": [1],
     },
     "parameters": {
-        "fitting_changes": {"numb_fparam": 2, "numb_aparam": 1, "default_fparam": [0.1, -0.2]}
+        "fitting_changes": {
+            "numb_fparam": 2,
+            "numb_aparam": 1,
+            "default_fparam": [0.1, -0.2],
+        }
     },
     "vacuum": {
         "descriptor_changes": {"set_davg_zero": True},
-        "fitting_changes": {"atom_ener": [-1.5, None, -0.5], "numb_fparam": 1, "resnet_dt": False},
+        "fitting_changes": {
+            "atom_ener": [-1.5, None, -0.5],
+            "numb_fparam": 1,
+            "resnet_dt": False,
+        },
     },
     "single": {
         "descriptor_changes": {"precision": "float32"},

@@ -29,7 +29,9 @@ def profiles(**common):
     """Return the averages of ``AVERAGING``, one of equal weights, and one that does not begin in
     the run.
     """
-    powers = [PowerProfile.from_sigma_rel(f"p{s:02d}", s / 100, **common) for s in (5, 10, 7)]
+    powers = [
+        PowerProfile.from_sigma_rel(f"p{s:02d}", s / 100, **common) for s in (5, 10, 7)
+    ]
     return [
         *powers,
         EmaProfile("fast", decay=0.9),
@@ -60,7 +62,10 @@ def write_kept_run(
     folder.mkdir(parents=True, exist_ok=True)
     relative = [os.path.relpath(system, folder) for system in validation or ()]
     values = tiny_input(
-        ["train"], relative or None, training__averaging=AVERAGING, training__numb_steps=steps
+        ["train"],
+        relative or None,
+        training__averaging=AVERAGING,
+        training__numb_steps=steps,
     )
     config = config_from_dict(values)
     (folder / "input.json").write_text(json.dumps(values))
@@ -70,21 +75,30 @@ def write_kept_run(
     for step in range(1, steps + 1):
         with torch.no_grad():
             for tensor in model.parameters():
-                tensor += size * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+                tensor += size * torch.randn(
+                    tensor.shape, generator=generator, dtype=torch.float64
+                )
             model.out_bias.copy_(torch.full_like(model.out_bias, -0.001 * step))
         bank.update()
         for name in KEPT if step % every == 0 else ():
             if bank.info(name)["updates"]:
                 path = folder / "snapshots" / f"model_{name}.ckpt-{step}.pt"
                 checkpoint.save(
-                    path, narrowed(payloads.snapshot(name, step), dict(model.named_buffers()))
+                    path,
+                    narrowed(
+                        payloads.snapshot(name, step), dict(model.named_buffers())
+                    ),
                 )
     more = {**training_parts(), **(training or {})}
-    checkpoint.save(folder / f"model.ckpt-{steps}.pt", payloads.training(steps, lambda *_: more))
+    checkpoint.save(
+        folder / f"model.ckpt-{steps}.pt", payloads.training(steps, lambda *_: more)
+    )
     (folder / "checkpoint").write_text(f"model.ckpt-{steps}.pt\n")
     return folder
 
 
 def shares_of(profile):
     """Return the share of the weights at each update in an average, (updates,)."""
-    return profile.shares_at(np.arange(1, profile.updates + 1, dtype=np.float64), profile.updates)
+    return profile.shares_at(
+        np.arange(1, profile.updates + 1, dtype=np.float64), profile.updates
+    )

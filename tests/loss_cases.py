@@ -12,7 +12,9 @@ ALL = {
 }
 
 
-WITHOUT_HUBER = {name: value for name, value in ALL.items() if name[-2:] not in ("_h", "pf")}
+WITHOUT_HUBER = {
+    name: value for name, value in ALL.items() if name[-2:] not in ("_h", "pf")
+}
 LOSSES = {
     "mse": ALL,
     "mae": {**ALL, "loss_func": "mae"},

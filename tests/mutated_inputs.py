@@ -12,7 +12,9 @@ from deepmd_ema.config.argcheck import find_mistakes, take_options
 from deepmd_ema.config.upgrade import upgrade
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted([*(ROOT / "examples").rglob("input*.json"), *(ROOT / "configs").glob("*.json")])
+FILES = sorted(
+    [*(ROOT / "examples").rglob("input*.json"), *(ROOT / "configs").glob("*.json")]
+)
 VALUES = [
     None,
     True,
@@ -83,7 +85,9 @@ def mutated(values, rng):
             section[str(name)] = copy.deepcopy(other[name])
         else:
             section[
-                rng.choice(("type", "sel", "numb_steps", "stop_batch", "neuron", "systems"))
+                rng.choice(
+                    ("type", "sel", "numb_steps", "stop_batch", "neuron", "systems")
+                )
             ] = rng.choice(VALUES)
     return values
 
@@ -91,7 +95,9 @@ def mutated(values, rng):
 def judged(values):
     """Return whether dargs accepts an input, and the mistakes that are found in what it refuses."""
     reading, _ = upgrade("input.json", values, {})
-    missing_parts = [mistake for mistake in reading.mistakes if "shared_dict" in str(mistake)]
+    missing_parts = [
+        mistake for mistake in reading.mistakes if "shared_dict" in str(mistake)
+    ]
     reading.mistakes.clear()
     root = run_arguments(reading.has_tasks)
     take_options(root, reading)
@@ -100,6 +106,8 @@ def judged(values):
         is_accepted = True
     except ArgumentError:
         is_accepted = False
-        reading.mistakes += missing_parts  # in whose places nothing is that dargs could accept
+        reading.mistakes += (
+            missing_parts  # in whose places nothing is that dargs could accept
+        )
     find_mistakes(root, reading)
     return is_accepted, reading.mistakes

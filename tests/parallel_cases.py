@@ -25,7 +25,13 @@ BANK = [
         "snapshot_freq": 8,
         "full_validation": True,
     },
-    {"name": "flat", "type": "swa", "start_step": 4, "update_every": 2, "device": "cpu"},
+    {
+        "name": "flat",
+        "type": "swa",
+        "start_step": 4,
+        "update_every": 2,
+        "device": "cpu",
+    },
     {
         "name": "whole",
         "half_life": 24,
@@ -40,7 +46,10 @@ WITH_BANK = validated(
     training__averaging=BANK,
     training__disp_avg=True,
     validating__max_best_ckpt=9,
-    model__fitting_net__neuron=[7, 7],  # 7 rows are distributed unevenly over 2 and over 3
+    model__fitting_net__neuron=[
+        7,
+        7,
+    ],  # 7 rows are distributed unevenly over 2 and over 3
 )
 
 
@@ -55,7 +64,10 @@ LOSSES = {
         "loss__use_huber": True,
         "loss__huber_delta": 0.1,
     },
-    "mae": {"loss__loss_func": "mae", "model__fitting_net__trainable": [True, False, True]},
+    "mae": {
+        "loss__loss_func": "mae",
+        "model__fitting_net__trainable": [True, False, True],
+    },
     "atoms": {
         "loss__start_pref_ae": 1,
         "loss__limit_pref_ae": 1,
@@ -76,7 +88,9 @@ MESSAGES = {
 }
 
 
-def config_of(systems, valid, stage, ranks, options, num_steps=STEPS, batch=GLOBAL_BATCH):
+def config_of(
+    systems, valid, stage, ranks, options, num_steps=STEPS, batch=GLOBAL_BATCH
+):
     """Return an input whose steps have ``batch`` frames, whatever the number of ranks."""
     options = {"training__zero_stage": stage, **copy.deepcopy(options)}
     config = tiny_input(systems, [valid], num_steps=num_steps, **options)
@@ -115,7 +129,9 @@ def assert_near(left, right, tolerance):
     for name, a in left.items():
         scale = max(1e-3, float(a.nan_to_num().abs().max()))
         assert a.shape == right[name].shape, name
-        assert torch.allclose(a, right[name], rtol=0, atol=tolerance * scale, equal_nan=True), name
+        assert torch.allclose(
+            a, right[name], rtol=0, atol=tolerance * scale, equal_nan=True
+        ), name
 
 
 def assert_same_run(left, right, tolerance=1e-9):

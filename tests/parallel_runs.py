@@ -19,7 +19,13 @@ from typing import Any
 from unittest import mock
 
 # what training imports, and the part of torch that it imports late
-PRELOADED = ["torch._dynamo", "torch.distributed.optim", "h5py", "vesin", "deepmd_ema.training.run"]
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.optim",
+    "h5py",
+    "vesin",
+    "deepmd_ema.training.run",
+]
 LIMIT_S = 200  # a machine that is busy with other things takes ten times as long
 PATIENCE_S = 60  # with the others, once one has failed
 
@@ -51,7 +57,9 @@ def run_ranks(size, function, *args, limit=LIMIT_S, may_fail=False):
             mine, theirs = context.Pipe(duplex=False)
             ends.append(mine)
             environ = launcher_environment(rank, size, port)
-            processes.append(context.Process(target=_enter, args=(theirs, environ, function, args)))
+            processes.append(
+                context.Process(target=_enter, args=(theirs, environ, function, args))
+            )
             processes[-1].start()
             theirs.close()
         found = _collect(ends, limit)
@@ -118,8 +126,17 @@ def train_here(folder, how):
 
 def launcher_environment(rank, size, port):
     """Return the environment that a launcher sets for one process of ``size`` on this machine."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), **address}
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        **address,
+    }
 
 
 def free_port():
@@ -143,7 +160,9 @@ def _holdings(trainer):
             name: content_digest([t.detach().cpu() for t in tensors])
             for name, tensors in held.items()
         },
-        "elements": {name: sum(t.numel() for t in tensors) for name, tensors in held.items()},
+        "elements": {
+            name: sum(t.numel() for t in tensors) for name, tensors in held.items()
+        },
         "facts": {name: bank.info(name) for name in bank.names},
     }
 
@@ -161,7 +180,11 @@ def _enter(connection, environ, function, args):
         answer = function(*args), None, ""
     except BaseException as error:
         ours = type(error).__module__.startswith("deepmd_ema")
-        answer = None, type(error).__name__, str(error) if ours else traceback.format_exc()
+        answer = (
+            None,
+            type(error).__name__,
+            str(error) if ours else traceback.format_exc(),
+        )
     connection.send(Ended(*answer, text.getvalue()))
     connection.close()
     os._exit(0)  # what a broken run has left open is not waited for
@@ -180,7 +203,10 @@ def _collect(ends, limit):
     while len(found) < len(ends):
         if any(ended.error for ended in found.values()):
             last = min(last, time.monotonic() + PATIENCE_S)
-        ready = wait([c for c in ends if c not in found], timeout=max(0.0, last - time.monotonic()))
+        ready = wait(
+            [c for c in ends if c not in found],
+            timeout=max(0.0, last - time.monotonic()),
+        )
         if not ready:
             break
         for connection in ready:

@@ -33,7 +33,10 @@ RUNS = {
         {"rmse_global_polar", "rmse_local_polar"},
     ),
     "property": (
-        {"model__fitting_net": GAP, "loss": {"type": "property", "metric": ["mae", "rmse"]}},
+        {
+            "model__fitting_net": GAP,
+            "loss": {"type": "property", "metric": ["mae", "rmse"]},
+        },
         "P",
         {"mae", "rmse"},
     ),
@@ -82,11 +85,15 @@ def with_energies(data, **changes):
         **changes,
     }
     inputs = {
-        task: tiny_input(*data, num_steps=STEPS, **common, **more) for task, more in OF_TASK.items()
+        task: tiny_input(*data, num_steps=STEPS, **common, **more)
+        for task, more in OF_TASK.items()
     }
     values = joined(inputs)
     parts = values["model"]["model_dict"]
-    values["model"]["shared_dict"] = {"elements": ["O", "H"], "near": parts["energy"]["descriptor"]}
+    values["model"]["shared_dict"] = {
+        "elements": ["O", "H"],
+        "near": parts["energy"]["descriptor"],
+    }
     for part in parts.values():
         part |= {"type_map": "elements", "descriptor": "near"}
     return values

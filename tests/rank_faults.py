@@ -53,7 +53,9 @@ def make_run(folder, stage=0, **changes):
     return folder
 
 
-def start_rank(folder, environ, fault="", words=("train", "input.json", "--device", "cpu")):
+def start_rank(
+    folder, environ, fault="", words=("train", "input.json", "--device", "cpu")
+):
     """Start a process in ``folder`` that is what ``environ`` says; what it says goes to
     ``reported.txt`` there.
 
@@ -72,7 +74,8 @@ def start_rank(folder, environ, fault="", words=("train", "input.json", "--devic
         for number in (1, 2):
             os.dup2(said, number)
         # of pytest's until now
-        sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        sys.stdout = open(1, "w", 1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", 1, closefd=False)  # noqa: SIM115
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         os.environ.update({name: value for name, value in environ.items() if value})
@@ -179,7 +182,9 @@ def lose_weights():
     def lose(trainer):
         if trainer.step == AT_STEP:
             with torch.no_grad():
-                next(iter(trainer.saver.builder.models.parameters())).fill_(float("nan"))
+                next(iter(trainer.saver.builder.models.parameters())).fill_(
+                    float("nan")
+                )
 
     _watch("after_update", lose)
 
@@ -286,14 +291,20 @@ FAULTS = {
     ),  # as by torchrun when another rank has ended
     "ask_to_stop": lambda: _after_step(_send(signal.SIGTERM)),
     "ask_in_validation": lambda: _in_validation(_send(signal.SIGTERM)),
-    "ask_often": lambda: _after_step(_send(signal.SIGINT, 2)),  # as torchrun and the terminal do
+    "ask_often": lambda: _after_step(
+        _send(signal.SIGINT, 2)
+    ),  # as torchrun and the terminal do
     "run_out_of_time": lambda: _watch("after_step", run_out_of_time),
     "come_late": lambda: time.sleep(HELD_UP_S),
     "never_connect": lambda: _hold_up("torch.distributed", "init_process_group", 1e6),
     # while it connects to one that never does
-    "be_terminated_soon": lambda: threading.Timer(3 * HELD_UP_S, _send(signal.SIGTERM)).start(),
+    "be_terminated_soon": lambda: threading.Timer(
+        3 * HELD_UP_S, _send(signal.SIGTERM)
+    ).start(),
     "meet_late": lambda: _hold_up("torch.distributed", "init_process_group"),
-    "speak_late": lambda: _hold_up("deepmd_ema.distributed.rendezvous", "Rendezvous.report_of"),
+    "speak_late": lambda: _hold_up(
+        "deepmd_ema.distributed.rendezvous", "Rendezvous.report_of"
+    ),
     "leave_late": lambda: _hold_up("torch.distributed", "destroy_process_group"),
     **{
         act.__name__: act

@@ -70,7 +70,9 @@ def input_of(way, **training):
 def write_data(folder):
     for k, task in enumerate(("water", "ice")):
         for n in (1, 2):
-            write_system(folder / f"{task}{n}", frames=4, natoms=5 + 2 * k, seed=10 * k + n)
+            write_system(
+                folder / f"{task}{n}", frames=4, natoms=5 + 2 * k, seed=10 * k + n
+            )
 
 
 @pytest.fixture

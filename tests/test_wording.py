@@ -66,7 +66,9 @@ def findings(path: Path) -> Iterator[str]:
             for pattern, instead in NAMES.items():
                 if re.search(
                     pattern,
-                    token.string if pattern.startswith("^_*(MOST") else token.string.lower(),
+                    token.string
+                    if pattern.startswith("^_*(MOST")
+                    else token.string.lower(),
                 ):
                     yield f"{where}:{token.start[0]}: name {token.string}: {instead}"
         elif token.type == tokenize.COMMENT:
@@ -74,7 +76,9 @@ def findings(path: Path) -> Iterator[str]:
     tree = ast.parse(text)
     docstrings = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ):
             docstring = ast.get_docstring(node)
             if docstring:
                 docstrings.add(id(node.body[0].value))
@@ -105,13 +109,18 @@ def files_of(names: tuple[str, ...] | list[str]) -> list[Path]:
     """Return the Python files at or below paths."""
     paths = [Path(name) if Path(name).is_absolute() else ROOT / name for name in names]
     return sorted(
-        file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))
+        file
+        for path in paths
+        for file in ([path] if path.is_file() else path.rglob("*.py"))
     )
 
 
 def test_names_and_sentences_have_no_private_vocabulary():
     found = [
-        text for path in files_of(CHECKED) if path != Path(__file__) for text in findings(path)
+        text
+        for path in files_of(CHECKED)
+        if path != Path(__file__)
+        for text in findings(path)
     ]
     assert not found, "\n".join(found)
 
@@ -128,7 +137,9 @@ def unquoted_commands(text: str) -> Iterator[int]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.JoinedStr):
             for before, after in zip(node.values, node.values[1:]):
-                is_text = isinstance(before, ast.Constant) and isinstance(after, ast.FormattedValue)
+                is_text = isinstance(before, ast.Constant) and isinstance(
+                    after, ast.FormattedValue
+                )
                 if is_text and _COMMAND.search(str(before.value)):
                     yield before.lineno
 

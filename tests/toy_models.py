@@ -36,7 +36,13 @@ _SE_E2_A = {
     "neuron": [4, 8, 16],
     "axis_neuron": 4,
 }
-_SE_E3_TEBD = {"sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2, 4, 8], "tebd_dim": 4}
+_SE_E3_TEBD = {
+    "sel": 60,
+    "rcut": 4.0,
+    "rcut_smth": 1.0,
+    "neuron": [2, 4, 8],
+    "tebd_dim": 4,
+}
 REPINIT = {
     "rcut": 4.0,
     "rcut_smth": 1.0,
@@ -83,7 +89,11 @@ FLOW = {
     "update_residual": 1.0,
 }
 _EXAMPLES = {
-    "dpa2": {"repinit": REPINIT, "repformer": REPFORMER, "add_tebd_to_repinit_out": True},
+    "dpa2": {
+        "repinit": REPINIT,
+        "repformer": REPFORMER,
+        "add_tebd_to_repinit_out": True,
+    },
     "dpa3": {"repflow": FLOW},
     "dpa4": {
         "rcut": 4.0,
@@ -118,7 +128,12 @@ _EXAMPLES = {
     "se_atten": {**_SE_ATTEN, "attn_layer": 2, "smooth_type_embedding": True},
     "se_atten_v2": {**_SE_ATTEN, "attn_layer": 1},
     "se_e2_a": _SE_E2_A,
-    "se_e2_r": {"sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16]},
+    "se_e2_r": {
+        "sel": [20, 20, 20],
+        "rcut": 4.0,
+        "rcut_smth": 1.0,
+        "neuron": [4, 8, 16],
+    },
     "se_e3": {"sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2, 4, 8]},
     "se_e3_tebd": _SE_E3_TEBD,
 }
@@ -132,7 +147,9 @@ def _repulsion(last=2.4, step=0.02):
     """Return a table of screened repulsion that ends smoothly at ``last``, one column for each pair
     of TYPES.
     """
-    pairs = np.array([64.0, 8.0, 88.0, 1.0, 11.0, 121.0])  # products of the nuclear charges
+    pairs = np.array(
+        [64.0, 8.0, 88.0, 1.0, 11.0, 121.0]
+    )  # products of the nuclear charges
     r = 0.3 + step * np.arange(round((last - 0.3) / step) + 1)
     screened = np.exp(-r / 0.5) / r * np.clip(1 - r / last, 0, None) ** 3
     return np.column_stack([r, 3 * screened[:, None] * pairs]).tolist()
@@ -145,9 +162,17 @@ FLOAT64_NET = {"neuron": [12, 12], "precision": "float64"}
 VARIANTS = {
     "se_atten_no_attention": ("se_atten", {"attn_layer": 0}, {}),
     "se_atten_strip": ("se_atten", {"tebd_input_mode": "strip"}, {}),
-    "se_atten_strip_no_attention": ("se_atten", {"tebd_input_mode": "strip", "attn_layer": 0}, {}),
+    "se_atten_strip_no_attention": (
+        "se_atten",
+        {"tebd_input_mode": "strip", "attn_layer": 0},
+        {},
+    ),
     "se_e3_tebd_strip": ("se_e3_tebd", {"tebd_input_mode": "strip"}, {}),
-    "dpa2_strip_two_bodies": ("dpa2", {"tebd_input_mode": "strip", "use_three_body": False}, {}),
+    "dpa2_strip_two_bodies": (
+        "dpa2",
+        {"tebd_input_mode": "strip", "use_three_body": False},
+        {},
+    ),
     "dpa3_dynamic": ("dpa3", {"use_dynamic_sel": True, "sel_reduce_factor": 3.5}, {}),
     "dpa3_exponential": (
         "dpa3",
@@ -157,13 +182,30 @@ VARIANTS = {
     "dpa3_no_angles": ("dpa3", {"update_angle": False}, {}),
     "hybrid_by_type": (
         "hybrid",
-        {"list": [SECTIONS["se_e2_a"], SECTIONS["se_e2_r"] | {"rcut": 3.5, "sel": [25, 20, 22]}]},
+        {
+            "list": [
+                SECTIONS["se_e2_a"],
+                SECTIONS["se_e2_r"] | {"rcut": 3.5, "sel": [25, 20, 22]},
+            ]
+        },
         {},
     ),
-    "hybrid_of_messages": ("hybrid", {"list": [SECTIONS["dpa3"], SECTIONS["se_e2_a"]]}, {}),
+    "hybrid_of_messages": (
+        "hybrid",
+        {"list": [SECTIONS["dpa3"], SECTIONS["se_e2_a"]]},
+        {},
+    ),
     "se_e2_a_interpolated": ("se_e2_a", {"interpolate": "always"}, {}),
-    "se_e2_r_interpolated": ("se_e2_r", {"interpolate": "always", "type_one_side": False}, {}),
-    "se_atten_interpolated": ("se_atten", {"interpolate": "always", "attn_layer": 0}, {}),
+    "se_e2_r_interpolated": (
+        "se_e2_r",
+        {"interpolate": "always", "type_one_side": False},
+        {},
+    ),
+    "se_atten_interpolated": (
+        "se_atten",
+        {"interpolate": "always", "attn_layer": 0},
+        {},
+    ),
     "se_atten_interpolated_one_side": (
         "se_atten",
         {"interpolate": "always", "attn_layer": 0, "type_one_side": True},
@@ -179,7 +221,11 @@ VARIANTS = {
         },
         {},
     ),
-    "se_atten_v2_interpolated": ("se_atten_v2", {"interpolate": "always", "attn_layer": 0}, {}),
+    "se_atten_v2_interpolated": (
+        "se_atten_v2",
+        {"interpolate": "always", "attn_layer": 0},
+        {},
+    ),
     "dpa2_interpolated": ("dpa2", {"interpolate": "always"}, {}),
     "dpa4c_interpolated": ("dpa4c", {"interpolate": "always"}, {}),
     "table_by_type": ("se_e2_a", {}, TABLE),
@@ -211,16 +257,22 @@ def more_neighbors(section):
     changes = dict.fromkeys(("sel", "nsel", "e_sel"), twice)
     changes |= dict.fromkeys(("repinit", "repformer", "repflow"), whole)
     changes["list"] = lambda parts: [whole(part) for part in parts]
-    return {name: changes[name](value) for name, value in section.items() if name in changes}
+    return {
+        name: changes[name](value) for name, value in section.items() if name in changes
+    }
 
 
-def model_section(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, **changes):
+def model_section(
+    descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, **changes
+):
     """Return the dict of a section ``model``; changes of options that this descriptor does not have
     are left out.
 
     ``descriptor`` is one of SECTIONS or of VARIANTS.
     """
-    descriptor, own_changes, model_changes = VARIANTS.get(descriptor, (descriptor, {}, {}))
+    descriptor, own_changes, model_changes = VARIANTS.get(
+        descriptor, (descriptor, {}, {})
+    )
     kind = DESCRIPTORS[descriptor].section
     section = _changed(kind, SECTIONS[descriptor], own_changes)
     return {
@@ -255,13 +307,18 @@ def _changed(kind, section, changes):
             else None
         )
         section = section | {
-            o.name: parts or _changed(_kind_of(o, section[o.name]), section[o.name], changes)
+            o.name: parts
+            or _changed(_kind_of(o, section[o.name]), section[o.name], changes)
         }
     return section
 
 
 def toy_model(
-    descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, seed=3, **changes
+    descriptor="se_e2_a",
+    descriptor_changes=None,
+    fitting_changes=None,
+    seed=3,
+    **changes,
 ):
     """Return (config, model) with statistics and biases that a wrong formula cannot hide behind."""
     config = model_config_from_dict(
@@ -288,7 +345,8 @@ def disturb(model, seed=5):
     for parameter in model.parameters():
         if parameter.numel() and not parameter.any():
             parameter.copy_(
-                (4 * draw(parameter) - 2) * parameter.shape[-2 if parameter.ndim > 1 else 0] ** -0.5
+                (4 * draw(parameter) - 2)
+                * parameter.shape[-2 if parameter.ndim > 1 else 0] ** -0.5
             )
     for name, buffer in model.named_buffers():
         leaf = name.rpartition(".")[2]
@@ -340,7 +398,13 @@ TRICLINIC = np.array([[4.4, 0.0, 0.0], [0.7, 4.6, 0.0], [-0.5, 0.9, 4.3]])
 def batch_of(model, *atoms, **kwargs):
     """Return a batch of frames given as (coord, types, box or None)."""
     frames = [
-        Frame(np.asarray(c, float), np.asarray(t, np.int64), b, source=("toy", k), **kwargs)
+        Frame(
+            np.asarray(c, float),
+            np.asarray(t, np.int64),
+            b,
+            source=("toy", k),
+            **kwargs,
+        )
         for k, (c, t, b) in enumerate(atoms)
     ]
     return collate(frames, model.layout)
@@ -351,7 +415,9 @@ def evaluate(model, *atoms, **kwargs):
     batch = batch_of(model, *atoms, **kwargs)
     out = model(batch)
     return {
-        name: (batch.in_file_order(value) if LABELS[name].per_atom else value).detach().numpy()
+        name: (batch.in_file_order(value) if LABELS[name].per_atom else value)
+        .detach()
+        .numpy()
         for name, value in out.items()
         if name in LABELS
     }
@@ -366,7 +432,9 @@ def assert_parameter_gradients(model, loss, chosen=slice(None)):
     loss().backward()
     for name, parameter in list(model.named_parameters())[chosen]:
         assert parameter.grad is not None, name
-        direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        direction = torch.randn(
+            parameter.shape, generator=generator, dtype=parameter.dtype
+        )
         ends = []
         for step in (1e-5, -1e-5):
             with torch.no_grad():

@@ -12,7 +12,9 @@ COMMON = validated(
     training__save_freq=5,
     training__disp_freq=1,
     training__change_bias_after_training=True,
-    training__averaging=[{"name": "slow", "decay": 0.9, "lcurve": True, "full_validation": True}],
+    training__averaging=[
+        {"name": "slow", "decay": 0.9, "lcurve": True, "full_validation": True}
+    ],
     num_steps=STEPS,
     validating__ema_full_validation=False,
 )
@@ -34,7 +36,11 @@ def write_data(folder):
     for k in (1, 2):
         write_system(folder / f"water{k}", frames=6, natoms=6, seed=k)
         write_system(
-            folder / f"salt{k}", frames=5, natoms=9, elements=("Na", "Cl", "O"), seed=k + 5
+            folder / f"salt{k}",
+            frames=5,
+            natoms=9,
+            elements=("Na", "Cl", "O"),
+            seed=k + 5,
         )
     return folder
 
@@ -53,12 +59,19 @@ def input_of_two_tasks(data, **changes):
 def joined(inputs):
     """Return one input of several tasks from inputs of one by name; all else is as in the first."""
     whole = copy.deepcopy(next(iter(inputs.values())))
-    data = {name: {key: each["training"][key] for key in DATA} for name, each in inputs.items()}
+    data = {
+        name: {key: each["training"][key] for key in DATA}
+        for name, each in inputs.items()
+    }
     rest = {key: value for key, value in whole["training"].items() if key not in DATA}
     del whole["loss"]
     return {
         **whole,
         "model": {"model_dict": {name: each["model"] for name, each in inputs.items()}},
         "loss_dict": {name: each["loss"] for name, each in inputs.items()},
-        "training": {**rest, "data_dict": data, "model_prob": dict.fromkeys(inputs, 1.0)},
+        "training": {
+            **rest,
+            "data_dict": data,
+            "model_prob": dict.fromkeys(inputs, 1.0),
+        },
     }

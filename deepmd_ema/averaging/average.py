@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.averaging.storage import Binding, Buffer, Shard, Staging, lerp, needs_staging
+from deepmd_ema.averaging.storage import (
+    Binding,
+    Buffer,
+    Shard,
+    Staging,
+    lerp,
+    needs_staging,
+)
 from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.distributed.tensors import (
     StoredTensor,
@@ -54,7 +61,9 @@ class Average:
         self.profile, self.shards = profile, shards
         self.updates, self._mean_step = 0, 0.0
         self.on_device: Tensor | None = None
-        self._gathered = [profile.layout == "full_tensor" and shard.is_sharded for shard in shards]
+        self._gathered = [
+            profile.layout == "full_tensor" and shard.is_sharded for shard in shards
+        ]
         # One buffer for each device and precision of weights and averages, because the fused
         # operations of torch take lists of one device and one type. Gathered tensors have buffers
         # of their own: their live values come from a collective.
@@ -66,7 +75,8 @@ class Average:
             # of the distance is less than half a unit in the last place, so the average would
             # never move.
             dtype = torch.promote_types(
-                live.dtype, torch.promote_types(torch.float32, getattr(torch, profile.dtype))
+                live.dtype,
+                torch.promote_types(torch.float32, getattr(torch, profile.dtype)),
             )
             members.setdefault(
                 (live.device, live.dtype, home, dtype, self._gathered[i]), []
@@ -159,18 +169,24 @@ class Average:
         """
         shard, gathered = self.shards[i], self._gathered[i]
         if full is None:
-            self.tensors[i].copy_(shard.full_tensor(shard.local) if gathered else shard.local)
+            self.tensors[i].copy_(
+                shard.full_tensor(shard.local) if gathered else shard.local
+            )
         else:
             self.tensors[i].copy_(whole(full) if gathered else shard.local_shard(full))
 
     def as_tensor(self, i: int) -> Tensor:
         """Return tensor ``i``, wherever it is now, sharded as its parameter unless gathered."""
         if self._gathered[i]:
-            return self.tensors[i]  # only a copy of it is in the weights during an exchange
+            return self.tensors[
+                i
+            ]  # only a copy of it is in the weights during an exchange
         # If both changed places the average is in the live tensor. If the live weights were put
         # aside, `tensors` still has it, in its own precision.
         in_weights = i < self._done and i not in self._aside
-        return self.shards[i].as_tensor(self.shards[i].local if in_weights else self.tensors[i])
+        return self.shards[i].as_tensor(
+            self.shards[i].local if in_weights else self.tensors[i]
+        )
 
     def live(self, i: int) -> Tensor:
         """Return the live weights of shard ``i``, wherever they are, sharded as the parameter."""
@@ -192,7 +208,9 @@ class Average:
                 _swap(shard.local, average)
             else:
                 self._aside[i] = shard.local.detach().to(average.device, copy=True)
-                shard.local.copy_(shard.local_shard(average) if self._gathered[i] else average)
+                shard.local.copy_(
+                    shard.local_shard(average) if self._gathered[i] else average
+                )
             # only now: swap_out() must not undo an exchange that was not completed
             self._done += 1
 
@@ -214,7 +232,9 @@ class Average:
         """
         self.set_counts(*previous.counts())
         # by name, as parameters may be other objects now; any of the names of a shared tensor
-        index = {name: k for k, shard in enumerate(previous.shards) for name in shard.names}
+        index = {
+            name: k for k, shard in enumerate(previous.shards) for name in shard.names
+        }
         for i, shard in enumerate(self.shards):
             k = next((index[name] for name in shard.names if name in index), None)
             if k is not None and shard.is_sharded == previous.shards[k].is_sharded:
@@ -222,7 +242,9 @@ class Average:
                 self.tensors[i].copy_(previous.tensors[k])
             else:
                 # sharded since, or no longer: a collective
-                self.set_tensor(i, None if k is None else full_tensor(previous.as_tensor(k)))
+                self.set_tensor(
+                    i, None if k is None else full_tensor(previous.as_tensor(k))
+                )
 
     def load(
         self,
@@ -242,21 +264,36 @@ class Average:
         # A changed setting is used from now on, with a warning: the weights so far keep their
         # shares. Settings of another type do not compare, so there only the type is named.
         settings = profile.settings()
-        saved_settings = {"type": "ema", **saved}  # files of 0.1.0 have no other type, and no key
-        for key in settings if settings["type"] == saved_settings["type"] else ("type",):
+        saved_settings = {
+            "type": "ema",
+            **saved,
+        }  # files of 0.1.0 have no other type, and no key
+        for key in (
+            settings if settings["type"] == saved_settings["type"] else ("type",)
+        ):
             if saved_settings.get(key, settings[key]) != settings[key]:
                 what = "was of type" if key == "type" else f"{key} was"
                 text = "average %s: %s %s in the checkpoint and is %s from now on"
-                logger.warning(text, profile.name, what, saved_settings[key], settings[key])
+                logger.warning(
+                    text, profile.name, what, saved_settings[key], settings[key]
+                )
         # Parameters that are frozen now, and buffers that are not averaged any more: the file has
         # their averages, which this run does not use.
         dropped = {*binding.frozen, *binding.floating_buffers} - set(self.tensor_names)
-        weights = {name: tensor for name, tensor in saved["weights"].items() if name not in dropped}
+        weights = {
+            name: tensor
+            for name, tensor in saved["weights"].items()
+            if name not in dropped
+        }
         # The file must have every averaged tensor, except parameters that were frozen, buffers that
         # were not averaged, and tensors of tasks that the run of the file did not have.
         unaveraged = {
             *state["frozen"],
-            *(binding.floating_buffers if saved.get("buffers", "copy") == "copy" else ()),
+            *(
+                binding.floating_buffers
+                if saved.get("buffers", "copy") == "copy"
+                else ()
+            ),
         }
         current_tasks = set(tasks)
         saved_tasks = set(state["tasks"])
@@ -265,20 +302,32 @@ class Average:
         old_tasks = tuple(f"{task}." for task in saved_tasks - current_tasks if task)
         # Names of each shard that the file has. One is enough: all names of a shard have one
         # average, and in the run of the file fewer of them may have shared memory.
-        sources = [[name for name in shard.names if name in weights] for shard in self.shards]
+        sources = [
+            [name for name in shard.names if name in weights] for shard in self.shards
+        ]
         expected: dict[str, tuple[int, ...]] = {}
         for shard, names in zip(self.shards, sources):
-            is_new = any(name in unaveraged or name.startswith(new_tasks) for name in shard.names)
+            is_new = any(
+                name in unaveraged or name.startswith(new_tasks) for name in shard.names
+            )
             if names or not is_new:
                 expected |= dict.fromkeys(names or shard.names[:1], shard.shape)
         task_weights = {
-            name: tensor for name, tensor in weights.items() if not name.startswith(old_tasks)
+            name: tensor
+            for name, tensor in weights.items()
+            if not name.startswith(old_tasks)
         }
-        check_weights(expected, task_weights, f"average {profile.name!r} of the checkpoint")
+        check_weights(
+            expected, task_weights, f"average {profile.name!r} of the checkpoint"
+        )
         for i, names in enumerate(sources):
             self.set_tensor(i, weights[names[0]] if names else None)
-        if seeded := [shard.names[0] for shard, names in zip(self.shards, sources) if not names]:
-            text = "average %s: %s was not averaged before and starts from its live value"
+        if seeded := [
+            shard.names[0] for shard, names in zip(self.shards, sources) if not names
+        ]:
+            text = (
+                "average %s: %s was not averaged before and starts from its live value"
+            )
             logger.info(text, profile.name, ", ".join(seeded))
         # Files of 0.1.0 have the mean age only. It is 0 before the start, where the mean step does
         # not matter: the update at the start has the decay 0.
@@ -289,7 +338,11 @@ class Average:
 def host_decay(profile: Profile, updates: int) -> float:
     """Return the decay of the update that follows after ``updates`` updates."""
     # the formula of another package may use functions of tensors, and no numbers
-    done = torch.tensor(updates, dtype=torch.float64) if profile.counts_on_tensors else updates
+    done = (
+        torch.tensor(updates, dtype=torch.float64)
+        if profile.counts_on_tensors
+        else updates
+    )
     return float(profile.decay_of_update(done))
 
 
@@ -317,7 +370,9 @@ def count_on_device(
         if average.on_device is None:
             numbers = torch.tensor(average.counts(), dtype=torch.float64)
             row.copy_(on_device(numbers, row.device))
-            average.on_device = row  # a view: it stays right when `counts` is changed in place
+            average.on_device = (
+                row  # a view: it stays right when `counts` is changed in place
+            )
     # Neighboring rows together. A slice is a view, through which `counts` is changed in place, as a
     # captured CUDA graph needs it; a selection by indices would be a copy.
     due_rows = [i for i, average in enumerate(averages) if average in due]
@@ -331,7 +386,9 @@ def count_on_device(
         # that. The update at the start has the decay 0, as in Average.count().
         start_late = any(profile.start_step > 0 for profile in profiles)
         done = (updates.clamp(min=0) if start_late else updates).unbind()  # scalars
-        formulas = [profile.decay_of_update(number) for profile, number in zip(profiles, done)]
+        formulas = [
+            profile.decay_of_update(number) for profile, number in zip(profiles, done)
+        ]
         # a constant decay is a number of Python
         decays = [
             d if isinstance(d, Tensor) else torch.full_like(number, d)

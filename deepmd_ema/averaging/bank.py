@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average, count_on_device, host_decay
-from deepmd_ema.averaging.storage import Binding, Shard, canonical, lerp, lerp_on_device, unwrap
+from deepmd_ema.averaging.storage import (
+    Binding,
+    Shard,
+    canonical,
+    lerp,
+    lerp_on_device,
+    unwrap,
+)
 from deepmd_ema.config.schema.averaging import CustomAverage, ScheduleFreeProfile
 from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.distributed.launch import END_SIGNALS, handling
@@ -64,13 +71,17 @@ class AverageBank:
         profiles: Sequence[Profile],
         around: nn.Module | None = None,
     ) -> None:
-        self._modules = {"": modules} if isinstance(modules, nn.Module) else dict(modules)
+        self._modules = (
+            {"": modules} if isinstance(modules, nn.Module) else dict(modules)
+        )
         self._around = around
         problems = [problem for profile in profiles for problem in _problems(profile)]
         ConfigError.raise_if_any(problems)
         # Only a trainer knows how many steps an epoch has: its lengths are in steps already.
         try:
-            self._profiles = tuple(profile.in_steps({"steps": 1.0}) for profile in profiles)
+            self._profiles = tuple(
+                profile.in_steps({"steps": 1.0}) for profile in profiles
+            )
         except KeyError as unit:
             raise ConfigError(
                 f"averaging: a length in {unit.args[0]}, which AverageBank cannot convert. Give it "
@@ -85,7 +96,9 @@ class AverageBank:
         self._averages: dict[str, Average] = {}
         self.num_bindings = 0
         self._swapped: Average | None = None
-        self._binding = Binding({}, buffers=False)  # without averages nothing is looked up
+        self._binding = Binding(
+            {}, buffers=False
+        )  # without averages nothing is looked up
         if self._profiles:
             # FSDP of torch before 2.10 moves shards to other memory in the first forward pass, and
             # an average that was bound before it would read the old memory for ever.
@@ -134,10 +147,14 @@ class AverageBank:
             self.rebind()
         self._steps += 1
         return tuple(
-            name for name, a in self._averages.items() if a.profile.is_due(self._steps, epoch)
+            name
+            for name, a in self._averages.items()
+            if a.profile.is_due(self._steps, epoch)
         )
 
-    def apply(self, due: Sequence[str], ok: Tensor | None, step: Tensor | None = None) -> None:
+    def apply(
+        self, due: Sequence[str], ok: Tensor | None, step: Tensor | None = None
+    ) -> None:
         """Update averages that are due.
 
         Args:
@@ -161,7 +178,13 @@ class AverageBank:
             # averages change over together, so that their formulas share kernels.
             if ok is None and all(average.on_device is None for average in near):
                 counted = [(average, average.count(self._steps)) for average in near]
-                lerp([(buffer, share) for average, share in counted for buffer in average.buffers])
+                lerp(
+                    [
+                        (buffer, share)
+                        for average, share in counted
+                        for buffer in average.buffers
+                    ]
+                )
             elif near:
                 good = None if ok is None else ok.detach() > 0
                 # A captured graph would repeat a number of the host in every later step.
@@ -193,7 +216,9 @@ class AverageBank:
                 f"average {name!r} cannot be swapped in: {self._swapped.profile.name!r} is already"
             )
         average = self._averages[name]
-        modules = list(self._modules.values()) if self._around is None else [self._around]
+        modules = (
+            list(self._modules.values()) if self._around is None else [self._around]
+        )
         # A signal between two tensors would leave a model of live and averaged weights, which a
         # handler might save.
         try:
@@ -223,7 +248,9 @@ class AverageBank:
         """
         average = None if name == LIVE else self._averages[name]
         take = take or WholeTensors()
-        averaged = self._taken(average, [*self._binding.shards, *self._binding.buffers], take)
+        averaged = self._taken(
+            average, [*self._binding.shards, *self._binding.buffers], take
+        )
         # in the order of the state dict, so that files of one model are the same under any average
         saved: dict[str, Any] = {}
         for task, module in self._modules.items():
@@ -231,7 +258,9 @@ class AverageBank:
                 # a module may have an extra state that is no tensor
                 if isinstance(value, Tensor):
                     key = prefix_of(task) + canonical(name)
-                    saved[key] = averaged.get(key) if key in self._binding.names else take(value)
+                    saved[key] = (
+                        averaged.get(key) if key in self._binding.names else take(value)
+                    )
         # None: this rank takes part in the collective and saves nothing of the tensor
         return {key: value for key, value in saved.items() if value is not None}
 
@@ -244,9 +273,14 @@ class AverageBank:
         """
         prefix = prefix_of(task)
         weights = {
-            n.removeprefix(prefix): t for n, t in self.weights(name).items() if n.startswith(prefix)
+            n.removeprefix(prefix): t
+            for n, t in self.weights(name).items()
+            if n.startswith(prefix)
         }
-        target = {canonical(n): t for n, t in unwrap(module).state_dict(keep_vars=True).items()}
+        target = {
+            canonical(n): t
+            for n, t in unwrap(module).state_dict(keep_vars=True).items()
+        }
         shapes = {n: tuple(t.shape) for n, t in target.items()}
         check_weights(shapes, weights, f"average {name!r}")
         for n, tensor in target.items():
@@ -264,7 +298,9 @@ class AverageBank:
         }
 
     @torch.no_grad()
-    def state_dict(self, weights: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    def state_dict(
+        self, weights: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> dict[str, Any]:
         """Return all averages by parameter name with their counters, as copies on the CPU.
 
         It is right also while an average is swapped in. Every rank must call this when weights are
@@ -286,10 +322,19 @@ class AverageBank:
                 "mean_step": mean_step,
                 "weights": self._taken(average, average.shards, take)
                 if weights is None
-                else {n: weights[name][n] for n in average.tensor_names if n in weights[name]},
+                else {
+                    n: weights[name][n]
+                    for n in average.tensor_names
+                    if n in weights[name]
+                },
             }
         tasks, frozen = list(self._modules), list(self._binding.frozen)
-        return {"steps": self._steps, "tasks": tasks, "frozen": frozen, "profiles": profiles}
+        return {
+            "steps": self._steps,
+            "tasks": tasks,
+            "frozen": frozen,
+            "profiles": profiles,
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any] | None, step: int = 0) -> None:
@@ -307,28 +352,35 @@ class AverageBank:
             CheckpointError: naming tensors that are missing, extra, renamed or of another shape.
         """
         assert self._swapped is None, "load_state_dict() while an average is swapped in"
-        saved_profiles: Mapping[str, Any] = state["profiles"] if state is not None else {}
+        saved_profiles: Mapping[str, Any] = (
+            state["profiles"] if state is not None else {}
+        )
         self._steps = state["steps"] if state is not None else step
         for name in saved_profiles:
             if name not in self._averages:
                 logger.info(
-                    "the average %s of the checkpoint is not tracked any more in this run", name
+                    "the average %s of the checkpoint is not tracked any more in this run",
+                    name,
                 )
         # The averaged point of a schedule-free optimizer is part of its state: there is one, under
         # any name. Starting it from the live weights, which are another point, would be another
         # optimization.
         kind = ScheduleFreeProfile.type
         point = next(
-            (saved for saved in saved_profiles.values() if saved.get("type") == kind), None
+            (saved for saved in saved_profiles.values() if saved.get("type") == kind),
+            None,
         )
         for name, average in self._averages.items():
             saved = saved_profiles.get(name)
-            if average.profile.type == kind and (saved is None or saved.get("type") != kind):
+            if average.profile.type == kind and (
+                saved is None or saved.get("type") != kind
+            ):
                 saved = point
             if state is None or saved is None:
                 average.seed(self._steps)
                 logger.info(
-                    "the checkpoint has no average %s: it starts from the loaded weights", name
+                    "the checkpoint has no average %s: it starts from the loaded weights",
+                    name,
                 )
             else:
                 average.load(state, saved, self._modules, self._binding)
@@ -357,11 +409,17 @@ class AverageBank:
         self._averages = averages
         # graphs that were captured with the old memory are made again when this has changed
         self.num_bindings += 1
-        self._near = [average for average in averages.values() if average.staging is None]
-        device = next((shard.local.device for shard in self._binding.shards), torch.device("cpu"))
+        self._near = [
+            average for average in averages.values() if average.staging is None
+        ]
+        device = next(
+            (shard.local.device for shard in self._binding.shards), torch.device("cpu")
+        )
         # Numbers of updates and mean steps, (averages, 2), once they are counted on the device. All
         # in one tensor: 16 kernels in place of 25 for one average, 21 in place of 48 for two.
-        self._counts = torch.zeros(len(self._near), 2, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(
+            len(self._near), 2, dtype=torch.float64, device=device
+        )
 
     def _taken(
         self, average: Average | None, shards: Sequence[Shard], take: Take
@@ -385,7 +443,8 @@ class AverageBank:
         }
         if (swapped := self._swapped) is not None:
             reads |= {
-                shard.names[0]: partial(swapped.live, i) for i, shard in enumerate(swapped.shards)
+                shard.names[0]: partial(swapped.live, i)
+                for i, shard in enumerate(swapped.shards)
             }
         if average is not None and average.started:
             average.flush()
@@ -446,7 +505,9 @@ def _problems(profile: Profile) -> Iterator[str]:
 def reshard(modules: Iterable[nn.Module]) -> None:
     """Drop the gathered weights of sharded modules, which hide what is copied into the shards."""
     for part in (part for module in modules for part in module.modules()):
-        if callable(drop := getattr(part, "reshard", None)):  # only an FSDPModule has it
+        if callable(
+            drop := getattr(part, "reshard", None)
+        ):  # only an FSDPModule has it
             drop()
 
 

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.distributed import tensors
-from deepmd_ema.distributed.tensors import StoredTensor, local_shard, place_of, prefix_of
+from deepmd_ema.distributed.tensors import (
+    StoredTensor,
+    local_shard,
+    place_of,
+    prefix_of,
+)
 
 T = TypeVar("T")
 # parts of the names that torch.compile, FSDP1 and activation checkpointing put before inner modules
@@ -59,10 +64,14 @@ class Binding:
                     saved = key not in owner._non_persistent_buffers_set
                     if buffer is not None and saved and buffer.is_floating_point():
                         name = f"{path}.{key}" if path else key
-                        places.append((prefix + canonical(name), owner._buffers, key, buffer))
+                        places.append(
+                            (prefix + canonical(name), owner._buffers, key, buffer)
+                        )
         self._trained = [p for _, p in named if p.requires_grad]
         self._frozen = [p for _, p in named if not p.requires_grad]
-        self.shards = _find_shards([(name, p) for name, p in named if p.requires_grad], named)
+        self.shards = _find_shards(
+            [(name, p) for name, p in named if p.requires_grad], named
+        )
         trained = {name for shard in self.shards for name in shard.names}
         # by name: a frozen parameter that shares its memory with a trained one is averaged
         self.frozen = [name for name, _ in named if name not in trained]
@@ -75,10 +84,14 @@ class Binding:
     def is_stale(self) -> bool:
         """Whether parameters were frozen or released, or buffers replaced, since."""
         # called in every step: map() with attrgetter stays in C
-        if not all(map(_requires_grad, self._trained)) or any(map(_requires_grad, self._frozen)):
+        if not all(map(_requires_grad, self._trained)) or any(
+            map(_requires_grad, self._frozen)
+        ):
             return True
         # a forward may assign a new tensor to a buffer: the old one would be averaged for ever
-        return any(owner.get(key) is not buffer for _, owner, key, buffer in self._places)
+        return any(
+            owner.get(key) is not buffer for _, owner, key, buffer in self._places
+        )
 
 
 class Shard:
@@ -125,16 +138,24 @@ class Buffer:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], home: torch.device, dtype: torch.dtype, gathered: bool
+        self,
+        shards: Sequence[Shard],
+        home: torch.device,
+        dtype: torch.dtype,
+        gathered: bool,
     ) -> None:
-        self.shapes = [shard.shape if gathered else tuple(shard.local.shape) for shard in shards]
+        self.shapes = [
+            shard.shape if gathered else tuple(shard.local.shape) for shard in shards
+        ]
         self.flat = _flat(self.shapes, dtype, home)
         self.views = _views(self.flat, self.shapes)
         self._shards, self._gathered = shards, gathered
         self._local = [shard.local for shard in shards]
         self.source = self._local[0]
         # on a GPU all tensors at once: kernels cost more than the cache saves
-        self._slices = list(_slices(self.shapes)) if home.type == "cpu" else [slice(None)]
+        self._slices = (
+            list(_slices(self.shapes)) if home.type == "cpu" else [slice(None)]
+        )
         self.parts = [self.views[chosen] for chosen in self._slices]
         # live weights in the precision of the averages, by part; allocated when first needed
         self._wide: list[list[Tensor]] | None = None
@@ -161,7 +182,9 @@ class Buffer:
             # each would come from main memory.
             if self._wide is None:
                 shapes = [self.shapes[chosen] for chosen in self._slices]
-                memory = _flat(max(shapes, key=_size), self.flat.dtype, self.flat.device)
+                memory = _flat(
+                    max(shapes, key=_size), self.flat.dtype, self.flat.device
+                )
                 self._wide = [_views(memory, part) for part in shapes]
             for wide, chosen in zip(self._wide, self._slices):
                 torch._foreach_copy_(wide, live[chosen])
@@ -189,7 +212,9 @@ class Staging:
         self._buffers = buffers
         # page-locked memory: a copy to pageable memory would wait for the device
         pin = torch.cuda.is_available()
-        self.flats = [_flat(b.shapes, b.source.dtype, torch.device("cpu"), pin) for b in buffers]
+        self.flats = [
+            _flat(b.shapes, b.source.dtype, torch.device("cpu"), pin) for b in buffers
+        ]
         self._views = [_views(flat, b.shapes) for flat, b in zip(self.flats, buffers)]
         self._good = torch.empty((), pin_memory=pin)
         self.step: int | None = None
@@ -211,7 +236,9 @@ class Staging:
             torch._foreach_copy_(_views(gathered, buffer.shapes), buffer.live())
             flat.copy_(gathered, non_blocking=True)
         self._events = [
-            torch.cuda.current_stream(d).record_event() for d in sources if d.type == "cuda"
+            torch.cuda.current_stream(d).record_event()
+            for d in sources
+            if d.type == "cuda"
         ]
         self.step = step
 
@@ -229,7 +256,9 @@ class Staging:
         return (step, self._views) if bool(self._good > 0) else None
 
 
-def lerp(moves: Iterable[tuple[Buffer, float]], live: list[Tensor] | None = None) -> None:
+def lerp(
+    moves: Iterable[tuple[Buffer, float]], live: list[Tensor] | None = None
+) -> None:
     """Move the averages of each buffer towards the live tensors by its share of the distance.
 
     Buffers of the same tensors are updated together, part by part, so that each is read from memory
@@ -285,7 +314,12 @@ def unwrap(module: nn.Module) -> nn.Module:
     while True:
         children = dict(module.named_children())
         wrapped = children.get("_orig_mod", children.get("module"))
-        if wrapped is None or len(children) > 1 or module._parameters or module._buffers:
+        if (
+            wrapped is None
+            or len(children) > 1
+            or module._parameters
+            or module._buffers
+        ):
             return module
         module = wrapped
 
@@ -316,7 +350,9 @@ def _find_shards(
     return list(shards.values())
 
 
-def _by_live_tensors(moves: Iterable[tuple[Buffer, T]]) -> Iterable[list[tuple[Buffer, T]]]:
+def _by_live_tensors(
+    moves: Iterable[tuple[Buffer, T]],
+) -> Iterable[list[tuple[Buffer, T]]]:
     """Return the moves in groups of the same live tensors, device and precision."""
     together: dict[Any, list[tuple[Buffer, T]]] = {}
     for move in moves:
@@ -325,7 +361,10 @@ def _by_live_tensors(moves: Iterable[tuple[Buffer, T]]) -> Iterable[list[tuple[B
 
 
 def _flat(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, pin: bool = False
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    pin: bool = False,
 ) -> Tensor:
     # zeros: the padding between tensors is read by operations on the whole buffer
     return torch.zeros(_size(shapes), dtype=dtype, device=device, pin_memory=pin)

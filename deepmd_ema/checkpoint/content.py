@@ -49,12 +49,22 @@ _OPTIONAL: dict[str, Any] = {
     "averages.steps": int,
     "averages.profiles": dict,
     **dict.fromkeys(
-        ("average", "best", "early_stop", "interpolation", "refitted", "refitted_bias", "bias"),
+        (
+            "average",
+            "best",
+            "early_stop",
+            "interpolation",
+            "refitted",
+            "refitted_bias",
+            "bias",
+        ),
         dict,
     ),
 }
 _MISSING = object()  # None is a value of some parts
-_CHANGED = "Another program has changed it, or it was not made by a run: take another file."
+_CHANGED = (
+    "Another program has changed it, or it was not made by a run: take another file."
+)
 _MAX_COUNT = 1 << 62  # numpy and torch compute with 64 bits
 
 
@@ -102,7 +112,11 @@ def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
         )
     # An optional part is checked where it is. A section that is there must be complete: with
     # "averages" come their steps and profiles.
-    present = {name: types for name, types in _OPTIONAL.items() if name.split(".")[0] in payload}
+    present = {
+        name: types
+        for name, types in _OPTIONAL.items()
+        if name.split(".")[0] in payload
+    }
     parts = present | KINDS[kind]
     problems = []
     for name, types in parts.items():
@@ -110,7 +124,9 @@ def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
         for key in name.split("."):
             value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING
         # Python counts bool among whole numbers
-        is_right = types is bool if isinstance(value, bool) else isinstance(value, types)
+        is_right = (
+            types is bool if isinstance(value, bool) else isinstance(value, types)
+        )
         # all whole numbers of a file are counts; type() leaves out True and False
         if value is _MISSING:
             problems.append(f"{name} is missing")
@@ -124,7 +140,9 @@ def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
     problems += [
         f"model.{name} is {_describe(tensor)}, expected a tensor of floating-point numbers"
         for name, tensor in items
-        if not (isinstance(tensor, Tensor | StoredTensor) and tensor.is_floating_point())
+        if not (
+            isinstance(tensor, Tensor | StoredTensor) and tensor.is_floating_point()
+        )
     ]
     if problems:
         raise CheckpointError(
@@ -144,7 +162,13 @@ def reading(path: str | Path, part: str = "its content") -> Iterator[None]:
     """
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"{path}: {part} is not as dp-ema writes it ({reason}). {_CHANGED}"
@@ -157,7 +181,9 @@ def require_finite(weights: Mapping[str, Tensor], path: str | Path) -> None:
     Raises:
         CheckpointError: naming those that are not.
     """
-    if names := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+    if names := [
+        name for name, tensor in weights.items() if not tensor.isfinite().all()
+    ]:
         raise CheckpointError(
             f"{path}: damaged, {first_few(names, 5)} is not finite. Take another file."
         )
@@ -165,7 +191,9 @@ def require_finite(weights: Mapping[str, Tensor], path: str | Path) -> None:
 
 def _describe(value: Any) -> str:
     kind = type(value).__name__
-    return f"{kind} {str(value)[:30]!r}" if isinstance(value, str | int | float) else kind
+    return (
+        f"{kind} {str(value)[:30]!r}" if isinstance(value, str | int | float) else kind
+    )
 
 
 def weights_in(
@@ -205,7 +233,9 @@ def weights_in(
         # a bank writes -1 before the start, where there is no update
         facts = {"profile": name, **plain, "updates": max(0, state["updates"])}
     elif profile is not None and profile != saved:
-        raise CheckpointError(f"{path}: holds the weights {saved!r}, not the average {profile!r}.")
+        raise CheckpointError(
+            f"{path}: holds the weights {saved!r}, not the average {profile!r}."
+        )
     return weights | refitted(payload).get(name, {}), facts
 
 
@@ -224,7 +254,9 @@ def refitted(payload: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | None = None) -> str:
+def choose_profile(
+    payload: Mapping[str, Any], path: str | Path, profile: str | None = None
+) -> str:
     """Return the name of an average of a training checkpoint: ``profile``, or that of the only one.
 
     Raises:
@@ -241,6 +273,12 @@ def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | 
     if profile is None and len(profiles) == 1:
         return str(next(iter(profiles)))
     if profile is None or profile not in profiles:
-        wanted = "which average?" if profile is None else f"no average is called {profile!r}."
-        raise CheckpointError(f"{path}: {wanted} Give --average one of: {', '.join(profiles)}.")
+        wanted = (
+            "which average?"
+            if profile is None
+            else f"no average is called {profile!r}."
+        )
+        raise CheckpointError(
+            f"{path}: {wanted} Give --average one of: {', '.join(profiles)}."
+        )
     return profile

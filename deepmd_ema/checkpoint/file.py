@@ -22,7 +22,12 @@ import torch
 
 from deepmd_ema.checkpoint.content import FORMAT, check_content
 from deepmd_ema.config import outputs
-from deepmd_ema.config.outputs import GATHERED_SUFFIX, POINTER, SHARDED_SUFFIX, is_sharded
+from deepmd_ema.config.outputs import (
+    GATHERED_SUFFIX,
+    POINTER,
+    SHARDED_SUFFIX,
+    is_sharded,
+)
 from deepmd_ema.distributed.tensors import content_digest, on_cpu, whole
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError, reason_of, refusal_of
@@ -155,7 +160,9 @@ def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, 
         series, last = series_and_step(real.name) or ("", 0)
         older = numbered(real.parent, series)
         for step in sorted((step for step in older if step < last), reverse=True):
-            with suppress(DamagedError, CheckpointError):  # the older one is not intact either
+            with suppress(
+                DamagedError, CheckpointError
+            ):  # the older one is not intact either
                 _read(older[step])
                 advice = (
                     f"The newest intact checkpoint before it is {older[step]}: continue from that "
@@ -199,7 +206,9 @@ def resolve(path: str | Path) -> Path:
                 return spare_of(candidate)
             # reported itself: a link without its file would be "no such file"
             if candidate.is_symlink():
-                missing = f"{candidate}: links to {os.readlink(candidate)}, which is missing."
+                missing = (
+                    f"{candidate}: links to {os.readlink(candidate)}, which is missing."
+                )
                 break
         else:
             newest = _newest_of(path)
@@ -254,7 +263,9 @@ def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
                 f"to {FORMAT}. Update dp-ema."
             )
         payload = {
-            _RENAMED.get(name, name): part for name, part in payload.items() if name != DIGEST
+            _RENAMED.get(name, name): part
+            for name, part in payload.items()
+            if name != DIGEST
         }
         check_content(payload, path)
         return payload
@@ -327,7 +338,8 @@ def _check_archive(path: Path) -> None:
         names = Counter(entry.filename for entry in archive.infolist())
         for entry in archive.infolist():
             plain = (
-                entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
+                entry.compress_type == zipfile.ZIP_STORED
+                and entry.compress_size == entry.file_size
             )
             if (
                 not plain
@@ -352,7 +364,9 @@ def _nearby(path: Path) -> str:
     ]
     if not files:
         return f"There is no checkpoint in {folder.resolve()}."
-    files.sort(key=lambda file: (file[0][0], -file[0][1]))  # the newest of a series first
+    files.sort(
+        key=lambda file: (file[0][0], -file[0][1])
+    )  # the newest of a series first
     return f"Available in {folder}: {first_few([name for _, name in files])}."
 
 
@@ -470,4 +484,7 @@ def files_by_step(folder: Path, series: str, pattern: str) -> dict[int, list[Pat
 
 def numbered(folder: Path, series: str) -> dict[int, Path]:
     """Return the numbered files of a series in ``folder`` by their step."""
-    return {step: paths[0] for step, paths in files_by_step(folder, series, NUMBERED).items()}
+    return {
+        step: paths[0]
+        for step, paths in files_by_step(folder, series, NUMBERED).items()
+    }

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_ema.checkpoint.file import RANKED, SUFFIXES, files_by_step, numbered, save
-from deepmd_ema.config.outputs import GATHERED_SUFFIX, POINTER, SHARDED_SUFFIX, best_link, suffixed
+from deepmd_ema.config.outputs import (
+    GATHERED_SUFFIX,
+    POINTER,
+    SHARDED_SUFFIX,
+    best_link,
+    suffixed,
+)
 from deepmd_ema.distributed.links import link
 from deepmd_ema.distributed.world import World
 from deepmd_ema.files import atomic_write, move, remove, spare_of, writing
@@ -63,7 +69,9 @@ class CheckpointSeries:
         """Return the path of the file of ``step``."""
         return self.folder / f"{self.name}-{step}{self.suffix}"
 
-    def save(self, step: int, payload: Mapping[str, Any], fallback: Path | None = None) -> None:
+    def save(
+        self, step: int, payload: Mapping[str, Any], fallback: Path | None = None
+    ) -> None:
         """Write the file of ``step``; ``fallback`` is an older one for the message when that fails.
 
         Raises:
@@ -141,7 +149,9 @@ class BestFiles:
         self.keep = keep
         self.metric = metric
         self.records: list[tuple[float, int]] = []  # (value, step), best first
-        self._pushed_out: list[tuple[float, int]] = []  # records that the last one has displaced
+        self._pushed_out: list[
+            tuple[float, int]
+        ] = []  # records that the last one has displaced
 
     def offer(self, value: float, step: int) -> bool:
         """Enter ``value`` if it is among the best; return whether :meth:`write` must be called.
@@ -165,7 +175,9 @@ class BestFiles:
         path = self.path(step)
         _write(path, payload, self.writers)
         # the file that was pushed out has a rank beyond `keep` now, until prune() removes it
-        on_rank0(self.writers, lambda: self._arrange([*self.records, *self._pushed_out]))
+        on_rank0(
+            self.writers, lambda: self._arrange([*self.records, *self._pushed_out])
+        )
         return path
 
     def path(self, step: int) -> Path:
@@ -187,7 +199,10 @@ class BestFiles:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metric and the records, best first."""
-        return {"metric": str(self.metric), "records": [list(record) for record in self.records]}
+        return {
+            "metric": str(self.metric),
+            "records": [list(record) for record in self.records],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[tuple[float, int]]:
         """Continue with the records of ``state`` whose files exist, and return them.
@@ -203,7 +218,11 @@ class BestFiles:
             )
             return []
         files = self._on_disk()
-        records = [(float(value), int(step)) for value, step in state["records"] if step in files]
+        records = [
+            (float(value), int(step))
+            for value, step in state["records"]
+            if step in files
+        ]
         gone = [
             f"{step} ({self.metric} {value:.5g})"
             for value, step in state["records"]
@@ -211,7 +230,9 @@ class BestFiles:
         ]
         if gone:
             logger.warning(
-                "%s of step %s is gone and no longer counts as best", self.prefix, ", ".join(gone)
+                "%s of step %s is gone and no longer counts as best",
+                self.prefix,
+                ", ".join(gone),
             )
         # If the input has a smaller number of best files now, the others get ranks beyond it, and
         # prune() removes them.
@@ -240,7 +261,9 @@ class BestFiles:
 
     def _file(self, step: int, rank: int) -> Path:
         """Return the path of a best file in the format that it has or will be written in."""
-        suffixes = {path.suffix for path in self._on_disk().get(step, ())} or {self.suffix}
+        suffixes = {path.suffix for path in self._on_disk().get(step, ())} or {
+            self.suffix
+        }
         suffix = self.suffix if self.suffix in suffixes else suffixes.pop()
         return self.folder / f"{self.prefix}.ckpt-{step}.t-{rank}{suffix}"
 
@@ -302,7 +325,9 @@ def save_together(
             if Path(POINTER).is_symlink():
                 Path(POINTER).unlink()
             with atomic_write(POINTER) as part:
-                part.write_text(str(live.file(step)), encoding="utf-8", errors="surrogateescape")
+                part.write_text(
+                    str(live.file(step)), encoding="utf-8", errors="surrogateescape"
+                )
         # only now: until the links moved, a restart would have taken the older files
         for series, _ in files:
             series.rotate(step)
@@ -314,7 +339,10 @@ def save_together(
 
 
 def _write(
-    path: Path, payload: Mapping[str, Any], writers: World | None, fallback: Path | None = None
+    path: Path,
+    payload: Mapping[str, Any],
+    writers: World | None,
+    fallback: Path | None = None,
 ) -> None:
     """Write one file or folder with :func:`deepmd_ema.checkpoint.file.save`."""
     if writers is None and path.is_symlink():

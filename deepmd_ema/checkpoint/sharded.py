@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import metadata, planner
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner_helpers import (
+    create_read_items_for_chunk_list,
+)
 
 from deepmd_ema.checkpoint.file import SHARDS, DamagedError, read_archive, write_archive
 from deepmd_ema.config.outputs import HEAD
@@ -130,7 +132,11 @@ def read_folder(path: Path, share: tuple[int, int]) -> dict[str, Any]:
         *above, last = name.split(_BETWEEN)
         parent: Any = content
         for key in above:
-            parent = parent[int(key)] if isinstance(parent, list) else parent.setdefault(key, {})
+            parent = (
+                parent[int(key)]
+                if isinstance(parent, list)
+                else parent.setdefault(key, {})
+            )
         parent[int(last) if isinstance(parent, list) else last] = tensors[stored]
     return content
 
@@ -143,7 +149,9 @@ def _make_part(path: Path) -> Path:
     return part
 
 
-def _without_shards(tree: Any, shards: dict[str, RowShard], aliases: dict[str, str]) -> Any:
+def _without_shards(
+    tree: Any, shards: dict[str, RowShard], aliases: dict[str, str]
+) -> Any:
     """Return ``tree`` with None in place of every shard.
 
     Args:
@@ -170,13 +178,17 @@ def _without_shards(tree: Any, shards: dict[str, RowShard], aliases: dict[str, s
         if isinstance(value, Mapping):
             return {key: strip(each, (*place, str(key))) for key, each in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(strip(each, (*place, str(k))) for k, each in enumerate(value))
+            return type(value)(
+                strip(each, (*place, str(k))) for k, each in enumerate(value)
+            )
         return value
 
     return strip(tree, ())
 
 
-def _write_shards(folder: Path, shards: Mapping[str, RowShard], world: World) -> dict[str, str]:
+def _write_shards(
+    folder: Path, shards: Mapping[str, RowShard], world: World
+) -> dict[str, str]:
     """Write the rows of all ranks into ``folder``. Every rank must call this.
 
     Args:
@@ -218,7 +230,9 @@ def _write_shards(folder: Path, shards: Mapping[str, RowShard], world: World) ->
             return {}
         # writes the table, by which a reader finds the rows of any rank
         storage.finish(table, [results for results, _ in written])
-        files = {name: digest for _, digests in written for name, digest in digests.items()}
+        files = {
+            name: digest for _, digests in written for name, digest in digests.items()
+        }
         return {**files, TABLE: file_digest(folder / TABLE)}
 
 
@@ -244,7 +258,9 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         infos = table.state_dict_metadata
         return {
             name: StoredTensor(
-                info.size, info.properties.dtype, partial(_read_rows, storage, name, info)
+                info.size,
+                info.properties.dtype,
+                partial(_read_rows, storage, name, info),
             )
             for name, info in infos.items()
             if isinstance(info, metadata.TensorStorageMetadata)
@@ -267,7 +283,9 @@ def _read_rows(
     count: int,
 ) -> Tensor:
     # a scalar has no rows: all of it is read
-    target = torch.empty((count, *info.size[1:]) if info.size else (), dtype=info.properties.dtype)
+    target = torch.empty(
+        (count, *info.size[1:]) if info.size else (), dtype=info.properties.dtype
+    )
     offsets = torch.Size((first, *(0 for _ in info.size[1:])) if info.size else ())
     # torch finds the files that have these rows, however the ranks that wrote them had cut them
     chunk = metadata.ChunkStorageMetadata(offsets=offsets, sizes=target.size())
@@ -291,13 +309,20 @@ class _RowPlanner(dcp.DefaultSavePlanner):
                 offsets = torch.Size(
                     (shard.first, *(0 for _ in shard.shape[1:])) if shard.shape else ()
                 )
-                chunk = metadata.ChunkStorageMetadata(offsets=offsets, sizes=shard.part.size())
+                chunk = metadata.ChunkStorageMetadata(
+                    offsets=offsets, sizes=shard.part.size()
+                )
                 properties = metadata.TensorProperties.create_from_tensor(shard.part)
                 data = planner.TensorWriteData(
                     chunk=chunk, properties=properties, size=torch.Size(shard.shape)
                 )
-                index, kind = metadata.MetadataIndex(name, offsets), planner.WriteItemType.SHARD
-                items.append(planner.WriteItem(index=index, type=kind, tensor_data=data))
+                index, kind = (
+                    metadata.MetadataIndex(name, offsets),
+                    planner.WriteItemType.SHARD,
+                )
+                items.append(
+                    planner.WriteItem(index=index, type=kind, tensor_data=data)
+                )
         self.plan = planner.SavePlan(items)
         return self.plan
 

@@ -136,7 +136,9 @@ class Writer:
                 # whatever it is, it is raised again in the thread of training
                 except BaseException as error:
                     self.error, self._has_given_up = error, True
-                    vars(error).pop(ANNOUNCED, None)  # it is announced to other ranks once more
+                    vars(error).pop(
+                        ANNOUNCED, None
+                    )  # it is announced to other ranks once more
             del job  # else its tensors would stay until the next one
             self.written_s += time.perf_counter() - began
             self._jobs.task_done()

@@ -45,7 +45,10 @@ def option(flags: str, metavar: str | None, help: str, **settings: Any) -> Optio
 
 
 def switch(
-    flags: str, help: str, action: str | type[argparse.Action] = "store_true", **settings: Any
+    flags: str,
+    help: str,
+    action: str | type[argparse.Action] = "store_true",
+    **settings: Any,
 ) -> Option:
     """Return an option without a value."""
     return flags.split(), {"help": help, "action": action, **settings}
@@ -63,7 +66,9 @@ def systems(default: str = "this folder") -> Option:
     )
 
 
-def add_options(parser: argparse._ActionsContainer, options: Iterable[Option | Group]) -> None:
+def add_options(
+    parser: argparse._ActionsContainer, options: Iterable[Option | Group]
+) -> None:
     """Add options to a parser, or to a group of one."""
     for entry in options:
         if not isinstance(entry, Group):
@@ -81,10 +86,14 @@ MODELS = ("se_e2_a", "se_atten_v2", "dpa4c")
 SIZES = ("S", "M", "L")
 KINDS = ("liquid", "molecules", "solid")
 SHELLS = ("bash", "zsh", "tcsh", "fish")
-EVALUATED = ".pt2 (machine code, which runs when it is loaded: only from whom you trust)"
+EVALUATED = (
+    ".pt2 (machine code, which runs when it is loaded: only from whom you trust)"
+)
 
 DEVICE = option("--device", "D", "cpu, cuda, cuda:0 (default: CUDA when there is one)")
-DEVICE_OF_PT2 = option("--device", "D", "of a .pt2: cpu, cuda (default: CUDA when there is one)")
+DEVICE_OF_PT2 = option(
+    "--device", "D", "of a .pt2: cpu, cuda (default: CUDA when there is one)"
+)
 DEEPMD_KIT = option(
     "--dp",
     "PATH",
@@ -99,12 +108,16 @@ VALID_DATA = option(
 )
 USE_EMA = switch("--use-ema", "take the averaged weights of a training checkpoint")
 HEAD = option(
-    "--head --model-branch", "NAME", "which model of a file that holds several, by its task"
+    "--head --model-branch",
+    "NAME",
+    "which model of a file that holds several, by its task",
 )
 WEIGHTS = (
     USE_EMA,
     option(
-        "--average --profile", "NAME", "which average, when there are several; implies --use-ema"
+        "--average --profile",
+        "NAME",
+        "which average, when there are several; implies --use-ema",
     ),
     HEAD,
 )
@@ -116,7 +129,11 @@ SEL_TYPE = option(
     nargs="+",
 )
 FOREIGN = (
-    option("--format", "NAME", "of ASE (vasp-out, vasp-xml, db, ...) or dpdata (cp2k/output, ...)"),
+    option(
+        "--format",
+        "NAME",
+        "of ASE (vasp-out, vasp-xml, db, ...) or dpdata (cp2k/output, ...)",
+    ),
     option(
         "--units",
         "LENGTH,ENERGY",
@@ -153,7 +170,9 @@ BEFORE_COMMAND = (
                 "file that freeze and compress write where -o has none, and nothing else",
                 type=read.backend,
             ),
-            switch("--pt", "-b pytorch", "store_const", dest="backend", const="pytorch"),
+            switch(
+                "--pt", "-b pytorch", "store_const", dest="backend", const="pytorch"
+            ),
             switch(
                 "--pt-expt",
                 "-b pytorch-exportable",
@@ -298,7 +317,10 @@ COMMANDS = {
             Group(
                 (
                     option(
-                        "-r --restart", "CKPT", "continue exactly from a checkpoint", type=read.path
+                        "-r --restart",
+                        "CKPT",
+                        "continue exactly from a checkpoint",
+                        type=read.path,
                     ),
                     option(
                         "-i --init-model -f --init-frz-model",
@@ -328,7 +350,9 @@ COMMANDS = {
                 type=read.file,
                 default="out.json",
             ),
-            switch("--skip-neighbor-stat", "take sel as given, not counted in the data"),
+            switch(
+                "--skip-neighbor-stat", "take sel as given, not counted in the data"
+            ),
             switch(
                 "--allow-config-change",
                 "restart although the input differs from that of the checkpoint",
@@ -360,8 +384,13 @@ COMMANDS = {
             option("input", "INPUT", "input.json or input.yaml", type=read.path),
             Group(
                 (
-                    switch("--config-only", "do not read the data that the input names"),
-                    switch("--time", "also measure some steps, and say how long the run will take"),
+                    switch(
+                        "--config-only", "do not read the data that the input names"
+                    ),
+                    switch(
+                        "--time",
+                        "also measure some steps, and say how long the run will take",
+                    ),
                 )
             ),
             switch("--json", "print one JSON document, described in doc/data.md"),
@@ -472,14 +501,21 @@ COMMANDS = {
                 const="parity.png",
             ),
             switch("--compile", "compile the model first: for many frames; needs g++"),
-            switch("--physics", "dynamics, bond scans and cutoff as well (doc/physics.md)"),
+            switch(
+                "--physics", "dynamics, bond scans and cutoff as well (doc/physics.md)"
+            ),
             option(
                 "--temperature",
                 "K",
                 "with --physics: of the run without thermostat, half of the other (300)",
                 type=read.positive,
             ),
-            option("--md-steps", "N", "with --physics: steps of each run (1 ps)", type=read.steps),
+            option(
+                "--md-steps",
+                "N",
+                "with --physics: steps of each run (1 ps)",
+                type=read.steps,
+            ),
             option(
                 "--time-step",
                 "FS",
@@ -556,7 +592,11 @@ COMMANDS = {
         (
             Group((systems(), DATAFILE, VALID_DATA)),
             option(
-                "-r --rcut", "RCUT", "cutoff radius in angstrom", type=read.positive, required=True
+                "-r --rcut",
+                "RCUT",
+                "cutoff radius in angstrom",
+                type=read.positive,
+                required=True,
             ),
             option(
                 "-t --type-map",
@@ -595,7 +635,11 @@ COMMANDS = {
                 type=read.frames,
                 default=0,
             ),
-            option("--average", "NAME", "the average of which details are shown (the first one)"),
+            option(
+                "--average",
+                "NAME",
+                "the average of which details are shown (the first one)",
+            ),
             option("--title", "TEXT", "of the page (name of the folder)"),
             DEVICE,
         ),
@@ -604,7 +648,12 @@ COMMANDS = {
         "evaluate",
         "the average of any length or shape, from the snapshots of a run",
         (
-            option("run_dir", "RUN_DIR", "the folder in which the run was started", type=read.path),
+            option(
+                "run_dir",
+                "RUN_DIR",
+                "the folder in which the run was started",
+                type=read.path,
+            ),
             option(
                 "--sigma-rel",
                 "S",
@@ -622,7 +671,10 @@ COMMANDS = {
                 action="extend",
             ),
             option(
-                "--step", "N", "the last step to average over (default: newest snapshot)", type=int
+                "--step",
+                "N",
+                "the last step to average over (default: newest snapshot)",
+                type=int,
             ),
             option(
                 "--metric",
@@ -638,8 +690,15 @@ COMMANDS = {
                 "model of the best average (RUN_DIR/model_posthoc.pt)",
                 type=read.file,
             ),
-            option("--plot", "PNG", "errors over the length (RUN_DIR/posthoc.png)", type=read.file),
-            option("--table", "CSV", "all numbers (RUN_DIR/posthoc.csv)", type=read.file),
+            option(
+                "--plot",
+                "PNG",
+                "errors over the length (RUN_DIR/posthoc.png)",
+                type=read.file,
+            ),
+            option(
+                "--table", "CSV", "all numbers (RUN_DIR/posthoc.csv)", type=read.file
+            ),
             HEAD,
             DEVICE,
         ),
@@ -681,7 +740,10 @@ COMMANDS = {
                 choices=("change", "set"),
             ),
             option(
-                "-o --output", "OUT", "default: <stem>_updated<suffix> beside INPUT", type=read.file
+                "-o --output",
+                "OUT",
+                "default: <stem>_updated<suffix> beside INPUT",
+                type=read.file,
             ),
             *WEIGHTS,
             DEVICE,
@@ -741,7 +803,10 @@ COMMANDS = {
                         type=read.share,
                     ),
                     option(
-                        "--seed", "N", "of the random choice of these frames (1)", type=read.seed
+                        "--seed",
+                        "N",
+                        "of the random choice of these frames (1)",
+                        type=read.seed,
                     ),
                     switch(
                         "--mixed",
@@ -760,7 +825,12 @@ COMMANDS = {
         "models",
         "list published models that can be fine-tuned, or download one",
         (
-            option("names", "NAME", "a model to download; `download NAME` is the same", nargs="*"),
+            option(
+                "names",
+                "NAME",
+                "a model to download; `download NAME` is the same",
+                nargs="*",
+            ),
             option(
                 "-o --cache-dir",
                 "FOLDER",
@@ -783,7 +853,9 @@ COMMANDS = {
             ),
             Group(
                 (
-                    switch("--config", "print the whole config as JSON, and nothing else"),
+                    switch(
+                        "--config", "print the whole config as JSON, and nothing else"
+                    ),
                     switch("--json", "of a run: print its status as JSON"),
                 )
             ),
@@ -800,7 +872,9 @@ COMMANDS = {
                 type=read.path,
                 nargs="+",
             ),
-            option("-o --output", "PNG", "curves.png", type=read.file, default="curves.png"),
+            option(
+                "-o --output", "PNG", "curves.png", type=read.file, default="curves.png"
+            ),
             switch("--log-steps", "a logarithmic axis of steps"),
         ),
     ),
@@ -809,7 +883,10 @@ COMMANDS = {
         "the manual of the input",
         (
             option(
-                "option", "OPTION.PATH", "one option or section, as training.ema_decay", nargs="?"
+                "option",
+                "OPTION.PATH",
+                "one option or section, as training.ema_decay",
+                nargs="?",
             ),
             switch("--json-schema", "a JSON schema for editors"),
         ),

@@ -21,10 +21,17 @@ if TYPE_CHECKING:
 def test(args: argparse.Namespace) -> None:
     """Print the errors, and the physics where requested, and write the requested files."""
     names = ("temperature", "md_steps", "time_step")
-    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    options = {
+        name: value for name in names if (value := getattr(args, name)) is not None
+    }
     if options and not args.physics:
-        problems = [f"--{name.replace('_', '-')}: no effect without --physics." for name in options]
-        raise UserError([f"{problem} Add it, or leave this out." for problem in problems])
+        problems = [
+            f"--{name.replace('_', '-')}: no effect without --physics."
+            for name in options
+        ]
+        raise UserError(
+            [f"{problem} Add it, or leave this out." for problem in problems]
+        )
     keep_freed_memory()
     with loading():
         from deepmd_ema.commands.physics import PhysicsOptions, measure_physics
@@ -42,14 +49,22 @@ def test(args: argparse.Namespace) -> None:
         picture_file(args.plot, "--plot")
     weights = (args.use_ema, args.average, args.head, args.device)
     report = measure(
-        args.model, args.systems, args.numb_test, args.atomic, *weights, args.patterns, args.compile
+        args.model,
+        args.systems,
+        args.numb_test,
+        args.atomic,
+        *weights,
+        args.patterns,
+        args.compile,
     )
     # text appears at once, because dynamics may take long; JSON is one document
     if not args.json:
         say(report.text())
     physics = None
     if args.physics:
-        physics = measure_physics(args.model, report, PhysicsOptions(**options), *weights)
+        physics = measure_physics(
+            args.model, report, PhysicsOptions(**options), *weights
+        )
     if args.json:
         say(json.dumps(_document(report, physics), indent=2), is_fitted=False)
     elif physics is not None:
@@ -101,7 +116,11 @@ def neighbor_stat(args: argparse.Namespace) -> None:
     with loading():
         from deepmd_ema.infer.evaluate import describe_neighbors
 
-    say(describe_neighbors(args.systems, args.rcut, args.type_map, args.mixed_type, args.patterns))
+    say(
+        describe_neighbors(
+            args.systems, args.rcut, args.type_map, args.mixed_type, args.patterns
+        )
+    )
 
 
 def report(args: argparse.Namespace) -> None:
@@ -112,7 +131,13 @@ def report(args: argparse.Namespace) -> None:
 
     systems = args.systems if args.system else ()
     remarks = write_report(
-        args.folder, args.output, args.numb_test, args.device, args.average, systems, args.title
+        args.folder,
+        args.output,
+        args.numb_test,
+        args.device,
+        args.average,
+        systems,
+        args.title,
     )
     say("\n".join([f"wrote {args.output}", *remarks]))
 

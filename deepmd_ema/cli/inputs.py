@@ -24,10 +24,16 @@ def init(args: argparse.Namespace) -> None:
     """Write the input and print the choices."""
     file = Path(args.output)
     if file.suffix.lower() not in SUFFIXES:
-        raise UserError(f"-o {file}: expected a file that ends in {', '.join(SUFFIXES)}.")
+        raise UserError(
+            f"-o {file}: expected a file that ends in {', '.join(SUFFIXES)}."
+        )
     if file.exists():
-        raise UserError(f"{file}: is there already. Name another file with -o, or remove it.")
-    if not os.access(file.parent, os.W_OK):  # --hours measures before the file is written
+        raise UserError(
+            f"{file}: is there already. Name another file with -o, or remove it."
+        )
+    if not os.access(
+        file.parent, os.W_OK
+    ):  # --hours measures before the file is written
         raise UserError(
             f"-o {file}: {file.parent} is no folder that can be written to. Make it, or name "
             "another."
@@ -68,7 +74,11 @@ def init(args: argparse.Namespace) -> None:
 
 
 def _converted(
-    paths: Sequence[str], file: Path, ending: str, file_format: str | None, units: str | None
+    paths: Sequence[str],
+    file: Path,
+    ending: str,
+    file_format: str | None,
+    units: str | None,
 ) -> list[str]:
     """Return data to train on: files of other programs become one folder beside the input.
 
@@ -94,7 +104,9 @@ def _converted(
     files = first_few(foreign, 3)
     if os.path.lexists(folder):
         problem = f"{folder}: is there already, and {files} would be converted to it"
-        raise UserError(f"{problem}. Give the folder in place of the files, or remove it.")
+        raise UserError(
+            f"{problem}. Give the folder in place of the files, or remove it."
+        )
     lines = convert_data(foreign, folder, file_format=file_format, units=units)
     shown = [f"converted {files} to {folder}, as `dp-ema convert` does"]
     shown += [f"  {line}" for line in lines[:_MAX_LINES]]
@@ -180,6 +192,10 @@ def doc(args: argparse.Namespace) -> None:
         ("average", "averaging", AVERAGES),
         ("logger", "loggers", LOGGERS),
     ):
-        for name, fault in registry.faults.items() if section in (args.option or section) else ():
+        for name, fault in (
+            registry.faults.items() if section in (args.option or section) else ()
+        ):
             say_error(f'{what} "{name}" is not listed: {fault}')
-    say(json_schema_text() if args.json_schema else manual(args.option), is_fitted=False)
+    say(
+        json_schema_text() if args.json_schema else manual(args.option), is_fitted=False
+    )

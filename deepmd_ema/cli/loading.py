@@ -13,7 +13,10 @@ from importlib.util import find_spec
 
 # Libraries that `import torch` loads first, in this order. No library that uses Python is here,
 # because the lock of Python is not held.
-_LIBRARIES = (("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch.so", os.RTLD_LOCAL))
+_LIBRARIES = (
+    ("libtorch_global_deps.so", os.RTLD_GLOBAL),
+    ("libtorch.so", os.RTLD_LOCAL),
+)
 
 
 @contextmanager

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from deepmd_ema import errors
 from deepmd_ema.cli import read, unsupported
 from deepmd_ema.cli.commands import BEFORE_COMMAND, COMMANDS, COMMON, add_options
-from deepmd_ema.cli.streams import flush_results, prepare_streams, say_error, settle_streams
+from deepmd_ema.cli.streams import (
+    flush_results,
+    prepare_streams,
+    say_error,
+    settle_streams,
+)
 from deepmd_ema.distributed.launch import Launch, find_launch, write_error_file
 from deepmd_ema.text import did_you_mean
 
@@ -51,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     prepare_streams()
     argv = list(sys.argv[1:] if argv is None else argv)
-    launch = Launch()  # for messages about errors before find_launch, which may raise one itself
+    launch = (
+        Launch()
+    )  # for messages about errors before find_launch, which may raise one itself
     try:
         args = _parse(argv)
         launch = find_launch()
@@ -132,7 +139,9 @@ def completion(args: argparse.Namespace) -> None:
 
     parser = build_parser()
     (commands,) = (
-        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+        action
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
     )
     for subparser in (parser, *commands.choices.values()):
         for action in subparser._actions:
@@ -141,7 +150,9 @@ def completion(args: argparse.Namespace) -> None:
     print(shtab.complete(parser, args.shell))
 
 
-def _explain(error: BaseException, argv: Sequence[str], launch: Launch) -> tuple[int, str]:
+def _explain(
+    error: BaseException, argv: Sequence[str], launch: Launch
+) -> tuple[int, str]:
     """Return the exit code and the message of an error."""
     head = "dp-ema" if launch.size == 1 else f"dp-ema (rank {launch.rank})"
     if isinstance(error, errors.Interrupted):
@@ -155,13 +166,23 @@ def _explain(error: BaseException, argv: Sequence[str], launch: Launch) -> tuple
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "dp-ema: stopped by Ctrl-C"
     if errors.is_out_of_memory(error):
-        size = re.search(r"(Unable|tried) to allocate [\d.,]+ \w+", str(error), re.IGNORECASE)
-        refused = f"out of memory ({size[0][0].lower()}{size[0][1:]})" if size else "out of memory"
+        size = re.search(
+            r"(Unable|tried) to allocate [\d.,]+ \w+", str(error), re.IGNORECASE
+        )
+        refused = (
+            f"out of memory ({size[0][0].lower()}{size[0][1:]})"
+            if size
+            else "out of memory"
+        )
         return EXIT_USER, f"{head}: {refused}. {LESS_MEMORY}"
     message = errors.os_error_message(error) if isinstance(error, OSError) else None
     if message is not None:
         return EXIT_USER, f"{head}: {message}"
-    top = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    top = (
+        (error.name or "").split(".")[0]
+        if isinstance(error, ModuleNotFoundError)
+        else ""
+    )
     if top in INSTALL:
         return (
             EXIT_USER,
@@ -170,7 +191,10 @@ def _explain(error: BaseException, argv: Sequence[str], launch: Launch) -> tuple
     line = f"{head}: {type(error).__name__}: {' '.join(str(error).split())[:400] or 'no message'}"
     if "--debug" in argv:
         return EXIT_BUG, line
-    return EXIT_BUG, f"{line}\nThis should not happen. Run again with --debug for the traceback."
+    return (
+        EXIT_BUG,
+        f"{line}\nThis should not happen. Run again with --debug for the traceback.",
+    )
 
 
 def _one_screen(error: errors.UserError, argv: Sequence[str], head: str) -> str:
@@ -189,7 +213,9 @@ def _one_screen(error: errors.UserError, argv: Sequence[str], head: str) -> str:
     lines = [f"{head}: {len(problems)} problems{place}"]
     lines += [f"{number:3d}. {problem}" for number, problem in enumerate(shown, 1)]
     if len(shown) < len(problems):
-        lines.append(f"     and {len(problems) - len(shown)} more; `dp-ema check` shows all")
+        lines.append(
+            f"     and {len(problems) - len(shown)} more; `dp-ema check` shows all"
+        )
     return "\n".join(lines)
 
 
@@ -199,7 +225,9 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         # the pattern of Python before 3.14 takes -1e2 for an option
-        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+        self._negative_number_matcher = re.compile(
+            r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
+        )
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse ignores a disk that is full
@@ -209,7 +237,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         match = re.search(r"argument COMMAND: invalid choice: '([^']*)'", message)
         if match is None:
-            raise errors.UserError(f"{message}. `{self.prog} --help` shows what it takes.")
+            raise errors.UserError(
+                f"{message}. `{self.prog} --help` shows what it takes."
+            )
         name = match[1]
         if name in unsupported.COMMANDS:
             raise errors.UserError(
@@ -241,9 +271,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if not rest:
         return args
     advices = unsupported.OPTIONS[""] | unsupported.OPTIONS.get(args.command, {})
-    refused = {name: advice for names, advice in advices.items() for name in names.split()}
+    refused = {
+        name: advice for names, advice in advices.items() for name in names.split()
+    }
     options = sorted(
-        s for action in args.parser._actions for s in action.option_strings if s.startswith("--")
+        s
+        for action in args.parser._actions
+        for s in action.option_strings
+        if s.startswith("--")
     )
     problems = []
     for word in rest:
@@ -251,7 +286,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         if name in refused:
             problems.append(f"{args.command} {name}: {refused[name]}.")
         elif name.startswith("-") and name.lstrip("-"):
-            problems.append(f"{args.command} has no option {name}. {did_you_mean(name, options)}")
+            problems.append(
+                f"{args.command} has no option {name}. {did_you_mean(name, options)}"
+            )
     raise errors.UserError(
         problems or f"{args.command} does not know what to do with: {' '.join(rest)}"
     )

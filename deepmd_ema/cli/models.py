@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from deepmd_ema.data.formats.properties import StoredFrame
     from deepmd_ema.geometry import Array
 
-_SUFFIXES = (".dp", ".yaml", ".yml", ".pt2", ".pth", ".pte", ".pb", ".savedmodel", ".savedmodeltf")
+_SUFFIXES = (
+    ".dp",
+    ".yaml",
+    ".yml",
+    ".pt2",
+    ".pth",
+    ".pte",
+    ".pb",
+    ".savedmodel",
+    ".savedmodeltf",
+)
 # suffixes of the files that `dp freeze` writes where the output has none
 BACKEND_SUFFIXES = {"pytorch": ".pth", "pytorch-exportable": ".pte", None: ".dp"}
 # options of `convert` for models, and for data
@@ -46,7 +56,11 @@ def freeze(args: argparse.Namespace) -> None:
     loaded = load_model(
         args.checkpoint, use_average=args.use_ema, average=args.average, head=args.head
     )
-    say(freeze(loaded, output, device=args.device, compress=args.compress, program=args.dp).text())
+    say(
+        freeze(
+            loaded, output, device=args.device, compress=args.compress, program=args.dp
+        ).text()
+    )
 
 
 def compress(args: argparse.Namespace) -> None:
@@ -62,7 +76,9 @@ def compress(args: argparse.Namespace) -> None:
             "freeze -o model.pt2` compiles them."
         )
     if target.suffix.lower() != suffix:
-        raise UserError(f"-o {target}: expected a name that ends in {suffix}, as {source} does.")
+        raise UserError(
+            f"-o {target}: expected a name that ends in {suffix}, as {source} does."
+        )
     if not source.is_file():
         raise UserError(
             f"-i {source}: is not there. Freeze a model first: "
@@ -87,10 +103,19 @@ def change_bias(args: argparse.Namespace) -> None:
         request = BiasRequest(values=args.bias_value)
     else:
         request = BiasRequest(
-            args.mode or CHANGE, args.systems, args.num_frames or 0, source=args.datafile or ""
+            args.mode or CHANGE,
+            args.systems,
+            args.num_frames or 0,
+            source=args.datafile or "",
         )
     change = write_changed(
-        args.input, request, args.output, args.use_ema, args.average, args.head, args.device
+        args.input,
+        request,
+        args.output,
+        args.use_ema,
+        args.average,
+        args.head,
+        args.device,
     )
     say(change.text())
 
@@ -105,13 +130,19 @@ def convert(args: argparse.Namespace) -> None:
                 f"convert {args.input[0]}: no output is named. Name it after the input, or with -o."
             )
         args.output = args.input.pop()
-    takes_data = args.format is not None or any(is_data(name, args.output) for name in args.input)
+    takes_data = args.format is not None or any(
+        is_data(name, args.output) for name in args.input
+    )
     refused = _OF_MODELS if takes_data else _OF_DATA
     kind = f"data, and {args.input[0]} is a model or does not exist"
     if takes_data:
         kind = "models, and these are data"
     # options of the model that makes labels for data
-    weights = ("head", "use_ema", "average") if takes_data and args.labels_of is not None else ()
+    weights = (
+        ("head", "use_ema", "average")
+        if takes_data and args.labels_of is not None
+        else ()
+    )
     for name in refused:
         if name not in weights and getattr(args, name) not in (None, False):
             raise UserError(
@@ -149,10 +180,16 @@ def _predictor(args: argparse.Namespace) -> Predictor:
 
     loaded = load_model(args.labels_of, args.use_ema, args.average, args.head)
     potential = Potential(loaded)
-    say(f"labels of {loaded.info.path}: {loaded.info.describe()}, in place of those of the data")
+    say(
+        f"labels of {loaded.info.path}: {loaded.info.describe()}, in place of those of the data"
+    )
 
-    def predict(frame: StoredFrame, fparam: Array | None, aparam: Array | None) -> dict[str, Array]:
-        prediction = potential.evaluate(frame.coord, frame.symbols, frame.box, fparam, aparam)
+    def predict(
+        frame: StoredFrame, fparam: Array | None, aparam: Array | None
+    ) -> dict[str, Array]:
+        prediction = potential.evaluate(
+            frame.coord, frame.symbols, frame.box, fparam, aparam
+        )
         labels = {ENERGY: prediction.energy[0], FORCE: prediction.force[0]}
         return labels if frame.box is None else {**labels, VIRIAL: prediction.virial[0]}
 
@@ -223,7 +260,12 @@ def pretrained(args: argparse.Namespace) -> None:
     Raises:
         CheckpointError: if such a file has another digest, or cannot be downloaded.
     """
-    from deepmd_ema.interop.pretrained import DOWNLOADS, PUBLISHED, check_digest, download
+    from deepmd_ema.interop.pretrained import (
+        DOWNLOADS,
+        PUBLISHED,
+        check_digest,
+        download,
+    )
 
     folder = None if args.cache_dir is None else Path(args.cache_dir)
     # DeePMD-kit has `dp pretrained download NAME`
@@ -233,7 +275,9 @@ def pretrained(args: argparse.Namespace) -> None:
     if args.names:
         return
     for model in PUBLISHED:
-        say(f"{model.name} ({model.descriptor})\n  file    {model.file}\n  from    {model.urls[0]}")
+        say(
+            f"{model.name} ({model.descriptor})\n  file    {model.file}\n  from    {model.urls[0]}"
+        )
         say(f"  sha256  {model.sha256}")
         for place in (folder or Path(), DOWNLOADS):
             if check_digest(place / model.file):
@@ -247,4 +291,8 @@ def pretrained(args: argparse.Namespace) -> None:
 def with_suffix_of_backend(name: str, backend: str | None) -> str:
     """Return the name of a model file, with the suffix of the backend if it has none."""
     # a name such as water.v2 has no suffix
-    return name if Path(name).suffix.lower() in _SUFFIXES else name + BACKEND_SUFFIXES[backend]
+    return (
+        name
+        if Path(name).suffix.lower() in _SUFFIXES
+        else name + BACKEND_SUFFIXES[backend]
+    )

@@ -26,7 +26,9 @@ LEVELS = {"0": "ERROR", "1": "WARNING", "2": "INFO", "3": "DEBUG"}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def reader(expected: str, convert: Callable[[str], Value | None]) -> Callable[[str], Value]:
+def reader(
+    expected: str, convert: Callable[[str], Value | None]
+) -> Callable[[str], Value]:
     """Return ``convert`` with a message where it returns None or raises ValueError."""
 
     # argparse prints the message of this error alone, and `invalid <function> value` for ValueError
@@ -64,11 +66,16 @@ def _quantity(text: str) -> str | None:
     name, _, width = text.partition(":")
     if name in ("dipole", "polarizability"):
         return None if width else name
-    return f"{name}[{int(width or 1)}]" if name.isidentifier() and int(width or 1) > 0 else None
+    return (
+        f"{name}[{int(width or 1)}]"
+        if name.isidentifier() and int(width or 1) > 0
+        else None
+    )
 
 
 quantity = reader(
-    "dipole, polarizability, dos:N, or the name of a property, NAME or NAME:N", _quantity
+    "dipole, polarizability, dos:N, or the name of a property, NAME or NAME:N",
+    _quantity,
 )
 frames = reader("a number of frames, 0 for all", _whole)
 steps = reader("a number of steps, at least 1", lambda text: _whole(text, 9) or None)
@@ -76,12 +83,16 @@ run_steps = reader("a number of steps above 0", lambda text: _whole(text, 12) or
 processes = reader(
     "a number of processes, gpu or auto",
     lambda text: (
-        text if text in ("gpu", "auto") or re.fullmatch(r"[1-9][0-9]{0,3}", text) else None
+        text
+        if text in ("gpu", "auto") or re.fullmatch(r"[1-9][0-9]{0,3}", text)
+        else None
     ),
 )
 seed = reader("a whole number, at least 0", _whole)
 positive = reader("a number above 0", lambda text: _below(math.inf, float(text)))
-share = reader("a share of the frames, such as 0.1", lambda text: _below(1, float(text)))
+share = reader(
+    "a share of the frames, such as 0.1", lambda text: _below(1, float(text))
+)
 seconds = reader(
     "a time above 0 with its unit (300s, 90m, 23.5h, 2d), or hours:minutes:seconds (23:30:00)",
     _seconds,
@@ -95,7 +106,9 @@ file = reader(
 backend = reader(f"a backend that uses PyTorch: {', '.join(BACKENDS)}", BACKENDS.get)
 log_level = reader(
     "DEBUG, INFO, WARNING or ERROR",
-    lambda text: name if (name := LEVELS.get(text, text.upper())) in LEVELS.values() else None,
+    lambda text: (
+        name if (name := LEVELS.get(text, text.upper())) in LEVELS.values() else None
+    ),
 )
 
 
@@ -117,10 +130,14 @@ def chosen_systems(args: argparse.Namespace) -> tuple[list[str], list[str] | Non
                 f"{file}: cannot be read: {error}. Expected one system per line."
             ) from error
         named = [
-            line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")
+            line.strip()
+            for line in lines
+            if line.strip() and not line.lstrip().startswith("#")
         ]
         if not named:
-            raise UserError(f"{file}: names no system. Expected the path of one system per line.")
+            raise UserError(
+                f"{file}: names no system. Expected the path of one system per line."
+            )
         return named, None
     if options.get("valid_data") is not None:
         from deepmd_ema.config import load_config
@@ -136,6 +153,8 @@ def chosen_systems(args: argparse.Namespace) -> tuple[list[str], list[str] | Non
             )
         if data is None:
             place = f"{task.place('training')}.validation_data"
-            raise ConfigError(f"{args.valid_data}: {place} is not there. Give the systems with -s.")
+            raise ConfigError(
+                f"{args.valid_data}: {place} is not there. Give the systems with -s."
+            )
         return list(data.systems), data.rglob_patterns
     return args.system or ["."], None

@@ -41,7 +41,9 @@ def flush_results() -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise WriteError("standard output", error, "The results are incomplete.") from error
+        raise WriteError(
+            "standard output", error, "The results are incomplete."
+        ) from error
 
 
 def settle_streams() -> None:

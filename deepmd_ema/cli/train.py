@@ -10,7 +10,13 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from deepmd_ema.cli.loading import libraries_of_torch, loading
-from deepmd_ema.distributed.launch import END_SIGNALS, TURN_S, handling, launch_ranks, terminate
+from deepmd_ema.distributed.launch import (
+    END_SIGNALS,
+    TURN_S,
+    handling,
+    launch_ranks,
+    terminate,
+)
 from deepmd_ema.errors import ReportedElsewhere, Terminated
 from deepmd_ema.utils import keep_freed_memory
 
@@ -29,7 +35,10 @@ def train(args: argparse.Namespace) -> None:
         # when it is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     interval = sys.getswitchinterval()
-    with handling(END_SIGNALS if args.launch.size > 1 else (), terminate), ExitStack() as stack:
+    with (
+        handling(END_SIGNALS if args.launch.size > 1 else (), terminate),
+        ExitStack() as stack,
+    ):
         # the threads of a run, which loads and writes beside training, take turns
         sys.setswitchinterval(TURN_S)
         stack.callback(sys.setswitchinterval, interval)
@@ -56,7 +65,9 @@ def _request(args: argparse.Namespace) -> TrainRequest:
         from deepmd_ema.training.request import TrainRequest
 
         options = {
-            f.name: getattr(args, f.name) for f in fields(TrainRequest) if f.name != "input_file"
+            f.name: getattr(args, f.name)
+            for f in fields(TrainRequest)
+            if f.name != "input_file"
         }
         request = TrainRequest(args.input, **options)
         # several ranks agree on the mistakes later; with the two options the input is not complete

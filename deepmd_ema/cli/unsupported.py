@@ -53,7 +53,9 @@ OPTIONS = {
     },
 }
 COMMANDS = {
-    **dict.fromkeys(("transfer", "convert-from", "train-nvnmd"), "it is of the backend TensorFlow"),
+    **dict.fromkeys(
+        ("transfer", "convert-from", "train-nvnmd"), "it is of the backend TensorFlow"
+    ),
     "doc-train-input": "use `dp-ema doc`, or `dp-ema doc --json-schema`",
     "convert-backend": (
         "`dp-ema convert IN OUT` writes .dp, .yaml and .pt files; DeePMD-kit makes the others of "

@@ -105,7 +105,10 @@ class ChangedBias:
     def text(self) -> str:
         """Return the bias before and after, and what it does to the residuals."""
         info = self.loaded.info
-        lines = [f"{info.path}: {info.describe()}", f"output bias: {describe_record(self.record)}"]
+        lines = [
+            f"{info.path}: {info.describe()}",
+            f"output bias: {describe_record(self.record)}",
+        ]
         lines += render(self.table(), "# ")
         if self.undetermined:
             what = "values" if self.record["mode"] == SET else "changes"
@@ -120,7 +123,9 @@ class ChangedBias:
             lines.append(f"  mean {mean}")
             old_rmse = np.sqrt(np.mean(before**2))
             new_rmse = np.sqrt(np.mean(after**2))
-            lines.append(f"  RMSE {_in_mev(old_rmse)} before, {_in_mev(new_rmse)} after")
+            lines.append(
+                f"  RMSE {_in_mev(old_rmse)} before, {_in_mev(new_rmse)} after"
+            )
         lines.append(f"wrote {self.path}")
         unchanged = [name for name in self.source.models if name != self.head]
         if unchanged:
@@ -142,7 +147,9 @@ class ChangedBias:
                     remark = "given by the config of the model"
                 elif not self.frames.counts[:, t].any():
                     remark = "not in the data"
-            change = round(self.after[t] - self.before[t], 6) + 0.0  # + 0.0 turns -0.0 into 0.0
+            change = (
+                round(self.after[t] - self.before[t], 6) + 0.0
+            )  # + 0.0 turns -0.0 into 0.0
             rows.append((name, self.before[t], self.after[t], change, remark))
         numbers = (
             Column("before", "eV", ".6f"),
@@ -223,15 +230,21 @@ def write_changed(
     )
     frames = energies_of(network, loaded.config, batches)
     if not len(frames):
-        raise UserError(f"no frame of {', '.join(names)} has an energy to fit the bias to.")
+        raise UserError(
+            f"no frame of {', '.join(names)} has an energy to fit the bias to."
+        )
     # `set` forgets the bias of the model; `change` adds to it what the residuals call for
-    fit: BiasFit = set_bias(frames) if request.mode == SET else change_bias(frames, before)
+    fit: BiasFit = (
+        set_bias(frames) if request.mode == SET else change_bias(frames, before)
+    )
     record = {
         "mode": request.mode,
         "frames": len(frames),
         "source": request.source or first_few(names, 3),
     }
-    done = ChangedBias(path, file, head, record, before, fit.bias, frames, fit.undetermined)
+    done = ChangedBias(
+        path, file, head, record, before, fit.bias, frames, fit.undetermined
+    )
     _write(done, fit.std)
     return done
 
@@ -255,7 +268,9 @@ def _write(done: ChangedBias, std: Array | None) -> None:
     info = done.loaded.info
     # a frozen file is copied with another bias: everything else in it stays
     if info.path.suffix.lower() in FROZEN_SUFFIXES:
-        dp.rewrite_bias(info.path, done.path, done.after, std, {"bias": dict(done.record)})
+        dp.rewrite_bias(
+            info.path, done.path, done.after, std, {"bias": dict(done.record)}
+        )
         return
     models = done.source.models
     weights = ModelSet({name: each.model for name, each in models.items()}).state_dict()
@@ -264,7 +279,9 @@ def _write(done: ChangedBias, std: Array | None) -> None:
     if std is not None:
         spread = f"{prefix_of(done.head)}out_std"
         weights[spread] = torch.from_numpy(std).view_as(weights[spread])
-    distances = unnested({name: each.info.min_nbor_dist for name, each in models.items()})
+    distances = unnested(
+        {name: each.info.min_nbor_dist for name, each in models.items()}
+    )
     head = checkpoint.payload_head(
         "weights", info.weights, info.step, done.source.config, distances
     )

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from deepmd_ema.data.split import Split
     from deepmd_ema.training.estimate import Cost
 
-FORMAT = 3  # of the JSON document; it rises when a key is removed or changes its meaning
+FORMAT = (
+    3  # of the JSON document; it rises when a key is removed or changes its meaning
+)
 MAX_ROWS = 12  # of a table; `--json` has all
 _MAX_NAME = 24  # letters of the name of a system in a table
 _F_RMS, _F_MAX = "force_rms_eV_per_angstrom", "force_max_eV_per_angstrom"
@@ -76,14 +78,38 @@ _ELEMENT_COLUMNS = {
 # by name of a check: its name in the table, which frame is named, and what the frames are
 _CHECKS = {
     "duplicates": ("duplicates", "first", "training frames are copies of others"),
-    "in_training_and_validation": ("leaks", "first", "validation frames are also training frames"),
-    "near_training_frames": ("near copies", "first", "validation frames are near a training frame"),
+    "in_training_and_validation": (
+        "leaks",
+        "first",
+        "validation frames are also training frames",
+    ),
+    "near_training_frames": (
+        "near copies",
+        "first",
+        "validation frames are near a training frame",
+    ),
     "in_training_and_test": ("leaks", "first", "test frames are also training frames"),
-    "test_near_training_frames": ("near copies", "first", "test frames are near a training frame"),
-    "energy_outliers": ("outliers", "worst", "frames have energies far from the others"),
-    "force_outliers": ("large forces", "worst", "frames have forces far larger than the others"),
+    "test_near_training_frames": (
+        "near copies",
+        "first",
+        "test frames are near a training frame",
+    ),
+    "energy_outliers": (
+        "outliers",
+        "worst",
+        "frames have energies far from the others",
+    ),
+    "force_outliers": (
+        "large forces",
+        "worst",
+        "frames have forces far larger than the others",
+    ),
     "zero_forces": ("zero forces", "first", "frames have no forces"),
-    "net_forces": ("net forces", "worst", "frames have forces that do not add up to zero"),
+    "net_forces": (
+        "net forces",
+        "worst",
+        "frames have forces that do not add up to zero",
+    ),
 }
 
 
@@ -129,10 +155,13 @@ class RunCheck:
         from deepmd_ema.optim.build import describe_groups
 
         data = run.open_run(self.config)
-        self.splits = run.choose_validation(self.config, data, self.config.training.seed or 0)
+        self.splits = run.choose_validation(
+            self.config, data, self.config.training.seed or 0
+        )
         data = run.split_off(self.config, data, self.splits)
         self.reports = {
-            name: run.check_task(task, data[name]) for name, task in self.config.tasks.items()
+            name: run.check_task(task, data[name])
+            for name, task in self.config.tasks.items()
         }
         for name, report in self.reports.items():
             # near copies are searched in validation data that were given, as a split keeps copies
@@ -175,9 +204,13 @@ class RunCheck:
                 config.optimizer.groups, models.first_names(), parameters, config.source
             )
             self.parameters = sum(
-                parameter.numel() for parameter in parameters.values() if parameter.requires_grad
+                parameter.numel()
+                for parameter in parameters.values()
+                if parameter.requires_grad
             )
-        except UserError as error:  # options that do not fit the data, such as a batch size
+        except (
+            UserError
+        ) as error:  # options that do not fit the data, such as a batch size
             self._errors = error.findings
 
     @property
@@ -200,7 +233,9 @@ class RunCheck:
         for name, split in self.splits.items():
             findings += with_task(name, split.findings())
         for report in self.reports.values():
-            findings += [finding for finding in report.findings if finding.severity != NOTE]
+            findings += [
+                finding for finding in report.findings if finding.severity != NOTE
+            ]
         return findings + self._errors
 
     def raise_problems(self) -> None:
@@ -221,21 +256,29 @@ def data_lines(check: RunCheck) -> Iterator[str]:
             if scans or part == "training":
                 yield from _system_table(f"{part.title()} data{suffix}", scans, report)
         rows = [
-            row for row in _elements(report) if row["training_atoms"] or row["validation_atoms"]
+            row
+            for row in _elements(report)
+            if row["training_atoms"] or row["validation_atoms"]
         ]
         for row in rows:
             nearest = row["nearest_angstrom"]
-            row["nearest"] = "-" if nearest is None else f"{nearest:.3f} ({row['nearest_element']})"
+            row["nearest"] = (
+                "-" if nearest is None else f"{nearest:.3f} ({row['nearest_element']})"
+            )
         # elements are in the order of type_map; the largest forces come first if some are cut off
         if len(rows) > MAX_ROWS:
             rows.sort(key=lambda row: -(row[_F_MAX] or 0.0))
         yield from render(_table("Elements", _ELEMENT_COLUMNS, rows[:MAX_ROWS]), "  ")
         if len(rows) > MAX_ROWS:
             yield f"  ... and {len(rows) - MAX_ROWS} more elements"
-        yield from render_facts(f"Checks of the data{suffix}", _results(check, task, report))
+        yield from render_facts(
+            f"Checks of the data{suffix}", _results(check, task, report)
+        )
 
 
-def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -> Iterator[str]:
+def _system_table(
+    title: str, scans: Sequence[SystemScan], report: DataReport
+) -> Iterator[str]:
     """Yield the table of systems, the most suspicious first if there are many."""
     from deepmd_ema.data.check.scan import Range
 
@@ -254,14 +297,21 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
     shown = list(scans)
     if len(shown) > MAX_ROWS:
         shown.sort(
-            key=lambda s: (suspects[id(s)], s.ranges[FORCE].size if FORCE in s.ranges else 0.0),
+            key=lambda s: (
+                suspects[id(s)],
+                s.ranges[FORCE].size if FORCE in s.ranges else 0.0,
+            ),
             reverse=True,
         )
         size += "; the most suspicious and those with the largest forces first"
     conditions = [
-        name for name in (FPARAM, APARAM) if any(name in scan.conditions for scan in scans)
+        name
+        for name in (FPARAM, APARAM)
+        if any(name in scan.conditions for scan in scans)
     ]
-    labels = [name for name in _LABEL_COLUMNS if any(name in scan.ranges for scan in scans)]
+    labels = [
+        name for name in _LABEL_COLUMNS if any(name in scan.ranges for scan in scans)
+    ]
 
     columns = {
         "system": Column("system"),
@@ -270,7 +320,9 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
     }
     columns |= {"cell": Column("cell")} if has_several else {}
     columns |= {
-        f"{name} {k}": column for name in labels for k, column in enumerate(_LABEL_COLUMNS[name])
+        f"{name} {k}": column
+        for name in labels
+        for k, column in enumerate(_LABEL_COLUMNS[name])
     }
     columns |= {name: Column(name) for name in conditions}
     if any(suspects[id(scan)] for scan in scans):
@@ -278,10 +330,18 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
 
     # cells of a row about one system, or of the last row about all of them
     def numbers_of(systems: Sequence[SystemScan]) -> dict[str, Cell]:
-        numbers: dict[str, Cell] = {"frames": sum(scan.system.num_frames for scan in systems)}
+        numbers: dict[str, Cell] = {
+            "frames": sum(scan.system.num_frames for scan in systems)
+        }
         for name in labels:
-            values = Range.of([scan.ranges[name] for scan in systems if name in scan.ranges])
-            pair = (values.low, values.high) if name == ENERGY else (values.rms, values.size)
+            values = Range.of(
+                [scan.ranges[name] for scan in systems if name in scan.ranges]
+            )
+            pair = (
+                (values.low, values.high)
+                if name == ENERGY
+                else (values.rms, values.size)
+            )
             for k, value in enumerate(pair):
                 numbers[f"{name} {k}"] = value if values.count else None
         return numbers | {"suspicious": sum(suspects[id(scan)] for scan in systems)}
@@ -296,7 +356,9 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
         # (frames,) atoms of each frame, which differ in systems of mixed type
         sizes = scan.type_counts.sum(axis=1)
         row["atoms"] = (
-            f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
+            f"{sizes.min()}"
+            if sizes.min() == sizes.max()
+            else f"{sizes.min()}-{sizes.max()}"
         )
         for name in conditions:
             low, high, width = scan.conditions.get(name, (math.nan, math.nan, 0))
@@ -315,10 +377,14 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
             yield f"  {label}: {labelled:,} of {counted(frames, 'frame')}"
 
 
-def _table(title: str, columns: Mapping[str, Column], rows: Sequence[Mapping[str, Cell]]) -> Table:
+def _table(
+    title: str, columns: Mapping[str, Column], rows: Sequence[Mapping[str, Cell]]
+) -> Table:
     """Return a table of columns and cells by key; a cell that a row does not have is empty."""
     return Table(
-        title, [*columns.values()], [[row.get(key, "") for key in columns] for row in rows]
+        title,
+        [*columns.values()],
+        [[row.get(key, "") for key in columns] for row in rows],
     )
 
 
@@ -328,27 +394,39 @@ def _suspicious_frames(report: DataReport) -> dict[int, int]:
 
     # by check, a number for each system in the order of the parts
     counts = {
-        name: frames.by_system for name, frames in report.suspects.items() if frames.by_system
+        name: frames.by_system
+        for name, frames in report.suspects.items()
+        if frames.by_system
     }
     for near, shared in SHARED_OF.items():
-        if near in counts:  # equal frames are among the near copies: they would count twice
+        if (
+            near in counts
+        ):  # equal frames are among the near copies: they would count twice
             counts[shared] = tuple(map(max, counts[shared], counts.pop(near)))
     scans = [*report.training, *report.validation, *report.test]
     return {
-        id(scan): len(scan.bad_frames) + sum(by_system[k] for by_system in counts.values())
+        id(scan): len(scan.bad_frames)
+        + sum(by_system[k] for by_system in counts.values())
         for k, scan in enumerate(scans)
     }
 
 
-def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[str, str]]:
+def _results(
+    check: RunCheck, task: str, report: DataReport
+) -> Iterator[tuple[str, str]]:
     """Yield the name and the result of each check."""
     if task in check.splits:
         yield "split", "; ".join(line.strip() for line in check.splits[task].lines)
         if check.config.training.seed is None:
-            yield "", "training.seed is not given: a run draws one, and chooses other frames"
+            yield (
+                "",
+                "training.seed is not given: a run draws one, and chooses other frames",
+            )
     for key, (name, which, what) in _CHECKS.items():
         suspects = report.suspects.get(key)
-        if suspects is not None and suspects.total:  # without frames to check there is no result
+        if (
+            suspects is not None and suspects.total
+        ):  # without frames to check there is no result
             example = f" ({which}: {suspects.worst})" if suspects.worst else ""
             yield name, f"{suspects.num_frames:,} of {suspects.total:,} {what}{example}"
     if report.units is not None:
@@ -367,7 +445,10 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
             seen = f"in {report.num_searched:,} frames, evenly spaced: "
         nearest = f"{seen}the nearest atoms are {near.min_distance:.3f} angstrom apart"
         yield "distances", f"{nearest} ({report.closest})"
-        yield "neighbors", f"{seen}at most {near.max_total} within {report.rcut:g} angstrom"
+        yield (
+            "neighbors",
+            f"{seen}at most {near.max_total} within {report.rcut:g} angstrom",
+        )
     for text in report.notes:
         yield "note", text
 
@@ -412,11 +493,20 @@ def cost_lines(check: RunCheck) -> list[str]:
         f"{counted(cost.rows, 'row')} of {_seconds(cost.row_s)}",
     ]
     if cost.validations:
-        parts.append(f"{counted(cost.validations, 'validation')} of {_seconds(cost.validation_s)}")
-    parts.append(f"{counted(cost.checkpoints, 'checkpoint')} of {_seconds(cost.checkpoint_s)}")
-    on_gpu = f", {_size(cost.gpu_memory_bytes)} of the GPU" if cost.gpu_memory_bytes else ""
+        parts.append(
+            f"{counted(cost.validations, 'validation')} of {_seconds(cost.validation_s)}"
+        )
+    parts.append(
+        f"{counted(cost.checkpoints, 'checkpoint')} of {_seconds(cost.checkpoint_s)}"
+    )
+    on_gpu = (
+        f", {_size(cost.gpu_memory_bytes)} of the GPU" if cost.gpu_memory_bytes else ""
+    )
     pairs = [
-        ("time", f"{duration(cost.total_s)}; started now, it ends at {end:%Y-%m-%d %H:%M}"),
+        (
+            "time",
+            f"{duration(cost.total_s)}; started now, it ends at {end:%Y-%m-%d %H:%M}",
+        ),
         ("", ", ".join(parts)),
         ("memory", f"{_size(cost.memory_bytes)} at most{on_gpu}"),
     ]
@@ -491,11 +581,16 @@ def document(
             for name, length in check.tasks.items()
         ],
         "summary": [
-            list(row) for row in config_summary(check.config, check.num_steps, check.steps_per)
+            list(row)
+            for row in config_summary(check.config, check.num_steps, check.steps_per)
         ],
         "input_with_defaults": to_dict(check.config),
     }
-    measured = None if check.cost is None else {"total_s": check.cost.total_s, **asdict(check.cost)}
+    measured = (
+        None
+        if check.cost is None
+        else {"total_s": check.cost.total_s, **asdict(check.cost)}
+    )
     return values | {
         "plan": plan,
         "data": [_data(name, report) for name, report in check.reports.items()],
@@ -531,7 +626,9 @@ def _data(task: str, report: DataReport) -> dict[str, Any]:
                     labels[name][f"max_{unit}"] = values.high
                     labels[name][f"rms_{unit}"] = values.rms
                     # numbered as in the source, of which these frames may be a part
-                    labels[name]["largest_in_frame"] = int(scan.system.numbers[values.worst])
+                    labels[name]["largest_in_frame"] = int(
+                        scan.system.numbers[values.worst]
+                    )
             systems.append(
                 {
                     "system": scan.system.whole.name,
@@ -577,7 +674,9 @@ def _elements(report: DataReport) -> Iterator[dict[str, Any]]:
     for k, name in enumerate(report.type_map):
         # type_counts: (frames, types)
         training = sum(int(scan.type_counts[:, k].sum()) for scan in report.training)
-        validation = sum(int(scan.type_counts[:, k].sum()) for scan in report.validation)
+        validation = sum(
+            int(scan.type_counts[:, k].sum()) for scan in report.validation
+        )
         # element_forces: (types, 3) number of components, sum of their squares, the largest
         forces = [scan.element_forces[k] for scan in scans]
         number = sum(float(row[0]) for row in forces)

@@ -75,10 +75,18 @@ class DeviationReport:
             part.open("w", encoding="utf-8") as file,
         ):
             for name, rows in self.systems.items():
-                head = "step".ljust(10) + "".join(column.ljust(_WIDTH) for column in COLUMNS[1:])
-                head += "atm_devi_f(N)".ljust(_WIDTH) if rows.shape[1] > len(COLUMNS) else ""
+                head = "step".ljust(10) + "".join(
+                    column.ljust(_WIDTH) for column in COLUMNS[1:]
+                )
+                head += (
+                    "atm_devi_f(N)".ljust(_WIDTH)
+                    if rows.shape[1] > len(COLUMNS)
+                    else ""
+                )
                 formats = ["%12d", *["%19.6e"] * (rows.shape[1] - 1)]
-                np.savetxt(file, rows, fmt=formats, delimiter="", header=f"{name}\n{head}")
+                np.savetxt(
+                    file, rows, fmt=formats, delimiter="", header=f"{name}\n{head}"
+                )
         return path
 
     def text(self) -> str:
@@ -89,9 +97,14 @@ class DeviationReport:
             most = deviations[:, place]
             # deviations from labels are nan where a frame has none
             worst = int(np.argmax(np.nan_to_num(most, nan=-math.inf)))
-            rows.append([name, len(deviations), float(most.mean()), float(most[worst]), worst])
+            rows.append(
+                [name, len(deviations), float(most.mean()), float(most[worst]), worst]
+            )
         numbers = {"frames": ".0f", "mean": ".4g", "largest": ".4g", "in frame": ".0f"}
-        columns = (Column("system"), *(Column(name, "", spec) for name, spec in numbers.items()))
+        columns = (
+            Column("system"),
+            *(Column(name, "", spec) for name, spec in numbers.items()),
+        )
         table = Table("max_devi_f, frames count from 0", columns, rows)
         return "\n".join([*self.models, *render(table)])
 
@@ -124,14 +137,18 @@ def measure_deviation(
     """
     options = options or DeviationOptions()
     weights: Sequence[str | None] = averages or [None]
-    loaded = [load_model(path, use_average, name, head) for path in models for name in weights]
+    loaded = [
+        load_model(path, use_average, name, head) for path in models for name in weights
+    ]
     for model in loaded:
         model.require_energies("model-devi")
     descriptions = [f"{model.info.path}: {model.info.describe()}" for model in loaded]
     _check_models(loaded, options)
     labels = _LABELS if options.real_error else ()
     # data are checked for the largest cutoff, and frames have their neighbors searched once
-    widest = max((model.config for model in loaded), key=lambda config: config.descriptor.cutoff)
+    widest = max(
+        (model.config for model in loaded), key=lambda config: config.descriptor.cutoff
+    )
     opened = open_labelled(systems, widest, labels, rglob_patterns)
     every = first_frames(opened, 0)
     cache = PairCache()
@@ -167,7 +184,9 @@ def frame_deviation(
     center = {}
     for name in _LABELS:
         # (models, ...)
-        values = np.stack([np.asarray(prediction[name], np.float64) for prediction in predictions])
+        values = np.stack(
+            [np.asarray(prediction[name], np.float64) for prediction in predictions]
+        )
         size = 1 if name == FORCE else len(predictions[0][FORCE])
         if labels is None:
             reference = values.mean(axis=0)
@@ -196,7 +215,9 @@ def _rows(
     for number, frames in enumerate(zip(*by_model)):
         labels = frames[0].label if options.real_error else None
         predictions = [frame.prediction for frame in frames]
-        rows[number, 1 : len(COLUMNS)], atoms = frame_deviation(predictions, labels, options)
+        rows[number, 1 : len(COLUMNS)], atoms = frame_deviation(
+            predictions, labels, options
+        )
         if options.atomic:
             rows[number, len(COLUMNS) : len(COLUMNS) + len(atoms)] = atoms
     rows[:, 0] = options.frequency * np.arange(len(rows))

@@ -40,7 +40,9 @@ def model_section(
         part.pop("trainable", None)
         part |= {"trainable": False} if trained != ALL else {}
     excluded = (*parts, *_START_OPTIONS, "type")
-    rest = {name: value for name, value in _changed(config).items() if name not in excluded}
+    rest = {
+        name: value for name, value in _changed(config).items() if name not in excluded
+    }
     return {**parts, **rest, "finetune_head": head or "Default"}
 
 
@@ -61,7 +63,9 @@ def with_replay(
     # old data are those of the file: its output bias fits them
     old_task = {**task, "finetune_bias": "keep"} if "finetune_bias" in task else task
     new = {name: training.pop(name) for name in _DATA_OPTIONS if name in training}
-    old_data: dict[str, Any] = {"training_data": {**new["training_data"], "systems": list(systems)}}
+    old_data: dict[str, Any] = {
+        "training_data": {**new["training_data"], "systems": list(systems)}
+    }
     old_data |= {"validation_fraction": FRACTION} if is_split else {}
     result = {
         "model": {
@@ -86,7 +90,9 @@ def with_replay(
 def _changed(section: Any) -> dict[str, Any]:
     """Return the options of a section that have no default or another value."""
     defaults = {
-        f.name: plain(f.default_factory() if f.default_factory is not MISSING else f.default)
+        f.name: plain(
+            f.default_factory() if f.default_factory is not MISSING else f.default
+        )
         for f in fields(section)
     }
     return {

@@ -23,7 +23,13 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.files import MODEL_FILE, check_output
-from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, ModelFile, load_model, load_models
+from deepmd_ema.infer.load import (
+    COMPILED_SUFFIX,
+    LoadedModel,
+    ModelFile,
+    load_model,
+    load_models,
+)
 from deepmd_ema.interop import deepmd_kit, dp
 from deepmd_ema.interop.deepmd_pt import write_deepmd_pt
 from deepmd_ema.interop.tree_files import write_tree
@@ -45,7 +51,10 @@ SLOWER = (
     "an evaluation of se_atten took 1.2 times as long as from a file of torch 2.13, which runs "
     "here too"
 )
-IN_LAMMPS = (COMPILED_SUFFIX, ".pth")  # what DeePMD-kit's pair style reads with its torch backends
+IN_LAMMPS = (
+    COMPILED_SUFFIX,
+    ".pth",
+)  # what DeePMD-kit's pair style reads with its torch backends
 # versions that benchmarks/lammps.py was run with
 LAMMPS_VERSIONS = "LAMMPS of DeePMD-kit 3.2.0 with torch 2.11"
 
@@ -79,13 +88,18 @@ class Frozen:
             for name, value in self.difference.items()
         )
         written = f"{self.path}: {self.source}; {self.path.stat().st_size / 1e6:.2f} MB"
-        compared = f"read back and compared on two made-up frames, largest differences: {each}"
+        compared = (
+            f"read back and compared on two made-up frames, largest differences: {each}"
+        )
         lines = (written, self.tables, compared, self.pressure, self.use, self.lammps)
         return "\n".join(filter(None, lines))
 
 
 def convert(
-    file: ModelFile, output: str | Path, for_deepmd: bool = False, program: str | None = None
+    file: ModelFile,
+    output: str | Path,
+    for_deepmd: bool = False,
+    program: str | None = None,
 ) -> Frozen:
     """Write models to another kind of file, which takes its name after it was compared.
 
@@ -103,7 +117,9 @@ def convert(
             not the same models; an older file of that name stays.
     """
     path = Path(output)
-    models = file.models if len(file.models) > 1 else {"": next(iter(file.models.values()))}
+    models = (
+        file.models if len(file.models) > 1 else {"": next(iter(file.models.values()))}
+    )
     loaded = next(iter(models.values()))
     info, difference = loaded.info, dict[str, float]()
     if path.suffix.lower() not in (*SUFFIXES, *deepmd_kit.SUFFIXES, *FOLDERS, WEIGHTS):
@@ -130,7 +146,8 @@ def convert(
                     f"{path}: {only_here}. Without --to deepmd the file is for dp-ema."
                 )
         tasks = {
-            task: (each.config, each.model, each.info.as_dict()) for task, each in models.items()
+            task: (each.config, each.model, each.info.as_dict())
+            for task, each in models.items()
         }
         write_deepmd_pt(path, tasks, check=read_back)
         if len(models) > 1:
@@ -230,7 +247,9 @@ def freeze(
         check_compiler(path)
         target = select_device(device)
         model, tables = _with_tables(loaded, target, compress)
-        has_vectors = write_pt2(path, model, loaded.config, tree, target, check=read_back)
+        has_vectors = write_pt2(
+            path, model, loaded.config, tree, target, check=read_back
+        )
         use = (
             "for deepmd_ema.calculator.DP, dp-ema test and DeePMD-kit 3.2.0, on machines like "
             "this one"
@@ -252,7 +271,9 @@ def freeze(
         write_tree(path, tree, read_back)
         compiles = ENERGY in loaded.model.labels
         suffix = COMPILED_SUFFIX if compiles else ".pth"
-        freeze_it = command("dp-ema", "freeze", "-c", path, "-o", path.with_suffix(suffix))
+        freeze_it = command(
+            "dp-ema", "freeze", "-c", path, "-o", path.with_suffix(suffix)
+        )
         use = only_here or f"for LAMMPS with DeePMD-kit: {freeze_it}"
         use = use if compiles or _has_dipoles_in_lammps(loaded) else ""
     lammps = format_lammps_lines(path, loaded) if path.suffix in IN_LAMMPS else ""
@@ -296,9 +317,15 @@ def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
         return "\n  ".join(lines)
     arguments = [str(path)]
     if fitting.numb_fparam and not fitting.default_fparam:
-        arguments += ["fparam", *(f"FPARAM_{k + 1}" for k in range(fitting.numb_fparam))]
+        arguments += [
+            "fparam",
+            *(f"FPARAM_{k + 1}" for k in range(fitting.numb_fparam)),
+        ]
     if fitting.numb_aparam:
-        arguments += ["aparam", *(f"APARAM_{k + 1}" for k in range(fitting.numb_aparam))]
+        arguments += [
+            "aparam",
+            *(f"APARAM_{k + 1}" for k in range(fitting.numb_aparam)),
+        ]
     lines = ["units        metal"]
     on_one_rank = ""
     if path.suffix == COMPILED_SUFFIX and loaded.model.descriptor.passes_messages:
@@ -321,7 +348,8 @@ def _has_dipoles_in_lammps(loaded: LoadedModel) -> bool:
     messages.
     """
     return (
-        loaded.config.fitting_net.type == "dipole" and not loaded.model.descriptor.passes_messages
+        loaded.config.fitting_net.type == "dipole"
+        and not loaded.model.descriptor.passes_messages
     )
 
 
@@ -345,7 +373,9 @@ def compress(
     """
     if source.suffix.lower() == COMPILED_SUFFIX:
         loaded = load_model(source)
-        return freeze(loaded, target, device=device, compress=True, program=program).text()
+        return freeze(
+            loaded, target, device=device, compress=True, program=program
+        ).text()
     _refuse_options(target, device, None, program)
     check_output(target, "-o", MODEL_FILE, [source])
     kit = deepmd_kit.find_deepmd_kit(target, program)
@@ -373,7 +403,9 @@ def _refuse_options(
             ".pt2 file."
         )
     if program is not None and path.suffix not in deepmd_kit.SUFFIXES:
-        raise UserError(f"--dp {program}: {path} is written without DeePMD-kit. Leave it out.")
+        raise UserError(
+            f"--dp {program}: {path} is written without DeePMD-kit. Leave it out."
+        )
 
 
 def _with_tables(
@@ -446,7 +478,9 @@ def compare(
     Raises:
         CheckpointError: if they differ by more than rounding.
     """
-    batch = _made_up_frames(model, config, model.layout.rcut if where is not None else 0.0)
+    batch = _made_up_frames(
+        model, config, model.layout.rcut if where is not None else 0.0
+    )
     where = where or batch.coord.device
     expected = model.eval()(batch)
     output = other.to(where).eval()(batch.to(where))
@@ -475,18 +509,30 @@ def _made_up_frames(model: EnergyModel, config: ModelConfig, smallest: float) ->
     """
     rng = np.random.default_rng(0)
     num_types = len(config.type_map)
-    side = max(2, int(np.ceil((2 * num_types) ** (1 / 3))), int(np.ceil(1.1 * smallest / SPACING)))
-    sites = np.stack(np.meshgrid(*[np.arange(side)] * 3, indexing="ij"), -1).reshape(-1, 3)
+    side = max(
+        2,
+        int(np.ceil((2 * num_types) ** (1 / 3))),
+        int(np.ceil(1.1 * smallest / SPACING)),
+    )
+    sites = np.stack(np.meshgrid(*[np.arange(side)] * 3, indexing="ij"), -1).reshape(
+        -1, 3
+    )
     natoms = len(sites)
-    box = SPACING * side * np.array([[1.0, 0.0, 0.0], [0.1, 1.0, 0.0], [-0.1, 0.2, 1.0]])
+    box = (
+        SPACING * side * np.array([[1.0, 0.0, 0.0], [0.1, 1.0, 0.0], [-0.1, 0.2, 1.0]])
+    )
     fitting = config.fitting_net
     frames = [
         Frame(
             coord=sites / side @ box + rng.normal(scale=0.1, size=(natoms, 3)),
             atom_type=np.arange(natoms) % num_types,
             box=cell,
-            fparam=rng.normal(size=fitting.numb_fparam) if fitting.numb_fparam else None,
-            aparam=rng.normal(size=(natoms, fitting.numb_aparam)) if fitting.numb_aparam else None,
+            fparam=rng.normal(size=fitting.numb_fparam)
+            if fitting.numb_fparam
+            else None,
+            aparam=rng.normal(size=(natoms, fitting.numb_aparam))
+            if fitting.numb_aparam
+            else None,
         )
         for cell in (box, None)
     ]

@@ -114,9 +114,13 @@ def write_report(
         body = "\n".join(page.parts(Path(scratch)))
     # The template has the style, for screens of any width and for paper; pictures are drawn once,
     # and inverted in dark mode.
-    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    template = Template(
+        Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    )
     with atomic_write(output) as part:
-        part.write_text(template.substitute(title=escape(page.title), body=body), encoding="utf-8")
+        part.write_text(
+            template.substitute(title=escape(page.title), body=body), encoding="utf-8"
+        )
     if len(page.weights) > 2 and average is None:
         unshown = ", ".join(page.weights[2:])
         page.remarks.append(
@@ -148,7 +152,9 @@ def _evaluate(
         number = sum(source.num_frames for source in valid) or num_frames
         train = evenly_spaced(parts.train, number) if number else parts.train
         for name in weights:
-            loaded = load_model(file, average=None if name == LIVE else name, head=task or None)
+            loaded = load_model(
+                file, average=None if name == LIVE else name, head=task or None
+            )
             for part, sources in ((VALIDATION, valid), (TEST, test), (TRAINING, train)):
                 if sources:
                     ranges = [range(source.num_frames) for source in sources]
@@ -206,20 +212,26 @@ class _Page:
                 "model.ckpt.pt."
             )
         weights = [LIVE, *checkpoint.averages_in(payload)]
-        if average is None:  # the first average, or the live weights of a run without any
+        if (
+            average is None
+        ):  # the first average, or the live weights of a run without any
             self.chosen = weights[min(1, len(weights) - 1)]
         else:
             self.chosen = checkpoint.choose_profile(payload, file, average)
         self.folder = self.status.folder if self.status is not None else file.parent
         self.title = self.folder.resolve().name
-        self.config = saved_config(with_absolute_paths(payload["config"], self.folder), str(file))
+        self.config = saved_config(
+            with_absolute_paths(payload["config"], self.folder), str(file)
+        )
         if systems and len(self.config.tasks) > 1:
             raise UserError(
                 "-s: of a run of several tasks. Name their test data in validating.test_data_dict."
             )
         model = next(iter(self.config.tasks.values())).model
         labels = model.fitting_net.labels
-        if ENERGY in labels:  # errors of forces are weighted by it, where frames have it
+        if (
+            ENERGY in labels
+        ):  # errors of forces are weighted by it, where frames have it
             labels = (*labels, ATOM_PREF)
         test = open_labelled(systems, model, labels) if systems else []
         self.data: Mapping[str, TaskData] | None = None
@@ -232,24 +244,40 @@ class _Page:
                 self.data = open_split(self.config, with_test=not systems)
             self.data = self.data or open_split(self.config)
             self.data = {
-                name: parts._replace(test=test or parts.test) for name, parts in self.data.items()
+                name: parts._replace(test=test or parts.test)
+                for name, parts in self.data.items()
             }
-            sources = [source for parts in self.data.values() for part in parts for source in part]
-            folders = [os.path.dirname(os.path.abspath(source.name)) for source in sources]
+            sources = [
+                source
+                for parts in self.data.values()
+                for part in parts
+                for source in part
+            ]
+            folders = [
+                os.path.dirname(os.path.abspath(source.name)) for source in sources
+            ]
             self.base = os.path.commonpath(folders)
             self.tested = list(_evaluate(file, self.data, weights, num_frames, device))
         except UserError as error:
-            self.remarks.append(f"The errors of single frames are missing: {error.problems[0]}")
+            self.remarks.append(
+                f"The errors of single frames are missing: {error.problems[0]}"
+            )
         if self.status is not None and self.status.state != ENDED:
             self.remarks.append(
                 f"Status: {self.status.describe()}. The checkpoint is of step {payload['step']:,}."
             )
-        self.weights = sorted(weights, key=lambda name: (name != LIVE, name != self.chosen))
+        self.weights = sorted(
+            weights, key=lambda name: (name != LIVE, name != self.chosen)
+        )
         self.shown: dict[tuple[str, str], list[Tested]] = {}
-        for tested in sorted(self.tested, key=lambda tested: self.weights.index(tested.weights)):
+        for tested in sorted(
+            self.tested, key=lambda tested: self.weights.index(tested.weights)
+        ):
             # errors on training frames are small whatever the model is worth: they are shown where
             # there are no better ones
-            if tested.part != TRAINING or (self.data and not self.data[tested.task].valid):
+            if tested.part != TRAINING or (
+                self.data and not self.data[tested.task].valid
+            ):
                 self.shown.setdefault((tested.task, tested.part), []).append(tested)
         self.details = [
             tested
@@ -286,7 +314,9 @@ class _Page:
         yield _list(self._first_facts()) + "</header>"
         # a run that was restarted has several parts, each with times and warnings of its own
         records = self.status.parts if self.status is not None else ()
-        warnings = [(time[:19], text) for part in records for time, text in part.warnings]
+        warnings = [
+            (time[:19], text) for part in records for time, text in part.warnings
+        ]
         times = table_of_times(records)
         options = escape(as_text(self.payload["config"]))
         # in the order of the page; a section without content has no heading
@@ -294,14 +324,18 @@ class _Page:
             "Learning curves": list(self._curves(scratch)),
             "Parity": list(self._parity(scratch)),
             "Errors in detail": list(self._details()),
-            "Worst frames": [part for tested in self.details for part in self._worst(tested)],
+            "Worst frames": [
+                part for tested in self.details for part in self._worst(tested)
+            ],
             "Averages": list(self._averages()),
             "Time": [
                 _table(times)
                 if times.rows
                 else _paragraph("Not known: the folder has no record of the run.")
             ],
-            "Data": [_table(_table_of_data(self.data))] if self.data is not None else [],
+            "Data": [_table(_table_of_data(self.data))]
+            if self.data is not None
+            else [],
             "Input": [
                 _list(config_summary(self.config)),
                 f"<details><summary>all options</summary><pre>{options}</pre></details>",
@@ -317,7 +351,9 @@ class _Page:
             if body
         }
         # a link to each section, at the top of the page
-        links = [f"<a href=#{anchor}>{title}</a>" for title, (anchor, _) in shown.items()]
+        links = [
+            f"<a href=#{anchor}>{title}</a>" for title, (anchor, _) in shown.items()
+        ]
         yield f"<nav>{''.join(links)}"
         yield "<a href=#definitions>Definitions</a></nav>"
         for title, (anchor, body) in shown.items():
@@ -340,16 +376,25 @@ class _Page:
         if status is not None:
             name = "best" if status.state == ENDED else "best so far"
             yield from (
-                (name, f"{weights}: {status.describe_best(weights)}") for weights in status.best
+                (name, f"{weights}: {status.describe_best(weights)}")
+                for weights in status.best
             )
 
     def _final_errors(self) -> Iterator[str]:
         """Yield a table of the errors of all weights for each task and part of the data."""
         display = self.payload["display"]
         # errors of the model that the run began with, if it began with one
-        before = nested(display["before"], tuple(self.config.tasks)) if "before" in display else {}
+        before = (
+            nested(display["before"], tuple(self.config.tasks))
+            if "before" in display
+            else {}
+        )
         for (task, part), every in self.shown.items():
-            tests = [tested for tested in every if tested.weights in self.weights[: 1 + _MAX_SHOWN]]
+            tests = [
+                tested
+                for tested in every
+                if tested.weights in self.weights[: 1 + _MAX_SHOWN]
+            ]
             frames = len(tests[0].report.frames)
             columns = [
                 _column(tested.weights, "" if tested.weights == LIVE else "averaged")
@@ -365,23 +410,34 @@ class _Page:
             sizes = tests[0].report.labels
             rows = list[Sequence[Cell]]()
             for metric in _metrics(tests):
-                name = f"{metric.full_name}, {metric.unit}" if metric.unit else metric.full_name
+                name = (
+                    f"{metric.full_name}, {metric.unit}"
+                    if metric.unit
+                    else metric.full_name
+                )
                 # the size of energies says nothing: their zero is arbitrary
                 has_size = metric.error == "RMSE" and metric.quantity not in "EQ"
                 size = displayed(sizes, metric) if has_size else ""
-                rows.append([name, *(displayed(total, metric) for total in errors), size])
+                rows.append(
+                    [name, *(displayed(total, metric) for total in errors), size]
+                )
             if "S:RMSE" in _metrics(tests):
                 stresses = (GPA * total.metric("S:RMSE") for total in errors)
                 rows.append(["Stress RMSE, GPa", *stresses, ""])
             title = (f"{task}: " if task else "") + counted(frames, f"{part} frame")
-            yield _table(Table("", (Column(title), *columns, _column("labels", "RMS")), rows))
+            yield _table(
+                Table("", (Column(title), *columns, _column("labels", "RMS")), rows)
+            )
         # where data cannot be read, there are the rows of the run itself
         if not self.tested and self.status is not None:
             for weights, row in self.status.validation.items():
                 yield _paragraph(f"{weights}, validation of {describe_row(row)}")
         has_test = any(part == TEST for _, part in self.shown)
         if self.status is not None and self.status.test and not has_test:
-            pairs = [(weights, describe_row(row)) for weights, row in self.status.test.items()]
+            pairs = [
+                (weights, describe_row(row))
+                for weights, row in self.status.test.items()
+            ]
             yield "<h3>Test data</h3>" + _list(pairs)
         yield (
             "<p class=soft>Errors per atom and per component: <a "
@@ -408,12 +464,20 @@ class _Page:
                 if VIRIAL in frame.label
             ]
             volumes = [(frame.volume or math.inf) / frame.num_atoms for frame in frames]
-            has_stresses = any("S_RMSE(" in name for curve in task_curves for name in curve.columns)
+            has_stresses = any(
+                "S_RMSE(" in name for curve in task_curves for name in curve.columns
+            )
             volume = 0.0
             if has_stresses and volumes and max(volumes) < 1.2 * min(volumes):
                 volume = sum(volumes) / len(volumes)
-            figures, keys = curve_figures(task_curves, Path(tempfile.mkdtemp(dir=scratch)), volume)
-            yield (f"<h3>{escape(task)}</h3>" if task else "") + _keys(keys) + _figures(figures)
+            figures, keys = curve_figures(
+                task_curves, Path(tempfile.mkdtemp(dir=scratch)), volume
+            )
+            yield (
+                (f"<h3>{escape(task)}</h3>" if task else "")
+                + _keys(keys)
+                + _figures(figures)
+            )
             if volume:
                 shown = significant(volume, 4)
                 note = f"Virial: errors of stresses times the mean volume, {shown} Å³/atom."
@@ -421,7 +485,9 @@ class _Page:
 
     def _parity(self, scratch: Path) -> Iterator[str]:
         for tested in self.details:
-            figures = parity_figures(tested.report.pairs(), Path(tempfile.mkdtemp(dir=scratch)))
+            figures = parity_figures(
+                tested.report.pairs(), Path(tempfile.mkdtemp(dir=scratch))
+            )
             yield _paragraph(tested.describe()) + _figures(figures)
         if self.tested:
             note = "Where dots would hide each other, the color shows their number."
@@ -470,7 +536,9 @@ class _Page:
         Without forces they are ranked by the first quantity that is predicted.
         """
         report = tested.report
-        columns = _columns(metric for metric in _metrics([tested]) if metric.error == "RMSE")
+        columns = _columns(
+            metric for metric in _metrics([tested]) if metric.error == "RMSE"
+        )
         first = "F:RMSE" if "F:RMSE" in columns else next(iter(columns), "E:RMSE")
         by = METRICS[first[0]].title.lower()
         rows = list[Sequence[Cell]]()
@@ -495,7 +563,10 @@ class _Page:
         averages = checkpoint.averages_in(self.payload)
         if not averages:
             return
-        settings = {average.name: average.summary({}) for average in self.config.training.averaging}
+        settings = {
+            average.name: average.summary({})
+            for average in self.config.training.averaging
+        }
         rows = list[Sequence[Cell]]()
         for name, state in averages.items():
             # an average that has not begun has -1 updates and no age
@@ -524,7 +595,9 @@ class _Page:
                 part = " ".join(components[: 2 if is_of_task else 1])
                 parts.setdefault(part, []).append(name)
         if len(parts) > 1:
-            parts["all trained numbers"] = [name for part in parts.values() for name in part]
+            parts["all trained numbers"] = [
+                name for part in parts.values() for name in part
+            ]
         rows = []
         for part, members in parts.items():
             distances = []
@@ -535,7 +608,9 @@ class _Page:
                     if name in state["weights"]:
                         live_tensor = live[name].double()
                         average_tensor = state["weights"][name].double()
-                        difference += float((average_tensor - live_tensor).square().sum())
+                        difference += float(
+                            (average_tensor - live_tensor).square().sum()
+                        )
                         size += float(live_tensor.square().sum())
                 percent = 100 * (difference / size) ** 0.5 if size else 0.0
                 distances.append(percent)
@@ -550,10 +625,15 @@ class _Page:
         before = Part()  # compared with the next one
         for part in records:
             more = f", from step {part.first_step:,}" if part.first_step else ""
-            yield "command", f"{part.command}, {part.began[:19]} to {part.updated[:19]}{more}"
+            yield (
+                "command",
+                f"{part.command}, {part.began[:19]} to {part.updated[:19]}{more}",
+            )
             # a restart with the same programs on the same machine repeats nothing
             if (part.programs, part.machine) != (before.programs, before.machine):
-                programs = (f"{name} {version}" for name, version in part.programs.items())
+                programs = (
+                    f"{name} {version}" for name, version in part.programs.items()
+                )
                 yield "programs", ", ".join(programs)
                 ranks = f", {counted(part.ranks, 'rank')}" if part.ranks > 1 else ""
                 yield "machine", f"{part.machine}; {part.device}{ranks}"
@@ -571,7 +651,11 @@ def _table_of_data(data: Mapping[str, TaskData]) -> Table:
                 frames = sum(source.num_frames for source in sources)
                 atoms = str(low) if low == high else f"{low} to {high}"
                 rows.append((f"{task} {part}".strip(), len(sources), frames, atoms))
-    columns = (Column("data"), Column("systems", "", ",.0f"), Column("frames", "", ",.0f"))
+    columns = (
+        Column("data"),
+        Column("systems", "", ",.0f"),
+        Column("frames", "", ",.0f"),
+    )
     return Table("", (*columns, Column("atoms of a frame", "", "s")), rows)
 
 
@@ -588,13 +672,20 @@ def _table_of_errors(
     """
     heads = Column(first), Column(counts, "", ",.0f")
     # names of systems may be long
-    return _table(error_table(title, heads, _columns(metrics), errors), long=("system",))
+    return _table(
+        error_table(title, heads, _columns(metrics), errors), long=("system",)
+    )
 
 
 def _metrics(tests: Sequence[Tested]) -> list[Metric]:
     """Return the errors of quantities that some frame has a label of."""
     letters = labelled(*(tested.report.total for tested in tests))
-    return [Metric(f"{q}:{kind}") for q in METRICS if q in letters for kind in ("RMSE", "MAE")]
+    return [
+        Metric(f"{q}:{kind}")
+        for q in METRICS
+        if q in letters
+        for kind in ("RMSE", "MAE")
+    ]
 
 
 def _columns(metrics: Iterable[Metric]) -> dict[str, Column]:
@@ -616,7 +707,9 @@ def _list(pairs: Iterable[tuple[str, str]]) -> str:
     last = ""
     for name, text in pairs:
         if text:
-            items.append(f"<dt>{escape(name) if name != last else ''}</dt><dd>{escape(text)}</dd>")
+            items.append(
+                f"<dt>{escape(name) if name != last else ''}</dt><dd>{escape(text)}</dd>"
+            )
             last = name
     return f"<dl>{''.join(items)}</dl>"
 
@@ -645,7 +738,9 @@ def _figures(figures: Sequence[Figure]) -> str:
     for file, alternative in figures:
         kind = {".svg": "svg+xml", ".png": "png"}[file.suffix]
         data = base64.b64encode(file.read_bytes()).decode()
-        html += f'<img alt="{escape(alternative)}" src="data:image/{kind};base64,{data}">'
+        html += (
+            f'<img alt="{escape(alternative)}" src="data:image/{kind};base64,{data}">'
+        )
     return f"<div class=figures>{html}</div>"
 
 

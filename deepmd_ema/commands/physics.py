@@ -170,7 +170,9 @@ class PhysicsReport:
         columns = [Column(name, "", ".4g" if name == "value" else "") for name in names]
         title = f"# physics of the model, at frame {self.source[1]} of {self.source[0]}"
         number = len(self.failed)
-        verdict = f"{counted(number, 'limit')} not kept" if number else "all limits are kept"
+        verdict = (
+            f"{counted(number, 'limit')} not kept" if number else "all limits are kept"
+        )
         if self.is_short:
             verdict += (
                 f"; the dynamics are too short for a verdict, which takes {MIN_TIME:g} ps: raise "
@@ -181,11 +183,20 @@ class PhysicsReport:
     def document(self) -> dict[str, Any]:
         """Return everything as values of JSON, with None in place of nan."""
         bonds = [
-            {"elements": b.elements, "distance": b.distance.tolist(), "energy": b.energy.tolist()}
+            {
+                "elements": b.elements,
+                "distance": b.distance.tolist(),
+                "energy": b.energy.tolist(),
+            }
             for b in self.bonds
         ]
         rows = [asdict(row) for row in self.rows]
-        return {"frame": list(self.source), "run": dict(self.run), "rows": rows, "bonds": bonds}
+        return {
+            "frame": list(self.source),
+            "run": dict(self.run),
+            "rows": rows,
+            "bonds": bonds,
+        }
 
 
 def measure_physics(
@@ -221,7 +232,9 @@ def measure_physics(
     return physics_of(Potential(loaded, device), frames, options)
 
 
-def physics_of(model: Potential, frames: Sequence[Frame], options: PhysicsOptions) -> PhysicsReport:
+def physics_of(
+    model: Potential, frames: Sequence[Frame], options: PhysicsOptions
+) -> PhysicsReport:
     """Return the physics of a model at the first of some frames.
 
     Distances below which an energy was not learned are those of all frames.
@@ -235,8 +248,14 @@ def physics_of(model: Potential, frames: Sequence[Frame], options: PhysicsOption
     at_cutoff = scan_cutoff(surface)
     # hydrogen and deuterium vibrate in about 10 fs
     time_step = options.time_step or (0.5 if surface.masses.min() < 3 else 1.0)
-    steps = math.ceil(1e3 * MIN_TIME / time_step) if options.md_steps is None else options.md_steps
-    is_short = time_step * steps < 1e3 * MIN_TIME - 1e-9  # a product may be rounded down
+    steps = (
+        math.ceil(1e3 * MIN_TIME / time_step)
+        if options.md_steps is None
+        else options.md_steps
+    )
+    is_short = (
+        time_step * steps < 1e3 * MIN_TIME - 1e-9
+    )  # a product may be rounded down
     cold = run_dynamics(surface, least, temperature, time_step, steps, seed)
     about = f"{cold.time:g} ps from {temperature:g} K by {time_step:g} fs"
     about = f"failed after {cold.time:g} ps: {cold.failure}" if cold.failure else about
@@ -251,8 +270,12 @@ def physics_of(model: Potential, frames: Sequence[Frame], options: PhysicsOption
         if cold.failure:
             ok = False
             shown = None
-        rows.append(Row(f"NVE energy {name}", shown, unit, f"{limit}{1e3 * most:g}", ok, note))
-    hot = run_dynamics(surface, least, 2 * temperature, time_step, steps, seed, FRICTION)
+        rows.append(
+            Row(f"NVE energy {name}", shown, unit, f"{limit}{1e3 * most:g}", ok, note)
+        )
+    hot = run_dynamics(
+        surface, least, 2 * temperature, time_step, steps, seed, FRICTION
+    )
     ok = None if is_short else True
     if hot.failure:
         ok = False
@@ -263,7 +286,12 @@ def physics_of(model: Potential, frames: Sequence[Frame], options: PhysicsOption
         about = f"{bond.distance[0]:.2f} to {bond.distance[-1]:.2f} Å"
         name = f"extrema beyond one well, {'-'.join(bond.elements)}"
         rows.append(Row(name, bond.extrema, "", "0", not bond.extrema, about))
-    run = {"temperature": temperature, "time_step": time_step, "steps": steps, "seed": seed}
+    run = {
+        "temperature": temperature,
+        "time_step": time_step,
+        "steps": steps,
+        "seed": seed,
+    }
     return PhysicsReport(frames[0].source, run, [*rows, *at_cutoff], bonds, is_short)
 
 
@@ -307,7 +335,9 @@ class Surface:
         self.types = frame.atom_type
         self.rcut = model.rcut
         self.elements = tuple(model.type_map)
-        if unknown := sorted({self.elements[kind] for kind in self.types} - MASSES.keys()):
+        if unknown := sorted(
+            {self.elements[kind] for kind in self.types} - MASSES.keys()
+        ):
             raise UserError(
                 f"type_map: {unknown[0]} has no mass; expected a symbol from H to Lr. Leave out "
                 "--physics."
@@ -408,7 +438,12 @@ def run_dynamics(
 
 
 def trajectory(
-    surface: Surface, temperature: float, time_step: float, steps: int, seed: int, friction: float
+    surface: Surface,
+    temperature: float,
+    time_step: float,
+    steps: int,
+    seed: int,
+    friction: float,
 ) -> Iterator[tuple[Array, float, Array, float]]:
     """Yield positions (N, 3), potential energy, forces (N, 3) and kinetic energy, step by step.
 
@@ -420,7 +455,9 @@ def trajectory(
     masses = surface.masses[:, None]
     keep = math.exp(-friction * time_step)  # part of a velocity that friction leaves
     history = KeptPairs(SKIN)
-    thermal = np.sqrt(EV_PER_KELVIN * temperature / masses * SPEED2_PER_EV)  # angstrom/fs
+    thermal = np.sqrt(
+        EV_PER_KELVIN * temperature / masses * SPEED2_PER_EV
+    )  # angstrom/fs
     velocity = thermal * random.standard_normal(surface.coord.shape)
     velocity -= (masses * velocity).sum(0) / masses.sum()
     # the drawn velocities are scaled to the temperature exactly; a single atom rests
@@ -443,7 +480,12 @@ def trajectory(
         force = prediction.force[0]
         if step:
             velocity = velocity + 0.5 * time_step * SPEED2_PER_EV * force / masses
-        yield coord, energy, force, float(0.5 * (masses * velocity**2).sum() / SPEED2_PER_EV)
+        yield (
+            coord,
+            energy,
+            force,
+            float(0.5 * (masses * velocity**2).sum() / SPEED2_PER_EV),
+        )
 
 
 def scan_bonds(surface: Surface, shortest: Array, fraction: float) -> list[BondScan]:
@@ -466,7 +508,9 @@ def scan_bonds(surface: Surface, shortest: Array, fraction: float) -> list[BondS
     least = fraction * np.where(np.isfinite(shortest), shortest, 0.0)
     scans = []
     for first_type, second_type in np.unique(kinds[movable], axis=0):
-        candidates = np.flatnonzero(movable & (kinds == (first_type, second_type)).all(1))
+        candidates = np.flatnonzero(
+            movable & (kinds == (first_type, second_type)).all(1)
+        )
         nearest = candidates[np.argmin(pairs.distance[candidates])]
         length = pairs.distance[nearest]
         axis = pairs.vector[nearest] / length
@@ -487,7 +531,9 @@ def scan_bonds(surface: Surface, shortest: Array, fraction: float) -> list[BondS
         energy = surface.at(moved[first:end]).energy
         minima, maxima = count_extrema(energy, MIN_BARRIER)
         names = (surface.elements[first_type], surface.elements[second_type])
-        scans.append(BondScan(names, reach[first:end], energy, max(0, minima - 1) + maxima))
+        scans.append(
+            BondScan(names, reach[first:end], energy, max(0, minima - 1) + maxima)
+        )
     return scans
 
 
@@ -508,7 +554,9 @@ def scan_cutoff(surface: Surface) -> list[Row]:
     pair = movable[np.argmin(np.abs(distance[movable] - surface.rcut))]
     axis = pairs.vector[pair] / distance[pair]
     to_cutoff = surface.rcut - distance[pair]
-    shifts = to_cutoff + np.array([-CUTOFF_STEP, -CUTOFF_GAP, 0.0, CUTOFF_GAP, CUTOFF_STEP])
+    shifts = to_cutoff + np.array(
+        [-CUTOFF_STEP, -CUTOFF_GAP, 0.0, CUTOFF_GAP, CUTOFF_STEP]
+    )
     at = surface.at(surface.moved(j[pair], axis, shifts))
     along = float(at.force[2, j[pair]] @ axis)
     jump = float(at.energy[3] - at.energy[1]) + 2 * CUTOFF_GAP * along
@@ -526,7 +574,13 @@ def scan_cutoff(surface: Surface) -> list[Row]:
                 f"{'-'.join(names)} passes the cutoff",
             ),
             ("force jump at the cutoff", change, "meV/Å", MAX_FORCE_JUMP, ""),
-            ("force less -dE/dr there", abs(slope + along), "meV/Å", MAX_FORCE_ERROR, ""),
+            (
+                "force less -dE/dr there",
+                abs(slope + along),
+                "meV/Å",
+                MAX_FORCE_ERROR,
+                "",
+            ),
         )
     ]
 

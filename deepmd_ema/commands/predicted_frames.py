@@ -21,9 +21,13 @@ def refuse_frames(path: str) -> None:
         UserError: if the name is of another kind of file, or a file is there, which may be data.
     """
     if Path(path).suffix.lower() not in XYZ_SUFFIXES:
-        raise UserError(f"-o {path}: expected a file that ends in {' or '.join(XYZ_SUFFIXES)}.")
+        raise UserError(
+            f"-o {path}: expected a file that ends in {' or '.join(XYZ_SUFFIXES)}."
+        )
     if os.path.lexists(path):
-        raise UserError(f"-o {path}: exists, and may be data. Name another file, or remove it.")
+        raise UserError(
+            f"-o {path}: exists, and may be data. Name another file, or remove it."
+        )
     check_output(path, "-o", None)
 
 
@@ -34,7 +38,10 @@ def write_frames(report: ErrorReport, path: str) -> Path:
     virial, in eV/angstrom^3, positive under tension.
     """
     kinds = report.kinds
-    with atomic_write(path, "Choose another -o.") as part, part.open("w", encoding="utf-8") as file:
+    with (
+        atomic_write(path, "Choose another -o.") as part,
+        part.open("w", encoding="utf-8") as file,
+    ):
         for result in report.frames:
             system, number = result.source
             frame = report.systems[system].frame(number)
@@ -54,6 +61,8 @@ def write_frames(report: ErrorReport, path: str) -> Path:
                     else:
                         arrays[prefix + name] = value
             symbols = [report.type_map[k] for k in result.atom_type]
-            present = {name: array for name, array in arrays.items() if array is not None}
+            present = {
+                name: array for name, array in arrays.items() if array is not None
+            }
             file.write(frame_text(symbols, present, kinds[result.source]))
     return Path(path)

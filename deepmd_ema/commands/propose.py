@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepmd_ema.commands.fine_tuning import ALL, FRACTION, TRAINED, model_section, with_replay
+from deepmd_ema.commands.fine_tuning import (
+    ALL,
+    FRACTION,
+    TRAINED,
+    model_section,
+    with_replay,
+)
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.labels import DIPOLE, DOS, ENERGY, FORCE, LABELS, POLAR, VIRIAL
@@ -47,9 +53,13 @@ _EVENTS = 10  # checkpoints in a run, and validations at most
 _MIN_VALIDATIONS = 4  # a curve needs some points
 _VALIDATING = 0.1  # of the time of a run, unless it is so short that the smallest number takes more
 _WINDOW = 40  # the average of a run is over a 40th of its steps
-_MIN_WINDOWS = 6  # in a short run, at most a 6th; `check` warns of averages that lag, above a 5th
+_MIN_WINDOWS = (
+    6  # in a short run, at most a 6th; `check` warns of averages that lag, above a 5th
+)
 _MIN_STEPS = 100  # --hours that allow fewer are an error
-_MAX_ELEMENTS = 4  # se_e2_a has networks for each pair of elements, se_atten_v2 one for all
+_MAX_ELEMENTS = (
+    4  # se_e2_a has networks for each pair of elements, se_atten_v2 one for all
+)
 _MAX_LINE = 110  # columns; a reason that does not fit beside its option is above it
 _SLOWER = 0.1  # the rate of fine-tuning, as a part of that of a new model
 _LABELS = {"e": ENERGY, "f": FORCE, "v": VIRIAL}  # by letter of the prefactor
@@ -128,7 +138,9 @@ class Wishes:
             section: dict[str, Any] = {"type": "polar" if kind == POLAR else kind}
             if self.sel_type:
                 section["sel_type"] = [
-                    k for k, name in enumerate(self.type_map or ()) if name in self.sel_type
+                    k
+                    for k, name in enumerate(self.type_map or ())
+                    if name in self.sel_type
                 ]
             return section
         if kind == DOS:
@@ -183,7 +195,10 @@ class Proposal:
             )
         values: dict[str, Any] = {
             "model": model,
-            "optimizer": {**recipe.options["optimizer"], "lr_adjust": recipe.options["lr_adjust"]},
+            "optimizer": {
+                **recipe.options["optimizer"],
+                "lr_adjust": recipe.options["lr_adjust"],
+            },
             "learning_rate": _rate_section(recipe, steps, start_lr),
             "loss": loss,
             "training": {
@@ -196,9 +211,13 @@ class Proposal:
                 "ema_decay": _rounded(1 - 1 / window),
             },
         }
-        if validating := _validating_section(wishes, data, max(1, steps // validations)):
+        if validating := _validating_section(
+            wishes, data, max(1, steps // validations)
+        ):
             values["validating"] = validating
-        self.values = values if old is None else with_replay(values, wishes.replay, old.is_split)
+        self.values = (
+            values if old is None else with_replay(values, wishes.replay, old.is_split)
+        )
         self.why = _reasons(recipe, wishes, data, window, validations, source, old)
         self.warnings = _warnings(wishes, data, old)
         self.head = self._head(recipe, wishes, data, source)
@@ -269,7 +288,9 @@ def propose(wishes: Wishes) -> Proposal:
         # elements of the file keep their types; new ones follow
         elements = list(dict.fromkeys([*source.config.type_map, *elements]))
         wishes = replace(
-            wishes, rcut=source.config.descriptor.cutoff, model=source.config.descriptor.type
+            wishes,
+            rcut=source.config.descriptor.cutoff,
+            model=source.config.descriptor.type,
         )
     wishes = replace(wishes, type_map=elements)
     try:
@@ -283,7 +304,9 @@ def propose(wishes: Wishes) -> Proposal:
                     "Leave it out."
                 )
             if name not in elements:
-                raise UserError(f"init --sel-type {name}: {did_you_mean(name, elements)}")
+                raise UserError(
+                    f"init --sel-type {name}: {did_you_mean(name, elements)}"
+                )
         data = _Data(wishes, source)
         old = None
         if wishes.replay:
@@ -300,8 +323,12 @@ def propose(wishes: Wishes) -> Proposal:
         cost = measure_steps(config, wishes.device)
         wishes = replace(wishes, steps=_steps_in(3600 * wishes.hours, cost))
         proposal = Proposal(wishes, data, source, old)
-        measured = f"{cost.step_s:.2g} s per step, in {counted(cost.steps_measured, 'step')}"
-        proposal.why["training.numb_steps"] = f"{wishes.hours:g} h on this machine: {measured}"
+        measured = (
+            f"{cost.step_s:.2g} s per step, in {counted(cost.steps_measured, 'step')}"
+        )
+        proposal.why["training.numb_steps"] = (
+            f"{wishes.hours:g} h on this machine: {measured}"
+        )
     return proposal
 
 
@@ -356,7 +383,9 @@ class _Data:
         if self.is_split:
             try:
                 split = choose_validation(config, data, 1)[""]
-            except DataError as error:  # too few frames; the option that it names is not set here
+            except (
+                DataError
+            ) as error:  # too few frames; the option that it names is not set here
                 self.is_split = False
                 self.why_split = str(error).partition("validation_fraction: ")[2]
             else:
@@ -364,7 +393,10 @@ class _Data:
                 self.why_split = split.lines[0].partition(": ")[2]
         self.report = check_task(config.task(None), data[""])
         self.labels = {
-            name for scan in self.report.training for name, n in scan.label_frames.items() if n
+            name
+            for scan in self.report.training
+            for name, n in scan.label_frames.items()
+            if n
         }
         self.report.raise_problems()
         self.sample = evenly_spaced(data[""].train, _SAMPLE)
@@ -406,7 +438,9 @@ def _choose_recipe(wishes: Wishes, data: _Data) -> _Recipe:
     has_few_elements = len(wishes.type_map or ()) <= _MAX_ELEMENTS
     if wishes.model is not None:
         name = wishes.model
-    elif wishes.property is None:  # least errors for the time (benchmarks/results/race.md)
+    elif (
+        wishes.property is None
+    ):  # least errors for the time (benchmarks/results/race.md)
         name = "dpa4c"
     else:
         name = "se_e2_a" if has_few_elements else "se_atten_v2"
@@ -417,11 +451,22 @@ def _choose_recipe(wishes: Wishes, data: _Data) -> _Recipe:
     kind = wishes.kind or data.kind
     choices = preset["kinds"][kind]
     # the order of the keys is that of the file: type and rcut come first
-    descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}
+    descriptor = {
+        "type": "",
+        "rcut": wishes.rcut,
+        **preset["descriptor"],
+        **size["descriptor"],
+    }
     descriptor |= choices.get("descriptor", {})
-    if "rcut_smth" in descriptor:  # the switch begins in the outer half of a short cutoff at latest
+    if (
+        "rcut_smth" in descriptor
+    ):  # the switch begins in the outer half of a short cutoff at latest
         descriptor["rcut_smth"] = min(descriptor["rcut_smth"], wishes.rcut / 2)
-    fitting = {**preset["fitting_net"], **size["fitting_net"], **wishes.fitting_section()}
+    fitting = {
+        **preset["fitting_net"],
+        **size["fitting_net"],
+        **wishes.fitting_section(),
+    }
     recipes = read_preset(preset["recipes"])
     options = {**recipes["common"], **recipes[kind], **choices}
     return _Recipe(kind, preset["about"], descriptor, fitting, options)
@@ -465,7 +510,9 @@ def _rate_section(recipe: _Recipe, steps: int, start_lr: float) -> dict[str, Any
     return {**common, "warmup_steps": min(common["warmup_steps"], steps // 5), **rates}
 
 
-def _energy_loss(prefactors: Mapping[str, float], labels: Collection[str]) -> dict[str, Any]:
+def _energy_loss(
+    prefactors: Mapping[str, float], labels: Collection[str]
+) -> dict[str, Any]:
     """Return the section ``loss`` of energies and their derivatives; absent labels weigh 0."""
     weights = {}
     for letter, weight in prefactors.items():
@@ -499,7 +546,9 @@ def _quantity_loss(
 
 def _constant(weights: Mapping[str, float]) -> dict[str, float]:
     """Return prefactors that are the same from the start of a run to its end."""
-    return {f"{when}_pref_{k}": n for k, n in weights.items() for when in ("start", "limit")}
+    return {
+        f"{when}_pref_{k}": n for k, n in weights.items() for when in ("start", "limit")
+    }
 
 
 def _validating_section(wishes: Wishes, data: _Data, interval: int) -> dict[str, Any]:
@@ -553,7 +602,11 @@ def _reasons(
         parts.append("of_replay")
     texts = read_preset(REASONS)
     # reasons of options that the input does not have are not shown
-    why = {path: text.format(**facts) for part in parts for path, text in texts[part].items()}
+    why = {
+        path: text.format(**facts)
+        for part in parts
+        for path, text in texts[part].items()
+    }
     loss = "loss" if old is None else "loss_dict.new"
     if wishes.property is None:
         for label in (ENERGY, FORCE):
@@ -571,7 +624,9 @@ def _warnings(wishes: Wishes, data: _Data, old: _Data | None) -> list[str]:
     warnings = data.report.warnings
     # a model of another quantity can be trained on labels of frames or of atoms alone
     if wishes.property is not None:
-        absent = tuple(f"no {name} in the " for name in data.predicted if name not in data.labels)
+        absent = tuple(
+            f"no {name} in the " for name in data.predicted if name not in data.labels
+        )
         warnings = [text for text in warnings if not text.startswith(absent)]
     if data.why_split and not data.is_split:
         warnings.append(f"no validation frames: {data.why_split}")
@@ -613,7 +668,11 @@ def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:
                 elif np.abs(places[neighbor] - place).max() > _SAME_PLACE:
                     return "solid"
     volume = abs(np.linalg.det(frame.box.reshape(3, 3)))
-    return "molecules" if num_molecules == 1 or volume / len(frame.atom_type) > _ROOMY else "liquid"
+    return (
+        "molecules"
+        if num_molecules == 1 or volume / len(frame.atom_type) > _ROOMY
+        else "liquid"
+    )
 
 
 def _bias_of_start(
@@ -630,12 +689,18 @@ def _bias_of_start(
         return "", ""
     num_types = len(config.type_map)
     chosen = [
-        [k for k in range(system.num_frames) if system.frame(k).atom_type.max() < num_types]
+        [
+            k
+            for k in range(system.num_frames)
+            if system.frame(k).atom_type.max() < num_types
+        ]
         for system in sample
     ]
     if fitting.numb_fparam or fitting.numb_aparam or not any(chosen):
         return AUTO, "errors of the model before the first step decide"
-    frames = energies_of(model, config, sequential_batches(sample, model.layout, frames=chosen))
+    frames = energies_of(
+        model, config, sequential_batches(sample, model.layout, frames=chosen)
+    )
     if not len(frames):
         return AUTO, "no labels to compare"
     # a row for each type; energies have one number, other quantities their width
@@ -689,7 +754,9 @@ def _yaml(commented: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             line += f" {json.dumps(value, ensure_ascii=False)}"
         beside = f"{line}  # {reason}" if reason else line
         if len(beside) > _MAX_LINE:
-            yield from (f"{indent}# {part}" for part in wrap(reason, _MAX_LINE - len(indent)))
+            yield from (
+                f"{indent}# {part}" for part in wrap(reason, _MAX_LINE - len(indent))
+            )
             beside = line
         yield beside
         if is_section:
@@ -705,6 +772,8 @@ def _with_comments(
         if reason := why.get(f"{place}{key}"):
             out[f"_{key}"] = reason
         out[key] = (
-            _with_comments(value, why, f"{place}{key}.") if isinstance(value, Mapping) else value
+            _with_comments(value, why, f"{place}{key}.")
+            if isinstance(value, Mapping)
+            else value
         )
     return out

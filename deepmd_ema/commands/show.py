@@ -60,7 +60,9 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
         models = {name: loaded.model for name, loaded in file.models.items()}
         tensors = ModelSet(models).state_dict()
         weights = iter([("weights", info.describe()), *_bias(info.bias, {})])
-        summaries = {name: loaded.config.summary() for name, loaded in file.models.items()}
+        summaries = {
+            name: loaded.config.summary() for name, loaded in file.models.items()
+        }
         model = rows_of_tasks(summaries, ())
         state = _nearest({name: info.min_nbor_dist for name, info in infos.items()})
     else:
@@ -102,7 +104,10 @@ def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     profiles = checkpoint.averages_in(payload)
     for average, state in profiles.items():
         option = "--use-ema" if len(profiles) == 1 else f"--average {average}"
-        yield "average", f"{average}: {describe_average(state)} (freeze it with {option})"
+        yield (
+            "average",
+            f"{average}: {describe_average(state)} (freeze it with {option})",
+        )
     yield from _bias(payload.get("bias", {}), checkpoint.refitted(payload))
     if part := payload.get("fitted"):
         yield "fitted", f"output {part}, to training frames after the run"
@@ -130,7 +135,11 @@ def _model(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         saved = saved_models(config)
     except ConfigError:  # a config of another version: at least the elements are shown
         elements = config["model"].get("type_map")
-        return [("elements", " ".join(map(str, elements)))] if isinstance(elements, list) else []
+        return (
+            [("elements", " ".join(map(str, elements)))]
+            if isinstance(elements, list)
+            else []
+        )
     summaries = {head: section.summary() for head, section in saved.configs.items()}
     return rows_of_tasks(summaries, saved.links)
 
@@ -146,7 +155,9 @@ def _run(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _size(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
     kinds = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()})
     # tensors that tasks share have one address and are counted once; empty tensors have none
-    distinct = {(t.data_ptr(), t.shape) if t.numel() else name: t for name, t in tensors.items()}
+    distinct = {
+        (t.data_ptr(), t.shape) if t.numel() else name: t for name, t in tensors.items()
+    }
     numbers = sum(t.numel() for t in distinct.values())
     size = sum(t.numel() * t.element_size() for t in distinct.values())
     text = f"{numbers:,} numbers in {len(distinct)} tensors, {size / 1e6:.2f} MB"
@@ -163,7 +174,10 @@ def _bias(
         refitted: tensors that were fitted at the end of a run, by name of its weights.
     """
     for task, change in ({"": record} if "mode" in record else record).items():
-        yield "bias", f"{task}: {describe_record(change)}" if task else describe_record(change)
+        yield (
+            "bias",
+            f"{task}: {describe_record(change)}" if task else describe_record(change),
+        )
     if refitted:
         names = {name for tensors in refitted.values() for name in tensors}
         has_layer = any(not name.endswith("out_bias") for name in names)
@@ -175,8 +189,12 @@ def _bias(
         )
 
 
-def _nearest(distance: float | Mapping[str, float | None] | None) -> Iterator[tuple[str, str]]:
-    for task, nearest in (distance if isinstance(distance, Mapping) else {"": distance}).items():
+def _nearest(
+    distance: float | Mapping[str, float | None] | None,
+) -> Iterator[tuple[str, str]]:
+    for task, nearest in (
+        distance if isinstance(distance, Mapping) else {"": distance}
+    ).items():
         if nearest:
             prefix = f"{task}: " if task else ""
             yield "nearest pair", f"{prefix}{nearest:.4f} angstrom in the training data"

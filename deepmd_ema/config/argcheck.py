@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 from dargs import Argument, Variant
 from dargs.dargs import ArgumentError, ArgumentTypeError
 
-from deepmd_ema.config.fields import Option, input_options, options, plain, unknown_choice
+from deepmd_ema.config.fields import (
+    Option,
+    input_options,
+    options,
+    plain,
+    unknown_choice,
+)
 from deepmd_ema.config.messages import (
     INVALID,
     NOT_AVAILABLE,
@@ -57,12 +63,16 @@ class Field(Argument):
     option: Any = None
     section: Any = None
 
-    def __init__(self, name: str, dtype: Any, kinds: Sequence[Field] = (), **about: Any) -> None:
+    def __init__(
+        self, name: str, dtype: Any, kinds: Sequence[Field] = (), **about: Any
+    ) -> None:
         super().__init__(name, dtype, **about)
         self.keys = (name, *self.alias)
         self.kinds = {kind.name: kind for kind in kinds}
         self.is_section = bool(self.sub_fields or kinds)
-        self.inner_keys = [key for field in self.sub_fields.values() for key in field.keys]
+        self.inner_keys = [
+            key for field in self.sub_fields.values() for key in field.keys
+        ]
 
     def kind_of(self, values: Mapping[str, Any]) -> Field | None:
         """Return the kind of a section that ``type`` chooses, or None if it chooses none."""
@@ -102,7 +112,9 @@ def fault(field: Field, value: Any) -> str:
     try:
         field.check_value(value)
     except ArgumentError as error:
-        return field.option.explain(value, has_type=not isinstance(error, ArgumentTypeError))
+        return field.option.explain(
+            value, has_type=not isinstance(error, ArgumentTypeError)
+        )
     return ""
 
 
@@ -125,7 +137,11 @@ def _kind(name: str, section: Any) -> Field:
 
 def field_of(option: Option) -> Field:
     """Return the argument of an option, with the sections in it."""
-    about: Values = {"optional": not option.required, "alias": option.alias, "doc": option.doc}
+    about: Values = {
+        "optional": not option.required,
+        "alias": option.alias,
+        "doc": option.doc,
+    }
     if option.unit:
         about["doc"] += f" Unit: {option.unit}."
     if not option.required:
@@ -143,7 +159,9 @@ def field_of(option: Option) -> Field:
         if option.by_type:
             kinds = [_kind(section.type, section) for section in option.sections]
             tag = option.default_type or ""
-            about["sub_variants"] = [Variant(TYPE, kinds, optional=bool(tag), default_tag=tag)]
+            about["sub_variants"] = [
+                Variant(TYPE, kinds, optional=bool(tag), default_tag=tag)
+            ]
         else:
             about["sub_fields"] = list(map(field_of, input_options(option.sections[0])))
     if option.nullable:
@@ -219,12 +237,18 @@ def take_options(root: Field, reading: Reading) -> None:
             reading.paths[place] = reading.spelled(section.place, spelling)
             reading.given_options.add(place)
             has_entries = field.is_section and field.repeat
-            for path, _ in _items_of(field, section.values[spelling]) if has_entries else ():
+            for path, _ in (
+                _items_of(field, section.values[spelling]) if has_entries else ()
+            ):
                 # an entry that was moved to its place has a path of its own already
-                reading.paths.setdefault((*place, *path), (*reading.paths[place], *path))
+                reading.paths.setdefault(
+                    (*place, *path), (*reading.paths[place], *path)
+                )
 
 
-def _drop_without_effect(section: Section, kind: Field, key: str, reading: Reading) -> None:
+def _drop_without_effect(
+    section: Section, kind: Field, key: str, reading: Reading
+) -> None:
     """Remove a key that does nothing here, with a remark if it was meant to do something."""
     value = section.values[key]
     place = (*section.place, key)
@@ -241,7 +265,9 @@ def _drop_without_effect(section: Section, kind: Field, key: str, reading: Readi
         return
     del section.values[key]
     if entry.no_op_values is None and value:
-        reading.notes.append(f"{dotted(place)} has no effect and was left out: it only informs.")
+        reading.notes.append(
+            f"{dotted(place)} has no effect and was left out: it only informs."
+        )
 
 
 def to_section(field: Field, values: Any, **more: Any) -> Any:
@@ -256,7 +282,8 @@ def to_section(field: Field, values: Any, **more: Any) -> Any:
     assert kind is not None, "dargs has accepted the type"
     # not input_options: a shorthand is replaced before, so no section has its options
     arguments = {
-        o.name: _to_value(kind.sub_fields[o.name], values[o.name]) for o in options(kind.section)
+        o.name: _to_value(kind.sub_fields[o.name], values[o.name])
+        for o in options(kind.section)
     }
     return kind.section(**arguments, **more)
 
@@ -267,7 +294,9 @@ def _to_value(field: Field, value: Any) -> Any:
     if value is None and option.nullable:
         return None
     if field.is_section:
-        items = [(path, to_section(field, item)) for path, item in _items_of(field, value)]
+        items = [
+            (path, to_section(field, item)) for path, item in _items_of(field, value)
+        ]
         if option.named:
             return {path[0]: section for path, section in items}
         return [section for _, section in items] if option.many else items[0][1]
@@ -276,7 +305,9 @@ def _to_value(field: Field, value: Any) -> Any:
     if type(value) is int and float in option.types and int not in option.types:
         value = float(value)
     elif isinstance(value, list) and any("float" in str(kind) for kind in option.types):
-        value = [float(number) if isinstance(number, int) else number for number in value]
+        value = [
+            float(number) if isinstance(number, int) else number for number in value
+        ]
     return value if option.convert is None else option.convert(value)
 
 
@@ -312,7 +343,8 @@ def _refuse_keys(root: Field, section: Section, kind: Field, reading: Reading) -
                 reading.wrong.append((section.values, key))
         elif field.name in seen:
             reading.refuse(
-                place, f": the same option as {seen[field.name]}. Remove one of the two."
+                place,
+                f": the same option as {seen[field.name]}. Remove one of the two.",
             )
             reading.wrong.append((section.values, key))
         else:
@@ -334,7 +366,9 @@ def _refuse_keys(root: Field, section: Section, kind: Field, reading: Reading) -
             )
             continue
         # an unknown key that looks like a missing one is one mistake, not two
-        meant = next((field for field in missing.values() if close_names(key, field.keys)), None)
+        meant = next(
+            (field for field in missing.values() if close_names(key, field.keys)), None
+        )
         if meant is not None:
             del missing[meant.name]
         reading.refuse(place, _unknown_key(root, section, kind, key, meant))
@@ -343,7 +377,9 @@ def _refuse_keys(root: Field, section: Section, kind: Field, reading: Reading) -
         expected = f"{field.option.wants}."
         if field.is_section:
             expected = f"a section {{...}}: {field.option.doc.lower()}"
-        reading.refuse((*outer, field.name), f": required, but missing. Expected {expected}")
+        reading.refuse(
+            (*outer, field.name), f": required, but missing. Expected {expected}"
+        )
 
 
 def _is_right(field: Field, value: Any, place: Place, reading: Reading) -> bool:
@@ -366,11 +402,15 @@ def _is_right(field: Field, value: Any, place: Place, reading: Reading) -> bool:
     is_right = True
     for path, item in _items_of(field, value):
         if isinstance(item, dict):
-            is_right = is_right and field.kind_of(item) is not None  # refused as a section
+            is_right = (
+                is_right and field.kind_of(item) is not None
+            )  # refused as a section
             continue
         is_right = False
         if item is not INVALID:
-            reading.refuse((*spelled, *path), f" = {show(item)}: expected a section {{...}}.")
+            reading.refuse(
+                (*spelled, *path), f" = {show(item)}: expected a section {{...}}."
+            )
     return is_right
 
 
@@ -389,7 +429,9 @@ def _refuse_type(section: Section, reading: Reading) -> None:
     else:
         text = unknown_choice(name, types)
         if registry is not None and registry.group and "Did you mean" not in text:
-            text += " A type of another package is known where that package is installed."
+            text += (
+                " A type of another package is known where that package is installed."
+            )
     reading.refuse((*reading.paths.get(section.place, section.place), TYPE), text)
 
 
@@ -438,7 +480,9 @@ def _unknown_key(
         mean = f" Or did you mean {' or '.join(close)}?" if close else ""
         return f": unknown key here. It belongs to {' or '.join(places)}.{mean}"
     mean = (
-        f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(kind.inner_keys)}."
+        f"Did you mean {' or '.join(close)}?"
+        if close
+        else f"Known: {', '.join(kind.inner_keys)}."
     )
     return f": unknown key. {mean}"
 

@@ -31,7 +31,9 @@ _OF_WEIGHTS = """
 _OF_START = "finetune_bias finetune_head"  # choose first weights from a file
 _OF_NAMES = "model_branch_alias"
 _OF_MODELS = "data_stat_protect set_davg_zero"  # are applied to the sums whenever a model gets them
-WITHOUT_INFLUENCE = frozenset(" ".join([_OF_WEIGHTS, _OF_START, _OF_NAMES, _OF_MODELS]).split())
+WITHOUT_INFLUENCE = frozenset(
+    " ".join([_OF_WEIGHTS, _OF_START, _OF_NAMES, _OF_MODELS]).split()
+)
 """Options without influence on data. Every other one counts, a new one as well."""
 
 
@@ -48,4 +50,6 @@ def _with_influence(value: Any) -> Any:
             for name, part in value.items()
             if name not in WITHOUT_INFLUENCE
         }
-    return [_with_influence(part) for part in value] if isinstance(value, list) else value
+    return (
+        [_with_influence(part) for part in value] if isinstance(value, list) else value
+    )

@@ -43,7 +43,9 @@ def electrons_of_shells(symbol: str) -> dict[Shell, int]:
     # the shells of all elements in the order in which they are filled: by n + l, then by n
     # (Madelung rule)
     shells = [
-        (n, total - n) for total in range(1, 9) for n in range(total // 2 + 1, min(total, 7) + 1)
+        (n, total - n)
+        for total in range(1, 9)
+        for n in range(total // 2 + 1, min(total, 7) + 1)
     ]
     electrons = {}
     left = SYMBOLS.index(symbol) + 1
@@ -69,7 +71,9 @@ def occupied_states(symbol: str) -> list[bool]:
     for (_, l), number in electrons_of_shells(symbol).items():  # noqa: E741
         orbitals = range(2 * l + 1)
         states += [
-            occupied for k in orbitals for occupied in (number > len(orbitals) + k, number > k)
+            occupied
+            for k in orbitals
+            for occupied in (number > len(orbitals) + k, number > k)
         ]
     return states
 

@@ -104,7 +104,11 @@ class Option:
     @property
     def sections(self) -> tuple[Any, ...]:
         """The dataclasses of a nested section, which ``type`` chooses where they have one."""
-        return self.classes if self.registry is None else self.registry.sections(self.left_out)
+        return (
+            self.classes
+            if self.registry is None
+            else self.registry.sections(self.left_out)
+        )
 
     @property
     def wants(self) -> str:
@@ -120,9 +124,15 @@ class Option:
         texts = []
         for kind in self.types:
             # list[int | float] is "a list of whole numbers or numbers"
-            inner = members(typing.get_args(kind)[0]) if typing.get_origin(kind) is list else ()
+            inner = (
+                members(typing.get_args(kind)[0])
+                if typing.get_origin(kind) is list
+                else ()
+            )
             plurals = " or ".join(_PLURAL.get(p, "lists") for p in inner)
-            texts.append(f"a list of {plurals}" if inner else _WORDS.get(kind, "a section {...}"))
+            texts.append(
+                f"a list of {plurals}" if inner else _WORDS.get(kind, "a section {...}")
+            )
         return " or ".join(texts)
 
     def explain(self, value: Any, has_type: bool = True) -> str:
@@ -153,10 +163,14 @@ class Option:
                 parts += part.values()
         # bool is a subclass of int, so that dargs takes true for 1 wherever a number may be
         takes_bool = any(bool in (kind, *typing.get_args(kind)) for kind in self.types)
-        if not has_type or (not takes_bool and any(isinstance(part, bool) for part in parts)):
+        if not has_type or (
+            not takes_bool and any(isinstance(part, bool) for part in parts)
+        ):
             return self.wrong_type(value)
         if any(isinstance(part, int) and abs(part) >= MAX_INTEGER for part in parts):
-            return bad_value(value, f"a number of at most {len(str(MAX_INTEGER)) - 1} digits")
+            return bad_value(
+                value, f"a number of at most {len(str(MAX_INTEGER)) - 1} digits"
+            )
         if any(isinstance(part, str) and _NO_NAME.search(part) for part in parts):
             return bad_value(
                 value,
@@ -172,7 +186,9 @@ class Option:
         if not is_known:
             return bad_value(value, self.wants)
         # last, because the check of an option has the better text where it refuses nan as well
-        is_finite = all(math.isfinite(part) for part in parts if isinstance(part, float))
+        is_finite = all(
+            math.isfinite(part) for part in parts if isinstance(part, float)
+        )
         return "" if is_finite else bad_value(value, "a finite number")
 
     def wrong_type(self, value: Any) -> str:
@@ -186,19 +202,28 @@ class Option:
             hint = "Remove the key to get the default."
         elif isinstance(value, str) and bool in scalars and value.lower() in _SWITCHES:
             hint = f"Write {_SWITCHES[value.lower()]}, without quotes."
-        elif isinstance(value, str) and scalars & {int, float} and _NUMBER.fullmatch(value):
+        elif (
+            isinstance(value, str)
+            and scalars & {int, float}
+            and _NUMBER.fullmatch(value)
+        ):
             hint = "Write the number without quotes."
         elif is_number and bool in scalars and value in (0, 1):
             hint = f"Write {'true' if value else 'false'}."
         elif is_number and int in scalars and float(value).is_integer():
-            hint = f"{show(value)} is a number with a fraction part; write {int(value)}."
+            hint = (
+                f"{show(value)} is a number with a fraction part; write {int(value)}."
+            )
         elif is_number and any(typing.get_origin(t) is list for t in self.types):
             hint = f"Write [{show(value)}]."
         return bad_value(value, self.wants, hint)
 
 
 def option(
-    default: Any = dataclasses.MISSING, doc: str = "", check: Check | None = None, **about: Any
+    default: Any = dataclasses.MISSING,
+    doc: str = "",
+    check: Check | None = None,
+    **about: Any,
 ) -> Any:
     """Declare one option of a section.
 
@@ -221,7 +246,9 @@ def redefined(section: type, name: str, default: Any = dataclasses.MISSING) -> A
     """Declare an option as the class ``section`` has it, with another default or with the same."""
     declared = next(f.metadata for f in dataclasses.fields(section) if f.name == name)
     return option(
-        **declared if default is dataclasses.MISSING else {**declared, "default": default}
+        **declared
+        if default is dataclasses.MISSING
+        else {**declared, "default": default}
     )
 
 
@@ -280,7 +307,9 @@ def input_options(section: type) -> tuple[Option, ...]:
     A shorthand is a class of options that are read in place of others, which
     ``deepmd_ema.config.upgrade`` writes in their place.
     """
-    return options(section) + (options(section.shorthand) if hasattr(section, "shorthand") else ())
+    return options(section) + (
+        options(section.shorthand) if hasattr(section, "shorthand") else ()
+    )
 
 
 def type_names(section: Any) -> list[str]:
@@ -344,7 +373,9 @@ _SWITCHES = {
     "no": "false",
     "off": "false",
 }
-_NO_NAME = re.compile("[\0\ud800-\udfff]")  # JSON can write them, files and terminals cannot
+_NO_NAME = re.compile(
+    "[\0\ud800-\udfff]"
+)  # JSON can write them, files and terminals cannot
 _WORDS = {
     bool: "true or false",
     int: "a whole number",
@@ -360,4 +391,6 @@ _PLURAL = {
     type(None): "null",
 }
 
-file_name = Check(lambda v: v.strip() != "" and not v.endswith("/"), "the name of a file")
+file_name = Check(
+    lambda v: v.strip() != "" and not v.endswith("/"), "the name of a file"
+)

@@ -123,7 +123,9 @@ class Label:
 
     def shape_in_frame(self, num_atoms: int) -> tuple[int, ...]:
         """Return the shape of the label of one frame; without rows where the frame is the row."""
-        return self.shape_of(num_atoms) if self.per_atom or self.per_pair else self.shape
+        return (
+            self.shape_of(num_atoms) if self.per_atom or self.per_pair else self.shape
+        )
 
 
 _ENERGY_ERRORS = (
@@ -146,15 +148,29 @@ _HESSIAN_ERROR = Quantity("h", "Hessian", "eV/angstrom^2")
 # examples.
 _DIPOLE_ERRORS = (
     Quantity("dipole", "Dipole", "e*angstrom", milli=False),
-    Quantity("dipole_peratom", "Dipole", "e*angstrom/atom", per="atom", metric="D", milli=False),
+    Quantity(
+        "dipole_peratom",
+        "Dipole",
+        "e*angstrom/atom",
+        per="atom",
+        metric="D",
+        milli=False,
+    ),
 )
 _POLAR_ERRORS = (
     Quantity("polar", "Polarizability", "angstrom^3", milli=False),
     Quantity(
-        "polar_peratom", "Polarizability", "angstrom^3/atom", per="atom", metric="A", milli=False
+        "polar_peratom",
+        "Polarizability",
+        "angstrom^3/atom",
+        per="atom",
+        metric="A",
+        milli=False,
     ),
 )
-_ATOM_DIPOLE_ERROR = Quantity("adipole", "Atomic dipole", "e*angstrom", metric="W", milli=False)
+_ATOM_DIPOLE_ERROR = Quantity(
+    "adipole", "Atomic dipole", "e*angstrom", metric="W", milli=False
+)
 _ATOM_POLAR_ERROR = Quantity(
     "apolar", "Atomic polarizability", "angstrom^3", metric="B", milli=False
 )
@@ -163,7 +179,12 @@ _DOS_ERRORS = (
     (
         Quantity("dos", "Density of states", "1/eV", milli=False),
         Quantity(
-            "dos_peratom", "Density of states", "1/eV/atom", per="atom", metric="N", milli=False
+            "dos_peratom",
+            "Density of states",
+            "1/eV/atom",
+            per="atom",
+            metric="N",
+            milli=False,
         ),
     ),
     (Quantity("ados", "Atomic density of states", "1/eV", metric="M", milli=False),),
@@ -174,7 +195,15 @@ _PROPERTY_ERRORS = (
 )
 _DECLARED = (
     Label(ENERGY, "e", "eV", ("energy",), extensive=True, errors=_ENERGY_ERRORS),
-    Label(FORCE, "f", "eV/angstrom", ("force",), (3,), per_atom=True, errors=(_FORCE_ERROR,)),
+    Label(
+        FORCE,
+        "f",
+        "eV/angstrom",
+        ("force",),
+        (3,),
+        per_atom=True,
+        errors=(_FORCE_ERROR,),
+    ),
     # row major, positive: sum_i r_i (x) f_i for an open system; the stress is minus this per volume
     Label(VIRIAL, "v", "eV", ("virial",), (9,), extensive=True, errors=_VIRIAL_ERRORS),
     Label(
@@ -185,15 +214,32 @@ _DECLARED = (
         per_atom=True,
         errors=(_ATOM_ENERGY_ERROR,),
     ),
-    Label(ATOM_PREF, "pf", "", ("atom_pref", "atomic_pref"), per_atom=True),  # a weight, no target
+    Label(
+        ATOM_PREF, "pf", "", ("atom_pref", "atomic_pref"), per_atom=True
+    ),  # a weight, no target
     Label(
         ATOM_WEIGHT, "", "", ("atomic_weight", "atom_weight"), per_atom=True
     ),  # the same, of tensors
     # second derivatives of the energy by the coordinates, x y z of the first atom, of the second,
     # ...
-    Label(HESSIAN, "h", "eV/angstrom^2", ("hessian",), per_pair=True, errors=(_HESSIAN_ERROR,)),
+    Label(
+        HESSIAN,
+        "h",
+        "eV/angstrom^2",
+        ("hessian",),
+        per_pair=True,
+        errors=(_HESSIAN_ERROR,),
+    ),
     *(Label(name, "", "", (name,)) for name in WEIGHTS),
-    Label(DIPOLE, "", "e*angstrom", ("dipole",), (3,), extensive=True, errors=_DIPOLE_ERRORS),
+    Label(
+        DIPOLE,
+        "",
+        "e*angstrom",
+        ("dipole",),
+        (3,),
+        extensive=True,
+        errors=_DIPOLE_ERRORS,
+    ),
     Label(
         ATOM_DIPOLE,
         "",
@@ -204,7 +250,15 @@ _DECLARED = (
         errors=(_ATOM_DIPOLE_ERROR,),
     ),
     # row major
-    Label(POLAR, "", "angstrom^3", ("polarizability",), (9,), extensive=True, errors=_POLAR_ERRORS),
+    Label(
+        POLAR,
+        "",
+        "angstrom^3",
+        ("polarizability",),
+        (9,),
+        extensive=True,
+        errors=_POLAR_ERRORS,
+    ),
     Label(
         ATOM_POLAR,
         "",
@@ -233,15 +287,29 @@ class _Labels(dict[str, Label]):
         errors = (_DOS_ERRORS if kind == DOS else _PROPERTY_ERRORS)[is_atomic]
         files = (f"atom_{kind}", f"atomic_{kind}") if is_atomic else (kind,)
         symbol = errors[0].name if kind == DOS else ""
-        return Label(name, symbol, errors[0].unit, files, shape, per_atom=is_atomic, errors=errors)
+        return Label(
+            name,
+            symbol,
+            errors[0].unit,
+            files,
+            shape,
+            per_atom=is_atomic,
+            errors=errors,
+        )
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or str(name).endswith("]")
 
 
 LABELS = _Labels({label.name: label for label in _DECLARED})
-_ERRORS = [*(label.errors for label in LABELS.values()), *_DOS_ERRORS, *_PROPERTY_ERRORS]
+_ERRORS = [
+    *(label.errors for label in LABELS.values()),
+    *_DOS_ERRORS,
+    *_PROPERTY_ERRORS,
+]
 QUANTITIES = {quantity.name: quantity for errors in _ERRORS for quantity in errors}
 # the last: sums in older checkpoints have no row of it
 QUANTITIES[WEIGHTED_FORCE.name] = WEIGHTED_FORCE
-METRICS = {quantity.metric: quantity for quantity in QUANTITIES.values() if quantity.metric}
+METRICS = {
+    quantity.metric: quantity for quantity in QUANTITIES.values() if quantity.metric
+}

@@ -10,8 +10,21 @@ from typing import Any
 
 from dargs.dargs import ArgumentError
 
-from deepmd_ema.config.argcheck import Field, find_mistakes, run_arguments, take_options, to_section
-from deepmd_ema.config.messages import Place, Reading, Values, in_order, is_comment, section_at
+from deepmd_ema.config.argcheck import (
+    Field,
+    find_mistakes,
+    run_arguments,
+    take_options,
+    to_section,
+)
+from deepmd_ema.config.messages import (
+    Place,
+    Reading,
+    Values,
+    in_order,
+    is_comment,
+    section_at,
+)
 from deepmd_ema.config.rules import findings_of
 from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.config.schema.model import Link, ModelConfig
@@ -24,7 +37,15 @@ from deepmd_ema.findings import ERROR, Finding, error, inside, with_severity
 
 # options that inputs of DeePMD-kit 0.x have at the top
 _OF_VERSION_0 = frozenset(
-    {"sel_a", "filter_neuron", "n_neuron", "use_smooth", "rcut", "systems", "stop_batch"}
+    {
+        "sel_a",
+        "filter_neuron",
+        "n_neuron",
+        "use_smooth",
+        "rcut",
+        "systems",
+        "stop_batch",
+    }
 )
 _NO_SECTIONS = (
     "an input of DeePMD-kit 0.x, with all options at the top. Expected the sections model, "
@@ -91,7 +112,9 @@ class InputFile:
             links=links,
         )
         # no rules beside mistakes: they would judge defaults in place of wrong options
-        return config, in_order(reading.mistakes or with_severity(ERROR, findings_of(config)))
+        return config, in_order(
+            reading.mistakes or with_severity(ERROR, findings_of(config))
+        )
 
     @cached_property
     def heads(self) -> dict[str, str | None]:
@@ -100,7 +123,9 @@ class InputFile:
         The only task of an input of one is called ``""``.
         """
         model = section_at(self.values, "model")
-        models = section_at(model, "model_dict") if has_tasks(self.values) else {"": model}
+        models = (
+            section_at(model, "model_dict") if has_tasks(self.values) else {"": model}
+        )
         # keys beside model_dict hold for every model that does not have them itself
         heads: dict[str, str | None] = {}
         for task, section in models.items():
@@ -115,7 +140,9 @@ class InputFile:
         """Return the input with another section ``model``, which ``section`` makes of its own."""
         if not isinstance(self.values, Mapping):
             return self
-        return replace(self, values={**self.values, "model": section(self.values.get("model"))})
+        return replace(
+            self, values={**self.values, "model": section(self.values.get("model"))}
+        )
 
 
 def read_input(path: str | Path) -> InputFile:
@@ -159,7 +186,11 @@ def saved_config(
     values, notes = without_removed(values)
     training = values.get("training")
     if isinstance(training, Mapping):
-        training = {name: value for name, value in training.items() if whole or name != "loggers"}
+        training = {
+            name: value
+            for name, value in training.items()
+            if whole or name != "loggers"
+        }
         if isinstance(averages := training.get("averaging"), list):
             # A checkpoint holds whole averages, however the ranks held them: one of the removed
             # layout rank_range can be read as one of today.
@@ -175,7 +206,9 @@ def saved_config(
     return replace(config, notes=(*config.notes, *notes))
 
 
-def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> ModelConfig:
+def model_config_from_dict(
+    values: Mapping[str, Any], source: str = "<dict>"
+) -> ModelConfig:
     """Return the section ``model`` that a dictionary describes.
 
     Raises:
@@ -244,12 +277,15 @@ def saved_models(values: Mapping[str, Any], source: str = "<dict>") -> SavedMode
     """
     if not has_tasks(values):
         return SavedModels(
-            {"": model_config_from_dict(values["model"], source)}, (), {"": dict(values)}
+            {"": model_config_from_dict(values["model"], source)},
+            (),
+            {"": dict(values)},
         )
     if "training" not in values:
         sections = values["model"]["model_dict"]
         configs = {
-            name: model_config_from_dict(section, source) for name, section in sections.items()
+            name: model_config_from_dict(section, source)
+            for name, section in sections.items()
         }
         runs = {name: {"model": section} for name, section in sections.items()}
         return SavedModels(configs, (), runs)

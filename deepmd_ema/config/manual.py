@@ -75,8 +75,14 @@ class Entry:
                 kind = "sections by name"
             elif o.many:
                 kind = "list of sections"
-            kind += f"; type is {' or '.join(s.type for s in o.sections)}" if o.by_type else ""
-            kind += f" ({o.default_type} if not given)" if o.many and o.default_type else ""
+            kind += (
+                f"; type is {' or '.join(s.type for s in o.sections)}"
+                if o.by_type
+                else ""
+            )
+            kind += (
+                f" ({o.default_type} if not given)" if o.many and o.default_type else ""
+            )
         default = show(o.default)
         # a whole section as JSON would be longer than its entries in the manual
         if o.sections and o.default is not None and not (o.many or o.named):
@@ -97,25 +103,34 @@ def manual(topic: str | None = None) -> str:
         ConfigError: if there is no such option; the message names those that look like it.
     """
     entries = manual_entries()
-    topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
+    topic = re.sub(
+        r"\[\d+\]", "", topic or ""
+    )  # as messages name the entries of a list
     inside = (f"{topic}.", f"{topic}[")
     # the first of these three that finds any: by path, by name, by a word of the name
     chosen = (
         [
             e
             for e in entries
-            if not topic or any(f"{path}.".startswith(inside) for path in (e.path, e.plain_path))
+            if not topic
+            or any(f"{path}.".startswith(inside) for path in (e.path, e.plain_path))
         ]
         or [entry for entry in entries if topic in entry.keys]
         # `ema` finds ema_decay, enable_ema, ...
-        or [entry for entry in entries if any(topic in key.split("_") for key in entry.keys)]
+        or [
+            entry
+            for entry in entries
+            if any(topic in key.split("_") for key in entry.keys)
+        ]
     )
     if not chosen:
         # paths of options that look like the topic: by its last name, by one word of it, as a whole
         paths: dict[str, str] = {}
         for entry in entries:
             for key in entry.keys:
-                paths.setdefault(key, entry.plain_path)  # the outermost of sections in sections
+                paths.setdefault(
+                    key, entry.plain_path
+                )  # the outermost of sections in sections
         last = topic.split(".")[-1]
         close = [entry.plain_path for entry in entries if last in entry.keys]
         close = close or [path for key, path in paths.items() if last in key.split("_")]
@@ -133,7 +148,9 @@ def manual(topic: str | None = None) -> str:
     for entry in chosen:
         paragraphs = (text for text in (entry.facts, entry.doc) if text)
         filled = (
-            textwrap.fill(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+            textwrap.fill(
+                text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT
+            )
             for text in paragraphs
         )
         texts.append("\n".join([entry.path, *filled]))
@@ -148,7 +165,9 @@ def manual_entries() -> list[Entry]:
     # those of an input of one task.
     multi_task = run_arguments(has_tasks=True)
     for path in ("model", "training", ""):
-        section, listed = (tree.sub_fields[path] if path else tree for tree in (multi_task, root))
+        section, listed = (
+            tree.sub_fields[path] if path else tree for tree in (multi_task, root)
+        )
         names = set(listed.sub_fields)
         if listed.kinds:
             names = {name for kind in listed.kinds.values() for name in kind.sub_fields}
@@ -191,22 +210,30 @@ def json_schema() -> Values:
 # ---- manual
 
 
-def _option_entries(field: Field, path: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
+def _option_entries(
+    field: Field, path: str, listed: tuple[Any, ...]
+) -> Iterator[Entry]:
     """Yield an option, and the options of its sections unless they are already ``listed``."""
     option = field.option
     yield Entry(path, option, option.doc)
     if option.by_type:
         aliases = [alias for kind in field.kinds.values() for alias in kind.alias]
         read = f" DeePMD-kit's {', '.join(aliases)} is read as well." if aliases else ""
-        default = f"{option.default_type} if not given" if option.default_type else "required"
-        yield Entry(f"{path}.type", None, f"one of {', '.join(field.kinds)}; {default}.{read}")
+        default = (
+            f"{option.default_type} if not given" if option.default_type else "required"
+        )
+        yield Entry(
+            f"{path}.type", None, f"one of {', '.join(field.kinds)}; {default}.{read}"
+        )
     kinds = kinds_of(field) if field.is_section else []
     # descriptors of a hybrid are descriptors again: without this the manual would not end
     if option not in listed and not all(kind.section in listed for kind in kinds):
         yield from _entries(kinds, path, listed)
 
 
-def _entries(kinds: Sequence[Field], path: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
+def _entries(
+    kinds: Sequence[Field], path: str, listed: tuple[Any, ...]
+) -> Iterator[Entry]:
     """Yield the options that kinds declare alike, then each kind with its own options.
 
     The usual kind has paths without its type.
@@ -233,7 +260,9 @@ def _entries(kinds: Sequence[Field], path: str, listed: tuple[Any, ...]) -> Iter
             yield Entry(place, None, kind.doc)
         for field in kind.sub_fields.values():
             if field.name not in names:
-                yield from _option_entries(field, f"{place}.{field.name}".lstrip("."), listed)
+                yield from _option_entries(
+                    field, f"{place}.{field.name}".lstrip("."), listed
+                )
         # the next kind does not repeat the sections of this one
         options = [field.option for field in kind.sub_fields.values()]
         sections = [section for option in options for section in option.sections]
@@ -250,7 +279,9 @@ def _mark_unknown_keys(schema: Values, field: Field) -> None:
     """
     entries = schema
     if field.repeat:
-        entries = schema["items"] if field.option.many else schema["additionalProperties"]
+        entries = (
+            schema["items"] if field.option.many else schema["additionalProperties"]
+        )
     for kind in kinds_of(field):
         section = entries
         if field.kinds:

@@ -187,7 +187,9 @@ def as_text(section: Mapping[str, Any]) -> str:
     # json writes each number on a line of its own. The pattern cannot match within a text, because
     # JSON has no line break in one.
     return re.sub(
-        r'\[\n\s+([^][{}"]*?)\n\s+\]', lambda match: f"[{' '.join(match[1].split())}]", text
+        r'\[\n\s+([^][{}"]*?)\n\s+\]',
+        lambda match: f"[{' '.join(match[1].split())}]",
+        text,
     )
 
 
@@ -196,7 +198,10 @@ def close_names(key: str, names: Sequence[str]) -> list[str]:
     # reversed, so that of names that differ in case only the first counts
     by_lower = {name.lower(): name for name in reversed(names)}
     # the cutoff is a similarity: less similar names are suggested for keys that mean another thing
-    return [by_lower[k] for k in get_close_matches(key.lower(), list(by_lower), n=2, cutoff=0.68)]
+    return [
+        by_lower[k]
+        for k in get_close_matches(key.lower(), list(by_lower), n=2, cutoff=0.68)
+    ]
 
 
 def without_tasks(
@@ -218,7 +223,9 @@ def differences_of(old: Any, new: Any, path: str = "") -> Iterator[Difference]:
     are_lists = isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted(set(old) | set(new)):
-            yield from differences_of(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            yield from differences_of(
+                old.get(key), new.get(key), f"{path}.{key}" if path else key
+            )
     elif are_lists and all(isinstance(part, Mapping) for part in (*old, *new)):
         for k, (old_part, new_part) in enumerate(zip(old, new)):
             yield from differences_of(old_part, new_part, f"{path}[{k}]")

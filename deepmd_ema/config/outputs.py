@@ -21,15 +21,24 @@ RECORD = "run_record.json"  # programs, machine, times and warnings of a run
 # folder of the copies that `dp-ema posthoc` combines, beside the numbered checkpoints
 SNAPSHOTS = "snapshots"
 CHECKED = ".checked"  # end of the name of a folder with results of checks of the data
-LOGGED = ".dp-ema.logged"  # identifiers by which a restart continues the runs of loggers
+LOGGED = (
+    ".dp-ema.logged"  # identifiers by which a restart continues the runs of loggers
+)
 BEST = "best"  # best files are called best.ckpt-<step>.t-<rank>.pt
 
-_READ = ("systems", "stat_file", "tab_file", "use_srtab")  # options that name files to read
+_READ = (
+    "systems",
+    "stat_file",
+    "tab_file",
+    "use_srtab",
+)  # options that name files to read
 
 GATHERED_SUFFIX = ".pt"  # a checkpoint that is one file
 # a checkpoint that is a folder, to which every rank writes: torch.distributed.checkpoint
 SHARDED_SUFFIX = ".dcp"
-_MAX_PATH_BYTES = 4096  # on any system; a pointer that is longer was not written by a run
+_MAX_PATH_BYTES = (
+    4096  # on any system; a pointer that is longer was not written by a run
+)
 # file in the folder: a gathered checkpoint without the tensors, which are in the shards
 HEAD = "head.pt"
 
@@ -43,7 +52,10 @@ def with_absolute_paths(values: Any, folder: str | Path, option: str = "") -> An
         option: name of the option that has the values; empty for a whole input.
     """
     if isinstance(values, Mapping):
-        return {name: with_absolute_paths(value, folder, name) for name, value in values.items()}
+        return {
+            name: with_absolute_paths(value, folder, name)
+            for name, value in values.items()
+        }
     if isinstance(values, list):
         return [with_absolute_paths(value, folder, option) for value in values]
     if option in _READ and isinstance(values, str):
@@ -51,7 +63,9 @@ def with_absolute_paths(values: Any, folder: str | Path, option: str = "") -> An
     return values
 
 
-def outside_paths(values: Any, folder: Path, place: str = "") -> Iterator[tuple[str, str]]:
+def outside_paths(
+    values: Any, folder: Path, place: str = ""
+) -> Iterator[tuple[str, str]]:
     """Yield option and path of files that a run would write outside of ``folder``.
 
     Every text counts but the names of files to read: options of loggers of other distributions are
@@ -77,12 +91,16 @@ def outside_paths(values: Any, folder: Path, place: str = "") -> Iterator[tuple[
         for name, value in values.items():
             is_written = name == "stat_file" and values.get("stat_file_mode") != "read"
             if is_written or name not in (*_READ, "rglob_patterns"):
-                yield from outside_paths(value, folder, f"{place}.{name}" if place else name)
+                yield from outside_paths(
+                    value, folder, f"{place}.{name}" if place else name
+                )
 
 
 def is_sharded(path: Path) -> bool:
     """Whether ``path`` is the folder of a sharded checkpoint, whole or not."""
-    return path.is_dir() and (path.resolve().suffix == SHARDED_SUFFIX or (path / HEAD).is_file())
+    return path.is_dir() and (
+        path.resolve().suffix == SHARDED_SUFFIX or (path / HEAD).is_file()
+    )
 
 
 def read_pointer(pointer: Path) -> Path:
@@ -109,7 +127,9 @@ def suffixed(file: str | Path, suffix: str) -> Path:
     file = Path(file)
     # a name without a dot, or with one at its beginning only, gets the suffix at its end
     stem, _, ending = file.name.rpartition(".")
-    return file.parent / (f"{stem}{suffix}.{ending}" if stem else f"{file.name}{suffix}")
+    return file.parent / (
+        f"{stem}{suffix}.{ending}" if stem else f"{file.name}{suffix}"
+    )
 
 
 def suffix_of(weights: str, task: str = "") -> str:
@@ -145,7 +165,11 @@ def weights_of_rows(file: Path, values: Mapping[str, Any]) -> str:
     if file.stem in stems:
         return LIVE
     # the longest: of run.out and run_ice.out, run_ice_ema.out belongs to the second
-    start = max((stem for stem in stems if file.stem.startswith(f"{stem}_")), key=len, default=None)
+    start = max(
+        (stem for stem in stems if file.stem.startswith(f"{stem}_")),
+        key=len,
+        default=None,
+    )
     return file.stem if start is None else file.stem.removeprefix(f"{start}_")
 
 
@@ -191,7 +215,9 @@ class Outputs:
         validating = config.validating
         self.suffix = SHARDED_SUFFIX if training.writes_shards else GATHERED_SUFFIX
         folder = Path(training.save_ckpt).parent
-        self.checkpoint_folder = folder if training.save_dir is None else Path(training.save_dir)
+        self.checkpoint_folder = (
+            folder if training.save_dir is None else Path(training.save_dir)
+        )
         self.snapshot_folder = self.checkpoint_folder / SNAPSHOTS
         self.best_folder = Path(validating.save_best_dir or folder)
         self.has_best = bool(config.fully_validated and validating.save_best)
@@ -247,7 +273,9 @@ class Outputs:
             for task in self._config.tasks.values():
                 if not task.is_validated:
                     continue
-                content = f"validation of {name}" + (f" in task {task.name}" if task.name else "")
+                content = f"validation of {name}" + (
+                    f" in task {task.name}" if task.name else ""
+                )
                 yield Output(
                     "validating.full_val_file",
                     content,
@@ -258,7 +286,9 @@ class Outputs:
                     content = f"the link to the best weights of {name}"
                     prefix = self.best_prefix(name, task.name)
                     link = self.best_folder / best_link(prefix, self.suffix)
-                    yield Output("validating.save_best_dir", content, link, is_link=True)
+                    yield Output(
+                        "validating.save_best_dir", content, link, is_link=True
+                    )
         folders = [("training.save_dir", "checkpoints", self.checkpoint_folder)]
         if self.has_best:
             folders.append(("validating.save_best_dir", "best files", self.best_folder))
@@ -268,7 +298,9 @@ class Outputs:
                 folders.append((option, "statistics", Path(task.data.stat_file).parent))
         if training.tensorboard:
             folder = Path(training.tensorboard_log_dir)
-            folders.append(("training.tensorboard_log_dir", "files of TensorBoard", folder))
+            folders.append(
+                ("training.tensorboard_log_dir", "files of TensorBoard", folder)
+            )
         if any(average.snapshots for average in training.averaging):
             folders.append(("training.averaging", "snapshots", self.snapshot_folder))
         yield from (Output(*folder, is_folder=True) for folder in folders)
@@ -329,10 +361,16 @@ class Schedule:
         self.validation: Due | None = None
         if start != 1 and config.fully_validated and config.has_validation_data:
             first = int(start * num_steps) if start < 1 else int(start)
-            self.validation = Due(range(first, end, validating.validation_freq), num_steps)
+            self.validation = Due(
+                range(first, end, validating.validation_freq), num_steps
+            )
         self.snapshots: dict[str, Due] = {}
         for average in training.averaging:
-            every = training.save_freq if average.snapshot_freq is None else average.snapshot_freq
+            every = (
+                training.save_freq
+                if average.snapshot_freq is None
+                else average.snapshot_freq
+            )
             if average.snapshots and every > 0:
                 self.snapshots[average.name] = Due(range(every, end, every), num_steps)
 
@@ -344,4 +382,6 @@ class Schedule:
         """
         if self._training.ckpt_keep_ratio is None:
             return self._training.max_ckpt_keep if most is None else most
-        return max(1, math.ceil(self._training.ckpt_keep_ratio * self.checkpoint.count()))
+        return max(
+            1, math.ceil(self._training.ckpt_keep_ratio * self.checkpoint.count())
+        )

@@ -105,7 +105,11 @@ class Registry(Mapping[str, Family]):
     def sections(self, left_out: Collection[str] = ()) -> tuple[type[Any], ...]:
         """Return the sections that an input may have, without the types ``left_out``."""
         records = self._read()
-        names = (name for name in records if name not in left_out and name not in self._faults)
+        names = (
+            name
+            for name in records
+            if name not in left_out and name not in self._faults
+        )
         return tuple(records[name].section for name in names)
 
     @property
@@ -131,14 +135,20 @@ class Registry(Mapping[str, Family]):
         for name, place in self.builtin.items():
             record = resolve_name(place)
             # a section if there is nothing else to the types
-            self._records[name] = record if isinstance(record, Family) else Family(record)
+            self._records[name] = (
+                record if isinstance(record, Family) else Family(record)
+            )
         if self.group:
-            from importlib.metadata import entry_points  # only a run that reads a config needs it
+            from importlib.metadata import (
+                entry_points,
+            )  # only a run that reads a config needs it
 
             # sorted: in the order of sys.path, manual and messages would differ between machines
             entries = entry_points(group=self.group)
             for name in sorted(entries.names):
-                added = self._added(name, [entry for entry in entries if entry.name == name])
+                added = self._added(
+                    name, [entry for entry in entries if entry.name == name]
+                )
                 if isinstance(added, Family):
                     self._records[name] = added
                 else:
@@ -159,7 +169,8 @@ class Registry(Mapping[str, Family]):
         both = " and ".join(origins)
         if name in self._records:
             return (
-                f"dp-ema has this type, and the package {both} adds it too. Uninstall the package."
+                f"dp-ema has this type, and the package {both} adds it too. "
+                "Uninstall the package."
             )
         if len(entries) > 1:
             return f"the packages {both} both add this type. Uninstall one of them."
@@ -167,7 +178,9 @@ class Registry(Mapping[str, Family]):
         try:
             record = entries[0].load()
         except Exception as error:  # whatever the code of others raises
-            return f"{head} cannot be imported ({type(error).__name__}: {error}). {REPAIR}"
+            return (
+                f"{head} cannot be imported ({type(error).__name__}: {error}). {REPAIR}"
+            )
         if self._base is not None and isinstance(record, type):
             record = Family(record)
         if not isinstance(record, Family):
@@ -205,10 +218,14 @@ class Registry(Mapping[str, Family]):
             return f"a section of type {kind!r}, expected {name!r}"
         # dir() has no fields without a default, and vars() no members that are annotations only
         expected = (
-            {*vars(self._protocol), *self._protocol.__annotations__} if self._protocol else set()
+            {*vars(self._protocol), *self._protocol.__annotations__}
+            if self._protocol
+            else set()
         )
         has = {*dir(section), *(f.name for f in dataclasses.fields(section))}
-        missing = sorted(member for member in expected - has if not member.startswith("_"))
+        missing = sorted(
+            member for member in expected - has if not member.startswith("_")
+        )
         missing += sorted(getattr(section, "__abstractmethods__", ()))
         if missing:
             return f"a section without {', '.join(missing)}"

@@ -24,12 +24,27 @@ from deepmd_ema.config.schema.optim import (
     InvSqrtScheduleConfig,
     LKFConfig,
 )
-from deepmd_ema.config.schema.profile import BY_RATIO, NEEDS_DATA, NEVER, REMOVE_ONE, StepsPer
+from deepmd_ema.config.schema.profile import (
+    BY_RATIO,
+    NEEDS_DATA,
+    NEVER,
+    REMOVE_ONE,
+    StepsPer,
+)
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, TaskConfig
 from deepmd_ema.config.schema.training import ValidatingConfig
 from deepmd_ema.config.task_rules import findings_of_tasks
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.findings import UNUSED, WARNING, Findings, error, inside, texts_of, unused, warning
+from deepmd_ema.findings import (
+    UNUSED,
+    WARNING,
+    Findings,
+    error,
+    inside,
+    texts_of,
+    unused,
+    warning,
+)
 from deepmd_ema.text import command, counted
 
 # fraction of the run: a longer average still remembers the untrained weights
@@ -61,7 +76,9 @@ def findings_of(
             finding = replace(finding, text=text)
         yield run.source.locate(finding)
     if num_steps:
-        lengths = _lengths_to_look_at(run, num_steps, {"steps": 1.0, **(steps_per or {})})
+        lengths = _lengths_to_look_at(
+            run, num_steps, {"steps": 1.0, **(steps_per or {})}
+        )
         yield from map(run.source.locate, lengths)
 
 
@@ -91,7 +108,8 @@ def _value_at(run: RunConfig, place: Place) -> Any:
     value: Any = run
     for part in place:
         # a task may have the name of a method of dict
-        value = value[part] if isinstance(value, dict | list) else getattr(value, str(part))  # type: ignore[index]
+        is_plain = isinstance(value, dict | list)
+        value = value[part] if is_plain else getattr(value, str(part))
     return value
 
 
@@ -141,7 +159,9 @@ def as_launched(
         "0. Launch with: export PET_NO_PYTHON=1; torchrun --nproc_per_node=2 "
         f"{command('dp-ema', 'train', *arguments)}"
     )
-    return replace(run, training=replace(run.training, zero_stage=0), notes=(*run.notes, note))
+    return replace(
+        run, training=replace(run.training, zero_stage=0), notes=(*run.notes, note)
+    )
 
 
 def _learning_rate(run: RunConfig) -> Findings:
@@ -177,7 +197,9 @@ def _learning_rate(run: RunConfig) -> Findings:
             f" = {lr.warmup_steps}: expected less than training.numb_steps = {steps}.",
         )
     # the schedules exp and cosine have no decay_phase_ratio and always fall
-    falling = "learning_rate.stop_lr learning_rate.stop_lr_ratio learning_rate.decay_type"
+    falling = (
+        "learning_rate.stop_lr learning_rate.stop_lr_ratio learning_rate.decay_type"
+    )
     yield from _idle(
         (
             isinstance(run.optimizer, LKFConfig),
@@ -206,7 +228,8 @@ def _optimizer(run: RunConfig) -> Findings:
             "schedule and is "
         )
         constant = (
-            f'made for a constant rate: "stop_lr": {lr.start_lr:g}, with type exp, cosine or wsd.'
+            f'made for a constant rate: "stop_lr": {lr.start_lr:g}, with type '
+            "exp, cosine or wsd."
         )
         yield warning("learning_rate", text + constant)
 
@@ -221,7 +244,10 @@ _MAX_WITH_LKF = {
     # the length of an update is the filter's, not the gradient's
     "gradient_max_norm": (0, f"not possible with optimizer.type LKF. {REMOVE_ONE}"),
     # there is no gradient to add up
-    "accumulate": (1, "LKF updates weights with each batch. Use 1, or another optimizer."),
+    "accumulate": (
+        1,
+        "LKF updates weights with each batch. Use 1, or another optimizer.",
+    ),
 }
 # terms of the loss that LKF has; weights of all others must be 0
 _TERMS_OF_LKF = ("e", "f")
@@ -255,7 +281,8 @@ def _lkf(run: RunConfig) -> Findings:
         weights = [
             field.name
             for field in fields(EnerLossConfig)
-            if "_pref_" in field.name and field.name.partition("_pref_")[2] not in _TERMS_OF_LKF
+            if "_pref_" in field.name
+            and field.name.partition("_pref_")[2] not in _TERMS_OF_LKF
         ]
         for name in (*weights, *_REFUSED_BY_LKF.split()):
             value = getattr(task.loss, name)
@@ -275,11 +302,13 @@ def _training(run: RunConfig) -> Findings:
         for name, value in (("numb_steps", steps), ("numb_epoch", epochs)):
             if value is not None:
                 yield error(
-                    f"training.{name}", f" = {value:g}: num_epoch_dict is given too. {REMOVE_ONE}"
+                    f"training.{name}",
+                    f" = {value:g}: num_epoch_dict is given too. {REMOVE_ONE}",
                 )
     elif steps is not None and epochs is not None:
         yield error(
-            "training.numb_epoch", f" = {epochs:g}: numb_steps = {steps} is given too. Remove one."
+            "training.numb_epoch",
+            f" = {epochs:g}: numb_steps = {steps} is given too. Remove one.",
         )
     elif steps is None and epochs is None:
         yield error(
@@ -296,10 +325,18 @@ def _training(run: RunConfig) -> Findings:
     has_amp = '"use_amp": ' in models
     has_ratio = training.ckpt_keep_ratio is not None
     yield from _idle(
-        (not has_float32, "training.enable_tf32 validating.tf32_infer", "no product is in float32"),
+        (
+            not has_float32,
+            "training.enable_tf32 validating.tf32_infer",
+            "no product is in float32",
+        ),
         (not has_amp, "validating.amp_infer", "no descriptor has use_amp"),
         (not compiles, "training.compile_options", "enable_compile is false"),
-        (not has_modes, "training.compile_options.mode", "only the backend inductor has modes"),
+        (
+            not has_modes,
+            "training.compile_options.mode",
+            "only the backend inductor has modes",
+        ),
         (
             not has_modes,
             "training.compile_options.cache_dir",
@@ -332,14 +369,18 @@ def _gradients(run: RunConfig) -> Findings:
         )
     # A Hessian takes a backward pass within the forward one. FSDP frees the gathered parameters
     # after a backward pass, so that the rest of the forward one would have none.
-    if training.zero_stage > 1 and any("h" in task.loss.weights for task in run.tasks.values()):
+    if training.zero_stage > 1 and any(
+        "h" in task.loss.weights for task in run.tasks.values()
+    ):
         yield error(
             "training.zero_stage",
             f" = {training.zero_stage}: second derivatives need all parameters on every "
             "rank. Use 0 or 1, or remove loss.start_pref_h and loss.limit_pref_h.",
         )
     tasks_without_energy = [
-        task for task in run.tasks.values() if ENERGY not in task.model.fitting_net.labels
+        task
+        for task in run.tasks.values()
+        if ENERGY not in task.model.fitting_net.labels
     ]
     for name, is_compiled in (
         ("training.enable_compile", training.enable_compile),
@@ -351,7 +392,10 @@ def _gradients(run: RunConfig) -> Findings:
                 name,
                 f" = true: models of fitting_net.type {kind} are not compiled. Set it to false.",
             )
-    if len(tasks_without_energy) == len(run.tasks) and training.change_bias_after_training:
+    if (
+        len(tasks_without_energy) == len(run.tasks)
+        and training.change_bias_after_training
+    ):
         yield error(
             "training.change_bias_after_training",
             " = true: no task has energies, whose bias it fits. Set it to false.",
@@ -374,14 +418,17 @@ def _averages(run: RunConfig) -> Findings:
         yield from inside(place, average.findings(run))
         # some file systems do not distinguish upper and lower case, so that one of the averages
         # would overwrite the files of the other
-        same = next((n for n in range(number) if averages[n].name.lower() == name.lower()), None)
+        same = next(
+            (n for n in range(number) if averages[n].name.lower() == name.lower()), None
+        )
         if same is not None:
             case = ""
             if averages[same].name != name:
                 case = " but for upper and lower case, and so have its files"
             first = dotted(run.source.path(f"training.averaging[{same}]"))
             yield error(
-                f"{place}.name", f" = {show(name)}: {first} has this name{case}. Choose another."
+                f"{place}.name",
+                f" = {show(name)}: {first} has this name{case}. Choose another.",
             )
     # Snapshots that `dp-ema posthoc` cannot combine: an average of another length is a linear
     # combination of snapshots, which of one length alone are too much alike.
@@ -399,7 +446,9 @@ def _averages(run: RunConfig) -> Findings:
             f": snapshots are of averages with different buffers ({names}). `dp-ema posthoc` "
             "takes averages of the "
         )
-        yield warning("training.averaging", f"{text}same tensors only: give them the same.")
+        yield warning(
+            "training.averaging", f"{text}same tensors only: give them the same."
+        )
 
 
 def _validating(run: RunConfig) -> Findings:
@@ -426,14 +475,17 @@ def _validating(run: RunConfig) -> Findings:
         )
     if not has_tasks and validating.test_data_dict:
         yield error(
-            "validating.test_data_dict", ": this is an input of one task. There it is test_data."
+            "validating.test_data_dict",
+            ": this is an input of one task. There it is test_data.",
         )
     if validated:
         yield from _metrics(run)
     is_never = validating.full_val_start == 1
     # names of options, as _idle takes them
     best = "save_best_dir max_best_ckpt"
-    full = f"validation_freq save_best {best} validation_metric early_stop full_val_file"
+    full = (
+        f"validation_freq save_best {best} validation_metric early_stop full_val_file"
+    )
     why = "full_validation and ema_full_validation are false"
     if run.training.averaging:
         why += ", and no entry of training.averaging has it"
@@ -441,7 +493,11 @@ def _validating(run: RunConfig) -> Findings:
         (not run.has_validation_data, "compiled_infer", "there are no validation data"),
         (not validated, f"{full} full_val_start", why),
         (validated and is_never, f"full_validation {full}", NEVER),
-        (validated and not is_never and not validating.save_best, best, "save_best is false"),
+        (
+            validated and not is_never and not validating.save_best,
+            best,
+            "save_best is false",
+        ),
     )
     yield from inside("validating", idle)
 
@@ -458,11 +514,15 @@ def _metrics(run: RunConfig) -> Findings:
     for name, metric in metrics.items():
         # the keys are an ordered set
         letters = {
-            letter: None for task in run.tasks.values() for letter in task.model.fitting_net.metrics
+            letter: None
+            for task in run.tasks.values()
+            for letter in task.model.fitting_net.metrics
         }
         # The default E:MAE is also that of models without energies, where TaskConfig.metric
         # replaces it; it is not distinguished from an option that is not given.
-        is_given = name != "validation_metric" or metric != ValidatingConfig.validation_metric
+        is_given = (
+            name != "validation_metric" or metric != ValidatingConfig.validation_metric
+        )
         if metric.quantity not in letters and is_given:
             yield error(
                 f"validating.{name}",
@@ -474,7 +534,9 @@ def _metrics(run: RunConfig) -> Findings:
             if not isinstance(task.loss, EnerLossConfig):
                 continue
             # the stress is trained by the virial
-            letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[task.metric(metric).quantity]
+            letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[
+                task.metric(metric).quantity
+            ]
             start = getattr(task.loss, f"start_pref_{letter}")
             limit = getattr(task.loss, f"limit_pref_{letter}")
             if not (start and limit):
@@ -516,8 +578,12 @@ def _loss(task: TaskConfig) -> Findings:
         )
         return
     if not any(map(any, loss.weights.values())):
-        names = "start_pref_e, start_pref_f, ..." if wanted == "ener" else "one of them."
-        yield error("", f": every weight is 0, so nothing would be trained. Set {names}")
+        names = (
+            "start_pref_e, start_pref_f, ..." if wanted == "ener" else "one of them."
+        )
+        yield error(
+            "", f": every weight is 0, so nothing would be trained. Set {names}"
+        )
     if not isinstance(loss, EnerLossConfig):
         return
     is_huber = loss.error == "huber"
@@ -535,13 +601,23 @@ def _loss(task: TaskConfig) -> Findings:
     }
     for name, is_given in refused.items():
         if is_given and is_huber:
-            text = f" = {getattr(loss, name):g}: not possible with use_huber. {REMOVE_ONE}"
+            text = (
+                f" = {getattr(loss, name):g}: not possible with use_huber. {REMOVE_ONE}"
+            )
             yield error(name, text)
     yield from _idle(
         (loss.loss_func == "mae", "use_huber", "loss_func is mae"),
         (not is_huber, "huber_delta", "the loss is not Huber's"),
-        ("pf" not in loss.weights, "use_default_pf", "start_pref_pf and limit_pref_pf are 0"),
-        (loss.error != "mse", "intensive_ener_virial", "such errors are per atom anyway"),
+        (
+            "pf" not in loss.weights,
+            "use_default_pf",
+            "start_pref_pf and limit_pref_pf are 0",
+        ),
+        (
+            loss.error != "mse",
+            "intensive_ener_virial",
+            "such errors are per atom anyway",
+        ),
     )
 
 
@@ -568,7 +644,8 @@ def _data(task: TaskConfig) -> Findings:
     if both:
         names = ", ".join(sorted(both))
         yield warning(
-            "validation_data.systems", f": {names} is training data too; it validates nothing."
+            "validation_data.systems",
+            f": {names} is training data too; it validates nothing.",
         )
 
 
@@ -593,7 +670,9 @@ _RULES = (
 # ---- lengths
 
 
-def _lengths_to_look_at(run: RunConfig, num_steps: int, steps_per: StepsPer) -> Findings:
+def _lengths_to_look_at(
+    run: RunConfig, num_steps: int, steps_per: StepsPer
+) -> Findings:
     """Yield warnings about lengths that do not fit that of the run."""
     lr = run.learning_rate
     if isinstance(lr, ExpScheduleConfig):
@@ -645,9 +724,13 @@ def _lengths_to_look_at(run: RunConfig, num_steps: int, steps_per: StepsPer) -> 
                 f"that nothing is averaged and {average.name} is the live weights. Choose "
                 "an earlier start.",
             )
-        elif due is not None and (files := due.count(math.ceil(start))) < _MIN_SNAPSHOTS:
+        elif (
+            due is not None and (files := due.count(math.ceil(start))) < _MIN_SNAPSHOTS
+        ):
             often = "save_freq" if average.snapshot_freq is None else "snapshot_freq"
             better = max(1, int(num_steps - start) // (2 * _MIN_SNAPSHOTS))
             text = f": {counted(files, 'snapshot')} in the run of {counted(num_steps, 'step')}"
             text += f" ({often} = {due.steps.step}), too few for `dp-ema posthoc`"
-            yield warning(f"{place}.snapshots", f'{text}. Try "snapshot_freq": {better}.')
+            yield warning(
+                f"{place}.snapshots", f'{text}. Try "snapshot_freq": {better}.'
+            )

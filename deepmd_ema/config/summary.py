@@ -32,19 +32,26 @@ def config_summary(
         for name, task in config.tasks.items()
     }
     num_steps = training.numb_steps or num_steps
-    passes = [f"{task} {epochs:g} epochs" for task, epochs in config.task_epochs.items()]
+    passes = [
+        f"{task} {epochs:g} epochs" for task, epochs in config.task_epochs.items()
+    ]
     if num_steps:
         length = counted(num_steps, "step")
     else:
         length = ", ".join(passes) or f"{training.numb_epoch or 0:g} epochs"
-    if steps_per and "" in config.tasks:  # several tasks see their data more or less often
+    if (
+        steps_per and "" in config.tasks
+    ):  # several tasks see their data more or less often
         batches = round(steps_per["epochs"] * training.accumulate)
         epochs = num_steps * training.accumulate / batches
         length = (
             f"{counted(num_steps, 'step')} = {epochs:.1f} epochs of "
             f"{counted(batches, 'batch', 'batches')}"
         )
-    averages = [("average", f"{a.name}: {a.summary(steps_per or {})}") for a in training.averaging]
+    averages = [
+        ("average", f"{a.name}: {a.summary(steps_per or {})}")
+        for a in training.averaging
+    ]
     optimizer = config.optimizer.type
     decay = getattr(config.optimizer, "weight_decay", 0.0)
     if decay > 0:
@@ -52,8 +59,12 @@ def config_summary(
     number = len(config.optimizer.groups)
     if number > 0:
         optimizer += f", {counted(number, 'group')} of parameters"
-    batch = ", ".join(show(task.data.training_data.batch_size) for task in config.tasks.values())
-    several = f", {training.accumulate} batches a step" if training.accumulate > 1 else ""
+    batch = ", ".join(
+        show(task.data.training_data.batch_size) for task in config.tasks.values()
+    )
+    several = (
+        f", {training.accumulate} batches a step" if training.accumulate > 1 else ""
+    )
     seed = "random" if training.seed is None else training.seed
     # batches that are displayed, of the tasks with validation data
     numbers = [
@@ -64,18 +75,27 @@ def config_summary(
     validation = "none (training.validation_data is missing)"
     if numbers:
         validation = (
-            f"{counted(sum(numbers), 'batch', 'batches')} {every_steps(training.disp_freq)}"
+            f"{counted(sum(numbers), 'batch', 'batches')} "
+            f"{every_steps(training.disp_freq)}"
         )
-    if numbers and config.fully_validated and (v := config.validating).full_val_start != 1:
+    if (
+        numbers
+        and config.fully_validated
+        and (v := config.validating).full_val_start != 1
+    ):
         *names, last = config.fully_validated
         weights = f"{', '.join(names)} and {last}" if names else last
-        metrics = dict.fromkeys(task.metric(v.validation_metric) for task in config.tasks.values())
+        metrics = dict.fromkeys(
+            task.metric(v.validation_metric) for task in config.tasks.values()
+        )
         which = f"{weights} weights, best by {' and '.join(metrics)}"
         if v.early_stop is not None:
             metric = v.early_stop.metric or v.validation_metric
             patience = counted(v.early_stop.patience, "validation")
             which += f"; the run ends after {patience} without a lower {metric}"
-        validation += f"; all data {every_steps(v.validation_freq)} and after the last ({which})"
+        validation += (
+            f"; all data {every_steps(v.validation_freq)} and after the last ({which})"
+        )
     tested = [
         system
         for task in config.tasks.values()
@@ -112,11 +132,17 @@ def rows_of_tasks(
     # "fitting" of all tasks
     names = [name for name, _ in tasks]
     table = []
-    for (name, text), having in sorted(tasks.items(), key=lambda item: names.index(item[0][0])):
+    for (name, text), having in sorted(
+        tasks.items(), key=lambda item: names.index(item[0][0])
+    ):
         table.append((name, f"{', '.join(having)}: {text}" if any(having) else text))
     sharing: dict[str, dict[str, list[str]]] = {}  # tasks by key and part
     for link in links:
-        part = f"embedding of elements of the {link.part}" if link.level == 1 else link.part
+        part = (
+            f"embedding of elements of the {link.part}"
+            if link.level == 1
+            else link.part
+        )
         sharing.setdefault(link.key, {}).setdefault(part, []).append(link.task)
     for key, parts in sharing.items():
         texts = [f"{part} of {' and '.join(having)}" for part, having in parts.items()]

@@ -17,10 +17,17 @@ def findings_of_tasks(run: RunConfig) -> Findings:
     """Yield the findings about the tasks of a run, at canonical places."""
     if not isinstance(run, MultiTaskRun):
         yield unused(
-            "model.model_branch_alias", "there is one task, so no head is chosen by a name"
+            "model.model_branch_alias",
+            "there is one task, so no head is chosen by a name",
         )
         return
-    for rule in (_names_of_tasks, _sections_of_tasks, _shares, _shared_parts, _case_embedding):
+    for rule in (
+        _names_of_tasks,
+        _sections_of_tasks,
+        _shares,
+        _shared_parts,
+        _case_embedding,
+    ):
         yield from rule(run)
 
 
@@ -65,23 +72,33 @@ def _sections_of_tasks(run: MultiTaskRun) -> Findings:
     tasks = run.model.model_dict
     training = run.training
     if not tasks:
-        yield error("model.model_dict", ": there is no task. Add the model of each, by its name.")
+        yield error(
+            "model.model_dict",
+            ": there is no task. Add the model of each, by its name.",
+        )
         return
     for place, section, needs_all in (
         ("training.data_dict", training.data_dict, True),
         ("loss_dict", run.loss_dict, False),
         ("validating.test_data_dict", run.validating.test_data_dict, False),
         ("training.model_prob", training.model_prob, bool(training.model_prob)),
-        ("training.num_epoch_dict", training.num_epoch_dict, bool(training.num_epoch_dict)),
+        (
+            "training.num_epoch_dict",
+            training.num_epoch_dict,
+            bool(training.num_epoch_dict),
+        ),
     ):
         for name in section:
             if name not in tasks:
                 yield error(
-                    f"{place}.{name}", f": no task of model.model_dict. There: {', '.join(tasks)}."
+                    f"{place}.{name}",
+                    f": no task of model.model_dict. There: {', '.join(tasks)}.",
                 )
         for name in tasks if needs_all else ():
             if name not in section:
-                yield error(place, f": task {name} of model.model_dict is missing. Add it.")
+                yield error(
+                    place, f": task {name} of model.model_dict is missing. Add it."
+                )
 
 
 def _shares(run: MultiTaskRun) -> Findings:
@@ -91,7 +108,10 @@ def _shares(run: MultiTaskRun) -> Findings:
             "training.model_prob",
             f": num_epoch_dict is given too, from which shares follow. {REMOVE_ONE}",
         )
-    for option, numbers in (("model_prob", run.task_weights), ("num_epoch_dict", run.task_epochs)):
+    for option, numbers in (
+        ("model_prob", run.task_weights),
+        ("num_epoch_dict", run.task_epochs),
+    ):
         for name in (name for name, number in numbers.items() if not number):
             yield warning(
                 f"training.{option}.{name}",
@@ -137,7 +157,10 @@ def _shared_parts(run: MultiTaskRun) -> Findings:
 
 def _case_embedding(run: MultiTaskRun) -> Findings:
     """Yield findings about ``dim_case_embd``: one number for all tasks, with room for each."""
-    sizes = {name: model.fitting_net.dim_case_embd for name, model in run.model.model_dict.items()}
+    sizes = {
+        name: model.fitting_net.dim_case_embd
+        for name, model in run.model.model_dict.items()
+    }
     largest = max(sizes.values(), default=0)
     # the vector of a task has a 1 at its own place, so that each task needs one
     expected = max(largest, len(sizes))
@@ -156,7 +179,11 @@ def _case_embedding(run: MultiTaskRun) -> Findings:
         models = [run.tasks[name].model for name in names if name in run.tasks]
         # finetune_bias other than auto shows that the user has thought of the methods of the labels
         is_chosen = any(model.finetune_bias != "auto" for model in models)
-        if len(models) > 1 and not models[0].fitting_net.dim_case_embd and not is_chosen:
+        if (
+            len(models) > 1
+            and not models[0].fitting_net.dim_case_embd
+            and not is_chosen
+        ):
             yield warning(
                 f"model.shared_dict.{key}",
                 f": the tasks {', '.join(names)} share this network and differ only in "

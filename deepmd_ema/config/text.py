@@ -49,7 +49,9 @@ def read_config_file(path: Path) -> tuple[Values, Lines]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file.{_inputs_near(path.parent)}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file (byte {error.start} is not UTF-8).") from None
+        raise ConfigError(
+            f"{path}: not a text file (byte {error.start} is not UTF-8)."
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
     if not text.strip():
@@ -65,7 +67,12 @@ def read_config_file(path: Path) -> tuple[Values, Lines]:
     else:
         values, lines = _parse_json(text, str(path))
     if not isinstance(values, dict):
-        names = {list: "a list [...]", str: "a text", bool: "true or false", type(None): "nothing"}
+        names = {
+            list: "a list [...]",
+            str: "a text",
+            bool: "true or false",
+            type(None): "nothing",
+        }
         raise ConfigError(
             f"{path}:1: expected an object {{...}} with the sections model, "
             "learning_rate, loss and training, found "
@@ -78,7 +85,9 @@ def _inputs_near(folder: Path) -> str:
     """Return a sentence with the inputs that are in the folder, or nothing."""
     try:
         names = sorted(
-            f.name for f in folder.iterdir() if f.suffix.lower() in JSON_SUFFIXES + YAML_SUFFIXES
+            f.name
+            for f in folder.iterdir()
+            if f.suffix.lower() in JSON_SUFFIXES + YAML_SUFFIXES
         )
     except OSError:
         return ""
@@ -125,7 +134,9 @@ def _parse_json(text: str, source: str) -> tuple[Any, Lines]:
     # json.loads takes NaN and Infinity, and calls this without the place
     def refuse_constant(name: str) -> NoReturn:
         pattern = re.compile(rf"(?<![\w\"]){name}")
-        line = next((n for n, t in enumerate(text.splitlines(), 1) if pattern.search(t)), 1)
+        line = next(
+            (n for n, t in enumerate(text.splitlines(), 1) if pattern.search(t)), 1
+        )
         raise ConfigError(
             f"{source}:{line}: {name} is no JSON number. Write a finite number, or null."
         )
@@ -134,8 +145,13 @@ def _parse_json(text: str, source: str) -> tuple[Any, Lines]:
         values = json.loads(text, parse_constant=refuse_constant)
         # json has no lines of keys, so that a valid text is read once more, token by token
         breaks = [match.start() for match in re.finditer("\n", text)]
-        tokens = ((match[0], bisect(breaks, match.start()) + 1) for match in _TOKEN.finditer(text))
-        return values, lines_of(_json_marks(*next(tokens), tokens, (), is_key=False), source)
+        tokens = (
+            (match[0], bisect(breaks, match.start()) + 1)
+            for match in _TOKEN.finditer(text)
+        )
+        return values, lines_of(
+            _json_marks(*next(tokens), tokens, (), is_key=False), source
+        )
     except json.JSONDecodeError as error:
         # the mistake may be at the end, behind the last line
         lines = [*text.splitlines(), ""]
@@ -155,7 +171,12 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[^\s,:{}\[\]"]+')
 
 
 def _json_marks(
-    token: str, line: int, tokens: Iterator[tuple[str, int]], place: Place, *, is_key: bool
+    token: str,
+    line: int,
+    tokens: Iterator[tuple[str, int]],
+    place: Place,
+    *,
+    is_key: bool,
 ) -> Marks:
     """Yield the marks of the value that begins with ``token``.
 
@@ -167,13 +188,19 @@ def _json_marks(
             if key == "}":
                 return
             yield from _json_marks(
-                next(tokens)[0], key_line, tokens, (*place, json.loads(key)), is_key=True
+                next(tokens)[0],
+                key_line,
+                tokens,
+                (*place, json.loads(key)),
+                is_key=True,
             )
     elif token == "[":
         for number, (item, item_line) in enumerate(tokens):
             if item == "]":
                 return
-            yield from _json_marks(item, item_line, tokens, (*place, number), is_key=False)
+            yield from _json_marks(
+                item, item_line, tokens, (*place, number), is_key=False
+            )
 
 
 def _json_hint(text: str, error: json.JSONDecodeError) -> str:
@@ -194,12 +221,24 @@ def _json_hint(text: str, error: json.JSONDecodeError) -> str:
         (rest.startswith("'"), 'texts stand in double quotes: "like this".'),
         (trailing, "a comma before the closing bracket. Remove the comma."),
         (rest.startswith(","), "a comma too many. Remove it."),
-        (re.match(r"(True|False|None)\b", rest), "write true, false and null in lower case."),
+        (
+            re.match(r"(True|False|None)\b", rest),
+            "write true, false and null in lower case.",
+        ),
         (re.match(r"[.+]\d", rest), "a number begins with a digit: 0.5, 5."),
         (not rest, "the text ends too early. A closing } or ] is missing."),
-        ("',' delimiter" in error.msg, "a comma or a closing bracket is missing before this."),
-        ("':' delimiter" in error.msg, "a colon is missing between a key and its value."),
-        ("property name" in error.msg, 'a key in double quotes is expected here: "key": value.'),
+        (
+            "',' delimiter" in error.msg,
+            "a comma or a closing bracket is missing before this.",
+        ),
+        (
+            "':' delimiter" in error.msg,
+            "a colon is missing between a key and its value.",
+        ),
+        (
+            "property name" in error.msg,
+            'a key in double quotes is expected here: "key": value.',
+        ),
         (
             "Extra data" in error.msg,
             "something follows after the end of the object. A closing } may be one too many.",
@@ -208,8 +247,12 @@ def _json_hint(text: str, error: json.JSONDecodeError) -> str:
             "Invalid control character" in error.msg,
             "a text is not closed on its line. A double quote is missing.",
         ),
-        ("Invalid \\escape" in error.msg, r"a backslash in a text is written twice: \\."),
+        (
+            "Invalid \\escape" in error.msg,
+            r"a backslash in a text is written twice: \\.",
+        ),
     ]
     return next(
-        (hint for applies, hint in hints if applies), f"{error.msg[0].lower()}{error.msg[1:]}."
+        (hint for applies, hint in hints if applies),
+        f"{error.msg[0].lower()}{error.msg[1:]}.",
     )

@@ -55,12 +55,16 @@ def parse_yaml(text: str, source: str) -> tuple[Any, Lines]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        lines = lines_of(_marks(node, (), node.start_mark.line, is_key=False), source, MAX_VALUES)
+        lines = lines_of(
+            _marks(node, (), node.start_mark.line, is_key=False), source, MAX_VALUES
+        )
         return loader.construct_document(node), lines
     except yaml.YAMLError as error:
         raise ConfigError(_message(text, error, source)) from None
     except RecursionError:
-        raise ConfigError(f"{source}: an anchor that contains itself, or {NEITHER}.") from None
+        raise ConfigError(
+            f"{source}: an anchor that contains itself, or {NEITHER}."
+        ) from None
     except (ValueError, KeyError, AttributeError) as error:
         # raised by constructors of tags: !!int x, !!bool x, !!timestamp x
         raise ConfigError(
@@ -78,12 +82,16 @@ def _marks(node: yaml.Node, place: Place, line: int, *, is_key: bool) -> Marks:
         is_key: whether it has a key that must be unique.
     """
     yield place, line + 1, is_key
-    for number, item in enumerate(node.value) if isinstance(node, yaml.SequenceNode) else ():
+    for number, item in (
+        enumerate(node.value) if isinstance(node, yaml.SequenceNode) else ()
+    ):
         yield from _marks(item, (*place, number), item.start_mark.line, is_key=False)
     for key, item in node.value if isinstance(node, yaml.MappingNode) else ():
         # `<<` may occur twice: it names no key but adds those of another mapping
         is_merged = key.tag == "tag:yaml.org,2002:merge"
-        yield from _marks(item, (*place, str(key.value)), key.start_mark.line, is_key=not is_merged)
+        yield from _marks(
+            item, (*place, str(key.value)), key.start_mark.line, is_key=not is_merged
+        )
 
 
 def _message(text: str, error: yaml.YAMLError, source: str) -> str:

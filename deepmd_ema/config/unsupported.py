@@ -37,7 +37,8 @@ class Unavailable:
         """Whether the value has no effect (true is not 1 here)."""
         # 1 == True in Python, but 1 is not the value of a switch
         return self.no_op_values is None or any(
-            value == h and isinstance(value, bool) == isinstance(h, bool) for h in self.no_op_values
+            value == h and isinstance(value, bool) == isinstance(h, bool)
+            for h in self.no_op_values
         )
 
 
@@ -48,18 +49,22 @@ _IN_DESCRIPTOR = (
     "descriptor (tebd_dim). Remove it."
 )
 _DPLR = "Train on energies and forces without the long-range part, and remove it."
-_GENERALIZED = "Generalized forces are not trained on. Remove it to train on energies and forces."
+_GENERALIZED = (
+    "Generalized forces are not trained on. Remove it to train on energies and forces."
+)
 
 # section -> key -> entry
 UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
     "": {
         "nvnmd": Unavailable(
-            (None, {}), "Only DeePMD-kit's TensorFlow backend has it, for special hardware."
+            (None, {}),
+            "Only DeePMD-kit's TensorFlow backend has it, for special hardware.",
         )
     },
     "model": {
         "shared_dict": Unavailable(
-            (None, {}), "Parts of one model do not share weights here; give each its sections."
+            (None, {}),
+            "Parts of one model do not share weights here; give each its sections.",
         ),
         "srtab_add_bias": Unavailable((None, True)),
         "compress": _EMPTY,
@@ -77,7 +82,9 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         ),
     },
     "loss": {
-        **dict.fromkeys(("start_pref_gf", "limit_pref_gf"), Unavailable((None, 0), _GENERALIZED)),
+        **dict.fromkeys(
+            ("start_pref_gf", "limit_pref_gf"), Unavailable((None, 0), _GENERALIZED)
+        ),
         "numb_generalized_coord": Unavailable((None, 0), _GENERALIZED),
         "enable_atom_ener_coeff": _OFF,
     },
@@ -99,7 +106,9 @@ REMOVED: dict[str, dict[str, Unavailable]] = {
     },
     "validating": {
         "physics": Unavailable(
-            (None,), "Remove it, and run `dp-ema test --physics` after training.", "was removed"
+            (None,),
+            "Remove it, and run `dp-ema test --physics` after training.",
+            "was removed",
         )
     },
 }
@@ -139,7 +148,9 @@ UNAVAILABLE_TYPES: dict[str, Names] = {
 
 # remedies for some of them
 _TENSORFLOW = "Only DeePMD-kit's TensorFlow backend has it"
-_EMBEDDED = f"{_TENSORFLOW}: se_atten_v2 distinguishes elements by an embedding as well."
+_EMBEDDED = (
+    f"{_TENSORFLOW}: se_atten_v2 distinguishes elements by an embedding as well."
+)
 INSTEAD_OF_TYPES: dict[str, str] = {
     **dict.fromkeys(("se_a_ebd", "se_a_ebd_v2", "se_a_tpe", "se_a_tpe_v2"), _EMBEDDED),
     **dict.fromkeys(("loc_frame", "se_a_mask", "pairwise_dprc"), f"{_TENSORFLOW}."),
@@ -181,7 +192,9 @@ def without_removed(values: Mapping[str, Any]) -> tuple[Values, list[str]]:
     for name, removed in REMOVED.items():
         section = values.get(name)
         if isinstance(section, Mapping):
-            config[name] = {key: value for key, value in section.items() if key not in removed}
+            config[name] = {
+                key: value for key, value in section.items() if key not in removed
+            }
             notes += [
                 f"{name}.{key} = {show(section[key])} in the checkpoint: the option "
                 f"{removed[key].reason}"
@@ -215,9 +228,19 @@ def unavailable_type(section: Place, name: Any) -> str | None:
         section: path of the section; a part of a hybrid descriptor is a descriptor.
         name: its ``type``.
     """
-    is_part = re.fullmatch(r"model\.models\[\d+\]", of_one_task(dotted(section))) is not None
-    path = "model.models" if is_part else re.sub(r"\.list\[\d+\]\Z", "", _of_standard(section))
-    return INSTEAD_OF_TYPES.get(name, "") if name in UNAVAILABLE_TYPES.get(path, ()) else None
+    is_part = (
+        re.fullmatch(r"model\.models\[\d+\]", of_one_task(dotted(section))) is not None
+    )
+    path = (
+        "model.models"
+        if is_part
+        else re.sub(r"\.list\[\d+\]\Z", "", _of_standard(section))
+    )
+    return (
+        INSTEAD_OF_TYPES.get(name, "")
+        if name in UNAVAILABLE_TYPES.get(path, ())
+        else None
+    )
 
 
 def _of_standard(path: Place) -> str:

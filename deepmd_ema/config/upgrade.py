@@ -73,7 +73,9 @@ _PLACES_TODAY: dict[str, Place] = {
 _OF_MODELS = {"use_compile": "enable_compile", "enable_tf32": "enable_tf32"}
 
 
-def upgrade(name: str, values: Any, lines: Mapping[Place, int]) -> tuple[Reading, tuple[Link, ...]]:
+def upgrade(
+    name: str, values: Any, lines: Mapping[Place, int]
+) -> tuple[Reading, tuple[Link, ...]]:
     """Return an input in today's sections, and the parts that its models share.
 
     Args:
@@ -102,7 +104,11 @@ def upgrade(name: str, values: Any, lines: Mapping[Place, int]) -> tuple[Reading
 
 def has_tasks(values: Any) -> bool:
     """Whether an input is one of several tasks."""
-    sections = (((), "loss_dict"), (("model",), "model_dict"), (("training",), "data_dict"))
+    sections = (
+        ((), "loss_dict"),
+        (("model",), "model_dict"),
+        (("training",), "data_dict"),
+    )
     return any(key in section_at(values, *path) for path, key in sections)
 
 
@@ -113,13 +119,18 @@ def _copied(values: Any, place: Place, reading: Reading) -> Any:
     change sections in place.
     """
     if isinstance(values, list):
-        return [_copied(value, (*place, number), reading) for number, value in enumerate(values)]
+        return [
+            _copied(value, (*place, number), reading)
+            for number, value in enumerate(values)
+        ]
     if not isinstance(values, Mapping):
         return copy.deepcopy(values)
     section = {}
     for key, value in values.items():
         if not isinstance(key, str):
-            reading.refuse((*place, str(key)), ": a key must be a text. Put it in quotes.")
+            reading.refuse(
+                (*place, str(key)), ": a key must be a text. Put it in quotes."
+            )
         elif not is_comment(key):
             section[key] = _copied(value, (*place, key), reading)
     return section
@@ -138,14 +149,17 @@ def _move_old_keys(reading: Reading) -> None:
             continue
         section = reading.values
         for part in new[:-1]:  # missing sections are added
-            section = section.setdefault(part, {}) if isinstance(section, dict) else None
+            section = (
+                section.setdefault(part, {}) if isinstance(section, dict) else None
+            )
         if not isinstance(section, dict):
             continue  # the section is refused as a whole
         value = training.pop(key)
         old = ("training", key)
         if new[-1] in section:
             reading.refuse(
-                old, f": the old place of {dotted(new)}, which is given too. Remove {dotted(old)}."
+                old,
+                f": the old place of {dotted(new)}, which is given too. Remove {dotted(old)}.",
             )
             continue
         # inputs with opt_type have these two in any case; `type` takes one spelling
@@ -155,9 +169,13 @@ def _move_old_keys(reading: Reading) -> None:
         # the key and its items have their lines at the new place too: a message names the new
         # place, at the line of the old one
         reading.lines |= {
-            (*new, *path[2:]): line for path, line in reading.lines.items() if path[:2] == old
+            (*new, *path[2:]): line
+            for path, line in reading.lines.items()
+            if path[:2] == old
         }
-        reading.notes.append(f"{dotted(old)} was moved to {dotted(new)}, its place today.")
+        reading.notes.append(
+            f"{dotted(old)} was moved to {dotted(new)}, its place today."
+        )
     folders: list[Place] = [
         (),
         *(("data_dict", task) for task in section_at(training, "data_dict")),
@@ -187,7 +205,10 @@ def _move_switches(reading: Reading) -> None:
     """
     training = reading.values.get("training")
     tasks = section_at(reading.values, "model", "model_dict")
-    places: list[Place] = [("model",), *(("model", "model_dict", task) for task in tasks)]
+    places: list[Place] = [
+        ("model",),
+        *(("model", "model_dict", task) for task in tasks),
+    ]
     for key, name in _OF_MODELS.items():
         new: Place = ("training", name)
         first = new  # path of the value that holds, for the message about another one
@@ -257,7 +278,9 @@ def _add_averages(reading: Reading) -> None:
                 )
     if is_validated and is_on is False:
         instead = (
-            ', and "full_validation": true in an entry of training.averaging' if entries else ""
+            ', and "full_validation": true in an entry of training.averaging'
+            if entries
+            else ""
         )
         reading.refuse(
             _SHORT_FORM["full_validation"],
@@ -290,7 +313,8 @@ def _add_averages(reading: Reading) -> None:
     point = ScheduleFreeProfile.type
     is_missing = all(isinstance(e, dict) and e.get("type") != point for e in entries)
     is_schedule_free = (
-        section_at(reading.values, "optimizer").get("type") == AdamWScheduleFreeConfig.type
+        section_at(reading.values, "optimizer").get("type")
+        == AdamWScheduleFreeConfig.type
     )
     if is_schedule_free and is_missing and is_section:
         # the averaged point is the result of this optimizer: it is validated where the live weights
@@ -326,7 +350,9 @@ def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
             f'"dpa1", ...}}}}.',
         )
     for_all = {key: model.pop(key) for key in list(model) if key != "model_dict"}
-    sections = {task: section for task, section in models.items() if isinstance(section, dict)}
+    sections = {
+        task: section for task, section in models.items() if isinstance(section, dict)
+    }
     for key, value in for_all.items():
         if sections and all(key in section for section in sections.values()):
             reading.unused.append(
@@ -351,11 +377,15 @@ def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
     return tuple(links)
 
 
-def _replace_names(reading: Reading, task: str, section: Values, shared: Any) -> Iterator[Link]:
+def _replace_names(
+    reading: Reading, task: str, section: Values, shared: Any
+) -> Iterator[Link]:
     """Put shared parts in the places of their names in the model of a task, and yield links."""
     parts = section_at(section, "descriptor").get("list")
     # container, key in it, and path of each value that may be a name
-    values: list[tuple[Any, Any, str]] = [(section, key, key) for key in PARTS if key in section]
+    values: list[tuple[Any, Any, str]] = [
+        (section, key, key) for key in PARTS if key in section
+    ]
     if isinstance(parts, list):
         values += [(parts, n, f"descriptor.list[{n}]") for n in range(len(parts))]
     for container, key, part in values:
@@ -371,10 +401,14 @@ def _replace_names(reading: Reading, task: str, section: Values, shared: Any) ->
             continue
         if name not in shared:
             names = list(shared)
-            advice = f"There: {', '.join(names)}." if names else "It is empty or missing."
+            advice = (
+                f"There: {', '.join(names)}." if names else "It is empty or missing."
+            )
             if close := close_names(name, names):
                 advice = f"Did you mean {' or '.join(close)}?"
-            reading.refuse(place, f" = {show(text)}: not in model.shared_dict. {advice}")
+            reading.refuse(
+                place, f" = {show(text)}: not in model.shared_dict. {advice}"
+            )
         elif suffix and suffix[0] not in levels:
             level_1 = " or 1 (the embedding of elements only)" if "1" in levels else ""
             expected = f"{name}, with level 0 (all of it){level_1} after a colon"
@@ -438,7 +472,9 @@ def _spell_out_bridging(reading: Reading) -> None:
                     section.pop(name, None)
 
 
-def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: Place) -> None:
+def _merge_parts(
+    reading: Reading, section: Values, parts: list[Values], place: Place
+) -> None:
     """Turn a section of type ``linear_ener`` with an ``inner_potential`` into a ``dpa4``."""
     # an empty shared_dict has no effect; another one is refused as an option of DeePMD-kit
     skipped = {"type", "models", "weights"}
@@ -449,11 +485,17 @@ def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: 
     section.clear()
     section.update({"type": "dpa4", **whole, "bridging_method": "zbl"})
     inner = [k for k, part in enumerate(parts) if part.get("type") == INNER]
-    learned = [k for k, part in enumerate(parts) if isinstance(part.get("descriptor"), dict)]
+    learned = [
+        k for k, part in enumerate(parts) if isinstance(part.get("descriptor"), dict)
+    ]
     if weights != "sum":
-        reading.refuse((*place, "weights"), f' = {show(weights)}: expected "sum" beside {INNER}.')
+        reading.refuse(
+            (*place, "weights"), f' = {show(weights)}: expected "sum" beside {INNER}.'
+        )
     if len(parts) != 2 or len(inner) != 1 or len(learned) != 1:
-        reading.refuse((*place, "models"), f": expected a model with a descriptor and one {INNER}.")
+        reading.refuse(
+            (*place, "models"), f": expected a model with a descriptor and one {INNER}."
+        )
         return
     part = parts[learned[0]]
     part_place = (*place, "models", learned[0])
@@ -470,7 +512,9 @@ def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: 
             continue
         # A config that DeePMD-kit has normalized has every option in the sum and in its parts: of
         # two values the one that is not the default was given.
-        if key not in whole or (whole[key] == default != value and key not in _OF_WHOLE):
+        if key not in whole or (
+            whole[key] == default != value and key not in _OF_WHOLE
+        ):
             section[key] = value
             reading.moved |= {(*place, key): (*part_place, key)}
         elif value not in (whole[key], None, default, []):

@@ -63,7 +63,9 @@ def recall_or_find(
         with atomic_write(folder / f"{key}.json") as part:
             part.write_text(json.dumps([digest, dated]), encoding="utf-8")
         with suppress(OSError):  # another run removes them at the same time
-            results = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+            results = sorted(
+                folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns
+            )
             for file in results[:-_MAX_RESULTS]:
                 file.unlink()
     except WriteError as error:
@@ -77,7 +79,9 @@ def recall_or_find(
 def recall(folder: Path, key: str) -> dict[str, Any] | None:
     """Return the result that was stored under a key; None without one, or if it was changed."""
     try:
-        digest, stored = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        digest, stored = json.loads(
+            (folder / f"{key}.json").read_text(encoding="utf-8")
+        )
         is_whole = digest == hashlib.sha256((key + stored).encode()).hexdigest()
         result: dict[str, Any] | None = json.loads(stored) if is_whole else None
         return result
@@ -96,7 +100,9 @@ def _key(files: Iterable[Path], about: Mapping[str, Any]) -> str | None:
         contents = [(str(path), file_digest(path)) for path in files]
     except OSError:
         return None
-    everything = json.dumps([__version__, _source_digest(), about, contents], sort_keys=True)
+    everything = json.dumps(
+        [__version__, _source_digest(), about, contents], sort_keys=True
+    )
     return hashlib.sha256(everything.encode()).hexdigest()[:32]
 
 
@@ -106,6 +112,7 @@ def _source_digest() -> str:
     # a version number alone is the same for many commits, which may check data differently
     files = sorted(_PACKAGE.rglob("*.py"))
     sources = [
-        (str(path.relative_to(_PACKAGE)), path.read_text(encoding="utf-8")) for path in files
+        (str(path.relative_to(_PACKAGE)), path.read_text(encoding="utf-8"))
+        for path in files
     ]
     return hashlib.sha256(json.dumps(sources).encode()).hexdigest()

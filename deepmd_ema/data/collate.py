@@ -28,7 +28,9 @@ from deepmd_ema.geometry import (
 # N atoms of a frame, K slots of a frame, M reverse slots, T types, S images; A, F, K of a batch as
 # in batch.py
 
-MAX_CACHE_BYTES = 4 << 30  # a 192-atom frame with 120 slots takes 150 kB: 28,000 of them
+MAX_CACHE_BYTES = (
+    4 << 30
+)  # a 192-atom frame with 120 slots takes 150 kB: 28,000 of them
 # atoms of an open frame whose pairs are found together with those of other frames of a batch
 MAX_ATOMS_TOGETHER = 64
 # images in the smallest block of cells around all that are needed: up to this number a table of the
@@ -148,7 +150,9 @@ def pair_frame(
     row = row_of_atom[i]
     column = row_of_atom[j]
     place = rank + (np.cumsum(slots) - slots)[section[sorter]]
-    table, image_of_pair = _images(np.take(pairs.shift, sorter, axis=0), frame.box, layout.rcut)
+    table, image_of_pair = _images(
+        np.take(pairs.shift, sorter, axis=0), frame.box, layout.rcut
+    )
     total = sum(slots)
     flat = row * total + place
     neighbor = np.repeat(np.arange(natoms, dtype=small_int(natoms)), total)
@@ -158,7 +162,9 @@ def pair_frame(
     coord = np.ascontiguousarray(frame.coord[order])
     inner, type_slots = [], tuple[int, ...]()
     for rcut, limit in layout.inner:
-        distance = np.linalg.norm(coord[column] - coord[row] + table[image_of_pair], axis=1)
+        distance = np.linalg.norm(
+            coord[column] - coord[row] + table[image_of_pair], axis=1
+        )
         # a neighbor at the cutoff itself may be inside of it in other arithmetic
         used = place[distance < rcut + 1e-6].max(initial=-1) + 1
         inner.append(min(*_rounded([used], [limit], round_to), total))
@@ -175,7 +181,9 @@ def pair_frame(
     sorter = stable_argsort(center, natoms)
     rank, counts = rank_in_group(center[sorter], natoms)
     reverse = np.full(
-        (natoms, -(-int(counts.max(initial=0)) // round_to) * round_to), natoms * total, np.int32
+        (natoms, -(-int(counts.max(initial=0)) // round_to) * round_to),
+        natoms * total,
+        np.int32,
     )
     reverse[center[sorter], rank] = by_slot[sorter]
     shape = (natoms, total)
@@ -216,13 +224,19 @@ class PairCache:
     def __init__(self, max_bytes: int | None = None, local_size: int = 1) -> None:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.max_bytes = (
-            min(MAX_CACHE_BYTES, memory // (4 * local_size)) if max_bytes is None else max_bytes
+            min(MAX_CACHE_BYTES, memory // (4 * local_size))
+            if max_bytes is None
+            else max_bytes
         )
         self.num_bytes = 0
-        self._frames: dict[tuple[FrameSource, int, NeighborLayout | None], PairedFrame | Frame] = {}
+        self._frames: dict[
+            tuple[FrameSource, int, NeighborLayout | None], PairedFrame | Frame
+        ] = {}
         self._lock = threading.Lock()
 
-    def get(self, system: FrameSource, index: int, layout: NeighborLayout) -> PairedFrame | Frame:
+    def get(
+        self, system: FrameSource, index: int, layout: NeighborLayout
+    ) -> PairedFrame | Frame:
         """Return frame ``index`` of ``system``, with its neighbors unless it is a molecule."""
         for key_layout in (layout, None):  # molecules are stored without a layout
             if (stored := self._frames.get((system, index, key_layout))) is not None:
@@ -233,7 +247,9 @@ class PairCache:
             entry = paired = pair_frame(frame, layout)
             num_bytes = paired.nbytes
         elif system.is_slow:
-            num_bytes = frame.coord.nbytes + sum(a.nbytes for a in frame.labels.values()) + 1024
+            num_bytes = (
+                frame.coord.nbytes + sum(a.nbytes for a in frame.labels.values()) + 1024
+            )
         else:
             return frame
         key = system, index, layout if isinstance(entry, PairedFrame) else None
@@ -248,7 +264,9 @@ class PairCache:
 
 
 def collate(
-    frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, labels: Sequence[str] = ()
+    frames: Sequence[Frame | PairedFrame],
+    layout: NeighborLayout,
+    labels: Sequence[str] = (),
 ) -> Batch:
     """Return ``frames`` as one batch.
 
@@ -263,20 +281,27 @@ def collate(
     """
     raw = [f.frame if isinstance(f, PairedFrame) else f for f in frames]
     num_atoms = np.array([f.num_atoms for f in raw])
-    if not any(isinstance(f, PairedFrame) for f in frames) and all(map(is_molecule, raw)):
+    if not any(isinstance(f, PairedFrame) for f in frames) and all(
+        map(is_molecule, raw)
+    ):
         # all molecules as one frame, in which no pair has atoms of two of them
         joined = Frame(
-            np.concatenate([f.coord for f in raw]), np.concatenate([f.atom_type for f in raw])
+            np.concatenate([f.coord for f in raw]),
+            np.concatenate([f.atom_type for f in raw]),
         )
         paired = [
             pair_frame(
                 joined,
                 layout,
-                lambda coord, box, rcut: find_pairs_of_molecules(coord, num_atoms, rcut),
+                lambda coord, box, rcut: find_pairs_of_molecules(
+                    coord, num_atoms, rcut
+                ),
             )
         ]
     else:
-        paired = [f if isinstance(f, PairedFrame) else pair_frame(f, layout) for f in frames]
+        paired = [
+            f if isinstance(f, PairedFrame) else pair_frame(f, layout) for f in frames
+        ]
     # rows of the batch that the rows of each frame become: by type, then by frame
     counts = np.stack([p.counts for p in paired])  # (F, T)
     start = (
@@ -284,7 +309,9 @@ def collate(
         - counts.T
         - (np.cumsum(counts, axis=1) - counts).T
     )
-    rows = [np.arange(c.sum()) + np.repeat(start[:, k], c) for k, c in enumerate(counts)]
+    rows = [
+        np.arange(c.sum()) + np.repeat(start[:, k], c) for k, c in enumerate(counts)
+    ]
     slots = tuple(max(widths) for widths in zip(*(p.slots for p in paired)))
     if len(paired) == 1:
         only = paired[0]
@@ -297,14 +324,21 @@ def collate(
         vector = np.zeros((all_atoms, total, 3))
         vector[:, :, 0] = 2 * layout.rcut
         reverse = np.full(
-            (all_atoms, max(p.reverse.shape[1] for p in paired)), all_atoms * total, np.int64
+            (all_atoms, max(p.reverse.shape[1] for p in paired)),
+            all_atoms * total,
+            np.int64,
         )
         for part, row in zip(paired, rows):
             # columns of the batch for those of the frame, whose sections may have fewer slots
             columns = np.concatenate(
-                [np.arange(n) + first for n, first in zip(part.slots, np.cumsum(slots) - slots)]
+                [
+                    np.arange(n) + first
+                    for n, first in zip(part.slots, np.cumsum(slots) - slots)
+                ]
             )
-            to_flat = np.append((row[:, None] * total + columns).ravel(), all_atoms * total)
+            to_flat = np.append(
+                (row[:, None] * total + columns).ravel(), all_atoms * total
+            )
             reverse[row, : part.reverse.shape[1]] = to_flat[part.reverse]
             where = row if len(columns) == total else np.ix_(row, columns)
             neighbor[where], vector[where] = row[part.neighbor], _vectors(part)
@@ -319,25 +353,38 @@ def collate(
             continue
         has_label[name] = _tensor(np.array(has, np.float64))
         parts = [
-            f.labels[name] if name in f.labels else np.zeros(label.shape_in_frame(f.num_atoms))
+            f.labels[name]
+            if name in f.labels
+            else np.zeros(label.shape_in_frame(f.num_atoms))
             for f in raw
         ]
         # pairs of atoms stay in the order of the files
-        values = np.concatenate(parts) if label.per_atom or label.per_pair else np.stack(parts)
-        label_values[name] = _tensor(np.take(values, order, axis=0) if label.per_atom else values)
+        values = (
+            np.concatenate(parts)
+            if label.per_atom or label.per_pair
+            else np.stack(parts)
+        )
+        label_values[name] = _tensor(
+            np.take(values, order, axis=0) if label.per_atom else values
+        )
     return Batch(
         type_counts=tuple(counts.sum(axis=0).tolist()),
         slots=slots,
-        type_slots=tuple(max(widths) for widths in zip(*(p.type_slots for p in paired))),
+        type_slots=tuple(
+            max(widths) for widths in zip(*(p.type_slots for p in paired))
+        ),
         inner=tuple(
-            (*limits, max(p.inner[k] for p in paired)) for k, limits in enumerate(layout.inner)
+            (*limits, max(p.inner[k] for p in paired))
+            for k, limits in enumerate(layout.inner)
         ),
         atom_type=_tensor(np.take(np.concatenate([f.atom_type for f in raw]), order)),
         atom_frame=_tensor(np.repeat(np.arange(len(raw)), num_atoms)[order]),
         atom_order=_tensor(order),
         num_atoms=_tensor(num_atoms),
         coord=_tensor(_by_row([p.coord for p in paired], rows)),
-        box=_tensor(np.stack([np.zeros((3, 3)) if f.box is None else f.box for f in raw])),
+        box=_tensor(
+            np.stack([np.zeros((3, 3)) if f.box is None else f.box for f in raw])
+        ),
         periodic=_tensor(np.array([f.box is not None for f in raw])),
         neighbor=_tensor(neighbor),
         vector=_tensor(vector),
@@ -358,8 +405,12 @@ def is_molecule(frame: Frame) -> bool:
     return bool(np.abs(frame.coord).max(initial=0.0) <= NEAR_ORIGIN)
 
 
-def _rounded(used: Iterable[int], limits: Iterable[int], round_to: int) -> tuple[int, ...]:
-    return tuple(min(limit, -(-int(n) // round_to) * round_to) for n, limit in zip(used, limits))
+def _rounded(
+    used: Iterable[int], limits: Iterable[int], round_to: int
+) -> tuple[int, ...]:
+    return tuple(
+        min(limit, -(-int(n) // round_to) * round_to) for n, limit in zip(used, limits)
+    )
 
 
 def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]:
@@ -374,7 +425,9 @@ def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]
     columns = np.ascontiguousarray(shift.T)  # (3, pairs)
     low = columns.min(axis=1)
     span = columns.max(axis=1) - low + 1.0  # a product of floats does not overflow
-    if span.prod() > _MAX_TABLE_IMAGES:  # atoms far outside of the cell, which need not be wrapped
+    if (
+        span.prod() > _MAX_TABLE_IMAGES
+    ):  # atoms far outside of the cell, which need not be wrapped
         images, image_of_pair = np.unique(shift, axis=0, return_inverse=True)
         return np.concatenate([empty, images @ box]), image_of_pair.ravel() + 1
     span = span.astype(np.int64)
@@ -389,7 +442,9 @@ def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]
 
 def _by_row(parts: Sequence[Array], rows: Sequence[Array]) -> Array:
     if len(parts) == 1:
-        return parts[0].copy()  # the frame stays in the cache, and a batch may be changed or pinned
+        return parts[
+            0
+        ].copy()  # the frame stays in the cache, and a batch may be changed or pinned
     out = np.empty((sum(len(p) for p in parts), *parts[0].shape[1:]), parts[0].dtype)
     for part, row in zip(parts, rows):
         out[row] = part
@@ -410,10 +465,14 @@ def conditions_of(frames: Sequence[Frame], order: Array) -> dict[str, torch.Tens
     out = {}
     for name in (FPARAM, APARAM):
         parts = [getattr(f, name) for f in frames if getattr(f, name) is not None]
-        assert len(parts) in (0, len(frames)), f"frames with and without {name} in one batch"
+        assert len(parts) in (0, len(frames)), (
+            f"frames with and without {name} in one batch"
+        )
         if parts:
             out[name] = _tensor(
-                np.stack(parts) if name == FPARAM else np.take(np.concatenate(parts), order, axis=0)
+                np.stack(parts)
+                if name == FPARAM
+                else np.take(np.concatenate(parts), order, axis=0)
             )
     return out
 

@@ -20,7 +20,12 @@ from deepmd_ema.data.formats.discover import repeated, selected_elements, split_
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts
 from deepmd_ema.data.formats.programs import needs_conversion, recognized
-from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, labels_of
+from deepmd_ema.data.formats.properties import (
+    Inventory,
+    StoredFrame,
+    kind_of,
+    labels_of,
+)
 from deepmd_ema.data.formats.system import TYPES
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
 from deepmd_ema.data.split import FrameTable, split_frames
@@ -44,7 +49,9 @@ _MODELS = (
     ".savedmodel",
     ".jax",
 )
-Predictor: TypeAlias = Callable[[StoredFrame, "Array | None", "Array | None"], Mapping[str, Array]]
+Predictor: TypeAlias = Callable[
+    [StoredFrame, "Array | None", "Array | None"], Mapping[str, Array]
+]
 """Returns energy (), force (N, 3) and virial (9,) of a model, by label.
 
 Arguments are a frame, its fparam and its aparam.
@@ -134,7 +141,9 @@ def convert_data(
         )
     out = Path(output)
     paths = (
-        [out, out.with_stem(f"{out.stem}_validation")] if validation and is_xyz(output) else [out]
+        [out, out.with_stem(f"{out.stem}_validation")]
+        if validation and is_xyz(output)
+        else [out]
     )
     for path in paths:
         if path.exists() or path.is_symlink():
@@ -148,7 +157,9 @@ def convert_data(
             "any size."
         )
     # --units is refused before files are read, which may take minutes
-    length, _, energy = ("angstrom,eV" if units is None else units).lower().partition(",")
+    length, _, energy = (
+        ("angstrom,eV" if units is None else units).lower().partition(",")
+    )
     if length not in LENGTHS or energy not in ENERGIES:
         raise UserError(
             f"--units {units}: expected a length ({', '.join(LENGTHS)}) and an energy (eV, "
@@ -170,18 +181,28 @@ def convert_data(
             dict.fromkeys(line.strip() for line in lines if line.startswith("  by "))
         )
         bad = "".join(
-            f" {line.strip()}." for line in lines if line.startswith("  warning: left out")
+            f" {line.strip()}."
+            for line in lines
+            if line.startswith("  warning: left out")
         )
-        what = f"{', '.join(inputs)}: no frame has an energy or forces (read {read_by})."
+        what = (
+            f"{', '.join(inputs)}: no frame has an energy or forces (read {read_by})."
+        )
         raise DataError(f"{what}{bad or ' Is the format right?'}")
     # elements in the order in which frames name them first
-    type_map = tuple(dict.fromkeys(symbol for frame in frames for symbol in frame.symbols))
+    type_map = tuple(
+        dict.fromkeys(symbol for frame in frames for symbol in frame.symbols)
+    )
     parts = [frames]
     if validation:
         table = FrameTable()
         for _, group in groupby(frames, key=attrgetter("file")):
             members = list(group)
-            table.add(_chunks(members, type_map), len(type_map), [frame.kind for frame in members])
+            table.add(
+                _chunks(members, type_map),
+                len(type_map),
+                [frame.kind for frame in members],
+            )
         try:
             split = split_frames(table, validation, seed)
         except DataError as error:
@@ -190,11 +211,18 @@ def convert_data(
             [frame for frame, is_chosen in zip(frames, split.mask) if is_chosen == kind]
             for kind in (False, True)
         ]
-        lines += [*split.lines, *(f"warning: {finding}" for finding in split.findings())]
+        lines += [
+            *split.lines,
+            *(f"warning: {finding}" for finding in split.findings()),
+        ]
     if is_xyz(output):
         return lines + _write_files(dict(zip(paths, parts)))
-    if not mixed and any(list(f.symbols) != sorted(f.symbols, key=type_map.index) for f in frames):
-        lines.append(f"the atoms of a frame are sorted by element: {' '.join(type_map)}")
+    if not mixed and any(
+        list(f.symbols) != sorted(f.symbols, key=type_map.index) for f in frames
+    ):
+        lines.append(
+            f"the atoms of a frame are sorted by element: {' '.join(type_map)}"
+        )
     names = ("train", "validation") if validation else ("",)
     with writing(out):  # the folder appears when it is complete
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -219,7 +247,9 @@ def _read(
     names = list[str]()
     num_empty = 0
     # where a model predicts the labels, only parameters and weights are those of the files
-    wanted = (*LABELS, FPARAM, APARAM) if predict is None else (FPARAM, APARAM, *WEIGHTS)
+    wanted = (
+        (*LABELS, FPARAM, APARAM) if predict is None else (FPARAM, APARAM, *WEIGHTS)
+    )
     for address in inputs:
         with collect_problems(problems):
             # numbers are unique, as each part adds a line or more
@@ -227,44 +257,64 @@ def _read(
             for number, (name, inventory, stored) in enumerate(parts, len(lines)):
                 names.append(name)
                 num_atoms = counted(sum(len(frame.symbols) for frame in stored), "atom")
-                lines.append(f"read {name}: {counted(inventory.num_frames, 'frame')}, {num_atoms}")
+                lines.append(
+                    f"read {name}: {counted(inventory.num_frames, 'frame')}, {num_atoms}"
+                )
                 not_finite = list[str]()
                 factors, about_units = _factors(name, inventory, stored, units)
                 for index, frame in enumerate(stored):
-                    with collect_problems(problems, f"{name}: frame {index} (from 0): "):
+                    with collect_problems(
+                        problems, f"{name}: frame {index} (from 0): "
+                    ):
                         arrays = labels_of(frame, inventory.sources(frame), wanted)
                         arrays[COORD] = frame.coord
                         if frame.box is not None:
                             arrays[BOX] = frame.box
                         arrays = {
-                            n: a * factors[n] if n in factors else a for n, a in arrays.items()
+                            n: a * factors[n] if n in factors else a
+                            for n, a in arrays.items()
                         }
                         if predict is not None:
                             # the model expects angstrom
-                            converted = replace(frame, coord=arrays[COORD], box=arrays.get(BOX))
-                            arrays |= predict(converted, arrays.get(FPARAM), arrays.get(APARAM))
+                            converted = replace(
+                                frame, coord=arrays[COORD], box=arrays.get(BOX)
+                            )
+                            arrays |= predict(
+                                converted, arrays.get(FPARAM), arrays.get(APARAM)
+                            )
                         # one calculation that diverged does not make the others useless
                         if bad := [
-                            n for n, array in arrays.items() if not np.isfinite(array).all()
+                            n
+                            for n, array in arrays.items()
+                            if not np.isfinite(array).all()
                         ]:
                             not_finite.append(f"{index} ({', '.join(bad)})")
                             continue
                         # weights of frames are labels without errors, and teach a model nothing
-                        if not any(LABELS[name].errors for name in arrays if name in LABELS):
+                        if not any(
+                            LABELS[name].errors for name in arrays if name in LABELS
+                        ):
                             num_empty += 1
                             continue
                         frames.append(
-                            _Labelled(number, kind_of(frame), tuple(frame.symbols), arrays)
+                            _Labelled(
+                                number, kind_of(frame), tuple(frame.symbols), arrays
+                            )
                         )
                 lines += [f"  {line}" for line in (*about_units, *inventory.lines())]
                 if not_finite:
                     listed = (
-                        f"{counted(len(not_finite), 'frame')} (from 0): {first_few(not_finite)}"
+                        f"{counted(len(not_finite), 'frame')} (from 0): "
+                        f"{first_few(not_finite)}"
                     )
-                    lines.append(f"  warning: left out, since numbers are not finite: {listed}")
+                    lines.append(
+                        f"  warning: left out, since numbers are not finite: {listed}"
+                    )
     DataError.raise_if_any(problems)
     if num_empty:
-        lines.append(f"left out: {counted(num_empty, 'frame')} without energy and forces")
+        lines.append(
+            f"left out: {counted(num_empty, 'frame')} without energy and forces"
+        )
     return frames, [*(f"warning: {finding}" for finding in repeated(names)), *lines]
 
 
@@ -375,9 +425,13 @@ def _write_files(parts: Mapping[Path, Sequence[_Labelled]]) -> list[str]:
         for path, frames in parts.items():
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            with written.enter_context(atomic_write(path)).open("w", encoding="utf-8") as file:
+            with written.enter_context(atomic_write(path)).open(
+                "w", encoding="utf-8"
+            ) as file:
                 for number, frame in enumerate(frames):
-                    with collect_problems(problems, f"{path}: frame {number} (from 0): "):
+                    with collect_problems(
+                        problems, f"{path}: frame {number} (from 0): "
+                    ):
                         file.write(frame_text(frame.symbols, frame.arrays, frame.kind))
                     DataError.raise_if_any(problems)
             lines.append(
@@ -403,7 +457,9 @@ def _write_part(
     lines = list[str]()
     used = set[str]()
     for (name, periodic), members in groups.items():
-        place = re.sub(r"[^A-Za-z0-9_+-]", "_", name) + ("_open" if not periodic else "")
+        place = re.sub(r"[^A-Za-z0-9_+-]", "_", name) + (
+            "_open" if not periodic else ""
+        )
         # file systems may not distinguish small and capital letters: CO and Co
         if place.lower() in used or len(place) > _MAX_FORMULA_CHARACTERS:
             place = f"system.{len(used):04d}"
@@ -417,8 +473,12 @@ def _write_part(
         # type.raw a row of 0 and types in real_atom_types.npy
         order = np.argsort(types * (not mixed), axis=1, kind="stable")  # (frames, N)
         stored = np.zeros(types.shape[1], int) if mixed else np.sort(types[0])
-        (system / "type.raw").write_text(" ".join(map(str, stored)) + "\n", encoding="utf-8")
-        (system / "type_map.raw").write_text("\n".join(type_map) + "\n", encoding="utf-8")
+        (system / "type.raw").write_text(
+            " ".join(map(str, stored)) + "\n", encoding="utf-8"
+        )
+        (system / "type_map.raw").write_text(
+            "\n".join(type_map) + "\n", encoding="utf-8"
+        )
         if not periodic:
             (system / "nopbc").touch()
         sets: dict[tuple[str, ...], list[int]] = {}  # one for each kind of labels
@@ -450,7 +510,10 @@ def _write_part(
 
 
 def _describe_labels(frames: Sequence[_Labelled]) -> str:
-    counts = Counter(name for frame in frames for name in frame.arrays if name not in (COORD, BOX))
+    counts = Counter(
+        name for frame in frames for name in frame.arrays if name not in (COORD, BOX)
+    )
     return ", ".join(
-        n if c == len(frames) else f"{n} ({counted(c, 'frame')})" for n, c in counts.items()
+        n if c == len(frames) else f"{n} ({counted(c, 'frame')})"
+        for n, c in counts.items()
     )

@@ -75,15 +75,18 @@ class Loader:
         # collected, so that __del__ would never stop the thread.
         def batch(n: int) -> Batch:
             frames = collate(
-                [pairs.get(systems[system], k, layout) for system, k in sampler.batch(n)],
+                [
+                    pairs.get(systems[system], k, layout)
+                    for system, k in sampler.batch(n)
+                ],
                 layout,
                 labels,
             )
             return frames.as_padding() if sampler.is_repeat(n) else frames
 
         self.batch, self.pad = batch, pad
-        self._prepare: Callable[[int, Pad | None], Batch | PackedBatch] = lambda n, pad: _prepared(
-            batch(n), pin, pad
+        self._prepare: Callable[[int, Pad | None], Batch | PackedBatch] = (
+            lambda n, pad: _prepared(batch(n), pin, pad)
         )
         self._prefetch = prefetch
         # on a CPU more threads would take the cores of the steps
@@ -93,19 +96,27 @@ class Loader:
 
     def frames_at(self, n: int) -> tuple[tuple[str, int], ...]:
         """Return the origin of the frames of batch ``n``: (system, frame number)."""
-        return tuple(self.systems[system].frame(k).source for system, k in self.sampler.batch(n))
+        return tuple(
+            self.systems[system].frame(k).source for system, k in self.sampler.batch(n)
+        )
 
     def __iter__(self) -> Iterator[Batch | PackedBatch]:
         return self
 
     def __next__(self) -> Batch | PackedBatch:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(self._num_threads, thread_name_prefix="dp-ema-loader")
+            self._thread = ThreadPoolExecutor(
+                self._num_threads, thread_name_prefix="dp-ema-loader"
+            )
         while len(self._ahead) <= self._prefetch:
             self._ahead.append(
-                self._thread.submit(self._prepare, self.position + len(self._ahead), self.pad)
+                self._thread.submit(
+                    self._prepare, self.position + len(self._ahead), self.pad
+                )
             )
-        batch = self._ahead[0].result()  # a batch with an error stays, and is raised again
+        batch = self._ahead[
+            0
+        ].result()  # a batch with an error stays, and is raised again
         self._ahead.popleft()
         self.position += 1
         return batch
@@ -118,7 +129,9 @@ class Loader:
     def close(self) -> None:
         """Stop the thread; ``next`` starts a new one."""
         if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)  # waits for the batch that it is making
+            self._thread.shutdown(
+                cancel_futures=True
+            )  # waits for the batch that it is making
             self._thread = None
             self._ahead.clear()
 
@@ -153,12 +166,17 @@ def sequential_batches(
     """
     # frames that are read once need no cache
     cache = cache if cache is not None else PairCache(max_bytes=0)
-    chosen = [range(system.num_frames) for system in systems] if frames is None else frames
+    chosen = (
+        [range(system.num_frames) for system in systems] if frames is None else frames
+    )
     remaining = (
-        (system, int(k)) for system, indices in zip(systems, chosen, strict=True) for k in indices
+        (system, int(k))
+        for system, indices in zip(systems, chosen, strict=True)
+        for k in indices
     )
     sizes = [
-        system.frame_sizes[np.asarray(indices, int)] for system, indices in zip(systems, chosen)
+        system.frame_sizes[np.asarray(indices, int)]
+        for system, indices in zip(systems, chosen)
     ]
     edges = batch_edges(np.concatenate([np.zeros(0, int), *sizes]), max_atoms)
     # each rank takes the frames of all batches from the iterator, but reads those of its share only
@@ -166,13 +184,17 @@ def sequential_batches(
         group = list(islice(remaining, last - first))
         if number % world_size == rank:
             yield collate(
-                [cache.get(system, k, layout) for system, k in group], layout, labels=labels
+                [cache.get(system, k, layout) for system, k in group],
+                layout,
+                labels=labels,
             )
 
 
 def num_batches(systems: Sequence[FrameSource], max_atoms: int = MAX_ATOMS) -> int:
     """Return the number of batches of :func:`sequential_batches`, of all ranks together."""
-    sizes = np.concatenate([np.zeros(0, int), *(system.frame_sizes for system in systems)])
+    sizes = np.concatenate(
+        [np.zeros(0, int), *(system.frame_sizes for system in systems)]
+    )
     return len(batch_edges(sizes, max_atoms)) - 1
 
 

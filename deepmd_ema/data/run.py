@@ -44,11 +44,16 @@ from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config import InputFile, RunConfig, TaskConfig
-    from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
+    from deepmd_ema.config.schema.training import (
+        TrainingDataConfig,
+        ValidationDataConfig,
+    )
 
 logger = logging.getLogger(__name__)
 
-MIN_BRIDGED_DISTANCE = 0.01  # angstrom; the energy of bridging is finite but for atoms in one place
+MIN_BRIDGED_DISTANCE = (
+    0.01  # angstrom; the energy of bridging is finite but for atoms in one place
+)
 # bytes of a file that ranks compare, in about a second; of a larger file they compare parts
 COMPARED_BYTES = 1 << 30
 # factor of steps before they are rounded up: a share of the steps is rounded itself
@@ -67,7 +72,9 @@ class TaskData(NamedTuple):
     test: list[FrameSource]
 
 
-def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> dict[str, TaskData]:
+def open_run(
+    config: RunConfig, results: Mapping[str, Path] | None = None
+) -> dict[str, TaskData]:
     """Return the data of every task, without training frames in which atoms are too close.
 
     Args:
@@ -95,7 +102,10 @@ def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> di
             if options is not None:
                 with collect_problems(problems):
                     sources += open_systems(
-                        options.systems, spec, options.rglob_patterns, f"{where}.systems"
+                        options.systems,
+                        spec,
+                        options.rglob_patterns,
+                        f"{where}.systems",
                     )
         if task.data.training_data.min_pair_dist:
             with collect_problems(problems):
@@ -121,7 +131,9 @@ def checked_config(file: InputFile) -> RunConfig:
 def _mistakes_in_data(config: RunConfig) -> list[Finding]:
     """Return the errors of the data of a run in which defaults are in place of wrong options."""
     models = [task.model for task in config.tasks.values()]
-    if any(finding.severity == ERROR for model in models for finding in model.findings()):
+    if any(
+        finding.severity == ERROR for model in models for finding in model.findings()
+    ):
         return []  # such as a list of neighbors without a number for each element
     try:
         data = open_run(config)
@@ -170,7 +182,9 @@ def choose_validation(
             "validation": [fraction, split_seed],
         }
         split = partial(_split, train, len(task.model.type_map), fraction, split_seed)
-        with collect_problems(problems, f"{task.place('training')}.validation_fraction: "):
+        with collect_problems(
+            problems, f"{task.place('training')}.validation_fraction: "
+        ):
             folder = results[name] if results is not None else None
             stored = recall_or_find(folder, files, about, split)
             splits[name] = Split(*(stored[part] for part in Split._fields))
@@ -209,9 +223,15 @@ def split_off(
                 if mask.all():
                     lost.append(source.name)
                 continue
-            parts.train.append(FrameSubset(source, np.flatnonzero(~mask), "training part"))
-            parts.valid.append(FrameSubset(source, np.flatnonzero(mask), "validation part"))
-        reason = _Reason("validation_fraction", "are for validation", "Use another seed")
+            parts.train.append(
+                FrameSubset(source, np.flatnonzero(~mask), "training part")
+            )
+            parts.valid.append(
+                FrameSubset(source, np.flatnonzero(mask), "validation part")
+            )
+        reason = _Reason(
+            "validation_fraction", "are for validation", "Use another seed"
+        )
         _lost_systems(config.tasks[name], lost, parts.train, reason)
         divided[name] = parts
     return divided
@@ -225,10 +245,13 @@ def open_split(config: RunConfig, with_test: bool = False) -> dict[str, TaskData
     """
     if not with_test:
         config = replace(
-            config, validating=replace(config.validating, test_data=None, test_data_dict={})
+            config,
+            validating=replace(config.validating, test_data=None, test_data_dict={}),
         )
     opened = open_run(config)
-    return split_off(config, opened, choose_validation(config, opened, config.training.seed or 0))
+    return split_off(
+        config, opened, choose_validation(config, opened, config.training.seed or 0)
+    )
 
 
 def _without_close_pairs(
@@ -243,25 +266,34 @@ def _without_close_pairs(
         """Return the numbers of frames with atoms that are too close, in JSON values."""
         close = list[int]()
         for index in range(source.num_frames):
-            with suppress(DataError):  # the check of the data reports frames with faults
+            with suppress(
+                DataError
+            ):  # the check of the data reports frames with faults
                 frame = source.frame(index)
                 # a cutoff far below the distances in matter would make too many cells
                 if np.any(
-                    find_pairs_once(frame.coord, frame.box, max(bound, 1.0)).distance < bound
+                    find_pairs_once(frame.coord, frame.box, max(bound, 1.0)).distance
+                    < bound
                 ):
                     close.append(index)
         return {"close": close}
 
     for source in sources:
-        about = {"source": source.name, "frames": source.num_frames, "closer than": bound}
-        close = recall_or_find(results, source.files(), about, partial(close_frames, source))[
-            "close"
-        ]
+        about = {
+            "source": source.name,
+            "frames": source.num_frames,
+            "closer than": bound,
+        }
+        close = recall_or_find(
+            results, source.files(), about, partial(close_frames, source)
+        )["close"]
         if not close:
             remaining.append(source)
         elif len(close) < source.num_frames:
             rest = FrameSubset(source, np.delete(np.arange(source.num_frames), close))
-            left_out = f"leaves out {len(close):,} of {counted(source.num_frames, 'frame')}"
+            left_out = (
+                f"leaves out {len(close):,} of {counted(source.num_frames, 'frame')}"
+            )
             rest.notes = [
                 *source.notes,
                 f"{left_out}: two atoms are closer than min_pair_dist = {bound:g} angstrom",
@@ -303,7 +335,8 @@ def _lost_systems(
     """
     options = task.data.training_data
     place = (
-        f"{task.place('training')}.{reason.option}: all frames of {first_few(lost)} {reason.why}"
+        f"{task.place('training')}.{reason.option}: all frames of "
+        f"{first_few(lost)} {reason.why}"
     )
     if lost and not remaining:
         raise DataError(f"{place}. {reason.advice}.")
@@ -331,14 +364,17 @@ def content_of(data: Mapping[str, TaskData]) -> dict[str, Any]:
 
     contents: dict[str, Any] = {}
     for source in itertools.chain.from_iterable(itertools.chain(*data.values())):
-        sizes = hashlib.sha256(np.asarray(source.frame_sizes, np.int64).tobytes()).hexdigest()
+        sizes = hashlib.sha256(
+            np.asarray(source.frame_sizes, np.int64).tobytes()
+        ).hexdigest()
         contents |= {
             f"{source.name}: frames": source.num_frames,
             f"{source.name}: sizes of frames": sizes,
         }
         # without the folders: each machine may have its own copy
         contents |= {
-            f"{source.name}: {'/'.join(path.parts[-2:])}": digest(path) for path in source.files()
+            f"{source.name}: {'/'.join(path.parts[-2:])}": digest(path)
+            for path in source.files()
         }
     return contents
 
@@ -348,7 +384,9 @@ def digest_of(sources: Sequence[FrameSource]) -> str:
 
     It does not depend on the paths of the sources.
     """
-    digest = cache(partial(file_digest, most=COMPARED_BYTES))  # many systems may be in one file
+    digest = cache(
+        partial(file_digest, most=COMPARED_BYTES)
+    )  # many systems may be in one file
     contents = list[list[Any]]()
     for source in sources:
         group = split_address(source.name)[1]
@@ -356,7 +394,9 @@ def digest_of(sources: Sequence[FrameSource]) -> str:
             contents.append([group, source.num_frames, *map(digest, source.files())])
         except OSError:
             return ""
-    return hashlib.sha256(json.dumps([contents, _parts(sources)]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([contents, _parts(sources)]).encode()).hexdigest()[
+        :16
+    ]
 
 
 def difference(content: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
@@ -373,7 +413,9 @@ def difference(content: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
     return ""
 
 
-def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) -> DataReport:
+def check_task(
+    task: TaskConfig, data: TaskData, results: Path | None = None
+) -> DataReport:
     """Return the report of the checks of the data of one task: findings and a summary.
 
     Args:
@@ -389,7 +431,9 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     chosen = task.data.training_data.min_pair_dist
     weights = WEIGHTS if task.data.training_data.frame_weights else ()
     # frames in which atoms are closer than a larger min_pair_dist are left out
-    least = min(chosen or math.inf, MIN_DISTANCE if bridging is None else MIN_BRIDGED_DISTANCE)
+    least = min(
+        chosen or math.inf, MIN_DISTANCE if bridging is None else MIN_BRIDGED_DISTANCE
+    )
     report: DataReport | None = None
 
     def check() -> dict[str, Any]:
@@ -414,7 +458,9 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     about = {  # the options that change the result
         "task": task.name,
         "model": data_options(model),
-        "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
+        "systems": [
+            [source.name, source.num_frames, list(source.unread)] for source in sources
+        ],
         "parts": _parts(sources),
         "validation": [len(data.valid), len(data.test)],
         "labels": [*task.labels, *weights],
@@ -438,17 +484,24 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
 
 def _parts(sources: Sequence[FrameSource]) -> list[list[int]]:
     """Return the numbers of the frames of sources that are parts of others."""
-    return [source.numbers.tolist() for source in sources if isinstance(source, FrameSubset)]
+    return [
+        source.numbers.tolist() for source in sources if isinstance(source, FrameSubset)
+    ]
 
 
-def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iterator[Finding]:
+def _task_findings(
+    task: TaskConfig, data: TaskData, report: DataReport
+) -> Iterator[Finding]:
     """Yield findings about sources, weights of frames, and options that do not fit the data."""
     wholes = [dict.fromkeys(source.whole for source in part) for part in data]
     texts = [text for part in data for source in part for text in source.warnings]
     for text in dict.fromkeys(texts):
         yield warning("", text)
     # both parts of a system that was split are of one source, which is listed once
-    listed = [[s.name for s in part if part is wholes[0] or s not in wholes[0]] for part in wholes]
+    listed = [
+        [s.name for s in part if part is wholes[0] or s not in wholes[0]]
+        for part in wholes
+    ]
     yield from repeated(*listed)
     options = task.data.training_data
     place = f"{task.place('training')}.training_data.frame_weights"
@@ -456,7 +509,9 @@ def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iter
     if systems:
         number = f"{len(systems)} of {counted(len(data.train), 'system')} (first: {systems[0]})"
         yield note(place, f" is false: the weights of frames in {number} are not used")
-    weighted = [scan for scan in report.training if any(map(scan.label_frames.get, WEIGHTS))]
+    weighted = [
+        scan for scan in report.training if any(map(scan.label_frames.get, WEIGHTS))
+    ]
     if options.frame_weights and not weighted:
         names = ", ".join(f"set.*/{name}.npy" for name in WEIGHTS)
         yield warning(
@@ -465,7 +520,9 @@ def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iter
             f"Expected weight or config_weight in extended XYZ, or {names}.",
         )
     for name in WEIGHTS if options.frame_weights else ():
-        chunks = (chunk.arrays for source in data.train for chunk in source.chunks((name,)))
+        chunks = (
+            chunk.arrays for source in data.train for chunk in source.chunks((name,))
+        )
         parts = [arrays[name] for arrays in chunks if name in arrays]
         if parts:
             weights = np.concatenate(parts)
@@ -477,9 +534,13 @@ def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iter
                 f"mean {weights.mean():.4g}, zero in {zero}",
             )
     excluded = task.model.excluded_types
-    yield from elements_without_tensors(report.training, task.labels, task.model.type_map, excluded)
+    yield from elements_without_tensors(
+        report.training, task.labels, task.model.type_map, excluded
+    )
     bridging = task.model.bridging
-    nearest = report.neighbors.min_distance if report.neighbors is not None else math.inf
+    nearest = (
+        report.neighbors.min_distance if report.neighbors is not None else math.inf
+    )
     # frames with a smaller distance than min_pair_dist are left out already
     nearest_in_use = max(options.min_pair_dist, nearest)
     # nearer than this, distances are clamped to a constant
@@ -508,7 +569,12 @@ def build_sampler(
     frames = [system.num_frames for system in systems]
     natoms = [system.frame_sizes for system in systems]
     return Sampler(
-        frames, natoms, options.batch_size, options.auto_prob, options.sys_probs, **settings
+        frames,
+        natoms,
+        options.batch_size,
+        options.auto_prob,
+        options.sys_probs,
+        **settings,
     )
 
 
@@ -550,7 +616,9 @@ class RunLength(NamedTuple):
     steps_per: Mapping[str, float]
 
 
-def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int = 1) -> RunLength:
+def run_length(
+    config: RunConfig, data: Mapping[str, TaskData], num_ranks: int = 1
+) -> RunLength:
     """Return the length of a run.
 
     Args:
@@ -578,10 +646,14 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
     shares = {name: weights[name] / total for name in data}
     # tasks without a share have no steps, and set no length
     drawn = {name: sampler for name, sampler in samplers.items() if shares[name]}
-    epochs_of = config.task_epochs or dict.fromkeys(data, config.training.numb_epoch or 0)
+    epochs_of = config.task_epochs or dict.fromkeys(
+        data, config.training.numb_epoch or 0
+    )
     num_steps = config.training.numb_steps or max(
         math.ceil(
-            sampler.batches_for_epochs(epochs_of[name]) / (shares[name] * batches_per_step) * _SLACK
+            sampler.batches_for_epochs(epochs_of[name])
+            / (shares[name] * batches_per_step)
+            * _SLACK
         )
         for name, sampler in drawn.items()
     )
@@ -602,11 +674,17 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
         for name, sampler in drawn.items()
     )
     frames = sum(task.share * task.frames for task in tasks.values() if task.share)
-    steps_per = {"steps": 1.0, "frames": 1 / frames, "epochs": epoch_batches / batches_per_step}
+    steps_per = {
+        "steps": 1.0,
+        "frames": 1 / frames,
+        "epochs": epoch_batches / batches_per_step,
+    }
     return RunLength(num_steps, tasks, frames, steps_per)
 
 
-def with_neighbors(config: RunConfig, neighbors: Mapping[str, NeighborStatistics]) -> RunConfig:
+def with_neighbors(
+    config: RunConfig, neighbors: Mapping[str, NeighborStatistics]
+) -> RunConfig:
     """Return the config with ``sel: auto`` as numbers, from the neighbors in each task's data."""
     models = {}
     for name, task in config.tasks.items():
@@ -616,5 +694,7 @@ def with_neighbors(config: RunConfig, neighbors: Mapping[str, NeighborStatistics
                 NeighborStatistics.with_counts_of,
                 [neighbors[other] for other in config.sharing_with(name)],
             )
-            models[name] = task.model.with_descriptor(task.model.descriptor.with_neighbors(shared))
+            models[name] = task.model.with_descriptor(
+                task.model.descriptor.with_neighbors(shared)
+            )
     return config.with_models(models) if models else config

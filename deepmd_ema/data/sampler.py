@@ -109,7 +109,9 @@ class Sampler:
         rule = BatchSizeRule(batch_size) if isinstance(batch_size, str) else None
         self._is_mixed = rule is not None and rule.is_mixed
         # largest number of atoms in a batch of mix:N
-        self._most_atoms = rule.number if rule is not None and rule.kind == "mix" else None
+        self._most_atoms = (
+            rule.number if rule is not None and rule.kind == "mix" else None
+        )
         self._seed = seed
         self._rank = rank
         self._world_size = world_size
@@ -121,14 +123,20 @@ class Sampler:
         if not self._is_mixed:
             frames_and_sizes = zip(self.num_frames, self.batch_size)
             self._units = tuple(
-                -(-n // (size * world_size)) if size else 0 for n, size in frames_and_sizes
+                -(-n // (size * world_size)) if size else 0
+                for n, size in frames_and_sizes
             )
-        exact = self._probabilities = system_probabilities(self._units, auto_prob, sys_probs)
+        exact = self._probabilities = system_probabilities(
+            self._units, auto_prob, sys_probs
+        )
         self.probabilities = tuple(map(float, exact))
         self._total = sum(self._units)
         # place of each system's upper edge when the units of an epoch are laid out side by side, in
         # grid steps
-        self._edges = [0, *(math.floor(edge * self._total * _GRID) for edge in accumulate(exact))]
+        self._edges = [
+            0,
+            *(math.floor(edge * self._total * _GRID) for edge in accumulate(exact)),
+        ]
         # two epochs: batches that are made ahead may be of the next one
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
         self._frame_order = lru_cache(maxsize=2 * len(self.frames) + 2)(
@@ -145,11 +153,16 @@ class Sampler:
             # as many orders as have a million frames together, but 4 to 64
             trials = max(4, min(64, (1 << 20) // self._total))
             orders = (self._order(epoch, _TRIAL_SEED) for epoch in range(trials))
-            most = max(len(batch_edges(order[2], self._most_atoms)) for order in orders) - 1
+            most = (
+                max(len(batch_edges(order[2], self._most_atoms)) for order in orders)
+                - 1
+            )
             self.batches_per_epoch = -(-most // world_size)
             self.max_atoms = max(self._most_atoms, *largest)
         elif self._is_mixed:
-            self.batches_per_epoch = -(-self._total // (self.batch_size[0] * world_size))
+            self.batches_per_epoch = -(
+                -self._total // (self.batch_size[0] * world_size)
+            )
         if self._is_mixed:
             self.frames_per_step = self._total / self.batches_per_epoch
 
@@ -157,7 +170,9 @@ class Sampler:
         """Return the frames of batch ``n`` (from 0) of this rank: system and number of each."""
         shares = self._shares(n)
         return (
-            shares[self._rank] if self._rank < len(shares) else shares[self._rank % len(shares)][:1]
+            shares[self._rank]
+            if self._rank < len(shares)
+            else shares[self._rank % len(shares)][:1]
         )
 
     def is_repeat(self, n: int) -> bool:
@@ -170,7 +185,11 @@ class Sampler:
         DeePMD-kit counts the steps of epochs in the same way.
         """
         drawn = math.ceil(
-            max(Fraction(n) / p for n, p in zip(self._units, self._probabilities) if n and p > 0)
+            max(
+                Fraction(n) / p
+                for n, p in zip(self._units, self._probabilities)
+                if n and p > 0
+            )
         )
         return math.ceil(
             Fraction(num_epochs) * drawn * Fraction(self.batches_per_epoch, self._total)
@@ -184,7 +203,8 @@ class Sampler:
             # one batch for each rank, as each has its own limit of atoms
             step_edges = edges[place * world_size : (place + 1) * world_size + 1]
             return [
-                list(zip(*order[:, first:last].tolist())) for first, last in pairwise(step_edges)
+                list(zip(*order[:, first:last].tolist()))
+                for first, last in pairwise(step_edges)
             ]
         if self._is_mixed:
             size = self.batch_size[0] * world_size
@@ -193,9 +213,13 @@ class Sampler:
             system, number = order[:, place].tolist()
             round_number, k = divmod(number, self._units[system])
             size = self.batch_size[system] * world_size
-            frames = self._frame_order(system, round_number)[k * size : (k + 1) * size].tolist()
+            frames = self._frame_order(system, round_number)[
+                k * size : (k + 1) * size
+            ].tolist()
             together = [(system, frame) for frame in frames]
-        return [together[rank::world_size] for rank in range(min(world_size, len(together)))]
+        return [
+            together[rank::world_size] for rank in range(min(world_size, len(together)))
+        ]
 
     def _make_epoch(self, epoch: int) -> tuple[Array, list[int]]:
         """Return systems and numbers (2, units) of an epoch, and with ``mix:N`` the batch edges.
@@ -214,7 +238,9 @@ class Sampler:
                 edges = batch_edges(order[2], limit)
                 if len(edges) - 1 <= wanted:
                     break
-                order = plain[:, permutation(self._total, self._seed, _SYSTEMS, epoch, attempt)]
+                order = plain[
+                    :, permutation(self._total, self._seed, _SYSTEMS, epoch, attempt)
+                ]
                 # few frames of very different sizes, drawn with probabilities of their own, may fit
                 # in no order: 2 % more atoms at each further attempt ends the search
                 if attempt > _MAX_TRIES:
@@ -222,7 +248,9 @@ class Sampler:
             # the batches of most atoms are halved until there are as many as wanted, or as can be
             ends = np.concatenate([[0], np.cumsum(order[2])])
             # a heap gives the smallest first: numbers of atoms are negative
-            largest = [(int(ends[a] - ends[b]), a, b) for a, b in pairwise(edges) if b - a > 1]
+            largest = [
+                (int(ends[a] - ends[b]), a, b) for a, b in pairwise(edges) if b - a > 1
+            ]
             heapq.heapify(largest)
             more = list[int]()
             while largest and len(edges) - 1 + len(more) < wanted:
@@ -255,7 +283,8 @@ class Sampler:
             parts = [divmod(edge, _GRID) for edge in self._edges]
             moved = _floor_sum(end, _GRID, _GOLDEN, 0)
             below = [
-                end * whole + _floor_sum(end, _GRID, _GOLDEN, part) - moved for whole, part in parts
+                end * whole + _floor_sum(end, _GRID, _GOLDEN, part) - moved
+                for whole, part in parts
             ]
             before.append([b - a for a, b in pairwise(below)])
         first, counts = before[0], [b - a for a, b in zip(*before)]
@@ -275,7 +304,9 @@ class Sampler:
                     )
                     places = places[start % size : start % size + number]
                     draws.append(
-                        np.stack([self.frames[system][places], self._natoms[system][places]])
+                        np.stack(
+                            [self.frames[system][places], self._natoms[system][places]]
+                        )
                     )
             drawn = np.concatenate(draws, axis=1)
         else:
@@ -353,13 +384,15 @@ def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> BatchSizes:
         sizes = tuple(-(-number * n.size // int(n.sum())) for n in every)
     else:
         sizes = tuple(
-            max(1, number // int(n[k].max())) if k.size else 0 for n, k in zip(every, taken)
+            max(1, number // int(n[k].max())) if k.size else 0
+            for n, k in zip(every, taken)
         )
         larger = f"of more than {counted(number, 'atom')}"
         num_systems = sizes.count(0)
         if num_systems:
             text = (
-                f"left out are {num_systems} of {counted(len(sizes), 'system')}, {larger} a frame."
+                f"left out are {num_systems} of {counted(len(sizes), 'system')}, "
+                f"{larger} a frame."
             )
             findings.append(warning("batch_size", f' = "{rule}": {text}'))
         num_frames = sum(n.size - k.size for n, k in zip(every, taken) if k.size)
@@ -415,7 +448,9 @@ def system_probabilities(
                 weights[k] += weight * Fraction(batches[k], in_block)
     total = sum(weights)
     if not total:
-        raise ConfigError("sys_probs, auto_prob: all are 0. Give at least one system a chance.")
+        raise ConfigError(
+            "sys_probs, auto_prob: all are 0. Give at least one system a chance."
+        )
     return [weight / total for weight in weights]
 
 

@@ -97,7 +97,9 @@ class ReadSpec:
     @property
     def ignored(self) -> list[str]:
         """Parameters that the model does not take, and weights of frames that are not used."""
-        parameters = [name for name, number in self.num_conditions.items() if not number]
+        parameters = [
+            name for name, number in self.num_conditions.items() if not number
+        ]
         return parameters + [name for name in WEIGHTS if name not in self.labels]
 
     @classmethod
@@ -219,14 +221,20 @@ class FrameSource(ABC):
                 APARAM: frame.aparam,
             }
             row = {_TYPES: frame.atom_type}  # each further array is (rows, numbers)
-            num_rows = {"atom": frame.num_atoms, "pair": 3 * frame.num_atoms, "frame": 1}
+            num_rows = {
+                "atom": frame.num_atoms,
+                "pair": 3 * frame.num_atoms,
+                "frame": 1,
+            }
             for name, array in arrays.items():
                 if array is not None and (names is None or name in names):
                     row[name] = array.reshape(num_rows[rows_per(name)], -1)
             most = max(most, frame.num_atoms)
             # a chunk ends where frames have other arrays, or where its largest frame makes it too
             # large
-            if rows and (row.keys() != rows[0].keys() or len(rows) >= frames_at_once(most, row)):
+            if rows and (
+                row.keys() != rows[0].keys() or len(rows) >= frames_at_once(most, row)
+            ):
                 yield _stack(first, rows)
                 first = index
                 rows = []
@@ -250,7 +258,9 @@ class FrameSubset(FrameSource):
     """
 
     def __init__(self, whole: FrameSource, frames: Array, part: str = "") -> None:
-        kinds = None if whole.kinds is None else [whole.kinds[k] for k in frames.tolist()]
+        kinds = (
+            None if whole.kinds is None else [whole.kinds[k] for k in frames.tolist()]
+        )
         super().__init__(
             f"{whole.name} ({part})" if part else whole.name,
             whole.frame_sizes[frames],
@@ -316,7 +326,13 @@ def rows_per(name: str) -> str:
     """Return the owner of a row of an array: ``frame``, ``atom``, or ``pair`` of coordinates."""
     if name not in LABELS:
         return "atom" if name in (COORD, APARAM) else "frame"
-    return "atom" if LABELS[name].per_atom else "pair" if LABELS[name].per_pair else "frame"
+    return (
+        "atom"
+        if LABELS[name].per_atom
+        else "pair"
+        if LABELS[name].per_pair
+        else "frame"
+    )
 
 
 def of_atoms(name: str, array: Array, chosen: Array) -> Array:
@@ -342,7 +358,9 @@ def frames_at_once(num_atoms: int, names: Collection[str] = ()) -> int:
     """Return the largest number of frames of ``num_atoms`` atoms in a chunk with ``names``."""
     has_pairs = any(rows_per(name) == "pair" for name in names)
     # coordinates or forces are the largest array, unless there is a Hessian
-    return max(1, _NUMBERS_AT_ONCE // ((3 * num_atoms) ** 2 if has_pairs else 3 * num_atoms))
+    return max(
+        1, _NUMBERS_AT_ONCE // ((3 * num_atoms) ** 2 if has_pairs else 3 * num_atoms)
+    )
 
 
 def _stack(first: int, rows: Sequence[Mapping[str, Array]]) -> Chunk:

@@ -84,7 +84,10 @@ class FrameTable:
     forces: list[Array] = field(default_factory=list)
 
     def add(
-        self, chunks: Iterable[Chunk], num_types: int, kinds: Sequence[str] | None = None
+        self,
+        chunks: Iterable[Chunk],
+        num_types: int,
+        kinds: Sequence[str] | None = None,
     ) -> None:
         """Add the frames of a file or system, with arrays ``coord``, ``box`` and ``force``."""
         for chunk in chunks:
@@ -92,7 +95,9 @@ class FrameTable:
             self.points.append(describe_frames(chunk, num_types))
             self.forces.append(np.zeros((len(exists), 2)))
             if FORCE in chunk.arrays:
-                squares = np.where(exists, (chunk.arrays[FORCE] ** 2).sum(axis=2), 0.0).sum(axis=1)
+                squares = np.where(
+                    exists, (chunk.arrays[FORCE] ** 2).sum(axis=2), 0.0
+                ).sum(axis=1)
                 self.forces[-1] = np.stack([squares, 3.0 * exists.sum(axis=1)], axis=1)
             for types in chunk.types:
                 counts = np.bincount(types[types >= 0], minlength=num_types)
@@ -170,18 +175,26 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
     points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
     pairs = [np.zeros((2, 0), np.int64)]
     pairs += [
-        _near_pairs(points, members, _COPY) for members in _groups(table.compositions).values()
+        _near_pairs(points, members, _COPY)
+        for members in _groups(table.compositions).values()
     ]
     copies = _joined(len(points), np.concatenate(pairs, axis=1))
     for members in _groups(list(zip(strata, table.compositions))).values():
         scale = _scale(points, members)
         pairs.append(_near_pairs(points, members, _NEAR * scale))
-        numbers, places = np.array(members), np.array([table.places[k] for k in members])
+        numbers, places = (
+            np.array(members),
+            np.array([table.places[k] for k in members]),
+        )
         distance = np.linalg.norm(np.diff(points[members], axis=0), axis=1)
         following = np.stack([numbers[:-1], numbers[1:]])
         # the next frame of the stratum, if it is of the same file or system
-        pairs.append(following[:, (distance < _NEXT * scale) & (places[1:] == places[:-1])])
-    clusters = list(_groups(_joined(len(points), np.concatenate(pairs, axis=1)).tolist()).values())
+        pairs.append(
+            following[:, (distance < _NEXT * scale) & (places[1:] == places[:-1])]
+        )
+    clusters = list(
+        _groups(_joined(len(points), np.concatenate(pairs, axis=1)).tolist()).values()
+    )
     # A stratum of one cluster can be split only by cutting it. Such strata of one composition are
     # joined over all files. Short clusters whose composition no other cluster has are joined by
     # kind; where they are too few to give a validation frame, they are for training.
@@ -210,10 +223,14 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
         seen += number
         least, most = math.floor(fraction * number), math.ceil(fraction * number)
         wanted = min(max(round(fraction * seen) - int(chosen.sum()), least), most)
-        order = permutation(len(sets), seed_for(f"validation of {'/'.join(stratum)}", seed))
+        order = permutation(
+            len(sets), seed_for(f"validation of {'/'.join(stratum)}", seed)
+        )
         chosen[_taken([sets[k] for k in order], copies, wanted, fraction)] = True
     # frames that have an element which no training frame has are for training
-    present = np.array([np.frombuffer(counts, np.int32) > 0 for counts, _ in table.compositions])
+    present = np.array(
+        [np.frombuffer(counts, np.int32) > 0 for counts, _ in table.compositions]
+    )
     trained = present[~chosen].any(axis=0)
     for cluster in clusters:
         if chosen[cluster].any() and (present[cluster[0]] & ~trained).any():
@@ -230,11 +247,15 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
         f"seed {seed})"
     )
     return Split(
-        len(chosen), np.flatnonzero(chosen).tolist(), *_describe_parts(head, table, chosen)
+        len(chosen),
+        np.flatnonzero(chosen).tolist(),
+        *_describe_parts(head, table, chosen),
     )
 
 
-def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> dict[str, Suspects]:
+def find_near_copies(
+    parts: Sequence[Sequence[FrameSource]], num_types: int
+) -> dict[str, Suspects]:
     """Return frames of validation and of test data that are near copies of training frames.
 
     Copies are among them. They are listed by the names of these checks. Frames are compared that
@@ -249,7 +270,9 @@ def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> 
     for source in sources:
         table.add(source.chunks((COORD, BOX)), num_types)
     points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
-    starts = np.cumsum([0, *(sum(source.num_frames for source in part) for part in parts)]).tolist()
+    starts = np.cumsum(
+        [0, *(sum(source.num_frames for source in part) for part in parts)]
+    ).tolist()
     ends = np.cumsum([0, *(source.num_frames for source in sources)])
     checks = dict[str, Suspects]()
     copy_of: dict[int, int] = {}
@@ -264,7 +287,9 @@ def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> 
         named = list[str]()
         if near:
             original = copy_of[near[0]]
-            named.append(f"{name_of(sources, near[0])} is near {name_of(sources, original)}")
+            named.append(
+                f"{name_of(sources, near[0])} is near {name_of(sources, original)}"
+            )
         by_system = tuple(np.histogram(near, ends)[0].tolist()) if sources else ()
         checks[check] = Suspects(by_system, stop - start, named)
     return checks
@@ -293,7 +318,9 @@ def describe_frames(chunk: Chunk, num_types: int) -> Array:
             distance = np.linalg.norm(coord - point[:, None], axis=2)
             mean = (weight * distance).sum(axis=1) / total[:, 0]
             away = distance - mean[:, None]
-            variance, third = ((weight * away**k).sum(axis=1) / total[:, 0] for k in (2, 3))
+            variance, third = (
+                (weight * away**k).sum(axis=1) / total[:, 0] for k in (2, 3)
+            )
             out[:, 3 * reference : 3 * reference + 3] = np.stack(
                 [mean, np.sqrt(variance), np.cbrt(third)], axis=1
             )
@@ -310,14 +337,20 @@ def describe_frames(chunk: Chunk, num_types: int) -> Array:
     box = np.where(np.abs(np.linalg.det(box))[:, None, None] > 0, box, np.eye(3))
     inverse = np.linalg.inv(box)
     phases = np.exp(2j * np.pi * (coord @ inverse))
-    phases = np.stack([phases.conj(), np.ones_like(phases), phases])  # (-1 0 1, C, M, 3)
+    phases = np.stack(
+        [phases.conj(), np.ones_like(phases), phases]
+    )  # (-1 0 1, C, M, 3)
     root = np.sqrt(np.maximum(1, exists.sum(axis=1)))
     for column, wave in enumerate(_WAVES):
-        waves = np.prod([phases[h + 1, :, :, axis] for axis, h in enumerate(wave)], axis=0)
+        waves = np.prod(
+            [phases[h + 1, :, :, axis] for axis, h in enumerate(wave)], axis=0
+        )
         # A displacement u of an atom changes its phase by 2 pi u / spacing, so that the product
         # below is a length. The root makes it as large for frames of any number of atoms.
         spacing = 1 / np.linalg.norm(inverse @ wave, axis=1)
-        out[:, column] = np.abs((weight * waves).sum(axis=1)) / root * spacing / (2 * np.pi)
+        out[:, column] = (
+            np.abs((weight * waves).sum(axis=1)) / root * spacing / (2 * np.pi)
+        )
     out[:, len(_WAVES) :] = np.linalg.norm(_EDGES @ box, axis=2) / math.sqrt(12)
     return out
 
@@ -373,7 +406,9 @@ def _near_pairs(points: Array, members: Sequence[int], bound: float) -> Array:
     return np.concatenate(pairs, axis=1)
 
 
-def _taken(clusters: Sequence[list[int]], copies: Array, wanted: int, fraction: float) -> list[int]:
+def _taken(
+    clusters: Sequence[list[int]], copies: Array, wanted: int, fraction: float
+) -> list[int]:
     """Return about ``wanted`` frames of one stratum: whole clusters, and the ends of large ones."""
     taken = list[int]()
     whole = list[list[int]]()
@@ -397,7 +432,9 @@ def _taken(clusters: Sequence[list[int]], copies: Array, wanted: int, fraction: 
     return taken
 
 
-def _describe_parts(head: str, table: FrameTable, chosen: Array) -> tuple[list[str], list[float]]:
+def _describe_parts(
+    head: str, table: FrameTable, chosen: Array
+) -> tuple[list[str], list[float]]:
     """Return lines about the two parts, ``head`` first, and their force RMS in eV/angstrom."""
     lines = [head]
     force_rms = list[float]()
@@ -405,10 +442,18 @@ def _describe_parts(head: str, table: FrameTable, chosen: Array) -> tuple[list[s
     singles = describe_singles(table.kinds)
     if set(table.kinds) != {""} and not singles:
         taken = Counter(
-            kind or "without a name" for kind, is_chosen in zip(table.kinds, chosen) if is_chosen
+            kind or "without a name"
+            for kind, is_chosen in zip(table.kinds, chosen)
+            if is_chosen
         )
-        split = [f"{kind} {taken[kind]} of {n:,}" for kind, n in named.items() if taken[kind]]
-        whole = [f"{kind} ({counted(n, 'frame')})" for kind, n in named.items() if not taken[kind]]
+        split = [
+            f"{kind} {taken[kind]} of {n:,}" for kind, n in named.items() if taken[kind]
+        ]
+        whole = [
+            f"{kind} ({counted(n, 'frame')})"
+            for kind, n in named.items()
+            if not taken[kind]
+        ]
         lines.append(f"  by {' or '.join(KIND_NAMES)}: {first_few(split, _MAX_KINDS)}")
         if whole:
             lines.append(f"  in training alone: {first_few(whole, _MAX_KINDS)}")

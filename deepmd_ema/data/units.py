@@ -125,14 +125,17 @@ def stated_factor(key: str, text: str, unit: str) -> float:
         }
     elif not powers[0]:
         table |= {
-            name + power: quantity_factor(1.0, factor, unit) for name, factor in lengths.items()
+            name + power: quantity_factor(1.0, factor, unit)
+            for name, factor in lengths.items()
         }
     elif not powers[1]:
         table |= energies
     else:
         for name, factor in energies.items():
             for length in lengths:
-                table[f"{name}/{length}{power}"] = quantity_factor(factor, lengths[length], unit)
+                table[f"{name}/{length}{power}"] = quantity_factor(
+                    factor, lengths[length], unit
+                )
     if spelled not in table:
         shown = show_text(text)
         raise DataError(

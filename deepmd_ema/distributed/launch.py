@@ -48,7 +48,9 @@ def handling(
         yield  # Python delivers signals to the main thread only
         return
     always = (signal.SIGTERM, signal.SIGINT)
-    taken = [n for n in numbers if n in always or signal.getsignal(n) is not signal.SIG_IGN]
+    taken = [
+        n for n in numbers if n in always or signal.getsignal(n) is not signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, handler) for number in taken}
     try:
         yield
@@ -101,7 +103,12 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     else:
         return Launch()
     most = 10**9 - 1
-    limits = {names[0]: (0, most), names[1]: (1, most), names[2]: (0, most), PORT: (1, LAST_PORT)}
+    limits = {
+        names[0]: (0, most),
+        names[1]: (1, most),
+        names[2]: (0, most),
+        PORT: (1, LAST_PORT),
+    }
     # Defaults of rank, number of ranks, local rank and port: those of a process alone, and a port
     # that passes, as the rendezvous reports a missing one.
     values = [environ.get(name, default) for name, default in zip(limits, "0101")]
@@ -160,7 +167,9 @@ def launch_ranks(
     """
     option = f"--nproc-per-node {number}"
     if launch.launched:
-        raise UserError(f"{option}: a launcher has started this process already. Leave it out.")
+        raise UserError(
+            f"{option}: a launcher has started this process already. Leave it out."
+        )
     import torch
 
     gpus = torch.cuda.device_count() if device != "cpu" else 0
@@ -175,7 +184,9 @@ def launch_ranks(
         )
     rest = list(arguments)
     # "--nproc-per-node 2" are two arguments, "--nproc-per-node=2" is one
-    at = next(k for k, text in enumerate(rest) if text.split("=")[0] == "--nproc-per-node")
+    at = next(
+        k for k, text in enumerate(rest) if text.split("=")[0] == "--nproc-per-node"
+    )
     del rest[at : at + (1 if "=" in rest[at] else 2)]
     # torchrun ends at other signals without informing the ranks
     forwarded = ["SIGINT", "SIGQUIT", *(number.name for number in END_SIGNALS)]
@@ -199,6 +210,9 @@ def write_error_file(message: str, environ: Mapping[str, str] = os.environ) -> N
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             # later lines begin below the first one on that page
             json.dump(
-                {"message": message.replace("\n", "\n" + " " * 14), "timestamp": int(time.time())},
+                {
+                    "message": message.replace("\n", "\n" + " " * 14),
+                    "timestamp": int(time.time()),
+                },
                 file,
             )

@@ -26,7 +26,9 @@ def link(path: Path, target: Path) -> None:
     folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    refusal = _lay(path, lambda part: part.symlink_to(os.path.relpath(target, path.parent)))
+    refusal = _lay(
+        path, lambda part: part.symlink_to(os.path.relpath(target, path.parent))
+    )
     if not refusal:
         return
     # to move a hard link over another one of the same file does nothing
@@ -61,16 +63,21 @@ def _copy(source: Path, part: Path) -> None:
 
 @cache
 def _report_no_links(folder: Path, refusal: str, way: str) -> None:
-    logger.warning("%s: the file system refuses symbolic links (%s): %s.", folder, refusal, way)
+    logger.warning(
+        "%s: the file system refuses symbolic links (%s): %s.", folder, refusal, way
+    )
 
 
 def is_copy(path: Path) -> bool:
     """Whether a file is in the place of a link: it has the content of another one beside it."""
     size = path.stat().st_size
     siblings = [
-        file for file in path.parent.glob(f"*{path.suffix}") if file != path and file.is_file()
+        file
+        for file in path.parent.glob(f"*{path.suffix}")
+        if file != path and file.is_file()
     ]
     # sizes first: a digest takes a second per gigabyte
     return any(
-        file.stat().st_size == size and file_digest(file) == file_digest(path) for file in siblings
+        file.stat().st_size == size and file_digest(file) == file_digest(path)
+        for file in siblings
     )

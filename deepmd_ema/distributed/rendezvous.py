@@ -19,7 +19,9 @@ from deepmd_ema.errors import Interrupted, RankLostError, Terminated, UserError
 from deepmd_ema.text import first_few, printable
 
 # Times to wait, in seconds:
-JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
+JOIN_S = (
+    300.0  # for all ranks to join: more than the start of a job on many machines takes
+)
 GRACE_S = 3.0  # for a rank that has not been heard of since another one failed: it may be dead
 MAX_POLL_INTERVAL_S = 0.5
 # words in errors of NCCL that name a lost rank; it writes "socket" and "system error" for faults of
@@ -51,7 +53,9 @@ class Rendezvous:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._is_reporter = False
-        self._announced: Exception | None = None  # an error of this rank, which it reports
+        self._announced: Exception | None = (
+            None  # an error of this rank, which it reports
+        )
         self._is_reported = threading.Event()
         me = f"rank {launch.rank} of {launch.size}"
         if missing := [name for name in ADDRESS if name not in os.environ]:
@@ -62,7 +66,9 @@ class Rendezvous:
             )
         host, number = (os.environ[name] for name in ADDRESS)
         self._address = host, port = host, int(number)
-        is_host = launch.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        is_host = (
+            launch.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        )
         try:
             # tried first: torch prints a trace where it cannot connect
             if not is_host and not _wait_for(self._is_up, JOIN_S):
@@ -71,7 +77,10 @@ class Rendezvous:
             store = dist.TCPStore(
                 host, port, launch.size, is_host, timeout=limit, wait_for_workers=False
             )
-        except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # torch's DistError is a RuntimeError
             raise UserError(
                 f"{me}: cannot meet at {host}:{port} ({cause_of(error)}). MASTER_ADDR and "
                 "MASTER_PORT must be those of the machine of rank 0, which must be running; every "
@@ -103,7 +112,9 @@ class Rendezvous:
                 f"runs have the same MASTER_PORT = {self._address[1]}. Give every process its own "
                 "RANK and every run its own port."
             )
-        _wait_for(lambda: self._is_reported.is_set() or not self._missing("joined"), JOIN_S)
+        _wait_for(
+            lambda: self._is_reported.is_set() or not self._missing("joined"), JOIN_S
+        )
         missing = self._missing("joined")
         if not missing:
             return
@@ -147,7 +158,10 @@ class Rendezvous:
                 # was killed is known when the others have come.
                 if lost:
                     _wait_for(
-                        lambda: self._is_reported.is_set() or not self._missing("ending"), GRACE_S
+                        lambda: (
+                            self._is_reported.is_set() or not self._missing("ending")
+                        ),
+                        GRACE_S,
                     )
                 if not self._claim():
                     # torchrun names the rank that ended first as the root cause
@@ -173,9 +187,13 @@ class Rendezvous:
 
     def close(self) -> None:
         """End the thread of this rank, where the run ends without an error."""
-        with suppress(RuntimeError):  # the host of the store has ended, and so has the thread
+        with suppress(
+            RuntimeError
+        ):  # the host of the store has ended, and so has the thread
             self.store.set(f"reported {self._launch.rank}", "")
-        self._listening.join(GRACE_S)  # the store does not answer where its host is stopped
+        self._listening.join(
+            GRACE_S
+        )  # the store does not answer where its host is stopped
 
     def _listen(self, store: dist.Store) -> None:
         # The store sends the answer by itself: this rank has it even where its main thread hangs in

@@ -101,20 +101,26 @@ def check_weights(
         CheckpointError: naming every missing, extra, renamed and reshaped tensor.
     """
     want = {name: tuple(shape) for name, shape in expected.items()}
-    have = {name: tuple(getattr(value, "shape", value)) for name, value in tensors.items()}
+    have = {
+        name: tuple(getattr(value, "shape", value)) for name, value in tensors.items()
+    }
     missing = [name for name in want if name not in have]
     extra = [name for name in have if name not in want]
     renamed: dict[str, str] = {}  # tensors that are probably there under another name
     for name in missing:
         same_shape = [
-            other for other in extra if have[other] == want[name] and other not in renamed.values()
+            other
+            for other in extra
+            if have[other] == want[name] and other not in renamed.values()
         ]
         close = get_close_matches(name, same_shape, n=1, cutoff=0.7)
         if close:
             renamed[name] = close[0]
     groups = {
         "missing": [f"{n} {want[n]}" for n in missing if n not in renamed],
-        "not of this model": [f"{n} {have[n]}" for n in extra if n not in renamed.values()],
+        "not of this model": [
+            f"{n} {have[n]}" for n in extra if n not in renamed.values()
+        ],
         "renamed": [f"{n} is called {other} there" for n, other in renamed.items()],
         "of another shape": [
             f"{n} is {have[n]} there, {want[n]} here"
@@ -128,7 +134,9 @@ def check_weights(
         f"{path}: its weights do not fit the model of this input ({len(have)} tensors there, "
         f"{len(want)} here)."
     ]
-    lines += [f"  {title}: {first_few(names)}" for title, names in groups.items() if names]
+    lines += [
+        f"  {title}: {first_few(names)}" for title, names in groups.items() if names
+    ]
     lines.append(
         "  Use the model section of the run that wrote the file (`dp-ema show` prints it)."
     )
@@ -162,7 +170,13 @@ def place_of(tensor: Tensor) -> Any:
     # empty tensors have one address, 0
     if not tensor.numel():
         return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
 
 
 class HostCopies:
@@ -190,7 +204,10 @@ class HostCopies:
         if key not in self._made:
             later = source.is_cuda and not self._wait
             # torch.save() writes the whole memory that a tensor is a view of, as an average is
-            is_alone = source.is_contiguous() and source.untyped_storage().nbytes() == source.nbytes
+            is_alone = (
+                source.is_contiguous()
+                and source.untyped_storage().nbytes() == source.nbytes
+            )
             if self._share and source.is_cpu and is_alone:
                 copy = source
             else:
@@ -205,7 +222,9 @@ class HostCopies:
     def arrival(self) -> Callable[[], None]:
         """Return a function, for any thread, that waits for the copies that were made so far."""
         # events of the stream of this thread; another thread may have another stream
-        events = [torch.cuda.current_stream(device).record_event() for device in self._devices]
+        events = [
+            torch.cuda.current_stream(device).record_event() for device in self._devices
+        ]
 
         def wait() -> None:
             for event in events:
@@ -339,7 +358,9 @@ def settle_shards(module: nn.Module) -> None:
 
 def is_row_sharded(tensor: Tensor) -> bool:
     """Whether each rank holds rows of ``tensor``, as FSDP2 shards parameters."""
-    return is_sharded(tensor) and [place.is_shard(0) for place in tensor.placements] == [True]
+    return is_sharded(tensor) and [
+        place.is_shard(0) for place in tensor.placements
+    ] == [True]
 
 
 def first_row(tensor: Tensor) -> int:
@@ -371,7 +392,9 @@ def shard_like(full: Tensor | StoredTensor, like: Tensor) -> Tensor:
     assert is_row_sharded(like)
     first, count = first_row(like), len(local_shard(like))
     return (
-        full.read(first, count) if isinstance(full, StoredTensor) else full[first : first + count]
+        full.read(first, count)
+        if isinstance(full, StoredTensor)
+        else full[first : first + count]
     )
 
 

@@ -103,7 +103,9 @@ class World(Launch):
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size if self.is_main else []
-        dist.gather_object(value, values if self.is_main else None, group=self.cpu_group)
+        dist.gather_object(
+            value, values if self.is_main else None, group=self.cpu_group
+        )
         return values
 
     def for_writer(self) -> World:
@@ -147,7 +149,9 @@ class World(Launch):
         try:
             if own_error is not None:
                 self.rendezvous.announce(own_error)
-            (failed,) = self.all_reduce_max([0 if own_error is None else self.rank + 1], group)
+            (failed,) = self.all_reduce_max(
+                [0 if own_error is None else self.rank + 1], group
+            )
         except RuntimeError:
             if own_error is None:
                 raise
@@ -212,8 +216,12 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
             # rank that has been killed, and in the main thread Python would handle no signal.
             with ThreadPool(1) as pool:
                 pool.apply(connect)
-            cpu_group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if cuda else None
-            long_timeout_group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
+            cpu_group = (
+                dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if cuda else None
+            )
+            long_timeout_group = dist.new_group(
+                backend="gloo", timeout=PREPARATION_TIMEOUT
+            )
         except (RuntimeError, ValueError) as error:
             if is_peer_lost(error):
                 raise
@@ -231,7 +239,11 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
             rendezvous=rendezvous,
         )
         default_group = dist.group.WORLD
-        with watched_peer(rendezvous, launch) if cuda and launch.size > 1 else nullcontext():
+        with (
+            watched_peer(rendezvous, launch)
+            if cuda and launch.size > 1
+            else nullcontext()
+        ):
             yield world
         rendezvous.close()
         # Not after an error: other ranks may have ended, and this would wait for them.
@@ -244,7 +256,9 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
         del default_group
     except (Exception, KeyboardInterrupt) as error:
         if threading.current_thread() is threading.main_thread():
-            for number in END_SIGNALS:  # a launcher that ends the others would cut the report off
+            for number in (
+                END_SIGNALS
+            ):  # a launcher that ends the others would cut the report off
                 signal.signal(number, signal.SIG_IGN)
         report = rendezvous.report_of(error)
         if report is error:
@@ -281,7 +295,11 @@ def select_device(name: str | None = None, local_rank: int = 0) -> torch.device:
         # the device come here
         torch.zeros((), dtype=torch.float64, device=chosen).item()
     except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
+        reason = (
+            str(error).splitlines()[0].split(". ")[0]
+            if str(error)
+            else type(error).__name__
+        )
         raise UserError(
             f"--device {name}: is not usable here ({reason}). Use cpu, cuda or cuda:0."
         ) from error

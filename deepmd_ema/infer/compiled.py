@@ -86,11 +86,15 @@ class CompiledModel(nn.Module):
             parameters[APARAM] = parameters[APARAM][None]
         # compiled code takes them by position, and has no place for those that the model lacks
         optional = [parameters[name] for name in (FPARAM, APARAM) if name in parameters]
-        outputs = self._run(coord[None], atype[None], nlist[None], mapping[None], *optional)
+        outputs = self._run(
+            coord[None], atype[None], nlist[None], mapping[None], *optional
+        )
         # (E, 3): the force on an atom is the sum of those on its images
         on_images = outputs["energy_derv_r"][0, :, 0]
         num_atoms = len(nlist)
-        force = on_images[:num_atoms].index_add(0, mapping[num_atoms:], on_images[num_atoms:])
+        force = on_images[:num_atoms].index_add(
+            0, mapping[num_atoms:], on_images[num_atoms:]
+        )
         return {
             ENERGY: outputs["energy_redu"][0, 0],
             ATOM_ENERGY: outputs["energy"][0, :, 0],
@@ -120,5 +124,7 @@ def _images(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     coord = batch.coord[rows]
     kinds = torch.cat([batch.atom_type[rows], batch.atom_type[neighbor].flatten()])
     around = (coord[:, None] + batch.vector[rows]).flatten(0, 1)
-    mapping = torch.cat([torch.arange(num_atoms, device=device), place[neighbor].flatten()])
+    mapping = torch.cat(
+        [torch.arange(num_atoms, device=device), place[neighbor].flatten()]
+    )
     return torch.cat([coord, around]), kinds, nlist, mapping

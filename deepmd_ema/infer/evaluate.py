@@ -104,7 +104,9 @@ class ErrorReport:
         """Errors of predictions that are zero: their RMSE is the root mean square of the labels."""
         zeros = Errors()
         for frame in self.frames:
-            nothing = {name: np.zeros_like(label) for name, label in frame.label.items()}
+            nothing = {
+                name: np.zeros_like(label) for name, label in frame.label.items()
+            }
             zeros.merge(replace(frame, prediction=nothing).errors)
         return zeros
 
@@ -129,19 +131,25 @@ class ErrorReport:
         """Kind of calculation of each frame by system and number; empty where it names none."""
         # by system, a kind for each frame, or nothing
         kinds = {name: source.kinds for name, source in self.systems.items()}
-        return {f.source: k[f.source[1]] if (k := kinds[f.source[0]]) else "" for f in self.frames}
+        return {
+            f.source: k[f.source[1]] if (k := kinds[f.source[0]]) else ""
+            for f in self.frames
+        }
 
     @property
     def by_composition(self) -> dict[str, Errors]:
         """Errors of each composition."""
         return group_frames(
-            self.frames, lambda frame: describe_composition(frame.atom_type, self.type_map)
+            self.frames,
+            lambda frame: describe_composition(frame.atom_type, self.type_map),
         )
 
     @property
     def by_element(self) -> dict[str, Errors]:
         """Errors of the forces on the atoms of each element that has some."""
-        every = zip(self.type_map, force_errors_by_type(self.frames, len(self.type_map)))
+        every = zip(
+            self.type_map, force_errors_by_type(self.frames, len(self.type_map))
+        )
         return {name: errors for name, errors in every if errors.summary()["num_atoms"]}
 
     def text(self) -> str:
@@ -153,8 +161,12 @@ class ErrorReport:
                 "# ---------------output of dp-ema test----------- ",
                 f"# testing system : {name}",
             ]
-            lines.append(f"# number of test data : {errors.summary()['num_frames']:.0f} ")
-            if len(systems) > 1:  # the errors of a single system are those of all frames below
+            lines.append(
+                f"# number of test data : {errors.summary()['num_frames']:.0f} "
+            )
+            if (
+                len(systems) > 1
+            ):  # the errors of a single system are those of all frames below
                 lines += [*_error_lines(errors), _LINE]
         lines += [
             "# ----------weighted average of errors----------- ",
@@ -191,7 +203,10 @@ class ErrorReport:
 
         A grouping with a single group is left out.
         """
-        groupings = {" or ".join(KIND_NAMES): self.by_kind, "composition": self.by_composition}
+        groupings = {
+            " or ".join(KIND_NAMES): self.by_kind,
+            "composition": self.by_composition,
+        }
         # stresses are shown, which are virials of frames of any size
         columns = _columns(metrics_of(labelled(self.total).replace("V", "")))
         metric = self._metric
@@ -201,14 +216,17 @@ class ErrorReport:
                 continue
             # groups without the label, whose error is nan, come last
             order = sorted(
-                groups.items(), key=lambda item: -np.nan_to_num(item[1].metric(metric), nan=-1.0)
+                groups.items(),
+                key=lambda item: -np.nan_to_num(item[1].metric(metric), nan=-1.0),
             )
             more = ""
             if len(groups) > MAX_GROUPS:
                 more = f", the {MAX_GROUPS} of largest error of {len(groups):,}"
             heads = Column(title), Column("frames", "", ".0f")
             worst = dict(order[:MAX_GROUPS])
-            tables.append(error_table(f"# errors by {title}{more}", heads, columns, worst))
+            tables.append(
+                error_table(f"# errors by {title}{more}", heads, columns, worst)
+            )
         return tables
 
     def write_details(self, prefix: str | Path) -> list[Path]:
@@ -218,13 +236,17 @@ class ErrorReport:
         without virtual atoms; nan is written for a label that a frame does not have.
         """
         written = []
-        for name in dict.fromkeys(name for frame in self.frames for name in frame.label):
+        for name in dict.fromkeys(
+            name for frame in self.frames for name in frame.label
+        ):
             label = LABELS[name]
             for quantity in label.errors:
                 frames = list(self.frames)
                 if quantity.per == "volume":  # an open frame has none
                     frames = [frame for frame in frames if frame.volume is not None]
-                if label.per_pair:  # second derivatives are not computed without a label
+                if (
+                    label.per_pair
+                ):  # second derivatives are not computed without a label
                     frames = [frame for frame in frames if name in frame.label]
                 if any(name in frame.label for frame in frames):
                     file = Path(f"{prefix}.{quantity.name}.out")
@@ -237,7 +259,9 @@ class ErrorReport:
 
         count = f"{counted(len(self.frames), 'frame')} of {counted(len(self.by_system), 'system')}"
         weights = self.info.describe().partition(":")[0]
-        return plot_parity(self.pairs(), path, f"{self.info.path.name}: {weights}; {count}")
+        return plot_parity(
+            self.pairs(), path, f"{self.info.path.name}: {weights}; {count}"
+        )
 
     def pairs(self) -> dict[str, tuple[NDArray[Any], NDArray[Any], str]]:
         """Return labels, predictions and unit by quantity, and by component if it has up to nine.
@@ -252,7 +276,8 @@ class ErrorReport:
             label = LABELS[name]
             # the error per atom, so that frames of all sizes can be in one picture
             quantity = next(
-                (error for error in label.errors if error.per == "atom"), label.errors[0]
+                (error for error in label.errors if error.per == "atom"),
+                label.errors[0],
             )
             axes = [""] if name in derived or len(_axes(label)) > 9 else _axes(label)
             # models of tensors may have rows of some elements alone: the others are not compared
@@ -354,7 +379,9 @@ def measure(
         missing = f"one of {', '.join(labels)}"
         if ENERGY in labels:
             missing = "an energy, a force or a virial"
-        raise UserError(f"no frame of {', '.join(map(str, systems))} has {missing} to compare.")
+        raise UserError(
+            f"no frame of {', '.join(map(str, systems))} has {missing} to compare."
+        )
     return report
 
 
@@ -392,14 +419,18 @@ def predict(
         labels=labels,
         frames=frames,
     )
-    if isinstance(network, EnergyModel) and not compiled:  # in compiled code tables are slower
+    if (
+        isinstance(network, EnergyModel) and not compiled
+    ):  # in compiled code tables are slower
         tabulate(network)
     evaluated: nn.Module = network
     pad: Pad | None = None
     # the first batch is an example, by which the code is traced
     if compiled and (first := next(new_batches(), None)) is not None:
         if not isinstance(network, EnergyModel):
-            raise UserError("--compile: the file holds compiled code already. Leave it out.")
+            raise UserError(
+                "--compile: the file holds compiled code already. Leave it out."
+            )
         # a compiler serves sets of models, here of one task without a name
         models = ModelSet({"": network})
         compiler = Compiler(CompileConfig(), "--compile", in_training=False)
@@ -412,15 +443,24 @@ def predict(
             tabulate(network)
         evaluated = models.of("")
     batches = prefetch(new_batches(), where, pad)
-    with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:
+    with tqdm(
+        total=sum(map(len, frames)), unit=" frames", disable=None, leave=False
+    ) as bar:
         # a compiled file has no second derivatives
         has_hessian = not loaded.is_compiled
         total = evaluate(
-            evaluated, batches, where, progress=bar.update, collect=True, hessian=has_hessian
+            evaluated,
+            batches,
+            where,
+            progress=bar.update,
+            collect=True,
+            hessian=has_hessian,
         )
     # frames have numbers of the source that was opened, of which a system may be a part
     opened = {system.whole.name: system.whole for system in systems}
-    report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, opened)
+    report = ErrorReport(
+        loaded.info, loaded.config.type_map, total, total.frames, opened
+    )
     _refuse_non_finite(report, loaded)
     return report
 
@@ -453,7 +493,10 @@ def open_labelled(
         DataError: with every problem of the data at once.
     """
     return open_checked(
-        systems, ReadSpec.of_model(config, labels), config.descriptor.cutoff, rglob_patterns
+        systems,
+        ReadSpec.of_model(config, labels),
+        config.descriptor.cutoff,
+        rglob_patterns,
     )
 
 
@@ -488,7 +531,9 @@ def open_checked(
 
 def first_frames(systems: Sequence[FrameSource], most: int) -> list[range]:
     """Return the first ``most`` frames of each system; 0 takes all."""
-    return [range(min(s.num_frames, most) if most > 0 else s.num_frames) for s in systems]
+    return [
+        range(min(s.num_frames, most) if most > 0 else s.num_frames) for s in systems
+    ]
 
 
 def describe_neighbors(
@@ -530,7 +575,10 @@ def describe_neighbors(
     most = [statistics.max_total] if mixed_type else statistics.max_neighbors
     # as DeePMD-kit prints an array, but in one line without an ellipsis
     numbers = np.array2string(np.array(most), max_line_width=10**6, threshold=10**6)
-    lines += [f"min_nbor_dist: {statistics.min_distance:f}", f"max_nbor_size: {numbers}"]
+    lines += [
+        f"min_nbor_dist: {statistics.min_distance:f}",
+        f"max_nbor_size: {numbers}",
+    ]
     return "\n".join(lines)
 
 
@@ -544,14 +592,18 @@ def _refuse_non_finite(report: ErrorReport, loaded: LoadedModel) -> None:
     if not bad:
         return
     # a batch fails as a whole: the frames that made it fail are searched
-    systems = [report.systems[name] for name in dict.fromkeys(frame.source[0] for frame in bad)]
+    systems = [
+        report.systems[name] for name in dict.fromkeys(frame.source[0] for frame in bad)
+    ]
     descriptor = loaded.config.descriptor
     check_systems(
         systems, [], report.type_map, descriptor, min_distance=SAME_PLACE
     ).raise_problems()
     for name, number in (frame.source for frame in bad):
         frame = report.systems[name].frame(number)
-        short = describe_short_pair(frame, loaded.model, report.type_map, descriptor.cutoff)
+        short = describe_short_pair(
+            frame, loaded.model, report.type_map, descriptor.cutoff
+        )
         if short is not None:
             place = report.systems[name].where(number)
             raise DataError(f"{place.file}: frame {place.frame} (from 0): {short}")
@@ -598,14 +650,20 @@ def _write_table(
     axes = _axes(label)
     symbol = label.symbol or quantity.name
     unit = ""
-    if quantity.per == "volume":  # a file that DeePMD-kit does not write; its header has the unit
+    if (
+        quantity.per == "volume"
+    ):  # a file that DeePMD-kit does not write; its header has the unit
         symbol = "s"
         unit = f" ({quantity.unit_symbol})"
-    columns = " ".join(f"{kind}_{symbol}{axis}" for kind in ("data", "pred") for axis in axes)
+    columns = " ".join(
+        f"{kind}_{symbol}{axis}" for kind in ("data", "pred") for axis in axes
+    )
     blocks: dict[str, list[NDArray[Any]]] = {}
     for frame in frames:
         # stress is the opposite of the virial per volume
-        scale = {"atom": frame.size, "volume": -(frame.volume or 0.0)}.get(quantity.per, 1)
+        scale = {"atom": frame.size, "volume": -(frame.volume or 0.0)}.get(
+            quantity.per, 1
+        )
         # one row, or a row for each atom: (rows, components)
         predicted = (frame.prediction[label.name] / scale).reshape(-1, len(axes))
         reference = np.full_like(predicted, np.nan)

@@ -31,7 +31,12 @@ class Images:
     """
 
     def __init__(
-        self, frame: Frame, pairs: Pairs, layout: NeighborLayout, close: float, device: torch.device
+        self,
+        frame: Frame,
+        pairs: Pairs,
+        layout: NeighborLayout,
+        close: float,
+        device: torch.device,
     ) -> None:
         self.pairs = pairs
         self._types = frame.atom_type
@@ -40,7 +45,9 @@ class Images:
         natoms = frame.num_atoms
         sections = len(layout.sel)
         # (P,) atom and section of the neighbor of each pair, as one number
-        self._group = pairs.i * sections + (frame.atom_type[pairs.j] if layout.by_type else 0)
+        self._group = pairs.i * sections + (
+            frame.atom_type[pairs.j] if layout.by_type else 0
+        )
         distance = np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)
         self._close = np.flatnonzero(distance < close)
         self._most = self._count(np.ones(len(distance), bool))
@@ -84,9 +91,13 @@ class Images:
         A bound is at most ``sel``, so that it is no reason for a warning.
         """
         # no pair is shorter than it was by more than both of its atoms have moved
-        moved = float(np.sqrt(np.square(coord - self._start).sum(axis=1).max(initial=0.0)))
+        moved = float(
+            np.sqrt(np.square(coord - self._start).sum(axis=1).max(initial=0.0))
+        )
         if self._layout.rcut + 2 * moved <= self._crowded:
-            return tuple(min(most, sel) for most, sel in zip(self._most, self._layout.sel))
+            return tuple(
+                min(most, sel) for most, sel in zip(self._most, self._layout.sel)
+            )
         distance = np.linalg.norm(self.pairs.vector(coord, self._box), axis=1)
         return self._count(distance < self._layout.rcut)
 
@@ -94,7 +105,10 @@ class Images:
         """Return the shortest distance of two atoms, angstrom; infinity where it is not short."""
         near = self._close
         close_pairs = Pairs(
-            self.pairs.i[near], self.pairs.j[near], self.pairs.shift[near], self.pairs.nearest
+            self.pairs.i[near],
+            self.pairs.j[near],
+            self.pairs.shift[near],
+            self.pairs.nearest,
         )
         vector = close_pairs.vector(coord, self._box)
         return float(np.linalg.norm(vector, axis=1).min(initial=np.inf))

@@ -56,14 +56,20 @@ class MovingFrame:
         self._empty = collate([pair_frame(frame, layout, lambda *_: nothing)], layout)
         self._order = self._empty.atom_order.numpy()
         row_of_atom = np.argsort(self._order)
-        section = frame.atom_type[pairs.j] if layout.by_type else np.zeros(len(pairs.j), np.int64)
+        section = (
+            frame.atom_type[pairs.j]
+            if layout.by_type
+            else np.zeros(len(pairs.j), np.int64)
+        )
         group = row_of_atom[pairs.i] * self._sections + section
         # pairs come by distance: each group stays sorted by it
         sorter = stable_argsort(group, frame.num_atoms * self._sections)
         # (P,) by atom and section, and then by distance
         self._group = group[sorter]
         self._neighbor = row_of_atom[pairs.j][sorter]
-        self._per_row = np.bincount(self._group // self._sections, minlength=frame.num_atoms)
+        self._per_row = np.bincount(
+            self._group // self._sections, minlength=frame.num_atoms
+        )
         self._by_neighbor = stable_argsort(self._neighbor, frame.num_atoms)
         self._offset = 0.0 if frame.box is None else pairs.shift[sorter] @ frame.box
 
@@ -95,7 +101,9 @@ class MovingFrame:
         total = int(slots.sum())
         # The first slot of each group, minus the place of its first pair: added to the place of a
         # pair it gives its slot.
-        first_slot = (np.arange(natoms)[:, None] * total + np.cumsum(slots) - slots).ravel()
+        first_slot = (
+            np.arange(natoms)[:, None] * total + np.cumsum(slots) - slots
+        ).ravel()
         first = first_slot - (np.cumsum(counts) - counts)
         slot = np.arange(len(near)) + np.repeat(first, counts)
         neighbor = np.repeat(np.arange(natoms), total)
@@ -110,7 +118,9 @@ class MovingFrame:
         # order of the slots, as in `pair_frame`
         seen = self._by_neighbor[inside[self._by_neighbor]]
         rank, counts = rank_in_group(self._neighbor[seen], natoms)
-        reverse = np.full((natoms, -(-int(counts.max()) // ROUND_TO) * ROUND_TO), natoms * total)
+        reverse = np.full(
+            (natoms, -(-int(counts.max()) // ROUND_TO) * ROUND_TO), natoms * total
+        )
         reverse[self._neighbor[seen], rank] = slot_of_pair[seen]
         batch = replace(
             self._empty,

@@ -33,7 +33,14 @@ Choose: TypeAlias = Callable[[Mapping[str, Sequence[str]]], Iterable[str]]
 """Choice of models of a file, by their names with aliases."""
 
 COMPILED_SUFFIX = ".pt2"
-FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo", COMPILED_SUFFIX, *deepmd_kit.SUFFIXES)
+FROZEN_SUFFIXES = (
+    ".dp",
+    ".yaml",
+    ".yml",
+    ".hlo",
+    COMPILED_SUFFIX,
+    *deepmd_kit.SUFFIXES,
+)
 # by name of a fact about an average, how it is described; in this order
 _AVERAGE_TEXTS = {
     "shape": "{} decay of the learning rate",
@@ -82,7 +89,12 @@ class Provenance:
         """Return the record of the weights for a frozen file, as plain values."""
         optional = {"weights": self.weights, "bias": dict(self.bias), "head": self.head}
         present = {name: fact for name, fact in optional.items() if fact}
-        return {"step": self.step, "kind": self.kind, "average": dict(self.average), **present}
+        return {
+            "step": self.step,
+            "kind": self.kind,
+            "average": dict(self.average),
+            **present,
+        }
 
     def describe(self) -> str:
         """Return one line: which of several models, live or which average, of which step."""
@@ -126,7 +138,9 @@ class LoadedModel:
                 "and forces."
             )
 
-    def on(self, device: str | None) -> tuple[EnergyModel | CompiledModel, torch.device]:
+    def on(
+        self, device: str | None
+    ) -> tuple[EnergyModel | CompiledModel, torch.device]:
         """Return the model that evaluates batches, and its device.
 
         Without ``device`` it is that of a compiled file, or that of the machine.
@@ -138,7 +152,9 @@ class LoadedModel:
             from deepmd_ema.interop.pt2 import load_compiled
 
             run, where = load_compiled(self.info.path, device)
-            return CompiledModel(run, self.model, self.config.fitting_net.default_fparam), where
+            return CompiledModel(
+                run, self.model, self.config.fitting_net.default_fparam
+            ), where
         where = select_device(device)
         return self.model.to(where).eval(), where
 
@@ -171,7 +187,10 @@ def without_modes(device: torch.device | None = None) -> Iterator[None]:
 
 
 def load_model(
-    path: str | Path, use_average: bool = False, average: str | None = None, head: str | None = None
+    path: str | Path,
+    use_average: bool = False,
+    average: str | None = None,
+    head: str | None = None,
 ) -> LoadedModel:
     """Return the model in ``path``.
 
@@ -191,7 +210,9 @@ def load_model(
             requested.
     """
     name = str(path)
-    file = load_models(path, use_average, average, lambda names: [choose_head(names, head, name)])
+    file = load_models(
+        path, use_average, average, lambda names: [choose_head(names, head, name)]
+    )
     (loaded,) = file.models.values()
     return loaded
 
@@ -215,7 +236,9 @@ def load_models(
         average = None
     use_average = use_average or average is not None
     if path.suffix.lower() in FROZEN_SUFFIXES:
-        _ = choose({"": ()})  # a name that is requested raises: the file holds one model
+        _ = choose(
+            {"": ()}
+        )  # a name that is requested raises: the file holds one model
         frozen = _load_frozen(path)
         file = ModelFile({"": frozen}, frozen.info.config)
     else:
@@ -252,12 +275,20 @@ def describe_average(average: Mapping[str, Any]) -> str:
     if "options" in facts:  # an average whose type is not of this program
         parts.append(str(facts.get("type")))
         parts += [f"{name} {show(value)}" for name, value in facts["options"].items()]
-    parts += [text.format(facts[name]) for name, text in _AVERAGE_TEXTS.items() if name in facts]
+    parts += [
+        text.format(facts[name])
+        for name, text in _AVERAGE_TEXTS.items()
+        if name in facts
+    ]
     return ", ".join(parts)
 
 
 def _load_checkpoint(
-    path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, choose: Choose
+    path: Path,
+    payload: Mapping[str, Any],
+    use_average: bool,
+    average: str | None,
+    choose: Choose,
 ) -> ModelFile:
     """Return the models in the content of a checkpoint of this program."""
     # files of other kinds hold one set of weights, which may be those of an average
@@ -266,7 +297,9 @@ def _load_checkpoint(
     weights, facts = checkpoint.weights_in(payload, path, average)
     name = average or payload["weights"]
     saved = saved_models(payload["config"], str(path))
-    chosen = choose({task: config.model_branch_alias for task, config in saved.configs.items()})
+    chosen = choose(
+        {task: config.model_branch_alias for task, config in saved.configs.items()}
+    )
     for config in saved.configs.values():
         if config.descriptor.neighbors is None:  # a run writes numbers
             option = f"config.model.descriptor.{config.descriptor.neighbors_option}"
@@ -275,7 +308,9 @@ def _load_checkpoint(
             )
     models = build_models(saved.configs, saved.links)
     # names and shapes are compared first, so that the message names the file and what differs
-    check_weights({k: tuple(v.shape) for k, v in models.state_dict().items()}, weights, path)
+    check_weights(
+        {k: tuple(v.shape) for k, v in models.state_dict().items()}, weights, path
+    )
     models.load_state_dict(weights)
     tasks = tuple(saved.configs)
     distances = nested(payload.get("min_nbor_dist"), tasks)
@@ -302,12 +337,18 @@ def _load_checkpoint(
 
 
 def _load_deepmd(
-    path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, choose: Choose
+    path: Path,
+    payload: Mapping[str, Any],
+    use_average: bool,
+    average: str | None,
+    choose: Choose,
 ) -> ModelFile:
     """Return the models in the content of a checkpoint of DeePMD-kit."""
     models = {}
     for head in choose(deepmd_pt.heads_of(payload, path) or {"": ()}):
-        config, model, facts = deepmd_pt.read_deepmd_pt(payload, path, head or None, use_average)
+        config, model, facts = deepmd_pt.read_deepmd_pt(
+            payload, path, head or None, use_average
+        )
         if average not in (None, deepmd_pt.EMA):
             raise CheckpointError(
                 f"{path}: a checkpoint of DeePMD-kit, no average is called {average!r}. Use "
@@ -344,9 +385,16 @@ def _load_frozen(path: Path) -> LoadedModel:
         raise CheckpointError(
             f"{path}: the section {dp.EXTRA} is not as dp-ema writes it. Freeze it again."
         )
-    facts = {"weights": "", **chosen(record, ("weights", "step", "average", "bias", "head"))}
-    version = f"{content.get('software', 'unknown')} {content.get('version', '')}".strip()
-    config_of_run = record.get("config") or {"model": content.get("model_def_script", {})}
+    facts = {
+        "weights": "",
+        **chosen(record, ("weights", "step", "average", "bias", "head")),
+    }
+    version = (
+        f"{content.get('software', 'unknown')} {content.get('version', '')}".strip()
+    )
+    config_of_run = record.get("config") or {
+        "model": content.get("model_def_script", {})
+    }
     info = Provenance(
         path,
         "frozen",
@@ -355,4 +403,6 @@ def _load_frozen(path: Path) -> LoadedModel:
         version=version,
         config=config_of_run,
     )
-    return LoadedModel(model.eval(), config, info, path.suffix.lower() == COMPILED_SUFFIX)
+    return LoadedModel(
+        model.eval(), config, info, path.suffix.lower() == COMPILED_SUFFIX
+    )

@@ -128,7 +128,10 @@ class Potential:
     """
 
     def __init__(
-        self, path: str | Path | LoadedModel, device: str | None = None, head: str | None = None
+        self,
+        path: str | Path | LoadedModel,
+        device: str | None = None,
+        head: str | None = None,
     ) -> None:
         loaded = path if isinstance(path, LoadedModel) else load_model(path, head=head)
         self.info = loaded.info
@@ -140,15 +143,23 @@ class Potential:
         predicted = self.config.fitting_net.labels
         self.predicts_energies = ENERGY in predicted
         self._names: tuple[str, ...] = (
-            (ENERGY, FORCE, VIRIAL, ATOM_ENERGY) if self.predicts_energies else predicted
+            (ENERGY, FORCE, VIRIAL, ATOM_ENERGY)
+            if self.predicts_energies
+            else predicted
         )
         self._layout = self._model.layout
         # Slots that are kept are not sorted by distance any more when atoms have moved. Where
         # statistics differ from slot to slot, this would change the energy.
-        self._keeps_slots = MovingFrame.serves(self._layout) and has_equal_slots(self._model)
-        if isinstance(self._model, EnergyModel):  # compiled code has no networks to tabulate
+        self._keeps_slots = MovingFrame.serves(self._layout) and has_equal_slots(
+            self._model
+        )
+        if isinstance(
+            self._model, EnergyModel
+        ):  # compiled code has no networks to tabulate
             tabulate(self._model)
-        self._warned: set[str] = set()  # texts of warnings, each of which is logged once
+        self._warned: set[str] = (
+            set()
+        )  # texts of warnings, each of which is logged once
         self._images: Images | None = None  # of the last frame
         # Several calculators may share a potential, as those of the images of a band, each with
         # pairs of its own. An entry is removed with its pairs.
@@ -245,7 +256,9 @@ class Potential:
     def evaluate_systems(
         self,
         systems: Sequence[
-            tuple[ArrayLike, Sequence[int] | Sequence[str] | ArrayLike, ArrayLike | None]
+            tuple[
+                ArrayLike, Sequence[int] | Sequence[str] | ArrayLike, ArrayLike | None
+            ]
         ],
         kept: Sequence[KeptPairs] | None = None,
     ) -> list[Prediction]:
@@ -262,7 +275,9 @@ class Potential:
         """
         self._loaded.require_energies("evaluate_systems")
         rows = (_frames(self, *system, None, None) for system in systems)
-        frames = [replace(frame, source=("arrays", k)) for k, (frame,) in enumerate(rows)]
+        frames = [
+            replace(frame, source=("arrays", k)) for k, (frame,) in enumerate(rows)
+        ]
         if kept is not None and len(kept) < len(frames):
             raise UserError(
                 f"kept: pairs of {len(kept)} systems, expected those of {len(frames)} or more."
@@ -286,7 +301,9 @@ class Potential:
         """Return the numbers of all frames, one after the other; histories have pairs of each."""
         _refrain_from_lost_threads()
         with without_modes(self.device):
-            parts = self._parts(frames, [None] * len(frames) if histories is None else histories)
+            parts = self._parts(
+                frames, [None] * len(frames) if histories is None else histories
+            )
         values = {
             name: np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)])
             for name in self._names
@@ -295,7 +312,9 @@ class Potential:
         if not all(np.isfinite(value).all() for value in values.values()):
             _refuse_without_energy(frames, self)
         has_force = FORCE in values and LONE_ATOM not in self._warned
-        if has_force and (lone := _lone_atom(frames, values[FORCE].reshape(-1, 3), self)):
+        if has_force and (
+            lone := _lone_atom(frames, values[FORCE].reshape(-1, 3), self)
+        ):
             self._warn(LONE_ATOM, lone, self.rcut)
         return values
 
@@ -312,7 +331,9 @@ class Potential:
         # a frame that counts as a full batch is alone in it
         most_shared = MAX_ATOMS_SHARING if self.device.type == "cpu" else math.inf
         sizes = [
-            limit if history is not None and frame.num_atoms > most_shared else frame.num_atoms
+            limit
+            if history is not None and frame.num_atoms > most_shared
+            else frame.num_atoms
             for frame, history in rows
         ]
         for begin, end in pairwise(batch_edges(np.array(sizes), limit)):
@@ -325,7 +346,11 @@ class Potential:
             # here, and the farthest are dropped
             if placed is None:
                 paired = [
-                    pair_frame(frame, self._layout, find_pairs if history is None else history.find)
+                    pair_frame(
+                        frame,
+                        self._layout,
+                        find_pairs if history is None else history.find,
+                    )
                     for frame, history in group
                 ]
                 most = np.max([frame.most for frame in paired], axis=0).tolist()
@@ -334,7 +359,9 @@ class Potential:
             self._warn_once(placed.most, placed.nearest)
             batch = placed.batch.to(self.device)
             outputs = {
-                name: value for name, value in self._model(batch).items() if name in self._names
+                name: value
+                for name, value in self._model(batch).items()
+                if name in self._names
             }
             # atoms of a batch are sorted by type
             for name in self._names:
@@ -363,13 +390,19 @@ class Potential:
         from deepmd_ema.infer.images import Images
 
         geometry = frame.coord, frame.box, self.rcut
-        pairs = find_pairs(*geometry) if history is None else history.reaching(*geometry)
+        pairs = (
+            find_pairs(*geometry) if history is None else history.reaching(*geometry)
+        )
         images = self._images
         if images is None or not images.hold(frame, pairs):
             # pairs up to this distance may come nearer than any of the training data while the
             # pairs hold: two atoms approach by at most the skin
-            close = (self.info.min_nbor_dist or 0.0) + (0.0 if history is None else history.skin)
-            images = self._images = Images(frame, pairs, self._layout, close, self.device)
+            close = (self.info.min_nbor_dist or 0.0) + (
+                0.0 if history is None else history.skin
+            )
+            images = self._images = Images(
+                frame, pairs, self._layout, close, self.device
+            )
         self._warn_once(list(images.most(frame.coord)), images.nearest(frame.coord))
         # (1, P) of the frame, (N, Q) of its atoms
         conditions = {}
@@ -378,7 +411,9 @@ class Potential:
         if frame.aparam is not None:
             conditions[APARAM] = torch.tensor(frame.aparam, device=self.device)
         atype, nlist, mapping = images.tensors
-        outputs = model.frame(images.coord(frame.coord), atype, nlist, mapping, conditions)
+        outputs = model.frame(
+            images.coord(frame.coord), atype, nlist, mapping, conditions
+        )
         return {name: value.to("cpu").numpy() for name, value in outputs.items()}
 
     def _warn_once(self, most: list[int], nearest: float) -> None:
@@ -510,11 +545,15 @@ def _frames(
     # one frame without the axis of frames, or several with it
     if coords.shape not in frame_shapes and coords.shape[1:] not in frame_shapes:
         expected = f"(F, {natoms}, 3), (F, {3 * natoms}) or ({natoms}, 3)"
-        raise UserError(f"coord: shape {coords.shape}, expected {expected} for {natoms} atoms.")
+        raise UserError(
+            f"coord: shape {coords.shape}, expected {expected} for {natoms} atoms."
+        )
     coords = coords.reshape(-1, natoms, 3)
     count = len(coords)
     if kinds.ndim == 2 and len(kinds) != count:
-        raise UserError(f"types: shape {kinds.shape}, expected ({natoms},) or ({count}, {natoms}).")
+        raise UserError(
+            f"types: shape {kinds.shape}, expected ({natoms},) or ({count}, {natoms})."
+        )
     kinds = np.broadcast_to(kinds, (count, natoms))
     boxes = _boxes(box, count)
     fitting = potential.config.fitting_net
@@ -561,14 +600,22 @@ def _type_numbers(types: Any, type_map: Sequence[str]) -> NDArray[np.int64]:
     if array.min() < 0 or array.max() >= len(type_map):
         bad = array.min() if array.min() < 0 else array.max()
         why = " Leave virtual atoms out." if bad == -1 else ""
-        raise UserError(f"types: {bad} is no place in type_map {list(type_map)} (from 0).{why}")
+        raise UserError(
+            f"types: {bad} is no place in type_map {list(type_map)} (from 0).{why}"
+        )
     return array.astype(np.int64)
 
 
 def _boxes(box: Any, count: int) -> Rows:
     if box is None:
         return [None] * count
-    boxes = _rows("box", box, count, (3, 3), f"({count}, 3, 3), ({count}, 9), (3, 3), (9,) or None")
+    boxes = _rows(
+        "box",
+        box,
+        count,
+        (3, 3),
+        f"({count}, 3, 3), ({count}, 9), (3, 3), (9,) or None",
+    )
     flat = np.flatnonzero(np.abs(np.linalg.det(boxes)) < 1e-6)  # angstrom^3
     if len(flat):
         raise UserError(

@@ -83,7 +83,9 @@ def find_deepmd_kit(path: Path, program: str | None = None) -> DeepmdKit:
     command = shutil.which(program or PROGRAM)
     if command is None:
         missing = (
-            "there is no `dp` on the PATH" if program is None else f"--dp {program} is no program"
+            "there is no `dp` on the PATH"
+            if program is None
+            else f"--dp {program} is no program"
         )
         raise UserError(
             f"{path}: DeePMD-kit reads and writes {path.suffix} files, and {missing}. {INSTALL}; "
@@ -116,13 +118,19 @@ def copy_with_task_dim(source: Path, target: Path) -> None:
             content = old.read(name)
             if name.endswith("/dipole_model.py") and b"def get_task_dim" not in content:
                 method = rb"  def get_task_dim(\1) -> int:\n    return 3\n\g<0>"
-                content = re.sub(rb"(?m)^  def get_type_map\((.*?)\)", method, content, count=1)
+                content = re.sub(
+                    rb"(?m)^  def get_type_map\((.*?)\)", method, content, count=1
+                )
             new.writestr(name, content)
 
 
-def _run(command: Sequence[str], folder: str | None = None) -> subprocess.CompletedProcess[str]:
+def _run(
+    command: Sequence[str], folder: str | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run DeePMD-kit with its own backends; with ``DP_BACKEND=ema`` it would call dp-ema again."""
-    environment = {name: value for name, value in os.environ.items() if name != "DP_BACKEND"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "DP_BACKEND"
+    }
     return subprocess.run(
         command,
         cwd=folder,

@@ -48,15 +48,30 @@ _EXTRA = "_extra_state"
 _FACTS = ("weights", "step", "average", "bias")
 _ONLY = "Default"  # name of the model in a file that has one
 # options of a section ``model`` that are about how it was trained
-_OF_TRAINING = ("finetune_head", "finetune_bias", "model_branch_alias", "info", "hessian_mode")
+_OF_TRAINING = (
+    "finetune_head",
+    "finetune_bias",
+    "model_branch_alias",
+    "info",
+    "hessian_mode",
+)
 # options that are or hold sections of descriptors
 _WITH_DESCRIPTORS = ("descriptor", "list", "models")
 # place in a tree: part of the model, its entry, and inside
 _PART = re.compile(r"(models\.(\d+)\.)?([^.]+)\.?(.*)")
 _IN_TABLE = ("tab_info", "tab_data")  # arrays of a table that a checkpoint holds
-_TABLES = ("use_srtab", "tab_file")  # options that are a table, or in an input the name of its file
-_SELECTED = ("sel_type", "dipole_type", "pol_type")  # options that the peer's torch backends ignore
-_SMIN_ALPHA = 0.1  # angstrom; the backend pt takes no other one from a section ``model``
+_TABLES = (
+    "use_srtab",
+    "tab_file",
+)  # options that are a table, or in an input the name of its file
+_SELECTED = (
+    "sel_type",
+    "dipole_type",
+    "pol_type",
+)  # options that the peer's torch backends ignore
+_SMIN_ALPHA = (
+    0.1  # angstrom; the backend pt takes no other one from a section ``model``
+)
 _CONVERT = (
     "With DeePMD-kit: `dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth "
     "model.dp`."
@@ -96,9 +111,13 @@ def read_deepmd_pt(
         }
         average: dict[str, Any] = {}
         if use_average:
-            averaged, average = _average(payload, path, "" if name == _ONLY else f"{name}.")
+            averaged, average = _average(
+                payload, path, "" if name == _ONLY else f"{name}."
+            )
             tensors |= averaged
-        options = {name: value for name, value in section.items() if name not in _OF_TRAINING}
+        options = {
+            name: value for name, value in section.items() if name not in _OF_TRAINING
+        }
         try:
             config = model_config_from_dict(_as_built(options, path), str(path))
         except ConfigError as error:
@@ -107,8 +126,12 @@ def read_deepmd_pt(
         tree = model_tree(model, config)
         _put(tree, tensors, path, config)
         fill_model(model, config, normalized(tree))
-        distance = float(tensors.get("min_nbor_dist", tensors.get("_min_nbor_dist", -1.0)))
-        model.min_nbor_dist = distance if distance > 0 else None  # -1 where it is not known
+        distance = float(
+            tensors.get("min_nbor_dist", tensors.get("_min_nbor_dist", -1.0))
+        )
+        model.min_nbor_dist = (
+            distance if distance > 0 else None
+        )  # -1 where it is not known
         weights = LIVE if "optimizer" in payload else ""
         step = (extra.get("train_infos") or {}).get("step")
         # pt counts from 0 and saves the number of the last step; pt_expt saves how many there were
@@ -121,7 +144,11 @@ def read_deepmd_pt(
             "bias": {},
             **chosen(written, _FACTS),
         }
-        return config, model.eval(), {**facts, "version": "dp-ema" if written else "DeePMD-kit"}
+        return (
+            config,
+            model.eval(),
+            {**facts, "version": "dp-ema" if written else "DeePMD-kit"},
+        )
 
 
 def write_deepmd_pt(
@@ -154,7 +181,8 @@ def write_deepmd_pt(
             )
         sections[task] = deepmd_section(config)
         state |= {
-            f"model.{task or _ONLY}.{name}": tensor for name, tensor in _tensors(model, config)
+            f"model.{task or _ONLY}.{name}": tensor
+            for name, tensor in _tensors(model, config)
         }
     facts = {task: dict(weight_facts) for task, (_, _, weight_facts) in models.items()}
     # the number of the last step, counted from 0
@@ -187,7 +215,9 @@ def heads_of(payload: Any, path: Path) -> dict[str, list[str]]:
 
 def _extra_of(payload: Any, path: Path) -> Mapping[str, Any]:
     extra = payload.get("model", payload)[_EXTRA]
-    if not isinstance(extra, Mapping) or not isinstance(extra.get("model_params"), Mapping):
+    if not isinstance(extra, Mapping) or not isinstance(
+        extra.get("model_params"), Mapping
+    ):
         raise CheckpointError(
             f"{path}: a checkpoint of DeePMD-kit without the section `model` of its input. "
             + _CONVERT.format(path=command(path))
@@ -205,7 +235,11 @@ def _as_built(section: Any, path: Path) -> Any:
         return [_as_built(part, path) for part in section]
     if not isinstance(section, Mapping):
         return section
-    built = {name: _as_built(section[name], path) for name in _WITH_DESCRIPTORS if name in section}
+    built = {
+        name: _as_built(section[name], path)
+        for name in _WITH_DESCRIPTORS
+        if name in section
+    }
     if str(section.get("type")).lower() in type_names(DESCRIPTORS["se_e2_r"].section):
         built["type_one_side"] = True
     for name in (name for name in _TABLES if section.get(name)):
@@ -214,7 +248,9 @@ def _as_built(section: Any, path: Path) -> Any:
                 f"{path}: {name} = {section[name]!r} is the name of a file, which may be another "
                 "one by now. " + _CONVERT.format(path=command(path))
             )
-        built[name] = [[float(number) for number in line.split()] for line in section[name]]
+        built[name] = [
+            [float(number) for number in line.split()] for line in section[name]
+        ]
     if isinstance(fitting := section.get("fitting_net"), Mapping):
         built["fitting_net"] = {
             name: value for name, value in fitting.items() if name not in _SELECTED
@@ -227,7 +263,9 @@ def _average(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the averaged parameters of one model by name, and the facts of the average."""
     average = payload.get("ema")
-    if not isinstance(average, Mapping) or not isinstance(average.get("model"), Mapping):
+    if not isinstance(average, Mapping) or not isinstance(
+        average.get("model"), Mapping
+    ):
         raise CheckpointError(
             f"{path}: a checkpoint of DeePMD-kit without averaged weights (training.enable_ema "
             "was false, or these are the averaged ones already). Leave out --use-ema."
@@ -250,9 +288,14 @@ def deepmd_section(config: ModelConfig) -> Tree:
         for name, value in plain(config, for_deepmd=True).items()
         if name not in _OF_TRAINING
     }
-    for part, values in zip(_parts(config), section.get("models", [section]), strict=True):
+    for part, values in zip(
+        _parts(config), section.get("models", [section]), strict=True
+    ):
         if hasattr(part, "rows_for"):
-            values |= {"type_map": config.type_map, "tab_file": part.rows_for(config.type_map)}
+            values |= {
+                "type_map": config.type_map,
+                "tab_file": part.rows_for(config.type_map),
+            }
         values |= {
             name: [" ".join(map(repr, row)) for row in values[name]]
             for name in _TABLES
@@ -293,7 +336,10 @@ def _tensors(model: EnergyModel, config: ModelConfig) -> Iterator[tuple[str, Ten
     yield "min_nbor_dist", torch.tensor(distance, dtype=torch.float64)
     if config.bridging is not None:
         charges = [SYMBOLS.index(name) + 1 for name in config.type_map]
-        yield "inter_potential.atomic_numbers", torch.tensor(charges, dtype=torch.float64)
+        yield (
+            "inter_potential.atomic_numbers",
+            torch.tensor(charges, dtype=torch.float64),
+        )
     tree = model_tree(model, config)
     table = {"tab_data": (len(config.type_map), len(config.type_map), -1, 4)}
     arrays = [(place, node[key]) for place, node, key in _arrays(tree)]
@@ -304,7 +350,11 @@ def _tensors(model: EnergyModel, config: ModelConfig) -> Iterator[tuple[str, Ten
         tensor = torch.from_numpy(np.asarray(array))
         tensor = tensor.reshape(table.get(place.rpartition(".")[2], tensor.shape))
         yield name, tensor
-        if ".networks." in name and entry.reader is not None and entry.reader.has_second_names:
+        if (
+            ".networks." in name
+            and entry.reader is not None
+            and entry.reader.has_second_names
+        ):
             yield name.replace(".networks.", "._networks."), tensor
 
 
@@ -342,7 +392,9 @@ def _put(tree: Tree, state: Mapping[str, Any], path: Path, config: ModelConfig) 
     Raises:
         CheckpointError: naming tensors without a place, and places without a tensor.
     """
-    tensors = {name: tensor for name, tensor in state.items() if _is_weight(name, tensor)}
+    tensors = {
+        name: tensor for name, tensor in state.items() if _is_weight(name, tensor)
+    }
     backend = "pt" if any(name.endswith(".matrix") for name in tensors) else "pt_expt"
     missing = []
     for place, node, key in list(_arrays(tree)):
@@ -370,7 +422,10 @@ def _is_weight(name: str, tensor: Any) -> bool:
     """Whether a tensor is an array of a tree: no mask, no list of places, nothing compressed."""
     if not isinstance(tensor, Tensor) or not _is_read(tensor):
         return False
-    second = "._networks.", ".nets.networks."  # names of networks that have another one, too
+    second = (
+        "._networks.",
+        ".nets.networks.",
+    )  # names of networks that have another one, too
     return not any(part in name for part in second) and name.rpartition(".")[2] not in (
         "min_nbor_dist",
         "_min_nbor_dist",

@@ -25,7 +25,13 @@ from deepmd_ema.interop.parts import (
     tree_of,
     types_with_tree,
 )
-from deepmd_ema.interop.tree_files import SOFTWARE, VARIABLES, Tree, read_tree, write_tree
+from deepmd_ema.interop.tree_files import (
+    SOFTWARE,
+    VARIABLES,
+    Tree,
+    read_tree,
+    write_tree,
+)
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Descriptor, Fitting
@@ -99,9 +105,13 @@ def rewrite_bias(
     tree = read_tree(Path(path))
     variables = tree["model"].get(INSIDE, tree["model"])[VARIABLES]
     # (outputs, T, components): one output, the energy, of one component
-    variables["out_bias"] = np.array(bias, dtype=np.float64).reshape(variables["out_bias"].shape)
+    variables["out_bias"] = np.array(bias, dtype=np.float64).reshape(
+        variables["out_bias"].shape
+    )
     if std is not None:
-        variables["out_std"] = np.array(std, dtype=np.float64).reshape(variables["out_bias"].shape)
+        variables["out_std"] = np.array(std, dtype=np.float64).reshape(
+            variables["out_bias"].shape
+        )
     write_tree(Path(target), _with_facts(tree, {**_facts_of(tree), **facts}))
 
 
@@ -130,7 +140,9 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
         fill_model(model, config, tree["model"])
         distance = tree.get(VARIABLES, {}).get("min_nbor_dist")
         # DeePMD-kit writes -1 for a distance that it does not know
-        model.min_nbor_dist = None if distance is None or float(distance) < 0 else float(distance)
+        model.min_nbor_dist = (
+            None if distance is None or float(distance) < 0 else float(distance)
+        )
         facts = _facts_of(tree)
         script = {
             name: value
@@ -138,7 +150,11 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
             if name != EXTRA
         }
     info = {name: tree.get(name) for name in ("software", "version", "backend")}
-    more = {"model_def_script": script, "min_nbor_dist": model.min_nbor_dist, EXTRA: facts}
+    more = {
+        "model_def_script": script,
+        "min_nbor_dist": model.min_nbor_dist,
+        EXTRA: facts,
+    }
     return config, model.eval(), {**info, **more}
 
 
@@ -151,7 +167,10 @@ def _with_facts(tree: Tree, facts: Mapping[str, Any]) -> Tree:
     tree = {**tree, EXTRA: dict(facts)}
     if "weights" in facts:
         short = {name: fact for name, fact in facts.items() if name != "config"}
-        tree["model_def_script"] = {**(tree.get("model_def_script") or {}), EXTRA: short}
+        tree["model_def_script"] = {
+            **(tree.get("model_def_script") or {}),
+            EXTRA: short,
+        }
     return tree
 
 
@@ -178,8 +197,16 @@ def faults_as_messages(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{path}: an entry of the model is missing or of another kind: {error!r}."
         ) from error
-    except (ValueError, ArithmeticError, RuntimeError, MemoryError, ConfigError) as error:
-        raise CheckpointError(f"{path}: the model does not fit together: {error}") from error
+    except (
+        ValueError,
+        ArithmeticError,
+        RuntimeError,
+        MemoryError,
+        ConfigError,
+    ) as error:
+        raise CheckpointError(
+            f"{path}: the model does not fit together: {error}"
+        ) from error
 
 
 def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
@@ -232,8 +259,13 @@ def fill_model(model: EnergyModel, config: ModelConfig, tree: Tree) -> None:
     target = model_tree(model, config)
     target = _reader_of(target).normalized(target)
     # some files have no out_std
-    names = {"out_bias", *(name for name, value in tree[VARIABLES].items() if value is not None)}
-    variables = {name: value for name, value in target[VARIABLES].items() if name in names}
+    names = {
+        "out_bias",
+        *(name for name, value in tree[VARIABLES].items() if value is not None),
+    }
+    variables = {
+        name: value for name, value in target[VARIABLES].items() if name in names
+    }
     fill({**target, VARIABLES: variables}, tree)
 
 
@@ -267,7 +299,11 @@ def _model_trees() -> list[StandardTree]:
 
 def _reader_of(tree: Mapping[str, Any]) -> StandardTree:
     """Return the reader of the tree of a model of a known type."""
-    return next(reader for reader in _model_trees() if tree.get("type", "standard") in reader.kinds)
+    return next(
+        reader
+        for reader in _model_trees()
+        if tree.get("type", "standard") in reader.kinds
+    )
 
 
 def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
@@ -330,9 +366,13 @@ class StandardTree:
         networks = network_trees(model.descriptor, model.fitting, config)
         if not isinstance(model.short_range, TabulatedShortRange):
             return {**whole, "type": "standard", **networks}
-        networks["fitting"]["exclude_types"] = []  # the model excludes them, not its network
+        networks["fitting"][
+            "exclude_types"
+        ] = []  # the model excludes them, not its network
         short = model.short_range
-        pairs = part_tree(whole, "pairtab", table_entries(short.table, sum(model.layout.sel)))
+        pairs = part_tree(
+            whole, "pairtab", table_entries(short.table, sum(model.layout.sel))
+        )
         return {
             **whole,
             "type": "zbl",
@@ -358,7 +398,10 @@ class StandardTree:
                 raise ValueError(
                     "a part of the model has an out_bias of its own, which is not available here"
                 )
-        options = {"use_srtab": table_rows(table), **{name: float(tree[name]) for name in _SWITCH}}
+        options = {
+            "use_srtab": table_rows(table),
+            **{name: float(tree[name]) for name in _SWITCH},
+        }
         return {
             **tree,
             "type": "standard",
@@ -374,18 +417,27 @@ class StandardTree:
             tree: the model, normalized.
             script: the section ``model`` of the input that is kept with it.
         """
-        return {**network_sections(tree, script), **chosen(tree, ("use_srtab", *_SWITCH))}
+        return {
+            **network_sections(tree, script),
+            **chosen(tree, ("use_srtab", *_SWITCH)),
+        }
 
 
-def network_trees(descriptor: Descriptor, fitting: Fitting, config: StandardConfig) -> Tree:
+def network_trees(
+    descriptor: Descriptor, fitting: Fitting, config: StandardConfig
+) -> Tree:
     """Return the trees of a descriptor and its fitting network.
 
     Raises:
         CheckpointError: if the format does not have this descriptor.
     """
     return {
-        "descriptor": tree_by_type(DESCRIPTORS, config.descriptor.type).write(descriptor, config),
-        "fitting": tree_by_type(FITTINGS, config.fitting_net.type).write(fitting, config),
+        "descriptor": tree_by_type(DESCRIPTORS, config.descriptor.type).write(
+            descriptor, config
+        ),
+        "fitting": tree_by_type(FITTINGS, config.fitting_net.type).write(
+            fitting, config
+        ),
     }
 
 
@@ -418,7 +470,10 @@ def part_tree(whole: Mapping[str, Any], kind: str, entries: Tree) -> Tree:
         "atom_exclude_types": [],
         "pair_exclude_types": [],
         "preset_out_bias": None,
-        VARIABLES: {"out_bias": np.zeros((1, num_types, 1)), "out_std": np.ones((1, num_types, 1))},
+        VARIABLES: {
+            "out_bias": np.zeros((1, num_types, 1)),
+            "out_std": np.ones((1, num_types, 1)),
+        },
         "type": kind,
         **entries,
     }

@@ -22,7 +22,10 @@ from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 
 Names: TypeAlias = Mapping[str, tuple[tuple[str, str], ...]]
 
-BACKENDS = ("pt", "pt_expt")  # backends of DeePMD-kit whose checkpoints name modules of a model
+BACKENDS = (
+    "pt",
+    "pt_expt",
+)  # backends of DeePMD-kit whose checkpoints name modules of a model
 STATISTICS = ((r"\bdavg$", "mean"), (r"\bdstd$", "stddev"))  # for `PartTree.modules`
 _MODULES: Names = {  # the same of the entries that any tree may have
     "pt": (
@@ -47,7 +50,10 @@ _FEATURES = {
     "tot_ener_zero": "tot_ener_zero",
 }
 _LORA = re.compile(r"\b(A|B)_(by_l|m0|m)\b")  # names of low-rank additions to weights
-_NO_ACTIVATION = {"none", "linear"}  # names in files of several versions, for the last layer
+_NO_ACTIVATION = {
+    "none",
+    "linear",
+}  # names in files of several versions, for the last layer
 
 
 class PartTree:
@@ -156,7 +162,9 @@ def node(kind: str, version: int) -> Tree:
     return {"@class": kind, "@version": version}
 
 
-def collection_tree(kind: str, networks: Sequence[Tree], ndim: int, ntypes: int) -> Tree:
+def collection_tree(
+    kind: str, networks: Sequence[Tree], ndim: int, ntypes: int
+) -> Tree:
     """Return the tree of networks of a ``network_type``; each depends on ``ndim`` elements."""
     return {
         **node("NetworkCollection", 1),
@@ -172,7 +180,8 @@ def embeddings_tree(
 ) -> Tree:
     """Return the tree of embedding networks, which have no linear layer at the end."""
     networks = [
-        embedding_tree(net, section["activation_function"], section["resnet_dt"]) for net in nets
+        embedding_tree(net, section["activation_function"], section["resnet_dt"])
+        for net in nets
     ]
     return collection_tree("embedding_network", networks, ndim, ntypes)
 
@@ -203,7 +212,11 @@ def layer_tree(layer: Layer, resnet: bool = False) -> Tree:
         "resnet": resnet,
         "precision": precision_of(layer.weight.dtype),
         "trainable": layer.weight.requires_grad,
-        VARIABLES: {"w": array(layer.weight), "b": array(layer.bias), "idt": array(layer.idt)},
+        VARIABLES: {
+            "w": array(layer.weight),
+            "b": array(layer.bias),
+            "idt": array(layer.idt),
+        },
     }
 
 
@@ -218,7 +231,9 @@ def norm_tree(norm: LayerNorm) -> Tree:
     }
 
 
-def type_embedding_tree(embedding: TypeEmbedding, type_map: Sequence[str], trainable: bool) -> Tree:
+def type_embedding_tree(
+    embedding: TypeEmbedding, type_map: Sequence[str], trainable: bool
+) -> Tree:
     """Return the tree of a type embedding. Its row of zeros for virtual atoms is not stored."""
     entry = embedding_tree(embedding.net, "Linear", timestep=False)
     for layer in entry["layers"]:
@@ -243,7 +258,12 @@ def statistics_tree(module: Any) -> Tree:
 
 def env_mat_tree(rcut: float, rcut_smth: float, protection: float) -> Tree:
     """Return the tree of an environment matrix."""
-    return {"rcut": rcut, "rcut_smth": rcut_smth, "protection": protection, "use_exp_switch": False}
+    return {
+        "rcut": rcut,
+        "rcut_smth": rcut_smth,
+        "protection": protection,
+        "use_exp_switch": False,
+    }
 
 
 def options_tree(section: Any, *left_out: str) -> Tree:
@@ -258,13 +278,18 @@ def options_tree(section: Any, *left_out: str) -> Tree:
         if not option.is_own
     }
     return {
-        name: value for name, value in tree.items() if name not in ("precision", "seed", *left_out)
+        name: value
+        for name, value in tree.items()
+        if name not in ("precision", "seed", *left_out)
     }
 
 
 def tree_without_effect(section: Any) -> Tree:
     """Return the options of DeePMD-kit that do nothing here, with its defaults."""
-    return {name: default for name, (default, _) in getattr(section, "without_effect", {}).items()}
+    return {
+        name: default
+        for name, (default, _) in getattr(section, "without_effect", {}).items()
+    }
 
 
 def parts_of(module: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
@@ -275,7 +300,9 @@ def parts_of(module: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]
         names: names in the module by the names in the tree.
     """
     for key, path in names.items():
-        part = reduce(lambda owner, name: getattr(owner, name, None), path.split("."), module)
+        part = reduce(
+            lambda owner, name: getattr(owner, name, None), path.split("."), module
+        )
         if part is not None:
             yield key, part
 
@@ -283,7 +310,8 @@ def parts_of(module: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]
 def residuals_tree(layer: Any, names: Mapping[str, str]) -> Tree:
     """Return the trained factors of the updates of a layer; ``names`` as for :func:`parts_of`."""
     factors = {
-        key: [array(factor) for factor in update.factors] for key, update in parts_of(layer, names)
+        key: [array(factor) for factor in update.factors]
+        for key, update in parts_of(layer, names)
     }
     return {VARIABLES: {key: factors.get(key, []) for key in names}}
 
@@ -337,8 +365,12 @@ def fill(target: Any, source: Any, name: str = "") -> None:
             kind = str(source["activation_function"]).lower()  # None in old files
             expected = str(target["activation_function"]).lower()
             if kind != expected and {kind, expected} - _NO_ACTIVATION:
-                raise ValueError(f"{name}: activation_function {kind!r}, expected {expected!r}")
-        if "mixed_types" in target and target["mixed_types"] != bool(source.get("mixed_types")):
+                raise ValueError(
+                    f"{name}: activation_function {kind!r}, expected {expected!r}"
+                )
+        if "mixed_types" in target and target["mixed_types"] != bool(
+            source.get("mixed_types")
+        ):
             mixed = source.get("mixed_types")
             raise ValueError(
                 f"mixed_types of the {name} is {mixed}, which its descriptor is not made for"

@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 DOWNLOADS = Path.home() / ".cache" / "deepmd" / "pretrained" / "models"
 _TIMEOUT_S = 60.0  # for one answer of a server
 _BLOCK_BYTES = 1 << 20
-MAX_BYTES = 4 << 30  # no published model is as large; an answer without an end would fill the disk
+MAX_BYTES = (
+    4 << 30
+)  # no published model is as large; an answer without an end would fill the disk
 MIN_RATE = 10_000  # bytes per second; a slower server is left for the next address
 RATE_INTERVAL_S = 60.0  # over which the rate is measured
 _SITES = (  # in this order
@@ -53,11 +55,31 @@ class PublishedModel:
 
 # all of DeePMD-kit 3.2.0: descriptor, digest, name
 _MODELS = (
-    ("dpa2", "904eb5560af9ff644347dedd3ebf1e9c97929d02ee37ce3cbe895de3df711198", "DPA-2.4-7M"),
-    ("dpa3", "86dd3a804d78ca5d203ebf98747e8f16dff9713ba8950097ceb760b161e19907", "DPA-3.1-3M"),
-    ("dpa3", "876354744aeaae17b2639a6a690514470273784f2b4836280850f50cbb799165", "DPA-3.2-5M"),
-    ("dpa3", "36fe440c111108d60cda54aa7d3fccac743794de25abef4d49564b9fb896a55b", "DPA-3.3-1M"),
-    ("dpa3", "dc4d252b31450b41eb3546cc48f640ad0831c0b5d069ce27d996e0ff58fc037a", "DPA3-Omol-Large"),
+    (
+        "dpa2",
+        "904eb5560af9ff644347dedd3ebf1e9c97929d02ee37ce3cbe895de3df711198",
+        "DPA-2.4-7M",
+    ),
+    (
+        "dpa3",
+        "86dd3a804d78ca5d203ebf98747e8f16dff9713ba8950097ceb760b161e19907",
+        "DPA-3.1-3M",
+    ),
+    (
+        "dpa3",
+        "876354744aeaae17b2639a6a690514470273784f2b4836280850f50cbb799165",
+        "DPA-3.2-5M",
+    ),
+    (
+        "dpa3",
+        "36fe440c111108d60cda54aa7d3fccac743794de25abef4d49564b9fb896a55b",
+        "DPA-3.3-1M",
+    ),
+    (
+        "dpa3",
+        "dc4d252b31450b41eb3546cc48f640ad0831c0b5d069ce27d996e0ff58fc037a",
+        "DPA3-Omol-Large",
+    ),
     (
         "dpa4",
         "7ac5fb696fc057229ceebc33f31f7a96b2f3616ac5b63a512acd1848f2d41a09",
@@ -88,7 +110,11 @@ _MODELS = (
 _FILES = {"DPA-2.4-7M": ("dpa-2.4-7M.pt", "DPA-2.4-7M-patched-mt.pt")}
 PUBLISHED = tuple(
     PublishedModel(
-        name, descriptor, file, tuple(site.format(repository, on_site) for site in _SITES), sha256
+        name,
+        descriptor,
+        file,
+        tuple(site.format(repository, on_site) for site in _SITES),
+        sha256,
     )
     for descriptor, sha256, name in _MODELS
     for file, on_site in [_FILES.get(name, (f"{name}.pt", f"{name}.pt"))]
@@ -106,14 +132,18 @@ def download(name: str, folder: Path | None = None) -> Path:
     """
     models = {model.name: model for model in PUBLISHED}
     if name not in models:
-        raise UserError(f"{name}: no published model. {did_you_mean(name, list(models))}")
+        raise UserError(
+            f"{name}: no published model. {did_you_mean(name, list(models))}"
+        )
     model = models[name]
     path = (DOWNLOADS if folder is None else folder) / model.file
     if check_digest(path):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     failures = []
-    with atomic_write(path, "Name another folder with `dp-ema pretrained NAME -o FOLDER`.") as part:
+    with atomic_write(
+        path, "Name another folder with `dp-ema pretrained NAME -o FOLDER`."
+    ) as part:
         for url in model.urls:
             logger.info("downloading %s from %s to %s", name, url, path)
             try:
@@ -147,7 +177,9 @@ def _receive(url: str, path: Path) -> None:
         stated = answer.headers.get("Content-Length") or ""
         # a server that states a wrong size is found by the digest
         size = int(stated) if stated.isdecimal() else None
-        with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        with tqdm(
+            total=size, unit="B", unit_scale=True, disable=None, leave=False
+        ) as bar:
             total = total_before = 0
             begin = time.monotonic()
             # read1 returns what has come: read would wait for a whole block, however slowly it
@@ -176,7 +208,9 @@ def local_file(name: str) -> str:
     Raises:
         UserError: as :func:`download` does.
     """
-    is_published = any(name == model.name for model in PUBLISHED) and not Path(name).exists()
+    is_published = (
+        any(name == model.name for model in PUBLISHED) and not Path(name).exists()
+    )
     return str(download(name)) if is_published else name
 
 

@@ -29,7 +29,12 @@ from deepmd_ema.config.schema.common import MAX_SIZE
 from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import CheckpointError, NotCompiledError, UserError
 from deepmd_ema.files import atomic_write
-from deepmd_ema.interop.tree_files import PACKAGED_TREE, Tree, opened_package, packaged_text
+from deepmd_ema.interop.tree_files import (
+    PACKAGED_TREE,
+    Tree,
+    opened_package,
+    packaged_text,
+)
 from deepmd_ema.model.compiler import CODE_OPTIONS, without_compiler
 from deepmd_ema.model.dummy_atoms import MIN_SIZE
 from deepmd_ema.model.energy import EnergyModel
@@ -44,7 +49,8 @@ _FACTS = "model/extra/metadata.json"  # names of DeePMD-kit
 _SCRIPT = "model/extra/model_def_script.json"
 _DEVICE = "dp_ema_device"
 _OTHER_COMPILER = (
-    "Install g++, or name another compiler in the environment variable CXX; or write a .dp file."
+    "Install g++, or name another compiler in the environment variable CXX; or "
+    "write a .dp file."
 )
 # as many threads as torch has when it runs, not when it was compiled
 _OPTIONS = {"cpp.dynamic_threads": True, **CODE_OPTIONS}
@@ -105,21 +111,30 @@ def write_pt2(
     """
     facts = {**metadata(model, config), _DEVICE: device.type}
     with tempfile.TemporaryDirectory() as folder, _clock() as line:
-        file = Path(folder) / "model.pt2"  # the name is that of the folder in the package
+        file = (
+            Path(folder) / "model.pt2"
+        )  # the name is that of the folder in the package
         logger.info("compiling %s, which takes about a minute", path)
         with _failures_as_messages(path, config), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of torch about its own calls
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # of torch about its own calls
             line.desc = f"{path}: exporting the graph (1 of 3)"
             exported = _exported(model, config, device)
             line.desc = f"{path}: compiling (2 of 3)"
             compiling = partial(
-                torch._inductor.aoti_compile_and_package, exported, package_path=str(file)
+                torch._inductor.aoti_compile_and_package,
+                exported,
+                package_path=str(file),
             )
             has_vectors = True
             try:
                 compiling(inductor_configs=_OPTIONS)
             except RuntimeError as error:
-                if not (CODE_OPTIONS and "CppCompileError" in f"{type(error).__name__}: {error}"):
+                if not (
+                    CODE_OPTIONS
+                    and "CppCompileError" in f"{type(error).__name__}: {error}"
+                ):
                     raise
                 # names that are not declared are, for some models, also in loops that transpose
                 # vectors
@@ -163,7 +178,9 @@ def load_compiled(
             bad = package.testzip()
             facts = json.loads(package.read(_FACTS))
         if bad is not None or not isinstance(facts, dict):
-            raise CheckpointError(f"{path}: damaged ({bad or _FACTS}). Freeze the model again.")
+            raise CheckpointError(
+                f"{path}: damaged ({bad or _FACTS}). Freeze the model again."
+            )
         kind = str(facts[_DEVICE])
         if kind == "cuda" and not torch.cuda.is_available():
             raise CheckpointError(
@@ -286,12 +303,18 @@ def _exported(
     return exported if device.type == "cpu" else move_to_device_pass(exported, device)
 
 
-def _with_conditions(model: EnergyModel, config: ModelConfig) -> Callable[..., dict[str, Tensor]]:
+def _with_conditions(
+    model: EnergyModel, config: ModelConfig
+) -> Callable[..., dict[str, Tensor]]:
     """Return the function of the positional tensors of a model, with the parameters it takes."""
     extended, has_frame = ExtendedModel(model), config.fitting_net.numb_fparam > 0
 
     def run(
-        coord: Tensor, atype: Tensor, nlist: Tensor, mapping: Tensor, *conditions: Tensor
+        coord: Tensor,
+        atype: Tensor,
+        nlist: Tensor,
+        mapping: Tensor,
+        *conditions: Tensor,
     ) -> dict[str, Tensor]:
         fparam = conditions[0] if has_frame else None
         aparam = conditions[-1] if len(conditions) > has_frame else None
@@ -307,7 +330,9 @@ def _clock() -> Iterator[tqdm]:
 
     A terminal shows it until the end of the block.
     """
-    with tqdm(bar_format="{desc}  {elapsed}", delay=1, disable=None, leave=False) as line:
+    with tqdm(
+        bar_format="{desc}  {elapsed}", delay=1, disable=None, leave=False
+    ) as line:
         is_done = Event()
 
         def draw() -> None:
@@ -354,7 +379,9 @@ def _samples(model: EnergyModel, config: ModelConfig) -> tuple[Tensor, ...]:
     if fitting.numb_fparam:
         conditions.append(torch.zeros(frames, fitting.numb_fparam, dtype=torch.float64))
     if fitting.numb_aparam:
-        conditions.append(torch.zeros(frames, atoms, fitting.numb_aparam, dtype=torch.float64))
+        conditions.append(
+            torch.zeros(frames, atoms, fitting.numb_aparam, dtype=torch.float64)
+        )
     return coord, atype, nlist, torch.zeros_like(atype), *conditions
 
 
@@ -379,7 +406,9 @@ def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
                 f"{_OTHER_COMPILER} --debug shows all of its output."
             ) from error
         # an error of a graph has the traced lines in its text
-        lines = re.findall(r'deepmd_ema/(model/\S+)", line (\d+)', "".join(format_exception(error)))
+        lines = re.findall(
+            r'deepmd_ema/(model/\S+)", line (\d+)', "".join(format_exception(error))
+        )
         places = [f"{file} line {number}" for file, number in lines]
         where = ", ".join(
             [config.descriptor.type, *places[-1:], *re.findall(r"aten\.\w+", text)[:1]]

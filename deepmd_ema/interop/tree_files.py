@@ -30,11 +30,15 @@ _ARRAY = {"@class": "np.ndarray", "@is_variable": True, "@version": 1}
 # none
 _DIGEST = "digest"
 _ADDED = ("time",)  # by DeePMD-kit, when it writes a file again that it has read
-_DEEPEST = 1000  # levels of a YAML text; the reader in C recurses, and a model has twenty
+_DEEPEST = (
+    1000  # levels of a YAML text; the reader in C recurses, and a model has twenty
+)
 _MAX_COMPRESSION = 1100  # deflate does not do better
 
 
-def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = None) -> None:
+def write_tree(
+    path: Path, tree: Tree, check: Callable[[Path], None] | None = None
+) -> None:
     """Write ``tree`` with its digest to a ``.yaml`` or HDF5 file, which appears whole or not.
 
     Args:
@@ -47,7 +51,10 @@ def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = No
         WriteError: if the file cannot be written.
     """
     write = _write_yaml if path.suffix.lower() in (".yaml", ".yml") else _write_hdf5
-    tree = {_DIGEST: _digest(tree), **tree}  # first: a YAML text that was cut is still YAML
+    tree = {
+        _DIGEST: _digest(tree),
+        **tree,
+    }  # first: a YAML text that was cut is still YAML
     with atomic_write(path, "Choose another -o, or make room.") as part:
         write(part, tree)
         if check is not None:
@@ -72,14 +79,18 @@ def read_tree(path: Path) -> Tree:
         if (refused := refusal_of(error)) is not None:
             raise CheckpointError(f"{path}: cannot be read {refused}") from error
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise CheckpointError(f"{path}: damaged, or not {kind} model file ({reason}).") from error
+        raise CheckpointError(
+            f"{path}: damaged, or not {kind} model file ({reason})."
+        ) from error
     if not isinstance(tree, dict):
         raise CheckpointError(
             f"{path}: holds {type(tree).__name__}, expected the dictionary of a model."
         )
     expected = tree.pop(_DIGEST, None)
     # files of 0.1 have none, like those of DeePMD-kit; in files of 0.2.0 it is the last entry
-    has_one = tree.get("software") == SOFTWARE and not str(tree.get("version")).startswith("0.1.")
+    has_one = tree.get("software") == SOFTWARE and not str(
+        tree.get("version")
+    ).startswith("0.1.")
     if (has_one or expected is not None) and expected != _digest(tree):
         raise CheckpointError(
             f"{path}: damaged, its content is not what was written (another digest). Freeze the "
@@ -96,13 +107,20 @@ def _digest(tree: Tree) -> str:
 
 def packaged_text(tree: Tree) -> str:
     """Return ``tree`` with its digest as the JSON text of a ``.pt2`` file."""
-    return json.dumps(_replaced({**tree, _DIGEST: _digest(tree)}, _as_lists), separators=(",", ":"))
+    return json.dumps(
+        _replaced({**tree, _DIGEST: _digest(tree)}, _as_lists), separators=(",", ":")
+    )
 
 
-def _replaced(value: Any, change: Callable[[Any], Any], is_variable: bool = False) -> Any:
+def _replaced(
+    value: Any, change: Callable[[Any], Any], is_variable: bool = False
+) -> Any:
     """Return a copy in which ``change`` was applied to every leaf under ``@variables``."""
     if isinstance(value, dict) and "@is_variable" not in value:
-        return {k: _replaced(v, change, is_variable or k == VARIABLES) for k, v in value.items()}
+        return {
+            k: _replaced(v, change, is_variable or k == VARIABLES)
+            for k, v in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_replaced(v, change, is_variable) for v in value]
     return change(value) if is_variable and value is not None else value
@@ -138,7 +156,9 @@ def _read_hdf5(path: Path) -> Any:
             return file[name][()]
 
         if "json" not in file.attrs:
-            raise CheckpointError(f"{path}: HDF5, but no model inside (no attribute json).")
+            raise CheckpointError(
+                f"{path}: HDF5, but no model inside (no attribute json)."
+            )
         return _replaced(json.loads(file.attrs["json"]), read)
 
 
@@ -180,7 +200,9 @@ def opened_package(path: Path) -> Iterator[zipfile.ZipFile]:
                 f"{path}: damaged, it holds {show_text(twice[0])} twice. Freeze the model again."
             )
         outside = [
-            name for name in names if name.startswith("/") or ".." in re.split(r"[/\\]", name)
+            name
+            for name in names
+            if name.startswith("/") or ".." in re.split(r"[/\\]", name)
         ]
         if outside:
             raise CheckpointError(

@@ -37,7 +37,12 @@ COULOMB = 14.3996  # e^2 / (4 pi epsilon_0), eV angstrom, as DeePMD-kit rounds i
 SCREENING_LENGTH = 0.88534 * 0.5291772109
 SCREENING_EXPONENT = 0.23  # exponent of the charges in the length
 # coefficients and exponents of the screening function
-SCREENING = ((0.18175, 3.1998), (0.50986, 0.94229), (0.28022, 0.4029), (0.028171, 0.20162))
+SCREENING = (
+    (0.18175, 3.1998),
+    (0.50986, 0.94229),
+    (0.28022, 0.4029),
+    (0.028171, 0.20162),
+)
 
 
 def clamped_distance(distance: Tensor, window: Window) -> tuple[Tensor, Tensor]:
@@ -108,14 +113,20 @@ class ZblEnergies(nn.Module):
 
     def __init__(self, type_map: Sequence[str]) -> None:
         super().__init__()
-        charge = torch.tensor([SYMBOLS.index(name) + 1 for name in type_map], dtype=torch.float64)
+        charge = torch.tensor(
+            [SYMBOLS.index(name) + 1 for name in type_map], dtype=torch.float64
+        )
         power = charge**SCREENING_EXPONENT
         self.num_types = len(type_map)
-        self._strength = nn.Buffer((COULOMB * charge[:, None] * charge).flatten(), persistent=False)
+        self._strength = nn.Buffer(
+            (COULOMB * charge[:, None] * charge).flatten(), persistent=False
+        )
         inverse = (power[:, None] + power).flatten() / SCREENING_LENGTH
         self._inverse_length = nn.Buffer(inverse, persistent=False)
 
-    def forward(self, batch: Batch, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: Batch, distance: Tensor, near: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the energy (A, K) of each pair, eV, and its derivative by distance, eV/angstrom.
 
         Args:
@@ -123,16 +134,22 @@ class ZblEnergies(nn.Module):
             distance: (A, K) of each pair, angstrom.
             near: (A, K) which pairs count; the others have no energy.
         """
-        kinds = batch.atom_type[:, None] * self.num_types + batch.neighbor_type  # (A, K)
+        kinds = (
+            batch.atom_type[:, None] * self.num_types + batch.neighbor_type
+        )  # (A, K)
         inverse_length = self._inverse_length[kinds]
         reduced = distance * inverse_length
         screening = [(a * torch.exp(-b * reduced), b) for a, b in SCREENING]
         value = sum((term for term, _ in screening), torch.zeros_like(distance))
-        derivative = -sum((b * term for term, b in screening), torch.zeros_like(distance))
+        derivative = -sum(
+            (b * term for term, b in screening), torch.zeros_like(distance)
+        )
         # no distance is 0: an empty slot is at 2 * rcut
         bare = self._strength[kinds] / distance
         energy = torch.where(near, bare * value, 0.0)
-        slope = torch.where(near, bare * (derivative * inverse_length - value / distance), 0.0)
+        slope = torch.where(
+            near, bare * (derivative * inverse_length - value / distance), 0.0
+        )
         return energy, slope
 
 
@@ -151,7 +168,9 @@ class Bridging(nn.Module):
         self.window = window
         self._rcut = rcut
 
-    def forward(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: Batch, network: Network, counted: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the energies (A,), eV, and their gradient by ``batch.vector`` (A, K, 3).
 
         Args:
@@ -168,7 +187,11 @@ class Bridging(nn.Module):
         grad = energies.vjp(energies.grad_features)
         near = distance < self._rcut  # empty slots are at 2 * rcut
         is_counted = counted.bool()
-        near = near & is_counted[batch.atom_type][:, None] & is_counted[batch.neighbor_type]
+        near = (
+            near
+            & is_counted[batch.atom_type][:, None]
+            & is_counted[batch.neighbor_type]
+        )
         pair, pair_slope = self.pairs(batch, distance, near)
         # each pair is in the list of both of its atoms: half of its energy belongs to each
         unit = batch.vector / distance.unsqueeze(-1)

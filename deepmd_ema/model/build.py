@@ -9,7 +9,12 @@ from torch import nn
 
 from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, HasBridging
-from deepmd_ema.config.schema.model import FITTINGS, MODELS, NetworkConfig, StandardConfig
+from deepmd_ema.config.schema.model import (
+    FITTINGS,
+    MODELS,
+    NetworkConfig,
+    StandardConfig,
+)
 from deepmd_ema.model.bridging import Bridging, ZblEnergies
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
@@ -22,7 +27,12 @@ from deepmd_ema.utils import seed_for
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.config.schema.model import Link, ModelConfig
-    from deepmd_ema.model.interface import Descriptor, Fitting, HasEquivariants, ShortRange
+    from deepmd_ema.model.interface import (
+        Descriptor,
+        Fitting,
+        HasEquivariants,
+        ShortRange,
+    )
 
     Parts = tuple[Descriptor, Fitting, ShortRange | None]
 
@@ -37,7 +47,9 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
         seed: for parts without a seed of their own (``training.seed``); None counts as 0.
     """
     # the module of the kind of model is imported here, so that others cost no time
-    build_parts: Callable[[ModelConfig, int], Parts] = MODELS[config.type].load("module")
+    build_parts: Callable[[ModelConfig, int], Parts] = MODELS[config.type].load(
+        "module"
+    )
     parts = build_parts(config, seed_for("model", seed or 0))
     # embeddings of electronic states depend on the symbols, which sections do not have
     for module in cast("nn.Module", parts[0]).modules():
@@ -60,7 +72,8 @@ def build_models(
         seeds: of the random parameters of each task; 0 if not given.
     """
     models = {
-        name: build_model(config, (seeds or {}).get(name)) for name, config in configs.items()
+        name: build_model(config, (seeds or {}).get(name))
+        for name, config in configs.items()
     }
     # sorted, so that the case of a task does not depend on the order of tasks in the input
     for index, name in enumerate(sorted(set(models) - {""})):
@@ -95,9 +108,14 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
         elif link.part != "type_map":
             is_part = link.part != "descriptor"  # a part of a hybrid
             place = f"descriptor.parts.{link.place[-1]}" if is_part else "descriptor"
-            _, shared = first.setdefault(link.key, (link.task, model.get_submodule(place)))
+            _, shared = first.setdefault(
+                link.key, (link.task, model.get_submodule(place))
+            )
             if link.level:
-                place, shared = f"{place}.type_embedding", shared.get_submodule("type_embedding")
+                place, shared = (
+                    f"{place}.type_embedding",
+                    shared.get_submodule("type_embedding"),
+                )
             owner, _, name = place.rpartition(".")
             setattr(model.get_submodule(owner), name, shared)
 
@@ -119,7 +137,9 @@ def network_parts(config: NetworkConfig, seed: int) -> Parts:
         assert config.sw_rmin is not None
         assert config.sw_rmax is not None
         table = PairTable(config.use_srtab, section.cutoff)
-        short_range = TabulatedShortRange(table, config.smin_alpha, config.sw_rmin, config.sw_rmax)
+        short_range = TabulatedShortRange(
+            table, config.smin_alpha, config.sw_rmin, config.sw_rmax
+        )
     return *build_networks(config, section, config.fitting_net, seed), short_range
 
 
@@ -128,9 +148,17 @@ def build_networks(
 ) -> tuple[Descriptor, Fitting]:
     """Return a descriptor and the fitting network behind it, for the elements of ``config``."""
     num_types = len(config.type_map)
-    descriptor: Descriptor = DESCRIPTORS[section.type].load("module")(section, num_types, seed)
+    descriptor: Descriptor = DESCRIPTORS[section.type].load("module")(
+        section, num_types, seed
+    )
     build_fitting: Callable[..., Fitting] = FITTINGS[fitting.type].load("module")
-    about: tuple[Any, ...] = (fitting, descriptor.dim_out, num_types, seed, descriptor.mixed_types)
+    about: tuple[Any, ...] = (
+        fitting,
+        descriptor.dim_out,
+        num_types,
+        seed,
+        descriptor.mixed_types,
+    )
     # fittings of dipoles and polarizabilities have the number of vectors as an argument as well
     if fitting.is_equivariant:
         about = *about, cast("HasEquivariants", descriptor).dim_equivariants

@@ -125,7 +125,9 @@ class Compiler:
                 "Name another folder, or leave the option out.",
             ):
                 os.makedirs(self.options.cache_dir, exist_ok=True)
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(self.options.cache_dir)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(
+                self.options.cache_dir
+            )
         # modes are presets of options of inductor
         mode = self.options.mode if self.options.backend == "inductor" else None
         self._run = torch.compile(
@@ -160,7 +162,9 @@ class Compiler:
             self.due.discard(training)
             self.refuse(training, self.difference(model, batch))
             # it runs again, because CUDA graphs write over what they have returned
-            prediction = self._predict(model, batch) if self.serves(model) else run(model, batch)
+            prediction = (
+                self._predict(model, batch) if self.serves(model) else run(model, batch)
+            )
         # series too short give nan; a look costs nothing on a CPU, while a GPU would be waited for
         if prediction[ENERGY].device.type == "cpu" and not _is_finite(prediction):
             return self._evaluate_again(model, batch)
@@ -179,7 +183,9 @@ class Compiler:
         batch as the first start.
         """
         widths = {
-            size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape
+            size
+            for tensor in (*model.parameters(), *model.buffers())
+            for size in tensor.shape
         }
         up = to_prime(widths) if self.options.dynamic else _rounding(self.options)
         with _without_zeros(model):
@@ -230,11 +236,15 @@ class Compiler:
         """
         # filled by the first evaluation, so that all differences are relative to the same numbers
         scale: dict[str, float] = {}
-        eager, is_short = _with_series(model, lambda: _numbers(run, model, batch, scale))
+        eager, is_short = _with_series(
+            model, lambda: _numbers(run, model, batch, scale)
+        )
         bounds = dict.fromkeys(eager, _rounding_of_sums(model))
         if _has_reduced_products(model):
             with _full_precision(model):
-                exact, _ = _with_series(model, lambda: _numbers(run, model, batch, scale))
+                exact, _ = _with_series(
+                    model, lambda: _numbers(run, model, batch, scale)
+                )
             rounding = {
                 name: float((eager[name] - value).abs().amax()) / scale[name]
                 for name, value in exact.items()
@@ -322,7 +332,9 @@ class Compiler:
 
         A graph has series of one length, on a CPU, and gives nan where a batch needs longer ones.
         """
-        prediction, is_short = _with_series(model, lambda: run(model, batch), keep=model.training)
+        prediction, is_short = _with_series(
+            model, lambda: run(model, batch), keep=model.training
+        )
         if not is_short and _is_finite(prediction):
             text = (
                 f"code compiled by torch {torch.__version__} gives energies that are not finite, "
@@ -356,7 +368,11 @@ class Compiler:
 
             # the reason why earlier graphs do not fit, as far as torch reports it
             metrics = get_compilation_metrics() if self.graphs else []
-            reason = str(getattr(metrics[-1], "recompile_reason", None) or "") if metrics else ""
+            reason = (
+                str(getattr(metrics[-1], "recompile_reason", None) or "")
+                if metrics
+                else ""
+            )
             # the first guard that failed, without the line of code behind it
             reason = " ".join(reason.split("  # ")[0].split())[:200]
             purpose = "training" if model.training else "validation"
@@ -415,7 +431,9 @@ def _fill(batch: Batch, layout: NeighborLayout, up: Round) -> Filled:
 
 def _without_labels(batch: Batch) -> Batch:
     """Return the batch without what a model does not see, and a graph must not depend on."""
-    return replace(batch, labels={}, has_label={}, frames=(), padding=False, num_dummies=(0, 0))
+    return replace(
+        batch, labels={}, has_label={}, frames=(), padding=False, num_dummies=(0, 0)
+    )
 
 
 def _counts() -> tuple[int, int]:
@@ -427,7 +445,8 @@ def _counts() -> tuple[int, int]:
     except ImportError:
         return 0, 0
     hits = (
-        counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+        counters["aot_autograd"]["autograd_cache_hit"]
+        + counters["inductor"]["fxgraph_cache_hit"]
     )
     return counters["stats"]["unique_graphs"], hits
 
@@ -451,12 +470,23 @@ def _numbers(
     """
     numbers = {name: value.flatten() for name, value in evaluate(model, batch).items()}
     # without the energies of elements, beside which those of networks may be too small to compare
-    numbers[ATOM_ENERGY] = numbers[ATOM_ENERGY] - model.out_bias.view(-1)[batch.atom_type]
+    numbers[ATOM_ENERGY] = (
+        numbers[ATOM_ENERGY] - model.out_bias.view(-1)[batch.atom_type]
+    )
     if is_first := not scale:
-        scale.update({name: float(value.detach().abs().amax()) for name, value in numbers.items()})
+        scale.update(
+            {
+                name: float(value.detach().abs().amax())
+                for name, value in numbers.items()
+            }
+        )
         # the forces of a perfect crystal are zero: differences need a least scale
         atom_scale = scale[ATOM_ENERGY] = scale[ATOM_ENERGY] or 1.0
-        least = {ENERGY: atom_scale, FORCE: atom_scale / model.layout.rcut, VIRIAL: atom_scale}
+        least = {
+            ENERGY: atom_scale,
+            FORCE: atom_scale / model.layout.rcut,
+            VIRIAL: atom_scale,
+        }
         scale.update({name: max(scale[name], value) for name, value in least.items()})
     parameters = (
         {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -484,7 +514,9 @@ def _numbers(
         if is_first:
             sizes = {name: float(g.abs().amax()) for name, g in by_name.items()}
             most = max(sizes.values()) or 1.0
-            scale.update({name: max(size, MIN_GRADIENT * most) for name, size in sizes.items()})
+            scale.update(
+                {name: max(size, MIN_GRADIENT * most) for name, size in sizes.items()}
+            )
     return {name: value.detach().double().clone() for name, value in numbers.items()}
 
 
@@ -523,11 +555,15 @@ def _without_zeros(model: EnergyModel) -> Iterator[None]:
 
     Afterwards they are as before.
     """
-    generator = torch.Generator().manual_seed(0)  # apart from the random streams of the run
+    generator = torch.Generator().manual_seed(
+        0
+    )  # apart from the random streams of the run
     before = {p: p.detach().clone() for p in model.parameters() if bool((p == 0).any())}
     filled: dict[nn.Parameter, Tensor] = {}
     for parameter, values in before.items():
-        drawn = torch.randn(values.shape, generator=generator, dtype=torch.float64).to(values)
+        drawn = torch.randn(values.shape, generator=generator, dtype=torch.float64).to(
+            values
+        )
         # about as large as other weights of a layer with so many inputs
         inputs = (*values.shape[-2:], 1)[0]
         filled[parameter] = torch.where(values == 0, drawn * inputs**-0.5, values)
@@ -562,7 +598,9 @@ def _reduced_parts(model: EnergyModel) -> list[Any]:
             for part in model.modules()
             if getattr(getattr(part, "section", None), "use_amp", False)
         ]
-    return [part for part in model.modules() if getattr(part, "infers_in_bfloat16", False)]
+    return [
+        part for part in model.modules() if getattr(part, "infers_in_bfloat16", False)
+    ]
 
 
 def _has_reduced_products(model: EnergyModel) -> bool:

@@ -140,9 +140,13 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     total = sum(slots)
     rows = _places(batch.type_counts, tuple(counts), device)  # (A,)
     # (A') whether an atom is a dummy
-    added = torch.ones(sum(counts), dtype=torch.bool, device=device).index_fill(0, rows, False)
+    added = torch.ones(sum(counts), dtype=torch.bool, device=device).index_fill(
+        0, rows, False
+    )
     number = added.cumsum(0) - 1  # (A') place of each added atom among the added ones
-    types = torch.cat([batch.atom_type.new_full((n,), t) for t, n in enumerate(counts)])  # (A')
+    types = torch.cat(
+        [batch.atom_type.new_full((n,), t) for t, n in enumerate(counts)]
+    )  # (A')
 
     def per_atom(values: Tensor, rest: Tensor | None = None) -> Tensor:
         # (A, ...) to (A', ...): dummies have 0, or what `rest` has in their rows
@@ -153,7 +157,9 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     def per_frame(values: Tensor) -> Tensor:
         return torch.cat([values, values.new_zeros(more_frames, *values.shape[1:])])
 
-    labels = {name: value for name, value in batch.labels.items() if not LABELS[name].per_pair}
+    labels = {
+        name: value for name, value in batch.labels.items() if not LABELS[name].per_pair
+    }
     sizes = batch.num_atoms.new_ones(more_frames)  # (F' - F,) atoms of each added frame
     sizes[-1] += sum(counts) - num_atoms - more_frames
     # the place of each slot of the batch among the flat slots (A' K'). An empty slot holds the atom
@@ -174,20 +180,25 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
         type_counts=tuple(counts),
         slots=slots,
         type_slots=tuple(
-            min(most, up(n)) for n, most in zip(batch.type_slots, layout.type_sel, strict=True)
+            min(most, up(n))
+            for n, most in zip(batch.type_slots, layout.type_sel, strict=True)
         ),
         inner=tuple(
             (rcut, most, min(n, total))
             for (rcut, most, _), n in zip(batch.inner, inner, strict=True)
         ),
         atom_type=types,
-        atom_frame=per_atom(batch.atom_frame, batch.num_frames + number.clamp(max=more_frames - 1)),
+        atom_frame=per_atom(
+            batch.atom_frame, batch.num_frames + number.clamp(max=more_frames - 1)
+        ),
         atom_order=per_atom(batch.atom_order, num_atoms + number),
         num_atoms=torch.cat([batch.num_atoms, sizes]),
         coord=per_atom(batch.coord),
         box=per_frame(batch.box),
         periodic=per_frame(batch.periodic),
-        neighbor=neighbor.index_copy_(0, place, rows[batch.neighbor].flatten()).view(shape),
+        neighbor=neighbor.index_copy_(0, place, rows[batch.neighbor].flatten()).view(
+            shape
+        ),
         vector=vector.index_copy_(0, place, batch.vector.flatten(0, 1)).view(*shape, 3),
         reverse=reverse,
         labels={
@@ -205,10 +216,15 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     return Filled(filled, rows, batch.num_frames)
 
 
-def _places(used: tuple[int, ...], filled: tuple[int, ...], device: torch.device) -> Tensor:
+def _places(
+    used: tuple[int, ...], filled: tuple[int, ...], device: torch.device
+) -> Tensor:
     """Return the places of elements of groups of ``used`` sizes in groups of ``filled`` sizes."""
     starts = accumulate(filled, initial=0)
     # made on the device: a copy from the host would wait for it
     return torch.cat(
-        [torch.arange(start, start + n, device=device) for n, start in zip(used, starts)]
+        [
+            torch.arange(start, start + n, device=device)
+            for n, start in zip(used, starts)
+        ]
     )

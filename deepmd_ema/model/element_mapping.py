@@ -64,13 +64,20 @@ def carried_over(
         ElementsError: if the models have other tensors, or tensors of another shape.
     """
     places: Places = [
-        old.type_map.index(name) if name in old.type_map else None for name in new.type_map
+        old.type_map.index(name) if name in old.type_map else None
+        for name in new.type_map
     ]
     # `have`: tensors of the old model, `targets`: tensors of the new one that they may go to
     left = () if with_fitting else _OF_FITTING
-    have = {name: tensor for name, tensor in old.state_dict().items() if not name.startswith(left)}
+    have = {
+        name: tensor
+        for name, tensor in old.state_dict().items()
+        if not name.startswith(left)
+    }
     state = {name: tensor.clone() for name, tensor in new.state_dict().items()}
-    targets = {name: tensor for name, tensor in state.items() if not name.startswith(left)}
+    targets = {
+        name: tensor for name, tensor in state.items() if not name.startswith(left)
+    }
     problems: list[str] = []
     # both must be made of the same parts, whatever their elements: names are compared without the
     # numbers of networks
@@ -108,7 +115,9 @@ def carried_over(
                 for pattern, axis in _AXES
                 if re.fullmatch(pattern, name) and name not in electronic
             )
-            problems += _copy(name, values, target, places, next(axes, None), name in common)
+            problems += _copy(
+                name, values, target, places, next(axes, None), name in common
+            )
     if problems:
         raise ElementsError(problems)
     return state
@@ -120,7 +129,9 @@ def elements_problem(old: EnergyModel, elements: Iterable[str]) -> str:
     The text is empty if it may be taken over.
     """
     elements = list(map(str, elements))
-    if sorted(elements) != sorted(old.type_map) and _has_networks_of_elements(old.state_dict()):
+    if sorted(elements) != sorted(old.type_map) and _has_networks_of_elements(
+        old.state_dict()
+    ):
         return (
             f"elements {' '.join(old.type_map)} there, {' '.join(elements)} here: its descriptor "
             "has networks for each element and no type embedding, and is taken over with the same "
@@ -132,7 +143,11 @@ def elements_problem(old: EnergyModel, elements: Iterable[str]) -> str:
 
 def _has_networks_of_elements(names: Iterable[str]) -> bool:
     matches = map(_OF_NETWORK.fullmatch, names)
-    return any(match["nets"].startswith("descriptor.") for match in matches if match is not None)
+    return any(
+        match["nets"].startswith("descriptor.")
+        for match in matches
+        if match is not None
+    )
 
 
 def _orders_of_slots(
@@ -158,7 +173,11 @@ def _orders_of_slots(
     parts_of_models = [getattr(model.descriptor, "parts", ()) for model in (old, new)]
     if all(parts_of_models):
         parts = [
-            (f"descriptor.parts.{k}.", old_part.layout(frozenset()), new_part.layout(frozenset()))
+            (
+                f"descriptor.parts.{k}.",
+                old_part.layout(frozenset()),
+                new_part.layout(frozenset()),
+            )
             for k, (old_part, new_part) in enumerate(zip(*parts_of_models, strict=True))
         ]
     for prefix, old_layout, new_layout in parts:
@@ -167,14 +186,22 @@ def _orders_of_slots(
         starts = list(accumulate(old_layout.sel, initial=0))
         shared = [place for place in places if place is not None]
         # features are divided by sel: the networks were trained with these numbers
-        if has_networks and [old_layout.sel[place] for place in shared] != list(new_layout.sel):
-            part = re.sub(r"parts\.(\d+)", r"list[\1]", prefix.removeprefix("descriptor."))
+        if has_networks and [old_layout.sel[place] for place in shared] != list(
+            new_layout.sel
+        ):
+            part = re.sub(
+                r"parts\.(\d+)", r"list[\1]", prefix.removeprefix("descriptor.")
+            )
             sel = [old_layout.sel[place] for place in shared]
-            problems.append(f"{part}sel must be {sel} for {' '.join(new.type_map)}, as there")
+            problems.append(
+                f"{part}sel must be {sel} for {' '.join(new.type_map)}, as there"
+            )
         # the slots of new elements have no old ones
         if None not in places:
             orders[prefix] = [
-                slot for place in shared for slot in range(starts[place], starts[place + 1])
+                slot
+                for place in shared
+                for slot in range(starts[place], starts[place + 1])
             ]
     if problems:
         raise ElementsError(problems)
@@ -203,7 +230,9 @@ def _copy(
             if re.fullmatch(_STATISTICS, name)
             else ""
         )
-        return [f"{name} is {tuple(source.shape)} there, {tuple(target.shape)} here{reason}"]
+        return [
+            f"{name} is {tuple(source.shape)} there, {tuple(target.shape)} here{reason}"
+        ]
     if axis is None:
         target.copy_(source)
         return []
@@ -247,7 +276,9 @@ def _source(
     # the number of networks in this list: 1 for all elements, T, T (T + 1) / 2 or T^2
     def count(tensors: dict[str, Tensor]) -> int:
         matches = map(_OF_NETWORK.fullmatch, tensors)
-        return len({other["number"] for other in matches if other and other["nets"] == nets})
+        return len(
+            {other["number"] for other in matches if other and other["nets"] == nets}
+        )
 
     now = count(targets)
     before = count(have)
@@ -259,7 +290,9 @@ def _source(
     # a net of two elements a <= b in any order (se_e3) has the index b (b + 1) / 2 + a
     if now == len(places) * (len(places) + 1) // 2:
         larger = (math.isqrt(8 * number + 1) - 1) // 2
-        both = [places[place] for place in (number - larger * (larger + 1) // 2, larger)]
+        both = [
+            places[place] for place in (number - larger * (larger + 1) // 2, larger)
+        ]
         a, b = sorted(place for place in both if place is not None)
         return f"{nets}.{b * (b + 1) // 2 + a}.{match['tensor']}"
     # a net of a pair has the index centre + neighbor * T

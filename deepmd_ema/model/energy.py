@@ -14,7 +14,12 @@ from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.model.hessian import hessian
 from deepmd_ema.model.interface import Fitting, NetworkEnergies
 from deepmd_ema.model.ops.gather import sum_over_reverse
-from deepmd_ema.model.ops.operations import OF_DEVICE, REFERENCE, use_operations, with_operations
+from deepmd_ema.model.ops.operations import (
+    OF_DEVICE,
+    REFERENCE,
+    use_operations,
+    with_operations,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # part of typing since Python 3.11
@@ -77,10 +82,13 @@ class EnergyModel(nn.Module):
         self.has_tables = False
         # an energy is one number for an atom; fittings of other quantities have a width
         width = getattr(fitting, "width", 1)
-        self.out_bias = nn.Buffer(torch.zeros(1, len(self.type_map), width, dtype=torch.float64))
+        self.out_bias = nn.Buffer(
+            torch.zeros(1, len(self.type_map), width, dtype=torch.float64)
+        )
         # (T,) 1, and 0 for types whose atoms have no energy of their own
         counted = torch.tensor(
-            [t not in self.excluded_types for t in range(len(self.type_map))], dtype=torch.float64
+            [t not in self.excluded_types for t in range(len(self.type_map))],
+            dtype=torch.float64,
         )
         self._counted = nn.Buffer(counted, persistent=False)
         self.out_std = nn.Buffer(torch.ones_like(self.out_bias))
@@ -137,7 +145,9 @@ class EnergyModel(nn.Module):
             energies = self._network(batch)
             atom_energy = energies.atom_energy
             pair = energies.vjp(energies.grad_features)
-        return atom_energy + (self.out_bias.view(-1) * self._counted)[batch.atom_type], pair
+        return atom_energy + (self.out_bias.view(-1) * self._counted)[
+            batch.atom_type
+        ], pair
 
     def _network(self, batch: Batch) -> NetworkEnergies:
         """Return the energies of the networks and what their gradient follows from."""
@@ -166,7 +176,9 @@ class EnergyModel(nn.Module):
         self.out_std.copy_(torch.as_tensor(statistics.fit.std).view_as(self.out_std))
 
 
-def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str, Tensor]:
+def run(
+    model: EnergyModel, batch: Batch, need_virial: bool = True
+) -> dict[str, Tensor]:
     """Return ``model(batch)``: what ``torch.compile(run, dynamic=True)`` compiles.
 
     A function of the module, not a method of one: models of one structure then share their graphs,
@@ -188,7 +200,8 @@ def outputs_of(
     out = {
         ENERGY: sum_of_frames(atom_energy),
         ATOM_ENERGY: atom_energy,
-        FORCE: pair.sum(1) - sum_over_reverse(pair, batch.neighbor, batch.reverse),  # (A, 3)
+        FORCE: pair.sum(1)
+        - sum_over_reverse(pair, batch.neighbor, batch.reverse),  # (A, 3)
     }
     if need_virial:
         # (A, 3, K) x (A, K, 3): one product for each atom makes no matrix of pairs (A, K, 9)
@@ -208,7 +221,9 @@ def frame_sums(batch: Batch) -> Callable[[Tensor], Tensor]:
     frames = torch.arange(num_frames, device=frame.device)
     # a graph takes the matrix always: whether it is small would otherwise be part of the graph
     is_small = (
-        torch.compiler.is_compiling() or not batch.sizes or num_frames * num_atoms <= MAX_MEMBERSHIP
+        torch.compiler.is_compiling()
+        or not batch.sizes
+        or num_frames * num_atoms <= MAX_MEMBERSHIP
     )
     # the table of atoms by frame would be larger than the matrix if frames differ much in size
     if is_small or VALUES_PER_ATOM * max(batch.sizes) > num_atoms:

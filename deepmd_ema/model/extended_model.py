@@ -50,7 +50,10 @@ class ExtendedBatch(Batch):
         place = torch.where(is_none, 0, slot)
         kind = torch.where(is_none, 0, self.neighbor_type.flatten()[place])
         return replace(
-            self, occupied=~is_none & self.occupied.flatten()[place], neighbor_type=kind, **changes
+            self,
+            occupied=~is_none & self.occupied.flatten()[place],
+            neighbor_type=kind,
+            **changes,
         )
 
 
@@ -113,7 +116,9 @@ class ExtendedModel(nn.Module):
         force = force.index_add(0, place.flatten(), -pair.flatten(0, 1))
         # (A K, 9), all of a pair at its neighbor, as DeePMD-kit does it
         pair_virial = -(pair.unsqueeze(-1) * batch.vector.unsqueeze(-2)).reshape(-1, 9)
-        virial = coord.new_zeros(frames * extended, 9).index_add(0, place.flatten(), pair_virial)
+        virial = coord.new_zeros(frames * extended, 9).index_add(
+            0, place.flatten(), pair_virial
+        )
         virial = virial.view(frames, extended, 1, 9)
         return {
             "energy": energy[..., None],
@@ -153,7 +158,9 @@ def _batch(
     # picked, not sliced: a graph depends on whether a slice is the whole, and would hold for one of
     # the cases only
     # (A,) places of the atoms among all F E atoms and images
-    centre = (torch.arange(num_atoms, device=atype.device) + (frame * extended)[:, None]).flatten()
+    centre = (
+        torch.arange(num_atoms, device=atype.device) + (frame * extended)[:, None]
+    ).flatten()
     order, counts = _by_type(atype.flatten()[centre], model)
     centre = centre[order]
     # (A, L) the same of their neighbors, -1 where there is none
@@ -163,7 +170,9 @@ def _batch(
     # the neighbors inside the cutoff, nearest first and by type where the layout wants it so
     is_near = listed >= 0
     place = torch.where(is_near, listed, centre[:, None])
-    distance = torch.linalg.vector_norm(flat_coord[place] - flat_coord[centre][:, None], dim=-1)
+    distance = torch.linalg.vector_norm(
+        flat_coord[place] - flat_coord[centre][:, None], dim=-1
+    )
     is_near = is_near & (distance < layout.rcut)
     distance = torch.where(is_near, distance, torch.inf)
     key, by_distance = torch.sort(distance, dim=1, stable=True)
@@ -184,7 +193,10 @@ def _batch(
         else [is_near]
     )
     if layout.excluded_pairs:  # after the nearest were chosen, as everywhere
-        near = [mine & (torch.cumsum(mine, 1) <= sel) for mine, sel in zip(sections, layout.sel)]
+        near = [
+            mine & (torch.cumsum(mine, 1) <= sel)
+            for mine, sel in zip(sections, layout.sel)
+        ]
         seen = torch.ones_like(is_near)
         for a, b in sorted(layout.excluded_pairs):
             seen = seen & ((flat_type[centre][:, None] != a) | (flat_type[place] != b))
@@ -193,8 +205,12 @@ def _batch(
     ordinals = [torch.cumsum(mine, 1) for mine in sections]
     # a descriptor that keeps all neighbors has as many slots as are listed
     slots = layout.sel if sum(layout.sel) < MAX_SIZE else (listed.shape[1],)
-    if isinstance(model.descriptor, ByTypeDescriptor):  # only as many slots as an atom needs
-        slots = tuple(_most(ordinal[:, -1], sel) for ordinal, sel in zip(ordinals, layout.sel))
+    if isinstance(
+        model.descriptor, ByTypeDescriptor
+    ):  # only as many slots as an atom needs
+        slots = tuple(
+            _most(ordinal[:, -1], sel) for ordinal, sel in zip(ordinals, layout.sel)
+        )
     total = sum(slots)
     # (A, L) the slot that a neighbor goes to; K, one past the last, where it is not kept
     slot = torch.full_like(place, total)
@@ -205,17 +221,23 @@ def _batch(
     # its size then
     empty = centre[:, None].expand(-1, total + 1)
     place, _ = empty.scatter(1, slot, place).split([total, 1], 1)
-    filled = torch.zeros_like(empty, dtype=torch.bool).scatter(1, slot, torch.ones_like(is_near))
+    filled = torch.zeros_like(empty, dtype=torch.bool).scatter(
+        1, slot, torch.ones_like(is_near)
+    )
     filled, _ = filled.split([total, 1], 1)
     vector = flat_coord[place] - flat_coord[centre][:, None]
-    far = torch.tensor([2 * layout.rcut, 0.0, 0.0], dtype=coord.dtype, device=coord.device)
+    far = torch.tensor(
+        [2 * layout.rcut, 0.0, 0.0], dtype=coord.dtype, device=coord.device
+    )
     row = torch.arange(order.shape[0], device=atype.device)
     # only models that pass messages read `mapping`; in others an atom is its own neighbor here
     neighbor = row[:, None].expand(place.shape)
     if model.descriptor.passes_messages:
         row_of_atom = torch.empty_like(row).index_put((order,), row)
         atom = (mapping + (frame * num_atoms)[:, None]).flatten()[place]
-        neighbor = torch.where(filled, row_of_atom[torch.where(filled, atom, 0)], neighbor)
+        neighbor = torch.where(
+            filled, row_of_atom[torch.where(filled, atom, 0)], neighbor
+        )
     batch = ExtendedBatch(
         type_counts=counts,
         slots=slots,
@@ -231,7 +253,9 @@ def _batch(
         # no columns: ops/gather.py then adds by index. Forces stay on images
         reverse=row[:, None][:, :0],
         type_slots=layout.type_sel,
-        inner=tuple((rcut, most, min(most, place.shape[1])) for rcut, most in layout.inner),
+        inner=tuple(
+            (rcut, most, min(most, place.shape[1])) for rcut, most in layout.inner
+        ),
         occupied=filled,
         first_type=atype[:, 0],
         neighbor_type=torch.where(filled, flat_type[place], flat_type[centre][:, None]),

@@ -13,7 +13,9 @@ from deepmd_ema.model.ops.gather import sum_over_reverse
 
 # slots times directions of one pass; with 100 channels and float64 about 160 MB per tensor
 PAIRS_AT_ONCE = 200_000
-PAIRS_IN_CACHE = 3_000  # the same on a CPU: of 240 to 200,000 the fastest, for 15 atoms and dpa2
+PAIRS_IN_CACHE = (
+    3_000  # the same on a CPU: of 240 to 200,000 the fastest, for 15 atoms and dpa2
+)
 
 
 def hessian(gradient: Tensor, batch: Batch, create_graph: bool) -> Tensor:
@@ -53,7 +55,9 @@ def hessian(gradient: Tensor, batch: Batch, create_graph: bool) -> Tensor:
             retain_graph=True,
         )
         change = change.permute(1, 2, 3, 0)  # (A, K, 3, D)
-        on_neighbors = sum_over_reverse(change.flatten(2), batch.neighbor, batch.reverse)
+        on_neighbors = sum_over_reverse(
+            change.flatten(2), batch.neighbor, batch.reverse
+        )
         columns.append(on_neighbors.view(num_atoms, *change.shape[2:]) - change.sum(1))
     by_file = torch.empty_like(place).index_copy(
         0, batch.atom_order, torch.arange(num_atoms, device=place.device)
@@ -61,5 +65,8 @@ def hessian(gradient: Tensor, batch: Batch, create_graph: bool) -> Tensor:
     # atoms as in the files; a smaller frame has fewer columns, and the rest of its rows is 0
     rows = torch.cat(columns, -1).index_select(0, by_file).split(batch.sizes)
     return torch.cat(
-        [frame_rows[..., : 3 * n].reshape(-1) for frame_rows, n in zip(rows, batch.sizes)]
+        [
+            frame_rows[..., : 3 * n].reshape(-1)
+            for frame_rows, n in zip(rows, batch.sizes)
+        ]
     )

@@ -57,7 +57,9 @@ class ShortRange(Protocol):
     There are no parameters.
     """
 
-    def __call__(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, batch: Batch, network: Network, counted: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return energies of atoms (A,), eV, and the gradient of their sum by vectors (A, K, 3).
 
         Args:

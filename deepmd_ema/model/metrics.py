@@ -57,7 +57,11 @@ class FrameResult:
     @property
     def size(self) -> int:
         """Number of atoms that errors per atom are divided by."""
-        return len(self.atom_type) if self.counted is None else max(int(self.counted.sum()), 1)
+        return (
+            len(self.atom_type)
+            if self.counted is None
+            else max(int(self.counted.sum()), 1)
+        )
 
     @property
     def num_atoms(self) -> int:
@@ -82,7 +86,9 @@ class FrameResult:
         # an open frame has any volume but 0, and weight 0 in errors per volume
         volume = unit if self.volume is None else unit * self.volume
         periodic = torch.tensor([self.volume is not None])
-        return Errors(_error_sums(errors, unit * self.size, (1, self.num_atoms), volume, periodic))
+        return Errors(
+            _error_sums(errors, unit * self.size, (1, self.num_atoms), volume, periodic)
+        )
 
 
 @dataclass
@@ -118,14 +124,22 @@ class Errors:
         # a label that weights the forces; its error is that of the forces
         if FORCE in errors and ATOM_PREF in batch.labels:
             error, weight = errors[FORCE]
-            errors[ATOM_PREF] = error, weight * _weight(ATOM_PREF, batch) * batch.labels[ATOM_PREF]
+            errors[ATOM_PREF] = (
+                error,
+                weight * _weight(ATOM_PREF, batch) * batch.labels[ATOM_PREF],
+            )
         # quantities that some elements do not have: neither rows nor sizes count their atoms
         if counted is not None:
-            numbers = counted.new_zeros(batch.num_frames).index_add(0, batch.atom_frame, counted)
+            numbers = counted.new_zeros(batch.num_frames).index_add(
+                0, batch.atom_frame, counted
+            )
             size = numbers.clamp(min=1)
-            atom_errors = {name: pair for name, pair in errors.items() if LABELS[name].per_atom}
+            atom_errors = {
+                name: pair for name, pair in errors.items() if LABELS[name].per_atom
+            }
             errors |= {
-                name: (error, weight * counted) for name, (error, weight) in atom_errors.items()
+                name: (error, weight * counted)
+                for name, (error, weight) in atom_errors.items()
             }
         sums = _error_sums(errors, size, batch.num_real, _volume(batch), batch.periodic)
         # on the device of the batch from the first one on
@@ -188,7 +202,9 @@ def evaluate(
             prediction = model(moved, need_hessian=True) if wanted else model(moved)
             # padding keeps the collectives of all ranks equal in number and is not measured
             if not moved.padding:
-                errors.add({name: value.detach() for name, value in prediction.items()}, moved)
+                errors.add(
+                    {name: value.detach() for name, value in prediction.items()}, moved
+                )
             if progress is not None:
                 progress(moved.num_real[0])
     return errors
@@ -275,11 +291,15 @@ def _error_sums(
     for name, (error, weight) in errors.items():
         # (rows, components)
         error = error.flatten(1) if error.dim() > 1 else error.unsqueeze(1)
-        for quantity in LABELS[name].errors or [WEIGHTED_FORCE]:  # atom_pref has none of its own
+        for quantity in LABELS[name].errors or [
+            WEIGHTED_FORCE
+        ]:  # atom_pref has none of its own
             if quantity.per == "atom":
                 sums[quantity.name] = _sums(error * per_atom, weight)
             elif quantity.per == "volume":
-                sums[quantity.name] = _sums(error / volume.unsqueeze(1), weight * periodic)
+                sums[quantity.name] = _sums(
+                    error / volume.unsqueeze(1), weight * periodic
+                )
             else:
                 sums[quantity.name] = _sums(error, weight)
     nothing = torch.zeros(3, dtype=torch.float64, device=num_atoms.device)
@@ -297,7 +317,9 @@ def _sums(error: Tensor, weight: Tensor) -> Tensor:
     # (rows, 1), for all components
     rows = weight.unsqueeze(1)
     count = weight.sum() * error.shape[1]
-    return torch.stack([(rows * error.abs()).sum(), (rows * error.square()).sum(), count])
+    return torch.stack(
+        [(rows * error.abs()).sum(), (rows * error.square()).sum(), count]
+    )
 
 
 def _weight(name: str, batch: Batch) -> Tensor:
@@ -308,7 +330,10 @@ def _weight(name: str, batch: Batch) -> Tensor:
     if LABELS[name].per_pair:
         # the rows of a frame are its pairs of coordinates
         return torch.cat(
-            [flag.expand(LABELS[name].num_rows(n)) for flag, n in zip(has_label, batch.sizes)]
+            [
+                flag.expand(LABELS[name].num_rows(n))
+                for flag, n in zip(has_label, batch.sizes)
+            ]
         )
     return has_label
 
@@ -325,7 +350,9 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
     # the sizes of `split` must be on the host
     sizes = batch.num_atoms.tolist()
     predicted = _split(
-        {name: value for name, value in prediction.items() if name in LABELS}, batch, sizes
+        {name: value for name, value in prediction.items() if name in LABELS},
+        batch,
+        sizes,
     )
     labelled = _split(batch.labels, batch, sizes)
     types = batch.in_file_order(batch.atom_type).cpu().split(sizes)
@@ -365,7 +392,9 @@ def _split(
     out = {}
     for name, value in values.items():
         if LABELS[name].per_atom:
-            out[name] = [part.numpy() for part in batch.in_file_order(value).cpu().split(sizes)]
+            out[name] = [
+                part.numpy() for part in batch.in_file_order(value).cpu().split(sizes)
+            ]
         elif LABELS[name].per_pair:
             out[name] = [
                 part.numpy()

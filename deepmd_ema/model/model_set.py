@@ -42,7 +42,9 @@ class ModelSet(nn.Module):
         self._models = nn.ModuleList(models.values())
         self.compiler: Compiler | None = None
 
-    def forward(self, task: str, batch: Batch, **wanted: bool | None) -> dict[str, Tensor]:
+    def forward(
+        self, task: str, batch: Batch, **wanted: bool | None
+    ) -> dict[str, Tensor]:
         """Return the predictions of the model of ``task``.
 
         Args:
@@ -63,7 +65,10 @@ class ModelSet(nn.Module):
         return TaskModel(self, task)
 
     def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules under the names that files use; parameters and buffers follow them.
 
@@ -97,7 +102,8 @@ class ModelSet(nn.Module):
         """Return the tasks that have a parameter, by its name in :meth:`named_parameters`."""
         # by identity: a shared parameter is one object in all models that have it
         ids_by_task = {
-            task: set(map(id, model.parameters())) for task, model in self.by_task.items()
+            task: set(map(id, model.parameters()))
+            for task, model in self.by_task.items()
         }
         return {
             name: [task for task in ids_by_task if id(p) in ids_by_task[task]]
@@ -106,14 +112,19 @@ class ModelSet(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return all tensors under the names that files use."""
-        states = {task: model.state_dict(*args, **kwargs) for task, model in self.by_task.items()}
+        states = {
+            task: model.state_dict(*args, **kwargs)
+            for task, model in self.by_task.items()
+        }
         return {
             prefix_of(task) + name: tensor
             for task, state in states.items()
             for name, tensor in state.items()
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         """Load the tensors of a state dict with exactly these names.
 
         A shared tensor gets the value that the first task has for it.
@@ -153,7 +164,9 @@ def of_task(named: Mapping[str, T], task: str) -> dict[str, T]:
     """Return the entries with names of a task, under the names in its model."""
     prefix = prefix_of(task)
     return {
-        name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)
+        name.removeprefix(prefix): value
+        for name, value in named.items()
+        if name.startswith(prefix)
     }
 
 

@@ -50,7 +50,9 @@ Array: TypeAlias = np.ndarray
 _ROUNDING = 1e-10
 # labels are of another method if a shift of each element is this times what it leaves unexplained
 _OF_ANOTHER_METHOD = 2.0
-_MIN_SHIFT = 0.05  # eV/atom; a model may be as wrong where it has not been trained, and evenly
+_MIN_SHIFT = (
+    0.05  # eV/atom; a model may be as wrong where it has not been trained, and evenly
+)
 _MIN_FREEDOM = 3  # frames more than fitted numbers, to know what is left unexplained
 _MAX_SHOWN = 6  # elements whose shift is named
 # choices for the bias that a model has: fit it if labels differ, always, or never
@@ -132,7 +134,11 @@ class FrameEnergies:
     def weight(self) -> Array:
         """Factor that makes a value of a frame one per atom (F,): 1 for a mean over atoms."""
         num_atoms = self.num_atoms
-        return np.ones_like(num_atoms) if self.config.fitting_net.intensive else 1 / num_atoms
+        return (
+            np.ones_like(num_atoms)
+            if self.config.fitting_net.intensive
+            else 1 / num_atoms
+        )
 
     def residual(self, change: Array | None = None) -> Array:
         """Return label minus prediction (F, ...), eV.
@@ -198,7 +204,11 @@ class BiasMove:
         An example: ``energies differ by -641.5 eV/atom (spread 0.05)``.
         """
         label = LABELS[config.fitting_net.labels[0]]
-        what = "energies" if label.name == ENERGY else f"labels of {label.name.partition('[')[0]}"
+        what = (
+            "energies"
+            if label.name == ENERGY
+            else f"labels of {label.name.partition('[')[0]}"
+        )
         unit = label.unit
         if not config.fitting_net.intensive:
             unit = f"{unit}/atom" if unit else "per atom"
@@ -234,7 +244,9 @@ def energies_of(
     frames = FrameEnergies(config)
     for batch in batches:
         # forces are computed as well: without autograd they cost a twelfth of the energies
-        prediction = model(batch.to(model.out_bias.device), create_graph=False, need_virial=False)
+        prediction = model(
+            batch.to(model.out_bias.device), create_graph=False, need_virial=False
+        )
         frames.add(batch, prediction[config.fitting_net.labels[0]])
     return frames
 
@@ -263,7 +275,9 @@ def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
             return BiasFit(bias, np.ones_like(bias))
         residual = values - values.mean(0)
         spread = np.zeros_like(bias) + _unit_of_loss(values, residual)
-        return BiasFit(bias + values.mean(0), spread, float(np.sqrt(np.mean(residual**2))))
+        return BiasFit(
+            bias + values.mean(0), spread, float(np.sqrt(np.mean(residual**2)))
+        )
     counts = frames.counts
     target = target - counts[:, is_fixed] @ bias[is_fixed]  # left for the others
     return _fit(frames, counts, target, bias, ~is_fixed, np.ones(len(frames)))
@@ -284,12 +298,21 @@ def change_bias(frames: FrameEnergies, bias: Array) -> BiasFit:
     # divided by the number of atoms: the mean of the residual per atom is then 0 (module docstring)
     fixed = _given_energies(frames.config)[1]
     return _fit(
-        frames, frames.effect, frames.residual(), np.array(bias, float), ~fixed, frames.weight
+        frames,
+        frames.effect,
+        frames.residual(),
+        np.array(bias, float),
+        ~fixed,
+        frames.weight,
     )
 
 
 def move_bias(
-    frames: FrameEnergies, bias: Array, std: Array, new: Iterable[str] = (), how: str = AUTO
+    frames: FrameEnergies,
+    bias: Array,
+    std: Array,
+    new: Iterable[str] = (),
+    how: str = AUTO,
 ) -> BiasMove:
     """Return the bias that a model of a file has on data.
 
@@ -361,7 +384,12 @@ def fixed_elements(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _fit(
-    frames: FrameEnergies, counts: Array, target: Array, start: Array, free: Array, weight: Array
+    frames: FrameEnergies,
+    counts: Array,
+    target: Array,
+    start: Array,
+    free: Array,
+    weight: Array,
 ) -> BiasFit:
     """Return ``start`` (T,) with the energies that explain ``target`` (F,) by ``counts`` (F, T).
 
@@ -408,7 +436,9 @@ def _unit_of_loss(values: Array, residual: Array) -> Array:
     return np.where(is_rounding, 1.0, spread)
 
 
-def _given_energies(config: ModelConfig, atomic: Array | None = None) -> tuple[Array, Array]:
+def _given_energies(
+    config: ModelConfig, atomic: Array | None = None
+) -> tuple[Array, Array]:
     """Return energies (T, ...) and which of them (T,) are fixed without a fit."""
     num_types = len(config.type_map)
     preset = (config.preset_out_bias or {}).get("energy") or [None] * num_types

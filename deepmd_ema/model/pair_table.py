@@ -45,7 +45,9 @@ class PairTable(nn.Module):
         self.first = float(table[0, 0])
         self.step = float(table[1, 0] - table[0, 0])
         # the energy is 0 from the last row on: rows of zeros up to the cutoff
-        missing = math.ceil(rcut / self.step - self.first / self.step) - (len(table) - 1)
+        missing = math.ceil(rcut / self.step - self.first / self.step) - (
+            len(table) - 1
+        )
         if rcut > table[-1, 0] and missing > 0:
             more = np.zeros((missing, table.shape[1]))
             more[:, 0] = np.linspace(
@@ -69,9 +71,13 @@ class PairTable(nn.Module):
         out = np.empty((self.num_types, self.num_types, *by_pair[:, 0].shape))
         for pair, (i, j) in enumerate(zip(*np.triu_indices(self.num_types))):
             out[i, j] = out[j, i] = by_pair[:, pair]
-        self.coefficients = nn.Buffer(torch.from_numpy(out).view(-1, 4), persistent=False)
+        self.coefficients = nn.Buffer(
+            torch.from_numpy(out).view(-1, 4), persistent=False
+        )
 
-    def forward(self, batch: Batch, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: Batch, distance: Tensor, near: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the energy (A, K) of each pair, eV, and its derivative by distance, eV/angstrom.
 
         Both are nan nearer than the first row.
@@ -94,7 +100,9 @@ class PairTable(nn.Module):
         # a table has no energy nearer than its first row; steps and tests report nan
         bad = torch.where(place < 0, torch.nan, 0.0).to(distance)
         energy = torch.where(counts, ((c0 * u + c1) * u + c2) * u + c3 + bad, 0.0)
-        slope = torch.where(counts, ((3 * c0 * u + 2 * c1) * u + c2) / self.step + bad, 0.0)
+        slope = torch.where(
+            counts, ((3 * c0 * u + 2 * c1) * u + c2) / self.step + bad, 0.0
+        )
         return energy, slope
 
 

@@ -13,7 +13,9 @@ from deepmd_ema.model.energy import EnergyModel, frame_sums
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import HasEquivariants
 
-COUNTED = "counted"  # beside the predictions: (A,) 1 for atoms that have the quantity, else 0
+COUNTED = (
+    "counted"  # beside the predictions: (A,) 1 for atoms that have the quantity, else 0
+)
 # beside the predictions: (1, W) spread of a property in the data, the unit of its loss
 SPREAD = "spread"
 
@@ -46,16 +48,22 @@ class QuantityModel(EnergyModel):
         """
         fitting: Any = self.fitting  # a QuantityFitting
         frame_label, atom_label = self.labels
-        with torch.set_grad_enabled(self.training if create_graph is None else create_graph):
+        with torch.set_grad_enabled(
+            self.training if create_graph is None else create_graph
+        ):
             vectors = None
             # dipoles and polarizabilities are made of vectors of an atom
             if fitting.section.is_equivariant:
                 descriptor = cast("HasEquivariants", self.descriptor)
-                features, vectors = descriptor.features_and_equivariants(batch)  # (A, D), (A, M, 3)
+                features, vectors = descriptor.features_and_equivariants(
+                    batch
+                )  # (A, D), (A, M, 3)
             else:
                 features, _ = self.descriptor(batch)
             counted = self._counted[batch.atom_type]  # (A,)
-            values = fitting.values(features, vectors, batch, self.out_bias[0], self.out_std[0])
+            values = fitting.values(
+                features, vectors, batch, self.out_bias[0], self.out_std[0]
+            )
             values = values * counted[:, None]  # (A, W)
             sums = frame_sums(batch)
             whole = sums(values)

@@ -33,14 +33,18 @@ class TabulatedShortRange(nn.Module):
         outer: the network alone counts beyond, angstrom.
     """
 
-    def __init__(self, table: PairTable, alpha: float, inner: float, outer: float) -> None:
+    def __init__(
+        self, table: PairTable, alpha: float, inner: float, outer: float
+    ) -> None:
         super().__init__()
         self.table = table
         self.alpha = alpha
         self.inner = inner
         self.outer = outer
 
-    def forward(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: Batch, network: Network, counted: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the energies (A,), eV, and their gradient by ``batch.vector`` (A, K, 3).
 
         Args:
@@ -82,4 +86,6 @@ class TabulatedShortRange(nn.Module):
         alone = ~near.any(1)
         weight = weight.masked_fill(alone, 0)
         derivative = derivative.masked_fill(alone, 0)
-        return weight, derivative[:, None] * share * (1 + (soft[:, None] - distance) / self.alpha)
+        return weight, derivative[:, None] * share * (
+            1 + (soft[:, None] - distance) / self.alpha
+        )

@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = np.ndarray
 
-SETTINGS = "dp_ema_settings"  # options that DeePMD-kit's hash leaves out; not read by it
+SETTINGS = (
+    "dp_ema_settings"  # options that DeePMD-kit's hash leaves out; not read by it
+)
 OBSERVED = "observed_type"
 
 
-def write_stat_file(path: str | Path, config: ModelConfig, statistics: Statistics) -> None:
+def write_stat_file(
+    path: str | Path, config: ModelConfig, statistics: Statistics
+) -> None:
     """Write statistics to a folder, or to an HDF5 file if ``path`` ends in ``.h5`` or ``.hdf5``.
 
     Statistics of other type maps or descriptors that are already there stay.
@@ -46,7 +50,9 @@ def write_stat_file(path: str | Path, config: ModelConfig, statistics: Statistic
         **statistics.conditions,
     }
     # a folder for each type map, as in DeePMD-kit: one file serves several
-    items = {f"{' '.join(config.type_map)}/{name}": value for name, value in items.items()}
+    items = {
+        f"{' '.join(config.type_map)}/{name}": value for name, value in items.items()
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     if _is_hdf5(path):
         _write_hdf5(path, items)
@@ -77,7 +83,10 @@ def read_stat_file(
     # shapes of what the model needs, by name
     conditions = {
         name: (count, 3)
-        for name, count in (("fparam", fitting.numb_fparam), ("aparam", fitting.numb_aparam))
+        for name, count in (
+            ("fparam", fitting.numb_fparam),
+            ("aparam", fitting.numb_aparam),
+        )
         if count
     }
     bias, spread = _bias_names(config)
@@ -93,7 +102,10 @@ def read_stat_file(
         ) from error
     missing = [name for name in names if name not in stored]
     if reason or missing:
-        return reason or f"it has no {missing[0]} of the elements {' '.join(config.type_map)}"
+        return (
+            reason
+            or f"it has no {missing[0]} of the elements {' '.join(config.type_map)}"
+        )
     # without the settings of dp-ema shapes are all that can be compared
     for name, expected in {bias: shape, spread: shape, **conditions}.items():
         if stored[name].size != math.prod(expected):
@@ -145,7 +157,10 @@ def _write_hdf5(path: Path, items: Mapping[str, Array]) -> None:
             shutil.copyfile(path, part)
         with h5py.File(part, "r+" if is_old else "w") as file:
             # a file of frames, named by mistake
-            if file.visit(lambda name: name if name.endswith("type.raw") else None) is not None:
+            if (
+                file.visit(lambda name: name if name.endswith("type.raw") else None)
+                is not None
+            ):
                 raise DataError(
                     f"{path}: holds data, to which no statistics are added. Name another "
                     "training.stat_file."
@@ -168,4 +183,8 @@ def _read(path: Path, root: str, names: list[str]) -> dict[str, Array]:
     import h5py
 
     with h5py.File(path, "r") as file:
-        return {name: file[f"{root}/{name}"][()] for name in names if f"{root}/{name}" in file}
+        return {
+            name: file[f"{root}/{name}"][()]
+            for name in names
+            if f"{root}/{name}" in file
+        }

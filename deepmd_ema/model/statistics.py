@@ -95,7 +95,10 @@ def collect_statistics(
             energies.add(batch)
             _accumulate(measured, model.descriptor.measure(batch))
             # (M, N): M frames or atoms, N numbers of the condition
-            for name, number in ((FPARAM, fitting.numb_fparam), (APARAM, fitting.numb_aparam)):
+            for name, number in (
+                (FPARAM, fitting.numb_fparam),
+                (APARAM, fitting.numb_aparam),
+            ):
                 if number and name in batch.conditions:
                     values = batch.conditions[name].numpy()
                     count = np.full(values.shape[1], float(len(values)))
@@ -107,7 +110,11 @@ def collect_statistics(
                 # 1 or 0 for each atom, in all components of its label
                 has_label = is_used[batch.atom_frame].view(-1, *[1] * (value.dim() - 1))
                 # only atoms of frames with the label and a weight count
-                parts = has_label.expand_as(value), has_label * value, has_label * value**2
+                parts = (
+                    has_label.expand_as(value),
+                    has_label * value,
+                    has_label * value**2,
+                )
                 atomic += sum_by_type(torch.stack(parts, 1), batch)
     finally:
         torch.set_num_threads(threads)
@@ -116,13 +123,17 @@ def collect_statistics(
         measured=measured,
         conditions=conditions,
         fit=set_bias(energies, atomic),
-        observed=tuple(sorted(name for name, count in zip(config.type_map, num_atoms) if count)),
+        observed=tuple(
+            sorted(name for name, count in zip(config.type_map, num_atoms) if count)
+        ),
         protect=config.data_stat_protect,
     )
 
 
 def shared_statistics(
-    by_task: Mapping[str, Statistics], links: Iterable[Link], shares: Mapping[str, float]
+    by_task: Mapping[str, Statistics],
+    links: Iterable[Link],
+    shares: Mapping[str, float],
 ) -> dict[str, Statistics]:
     """Return the statistics of tasks with one set of sums for what their models share.
 
@@ -152,7 +163,8 @@ def shared_statistics(
         total: dict[str, Array] = {}
         # names of sums in a model with a hybrid descriptor have the number of the part before them
         prefixes = [
-            f"{link.place[-1]}_" if isinstance(link.place[-1], int) else "" for link in group
+            f"{link.place[-1]}_" if isinstance(link.place[-1], int) else ""
+            for link in group
         ]
         kind = "conditions" if group[0].part == "fitting_net" else "measured"
         for link, prefix in zip(group, prefixes):

@@ -90,7 +90,12 @@ def make_tables(model: EnergyModel, batch: Batch) -> list[Series]:
     for interpolation, tables in tabulated:
         if tables.by_centre:
             interpolation.tables = None
-    return [series for _, tables in tabulated if not tables.by_centre for series in tables.made]
+    return [
+        series
+        for _, tables in tabulated
+        if not tables.by_centre
+        for series in tables.made
+    ]
 
 
 def seal(model: nn.Module) -> None:
@@ -120,5 +125,7 @@ def _add_tables(model: EnergyModel, always: bool) -> bool:
                 interpolation.tables = Tables(
                     low, high, interpolation.precision, min_pairs, longest
                 )
-    model.has_tables = any(part.tables is not None for part in interpolations_of(model).values())
+    model.has_tables = any(
+        part.tables is not None for part in interpolations_of(model).values()
+    )
     return model.has_tables

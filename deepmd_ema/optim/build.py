@@ -36,7 +36,9 @@ OWN: dict[str, type[GuardedOptimizer]] = {
     kind.__name__: kind for kind in (AdamWScheduleFree, AdaMuon, HybridMuon, SOAP)
 }
 LR_SCALE = "lr_scale"  # key of a group of parameters: factor of its learning rate
-NORM_GUARD = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeePMD-kit: no division by zero
+NORM_GUARD = (
+    1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeePMD-kit: no division by zero
+)
 NamedParameters = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
 
 
@@ -76,7 +78,9 @@ def build_optimizer(
     del settings["groups"]
     if config.type in OWN:
         kind = OWN[config.type]
-        if kind is AdamWScheduleFree:  # the weights of points in its average depend on the warm-up
+        if (
+            kind is AdamWScheduleFree
+        ):  # the weights of points in its average depend on the warm-up
             settings |= zip(("warmup_steps", "warmup_start_factor"), warmup)
     else:
         kind = getattr(torch.optim, config.type)
@@ -96,9 +100,13 @@ def build_optimizer(
             else [{"params": list(part.values())}]
         )
         group_settings = {
-            key: options[key] for key in (LR_SCALE, "weight_decay") if options.get(key) is not None
+            key: options[key]
+            for key in (LR_SCALE, "weight_decay")
+            if options.get(key) is not None
         }
-        parameters += [{**route, **group_settings} for route in routes if route["params"]]
+        parameters += [
+            {**route, **group_settings} for route in routes if route["params"]
+        ]
 
     # lr=0.0: a step before set_learning_rate changes nothing
     if shared:
@@ -109,7 +117,11 @@ def build_optimizer(
         # the parameters of a rank become views of one tensor, which is sent to the other ranks at
         # once
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
-            parameters, optimizer_class=kind, parameters_as_bucket_view=True, lr=0.0, **settings
+            parameters,
+            optimizer_class=kind,
+            parameters_as_bucket_view=True,
+            lr=0.0,
+            **settings,
         )
     else:
         # torch wraps methods so that its compiler leaves them alone, and the first call of a
@@ -132,7 +144,9 @@ def build_optimizer(
 
 
 def split_by_pattern(
-    groups: Sequence[GroupConfig], names: Mapping[str, str], source: Source | None = None
+    groups: Sequence[GroupConfig],
+    names: Mapping[str, str],
+    source: Source | None = None,
 ) -> list[list[str]]:
     """Return the parameters of each group, and last those of no group.
 
@@ -148,7 +162,9 @@ def split_by_pattern(
     source = source or Source()
     members: list[list[str]] = []  # by group
     problems = []
-    left = dict.fromkeys(names.values())  # an ordered set of what no group has taken so far
+    left = dict.fromkeys(
+        names.values()
+    )  # an ordered set of what no group has taken so far
     for number, group in enumerate(groups):
         matched = dict.fromkeys(
             first for name, first in names.items() if fnmatchcase(name, group.pattern)
@@ -160,7 +176,9 @@ def split_by_pattern(
                 f" = {show(group.pattern)}: no parameter has such a name. Expected a pattern of a "
                 f"whole name, in which * is any text. Some of the {len(names)} names: {few}."
             )
-            problems.append(source.locate(error(f"optimizer.groups[{number}].pattern", text)))
+            problems.append(
+                source.locate(error(f"optimizer.groups[{number}].pattern", text))
+            )
         members.append([name for name in matched if name in left])
         left = {name: None for name in left if name not in matched}
     ConfigError.raise_if_any(in_order(problems))
@@ -184,13 +202,17 @@ def describe_groups(
     lines = []
     members = split_by_pattern(groups, names, source)
     for group, group_names in zip((*groups, None), members):
-        trained = [parameters[name] for name in group_names if parameters[name].requires_grad]
+        trained = [
+            parameters[name] for name in group_names if parameters[name].requires_grad
+        ]
         settings = [counted(sum(p.numel() for p in trained), "trained parameter")]
         if group is not None:
             settings.append(f"learning rate x {group.lr_scale:g}")
             if group.weight_decay is not None:
                 settings.append(f"weight decay {group.weight_decay:g}")
-        lines.append(f"{'others' if group is None else group.pattern}: {', '.join(settings)}")
+        lines.append(
+            f"{'others' if group is None else group.pattern}: {', '.join(settings)}"
+        )
     return lines if groups else []
 
 
@@ -241,14 +263,18 @@ def clip_gradients(
         return torch.zeros((), dtype=torch.float64)
     norms = torch._foreach_norm(gradients)  # few kernels, not one for each parameter
     # in float64: the norm decides whether a step is finite, and its square may exceed float32
-    total = torch.linalg.vector_norm(torch.stack([norm.to(torch.float64) for norm in norms]))
+    total = torch.linalg.vector_norm(
+        torch.stack([norm.to(torch.float64) for norm in norms])
+    )
     if all_reduce_sum is not None:
         total = all_reduce_sum(total.square()).sqrt()
     if max_norm is not None:
         # a factor of 1 is applied as well: a condition on it would make the host wait
         factor = (max_norm / (total + NORM_GUARD)).clamp(max=1.0)
         for dtype in {g.dtype for g in gradients}:
-            torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
+            torch._foreach_mul_(
+                [g for g in gradients if g.dtype == dtype], factor.to(dtype)
+            )
     return total
 
 
@@ -316,14 +342,20 @@ def optimizer_state(
                 state.setdefault(name, {})[key] = copy
     # a file is written by rank 0, which needs the parts of all ranks; shards are written by each
     if shared and isinstance(take, WholeTensors):
-        parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        parts: list[Any] | None = (
+            [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        )
         dist.gather_object(state, parts, group=group)
-        state = {name: tensors for part in parts or [] for name, tensors in part.items()}
+        state = {
+            name: tensors for part in parts or [] for name, tensors in part.items()
+        }
     return {"type": type(local).__name__, "state": state}
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters, state: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedParameters,
+    state: Mapping[str, Any],
 ) -> None:
     """Copy a state made by :func:`optimizer_state` into an optimizer.
 
@@ -337,7 +369,9 @@ def load_optimizer_state(
     """
     local, new = _local(optimizer), state.get("new", ())
     trained = {
-        name: p for name, p in dict(named_parameters).items() if p.requires_grad and name not in new
+        name: p
+        for name, p in dict(named_parameters).items()
+        if p.requires_grad and name not in new
     }
     check_state_type(state, type(local).__name__)
     # The shapes of the full state, of which this rank may hold a part, from a state that is built
@@ -346,9 +380,13 @@ def load_optimizer_state(
     expected: dict[str, Sequence[int]] = {}
     for name, p in trained.items():
         like = torch.empty(p.shape, dtype=p.dtype, device="meta")
-        is_ours = isinstance(local, GuardedOptimizer)
-        first = local.first_state(like, group_of[p]) if is_ours else adam_state(like, p.dtype)  # type: ignore[attr-defined]
-        expected |= {f"{name}.{key}": tuple(value.shape) for key, value in first.items()}
+        if isinstance(local, GuardedOptimizer):
+            first = local.first_state(like, group_of[p])
+        else:
+            first = adam_state(like, p.dtype)
+        expected |= {
+            f"{name}.{key}": tuple(value.shape) for key, value in first.items()
+        }
     saved = {
         f"{name}.{key}": value
         for name, values in state["state"].items()
@@ -377,4 +415,6 @@ def check_state_type(state: Mapping[str, Any], kind: str) -> None:
 
 def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that this rank updates itself."""
-    return getattr(optimizer, "optim", optimizer)  # a ZeroRedundancyOptimizer has it as `optim`
+    return getattr(
+        optimizer, "optim", optimizer
+    )  # a ZeroRedundancyOptimizer has it as `optim`

@@ -48,7 +48,9 @@ class ParameterVector:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Tensor]]
+        self,
+        parameters: Sequence[Tensor],
+        states: Mapping[Tensor, Mapping[str, Tensor]],
     ) -> None:
         self.parameters = parameters
         self._local = [local_shard(p) for p in parameters]
@@ -57,25 +59,32 @@ class ParameterVector:
         self._is_sharded = is_sharded(parameters[0])
         tensors = {WEIGHT: self._local}
         tensors |= {
-            key: [local_shard(states[p][key]) for p in parameters] for key in states[parameters[0]]
+            key: [local_shard(states[p][key]) for p in parameters]
+            for key in states[parameters[0]]
         }
         # On a GPU each operation costs a launch: weights and states of one dtype are one vector,
         # which one operation reads or writes. On a CPU that saves nothing, and a tensor that is
         # alone in its vector needs no copy.
         together = (
-            (lambda key: key) if self._local[0].is_cpu else (lambda key: tensors[key][0].dtype)
+            (lambda key: key)
+            if self._local[0].is_cpu
+            else (lambda key: tensors[key][0].dtype)
         )
         self._groups: dict[Hashable, list[str]] = {}
         for key in tensors:
             self._groups.setdefault(together(key), []).append(key)
-        self._lengths = {key: sum(t.numel() for t in values) for key, values in tensors.items()}
+        self._lengths = {
+            key: sum(t.numel() for t in values) for key, values in tensors.items()
+        }
         # Views, into which vectors are copied back: weights and states stay in their memory, to
         # which averages, captured graphs and collectives refer.
         self._memory = {
             g: [t.view(-1) for key in keys for t in tensors[key]]
             for g, keys in self._groups.items()
         }
-        self._parts = {g: [t.numel() for t in memory] for g, memory in self._memory.items()}
+        self._parts = {
+            g: [t.numel() for t in memory] for g, memory in self._memory.items()
+        }
 
     def read(self) -> dict[Hashable, Tensor]:
         """Return all weights and states as few vectors.
@@ -100,7 +109,10 @@ class ParameterVector:
         return by_key
 
     def write(
-        self, values: Mapping[str, Tensor], before: Mapping[Hashable, Tensor], skip: Tensor | None
+        self,
+        values: Mapping[str, Tensor],
+        before: Mapping[Hashable, Tensor],
+        skip: Tensor | None,
     ) -> None:
         """Write weights and states, in place.
 
@@ -120,7 +132,11 @@ class ParameterVector:
     def gradient(self) -> Tensor:
         """Return the gradient, (N,)."""
         return joined(
-            [local_shard(p.grad).reshape(-1) for p in self.parameters if p.grad is not None]
+            [
+                local_shard(p.grad).reshape(-1)
+                for p in self.parameters
+                if p.grad is not None
+            ]
         )
 
     def per_entry(self, values: Tensor) -> Tensor:
@@ -134,7 +150,9 @@ class ParameterVector:
             # the number of its parameter for each entry, (N,), kept from step to step; index_select
             # needs no host number, whereas repeat_interleave by a tensor on the device would wait
             sizes = torch.tensor(self._sizes)
-            owner = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), sizes)
+            owner = torch.repeat_interleave(
+                torch.arange(len(sizes), dtype=torch.int32), sizes
+            )
             self._owner = on_device(owner, values.device)
         return values.index_select(0, self._owner)
 
@@ -168,7 +186,10 @@ class ParameterVector:
         return torch.cat([shard_like(t.view(p.shape), p).reshape(-1) for t, p in pairs])
 
     def _views(self, vector: Tensor) -> list[Tensor]:
-        return [part.view(t.shape) for part, t in zip(vector.split(self._sizes), self._local)]
+        return [
+            part.view(t.shape)
+            for part, t in zip(vector.split(self._sizes), self._local)
+        ]
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
@@ -192,7 +213,9 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, options)
-        self._vectors: dict[tuple[int, ...], tuple[tuple[int, ...], list[ParameterVector]]] = {}
+        self._vectors: dict[
+            tuple[int, ...], tuple[tuple[int, ...], list[ParameterVector]]
+        ] = {}
         with torch.no_grad():
             for group in self.param_groups:
                 for p in group["params"]:
@@ -209,7 +232,9 @@ class GuardedOptimizer(torch.optim.Optimizer):
         """
         return None
 
-    def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
+    def vector(
+        self, parameters: Sequence[Tensor], group: dict[str, Any]
+    ) -> ParameterVector:
         """Return parameters of one kind as a vector."""
         return ParameterVector(parameters, self.state)
 
@@ -235,7 +260,11 @@ class GuardedOptimizer(torch.optim.Optimizer):
         """
         assert closure is None, "no optimizer here evaluates the loss again"
         # the attribute that torch.amp.GradScaler and guarded_step set for the time of a step
-        skip = None if (found_inf := getattr(self, "found_inf", None)) is None else found_inf > 0
+        skip = (
+            None
+            if (found_inf := getattr(self, "found_inf", None)) is None
+            else found_inf > 0
+        )
         if skip is not None and skip.is_cpu:  # the host may ask: it waits for no device
             if skip:
                 return
@@ -247,12 +276,22 @@ class GuardedOptimizer(torch.optim.Optimizer):
             # A rate on the device is in float32 (set_learning_rate); 1 - lr * decay and lr / (1 -
             # b1^t) would be rounded to float32, other than with a rate of the host.
             lr = group["lr"]
-            options = {**group, "lr": lr.to(torch.float64) if isinstance(lr, Tensor) else lr}
+            options = {
+                **group,
+                "lr": lr.to(torch.float64) if isinstance(lr, Tensor) else lr,
+            }
             # With several tasks only the parameters of the task of this step have gradients. The
             # two sets are updated apart, because `updated` treats all parameters of a vector alike.
             trained = [p for p in group["params"] if p.grad is not None]
-            idle = [] if self.with_gradient_only else [p for p in group["params"] if p.grad is None]
-            for vector in (*self._vectors_of(trained, group), *self._vectors_of(idle, group)):
+            idle = (
+                []
+                if self.with_gradient_only
+                else [p for p in group["params"] if p.grad is None]
+            )
+            for vector in (
+                *self._vectors_of(trained, group),
+                *self._vectors_of(idle, group),
+            ):
                 before = vector.read()
                 values = vector.split(before)
                 # In place where nothing is skipped. Else new memory, of which `write` takes over
@@ -297,14 +336,18 @@ class GuardedOptimizer(torch.optim.Optimizer):
         wide = steps.to(torch.float64)
         # both corrections are taken per parameter, (P,), and spread to the entries afterwards
         rates, corrections = (1 - b1**wide).reciprocal() * lr, 1 - b2**wide
-        lengths = (square / vector.per_entry(corrections.to(torch.float32))).sqrt() + eps
+        lengths = (
+            square / vector.per_entry(corrections.to(torch.float32))
+        ).sqrt() + eps
         direction = mean / lengths * vector.per_entry(rates.to(torch.float32))
         weights = self.decayed(values[WEIGHT], lr, decay, out[WEIGHT])
         weights = torch.sub(weights, direction.to(weights.dtype), out=out[WEIGHT])
         return {WEIGHT: weights, "step": steps, "exp_avg": mean, "exp_avg_sq": square}
 
     @staticmethod
-    def decayed(weights: Tensor, lr: float | Tensor, decay: float, out: Tensor | None) -> Tensor:
+    def decayed(
+        weights: Tensor, lr: float | Tensor, decay: float, out: Tensor | None
+    ) -> Tensor:
         """Return ``(1 - lr * decay) * weights``, in ``out`` if given."""
         return torch.mul(weights, 1 - lr * decay, out=out) if decay else weights
 
@@ -355,5 +398,7 @@ def adam_state(p: Tensor, dtype: torch.dtype = torch.float32) -> dict[str, Tenso
 
     Those of :meth:`GuardedOptimizer.adam_updated` are in float32.
     """
-    moments = {name: torch.zeros_like(p, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+    moments = {
+        name: torch.zeros_like(p, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")
+    }
     return {"step": torch.zeros((), dtype=torch.float32, device=p.device), **moments}

@@ -18,7 +18,9 @@ from deepmd_ema.text import first_few
 T = TypeVar("T")
 MEMORY = 0.98  # RLEKF: the first memory factor lambda
 MEMORY_RATE = 0.9987  # RLEKF: the rate nu at which lambda goes to 1
-AT_ONCE = 2**20  # elements of a covariance that are updated together: temporary memory of an update
+AT_ONCE = (
+    2**20
+)  # elements of a covariance that are updated together: temporary memory of an update
 
 
 class LKF:
@@ -62,7 +64,9 @@ class LKF:
         # Neighbors of the same tasks only share a block: an update takes whole blocks, and must
         # leave the weights of other tasks and their covariances alone.
         self._sizes, self._block_owners = [], []
-        for tasks_of_group, group in groupby(zip(owners, self._parameters), lambda pair: pair[0]):
+        for tasks_of_group, group in groupby(
+            zip(owners, self._parameters), lambda pair: pair[0]
+        ):
             sizes = block_sizes([p.numel() for _, p in group], block_size)
             self._sizes += sizes
             self._block_owners += [tasks_of_group] * len(sizes)
@@ -70,7 +74,9 @@ class LKF:
         # products of covariances and gradients need one precision: the wider one of the weights
         dtype = reduce(torch.promote_types, (p.dtype for p in self._parameters))
         self._memory = torch.tensor(MEMORY, dtype=torch.float64, device=device)
-        self._covariances = [torch.eye(size, dtype=dtype, device=device) for size in self._sizes]
+        self._covariances = [
+            torch.eye(size, dtype=dtype, device=device) for size in self._sizes
+        ]
 
     def parameters_of(self, task: str = "") -> list[nn.Parameter]:
         """Return the trained parameters of a task."""
@@ -89,7 +95,9 @@ class LKF:
             task: whose model has predicted it.
         """
         good = ok > 0
-        covariances = list(_of_task(task, self._covariances, self._block_owners))  # (n, n) each
+        covariances = list(
+            _of_task(task, self._covariances, self._block_owners)
+        )  # (n, n) each
         # H of the formula, (weights of the task,). In the row the first dim of a parameter runs
         # fastest, as in DeePMD-kit: it decides which weights share a block.
         row = torch.cat(
@@ -99,15 +107,22 @@ class LKF:
             ]
         )
         parts = row.split([len(c) for c in covariances])
-        gains = [covariance @ part for covariance, part in zip(covariances, parts)]  # K_l
+        gains = [
+            covariance @ part for covariance, part in zip(covariances, parts)
+        ]  # K_l
         memory = self._memory.to(gains[0].dtype)  # lambda
         # 1 / A of the formula, a scalar: the sum runs over all blocks, which couples them
-        spread = torch.stack([memory + part @ gain for part, gain in zip(parts, gains)]).sum()
+        spread = torch.stack(
+            [memory + part @ gain for part, gain in zip(parts, gains)]
+        ).sum()
         gain = torch.cat(gains)
         # -0.0 is what leaves each number as it is, also -0.0 itself
         change = torch.where(good, gain * (error.to(gain.dtype) / spread), -0.0)
         # where the measurement is bad: minus 0, divided by 1, which changes no bit of P
-        inverse, divisor = torch.where(good, 1 / spread, 0), torch.where(good, memory, 1)
+        inverse, divisor = (
+            torch.where(good, 1 / spread, 0),
+            torch.where(good, memory, 1),
+        )
         good_gains = torch.where(good, gain, 0).split([len(c) for c in covariances])
         for covariance, part in zip(covariances, good_gains):
             # Some rows at a time, for less temporary memory. Each operation rounds elements (i, j)
@@ -119,12 +134,18 @@ class LKF:
         # the change of the row, cut and turned into the shapes of the parameters
         parameters = self.parameters_of(task)
         moves = [
-            part.view(tuple(reversed(p.shape))).permute(*reversed(range(p.ndim))).to(p.dtype)
-            for p, part in zip(parameters, change.split([p.numel() for p in parameters]))
+            part.view(tuple(reversed(p.shape)))
+            .permute(*reversed(range(p.ndim)))
+            .to(p.dtype)
+            for p, part in zip(
+                parameters, change.split([p.numel() for p in parameters])
+            )
         ]
         torch._foreach_add_([p.detach() for p in parameters], moves)
         self._memory.copy_(
-            torch.where(good, MEMORY_RATE * self._memory + (1 - MEMORY_RATE), self._memory)
+            torch.where(
+                good, MEMORY_RATE * self._memory + (1 - MEMORY_RATE), self._memory
+            )
         )
 
     def state_dict(self, copy: Callable[[Tensor], Any] | None = None) -> dict[str, Any]:
@@ -150,7 +171,9 @@ class LKF:
         """
         check_state_type(state, "LKF")
         # in order, too: the blocks follow the order of the parameters, and have no names
-        saved_shapes = {name: tuple(shape) for name, shape in state["parameters"].items()}
+        saved_shapes = {
+            name: tuple(shape) for name, shape in state["parameters"].items()
+        }
         if list(saved_shapes.items()) != list(self._shapes.items()):
             differing = sorted(dict(saved_shapes.items() ^ self._shapes.items()))
             raise CheckpointError(
@@ -189,6 +212,8 @@ def block_sizes(counts: Sequence[int], block_size: int) -> list[int]:
     return sizes
 
 
-def _of_task(task: str, values: Iterable[T], owners: Iterable[Sequence[str]]) -> Iterator[T]:
+def _of_task(
+    task: str, values: Iterable[T], owners: Iterable[Sequence[str]]
+) -> Iterator[T]:
     """Yield the values, of parameters or of blocks, that have ``task`` among their owners."""
     return (value for value, tasks in zip(values, owners, strict=True) if task in tasks)

@@ -99,7 +99,9 @@ class AdaMuon(GuardedOptimizer):
         """Return whether a parameter has two dims or more."""
         return p.ndim > 1
 
-    def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
+    def vector(
+        self, parameters: Sequence[Tensor], group: dict[str, Any]
+    ) -> ParameterVector:
         """Return parameters of one kind, as matrices where they are."""
         if not self.kind(parameters[0], group):
             return super().vector(parameters, group)
@@ -120,18 +122,27 @@ class AdaMuon(GuardedOptimizer):
         lr = group["lr"]
         beta = group["momentum"]
         gradient = vector.gradient()  # (N,), in the precision of the weights
-        momentum = torch.lerp(values["momentum"], gradient, 1 - beta, out=out["momentum"])
+        momentum = torch.lerp(
+            values["momentum"], gradient, 1 - beta, out=out["momentum"]
+        )
         # Whole matrices from here on, also of sharded parameters: the orthogonal factor of some
         # rows is not those rows of the orthogonal factor. Signs lose nothing in bfloat16.
         signs = torch.lerp(gradient, momentum, beta).sign().to(torch.bfloat16)
-        factors = [newton_schulz(stack) for stack in vector.stacks.stack([vector.full(signs)])[0]]
+        factors = [
+            newton_schulz(stack)
+            for stack in vector.stacks.stack([vector.full(signs)])[0]
+        ]
         # back to the entries of this rank, (N,)
         factor = vector.own(vector.stacks.flatten(factors)).to(torch.float32)
         second = torch.mul(values["second_moment"], beta, out=out["second_moment"])
-        second = torch.addcmul(second, factor, factor, value=1 - beta, out=out["second_moment"])
+        second = torch.addcmul(
+            second, factor, factor, value=1 - beta, out=out["second_moment"]
+        )
         scaled = factor / (second.sqrt() + EPS)
         # one rate for each matrix, (P,), with its norm on all ranks
-        rates = (vector.norms(scaled) + EPS).reciprocal() * (vector.scales * lr).to(torch.float32)
+        rates = (vector.norms(scaled) + EPS).reciprocal() * (vector.scales * lr).to(
+            torch.float32
+        )
         weights = self.decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
         weights = torch.sub(weights, scaled * vector.per_entry(rates), out=out[WEIGHT])
         return {WEIGHT: weights, "momentum": momentum, "second_moment": second}
@@ -179,20 +190,26 @@ class HybridMuon(GuardedOptimizer):
         count = view_shape(tuple(p.shape), group["muon_mode"])[0]
         return {
             **momentum,
-            "score": torch.full((count,), MAGMA_FIRST, dtype=torch.float32, device=p.device),
+            "score": torch.full(
+                (count,), MAGMA_FIRST, dtype=torch.float32, device=p.device
+            ),
         }
 
     def kind(self, p: Tensor, group: dict[str, Any]) -> Hashable:
         """Return whether the group of a parameter is that of the matrices."""
         return group["route"] == "muon"
 
-    def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
+    def vector(
+        self, parameters: Sequence[Tensor], group: dict[str, Any]
+    ) -> ParameterVector:
         """Return parameters of one group, as matrices where they are."""
         if not self.kind(parameters[0], group):
             return super().vector(parameters, group)
         shapes = [view_shape(tuple(p.shape), group["muon_mode"]) for p in parameters]
         scales = [matrix_scale(group, rows, columns) for _, rows, columns in shapes]
-        return MatrixVector(parameters, self.state, shapes, scales, group["enable_gram"])
+        return MatrixVector(
+            parameters, self.state, shapes, scales, group["enable_gram"]
+        )
 
     def updated(
         self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]
@@ -204,7 +221,9 @@ class HybridMuon(GuardedOptimizer):
         lr = group["lr"]
         beta = group["momentum"]
         gradient = vector.gradient()
-        momentum = torch.lerp(values["momentum"], gradient, 1 - beta, out=out["momentum"])
+        momentum = torch.lerp(
+            values["momentum"], gradient, 1 - beta, out=out["momentum"]
+        )
         new = {"momentum": momentum}
         stacks = vector.stacks
         dtype = gradient.dtype
@@ -217,22 +236,31 @@ class HybridMuon(GuardedOptimizer):
         updates, *means_and_gradients = stacks.stack([vector.full(t) for t in wanted])
         # (B, R, C) for each stack
         directions = [
-            gram_newton_schulz(t).to(dtype) if stack.kind == GRAM else newton_schulz(t, CONVERGED)
+            gram_newton_schulz(t).to(dtype)
+            if stack.kind == GRAM
+            else newton_schulz(t, CONVERGED)
             for stack, t in zip(stacks.stacks, updates)
         ]
         directions = [
-            (d * scale).to(d.dtype) for d, scale in zip(directions, vector.scales_in_stacks)
+            (d * scale).to(d.dtype)
+            for d, scale in zip(directions, vector.scales_in_stacks)
         ]
         if group["magma_muon"]:
             # (M,), from the order of the stacks to that of the parameters, in which scores are
             cosines = cosines_of(*means_and_gradients).index_select(0, stacks.order)
             # the least and the largest value of f, so that q goes from 0 to 1
             low, high = (1 / (1 + math.exp(-x / MAGMA_TEMPERATURE)) for x in (-1, 1))
-            agreement = (torch.sigmoid(cosines / MAGMA_TEMPERATURE) - low) / (high - low)
-            new["score"] = score = MAGMA_MEMORY * values["score"] + (1 - MAGMA_MEMORY) * agreement
+            agreement = (torch.sigmoid(cosines / MAGMA_TEMPERATURE) - low) / (
+                high - low
+            )
+            new["score"] = score = (
+                MAGMA_MEMORY * values["score"] + (1 - MAGMA_MEMORY) * agreement
+            )
             damping = MAGMA_LEAST + (1 - MAGMA_LEAST) * score
             pairs = zip(directions, stacks.matrices)
-            directions = [d * damping[chosen].to(d.dtype)[:, None, None] for d, chosen in pairs]
+            directions = [
+                d * damping[chosen].to(d.dtype)[:, None, None] for d, chosen in pairs
+            ]
         direction = vector.own(stacks.flatten([d.to(dtype) for d in directions]))
         weights = self.decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
         if weights.is_cpu and not isinstance(lr, Tensor):  # one pass over memory
@@ -270,19 +298,29 @@ class MatrixVector(ParameterVector):
         super().__init__(parameters, states)
         device = parameters[0].device
         # The Gram matrix of a square matrix is as large as the matrix: it saves nothing.
-        kinds = (POLYNOMIAL, GRAM if gram else POLYNOMIAL)  # for square matrices, and the rest
+        kinds = (
+            POLYNOMIAL,
+            GRAM if gram else POLYNOMIAL,
+        )  # for square matrices, and the rest
         self.stacks = Stacks(
-            shapes, lambda rows, columns: kinds[rows != columns], device, fill=device.type != "cpu"
+            shapes,
+            lambda rows, columns: kinds[rows != columns],
+            device,
+            fill=device.type != "cpu",
         )
         # a parameter that is several matrices (`slice`) has one scale, repeated here for each
-        factors = [scale for shape, scale in zip(shapes, scales) for _ in range(shape[0])]
+        factors = [
+            scale for shape, scale in zip(shapes, scales) for _ in range(shape[0])
+        ]
         self.scales = on_device(torch.tensor(factors, dtype=torch.float64), device)
         self.scales_in_stacks = []
         for stack, chosen in zip(self.stacks.stacks, self.stacks.matrices):
             # in the precision of the directions of this stack, but in bfloat16 a scale would have
             # three digits
             dtype = parameters[0].dtype if stack.kind == GRAM else torch.bfloat16
-            stack_scales = self.scales[chosen].to(torch.promote_types(dtype, torch.float32))
+            stack_scales = self.scales[chosen].to(
+                torch.promote_types(dtype, torch.float32)
+            )
             self.scales_in_stacks.append(stack_scales[:, None, None])
 
 
@@ -293,12 +331,16 @@ def matrix_scale(group: dict[str, Any], rows: int, columns: int) -> float:
     return float(group["lr_adjust_coeff"] * math.sqrt(max(rows, columns)))
 
 
-def routed(named_parameters: Mapping[str, nn.Parameter], mode: str) -> list[dict[str, Any]]:
+def routed(
+    named_parameters: Mapping[str, nn.Parameter], mode: str
+) -> list[dict[str, Any]]:
     """Return the parameters in groups with the key ``route``, in which they keep their order."""
     groups: dict[str, list[nn.Parameter]] = {}
     for name, p in named_parameters.items():
         groups.setdefault(route(name, tuple(p.shape), mode), []).append(p)
-    return [{"params": parameters, "route": kind} for kind, parameters in groups.items()]
+    return [
+        {"params": parameters, "route": kind} for kind, parameters in groups.items()
+    ]
 
 
 def route(name: str, shape: tuple[int, ...], mode: str) -> str:
@@ -359,11 +401,15 @@ def newton_schulz(matrices: Tensor, coefficients: Coefficients = MUON) -> Tensor
     for a, b, c in coefficients:
         # a X + (b G + c G^2) X with the Gram matrix G of the shorter side, in three products
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = torch.baddbmm(
+            x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a
+        )
     return x.mT if is_tall else x
 
 
-def gram_newton_schulz(matrices: Tensor, coefficients: Coefficients = POLAR_EXPRESS) -> Tensor:
+def gram_newton_schulz(
+    matrices: Tensor, coefficients: Coefficients = POLAR_EXPRESS
+) -> Tensor:
     """Return the same as :func:`newton_schulz`, by fewer operations when R and C are far apart.
 
     On CUDA it is in float16, else in float32.

@@ -42,12 +42,19 @@ def build_schedule(config: optim.ScheduleConfig, num_steps: int) -> Schedule:
         every = config.used_decay_steps(num_steps)
         log_of_whole = math.log(max(stop, MIN_STOP_LR) / start)
         decay_rate = config.decay_rate
-        factor = math.exp(log_of_whole / (length / every)) if decay_rate is None else decay_rate
+        factor = (
+            math.exp(log_of_whole / (length / every))
+            if decay_rate is None
+            else decay_rate
+        )
 
     def before(step: int) -> float:
         """Return the rate before the final decay, ``step`` steps after the warm-up."""
         if isinstance(config, optim.ExpScheduleConfig):
-            return max(start * factor ** (step / every if config.smooth else step // every), stop)
+            return max(
+                start * factor ** (step / every if config.smooth else step // every),
+                stop,
+            )
         if isinstance(config, optim.InvSqrtScheduleConfig):
             return start * math.sqrt(config.a / (config.a + step))
         return start
@@ -55,7 +62,10 @@ def build_schedule(config: optim.ScheduleConfig, num_steps: int) -> Schedule:
     # In the last `falling` steps of the run the rate goes from where it is down to the last one:
     # all steps after the warm-up with cosine, a share of the run with wsd and invsqrt, none with
     # exp, which falls from the start.
-    kind, falling = "cosine", length if isinstance(config, optim.CosineScheduleConfig) else 0
+    kind, falling = (
+        "cosine",
+        length if isinstance(config, optim.CosineScheduleConfig) else 0,
+    )
     if isinstance(config, optim.WsdScheduleConfig) and config.decay_phase_ratio > 0:
         kind = config.decay_type
         falling = max(1, min(int(config.decay_phase_ratio * num_steps), length))

@@ -67,8 +67,13 @@ class AdamWScheduleFree(GuardedOptimizer):
         # The counter is stored in float32, exact up to 2^24; the share, about 1 / steps, is
         # computed in float64, so that the average does not drift in a long run.
         done = values["averaged"].to(torch.float64)  # (parameters,)
-        share = share_of_next(done, group["warmup_steps"], group["warmup_start_factor"], group["r"])
-        new = {**values, "averaged": torch.add(values["averaged"], 1, out=out["averaged"])}
+        share = share_of_next(
+            done, group["warmup_steps"], group["warmup_start_factor"], group["r"]
+        )
+        new = {
+            **values,
+            "averaged": torch.add(values["averaged"], 1, out=out["averaged"]),
+        }
         # x and y lie on a line through z: as x moves by the share c towards z, so does y
         near = torch.lerp(y, z, vector.per_entry(share.to(y.dtype)))
         if vector.parameters[0].grad is None:
@@ -89,6 +94,8 @@ class AdamWScheduleFree(GuardedOptimizer):
         moves = (lr * (1 - b1 * (1 - share))).to(y.dtype)
         new |= {
             "exp_avg_sq": square,
-            WEIGHT: torch.sub(near, direction * vector.per_entry(moves), out=out[WEIGHT]),
+            WEIGHT: torch.sub(
+                near, direction * vector.per_entry(moves), out=out[WEIGHT]
+            ),
         }
         return {**new, "z": torch.sub(z, (direction * lr).to(z.dtype), out=out["z"])}

@@ -69,7 +69,9 @@ class SOAP(GuardedOptimizer):
         It is one with two dims or more that are not of size 1.
         """
         # a parameter with one element has no dim left: (1,) makes it a vector, which takes AdamW
-        rows, *inner = (size for size in p.shape if size != 1) if p.numel() != 1 else (1,)
+        rows, *inner = (
+            (size for size in p.shape if size != 1) if p.numel() != 1 else (1,)
+        )
         return (rows, math.prod(inner)) if inner else None
 
     def updated(
@@ -80,7 +82,11 @@ class SOAP(GuardedOptimizer):
         if shape is None:
             # lr_adjust is an option of the Muon optimizers: 0 leaves the learning rate as it is
             return self.adam_updated(
-                vector, values, out, {**group, "lr_adjust": 0}, decay=group["weight_decay"]
+                vector,
+                values,
+                out,
+                {**group, "lr_adjust": 0},
+                decay=group["weight_decay"],
             )
         # All matrices of this vector have one shape (:meth:`kind`), so each product below is one
         # batched product over (B, R, C).
@@ -91,14 +97,22 @@ class SOAP(GuardedOptimizer):
         count = len(vector.parameters)
         # (B, R, R) and (B, C, C); None for a side that is too long, where the basis is the identity
         bases = [
-            None if values.get(side) is None else values[f"{side}_basis"].view(count, n, n)
+            None
+            if values.get(side) is None
+            else values[f"{side}_basis"].view(count, n, n)
             for side, n in zip(SIDES, shape)
         ]
         # The mean m is kept in the coordinates of the weights and rotated anew in each step: a
         # change of the bases then needs no correction of m. v is in the basis of its time.
-        new = {"exp_avg": torch.lerp(values["exp_avg"], gradient, 1 - b1, out=out["exp_avg"])}
+        new = {
+            "exp_avg": torch.lerp(
+                values["exp_avg"], gradient, 1 - b1, out=out["exp_avg"]
+            )
+        }
         new["step"] = torch.add(values["step"], 1, out=out["step"])
-        g, mean = (vector.full(t).view(count, *shape) for t in (gradient, new["exp_avg"]))
+        g, mean = (
+            vector.full(t).view(count, *shape) for t in (gradient, new["exp_avg"])
+        )
         in_basis, mean = (rotated(t, bases) for t in (g, mean))
         # this rank keeps its own entries of v, where parameters are sharded
         square = vector.own((in_basis * in_basis).reshape(-1))
@@ -108,15 +122,21 @@ class SOAP(GuardedOptimizer):
         # in float64: 1 - b2^t loses its digits in float32, where b2^t is close to 1
         wide = new["step"].to(torch.float64)  # (B,)
         rates, corrections = (1 - b1**wide).reciprocal() * lr, 1 - b2**wide
-        lengths = (square / vector.per_entry(corrections.to(square.dtype))).sqrt() + ADAM_EPS
+        lengths = (
+            square / vector.per_entry(corrections.to(square.dtype))
+        ).sqrt() + ADAM_EPS
         direction = (
-            vector.own(mean.reshape(-1)) / lengths * vector.per_entry(rates.to(square.dtype))
+            vector.own(mean.reshape(-1))
+            / lengths
+            * vector.per_entry(rates.to(square.dtype))
         )
         # back to the coordinates of the weights: U D V^T, the rotation with transposed bases
         inverse = [None if basis is None else basis.mT for basis in bases]
         direction = rotated(vector.full(direction).view(count, *shape), inverse)
         weights = self.decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
-        new[WEIGHT] = torch.sub(weights, vector.own(direction.reshape(-1)), out=out[WEIGHT])
+        new[WEIGHT] = torch.sub(
+            weights, vector.own(direction.reshape(-1)), out=out[WEIGHT]
+        )
         # The host decides whether bases are due, which a CUDA graph could not repeat: SOAP has
         # none (training.modes.why_no_graphs), so the number of the step is one of the host.
         number = int(self.number)
@@ -126,12 +146,16 @@ class SOAP(GuardedOptimizer):
         for side, basis, factor in zip(SIDES, bases, (g, g.mT)):
             if basis is not None:
                 covariance = (
-                    values[side].view_as(basis).lerp(factor @ factor.mT, 1 - group["shampoo_beta"])
+                    values[side]
+                    .view_as(basis)
+                    .lerp(factor @ factor.mT, 1 - group["shampoo_beta"])
                 )
                 new[side] = covariance.reshape(-1)
                 if is_due:  # nearer to eigenvectors, by a step of orthogonal iteration
                     ridge = RIDGE * covariance.diagonal(dim1=1, dim2=2).mean(1)  # (B,)
-                    basis = torch.linalg.qr(covariance @ basis + ridge[:, None, None] * basis)[0]
+                    basis = torch.linalg.qr(
+                        covariance @ basis + ridge[:, None, None] * basis
+                    )[0]
                 new[f"{side}_basis"] = basis.reshape(-1)
         return new
 

@@ -88,10 +88,14 @@ class Stacks:
         # of each entry of the parameters in it is computed once; in a step one index_copy_ fills
         # all stacks, and one index_select reads them. On a CPU stacks are views or one cat each.
         if fill:
-            positions: dict[int, Tensor] = {}  # by parameter, as its entries follow each other
+            positions: dict[
+                int, Tensor
+            ] = {}  # by parameter, as its entries follow each other
             start = 0
             for stack in self.stacks:
-                all_places = start + torch.arange(stack.count * stack.rows * stack.columns)
+                all_places = start + torch.arange(
+                    stack.count * stack.rows * stack.columns
+                )
                 places = all_places.view(-1, stack.rows, stack.columns).split(
                     [shapes[i][0] for i in stack.members]
                 )
@@ -99,7 +103,9 @@ class Stacks:
                     rows, columns = shapes[i][1:]
                     # the upper left corner, of a tall matrix its transpose: stacks are wide
                     part = (
-                        part[:, :rows, :columns] if rows <= columns else part[:, :columns, :rows].mT
+                        part[:, :rows, :columns]
+                        if rows <= columns
+                        else part[:, :columns, :rows].mT
                     )
                     positions[i] = part.reshape(-1)
                 start += all_places.numel()
@@ -122,16 +128,22 @@ class Stacks:
         filled = vectors[0].new_zeros(len(vectors), sum(sizes))
         filled.index_copy_(1, self._positions, torch.stack(tuple(vectors)))
         shapes = [(stack.count, stack.rows, stack.columns) for stack in self.stacks]
-        return [[t.view(shape) for t, shape in zip(row.split(sizes), shapes)] for row in filled]
+        return [
+            [t.view(shape) for t, shape in zip(row.split(sizes), shapes)]
+            for row in filled
+        ]
 
     def flatten(self, stacks: Sequence[Tensor]) -> Tensor:
         """Return the entries of stacks as a vector (N,), as :meth:`stack` takes it."""
         if self._positions is not None:
-            return torch.cat([t.reshape(-1) for t in stacks]).index_select(0, self._positions)
+            return torch.cat([t.reshape(-1) for t in stacks]).index_select(
+                0, self._positions
+            )
         parts: dict[int, Tensor] = {}
         for t, stack in zip(stacks, self.stacks):
             parts |= zip(
-                stack.members, t.reshape(-1).split([self._sizes[i] for i in stack.members])
+                stack.members,
+                t.reshape(-1).split([self._sizes[i] for i in stack.members]),
             )
         return joined([parts[i] for i in range(len(parts))])
 
@@ -157,10 +169,15 @@ def stacked(
         stack.rows, stack.columns = sorted((stack.rows, stack.columns))
     # from the largest matrix down: a smaller one joins the first stack in which the zeros that fill
     # it up cost less than a stack of its own
-    for stack in sorted(by_shape.values(), key=lambda s: s.rows**2 * s.columns, reverse=True):
+    for stack in sorted(
+        by_shape.values(), key=lambda s: s.rows**2 * s.columns, reverse=True
+    ):
         for other in merged:
             if other.kind == stack.kind:
-                rows, columns = max(other.rows, stack.rows), max(other.columns, stack.columns)
+                rows, columns = (
+                    max(other.rows, stack.rows),
+                    max(other.columns, stack.columns),
+                )
                 both = Stack(
                     stack.kind,
                     rows,

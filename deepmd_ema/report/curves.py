@@ -38,7 +38,9 @@ SYNC_S = 10.0
 _BEST_LINE = re.compile(
     rf"# saved best checkpoint: (?:.*/)?{BEST}(?:_([^/]+))?\.ckpt-(\d+)\.t-\d+\.(?:pt|dcp) "
 )
-_LCURVE_NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print nan\n"
+_LCURVE_NOTE = (
+    "# If there is no available reference data, rmse_*_{val,trn} will print nan\n"
+)
 _VALIDATION_NOTE = (
     "# E uses per-atom energy, F uses component-wise force errors, and the second-rank column is "
     "S, stress as the negated virial divided by the cell volume, or V, virial normalized by "
@@ -70,7 +72,11 @@ class RowTable:
         Later rows and an incomplete last line are removed. A second header with the same columns is
         removed as well; if the columns have changed, the new header follows the old rows.
         """
-        old = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
+        old = (
+            self.path.read_text(encoding="utf-8", errors="replace")
+            if self.path.is_file()
+            else ""
+        )
         lines = []
         for line in old.splitlines(keepends=True):
             # lines of best files have a step as rows do; other comments are headers
@@ -85,7 +91,8 @@ class RowTable:
             text = self.header + "".join(rows)
         else:
             logger.warning(
-                "%s: the columns have changed, a second header follows the old rows", self.path
+                "%s: the columns have changed, a second header follows the old rows",
+                self.path,
             )
             text = "".join(lines) + self.header
         with atomic_write(self.path, "The last checkpoint is usable.") as part:
@@ -97,7 +104,9 @@ class RowTable:
 
         It must be called before a checkpoint, because a restart does not write them again.
         """
-        if not self._is_synced and self.path.is_file():  # a device or a pipe has nothing to flush
+        if (
+            not self._is_synced and self.path.is_file()
+        ):  # a device or a pipe has nothing to flush
             # set before: another thread may add a row meanwhile, which counts as not flushed
             self._is_synced = True
             self._synced_at = time.monotonic()
@@ -105,7 +114,9 @@ class RowTable:
                 sync(self.path)
 
     def _add(self, line: str) -> None:
-        append(self.path, line if self._begun else self.header + line, anew=not self._begun)
+        append(
+            self.path, line if self._begun else self.header + line, anew=not self._begun
+        )
         self._begun = True
         self._is_synced = False
         if time.monotonic() - self._synced_at > SYNC_S:
@@ -132,7 +143,9 @@ class LcurveFile(RowTable):
         self.path = Path(path)
         self.header = f"{line}   {'lr':8}\n{_LCURVE_NOTE}"
 
-    def write(self, step: int, lr: float, training: ValuesByTask, validation: ValuesByTask) -> None:
+    def write(
+        self, step: int, lr: float, training: ValuesByTask, validation: ValuesByTask
+    ) -> None:
         """Add the row of ``step``; a value that is not given is nan.
 
         Args:
@@ -145,7 +158,8 @@ class LcurveFile(RowTable):
         row = f"{step:7d}"
         for task, name, kinds in self._columns:
             row += "  " + "".join(
-                f" {values[kind].get(task, {}).get(name, math.nan):11.2e}" for kind in kinds
+                f" {values[kind].get(task, {}).get(name, math.nan):11.2e}"
+                for kind in kinds
             )
         self._add(f"{row}   {lr:8.1e}\n")
 
@@ -171,9 +185,13 @@ class ValidationLog(RowTable):
         quantities: Sequence[str] = "EFVS",
     ) -> None:
         left_out = "S" if metric.upper().startswith("V") else "V"
-        self._metrics = metrics_of(quantity for quantity in quantities if quantity != left_out)
+        self._metrics = metrics_of(
+            quantity for quantity in quantities if quantity != left_out
+        )
         labels = [metric.column for metric in self._metrics]
-        self._widths = [max(4, len(str(num_steps)))] + [max(10, len(label)) for label in labels]
+        self._widths = [max(4, len(str(num_steps)))] + [
+            max(10, len(label)) for label in labels
+        ]
         self.path = Path(path)
         self.header = self._row("# ", ["step", *labels])
         if "E" in quantities:  # the note is about potentials
@@ -193,7 +211,9 @@ class ValidationLog(RowTable):
 
     def _row(self, prefix: str, cells: Sequence[str]) -> str:
         return (
-            prefix + " ".join(f"{cell:^{width}}" for cell, width in zip(cells, self._widths)) + "\n"
+            prefix
+            + " ".join(f"{cell:^{width}}" for cell, width in zip(cells, self._widths))
+            + "\n"
         )
 
 
@@ -238,7 +258,12 @@ class Curve:
             ) from error
         lines = text.splitlines()
         header = next(
-            (line.lstrip("# ").split() for line in lines if re.match(r"#\s*step\s", line)), None
+            (
+                line.lstrip("# ").split()
+                for line in lines
+                if re.match(r"#\s*step\s", line)
+            ),
+            None,
         )
         if header is None:
             raise UserError(
@@ -282,7 +307,9 @@ class Curve:
             values = json.loads(path.with_name("out.json").read_text(encoding="utf-8"))
             tasks = list(values.get("model", {}).get("model_dict", {}))
             name = weights_of_rows(path, values)
-        self.weights = (best[0][1] or LIVE) if best else name or weights_of_rows(path, {})
+        self.weights = (
+            (best[0][1] or LIVE) if best else name or weights_of_rows(path, {})
+        )
         # long names first: ice_ih_ema belongs to the task ice_ih, not to ice
         for task in sorted(tasks, key=len, reverse=True):
             if self.weights == task or self.weights.startswith(f"{task}_"):
@@ -329,7 +356,10 @@ def curve_files(path: str | Path) -> list[Path]:
             return files
     patterns = ("lcurve.out", "lcurve_*.out", "val.log", "val_*.log")
     files = [
-        file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()
+        file
+        for pattern in patterns
+        for file in sorted(folder.glob(pattern))
+        if file.is_file()
     ]
     if not files:
         raise UserError(

@@ -33,7 +33,9 @@ KINDS = ("MAE", "RMSE")
 def labelled(*errors: Errors) -> str:
     """Return the letters of the quantities that some frame has a label of."""
     return "".join(
-        q for q in METRICS_IN_ORDER if any(not math.isnan(e.metric(f"{q}:MAE")) for e in errors)
+        q
+        for q in METRICS_IN_ORDER
+        if any(not math.isnan(e.metric(f"{q}:MAE")) for e in errors)
     )
 
 
@@ -59,10 +61,14 @@ def mae_rmse(errors: Errors, quantity: str, factor: float = 0.0) -> str:
     They are in its unit of tables, or times ``factor``.
     """
     factor = factor or METRICS[quantity].display_factor
-    return " / ".join(significant(factor * errors.metric(f"{quantity}:{kind}")) for kind in KINDS)
+    return " / ".join(
+        significant(factor * errors.metric(f"{quantity}:{kind}")) for kind in KINDS
+    )
 
 
-def describe_errors(errors: Errors, before: Errors | None = None, with_gpa: bool = False) -> str:
+def describe_errors(
+    errors: Errors, before: Errors | None = None, with_gpa: bool = False
+) -> str:
     """Return MAE and RMSE of every quantity that some frame has a label of.
 
     Args:
@@ -73,9 +79,15 @@ def describe_errors(errors: Errors, before: Errors | None = None, with_gpa: bool
     parts = []
     for quantity in labelled(errors):
         first = f"{mae_rmse(before, quantity)} -> " if before is not None else ""
-        in_gpa = f" ({mae_rmse(errors, quantity, GPA)} GPa)" if with_gpa and quantity == "S" else ""
+        in_gpa = (
+            f" ({mae_rmse(errors, quantity, GPA)} GPa)"
+            if with_gpa and quantity == "S"
+            else ""
+        )
         unit = METRICS[quantity].display_unit
-        parts.append(f"{quantity} {first}{mae_rmse(errors, quantity)} {unit}{in_gpa}".rstrip())
+        parts.append(
+            f"{quantity} {first}{mae_rmse(errors, quantity)} {unit}{in_gpa}".rstrip()
+        )
     return ", ".join(parts)
 
 
@@ -100,4 +112,6 @@ def error_table(
         count = entry.summary()[f"num_{heads[1].name}"]
         rows.append((name, count, *(cell(entry, key) for key in columns)))
     first = 1 if "" in errors else 0
-    return Table(title, [*heads, *columns.values()][first:], [row[first:] for row in rows])
+    return Table(
+        title, [*heads, *columns.values()][first:], [row[first:] for row in rows]
+    )

@@ -32,13 +32,20 @@ ValuesByTask: TypeAlias = Mapping[str, Mapping[str, float]]
 
 logger = logging.getLogger(__name__)
 
-LINE_INTERVAL_S = 60.0  # where no bar is drawn, a line is logged at least once in this time
+LINE_INTERVAL_S = (
+    60.0  # where no bar is drawn, a line is logged at least once in this time
+)
 _DIGITS = 3  # of an error beside the bar
 _SHOWN = ("data", "step", "validation", "checkpoint")
-_SHOWN_AS = {"row": "validation", "snapshot": "checkpoint"}  # in the line of a displayed step
+_SHOWN_AS = {
+    "row": "validation",
+    "snapshot": "checkpoint",
+}  # in the line of a displayed step
 _SLOW_DATA = 0.1  # share of the time above which waiting for data deserves a hint
 _MIN_HINT_S = 10.0  # a shorter time says little: much of it is the start
-_FIRST = 2  # steps that prepare memory and caches, whose time says nothing about later steps
+_FIRST = (
+    2  # steps that prepare memory and caches, whose time says nothing about later steps
+)
 
 
 def set_up_logging(
@@ -65,10 +72,16 @@ def set_up_logging(
         refuse_to_lose(log_file, "--log-path", LOG)
         with writing(f"--log-path {log_file}"):
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(_FileHandler(log_file, encoding="utf-8", errors="backslashreplace"))
+            handlers.append(
+                _FileHandler(log_file, encoding="utf-8", errors="backslashreplace")
+            )
     for handler in handlers:
-        short = isinstance(handler, _TerminalHandler) and width_of(sys.stderr) is not None
-        handler.setFormatter(_Formatter(datefmt="%H:%M:%S" if short else "[%Y-%m-%d %H:%M:%S]"))
+        short = (
+            isinstance(handler, _TerminalHandler) and width_of(sys.stderr) is not None
+        )
+        handler.setFormatter(
+            _Formatter(datefmt="%H:%M:%S" if short else "[%Y-%m-%d %H:%M:%S]")
+        )
         root.addHandler(handler)
     root.setLevel(level if is_main else logging.ERROR)
 
@@ -82,7 +95,9 @@ class _TerminalHandler(logging.Handler):
         if record.levelno >= logging.WARNING:
             color = RED if record.levelno >= logging.ERROR else YELLOW
             text = text.replace(
-                f"{record.levelname}:", colored(f"{record.levelname}:", color, sys.stderr), 1
+                f"{record.levelname}:",
+                colored(f"{record.levelname}:", color, sys.stderr),
+                1,
             )
         with suppress(OSError, ValueError):  # the terminal is gone or full
             tqdm.write(text, file=sys.stderr)
@@ -112,7 +127,11 @@ class _Formatter(logging.Formatter):
         """Return one line."""
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
         text = f"{self.formatTime(record, self.datefmt)} {level}{printable(record.getMessage())}"
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        return (
+            f"{text}\n{self.formatException(record.exc_info)}"
+            if record.exc_info
+            else text
+        )
 
 
 class RunTimes:
@@ -127,7 +146,9 @@ class RunTimes:
     """
 
     def __init__(
-        self, due: Mapping[str, Due] | None = None, expected: Mapping[str, float] | None = None
+        self,
+        due: Mapping[str, Due] | None = None,
+        expected: Mapping[str, float] | None = None,
     ) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(_SHOWN, 0.0)
         self._counts: dict[str, int] = defaultdict(int)
@@ -143,7 +164,9 @@ class RunTimes:
     def waiting_share(self) -> float:
         """Return the share of time spent waiting for batches after the first one, 0 to 1."""
         total = max(time.perf_counter() - self._began, 1e-9)
-        return min(1.0, max(0.0, self.seconds["data"] - (self._first_wait or 0.0)) / total)
+        return min(
+            1.0, max(0.0, self.seconds["data"] - (self._first_wait or 0.0)) / total
+        )
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
@@ -159,7 +182,10 @@ class RunTimes:
                 self._first_wait = end - begin
                 self._began = end
             if part == "step" and self._counts[part] == _FIRST:
-                self._measured_from = end, sum(self.seconds.get(part, 0.0) for part in self._due)
+                self._measured_from = (
+                    end,
+                    sum(self.seconds.get(part, 0.0) for part in self._due),
+                )
 
     def step_seconds(self) -> float | None:
         """Return the mean seconds of a step without due parts; None in the first steps."""
@@ -225,7 +251,9 @@ class Progress:
         interactive: whether to draw a bar; None: if stderr is a terminal.
     """
 
-    def __init__(self, num_steps: int, times: RunTimes, interactive: bool | None = None) -> None:
+    def __init__(
+        self, num_steps: int, times: RunTimes, interactive: bool | None = None
+    ) -> None:
         self._num_steps = num_steps
         self._times = times
         self._width = len(str(num_steps))
@@ -247,10 +275,17 @@ class Progress:
                 self._bar = self._new_bar()
             self._bar.set_postfix_str(self._facts(step), refresh=False)
             self._bar.update(step - self._step)
-        elif time.perf_counter() - self._line_at > LINE_INTERVAL_S and step < self._num_steps:
+        elif (
+            time.perf_counter() - self._line_at > LINE_INTERVAL_S
+            and step < self._num_steps
+        ):
             self._line_at = time.perf_counter()
             logger.info(
-                "%*d  of %d steps, %s", self._width, step, self._num_steps, self._facts(step)
+                "%*d  of %d steps, %s",
+                self._width,
+                step,
+                self._num_steps,
+                self._facts(step),
             )
         self._step = step
 
@@ -275,7 +310,10 @@ class Progress:
         if left is not None and seconds is not None:
             facts += [f"{tqdm.format_interval(left)} left", f"{seconds:.2g} s/step"]
         while self._bar is not None and self._bar.ncols and len(facts) > 1:
-            if len(f"100%|#| {step}/{self._num_steps}, {', '.join(facts)}") <= self._bar.ncols:
+            if (
+                len(f"100%|#| {step}/{self._num_steps}, {', '.join(facts)}")
+                <= self._bar.ncols
+            ):
                 break
             facts.pop()
         return ", ".join(facts)
@@ -293,7 +331,9 @@ class Progress:
         now = time.perf_counter()
         ends = [f"lr {lr:.1e}"]
         if not self._interactive:
-            ends.append(f"{(step - self._shown) / max(now - self._shown_at, 1e-9):.3g} steps/s")
+            ends.append(
+                f"{(step - self._shown) / max(now - self._shown_at, 1e-9):.3g} steps/s"
+            )
             left = self._times.left(step, self._num_steps)
             if left is not None:
                 ends.append(f"{tqdm.format_interval(left)} left")
@@ -310,7 +350,11 @@ class Progress:
                 logger.info("%s", "  ".join([*cells, *ends]))
                 ends = ends[:1]  # the rest is in the first line alone
         logger.debug(
-            "%*d  %.2f s: %s", self._width, step, now - self._shown_at, self._times.split()
+            "%*d  %.2f s: %s",
+            self._width,
+            step,
+            now - self._shown_at,
+            self._times.split(),
         )
         self._shown = step
         self._shown_at = now
@@ -318,7 +362,9 @@ class Progress:
         # until the first full validation, the bar has errors of batches, of validation data if any
         if not self._is_validated:
             name = "valid" if any(errors["valid"].values()) else "train"
-            forces = {task: row.get("rmse_f", math.nan) for task, row in errors[name].items()}
+            forces = {
+                task: row.get("rmse_f", math.nan) for task, row in errors[name].items()
+            }
             self._error = _force_errors(name, forces)
 
     def show_validation(
@@ -393,7 +439,9 @@ def describe_values(errors: Mapping[str, float]) -> str:
         # quantities without a letter are in the units of tables, too
         if quantity := METRICS.get(letter) or QUANTITIES.get(symbol):
             shown = letter if letter in METRICS else symbol
-            parts.append(f"{shown} {significant(quantity.display_factor * value, _DIGITS)}")
+            parts.append(
+                f"{shown} {significant(quantity.display_factor * value, _DIGITS)}"
+            )
         elif symbol:
             parts.append(f"{symbol} {value:.3g}")
     return " ".join(parts)

@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from deepmd_ema.config.fields import file_name, option
 from deepmd_ema.config.messages import dotted
 from deepmd_ema.config.outputs import LOGGED
-from deepmd_ema.config.schema.loggers import FAILED, FINISHED, INTERRUPTED, LoggedRun, Logger
+from deepmd_ema.config.schema.loggers import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    LoggedRun,
+    Logger,
+)
 from deepmd_ema.errors import ConfigError, reason_of
 from deepmd_ema.files import part_of
 
@@ -70,16 +76,23 @@ class Loggers:
             numbers[to.type] += 1
             earlier = self._logged.get(key, {"id": None, "last": {}})
             with self._reported(place, to):
-                run = to.start(LoggedRun(to_dict(self._config), step, Path.cwd(), earlier["id"]))
+                run = to.start(
+                    LoggedRun(to_dict(self._config), step, Path.cwd(), earlier["id"])
+                )
                 # a logger that has begun another run lacks the values of the earlier one
-                last = earlier["last"] if run is not None and run == earlier["id"] else {}
+                last = (
+                    earlier["last"] if run is not None and run == earlier["id"] else {}
+                )
                 self._active[place] = to, last
                 if run is not None:
                     self._logged[key] = {"id": run, "last": last}
         self._write()
 
     def log(
-        self, step: int, values: Mapping[str, float], to: Callable[[Logger], bool] = lambda _: True
+        self,
+        step: int,
+        values: Mapping[str, float],
+        to: Callable[[Logger], bool] = lambda _: True,
     ) -> None:
         """Log the finite values of a step that were not logged before a restart.
 
@@ -90,7 +103,11 @@ class Loggers:
         """
         # a copy of the list, from which a logger that fails is removed
         for place, (target, last) in list(self._active.items()):
-            new = {n: v for n, v in values.items() if math.isfinite(v) and step > last.get(n, -1)}
+            new = {
+                n: v
+                for n, v in values.items()
+                if math.isfinite(v) and step > last.get(n, -1)
+            }
             if new and to(target):
                 with self._reported(place, target):
                     target.log(step, new)
@@ -103,7 +120,11 @@ class Loggers:
         def is_due(to: Logger) -> bool:
             return to.freq is not None and (step == 1 or step % to.freq == 0)
 
-        return is_due if any(is_due(target) for target, _ in self._active.values()) else None
+        return (
+            is_due
+            if any(is_due(target) for target, _ in self._active.values())
+            else None
+        )
 
     def finish(self, status: str) -> None:
         """Finish all loggers."""
@@ -121,7 +142,10 @@ class Loggers:
             self._active.pop(place, None)
             reason = shorten(f"{type(error).__name__}: {reason_of(error)}", 300)
             logger.warning(
-                '%s ("%s"): %s. The run continues without this logger.', place, to.type, reason
+                '%s ("%s"): %s. The run continues without this logger.',
+                place,
+                to.type,
+                reason,
             )
 
     def _write(self) -> None:
@@ -131,7 +155,8 @@ class Loggers:
                 # not flushed to the disk, which takes milliseconds: after a power cut some values
                 # are logged twice
                 part.write_text(
-                    json.dumps({"run": self._run_id, "loggers": self._logged}), encoding="utf-8"
+                    json.dumps({"run": self._run_id, "loggers": self._logged}),
+                    encoding="utf-8",
                 )
                 os.replace(part, LOGGED)
 
@@ -164,7 +189,9 @@ def loggers_of(config: RunConfig) -> dict[str, Logger]:
     return loggers
 
 
-def named(group: str, weights: str, errors: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def named(
+    group: str, weights: str, errors: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
     """Return errors by the names that loggers get.
 
     They are ``train/live/rmse_f``, or ``train/live/water/rmse_f`` where there are tasks.
@@ -189,13 +216,17 @@ class TensorBoardLogger(Logger):
         """Open the files; after a restart, later points of the earlier run are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(self.log_dir, purge_step=run.step + 1 if run.step else None)
+        self._writer = SummaryWriter(
+            self.log_dir, purge_step=run.step + 1 if run.step else None
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add points; training errors have the tags of DeePMD-kit, such as ``Default/rmse_f``."""
         for name, value in values.items():
             tag = re.sub("^val/", "validation/", name.removeprefix("train/live/"))
-            self._writer.add_scalar(tag if "/" in tag else f"Default/{tag}", value, step)
+            self._writer.add_scalar(
+                tag if "/" in tag else f"Default/{tag}", value, step
+            )
 
     def finish(self, status: str) -> None:
         """Close the files."""
@@ -214,7 +245,9 @@ class WandbLogger(Logger):
     project: str | None = option(
         None, doc="Project of the run; null: `WANDB_PROJECT`, or what wandb takes."
     )
-    entity: str | None = option(None, doc="User or team that has the project; null: your default.")
+    entity: str | None = option(
+        None, doc="User or team that has the project; null: your default."
+    )
     name: str | None = option(None, doc="Name of the run; null: one is made up.")
     tags: list[str] = option([], doc="Tags of the run.")
     mode: str | None = option(
@@ -283,7 +316,11 @@ class MlflowLogger(Logger):
             return run.id
         name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         existing = client.get_experiment_by_name(name)
-        experiment = client.create_experiment(name) if existing is None else existing.experiment_id
+        experiment = (
+            client.create_experiment(name)
+            if existing is None
+            else existing.experiment_id
+        )
         self._id = str(client.create_run(experiment, run_name=self.name).info.run_id)
         params = [Param(key, value) for key, value in _flat(run.config)]
         for begin in range(0, len(params), 100):  # a request takes no more

@@ -26,13 +26,25 @@ LIVE_COLOR = "#0072B2"
 AVERAGE_COLOR = "#E69F00"
 TRAIN_COLOR = "#9aa5b1"
 LIVE_BATCHES = "#74aed3"  # a light LIVE_COLOR
-RUN_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
-OTHER_COLORS = tuple(color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR))
+RUN_COLORS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#D55E00",
+    "#56B4E9",
+    "#000000",
+)
+OTHER_COLORS = tuple(
+    color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR)
+)
 LINES = ("-", "--", ":", "-.")
 TRAIN_LEVEL = 2  # z-order; lines of training batches lie below all other lines
 MAX_DOTS = 5_000  # more dots would hide each other: a density is drawn in their place
 MAX_POINTS = 1_500  # an SVG with more points is larger than a PNG
-MAX_MARKED_AVERAGES = 2  # averages whose rows are marked by dots; more lines would hide each other
+MAX_MARKED_AVERAGES = (
+    2  # averages whose rows are marked by dots; more lines would hide each other
+)
 KEPT = "kept as best"
 NORMAL, SMALL = 11.0, 9.5  # points; legends and the errors below a panel are small
 # inches; small, so that the type is still read where a figure is scaled to one column of a page
@@ -70,7 +82,8 @@ def _panel(metric: Metric, batch: str) -> Panel:
 
 
 QUANTITIES = {
-    q: _panel(Metric(f"{q}:RMSE"), f"rmse_{CURVE_NAMES.get(q, q.lower())}") for q in METRICS
+    q: _panel(Metric(f"{q}:RMSE"), f"rmse_{CURVE_NAMES.get(q, q.lower())}")
+    for q in METRICS
 }
 LOSS, RATE = Panel("Loss", "weighted RMSE", "rmse"), Panel("Learning rate", "", "lr")
 
@@ -130,7 +143,9 @@ class CurvePlot:
         self.curves = curves
         # a file without errors of any quantity has the loss alone
         self.panels = [
-            panel for panel in QUANTITIES.values() if any(_series(curve, panel) for curve in curves)
+            panel
+            for panel in QUANTITIES.values()
+            if any(_series(curve, panel) for curve in curves)
         ] or [LOSS]
         if any("lr" in curve.columns for curve in curves):
             self.panels.append(RATE)
@@ -140,7 +155,9 @@ class CurvePlot:
         margin = 0.03 * (last - first) or 1
         self.ends = (first - margin, last + margin)
         self.log_ends = (0.9 * max(1, first), 1.1 * last)
-        groups = list(dict.fromkeys((c.path.parent, c.task) for c in curves))  # each has a color
+        groups = list(
+            dict.fromkeys((c.path.parent, c.task) for c in curves)
+        )  # each has a color
         folders = list(dict.fromkeys(folder for folder, _ in groups))
         self.has_several = len(groups) > 1
         self._has_several_runs = len(folders) > 1
@@ -187,13 +204,19 @@ class CurvePlot:
             style = self.styles[curve.path, curve.task]
             series = _series(curve, panel)
             is_of_batches = curve.kind == LCURVE
-            if self.has_several and is_of_batches and (curve.path.parent, curve.task) in validated:
+            if (
+                self.has_several
+                and is_of_batches
+                and (curve.path.parent, curve.task) in validated
+            ):
                 continue
             if panel is RATE:
                 for _, rate in series:
                     color = style.color if self._has_several_runs else INK
                     # a warm-up begins at 0, which the logarithmic axis does not have
-                    axis.plot(curve.steps[rate > 0], rate[rate > 0], color=color, lw=1.6)
+                    axis.plot(
+                        curve.steps[rate > 0], rate[rate > 0], color=color, lw=1.6
+                    )
             elif curve.kind == VALIDATION:
                 for _, values in series:
                     axis.plot(
@@ -222,10 +245,17 @@ class CurvePlot:
                     )
             elif style.run:  # several runs: faint lines, and their running mean
                 # batches of validation data if there are any
-                for _, values in [column for column in series if "_val" in column[0]] or series:
+                for _, values in [
+                    column for column in series if "_val" in column[0]
+                ] or series:
                     shown = panel.factor * values
                     axis.plot(
-                        curve.steps, shown, color=style.color, lw=0.7, alpha=0.2, zorder=TRAIN_LEVEL
+                        curve.steps,
+                        shown,
+                        color=style.color,
+                        lw=0.7,
+                        alpha=0.2,
+                        zorder=TRAIN_LEVEL,
                     )
                     axis.plot(
                         curve.steps,
@@ -257,9 +287,12 @@ class CurvePlot:
                         zorder=TRAIN_LEVEL + (not is_train),
                         label=f"{kind}, {style.weights}",
                     )
-        axis.set(title=panel.title, xlabel="Optimizer step", ylabel=panel.label, yscale="log")
         axis.set(
-            xscale="log" if log_steps else "linear", xlim=self.log_ends if log_steps else self.ends
+            title=panel.title, xlabel="Optimizer step", ylabel=panel.label, yscale="log"
+        )
+        axis.set(
+            xscale="log" if log_steps else "linear",
+            xlim=self.log_ends if log_steps else self.ends,
         )
         _fit_values(axis)
 
@@ -290,7 +323,9 @@ def _running_mean(values: Array) -> Array:
     return np.where(numbers > 0, np.exp(sums / np.maximum(numbers, 1)), np.nan)
 
 
-def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool = False) -> Path:
+def plot_curves(
+    files: Sequence[str | Path], output: str | Path, log_steps: bool = False
+) -> Path:
     """Draw the learning curves in ``files`` together and return the path of the figure.
 
     Live and averaged weights have their own colors; with files of several runs, or tasks, each of
@@ -319,7 +354,9 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
     if plot.has_several:
         styles = plot.styles.values()
         keys = {s.run: Line2D([], [], color=s.color, lw=2.0) for s in styles}
-        weights = {s.weights: Line2D([], [], color=INK, lw=2.0, ls=s.line) for s in styles}
+        weights = {
+            s.weights: Line2D([], [], color=INK, lw=2.0, ls=s.line) for s in styles
+        }
         keys |= weights if len(weights) > 1 else {}
     with _picture(output, len(plot.panels)) as (figure, axes):
         for axis, panel in zip(axes, plot.panels):
@@ -399,7 +436,9 @@ def plot_parity(
     return output
 
 
-def parity_figures(pairs: Mapping[str, tuple[Array, Array, str]], folder: Path) -> list[Figure]:
+def parity_figures(
+    pairs: Mapping[str, tuple[Array, Array, str]], folder: Path
+) -> list[Figure]:
     """Return the figures of :func:`plot_parity` one by one, as files in a folder."""
     figures = []
     for name, (label, predicted, unit) in pairs.items():
@@ -413,7 +452,9 @@ def parity_figures(pairs: Mapping[str, tuple[Array, Array, str]], folder: Path) 
         points = f"{label.size:,} reference values"
         if label.size > MAX_DOTS:
             points += ", density of points"
-        description = f"{name}: predictions against {points}; mean absolute error {error} {small}"
+        description = (
+            f"{name}: predictions against {points}; mean absolute error {error} {small}"
+        )
         figures.append(Figure(file, description))
     return figures
 
@@ -458,7 +499,11 @@ def _draw_parity(
             rasterized=True,
         )
     axis.set(
-        xlim=ends, ylim=ends, title=name, xlabel=f"Reference ({unit})", ylabel=f"Predicted ({unit})"
+        xlim=ends,
+        ylim=ends,
+        title=name,
+        xlabel=f"Reference ({unit})",
+        ylabel=f"Predicted ({unit})",
     )
     axis.set_box_aspect(1)
     axis.ticklabel_format(useOffset=False)
@@ -472,7 +517,11 @@ def _draw_parity(
     mean = error.mean() if abs(error.mean()) > 1e-2 * rmse else 0.0
     limit = 4 * rmse or 1.0
     below.hist(
-        np.clip(error, -limit, limit), bins=61, range=(-limit, limit), color=LIVE_COLOR, alpha=0.85
+        np.clip(error, -limit, limit),
+        bins=61,
+        range=(-limit, limit),
+        color=LIVE_COLOR,
+        alpha=0.85,
     )
     below.axvline(0, color=INK, lw=0.9)
     below.set(xlabel=f"Predicted − reference ({small})", yticks=[])
@@ -505,7 +554,9 @@ def plot_sigma_rels(
     """
     output = picture_file(output, "--plot")
     every = [values for curve in curves.values() for _, values in curve]
-    measured = {name for values in every for name, value in values.items() if np.isfinite(value)}
+    measured = {
+        name for values in every for name, value in values.items() if np.isfinite(value)
+    }
     panels = [(name, panel) for name, panel in QUANTITIES.items() if name in measured]
     with _picture(output, len(panels), title) as (figure, axes):
         for axis, (name, panel) in zip(axes, panels):
@@ -546,7 +597,11 @@ def plot_sigma_rels(
                     continue
                 if at is None:
                     axis.axhline(
-                        errors[name], color=color, lw=1.4, ls="--" if k else "-", label=label
+                        errors[name],
+                        color=color,
+                        lw=1.4,
+                        ls="--" if k else "-",
+                        label=label,
                     )
                 else:
                     axis.plot(
@@ -561,7 +616,9 @@ def plot_sigma_rels(
                         label=label,
                     )
             axis.set(
-                title=panel.title, xlabel="Width of the average, sigma_rel", ylabel=panel.label
+                title=panel.title,
+                xlabel="Width of the average, sigma_rel",
+                ylabel=panel.label,
             )
             axis.set_xscale("log")
             _plain_numbers(axis.xaxis, (1, 2, 5))
@@ -605,9 +662,12 @@ def _picture(
     lines = textwrap.wrap(title, int(72 * width / (0.55 * NORMAL)))
     with mpl.rc_context(fname=STYLE):
         figure = Drawing(
-            figsize=(width, height + len(lines) * 1.3 * NORMAL / 72), layout="constrained"
+            figsize=(width, height + len(lines) * 1.3 * NORMAL / 72),
+            layout="constrained",
         )
-        axes = list(figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel())
+        axes = list(
+            figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel()
+        )
         for axis in axes[panels:]:
             axis.set_axis_off()
         if lines:
@@ -617,7 +677,9 @@ def _picture(
             with atomic_write(output) as part:
                 figure.savefig(part)
         except ValueError as error:
-            raise UserError(f"{Path(output)}: the picture cannot be written: {error}") from error
+            raise UserError(
+                f"{Path(output)}: the picture cannot be written: {error}"
+            ) from error
 
 
 def _fit_values(axis: Any) -> None:
@@ -651,7 +713,12 @@ def _plain_numbers(axis: Any, parts: Sequence[float] = ()) -> None:
 
     Ticks are at ``parts`` of each decade, or as on a linear axis.
     """
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import (
+        LogLocator,
+        MaxNLocator,
+        NullFormatter,
+        StrMethodFormatter,
+    )
 
     axis.set_major_locator(LogLocator(subs=parts) if parts else MaxNLocator(5))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -659,7 +726,10 @@ def _plain_numbers(axis: Any, parts: Sequence[float] = ()) -> None:
 
 
 def _legend(
-    figure: Any, axes: Sequence[Any], side: str = "upper", keys: Mapping[str, Any] | None = None
+    figure: Any,
+    axes: Sequence[Any],
+    side: str = "upper",
+    keys: Mapping[str, Any] | None = None,
 ) -> None:
     """Put one legend into a free place of the grid, or beside all panels.
 
@@ -688,7 +758,14 @@ def _legend(
     # that is too wide would be cut at the edges of the figure.
     width = 0.53 * SMALL * max(map(len, entries)) + 60
     if free and len(entries) < 9 and width < 72 * PANEL[0]:
-        free[0].legend(entries.values(), entries.keys(), loc="center left", labelspacing=0.9)
+        free[0].legend(
+            entries.values(), entries.keys(), loc="center left", labelspacing=0.9
+        )
     else:
         columns = max(1, min(len(entries), int(72 * figure.get_figwidth() / width)))
-        figure.legend(entries.values(), entries.keys(), loc=f"outside {side} center", ncols=columns)
+        figure.legend(
+            entries.values(),
+            entries.keys(),
+            loc=f"outside {side} center",
+            ncols=columns,
+        )

@@ -29,9 +29,15 @@ from deepmd_ema.utils import __version__
 
 logger = logging.getLogger(__name__)
 
-MIN_INTERVAL_S = 10.0  # between two writes of the record in a step; each costs milliseconds
+MIN_INTERVAL_S = (
+    10.0  # between two writes of the record in a step; each costs milliseconds
+)
 MAX_WARNINGS = 20  # the last ones are kept
-_IN_STEP = ("forward", "backward", "optimizer")  # parts of a step, which are subtracted from it
+_IN_STEP = (
+    "forward",
+    "backward",
+    "optimizer",
+)  # parts of a step, which are subtracted from it
 _PARTS = {
     "start": "start: data, statistics",
     "data": "waiting for data",
@@ -128,18 +134,26 @@ class RunRecord:
         self._began = time.monotonic() if began is None else began
         self._written = 0.0
         self.early_end = ""
-        self._earlier = read_record(path.parent) if path is not None and continues else []
+        self._earlier = (
+            read_record(path.parent) if path is not None and continues else []
+        )
         program = Path(sys.argv[0])
         # a rank is started as python -m deepmd_ema
         name = "dp-ema" if program.parent.name == "deepmd_ema" else program.name
-        processor = platform.machine()  # the architecture, where Linux does not name the model
+        processor = (
+            platform.machine()
+        )  # the architecture, where Linux does not name the model
         with suppress(OSError, IndexError):
             text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
             processor = text.split("model name", 1)[1].partition("\n")[0].strip(" \t:")
         system = f"{platform.system()} {platform.release()}"
         # from the monotonic clock, whose zero is arbitrary, to the time of day
         began_at = datetime.fromtimestamp(time.time() - time.monotonic() + self._began)
-        versions = {"dp-ema": __version__, "torch": torch.__version__, "numpy": np.__version__}
+        versions = {
+            "dp-ema": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        }
         self.part = Part(
             command=shlex.join([name, *sys.argv[1:]]),
             programs={**versions, "Python": platform.python_version()},
@@ -167,7 +181,9 @@ class RunRecord:
         text = json.dumps(parts, indent=1, default=str)
         try:
             with atomic_write(self._path) as file:
-                file.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+                file.write_text(
+                    text + "\n", encoding="utf-8", errors="backslashreplace"
+                )
         except WriteError as error:  # a disk that is full is reported once
             self._path = None
             logger.warning("%s The run continues without it.", error)
@@ -227,14 +243,17 @@ def read_record(folder: str | Path) -> list[Part]:
         names = {f.name for f in fields(Part)}
         parts = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
         return [
-            Part(**{name: value for name, value in part.items() if name in names}) for part in parts
+            Part(**{name: value for name, value in part.items() if name in names})
+            for part in parts
         ]
     return []
 
 
 def table_of_times(parts: Sequence[Part]) -> Table:
     """Return the times of the parts of a run and their shares; without records it has no rows."""
-    spent = {name: sum(part.seconds.get(name, 0.0) for part in parts) for name in _PARTS}
+    spent = {
+        name: sum(part.seconds.get(name, 0.0) for part in parts) for name in _PARTS
+    }
     elapsed = sum(part.elapsed for part in parts)
     # the time of a step includes that of its parts, where these are measured
     in_step = sum(spent[name] for name in _IN_STEP)
@@ -252,7 +271,9 @@ def table_of_times(parts: Sequence[Part]) -> Table:
     title = duration(elapsed)
     if len(parts) > 1:
         title += f" in {counted(len(parts), 'part')}"
-    return Table(title, (Column("part"), Column("time", "", "s"), Column("share", "", "s")), rows)
+    return Table(
+        title, (Column("part"), Column("time", "", "s"), Column("share", "", "s")), rows
+    )
 
 
 @contextmanager
@@ -276,6 +297,11 @@ class _Keeper(logging.Handler):
         time_of_message = datetime.now().astimezone().isoformat(" ", "seconds")
         self.last.append([time_of_message, record.getMessage()])
         # logging shows warnings if there is no handler at all, and this one is a handler
-        handlers = (*logging.getLogger("deepmd_ema").handlers, *logging.getLogger().handlers)
-        if logging.lastResort is not None and all(handler is self for handler in handlers):
+        handlers = (
+            *logging.getLogger("deepmd_ema").handlers,
+            *logging.getLogger().handlers,
+        )
+        if logging.lastResort is not None and all(
+            handler is self for handler in handlers
+        ):
             logging.lastResort.handle(record)

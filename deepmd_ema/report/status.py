@@ -15,7 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from deepmd_ema.config import load_config
-from deepmd_ema.config.outputs import LOCK, POINTER, RECORD, Outputs, is_sharded, read_pointer
+from deepmd_ema.config.outputs import (
+    LOCK,
+    POINTER,
+    RECORD,
+    Outputs,
+    is_sharded,
+    read_pointer,
+)
 from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.errors import UserError
 from deepmd_ema.locks import read_holder
@@ -83,7 +90,9 @@ class RunStatus:
     def __init__(self, folder: str | Path) -> None:
         self.folder = folder = run_folder(folder)
         config = None
-        with suppress(UserError):  # the normalized input is not there, or of another version
+        with suppress(
+            UserError
+        ):  # the normalized input is not there, or of another version
             config = load_config(folder / "out.json")
         self.parts = read_record(folder)
         holder = read_holder(folder / LOCK)
@@ -94,7 +103,9 @@ class RunStatus:
                     curves.append(Curve(file))
         last = self.parts[-1] if self.parts else Part()
         self.num_steps = last.num_steps
-        if not self.num_steps and config is not None:  # 0 if the length is given in epochs
+        if (
+            not self.num_steps and config is not None
+        ):  # 0 if the length is given in epochs
             self.num_steps = config.training.numb_steps or 0
         # rows are written at once, the record some seconds later
         self.step = max([last.step, *(int(curve.steps[-1]) for curve in curves)])
@@ -105,7 +116,9 @@ class RunStatus:
             has_begun = not last.ended and last.num_steps > 0
             self.state = TRAINING if has_begun else PREPARING
             self.remark = f"process {holder.pid} on {holder.host}"
-        elif not self.parts:  # a run of DeePMD-kit, or one whose record could not be written
+        elif (
+            not self.parts
+        ):  # a run of DeePMD-kit, or one whose record could not be written
             is_whole = self.num_steps and self.step >= self.num_steps
             self.state = ENDED if is_whole else UNKNOWN
             self.remark = "" if is_whole else "it has left no record"
@@ -120,17 +133,23 @@ class RunStatus:
         if self.state == TRAINING:
             now = datetime.now().astimezone()
             running = (now - datetime.fromisoformat(last.updated)).total_seconds()
-        self.elapsed = sum(part.elapsed for part in self.parts) + running if self.parts else None
+        self.elapsed = (
+            sum(part.elapsed for part in self.parts) + running if self.parts else None
+        )
         self.left = None
         if last.left is not None and self.state == TRAINING:
             self.left = max(0.0, last.left - running)
-        self.last_row = next((_row(curve, -1) for curve in curves if curve.kind == LCURVE), {})
+        self.last_row = next(
+            (_row(curve, -1) for curve in curves if curve.kind == LCURVE), {}
+        )
         validated = {
             f"{curve.task} {curve.weights}".strip(): curve
             for curve in curves
             if curve.kind == VALIDATION
         }
-        self.validation = {weights: _row(curve, -1) for weights, curve in validated.items()}
+        self.validation = {
+            weights: _row(curve, -1) for weights, curve in validated.items()
+        }
         # tasks may predict different quantities, each of which has a metric of its own
         self.metrics = dict[str, str]()
         for weights, curve in validated.items():
@@ -140,10 +159,13 @@ class RunStatus:
                 if curve.task in config.tasks:
                     metric = config.tasks[curve.task].metric(metric)
             column = metric.column
-            self.metrics[weights] = column if column in curve.columns else next(iter(curve.columns))
+            self.metrics[weights] = (
+                column if column in curve.columns else next(iter(curve.columns))
+            )
         self.metric = next(iter(self.metrics.values()), "")
         errors = {
-            weights: curve.columns[self.metrics[weights]] for weights, curve in validated.items()
+            weights: curve.columns[self.metrics[weights]]
+            for weights, curve in validated.items()
         }
         self.best = {
             weights: _row(validated[weights], int(np.nanargmin(values)))
@@ -165,7 +187,9 @@ class RunStatus:
                 # the file that the link leads to has the step in its name
                 with suppress(OSError):
                     link = link.parent / os.readlink(link)
-                self.averages[average.name] = os.path.relpath(link, folder) if link.exists() else ""
+                self.averages[average.name] = (
+                    os.path.relpath(link, folder) if link.exists() else ""
+                )
 
     def describe(self) -> str:
         """Return one line: ``training, step 240 of 2,000 (12 %)``."""
@@ -185,7 +209,9 @@ class RunStatus:
 
     def text(self) -> str:
         """Return the status for people."""
-        return "\n".join(render_facts(f"{self.folder}: {self.describe()}", self._rows()))
+        return "\n".join(
+            render_facts(f"{self.folder}: {self.describe()}", self._rows())
+        )
 
     def to_dict(self) -> dict[str, object]:
         """Return the status for programs.
@@ -215,7 +241,9 @@ class RunStatus:
                 match = re.fullmatch(r"(\w+?)_(trn|val)(?:_(.+))?", column)
                 if match and value == value:  # no nan
                     kind = {"trn": "train", "val": "valid"}[match[2]]
-                    batches.setdefault(f"{match[3] or ''} {kind}".lstrip(), {})[match[1]] = value
+                    batches.setdefault(f"{match[3] or ''} {kind}".lstrip(), {})[
+                        match[1]
+                    ] = value
             errors = {name: describe_values(batches[name]) for name in sorted(batches)}
             shown = [f"{name} {text}" for name, text in errors.items() if text]
             if "lr" in self.last_row:
@@ -226,7 +254,9 @@ class RunStatus:
             step = f"step {self.last_row['step']:,.0f}"
             yield "last row", f"{step}, single batches{units}: {'; '.join(shown)}"
         for weights, row in self.validation.items():
-            least = f"; least {self.describe_best(weights)}" if weights in self.best else ""
+            least = (
+                f"; least {self.describe_best(weights)}" if weights in self.best else ""
+            )
             yield "validation", f"{weights}, {describe_row(row)}{least}"
         for weights, row in self.test.items():
             yield "test", f"{weights}, {describe_row(row)}"
@@ -235,8 +265,13 @@ class RunStatus:
             if self.checkpoint:
                 written = (self.folder / self.checkpoint).stat().st_mtime
                 # clocks of file servers may be ahead
-                age = f", {duration(max(0.0, datetime.now().timestamp() - written))} ago"
-        yield "checkpoint", f"{self.checkpoint}{age}" if self.checkpoint else "the run names none"
+                age = (
+                    f", {duration(max(0.0, datetime.now().timestamp() - written))} ago"
+                )
+        yield (
+            "checkpoint",
+            f"{self.checkpoint}{age}" if self.checkpoint else "the run names none",
+        )
         part = self.parts[-1] if self.parts else Part()
         for name, file in self.averages.items():
             text = f"{name}: {file or 'no file yet'}"
@@ -261,7 +296,9 @@ def _describe_columns(errors: Mapping[str, float]) -> str:
         name, _, unit = column.rstrip(")").partition("(")
         quantity, _, kind = name.partition("_")
         if kind and value == value:
-            shown.setdefault((quantity, unit), []).append(f"{kind} {significant(value, _DIGITS)}")
+            shown.setdefault((quantity, unit), []).append(
+                f"{kind} {significant(value, _DIGITS)}"
+            )
     return "; ".join(
         f"{quantity} {', '.join(texts)} {unit}".rstrip()
         for (quantity, unit), texts in shown.items()
@@ -280,7 +317,9 @@ def run_folder(path: str | Path) -> Path:
         raise UserError(f"{path}: no such folder. {where}")
     if _is_run(folder):
         return folder
-    below = sorted(str(child) for child in folder.iterdir() if child.is_dir() and _is_run(child))
+    below = sorted(
+        str(child) for child in folder.iterdir() if child.is_dir() and _is_run(child)
+    )
     if below:
         number = counted(len(below), "run")
         raise UserError(

@@ -9,7 +9,9 @@ from typing import TypeAlias
 
 Cell: TypeAlias = "str | float | None"  # None: there is no value
 _DIGITS = 5  # significant ones of an error
-_MIN_WITH_EXPONENT = 1e12  # val.log has all digits of smaller numbers, as that of DeePMD-kit
+_MIN_WITH_EXPONENT = (
+    1e12  # val.log has all digits of smaller numbers, as that of DeePMD-kit
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class Column:
             return self.missing
         if self.spec.endswith("s"):
             return significant(value, int(self.spec[1:-1]))
-        is_huge = abs(value) >= 1e9 and self.spec.endswith("f")  # a label that is a mistake may be
+        is_huge = abs(value) >= 1e9 and self.spec.endswith(
+            "f"
+        )  # a label that is a mistake may be
         return format(value, ".3g" if is_huge else self.spec)
 
 
@@ -59,7 +63,8 @@ class Table:
     def texts(self) -> list[list[str]]:
         """Return the cells of every row as text."""
         return [
-            [column.text(value) for value, column in zip(row, self.columns)] for row in self.rows
+            [column.text(value) for value, column in zip(row, self.columns)]
+            for row in self.rows
         ]
 
 
@@ -72,7 +77,10 @@ def render(table: Table, indent: str = "") -> list[str]:
         table: to be shown.
         indent: begin of every line but the title.
     """
-    heads = [[column.name for column in table.columns], [column.unit for column in table.columns]]
+    heads = [
+        [column.name for column in table.columns],
+        [column.unit for column in table.columns],
+    ]
     grid = [head for head in heads if any(head)] + table.texts()
     widths = [max(map(len, cells)) for cells in zip(*grid)]
     lines = [table.title] if table.title else []

@@ -93,11 +93,17 @@ class Cost:
     def total_s(self) -> float:
         """Time of the run."""
         new = min(self.steps, self.steps_of_first_epoch)
-        times = self.start_s + new * self.step_of_first_epoch_s + (self.steps - new) * self.step_s
+        times = (
+            self.start_s
+            + new * self.step_of_first_epoch_s
+            + (self.steps - new) * self.step_s
+        )
         return times + self.events_s + self.end_s
 
 
-def measure_steps(config: RunConfig, device: str | None = None, seconds: float = 15.0) -> Cost:
+def measure_steps(
+    config: RunConfig, device: str | None = None, seconds: float = 15.0
+) -> Cost:
     """Return the cost of a run, measured in a process of its own.
 
     It takes steps, validations and a checkpoint of the run. Counted are the start of the program,
@@ -143,7 +149,9 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
     # that is killed for lack of memory does not take this one with it
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as folder:
         Path(folder, "input.json").write_text(json.dumps(values))
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(
+            1, mp_context=multiprocessing.get_context("spawn")
+        ) as pool:
             try:
                 facts = pool.submit(
                     _measure, folder, time.time(), device, seconds, sys.path
@@ -183,7 +191,9 @@ class _Stopwatch(Callback):
         try:
             yield
         finally:
-            if torch.cuda.is_initialized():  # else the work of a phase would count in a later one
+            if (
+                torch.cuda.is_initialized()
+            ):  # else the work of a phase would count in a later one
                 torch.cuda.synchronize()
             took = time.perf_counter() - begin
             # a step contains the phases that are due after it: their time is not its own
@@ -206,19 +216,27 @@ class _Stopwatch(Callback):
             and len(self.spent["validation"]) < 2
         ):
             with self.during(trainer, "validation"):
-                trainer.validator.run(step, trainer.saver, lambda: False, lambda weights: None)
+                trainer.validator.run(
+                    step, trainer.saver, lambda: False, lambda weights: None
+                )
             if self.spent["validation"][0] > self.seconds / 3:
                 break
         # neighbors in memory will still grow during the run
         tasks, length = list(trainer.tasks), trainer.prepared.length
         cache = tasks[0].train_loader.cache  # all tasks share it
-        part = min(1.0, trainer.num_steps / length.steps_per["epochs"])  # share of an epoch
+        part = min(
+            1.0, trainer.num_steps / length.steps_per["epochs"]
+        )  # share of an epoch
         frames = sum(part * sum(task.train_loader.sampler.num_frames) for task in tasks)
         frames += sum(
-            source.num_frames for task in trainer.validator.tasks.values() for source in task.valid
+            source.num_frames
+            for task in trainer.validator.tasks.values()
+            for source in task.valid
         )
         growth = max(1.0, frames / len(cache)) if len(cache) else 1.0
-        self.more_memory = int(min(cache.max_bytes, cache.num_bytes * growth)) - cache.num_bytes
+        self.more_memory = (
+            int(min(cache.max_bytes, cache.num_bytes * growth)) - cache.num_bytes
+        )
         self.stopped = time.perf_counter()
         trainer.stop.request(signal.SIGTERM)
 
@@ -257,7 +275,10 @@ def _measure(
     counted = steps[_FIRST:] or steps
     step = new_step = mean(counted)
     # steps with and without a search for neighbors; the first ones of each part are not counted
-    new, later = mean(steps[_FIRST : watch.num_new]), mean(steps[watch.num_new :][_FIRST:])
+    new, later = (
+        mean(steps[_FIRST : watch.num_new]),
+        mean(steps[watch.num_new :][_FIRST:]),
+    )
     if new > later > 0:  # else there are too few steps, or it makes no difference
         step, new_step = later, new
     # the time that the first steps take longer than others is a part of the start
@@ -275,6 +296,8 @@ def _measure(
         "checkpoint_s": mean(watch.spent["checkpoint"]),
         "end_s": end,
         "memory_bytes": peak_memory() + watch.more_memory,
-        "gpu_memory_bytes": torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0,
+        "gpu_memory_bytes": torch.cuda.max_memory_reserved()
+        if torch.cuda.is_initialized()
+        else 0,
         "steps_measured": len(counted),
     }

@@ -11,7 +11,12 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config.schema.common import interpolate_choice
 from deepmd_ema.distributed.tensors import prefix_of
 from deepmd_ema.distributed.world import World
-from deepmd_ema.model.interpolation.interpolation import ALWAYS, AUTO, NEVER, Interpolation
+from deepmd_ema.model.interpolation.interpolation import (
+    ALWAYS,
+    AUTO,
+    NEVER,
+    Interpolation,
+)
 from deepmd_ema.model.interpolation.series import FIRST_TERMS, MAX_TERMS, MULTIPLE
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.tabulated import interpolations_of
@@ -19,7 +24,9 @@ from deepmd_ema.model.tabulated import interpolations_of
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 20  # steps
-MIN_GROWTH_OF_GRAPHS = 1.5  # factor of the number of terms with which a new graph is made
+MIN_GROWTH_OF_GRAPHS = (
+    1.5  # factor of the number of terms with which a new graph is made
+)
 # numbers that the layers would have for all pairs, over the number of sites of a series, from which
 # on "auto" uses the series: the choice by counts of doc/decisions.md
 MIN_NUMBERS_PER_SITE = 3000
@@ -83,17 +90,21 @@ class InterpolationControl:
             self.models(task, batch, create_graph=False, need_virial=False)
         # rank 0 decides: another kind of processor may round differently
         first_terms = self.world.broadcast_from_rank0(
-            lambda: {name: _first_terms(interpolation) for name, interpolation in chosen.items()}
+            lambda: {
+                name: _first_terms(interpolation)
+                for name, interpolation in chosen.items()
+            }
         )
 
         # The state of a checkpoint. Files of 0.1.0 have "wanted" in place of "choice", with other
         # values, and names that end with ".spline"; some files lack parts.
         state = {
-            part: dict(saved.get(part, {})) for part in ("terms", "needed", "wanted", "choice")
+            part: dict(saved.get(part, {}))
+            for part in ("terms", "needed", "wanted", "choice")
         }
-        state["choice"] = {k: interpolate_choice(v) for k, v in state["wanted"].items()} | state[
-            "choice"
-        ]
+        state["choice"] = {
+            k: interpolate_choice(v) for k, v in state["wanted"].items()
+        } | state["choice"]
         state = {
             part: {k.removesuffix(".spline"): v for k, v in values.items()}
             for part, values in state.items()
@@ -101,7 +112,10 @@ class InterpolationControl:
         for name, interpolation in chosen.items():
             interpolation.recording, interpolation.needed = False, 0
             # not if a restart has changed the option
-            if name in state["terms"] and state["choice"].get(name) == interpolation.choice:
+            if (
+                name in state["terms"]
+                and state["choice"].get(name) == interpolation.choice
+            ):
                 # `needed`, too: it holds evaluations since the last check, which the next one reads
                 interpolation.use(state["terms"][name])
                 interpolation.needed = state["needed"].get(name, 0)
@@ -132,9 +146,13 @@ class InterpolationControl:
         for (name, interpolation), terms in zip(used.items(), needed, strict=True):
             interpolation.needed = 0
             if compiled and terms > interpolation.terms:
-                least = MULTIPLE * math.ceil(MIN_GROWTH_OF_GRAPHS * interpolation.terms / MULTIPLE)
+                least = MULTIPLE * math.ceil(
+                    MIN_GROWTH_OF_GRAPHS * interpolation.terms / MULTIPLE
+                )
                 # more than MAX_TERMS are not cut: _use then gives the series up
-                longer = terms if terms > MAX_TERMS else min(max(terms, least), MAX_TERMS)
+                longer = (
+                    terms if terms > MAX_TERMS else min(max(terms, least), MAX_TERMS)
+                )
                 self._use(name, interpolation, longer)
             elif terms and not compiled:
                 self._use(name, interpolation, terms)

@@ -54,7 +54,9 @@ class KalmanStep(Step):
     def __init__(self, prepared: PreparedRun, num_steps: int) -> None:
         models, config = prepared.models, prepared.config.optimizer
         assert isinstance(config, sections.LKFConfig)
-        super().__init__(models, build_schedule(prepared.config.learning_rate, num_steps))
+        super().__init__(
+            models, build_schedule(prepared.config.learning_rate, num_steps)
+        )
         self._filter = LKF(
             models.named_parameters(), config.kf_blocksize, models.tasks_of_parameters()
         )
@@ -74,8 +76,12 @@ class KalmanStep(Step):
         # the rules of the config allow one batch, which the trainer has put on the device
         batch = cast("Batch", batches[0])
         config = self._config
-        energy_weight = self._between(config.kf_start_pref_e, config.kf_limit_pref_e, step)
-        force_weight = self._between(config.kf_start_pref_f, config.kf_limit_pref_f, step)
+        energy_weight = self._between(
+            config.kf_start_pref_e, config.kf_limit_pref_e, step
+        )
+        force_weight = self._between(
+            config.kf_start_pref_f, config.kf_limit_pref_f, step
+        )
         prediction = task.models(task.name, batch, need_virial=task.loss.need_virial)
         # the loss is displayed only: the filter fits measurements, not the loss
         with torch.no_grad():
@@ -85,7 +91,9 @@ class KalmanStep(Step):
             measurement = measure_energy(prediction[ENERGY], batch, energy_weight)
             ok = self._measure(measurement, step, task.name)
             prediction = {}  # it is that of the weights before the update
-        for numbers in self._draws(step, total.device) if "f" in task.loss.terms else ():
+        for numbers in (
+            self._draws(step, total.device) if "f" in task.loss.terms else ()
+        ):
             # the first prediction serves the first update of the step, each later one needs its own
             prediction = prediction or task.models(task.name, batch, need_virial=False)
             measurement = measure_force(prediction[FORCE], batch, force_weight, numbers)
@@ -124,7 +132,9 @@ class KalmanStep(Step):
         One copy takes them to the device.
         """
         generator = np.random.default_rng(seed_for("kalman", self._seed, step))
-        return on_device(torch.from_numpy(generator.random((GROUPS, GROUP_ATOMS))), device)
+        return on_device(
+            torch.from_numpy(generator.random((GROUPS, GROUP_ATOMS))), device
+        )
 
 
 class Measurement(NamedTuple):
@@ -159,7 +169,9 @@ def measure_energy(energy: Tensor, batch: Batch, weight: float) -> Measurement:
     )
 
 
-def measure_force(force: Tensor, batch: Batch, weight: float, numbers: Tensor) -> Measurement:
+def measure_force(
+    force: Tensor, batch: Batch, weight: float, numbers: Tensor
+) -> Measurement:
     """Return the measurement of the forces on some atoms of each frame.
 
     Args:

@@ -29,7 +29,11 @@ from deepmd_ema.model.quantity import SPREAD
 
 if TYPE_CHECKING:
     from deepmd_ema.config import ModelConfig
-    from deepmd_ema.config.schema.optim import EnerLossConfig, LossConfig, PropertyLossConfig
+    from deepmd_ema.config.schema.optim import (
+        EnerLossConfig,
+        LossConfig,
+        PropertyLossConfig,
+    )
 
 # F frames, A atoms, T terms
 
@@ -89,7 +93,9 @@ class Loss:
         # make a tensor of host numbers
         vector = partial(torch.tensor, dtype=torch.float64, device=world.device)
         self._limits = vector([limit for _, limit in weights.values()])
-        self._slopes = vector([(start - limit) / start_lr for start, limit in weights.values()])
+        self._slopes = vector(
+            [(start - limit) / start_lr for start, limit in weights.values()]
+        )
 
     def __call__(
         self, prediction: Mapping[str, Tensor], batch: Batch, lr: float | Tensor
@@ -122,7 +128,9 @@ class Loss:
             total, loss = self.world.size * total, torch.dot(coefficients, totals.value)
         return total, self.displayed(loss, totals.shown, totals.rows)
 
-    def sums(self, prediction: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+    def sums(
+        self, prediction: Mapping[str, Tensor], batch: Batch
+    ) -> tuple[Tensor, Tensor]:
         """Return the sums of a batch over its frames on this rank.
 
         Returns:
@@ -133,10 +141,16 @@ class Loss:
         terms = [compute(prediction, batch) for compute in self.terms.values()]
         values = [term.value for term in terms]
         # all scalars in one kernel, where a stack of three stacks would take four
-        scalars = [*values, *[term.shown for term in terms], *[term.rows for term in terms]]
+        scalars = [
+            *values,
+            *[term.shown for term in terms],
+            *[term.rows for term in terms],
+        ]
         return torch.stack(values), torch.stack(scalars).detach().view(3, len(values))
 
-    def displayed(self, loss: Tensor, errors: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    def displayed(
+        self, loss: Tensor, errors: Tensor, counts: Tensor
+    ) -> dict[str, Tensor]:
         """Return the displayed values in the order of ``display_names``, and the root of the loss.
 
         Args:
@@ -148,7 +162,9 @@ class Loss:
         roots = means if self._is_plain else means.sqrt()
         displayed = dict(zip(map(self._prefix.__add__, self.terms), roots.unbind()))
         displayed[ROOT] = loss.sqrt()
-        return {name: displayed[name] for name in dict.fromkeys((*self.display_names, ROOT))}
+        return {
+            name: displayed[name] for name in dict.fromkeys((*self.display_names, ROOT))
+        }
 
     def prefactors(self, lr: float | Tensor) -> Tensor:
         """Return the weight of each term at a learning rate, a number or a scalar on the device."""
@@ -178,9 +194,13 @@ class EnergyLoss(Loss):
         self._prefix = "mae_" if self._mae else "rmse_"
         self._size = partial(l1_loss if self._mae else mse_loss, reduction="none")
         # error**2 / 2 where |error| <= delta, and delta * (|error| - delta / 2) elsewhere
-        self._huber = partial(huber_loss, reduction="none") if config.error == "huber" else None
+        self._huber = (
+            partial(huber_loss, reduction="none") if config.error == "huber" else None
+        )
         delta = config.huber_delta
-        deltas = tuple(delta) if isinstance(delta, (list, tuple)) else (delta, delta, delta)
+        deltas = (
+            tuple(delta) if isinstance(delta, (list, tuple)) else (delta, delta, delta)
+        )
         terms: dict[str, Term] = {
             "e": partial(self._per_frame, ENERGY, deltas[0]),
             "f": partial(self._per_atom, FORCE, deltas[1]),
@@ -190,7 +210,9 @@ class EnergyLoss(Loss):
             "h": self._hessian,
         }
         super().__init__(config.weights, start_lr, world, terms)
-        self.display_names = tuple(sorted([ROOT, *(self._prefix + name for name in self.terms)]))
+        self.display_names = tuple(
+            sorted([ROOT, *(self._prefix + name for name in self.terms)])
+        )
         self.need_virial = "v" in self.terms
 
     def _per_frame(
@@ -203,19 +225,33 @@ class EnergyLoss(Loss):
         # 1 / N of each frame that has the label, else 0: for the display, and with weights. Where
         # no frame has a weight the two are one tensor, and a sum is computed once (here and below).
         shown_once = label.present / batch.num_atoms
-        once = shown_once if label.weight is label.present else label.weight / batch.num_atoms
+        once = (
+            shown_once
+            if label.weight is label.present
+            else label.weight / batch.num_atoms
+        )
         if self._mae:
             value = torch.dot(once, error)
-            return _Sums(value, value if once is shown_once else torch.dot(shown_once, error), rows)
+            return _Sums(
+                value,
+                value if once is shown_once else torch.dot(shown_once, error),
+                rows,
+            )
         # displayed per atom, a squared error over N^2; the term itself is over N, as in DeePMD-kit
         shown = torch.dot(shown_once / batch.num_atoms, error)
         if self._huber:
-            sizes = batch.num_atoms.view(-1, *[1] * (predicted.dim() - 1))  # (F, 1, ...)
+            sizes = batch.num_atoms.view(
+                -1, *[1] * (predicted.dim() - 1)
+            )  # (F, 1, ...)
             per_atom = (predicted - label.values) / sizes
             penalty = self._huber(per_atom, torch.zeros_like(per_atom), delta=delta)
             value = torch.dot(label.weight, _row_means(penalty))
         elif self.config.intensive_ener_virial:
-            value = shown if once is shown_once else torch.dot(once / batch.num_atoms, error)
+            value = (
+                shown
+                if once is shown_once
+                else torch.dot(once / batch.num_atoms, error)
+            )
         else:
             value = torch.dot(once, error)
         return _Sums(value, shown, rows)
@@ -236,14 +272,18 @@ class EnergyLoss(Loss):
         # from frames to atoms, (A,)
         rows = label.present[batch.atom_frame]
         is_weighted = label.weight is not label.present
-        return _sums(value, shown, rows, label.weight[batch.atom_frame] if is_weighted else rows)
+        return _sums(
+            value, shown, rows, label.weight[batch.atom_frame] if is_weighted else rows
+        )
 
     def _weighted_force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
         """Return the sums of squared force errors times the factors ``atom_pref`` of atoms."""
         predicted, force = self._compared(FORCE, prediction, batch)
         pref = _label(batch, ATOM_PREF)
         factor, has_pref = pref.values, pref.present
-        if self.config.use_default_pf:  # frames without factors take part, with 1 for each atom
+        if (
+            self.config.use_default_pf
+        ):  # frames without factors take part, with 1 for each atom
             factor = factor.where(has_pref[batch.atom_frame] > 0, 1.0)
             has_pref = torch.ones_like(has_pref)
         value = factor * _row_means(self._size(predicted, force.values))  # (A,)
@@ -259,7 +299,9 @@ class EnergyLoss(Loss):
         predicted, label = prediction[name], _label(batch, name)
         if name == FORCE and self.config.relative_f is not None:
             # the relative error, to be compared with zero
-            length = torch.linalg.vector_norm(label.values, dim=1, keepdim=True)  # (A, 1)
+            length = torch.linalg.vector_norm(
+                label.values, dim=1, keepdim=True
+            )  # (A, 1)
             predicted = (predicted - label.values) / (length + self.config.relative_f)
             label = label._replace(values=torch.zeros_like(predicted))
         return predicted, label
@@ -267,7 +309,9 @@ class EnergyLoss(Loss):
     def _hessian(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
         """Return the sums of Hessians: means in each frame, then over frames."""
         label = _label(batch, HESSIAN)
-        if HESSIAN not in prediction:  # no frame of the batch has the label, so none was computed
+        if (
+            HESSIAN not in prediction
+        ):  # no frame of the batch has the label, so none was computed
             nothing = torch.zeros_like(label.present)
             return _sums(nothing, nothing, nothing, nothing)
         # pairs of atoms of all frames, one frame after the other
@@ -288,7 +332,10 @@ class QuantityLoss(Loss):
         self, config: LossConfig, start_lr: float, world: World, model: ModelConfig
     ) -> None:
         self._frame_label, self._atom_label = model.fitting_net.labels
-        self.labels, self._counted = config.labels(model.fitting_net.labels), _counted(model, world)
+        self.labels, self._counted = (
+            config.labels(model.fitting_net.labels),
+            _counted(model, world),
+        )
         terms = {name: partial(self._term, name) for name in config.weights}
         super().__init__(config.weights, start_lr, world, terms)
         # columns of lcurve.out are called as in DeePMD-kit, as `rmse_local_dipole`
@@ -300,9 +347,13 @@ class QuantityLoss(Loss):
         name = self._atom_label if "local" in kind else self._frame_label
         label = _label(batch, name)
         error = prediction[name] - label.values  # (F, n) or (A, n)
-        if kind.endswith("cdf"):  # the integral of a density of states along its energies
+        if kind.endswith(
+            "cdf"
+        ):  # the integral of a density of states along its energies
             error = error.cumsum(1)
-        counted = self._counted[batch.atom_type]  # (A,) 1, or 0 for atoms without the quantity
+        counted = self._counted[
+            batch.atom_type
+        ]  # (A,) 1, or 0 for atoms without the quantity
         if name == self._atom_label:
             if ATOM_WEIGHT in self.labels and ATOM_WEIGHT in batch.labels:
                 atom_weight = _label(batch, ATOM_WEIGHT)
@@ -315,7 +366,9 @@ class QuantityLoss(Loss):
             return _sums(squared, squared, rows, weight)
         squared = _row_means(error.square())
         num_counted = frame_sums(batch)(counted).clamp(min=1)  # (F,)
-        return _sums(squared, squared / num_counted.square(), label.present, label.weight)
+        return _sums(
+            squared, squared / num_counted.square(), label.present, label.weight
+        )
 
 
 class PropertyLoss(Loss):
@@ -329,10 +382,17 @@ class PropertyLoss(Loss):
     _is_plain = True
 
     def __init__(
-        self, config: PropertyLossConfig, start_lr: float, world: World, model: ModelConfig
+        self,
+        config: PropertyLossConfig,
+        start_lr: float,
+        world: World,
+        model: ModelConfig,
     ) -> None:
         self.config, self.labels = config, config.labels(model.fitting_net.labels)
-        self._label, self._is_mean = model.fitting_net.labels[0], model.fitting_net.intensive
+        self._label, self._is_mean = (
+            model.fitting_net.labels[0],
+            model.fitting_net.intensive,
+        )
         terms = {name: partial(self._term, name) for name in config.weights}
         super().__init__(config.weights, start_lr, world, terms)
         self._counted = _counted(model, world)
@@ -343,7 +403,9 @@ class PropertyLoss(Loss):
             "mse": partial(mse_loss, reduction="none"),
             "rmse": partial(mse_loss, reduction="none"),
             # 1e-3 as in DeePMD-kit, against labels of zero
-            "mape": lambda predicted, label: ((label - predicted) / (label + 1e-3)).abs(),
+            "mape": lambda predicted, label: (
+                (label - predicted) / (label + 1e-3)
+            ).abs(),
         }
 
     def __call__(
@@ -357,14 +419,19 @@ class PropertyLoss(Loss):
         # `mean + total - total.detach()` is the mean, and its gradient is that of `total`. The
         # derivative of a root at zero is infinite, hence the smallest number.
         mean = self.world.all_reduce_sum(total.detach() / self.world.size)
-        shifted = (mean + total - total.detach()).clamp(min=torch.finfo(mean.dtype).tiny)
+        shifted = (mean + total - total.detach()).clamp(
+            min=torch.finfo(mean.dtype).tiny
+        )
         return shifted.sqrt(), displayed
 
-    def displayed(self, loss: Tensor, errors: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    def displayed(
+        self, loss: Tensor, errors: Tensor, counts: Tensor
+    ) -> dict[str, Tensor]:
         """Return the displayed values, and the root of the loss under a name of its own."""
         means = dict(zip(self.terms, (errors / counts).unbind()))
         shown = {
-            name: means[name].sqrt() if name == ROOT else means[name] for name in self.display_names
+            name: means[name].sqrt() if name == ROOT else means[name]
+            for name in self.display_names
         }
         return {**shown, "loss": loss.sqrt()}
 
@@ -373,7 +440,9 @@ class PropertyLoss(Loss):
         predicted, target = prediction[self._label], label.values  # (F, n) each
         function = self.config.loss_func if kind == "loss" else kind
         if not self._is_mean:
-            size = frame_sums(batch)(self._counted[batch.atom_type]).clamp(min=1)[:, None]
+            size = frame_sums(batch)(self._counted[batch.atom_type]).clamp(min=1)[
+                :, None
+            ]
             predicted, target = predicted / size, target / size
         if kind == "loss" and function != "mape":
             spread = prediction.get(SPREAD, torch.ones_like(target[:1]))
@@ -411,7 +480,9 @@ def constant_prediction(batch: Batch, bias: Tensor) -> dict[str, Tensor]:
     """
     names = (name for name, label in LABELS.items() if label.errors and name != HESSIAN)
     nothing = {name: torch.zeros_like(_label(batch, name).values) for name in names}
-    energy = nothing[ENERGY].index_add(0, batch.atom_frame, bias[batch.atom_type])  # (F,)
+    energy = nothing[ENERGY].index_add(
+        0, batch.atom_frame, bias[batch.atom_type]
+    )  # (F,)
     return {**nothing, ENERGY: energy}
 
 
@@ -440,7 +511,8 @@ class LossOverBatches:
         # packed batches are read where they are, in host memory: each goes to the device when it
         # is its turn
         unpacked = [
-            batch.view(batch.data) if isinstance(batch, PackedBatch) else batch for batch in batches
+            batch.view(batch.data) if isinstance(batch, PackedBatch) else batch
+            for batch in batches
         ]
         # the numbers of rows do not depend on what is predicted: labels serve as the prediction
         counts = [
@@ -449,7 +521,9 @@ class LossOverBatches:
         ]
         total = torch.stack([torch.stack(rows) for rows in counts]).sum(0)  # (T,)
         total = on_device(total, self._world.device) if total.is_cpu else total
-        self._coefficients = loss.prefactors(lr) / self._world.all_reduce_sum(total).clamp(min=1)
+        self._coefficients = loss.prefactors(lr) / self._world.all_reduce_sum(
+            total
+        ).clamp(min=1)
         self._sums = total.new_zeros(3, len(total))
 
     def add(self, prediction: Mapping[str, Tensor], batch: Batch) -> Tensor:
@@ -494,7 +568,10 @@ def _sums(value: Tensor, shown: Tensor, has_label: Tensor, weight: Tensor) -> _S
         has_label: (n,) 1 for a row with the label, else 0.
         weight: (n,) of the row in the loss; 0 without the label.
     """
-    total, is_same = torch.dot(weight, _row_means(value)), shown is value and weight is has_label
+    total, is_same = (
+        torch.dot(weight, _row_means(value)),
+        shown is value and weight is has_label,
+    )
     shown_total = total if is_same else torch.dot(has_label, _row_means(shown.detach()))
     return _Sums(total, shown_total, has_label.sum())
 
@@ -522,8 +599,12 @@ class _Label(NamedTuple):
 def _label(batch: Batch, name: str) -> _Label:
     """Return a label of a batch; one that the batch lacks is zero in every frame."""
     if name in batch.labels:
-        return _Label(batch.labels[name], batch.has_label[name], label_weight(batch, name))
-    absent = torch.zeros(batch.num_frames, dtype=torch.float64, device=batch.num_atoms.device)
+        return _Label(
+            batch.labels[name], batch.has_label[name], label_weight(batch, name)
+        )
+    absent = torch.zeros(
+        batch.num_frames, dtype=torch.float64, device=batch.num_atoms.device
+    )
     label = LABELS[name]
     rows = len(batch.atom_type if label.per_atom else absent)
     if label.per_pair:

@@ -66,7 +66,10 @@ def contexts_of_products(
 
     The log says which options of the input have no effect there.
     """
-    in_training, in_validation = config.training.enable_tf32, config.validating.tf32_infer
+    in_training, in_validation = (
+        config.training.enable_tf32,
+        config.validating.tf32_infer,
+    )
     if device.type != "cuda":
         for option, is_on in (
             ("training.enable_tf32", in_training),
@@ -80,11 +83,20 @@ def contexts_of_products(
         # mixed precision: only options that the input has, as use_amp is on by default
         places = ["validating.amp_infer"] if config.validating.amp_infer else []
         for task in config.tasks.values():
-            option, descriptor = f"{task.place('model')}.descriptor.use_amp", task.model.descriptor
+            option, descriptor = (
+                f"{task.place('model')}.descriptor.use_amp",
+                task.model.descriptor,
+            )
             is_given = path_of(option) in config.source.given_options
-            if is_given and isinstance(descriptor, HasMixedPrecision) and descriptor.use_amp:
+            if (
+                is_given
+                and isinstance(descriptor, HasMixedPrecision)
+                and descriptor.use_amp
+            ):
                 places.append(dotted(config.source.path(option)))
-        for place in dict.fromkeys(places) if device.type == "cpu" else ():  # tasks share parts
+        for place in (
+            dict.fromkeys(places) if device.type == "cpu" else ()
+        ):  # tasks share parts
             effect = "no effect on a CPU, which multiplies in the precision of the parameters"
             logger.info("%s = true: %s", place, effect)
         return nullcontext, nullcontext
@@ -97,8 +109,13 @@ def contexts_of_products(
 
 def compiled_modes(config: RunConfig) -> tuple[bool, bool]:
     """Return whether training, and whether validation, runs compiled code."""
-    in_training, infer = config.training.enable_compile, config.validating.compiled_infer
-    return in_training, (in_training if infer is None else infer) and config.has_validation_data
+    in_training, infer = (
+        config.training.enable_compile,
+        config.validating.compiled_infer,
+    )
+    return in_training, (
+        in_training if infer is None else infer
+    ) and config.has_validation_data
 
 
 def why_no_graphs(config: RunConfig, world: World) -> str:
@@ -115,7 +132,8 @@ def why_no_graphs(config: RunConfig, world: World) -> str:
         "SOAP changes its bases in some steps only": isinstance(optimizer, SOAPConfig),
         "ranks exchange gradients in a step": world.size > 1,
         # FSDP and the sharded optimizer call them whatever the number of ranks
-        "a step at zero_stage 1 to 3 has collectives, also with one rank": training.zero_stage > 0,
+        "a step at zero_stage 1 to 3 has collectives, also with one rank": training.zero_stage
+        > 0,
         several_batches: training.accumulate > 1,
         "compile_options makes CUDA graphs of its own": (
             training.enable_compile and training.compile_options.makes_cuda_graphs
@@ -143,7 +161,9 @@ def pads(
     None: they stay.
     """
     modes = (
-        (compiler.in_training, compiler.in_validation) if compiler is not None else (False, False)
+        (compiler.in_training, compiler.in_validation)
+        if compiler is not None
+        else (False, False)
     )
     pads_of_modes = [
         pad_for(config.training.compile_options, layout) if is_compiled else None
@@ -182,8 +202,12 @@ def compile_models(
         return config
     in_training, in_validation = compiled_modes(config)
     if in_training or in_validation:
-        place = "training.enable_compile" if in_training else "validating.compiled_infer"
-        compiler = Compiler(config.training.compile_options, place, in_training, in_validation)
+        place = (
+            "training.enable_compile" if in_training else "validating.compiled_infer"
+        )
+        compiler = Compiler(
+            config.training.compile_options, place, in_training, in_validation
+        )
         hessians = any(HESSIAN in task.labels for task in config.tasks.values())
         logger.info(
             "compiling with %s, which takes minutes the first time%s",
@@ -213,7 +237,9 @@ def compile_models(
         if compiler.in_training or compiler.in_validation:
             models.compiler = compiler
             logger.info("compiled: %s", compiler.describe())
-    return replace(config, validating=replace(config.validating, compiled_infer=in_validation))
+    return replace(
+        config, validating=replace(config.validating, compiled_infer=in_validation)
+    )
 
 
 LAST_REPLICATED_STAGE = 1  # the largest stage at which every rank holds all parameters
@@ -239,7 +265,9 @@ def parallelize(models: ModelSet, world: World, stage: int) -> nn.Module:
     # in each step; the name of the option from torch 2.13 on, and before
     parameters = inspect.signature(DistributedDataParallel).parameters
     buffers: dict[str, Any] = {
-        next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in parameters): False
+        next(
+            n for n in ("forward_sync_buffers", "broadcast_buffers") if n in parameters
+        ): False
     }
     # Buckets that are laid out anew after the first step would add up in another order after a
     # restart: with unused parameters allowed, they stay. With several tasks a step uses the
@@ -271,11 +299,19 @@ def check_replicas(models: nn.Module, world: World, step: int) -> None:
     if world.size == 1:
         return
     # By tensor: one that has several names is read once. Digests are sent in place of tensors.
-    names = {t: name for name, t in models.state_dict(keep_vars=True).items() if not is_sharded(t)}
-    ranks = world.gather({name: content_digest(t.detach().cpu()) for t, name in names.items()})
+    names = {
+        t: name
+        for name, t in models.state_dict(keep_vars=True).items()
+        if not is_sharded(t)
+    }
+    ranks = world.gather(
+        {name: content_digest(t.detach().cpu()) for t, name in names.items()}
+    )
     with world.all_ranks_ok():
         for rank, digests in enumerate(ranks):
-            if different := [name for name, digest in digests.items() if digest != ranks[0][name]]:
+            if different := [
+                name for name, digest in digests.items() if digest != ranks[0][name]
+            ]:
                 raise UserError(
                     f"step {step:,}: rank {rank} holds other weights than rank 0, where all ranks "
                     f"hold the same: {first_few(different, 4)}. Nothing was saved after the last "
@@ -292,7 +328,9 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     # torch warns of outputs that are views; nothing here changes them in place
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+    warnings.filterwarnings(
+        "ignore", "FSDP2-wrapped module .* returned a view", UserWarning
+    )
     mesh = init_device_mesh(world.device.type, (world.size,))
     done: set[nn.Module] = set()  # shared by tasks: a module may be sharded once
 
@@ -330,7 +368,9 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
         for module, number in count.items()
         if number > 1 and not isinstance(module, nn.ModuleList)
     ]
-    inner = {child for module in shared for child in module.modules() if child is not module}
+    inner = {
+        child for module in shared for child in module.modules() if child is not module
+    }
     for module in shared:
         if module not in inner and any(True for _ in module.parameters()):
             # its weights are needed until the model has its forces, after its own forward pass

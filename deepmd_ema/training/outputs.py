@@ -79,7 +79,10 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
             )
     # All problems are collected and reported together. The folders are made here, because only
     # then it is known whether files can be written in them.
-    outputs = [Output("--output", "the normalized config", Path(output)), *Outputs(config)]
+    outputs = [
+        Output("--output", "the normalized config", Path(output)),
+        *Outputs(config),
+    ]
     problems = [
         f"{o.option}: {o.path} is a folder, and the run writes a file of that name. Move it away, "
         "or choose another name."
@@ -93,7 +96,9 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
             checked.add(folder)
             with collect_problems(problems):
                 ensure_writable(folder, o.option)
-        if o.has_rows:  # rows are appended after a restart, so the file must be a table of rows
+        if (
+            o.has_rows
+        ):  # rows are appended after a restart, so the file must be a table of rows
             with collect_problems(problems):
                 refuse_to_lose(o.path, o.option, TABLE, inputs)
     for path, option, kind in (
@@ -119,7 +124,9 @@ def lock_outputs(config: RunConfig) -> AbstractContextManager[None]:
         single.append(outputs.best_folder / BEST)
     places = {(path.parent.resolve(), path.name) for path in single}
     away = [
-        folder / f".{name}.lock" for folder, name in places if not folder.is_relative_to(run_folder)
+        folder / f".{name}.lock"
+        for folder, name in places
+        if not folder.is_relative_to(run_folder)
     ]
     # Sorted: of two runs that start together one gets all locks, and neither gets some of them.
     return locked([run_folder / LOCK, *sorted(away)])
@@ -141,9 +148,14 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
     if is_new:
         files += _in_the_way(config)
         path = Path(output)
-        if path.is_file() and path.read_text(encoding="utf-8", errors="replace") != text:
+        if (
+            path.is_file()
+            and path.read_text(encoding="utf-8", errors="replace") != text
+        ):
             files.append(path)
-    files = list(dict.fromkeys(path for path in files if path.is_file() or is_sharded(path)))
+    files = list(
+        dict.fromkeys(path for path in files if path.is_file() or is_sharded(path))
+    )
     # A run that ended before its first row leaves its record and its normalized config, which are
     # nothing to keep.
     results = [path for path in files if path != Path(RECORD)]
@@ -167,7 +179,10 @@ def _is_normalized(path: Path) -> bool:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return isinstance(values, dict) and to_dict(config_from_dict(values, str(path))) == values
+        return (
+            isinstance(values, dict)
+            and to_dict(config_from_dict(values, str(path))) == values
+        )
     except (ValueError, UserError):
         return False
 
@@ -210,7 +225,10 @@ def _set_aside(files: Iterable[Path]) -> list[Path]:
     number = 1
     while any((root / f"{EARLIER}-{number}").exists() for root, _ in places.values()):
         number += 1
-    moved = {path: root / f"{EARLIER}-{number}" / below for path, (root, below) in places.items()}
+    moved = {
+        path: root / f"{EARLIER}-{number}" / below
+        for path, (root, below) in places.items()
+    }
     # new places by real path, before anything is moved: links are resolved by them
     real = {path.resolve(): new for path, new in moved.items() if not path.is_symlink()}
     for path, new in moved.items():
@@ -228,11 +246,15 @@ def _set_aside(files: Iterable[Path]) -> list[Path]:
     pointer = moved.get(Path(POINTER))
     if pointer is not None:
         checkpoint_file = None
-        with suppress(OSError, ValueError):  # a file of another kind, whose content is no path
+        with suppress(
+            OSError, ValueError
+        ):  # a file of another kind, whose content is no path
             text = pointer.read_text(encoding="utf-8", errors="surrogateescape")
             checkpoint_file = real.get(Path(text.strip()).resolve())
         if checkpoint_file is not None:
-            pointer.write_bytes(os.fsencode(os.path.relpath(checkpoint_file, pointer.parent)))
+            pointer.write_bytes(
+                os.fsencode(os.path.relpath(checkpoint_file, pointer.parent))
+            )
     # entries of folders are on the disk before the new run writes files of the same names
     roots = {root for root, _ in places.values()}
     for folder in roots | {path.parent for path in moved}:

@@ -60,7 +60,11 @@ from deepmd_ema.model.output_bias import (
     with_given_energies,
 )
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
-from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
+from deepmd_ema.model.statistics import (
+    Statistics,
+    collect_statistics,
+    shared_statistics,
+)
 from deepmd_ema.optim.build import split_by_pattern
 from deepmd_ema.text import counted
 from deepmd_ema.training.restart import check_content, reads_shards
@@ -73,7 +77,9 @@ logger = logging.getLogger(__name__)
 # frames of a fit after training: few numbers are fitted, and more would only take longer
 MAX_FRAMES = 10_000
 _MAX_EVIDENCE = 30  # frames that show whether labels are of another method
-MAX_ATOMS_AT_ONCE = 512  # in a batch whose energies are evaluated: dpa4 takes 3 MB for each
+MAX_ATOMS_AT_ONCE = (
+    512  # in a batch whose energies are evaluated: dpa4 takes 3 MB for each
+)
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,9 @@ def prepare(
 
     # Split validation frames off. Rank 0 chooses them, so that all ranks have the same frames in
     # each part.
-    splits = world.broadcast_from_rank0(lambda: choose_validation(config, systems, seed, results))
+    splits = world.broadcast_from_rank0(
+        lambda: choose_validation(config, systems, seed, results)
+    )
     for name, split in splits.items():
         prefix = f"task {name}: " if name else ""
         for line in split.lines:
@@ -171,7 +179,9 @@ def prepare(
     checked_at = time.perf_counter()
 
     # build the models; each task has random numbers of its own, whatever other tasks there are
-    cache = PairCache(local_size=world.local_size)  # one for all tasks: they share its limit
+    cache = PairCache(
+        local_size=world.local_size
+    )  # one for all tasks: they share its limit
     seeds = {name: seed_for(stream_of("weights", name), seed) for name in config.tasks}
     models = build_models(
         {name: task.model for name, task in config.tasks.items()}, config.links, seeds
@@ -182,16 +192,28 @@ def prepare(
         model.min_nbor_dist = checked.nearest[name]
     tasks = {
         name: build_task(
-            config, name, data, contents[name], splits.get(name), models, cache, seed, world
+            config,
+            name,
+            data,
+            contents[name],
+            splits.get(name),
+            models,
+            cache,
+            seed,
+            world,
         )
         for name, data in systems.items()
     }
-    run = PreparedRun(config, tasks, models, run_length(config, systems, world.size), seed)
+    run = PreparedRun(
+        config, tasks, models, run_length(config, systems, world.size), seed
+    )
 
     # Statistics and weights of a file come from rank 0, so that all ranks start bit by bit alike.
     # With a checkpoint in shards each rank reads its own, after the models are sharded.
     if not reads_shards(start, config):
-        state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
+        state = world.broadcast_from_rank0(
+            partial(_first_weights, run, start, world.size)
+        )
         if not world.is_main:
             run.models.load_state_dict(state)
     dates = ", ".join(checked.dates)
@@ -253,7 +275,9 @@ def _check_data(
     return _CheckedData(with_neighbors(config, neighbors), nearest, dates)
 
 
-def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[str, Tensor]:
+def _first_weights(
+    run: PreparedRun, start: Start, num_ranks: int
+) -> Mapping[str, Tensor]:
     """Put statistics and the weights of a file into the models, and return all weights.
 
     Without a file the weights are those of the seed.
@@ -261,12 +285,14 @@ def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[st
     # New tasks, elements or fitting networks need statistics of the data: the file does not have
     # their means, spreads and biases.
     if run.config.tasks.keys() - start.saved.keys() or any(
-        source.fresh_fitting or start.new_elements(name, run.config.tasks[name].model.type_map)
+        source.fresh_fitting
+        or start.new_elements(name, run.config.tasks[name].model.type_map)
         for name, source in start.sources.items()
         if name in run.config.tasks
     ):
         collected = {
-            name: _statistics(task, run.seed, num_ranks) for name, task in run.tasks.items()
+            name: _statistics(task, run.seed, num_ranks)
+            for name, task in run.tasks.items()
         }
         # tasks that share a part share its statistics, with weights by their shares of the steps
         shares = {name: length.share for name, length in run.length.tasks.items()}
@@ -294,7 +320,9 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
     file = start.path
 
     # energies of elements that the input fixes (atom_ener) come before any fit
-    bias = model.out_bias.numpy().reshape(len(config.type_map), *LABELS[model.labels[0]].shape)
+    bias = model.out_bias.numpy().reshape(
+        len(config.type_map), *LABELS[model.labels[0]].shape
+    )
     fixed_bias = with_given_energies(config, bias)
     if start.fine_tunes:
         model.out_bias.copy_(torch.from_numpy(fixed_bias).view_as(model.out_bias))
@@ -319,14 +347,17 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
     if not len(frames):
         if start.fine_tunes:
             text = (
-                "%sno training frame has a label to compare the output bias with: it stays as in %s"
+                "%sno training frame has a label to compare the output bias "
+                "with: it stays as in %s"
             )
             logger.warning(text, prefix, file)
         return
 
     # --init-model continues with the bias of the file; the shift is computed for the warning only
     move = move_bias(frames, bias, model.out_std.numpy().reshape(bias.shape), new, how)
-    text = f"{prefix}{move.evidence(config)}, on {counted(len(frames), 'training frame')}"
+    text = (
+        f"{prefix}{move.evidence(config)}, on {counted(len(frames), 'training frame')}"
+    )
     if start.fine_tunes:
         model.out_bias.copy_(torch.from_numpy(move.bias).view_as(model.out_bias))
         # the spread of a property is the unit of its network, and stays
@@ -346,7 +377,9 @@ def _move_bias(run: PreparedRun, task: Task, start: Start, num_ranks: int) -> No
         logger.warning("%s", text)
     elif start.fine_tunes:
         logger.info(
-            "%s: the output bias %s", text, "was moved" if move.is_moved else f"stays as in {file}"
+            "%s: the output bias %s",
+            text,
+            "was moved" if move.is_moved else f"stays as in {file}",
         )
 
 
@@ -355,7 +388,10 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
 
     These are ``data_stat_nbatch`` batches, each as large as those of all ranks together.
     """
-    path, place = task.config.data.stat_file, f"{task.config.place('training')}.stat_file"
+    path, place = (
+        task.config.data.stat_file,
+        f"{task.config.place('training')}.stat_file",
+    )
     if path is not None:
         stored = read_stat_file(path, task.config.model, task.model.descriptor)
         if isinstance(stored, Statistics):
@@ -368,7 +404,9 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
                 "same model."
             )
         if Path(path).exists():
-            logger.info("%s = %s: %s. The statistics are computed anew.", place, path, stored)
+            logger.info(
+                "%s = %s: %s. The statistics are computed anew.", place, path, stored
+            )
     batches = _statistics_batches(task, seed, num_ranks)
     statistics = collect_statistics(task.model, task.config.model, batches)
     if path is not None:
@@ -386,10 +424,13 @@ def _statistics_batches(task: Task, seed: int, num_ranks: int) -> Iterator[Batch
     # by system: the number of frames in a batch, and the frames of which batches are made; a system
     # that `filter:N` leaves out has size 0 and no share in the statistics
     sizes, frames_of_systems = batch_sizes(
-        task.config.data.training_data.batch_size, [system.frame_sizes for system in train]
+        task.config.data.training_data.batch_size,
+        [system.frame_sizes for system in train],
     )[:2]
     chosen = list[list[int]]()
-    for number, (system, size, frames) in enumerate(zip(train, sizes, frames_of_systems)):
+    for number, (system, size, frames) in enumerate(
+        zip(train, sizes, frames_of_systems)
+    ):
         # drawn at random, as frames that follow each other in a file are often alike
         order = frames[permutation(len(frames), seed_for(stream, seed, number))]
         # as many as one process with all the frames of a step would take, so that it starts from
@@ -403,12 +444,18 @@ def _statistics_batches(task: Task, seed: int, num_ranks: int) -> Iterator[Batch
         rest = order[num_drawn:]
         for k in rest[system.frame_sizes[rest] == 1][:100].tolist():
             box = system.frame(k).box
-            if is_isolated(np.ones(1), None if box is None else box[None], layout.rcut)[0]:
+            if is_isolated(np.ones(1), None if box is None else box[None], layout.rcut)[
+                0
+            ]:
                 chosen[-1].append(k)
-    return sequential_batches(train, layout, task.cache, MAX_ATOMS_AT_ONCE, frames=chosen)
+    return sequential_batches(
+        train, layout, task.cache, MAX_ATOMS_AT_ONCE, frames=chosen
+    )
 
 
-def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, Tensor]]:
+def refit_bias(
+    prepared: PreparedRun, bank: AverageBank
+) -> dict[str, dict[str, Tensor]]:
     """Return the output biases (1, T, 1) in eV that fit the data, by weights and names of tensors.
 
     The weights are ``live`` and every average. With its bias the mean residual per atom over the
@@ -428,17 +475,23 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, 
             for name, task in prepared.tasks.items():
                 if ENERGY not in task.model.labels:
                     continue
-                chosen = chosen_frames(task.config, task.train, prepared.seed, MAX_FRAMES)
+                chosen = chosen_frames(
+                    task.config, task.train, prepared.seed, MAX_FRAMES
+                )
                 max_atoms = atoms_at_once(task.model.out_bias.device)
                 batches = sequential_batches(
                     task.train, task.model.layout, task.cache, max_atoms, frames=chosen
                 )
                 # through the models of the run: ranks may have sharded them as a whole
-                origin = f" fitted again with the weights {f'{name} {weights}'.lstrip()}"
+                origin = (
+                    f" fitted again with the weights {f'{name} {weights}'.lstrip()}"
+                )
                 fit = _fit_bias(task, prepared.models.of(name), batches, origin)
                 if fit is not None:
                     tensor = torch.from_numpy(fit.bias).view(1, -1, 1)
-                    fitted.setdefault(weights, {})[f"{prefix_of(name)}out_bias"] = tensor
+                    fitted.setdefault(weights, {})[f"{prefix_of(name)}out_bias"] = (
+                        tensor
+                    )
                 elif weights == LIVE:
                     logger.warning(
                         "training.change_bias_after_training: no training frame%s has an energy, "
@@ -465,7 +518,8 @@ def _fit_bias(
         return None
     fit = change_bias(frames, before)
     means = [
-        np.mean(frames.residual(moved) / frames.num_atoms) for moved in (None, fit.bias - before)
+        np.mean(frames.residual(moved) / frames.num_atoms)
+        for moved in (None, fit.bias - before)
     ]
     logger.info(
         "output bias%s on %s: mean residual %s meV/atom before, %s after",
@@ -496,7 +550,8 @@ def chosen_frames(
     edges = np.cumsum([0, *counts]) * most // total
     stream = stream_of("bias", task.name)
     orders = [
-        permutation(count, seed_for(stream, seed, number)) for number, count in enumerate(counts)
+        permutation(count, seed_for(stream, seed, number))
+        for number, count in enumerate(counts)
     ]
     # in the order of the file, which is faster to read
     return [
@@ -532,8 +587,13 @@ def tracked_averages(
         changes: dict[str, Any] = {"should_update": hooks.pop(average.name, None)}
         # the averaged point of the optimizer is computed from live weights by its own options
         if isinstance(average, ScheduleFreeProfile):
-            assert isinstance(config.optimizer, AdamWScheduleFreeConfig)  # a rule of the input
-            changes |= {"adam_beta1": config.optimizer.adam_beta1, "r": config.optimizer.r}
+            assert isinstance(
+                config.optimizer, AdamWScheduleFreeConfig
+            )  # a rule of the input
+            changes |= {
+                "adam_beta1": config.optimizer.adam_beta1,
+                "r": config.optimizer.r,
+            }
             changes |= {
                 "warmup_steps": lr.num_warmup_steps(num_steps),
                 "warmup_start_factor": lr.warmup_start_factor,

@@ -20,7 +20,13 @@ from deepmd_ema.distributed.world import World
 from deepmd_ema.model.metrics import Errors, evaluated
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.curves import LcurveFile
-from deepmd_ema.report.facts import displayed, error_table, labelled, mae_rmse, metrics_of
+from deepmd_ema.report.facts import (
+    displayed,
+    error_table,
+    labelled,
+    mae_rmse,
+    metrics_of,
+)
 from deepmd_ema.report.log import Progress, RunTimes
 from deepmd_ema.report.loggers import Loggers, named
 from deepmd_ema.report.table import Column, render
@@ -78,7 +84,9 @@ class Reporter:
         self._world = world
         self.times = times
         self._products = products
-        self._progress = Progress(length.num_steps, times, None if world.is_main else False)
+        self._progress = Progress(
+            length.num_steps, times, None if world.is_main else False
+        )
         # a row shows the mean over its interval, or the last batch of each task
         self._shows_means = training.disp_avg
 
@@ -86,24 +94,32 @@ class Reporter:
         # because all of them compute the rows; rank 0 alone has the files.
         # Columns are sorted by name, as those of DeePMD-kit.
         columns = [
-            (task.name, name, ("trn",) if task.display_loader is None else ("val", "trn"))
+            (
+                task.name,
+                name,
+                ("trn",) if task.display_loader is None else ("val", "trn"),
+            )
             for task in tasks
             for name in sorted(task.loss.display_names)
         ]
         averages = [average.name for average in training.averaging if average.lcurve]
         shown = [LIVE, *averages] if training.disp_training else []
         self.curves = {
-            w: LcurveFile(outputs.lcurve(w), columns) if world.is_main else None for w in shown
+            w: LcurveFile(outputs.lcurve(w), columns) if world.is_main else None
+            for w in shown
         }
         has_loggers = training.tensorboard or training.loggers
-        self._loggers = Loggers(config, run_id) if world.is_main and has_loggers else None
+        self._loggers = (
+            Loggers(config, run_id) if world.is_main and has_loggers else None
+        )
         # by task: values of its last step, and their mean over its steps in the current interval
         self._last: dict[str, Mapping[str, Tensor]] = {}
         self._means = {task.name: _Mean() for task in tasks}
         # by task, for the last rows in the second half of the run: an error of the training
         # batches, and that of a constant
         self._compared = {
-            task.name: deque[tuple[float, float]](maxlen=COMPARED_ROWS) for task in tasks
+            task.name: deque[tuple[float, float]](maxlen=COMPARED_ROWS)
+            for task in tasks
         }
         self._num_steps, self._warned = length.num_steps, set[str]()
         self.validated_step = 0
@@ -116,7 +132,9 @@ class Reporter:
         if self._loggers is not None:
             self._loggers.start(step)
 
-    def record(self, step: int, task: Task, rate: float, values: Mapping[str, Tensor]) -> None:
+    def record(
+        self, step: int, task: Task, rate: float, values: Mapping[str, Tensor]
+    ) -> None:
         """Record a step.
 
         Nothing waits for the device, unless a logger takes training errors more often than shown.
@@ -157,7 +175,9 @@ class Reporter:
             train = {name: mean.values() for name, mean in self._means.items()}
         else:  # nothing of a task that has had no step
             train = {
-                t.name: {name: float(v) for name, v in self._last.get(t.name, {}).items()}
+                t.name: {
+                    name: float(v) for name, v in self._last.get(t.name, {}).items()
+                }
                 for t in self._tasks
             }
 
@@ -182,12 +202,17 @@ class Reporter:
         for name, (train_row, valid_row) in rows.items():
             if (file := self.curves.get(name)) is not None:
                 file.write(step, rate, train_row, valid_row)
-            errors, logged = named("train", name, train_row), named("batch", name, valid_row)
+            errors, logged = (
+                named("train", name, train_row),
+                named("batch", name, valid_row),
+            )
             if name != LIVE:
                 logged |= errors
                 shown[name] = valid_row if any(valid_row.values()) else train_row
             if self._loggers is not None:
-                if name == LIVE:  # not to loggers that take training errors at their own pace
+                if (
+                    name == LIVE
+                ):  # not to loggers that take training errors at their own pace
                     self._loggers.log(
                         step, {"lr": rate, **errors}, lambda logger: logger.freq is None
                     )
@@ -195,7 +220,9 @@ class Reporter:
         self._progress.show(step, rate, shown)
         self._means = {name: _Mean() for name in self._means}
 
-    def warn_if_nothing_is_learned(self, step: int, remedy: str, at_least: int = 1) -> None:
+    def warn_if_nothing_is_learned(
+        self, step: int, remedy: str, at_least: int = 1
+    ) -> None:
         """Warn once of each task whose training errors are those of a constant.
 
         Args:
@@ -206,12 +233,17 @@ class Reporter:
         longer = "train longer, or " if step < SHORT_RUN else ""
         for task in self._tasks:
             # nan: the batches of a row did not have the label
-            rows = [pair for pair in self._compared[task.name] if not any(map(math.isnan, pair))]
+            rows = [
+                pair
+                for pair in self._compared[task.name]
+                if not any(map(math.isnan, pair))
+            ]
             if task.name in self._warned or len(rows) < max(1, at_least):
                 continue
             # errors are root mean squares: their squares are averaged over the rows
             error, constant = (
-                math.sqrt(sum(value**2 for value in values) / len(rows)) for values in zip(*rows)
+                math.sqrt(sum(value**2 for value in values) / len(rows))
+                for values in zip(*rows)
             )
             if error >= constant > 0:
                 self._warned.add(task.name)
@@ -237,7 +269,10 @@ class Reporter:
         )
         heads = Column("task"), Column("frames", "", ",.0f")
         quantities = labelled(*errors.values())
-        columns = {q: Column(METRICS[q].title, METRICS[q].display_unit, "s") for q in quantities}
+        columns = {
+            q: Column(METRICS[q].title, METRICS[q].display_unit, "s")
+            for q in quantities
+        }
         for line in render(error_table(title, heads, columns, errors, mae_rmse), "  "):
             logger.info("%s", line)
 
@@ -257,7 +292,9 @@ class Reporter:
             for row, errors in results.items():
                 # names of weights have no spaces, those of tasks may; without the space between
                 task, weights = row.rpartition(" ")[::2]
-                self._loggers.log(step, named("val", weights, {task: _without_counts(errors)}))
+                self._loggers.log(
+                    step, named("val", weights, {task: _without_counts(errors)})
+                )
 
     def show_test(
         self, tested: Mapping[tuple[str, str], tuple[int, Errors]]
@@ -275,11 +312,15 @@ class Reporter:
         for (weights, task), (step, errors) in tested.items():
             name = f"{task} {weights}".lstrip()
             self.tested[name] = step, errors
-            values = {m.column: displayed(errors, m) for m in metrics_of(labelled(errors))}
+            values = {
+                m.column: displayed(errors, m) for m in metrics_of(labelled(errors))
+            }
             rows[name] = {"step": float(step), **values}
             if self._loggers is not None:
                 # names of best weights have a space (`best ema`), which keys of loggers may not
-                logged = named("test", weights.replace(" ", "_"), {task: _without_counts(errors)})
+                logged = named(
+                    "test", weights.replace(" ", "_"), {task: _without_counts(errors)}
+                )
                 self._loggers.log(step, logged)
         return rows
 
@@ -290,11 +331,17 @@ class Reporter:
         """
         # as in files: without the level of tasks if there is one
         state: dict[str, Any] = {
-            "sums": unnested({name: dict(mean.sums) for name, mean in self._means.items()}),
-            "counts": unnested({name: dict(mean.counts) for name, mean in self._means.items()}),
+            "sums": unnested(
+                {name: dict(mean.sums) for name, mean in self._means.items()}
+            ),
+            "counts": unnested(
+                {name: dict(mean.counts) for name, mean in self._means.items()}
+            ),
         }
         if self.before:
-            state["before"] = unnested({name: errors.sums for name, errors in self.before.items()})
+            state["before"] = unnested(
+                {name: errors.sums for name, errors in self.before.items()}
+            )
         return state if len(self._means) == 1 else {**state, "last": dict(self._last)}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
@@ -306,10 +353,14 @@ class Reporter:
             # older checkpoints have one number of steps for all errors
             if not isinstance(task_counts, Mapping):
                 task_counts = {
-                    key: torch.full_like(value, task_counts) for key, value in sums.items()
+                    key: torch.full_like(value, task_counts)
+                    for key, value in sums.items()
                 }
             self._means[name] = _Mean(
-                *({k: v.to(device) for k, v in part.items()} for part in (sums, task_counts))
+                *(
+                    {k: v.to(device) for k, v in part.items()}
+                    for part in (sums, task_counts)
+                )
             )
         before = nested(state["before"], tasks) if "before" in state else {}
         self.before = {name: Errors(sums) for name, sums in before.items()}
@@ -368,7 +419,9 @@ class Reporter:
                     # A rank without frames has a batch of padding: it takes part in collectives.
                     # Dummy atoms of a padded batch do not count.
                     num_atoms = 0 if batch.padding else batch.num_real[1]
-                    atoms = torch.tensor(num_atoms, dtype=torch.float64, device=self._world.device)
+                    atoms = torch.tensor(
+                        num_atoms, dtype=torch.float64, device=self._world.device
+                    )
                     mean.add(values, self._world.all_reduce_sum(atoms))
             means[task.name] = mean.values()
         return means
@@ -381,14 +434,22 @@ def _judged(task: Task) -> str:
     """
     # forces are many numbers per frame, so their errors scatter less than those of energies
     return next(
-        (name for name in reversed(task.loss.display_names) if name.endswith(("_f", "_pf", "_e"))),
+        (
+            name
+            for name in reversed(task.loss.display_names)
+            if name.endswith(("_f", "_pf", "_e"))
+        ),
         "",
     )
 
 
 def _without_counts(errors: Errors) -> dict[str, float]:
     """Return the errors of a summary, without the numbers of frames and atoms in it."""
-    return {name: value for name, value in errors.summary().items() if not name.startswith("num_")}
+    return {
+        name: value
+        for name, value in errors.summary().items()
+        if not name.startswith("num_")
+    }
 
 
 @dataclass
@@ -416,8 +477,12 @@ class _Mean:
             values, (weight * numbers.masked_fill(lacking, 0.0)).unbind(), counts
         ):
             self.sums[name] = self.sums[name] + value if name in self.sums else value
-            self.counts[name] = self.counts[name] + count if name in self.counts else count
+            self.counts[name] = (
+                self.counts[name] + count if name in self.counts else count
+            )
 
     def values(self) -> dict[str, float]:
         """Return the mean of each value, nan where no batch has the label; empty without any."""
-        return {name: float(total / self.counts[name]) for name, total in self.sums.items()}
+        return {
+            name: float(total / self.counts[name]) for name, total in self.sums.items()
+        }

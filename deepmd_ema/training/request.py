@@ -93,7 +93,9 @@ class TrainRequest:
                 "--model-branch: chooses a model of the file of --finetune or --init-model. Leave "
                 "it out."
             )
-        if not (self.init_model or self.finetune):  # no file whose models could be chosen
+        if not (
+            self.init_model or self.finetune
+        ):  # no file whose models could be chosen
             return {}
         # by task; the only task of an input without `model_dict` has the empty name
         heads = self.input.heads

@@ -24,7 +24,12 @@ from deepmd_ema.config.messages import differences_of, of_one_task, show, withou
 from deepmd_ema.config.outputs import outside_paths
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, LKFConfig
 from deepmd_ema.data.run import COMPARED_BYTES
-from deepmd_ema.distributed.tensors import StoredTensor, check_weights, local_shard, shard_like
+from deepmd_ema.distributed.tensors import (
+    StoredTensor,
+    check_weights,
+    local_shard,
+    shard_like,
+)
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError, ConfigError, UserError
 from deepmd_ema.files import path_digest
@@ -135,7 +140,8 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
             moved[name] = by_path.pop(path)
     lines = [*by_path.values()]
     lines += [
-        f"task {name}: new, it starts from the seed and the statistics of its data" for name in came
+        f"task {name}: new, it starts from the seed and the statistics of its data"
+        for name in came
     ]
     lines += [f"task {name}: in the checkpoint only, and left behind" for name in went]
     if not lines:
@@ -174,7 +180,10 @@ def check_content(start: Start, contents: Mapping[str, str]) -> None:
     if not start.payload:
         return
     with checkpoint.reading(start.path, "streams"):
-        streams = {task: stream.get("content") for task, stream in start.payload["streams"].items()}
+        streams = {
+            task: stream.get("content")
+            for task, stream in start.payload["streams"].items()
+        }
     for task, content in contents.items():
         # checkpoints of earlier versions do not say what the content was, and new tasks have none
         before = streams.get(task) or content
@@ -189,14 +198,19 @@ def check_content(start: Start, contents: Mapping[str, str]) -> None:
         elif content != before:
             raise ConfigError(f"{moved}. Their content is another, too.\n{_ADVICE}")
         else:
-            logger.info("%s: the same files under other paths, which is no change", moved)
+            logger.info(
+                "%s: the same files under other paths, which is no change", moved
+            )
 
 
 def outside_outputs(config: RunConfig) -> list[str]:
     """Return the options of a run with paths outside of the working folder, to which it writes."""
     values = to_dict(config)
     written = {name: values[name] for name in ("training", "validating")}
-    return [f"{option} = {show(path)}" for option, path in outside_paths(written, Path.cwd())]
+    return [
+        f"{option} = {show(path)}"
+        for option, path in outside_paths(written, Path.cwd())
+    ]
 
 
 def refuse_outside_outputs(start: Start, config: RunConfig) -> None:
@@ -273,7 +287,9 @@ def warn_of_other_input(start: Start, config: RunConfig) -> None:
         # input says
         saved = as_launched(config, launched=False)
         other = as_launched(read_input(DEFAULT_INPUT).config, launched=False)
-        differences = differences_of(to_dict(saved), to_dict(start.adopt_from_checkpoint(other)))
+        differences = differences_of(
+            to_dict(saved), to_dict(start.adopt_from_checkpoint(other))
+        )
         texts = [
             f"{path} = {show(new, 200)} (checkpoint: {show(old, 200)})"
             for path, old, new in differences
@@ -301,7 +317,8 @@ def reads_shards(start: Start, config: RunConfig) -> bool:
     # compilation compares numbers of the models with their weights, and other tasks need all of
     # the checkpoint: both are before the models are sharded
     is_unchanged = (
-        to_dict(config)["model"] == start.config["model"] and not config.training.enable_compile
+        to_dict(config)["model"] == start.config["model"]
+        and not config.training.enable_compile
     )
     return is_unchanged and any(
         isinstance(tensor, StoredTensor) for tensor in start.payload["model"].values()
@@ -312,17 +329,24 @@ def read_shards(start: Start, models: ModelSet) -> None:
     """Put this rank's shards of the weights of the checkpoint into the sharded ``models``."""
     tensors, stored = models.state_dict(), start.payload["model"]
     check_weights(
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()}, stored, start.path
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        stored,
+        start.path,
     )
     with torch.no_grad():
         for name, tensor in tensors.items():
             local_shard(tensor).copy_(shard_like(stored[name], tensor))
     logger.info(
-        "weights of %s (%s, step %d), by shards", start.path, start.payload["weights"], start.step
+        "weights of %s (%s, step %d), by shards",
+        start.path,
+        start.payload["weights"],
+        start.step,
     )
 
 
-def state_of_tasks(start: Start, models: ModelSet, streams: Mapping[str, Any]) -> Mapping[str, Any]:
+def state_of_tasks(
+    start: Start, models: ModelSet, streams: Mapping[str, Any]
+) -> Mapping[str, Any]:
     """Return the state of the checkpoint as that of a run of the tasks of ``models``.
 
     Args:
@@ -344,13 +368,18 @@ def state_of_tasks(start: Start, models: ModelSet, streams: Mapping[str, Any]) -
     for name, first in models.first_names().items():
         if name in before:
             old_names.setdefault(first, before[name])
-    old_names |= {name: name for name, _ in models.named_buffers() if name in payload["model"]}
+    old_names |= {
+        name: name for name, _ in models.named_buffers() if name in payload["model"]
+    }
 
     # Parameters of new tasks have the moments with which the optimizer was just built.
     moments = payload["optimizer"]["state"]
     carried = {name: moments[old] for name, old in old_names.items() if old in moments}
     new = [name for name, _ in models.named_parameters() if name not in carried]
-    state = {**payload, "optimizer": {**payload["optimizer"], "state": carried, "new": new}}
+    state = {
+        **payload,
+        "optimizer": {**payload["optimizer"], "state": carried, "new": new},
+    }
 
     # positions in the frames of each task, those of new tasks at their start; displayed values
     state["streams"] = {
@@ -367,7 +396,9 @@ def state_of_tasks(start: Start, models: ModelSet, streams: Mapping[str, Any]) -
         profiles: dict[str, Any] = {}
         for name, profile in payload["averages"]["profiles"].items():
             weights = profile["weights"]
-            renamed = {new: weights[old] for new, old in old_names.items() if old in weights}
+            renamed = {
+                new: weights[old] for new, old in old_names.items() if old in weights
+            }
             profiles[name] = {**profile, "weights": renamed}
         state["averages"] = {**payload["averages"], "profiles": profiles}
     return state

@@ -51,7 +51,12 @@ from deepmd_ema.training.restart import (
     warn_of_other_input,
 )
 from deepmd_ema.training.trainer import Callback, Trainer, restart_command
-from deepmd_ema.training.weights import Start, load_pretrained, load_restart, load_weights
+from deepmd_ema.training.weights import (
+    Start,
+    load_pretrained,
+    load_restart,
+    load_weights,
+)
 from deepmd_ema.utils import __version__, peak_memory
 
 __all__ = ["Callback", "TrainRequest", "TrainedRun", "run_training", "train"]
@@ -105,7 +110,10 @@ def run_training(
     ):
         # Replace names of published models by files: one process of each machine downloads them,
         # which may take long, and the others then find them in the cache.
-        files: dict[str, Any] = {"finetune": request.finetune, "init_model": request.init_model}
+        files: dict[str, Any] = {
+            "finetune": request.finetune,
+            "init_model": request.init_model,
+        }
         files = {name: file for name, file in files.items() if file is not None}
         with world.all_ranks_ok(world.long_timeout_group):
             if world.local_rank == 0:
@@ -142,10 +150,15 @@ def run_training(
             if head and (name or request.init_model is None):
                 also = " or --init-model" if not name else ""
                 logger.warning(
-                    '%s.finetune_head = "%s": no effect without --finetune%s', place, head, also
+                    '%s.finetune_head = "%s": no effect without --finetune%s',
+                    place,
+                    head,
+                    also,
                 )
             if task.model.finetune_bias == "keep":
-                logger.warning('%s.finetune_bias = "keep": no effect without --finetune', place)
+                logger.warning(
+                    '%s.finetune_bias = "keep": no effect without --finetune', place
+                )
 
         # Open and check the data, and build the models with their first weights.
         try:
@@ -153,16 +166,23 @@ def run_training(
         except DataError as error:
             if not request.takes_saved_config or "no such file" not in str(error):
                 raise
-            restart = command("dp-ema", "train", "--restart", request.restart, DEFAULT_INPUT)
+            restart = command(
+                "dp-ema", "train", "--restart", request.restart, DEFAULT_INPUT
+            )
             advice = f"If the data have moved, give an input with their new paths: `{restart}`."
             raise DataError([*error.findings, advice]) from error
 
         # The first files, once all mistakes of input and data are excluded: files of an earlier
         # run are moved away, then the config and the record of the run are written.
         world.broadcast_from_rank0(
-            partial(write_config, prepared.config, request.output, is_new=start.step == 0)
+            partial(
+                write_config, prepared.config, request.output, is_new=start.step == 0
+            )
         )
-        record_file, device = Path(RECORD) if world.is_main else None, describe_device(world.device)
+        record_file, device = (
+            Path(RECORD) if world.is_main else None,
+            describe_device(world.device),
+        )
         record = RunRecord(
             record_file, warnings, device, world.size, began, continues=start.step > 0
         )
@@ -170,11 +190,23 @@ def run_training(
             # Build the parts of the run, then log the table of the start: some of its lines need
             # them.
             with world.all_ranks_ok():
-                deadline, file = began + request.max_time, request.file or request.output
-                trainer = Trainer(
-                    prepared, start, world, should_update, file, callback, record, deadline
+                deadline, file = (
+                    began + request.max_time,
+                    request.file or request.output,
                 )
-            remarks = config_warnings(prepared.config, trainer.num_steps, prepared.length.steps_per)
+                trainer = Trainer(
+                    prepared,
+                    start,
+                    world,
+                    should_update,
+                    file,
+                    callback,
+                    record,
+                    deadline,
+                )
+            remarks = config_warnings(
+                prepared.config, trainer.num_steps, prepared.length.steps_per
+            )
             logger.info("%s", "\n".join(start_table(trainer)))
             lengths = prepared.length.tasks.values()
             findings = [finding for length in lengths for finding in length.findings]
@@ -187,10 +219,21 @@ def run_training(
             trained = TrainedRun(
                 checkpoint=saver.live.link,
                 averages={name: series.link for name, series in saver.averages.items()},
-                best={best.row.name: best.file for best in trainer.validator.best_weights()},
-                errors={name: _metrics(errors) for name, errors in reporter.validated.items()},
-                test={name: _metrics(errors) for name, (_, errors) in reporter.tested.items()},
-                before={task: _metrics(errors) for task, errors in reporter.before.items()},
+                best={
+                    best.row.name: best.file
+                    for best in trainer.validator.best_weights()
+                },
+                errors={
+                    name: _metrics(errors)
+                    for name, errors in reporter.validated.items()
+                },
+                test={
+                    name: _metrics(errors)
+                    for name, (_, errors) in reporter.tested.items()
+                },
+                before={
+                    task: _metrics(errors) for task, errors in reporter.before.items()
+                },
                 step=trainer.step,
                 seconds=time.monotonic() - began,
             )
@@ -224,7 +267,9 @@ def train(
     return run_training(request, **options)
 
 
-def load_start(request: TrainRequest, launch: Launch, world: World) -> tuple[Start, RunConfig]:
+def load_start(
+    request: TrainRequest, launch: Launch, world: World
+) -> tuple[Start, RunConfig]:
     """Return the start of a run, and its checked config.
 
     What the input leaves open is as in the start file.
@@ -240,14 +285,18 @@ def load_start(request: TrainRequest, launch: Launch, world: World) -> tuple[Sta
 
     # the config: of the checkpoint, of the input with the models of the file, or of the input; rank
     # 0 reports mistakes of the input together with those of the data
-    if request.takes_saved_config:  # its notes are logged when it is compared with the checkpoint
+    if (
+        request.takes_saved_config
+    ):  # its notes are logged when it is compared with the checkpoint
         run = replace(saved_config(start.config, str(start.path), whole=True), notes=())
     elif request.use_pretrain_script:
         run = request.input.with_model(start.model_section).config
     else:
         run = checked_config(request.input) if world.is_main else request.input.config
     restart = request.restart if request.takes_saved_config else None
-    config = start.adopt_from_checkpoint(as_launched(run, launch.launched, restart, world.size))
+    config = start.adopt_from_checkpoint(
+        as_launched(run, launch.launched, restart, world.size)
+    )
 
     # a restart must continue the same run, and one without an input may write to its folder only
     if request.restart is not None:
@@ -309,7 +358,9 @@ def start_table(trainer: Trainer) -> list[str]:
         frames_text = f"{prepared.length.frames_per_step:.6g} frames{where}"
         pairs.append(("step", f"{batches} batches, {frames_text}"))
     parameters = dict(prepared.models.named_parameters())
-    lines = describe_groups(config.optimizer.groups, prepared.models.first_names(), parameters)
+    lines = describe_groups(
+        config.optimizer.groups, prepared.models.first_names(), parameters
+    )
     pairs += [("group", line) for line in lines]
     logger.debug("embedding networks: %s", trainer.interpolation.describe())
     # the size of all snapshots on the disk: a copy has its trained parameters in float32, and all
@@ -317,7 +368,8 @@ def start_table(trainer: Trainer) -> list[str]:
     trained_names = {n for n, p in parameters.items() if p.requires_grad}
     state = prepared.models.state_dict()
     num_bytes = sum(
-        t.numel() * (4 if name in trained_names else t.element_size()) for name, t in state.items()
+        t.numel() * (4 if name in trained_names else t.element_size())
+        for name, t in state.items()
     )
     total = 0
     for average in averages:
@@ -325,7 +377,9 @@ def start_table(trainer: Trainer) -> list[str]:
             files = due.count(average.start_step)
             total += files * num_bytes
             size = f"{counted(files, 'file')} of {num_bytes / 1e6:.2f} MB"
-            pairs.append(("snapshots", f"{average.name} {every_steps(due.steps.step)}: {size}"))
+            pairs.append(
+                ("snapshots", f"{average.name} {every_steps(due.steps.step)}: {size}")
+            )
     if total:
         text = "MB of disk in all, in float32; `dp-ema posthoc` finds the best length from them"
         pairs.append(("snapshots", f"{total / 1e6:,.2f} {text}"))
@@ -335,16 +389,22 @@ def start_table(trainer: Trainer) -> list[str]:
     letters_by_unit: dict[str, list[str]] = {}
     for task in prepared.tasks.values():
         if ENERGY in task.model.labels:
-            kinds |= {name.partition("_")[0].upper() for name in task.loss.display_names}
+            kinds |= {
+                name.partition("_")[0].upper() for name in task.loss.display_names
+            }
         errors = [error for name in task.model.labels for error in LABELS[name].errors]
         if ATOM_PREF in task.config.labels:
             errors.append(WEIGHTED_FORCE)
         for error in errors:
-            letters = letters_by_unit.setdefault(error.display_unit or "the unit of the labels", [])
+            letters = letters_by_unit.setdefault(
+                error.display_unit or "the unit of the labels", []
+            )
             if error.metric not in ("", "S", *letters):
                 letters.append(error.metric)
     units = ", ".join(
-        f"{' and '.join(letters)} in {unit}" for unit, letters in letters_by_unit.items() if letters
+        f"{' and '.join(letters)} in {unit}"
+        for unit, letters in letters_by_unit.items()
+        if letters
     )
     text = f"{' or '.join(sorted(kinds)) or 'errors'} of batches, {units}"
     if config.fully_validated:
@@ -438,7 +498,9 @@ def end_table(trainer: Trainer, trained: TrainedRun, steps: int) -> list[str]:
         for name, errors in trainer.reporter.validated.items()
     ]
     for name, (step, errors) in trainer.reporter.tested.items():
-        pairs.append(("test", f"{name}, step {step:,}, MAE / RMSE: {describe_errors(errors)}"))
+        pairs.append(
+            ("test", f"{name}, step {step:,}, MAE / RMSE: {describe_errors(errors)}")
+        )
 
     # time and memory
     compiler = trainer.validator.models.compiler
@@ -456,27 +518,39 @@ def end_table(trainer: Trainer, trained: TrainedRun, steps: int) -> list[str]:
         100 * trainer.times.waiting_share(),
     )
     device = trainer.world.device
-    parts = [f"{duration(trained.seconds)} for {counted(steps, 'step')}, validation included"]
+    parts = [
+        f"{duration(trained.seconds)} for {counted(steps, 'step')}, validation included"
+    ]
     if peak_memory() > 0:  # 0 where the system does not say
         parts.append(f"{peak_memory() / 1e9:.2g} GB at most")
     if device.type == "cuda":
-        parts.append(f"{torch.cuda.max_memory_reserved(device) / 1e9:.2g} GB of the GPU")
+        parts.append(
+            f"{torch.cuda.max_memory_reserved(device) / 1e9:.2g} GB of the GPU"
+        )
     pairs.append(("time", ", ".join(parts)))
 
     # commands: to continue, and for the model of the run, that of an average if there is one; the
     # averaged point of a schedule-free optimizer is the model that it trains
-    pairs.append(("continue", restart_command(trainer) if trainer.is_out_of_time else ""))
+    pairs.append(
+        ("continue", restart_command(trainer) if trainer.is_out_of_time else "")
+    )
     trained_points = [
-        averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeProfile)
+        averages[a.name]
+        for a in config.training.averaging
+        if isinstance(a, ScheduleFreeProfile)
     ]
     model = [*trained_points, *averages.values(), trained.checkpoint][0]
     validated = [
-        name for name, task in config.tasks.items() if task.data.validation_data is not None
+        name
+        for name, task in config.tasks.items()
+        if task.data.validation_data is not None
     ]
     if validated:
         head = ["--head", validated[0]] if heads else []
         data = ["--valid-data", trainer.input_file]
-        pairs.append(("next", command("dp-ema", "test", "-m", model, *head, *data, "--plot")))
+        pairs.append(
+            ("next", command("dp-ema", "test", "-m", model, *head, *data, "--plot"))
+        )
     report = "dp-ema report"
     if any(task.data.validation_fraction is not None for task in config.tasks.values()):
         report += "  (errors and parity of the frames that were split off)"

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, on_rank0, save_together
+from deepmd_ema.checkpoint.series import (
+    BestFiles,
+    CheckpointSeries,
+    on_rank0,
+    save_together,
+)
 from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs, Schedule, suffix_of
@@ -109,8 +114,13 @@ class StateBuilder:
         if name not in self._models:
             if name == LIVE:
                 # None: this process saves nothing of a tensor, and has only helped to gather it
-                copies = {n: self.take(tensor) for n, tensor in self.models.state_dict().items()}
-                self._models[name] = {n: copy for n, copy in copies.items() if copy is not None}
+                copies = {
+                    n: self.take(tensor)
+                    for n, tensor in self.models.state_dict().items()
+                }
+                self._models[name] = {
+                    n: copy for n, copy in copies.items() if copy is not None
+                }
             else:
                 self._models[name] = self.bank.weights(name, take=self.take)
         return self._models[name]
@@ -142,7 +152,10 @@ def narrowed(snapshot: Mapping[str, Any], buffers: Iterable[str]) -> dict[str, A
         buffers: names of the buffers of the models.
     """
     parameters = set(snapshot["averaged"]).difference(buffers)
-    model = {n: t.to(torch.float32) if n in parameters else t for n, t in snapshot["model"].items()}
+    model = {
+        n: t.to(torch.float32) if n in parameters else t
+        for n, t in snapshot["model"].items()
+    }
     return {**snapshot, "model": model}
 
 
@@ -182,18 +195,24 @@ class Saver:
     ) -> None:
         training, folder = config.training, Outputs(config).snapshot_folder
         # with `start` rotation knows the files of an earlier run, which it removes
-        series = partial(CheckpointSeries, training.save_ckpt, start=start, writers=writers)
+        series = partial(
+            CheckpointSeries, training.save_ckpt, start=start, writers=writers
+        )
         self.builder = builder
         self._bests = bests
         self._tables = tables
         self.writer = Writer(world, everywhere=training.writes_shards)
         self.live = series(suffix_of(LIVE), training.save_dir, schedule.num_kept())
         self.averages = {
-            a.name: series(suffix_of(a.name), training.save_dir, schedule.num_kept(a.ckpt_keep))
+            a.name: series(
+                suffix_of(a.name), training.save_dir, schedule.num_kept(a.ckpt_keep)
+            )
             for a in training.averaging
         }
         # copies of averages for `dp-ema posthoc`: all of them stay (0), in a folder of their own
-        self._snapshots = {name: series(suffix_of(name), folder, 0) for name in schedule.snapshots}
+        self._snapshots = {
+            name: series(suffix_of(name), folder, 0) for name in schedule.snapshots
+        }
 
     def keep_snapshots(self, names: Sequence[str], step: int) -> None:
         """Write the snapshots of ``step`` of averages that have begun.
@@ -209,7 +228,9 @@ class Saver:
             if content["average"]["updates"]:
                 # Jobs in their order: first wait for the copies from a GPU, then write. The thread
                 # of the writer waits for both, so that training continues at once.
-                write = partial(_write_snapshot, self._snapshots[name], step, content, buffers)
+                write = partial(
+                    _write_snapshot, self._snapshots[name], step, content, buffers
+                )
                 self.writer.submit(self.builder.copies.arrival(), write)
 
     def keep_best(
@@ -225,7 +246,9 @@ class Saver:
         """
         self.writer.begin(step)
         content = self.builder.weights(weights, step, "best")
-        self.writer.submit(self.builder.copies.arrival(), lambda: done(best.write(step, content)))
+        self.writer.submit(
+            self.builder.copies.arrival(), lambda: done(best.write(step, content))
+        )
 
     def save(
         self,
@@ -248,7 +271,9 @@ class Saver:
         self.writer.begin(step)
         training = self.builder.training(step, state)
         if refitted is not None:
-            training["refitted"] = {name: dict(tensors) for name, tensors in refitted.items()}
+            training["refitted"] = {
+                name: dict(tensors) for name, tensors in refitted.items()
+            }
         files = [(self.live, training)]
         for name, series in self.averages.items():
             content = self.builder.weights(name, step, "average")
@@ -259,22 +284,32 @@ class Saver:
                     (n, tensor.clone()) for n, tensor in refitted.get(name, {}).items()
                 )
             files.append((series, content))
-        self.writer.submit(self.builder.copies.arrival(), partial(self._write, step, files, remark))
+        self.writer.submit(
+            self.builder.copies.arrival(), partial(self._write, step, files, remark)
+        )
 
     def _write(
-        self, step: int, files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]], remark: str
+        self,
+        step: int,
+        files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]],
+        remark: str,
     ) -> None:
         """Write the files of a step, in the thread of the writer."""
         # Rows first: a checkpoint on the disk whose rows are lost would leave a gap in the tables.
         for table in self._tables:
             table.sync()
-        logger.debug("saved %s", ", ".join(map(str, save_together(step, files, self._bests))))
+        logger.debug(
+            "saved %s", ", ".join(map(str, save_together(step, files, self._bests)))
+        )
         if remark:
             logger.debug("%s", remark)
 
 
 def _write_snapshot(
-    series: CheckpointSeries, step: int, content: Mapping[str, Any], buffers: Iterable[str]
+    series: CheckpointSeries,
+    step: int,
+    content: Mapping[str, Any],
+    buffers: Iterable[str],
 ) -> None:
     """Write a snapshot in the thread of the writer, where narrowing costs no time of a step."""
     series.save(step, narrowed(content, buffers))

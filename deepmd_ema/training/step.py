@@ -76,11 +76,15 @@ class Step:
         self._trained = [p for p in self._named.values() if p.requires_grad]
         # Number of the first step that was not finite, 0 if there is none. It is on the device,
         # where each step compares and changes it in place, so that a CUDA graph can do so.
-        self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
+        self._first_bad = torch.zeros(
+            (), dtype=torch.int64, device=self._trained[0].device
+        )
         self.checks_are_free = self._first_bad.device.type == "cpu"
         self.laps, self._lap_began = dict[str, float](), 0.0
         # whether the loss of this rank's frames was not finite in that step
-        self._own_fault = torch.zeros((), dtype=torch.bool, device=self._trained[0].device)
+        self._own_fault = torch.zeros(
+            (), dtype=torch.bool, device=self._trained[0].device
+        )
 
     def _lap(self, part: str = "") -> None:
         """Count the time since the last call under ``part``; without a name it only begins."""
@@ -90,7 +94,9 @@ class Step:
                 self.laps[part] = self.laps.get(part, 0.0) + now - self._lap_began
             self._lap_began = now
 
-    def raise_if_diverged(self, tasks: TaskMixture, last_step: int, world: World) -> None:
+    def raise_if_diverged(
+        self, tasks: TaskMixture, last_step: int, world: World
+    ) -> None:
         """Check that every step so far was finite.
 
         Waits for the device. Must be called by every rank.
@@ -104,7 +110,9 @@ class Step:
             return
         # the step may be some steps back: count the steps of its task since then
         task = tasks.draw(bad)
-        steps_since = sum(tasks.draw(step) is task for step in range(bad, last_step + 1))
+        steps_since = sum(
+            tasks.draw(step) is task for step in range(bad, last_step + 1)
+        )
         frames = task.frames_of_step(steps_since)
         shown = first_few([f"{system} frame {index}" for system, index in frames], 8)
         named = f" (task {task.name})" if task.name else ""
@@ -151,7 +159,11 @@ class GradientStep(Step):
     """
 
     def __init__(
-        self, prepared: PreparedRun, parallel_module: nn.Module, num_steps: int, world: World
+        self,
+        prepared: PreparedRun,
+        parallel_module: nn.Module,
+        num_steps: int,
+        world: World,
     ) -> None:
         config, stage = prepared.config, prepared.config.training.zero_stage
         assert not isinstance(config.optimizer, LKFConfig)  # LKF has KalmanStep
@@ -171,7 +183,9 @@ class GradientStep(Step):
         self._without_exchange = getattr(parallel_module, "no_sync", nullcontext)
         self._max_norm = config.training.gradient_max_norm or None  # 0: no clipping
         # for the norm of all gradients, where each rank holds a part of every gradient
-        self._all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
+        self._all_reduce_sum = (
+            world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
+        )
 
     def update(
         self,
@@ -197,7 +211,9 @@ class GradientStep(Step):
         if len(batches) == 1:
             batch = batches[0].to(self._first_bad.device)
             total, values = task.loss(
-                self._parallel_module(task.name, batch, **task.loss.needs(batch)), batch, rate
+                self._parallel_module(task.name, batch, **task.loss.needs(batch)),
+                batch,
+                rate,
             )
             self._lap("forward")
             total.backward()
@@ -227,7 +243,8 @@ class GradientStep(Step):
             # in the last backward pass ranks exchange the sums of all batches, once
             with nullcontext() if number == len(batches) else self._without_exchange():
                 total = loss.add(
-                    self._parallel_module(task.name, batch, **task.loss.needs(batch)), batch
+                    self._parallel_module(task.name, batch, **task.loss.needs(batch)),
+                    batch,
                 )
                 self._lap("forward")
                 total.backward()
@@ -267,13 +284,21 @@ class GraphedSteps:
     """
 
     def __init__(
-        self, take_step: GradientStep, bank: AverageBank, device: torch.device, products: Products
+        self,
+        take_step: GradientStep,
+        bank: AverageBank,
+        device: torch.device,
+        products: Products,
     ) -> None:
         self._take_step = take_step
         self._bank = bank
         self._products = products
-        self._pool: Any = None  # memory that all graphs share, of which one runs at a time
-        self._numbers = torch.zeros(2, dtype=torch.float64, device=device)  # learning rate and step
+        self._pool: Any = (
+            None  # memory that all graphs share, of which one runs at a time
+        )
+        self._numbers = torch.zeros(
+            2, dtype=torch.float64, device=device
+        )  # learning rate and step
         self._uses: Counter[Hashable] = Counter()
         # by task, layout and averages: the buffer of a batch, and the step
         self._graphs: dict[Hashable, tuple[Tensor, Callable[[], Updated]]] = {}
@@ -289,7 +314,9 @@ class GraphedSteps:
         """
         graph = torch.cuda.CUDAGraph()
         # other threads, those of the loader and the writer, may allocate and wait meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, capture_error_mode="thread_local"
+        ):
             updated = step()
         self._pool = graph.pool()
 
@@ -313,7 +340,8 @@ class GraphedSteps:
         """
         # a new tensor each time: the copy of the step before may not have been made yet
         self._numbers.copy_(
-            torch.tensor([rate, step], dtype=torch.float64).pin_memory(), non_blocking=True
+            torch.tensor([rate, step], dtype=torch.float64).pin_memory(),
+            non_blocking=True,
         )
         # averages in host memory cannot be part of a graph: they are updated after the launch
         due = self._bank.begin(epoch)

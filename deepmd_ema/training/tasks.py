@@ -162,9 +162,13 @@ class TaskMixture:
         seed: of the run.
     """
 
-    def __init__(self, tasks: Iterable[Task], shares: Iterable[float], seed: int) -> None:
+    def __init__(
+        self, tasks: Iterable[Task], shares: Iterable[float], seed: int
+    ) -> None:
         self._tasks, self._seed = tuple(tasks), seed
-        self._cumulative = np.cumsum([*shares])  # upper ends of the intervals of the tasks
+        self._cumulative = np.cumsum(
+            [*shares]
+        )  # upper ends of the intervals of the tasks
 
     def __iter__(self) -> Iterator[Task]:
         return iter(self._tasks)
@@ -177,7 +181,10 @@ class TaskMixture:
         number = np.random.default_rng(seed_for("task", self._seed, step)).random()
         # the last end may be below 1 by rounding, and the number above it
         return self._tasks[
-            min(int(np.searchsorted(self._cumulative, number, side="right")), len(self._tasks) - 1)
+            min(
+                int(np.searchsorted(self._cumulative, number, side="right")),
+                len(self._tasks) - 1,
+            )
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,7 +264,9 @@ def build_task(
         split.digest if split is not None else "",
         models,
         model,
-        LOSSES[task.loss.type](task.loss, config.learning_rate.start_lr, world, task.model),
+        LOSSES[task.loss.type](
+            task.loss, config.learning_rate.start_lr, world, task.model
+        ),
         training.accumulate,
         loader(task.data.training_data, data.train, "frames"),
         loader(shown, data.valid, "display frames") if shown is not None else None,

@@ -23,7 +23,13 @@ from deepmd_ema.config.outputs import Schedule
 from deepmd_ema.config.schema.loggers import FAILED, FINISHED, INTERRUPTED
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.distributed.launch import END_SIGNALS, handling
-from deepmd_ema.distributed.tensors import HostCopies, OwnRows, Take, WholeTensors, map_tensors
+from deepmd_ema.distributed.tensors import (
+    HostCopies,
+    OwnRows,
+    Take,
+    WholeTensors,
+    map_tensors,
+)
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.model.model_set import unnested
@@ -42,7 +48,12 @@ from deepmd_ema.training.modes import (
 )
 from deepmd_ema.training.prepare import Hook, PreparedRun, refit_bias, tracked_averages
 from deepmd_ema.training.reporter import COMPARED_ROWS, Reporter
-from deepmd_ema.training.restart import outside_outputs, read_shards, reads_shards, state_of_tasks
+from deepmd_ema.training.restart import (
+    outside_outputs,
+    read_shards,
+    reads_shards,
+    state_of_tasks,
+)
 from deepmd_ema.training.saver import Saver, StateBuilder
 from deepmd_ema.training.step import GradientStep, GraphedSteps
 from deepmd_ema.training.tasks import TaskMixture
@@ -131,12 +142,16 @@ class Trainer:
         # Choose the embedding nets that are interpolated, before compilation, because their number
         # of terms is a constant of the code. The state was called "splines" in 0.1.0.
         state = start.payload.get("interpolation", start.payload.get("splines", {}))
-        with checkpoint.reading(start.path, "interpolation") if state else nullcontext():
+        with (
+            checkpoint.reading(start.path, "interpolation") if state else nullcontext()
+        ):
             self.interpolation = InterpolationControl(models, world, batches, state)
 
         # Compile before the models are sharded: one rank may then compile while others wait for its
         # code. Loaders pad the batches of what could be compiled.
-        self.products, in_validation = contexts_of_products(config, models, world.device)
+        self.products, in_validation = contexts_of_products(
+            config, models, world.device
+        )
         contexts = (self.products, in_validation)
         config_as_run = compile_models(config, models, batches, world, contexts)
         for task in self.tasks:
@@ -153,14 +168,23 @@ class Trainer:
             read_shards(start, models)
 
         # Start the averages, which need the weights, as they are distributed over the ranks.
-        profiles = tracked_averages(config, prepared.length.steps_per, should_update, num_steps)
+        profiles = tracked_averages(
+            config, prepared.length.steps_per, should_update, num_steps
+        )
         self.bank = AverageBank(models.by_task, profiles, around=models)
 
         # The stopwatch, which also estimates the time left. Until the first validation has been
         # measured, its time is estimated as that of some steps.
-        frames = sum(system.num_frames for task in prepared.tasks.values() for system in task.valid)
+        frames = sum(
+            system.num_frames
+            for task in prepared.tasks.values()
+            for system in task.valid
+        )
         validation_steps = (
-            FORWARD_SHARE * len(config.fully_validated) * frames / prepared.length.frames_per_step
+            FORWARD_SHARE
+            * len(config.fully_validated)
+            * frames
+            / prepared.length.frames_per_step
         )
         due = {"checkpoint": schedule.checkpoint}
         if schedule.validation is not None:
@@ -174,21 +198,35 @@ class Trainer:
             prepared, self.tasks, self.bank, run_id, world, self.times, in_validation
         )
         writers = world.for_writer() if training.writes_shards else None
-        self.validator = FullValidation(prepared, self.bank, writers, world, in_validation)
+        self.validator = FullValidation(
+            prepared, self.bank, writers, world, in_validation
+        )
 
         # Checkpoints: rank 0 writes whole tensors, or each rank its rows. A checkpoint is written
         # after the rows of the tables up to its step, and best files are pruned after it.
         bests = [row.best for row in self.validator.rows if row.best is not None]
         logs = [row.log for row in self.validator.rows if row.log is not None]
         tables = [*filter(None, self.reporter.curves.values()), *logs]
-        take_from: Callable[[HostCopies], Take] = partial(WholeTensors, keep=world.is_main)
+        take_from: Callable[[HostCopies], Take] = partial(
+            WholeTensors, keep=world.is_main
+        )
         if training.writes_shards:
             take_from = partial(OwnRows, world.rank, world.size)
-        distances = unnested({name: model.min_nbor_dist for name, model in models.by_task.items()})
-        builder = StateBuilder(
-            models, self.bank, to_dict(config_as_run), distances, run_id, num_steps, take_from
+        distances = unnested(
+            {name: model.min_nbor_dist for name, model in models.by_task.items()}
         )
-        self.saver = Saver(config, schedule, start.step, builder, bests, tables, writers, world)
+        builder = StateBuilder(
+            models,
+            self.bank,
+            to_dict(config_as_run),
+            distances,
+            run_id,
+            num_steps,
+            take_from,
+        )
+        self.saver = Saver(
+            config, schedule, start.step, builder, bests, tables, writers, world
+        )
 
         # The steps, with their optimizer, after sharding: moments have the shards of the weights.
         # A CUDA graph contains the averages, too, so it needs the bank.
@@ -198,20 +236,30 @@ class Trainer:
 
             self.take_step: GradientStep | KalmanStep = KalmanStep(prepared, num_steps)
         else:
-            self.take_step = gradient_step = GradientStep(prepared, module, num_steps, world)
+            self.take_step = gradient_step = GradientStep(
+                prepared, module, num_steps, world
+            )
             if launches_graphs(config, world):
-                self.graphs = GraphedSteps(gradient_step, self.bank, world.device, self.products)
+                self.graphs = GraphedSteps(
+                    gradient_step, self.bank, world.device, self.products
+                )
         if training.cuda_graphs and self.graphs is None:
-            logger.warning("training.cuda_graphs has no effect: %s.", why_no_graphs(config, world))
+            logger.warning(
+                "training.cuda_graphs has no effect: %s.", why_no_graphs(config, world)
+            )
 
         # The state of the loop.
         self.step = 0
         self.stop = StopRequest()
         self.is_out_of_time = False
-        self._validation_pending = False  # one that was broken off is made again after a restart
+        self._validation_pending = (
+            False  # one that was broken off is made again after a restart
+        )
         self._saved = -1  # step of the last checkpoint
         self._windows = ""  # lengths of the averages, as last logged
-        self._refitted: Mapping[str, Mapping[str, Tensor]] = {}  # after the last step, by weights
+        self._refitted: Mapping[
+            str, Mapping[str, Tensor]
+        ] = {}  # after the last step, by weights
         # whether loaded weights are validated before the first step; a restart has these errors
         self._validates_before = bool(start.sources)
 
@@ -236,11 +284,15 @@ class Trainer:
         # A check for signals waits for other ranks. On GPUs, where the host runs ahead of the
         # device, it is made in some steps only.
         poll_every = (
-            STOP_POLL_INTERVAL if self.world.size > 1 and self.world.device.type != "cpu" else 1
+            STOP_POLL_INTERVAL
+            if self.world.size > 1 and self.world.device.type != "cpu"
+            else 1
         )
         with handling((*END_SIGNALS, signal.SIGINT), self.stop.request):
             try:
-                self.record.write(first_step=self.step, step=self.step, num_steps=self.num_steps)
+                self.record.write(
+                    first_step=self.step, step=self.step, num_steps=self.num_steps
+                )
                 self.reporter.start(self.step)
                 self.callback.on_start(self)
                 # ranks of other machines may differ: reported now, not at the first checkpoint
@@ -254,7 +306,9 @@ class Trainer:
                     # a stop that is requested meanwhile ends the run as always, after the first
                     # step
                     with self.times.of("validation"), suppress(ValidationAborted):
-                        self.reporter.show_before(self.validator.errors(self._is_stopped))
+                        self.reporter.show_before(
+                            self.validator.errors(self._is_stopped)
+                        )
                 try:
                     if self._validation_pending:
                         self._validate()
@@ -278,13 +332,19 @@ class Trainer:
                                 self.step, self._refitted, self._is_stopped
                             )
                         self.record.part.test = self.reporter.show_test(tested)
-                except ValidationAborted:  # a stop was requested in a validation or in the test
+                except (
+                    ValidationAborted
+                ):  # a stop was requested in a validation or in the test
                     self._leave()
-                self.reporter.warn_if_nothing_is_learned(self.step, self.take_step.remedy)
+                self.reporter.warn_if_nothing_is_learned(
+                    self.step, self.take_step.remedy
+                )
                 self.saver.writer.finish()
             except BaseException as error:
                 was_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
-                with suppress(OSError, UserError):  # the first error is the one to report
+                with suppress(
+                    OSError, UserError
+                ):  # the first error is the one to report
                     self._close(INTERRUPTED if was_stopped else FAILED)
                 raise
             self._close(FINISHED)
@@ -313,13 +373,18 @@ class Trainer:
             # A GPU's own thread of the backward pass counts the operations of second derivatives
             # apart. The order in which gradients are added would depend on the steps before, and a
             # restart would not be bitwise.
-            with self.times.of("step"), torch.autograd.set_multithreading_enabled(False):
+            with (
+                self.times.of("step"),
+                torch.autograd.set_multithreading_enabled(False),
+            ):
                 self.interpolation.before_step(number)
                 if self.graphs is not None and isinstance(batches[0], PackedBatch):
                     updated, batch = self.graphs(task, batches[0], rate, number, epoch)
                     self.step, batches = number, [batch]
                 else:
-                    if len(batches) == 1:  # each of several is copied when it is its turn
+                    if (
+                        len(batches) == 1
+                    ):  # each of several is copied when it is its turn
                         batches = [batches[0].to(self.world.device)]
                     with self.products():
                         updated = self.take_step.update(task, batches, rate, number)
@@ -328,7 +393,9 @@ class Trainer:
                         self._raise_if_diverged()
                     # a step that was checked on the host is good; else the device decides, and
                     # nothing waits for it
-                    self.bank.update(None if self.take_step.checks_are_free else updated.ok, epoch)
+                    self.bank.update(
+                        None if self.take_step.checks_are_free else updated.ok, epoch
+                    )
 
             # Everything that is due after the step. On a GPU the host now looks whether the steps
             # so far were finite, before it shows or saves anything.
@@ -338,7 +405,9 @@ class Trainer:
                 self._raise_if_diverged()
                 with self.callback.during(self, "display"):
                     self.reporter.show(number, task, batches, rate, updated.values)
-            snapshots = [name for name, due in self.schedule.snapshots.items() if number in due]
+            snapshots = [
+                name for name, due in self.schedule.snapshots.items() if number in due
+            ]
             if snapshots:  # before a validation, which a stop may break off
                 self._raise_if_diverged()
                 with self.times.of("snapshot"):
@@ -392,19 +461,31 @@ class Trainer:
         self._validation_pending = True
         entered = partial(self.callback.in_validation, self)
         with self.callback.during(self, "validation"), self.times.of("validation"):
-            results = self.validator.run(self.step, self.saver, self._is_stopped, entered)
+            results = self.validator.run(
+                self.step, self.saver, self._is_stopped, entered
+            )
         self._validation_pending = False
-        best = [b.row.name for b in self.validator.best_weights() if b.step == self.step]
+        best = [
+            b.row.name for b in self.validator.best_weights() if b.step == self.step
+        ]
         self.reporter.show_validation(self.step, results, best)
-        self.reporter.warn_if_nothing_is_learned(self.step, self.take_step.remedy, COMPARED_ROWS)
+        self.reporter.warn_if_nothing_is_learned(
+            self.step, self.take_step.remedy, COMPARED_ROWS
+        )
         if (why := self.validator.stopped_early) and self.step < self.num_steps:
-            logger.info("early stop after step %d of %d: %s", self.step, self.num_steps, why)
+            logger.info(
+                "early stop after step %d of %d: %s", self.step, self.num_steps, why
+            )
             self.record.early_end, self.num_steps = why, self.step
             self._keep_last_snapshots()
 
     def _keep_last_snapshots(self) -> None:
         """Write the snapshots that are due only because the run ends after this step."""
-        names = [name for name, due in self.schedule.snapshots.items() if self.step not in due]
+        names = [
+            name
+            for name, due in self.schedule.snapshots.items()
+            if self.step not in due
+        ]
         self.saver.keep_snapshots(names, self.step)
 
     def _save(self) -> None:
@@ -427,7 +508,9 @@ class Trainer:
         """
         # weights that differ between ranks are reported in place of being saved
         check_replicas(self.validator.models, self.world, self.step)
-        averages = {name: self.bank.info(name) for name in self.bank.names}  # waits for the device
+        averages = {
+            name: self.bank.info(name) for name in self.bank.names
+        }  # waits for the device
         windows = "; ".join(
             f"{name}: decay {info['effective_decay']:.6g}, looks back {info['mean_age']:,.1f} "
             "steps on average"
@@ -452,7 +535,9 @@ class Trainer:
                 once.
         """
         seconds = {**self.times.seconds, **self.take_step.laps}
-        self.record.note(self.step, seconds, self.times.left(self.step, self.num_steps), averages)
+        self.record.note(
+            self.step, seconds, self.times.left(self.step, self.num_steps), averages
+        )
 
     def _leave(self) -> None:
         """Save the current step; raise Interrupted unless only the time is over."""
@@ -494,7 +579,9 @@ class Trainer:
         # each part in a context that reports damage of the file with its name
         path, step = start.path, start.step
         with checkpoint.reading(path):
-            state = state_of_tasks(start, self.validator.models, self.tasks.state_dict())
+            state = state_of_tasks(
+                start, self.validator.models, self.tasks.state_dict()
+            )
         self.step = self._saved = step
         if step >= self.num_steps:
             logger.warning(
@@ -518,7 +605,9 @@ class Trainer:
             self.tasks.load_state_dict(state["streams"])
         with checkpoint.reading(path, "display"):
             self.reporter.load_state_dict(state["display"], step)
-        self._validation_pending = bool(state["validation_pending"] and self.validator.rows)
+        self._validation_pending = bool(
+            state["validation_pending"] and self.validator.rows
+        )
         # a validation that was broken off is made again: its rows are cut, with those after it
         with checkpoint.reading(path, "best or early_stop"):
             self.validator.load_state_dict(state, step - self._validation_pending)

@@ -24,7 +24,12 @@ from deepmd_ema.config.labels import ATOM_PREF, WEIGHTED_FORCE
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.config.schema.training import EarlyStopConfig
-from deepmd_ema.data.loader import num_batches, prefetch, sequential_batches, shared_atoms_at_once
+from deepmd_ema.data.loader import (
+    num_batches,
+    prefetch,
+    sequential_batches,
+    shared_atoms_at_once,
+)
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.distributed.tensors import local_shard, shard_like
 from deepmd_ema.distributed.world import World
@@ -129,8 +134,12 @@ class FullValidation:
         self._products = products
         self.tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
         self.tested = {name: task for name, task in prepared.tasks.items() if task.test}
-        averages = config.fully_validated or [average.name for average in config.training.averaging]
-        self._tested_weights = dict.fromkeys([LIVE, *averages])  # each once, in this order
+        averages = config.fully_validated or [
+            average.name for average in config.training.averaging
+        ]
+        self._tested_weights = dict.fromkeys(
+            [LIVE, *averages]
+        )  # each once, in this order
 
         # the error of each task that the early stop watches; every rank counts alike
         metric, early_stop = validating.validation_metric, validating.early_stop
@@ -139,7 +148,9 @@ class FullValidation:
                 name: task.config.metric(early_stop.metric or metric)
                 for name, task in self.tasks.items()
             }
-        self.early_stop = EarlyStop(early_stop, watched) if early_stop is not None else None
+        self.early_stop = (
+            EarlyStop(early_stop, watched) if early_stop is not None else None
+        )
 
         # A row for each set of weights and task, those of one set together: weights are exchanged
         # once for all its tasks. Best records are on every rank, because all ranks take part in the
@@ -149,7 +160,10 @@ class FullValidation:
         for weights in config.fully_validated:
             for name, task in self.tasks.items():
                 file, section = outputs.validation_log(weights, name), task.config
-                best_by, shown = section.metric(metric), section.model.fitting_net.metrics
+                best_by, shown = (
+                    section.metric(metric),
+                    section.model.fitting_net.metrics,
+                )
                 if ATOM_PREF in section.labels:
                     shown = (*shown, WEIGHTED_FORCE.metric)
                 log = best = None
@@ -167,7 +181,11 @@ class FullValidation:
                 self.rows.append(Validated(weights, name, best_by, log, best))
 
     def run(
-        self, step: int, saver: Saver, stopped: Callable[[], bool], entered: Callable[[str], None]
+        self,
+        step: int,
+        saver: Saver,
+        stopped: Callable[[], bool],
+        entered: Callable[[str], None],
     ) -> dict[str, Errors]:
         """Validate every set of weights, write rows and best files; return errors by row.
 
@@ -204,13 +222,20 @@ class FullValidation:
             value = row_errors.metric(row.metric)
             # ranks have the same errors, and all of them copy the weights for the best file
             if row.best is not None and row.best.offer(value, step):
-                saver.keep_best(row.best, row.weights, step, partial(self._report_best, row, value))
+                saver.keep_best(
+                    row.best, row.weights, step, partial(self._report_best, row, value)
+                )
         if self.early_stop is not None:
-            self.early_stop.add(step, {row.key: values for row, values in errors.items()})
+            self.early_stop.add(
+                step, {row.key: values for row, values in errors.items()}
+            )
         return {row.name: values for row, values in errors.items()}
 
     def test(
-        self, step: int, refitted: Mapping[str, Mapping[str, Tensor]], stopped: Callable[[], bool]
+        self,
+        step: int,
+        refitted: Mapping[str, Mapping[str, Tensor]],
+        stopped: Callable[[], bool],
     ) -> dict[Row, tuple[int, Errors]]:
         """Return step and errors on the test data, by names of weights and task.
 
@@ -228,7 +253,10 @@ class FullValidation:
         tested: dict[Row, tuple[int, Errors]] = {}
         for weights in self._tested_weights:
             # with the tensors that the files of the end have
-            with self._bank.swapped_in(weights), self._replaced(refitted.get(weights, {})):
+            with (
+                self._bank.swapped_in(weights),
+                self._replaced(refitted.get(weights, {})),
+            ):
                 errors = self.errors(stopped, self.tested)
             for task, task_errors in errors.items():
                 tested[weights, task] = step, task_errors
@@ -236,7 +264,9 @@ class FullValidation:
             task = best.row.task
             if task in self.tested:
                 # rank 0 has written the file, to a folder that others may not see
-                file = self._world.broadcast_from_rank0(partial(checkpoint.load, best.file))
+                file = self._world.broadcast_from_rank0(
+                    partial(checkpoint.load, best.file)
+                )
                 with self._replaced(file["model"]):
                     errors = self.errors(stopped, {task: self.tested[task]})
                 tested[f"best {best.row.weights}", task] = best.step, errors[task]
@@ -284,8 +314,12 @@ class FullValidation:
         # as `dp-ema test` evaluates a file of these weights, so that both give the same numbers
         with tables_in(self.models.by_task.values()), self._products():
             for name, task in (self.tasks if tested is None else tested).items():
-                batches = self._until(stopped, task, task.valid if tested is None else task.test)
-                rank_errors = evaluate(self.models.of(name), batches, self._world.device)
+                batches = self._until(
+                    stopped, task, task.valid if tested is None else task.test
+                )
+                rank_errors = evaluate(
+                    self.models.of(name), batches, self._world.device
+                )
                 errors[name] = Errors(self._world.all_reduce_sum(rank_errors.sums))
         return errors
 
@@ -308,7 +342,9 @@ class FullValidation:
             if compiler is not None and compiler.validates(task.model)
             else None
         )
-        mine = prefetch(batches(rank=world.rank, world_size=world.size), world.device, pad)
+        mine = prefetch(
+            batches(rank=world.rank, world_size=world.size), world.device, pad
+        )
         batch = None
         # All ranks make the same number of rounds, because a sharded model computes together. A
         # rank without a batch in the last round evaluates padding, which counts nothing.
@@ -316,7 +352,11 @@ class FullValidation:
             if stopped():
                 raise ValidationAborted
             following = next(mine, None)
-            batch = following if following is not None else (batch or next(batches())).as_padding()
+            batch = (
+                following
+                if following is not None
+                else (batch or next(batches())).as_padding()
+            )
             yield batch
 
     def best_weights(self) -> Iterator[BestWeights]:
@@ -337,7 +377,11 @@ class FullValidation:
         """Return the best records and the state of the early stop, of each where there are any."""
         state: dict[str, Any] = {}
         if self.rows:
-            best = {row.key: row.best.state_dict() for row in self.rows if row.best is not None}
+            best = {
+                row.key: row.best.state_dict()
+                for row in self.rows
+                if row.best is not None
+            }
             state["best"] = _by_weights(best)
         if self.early_stop is not None:
             state["early_stop"] = self.early_stop.state_dict()
@@ -349,7 +393,9 @@ class FullValidation:
         Rows that ``state`` lacks, of a new task or average, start anew.
         """
         for row in self.rows:
-            if row.best is not None and (records := _of_row(state.get("best", {}), row.key)):
+            if row.best is not None and (
+                records := _of_row(state.get("best", {}), row.key)
+            ):
                 # rank 0 checks which files are there
                 row.best.records = self._world.broadcast_from_rank0(
                     partial(row.best.load_state_dict, records)
@@ -357,7 +403,9 @@ class FullValidation:
             if row.log is not None:
                 row.log.cut_after(step)
         if self.early_stop is not None and "early_stop" in state:
-            self.early_stop.load_state_dict(state["early_stop"], [row.key for row in self.rows])
+            self.early_stop.load_state_dict(
+                state["early_stop"], [row.key for row in self.rows]
+            )
 
 
 def _by_weights(values: Mapping[Row, Any]) -> dict[str, Any]:
@@ -406,7 +454,10 @@ class EarlyStop:
         """Take the errors of the full validation after ``step``."""
         self.waited += 1
         for (weights, task), row_errors in errors.items():
-            if self._config.weights not in (None, weights):  # None: all of them are watched
+            if self._config.weights not in (
+                None,
+                weights,
+            ):  # None: all of them are watched
                 continue
             value = row_errors.metric(self._metrics[task])
             # compared with the last improvement, not with the last value: many small steps down
@@ -435,8 +486,14 @@ class EarlyStop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return metric, count and last improvements."""
-        improvements = _by_weights({row: list(record) for row, record in self.improvements.items()})
-        return {"metric": str(self._metric), "waited": self.waited, "improvements": improvements}
+        improvements = _by_weights(
+            {row: list(record) for row, record in self.improvements.items()}
+        )
+        return {
+            "metric": str(self._metric),
+            "waited": self.waited,
+            "improvements": improvements,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], rows: Iterable[Row]) -> None:
         """Continue from ``state``; another metric starts anew, as do rows that it does not name."""

@@ -20,7 +20,11 @@ from deepmd_ema.distributed.tensors import check_weights, prefix_of, whole
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_models
 from deepmd_ema.interop.pretrained import check_digest
-from deepmd_ema.model.element_mapping import ElementsError, carried_over, elements_problem
+from deepmd_ema.model.element_mapping import (
+    ElementsError,
+    carried_over,
+    elements_problem,
+)
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet, nested
 from deepmd_ema.model.output_bias import AUTO, KEEP
@@ -55,7 +59,9 @@ _PAIRS = ("exclude_types", "pair_exclude_types")
 _NUMBERS = ("atom_exclude_types", "sel_type")
 _ENTRIES = ("scale",)
 _BY_NUMBER = (*_PAIRS, *_NUMBERS, *_ENTRIES, "atom_ener")
-_OF_TABLES = ("use_srtab",)  # file of pair energies, which for other elements has other columns
+_OF_TABLES = (
+    "use_srtab",
+)  # file of pair energies, which for other elements has other columns
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,9 @@ class Start:
         if task not in self.sources or self.sources[task].fresh_fitting:
             return None
         # the task continues with labels of the same method, so that its bias fits
-        is_same = not self.fine_tunes or (choice == AUTO and self.sources[task].continues)
+        is_same = not self.fine_tunes or (
+            choice == AUTO and self.sources[task].continues
+        )
         return KEEP if is_same else choice
 
     def new_elements(self, task: str, type_map: Sequence[str]) -> list[str]:
@@ -130,7 +138,9 @@ class Start:
             in_data: nearest pair of its training data.
         """
         if self.payload:  # the record of the run that is continued
-            recorded: float | None = nested(self.payload.get("min_nbor_dist"), (task,)).get(task)
+            recorded: float | None = nested(
+                self.payload.get("min_nbor_dist"), (task,)
+            ).get(task)
             return recorded
         if task not in self.sources:
             return in_data
@@ -144,7 +154,8 @@ class Start:
         suffix = " fine-tuned" if self.fine_tunes else ""
         origin = f"{self.path}{suffix}" if self.sources else ""
         text = json.dumps(
-            [__version__, self.config if self.payload else to_dict(config), origin], sort_keys=True
+            [__version__, self.config if self.payload else to_dict(config), origin],
+            sort_keys=True,
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -211,14 +222,18 @@ class Start:
         section = to_dict(saved)
         if not isinstance(values, Mapping):
             return section
-        taken = ("descriptor",) if source.fresh_fitting else ("descriptor", "fitting_net")
+        taken = (
+            ("descriptor",) if source.fresh_fitting else ("descriptor", "fitting_net")
+        )
         type_map = values.get("type_map", section["type_map"])
         # a name is that of a list in `shared_dict`
         elements = before.get(type_map) if isinstance(type_map, str) else type_map
 
         # Options that count elements by their numbers in type_map would mean other elements with
         # another type_map, and a linear model of parts has one in each part.
-        by_number = f"the parts of {self.path} are for" if saved.type == "linear_ener" else ""
+        by_number = (
+            f"the parts of {self.path} are for" if saved.type == "linear_ener" else ""
+        )
         if not by_number:
             if isinstance(elements, list) and (
                 problem := elements_problem(source.loaded.model, elements)
@@ -242,7 +257,10 @@ class Start:
                 "type_map": type_map,
                 **{name: section[name] for name in ("type", "models", "weights")},
             }
-        parts = {name: _part(values.get(name), section[name], before, shared) for name in taken}
+        parts = {
+            name: _part(values.get(name), section[name], before, shared)
+            for name in taken
+        }
         return {**values, "type_map": type_map, **parts}
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
@@ -303,10 +321,13 @@ class Start:
         if is_new or config.training.seed is not None:
             return config
         return replace(
-            config, training=replace(config.training, seed=self.config["training"]["seed"])
+            config,
+            training=replace(config.training, seed=self.config["training"]["seed"]),
         )
 
-    def _refuse_another_quantity(self, saved: ModelConfig, model: ModelConfig, place: str) -> None:
+    def _refuse_another_quantity(
+        self, saved: ModelConfig, model: ModelConfig, place: str
+    ) -> None:
         """Raise CheckpointError if file and input have fitting networks of different quantities.
 
         Shapes may agree, and the network and the bias of energies would be those of a band gap.
@@ -314,7 +335,9 @@ class Start:
         saved_label, label = saved.fitting_net.labels[0], model.fitting_net.labels[0]
         if saved_label == label:
             return
-        fresh = "the descriptor alone is taken with --finetune and --model-branch RANDOM"
+        fresh = (
+            "the descriptor alone is taken with --finetune and --model-branch RANDOM"
+        )
         if place != "model":
             fresh = (
                 'the descriptor alone is taken with --finetune and "finetune_head": "RANDOM" in '
@@ -338,7 +361,9 @@ class Start:
             return
         # Only into the models of tasks that the file has: a restart may have new tasks, and lack
         # some. A set of these models has the names of tensors that the file has.
-        taken = ModelSet({task: model for task, model in by_task.items() if task in self.saved})
+        taken = ModelSet(
+            {task: model for task, model in by_task.items() if task in self.saved}
+        )
         if self.payload:
             # raw weights: a restart does not continue from a bias that was fitted after training
             state: Mapping[str, Tensor] = whole(self.payload["model"])
@@ -350,7 +375,9 @@ class Start:
             info = next(iter(self.sources.values())).loaded.info
             weights, step = info.weights, info.step
         prefixes = tuple(map(prefix_of, taken.by_task))
-        state = {name: tensor for name, tensor in state.items() if name.startswith(prefixes)}
+        state = {
+            name: tensor for name, tensor in state.items() if name.startswith(prefixes)
+        }
         check_weights(
             {name: tuple(tensor.shape) for name, tensor in taken.state_dict().items()},
             state,
@@ -360,13 +387,20 @@ class Start:
 
         # A case is the number by which a shared fitting network knows the task. Tasks of the file
         # keep theirs, whatever the names of new tasks are, and new tasks get numbers that are free.
-        new = [model.fitting for task, model in by_task.items() if task not in self.saved]
+        new = [
+            model.fitting for task, model in by_task.items() if task not in self.saved
+        ]
         cases = {model.fitting.case for model in taken.by_task.values()}
         free_cases = (n for n in range(len(by_task) + len(cases)) if n not in cases)
         for fitting, case in zip(new, free_cases):
             fitting.set_case(case)
         step_text = "step not known" if step is None else f"step {step}"
-        logger.info("weights of %s (%s, %s)", self.path, weights or "live or averaged", step_text)
+        logger.info(
+            "weights of %s (%s, %s)",
+            self.path,
+            weights or "live or averaged",
+            step_text,
+        )
 
     def _fine_tune(self, by_task: Mapping[str, EnergyModel]) -> None:
         """Take over the weights of the file for the elements that it has.
@@ -384,7 +418,11 @@ class Start:
                 raise CheckpointError(f"{self.path}: {problem}")
             try:
                 model.load_state_dict(
-                    carried_over(source.loaded.model, model, with_fitting=not source.fresh_fitting)
+                    carried_over(
+                        source.loaded.model,
+                        model,
+                        with_fitting=not source.fresh_fitting,
+                    )
                 )
             except ElementsError as error:
                 whose = f"task {task}" if task else "this input"
@@ -393,14 +431,19 @@ class Start:
                     *error.problems,
                 ]
                 advice = (
-                    "Use its sections descriptor and fitting_net (--use-pretrain-script takes them)"
+                    "Use its sections descriptor and fitting_net "
+                    "(--use-pretrain-script takes them)"
                 )
                 head = (
                     f'"finetune_head": "RANDOM" in model.model_dict.{task}'
                     if task
                     else "--model-branch RANDOM"
                 )
-                last = "." if source.fresh_fitting else f", or a fresh fitting network ({head})."
+                last = (
+                    "."
+                    if source.fresh_fitting
+                    else f", or a fresh fitting network ({head})."
+                )
                 raise CheckpointError("\n  ".join([*lines, advice + last])) from error
 
         # in the order of the input
@@ -423,14 +466,21 @@ class Start:
         # the same model, the one that keeps its bias has the case, or the first.
         by_claim = sorted(
             by_task,
-            key=lambda task: (self.sources[task].fresh_fitting, not self.sources[task].continues),
+            key=lambda task: (
+                self.sources[task].fresh_fitting,
+                not self.sources[task].continues,
+            ),
         )
-        taken: dict[int, set[int]] = {}  # cases by shared network, which its first block identifies
+        taken: dict[
+            int, set[int]
+        ] = {}  # cases by shared network, which its first block identifies
         for task in by_claim:
             fitting = by_task[task].fitting
             first_block = next(iter(fitting.blocks()), (fitting,))[0]
             cases = taken.setdefault(id(first_block), set())
-            case = next(n for n in (fitting.case, *range(len(cases) + 1)) if n not in cases)
+            case = next(
+                n for n in (fitting.case, *range(len(cases) + 1)) if n not in cases
+            )
             cases.add(case)
             fitting.set_case(case)
 
@@ -458,7 +508,9 @@ def load_restart(file: str, share: tuple[int, int] = (0, 1)) -> Start:
     checkpoint.require_training(payload, path)
     config = payload["config"]
     saved = saved_models(config, str(path)).configs
-    return Start(path, payload=payload, config=config, saved=saved, step=int(payload["step"]))
+    return Start(
+        path, payload=payload, config=config, saved=saved, step=int(payload["step"])
+    )
 
 
 def load_weights(file: str, head: str | None = None) -> Start:
@@ -470,10 +522,14 @@ def load_weights(file: str, head: str | None = None) -> Start:
             from that of its name.
     """
     loaded = load_models(
-        file, choose=lambda names: names if head is None else [_named(names, head, file)]
+        file,
+        choose=lambda names: names if head is None else [_named(names, head, file)],
     )
     # a chosen model is that of the only task, whatever its name in the file is
-    sources = {name if head is None else "": Source(model) for name, model in loaded.models.items()}
+    sources = {
+        name if head is None else "": Source(model)
+        for name, model in loaded.models.items()
+    }
     saved = {name: source.loaded.config for name, source in sources.items()}
     first = next(iter(loaded.models.values()))
     config = loaded.config if head is None else {"model": first.info.config["model"]}
@@ -509,7 +565,8 @@ def load_pretrained(file: str, heads: Mapping[str, str | None] | None = None) ->
                     option = f"model.model_dict.{task}.finetune_head"
                     expected = ONLY if "" in names else "a name"
                     missing = (
-                        f'no {option} chooses one ({expected}; "{RANDOM}" says that this is meant)'
+                        f'no {option} chooses one ({expected}; "{RANDOM}" says '
+                        "that this is meant)"
                     )
                 logger.warning(
                     "%s holds %s: %s, so the fitting network%s starts anew",
@@ -521,7 +578,9 @@ def load_pretrained(file: str, heads: Mapping[str, str | None] | None = None) ->
         return {name for name, *_ in chosen.values()}
 
     loaded = load_models(file, choose=choose)
-    sources = {task: Source(loaded.models[name], *how) for task, (name, *how) in chosen.items()}
+    sources = {
+        task: Source(loaded.models[name], *how) for task, (name, *how) in chosen.items()
+    }
     path = next(iter(loaded.models.values())).info.path
     saved = {task: source.loaded.config for task, source in sources.items()}
     return Start(path, sources, fine_tunes=True, config=loaded.config, saved=saved)
@@ -529,7 +588,11 @@ def load_pretrained(file: str, heads: Mapping[str, str | None] | None = None) ->
 
 def _named(names: Mapping[str, Sequence[str]], head: str, file: str) -> str:
     """Return the name of the model of a file that a head means."""
-    return "" if set(names) == {""} and head == ONLY else choose_head(names, head, file, _CHOOSES)
+    return (
+        ""
+        if set(names) == {""} and head == ONLY
+        else choose_head(names, head, file, _CHOOSES)
+    )
 
 
 def report_differences(
@@ -568,7 +631,8 @@ def report_differences(
         if name in _OF_TABLES:
             if same_elements or None in (old, new):
                 logger.warning(
-                    "%s is not that of the file, which acts where atoms come close", path
+                    "%s is not that of the file, which acts where atoms come close",
+                    path,
                 )
         elif not is_same:
             logger.warning(
@@ -601,11 +665,15 @@ def _by_element(value: Any, type_map: Sequence[str], common: Sequence[str]) -> A
             names = {type_map[number] for number in part}
             section[name] = [element for element in sorted(common) if element in names]
         elif name in _ENTRIES and isinstance(part, list):
-            section[name] = {element: part[type_map.index(element)] for element in sorted(common)}
+            section[name] = {
+                element: part[type_map.index(element)] for element in sorted(common)
+            }
     return section
 
 
-def _part(values: Any, section: Any, before: Mapping[str, Any], shared: dict[str, Any]) -> Any:
+def _part(
+    values: Any, section: Any, before: Mapping[str, Any], shared: dict[str, Any]
+) -> Any:
     """Return a section of the file in place of that of the input.
 
     Args:
@@ -643,7 +711,11 @@ def _paths_by_number(value: Any, path: str) -> Iterator[str]:
         entries = enumerate(value)
     for key, part in entries:
         place = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}"
-        if key in _BY_NUMBER and part and (key not in _ENTRIES or isinstance(part, list)):
+        if (
+            key in _BY_NUMBER
+            and part
+            and (key not in _ENTRIES or isinstance(part, list))
+        ):
             yield place
         else:
             yield from _paths_by_number(part, place)

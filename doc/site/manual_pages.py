@@ -40,7 +40,9 @@ def entries_of(topic: str, left_out: Sequence[str]) -> list[Entry]:
     return chosen
 
 
-def children(place: str, entries: Sequence[Entry]) -> Iterator[tuple[str, list[Entry], bool]]:
+def children(
+    place: str, entries: Sequence[Entry]
+) -> Iterator[tuple[str, list[Entry], bool]]:
     """Yield the paths directly under ``place``, each with the entries at or under it, and whether
     it is a section.
     """
@@ -66,7 +68,9 @@ def with_options(page: str) -> str:
 def _part(found: re.Match[str]) -> str:
     topic, left_out = found[1], (found[2] or "").split()
     first, last = found[0].splitlines()[:1], found[0].splitlines()[-1:]
-    return "\n".join([*first, "", *_lines(topic, entries_of(topic, left_out), 2), *last])
+    return "\n".join(
+        [*first, "", *_lines(topic, entries_of(topic, left_out), 2), *last]
+    )
 
 
 def _lines(place: str, entries: Sequence[Entry], level: int) -> Iterator[str]:
@@ -77,7 +81,9 @@ def _lines(place: str, entries: Sequence[Entry], level: int) -> Iterator[str]:
         if entry.path == place:
             yield from ("\\\n".join(_texts(entry)), "")
     listed = list(children(place, entries))
-    options = [(child, inside[0]) for child, inside, is_section in listed if not is_section]
+    options = [
+        (child, inside[0]) for child, inside, is_section in listed if not is_section
+    ]
     for child, entry in options:
         yield f"- `{child.rpartition('.')[2]}`: " + "\\\n  ".join(_texts(entry))
     if options:
@@ -91,7 +97,10 @@ def _lines(place: str, entries: Sequence[Entry], level: int) -> Iterator[str]:
 def _texts(entry: Entry) -> list[str]:
     """Return facts and meaning of an entry, in which stars outside of code are no emphasis."""
     texts = [text for text in (entry.facts, entry.doc) if text]
-    return [re.sub(r"(`+[^`]+`+)|\*", lambda found: found[1] or r"\*", text) for text in texts]
+    return [
+        re.sub(r"(`+[^`]+`+)|\*", lambda found: found[1] or r"\*", text)
+        for text in texts
+    ]
 
 
 def _is_in(entry: Entry, place: str) -> bool:

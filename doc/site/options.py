@@ -47,7 +47,9 @@ class Options(SphinxDirective):
         """
         own = [e for e in entries if e.path == place]
         found: list[nodes.Node] = (
-            [*self._about(own[0], nodes.paragraph(ids=[self._anchor(own[0])]))] if own else []
+            [*self._about(own[0], nodes.paragraph(ids=[self._anchor(own[0])]))]
+            if own
+            else []
         )
         options = nodes.definition_list(classes=["options"])
         sections = []
@@ -56,40 +58,58 @@ class Options(SphinxDirective):
                 title = nodes.title("", "", nodes.literal("", child, classes=["own"]))
                 sections.append(
                     nodes.section(
-                        "", title, *self._sections(child, inside), ids=[f"in-{_id(child)}"]
+                        "",
+                        title,
+                        *self._sections(child, inside),
+                        ids=[f"in-{_id(child)}"],
                     )
                 )
                 continue
             entry = inside[0]
             name = nodes.literal("", child.rpartition(".")[2], classes=["own"])
             term = nodes.term("", "", name, ids=[self._anchor(entry)])
-            term += nodes.reference("", "¶", refuri=f"#{_id(child)}", classes=["headerlink"])
+            term += nodes.reference(
+                "", "¶", refuri=f"#{_id(child)}", classes=["headerlink"]
+            )
             options += nodes.definition_list_item(
                 "", term, nodes.definition("", *self._about(entry))
             )
         return [*found, *([options] if options.children else []), *sections]
 
-    def _about(self, entry: Entry, first: nodes.Element | None = None) -> Iterator[nodes.Node]:
+    def _about(
+        self, entry: Entry, first: nodes.Element | None = None
+    ) -> Iterator[nodes.Node]:
         texts = [
-            (text, kind) for text, kind in ((entry.facts, "facts"), (entry.doc, "meaning")) if text
+            (text, kind)
+            for text, kind in ((entry.facts, "facts"), (entry.doc, "meaning"))
+            if text
         ]
         for number, (text, kind) in enumerate(texts):
-            paragraph = first if first is not None and number == 0 else nodes.paragraph()
+            paragraph = (
+                first if first is not None and number == 0 else nodes.paragraph()
+            )
             paragraph["classes"] += [kind]
             paragraph.extend(_inline(text))
             yield paragraph
 
     def _anchor(self, entry: Entry) -> str:
         """Return the anchor of an option, which is known under its path from here on."""
-        known, here = self.env.domains.standard_domain.objects, (self.env.docname, _id(entry.path))
+        known, here = (
+            self.env.domains.standard_domain.objects,
+            (self.env.docname, _id(entry.path)),
+        )
         known[KIND, entry.path] = here
-        known.setdefault((KIND, entry.plain_path), here)  # of several types, the first that has it
+        known.setdefault(
+            (KIND, entry.plain_path), here
+        )  # of several types, the first that has it
         return _id(entry.path)
 
 
 @cache
 def _paths() -> frozenset[str]:
-    return frozenset(path for entry in manual_entries() for path in (entry.path, entry.plain_path))
+    return frozenset(
+        path for entry in manual_entries() for path in (entry.path, entry.plain_path)
+    )
 
 
 def _id(path: str) -> str:
@@ -120,8 +140,13 @@ def use_directive(app: Sphinx, docname: str, source: list[str]) -> None:
 def link_options(app: Sphinx, doctree: nodes.document) -> None:
     """Make code that is the path of an option a link to it."""
     for code in list(doctree.findall(nodes.literal)):
-        path, around = code.astext(), (nodes.title, nodes.reference, addnodes.pending_xref)
-        is_own = "own" in code["classes"] or any(isinstance(code.parent, kind) for kind in around)
+        path, around = (
+            code.astext(),
+            (nodes.title, nodes.reference, addnodes.pending_xref),
+        )
+        is_own = "own" in code["classes"] or any(
+            isinstance(code.parent, kind) for kind in around
+        )
         if (
             "." in path and path in _paths() and not is_own
         ):  # `training` alone may be something else

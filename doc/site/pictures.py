@@ -42,13 +42,16 @@ def draw(name, draw_on):
     for light, variable in names.items():
         svg = svg.replace(light, f"var({variable})")
     light, dark = (
-        "; ".join(f"{names[c]}: {of[c]}" for c in DARK) for of in ({c: c for c in DARK}, DARK)
+        "; ".join(f"{names[c]}: {of[c]}" for c in DARK)
+        for of in ({c: c for c in DARK}, DARK)
     )
     style = (
         f"<style>svg {{ {light} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} "
         f"}}</style>\n "
     )
-    (DOC / name).write_text(svg.replace("<defs>", f"{style}<defs>", 1), encoding="utf-8")
+    (DOC / name).write_text(
+        svg.replace("<defs>", f"{style}<defs>", 1), encoding="utf-8"
+    )
 
 
 def errors(*axes):
@@ -69,7 +72,9 @@ def errors(*axes):
                 ms=3.5,
                 label=label,
             )
-        axis.set(title=panel.title, ylabel=panel.unit, xlabel="Optimizer step", yscale="log")
+        axis.set(
+            title=panel.title, ylabel=panel.unit, xlabel="Optimizer step", yscale="log"
+        )
         axis.yaxis.set_major_locator(
             LogLocator(subs=(1, 2, 5) if quantity == "E" else (1, 1.5, 2, 3, 5, 7))
         )
@@ -90,7 +95,9 @@ def average(*axes):
         live[k] = live[k - 1] - 0.06 * (
             curvature * live[k - 1] + 0.9 * curvature**0.5 * rng.normal(size=40)
         )
-        mean[k] = mean[k - 1] + (1 - min(decay, (1 + k) / (10 + k))) * (live[k] - mean[k - 1])
+        mean[k] = mean[k - 1] + (1 - min(decay, (1 + k) / (10 + k))) * (
+            live[k] - mean[k - 1]
+        )
     x, y = np.meshgrid(np.linspace(-2.6, 1.2, 40), np.linspace(-0.8, 1.2, 40))
     axes[0].contour(
         x, y, curvature[0] * x**2 + curvature[-1] * y**2, 7, colors=SOFT, linewidths=0.5
@@ -106,7 +113,11 @@ def average(*axes):
     age = np.arange(150)
     axes[1].fill_between(age, (1 - decay) * decay**age, color=AVERAGE_COLOR, lw=0)
     axes[1].set(
-        title="Share of past steps", xlabel="Steps ago", yticks=[], xlim=(150, 0), ylim=(0, None)
+        title="Share of past steps",
+        xlabel="Steps ago",
+        yticks=[],
+        xlim=(150, 0),
+        ylim=(0, None),
     )
     axes[2].set(title="Error", xlabel="Optimizer step", yscale="log", yticks=[])
     axes[2].minorticks_off()

@@ -14,7 +14,9 @@ from matplotlib import pyplot as plt
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-Runs = dict[tuple[float, str], list[Atoms]]  # frames of dynamics by temperature (K) and cell
+Runs = dict[
+    tuple[float, str], list[Atoms]
+]  # frames of dynamics by temperature (K) and cell
 Row = tuple[str, str, str, str]
 
 EVERY = 10  # steps between two frames
@@ -46,10 +48,15 @@ def time_step(atoms: Atoms) -> float:
 
 def picoseconds(runs: Runs) -> float:
     """Return the time of all dynamics."""
-    return sum(EVERY * (len(frames) - 1) * time_step(frames[0]) / 1000 for frames in runs.values())
+    return sum(
+        EVERY * (len(frames) - 1) * time_step(frames[0]) / 1000
+        for frames in runs.values()
+    )
 
 
-def interval(values: Array, of: Callable[[Array], Any] = np.asarray) -> tuple[Array, Array]:
+def interval(
+    values: Array, of: Callable[[Array], Any] = np.asarray
+) -> tuple[Array, Array]:
     """Return the mean of ``of`` a series without its first fifth, and half of its 95 % interval;
     nan if it is short.
     """
@@ -67,7 +74,8 @@ def errors(tests: list[Atoms], first: list[Atoms], second: list[Atoms]) -> list[
     of the frames exceed, beside the same of the disagreement of the students.
     """
     forces = [
-        np.array([frame.get_forces() for frame in frames]) for frames in (tests, first, second)
+        np.array([frame.get_forces() for frame in frames])
+        for frames in (tests, first, second)
     ]
     differences = (forces[1] - forces[0], np.std(forces[1:], axis=0))
     largest = [
@@ -94,7 +102,12 @@ def errors(tests: list[Atoms], first: list[Atoms], second: list[Atoms]) -> list[
         )
         rmse = np.sqrt(np.mean((ours - labels) ** 2))
         rows.append(
-            (f"{name}: standard deviation, RMSE", unit, f"{labels.std():.3g}", f"{rmse:.3g}")
+            (
+                f"{name}: standard deviation, RMSE",
+                unit,
+                f"{labels.std():.3g}",
+                f"{rmse:.3g}",
+            )
         )
     return rows
 
@@ -111,22 +124,34 @@ def density(runs: list[list[Atoms]], kelvin: float) -> str:
         pressures.append(interval(len(frames[0]) * units.kB * kelvin / volume - stress))
     means, halves = np.transpose(pressures)
     small, same, large = (
-        means + np.random.default_rng(1).standard_t(BLOCKS - 1, (1000, 3)) * halves / STUDENT_T
+        means
+        + np.random.default_rng(1).standard_t(BLOCKS - 1, (1000, 3))
+        * halves
+        / STUDENT_T
     ).T
-    at_zero = volumes[1] * np.exp(same * np.log(volumes[2] / volumes[0]) / (small - large))
+    at_zero = volumes[1] * np.exp(
+        same * np.log(volumes[2] / volumes[0]) / (small - large)
+    )
     low, middle, high = np.percentile(
         GRAM_PER_CM3 * runs[0][0].get_masses().sum() / at_zero, [2.5, 50, 97.5]
     )
     outside = means.min() > 0 or means.max() < 0
-    return f"{middle:.3f} ± {(high - low) / 2:.3f}{' (extrapolated)' if outside else ''}"
+    return (
+        f"{middle:.3f} ± {(high - low) / 2:.3f}{' (extrapolated)' if outside else ''}"
+    )
 
 
 def radial(frames: list[Atoms]) -> Array:
     """Return the radial distribution of all pairs in each of some frames, (F, R)."""
-    shells = 4 / 3 * np.pi * np.diff(EDGES**3) * len(frames[0]) ** 2 / frames[0].get_volume()
+    shells = (
+        4 / 3 * np.pi * np.diff(EDGES**3) * len(frames[0]) ** 2 / frames[0].get_volume()
+    )
     some = frames[:: -(-len(frames) // MAX_FRAMES)]
     return np.array(
-        [np.histogram(neighbor_list("d", frame, EDGES[-1]), EDGES)[0] / shells for frame in some]
+        [
+            np.histogram(neighbor_list("d", frame, EDGES[-1]), EDGES)[0] / shells
+            for frame in some
+        ]
     )
 
 
@@ -134,24 +159,42 @@ def averages(teacher: Runs, student: Runs, picture: Path) -> list[Row]:
     """Return time of a step, densities and radial distributions, and draw the latter."""
     both, rows = (teacher, student), []
     times = [
-        sum(frames[-1].info["seconds"] - frames[0].info["seconds"] for frames in runs.values())
+        sum(
+            frames[-1].info["seconds"] - frames[0].info["seconds"]
+            for frames in runs.values()
+        )
         / picoseconds(runs)
         for runs in both
     ]  # of the first frame: also loading
     atoms = next(iter(teacher.values()))[0]
     per_step = [f"{1e3 * time * time_step(atoms) / len(atoms):.3g}" for time in times]
-    rows.append((f"time of an atom and step (ratio {times[0] / times[1]:.0f})", "µs", *per_step))
     rows.append(
-        ("dynamics for the following rows", "ps", *(f"{picoseconds(runs):.3g}" for runs in both))
+        (f"time of an atom and step (ratio {times[0] / times[1]:.0f})", "µs", *per_step)
     )
-    failed = (str(sum(frames[-1].info["failed"] for frames in runs.values())) for runs in both)
+    rows.append(
+        (
+            "dynamics for the following rows",
+            "ps",
+            *(f"{picoseconds(runs):.3g}" for runs in both),
+        )
+    )
+    failed = (
+        str(sum(frames[-1].info["failed"] for frames in runs.values())) for runs in both
+    )
     rows.append((f"failed dynamics, of {len(teacher)}", "", *failed))
     kelvins = list(dict.fromkeys(kelvin for kelvin, _ in teacher))
     figure, axes = plt.subplots(
-        1, len(kelvins), figsize=(4 * len(kelvins), 3), layout="constrained", squeeze=False
+        1,
+        len(kelvins),
+        figsize=(4 * len(kelvins), 3),
+        layout="constrained",
+        squeeze=False,
     )
     for kelvin, axis in zip(kelvins, axes[0]):
-        cells = [[frames for (key, _), frames in runs.items() if key == kelvin] for runs in both]
+        cells = [
+            [frames for (key, _), frames in runs.items() if key == kelvin]
+            for runs in both
+        ]
         rows.append(
             (
                 f"density at zero pressure, {kelvin:g} K",
@@ -163,15 +206,26 @@ def averages(teacher: Runs, student: Runs, picture: Path) -> list[Row]:
         means, halves = zip(*map(interval, series))
         near = np.abs(MIDDLES - MIDDLES[means[0].argmax()]) < PEAK_WIDTH
         for what, unit, of in (
-            ("distance", "Å", lambda g, near=near: np.average(MIDDLES[near], weights=g[near])),
+            (
+                "distance",
+                "Å",
+                lambda g, near=near: np.average(MIDDLES[near], weights=g[near]),
+            ),
             ("height", "", lambda g, near=near: g[near].max()),
         ):
-            peaks = ("{:.3f} ± {:.3f}".format(*interval(values, of)) for values in series)
+            peaks = (
+                "{:.3f} ± {:.3f}".format(*interval(values, of)) for values in series
+            )
             rows.append((f"highest peak of g(r), {kelvin:g} K: {what}", unit, *peaks))
         for mean, half, name in zip(means, halves, ("teacher", "student")):
             axis.fill_between(MIDDLES, mean - half, mean + half, alpha=0.3)
             axis.plot(MIDDLES, mean, "-" if name == "teacher" else "--", label=name)
-        axis.set(title=f"{kelvin:g} K", xlabel="distance (Å)", ylabel="g(r)", xlim=(1, EDGES[-1]))
+        axis.set(
+            title=f"{kelvin:g} K",
+            xlabel="distance (Å)",
+            ylabel="g(r)",
+            xlim=(1, EDGES[-1]),
+        )
     axes[0, 0].legend()
     figure.savefig(picture)
     return rows
@@ -202,6 +256,16 @@ def table(rows: list[Row]) -> str:
 def write_lammps(folder: Path, atoms: Atoms, kelvin: float) -> None:
     """Write an input of LAMMPS, with its structure, for the student of this folder."""
     elements = sorted(set(atoms.symbols))
-    write(folder / "student.data", atoms, format="lammps-data", specorder=elements, masses=True)
-    values = {"elements": " ".join(elements), "kelvin": kelvin, "step": time_step(atoms) / 1000}
+    write(
+        folder / "student.data",
+        atoms,
+        format="lammps-data",
+        specorder=elements,
+        masses=True,
+    )
+    values = {
+        "elements": " ".join(elements),
+        "kelvin": kelvin,
+        "step": time_step(atoms) / 1000,
+    }
     (folder / "in.lammps").write_text(LAMMPS.format(**values))

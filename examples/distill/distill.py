@@ -50,7 +50,9 @@ CELLS = {
     "same": 0 * np.eye(3),
     "large": 0.02 * np.eye(3),
 }
-CELLS["sheared"] = np.array([[0.02, 0.02, 0.0], [0.02, 0.0, -0.03], [0.0, -0.03, -0.02]])
+CELLS["sheared"] = np.array(
+    [[0.02, 0.02, 0.0], [0.02, 0.0, -0.03], [0.0, -0.03, -0.02]]
+)
 MIN_HEIGHT = 8.0  # angstrom: a smaller cell is repeated
 MIN_FRAMES = 5  # of dynamics with the teacher
 STOP = 10  # times the limit: dynamics ends where the students disagree by more
@@ -91,7 +93,8 @@ def evaluate(atoms: Atoms, source: Source) -> Atoms:
     """
     frame = Atoms(atoms.symbols, atoms.positions, cell=atoms.cell, pbc=True)
     results = {
-        name: load(*source).get_property(name, frame) for name in ("energy", "forces", "stress")
+        name: load(*source).get_property(name, frame)
+        for name in ("energy", "forces", "stress")
     }
     frame.calc = SinglePointCalculator(
         frame, **{name: np.copy(value)[()] for name, value in results.items()}
@@ -121,7 +124,12 @@ def save(path: Path, frames: list[Atoms]) -> list[Atoms]:
 
 
 def simulate(
-    path: Path, start: Atoms, sources: list[Source], kelvin: float, seconds: float, stop: float
+    path: Path,
+    start: Atoms,
+    sources: list[Source],
+    kelvin: float,
+    seconds: float,
+    stop: float,
 ) -> list[Atoms]:
     """Return frames of dynamics with the first of the calculators; read them if the file exists.
 
@@ -140,13 +148,22 @@ def simulate(
         np.random.default_rng([*map(ord, f"{path.parent.name}/{path.stem}")]),
     )
     atoms = Atoms(
-        start.symbols, start.positions, cell=start.cell, pbc=True, calculator=load(*sources[0])
+        start.symbols,
+        start.positions,
+        cell=start.cell,
+        pbc=True,
+        calculator=load(*sources[0]),
     )
     atoms.set_cell(atoms.cell @ (np.eye(3) + CELLS[name]), scale_atoms=True)
     thermalize_momenta(atoms, temperature_K=kelvin, rng=rng)
     step = time_step(atoms) * units.fs
     dynamics = Langevin(
-        atoms, step, temperature_K=kelvin, friction=0.01 / units.fs, rng=rng, fixcm=False
+        atoms,
+        step,
+        temperature_K=kelvin,
+        friction=0.01 / units.fs,
+        rng=rng,
+        fixcm=False,
     )
     if (
         name == "npt"
@@ -156,7 +173,9 @@ def simulate(
             "taup": 1000 * units.fs,
             "compressibility_au": 0.1 / units.GPa,
         }
-        dynamics = NPTBerendsen(atoms, step, temperature_K=kelvin, pressure_au=0.0, **rates)
+        dynamics = NPTBerendsen(
+            atoms, step, temperature_K=kelvin, pressure_au=0.0, **rates
+        )
     frames, failed, used, end = [], False, 0.0, time.monotonic() + seconds
     least = (
         MIN_FRAMES if len(sources) == 1 else 0
@@ -177,7 +196,9 @@ def simulate(
                 raise RuntimeError(" ".join(text.split())) from None
             failed = True
         else:
-            deviation = np.std([labels.get_forces() for labels in (frame, *others)], axis=0)
+            deviation = np.std(
+                [labels.get_forces() for labels in (frame, *others)], axis=0
+            )
             frame.info |= {
                 "disagreement": float(np.linalg.norm(deviation, axis=1).max()),
                 "seconds": used,
@@ -205,7 +226,9 @@ def command(folder: Path, *arguments: object) -> str:
         "text": True,
     }
     with (folder / "log.txt").open("a") as log:
-        done = subprocess.run(run, stdout=subprocess.PIPE, stderr=log, check=False, **options)
+        done = subprocess.run(
+            run, stdout=subprocess.PIPE, stderr=log, check=False, **options
+        )
     if done.returncode:
         raise RuntimeError(
             f"dp-ema {arguments[0]}: {Path(log.name).read_text().splitlines()[-1]} ({log.name})"
@@ -235,10 +258,14 @@ def train(folder: Path, seed: int, hours: float) -> Source:
     if not (folder / "input.json").exists():
         propose(folder, hours)
         text = (folder / "proposed.json").read_text()
-        (folder / "proposed.json").write_text(text.replace('"seed": 1', f'"seed": {seed}'))
+        (folder / "proposed.json").write_text(
+            text.replace('"seed": 1', f'"seed": {seed}')
+        )
         (folder / "proposed.json").rename(folder / "input.json")
     restart = (
-        ("--restart", "model.ckpt.pt") if (folder / "model.ckpt.pt").exists() else ("input.json",)
+        ("--restart", "model.ckpt.pt")
+        if (folder / "model.ckpt.pt").exists()
+        else ("input.json",)
     )
     command(folder, "train", *restart)
     return (STUDENT, json.dumps({"model": str(folder / "model_ema.ckpt.pt")}))
@@ -263,7 +290,10 @@ class Distillation:
 
     def __init__(self, args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
         self.args, self.pool, self.out = args, pool, args.output.resolve()
-        self.teacher = (TEACHERS.get(args.teacher, args.teacher), json.dumps(args.arguments))
+        self.teacher = (
+            TEACHERS.get(args.teacher, args.teacher),
+            json.dumps(args.arguments),
+        )
         if ":" not in self.teacher[0]:
             known = ", ".join(TEACHERS)
             raise ValueError(
@@ -279,19 +309,23 @@ class Distillation:
         atoms = atoms.repeat(np.ceil(MIN_HEIGHT / heights - 1e-6).astype(int))
         self.starts = dict.fromkeys(args.temperature, atoms)  # of dynamics
         self.out.mkdir(parents=True, exist_ok=True)
-        record, crc = self.out / "settings.json", zlib.crc32(Path(args.structure).read_bytes())
+        record, crc = (
+            self.out / "settings.json",
+            zlib.crc32(Path(args.structure).read_bytes()),
+        )
         settings = json.dumps([args.structure, crc, *self.teacher, args.temperature])
         if record.exists() and record.read_text() != settings:
             raise ValueError(
                 f"{record}: {record.read_text()}, but now {settings}. Give another folder with -o."
             )
         record.write_text(settings)
-        self.slowdown = (
-            1.0  # time of a training over that planned by `dp-ema init`, which measures a few steps
-        )
+        # time of a training over that planned by `dp-ema init`, which measures a few steps
+        self.slowdown = 1.0
         self.progress = self.out / "progress.txt"
         spent = (
-            self.progress.read_text().splitlines()[-1].split()[0] if self.progress.exists() else 0
+            self.progress.read_text().splitlines()[-1].split()[0]
+            if self.progress.exists()
+            else 0
         )
         self.begin = time.monotonic() - 60 * float(spent)
 
@@ -317,7 +351,9 @@ class Distillation:
             )
         return took
 
-    def explore(self, folder: str, sources: list[Source], part: float, cells: list[str]) -> Runs:
+    def explore(
+        self, folder: str, sources: list[Source], part: float, cells: list[str]
+    ) -> Runs:
         """Return dynamics at each temperature in each cell, in this part of the time."""
         keys = [(kelvin, cell) for kelvin in self.args.temperature for cell in cells]
         seconds = part * 3600 * self.args.hours * min(1, self.args.workers / len(keys))
@@ -340,12 +376,17 @@ class Distillation:
                 self.starts[kelvin] = frames[-1]
         return runs
 
-    def explore_all(self, folder: str, sources: list[Source], part: float) -> list[list[Atoms]]:
+    def explore_all(
+        self, folder: str, sources: list[Source], part: float
+    ) -> list[list[Atoms]]:
         """Return dynamics at zero pressure, and after it in strained cells."""
         npt = self.explore(folder, sources, part / 3, ["npt"])
         return [
             *(
-                npt | self.explore(folder, sources, part * 2 / 3, ["small", "large", "sheared"])
+                npt
+                | self.explore(
+                    folder, sources, part * 2 / 3, ["small", "large", "sheared"]
+                )
             ).values()
         ]
 
@@ -366,10 +407,14 @@ class Distillation:
             done, not_done = wait(jobs, PROGRESS_S, FIRST_EXCEPTION)
             if not not_done or any(job.exception() for job in done):
                 break
-            self.report(f"{folder}, students are trained: {last_line(folders[0] / 'log.txt')}")
+            self.report(
+                f"{folder}, students are trained: {last_line(folders[0] / 'log.txt')}"
+            )
         students = [job.result() for job in jobs]
         took = self.report_delay(f"{folder}, training", begin, hours)
-        self.slowdown = min(MAX_SLOWDOWN, max(self.slowdown, self.slowdown * took / hours))
+        self.slowdown = min(
+            MAX_SLOWDOWN, max(self.slowdown, self.slowdown * took / hours)
+        )
         return students
 
     def label(self, name: str, frames: list[Atoms]) -> list[Atoms]:
@@ -380,7 +425,11 @@ class Distillation:
         if frames and not (self.out / name).exists():
             save(
                 self.out / name,
-                [frame for frame in self.pool.map(label, even, repeat(self.teacher)) if frame],
+                [
+                    frame
+                    for frame in self.pool.map(label, even, repeat(self.teacher))
+                    if frame
+                ],
             )
         labelled = read(self.out / name, ":", format="extxyz") if frames else []
         if len(labelled) < len(even):
@@ -390,8 +439,15 @@ class Distillation:
 
     def rounds(self) -> list[Atoms]:
         """Return all labelled frames when the students agree, or no time is left for a round."""
-        runs, limit = self.explore_all("teacher", [self.teacher], TEACHER), self.args.limit
-        labelled, number, is_last = [frame for frames in runs for frame in frames[1:]], 0, False
+        runs, limit = (
+            self.explore_all("teacher", [self.teacher], TEACHER),
+            self.args.limit,
+        )
+        labelled, number, is_last = (
+            [frame for frames in runs for frame in frames[1:]],
+            0,
+            False,
+        )
         self.report(
             f"{len(labelled)} frames of {labelled[0].get_chemical_formula()} from dynamics with "
             "the teacher"
@@ -403,7 +459,9 @@ class Distillation:
             frames = [frame for frames in runs for frame in frames]
             worst = np.percentile([frame.info["disagreement"] for frame in frames], 95)
             failed = sum(run[-1].info["failed"] for run in runs)
-            uncertain = [frame for frame in frames if frame.info["disagreement"] > limit]
+            uncertain = [
+                frame for frame in frames if frame.info["disagreement"] > limit
+            ]
             new = self.label(f"round-{number}/labels.extxyz", uncertain)
             what = f"{len(labelled)} frames trained, {failed} of {len(runs)} dynamics failed"
             part = self.report(
@@ -428,17 +486,29 @@ class Distillation:
         labelled = self.rounds()
         students = self.train("last", labelled, LAST_TRAINING)
         if not (out / "student.pt2").exists():
-            command(out, "freeze", "-c", "last/student-1/model_ema.ckpt.pt", "-o", "student.pt2")
+            command(
+                out,
+                "freeze",
+                "-c",
+                "last/student-1/model_ema.ckpt.pt",
+                "-o",
+                "student.pt2",
+            )
         self.report(f"{len(labelled)} frames trained for student.pt2")
         students[0] = (STUDENT, json.dumps({"model": str(out / "student.pt2")}))
         self.explore("end", students, END / 10, ["npt"])
         ours = self.explore("end", students, END * 3 / 10, ["small", "same", "large"])
-        theirs = self.explore("end-teacher", [self.teacher], END / 2, ["small", "same", "large"])
+        theirs = self.explore(
+            "end-teacher", [self.teacher], END / 2, ["small", "same", "large"]
+        )
         tests = self.label(
-            "test.extxyz", [frame for run in ours.values() for frame in run[len(run) // 5 :]]
+            "test.extxyz",
+            [frame for run in ours.values() for frame in run[len(run) // 5 :]],
         )
         self.report(f"dynamics with both, {len(tests)} test frames")
-        predictions = [list(self.pool.map(evaluate, tests, repeat(source))) for source in students]
+        predictions = [
+            list(self.pool.map(evaluate, tests, repeat(source))) for source in students
+        ]
         rows = compare.errors(tests, *predictions) + compare.averages(
             theirs, ours, out / "radial.svg"
         )
@@ -450,9 +520,13 @@ class Distillation:
             max(kelvins),
         )
         rows += compare.physics(
-            json.loads(command(out, "test", "-m", "student.pt2", *hottest, "--json"))["physics"]
+            json.loads(command(out, "test", "-m", "student.pt2", *hottest, "--json"))[
+                "physics"
+            ]
         )
-        command(out, "report", "last/student-1", "-s", "test.extxyz", "-o", "report.html")
+        command(
+            out, "report", "last/student-1", "-s", "test.extxyz", "-o", "report.html"
+        )
         compare.write_lammps(out, self.starts[kelvins[0]], kelvins[0])
         (out / "result.part").write_text(compare.table(rows))
         return (out / "result.part").replace(result).read_text()
@@ -460,10 +534,14 @@ class Distillation:
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("structure", help="file that ASE reads, with a cell")
     parser.add_argument(
-        "--teacher", default="chgnet", help="chgnet, or module:Class of an ASE calculator"
+        "--teacher",
+        default="chgnet",
+        help="chgnet, or module:Class of an ASE calculator",
     )
     parser.add_argument(
         "--arguments", type=json.loads, default={}, metavar="JSON", help="of the class"
@@ -478,20 +556,29 @@ def main() -> int:
     )
     parser.add_argument("--hours", type=float, default=1.0, help="time of all (1)")
     parser.add_argument(
-        "--limit", type=float, default=0.05, help="of the disagreement, in eV/angstrom (0.05)"
+        "--limit",
+        type=float,
+        default=0.05,
+        help="of the disagreement, in eV/angstrom (0.05)",
     )
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count(), help="processes (one per core)"
     )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument("-o", "--output", type=Path, default=Path("out"), metavar="FOLDER")
+    parser.add_argument(
+        "--debug", action="store_true", help="show the traceback of an error"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("out"), metavar="FOLDER"
+    )
     args = parser.parse_args()
     try:
         if args.hours < MIN_HOURS:
             raise ValueError(
                 f"--hours {args.hours:g}: expected at least {MIN_HOURS:g}, for two trainings."
             )
-        with ProcessPoolExecutor(args.workers, get_context("spawn"), start_process) as pool:
+        with ProcessPoolExecutor(
+            args.workers, get_context("spawn"), start_process
+        ) as pool:
             try:
                 # Processes are started before Ctrl-C is possible: one that is interrupted while it
                 # starts is in no list of those to be killed, and would work on for minutes.
@@ -506,7 +593,9 @@ def main() -> int:
                     process.kill()
                 raise
     except KeyboardInterrupt:
-        print("distill: stopped. The same command continues.", file=sys.stderr, flush=True)
+        print(
+            "distill: stopped. The same command continues.", file=sys.stderr, flush=True
+        )
         return 130
     except Exception as error:  # of files, the teacher or commands
         if args.debug:

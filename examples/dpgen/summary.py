@@ -13,7 +13,9 @@ import numpy as np
 run = Path(sys.argv[1])
 # lines such as "2026-11-23 09:00:00,000 - INFO : -------------------------iter.000000 task
 # 01---..."
-stamp = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ - INFO : -+iter\.(\d{6}) task (\d\d)")
+stamp = re.compile(
+    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ - INFO : -+iter\.(\d{6}) task (\d\d)"
+)
 began = [
     (datetime.fromisoformat(found[1]), int(found[2]), int(found[3]))
     for line in (run / "dpgen.log").read_text().splitlines()
@@ -34,7 +36,9 @@ for iteration in sorted({number for _, number, _ in began}):
             f"median {np.median(rows[:, 4]):.3f}, maximum {rows[:, 4].max():.3f}"
         )
     for kind in ("accurate", "candidate", "failed"):
-        counts = [len(p.read_text().split()) // 2 for p in folder.glob(f"02.fp/*{kind}*.out")]
+        counts = [
+            len(p.read_text().split()) // 2 for p in folder.glob(f"02.fp/*{kind}*.out")
+        ]
         print(f"  {kind:10s} {sum(counts)}")
     print(f"  labelled   {len(list(folder.glob('02.fp/task.*/frame.traj')))}")
     for path in sorted(folder.glob("00.train/00*/lcurve.out"))[:4]:

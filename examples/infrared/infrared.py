@@ -21,7 +21,9 @@ from deepmd_ema.calculator import DP
 
 Array = NDArray[np.floating]
 
-DATA = Path("deepmd-kit/examples/water_tensor/dipole/training_data_reformat/atomic_system/set.000")
+DATA = Path(
+    "deepmd-kit/examples/water_tensor/dipole/training_data_reformat/atomic_system/set.000"
+)
 STEP = 0.5  # fs
 STEPS_PER_FRAME = 2
 INTERVAL = STEP * STEPS_PER_FRAME  # fs, between frames
@@ -36,7 +38,9 @@ def first_frame() -> Atoms:
     """Return 64 molecules in the order O, H, H at 1.00 g/cm3, from the training data of the
     dipoles.
     """
-    coord, box = (np.load(DATA / f"{name}.npy")[-1].reshape(-1, 3) for name in ("coord", "box"))
+    coord, box = (
+        np.load(DATA / f"{name}.npy")[-1].reshape(-1, 3) for name in ("coord", "box")
+    )
     return Atoms("OHH" * (len(coord) // 3), coord, cell=box, pbc=True)
 
 
@@ -55,7 +59,9 @@ def simulate(atoms: Atoms, frames: int, path: Path) -> None:
     Langevin(atoms, STEP * units.fs, **thermostat).run(2000)
     Stationary(atoms)
     dynamics = VelocityVerlet(atoms, STEP * units.fs)
-    positions = np.lib.format.open_memmap(path, "w+", np.float32, (frames, len(atoms), 3))
+    positions = np.lib.format.open_memmap(
+        path, "w+", np.float32, (frames, len(atoms), 3)
+    )
     for k in range(frames):
         dynamics.run(STEPS_PER_FRAME)
         positions[k] = atoms.positions
@@ -79,7 +85,9 @@ def total_dipole(model: Potential, positions: Array, cell: Array) -> Array:
     dipoles = []
     for k in range(0, len(positions), 100):
         part = positions[k : k + 100].astype(float)
-        centers = model.evaluate(part, ["O", "H", "H"] * (part.shape[1] // 3), cell).dipole
+        centers = model.evaluate(
+            part, ["O", "H", "H"] * (part.shape[1] // 3), cell
+        ).dipole
         oxygen, *hydrogen = (part[:, j::3].sum(axis=1) for j in range(3))
         dipoles.append(hydrogen[0] + hydrogen[1] - 2 * oxygen - 2 * centers)
     return np.concatenate(dipoles)
@@ -115,7 +123,9 @@ def spectrum(
     transform /= (
         np.sinc(wavenumber * SPEED_OF_LIGHT * interval) ** 2
     )  # derivative was a difference of frames
-    si = (units._e * 1e5) ** 2 * 1e-15 / (1e-30 * volume)  # (e angstrom/fs)^2 fs/angstrom^3
+    si = (
+        (units._e * 1e5) ** 2 * 1e-15 / (1e-30 * volume)
+    )  # (e angstrom/fs)^2 fs/angstrom^3
     factor = si / (6 * units._c * units._eps0 * units._k * temperature)  # 1/m
     return wavenumber, 0.01 * factor * transform
 

@@ -72,12 +72,16 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     todo = [job for job in jobs if not (args.work / f"{job.name}.npz").exists()]
     total = sum(job.num_frames for job in jobs)
-    print(f"{len(jobs)} trajectories, {total} frames; {len(todo)} trajectories to make", flush=True)
+    print(
+        f"{len(jobs)} trajectories, {total} frames; {len(todo)} trajectories to make",
+        flush=True,
+    )
     with ProcessPoolExecutor(args.workers) as pool:
         pending = {pool.offer(run_job, job, args.work): job for job in todo}
         for done, future in enumerate(as_completed(pending), start=1):
             print(
-                f"[{done}/{len(todo)}] {pending[future].name}: {future.result():.1f} s", flush=True
+                f"[{done}/{len(todo)}] {pending[future].name}: {future.result():.1f} s",
+                flush=True,
             )
     write_all(jobs, args.work, args.output)
 
@@ -87,9 +91,14 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Make the molecule data: GFN2-xTB dynamics and labels."
     )
-    parser.add_argument("--output", type=Path, default=Path("data"), help="folder for the systems")
     parser.add_argument(
-        "--work", type=Path, default=Path("work"), help="folder for finished trajectories"
+        "--output", type=Path, default=Path("data"), help="folder for the systems"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("work"),
+        help="folder for finished trajectories",
     )
     parser.add_argument(
         "--temperatures", type=int, nargs="+", default=[300, 450, 600], help="in kelvin"
@@ -98,10 +107,17 @@ def parse_args() -> argparse.Namespace:
         "--train-frames", type=positive, default=20, help="per molecule and temperature"
     )
     parser.add_argument(
-        "--validation-frames", type=positive, default=5, help="per molecule and temperature"
+        "--validation-frames",
+        type=positive,
+        default=5,
+        help="per molecule and temperature",
     )
-    parser.add_argument("--seed", type=int, default=20, help="seed of the whole data set")
-    parser.add_argument("--workers", type=int, default=1, help="processes, one thread each")
+    parser.add_argument(
+        "--seed", type=int, default=20, help="seed of the whole data set"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes, one thread each"
+    )
     return parser.parse_args()
 
 
@@ -124,7 +140,9 @@ def plan_jobs(args: argparse.Namespace) -> list[Job]:
                         [args.seed, number, temperature, *molecule.encode()]
                     )
                     seed = int(stream.generate_state(1)[0] % 2**31)
-                    jobs.append(Job(subset, system, molecule, temperature, num_frames, seed))
+                    jobs.append(
+                        Job(subset, system, molecule, temperature, num_frames, seed)
+                    )
     return jobs
 
 
@@ -175,7 +193,9 @@ def label(atoms: Atoms) -> dict[str, np.ndarray]:
     frame.positions -= frame.get_center_of_mass()
     frame.calc = TBLite(method="GFN2-xTB", accuracy=SCF_ACCURACY, verbosity=0)
     return {
-        "real_atom_types": np.array([TYPE_MAP.index(symbol) for symbol in frame.symbols]),
+        "real_atom_types": np.array(
+            [TYPE_MAP.index(symbol) for symbol in frame.symbols]
+        ),
         "coord": frame.positions,
         "energy": np.float64(frame.get_potential_energy()),
         "force": frame.get_forces(),
@@ -196,10 +216,16 @@ def write_all(jobs: list[Job], work: Path, output: Path) -> None:
             {key: np.concatenate([a[key] for a in padded]) for key in padded[0]},
             length,
         )
-        print(f"{output / name}: {sum(job.num_frames for job in members)} frames of {length} atoms")
+        print(
+            f"{output / name}: {sum(job.num_frames for job in members)} frames of {length} atoms"
+        )
     made_by = {
-        "versions": {package: version(package) for package in ("ase", "numpy", "tblite")},
-        "trajectories": {name: [job.name for job in members] for name, members in groups.items()},
+        "versions": {
+            package: version(package) for package in ("ase", "numpy", "tblite")
+        },
+        "trajectories": {
+            name: [job.name for job in members] for name, members in groups.items()
+        },
     }
     (output / "made_by.json").write_text(json.dumps(made_by, indent=1) + "\n")
 
@@ -214,9 +240,13 @@ def pad(arrays: dict[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
         "real_atom_types": np.pad(
             arrays["real_atom_types"], ((0, 0), (0, missing)), constant_values=VIRTUAL
         ),
-        "coord": np.pad(arrays["coord"], ((0, 0), (0, missing), (0, 0))).reshape(num_frames, -1),
+        "coord": np.pad(arrays["coord"], ((0, 0), (0, missing), (0, 0))).reshape(
+            num_frames, -1
+        ),
         "energy": arrays["energy"],
-        "force": np.pad(arrays["force"], ((0, 0), (0, missing), (0, 0))).reshape(num_frames, -1),
+        "force": np.pad(arrays["force"], ((0, 0), (0, missing), (0, 0))).reshape(
+            num_frames, -1
+        ),
     }
 
 
@@ -225,7 +255,9 @@ def write_system(folder: Path, arrays: dict[str, np.ndarray], length: int) -> No
     shutil.rmtree(folder / "set.000", ignore_errors=True)
     (folder / "set.000").mkdir(parents=True)
     (folder / "nopbc").touch()
-    (folder / "type.raw").write_text("0\n" * length)  # only its length counts in a mixed system
+    (folder / "type.raw").write_text(
+        "0\n" * length
+    )  # only its length counts in a mixed system
     (folder / "type_map.raw").write_text("\n".join(TYPE_MAP) + "\n")
     for key, values in arrays.items():
         dtype = np.int32 if key == "real_atom_types" else np.float64

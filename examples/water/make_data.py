@@ -83,7 +83,10 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     todo = [job for job in jobs if not (args.work / f"{job.name}.npz").exists()]
     total = sum(job.num_frames for job in jobs)
-    print(f"{len(jobs)} trajectories, {total} frames; {len(todo)} trajectories to make", flush=True)
+    print(
+        f"{len(jobs)} trajectories, {total} frames; {len(todo)} trajectories to make",
+        flush=True,
+    )
     with ProcessPoolExecutor(args.workers) as pool:
         pending = {pool.offer(run_job, job, args.work): job for job in todo}
         for done, future in enumerate(as_completed(pending), start=1):
@@ -99,21 +102,40 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Make the water data: classical sampling, GFN1-xTB labels."
     )
-    parser.add_argument("--output", type=Path, default=Path("data"), help="folder for the systems")
     parser.add_argument(
-        "--work", type=Path, default=Path("work"), help="folder for finished trajectories"
+        "--output", type=Path, default=Path("data"), help="folder for the systems"
     )
     parser.add_argument(
-        "--temperatures", type=int, nargs="+", default=[300, 350, 400, 450, 500], help="in kelvin"
+        "--work",
+        type=Path,
+        default=Path("work"),
+        help="folder for finished trajectories",
     )
-    parser.add_argument("--train-trajectories", type=int, default=6, help="per temperature")
-    parser.add_argument("--train-frames", type=int, default=12, help="per training trajectory")
-    parser.add_argument("--validation-trajectories", type=int, default=2, help="per temperature")
+    parser.add_argument(
+        "--temperatures",
+        type=int,
+        nargs="+",
+        default=[300, 350, 400, 450, 500],
+        help="in kelvin",
+    )
+    parser.add_argument(
+        "--train-trajectories", type=int, default=6, help="per temperature"
+    )
+    parser.add_argument(
+        "--train-frames", type=int, default=12, help="per training trajectory"
+    )
+    parser.add_argument(
+        "--validation-trajectories", type=int, default=2, help="per temperature"
+    )
     parser.add_argument(
         "--validation-frames", type=int, default=6, help="per validation trajectory"
     )
-    parser.add_argument("--seed", type=int, default=20, help="seed of the whole data set")
-    parser.add_argument("--workers", type=int, default=1, help="processes, one thread each")
+    parser.add_argument(
+        "--seed", type=int, default=20, help="seed of the whole data set"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes, one thread each"
+    )
     return parser.parse_args()
 
 
@@ -157,7 +179,9 @@ def sample(job: Job) -> tuple[np.ndarray, float]:
     rng = np.random.default_rng(job.seed)
     density = rng.uniform(*DENSITY_RANGE)
     box_length = float((NUM_MOLECULES * MOLAR_MASS / (AVOGADRO * density)) ** (1 / 3))
-    integrator = openmm.LangevinMiddleIntegrator(job.temperature, FRICTION_PER_PS, TIME_STEP_PS)
+    integrator = openmm.LangevinMiddleIntegrator(
+        job.temperature, FRICTION_PER_PS, TIME_STEP_PS
+    )
     integrator.setRandomNumberSeed(
         job.seed % 2**30 + 1
     )  # 0 would ask OpenMM for a seed from the clock
@@ -173,7 +197,9 @@ def sample(job: Job) -> tuple[np.ndarray, float]:
         integrator.step(round(SPACING_PS / TIME_STEP_PS))
         positions = context.getState(getPositions=True).getPositions(asNumpy=True)
         frames.append(
-            wrap_molecules(np.asarray(positions.value_in_unit(unit.angstrom)), box_length)
+            wrap_molecules(
+                np.asarray(positions.value_in_unit(unit.angstrom)), box_length
+            )
         )
     return np.array(frames), box_length
 
@@ -191,7 +217,9 @@ def flexible_water(box_length: float) -> openmm.System:
         openmm.HarmonicBondForce(),
         openmm.HarmonicAngleForce(),
     )
-    nonbonded.setNonbondedMethod(openmm.NonbondedForce.CutoffPeriodic)  # with reaction field
+    nonbonded.setNonbondedMethod(
+        openmm.NonbondedForce.CutoffPeriodic
+    )  # with reaction field
     nonbonded.setCutoffDistance(CUTOFF)
     for oxygen in range(0, 3 * NUM_MOLECULES, 3):
         first, second = oxygen + 1, oxygen + 2
@@ -215,7 +243,11 @@ def random_start(rng: np.random.Generator, box_length: float) -> np.ndarray:
 
     side = int(np.ceil(NUM_MOLECULES ** (1 / 3)))
     sites = rng.permutation(side**3)[:NUM_MOLECULES]
-    centers = (np.stack(np.unravel_index(sites, (side,) * 3), axis=1) + 0.5) * box_length / side
+    centers = (
+        (np.stack(np.unravel_index(sites, (side,) * 3), axis=1) + 0.5)
+        * box_length
+        / side
+    )
     positions = []
     for center in centers:
         water = molecule("H2O")
@@ -229,7 +261,9 @@ def wrap_molecules(coord: np.ndarray, box_length: float) -> np.ndarray:
     it, angstrom.
     """
     molecules = coord.reshape(-1, 3, 3)
-    return (molecules - box_length * np.floor(molecules[:, :1] / box_length)).reshape(-1, 3)
+    return (molecules - box_length * np.floor(molecules[:, :1] / box_length)).reshape(
+        -1, 3
+    )
 
 
 def label(coord: np.ndarray, box_length: float) -> dict[str, np.ndarray]:
@@ -241,7 +275,9 @@ def label(coord: np.ndarray, box_length: float) -> dict[str, np.ndarray]:
     from ase import Atoms
     from tblite.ase import TBLite
 
-    atoms = Atoms("OH2" * NUM_MOLECULES, positions=coord, cell=[box_length] * 3, pbc=True)
+    atoms = Atoms(
+        "OH2" * NUM_MOLECULES, positions=coord, cell=[box_length] * 3, pbc=True
+    )
     atoms.calc = TBLite(method="GFN1-xTB", accuracy=SCF_ACCURACY, verbosity=0)
     return {
         "coord": coord.reshape(-1),
@@ -259,20 +295,27 @@ def write_all(jobs: list[Job], work: Path, output: Path) -> None:
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         groups.setdefault(
-            "validation" if job.subset == "validation" else f"train_{job.temperature}K", []
+            "validation" if job.subset == "validation" else f"train_{job.temperature}K",
+            [],
         ).append(job)
     seconds = []
     for name, members in groups.items():
         loaded = [dict(np.load(work / f"{job.name}.npz")) for job in members]
         seconds += [float(arrays.pop("seconds_per_label")) for arrays in loaded]
         write_system(
-            output / name, {key: np.concatenate([a[key] for a in loaded]) for key in loaded[0]}
+            output / name,
+            {key: np.concatenate([a[key] for a in loaded]) for key in loaded[0]},
         )
         print(f"{output / name}: {sum(job.num_frames for job in members)} frames")
     made_by = {
-        "versions": {package: version(package) for package in ("ase", "numpy", "openmm", "tblite")},
+        "versions": {
+            package: version(package)
+            for package in ("ase", "numpy", "openmm", "tblite")
+        },
         "seconds_per_label": round(float(np.mean(seconds)), 3),
-        "trajectories": {name: [job.name for job in members] for name, members in groups.items()},
+        "trajectories": {
+            name: [job.name for job in members] for name, members in groups.items()
+        },
     }
     (output / "made_by.json").write_text(json.dumps(made_by, indent=1) + "\n")
 

@@ -28,19 +28,28 @@ class FakeDescriptor(nn.Module):
         generator = torch.Generator().manual_seed(seed_for("fake", seed))
 
         def parameter(*shape):
-            values = torch.randn(shape, dtype=torch.float64, generator=generator) / shape[0] ** 0.5
+            values = (
+                torch.randn(shape, dtype=torch.float64, generator=generator)
+                / shape[0] ** 0.5
+            )
             return nn.Parameter(values.to(self.dtype))
 
         self.element = parameter(num_types, self.dim_out)
         self.edge = parameter(2, self.dim_out)
-        self.updates = nn.ParameterList(parameter(2 * self.dim_out, self.dim_out) for _ in range(2))
+        self.updates = nn.ParameterList(
+            parameter(2 * self.dim_out, self.dim_out) for _ in range(2)
+        )
         self.register_buffer("share", torch.ones((), dtype=self.dtype))
 
     sum_names = ("neighbors",)
 
     def layout(self, excluded_pairs):
         return NeighborLayout(
-            self.rcut, (self.most,), self.num_types, by_type=False, excluded_pairs=excluded_pairs
+            self.rcut,
+            (self.most,),
+            self.num_types,
+            by_type=False,
+            excluded_pairs=excluded_pairs,
         )
 
     def features(self, vector, batch):
@@ -51,7 +60,9 @@ class FakeDescriptor(nn.Module):
             torch.cat([1 / distance, distance], -1).to(self.dtype) @ self.edge
         ) * switch.to(self.dtype)
         if self.window is not None:
-            gate = source_gate(distance.squeeze(-1), distance.squeeze(-1) < self.rcut, self.window)
+            gate = source_gate(
+                distance.squeeze(-1), distance.squeeze(-1) < self.rcut, self.window
+            )
             edge = edge * gate[batch.neighbor].unsqueeze(-1).to(self.dtype)
         node = self.element[batch.atom_type]
         for update in self.updates:
@@ -60,7 +71,9 @@ class FakeDescriptor(nn.Module):
         return node
 
     def forward(self, batch):
-        features, vjp = torch.func.vjp(lambda vector: self.features(vector, batch), batch.vector)
+        features, vjp = torch.func.vjp(
+            lambda vector: self.features(vector, batch), batch.vector
+        )
         return features, lambda grad_features: vjp(grad_features)[0]
 
     def measure(self, batch):

@@ -23,7 +23,9 @@ class FakeConfig:
         None, check=positive_int, doc="Most neighbors; null counts them in the data."
     )
     precision: str = option(
-        "default", choices=("default", "float64", "float32"), doc="Precision of the parameters."
+        "default",
+        choices=("default", "float64", "float32"),
+        doc="Precision of the parameters.",
     )
     window: Window | None = None
 
@@ -36,7 +38,9 @@ class FakeConfig:
         return None if self.most is None else (self.most,)
 
     def with_neighbors(self, found):
-        return self if self.most is not None else replace(self, most=found.max_total + 2)
+        return (
+            self if self.most is not None else replace(self, most=found.max_total + 2)
+        )
 
     def with_neighbors_of(self, saved):
         return (

@@ -10,7 +10,8 @@ class FakeTree(PartTree):
 
     def write(self, part, config):
         variables = {
-            name.replace(".", "_"): array(tensor) for name, tensor in part.state_dict().items()
+            name.replace(".", "_"): array(tensor)
+            for name, tensor in part.state_dict().items()
         }
         options = {**plain(config.descriptor), "precision": precision_of(part.dtype)}
         return {"@class": "Descriptor", "@version": 1, **options, VARIABLES: variables}

@@ -14,7 +14,9 @@ def frames(number):
     """
     rng = np.random.default_rng(7)
     box = np.array([[7.3, 0, 0], [0.4, 6.9, 0], [-0.3, 0.5, 7.6]])
-    grid = np.array([(i, j, k) for i in range(3) for j in range(3) for k in range(2)][:14]) / [
+    grid = np.array(
+        [(i, j, k) for i in range(3) for j in range(3) for k in range(2)][:14]
+    ) / [
         3,
         3,
         2,
@@ -26,7 +28,9 @@ def frames(number):
 
 def normal(name, shape):
     """Return numbers that follow from a name."""
-    return torch.tensor(np.random.default_rng(zlib.crc32(name.encode())).normal(size=tuple(shape)))
+    return torch.tensor(
+        np.random.default_rng(zlib.crc32(name.encode())).normal(size=tuple(shape))
+    )
 
 
 def fill(named):
@@ -40,7 +44,9 @@ def fill(named):
         elif "strength_log" in name:
             values = -0.5 + 0.2 * values
         else:
-            values = values * (0.7 / values.shape[-2] ** 0.5 if values.ndim > 1 else 0.5)
+            values = values * (
+                0.7 / values.shape[-2] ** 0.5 if values.ndim > 1 else 0.5
+            )
         parameter.data.copy_(values)
 
 
@@ -58,6 +64,8 @@ def projections(gradients):
     its name.
     """
     return [
-        float((gradients[name] * normal(f"{name} gradient", gradients[name].shape)).sum())
+        float(
+            (gradients[name] * normal(f"{name} gradient", gradients[name].shape)).sum()
+        )
         for name in sorted(gradients)
     ]

@@ -23,7 +23,9 @@ import drawn
 import numpy as np
 import torch
 
-sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in ("peer", ".", ".."))
+sys.path.extend(
+    str(Path(__file__).resolve().parents[1] / name) for name in ("peer", ".", "..")
+)
 import peer_side
 
 HERE = Path(__file__).resolve().parent
@@ -45,8 +47,13 @@ def model(name: str, section: str = "") -> None:
         else {"file": str(HERE / f"{name}.dp")}
     )
     script = job.get("input") or load_dp_model(job["file"])["model_def_script"]
-    parts = [part.get("fitting_net", {}) for part in (script, *script.get("models", []))]
-    job |= {key: max(part.get(key, 0) for part in parts) for key in ("numb_fparam", "numb_aparam")}
+    parts = [
+        part.get("fitting_net", {}) for part in (script, *script.get("models", []))
+    ]
+    job |= {
+        key: max(part.get(key, 0) for part in parts)
+        for key in ("numb_fparam", "numb_aparam")
+    }
     np.savez(HERE / f"{name}.npz", **peer_side.answer(job))
 
 
@@ -79,7 +86,11 @@ def dpa4c() -> None:
         drawn.fill(_named(built).items())
         descriptor = built.atomic_model.descriptor
         descriptor.type_embedding.adam_type_embedding.data[-1] = 0
-        data = {"coord": coord, "atype": np.tile(kinds, (2, 1)), "box": box.reshape(2, 9)}
+        data = {
+            "coord": coord,
+            "atype": np.tile(kinds, (2, 1)),
+            "box": box.reshape(2, 9),
+        }
         descriptor.compute_input_stats([data])
         case |= {
             "mean": descriptor.mean[-2 - descriptor.channels :][:2].tolist(),
@@ -87,7 +98,10 @@ def dpa4c() -> None:
         }
         case |= _with_gradients(built.train(), (coord, kinds, box))
         if name == "small":
-            state = {f"model.Default.{key}": tensor for key, tensor in built.state_dict().items()}
+            state = {
+                f"model.Default.{key}": tensor
+                for key, tensor in built.state_dict().items()
+            }
             state["_extra_state"] = {
                 "model_params": case["model"],
                 "train_infos": {"lr": 0.0, "step": 3},
@@ -102,7 +116,9 @@ def dpa4c() -> None:
 
 
 def _named(built: Any) -> dict[str, Any]:
-    return {name.removeprefix("atomic_model."): p for name, p in built.named_parameters()}
+    return {
+        name.removeprefix("atomic_model."): p for name, p in built.named_parameters()
+    }
 
 
 def _with_gradients(built: Any, frames: tuple) -> dict[str, Any]:
@@ -122,7 +138,9 @@ def _evaluated(built: Any, coord: Any, kinds: Any, box: Any) -> dict[str, Any]:
     """Return energy, force (N, 3) and virial (9,) of one frame."""
     coord, box = (torch.tensor(np.asarray(part, float)[None]) for part in (coord, box))
     found = built(
-        coord.requires_grad_(True), torch.tensor(np.asarray(kinds)[None]), box=box.reshape(1, 9)
+        coord.requires_grad_(True),
+        torch.tensor(np.asarray(kinds)[None]),
+        box=box.reshape(1, 9),
     )
     return {
         "energy": found["energy"].sum(),
@@ -149,7 +167,9 @@ def checkpoints() -> None:
 
     folder = HERE / "peer_checkpoints"
     found = dict(np.load(folder / "predictions.npz"))
-    for name in sorted(key.removesuffix("_energy") for key in found if key.endswith("_energy")):
+    for name in sorted(
+        key.removesuffix("_energy") for key in found if key.endswith("_energy")
+    ):
         stem, _, head = name.partition("_heads_")
         path = str(folder / f"{stem}{'_heads' * bool(head)}.pt")
         with tempfile.TemporaryDirectory() as scratch:
@@ -162,7 +182,8 @@ def checkpoints() -> None:
             found["coord"].reshape(1, -1), found["box"].reshape(1, 9), found["types"]
         )
         found |= {
-            f"{name}_{key}": value for key, value in zip(("energy", "force", "virial"), answer)
+            f"{name}_{key}": value
+            for key, value in zip(("energy", "force", "virial"), answer)
         }
     np.savez(folder / "predictions.npz", **found)
 
@@ -209,10 +230,16 @@ def bridging() -> None:
         for value in pair["distance"]:
             vector = torch.tensor([[value, 0.0, 0.0]], requires_grad=True)
             energy = potential(
-                vector, torch.tensor([[1], [0]]), kinds, torch.ones(1, dtype=torch.bool), 2
+                vector,
+                torch.tensor([[1], [0]]),
+                kinds,
+                torch.ones(1, dtype=torch.bool),
+                2,
             ).sum()
             pair["half energy"].append(energy.item())
-            pair["half slope"].append(torch.autograd.grad(energy, vector)[0][0, 0].item())
+            pair["half slope"].append(
+                torch.autograd.grad(energy, vector)[0][0, 0].item()
+            )
     (HERE / "bridging.json").write_text(json.dumps(found, indent=1))
 
 
@@ -256,7 +283,11 @@ def schedule() -> None:
         LearningRateWSD,
     )
 
-    kinds = {"exp": LearningRateExp, "cosine": LearningRateCosine, "wsd": LearningRateWSD}
+    kinds = {
+        "exp": LearningRateExp,
+        "cosine": LearningRateCosine,
+        "wsd": LearningRateWSD,
+    }
     found = json.loads((HERE / "schedule.json").read_text())
     for case in found["cases"]:
         given = {key: value for key, value in case["config"].items() if key != "type"}
@@ -275,7 +306,8 @@ def loss() -> None:
 
     found = json.loads((HERE / "loss.json").read_text())
     predicted, given = (
-        {k: torch.tensor(v) for k, v in found[kind].items()} for kind in ("prediction", "label")
+        {k: torch.tensor(v) for k, v in found[kind].items()}
+        for kind in ("prediction", "label")
     )
     given["atom_ener"] = given.pop("atom_energy")
     given["atom_pref"] = torch.tensor(found["weight"])[..., None].repeat(1, 1, 3)
@@ -284,14 +316,20 @@ def loss() -> None:
         labels = given | {f"find_{key}": float(key != case["missing"]) for key in given}
         types = {"atype": torch.zeros(frames, atoms, dtype=torch.long)}
         try:
-            energy_loss = EnergyStdLoss(starter_learning_rate=found["start_lr"], **case["loss"])
+            energy_loss = EnergyStdLoss(
+                starter_learning_rate=found["start_lr"], **case["loss"]
+            )
             _, total, shown = energy_loss(
                 types, lambda **_: dict(predicted), labels, atoms, found["lr"]
             )
         except Exception as error:
             case["error"] = repr(error)
             continue
-        shown = {key: float(value) for key, value in sorted(shown.items()) if "l2_" not in key}
+        shown = {
+            key: float(value)
+            for key, value in sorted(shown.items())
+            if "l2_" not in key
+        }
         case |= {
             "total": float(total),
             "shown": {k: None if np.isnan(v) else v for k, v in shown.items()},
@@ -309,8 +347,12 @@ def optimizers() -> None:
     kinds |= {"AdaMuon": AdaMuonOptimizer, "HybridMuon": HybridMuonOptimizer}
     found = dict(np.load(HERE / "optim" / "steps.npz"))
     names = [key[2:] for key in found if key.startswith("w/")]
-    for case, (kind, options) in json.loads((HERE / "optim" / "cases.json").read_text()).items():
-        named = {name: torch.nn.Parameter(torch.tensor(found[f"w/{name}"])) for name in names}
+    for case, (kind, options) in json.loads(
+        (HERE / "optim" / "cases.json").read_text()
+    ).items():
+        named = {
+            name: torch.nn.Parameter(torch.tensor(found[f"w/{name}"])) for name in names
+        }
         options = dict(options)
         if "adam_beta1" in options:
             betas = options.pop("adam_beta1"), options.pop("adam_beta2")
@@ -348,13 +390,19 @@ def kalman() -> None:
         for key, p in named.items():
             p.grad = torch.tensor(found[f"{key.replace('/w/', '/g/')}/{step}"])
         optimizer.step(torch.tensor(found[f"filter/error/{step}"]))
-    found |= {key.replace("/w/", "/after/"): p.detach().numpy() for key, p in named.items()}
+    found |= {
+        key.replace("/w/", "/after/"): p.detach().numpy() for key, p in named.items()
+    }
 
     class Itself(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             for name in ("energy", "force"):
-                setattr(self, name, torch.nn.Parameter(torch.tensor(found[f"wrapper/w/{name}"])))
+                setattr(
+                    self,
+                    name,
+                    torch.nn.Parameter(torch.tensor(found[f"wrapper/w/{name}"])),
+                )
 
         def forward(self, **_: Any) -> Any:
             return {"energy": self.energy * 1, "force": self.force * 1}, None, None
@@ -364,13 +412,18 @@ def kalman() -> None:
     class Watched(LKFOptimizer):
         def step(self, error: Any) -> None:
             seen.extend(
-                p.grad.numpy().copy() for p in self.param_groups[0]["params"] if p.grad is not None
+                p.grad.numpy().copy()
+                for p in self.param_groups[0]["params"]
+                if p.grad is not None
             )
             super().step(error)
 
     itself = Itself()
     optimizer = Watched(itself.parameters(), block_size=100)
-    wrapper, shape = KFOptimizerWrapper(itself, optimizer, 24, 6, False), itself.force.shape
+    wrapper, shape = (
+        KFOptimizerWrapper(itself, optimizer, 24, 6, False),
+        itself.force.shape,
+    )
     frames = {
         "coord": torch.zeros(shape),
         "atype": torch.zeros(shape[:2], dtype=torch.int64),
@@ -379,9 +432,14 @@ def kalman() -> None:
     wrapper.update_energy(frames, torch.tensor(found["wrapper/energy"]), 1.5)
     seen.clear()
     wrapper.update_force(frames, torch.tensor(found["wrapper/force"]), 3.0)
-    counts = [np.rint(np.abs(one[0, :, 0]) / 3.0).astype(int) for one in seen if one.ndim == 3]
+    counts = [
+        np.rint(np.abs(one[0, :, 0]) / 3.0).astype(int) for one in seen if one.ndim == 3
+    ]
     found |= {f"wrapper/counts/{k}": count for k, count in enumerate(counts)}
-    found |= {f"wrapper/after/{name}": p.detach().numpy() for name, p in itself.named_parameters()}
+    found |= {
+        f"wrapper/after/{name}": p.detach().numpy()
+        for name, p in itself.named_parameters()
+    }
     np.savez_compressed(HERE / "optim" / "lkf.npz", **found)
 
 
@@ -412,7 +470,11 @@ def quantities() -> None:
                 for name in ("coord", "atype", "box", "fparam", "aparam")
             }
             found = built(
-                **{name: torch.tensor(value) for name, value in inputs.items() if value is not None}
+                **{
+                    name: torch.tensor(value)
+                    for name, value in inputs.items()
+                    if value is not None
+                }
             )
             name = fitting.get("property_name", fitting["type"])
             names = (f"global_{name}", name) if is_tensor else (name, f"atom_{name}")
@@ -428,12 +490,17 @@ def quantities() -> None:
                 self.atomic_model.register_buffer(name, torch.tensor(case.get(name, 0)))
 
         def forward(self) -> dict[str, torch.Tensor]:
-            return {key: torch.tensor(value) for key, value in self.case["prediction"].items()}
+            return {
+                key: torch.tensor(value)
+                for key, value in self.case["prediction"].items()
+            }
 
     cases = json.loads((folder / "losses.json").read_text())
     for case in cases:
         labels = {name: torch.tensor(value) for name, value in case["label"].items()}
-        labels |= {f"find_{name}": find for name, find in zip(case["label"], case["find"])}
+        labels |= {
+            f"find_{name}": find for name, find in zip(case["label"], case["find"])
+        }
         evaluated = getattr(losses, case["loss"])(**case["options"])
         _, value, shown = evaluated({}, Answer(case), labels, 4, case["learning_rate"])
         case |= {
@@ -443,11 +510,16 @@ def quantities() -> None:
     (folder / "losses.json").write_text(json.dumps(cases) + "\n")
 
     arrays = dict(np.load(folder / "statistics.npz"))
-    for case, (name, of_frames, of_atoms, options) in json.loads(str(arrays["cases"])).items():
+    for case, (name, of_frames, of_atoms, options) in json.loads(
+        str(arrays["cases"])
+    ).items():
         samples, exclude = [], options.pop("exclude", [])
         for system in sorted({*of_frames, *of_atoms}):
             atype = arrays[f"{system}_atype"]
-            counts = [[len(kinds), len(kinds), *np.bincount(kinds, minlength=3)] for kinds in atype]
+            counts = [
+                [len(kinds), len(kinds), *np.bincount(kinds, minlength=3)]
+                for kinds in atype
+            ]
             sample = {
                 key: torch.tensor(arrays[f"{system}_{key}"])
                 for key in (name, f"atom_{name}", "atype")
@@ -467,7 +539,10 @@ def quantities() -> None:
     arrays = dict(np.load(folder / "checkpoint.npz"))
     where = arrays["coord"], arrays["box"], arrays["atype"]
     dipoles = DeepDipole(str(folder / "checkpoint.pt"))
-    arrays |= {"global": dipoles.eval(*where, atomic=False), "atomic": dipoles.eval(*where)}
+    arrays |= {
+        "global": dipoles.eval(*where, atomic=False),
+        "atomic": dipoles.eval(*where),
+    }
     np.savez(folder / "checkpoint.npz", **arrays)
 
 

@@ -63,15 +63,21 @@ def test_tf32_rounds_training_steps_and_nothing_else(start):
     ]  # for matrices of 8 x 8 cuBLAS may choose a kernel without TF32
     exact = load(start("exact", 5, options) / "model.ckpt-5.pt")["model"]
     rounded = load(
-        start("rounded", 5, {**options, "training__enable_tf32": True}) / "model.ckpt-5.pt"
+        start("rounded", 5, {**options, "training__enable_tf32": True})
+        / "model.ckpt-5.pt"
     )["model"]
     assert any(not torch.equal(exact[name], rounded[name]) for name in exact)
-    assert all(torch.allclose(exact[name], rounded[name], rtol=1e-2, atol=1e-2) for name in exact)
+    assert all(
+        torch.allclose(exact[name], rounded[name], rtol=1e-2, atol=1e-2)
+        for name in exact
+    )
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_ranks_that_talk_through_nccl_train_to_the_numbers_of_one_process(start, tmp_path, stage):
+def test_ranks_that_talk_through_nccl_train_to_the_numbers_of_one_process(
+    start, tmp_path, stage
+):
     ranks = min(2, torch.cuda.device_count())
     alone = start("alone", 20, {"training__training_data__batch_size": 2 * ranks})
     folder = tmp_path / "ranks"
@@ -103,12 +109,17 @@ def test_ranks_that_talk_through_nccl_train_to_the_numbers_of_one_process(start,
 @pytest.mark.real_gpu("Triton")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "options", [{}, {"mode": "reduce-overhead", "dynamic": False}], ids=["default", "CUDA graphs"]
+    "options",
+    [{}, {"mode": "reduce-overhead", "dynamic": False}],
+    ids=["default", "CUDA graphs"],
 )
 def test_compiled_code_trains_to_the_numbers_of_eager_steps(start, tmp_path, options):
     compiled = {"training__enable_compile": True, "training__compile_options": options}
     eager, whole = start("eager", 6), start("compiled", 6, compiled)
-    a, b = load(eager / "model.ckpt-6.pt")["model"], load(whole / "model.ckpt-6.pt")["model"]
+    a, b = (
+        load(eager / "model.ckpt-6.pt")["model"],
+        load(whole / "model.ckpt-6.pt")["model"],
+    )
     assert all(torch.allclose(a[name], b[name], rtol=1e-9, atol=1e-10) for name in a)
 
 

@@ -23,7 +23,11 @@ def test_a_step_has_no_more_kernels_than_in_the_table_and_no_wait(name, tmp_path
 def start(tmp_path, monkeypatch, water_like):
     """Return a function that trains on the GPU in a folder of its own."""
     return trains_in(
-        tmp_path, monkeypatch, [[water_like]], {"training__disp_freq": 100}, device="cuda"
+        tmp_path,
+        monkeypatch,
+        [[water_like]],
+        {"training__disp_freq": 100},
+        device="cuda",
     )
 
 
@@ -38,7 +42,9 @@ class CountedReads(CountedSteps, ReadsAWeight):
     """Counts the steps of a run, in which it reads a number."""
 
 
-@pytest.mark.skipif(not IS_PRETENDED, reason="waits are counted on the pretended device only")
+@pytest.mark.skipif(
+    not IS_PRETENDED, reason="waits are counted on the pretended device only"
+)
 def test_a_number_that_a_step_reads_is_a_wait_with_its_line(start):
     watched = CountedReads()
     start("run", 7, callback=watched)

@@ -60,7 +60,8 @@ def test_a_rank_that_sees_one_gpu_takes_it_whatever_its_number(visible):
 def test_more_local_ranks_than_gpus_are_refused_with_both_numbers(visible):
     visible(2)
     with pytest.raises(
-        UserError, match=r"no GPU for local rank 2, this machine shows 2 GPUs\. Start 2 processes"
+        UserError,
+        match=r"no GPU for local rank 2, this machine shows 2 GPUs\. Start 2 processes",
     ):
         select_device("cuda", 2)
 
@@ -94,7 +95,11 @@ def test_two_tasks_that_see_one_gpu_each_train(tmp_path):
     words = [sys.executable, "-m", "deepmd_ema", *ON_GPU]
     ranks = [
         subprocess.Popen(
-            words, cwd=folder, env=_environment(k, port), stderr=subprocess.PIPE, text=True
+            words,
+            cwd=folder,
+            env=_environment(k, port),
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for k in range(2)
     ]
@@ -106,8 +111,12 @@ def test_two_tasks_that_see_one_gpu_each_train(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("faults", "lost"), [(("hang", "die"), 1), (("die", "hang"), 0)])
-def test_a_killed_rank_ends_the_others_that_wait_in_a_collective_for_ever(tmp_path, faults, lost):
+@pytest.mark.parametrize(
+    ("faults", "lost"), [(("hang", "die"), 1), (("die", "hang"), 0)]
+)
+def test_a_killed_rank_ends_the_others_that_wait_in_a_collective_for_ever(
+    tmp_path, faults, lost
+):
     folder, port = make_run(tmp_path / "run"), free_port()
     # not forks: those have none of the threads in which a device's backward pass runs
     code = (

@@ -41,10 +41,14 @@ def python(name, code, limit=30.0, **how):
 
 def states(folder):
     rows = Results(folder / FILE_NAME).rows().values()
-    return {row["key"][0]: row.get("error", "") for row in rows if row["part"] == "parts"}
+    return {
+        row["key"][0]: row.get("error", "") for row in rows if row["part"] == "parts"
+    }
 
 
-def test_parts_that_failed_or_hung_leave_their_rows_and_run_again_in_a_second_call(tmp_path):
+def test_parts_that_failed_or_hung_leave_their_rows_and_run_again_in_a_second_call(
+    tmp_path,
+):
     def part(name, then, limit=30.0):
         code = ROW.format(name=name, mark=str(tmp_path / name)) + f"if first: {then}"
         return python(name, code, limit, adds_rows=True)
@@ -55,7 +59,11 @@ def test_parts_that_failed_or_hung_leave_their_rows_and_run_again_in_a_second_ca
         part("ends", "pass"),
     ]
     run_parts(parts, tmp_path, minutes=1)
-    assert states(tmp_path) == {"raises": "exit code 1", "hangs": "no end after 4 s", "ends": ""}
+    assert states(tmp_path) == {
+        "raises": "exit code 1",
+        "hangs": "no end after 4 s",
+        "ends": "",
+    }
     page = (tmp_path / "page.md").read_text()
     for name in ("raises", "hangs", "ends"):
         assert f"| {name} | float32 | 192 | 1 | 2.00 | 3.0 | eager |" in page
@@ -64,7 +72,9 @@ def test_parts_that_failed_or_hung_leave_their_rows_and_run_again_in_a_second_ca
 
     run_parts(parts, tmp_path, minutes=1)
     assert states(tmp_path) == {"raises": "", "hangs": "", "ends": ""}
-    assert (tmp_path / FILE_NAME).read_text().count('"ends"') == ended  # it was not run again
+    assert (tmp_path / FILE_NAME).read_text().count(
+        '"ends"'
+    ) == ended  # it was not run again
 
 
 def test_a_part_is_killed_with_all_that_it_has_started(tmp_path):
@@ -73,14 +83,19 @@ def test_a_part_is_killed_with_all_that_it_has_started(tmp_path):
     rank = Path(f"/proc/{pid}/stat")
     deadline = time.monotonic() + 30
     # on a busy machine a signal takes its time, and its new parent may not have reaped it yet
-    while rank.exists() and rank.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+    while (
+        rank.exists()
+        and rank.read_text().split()[2] != "Z"
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     assert not rank.exists() or rank.read_text().split()[2] == "Z"
 
 
 def test_parts_beside_others_run_at_once_and_the_last_one_ends_them(tmp_path):
     parts = [
-        python(str(number), "import time; time.sleep(4)", beside=number < 3) for number in range(4)
+        python(str(number), "import time; time.sleep(4)", beside=number < 3)
+        for number in range(4)
     ]
     start = time.monotonic()
     run_parts(parts, tmp_path, minutes=1)
@@ -107,7 +122,9 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
 def test_the_page_has_the_ratio_of_the_fastest_ways_and_the_errors_of_others(tmp_path):
     results = Results(tmp_path / FILE_NAME, "speed")
     for way, ms in {"eager": 8.0, "graphs": 2.0, "pt": 20.0, "pt_expt": 9.0}.items():
-        results.add(["dpa3", "float32", 8, way], ms=ms, turns=[ms], memory=5e8, machine="card")
+        results.add(
+            ["dpa3", "float32", 8, way], ms=ms, turns=[ms], memory=5e8, machine="card"
+        )
     results.add(
         ["dpa3", "float32", 8, "compiled"],
         error="first\nRuntimeError: no | compiler",
@@ -123,7 +140,9 @@ def test_the_page_has_the_ratio_of_the_fastest_ways_and_the_errors_of_others(tmp
 def test_a_part_names_files_and_tests_that_exist(part):
     files = [word for word in part.words if word.endswith(".py")]
     names = re.findall(
-        r"^def (test_\w+)", "".join((ROOT / file).read_text() for file in files), re.MULTILINE
+        r"^def (test_\w+)",
+        "".join((ROOT / file).read_text() for file in files),
+        re.MULTILINE,
     )
     assert files
     if part.words[-2] == "-k":

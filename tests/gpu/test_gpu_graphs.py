@@ -38,7 +38,8 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         shown = tree_map(
-            lambda a: (a.dtype, a.shape) if isinstance(a, torch.Tensor) else a, (args, kwargs or {})
+            lambda a: (a.dtype, a.shape) if isinstance(a, torch.Tensor) else a,
+            (args, kwargs or {}),
         )
         if function.namespace == "aten":
             self.calls.append((str(function), str(shown)))
@@ -64,7 +65,9 @@ class PretendedCapture:
             try:
                 with Calls() as seen, pytest.MonkeyPatch.context() as patch:
                     # optimizers of torch look at it
-                    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                    patch.setattr(
+                        torch.cuda, "is_current_stream_capturing", lambda: True
+                    )
                     patch.setattr(torch.cuda.Stream, "is_capturing", lambda _: True)
                     updated = step()
             finally:
@@ -82,7 +85,9 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid, mixed_like):
     """Return a function that trains with CUDA graphs, which are pretended where the GPU is."""
     monkeypatch.setattr(PretendedCapture, "num_launches", 0)
     if IS_PRETENDED:
-        monkeypatch.setattr(steps.GraphedSteps, "capture", lambda _, step: PretendedCapture()(step))
+        monkeypatch.setattr(
+            steps.GraphedSteps, "capture", lambda _, step: PretendedCapture()(step)
+        )
 
     def run(name, options=None, num_steps=STEPS, graphs=True, **how):
         folder = tmp_path / name
@@ -109,7 +114,9 @@ class Watch(Callback):
         parameters = list(trainer.validator.models.parameters())
         optimizer = trainer.take_step._optimizer
         state = [t for p in parameters for t in optimizer.state.get(p, {}).values()]
-        averages = [b.flat for name in trainer.bank.names for b in trainer.bank[name].buffers]
+        averages = [
+            b.flat for name in trainer.bank.names for b in trainer.bank[name].buffers
+        ]
         kept = [*parameters, *state, *averages, trainer.take_step._first_bad]
         self.addresses.append([t.data_ptr() for t in kept])
         self.allocated.append(torch.cuda.memory_allocated())
@@ -131,12 +138,21 @@ def assert_same_run(a, b):
         {
             "optimizer": {
                 "type": "AdamW",
-                "groups": [{"pattern": "descriptor.*", "lr_scale": 0.3, "weight_decay": 0}],
+                "groups": [
+                    {"pattern": "descriptor.*", "lr_scale": 0.3, "weight_decay": 0}
+                ],
             }
         },
         {"optimizer": {"type": "AdamWScheduleFree"}},
     ],
-    ids=["Adam", "several averages", "HybridMuon", "AdaMuon", "groups", "schedule-free"],
+    ids=[
+        "Adam",
+        "several averages",
+        "HybridMuon",
+        "AdaMuon",
+        "groups",
+        "schedule-free",
+    ],
 )
 def test_captured_steps_have_the_bits_of_eager_ones_while_shapes_change(
     start, monkeypatch, options
@@ -153,7 +169,9 @@ def test_captured_steps_have_the_bits_of_eager_ones_while_shapes_change(
 def test_what_a_run_keeps_stays_in_its_place_and_steps_leave_no_memory_behind(start):
     watch = Watch()
     start(
-        "run", {"training__disp_freq": 1000, "validating__full_validation": False}, callback=watch
+        "run",
+        {"training__disp_freq": 1000, "validating__full_validation": False},
+        callback=watch,
     )
     assert all(addresses == watch.addresses[0] for addresses in watch.addresses)
     assert (
@@ -201,7 +219,9 @@ def test_averages_that_are_bound_anew_are_updated_eagerly_before_they_are_captur
     freezes = FreezesAWeight()
     graphed = start("graphed", callback=freezes)
     assert freezes.graphs[25] > 0
-    assert freezes.graphs[26] == 0  # this step copies the numbers of updates to the device
+    assert (
+        freezes.graphs[26] == 0
+    )  # this step copies the numbers of updates to the device
     assert freezes.graphs[STEPS] > 0
     monkeypatch.setattr(steps, "CAPTURED_AT_USE", STEPS + 1)
     assert_same_run(graphed, start("eager", callback=FreezesAWeight()))
@@ -224,7 +244,10 @@ def test_a_step_that_cannot_be_captured_stays_eager(start, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"training__accumulate": 2}, "a step of several batches (training.accumulate) would be"),
+        (
+            {"training__accumulate": 2},
+            "a step of several batches (training.accumulate) would be",
+        ),
         (
             {"optimizer": {"type": "LKF"}, "loss": {"type": "ener"}},
             "LKF draws numbers on the host in each step.",

@@ -56,7 +56,9 @@ def assert_results(found, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at_once", [16, 1024])
-def test_a_potential_on_a_gpu_has_the_results_of_the_cpu(tmp_path, monkeypatch, kind, at_once):
+def test_a_potential_on_a_gpu_has_the_results_of_the_cpu(
+    tmp_path, monkeypatch, kind, at_once
+):
     """Also of frames that do not fit into one batch."""
     monkeypatch.setitem(loader.ATOMS_AT_ONCE, "cuda", at_once)
     section = SECTIONS[kind] | ({"sel": [30, 30]} if kind == "se_e2_a" else {})
@@ -101,7 +103,9 @@ def test_errors_on_labelled_data_are_those_of_the_cpu(run, data, capsys):
     expected = cpu.total.summary()
     for name, value in gpu.total.summary().items():
         assert value == pytest.approx(expected[name], rel=1e-9, nan_ok=True), name
-    assert cli.main(["test", "-m", str(run[0]), "-s", str(data), "--device", "cuda"]) == 0
+    assert (
+        cli.main(["test", "-m", str(run[0]), "-s", str(data), "--device", "cuda"]) == 0
+    )
     printed = re.findall(r"Force  RMSE *: (\S+)", capsys.readouterr().out)
     assert float(printed[-1]) == pytest.approx(expected["rmse_f"], rel=1e-5)
 
@@ -110,7 +114,10 @@ def test_posthoc_averages_are_ranked_as_on_the_cpu(tmp_path, water_like_valid):
     kept = write_kept_run(tmp_path / "run", [water_like_valid])
 
     def ranked(device):
-        files = {"output": tmp_path / f"{device}.pt", "plot": tmp_path / f"{device}.png"}
+        files = {
+            "output": tmp_path / f"{device}.pt",
+            "plot": tmp_path / f"{device}.png",
+        }
         report = run_posthoc(
             kept,
             ["0.06", "0.07"],
@@ -136,7 +143,9 @@ def test_posthoc_averages_are_ranked_as_on_the_cpu(tmp_path, water_like_valid):
 def test_a_pt2_that_is_frozen_for_a_gpu_has_the_results_of_its_checkpoint(tmp_path):
     path, _ = write_run(tmp_path)
     freeze(load_model(path), tmp_path / "model.pt2", device="cuda")
-    compiled, plain = (Potential(file, device="cuda") for file in (tmp_path / "model.pt2", path))
+    compiled, plain = (
+        Potential(file, device="cuda") for file in (tmp_path / "model.pt2", path)
+    )
     frames = [toy_frame(np.random.default_rng(3), natoms) for natoms in (12, 5)]
     for frame in frames:
         found, expected = compiled.evaluate(*frame), plain.evaluate(*frame)

@@ -15,8 +15,12 @@ from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, toy_atoms, toy_m
 pytestmark = pytest.mark.gpu
 
 SAME_MATH = 1e-12  # of the largest number of a tensor
-MODELS = {kind: (toy_model, kind) for kind in (*SECTIONS, *VARIANTS)} | {"linear_ener": (linear,)}
-ON_CPUS_ONLY = [name for name in MODELS if "interpolated" in name]  # whatever the input says
+MODELS = {kind: (toy_model, kind) for kind in (*SECTIONS, *VARIANTS)} | {
+    "linear_ener": (linear,)
+}
+ON_CPUS_ONLY = [
+    name for name in MODELS if "interpolated" in name
+]  # whatever the input says
 
 
 def numbers_of(model, batch, device, need_hessian=False, counted=counted_waits):
@@ -26,7 +30,9 @@ def numbers_of(model, batch, device, need_hessian=False, counted=counted_waits):
     own, batch = deepcopy(model).to(device).train(), batch.to(torch.device(device))
     with counted() as waits:
         out = own(batch, need_hessian=need_hessian)
-        sum((value * (k + 1)).square().sum() for k, value in enumerate(out.values())).backward()
+        sum(
+            (value * (k + 1)).square().sum() for k, value in enumerate(out.values())
+        ).backward()
     found = {name: value.detach().cpu() for name, value in out.items()}
     return found | {
         name: p.grad.cpu() for name, p in own.named_parameters() if p.grad is not None
@@ -38,7 +44,11 @@ def assert_same_numbers(found, expected):
     for name, value in expected.items():
         bound = SAME_MATH * float(value.abs().max()) if value.numel() else 0.0
         torch.testing.assert_close(
-            found[name], value, rtol=0, atol=bound, msg=lambda text, name=name: f"{name}: {text}"
+            found[name],
+            value,
+            rtol=0,
+            atol=bound,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -64,7 +74,8 @@ def test_hessians_and_their_gradients_on_a_gpu_are_those_of_the_cpu(name):
     coord, types = toy_atoms(natoms=4)
     batch = batch_of(model, (coord, types, TRICLINIC), (coord[:3], types[:3], None))
     (cpu, _), (gpu, waits) = (
-        numbers_of(model, batch, device, need_hessian=True) for device in ("cpu", "cuda")
+        numbers_of(model, batch, device, need_hessian=True)
+        for device in ("cpu", "cuda")
     )
     assert "hessian" in cpu
     assert_same_numbers(gpu, cpu)
@@ -79,6 +90,8 @@ def test_parameters_of_frames_and_atoms_are_those_of_the_cpu():
         "aparam": np.linspace(-1, 1, len(coord))[:, None],
     }
     batch = batch_of(model, (coord, types, TRICLINIC), **conditions)
-    (cpu, _), (gpu, waits) = (numbers_of(model, batch, device) for device in ("cpu", "cuda"))
+    (cpu, _), (gpu, waits) = (
+        numbers_of(model, batch, device) for device in ("cpu", "cuda")
+    )
     assert_same_numbers(gpu, cpu)
     assert not waits

@@ -22,9 +22,8 @@ from deepmd_ema.training.trainer import Callback
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 HALF = STEPS // 2
-ROUNDING = (
-    1e-7  # of the largest number of a tensor, after all steps: rates of Adam on CUDA are in float32
-)
+# of the largest number of a tensor, after all steps: rates of Adam on CUDA are in float32
+ROUNDING = 1e-7
 STAGES = (0, 1, 2, 3)
 OTHER = [
     ((0, 2), (3, 2)),
@@ -53,7 +52,9 @@ def made(tmp_path_factory, water_like, water_like_valid):
             place,
             {"device": device},
         )
-        config = config_of([water_like], water_like_valid, stage, ranks, WITH_BANK, num_steps)
+        config = config_of(
+            [water_like], water_like_valid, stage, ranks, WITH_BANK, num_steps
+        )
         if origin is not None:
             shutil.copytree(run(origin), folder, symlinks=True)
             other = place != origin or num_steps != STEPS
@@ -91,7 +92,9 @@ def test_a_restart_on_two_gpus_continues_to_the_last_bit(made, stage):
 
 @two_gpus
 @pytest.mark.parametrize(("origin", "place"), OTHER, ids=str)
-def test_a_checkpoint_of_gpus_is_the_same_bits_at_another_stage_on_other_ranks(made, origin, place):
+def test_a_checkpoint_of_gpus_is_the_same_bits_at_another_stage_on_other_ranks(
+    made, origin, place
+):
     before, after = made(origin), made(place, origin, HALF)
     averages = ["ema", *(entry["name"] for entry in BANK)]
     for name in (
@@ -99,7 +102,11 @@ def test_a_checkpoint_of_gpus_is_the_same_bits_at_another_stage_on_other_ranks(m
         *(f"model_{average}.ckpt-{HALF}.pt" for average in averages),
     ):
         old, new = load(before / name), load(after / name)
-        for part in ("config", "num_steps", "digest"):  # the digest is of the other two as well
+        for part in (
+            "config",
+            "num_steps",
+            "digest",
+        ):  # the digest is of the other two as well
             del old[part], new[part]
         assert_same(old, new, name)
 

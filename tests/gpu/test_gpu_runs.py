@@ -30,9 +30,8 @@ OPTIMIZERS = {
     "HybridMuon in bfloat16": {"type": "HybridMuon", "enable_gram": False},
     **KINDS,
 }
-ROUNDING = (
-    1e-7  # of the largest number of a tensor, after all steps: rates of Adam on CUDA are in float32
-)
+# of the largest number of a tensor, after all steps: rates of Adam on CUDA are in float32
+ROUNDING = 1e-7
 # directions of Muon are in bfloat16 or, by Gram matrices on CUDA, in float16; a CPU has float32
 # there
 IN_HALF = {"AdaMuon": 1e-4, "HybridMuon in bfloat16": 1e-4, "HybridMuon": 1e-3}
@@ -45,13 +44,30 @@ SETTINGS = {
 }
 BUFFERS = ("copy", "average")
 AVERAGES = [
-    {"name": f"average{k}", "decay": 0.9, "buffers": BUFFERS[k % 2], **dict(zip(SETTINGS, chosen))}
+    {
+        "name": f"average{k}",
+        "decay": 0.9,
+        "buffers": BUFFERS[k % 2],
+        **dict(zip(SETTINGS, chosen)),
+    }
     for k, chosen in enumerate(itertools.product(*SETTINGS.values()))
 ]
 BANK = [
     *({**average, "full_validation": True, "lcurve": True} for average in AVERAGES),
-    {"name": "power", "type": "power", "sigma_rel": 0.1, "snapshots": True, "snapshot_freq": 3},
-    {"name": "equal", "type": "swa", "start_step": 3, "update_every": 2, "device": "cpu"},
+    {
+        "name": "power",
+        "type": "power",
+        "sigma_rel": 0.1,
+        "snapshots": True,
+        "snapshot_freq": 3,
+    },
+    {
+        "name": "equal",
+        "type": "swa",
+        "start_step": 3,
+        "update_every": 2,
+        "device": "cpu",
+    },
 ]
 
 RUNS = {
@@ -111,7 +127,14 @@ def all_labels(tmp_path_factory):
     """A system with every label."""
     folder = tmp_path_factory.mktemp("data") / "labels"
     return write_system(
-        folder, frames=5, natoms=6, seed=6, mixed=True, atom_ener=True, atom_pref=True, hessian=True
+        folder,
+        frames=5,
+        natoms=6,
+        seed=6,
+        mixed=True,
+        atom_ener=True,
+        atom_pref=True,
+        hessian=True,
     )
 
 
@@ -121,7 +144,11 @@ def config_of(water_like, mixed_like, water_like_valid):
 
     def made(**options):
         return tiny_input(
-            [water_like, mixed_like], [water_like_valid], num_steps=STEPS, **COMMON, **options
+            [water_like, mixed_like],
+            [water_like_valid],
+            num_steps=STEPS,
+            **COMMON,
+            **options,
         )
 
     return made
@@ -137,10 +164,16 @@ def test_every_optimizer_takes_the_steps_of_the_cpu_and_restarts_to_the_last_bit
     )
 
 
-def test_averages_of_every_device_layout_and_precision_are_those_of_the_cpu(check, config_of):
+def test_averages_of_every_device_layout_and_precision_are_those_of_the_cpu(
+    check, config_of
+):
     _, files = check(config_of(training__averaging=BANK))
     assert {f"model_{average['name']}.ckpt-{STEPS}.pt" for average in BANK} <= files
-    assert {"val_average7.log", "lcurve_average0.out", "snapshots/model_power.ckpt-6.pt"} <= files
+    assert {
+        "val_average7.log",
+        "lcurve_average0.out",
+        "snapshots/model_power.ckpt-6.pt",
+    } <= files
 
 
 @pytest.mark.parametrize("name", RUNS)

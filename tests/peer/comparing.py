@@ -20,7 +20,14 @@ import common as common  # runs of programs, tables and pages
 BOUND = 1e-10  # of the largest difference, relative to the largest number
 STATISTICS = ("stat_nbatch", "stat_protect", "bias_nsample")
 # not part of the function of a model, or reported in another way
-IGNORED = {"seed", "trainable", "rcond", "protection", "rmax", *(f"data_{n}" for n in STATISTICS)}
+IGNORED = {
+    "seed",
+    "trainable",
+    "rcond",
+    "protection",
+    "rmax",
+    *(f"data_{n}" for n in STATISTICS),
+}
 
 
 def run_peer(peer: str, work: Path, jobs: list[dict[str, Any]]) -> None:
@@ -28,7 +35,9 @@ def run_peer(peer: str, work: Path, jobs: list[dict[str, Any]]) -> None:
     (work / "jobs.json").write_text(json.dumps(jobs))
     script = Path(__file__).with_name("peer_side.py")
     words = [str(Path(peer) / "bin" / "python"), str(script), str(work / "jobs.json")]
-    subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
+    subprocess.run(
+        words, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr
+    )
 
 
 def predictions(path: Path, job: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -47,12 +56,15 @@ def predictions(path: Path, job: dict[str, Any]) -> dict[str, np.ndarray]:
 def worst_of(found: dict[str, np.ndarray], reference: Path) -> dict[str, float]:
     """Return the largest relative difference of each output over all systems."""
     with np.load(reference) as file:
-        by_name = {name: largest_difference(value, file[name]) for name, value in found.items()}
+        by_name = {
+            name: largest_difference(value, file[name]) for name, value in found.items()
+        }
     return {
         key: max(
             v
             for name, v in by_name.items()
-            if name.endswith(f"_{key}") and not (key == "energy" and name.endswith("atom_energy"))
+            if name.endswith(f"_{key}")
+            and not (key == "energy" and name.endswith("atom_energy"))
         )
         for key in peer_side.OUTPUTS
     }
@@ -75,7 +87,9 @@ def other_entries(theirs: Path, ours: Path, config: Any, model: Any) -> Iterator
 
     write_tree(ours, file_tree(model, config))
     found = differences(read_tree(theirs)["model"], read_tree(ours)["model"], "")
-    for place in _of_se_e3(config.descriptor):  # one of the two networks of a pair is not used
+    for place in _of_se_e3(
+        config.descriptor
+    ):  # one of the two networks of a pair is not used
         found = [text for text in found if f"{place}.embeddings.networks[" not in text]
     yield from found
 
@@ -93,10 +107,18 @@ def differences(first: Any, second: Any, path: str) -> Iterator[str]:
         rounding = (
             1e-12 if path.endswith("tab_data") else 0
         )  # splines, computed again from the rows of the table
-        shapes = [(one.dtype.name, *one.shape) for one in map(np.asarray, (first, second))]
-        if shapes[0] != shapes[1] or not np.allclose(first, second, rtol=rounding, atol=rounding):
+        shapes = [
+            (one.dtype.name, *one.shape) for one in map(np.asarray, (first, second))
+        ]
+        if shapes[0] != shapes[1] or not np.allclose(
+            first, second, rtol=rounding, atol=rounding
+        ):
             yield f"{path}: arrays {shapes[0]} and {shapes[1]} differ"
-    elif kinds == (list, list) and len(first) == len(second) and not path.endswith(".sel"):
+    elif (
+        kinds == (list, list)
+        and len(first) == len(second)
+        and not path.endswith(".sel")
+    ):
         for number, pair in enumerate(zip(first, second)):
             yield from differences(*pair, f"{path}[{number}]")
     elif _plain(path, first) != _plain(path, second):
@@ -118,5 +140,8 @@ def _of_se_e3(descriptor: Any) -> list[str]:
     """Return the places of parts of type se_e3."""
     parts = {".descriptor": descriptor}
     if descriptor.type == "hybrid":
-        parts = {f".descriptor.list[{number}]": part for number, part in enumerate(descriptor.list)}
+        parts = {
+            f".descriptor.list[{number}]": part
+            for number, part in enumerate(descriptor.list)
+        }
     return [place for place, part in parts.items() if part.type == "se_e3"]

@@ -23,7 +23,15 @@ from typing import Any
 import numpy as np
 import peer_side
 import torch
-from comparing import BOUND, common, differences, other_entries, predictions, run_peer, worst_of
+from comparing import (
+    BOUND,
+    common,
+    differences,
+    other_entries,
+    predictions,
+    run_peer,
+    worst_of,
+)
 
 from deepmd_ema.config import model_config_from_dict, to_dict
 from deepmd_ema.config.fields import options
@@ -38,7 +46,10 @@ from deepmd_ema.model.families.ener.section import EnerFittingConfig
 BY_TYPE = ("se_e2_a", "se_e2_r", "se_e3")
 MIXED = ("se_atten", "se_atten_v2", "se_e3_tebd", "dpa2", "dpa3")
 KINDS = (*BY_TYPE, *MIXED, "hybrid", "zbl")
-WRITTEN = {"written here": ".dp", "as its checkpoint": ".pt"}  # what the peer reads of dp-ema
+WRITTEN = {
+    "written here": ".dp",
+    "as its checkpoint": ".pt",
+}  # what the peer reads of dp-ema
 COLUMNS = (*peer_side.OUTPUTS, *WRITTEN)
 
 Values = dict[str, Any]
@@ -137,7 +148,9 @@ class Draw:
         found, values = dict(base), VALUES | (more or {})
         for option in options(kind):
             choices = (
-                values.get(option.name) or option.choices or [False, True] * (bool in option.types)
+                values.get(option.name)
+                or option.choices
+                or [False, True] * (bool in option.types)
             )
             if choices and not option.is_own and self.often(share):
                 found[option.name] = self.one(choices)
@@ -145,17 +158,26 @@ class Draw:
 
     def spelled(self, kind: Any, section: Values) -> Values:
         """Return a section with other spellings of some options and of its type."""
-        names = {option.name: self.one(option.keys) for option in options(kind) if self.often(0.4)}
+        names = {
+            option.name: self.one(option.keys)
+            for option in options(kind)
+            if self.often(0.4)
+        }
         section = {names.get(name, name): value for name, value in section.items()}
         if getattr(kind, "aliases", ()) and "type" in section and self.often(0.3):
             section["type"] = self.one(kind.aliases)
         return section
 
-    def descriptor(self, kind: str, cut: bool, extra: int, in_hybrid: bool = False) -> Values:
+    def descriptor(
+        self, kind: str, cut: bool, extra: int, in_hybrid: bool = False
+    ) -> Values:
         """Return a section ``descriptor``; ``cut``: whether it keeps fewer neighbors than there
         are.
         """
-        section, base = DESCRIPTORS[kind].section, {"type": kind, "precision": "float64"}
+        section, base = (
+            DESCRIPTORS[kind].section,
+            {"type": kind, "precision": "float64"},
+        )
         if kind == "dpa2":
             first = {
                 "rcut": 3.4,
@@ -226,7 +248,10 @@ class Draw:
     def fitting(self, extra: int) -> Values:
         """Return a section ``fitting_net``."""
         found = self.section(
-            EnerFittingConfig, {"neuron": [8, 8], "precision": "float64"}, OF_FITTING, 0.4
+            EnerFittingConfig,
+            {"neuron": [8, 8], "precision": "float64"},
+            OF_FITTING,
+            0.4,
         )
         if self.often(0.1):
             found["trainable"] = [self.often() for _ in range(len(found["neuron"]) + 1)]
@@ -241,7 +266,11 @@ class Draw:
         extra = (
             0 if kind == "zbl" else self.one([0, 0, 0, 0, 1, 2])
         )  # elements that no frame has; a table has three
-        found = {name: self.one(values) for name, values in OF_MODEL.items() if self.often(0.25)}
+        found = {
+            name: self.one(values)
+            for name, values in OF_MODEL.items()
+            if self.often(0.25)
+        }
         cut = self.often(0.25) and "pair_exclude_types" not in found
         if "preset_out_bias" in found:
             found["preset_out_bias"] = {
@@ -249,7 +278,9 @@ class Draw:
             }
         if kind == "hybrid":
             parts = [self.one(KINDS[:-2]) for _ in range(self.one([2, 3]))]
-            parts = [self.descriptor(part, cut, extra, in_hybrid=True) for part in parts]
+            parts = [
+                self.descriptor(part, cut, extra, in_hybrid=True) for part in parts
+            ]
             found["descriptor"] = {"type": "hybrid", "list": parts}
         else:
             found["descriptor"] = self.descriptor(
@@ -278,7 +309,9 @@ def main() -> None:
     )
     parser.add_argument("--sets", type=int, default=20, help="option sets of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of the choices")
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="descriptors")
+    parser.add_argument(
+        "--kinds", nargs="+", default=KINDS, choices=KINDS, help="descriptors"
+    )
     parser.add_argument(
         "--work", type=Path, default=common.RUNS / "fuzz", help="folder of the models"
     )
@@ -315,7 +348,10 @@ def main() -> None:
     rows = []
     for kind in args.kinds:
         sets = [job for job in jobs if job["kind"] == kind]
-        worst = [max((job["worst"].get(key, 0.0) for job in sets), default=0.0) for key in COLUMNS]
+        worst = [
+            max((job["worst"].get(key, 0.0) for job in sets), default=0.0)
+            for key in COLUMNS
+        ]
         counts = [
             len(sets),
             sum(bool(job["refused"]) for job in sets),
@@ -327,7 +363,8 @@ def main() -> None:
         f"{BOUND:g}\n"
     )
     print(
-        common.table(["kind", "sets", "not in DeePMD-kit", "compared", *COLUMNS], rows), end="\n\n"
+        common.table(["kind", "sets", "not in DeePMD-kit", "compared", *COLUMNS], rows),
+        end="\n\n",
     )
     for job in jobs:
         job["notes"] += [
@@ -400,7 +437,9 @@ def _write_systems(work: Path) -> None:
         np.array([0, 1, 1, 0, 1, 1, 2]),
         np.array([[4.0, 0, 0, 0.6, 4.3, 0, -0.4, 0.8, 4.2]]),
     )
-    lattice = np.stack(np.meshgrid(*[np.arange(3) * 2.4] * 3, indexing="ij"), -1).reshape(-1, 3)
+    lattice = np.stack(
+        np.meshgrid(*[np.arange(3) * 2.4] * 3, indexing="ij"), -1
+    ).reshape(-1, 3)
     alone = np.vstack([seven, [[9.0, 9.0, 9.0]]])  # no neighbors
     for name, sites, by, kinds, box in (
         ("molecule", np.stack([alone] * 2), 0.08, np.append(types, 1), np.zeros(0)),
@@ -435,7 +474,9 @@ def _compare(job: Values) -> None:
     try:
         config = model_config_from_dict(job["input"])
     except ConfigError as refused:
-        job["notes"] += [] if job["refused"] else [f"its input is refused here: {refused}"]
+        job["notes"] += (
+            [] if job["refused"] else [f"its input is refused here: {refused}"]
+        )
     if not job["refused"]:
         with np.load(f"{job['out']}.npz") as file:
             if not all(np.isfinite(value).all() for value in file.values()):
@@ -453,13 +494,17 @@ def _compare(job: Values) -> None:
         job["notes"] += [
             f"option {text}" for text in differences(to_dict(config), to_dict(read), "")
         ]
-    job["notes"] += [f"file: {text}" for text in other_entries(theirs, ours, read, model)]
+    job["notes"] += [
+        f"file: {text}" for text in other_entries(theirs, ours, read, model)
+    ]
     job["worst"] |= worst_of(predictions(theirs, job), Path(f"{job['out']}.npz"))
     checkpoint = ours.with_suffix(".pt")
     write_deepmd_pt(checkpoint, {"": (read, model, {"weights": "live"})})
     _, again, _ = read_deepmd_pt(torch.load(checkpoint, weights_only=True), checkpoint)
     known = again.state_dict()
-    if not all(torch.equal(value, known[name]) for name, value in model.state_dict().items()):
+    if not all(
+        torch.equal(value, known[name]) for name, value in model.state_dict().items()
+    ):
         job["notes"].append("its tensors are other ones in a checkpoint")
 
 

@@ -54,11 +54,19 @@ def main() -> None:
     parser.add_argument("--examples", type=Path, help="folder with more inputs")
     parser.add_argument("--number", type=int, default=20_000, help="inputs")
     parser.add_argument("--seed", type=int, default=1, help="of the changes")
-    parser.add_argument("--peer", metavar="DIR", help="virtual environment of DeePMD-kit")
+    parser.add_argument(
+        "--peer", metavar="DIR", help="virtual environment of DeePMD-kit"
+    )
     args = parser.parse_args()
     files = [*FILES, *sorted(args.examples.rglob("*.json"))] if args.examples else FILES
     inputs = {file: json.loads(file.read_text()) for file in files if readable(file)}
-    rng, names, counts, wrong, every = random.Random(args.seed), list(inputs), Counter(), [], []
+    rng, names, counts, wrong, every = (
+        random.Random(args.seed),
+        list(inputs),
+        Counter(),
+        [],
+        [],
+    )
     for number in range(args.number):
         file = names[number % len(names)]
         values = inputs[file] if number < len(names) else mutated(inputs[file], rng)
@@ -95,19 +103,30 @@ def compare(peer: str, every: list) -> None:
     """Print the number of inputs on which both schemas agree, and the messages of the others."""
     lines = "".join(json.dumps(values) + "\n" for values, *_ in every)
     done = subprocess.run(
-        [f"{peer}/bin/python", "-c", PEER], input=lines, capture_output=True, text=True, check=False
+        [f"{peer}/bin/python", "-c", PEER],
+        input=lines,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    answers = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('"')]
+    answers = [
+        json.loads(line) for line in done.stderr.splitlines() if line.startswith('"')
+    ]
     if len(answers) != len(every):
         raise SystemExit(
             f"{peer}: {len(answers)} answers to {len(every)} inputs: {done.stderr[-500:]}"
         )
-    both = Counter((is_accepted, not answer) for (_, is_accepted, _), answer in zip(every, answers))
+    both = Counter(
+        (is_accepted, not answer) for (_, is_accepted, _), answer in zip(every, answers)
+    )
     print(
         f"DeePMD-kit: both accept {both[True, True]:,}, both refuse {both[False, False]:,}, only "
         f"dp-ema refuses {both[False, True]:,}, only DeePMD-kit refuses {both[True, False]:,}"
     )
-    for accepted_here, title in ((False, "only dp-ema refuses"), (True, "only DeePMD-kit refuses")):
+    for accepted_here, title in (
+        (False, "only dp-ema refuses"),
+        (True, "only DeePMD-kit refuses"),
+    ):
         texts = Counter()
         for (_, is_accepted, mistake), answer in zip(every, answers):
             if is_accepted is accepted_here and bool(answer) is accepted_here:

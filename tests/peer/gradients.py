@@ -53,7 +53,10 @@ def summary(gradients: dict[str, np.ndarray]) -> dict[str, list[float]]:
     other orders.
     """
     return {
-        path: [float(np.linalg.norm(value)), float(value.ravel() @ np.cos(np.arange(value.size)))]
+        path: [
+            float(np.linalg.norm(value)),
+            float(value.ravel() @ np.cos(np.arange(value.size))),
+        ]
         for path, value in gradients.items()
     }
 
@@ -72,7 +75,8 @@ def parameter_leaves(
 
     with torch.no_grad():
         gradients = [
-            torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()
+            torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for p in model.parameters()
         ]
         for p in model.parameters():
             p.fill_(torch.nan)
@@ -116,7 +120,8 @@ def batch_of(name: str) -> dict[str, np.ndarray | None]:
     rng = np.random.default_rng(23)
     labels = {key: predicted[f"{system}_{key}"] for key in NOISE}
     labels = {
-        key: value + NOISE[key] * rng.normal(size=value.shape) for key, value in labels.items()
+        key: value + NOISE[key] * rng.normal(size=value.shape)
+        for key, value in labels.items()
     }
     if name.endswith(WITH_HESSIAN):
         second = rng.normal(size=(frames, 3 * atoms, 3 * atoms))
@@ -138,9 +143,9 @@ def _conditions(
             frames, numb_fparam
         )
     if numb_aparam:
-        found["aparam"] = 0.01 * np.arange(frames * atoms * numb_aparam, dtype=float).reshape(
-            frames, atoms, -1
-        )
+        found["aparam"] = 0.01 * np.arange(
+            frames * atoms * numb_aparam, dtype=float
+        ).reshape(frames, atoms, -1)
     return found
 
 
@@ -150,15 +155,24 @@ def frames_of(config: ModelConfig, data: dict[str, Any]) -> list[Frame]:
     from deepmd_ema.data.source import Frame
 
     fitting = config.fitting_net
-    more = _conditions(fitting.numb_fparam, fitting.numb_aparam, *data["coord"].shape[:2])
+    more = _conditions(
+        fitting.numb_fparam, fitting.numb_aparam, *data["coord"].shape[:2]
+    )
     own = [key for key in (*NOISE, HESSIAN) if key in data]
     frames = []
     for k, coord in enumerate(data["coord"]):
-        labels = {key: data[key][k].reshape(LABELS[key].shape_in_frame(len(coord))) for key in own}
+        labels = {
+            key: data[key][k].reshape(LABELS[key].shape_in_frame(len(coord)))
+            for key in own
+        }
         box = None if data["box"] is None else data["box"][k]
         frames.append(
             Frame(
-                coord, data["types"], box, labels, **{key: value[k] for key, value in more.items()}
+                coord,
+                data["types"],
+                box,
+                labels,
+                **{key: value[k] for key, value in more.items()},
             )
         )
     return frames
@@ -177,7 +191,9 @@ def our_gradients(name: str) -> dict[str, np.ndarray]:
     batch = collate(frames_of(config, data), model.layout)
     model.train()
     loss = EnergyLoss(
-        EnerLossConfig(**SHARED, **(SECOND if HESSIAN in data else {})), START_LR, World()
+        EnerLossConfig(**SHARED, **(SECOND if HESSIAN in data else {})),
+        START_LR,
+        World(),
     )
     total, _ = loss(model(batch, **loss.needs(batch)), batch, LR)
     total.backward()
@@ -197,7 +213,9 @@ def peer_gradients(name: str) -> dict[str, np.ndarray]:
     from deepmd.pt.loss.ener import EnergyStdLoss
 
     data = batch_of(name)
-    model = peer_side.read_model(str(GOLDEN / f"{name.removesuffix(WITH_HESSIAN)}.dp")).train()
+    model = peer_side.read_model(
+        str(GOLDEN / f"{name.removesuffix(WITH_HESSIAN)}.dp")
+    ).train()
     if HESSIAN in data:
         model.enable_hessian()
     frames, atoms = data["coord"].shape[:2]
@@ -205,7 +223,9 @@ def peer_gradients(name: str) -> dict[str, np.ndarray]:
     given = {
         "coord": torch.tensor(data["coord"]),
         "atype": torch.tensor(np.tile(data["types"], (frames, 1))),
-        "box": None if data["box"] is None else torch.tensor(data["box"].reshape(frames, 9)),
+        "box": None
+        if data["box"] is None
+        else torch.tensor(data["box"].reshape(frames, 9)),
         **{key: torch.tensor(value) for key, value in more.items()},
     }
     shapes = {
@@ -215,7 +235,9 @@ def peer_gradients(name: str) -> dict[str, np.ndarray]:
         HESSIAN: (frames, -1),
     }
     shapes = {key: shape for key, shape in shapes.items() if key in data}
-    label = {key: torch.tensor(data[key].reshape(shape)) for key, shape in shapes.items()}
+    label = {
+        key: torch.tensor(data[key].reshape(shape)) for key, shape in shapes.items()
+    }
     label |= {f"find_{key}": 1.0 for key in shapes}
     loss = EnergyStdLoss(
         starter_learning_rate=START_LR, **SHARED, **(SECOND if HESSIAN in data else {})
@@ -227,8 +249,14 @@ def peer_gradients(name: str) -> dict[str, np.ndarray]:
         )
         return total
 
-    own = model(**given)["mask"].double()  # of integers; without the atoms of excluded types
+    own = model(**given)[
+        "mask"
+    ].double()  # of integers; without the atoms of excluded types
     masked = {} if own.all() else {MASKED: np.array(loss_with(own).item())}
     total = loss_with(torch.ones_like(own))
     total.backward()
-    return {LOSS: np.array(total.item())} | masked | parameter_leaves(model, model.serialize)
+    return (
+        {LOSS: np.array(total.item())}
+        | masked
+        | parameter_leaves(model, model.serialize)
+    )

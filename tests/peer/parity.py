@@ -44,7 +44,10 @@ def main() -> None:
         "--peer", metavar="DIR", required=True, help="virtual environment of DeePMD-kit"
     )
     parser.add_argument(
-        "--models", nargs="+", metavar="NAME", help="files of tests/golden (default: all but sums)"
+        "--models",
+        nargs="+",
+        metavar="NAME",
+        help="files of tests/golden (default: all but sums)",
     )
     parser.add_argument(
         "--work", type=Path, default=common.RUNS / "parity", help="folder of the runs"
@@ -67,9 +70,16 @@ def main() -> None:
     ):
         for label, answer in found.items():
             print(
-                label, answer if isinstance(answer, str) else f"{answer:.1e}", sep=": ", flush=True
+                label,
+                answer if isinstance(answer, str) else f"{answer:.1e}",
+                sep=": ",
+                flush=True,
             )
-            if not isinstance(answer, str) and not answer <= BOUND and label not in OTHERWISE:
+            if (
+                not isinstance(answer, str)
+                and not answer <= BOUND
+                and label not in OTHERWISE
+            ):
                 wrong.append(label)
     if wrong:
         raise SystemExit(f"differences beyond {BOUND:g}: {wrong}")
@@ -90,7 +100,8 @@ def trained(peer: str, work: Path, names: list[str]) -> dict[Any, Any]:
         ]
     run_peer(peer, work, jobs)
     return {
-        (job["name"], Path(job["out"]).name): _why_not(job) or _worst(Path(job["convert"]), job)
+        (job["name"], Path(job["out"]).name): _why_not(job)
+        or _worst(Path(job["convert"]), job)
         for job in jobs
     }
 
@@ -102,7 +113,10 @@ def checkpoints(peer: str, work: Path, names: list[str]) -> dict[Any, Any]:
         for name in names:  # pt_expt inverts the cell of an open system
             systems = 4 if backend == "pt" else 3
             folder = _prepare(
-                work / "checkpoints" / f"{name}.{backend}", name, AVERAGE, systems=systems
+                work / "checkpoints" / f"{name}.{backend}",
+                name,
+                AVERAGE,
+                systems=systems,
             )
             trainings.append(_training(folder, backend) | {"label": (name, backend)})
     run_peer(peer, work, trainings)
@@ -124,7 +138,9 @@ def checkpoints(peer: str, work: Path, names: list[str]) -> dict[Any, Any]:
             answer = f"refused: {refused}"
         before = found.get(job["label"], 0.0)
         found[job["label"]] = (
-            answer if isinstance(answer, str) or isinstance(before, str) else max(before, answer)
+            answer
+            if isinstance(answer, str) or isinstance(before, str)
+            else max(before, answer)
         )
     return found
 
@@ -145,7 +161,10 @@ def _of_checkpoint(file: Path, job: dict[str, Any]) -> float:
         found.append(_worst(start / "converted.dp", job))
         if "_ema" in file.name:
             _ours(
-                "convert", "--use-ema", str(file.with_name(f"model.ckpt-{STEPS}.pt")), "option.dp"
+                "convert",
+                "--use-ema",
+                str(file.with_name(f"model.ckpt-{STEPS}.pt")),
+                "option.dp",
             )
             found.append(_worst(start / "option.dp", job))
         _ours("train", "input.json", "--device", "cpu", "--init-model", str(file))
@@ -170,9 +189,13 @@ def fine_tuning(peer: str, work: Path) -> dict[Any, Any]:
             _ours("train", "input.json", "--device", "cpu", *begin)
         state = torch.load(there / "model.ckpt-1.pt", weights_only=True)["model"]
         theirs = state["model.Default.atomic_model.out_bias"].ravel()
-        before, ours = (load_model(path).model.out_bias.ravel() for path in (begin[1], here))
+        before, ours = (
+            load_model(path).model.out_bias.ravel() for path in (begin[1], here)
+        )
         if torch.equal(before, ours):
-            raise SystemExit(f"fine-tuning of {name}: the biases are those of the start")
+            raise SystemExit(
+                f"fine-tuning of {name}: the biases are those of the start"
+            )
         found[name, "biases after fine-tuning"] = float((ours - theirs).abs().max())
     return found
 
@@ -184,7 +207,13 @@ def _job(name: str, out: Path, **what: str) -> dict[str, Any]:
         for key in ("numb_fparam", "numb_aparam", "default_fparam")
         if key in fitting
     }
-    return {"name": name, "out": str(out), "frames": str(GOLDEN / "systems.npz"), **more, **what}
+    return {
+        "name": name,
+        "out": str(out),
+        "frames": str(GOLDEN / "systems.npz"),
+        **more,
+        **what,
+    }
 
 
 def _training(folder: Path, backend: str, *words: str) -> dict[str, Any]:
@@ -200,7 +229,9 @@ def _why_not(job: dict[str, Any]) -> str:
 
 
 def _worst(file: Path, job: dict[str, Any]) -> float:
-    return max(worst_of(predictions(file, job), Path(job["out"]).with_suffix(".npz")).values())
+    return max(
+        worst_of(predictions(file, job), Path(job["out"]).with_suffix(".npz")).values()
+    )
 
 
 def _ours(*words: str) -> None:
@@ -230,7 +261,8 @@ def _prepare(
             fmt="%.12g",
         )
     data = [
-        _write_data(folder / f"data{k}", model["fitting_net"], k, seed + k) for k in range(systems)
+        _write_data(folder / f"data{k}", model["fitting_net"], k, seed + k)
+        for k in range(systems)
     ]
     run = {
         "numb_steps": STEPS,
@@ -259,7 +291,8 @@ def _write_data(folder: Path, fitting: dict[str, Any], number: int, seed: int) -
     )  # three compositions, of which the biases follow
     atoms = len(kinds)
     arrays = {
-        "coord": system["coord"][:1].repeat(count, 0) + 0.05 * rng.normal(size=(count, atoms, 3)),
+        "coord": system["coord"][:1].repeat(count, 0)
+        + 0.05 * rng.normal(size=(count, atoms, 3)),
         "energy": -20.0 * atoms + kinds.sum() + rng.normal(size=count),
         "force": rng.normal(size=(count, 3 * atoms)),
     }

@@ -53,7 +53,8 @@ def frames_of(path: str | Path) -> dict[str, dict[str, np.ndarray]]:
     with np.load(path) as file:
         names = sorted({key.rpartition("_")[0] for key in file.files})
         return {
-            name: {key: file[f"{name}_{key}"] for key in ("coord", "type", "box")} for name in names
+            name: {key: file[f"{name}_{key}"] for key in ("coord", "type", "box")}
+            for name in names
         }
 
 
@@ -62,7 +63,9 @@ def conditions(job: dict[str, Any], frames: int, atoms: int) -> dict[str, np.nda
     found = {}
     if job.get("numb_fparam") and not job.get("default_fparam"):
         count = job["numb_fparam"]
-        found["fparam"] = 0.1 * np.arange(frames * count, dtype=float).reshape(frames, count)
+        found["fparam"] = 0.1 * np.arange(frames * count, dtype=float).reshape(
+            frames, count
+        )
     if job.get("numb_aparam"):
         count = job["numb_aparam"]
         found["aparam"] = 0.01 * np.arange(frames * atoms * count, dtype=float).reshape(
@@ -89,7 +92,9 @@ def answer(job: dict[str, Any]) -> dict[str, np.ndarray]:
         from deepmd.dpmodel.utils.serialization import save_dp_model
 
         section = (
-            _normalized(job["input"]) if job.get("normalize", True) else copy.deepcopy(job["input"])
+            _normalized(job["input"])
+            if job.get("normalize", True)
+            else copy.deepcopy(job["input"])
         )
         model = _made(section, job)
         tree = model.serialize()
@@ -114,10 +119,15 @@ def read_model(path: str) -> Any:
         tree = load_dp_model(path)["model"]
         # its torch backend writes a type that it does not read
         return BaseModel.deserialize(
-            {**tree, "type": "linear_ener" if tree["type"] == "linear" else tree["type"]}
+            {
+                **tree,
+                "type": "linear_ener" if tree["type"] == "linear" else tree["type"],
+            }
         )
     state = torch.load(path, weights_only=True)["model"]
-    wrapper = ModelWrapper(get_model(copy.deepcopy(state["_extra_state"]["model_params"])))
+    wrapper = ModelWrapper(
+        get_model(copy.deepcopy(state["_extra_state"]["model_params"]))
+    )
     wrapper.load_state_dict(state)
     return wrapper.model["Default"]
 
@@ -145,7 +155,9 @@ def _normalized(section: dict[str, Any]) -> dict[str, Any]:
         "training": {"training_data": data, "numb_steps": 1},
         "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-5},
     }
-    return normalize({"model": copy.deepcopy(section), **rest, "loss": {"type": "ener"}})["model"]
+    return normalize(
+        {"model": copy.deepcopy(section), **rest, "loss": {"type": "ener"}}
+    )["model"]
 
 
 def _made(section: dict[str, Any], job: dict[str, Any]) -> Any:
@@ -158,7 +170,9 @@ def _made(section: dict[str, Any], job: dict[str, Any]) -> Any:
     generator = torch.Generator().manual_seed(job["seed"])
 
     def draw(like: Any) -> Any:
-        return torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+        return torch.rand(like.shape, generator=generator, dtype=torch.float64).to(
+            like.dtype
+        )
 
     with torch.no_grad():
         for parameter in model.parameters():
@@ -199,10 +213,16 @@ def _predictions(model: Any, job: dict[str, Any]) -> dict[str, np.ndarray]:
     for name, system in frames_of(job["frames"]).items():
         coord, kinds, box = system["coord"], system["type"], system["box"]
         count, atoms = coord.shape[:2]
-        more = {key: torch.tensor(value) for key, value in conditions(job, count, atoms).items()}
+        more = {
+            key: torch.tensor(value)
+            for key, value in conditions(job, count, atoms).items()
+        }
         cells = torch.tensor(box) if box.size else None
         got = model(
-            torch.tensor(coord), torch.tensor(np.repeat(kinds[None], count, 0)), box=cells, **more
+            torch.tensor(coord),
+            torch.tensor(np.repeat(kinds[None], count, 0)),
+            box=cells,
+            **more,
         )
         shapes = {
             "energy": (count,),
@@ -240,10 +260,13 @@ def _by_deep_pot(job: dict[str, Any]) -> dict[str, np.ndarray]:
         coord, kinds, box = system["coord"], system["type"], system["box"]
         count, atoms = coord.shape[:2]
         more = {
-            key: value.reshape(count, -1) for key, value in conditions(job, count, atoms).items()
+            key: value.reshape(count, -1)
+            for key, value in conditions(job, count, atoms).items()
         }
         cells = box if box.size else None
-        got = potential.eval(coord.reshape(count, -1), cells, kinds, atomic=True, **more)
+        got = potential.eval(
+            coord.reshape(count, -1), cells, kinds, atomic=True, **more
+        )
         energy, force, virial, atom_energy = got[:4]
         found |= {
             f"{name}_energy": energy.reshape(count),

@@ -23,7 +23,8 @@ SAME = 1e-12  # relative: between DeePMD-kit and dp-ema
 
 pytestmark = [
     pytest.mark.skipif(
-        not (PEER / "bin" / "dp-ema").exists(), reason="set DP_PEER to DeePMD-kit 3.2.0 with dp-ema"
+        not (PEER / "bin" / "dp-ema").exists(),
+        reason="set DP_PEER to DeePMD-kit 3.2.0 with dp-ema",
     ),
     pytest.mark.timeout(3600),
     pytest.mark.nightly,
@@ -54,11 +55,23 @@ LINES = [
     ("dp --ema freeze -o graph.pb --node-names o_energy", 2, ""),
     ("dp --ema test -m model.pth -s data -n 30", 0, ""),
     ("dp --ema test -m frozen_model.pth -s data -d detail -n 3", 0, "detail.e.out"),
-    ("dp --ema test -m model.ckpt.pt -s data -d detail -a -n 1", 0, "detail.e_peratom.out"),
+    (
+        "dp --ema test -m model.ckpt.pt -s data -d detail -a -n 1",
+        0,
+        "detail.e_peratom.out",
+    ),
     ("dp --ema test -m model_ema.ckpt.pt -s data -n 3 -l test.log", 0, "test.log"),
     ("dp --ema test -m multitask.pt -s data -n 3 --head CHOSEN_BRANCH", 0, ""),
-    ("dp --ema test -m model.ckpt.pt --valid-data input.json -n 2 --shuffle-test -r 1", 0, ""),
-    ("dp --ema change-bias model.ckpt.pt -s data -o model_updated.pt", 0, "model_updated.pt"),
+    (
+        "dp --ema test -m model.ckpt.pt --valid-data input.json -n 2 --shuffle-test -r 1",
+        0,
+        "",
+    ),
+    (
+        "dp --ema change-bias model.ckpt.pt -s data -o model_updated.pt",
+        0,
+        "model_updated.pt",
+    ),
     (
         "dp --ema change-bias model.ckpt.pt -b -92.523 -187.66 -o model_updated.pt",
         0,
@@ -74,8 +87,16 @@ LINES = [
         0,
         "model_updated.pt",
     ),
-    ("dp --ema show model.ckpt.pt type-map descriptor fitting-net size observed-type", 0, ""),
-    ("dp --ema show multitask.pt model-branch type-map descriptor fitting-net size", 0, ""),
+    (
+        "dp --ema show model.ckpt.pt type-map descriptor fitting-net size observed-type",
+        0,
+        "",
+    ),
+    (
+        "dp --ema show multitask.pt model-branch type-map descriptor fitting-net size",
+        0,
+        "",
+    ),
     ("dp --ema show frozen_model.pth type-map descriptor fitting-net size", 0, ""),
     ("dp --ema neighbor-stat -s data -r 6.0 -t O H", 0, ""),
     ("dp --ema convert-backend model.ckpt.pt other.pth", 0, "other.pth"),
@@ -84,8 +105,16 @@ LINES = [
     ("dp --ema train new.json --init-model pretrained.pt", 0, "new.ckpt.pt"),
     ("dp --ema train new.json --init-frz-model frozen_model.pth", 0, "new.ckpt.pt"),
     ("dp --ema train new.json --finetune pretrained.pt", 0, "new.ckpt.pt"),
-    ("dp --ema train new.json --finetune pretrained.pt --use-pretrain-script", 0, "new.ckpt.pt"),
-    ("dp --ema train new.json --finetune pretrained.pt --model-branch RANDOM", 0, "new.ckpt.pt"),
+    (
+        "dp --ema train new.json --finetune pretrained.pt --use-pretrain-script",
+        0,
+        "new.ckpt.pt",
+    ),
+    (
+        "dp --ema train new.json --finetune pretrained.pt --model-branch RANDOM",
+        0,
+        "new.ckpt.pt",
+    ),
     (
         "dp --ema train new.json --finetune multitask.pt --model-branch CHOSEN_BRANCH",
         0,
@@ -100,7 +129,11 @@ LINES = [
         "train.log",
     ),
     ("DP_BACKEND=ema dp freeze", 0, "frozen_model.pth"),
-    ("DP_BACKEND=ema dp --pt train input.json --skip-neighbor-stat", 0, "model.ckpt.pt"),
+    (
+        "DP_BACKEND=ema dp --pt train input.json --skip-neighbor-stat",
+        0,
+        "model.ckpt.pt",
+    ),
     ("DP_BACKEND=ema dp --pt freeze", 0, "frozen_model.pth"),
     ("DP_BACKEND=ema dp --pt test -n 3 -s data", 0, ""),
 ]
@@ -156,8 +189,18 @@ def home(tmp_path_factory):
         "fitting_net": {"neuron": [8, 8]},
     }
     of_run = {"numb_steps": 4, "disp_freq": 2, "save_freq": 2}
-    data = {"training_data": {"systems": ["data"]}, "validation_data": {"systems": ["data"]}}
-    rest = {"learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-5, "decay_steps": 2}}
+    data = {
+        "training_data": {"systems": ["data"]},
+        "validation_data": {"systems": ["data"]},
+    }
+    rest = {
+        "learning_rate": {
+            "type": "exp",
+            "start_lr": 1e-3,
+            "stop_lr": 1e-5,
+            "decay_steps": 2,
+        }
+    }
     loss = {"type": "ener", "start_pref_v": 0.02, "limit_pref_v": 1}
     single = {
         "model": model,
@@ -179,7 +222,11 @@ def home(tmp_path_factory):
         "model": {"shared_dict": shared, "model_dict": dict.fromkeys(tasks, task)},
         **rest,
         "loss_dict": dict.fromkeys(tasks, loss),
-        "training": {**of_run, "data_dict": dict.fromkeys(tasks, data), "save_ckpt": "multi"},
+        "training": {
+            **of_run,
+            "data_dict": dict.fromkeys(tasks, data),
+            "save_ckpt": "multi",
+        },
     }
     (folder / "multi.json").write_text(json.dumps(several))
     sh(
@@ -187,18 +234,30 @@ def home(tmp_path_factory):
         "dp --ema train multi.json && cp multi.pt multitask.pt && cp multi.pt pretrained.pt",
         check=True,
     )
-    sh(folder, "dp --ema train input.json && cp model.ckpt.pt pretrained.pt", check=True)
+    sh(
+        folder,
+        "dp --ema train input.json && cp model.ckpt.pt pretrained.pt",
+        check=True,
+    )
     return folder
 
 
 def test_every_line_of_the_documentation_of_dp(home):
     rows, wrong = [], []
     for line, code, file in LINES:
-        before = (home / file).stat().st_mtime_ns if file and (home / file).exists() else 0
+        before = (
+            (home / file).stat().st_mtime_ns if file and (home / file).exists() else 0
+        )
         done = sh(home, line)
-        is_written = not file or (home / file).stat().st_mtime_ns > before or "restart" in line
+        is_written = (
+            not file or (home / file).stat().st_mtime_ns > before or "restart" in line
+        )
         rows.append(f"| `{line}` | {done.returncode} | {file} |")
-        if done.returncode != code or not is_written or (code == 2 and "Traceback" in done.stderr):
+        if (
+            done.returncode != code
+            or not is_written
+            or (code == 2 and "Traceback" in done.stderr)
+        ):
             wrong.append(
                 f"{line}: exit {done.returncode}, expected {code}\n"
                 f"{(done.stdout + done.stderr)[-1500:]}"

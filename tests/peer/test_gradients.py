@@ -6,7 +6,9 @@ from pathlib import Path
 import gradients
 import pytest
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gradients.json").read_text())
+GOLDEN = json.loads(
+    (Path(__file__).parents[1] / "golden" / "gradients.json").read_text()
+)
 TOLERANCE = 1e-8  # relative to the length of an array of gradients
 
 

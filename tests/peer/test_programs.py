@@ -23,6 +23,16 @@ PROGRAMS = {"parity": [], "fuzz": ["--sets", "3"]}
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_numbers_are_those_of_deepmd_kit(name, tmp_path):
     script = Path(__file__).with_name(f"{name}.py")
-    words = [sys.executable, script, "--peer", PEER, "--work", tmp_path, *PROGRAMS[name]]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=1790, check=False)
+    words = [
+        sys.executable,
+        script,
+        "--peer",
+        PEER,
+        "--work",
+        tmp_path,
+        *PROGRAMS[name],
+    ]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=1790, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -71,8 +71,14 @@ def counted_waits():
 
 
 def _note_wait(name: str) -> None:
-    own = [f for f in traceback.extract_stack() if f"{os.sep}deepmd_ema{os.sep}" in f.filename]
-    lines = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(own[-3:]))
+    own = [
+        f
+        for f in traceback.extract_stack()
+        if f"{os.sep}deepmd_ema{os.sep}" in f.filename
+    ]
+    lines = " < ".join(
+        f"{Path(f.filename).name}:{f.lineno}" for f in reversed(own[-3:])
+    )
     _places[name, lines or "a thread of autograd or of torch"] += 1
 
 
@@ -108,7 +114,9 @@ class _Loader(Loader):
         self._inner.exec_module(module)
         _activate(module)
 
-    def __getattr__(self, name: str) -> Any:  # of the loader of source files, for tracebacks
+    def __getattr__(
+        self, name: str
+    ) -> Any:  # of the loader of source files, for tracebacks
         return getattr(self._inner, name)
 
 
@@ -116,7 +124,9 @@ def _activate(torch: ModuleType) -> None:
     global device
     spec = importlib.util.spec_from_file_location(MODULE, os.environ[LIBRARY])
     loaded = importlib.util.module_from_spec(spec)
-    before = os.dup(2)  # torch warns of each kernel that is registered a second time, in C++
+    before = os.dup(
+        2
+    )  # torch warns of each kernel that is registered a second time, in C++
     nothing = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)
@@ -277,7 +287,10 @@ def _replace_functions(torch: ModuleType, number: int) -> None:
         "memory_reserved": lambda of=None: device.allocated(),
         "max_memory_allocated": lambda of=None: device.most_allocated(),
         "reset_peak_memory_stats": lambda of=None: device.reset_most_allocated(),
-        "mem_get_info": lambda of=None: (TOTAL_MEMORY - device.allocated(), TOTAL_MEMORY),
+        "mem_get_info": lambda of=None: (
+            TOTAL_MEMORY - device.allocated(),
+            TOTAL_MEMORY,
+        ),
         "set_sync_debug_mode": set_sync_debug_mode,
         "get_sync_debug_mode": lambda: mode["sync"],
         "_is_in_bad_fork": lambda: False,
@@ -293,7 +306,9 @@ def _replace_functions(torch: ModuleType, number: int) -> None:
     }
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
-    torch.accelerator.current_stream = lambda of=None: Stream(of)  # FSDP has it wait for an event
+    torch.accelerator.current_stream = lambda of=None: Stream(
+        of
+    )  # FSDP has it wait for an event
     torch.cuda.memory.max_memory_allocated = functions["max_memory_allocated"]
     torch._C._cuda_getCurrentRawStream = lambda of: 0
     torch._C._nccl_version, torch._C._nccl_version_suffix = lambda: 22907, lambda: b""
@@ -319,7 +334,10 @@ def _replace_nccl(torch: ModuleType) -> None:
     class ProcessGroupNCCL(metaclass=Kind):
         class Options:
             def __init__(self, *_: Any, **__: Any) -> None:
-                self._timeout, self.is_high_priority_stream = c10d.default_pg_timeout, False
+                self._timeout, self.is_high_priority_stream = (
+                    c10d.default_pg_timeout,
+                    False,
+                )
                 self.global_ranks_in_group, self.group_name = [], ""
 
         def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:

@@ -49,10 +49,17 @@ def built() -> Path:
         + torch.__version__
         + sys.version
     )
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dp-ema-tests"
-    library = folder / f"pretend_cuda-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    folder = (
+        Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dp-ema-tests"
+    )
+    library = (
+        folder / f"pretend_cuda-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    )
     if not library.exists():
-        print("compiling the pretended CUDA device (once, about a minute)", file=sys.stderr)
+        print(
+            "compiling the pretended CUDA device (once, about a minute)",
+            file=sys.stderr,
+        )
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as made:
             compile_sources(compiler, Path(made))
@@ -64,7 +71,13 @@ def compile_sources(compiler: str, folder: Path) -> None:
     """Compile the sources side by side, and link them to ``library.so`` in ``folder``."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    flags = ["-O1", "-w", "-fPIC", "-std=c++20", "-DTORCH_EXTENSION_NAME=pretend_cuda_device"]
+    flags = [
+        "-O1",
+        "-w",
+        "-fPIC",
+        "-std=c++20",
+        "-DTORCH_EXTENSION_NAME=pretend_cuda_device",
+    ]
     flags += [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
     objects = [folder / f"{name}.o" for name in SOURCES]
     runs = [

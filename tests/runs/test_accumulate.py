@@ -35,9 +35,12 @@ def frames_of_different_sizes():
     sizes = (2, 7, 4, 3)
     complete = [random_frame(rng, n) for n in sizes]
     labelled = [
-        {k: v for k, v in f.items() if k not in lacking} for f, lacking in zip(complete, LACKING)
+        {k: v for k, v in f.items() if k not in lacking}
+        for f, lacking in zip(complete, LACKING)
     ]
-    return labelled, [random_frame(rng, n, types=f["types"]) for n, f in zip(sizes, labelled)]
+    return labelled, [
+        random_frame(rng, n, types=f["types"]) for n, f in zip(sizes, labelled)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,8 @@ def test_gradients_of_batches_add_up_to_that_of_all_their_frames(name, frames_of
     def evaluated(frames):
         batch = flat_batch([labelled[k] for k in frames], names=config.labels(()))
         return batch, {
-            k: v.requires_grad_() for k, v in predicted([guess[k] for k in frames], batch).items()
+            k: v.requires_grad_()
+            for k, v in predicted([guess[k] for k in frames], batch).items()
         }
 
     batch, prediction = evaluated([k for frames in frames_of_parts for k in frames])
@@ -66,9 +70,13 @@ def test_gradients_of_batches_add_up_to_that_of_all_their_frames(name, frames_of
     displayed = whole.displayed()
     assert list(displayed) == list(shown)
     for key, value in shown.items():
-        assert displayed[key].item() == pytest.approx(value.item(), rel=SAME_MATH, nan_ok=True), key
+        assert displayed[key].item() == pytest.approx(
+            value.item(), rel=SAME_MATH, nan_ok=True
+        ), key
     gradient = torch.cat([own["energy"].grad for _, own in parts])
-    torch.testing.assert_close(gradient, prediction["energy"].grad, rtol=SAME_MATH, atol=0)
+    torch.testing.assert_close(
+        gradient, prediction["energy"].grad, rtol=SAME_MATH, atol=0
+    )
     forces = torch.cat([part.in_file_order(own["force"].grad) for part, own in parts])
     torch.testing.assert_close(
         forces, batch.in_file_order(prediction["force"].grad), rtol=SAME_MATH, atol=0
@@ -89,7 +97,9 @@ class OneOfTwo:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_batches_of_two_ranks_have_the_gradient_and_the_errors_of_all_their_frames(name):
+def test_batches_of_two_ranks_have_the_gradient_and_the_errors_of_all_their_frames(
+    name,
+):
     """Ranks have other numbers of frames with a label; the mean of their gradients is that of one
     process.
     """
@@ -107,14 +117,17 @@ def test_batches_of_two_ranks_have_the_gradient_and_the_errors_of_all_their_fram
             prediction["energy"].requires_grad_()
             whole.add(prediction, batch).backward()
         gradients = torch.cat([prediction["energy"].grad for _, prediction in batches])
-        return gradients, {key: value.item() for key, value in whole.displayed().items()}
+        return gradients, {
+            key: value.item() for key, value in whole.displayed().items()
+        }
 
     parts = ([[0], [1]], [[2], [3]])
     solo = [OneOfTwo() for _ in parts]
     for world, numbers in zip(solo, parts):
         of_batches(world, numbers)
     ranks = [
-        of_batches(OneOfTwo(other.own), numbers) for other, numbers in zip(reversed(solo), parts)
+        of_batches(OneOfTwo(other.own), numbers)
+        for other, numbers in zip(reversed(solo), parts)
     ]
     expected, errors = of_batches(World(), [[0, 1, 2, 3]])
     found = torch.cat([gradients for gradients, _ in ranks]) / 2
@@ -132,7 +145,9 @@ def systems(tmp_path_factory):
     return [
         write_system(folder / "whole", frames=2, natoms=12, seed=1),
         write_system(folder / "open", frames=2, natoms=7, seed=2, pbc=False),
-        write_system(folder / "energies", frames=2, natoms=10, seed=3, force=False, virial=False),
+        write_system(
+            folder / "energies", frames=2, natoms=10, seed=3, force=False, virial=False
+        ),
     ]
 
 
@@ -180,7 +195,9 @@ def test_a_step_of_three_batches_is_one_of_a_batch_with_all_their_frames(start):
         parts_of(thrice, 6), parts_of(once, 6), ROUNDING
     )  # and averages are updated once per step
     for name in ("lcurve.out", "lcurve_slow.out"):
-        rows = [np.genfromtxt(folder / name, skip_header=2) for folder in (thrice, once)]
+        rows = [
+            np.genfromtxt(folder / name, skip_header=2) for folder in (thrice, once)
+        ]
         np.testing.assert_allclose(*rows, rtol=2e-3, atol=1e-6)  # of three digits
         assert len(rows[0]) == 6
 
@@ -205,7 +222,8 @@ def test_another_number_of_batches_at_a_restart_is_refused_or_reported(start, ca
     with caplog.at_level("WARNING"):
         start("run", "mixed:2", 2, restart="model.ckpt.pt", allow_config_change=True)
     assert (
-        "a step has 4 frames on average now, over all ranks together, and had 6 when" in caplog.text
+        "a step has 4 frames on average now, over all ranks together, and had 6 when"
+        in caplog.text
     )
     assert load("model.ckpt-6.pt")["streams"][""]["frames"] == 2 * 3 + 4 * 2
 
@@ -226,7 +244,12 @@ def test_a_batch_that_is_not_finite_skips_the_update_and_all_frames_of_the_step_
     with pytest.raises(
         DivergedError, match=r"step 3: the loss or a gradient is not finite"
     ) as caught:
-        start("run", "mixed:2", 3, {"training__averaging": [], "training__disp_training": False})
+        start(
+            "run",
+            "mixed:2",
+            3,
+            {"training__averaging": [], "training__disp_training": False},
+        )
     frames = {f"{system} frame {k}" for frames in seen[6:9] for system, k in frames}
     assert (len(seen), len(frames)) == (9, 6)
     assert all(name in str(caught.value) for name in frames)
@@ -243,5 +266,8 @@ def test_lengths_and_frames_are_those_of_steps_of_several_batches(start, caplog)
     assert load("model.ckpt.pt")["step"] == 6  # 4 epochs of 3 batches, 2 in each step
     text = re.sub(" +", " ", caplog.text)
     assert " step 2 batches, 4 frames\n" in text
-    assert '6 steps = 4.0 epochs of 3 batches, batch_size "mixed:2", 2 batches a step' in text
+    assert (
+        '6 steps = 4.0 epochs of 3 batches, batch_size "mixed:2", 2 batches a step'
+        in text
+    )
     assert "from epoch 2 (step 3)" in text

@@ -22,7 +22,13 @@ from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.errors import ConfigError
 
 GROUP = "deepmd_ema.averages"
-MINE = {"name": "mine", "type": "cycle", "period": 2, "full_validation": True, "lcurve": True}
+MINE = {
+    "name": "mine",
+    "type": "cycle",
+    "period": 2,
+    "full_validation": True,
+    "lcurve": True,
+}
 VALIDATED = {"validation_freq": 1, "full_val_start": 0}
 
 
@@ -38,7 +44,9 @@ def site(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging.getLogger("deepmd_ema"), "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(
+        logging.getLogger("deepmd_ema"), "handlers", [logging.NullHandler()]
+    )
     return folder
 
 
@@ -48,7 +56,9 @@ def config(training, valid, averaging=(MINE,), num_steps=5):
         "training__save_freq": 2,
         "training__disp_freq": 1,
     }
-    return tiny_input([training], [valid], num_steps=num_steps, validating=VALIDATED, **options)
+    return tiny_input(
+        [training], [valid], num_steps=num_steps, validating=VALIDATED, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,13 +77,17 @@ def test_it_has_the_weights_of_its_formula_counted_on_the_host_and_on_the_device
         if step % 2 == 1 if odd else step % rule.update_every == 0:
             done = range(step - rule.update_every, step)
             decay = (
-                0.5 if odd else math.prod((t % rule.period) / (t % rule.period + 1) for t in done)
+                0.5
+                if odd
+                else math.prod((t % rule.period) / (t % rule.period + 1) for t in done)
             )
             expected *= decay
             expected[step] += 1 - decay
     for where in (nullcontext(), on_device()):
         with where:
-            torch.testing.assert_close(weights_of_steps(rule, 12)[0], expected, rtol=1e-14, atol=0)
+            torch.testing.assert_close(
+                weights_of_steps(rule, 12)[0], expected, rtol=1e-14, atol=0
+            )
 
 
 def test_it_is_validated_shown_frozen_ranked_and_restarted_like_any_other(
@@ -86,7 +100,9 @@ def test_it_is_validated_shown_frozen_ranked_and_restarted_like_any_other(
         {**power, "name": "p3", "gamma": 3},
         {**power, "name": "p9", "gamma": 9},
     ]
-    Path("input.json").write_text(json.dumps(config(water_like, water_like_valid, bank)))
+    Path("input.json").write_text(
+        json.dumps(config(water_like, water_like_valid, bank))
+    )
 
     def run(*words):
         assert cli.main(list(words)) == 0, capsys.readouterr().err
@@ -95,7 +111,9 @@ def test_it_is_validated_shown_frozen_ranked_and_restarted_like_any_other(
 
     assert "mine: cycle, period 2" in run("check", "input.json")
     run("train", "input.json", "--device", "cpu")
-    assert "mine: cycle, period 2, 5 updates, looks back" in run("show", "model.ckpt.pt")
+    assert "mine: cycle, period 2, 5 updates, looks back" in run(
+        "show", "model.ckpt.pt"
+    )
     assert len(list(Path().glob("best_mine.ckpt-*.pt"))) == 1
     run("freeze", "-c", "model.ckpt.pt", "--average", "mine", "-o", "mine.dp")
     assert "cycle, period 2" in run("show", "mine.dp")
@@ -118,8 +136,14 @@ def test_it_is_validated_shown_frozen_ranked_and_restarted_like_any_other(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"perod": 4}, r"training\.averaging\[0\]\.perod: unknown key\. Did you mean period\?"),
-        ({"period": 0}, r"training\.averaging\[0\]\.period = 0: expected a whole number > 0"),
+        (
+            {"perod": 4},
+            r"training\.averaging\[0\]\.perod: unknown key\. Did you mean period\?",
+        ),
+        (
+            {"period": 0},
+            r"training\.averaging\[0\]\.period = 0: expected a whole number > 0",
+        ),
         (
             {"type": "cycles"},
             r'type = "cycles": unknown\. Did you mean cycle\? Known: ema, .*cycle, odd',
@@ -135,7 +159,9 @@ def test_it_is_validated_shown_frozen_ranked_and_restarted_like_any_other(
     ],
 )
 def test_mistakes_in_its_section_are_named(changes, message):
-    entry = {key: value for key, value in {**MINE, **changes}.items() if value is not None}
+    entry = {
+        key: value for key, value in {**MINE, **changes}.items() if value is not None
+    }
     with pytest.raises(ConfigError, match=message):
         config_from_dict(config("train", "valid", [entry]))
 
@@ -148,12 +174,16 @@ def test_a_restart_names_the_type_whose_package_is_missing_or_leaves_its_weights
 ):
     caplog.set_level(logging.INFO, "deepmd_ema")
     train(config(water_like, water_like_valid, num_steps=2), device="cpu")
-    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(site)])
+    monkeypatch.setattr(
+        sys, "path", [folder for folder in sys.path if folder != str(site)]
+    )
     assert "cycle" not in AVERAGES
     said = r'averaging\[0\]\.type = "cycle": unknown\. Known: .* package is installed\.'
     with pytest.raises(ConfigError, match=said):
         train(
-            config(water_like, water_like_valid, num_steps=4), restart="model.ckpt.pt", device="cpu"
+            config(water_like, water_like_valid, num_steps=4),
+            restart="model.ckpt.pt",
+            device="cpu",
         )
     without = config(water_like, water_like_valid, [], num_steps=4)
     assert train(without, restart="model.ckpt.pt", device="cpu").step == 4
@@ -164,14 +194,20 @@ def test_a_restart_names_the_type_whose_package_is_missing_or_leaves_its_weights
 def rule(kind, decay_at):
     """Return an average of one weight with these decays."""
     section = type(
-        kind, (CustomAverage,), {"type": kind, "decay_at": lambda _, done: decay_at(done)}
+        kind,
+        (CustomAverage,),
+        {"type": kind, "decay_at": lambda _, done: decay_at(done)},
     )
     return dataclass(frozen=True, kw_only=True)(section)(name="a")
 
 
 def test_decays_that_no_average_can_have_are_refused_before_training():
     for kind, decay_at, said in (
-        ("grows", lambda done: done, "'grows' is 2 after 2 steps, expected a number from 0 to 1"),
+        (
+            "grows",
+            lambda done: done,
+            "'grows' is 2 after 2 steps, expected a number from 0 to 1",
+        ),
         (
             "branches",
             lambda done: 0.1 if done < 100 else 0.9,
@@ -205,8 +241,12 @@ BROKEN = {
 def test_a_broken_package_matters_only_where_its_average_is_requested(
     site, capsys, monkeypatch, source, message
 ):
-    install(site, "broken-average", {"broken": "broken:RULE"}, group=GROUP, broken=source)
-    monkeypatch.syspath_prepend(site.parent / "again")  # what was found before is read again
+    install(
+        site, "broken-average", {"broken": "broken:RULE"}, group=GROUP, broken=source
+    )
+    monkeypatch.syspath_prepend(
+        site.parent / "again"
+    )  # what was found before is read again
     monkeypatch.delitem(sys.modules, "broken", raising=False)
     with pytest.raises(ConfigError) as caught:
         config_from_dict(config("train", "valid", [{"name": "a", "type": "broken"}]))
@@ -215,7 +255,8 @@ def test_a_broken_package_matters_only_where_its_average_is_requested(
     config_from_dict(config("train", "valid"))
     assert cli.main(["doc", "training.averaging"]) == 0
     assert (
-        'average "broken" is not listed: the package broken-average 1.0' in capsys.readouterr().err
+        'average "broken" is not listed: the package broken-average 1.0'
+        in capsys.readouterr().err
     )
 
 

@@ -78,7 +78,9 @@ class Desk:
 
     def write(self, config=None, **changes):
         """Write ``input.json``."""
-        text = json.dumps(self.config(**changes) if config is None else config, indent=4)
+        text = json.dumps(
+            self.config(**changes) if config is None else config, indent=4
+        )
         (self.folder / "input.json").write_text(text)
 
     def run(self, *words: str) -> Reported:
@@ -137,7 +139,9 @@ def test_a_hundred_mistakes_come_on_one_screen_with_numbers_and_lines(clean):
     clean.write(config)
     reported = clean.train()
     assert reported.code == USER
-    assert reported.text.startswith("dp-ema: 100 problems in input.json\n  1. input.json:")
+    assert reported.text.startswith(
+        "dp-ema: 100 problems in input.json\n  1. input.json:"
+    )
     *lines, last = reported.text.splitlines()
     assert last.endswith("more; `dp-ema check` shows all")
     places = [int(line.split(":")[1]) for line in lines[1:]]
@@ -180,7 +184,9 @@ BAD_DATA = {
 
 
 @pytest.mark.parametrize("kind", BAD_DATA)
-def test_wrong_data_are_reported_with_file_and_frame_before_anything_is_trained(clean, kind):
+def test_wrong_data_are_reported_with_file_and_frame_before_anything_is_trained(
+    clean, kind
+):
     break_it, phrases = BAD_DATA[kind]
     break_it(clean)
     reported = clean.train()
@@ -197,7 +203,9 @@ def test_wrong_data_are_reported_with_file_and_frame_before_anything_is_trained(
 def test_doubtful_data_are_trained_on_with_a_warning(clean):
     for file in Path("data").glob("set.*/virial.npy"):
         file.unlink()
-    warning = "WARNING: no virial in the training data, but the loss has a prefactor for it"
+    warning = (
+        "WARNING: no virial in the training data, but the loss has a prefactor for it"
+    )
     clean.train().must_say(warning, "set the prefactor to 0", code=GOOD)
     assert Path("model.ckpt-2.pt").exists()
 
@@ -220,7 +228,10 @@ def test_doubtful_data_are_trained_on_with_a_warning(clean):
         (["show", "input.json"], ["input.json: not a checkpoint"]),
         (
             ["plot", "input.json"],
-            ["input.json: has no header line", "Give lcurve.out, val.log or val_ema.log."],
+            [
+                "input.json: has no header line",
+                "Give lcurve.out, val.log or val_ema.log.",
+            ],
         ),
     ],
 )
@@ -232,7 +243,10 @@ def test_a_wrong_command_is_reported_with_what_to_write_instead(clean, words, ph
     ("env", "phrase"),
     [
         ({"LOCAL_RANK": "²"}, "LOCAL_RANK = '²': expected a whole number, "),
-        ({"LOCAL_RANK": "9" * 5000}, "9'... (5,000 characters): expected a whole number, "),
+        (
+            {"LOCAL_RANK": "9" * 5000},
+            "9'... (5,000 characters): expected a whole number, ",
+        ),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK = 2"),
         (
             {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "99999"},
@@ -240,7 +254,9 @@ def test_a_wrong_command_is_reported_with_what_to_write_instead(clean, words, ph
         ),
     ],
 )
-def test_ranks_and_ports_that_are_no_numbers_are_reported(clean, monkeypatch, env, phrase):
+def test_ranks_and_ports_that_are_no_numbers_are_reported(
+    clean, monkeypatch, env, phrase
+):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     clean.run("check", "input.json", "--config-only").must_say(phrase)
@@ -273,7 +289,9 @@ def test_a_pipe_among_the_data_is_reported_and_not_waited_for(clean, name):
 def test_advice_names_the_input_as_it_is_called(clean):
     clean.write(training__zero_stage=1)
     Path("input.json").rename("water.json")
-    advice = "export PET_NO_PYTHON=1; torchrun --nproc_per_node=2 dp-ema train water.json"
+    advice = (
+        "export PET_NO_PYTHON=1; torchrun --nproc_per_node=2 dp-ema train water.json"
+    )
     clean.run("train", "water.json", "--device", "cpu").must_say(advice, code=GOOD)
 
 
@@ -338,7 +356,9 @@ BAD_STARTS = {
     "of another optimizer": (
         lambda desk: desk.write(num_steps=8, optimizer__type="AdamW"),
         ["--restart", "model.ckpt.pt", "--allow-config-change"],
-        ['optimizer.type = "AdamW": the checkpoint holds the moments of Adam. Set it to "Adam"'],
+        [
+            'optimizer.type = "AdamW": the checkpoint holds the moments of Adam. Set it to "Adam"'
+        ],
     ),
     "of another seed and other data": (
         lambda desk: desk.write(
@@ -373,12 +393,18 @@ BAD_STARTS |= {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BAD_STARTS)
-def test_a_file_that_a_run_cannot_start_from_is_reported_and_nothing_is_touched(desk, kind):
+def test_a_file_that_a_run_cannot_start_from_is_reported_and_nothing_is_touched(
+    desk, kind
+):
     break_it, words, phrases = BAD_STARTS[kind]
     break_it(desk)
-    before = {p.name: p.lstat().st_mtime_ns for p in desk.folder.iterdir() if p.is_file()}
+    before = {
+        p.name: p.lstat().st_mtime_ns for p in desk.folder.iterdir() if p.is_file()
+    }
     desk.train(*words).must_say(*phrases)
-    assert {p.name: p.lstat().st_mtime_ns for p in desk.folder.iterdir() if p.is_file()} == before
+    assert {
+        p.name: p.lstat().st_mtime_ns for p in desk.folder.iterdir() if p.is_file()
+    } == before
 
 
 def test_a_restart_of_a_finished_run_says_that_nothing_is_left(desk):
@@ -397,7 +423,9 @@ def test_statistics_are_not_added_to_data(clean):
     with pytest.importorskip("h5py").File("data.h5", "w") as file:
         file["water/type.raw"] = [0, 1]
     clean.write(training__stat_file="data.h5")
-    clean.train("-v", "ERROR").must_say("data.h5: holds data, to which no statistics are added")
+    clean.train("-v", "ERROR").must_say(
+        "data.h5: holds data, to which no statistics are added"
+    )
 
 
 def test_a_restart_on_data_that_have_grown_says_so(desk):
@@ -431,7 +459,9 @@ def test_a_full_disk_is_reported_and_the_old_checkpoint_stays_usable(
     monkeypatch.setattr(torch, "save", save)
     assert Path("model.ckpt-4.pt").read_bytes() == kept
     assert not list(Path().glob("*.part*"))
-    assert {checkpoint.load(p)["step"] for p in ("model.ckpt.pt", "model_ema.ckpt.pt", ".")} == {4}
+    assert {
+        checkpoint.load(p)["step"] for p in ("model.ckpt.pt", "model_ema.ckpt.pt", ".")
+    } == {4}
     desk.train("--restart", "model.ckpt.pt").must_say(code=GOOD)
 
 
@@ -475,7 +505,9 @@ BAD_PLACES = {
 
 
 @pytest.mark.parametrize("kind", BAD_PLACES)
-def test_a_place_that_cannot_be_written_is_reported_before_anything_is_trained(clean, kind):
+def test_a_place_that_cannot_be_written_is_reported_before_anything_is_trained(
+    clean, kind
+):
     break_it, changes, phrases = BAD_PLACES[kind]
     break_it()
     clean.write(**changes)
@@ -496,7 +528,15 @@ NOT_OVERWRITTEN = {
     "a link to the input": ["train", "input.json", "-o", "link.json"],
     "data by a picture": ["plot", "lcurve.out", "-o", "data/type.raw"],
     "an input by a frozen model": ["freeze", "-o", "other.yaml"],
-    "text by a bias": ["change-bias", "model.ckpt.pt", "-b", "-1", "-2", "-o", "text.pt"],
+    "text by a bias": [
+        "change-bias",
+        "model.ckpt.pt",
+        "-b",
+        "-1",
+        "-2",
+        "-o",
+        "text.pt",
+    ],
 }
 
 
@@ -627,7 +667,10 @@ READERS = {
     "input.json": ["check input.json --config-only"],
     "lcurve.out": ["plot lcurve.out", "show ."],
     "checkpoint": ["freeze", "show .", "posthoc ."],
-    "data.extxyz": ["test -m model.ckpt-4.pt -s data.extxyz", "convert data.extxyz out"],
+    "data.extxyz": [
+        "test -m model.ckpt-4.pt -s data.extxyz",
+        "convert data.extxyz out",
+    ],
     "data.h5": ["test -m model.ckpt-4.pt -s data.h5"],
 }
 
@@ -748,7 +791,10 @@ def test_a_part_of_a_checkpoint_that_is_gone_or_of_another_kind_ends_no_command_
             part = part[key]
         part.pop(last, None) if value is ... else part.update({last: value})
         checkpoint.save("model.ckpt-4.pt", content)
-        for command in (READERS["model.ckpt-4.pt"][0], READERS["model.ckpt-4.pt"][1 + number % 3]):
+        for command in (
+            READERS["model.ckpt-4.pt"][0],
+            READERS["model.ckpt-4.pt"][1 + number % 3],
+        ):
             reported = desk.run(*command.split())
             assert reported.code in (GOOD, USER), (value, reported.text)
             assert "Traceback" not in reported.text

@@ -15,11 +15,32 @@ NIGHTLY = {  # the smallest forms, and a line of their pages
         "| se_e2_a, 96 atoms |",
     ),
     "parallel.py": (
-        ["speed", "--ranks", "1", "2", "--stages", "0", "2", "--steps", "10", "--rounds", "1"],
+        [
+            "speed",
+            "--ranks",
+            "1",
+            "2",
+            "--stages",
+            "0",
+            "2",
+            "--steps",
+            "10",
+            "--rounds",
+            "1",
+        ],
         "| 2 |",
     ),
     "averaging_worth.py": (
-        ["--examples", "water", "--schedules", "constant", "--seeds", "1", "--steps", "40"],
+        [
+            "--examples",
+            "water",
+            "--schedules",
+            "constant",
+            "--seeds",
+            "1",
+            "--steps",
+            "40",
+        ],
         "| live",
     ),
     "time_to_accuracy.py": (
@@ -35,12 +56,17 @@ NIGHTLY = {  # the smallest forms, and a line of their pages
     ),
 }
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-PROGRAMS = {path.name for path in FOLDER.glob("*.py") if "parse_args()" in path.read_text()}
+PROGRAMS = {
+    path.name for path in FOLDER.glob("*.py") if "parse_args()" in path.read_text()
+}
 
 
 def output_of(program, *words):
     done = subprocess.run(
-        [sys.executable, FOLDER / program, *words], capture_output=True, text=True, check=False
+        [sys.executable, FOLDER / program, *words],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -65,12 +91,18 @@ def test_a_benchmark_runs_to_its_page(program, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_benchmark_of_dynamics_runs_to_its_page(tmp_path):
-    config = json.loads((FOLDER.parent / "examples" / "water" / "input.json").read_text())
+    config = json.loads(
+        (FOLDER.parent / "examples" / "water" / "input.json").read_text()
+    )
     config["training"] |= {"numb_steps": 40, "save_freq": 40}
     (tmp_path / "input.json").write_text(json.dumps(config))
     (tmp_path / "data").symlink_to(FOLDER.parent / "examples" / "water" / "data")
     subprocess.run(
-        [sys.executable, "-m", "deepmd_ema", "train", "input.json"], cwd=tmp_path, check=True
+        [sys.executable, "-m", "deepmd_ema", "train", "input.json"],
+        cwd=tmp_path,
+        check=True,
     )
     words = ("--steps", "40", "--block", "20")
-    assert "| dp-ema, .pt2 |" in output_of("md.py", str(tmp_path / "model.ckpt.pt"), *words)
+    assert "| dp-ema, .pt2 |" in output_of(
+        "md.py", str(tmp_path / "model.ckpt.pt"), *words
+    )

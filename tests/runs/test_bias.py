@@ -24,7 +24,12 @@ from deepmd_ema.training.weights import Start
 
 SHIFT = 3.0  # eV, of each atom of the first element: the labels are those of another energy zero
 ZERO = 1e-10  # eV/atom
-SIZES = ((12, 2), (8, 1), (8, 2), (18, 2))  # atoms of a frame, and how many elements they are of
+SIZES = (
+    (12, 2),
+    (8, 1),
+    (8, 2),
+    (18, 2),
+)  # atoms of a frame, and how many elements they are of
 
 
 def shift_energies(system):
@@ -40,7 +45,9 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shifted")
     return [
         shift_energies(
-            write_system(folder / f"{k}", frames=6, natoms=natoms, seed=k, num_types=num_types)
+            write_system(
+                folder / f"{k}", frames=6, natoms=natoms, seed=k, num_types=num_types
+            )
         )
         for k, (natoms, num_types) in enumerate(SIZES)
     ]
@@ -57,7 +64,9 @@ def train(folder, data, monkeypatch, *words, **changes):
 
 def mean_of_file(path, data, **options):
     frames = measure(path, data, device="cpu", **options).frames
-    return np.mean([(f.label[ENERGY] - f.prediction[ENERGY]) / f.num_atoms for f in frames])
+    return np.mean(
+        [(f.label[ENERGY] - f.prediction[ENERGY]) / f.num_atoms for f in frames]
+    )
 
 
 REFIT = {"training__change_bias_after_training": True}
@@ -94,14 +103,19 @@ def test_after_training_every_file_has_a_bias_of_its_own(tmp_path, data, monkeyp
         assert facts["profile"] == name
     # only the last files are fitted again
     assert "refitted" not in checkpoint.load(folder / "model.ckpt-10.pt")
-    one = freeze(load_model(folder / "model.ckpt-20.pt", average="long"), tmp_path / "one.yaml")
+    one = freeze(
+        load_model(folder / "model.ckpt-20.pt", average="long"), tmp_path / "one.yaml"
+    )
     two = freeze(load_model(folder / "model_long.ckpt-20.pt"), tmp_path / "two.yaml")
     same_arrays(one.path, two.path)
     assert abs(mean_of_file(one.path, data)) < ZERO
 
 
 def same_arrays(one, two):
-    ours, theirs = load_model(one).model.state_dict(), load_model(two).model.state_dict()
+    ours, theirs = (
+        load_model(one).model.state_dict(),
+        load_model(two).model.state_dict(),
+    )
     assert_same(dict(ours), dict(theirs))
 
 
@@ -122,7 +136,9 @@ def test_a_restart_continues_from_the_raw_bias(tmp_path, data, monkeypatch):
     assert rows[0] == rows[1]
 
 
-def test_a_fit_that_is_ended_early_costs_no_step_of_the_run(tmp_path, data, monkeypatch):
+def test_a_fit_that_is_ended_early_costs_no_step_of_the_run(
+    tmp_path, data, monkeypatch
+):
     """The last steps were lost with a kill or an error in the fit; now a restart has the fit only
     left to do.
     """
@@ -131,7 +147,8 @@ def test_a_fit_that_is_ended_early_costs_no_step_of_the_run(tmp_path, data, monk
         raise KeyboardInterrupt
 
     whole = checkpoint.load(
-        train(tmp_path / "whole", data, monkeypatch, num_steps=7, **REFIT) / "model.ckpt-7.pt"
+        train(tmp_path / "whole", data, monkeypatch, num_steps=7, **REFIT)
+        / "model.ckpt-7.pt"
     )
     folder = tmp_path / "run"
     with monkeypatch.context() as broken:
@@ -146,15 +163,27 @@ def test_a_fit_that_is_ended_early_costs_no_step_of_the_run(tmp_path, data, monk
 
 
 def test_readers_and_a_new_run_take_the_fitted_bias(tmp_path, data, monkeypatch):
-    path = train(tmp_path / "run", data, monkeypatch, num_steps=10, **REFIT) / "model.ckpt-10.pt"
+    path = (
+        train(tmp_path / "run", data, monkeypatch, num_steps=10, **REFIT)
+        / "model.ckpt-10.pt"
+    )
     payload = checkpoint.load(path)
     live, ema = (payload["refitted"][name]["out_bias"] for name in ("live", "ema"))
     assert torch.equal(load_model(path).model.out_bias, live)
     assert torch.equal(load_model(path, use_average=True).model.out_bias, ema)
     assert not torch.equal(payload["model"]["out_bias"], live)
     for file, bias in ((path, live), (path.with_name("model_ema.ckpt-10.pt"), ema)):
-        new = train(tmp_path / file.stem, data, monkeypatch, "--init-model", str(file), num_steps=1)
-        assert torch.equal(checkpoint.load(new / "model.ckpt-1.pt")["model"]["out_bias"], bias)
+        new = train(
+            tmp_path / file.stem,
+            data,
+            monkeypatch,
+            "--init-model",
+            str(file),
+            num_steps=1,
+        )
+        assert torch.equal(
+            checkpoint.load(new / "model.ckpt-1.pt")["model"]["out_bias"], bias
+        )
 
 
 def prepared(systems, **changes):
@@ -170,7 +199,10 @@ def test_many_frames_give_a_sample_of_every_system(data, tmp_path, monkeypatch, 
     )
     chosen = chosen_frames(run.tasks[""].config, run.tasks[""].train, run.seed, 10)
     assert sorted(map(len, chosen)) == [2, 2, 3, 3]
-    assert all(frames == sorted(set(frames)) and set(frames) <= set(range(6)) for frames in chosen)
+    assert all(
+        frames == sorted(set(frames)) and set(frames) <= set(range(6))
+        for frames in chosen
+    )
     assert chosen == chosen_frames(
         run.tasks[""].config, prepared(data).tasks[""].train, run.seed, 10
     )
@@ -188,4 +220,7 @@ def test_without_energies_there_is_nothing_to_fit_and_a_warning_says_so(
     system = write_system(tmp_path / "forces", frames=2, energy=False)
     run = prepared([system], loss__start_pref_e=0, loss__limit_pref_e=0)
     assert refit_bias(run, AverageBank(run.models.by_task, [])) == {}
-    assert "training.change_bias_after_training: no training frame has an energy" in caplog.text
+    assert (
+        "training.change_bias_after_training: no training frame has an energy"
+        in caplog.text
+    )

@@ -53,7 +53,8 @@ def gathered(kind, shift, noise, frames=20, seed=0, **model):
     """
     rng, shape = np.random.default_rng(seed), SHAPES[kind]
     values = (
-        tiny_input(["data"], type_map=ELEMENTS, model__fitting_net=KINDS[kind])["model"] | model
+        tiny_input(["data"], type_map=ELEMENTS, model__fitting_net=KINDS[kind])["model"]
+        | model
     )
     found = FrameEnergies(model_config_from_dict(values))
     found._counts.append(rng.integers(1, 9, (frames, 3)).astype(float))
@@ -103,7 +104,9 @@ def test_a_bias_that_is_one_for_all_moves_with_elements_that_the_data_lack():
     """Predictions take it from the first element."""
     frames = gathered("one for all", 0 * shift_of("one for all", 1.0), 0.01)
     frames._counts[0][:, 0] = 0
-    frames._labels[0] = frames._predicted[0] + 40.0 * frames.counts.sum(1, keepdims=True)
+    frames._labels[0] = frames._predicted[0] + 40.0 * frames.counts.sum(
+        1, keepdims=True
+    )
     found = move_bias(frames, np.zeros((3, 1)), np.ones((3, 1)))
     assert found.is_moved
     np.testing.assert_allclose(found.bias, 40.0)
@@ -118,7 +121,11 @@ def test_an_even_error_of_a_model_is_no_shift_of_energies(size, is_moved):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_order_of_the_elements_does_not_matter(kind):
-    bias, std, order = shift_of(kind, 5.0, seed=2), np.ones((3, *SHAPES[kind])), [2, 0, 1]
+    bias, std, order = (
+        shift_of(kind, 5.0, seed=2),
+        np.ones((3, *SHAPES[kind])),
+        [2, 0, 1],
+    )
     frames = gathered(kind, shift_of(kind, 3.0), 0.1)
     other = gathered(kind, shift_of(kind, 3.0), 0.1)
     other._counts[0] = other._counts[0][:, order]
@@ -141,7 +148,9 @@ def test_new_elements_explain_what_the_known_ones_leave(kind, how):
     """Their part of a fit of all elements, beside the biases of the file, explained nothing."""
     shift, bias = shift_of(kind, 200.0), shift_of(kind, 5.0, seed=2)
     shift[:2] = 0
-    found = move_bias(frames := gathered(kind, shift, 0.01), bias, np.ones_like(bias), ["C"], how)
+    found = move_bias(
+        frames := gathered(kind, shift, 0.01), bias, np.ones_like(bias), ["C"], how
+    )
     assert not found.is_moved
     np.testing.assert_array_equal(found.bias[:2], bias[:2])
     np.testing.assert_allclose(frames.residual(found.bias - bias) / 15, 0, atol=0.1)
@@ -150,7 +159,9 @@ def test_new_elements_explain_what_the_known_ones_leave(kind, how):
 def test_energies_that_the_input_gives_hold_and_the_others_are_fitted():
     """A preset was ignored: the bias of an element stayed as in the file."""
     shift = np.array([-30.0, 0.0, 7.0])
-    frames = gathered("energy", shift, 0.0, preset_out_bias={"energy": [None, -13.0, None]})
+    frames = gathered(
+        "energy", shift, 0.0, preset_out_bias={"energy": [None, -13.0, None]}
+    )
     bias = with_given_energies(frames.config, np.array([-400.0, -10.0, -90.0]))
     for how, others in (("auto", shift), ("fit", shift), ("keep", 0 * shift)):
         found = move_bias(frames, bias, np.ones(3), how=how)
@@ -160,7 +171,9 @@ def test_energies_that_the_input_gives_hold_and_the_others_are_fitted():
 
 
 def test_excluded_elements_keep_their_bias():
-    frames = gathered("energy", np.array([50.0, 60.0, 0.0]), 0.01, atom_exclude_types=[2])
+    frames = gathered(
+        "energy", np.array([50.0, 60.0, 0.0]), 0.01, atom_exclude_types=[2]
+    )
     found = move_bias(frames, np.zeros(3), np.ones(3))
     np.testing.assert_allclose(found.bias, [50, 60, 0], atol=0.2)
 
@@ -172,8 +185,12 @@ def test_a_frame_alone_is_judged_by_the_spread_in_the_data_of_the_file(std, is_m
 
 
 @pytest.mark.parametrize("distinguish", [True, False])
-@pytest.mark.parametrize("type_map", [["C", "O", "H"], ["O", "C", "H"], ["H", "O", "C"]])
-def test_a_new_element_changes_nothing_of_a_property_at_any_place(type_map, distinguish):
+@pytest.mark.parametrize(
+    "type_map", [["C", "O", "H"], ["O", "C", "H"], ["H", "O", "C"]]
+)
+def test_a_new_element_changes_nothing_of_a_property_at_any_place(
+    type_map, distinguish
+):
     """Predictions were 99.9 in place of 10.97, and the unit of the loss was that of the new
     data.
     """
@@ -193,7 +210,11 @@ def test_a_new_element_changes_nothing_of_a_property_at_any_place(type_map, dist
     new.out_bias.fill_(50.0)
     state = carried_over(old, new)
     assert torch.equal(state["out_std"], torch.full_like(state["out_std"], 3.0))
-    expected = {"O": 1.0, "H": 2.0 if distinguish else 1.0, "C": 50.0 if distinguish else 1.0}
+    expected = {
+        "O": 1.0,
+        "H": 2.0 if distinguish else 1.0,
+        "C": 50.0 if distinguish else 1.0,
+    }
     assert state["out_bias"].flatten().tolist() == [expected[name] for name in type_map]
 
 
@@ -215,7 +236,9 @@ def base(tmp_path_factory):
         Path("input.json").write_text(json.dumps(tiny_input(["same"], num_steps=10)))
         assert main(["train", "input.json"]) == 0
         # after 10 steps its energies are off by 0.14 eV/atom
-        assert main(["change-bias", "model.ckpt-10.pt", "-s", "same", "-o", "old.pt"]) == 0
+        assert (
+            main(["change-bias", "model.ckpt-10.pt", "-s", "same", "-o", "old.pt"]) == 0
+        )
     return folder
 
 
@@ -234,7 +257,10 @@ def test_what_init_writes_follows_from_the_errors_of_the_model(
     """
     monkeypatch.chdir(base)
     target = tmp_path / "input.yaml"
-    assert main(["init", data, "--finetune", "old.pt", "--steps", "2", "-o", str(target)]) == 0
+    assert (
+        main(["init", data, "--finetune", "old.pt", "--steps", "2", "-o", str(target)])
+        == 0
+    )
     assert words in (printed := capsys.readouterr().out)
     assert words in target.read_text()
     assert load_config(str(target)).task(None).model.finetune_bias == choice
@@ -260,9 +286,21 @@ def test_what_init_writes_follows_from_the_errors_of_the_model(
             {},
             ": no other reference, on 10 training frames: the output bias stays as in old.pt",
         ),
-        ("other", {}, ": another reference, on 10 training frames: the output bias was moved"),
-        ("other", {"model__finetune_bias": "keep"}, 'model.finetune_bias = "fit" moves it'),
-        ("other", {"start": "--init-model"}, "--finetune in place of --init-model moves it"),
+        (
+            "other",
+            {},
+            ": another reference, on 10 training frames: the output bias was moved",
+        ),
+        (
+            "other",
+            {"model__finetune_bias": "keep"},
+            'model.finetune_bias = "fit" moves it',
+        ),
+        (
+            "other",
+            {"start": "--init-model"},
+            "--finetune in place of --init-model moves it",
+        ),
         ("same", {"start": "--init-model"}, ""),
     ],
 )
@@ -272,11 +310,15 @@ def test_a_start_reports_whether_the_labels_are_of_another_method(
     for name in (data, "old.pt"):
         Path(name).symlink_to(base / name)
     way = options.pop("start", "--finetune")
-    Path("input.json").write_text(json.dumps(tiny_input([data], num_steps=1, **options)))
+    Path("input.json").write_text(
+        json.dumps(tiny_input([data], num_steps=1, **options))
+    )
     assert main(["train", "input.json", way, "old.pt"]) == 0
     err = capsys.readouterr().err
     assert message in err if message else "reference" not in err
-    before, after = (load(file)["model"]["out_bias"] for file in ("old.pt", "model.ckpt-1.pt"))
+    before, after = (
+        load(file)["model"]["out_bias"] for file in ("old.pt", "model.ckpt-1.pt")
+    )
     assert torch.equal(before, after) == ("was moved" not in message)
 
 
@@ -285,16 +327,18 @@ def test_a_preset_holds_in_fine_tuning_and_is_named_elsewhere(here, base, capsys
     """Its bias was that of the file, while a warning stated that the preset holds."""
     for name in ("same", "old.pt"):
         Path(name).symlink_to(base / name)
-    values = tiny_input(["same"], num_steps=1, model__preset_out_bias={"energy": [-90.0, None]})
+    values = tiny_input(
+        ["same"], num_steps=1, model__preset_out_bias={"energy": [-90.0, None]}
+    )
     values["model"]["descriptor"]["set_davg_zero"] = True
     Path("input.json").write_text(json.dumps(values))
     assert main(["train", "input.json", way, "old.pt"]) == 0
     after = load("model.ckpt-1.pt")["model"]["out_bias"].flatten()
     err = capsys.readouterr().err
     assert (after[0] == -90.0) == (way == "--finetune")
-    assert ("energies that the input gives for O have no effect with --init-model" in err) == (
-        after[0] != -90.0
-    )
+    assert (
+        "energies that the input gives for O have no effect with --init-model" in err
+    ) == (after[0] != -90.0)
     assert way == "--finetune" or "another reference" not in err
 
 
@@ -309,13 +353,17 @@ def test_energies_of_weight_0_are_in_no_bias(here, base, capsys):
     np.save("same/set.000/energy_weight.npy", weight.astype(float))
     Path("old.pt").symlink_to(base / "old.pt")
     values = tiny_input(
-        ["same"], num_steps=1, model__finetune_bias="fit", training__change_bias_after_training=True
+        ["same"],
+        num_steps=1,
+        model__finetune_bias="fit",
+        training__change_bias_after_training=True,
     )
     values["training"]["training_data"]["frame_weights"] = True
     Path("input.json").write_text(json.dumps(values))
     assert main(["train", "input.json", "--finetune", "old.pt"]) == 0
     assert re.search(
-        r"differ by \S+ eV/atom \(spread 0.0\d+\).*, on 6 training frames", capsys.readouterr().err
+        r"differ by \S+ eV/atom \(spread 0.0\d+\).*, on 6 training frames",
+        capsys.readouterr().err,
     )
     assert main(["train", "input.json"]) == 0
     bias = load("model.ckpt-1.pt")["model"]["out_bias"].flatten()

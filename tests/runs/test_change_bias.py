@@ -35,7 +35,9 @@ def data(tmp_path_factory):
 
 def residuals(path, data, **options):
     """Return label minus prediction of each frame, eV/atom."""
-    return np.array([energy / atoms for energy, atoms in errors_of(path, data, **options)])
+    return np.array(
+        [energy / atoms for energy, atoms in errors_of(path, data, **options)]
+    )
 
 
 def errors_of(path, data, **options):
@@ -52,8 +54,14 @@ def change(*words):
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".dp", ".yaml"])
-def test_the_mean_residual_per_atom_of_the_new_file_is_zero(run, data, tmp_path, suffix, capsys):
-    source = run[0] if suffix == ".pt" else freeze(load_model(run[0]), tmp_path / f"m{suffix}").path
+def test_the_mean_residual_per_atom_of_the_new_file_is_zero(
+    run, data, tmp_path, suffix, capsys
+):
+    source = (
+        run[0]
+        if suffix == ".pt"
+        else freeze(load_model(run[0]), tmp_path / f"m{suffix}").path
+    )
     before, content = residuals(source, data), source.read_bytes()
     out = tmp_path / f"new{suffix}"
     assert change(source, "-s", data, "-o", out) == 0
@@ -67,20 +75,31 @@ def test_the_mean_residual_per_atom_of_the_new_file_is_zero(run, data, tmp_path,
     assert source.read_bytes() == content
     weights = [load_model(file).model.state_dict() for file in (source, out)]
     assert_same(
-        *({n: t for n, t in one.items() if n not in ("out_bias", "out_std")} for one in weights)
+        *(
+            {n: t for n, t in one.items() if n not in ("out_bias", "out_std")}
+            for one in weights
+        )
     )
     text = capsys.readouterr().out
     assert f"moved by a fit of label minus prediction, 12 frames of {data}" in text
     assert f"mean {1000 * before.mean():.6g} before, 0 after" in text
     rms = [1000 * np.sqrt(np.mean(r**2)) for r in (before, after)]
     assert f"RMSE {rms[0]:.6g} before, {rms[1]:.6g} after" in text
-    rows = [line.split() for line in text.splitlines() if line.startswith(("# O", "# H"))]
-    np.testing.assert_allclose([float(r[2]) for r in rows], bias_of(source), rtol=0, atol=1e-6)
-    np.testing.assert_allclose([float(r[3]) for r in rows], bias_of(out), rtol=0, atol=1e-6)
+    rows = [
+        line.split() for line in text.splitlines() if line.startswith(("# O", "# H"))
+    ]
+    np.testing.assert_allclose(
+        [float(r[2]) for r in rows], bias_of(source), rtol=0, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        [float(r[3]) for r in rows], bias_of(out), rtol=0, atol=1e-6
+    )
     assert text.rstrip().endswith(f"wrote {out}")
 
 
-def test_an_average_of_a_checkpoint_is_changed_with_its_own_weights(run, data, tmp_path):
+def test_an_average_of_a_checkpoint_is_changed_with_its_own_weights(
+    run, data, tmp_path
+):
     out, beside = tmp_path / "one.pt", tmp_path / "two.pt"
     assert (
         change(run[0], "-s", data, "-o", out, "--use-ema")
@@ -90,7 +109,12 @@ def test_an_average_of_a_checkpoint_is_changed_with_its_own_weights(run, data, t
     assert_same(checkpoint.load(out)["model"], checkpoint.load(beside)["model"])
     assert abs(residuals(out, data).mean()) < ZERO
     info = load_model(out).info
-    assert (info.kind, info.weights, info.step, info.min_nbor_dist) == ("weights", "ema", 7, 0.9)
+    assert (info.kind, info.weights, info.step, info.min_nbor_dist) == (
+        "weights",
+        "ema",
+        7,
+        0.9,
+    )
     assert info.describe() == load_model(run[1]).info.describe()
 
 
@@ -99,10 +123,26 @@ def test_the_file_says_what_was_changed_and_so_does_what_is_frozen_of_it(
 ):
     out = tmp_path / "new.pt"
     assert (
-        change(run[0], "-s", data / "water", data / "oxygen", "-n", 2, "-m", "set", "-o", out) == 0
+        change(
+            run[0],
+            "-s",
+            data / "water",
+            data / "oxygen",
+            "-n",
+            2,
+            "-m",
+            "set",
+            "-o",
+            out,
+        )
+        == 0
     )
     frozen = freeze(load_model(out), tmp_path / "new.dp").path
-    record = {"mode": "set", "frames": 4, "source": f"{data / 'water'}, {data / 'oxygen'}"}
+    record = {
+        "mode": "set",
+        "frames": 4,
+        "source": f"{data / 'water'}, {data / 'oxygen'}",
+    }
     assert checkpoint.load(out)["bias"] == record
     assert load_model(frozen).info.bias == record
     capsys.readouterr()
@@ -163,7 +203,9 @@ def test_no_file_replaces_itself(run, tmp_path, capsys):
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_elements_that_the_data_do_not_hold_or_report_apart_are_named(run, data, tmp_path, capsys):
+def test_elements_that_the_data_do_not_hold_or_report_apart_are_named(
+    run, data, tmp_path, capsys
+):
     assert change(run[0], "-s", data / "oxygen", "-o", tmp_path / "new.pt") == 0
     assert "+0.000000  not in the data" in capsys.readouterr().out
     assert change(run[0], "-s", data / "water", "-o", tmp_path / "new.pt") == 0
@@ -171,7 +213,10 @@ def test_elements_that_the_data_do_not_hold_or_report_apart_are_named(run, data,
         "the energies of O, H cannot be determined separately from these compositions; equal "
         "changes are used" in capsys.readouterr().out
     )
-    assert change(run[0], "-s", data / "water", "-m", "set", "-o", tmp_path / "new.pt") == 0
+    assert (
+        change(run[0], "-s", data / "water", "-m", "set", "-o", tmp_path / "new.pt")
+        == 0
+    )
     assert (
         "the energies of O, H cannot be determined separately from these compositions; equal "
         "values are used" in capsys.readouterr().out
@@ -194,8 +239,14 @@ def test_elements_that_the_data_do_not_hold_or_report_apart_are_named(run, data,
         (["-n", "-3"], "'-3': expected a number of frames, 0 for all."),
         (["-s", "nowhere"], "nowhere: no such file or folder"),
         (["-f", "nowhere"], "nowhere: cannot be read"),
-        (["-b", "1", "2", "-o", "new.dp"], "-o new.dp: expected a name that ends in .pt, as "),
-        (["-b", "1", "2", "-o", "no/new.pt"], "-o no/new.pt: the folder no is not there."),
+        (
+            ["-b", "1", "2", "-o", "new.dp"],
+            "-o new.dp: expected a name that ends in .pt, as ",
+        ),
+        (
+            ["-b", "1", "2", "-o", "no/new.pt"],
+            "-o no/new.pt: the folder no is not there.",
+        ),
         (
             ["-b", "1", "2", "--profile", "slow"],
             "no average is called 'slow'. Give --average one of: ema",
@@ -216,7 +267,9 @@ def test_a_mistake_is_named_and_nothing_is_written(
 def test_what_is_wrong_with_a_model_or_its_data_is_named(run, data, tmp_path, capsys):
     frozen = freeze(load_model(run[0]), tmp_path / "m.dp").path
     assert change(frozen, "-b", 1, 2, "-o", tmp_path / "m.pt") == 2
-    assert "expected a name that ends in .dp or .yaml or .yml" in capsys.readouterr().err
+    assert (
+        "expected a name that ends in .dp or .yaml or .yml" in capsys.readouterr().err
+    )
     shutil.copy(frozen, tmp_path / "m.hlo")
     assert change(tmp_path / "m.hlo", "-b", 1, 2) == 2
     assert "change-bias writes .pt, .dp and .yaml" in capsys.readouterr().err
@@ -231,10 +284,14 @@ def test_what_is_wrong_with_a_model_or_its_data_is_named(run, data, tmp_path, ca
     assert change(run[0], "-s", bad, "-o", tmp_path / "new.pt") == 2
     assert "energy.npy" in capsys.readouterr().err
     payload = checkpoint.load(run[1])
-    next(value for name, value in payload["model"].items() if "fitting" in name).fill_(float("nan"))
+    next(value for name, value in payload["model"].items() if "fitting" in name).fill_(
+        float("nan")
+    )
     checkpoint.save(tmp_path / "nan.pt", payload)
     assert change(tmp_path / "nan.pt", "-s", data, "-o", tmp_path / "new.pt") == 2
-    assert "frame 0 (from 0): the model gives no finite energy" in capsys.readouterr().err
+    assert (
+        "frame 0 (from 0): the model gives no finite energy" in capsys.readouterr().err
+    )
     write_system(tmp_path / "forces", frames=2, energy=False)
     assert change(run[0], "-s", tmp_path / "forces", "-o", tmp_path / "new.pt") == 2
     assert "forces has an energy to fit the bias to" in capsys.readouterr().err

@@ -124,12 +124,18 @@ def test_every_command_has_help(command, capsys):
             ["train", "a.json", "--nproc-per-node", "0"],
             "'0': expected a number of processes, gpu or auto",
         ),
-        (["freeze", "--dp", ""], "argument --dp: '': expected a path, and this is empty"),
+        (
+            ["freeze", "--dp", ""],
+            "argument --dp: '': expected a path, and this is empty",
+        ),
         (
             ["train", "a.json", "--pt"],
             "train --pt: give the backend before the command, or leave it out",
         ),
-        (["init", "new", "--replay", "old"], "init --replay: is an option for fine-tuning"),
+        (
+            ["init", "new", "--replay", "old"],
+            "init --replay: is an option for fine-tuning",
+        ),
         (
             ["init", "new", "--finetune", "old.pt", "--rcut", "5"],
             "init --rcut: the model is that of --finetune",
@@ -160,7 +166,11 @@ def test_a_wrong_command_line_gets_one_message(words, message, capsys):
             2,
             "needs torch, which is not installed. pip",
         ),
-        (ModuleNotFoundError("x", name="matplotlib.figure"), 2, "pip install 'dp-ema[plot]'"),
+        (
+            ModuleNotFoundError("x", name="matplotlib.figure"),
+            2,
+            "pip install 'dp-ema[plot]'",
+        ),
         (
             MemoryError(),
             2,
@@ -168,7 +178,9 @@ def test_a_wrong_command_line_gets_one_message(words, message, capsys):
             "smaller",
         ),
         (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"),
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"
+            ),
             2,
             "dp-ema: out of memory (tried to allocate 20.00 GiB). Use a smaller batch_size",
         ),
@@ -179,7 +191,9 @@ def test_a_wrong_command_line_gets_one_message(words, message, capsys):
         ),
     ],
 )
-def test_an_error_becomes_a_message_and_an_exit_code(monkeypatch, error, code, message, capsys):
+def test_an_error_becomes_a_message_and_an_exit_code(
+    monkeypatch, error, code, message, capsys
+):
     monkeypatch.setattr("deepmd_ema.cli.models.show", Mock(side_effect=error))
     assert cli.main(["show", "input.json"]) == code
     err = capsys.readouterr().err
@@ -188,7 +202,8 @@ def test_an_error_becomes_a_message_and_an_exit_code(monkeypatch, error, code, m
 
 
 @pytest.mark.parametrize(
-    "words", [["--debug", "show", "x"], ["show", "--debug", "x"], ["show", "x", "--debug"]]
+    "words",
+    [["--debug", "show", "x"], ["show", "--debug", "x"], ["show", "x", "--debug"]],
 )
 def test_debug_shows_the_traceback_wherever_it_is(monkeypatch, words, capsys):
     monkeypatch.setattr(
@@ -223,9 +238,13 @@ def test_check_without_torch_still_checks_the_options(tmp_path):
     (tmp_path / "torch" / "__init__.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
     )
-    (tmp_path / "input.json").write_text('{"model": {}, "training": {"numb_steps": "x"}}')
+    (tmp_path / "input.json").write_text(
+        '{"model": {}, "training": {"numb_steps": "x"}}'
+    )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    result = run_python("-m", "deepmd_ema", "check", "input.json", cwd=tmp_path, env=environ)
+    result = run_python(
+        "-m", "deepmd_ema", "check", "input.json", cwd=tmp_path, env=environ
+    )
     assert result.returncode == 2
     assert "numb_steps" in result.stderr
     assert "torch" not in result.stderr
@@ -237,7 +256,8 @@ def test_check_without_torch_still_checks_the_options(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [["check", "input.json"], ["doc"], ["show", "model.ckpt.pt"], ["plot", "."]]
+    "words",
+    [["check", "input.json"], ["doc"], ["show", "model.ckpt.pt"], ["plot", "."]],
 )
 def test_a_command_without_a_log_refuses_a_file_for_it(words, capsys):
     """The file was not written, without a message."""
@@ -294,7 +314,12 @@ def test_the_log_the_test_and_the_frozen_file_say_the_same(
     run, water_like_valid, tmp_path, monkeypatch, use_average
 ):
     monkeypatch.chdir(run)
-    words = ["freeze", "-o", str(tmp_path / "m.dp"), *(["--use-ema"] if use_average else [])]
+    words = [
+        "freeze",
+        "-o",
+        str(tmp_path / "m.dp"),
+        *(["--use-ema"] if use_average else []),
+    ]
     assert cli.main(words) == 0
     inside = measure(
         run / "model.ckpt.pt", [water_like_valid], use_average=use_average
@@ -303,7 +328,9 @@ def test_the_log_the_test_and_the_frozen_file_say_the_same(
     assert str(inside) == str(frozen)
     log = Curve(run / ("val_ema.log" if use_average else "val.log"))
     assert log.steps[-1] == STEPS
-    np.testing.assert_allclose(log.columns["F_RMSE(meV/Å)"][-1], 1000 * inside["rmse_f"], rtol=1e-4)
+    np.testing.assert_allclose(
+        log.columns["F_RMSE(meV/Å)"][-1], 1000 * inside["rmse_f"], rtol=1e-4
+    )
 
 
 def shell(line, folder, **environ):

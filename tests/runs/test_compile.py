@@ -12,8 +12,19 @@ import torch
 from config_inputs import write
 from helpers import assert_same as assert_same_checkpoints
 from helpers import compile_with, tiny_input, write_system, wrong_forces
-from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
-from toy_models import SECTIONS, TRICLINIC, batch_of, model_section, toy_atoms, toy_model
+from torch._dynamo.utils import (
+    clear_compilation_metrics,
+    counters,
+    get_compilation_metrics,
+)
+from toy_models import (
+    SECTIONS,
+    TRICLINIC,
+    batch_of,
+    model_section,
+    toy_atoms,
+    toy_model,
+)
 from training_runs import load
 
 from deepmd_ema import cli
@@ -86,9 +97,15 @@ def batches_of(model):
             "force": rng.normal(size=(len(types), 3)),
             "virial": rng.normal(size=9),
         }
-        conditions = {"fparam": rng.normal(size=1), "aparam": rng.normal(size=(len(types), 2))}
+        conditions = {
+            "fparam": rng.normal(size=1),
+            "aparam": rng.normal(size=(len(types), 2)),
+        }
         yield batch_of(
-            model, (toy_atoms(1, len(types))[0], types, box), labels=labels, **conditions
+            model,
+            (toy_atoms(1, len(types))[0], types, box),
+            labels=labels,
+            **conditions,
         )
 
 
@@ -96,8 +113,15 @@ def outputs_loss_and_gradients(call, model, batch):
     out = call(model, batch)
     loss, shown = EnergyLoss(LOSS, 0.01, World())(out, batch, 0.005)
     parameters = list(model.parameters())
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-    return [*(v.detach() for v in out.values()), loss.detach(), *shown.values(), *gradients]
+    gradients = torch.autograd.grad(
+        loss, parameters, allow_unused=True, materialize_grads=True
+    )
+    return [
+        *(v.detach() for v in out.values()),
+        loss.detach(),
+        *shown.values(),
+        *gradients,
+    ]
 
 
 def assert_same(found, expected, tolerance=1e-10):
@@ -110,7 +134,9 @@ def two_tasks(descriptor, way):
     that is not shared.
     """
     toy = partial(toy_model, descriptor, SMALL | SMALLER.get(descriptor, {}), NET)
-    models = {name: toy(seed=seed)[1].train() for name, seed in (("water", 3), ("ice", 4))}
+    models = {
+        name: toy(seed=seed)[1].train() for name, seed in (("water", 3), ("ice", 4))
+    }
     links = [
         Link(task, part, part, level)
         for task in models
@@ -119,7 +145,10 @@ def two_tasks(descriptor, way):
     ]
     share_parts(
         models,
-        [Link(link.task, link.part, link.key, link.level * (link.task == "ice")) for link in links],
+        [
+            Link(link.task, link.part, link.key, link.level * (link.task == "ice"))
+            for link in links
+        ],
     )
     with torch.no_grad():
         for number, model in enumerate(models.values()):
@@ -133,7 +162,9 @@ def two_tasks(descriptor, way):
 @pytest.mark.parametrize(
     "descriptor", sorted({*DESCRIPTORS} - {"se_atten", "se_e2_a", "se_e2_r", "se_e3"})
 )
-def test_tasks_of_one_structure_share_one_graph_for_all_sizes_however_they_share_parts(descriptor):
+def test_tasks_of_one_structure_share_one_graph_for_all_sizes_however_they_share_parts(
+    descriptor,
+):
     compiler = Compiler(TRACED)
     for way in WAYS:
         models = two_tasks(descriptor, way)
@@ -217,7 +248,10 @@ def train(folder, *arguments, **changes):
     folder.mkdir(exist_ok=True)
     systems = [folder.parent / f"train_{n}" for n in (0, 1)]
     write(
-        folder, tiny_input(systems, [folder.parent / "validation"], num_steps=6, **(TINY | changes))
+        folder,
+        tiny_input(
+            systems, [folder.parent / "validation"], num_steps=6, **(TINY | changes)
+        ),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -225,7 +259,9 @@ def train(folder, *arguments, **changes):
     return [load(folder / name) for name in ("model.ckpt-6.pt", "model_ema.ckpt-6.pt")]
 
 
-def test_a_run_is_the_eager_one_to_rounding_and_a_restart_of_it_is_bitwise(desk, caplog):
+def test_a_run_is_the_eager_one_to_rounding_and_a_restart_of_it_is_bitwise(
+    desk, caplog
+):
     caplog.set_level("INFO")
     eager = train(desk / "eager")
     whole = train(desk / "whole", training__enable_compile=True)
@@ -241,7 +277,9 @@ def test_a_run_is_the_eager_one_to_rounding_and_a_restart_of_it_is_bitwise(desk,
     parts = train(desk / "parts", "--restart", first, training__enable_compile=True)
     for one, other in zip(whole, parts):
         assert_same_checkpoints(one["model"], other["model"])
-    purposes = [r.args[1] for r in caplog.records if r.message.startswith("compiled graph")]
+    purposes = [
+        r.args[1] for r in caplog.records if r.message.startswith("compiled graph")
+    ]
     assert purposes == ["training", "validation"] * 2
     assert "compiled  2 graphs in" in caplog.text
 
@@ -302,7 +340,9 @@ def test_a_later_graph_that_is_wrong_or_not_made_leaves_the_run_eager_with_one_w
     assert not compiler.serves(model)
 
 
-def test_an_error_that_is_not_the_compilers_is_raised_and_nothing_is_refused(caplog, monkeypatch):
+def test_an_error_that_is_not_the_compilers_is_raised_and_nothing_is_refused(
+    caplog, monkeypatch
+):
     def fail(*_, **__):
         raise ZeroDivisionError("of the model")
 
@@ -340,7 +380,11 @@ class Distorted:
     """
 
     def __init__(self, name, factor=1.0, factor_of_gradient=1.0):
-        self.name, self.factor, self.factor_of_gradient = name, factor, factor_of_gradient
+        self.name, self.factor, self.factor_of_gradient = (
+            name,
+            factor,
+            factor_of_gradient,
+        )
 
     def __call__(self, function, **_):
         return self.run
@@ -355,7 +399,9 @@ class Distorted:
 SHORT = {"neuron": [2, 4], "n_blocks": 1, "mixing_layers": 1}
 # a gradient of dpa3 and dpa4 is 0 whatever the weights are: what the last layer computes for a next
 # one, one choice
-WITHOUT_GRADIENT = re.compile(r"layers\.[12]\.(edge|angle)_(self|update|angle|angle_out)\b|router")
+WITHOUT_GRADIENT = re.compile(
+    r"layers\.[12]\.(edge|angle)_(self|update|angle|angle_out)\b|router"
+)
 
 
 @pytest.mark.parametrize("descriptor", sorted(DESCRIPTORS))
@@ -366,9 +412,13 @@ def test_wrong_code_of_a_fresh_model_is_refused_whatever_parameter_it_is_about(
     passed.
     """
     changes = SHORT if descriptor == "dpa3" else {**SHORT, "nlayers": 2}
-    model = build_model(model_config_from_dict(model_section(descriptor, changes, NET)), 3)
+    model = build_model(
+        model_config_from_dict(model_section(descriptor, changes, NET)), 3
+    )
     coord, types = toy_atoms(1)
-    batch = batch_of(model, (coord, types, None), fparam=np.ones(1), aparam=coord[:, :2])
+    batch = batch_of(
+        model, (coord, types, None), fparam=np.ones(1), aparam=coord[:, :2]
+    )
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
     evaluate, eager = compiling._numbers, {}
@@ -385,7 +435,11 @@ def test_wrong_code_of_a_fresh_model_is_refused_whatever_parameter_it_is_about(
         return eager[model.training][0]
 
     monkeypatch.setattr(compiling, "_numbers", numbers)
-    names = [n for n, p in model.named_parameters() if p.numel() and not WITHOUT_GRADIENT.search(n)]
+    names = [
+        n
+        for n, p in model.named_parameters()
+        if p.numel() and not WITHOUT_GRADIENT.search(n)
+    ]
     for name in names:
         monkeypatch.setattr(torch, "compile", Distorted(name, factor_of_gradient=1.5))
         reason = Compiler(TRACED).trace(model.train(), batch)
@@ -393,13 +447,19 @@ def test_wrong_code_of_a_fresh_model_is_refused_whatever_parameter_it_is_about(
             f"code compiled by torch {torch.__version__} gives other numbers: gradient by "
         ), name
         monkeypatch.setattr(torch, "compile", Distorted(name, factor=3.0))
-        is_refused = "gives other numbers" in Compiler(TRACED).trace(model.eval(), batch)
-        assert is_refused or name.endswith("message_node_grid_product.scalar_gate.weight"), (
-            name
-        )  # of 1e-9
+        is_refused = "gives other numbers" in Compiler(TRACED).trace(
+            model.eval(), batch
+        )
+        assert is_refused or name.endswith(
+            "message_node_grid_product.scalar_gate.weight"
+        ), name  # of 1e-9
     monkeypatch.setattr(torch, "compile", Distorted(names[0]))
-    assert [Compiler(TRACED).trace(model.train(mode), batch) for mode in (True, False)] == ["", ""]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [
+        Compiler(TRACED).trace(model.train(mode), batch) for mode in (True, False)
+    ] == ["", ""]
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()
+    )
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -410,7 +470,9 @@ def small_compiler(monkeypatch, code):
     return Compiler(TRACED), model.train(), next(batches_of(model))
 
 
-def test_steps_are_compared_once_more_after_20_and_validation_where_it_is_due(monkeypatch, caplog):
+def test_steps_are_compared_once_more_after_20_and_validation_where_it_is_due(
+    monkeypatch, caplog
+):
     wrong = []
 
     def code(model, batch):
@@ -439,7 +501,9 @@ def test_steps_are_compared_once_more_after_20_and_validation_where_it_is_due(mo
     assert "Validation is evaluated eagerly." in warnings_of(caplog)[0]
 
 
-def test_numbers_that_are_not_finite_are_a_difference_on_either_side(monkeypatch, caplog):
+def test_numbers_that_are_not_finite_are_a_difference_on_either_side(
+    monkeypatch, caplog
+):
     def code(model, batch):
         return {
             name: value * (torch.nan if name == "energy" else 1.0)
@@ -450,7 +514,10 @@ def test_numbers_that_are_not_finite_are_a_difference_on_either_side(monkeypatch
     assert "gives other numbers: energy nan instead of" in compiler.trace(model, batch)
     found = compiler(model, batch)  # later, between two comparisons
     assert torch.equal(found["energy"], run(model, batch)["energy"])
-    assert "gives energies that are not finite, eager code finite ones" in warnings_of(caplog)[0]
+    assert (
+        "gives energies that are not finite, eager code finite ones"
+        in warnings_of(caplog)[0]
+    )
     assert not compiler.serves(model)
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
@@ -471,7 +538,8 @@ def test_in_reduced_precision_the_bound_is_what_eager_numbers_lose(factor, monke
             for n, v in out.items()
         }
         return {
-            name: value + noise[name] * value.detach().abs().amax() for name, value in out.items()
+            name: value + noise[name] * value.detach().abs().amax()
+            for name, value in out.items()
         }
 
     def code(model, batch):
@@ -509,7 +577,9 @@ def test_full_precision_is_that_of_the_parameters_and_ends(monkeypatch):
         torch.set_float32_matmul_precision("highest")
 
 
-def test_errors_of_a_compiled_model_are_those_of_the_eager_one(desk, capsys, caplog, monkeypatch):
+def test_errors_of_a_compiled_model_are_those_of_the_eager_one(
+    desk, capsys, caplog, monkeypatch
+):
     train(desk / "run")
     monkeypatch.setattr(evaluating, "CompileConfig", lambda: TRACED)
     command = [

@@ -26,7 +26,10 @@ def input_of(data, stage, compiled):
     other sizes.
     """
     sections = {
-        n: {t: {"systems": [str(data / f"{t}{n}")], "batch_size": 2} for t in ("water", "ice")}
+        n: {
+            t: {"systems": [str(data / f"{t}{n}")], "batch_size": 2}
+            for t in ("water", "ice")
+        }
         for n in (1, 2)
     }
     model = {
@@ -78,14 +81,16 @@ def input_of(data, stage, compiled):
 
 def ends_of(folder):
     return {
-        name: torch.load(folder / f"{name}.ckpt-{LAST}.pt", weights_only=True) for name in FILES
+        name: torch.load(folder / f"{name}.ckpt-{LAST}.pt", weights_only=True)
+        for name in FILES
     }
 
 
 def rows_of(folder):
     tables = sorted([*folder.glob("lcurve*.out"), *folder.glob("val*.log")])
     return {
-        path.name: [r for r in path.read_text().splitlines() if r[:1] != "#"] for path in tables
+        path.name: [r for r in path.read_text().splitlines() if r[:1] != "#"]
+        for path in tables
     }
 
 
@@ -105,7 +110,9 @@ def test_a_compiled_run_of_two_ranks_is_the_eager_one_and_restarts_bitwise(tmp_p
                 virial=k == 1,
                 num_types=1,
             )
-    eager, whole, restarted = (tmp_path / name for name in ("eager", "whole", "restarted"))
+    eager, whole, restarted = (
+        tmp_path / name for name in ("eager", "whole", "restarted")
+    )
     train(eager, 2, input_of(tmp_path, 0, False))
     ranks = train(whole, 2, input_of(tmp_path, 2, True))
     again = train(
@@ -116,15 +123,21 @@ def test_a_compiled_run_of_two_ranks_is_the_eager_one_and_restarts_bitwise(tmp_p
         allow_config_change=True,
     )
     for ended in (*ranks, *again):
-        graphs = [line for line in ended.log.splitlines() if line.startswith("compiled graph")]
-        assert len(graphs) == 2, ended.log  # one for training, one for validation, of both tasks
+        graphs = [
+            line for line in ended.log.splitlines() if line.startswith("compiled graph")
+        ]
+        assert len(graphs) == 2, (
+            ended.log
+        )  # one for training, one for validation, of both tasks
     held = [ended.value["elements"]["live"] for ended in again]
     assert sum(held) == sum(ended.value["elements"]["live"] for ended in ranks)
     assert max(held) < sum(held)  # no rank has all weights between steps
     ends, expected, found = ends_of(whole), ends_of(eager), ends_of(restarted)
     for name in FILES:
         for key, weight in expected[name]["model"].items():
-            torch.testing.assert_close(ends[name]["model"][key], weight, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                ends[name]["model"][key], weight, rtol=1e-10, atol=1e-10
+            )
         for key in ("model", "optimizer", "averages"):
             assert_same(found[name].get(key), ends[name].get(key), f"{name} {key}")
     rows = rows_of(whole)
@@ -147,7 +160,9 @@ def train_with_no_later_code_on_rank_1(folder):
 
     def begin(self):
         if os.environ["RANK"] == "1":
-            self.validator.models.compiler._run = torch.compile(evaluate, backend=no_code)
+            self.validator.models.compiler._run = torch.compile(
+                evaluate, backend=no_code
+            )
         torch._dynamo.reset()
         run(self)
 
@@ -155,7 +170,10 @@ def train_with_no_later_code_on_rank_1(folder):
         calls.append(model.training)
         return call(self, model, batch)
 
-    with mock.patch.object(Trainer, "run", begin), mock.patch.object(Compiler, "__call__", count):
+    with (
+        mock.patch.object(Trainer, "run", begin),
+        mock.patch.object(Compiler, "__call__", count),
+    ):
         train_here(folder, {})
     return calls
 
@@ -175,7 +193,9 @@ def test_where_the_code_of_one_rank_is_wrong_or_later_not_made_all_ranks_are_eag
 ):
     for task in ("water", "ice"):
         for n in (1, 2):
-            write_system(tmp_path / f"{task}{n}", frames=4, natoms=4, seed=n, num_types=1)
+            write_system(
+                tmp_path / f"{task}{n}", frames=4, natoms=4, seed=n, num_types=1
+            )
     eager, wrong = tmp_path / "eager", tmp_path / "wrong"
     train(eager, 2, input_of(tmp_path, 0, False))
     wrong.mkdir()
@@ -188,13 +208,18 @@ def test_where_the_code_of_one_rank_is_wrong_or_later_not_made_all_ranks_are_eag
     ]
     assert len(lines) == 1
     later = function is train_with_no_later_code_on_rank_1
-    assert ("could not compile the model (NotImplementedError: " if later else "force") in lines[0]
+    assert (
+        "could not compile the model (NotImplementedError: " if later else "force"
+    ) in lines[0]
     for name in FILES:
         for key, weight in ends_of(eager)[name][
             "model"
         ].items():  # the first step of rank 0 was compiled
             torch.testing.assert_close(
-                ends_of(wrong)[name]["model"][key], weight, rtol=1e-10 * later, atol=1e-10 * later
+                ends_of(wrong)[name]["model"][key],
+                weight,
+                rtol=1e-10 * later,
+                atol=1e-10 * later,
             )
     if later:
         assert [rank.value for rank in ranks] == [[True, False, False], [True]]

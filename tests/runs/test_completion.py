@@ -44,7 +44,11 @@ def test_bash_completes_commands_options_values_and_files(
         f'_shtab_dp_ema dp-ema "{words[-1]}" "{before}"; echo "${{COMPREPLY[@]}}"'
     )
     found = subprocess.run(
-        ["bash", "-c", ask], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        ["bash", "-c", ask],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
     )
     assert found.stdout.strip() == expected, found.stderr
 

@@ -144,7 +144,12 @@ def received(monkeypatch):
     [
         (
             "train input.json",
-            {"input": "input.json", "restart": None, "output": "out.json", "log_level": "INFO"},
+            {
+                "input": "input.json",
+                "restart": None,
+                "output": "out.json",
+                "log_level": "INFO",
+            },
         ),
         (
             "train input.json -r model.ckpt -v 3 -l train.log",
@@ -159,7 +164,10 @@ def received(monkeypatch):
             {"finetune": "a.pt", "use_pretrain_script": True, "model_branch": "H2O"},
         ),
         ("train input.json -f frozen.pth", {"init_model": "frozen.pth"}),
-        ("train input.json --finet a.pt", {"finetune": "a.pt"}),  # `dp` takes a part of a name
+        (
+            "train input.json --finet a.pt",
+            {"finetune": "a.pt"},
+        ),  # `dp` takes a part of a name
         ("freeze", {"checkpoint": ".", "output": "frozen_model", "backend": "pytorch"}),
         (
             "freeze -c a.pt -o b.pth --head H2O",
@@ -183,10 +191,19 @@ def test_what_dp_has_parsed_reaches_the_command(
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("train input.json --force-load", "train --force-load: weights are loaded whole"),
+        (
+            "train input.json --force-load",
+            "train --force-load: weights are loaded whole",
+        ),
         ("train input.json -m workers", "train --mpi-log: rank 0 speaks"),
-        ("freeze -n o_energy", "freeze --node-names: node names and NVNMD are of TensorFlow"),
-        ("transfer", "transfer is a command of DeePMD-kit: it is of the backend TensorFlow"),
+        (
+            "freeze -n o_energy",
+            "freeze --node-names: node names and NVNMD are of TensorFlow",
+        ),
+        (
+            "transfer",
+            "transfer is a command of DeePMD-kit: it is of the backend TensorFlow",
+        ),
     ],
 )
 def test_what_only_dp_has_is_refused_by_name(words, named, load, received, capsys):
@@ -197,11 +214,15 @@ def test_what_only_dp_has_is_refused_by_name(words, named, load, received, capsy
 
 def test_dp_trains_and_freezes(load, water_like, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("input.json").write_text(json.dumps(tiny_input([str(water_like)], num_steps=2)))
+    Path("input.json").write_text(
+        json.dumps(tiny_input([str(water_like)], num_steps=2))
+    )
     backends = load()
     assert dp(backends, "train", "input.json") == 0
     assert dp(backends, "freeze", "-o", "model.dp") == 0
-    assert load_model("model.dp").info.step == load_model("model.ckpt.pt").info.step == 2
+    assert (
+        load_model("model.dp").info.step == load_model("model.ckpt.pt").info.step == 2
+    )
     assert dp(backends, "train", "missing.json") == 2
 
 
@@ -218,7 +239,8 @@ def test_a_file_belongs_to_the_backend_by_its_content(load, tmp_path, monkeypatc
         backend.match_filename(Path("new.pt")) > strongest
     )  # `dp convert-backend model.dp new.pt`
     assert [
-        backend.match_filename(name) for name in ("theirs.pt", "text.pt", "frozen.pth", "new.dp")
+        backend.match_filename(name)
+        for name in ("theirs.pt", "text.pt", "frozen.pth", "new.dp")
     ] == [0] * 4
 
 
@@ -231,14 +253,19 @@ def test_its_files_are_those_of_other_backends_by_a_tree(load, tmp_path, monkeyp
         "interpolate" not in tree["model_def_script"]["descriptor"]
     )  # from which DeePMD-kit builds a model
     backend.deserialize_hook("again.pt", tree)
-    weights, again = (load_model(name).model.state_dict() for name in ("model.ckpt.pt", "again.pt"))
+    weights, again = (
+        load_model(name).model.state_dict() for name in ("model.ckpt.pt", "again.pt")
+    )
     assert all(torch.equal(value, again[name]) for name, value in weights.items())
     evaluator = backend().deep_eval("model.ckpt.pt", head="H2O")
     assert evaluator.options == {"head": "H2O"}
     monkeypatch.setattr(
-        "deepmd_ema.commands.freeze._only_here", lambda *_: "DeePMD-kit has no such model"
+        "deepmd_ema.commands.freeze._only_here",
+        lambda *_: "DeePMD-kit has no such model",
     )
-    with pytest.raises(CheckpointError, match=r"^model.ckpt.pt: DeePMD-kit has no such model"):
+    with pytest.raises(
+        CheckpointError, match=r"^model.ckpt.pt: DeePMD-kit has no such model"
+    ):
         backend().deep_eval("model.ckpt.pt")
     assert "_extra_state" in evaluator.content.get("model", evaluator.content)
 
@@ -255,8 +282,12 @@ def test_the_variable_alone_also_takes_the_place_of_torch_backends(
     backends = load()
     assert [backends[name] is not PyTorchBackend for name in BUILT_IN] == [taken] * 4
     for name, suffix in (
-        (("pt", "pytorch"), ("pytorch-exportable", "pytorch-exportable")) if taken else ()
+        (("pt", "pytorch"), ("pytorch-exportable", "pytorch-exportable"))
+        if taken
+        else ()
     ):
         assert dp({"ema": backends[name]}, "freeze") == 0
         assert received[-1].backend == suffix
-        assert backends[name].deep_eval is Evaluator  # `dp --pt test` reads what it read
+        assert (
+            backends[name].deep_eval is Evaluator
+        )  # `dp --pt test` reads what it read

@@ -41,7 +41,9 @@ needs_peer = pytest.mark.skipif(
     PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0"
 )
 SAME_MATH = 1e-10
-FILES = Path(__file__).parents[1] / "golden" / "peer_checkpoints"  # made_by: make.py there
+FILES = (
+    Path(__file__).parents[1] / "golden" / "peer_checkpoints"
+)  # made_by: make.py there
 MODELS = {
     "pt": None,
     "pt_ema": None,
@@ -62,7 +64,11 @@ NOT_THERE = {
     "table_dpa3": "smin_alpha = 0.15: its own is 0.1",
 }
 CASES = {
-    **{name: {"descriptor": name} for name in (*SECTIONS, *VARIANTS) if name not in NOT_THERE},
+    **{
+        name: {"descriptor": name}
+        for name in (*SECTIONS, *VARIANTS)
+        if name not in NOT_THERE
+    },
     **{f"option_{name}": how for name, how in OPTIONS.items()},
     "table_dpa2": {"descriptor": "dpa2", **OWN_TABLE, "pair_exclude_types": [[0, 2]]},
 }
@@ -79,7 +85,9 @@ def assert_known(found, name):
         for key in ("energy", "force", "virial"):
             value = getattr(found, key)
             reference = file[f"{name}_{key}"].reshape(value.shape)
-            assert np.abs(value - reference).max() <= SAME_MATH * np.abs(reference).max(), key
+            assert (
+                np.abs(value - reference).max() <= SAME_MATH * np.abs(reference).max()
+            ), key
 
 
 def convert(*words):
@@ -96,7 +104,10 @@ def test_the_average_in_a_checkpoint_is_that_of_its_averaged_file():
     loaded = load_model(FILES / "pt.pt", use_average=True)
     assert_known(predict(loaded), "pt_ema")
     assert loaded.info.describe() == "averaged weights (ema) of step 4: decay 0.5"
-    assert "does not say whether they are live" in load_model(FILES / "pt_ema.pt").info.describe()
+    assert (
+        "does not say whether they are live"
+        in load_model(FILES / "pt_ema.pt").info.describe()
+    )
 
 
 @pytest.mark.parametrize("suffix", [".dp", ".yaml", ".pt"])
@@ -107,7 +118,9 @@ def test_convert_writes_the_same_model(name, suffix, tmp_path, capsys):
     assert_known(predict(out), name)
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"read {FILES / name}.pt: DeePMD-kit, elements O H, se_")
-    assert said[1].startswith(f"wrote {out}: live weights of step 4, from {FILES / name}.pt")
+    assert said[1].startswith(
+        f"wrote {out}: live weights of step 4, from {FILES / name}.pt"
+    )
     assert said[2].startswith(
         "read back and compared on two made-up frames, largest differences: energy 0.0e+00 eV, "
     )
@@ -125,7 +138,10 @@ def test_convert_goes_around_without_a_change(tmp_path):
     for number, (one, two) in enumerate(pairwise(names)):
         assert convert(one, two, *["--use-ema"] * (number == 0)) == 0
         last = load_model(two)
-        assert (last.info.weights, last.info.step) == (first.info.weights, first.info.step)
+        assert (last.info.weights, last.info.step) == (
+            first.info.weights,
+            first.info.step,
+        )
         same_bits(last.model, first.model)
     theirs = tmp_path / "theirs.pt"
     assert (
@@ -135,7 +151,9 @@ def test_convert_goes_around_without_a_change(tmp_path):
     )
     assert convert(theirs, tmp_path / "back.pt") == 0
     same_bits(load_model(tmp_path / "back.pt").model, load_model(averaged).model)
-    assert load_model(tmp_path / "back.pt").info.average == load_model(theirs).info.average
+    assert (
+        load_model(tmp_path / "back.pt").info.average == load_model(theirs).info.average
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +163,10 @@ def test_convert_goes_around_without_a_change(tmp_path):
             ["pt_heads.pt", "out.dp"],
             "several models; which? It has water, ice: choose one with --head",
         ),
-        (["pt_heads.pt", "out.dp", "--head", "steam"], "no head 'steam'. It has water, ice"),
+        (
+            ["pt_heads.pt", "out.dp", "--head", "steam"],
+            "no head 'steam'. It has water, ice",
+        ),
         (["pt.pt", "out.dp", "--head", "water"], "so there is no head 'water'"),
         (["pt_ema.pt", "out.dp", "--use-ema"], "without averaged weights"),
         (["pt.pt", "out.dp", "--average", "slow"], "no average is called 'slow'"),
@@ -157,9 +178,15 @@ def test_convert_goes_around_without_a_change(tmp_path):
             ["pt.pt", "out.dp", "--dp", "dp"],
             "--dp dp: out.dp is written without DeePMD-kit. Leave it out.",
         ),
-        (["pt.pt", "out"], "OUT out: expected a name that ends in .dp, .yaml, .yml, .pt2 or .pt"),
+        (
+            ["pt.pt", "out"],
+            "OUT out: expected a name that ends in .dp, .yaml, .yml, .pt2 or .pt",
+        ),
         (["pt.pt", "away/out.pt", "--to", "deepmd"], "the folder away is not there"),
-        (["pt.pt", "text.dp"], "OUT text.dp: a file is there that is not a frozen model"),
+        (
+            ["pt.pt", "text.dp"],
+            "OUT text.dp: a file is there that is not a frozen model",
+        ),
         (["pt.pt", "text.pt"], "OUT text.pt: a file is there that"),
         (["pt.pt", "ckpt.pt"], "OUT ckpt.pt: a file of kind training"),
         (["nothing.pt", "out.dp"], "no such file"),
@@ -182,40 +209,63 @@ def test_convert_goes_around_without_a_change(tmp_path):
         ),
     ],
 )
-def test_what_convert_cannot_do_is_a_message(words, message, tmp_path, monkeypatch, capsys):
+def test_what_convert_cannot_do_is_a_message(
+    words, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     for name in ("text.dp", "text.pt", "train.xyz"):
         Path(name).write_text("" if name == "train.xyz" else "precious")
     Path("theirs.pt").write_bytes((FILES / "pt_se_e3.pt").read_bytes())
     Path("ckpt.pt").write_bytes((write_run(tmp_path / "run")[0]).read_bytes())
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    assert convert(FILES / words[0] if words[0].endswith(".pt") else words[0], *words[1:]) == 2
+    assert (
+        convert(FILES / words[0] if words[0].endswith(".pt") else words[0], *words[1:])
+        == 2
+    )
     assert message in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()
+    } == before
 
 
-FIRST = "model.Default.atomic_model.descriptor.sea.filter_layers.networks.0.layers.0.matrix"
+FIRST = (
+    "model.Default.atomic_model.descriptor.sea.filter_layers.networks.0.layers.0.matrix"
+)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.pop(FIRST), r"missing: descriptor.embeddings.networks.0.layers.0.w"),
+        (
+            lambda m: m.pop(FIRST),
+            r"missing: descriptor.embeddings.networks.0.layers.0.w",
+        ),
         (
             lambda m: m.update({FIRST + "2": torch.ones(2)}),
             r"not of this model: .*layers.0.matrix2",
         ),
-        (lambda m: m.update({FIRST: torch.ones(2, 2)}), r"shape \(2, 2\), expected \(1, 4\)"),
+        (
+            lambda m: m.update({FIRST: torch.ones(2, 2)}),
+            r"shape \(2, 2\), expected \(1, 4\)",
+        ),
         (
             lambda m: m["_extra_state"].pop("model_params"),
             "without the section `model` of its input",
         ),
-        (lambda m: m["_extra_state"]["model_params"]["descriptor"].update(type="dpa9"), '"dpa9"'),
+        (
+            lambda m: m["_extra_state"]["model_params"]["descriptor"].update(
+                type="dpa9"
+            ),
+            '"dpa9"',
+        ),
         (
             lambda m: m["_extra_state"]["model_params"].update(use_srtab="t.txt"),
             r"'t\.txt' is the name of a file",
         ),
-        (lambda m: m.update(more=Path("x")), r"could run any program.*dp convert-backend"),
+        (
+            lambda m: m.update(more=Path("x")),
+            r"could run any program.*dp convert-backend",
+        ),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_a_message(change, message, tmp_path):
@@ -234,19 +284,39 @@ def test_a_run_starts_from_the_weights_of_a_checkpoint_of_deepmd_kit(
     write_system("data", frames=4, seed=1)
     loaded = load_model(FILES / f"{name}.pt")
     config = tiny_input(
-        ["data"], num_steps=1, learning_rate={"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31}
+        ["data"],
+        num_steps=1,
+        learning_rate={"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31},
     )
-    Path("input.json").write_text(json.dumps({**config, "model": loaded.info.config["model"]}))
+    Path("input.json").write_text(
+        json.dumps({**config, "model": loaded.info.config["model"]})
+    )
     assert (
         cli.main(
-            ["train", "input.json", "--init-model", str(FILES / f"{name}.pt"), "--device", "cpu"]
+            [
+                "train",
+                "input.json",
+                "--init-model",
+                str(FILES / f"{name}.pt"),
+                "--device",
+                "cpu",
+            ]
         )
         == 0
     )
     same_bits(load_model("model.ckpt-1.pt").model, loaded.model)
     assert f"weights of {FILES / name}.pt (live, step 4)" in capsys.readouterr().err
     assert (
-        cli.main(["train", "input.json", "--restart", str(FILES / f"{name}.pt"), "--device", "cpu"])
+        cli.main(
+            [
+                "train",
+                "input.json",
+                "--restart",
+                str(FILES / f"{name}.pt"),
+                "--device",
+                "cpu",
+            ]
+        )
         == 2
     )
     assert "a checkpoint of DeePMD-kit" in capsys.readouterr().err
@@ -267,7 +337,9 @@ def test_show_says_what_a_checkpoint_of_deepmd_kit_holds(capsys):
 
 @pytest.mark.parametrize("name", [*CASES, "linear"])
 def test_a_model_comes_back_to_the_bit(name, tmp_path):
-    config, model = linear_models.linear() if name == "linear" else toy_model(**CASES[name])
+    config, model = (
+        linear_models.linear() if name == "linear" else toy_model(**CASES[name])
+    )
     model.min_nbor_dist = 0.87
     write_deepmd_pt(tmp_path / "model.pt", {"": (config, model, FACTS)})
     loaded = load_model(tmp_path / "model.pt")
@@ -288,7 +360,10 @@ def assert_known_options(part):
     for key, value in part.items() if isinstance(part, dict) else enumerate(part):
         assert value is not None, key
         assert key not in ("interpolate", "finetune_head"), key
-        if isinstance(value, dict | list) and key not in ("preset_out_bias", "atom_ener"):
+        if isinstance(value, dict | list) and key not in (
+            "preset_out_bias",
+            "atom_ener",
+        ):
             assert_known_options(value)
 
 
@@ -300,15 +375,22 @@ def test_what_pt_does_not_have_is_named(name, tmp_path, capsys):
     if name == "table_by_type":
         config, model = toy_model("se_e2_a", **OWN_TABLE)
         write_dp(tmp_path / "model.dp", model, config)
-        assert convert(tmp_path / "model.dp", tmp_path / "model.pt", "--to", "deepmd") == 2
-        assert "it has use_srtab for descriptors of mixed types only" in capsys.readouterr().err
+        assert (
+            convert(tmp_path / "model.dp", tmp_path / "model.pt", "--to", "deepmd") == 2
+        )
+        assert (
+            "it has use_srtab for descriptors of mixed types only"
+            in capsys.readouterr().err
+        )
     assert not (tmp_path / "model.pt").exists()
 
 
 @pytest.mark.parametrize("task", ["keys", "a.b", "Default"])
 def test_a_task_has_a_name_that_a_module_may_have(task, tmp_path):
     own = (*toy_model(), FACTS)
-    with pytest.raises(CheckpointError, match=f"does not have a task of the name '{task}'"):
+    with pytest.raises(
+        CheckpointError, match=f"does not have a task of the name '{task}'"
+    ):
         write_deepmd_pt(tmp_path / "model.pt", {"water": own, task: own})
 
 
@@ -320,7 +402,8 @@ def test_a_checkpoint_of_deepmd_kit_is_written_as_it_was(tmp_path):
         out = tmp_path / f"{name}.pt"
         assert convert(FILES / f"{name}.pt", out, "--to", "deepmd") == 0
         theirs, ours = (
-            torch.load(path, weights_only=True)["model"] for path in (FILES / f"{name}.pt", out)
+            torch.load(path, weights_only=True)["model"]
+            for path in (FILES / f"{name}.pt", out)
         )
         assert set(ours) == set(theirs)
         for key, value in theirs.items():
@@ -350,7 +433,11 @@ def test_types_without_dipoles_are_excluded_in_checkpoints_although_sel_type_has
     assert "sel_type" not in section["fitting_net"]
     section["atom_exclude_types"] = []
     for name in ("sel_type", "dipole_type"):
-        section["fitting_net"] = {"type": "dipole", "neuron": config.fitting_net.neuron, name: [0]}
+        section["fitting_net"] = {
+            "type": "dipole",
+            "neuron": config.fitting_net.neuron,
+            name: [0],
+        }
         torch.save(payload, path)
         assert not load_model(path).config.excluded_types
 
@@ -365,7 +452,9 @@ def two_tasks(tmp_path_factory):
         patch.chdir(folder)
         for k, task in enumerate(("water", "ice")):
             for n in (1, 2):
-                write_system(folder / f"{task}{n}", frames=4, natoms=5 + 2 * k, seed=10 * k + n)
+                write_system(
+                    folder / f"{task}{n}", frames=4, natoms=5 + 2 * k, seed=10 * k + n
+                )
         values = input_of("all", numb_steps=3)
         values["training"]["enable_ema"] = True
         write(folder, values)
@@ -387,7 +476,12 @@ def test_several_tasks_are_in_one_file(two_tasks, average, tmp_path):
     shared = "fitting_net.filter_layers.networks.0.layers.0.matrix"
     first, second = (state[f"model.{task}.atomic_model.{shared}"] for task in known)
     assert first.data_ptr() == second.data_ptr()
-    assert convert(two_tasks, tmp_path / "x.pt", "--to", "deepmd", "--head", "ice", *average) == 0
+    assert (
+        convert(
+            two_tasks, tmp_path / "x.pt", "--to", "deepmd", "--head", "ice", *average
+        )
+        == 0
+    )
     assert list(load_models(tmp_path / "x.pt").models) == [""]
 
 
@@ -396,7 +490,9 @@ def test_several_tasks_are_in_one_file(two_tasks, average, tmp_path):
 
 def dp(*words):
     command = [Path(PEER) / "bin" / "dp", "--pt", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, (words, done.stdout + done.stderr)
     return done.stdout + done.stderr
 
@@ -421,7 +517,9 @@ def test_commands_of_deepmd_kit_take_a_checkpoint(average, tmp_path, monkeypatch
     write_system("data", frames=4, seed=1)
     coord, types = toy_atoms(num_types=2)
     np.savez("frame.npz", coord=coord, box=TRICLINIC, types=types)
-    config = tiny_input(["data"], num_steps=2, training__save_freq=2, training__disp_freq=1)
+    config = tiny_input(
+        ["data"], num_steps=2, training__save_freq=2, training__disp_freq=1
+    )
     Path("input.json").write_text(json.dumps(config))
     assert convert(run, "x.pt", "--to", "deepmd", *average) == 0
     loaded = load_model("x.pt")
@@ -447,9 +545,13 @@ def test_commands_of_deepmd_kit_take_a_checkpoint(average, tmp_path, monkeypatch
         )
         assert load_model("model.ckpt-2.pt").info.step == 2
     subprocess.run(
-        [Path(PEER) / "bin" / "python", "-c", FROZEN_SCRIPT], check=True, stdout=sys.stderr
+        [Path(PEER) / "bin" / "python", "-c", FROZEN_SCRIPT],
+        check=True,
+        stdout=sys.stderr,
     )
     ours, theirs = evaluate(loaded.model, (coord, types, TRICLINIC)), np.load("out.npz")
     for key in ("energy", "force", "virial", "atom_energy"):
         reference = theirs[key].reshape(ours[key].shape)
-        assert np.abs(ours[key] - reference).max() <= SAME_MATH * np.abs(reference).max(), key
+        assert (
+            np.abs(ours[key] - reference).max() <= SAME_MATH * np.abs(reference).max()
+        ), key

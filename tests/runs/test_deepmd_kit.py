@@ -76,12 +76,19 @@ def test_a_pth_is_written_and_read_through_a_program_on_the_path(
     assert cli.main(["convert", "frozen_model.pth", "again.dp"]) == 0
     assert cli.main(["show", "frozen_model.pth"]) == 0
     assert "averaged weights (ema) of step 7" in capsys.readouterr().out
-    known, found = load_model(home, use_average=True).model, load_model("again.dp").model
+    known, found = (
+        load_model(home, use_average=True).model,
+        load_model("again.dp").model,
+    )
     assert all(
         (a == b).all()
-        for a, b in zip(known.state_dict().values(), found.state_dict().values(), strict=True)
+        for a, b in zip(
+            known.state_dict().values(), found.state_dict().values(), strict=True
+        )
     )
-    assert Potential("frozen_model.pth", device="cpu").info.path.name == "frozen_model.pth"
+    assert (
+        Potential("frozen_model.pth", device="cpu").info.path.name == "frozen_model.pth"
+    )
     assert cli.main(["--pt", "compress"]) == 0
     assert (
         "frozen_model_compressed.pth: frozen_model.pth with tables of DeePMD-kit"
@@ -112,7 +119,11 @@ def test_the_program_may_be_named(home, program, tmp_path):
             "there is no `dp` on the PATH. Install it (pip install 'deepmd-kit[torch]==3.2.0'",
         ),
         (None, ["--dp", "nowhere/dp"], "--dp nowhere/dp is no program. Install it"),
-        (None, [], "or use a .pt2 file, which LAMMPS with DeePMD-kit 3.2 reads as well"),
+        (
+            None,
+            [],
+            "or use a .pt2 file, which LAMMPS with DeePMD-kit 3.2 reads as well",
+        ),
         (
             OTHER,
             [],

@@ -28,7 +28,9 @@ def example(monkeypatch, tmp_path):
     return pytest.importorskip("distill")
 
 
-def test_rounds_label_where_students_disagree_and_are_not_repeated(example, monkeypatch, tmp_path):
+def test_rounds_label_where_students_disagree_and_are_not_repeated(
+    example, monkeypatch, tmp_path
+):
     other = (EMT, '{"asap_cutoff": true}')  # the students of the second round agree
     students = cycle([other, (EMT, "{}"), other, other])
     monkeypatch.setattr(example, "train", lambda *_: next(students))
@@ -46,14 +48,20 @@ def test_rounds_label_where_students_disagree_and_are_not_repeated(example, monk
         first = example.Distillation(args, pool).rounds()
         new = example.read("out/round-1/labels.extxyz", ":")
         assert first == example.read("out/round-2/frames.extxyz", ":")
-        assert first[: len(first) - len(new)] == example.read("out/round-1/frames.extxyz", ":")
+        assert first[: len(first) - len(new)] == example.read(
+            "out/round-1/frames.extxyz", ":"
+        )
         assert (
-            np.abs(new[0].get_forces() - example.evaluate(new[0], (EMT, "{}")).get_forces()).max()
+            np.abs(
+                new[0].get_forces() - example.evaluate(new[0], (EMT, "{}")).get_forces()
+            ).max()
             < 1e-6
         )
         times = {path: path.stat().st_mtime for path in Path("out").rglob("*.extxyz")}
         assert example.Distillation(args, pool).rounds() == first
-        assert {path: path.stat().st_mtime for path in Path("out").rglob("*.extxyz")} == times
+        assert {
+            path: path.stat().st_mtime for path in Path("out").rglob("*.extxyz")
+        } == times
         args.temperature = [400.0]
         with pytest.raises(ValueError, match="Give another folder with -o"):
             example.Distillation(args, pool)
@@ -61,13 +69,17 @@ def test_rounds_label_where_students_disagree_and_are_not_repeated(example, monk
 
 def test_a_student_is_trained_with_its_seed(example, tmp_path):
     metal = example.read("metal.cif")
-    frames = example.simulate(tmp_path / "x-sheared.extxyz", metal, [(EMT, "{}")], 300.0, 0.5, 1.0)
+    frames = example.simulate(
+        tmp_path / "x-sheared.extxyz", metal, [(EMT, "{}")], 300.0, 0.5, 1.0
+    )
     assert abs(frames[0].cell.angles() - 90).max() > 3
     example.save(tmp_path / "frames.extxyz", frames)
     source = example.train(tmp_path / "student", 2, example.MIN_TRAINING)
     assert json.loads(Path("student/input.json").read_text())["training"]["seed"] == 2
     assert (
-        np.abs(example.evaluate(frames[-1], source).get_forces() - frames[-1].get_forces()).max()
+        np.abs(
+            example.evaluate(frames[-1], source).get_forces() - frames[-1].get_forces()
+        ).max()
         < 0.3
     )
 
@@ -83,13 +95,25 @@ def test_a_teacher_that_fails_and_too_little_time_are_one_line(
     example, monkeypatch, capsys, element, hours, text
 ):
     build.bulk(element).write("bulk.cif")
-    words = ["bulk.cif", "--teacher", EMT, "--temperature", "300", "--hours", hours, "-o", "out"]
+    words = [
+        "bulk.cif",
+        "--teacher",
+        EMT,
+        "--temperature",
+        "300",
+        "--hours",
+        hours,
+        "-o",
+        "out",
+    ]
     monkeypatch.setattr(sys, "argv", ["distill.py", *words])
     assert example.main() == 2
     assert re.fullmatch(f"distill: .*{text}.*\\n", capsys.readouterr().err)
 
 
-def test_a_teacher_without_a_module_is_refused_with_the_form(example, monkeypatch, capsys):
+def test_a_teacher_without_a_module_is_refused_with_the_form(
+    example, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "argv", ["distill.py", "metal.cif", "--teacher", "emt"])
     assert example.main() == 2
     text = (
@@ -101,7 +125,9 @@ def test_a_teacher_without_a_module_is_refused_with_the_form(example, monkeypatc
 
 def test_parts_that_cannot_be_met_get_what_they_need(example, monkeypatch, tmp_path):
     metal = example.read("metal.cif")
-    frames = example.simulate(tmp_path / "x-same.extxyz", metal, [(EMT, "{}")], 300.0, 0.0, 1.0)
+    frames = example.simulate(
+        tmp_path / "x-same.extxyz", metal, [(EMT, "{}")], 300.0, 0.0, 1.0
+    )
     assert len(frames) == example.MIN_FRAMES + 1
     example.save(tmp_path / "frames.extxyz", frames)
     (tmp_path / "student").mkdir()
@@ -115,7 +141,9 @@ def test_parts_that_cannot_be_met_get_what_they_need(example, monkeypatch, tmp_p
     monkeypatch.setattr(example, "command", command_once)
     example.propose(tmp_path / "student", 1e-6)
     log = tmp_path / "student/log.txt"
-    least = re.search(r"--hours 1e-06: a step takes .* \(--hours ([\d.]+)\)", log.read_text())[1]
+    least = re.search(
+        r"--hours 1e-06: a step takes .* \(--hours ([\d.]+)\)", log.read_text()
+    )[1]
     assert hours == [1e-6, pytest.approx(1.2 * float(least))]
     log.write_text("[2026-01-02 03:04:05] 100  train E 1\n")
     assert example.last_line(log) == "100  train E 1"
@@ -124,7 +152,17 @@ def test_parts_that_cannot_be_met_get_what_they_need(example, monkeypatch, tmp_p
 @pytest.mark.slow
 def test_a_stopped_run_leaves_no_semaphore(example, tmp_path):
     program = Path(example.__file__)
-    words = [sys.executable, program, "metal.cif", "--teacher", EMT, "-o", "out", "--workers", "2"]
+    words = [
+        sys.executable,
+        program,
+        "metal.cif",
+        "--teacher",
+        EMT,
+        "-o",
+        "out",
+        "--workers",
+        "2",
+    ]
     with subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
@@ -134,7 +172,10 @@ def test_a_stopped_run_leaves_no_semaphore(example, tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         deadline = time.monotonic() + 120
-        while not (tmp_path / "out/settings.json").exists() and time.monotonic() < deadline:
+        while (
+            not (tmp_path / "out/settings.json").exists()
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)
@@ -149,8 +190,12 @@ def test_the_density_at_zero_pressure_is_that_of_an_equation_of_state(example):
         frames = [build.bulk("Al", a=4 * scale, cubic=True) for _ in range(50)]
         for frame in frames:
             ideal = 4 * example.units.kB * 300 / frame.get_volume()
-            static = 0.1 * (scale**-15 - 1.003**5) - ideal + 0.002 * rng.normal()  # eV/angstrom^3
-            frame.calc = example.SinglePointCalculator(frame, stress=-static * np.eye(3))
+            static = (
+                0.1 * (scale**-15 - 1.003**5) - ideal + 0.002 * rng.normal()
+            )  # eV/angstrom^3
+            frame.calc = example.SinglePointCalculator(
+                frame, stress=-static * np.eye(3)
+            )
         runs.append(frames)
     value, half = map(float, example.compare.density(runs, 300.0).split(" ± "))
     assert abs(value - 1.003 * 4 * 26.9815 * 1.66053907 / 4**3) < half < 0.02

@@ -42,7 +42,9 @@ def call(folder, *words, **environment):
 def package_files():
     """Files of the package in the repository."""
     files = (ROOT / "deepmd_ema").rglob("*")
-    return {str(f.relative_to(ROOT)) for f in files if f.is_file() and f.suffix != ".pyc"}
+    return {
+        str(f.relative_to(ROOT)) for f in files if f.is_file() and f.suffix != ".pyc"
+    }
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,9 @@ def installed(wheel, tmp_path_factory):
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     packages = Path(
-        call(folder, python, "-c", "import site; print(site.getsitepackages()[0])").strip()
+        call(
+            folder, python, "-c", "import site; print(site.getsitepackages()[0])"
+        ).strip()
     )
     # the .pth files in these folders are not read, so that an editable installation of the
     # repository is not found
@@ -92,15 +96,22 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
     )  # read at run time
     assert {f"deepmd_ema/{name}" for name in files} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    assert {name.split("/")[0].split("-")[0] for name in names} <= {"deepmd_ema", "dp_ema"}
+    assert {name.split("/")[0].split("-")[0] for name in names} <= {
+        "deepmd_ema",
+        "dp_ema",
+    }
 
 
 def test_the_installed_wheel_goes_from_data_to_a_frozen_model(installed, tmp_path):
     def run(command, *words):
-        return call(tmp_path, installed / command, *words, PYTHONPATH="", OMP_NUM_THREADS="1")
+        return call(
+            tmp_path, installed / command, *words, PYTHONPATH="", OMP_NUM_THREADS="1"
+        )
 
     where = "import deepmd_ema, sys; print(deepmd_ema.__file__); assert sys.argv[1] not in sys.path"
-    assert Path(run("python", "-c", where, ROOT).strip()).is_relative_to(installed.parent)
+    assert Path(run("python", "-c", where, ROOT).strip()).is_relative_to(
+        installed.parent
+    )
     assert run("dp-ema", "--version") == f"dp-ema {deepmd_ema.__version__}\n"
     write_system(tmp_path / "data", elements=("Cu", "Au"))
     run("dp-ema", "init", "data", "--size", "S", "--steps", "4")

@@ -37,7 +37,9 @@ PAGES = sorted(
 )
 PROGRAM = ROOT / "deepmd_ema"
 SECTIONS = ("model", "learning_rate", "optimizer", "loss", "training", "validating")
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+every_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(ROOT))
+)
 
 
 def without_code(text):
@@ -47,7 +49,9 @@ def without_code(text):
 def headings(page):
     """Return the anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", without_code(page.read_text()), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles
+    }
 
 
 def commands(page):
@@ -65,7 +69,9 @@ def commands(page):
 
 def options_of_the_manual():
     return {
-        re.sub(r"\[[^]]*\]", "", line) for line in manual().splitlines() if re.match(r"[a-z]", line)
+        re.sub(r"\[[^]]*\]", "", line)
+        for line in manual().splitlines()
+        if re.match(r"[a-z]", line)
     }
 
 
@@ -93,11 +99,19 @@ def test_every_command_of_a_page_exists_with_its_options(page):
             assert words[0] in ("--help", "--version"), words
             continue
         assert words[0] in cli.COMMANDS, words
-        known = {name for action in parsers[words[0]]._actions for name in action.option_strings}
-        known |= {
-            name for name, why in OPTIONS.get(words[0], {}).items() if why.startswith("was removed")
+        known = {
+            name
+            for action in parsers[words[0]]._actions
+            for name in action.option_strings
         }
-        given = {word.split("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)}
+        known |= {
+            name
+            for name, why in OPTIONS.get(words[0], {}).items()
+            if why.startswith("was removed")
+        }
+        given = {
+            word.split("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)
+        }
         assert given <= known, words
 
 
@@ -107,7 +121,9 @@ def test_every_option_that_a_page_names_is_in_the_manual(page):
         f"{section}.{name}" for section, own in REMOVED.items() for name in own
     }
     known |= {f"training.{name}" for name in TrainingConfig.without_effect}
-    named = re.findall(rf"`((?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+)[` =]", page.read_text())
+    named = re.findall(
+        rf"`((?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+)[` =]", page.read_text()
+    )
     assert [
         name
         for name in named
@@ -119,15 +135,21 @@ def test_every_option_that_a_page_names_is_in_the_manual(page):
     "page", sorted((ROOT / "doc" / "manual").glob("*.md")), ids=lambda page: page.stem
 )
 def test_the_manual_has_the_options_as_they_are_declared(page):
-    with_options = runpy.run_path(str(ROOT / "doc" / "site" / "manual_pages.py"))["with_options"]
-    assert page.read_text() == with_options(page.read_text()), "run python doc/site/manual_pages.py"
+    with_options = runpy.run_path(str(ROOT / "doc" / "site" / "manual_pages.py"))[
+        "with_options"
+    ]
+    assert page.read_text() == with_options(page.read_text()), (
+        "run python doc/site/manual_pages.py"
+    )
 
 
 def test_the_contents_of_a_folder_name_every_page():
     pages = [page for page in (ROOT / "doc").rglob("*.md") if page.name != "README.md"]
     folders = [page.parent for page in (ROOT / "doc").glob("*/README.md")]
     assert [
-        page for page in pages if f"({page.name})" not in (page.parent / "README.md").read_text()
+        page
+        for page in pages
+        if f"({page.name})" not in (page.parent / "README.md").read_text()
     ] == []
     assert [
         page
@@ -137,7 +159,9 @@ def test_the_contents_of_a_folder_name_every_page():
     text = (ROOT / "benchmarks" / "README.md").read_text()
     results = (ROOT / "benchmarks" / "results").iterdir()
     assert [
-        page for page in results if page.suffix == ".md" and f"(results/{page.name})" not in text
+        page
+        for page in results
+        if page.suffix == ".md" and f"(results/{page.name})" not in text
     ] == []
 
 
@@ -150,7 +174,8 @@ def test_every_input_on_a_page_is_good_and_wastes_no_option(page):
 
 
 @pytest.mark.parametrize(
-    "package", sorted(p.stem for p in PROGRAM.iterdir() if not p.name.startswith(("_", "py.")))
+    "package",
+    sorted(p.stem for p in PROGRAM.iterdir() if not p.name.startswith(("_", "py."))),
 )
 def test_the_architecture_names_every_package(package):
     assert f"`{package}`" in (ROOT / "doc" / "architecture.md").read_text()
@@ -159,7 +184,9 @@ def test_the_architecture_names_every_package(package):
 def test_the_layers_of_the_architecture_are_those_that_are_checked():
     settings = (ROOT / "pyproject.toml").read_text()
     checked = re.findall(
-        r'^  "(.*)",$', settings[settings.index("layers = [") :].partition("]")[0], flags=re.M
+        r'^  "(.*)",$',
+        settings[settings.index("layers = [") :].partition("]")[0],
+        flags=re.M,
     )
     assert blocks(ROOT / "doc" / "architecture.md", "text")[0].splitlines() == checked
 
@@ -172,7 +199,8 @@ def trained(tmp_path, monkeypatch):
     os.symlink("model_ema.ckpt-7.pt", folder / "model_ema.ckpt.pt")
     os.symlink(ROOT / "examples" / "water" / "data", folder / "data")
     os.symlink(
-        ROOT / "tests" / "golden" / "quantities" / "dipole_se_atten.dp", folder / "dipole.dp"
+        ROOT / "tests" / "golden" / "quantities" / "dipole_se_atten.dp",
+        folder / "dipole.dp",
     )
     monkeypatch.chdir(folder)
     assert cli.main(["freeze", "--use-ema", "-o", "water.dp", "-v", "ERROR"]) == 0
@@ -185,8 +213,12 @@ def test_the_page_of_a_run_has_every_error_of_energies_with_its_unit_and_the_let
 ):
     text = (ROOT / "doc" / "running.md").read_text()
     rows = re.findall(r"^\| *(\w?) *\| `(\w+)` \|.*\| (\S+) \|$", text, flags=re.M)
-    others = re.search("^Models of .other quantities.*?\n\n", text, flags=re.M | re.S)[0]
-    if quantity in (error for label in LABELS.values() if label.symbol for error in label.errors):
+    others = re.search("^Models of .other quantities.*?\n\n", text, flags=re.M | re.S)[
+        0
+    ]
+    if quantity in (
+        error for label in LABELS.values() if label.symbol for error in label.errors
+    ):
         assert (quantity.metric, quantity.name, quantity.unit) in rows
     else:
         assert not quantity.metric or re.search(rf"\b{quantity.metric}\b", others)
@@ -198,7 +230,9 @@ def run_blocks(text, name):
     Return the names of Python.
     """
     names = {}
-    for language, code in re.findall(r"^```(python|sh|json)\n(.*?)^```", text, flags=re.M | re.S):
+    for language, code in re.findall(
+        r"^```(python|sh|json)\n(.*?)^```", text, flags=re.M | re.S
+    ):
         if language == "python":
             names = {}
             exec(compile(code, name, "exec"), names)
@@ -222,7 +256,9 @@ SMALLER = {  # what the tutorial shows -> what is executed, in seconds instead o
 
 
 @pytest.mark.slow
-def test_every_step_of_the_tutorial_runs_and_its_potential_conserves_energy(here, capsys):
+def test_every_step_of_the_tutorial_runs_and_its_potential_conserves_energy(
+    here, capsys
+):
     pytest.importorskip("ase")
     text = (ROOT / "doc" / "tutorial.md").read_text()
     for long, short in SMALLER.items():

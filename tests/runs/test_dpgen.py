@@ -36,10 +36,14 @@ def task(tmp_path):
     names = []
     for number, natoms in enumerate((6, 8)):
         names.append(f"../data.init/water.{number}")
-        write_system(work / "data.init" / f"water.{number}", frames=5, natoms=natoms, seed=number)
+        write_system(
+            work / "data.init" / f"water.{number}", frames=5, natoms=natoms, seed=number
+        )
     folder = work / "000"
     folder.mkdir()
-    config = tiny_input(names, num_steps=4, training__save_freq=2, training__seed=2890377451)
+    config = tiny_input(
+        names, num_steps=4, training__save_freq=2, training__seed=2890377451
+    )
     config["model"]["descriptor"]["seed"] = 3184112839
     config["model"]["fitting_net"]["seed"] = 1107123
     data = config["training"]["training_data"]
@@ -59,9 +63,16 @@ def sh(folder, line):
     tools.mkdir(exist_ok=True)
     (tools / "dp").write_text(PROGRAM)
     (tools / "dp").chmod((tools / "dp").stat().st_mode | stat.S_IXUSR)
-    path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), "/usr/bin", "/bin"])
+    path = os.pathsep.join(
+        [str(tools), str(Path(sys.executable).parent), "/usr/bin", "/bin"]
+    )
     found = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": found,
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run(
         ["/bin/sh", "-c", line],
         cwd=folder,
@@ -85,7 +96,9 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_an_iteration_trains_freezes_compresses_and_the_next_one_starts_from_its_models(task):
+def test_an_iteration_trains_freezes_compresses_and_the_next_one_starts_from_its_models(
+    task,
+):
     done = sh(task, training_line("--pt", " --skip-neighbor-stat"))
     assert done.returncode == 0, done.stderr
     assert "backend pytorch: accepted, dp-ema has one backend" in done.stderr

@@ -33,7 +33,15 @@ VALIDATED = {
     "full_val_start": 4,
     "early_stop": STOP,
 }
-BANK = [{"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True, "snapshot_freq": 7}]
+BANK = [
+    {
+        "name": "p05",
+        "type": "power",
+        "sigma_rel": 0.05,
+        "snapshots": True,
+        "snapshot_freq": 7,
+    }
+]
 OPTIONS = {
     "training__enable_ema": True,
     "training__save_freq": 0,
@@ -76,7 +84,9 @@ def test_the_improvement_of_one_of_several_rows_is_enough_unless_one_is_chosen()
 
 
 def test_another_metric_is_counted_anew(caplog):
-    stop = EarlyStop(EarlyStopConfig(patience=2, metric=Metric("E:MAE")), {"": Metric("E:MAE")})
+    stop = EarlyStop(
+        EarlyStopConfig(patience=2, metric=Metric("E:MAE")), {"": Metric("E:MAE")}
+    )
     stop.load_state_dict(fed([{LIVE: 1.0}, {LIVE: 1.0}]).state_dict(), [LIVE])
     assert stop.waited == 0
     assert "early_stop: E:MAE counts now, F:RMSE before" in caplog.text
@@ -108,19 +118,30 @@ def step_of(folder):
     return checkpoint.load(folder)["step"]
 
 
-def test_a_run_that_no_longer_improves_ends_and_continues_with_more_patience_only(start, caplog):
+def test_a_run_that_no_longer_improves_ends_and_continues_with_more_patience_only(
+    start, caplog
+):
     folder = start("run", STEPS, {"training__change_bias_after_training": True})
     assert (
-        f"early stop after step {END} of {STEPS}: F:RMSE has not fallen by more than" in caplog.text
+        f"early stop after step {END} of {STEPS}: F:RMSE has not fallen by more than"
+        in caplog.text
     )
     payload = checkpoint.load(folder)
-    assert (payload["step"], payload["early_stop"]["waited"], bool(payload["refitted"])) == (
+    assert (
+        payload["step"],
+        payload["early_stop"]["waited"],
+        bool(payload["refitted"]),
+    ) == (
         END,
         3,
         True,
     )
     names = {path.name for path in Path().rglob("*.pt")}
-    assert {f"model_ema.ckpt-{END}.pt", f"model_p05.ckpt-{END}.pt", "model_p05.ckpt-7.pt"} <= names
+    assert {
+        f"model_ema.ckpt-{END}.pt",
+        f"model_p05.ckpt-{END}.pt",
+        "model_p05.ckpt-7.pt",
+    } <= names
     assert (Path("snapshots") / f"model_p05.ckpt-{END}.pt").exists()
     assert read_record(".")[-1].ended.startswith("ended early: F:RMSE")
     assert "ended (early: F:RMSE has not fallen" in str(RunStatus(".").describe())
@@ -128,10 +149,15 @@ def test_a_run_that_no_longer_improves_ends_and_continues_with_more_patience_onl
     assert f"step {END} ended the run early" in caplog.text
     assert "Raise validating.early_stop.patience" in caplog.text
     patient = {"validating": {**VALIDATED, "early_stop": {**STOP, "patience": 5}}}
-    assert step_of(start("run", STEPS, patient, restart="model.ckpt.pt")) == END + 2 * EVERY
+    assert (
+        step_of(start("run", STEPS, patient, restart="model.ckpt.pt"))
+        == END + 2 * EVERY
+    )
 
 
-@pytest.mark.parametrize(("step", "in_validation"), [(5, False), (8, True), (END, True)])
+@pytest.mark.parametrize(
+    ("step", "in_validation"), [(5, False), (8, True), (END, True)]
+)
 def test_the_restart_of_a_run_that_was_out_of_time_ends_as_the_unbroken_run_does(
     start, caplog, step, in_validation
 ):
@@ -139,7 +165,8 @@ def test_the_restart_of_a_run_that_was_out_of_time_ends_as_the_unbroken_run_does
     assert step_of(parts) == step
     if step != END:
         assert (
-            f"after step {step} of {STEPS}, as the time is over; everything is saved" in caplog.text
+            f"after step {step} of {STEPS}, as the time is over; everything is saved"
+            in caplog.text
         )
         assert "dp-ema train --restart model.ckpt.pt" in caplog.text
     assert (
@@ -170,10 +197,21 @@ def test_a_time_has_a_unit_or_colons(capsys):
     }
     for text, seconds in times.items():
         assert (
-            build_parser().parse_args(["train", "input.json", "--max-time", text]).max_time
+            build_parser()
+            .parse_args(["train", "input.json", "--max-time", text])
+            .max_time
             == seconds
         )
-    for text in ("300", "0s", "-1h", "90:00", "1:2:3", "h", "inf", "9" * 400 + "-0:00:00"):
+    for text in (
+        "300",
+        "0s",
+        "-1h",
+        "90:00",
+        "1:2:3",
+        "h",
+        "inf",
+        "9" * 400 + "-0:00:00",
+    ):
         assert cli.main(["train", "input.json", f"--max-time={text}"]) == 2
         assert (
             "expected a time above 0 with its unit (300s, 90m, 23.5h, 2d), or hours:min"
@@ -191,7 +229,11 @@ def test_ranks_stop_early_at_the_same_step_and_their_restart_keeps_it(
         "training__enable_ema": True,
     }
     values = tiny_input(
-        [water_like], [water_like_valid], num_steps=STEPS, validating=VALIDATED, **options
+        [water_like],
+        [water_like_valid],
+        num_steps=STEPS,
+        validating=VALIDATED,
+        **options,
     )
     train(tmp_path, 2, values)
     assert checkpoint.load(tmp_path)["early_stop"]["waited"] == STOP["patience"]

@@ -18,7 +18,12 @@ def config_of(steps=4, **changes):
     """Return an input with live and averaged weights validated, for a folder beside those of the
     data.
     """
-    given = {"training__save_freq": 2, "training__enable_ema": True, "validating": ON, **changes}
+    given = {
+        "training__save_freq": 2,
+        "training__enable_ema": True,
+        "validating": ON,
+        **changes,
+    }
     return tiny_input(["../new"], ["../valid"], num_steps=steps, **given)
 
 
@@ -32,7 +37,9 @@ def base(tmp_path_factory):
         (folder / "pretrained").mkdir()
         patch.chdir(folder / "pretrained")
         run_training(
-            config_of(2, training__training_data={"systems": ["../old"], "batch_size": 2}),
+            config_of(
+                2, training__training_data={"systems": ["../old"], "batch_size": 2}
+            ),
             device="cpu",
         )
     return folder
@@ -61,7 +68,11 @@ def start(base, tmp_path, monkeypatch):
         monkeypatch.chdir(folder)
         return run_training(
             config,
-            **{"device": "cpu", "finetune": str(base / "pretrained" / "model.ckpt.pt"), **how},
+            **{
+                "device": "cpu",
+                "finetune": str(base / "pretrained" / "model.ckpt.pt"),
+                **how,
+            },
         )
 
     return run
@@ -78,9 +89,18 @@ def lines_of(caplog, words):
 
 
 @pytest.mark.parametrize("way", ["finetune", "init_model"])
-def test_the_errors_before_are_those_of_weights_that_no_step_has_moved(start, base, way):
-    file = {"finetune": None, "init_model": None, way: str(base / "pretrained" / "model.ckpt.pt")}
-    moved, still = start(config_of(), **file), start(config_of(1, **STILL), "still", **file)
+def test_the_errors_before_are_those_of_weights_that_no_step_has_moved(
+    start, base, way
+):
+    file = {
+        "finetune": None,
+        "init_model": None,
+        way: str(base / "pretrained" / "model.ckpt.pt"),
+    }
+    moved, still = (
+        start(config_of(), **file),
+        start(config_of(1, **STILL), "still", **file),
+    )
     assert moved.before == still.before == {"": still.errors["live"]}
     assert moved.errors["live"] != moved.before[""]
 
@@ -92,7 +112,10 @@ def test_the_table_and_the_last_lines_have_the_errors_before_and_after(start, ca
         record.getMessage().split()
         for record in caplog.records[caplog.records.index(title) + 1 :][:3]
     ]
-    assert (heads[:3], units[:2]) == (["frames", "Energy", "Force"], ["meV/atom", "meV/Å"])
+    assert (heads[:3], units[:2]) == (
+        ["frames", "Energy", "Force"],
+        ["meV/atom", "meV/Å"],
+    )
     assert row[0] == "4"
     ends = lines_of(caplog, "before -> step 4, MAE / RMSE")
     assert [line.split()[1] for line in ends] == ["live,", "ema,"]

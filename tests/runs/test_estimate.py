@@ -52,10 +52,16 @@ VALIDATED = {"full_validation": True, "validation_freq": 5, "full_val_start": 0.
             "training__save_freq": 100,
             "validating": VALIDATED | {"full_val_start": 0.5},
         },
-        {"num_steps": 6, "training__save_freq": 6, "validating": VALIDATED | {"full_val_start": 1}},
+        {
+            "num_steps": 6,
+            "training__save_freq": 6,
+            "validating": VALIDATED | {"full_val_start": 1},
+        },
     ],
 )
-def test_validations_and_checkpoints_of_the_run_are_counted_as_they_come(written, changes):
+def test_validations_and_checkpoints_of_the_run_are_counted_as_they_come(
+    written, changes
+):
     cost = measure_steps(written(**changes), "cpu", seconds=0.0)
     watch = Count()
     run_training("input.json", device="cpu", callback=watch)
@@ -69,7 +75,9 @@ def test_validations_and_checkpoints_of_the_run_are_counted_as_they_come(written
 
 
 def test_nothing_is_left_of_the_steps_that_were_measured(written):
-    config = written(num_steps=100, training__tensorboard=False, training__stat_file="stat.h5")
+    config = written(
+        num_steps=100, training__tensorboard=False, training__stat_file="stat.h5"
+    )
     before = sorted(os.listdir())
     measure_steps(config, "cpu", seconds=0.0)
     assert sorted(os.listdir()) == before

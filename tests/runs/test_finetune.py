@@ -27,7 +27,12 @@ from deepmd_ema.errors import CheckpointError, ConfigError, UserError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.element_mapping import carried_over
-from deepmd_ema.training.weights import Source, Start, load_pretrained, report_differences
+from deepmd_ema.training.weights import (
+    Source,
+    Start,
+    load_pretrained,
+    report_differences,
+)
 
 HEADS = str(Path(__file__).parents[1] / "golden" / "peer_checkpoints" / "pt_heads.pt")
 
@@ -48,8 +53,17 @@ OF_THE_RUN = {
     "type_map",
 }
 # the default has two spellings, of which null is one
-WITH_TWO_SPELLINGS = {"l_schedule", "ln_eps", "precision", "stripped_type_embedding", "temperature"}
-STILL = {"start_lr": 1e-30, "stop_lr": 1e-31}  # the weights of step 1 are those of the start
+WITH_TWO_SPELLINGS = {
+    "l_schedule",
+    "ln_eps",
+    "precision",
+    "stripped_type_embedding",
+    "temperature",
+}
+STILL = {
+    "start_lr": 1e-30,
+    "stop_lr": 1e-31,
+}  # the weights of step 1 are those of the start
 ATTENTION = {
     "type": "se_atten",
     "sel": 60,
@@ -99,7 +113,9 @@ def desk(tmp_path, monkeypatch):
     write_system("data", frames=4, seed=5, elements=("H", "O", "Na"))
 
 
-def test_elements_of_the_file_keep_their_weights_and_new_ones_get_their_own(trained, desk, capsys):
+def test_elements_of_the_file_keep_their_weights_and_new_ones_get_their_own(
+    trained, desk, capsys
+):
     config = input_of(["Na", "H", "O"], steps=1, learning_rate=STILL)
     assert train(config, "--finetune", trained) == 0
     said = capsys.readouterr().err
@@ -107,7 +123,10 @@ def test_elements_of_the_file_keep_their_weights_and_new_ones_get_their_own(trai
         f"fine-tuning {trained}: live weights of step 2; new elements Na; fitting network of the "
         "file" in said
     )
-    old, new = checkpoint.load(trained)["model"], checkpoint.load("model.ckpt-1.pt")["model"]
+    old, new = (
+        checkpoint.load(trained)["model"],
+        checkpoint.load("model.ckpt-1.pt")["model"],
+    )
     for name in (
         "descriptor.block.mean",
         "descriptor.block.stddev",
@@ -124,7 +143,10 @@ def test_elements_of_the_file_keep_their_weights_and_new_ones_get_their_own(trai
             ("fitting.nets", "descriptor.block.embedding", "descriptor.block.layers")
         ):
             torch.testing.assert_close(new[name], value, rtol=1e-14, atol=1e-14)
-    assert float(new["descriptor.block.stddev"][0, 0, 0]) not in (0.1, 1.0)  # Na: measured
+    assert float(new["descriptor.block.stddev"][0, 0, 0]) not in (
+        0.1,
+        1.0,
+    )  # Na: measured
 
 
 def test_the_nearest_pair_is_that_of_the_file_or_of_the_data(trained, desk):
@@ -181,7 +203,9 @@ def test_the_model_section_is_taken_from_the_file(trained, desk, capsys):
     assert "model.descriptor" in capsys.readouterr().err
 
 
-def test_types_that_a_part_of_a_hybrid_excludes_are_not_taken_to_other_elements(tmp_path):
+def test_types_that_a_part_of_a_hybrid_excludes_are_not_taken_to_other_elements(
+    tmp_path,
+):
     config, model = toy_model("hybrid", {"exclude_types": [[0, 1]]})
     write_dp(tmp_path / "model.dp", model, config)
     start = load_pretrained(str(tmp_path / "model.dp"))
@@ -200,7 +224,10 @@ def test_options_that_change_what_weights_mean_are_reported(trained, desk, capsy
     config["model"] |= {"use_srtab": "table.txt", "sw_rmin": 0.5, "sw_rmax": 0.8}
     assert train(config, "--init-model", trained) == 0
     said = capsys.readouterr().err
-    assert "model.descriptor.rcut was 4.0 where the weights were trained, is 3.5 here" in said
+    assert (
+        "model.descriptor.rcut was 4.0 where the weights were trained, is 3.5 here"
+        in said
+    )
     assert "model.use_srtab is not that of the file" in said
     config["training"]["numb_steps"] = 2
     config["model"]["finetune_head"] = "water"
@@ -215,7 +242,8 @@ def test_options_that_change_what_weights_mean_are_reported(trained, desk, capsy
     del config["model"]["finetune_head"]
     assert train(config, "--finetune", trained) == 0
     assert (
-        "no training frame has a label to compare the output bias with" in capsys.readouterr().err
+        "no training frame has a label to compare the output bias with"
+        in capsys.readouterr().err
     )
 
 
@@ -237,14 +265,19 @@ def test_a_fitting_network_of_another_quantity_is_refused(there, here, way):
     agreed.
     """
     saved, new = (
-        model_config_from_dict(tiny_input(["data"], model__fitting_net=QUANTITIES[name])["model"])
+        model_config_from_dict(
+            tiny_input(["data"], model__fitting_net=QUANTITIES[name])["model"]
+        )
         for name in (there, here)
     )
     place = "model" if way != "head" else "model.model_dict.new"
     name = "" if way != "head" else "new"
     source = Source(None, fresh_fitting=way == "random")
     start = Start(
-        Path("old.pt"), {name: source}, fine_tunes=way != "init-model", saved={name: saved}
+        Path("old.pt"),
+        {name: source},
+        fine_tunes=way != "init-model",
+        saved={name: saved},
     )
     task = SimpleNamespace(model=new, place=lambda _: place)
     run = SimpleNamespace(tasks={name: task}, training=SimpleNamespace(seed=1))
@@ -311,12 +344,20 @@ def test_numbers_of_neighbors_that_the_data_decide_are_no_difference(name, caplo
         (("fitting_net", "scale"), [1.0, 2.0], [2.0, 1.0]),
     ],
 )
-def test_options_by_number_of_an_element_are_compared_by_its_name(section, value, moved, caplog):
+def test_options_by_number_of_an_element_are_compared_by_its_name(
+    section, value, moved, caplog
+):
     kind = {"type": "polar", "neuron": [4]}
     values = tiny_input(["data"], model__fitting_net=kind)["model"]
     saved, same, other = (
-        model_config_from_dict(replaced({**values, "type_map": type_map}, section, given))
-        for type_map, given in ((["O", "H"], value), (["H", "O"], moved), (["H", "O"], value))
+        model_config_from_dict(
+            replaced({**values, "type_map": type_map}, section, given)
+        )
+        for type_map, given in (
+            (["O", "H"], value),
+            (["H", "O"], moved),
+            (["H", "O"], value),
+        )
     )
     report_differences(saved, same, "model")
     assert not caplog.records
@@ -329,9 +370,9 @@ def test_options_by_number_of_an_element_are_compared_by_its_name(section, value
 @pytest.mark.parametrize(("name", "value"), [("sel_type", [0]), ("scale", [1.0, 2.0])])
 def test_options_of_elements_are_not_taken_to_another_order(name, value):
     """Dipoles moved from O to H."""
-    values = tiny_input(["data"], model__fitting_net={"type": "polar", "neuron": [4], name: value})[
-        "model"
-    ]
+    values = tiny_input(
+        ["data"], model__fitting_net={"type": "polar", "neuron": [4], name: value}
+    )["model"]
     config = model_config_from_dict(values)
     model = SimpleNamespace(type_map=config.type_map, state_dict=dict)
     start = Start(
@@ -349,7 +390,9 @@ def test_options_of_elements_are_not_taken_to_another_order(name, value):
 
 
 def test_a_fresh_fitting_network_may_have_another_shape(trained, desk, capsys):
-    config = input_of(["H", "O", "Na"], model__fitting_net={"neuron": [5, 5, 5], "seed": 3})
+    config = input_of(
+        ["H", "O", "Na"], model__fitting_net={"neuron": [5, 5, 5], "seed": 3}
+    )
     assert train(config, "--finetune", trained) == 2
     said = capsys.readouterr().err
     assert f"{trained}: its weights do not fit the model of this input." in said
@@ -376,14 +419,18 @@ def test_a_head_of_a_multi_task_file_is_fine_tuned(desk):
     )
     config["model"]["finetune_head"] = "ice"
     assert train(config, "--finetune", HEADS) == 0
-    assert content_digest(checkpoint.load("model.ckpt-1.pt")["model"]) == content_digest(
-        of_command_line
-    )
+    assert content_digest(
+        checkpoint.load("model.ckpt-1.pt")["model"]
+    ) == content_digest(of_command_line)
 
 
 def test_without_a_head_the_fitting_network_of_a_multi_task_file_is_fresh(desk, capsys):
     config = input_of(["O", "H"], steps=1)
-    config["model"] = {"type_map": ["O", "H"], "descriptor": {}, "fitting_net": {"neuron": [5]}}
+    config["model"] = {
+        "type_map": ["O", "H"],
+        "descriptor": {},
+        "fitting_net": {"neuron": [5]},
+    }
     write_system("data", frames=4, seed=5, elements=("H", "O"))
     assert train(config, "--finetune", HEADS, "--use-pretrain-script") == 0
     said = capsys.readouterr().err
@@ -391,7 +438,9 @@ def test_without_a_head_the_fitting_network_of_a_multi_task_file_is_fresh(desk, 
         f"{HEADS} holds water, ice: no --model-branch chooses one, so the fitting network starts "
         "anew" in said
     )
-    assert json.loads(Path("out.json").read_text())["model"]["fitting_net"]["neuron"] == [5]
+    assert json.loads(Path("out.json").read_text())["model"]["fitting_net"][
+        "neuron"
+    ] == [5]
 
 
 BY_TYPE = {
@@ -412,21 +461,37 @@ BY_TYPE = {
             ["-t", "FILE"],
             "missing there: descriptor",
         ),
-        ({"descriptor": {**BY_TYPE, "sel": [9] * 3}}, ["-t", "FILE"], "not of this model: "),
-        ({}, ["-t", "FILE", "--model-branch", "ice"], "so there is no head 'ice'. Leave it out"),
+        (
+            {"descriptor": {**BY_TYPE, "sel": [9] * 3}},
+            ["-t", "FILE"],
+            "not of this model: ",
+        ),
+        (
+            {},
+            ["-t", "FILE", "--model-branch", "ice"],
+            "so there is no head 'ice'. Leave it out",
+        ),
         (
             {"model__finetune_head": "water"},
             ["-t", HEADS, "--head", "ice"],
             '--model-branch ice: input.json has model.finetune_head = "water". Expected one head',
         ),
-        ({}, ["--use-pretrain-script"], "takes the section `model` from a file, and none is given"),
+        (
+            {},
+            ["--use-pretrain-script"],
+            "takes the section `model` from a file, and none is given",
+        ),
         ({}, ["-r", "FILE", "--model-branch", "x"], "--model-branch: chooses a model"),
         ({}, ["-t", HEADS, "--head", "steam"], "no head 'steam'"),
     ],
 )
-def test_what_cannot_be_fine_tuned_is_a_message(changes, options, message, trained, desk, capsys):
+def test_what_cannot_be_fine_tuned_is_a_message(
+    changes, options, message, trained, desk, capsys
+):
     config = input_of(["H", "O", "Na"], **changes)
-    assert train(config, *[trained if word == "FILE" else word for word in options]) == 2
+    assert (
+        train(config, *[trained if word == "FILE" else word for word in options]) == 2
+    )
     said = capsys.readouterr().err
     assert message in said
     assert "Traceback" not in said
@@ -435,9 +500,14 @@ def test_what_cannot_be_fine_tuned_is_a_message(changes, options, message, train
 def test_a_descriptor_without_a_type_embedding_takes_another_order_only(desk, capsys):
     write_system("first", frames=4, seed=5, elements=("H", "O"))
     first = {"training__training_data__systems": ["first"]}
-    assert train(input_of(["O", "H"], descriptor={**BY_TYPE, "sel": [24, 20]}, **first)) == 0
+    assert (
+        train(input_of(["O", "H"], descriptor={**BY_TYPE, "sel": [24, 20]}, **first))
+        == 0
+    )
     Path("model.ckpt-2.pt").rename("first.pt")
-    config = input_of(["H", "O"], steps=1, descriptor={**BY_TYPE, "sel": [24, 20]}, **first)
+    config = input_of(
+        ["H", "O"], steps=1, descriptor={**BY_TYPE, "sel": [24, 20]}, **first
+    )
     assert train(config, "-t", "first.pt") == 2
     assert "sel must be [20, 24] for H O, as there" in capsys.readouterr().err
     config["model"]["descriptor"]["sel"] = [20, 24]
@@ -445,7 +515,9 @@ def test_a_descriptor_without_a_type_embedding_takes_another_order_only(desk, ca
     capsys.readouterr()
     assert (
         train(
-            input_of(["Na", "H", "O"], descriptor={**BY_TYPE, "sel": [9, 24, 24]}), "-t", "first.pt"
+            input_of(["Na", "H", "O"], descriptor={**BY_TYPE, "sel": [9, 24, 24]}),
+            "-t",
+            "first.pt",
         )
         == 2
     )
@@ -463,12 +535,17 @@ def test_a_descriptor_without_a_type_embedding_takes_another_order_only(desk, ca
 def test_a_frozen_model_is_fine_tuned_with_the_sel_of_the_file(trained, desk, capsys):
     frozen = "frozen.dp"
     assert cli.main(["convert", trained, frozen, "--use-ema"]) == 0
-    config = input_of(["H", "O", "Na"], steps=1, descriptor={**ATTENTION, "sel": "auto"})
+    config = input_of(
+        ["H", "O", "Na"], steps=1, descriptor={**ATTENTION, "sel": "auto"}
+    )
     assert train(config, "--finetune", frozen) == 0
     said = capsys.readouterr().err
     assert f"fine-tuning {frozen}: averaged weights (ema) of step 2" in said
     assert "model.descriptor." not in said
-    assert json.loads(Path("out.json").read_text())["model"]["descriptor"]["sel"] in (60, [60])
+    assert json.loads(Path("out.json").read_text())["model"]["descriptor"]["sel"] in (
+        60,
+        [60],
+    )
     config = input_of(["O", "H"], steps=1)
     write_system("data", frames=4, seed=5, elements=("O", "H"))
     assert train(config, "--init-model", frozen) == 0
@@ -529,15 +606,22 @@ def without(names, weights):
 
 def test_each_task_starts_from_the_model_that_it_names(runs, desk, capsys):
     before = load(runs / "nothing.pt")["model"]
-    after = start("nothing", "--finetune", str(runs / "nothing.pt"), water="ice", ice="water")
+    after = start(
+        "nothing", "--finetune", str(runs / "nothing.pt"), water="ice", ice="water"
+    )
     said = capsys.readouterr().err
     assert "fine-tuning task water from" in said
     assert re.search(
-        "task ice: energies differ by .* another reference, .* the output bias was moved", said
+        "task ice: energies differ by .* another reference, .* the output bias was moved",
+        said,
     )
     for task, head in (("water", "ice"), ("ice", "water")):
-        assert_same(without(OF_TASK, of(task, after)), without(OF_TASK, of(head, before)))
-        assert not torch.equal(of(task, after)["out_bias"], of(head, before)["out_bias"])
+        assert_same(
+            without(OF_TASK, of(task, after)), without(OF_TASK, of(head, before))
+        )
+        assert not torch.equal(
+            of(task, after)["out_bias"], of(head, before)["out_bias"]
+        )
 
 
 def test_a_task_without_a_head_continues_from_the_model_of_its_name_and_another_is_fresh(
@@ -551,19 +635,26 @@ def test_a_task_without_a_head_continues_from_the_model_of_its_name_and_another_
     before = load(runs / "nothing.pt")["model"]
     after = start("nothing", "--finetune", str(runs / "nothing.pt"), change=rename)
     said = capsys.readouterr().err
-    assert "holds water, ice: no model.model_dict.steam.finetune_head chooses one" in said
+    assert (
+        "holds water, ice: no model.model_dict.steam.finetune_head chooses one" in said
+    )
     assert "was moved" not in said
     assert_same(of("water", after), of("water", before))
     steam, first = of("steam", after), of("water", before)
     for name in steam:
         if name.endswith("weight") or name == "out_bias":
-            assert torch.equal(steam[name], first[name]) == name.startswith("descriptor"), name
+            assert torch.equal(steam[name], first[name]) == name.startswith(
+                "descriptor"
+            ), name
 
 
 def test_several_tasks_start_from_one_model(runs, desk, capsys):
     before = load(runs / "one.pt")["model"]
     after = start("nothing", "--finetune", str(runs / "one.pt"), water="Default")
-    assert "holds one model: no model.model_dict.ice.finetune_head" in capsys.readouterr().err
+    assert (
+        "holds one model: no model.model_dict.ice.finetune_head"
+        in capsys.readouterr().err
+    )
     for task in ("water", "ice"):
         now = of(task, after)
         for name in (name for name in before if name.endswith("weight")):
@@ -594,7 +685,10 @@ def test_the_sections_of_a_file_are_taken_for_several_tasks(desk):
         **expected.info.config["model"]["descriptor"],
         "trainable": False,
     }
-    assert out["model_dict"]["water"]["fitting_net"] == expected.info.config["model"]["fitting_net"]
+    assert (
+        out["model_dict"]["water"]["fitting_net"]
+        == expected.info.config["model"]["fitting_net"]
+    )
     assert out["model_dict"]["ice"]["fitting_net"]["neuron"] == [5]
     back = [expected.model.type_map.index(element) for element in ("H", "O")]
     assert torch.equal(
@@ -605,14 +699,24 @@ def test_the_sections_of_a_file_are_taken_for_several_tasks(desk):
 def test_tasks_start_from_all_models_of_a_checkpoint_of_deepmd_kit(desk):
     loaded = {head: load_model(HEADS, head=head) for head in ("water", "ice")}
     sections = {head: one.info.config["model"] for head, one in loaded.items()}
-    shared = {"elements": sections["water"]["type_map"], "desc": sections["water"]["descriptor"]}
+    shared = {
+        "elements": sections["water"]["type_map"],
+        "desc": sections["water"]["descriptor"],
+    }
     models = {
-        head: {"type_map": "elements", "descriptor": "desc", "fitting_net": section["fitting_net"]}
+        head: {
+            "type_map": "elements",
+            "descriptor": "desc",
+            "fitting_net": section["fitting_net"],
+        }
         for head, section in sections.items()
     }
     model = {"shared_dict": shared, "model_dict": models}
     after = start(
-        "nothing", "--init-model", HEADS, change=lambda values: values.update(model=model)
+        "nothing",
+        "--init-model",
+        HEADS,
+        change=lambda values: values.update(model=model),
     )
     for head, one in loaded.items():
         assert_same(
@@ -629,9 +733,17 @@ def test_tasks_start_from_all_models_of_a_checkpoint_of_deepmd_kit(desk):
             ["--finetune", "nothing.pt", "--model-branch", "ice"],
             "input.json has several tasks. Name",
         ),
-        ({"ice": "steam"}, ["--finetune", "nothing.pt"], "no head 'steam'. It has water, ice"),
+        (
+            {"ice": "steam"},
+            ["--finetune", "nothing.pt"],
+            "no head 'steam'. It has water, ice",
+        ),
         ({"ice": "water"}, ["--finetune", "one.pt"], "so there is no head 'water'"),
-        ({}, ["--init-model", HEADS, "--use-pretrain-script"], "does not say what they share"),
+        (
+            {},
+            ["--init-model", HEADS, "--use-pretrain-script"],
+            "does not say what they share",
+        ),
         (
             {},
             ["--init-model", "one.pt"],
@@ -642,7 +754,12 @@ def test_tasks_start_from_all_models_of_a_checkpoint_of_deepmd_kit(desk):
 def test_what_several_tasks_cannot_start_from_is_a_message(
     heads, options, message, runs, desk, capsys
 ):
-    assert train_tasks("nothing", options[0], str(runs / options[1]), *options[2:], **heads) == 2
+    assert (
+        train_tasks(
+            "nothing", options[0], str(runs / options[1]), *options[2:], **heads
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert message in said
     assert "Traceback" not in said

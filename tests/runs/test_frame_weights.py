@@ -23,7 +23,12 @@ from deepmd_ema.training.loss import EnergyLoss, LossOverBatches
 from deepmd_ema.training.run import run_training
 
 SAME_MATH = 1e-12
-OF_TERM = {"e": "energy_weight", "f": "force_weight", "pf": "force_weight", "v": "virial_weight"}
+OF_TERM = {
+    "e": "energy_weight",
+    "f": "force_weight",
+    "pf": "force_weight",
+    "v": "virial_weight",
+}
 LABEL_OF = {
     "e": "energy",
     "f": "force",
@@ -37,14 +42,19 @@ LABEL_OF = {
 def weighted_frames():
     """Return frames of four sizes with some of the weights, and predictions for them."""
     rng = np.random.default_rng(3)
-    sizes, kept = (2, 7, 4, 3), (WEIGHTS, (WEIGHT,), (), ("energy_weight", "virial_weight"))
+    sizes, kept = (
+        (2, 7, 4, 3),
+        (WEIGHTS, (WEIGHT,), (), ("energy_weight", "virial_weight")),
+    )
     labelled = [
         random_frame(rng, n) | {name: rng.uniform(0, 3) for name in own}
         for n, own in zip(sizes, kept)
     ]
     del labelled[1]["energy"], labelled[2]["force"]
     labelled[3]["weight"] = 0.0
-    return labelled, [random_frame(rng, n, types=f["types"]) for n, f in zip(sizes, labelled)]
+    return labelled, [
+        random_frame(rng, n, types=f["types"]) for n, f in zip(sizes, labelled)
+    ]
 
 
 def evaluated(loss, labelled, guess, names=(*COMPARED, *WEIGHTS)):
@@ -54,7 +64,9 @@ def evaluated(loss, labelled, guess, names=(*COMPARED, *WEIGHTS)):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_is_the_weighted_sum_of_single_frames_over_the_number_that_has_the_label(name):
+def test_the_loss_is_the_weighted_sum_of_single_frames_over_the_number_that_has_the_label(
+    name,
+):
     labelled, guess = weighted_frames()
     config, expected = Config(**LOSSES[name]), 0.0
     loss = EnergyLoss(config, 1e-3, World())
@@ -81,16 +93,22 @@ def test_the_loss_is_the_weighted_sum_of_single_frames_over_the_number_that_has_
                 * number
                 / sum(rows)
             )
-            alone, values, (of_frame, _) = evaluated(own, [labelled[k]], [guess[k]], COMPARED)
+            alone, values, (of_frame, _) = evaluated(
+                own, [labelled[k]], [guess[k]], COMPARED
+            )
             of_frame.backward()
             expected += weight * of_frame.item()
             if values["energy"].grad is not None:
                 gradients["energy"][k] += weight * values["energy"].grad.item()
             if values["force"].grad is not None:
-                gradients["force"][k] += weight * alone.in_file_order(values["force"].grad).numpy()
+                gradients["force"][k] += (
+                    weight * alone.in_file_order(values["force"].grad).numpy()
+                )
     assert total.item() == pytest.approx(expected, rel=SAME_MATH)
     total.backward()
-    np.testing.assert_allclose(prediction["energy"].grad, gradients["energy"], rtol=SAME_MATH)
+    np.testing.assert_allclose(
+        prediction["energy"].grad, gradients["energy"], rtol=SAME_MATH
+    )
     forces = batch.in_file_order(prediction["force"].grad)
     np.testing.assert_allclose(
         forces, np.concatenate(gradients["force"]), rtol=SAME_MATH, atol=1e-14
@@ -108,7 +126,9 @@ def test_batches_that_are_added_up_or_filled_up_have_the_loss_of_one(name):
     labelled, guess = weighted_frames()
     loss = EnergyLoss(Config(**LOSSES[name]), 1e-3, World())
     *_, (total, shown) = evaluated(loss, labelled, guess)
-    parts = [evaluated(loss, labelled[k:m], guess[k:m]) for k, m in ((0, 2), (2, 3), (3, 4))]
+    parts = [
+        evaluated(loss, labelled[k:m], guess[k:m]) for k, m in ((0, 2), (2, 3), (3, 4))
+    ]
     whole = LossOverBatches(loss, [part for part, *_ in parts], 7e-4)
     shares = [whole.add(values, part) for part, values, _ in parts]
     assert sum(shares).item() == pytest.approx(total.item(), rel=SAME_MATH)
@@ -161,10 +181,13 @@ def test_forces_of_weight_zero_change_no_bit_of_a_run(tmp_path, monkeypatch, for
         folder = tmp_path / f"run{len(models)}"
         folder.mkdir()
         monkeypatch.chdir(folder)
-        config = tiny_input(systems, num_steps=4, **OPTIONS, training__accumulate=several)
+        config = tiny_input(
+            systems, num_steps=4, **OPTIONS, training__accumulate=several
+        )
         config["training"]["training_data"]["batch_size"] = size
         models.append(
-            run_training(config, device="cpu") and load(folder / "model.ckpt-4.pt")["model"]
+            run_training(config, device="cpu")
+            and load(folder / "model.ckpt-4.pt")["model"]
         )
     first, spoiled, without = models
     assert all(torch.equal(first[name], spoiled[name]) for name in first)
@@ -194,7 +217,9 @@ def write_xyz(path, weights):
     return path
 
 
-def test_a_run_with_weights_of_atoms_has_a_column_of_weighted_forces(tmp_path, monkeypatch, caplog):
+def test_a_run_with_weights_of_atoms_has_a_column_of_weighted_forces(
+    tmp_path, monkeypatch, caplog
+):
     caplog.set_level("INFO")
     data = [
         [write_system(tmp_path / name, frames=6, natoms=8, seed=k, atom_pref=True)]
@@ -207,15 +232,23 @@ def test_a_run_with_weights_of_atoms_has_a_column_of_weighted_forces(tmp_path, m
         "loss__limit_pref_pf": 1,
     }
     validating = {"full_validation": True, "validation_freq": 2, "full_val_start": 0}
-    folder = trains_in(tmp_path, monkeypatch, data, {**options, "validating": validating})("run", 4)
+    folder = trains_in(
+        tmp_path, monkeypatch, data, {**options, "validating": validating}
+    )("run", 4)
     head, *rows = [
-        line.split() for line in (folder / "val.log").read_text().splitlines() if line.strip()
+        line.split()
+        for line in (folder / "val.log").read_text().splitlines()
+        if line.strip()
     ]
     assert head[-2:] == ["Q_MAE(meV/Å)", "Q_RMSE(meV/Å)"]
     measured = measure(folder / "model.ckpt.pt", data[1], device="cpu")
     last = [row for row in rows if row[0] == "4"][-1]
-    assert float(last[-1]) == pytest.approx(1000 * measured.total.metric("Q:RMSE"), rel=1e-3)
-    assert "RMSE of batches, E and V in meV/atom, F and Q in meV/Å; full:" in caplog.text
+    assert float(last[-1]) == pytest.approx(
+        1000 * measured.total.metric("Q:RMSE"), rel=1e-3
+    )
+    assert (
+        "RMSE of batches, E and V in meV/atom, F and Q in meV/Å; full:" in caplog.text
+    )
     assert re.search(r"  train E [\d.]+ Q [\d.]+ V ", caplog.text)
 
 
@@ -232,7 +265,9 @@ def test_names_of_mace_and_gpumd_are_read_and_kept_by_convert(tmp_path):
         ]
         found = [{w: float(v) for w, v in frame.labels.items()} for frame in frames]
         assert sorted(found, key=len) == [{}, READ], name
-    [gpumd] = open_data([str(write_xyz(tmp_path / "c.xyz", {"weight": 4}))], ["O", "H"], WEIGHTS)
+    [gpumd] = open_data(
+        [str(write_xyz(tmp_path / "c.xyz", {"weight": 4}))], ["O", "H"], WEIGHTS
+    )
     assert float(gpumd.frame(1).labels["weight"]) == 4
 
 
@@ -263,7 +298,9 @@ def test_weights_that_are_not_used_are_named_once(tmp_path, monkeypatch, capsys)
         "weight may be config_weight (1 frame) or weight (1 frame). Say which after the name of "
         "the file" in said
     )
-    code, said = check(tmp_path, monkeypatch, capsys, [path, f"{xyz}#weight=weight"], **OPTIONS)
+    code, said = check(
+        tmp_path, monkeypatch, capsys, [path, f"{xyz}#weight=weight"], **OPTIONS
+    )
     assert code == 0
     assert "not used" not in said
     assert "weight: 5 of 6 frames" in said
@@ -272,9 +309,15 @@ def test_weights_that_are_not_used_are_named_once(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1, -1, 1, 1], "weight.npy: frame 1 (of 4, from 0): -1. Expected finite numbers from 0;"),
+        (
+            [1, -1, 1, 1],
+            "weight.npy: frame 1 (of 4, from 0): -1. Expected finite numbers from 0;",
+        ),
         ([1, 1], "weight.npy: shape (2,), expected (4,)"),
-        (None, "frame_weights is true, and no training frame has a weight: all count alike."),
+        (
+            None,
+            "frame_weights is true, and no training frame has a weight: all count alike.",
+        ),
     ],
 )
 def test_wrong_weights_are_reported(tmp_path, monkeypatch, capsys, weights, message):

@@ -31,7 +31,9 @@ def data(tmp_path_factory):
     """
     root = tmp_path_factory.mktemp("hessian")
     write_system(root / "cell", frames=4, natoms=5, seed=1, hessian=True)
-    write_system(root / "mixed", frames=3, natoms=4, seed=2, mixed=True, virtual=2, hessian=True)
+    write_system(
+        root / "mixed", frames=3, natoms=4, seed=2, mixed=True, virtual=2, hessian=True
+    )
     write_system(root / "without", frames=3, natoms=6, seed=3, pbc=False)
     return root
 
@@ -44,7 +46,9 @@ def hessian_of(frame):
 def assert_hessians(source):
     for k in range(source.num_frames):
         frame = source.frame(k)
-        np.testing.assert_allclose(frame.labels["hessian"], hessian_of(frame), rtol=0, atol=1e-7)
+        np.testing.assert_allclose(
+            frame.labels["hessian"], hessian_of(frame), rtol=0, atol=1e-7
+        )
     assert not scan_system(source, 2, 4.0).faults
 
 
@@ -63,7 +67,9 @@ def write_extxyz(path, wrong=0):
     for natoms in (3, 5, 3):
         coord, types, _ = toy_frame(rng, natoms, pbc=False)
         energy, force, _, _ = toy_labels(coord, types)
-        numbers = " ".join(map(repr, toy_hessian(coord, types).ravel().tolist()[wrong:]))
+        numbers = " ".join(
+            map(repr, toy_hessian(coord, types).ravel().tolist()[wrong:])
+        )
         lines += [
             str(natoms),
             f"Properties=species:S:1:pos:R:3:forces:R:3 energy={float(energy)!r} "
@@ -90,12 +96,15 @@ def test_hessians_of_extended_xyz_and_of_what_is_made_of_it(tmp_path, capsys):
 
 def test_a_hessian_of_another_number_of_atoms_is_refused(data, tmp_path):
     write_extxyz(tmp_path / "a.xyz", wrong=1)
-    with pytest.raises(DataError, match=r"dft_hessian: has 80 numbers, expected 81 for 3 atoms"):
+    with pytest.raises(
+        DataError, match=r"dft_hessian: has 80 numbers, expected 81 for 3 atoms"
+    ):
         open_data([str(tmp_path / "a.xyz")], ["O", "H"], LABELS)
     path = write_system(tmp_path / "w", frames=2, natoms=4)
     np.save(path / "set.000" / "hessian.npy", np.zeros((2, 12)))
     with pytest.raises(
-        DataError, match=r"hessian.npy: shape \(2, 12\), expected \(2, 144\) for 4 atoms"
+        DataError,
+        match=r"hessian.npy: shape \(2, 12\), expected \(2, 144\) for 4 atoms",
     ):
         open_data([str(path)], ["O", "H"], LABELS)
 
@@ -118,26 +127,40 @@ def test_training_lowers_the_error_of_hessians_and_restarts_bitwise(
         "loss__start_pref_f": 1,
         **WEIGHTS,
     }
-    config = tiny_input(systems, [data / "cell"], num_steps=30, learning_rate=rates, **options)
+    config = tiny_input(
+        systems, [data / "cell"], num_steps=30, learning_rate=rates, **options
+    )
     train(tmp_path / "whole", monkeypatch, config)
     header, *_ = (tmp_path / "whole" / "lcurve.out").read_text().splitlines()
     columns = header.lstrip("# ").split()
     assert columns[columns.index("rmse_h_val") + 1] == "rmse_h_trn"
     rows = np.loadtxt(tmp_path / "whole" / "lcurve.out")
     assert (
-        (rows[:, columns.index("rmse_h_val")] > 0.1) & (rows[:, columns.index("rmse_h_val")] < 2)
+        (rows[:, columns.index("rmse_h_val")] > 0.1)
+        & (rows[:, columns.index("rmse_h_val")] < 2)
     ).all()
-    train(tmp_path / "parts", monkeypatch, config, "--restart", "../whole/model.ckpt-10.pt")
+    train(
+        tmp_path / "parts",
+        monkeypatch,
+        config,
+        "--restart",
+        "../whole/model.ckpt-10.pt",
+    )
     for name in ("model.ckpt-30.pt", "model_ema.ckpt-30.pt"):
         whole, parts = (
-            torch.load(tmp_path / f / name, weights_only=True)["model"] for f in ("whole", "parts")
+            torch.load(tmp_path / f / name, weights_only=True)["model"]
+            for f in ("whole", "parts")
         )
         assert_same(whole, parts)
 
     report = measure(tmp_path / "whole" / "model.ckpt.pt", systems)
-    assert f"Hessian MAE        : {report.total.summary()['mae_h']:e} eV/Å^2" in report.text()
+    assert (
+        f"Hessian MAE        : {report.total.summary()['mae_h']:e} eV/Å^2"
+        in report.text()
+    )
     errors = {
-        name.rpartition("/")[2]: one.summary()["rmse_h"] for name, one in report.by_system.items()
+        name.rpartition("/")[2]: one.summary()["rmse_h"]
+        for name, one in report.by_system.items()
     }
     assert np.isnan(errors["without"])
     start = measure(tmp_path / "whole" / "model.ckpt-10.pt", [data / "cell"])
@@ -145,4 +168,6 @@ def test_training_lowers_the_error_of_hessians_and_restarts_bitwise(
     report.write_details(tmp_path / "detail")
     label, predicted = np.loadtxt(tmp_path / "detail.h.out").T
     assert len(label) == 4 * 15**2 + 3 * 12**2
-    assert report.total.summary()["mae_h"] == pytest.approx(np.abs(label - predicted).mean())
+    assert report.total.summary()["mae_h"] == pytest.approx(
+        np.abs(label - predicted).mean()
+    )

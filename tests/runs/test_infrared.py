@@ -13,9 +13,14 @@ def test_a_dipole_that_oscillates_has_one_band_with_the_strength_of_theory():
     units = pytest.importorskip("ase.units")
     example = module_from_spec(spec := spec_from_file_location("infrared", SCRIPT))
     spec.loader.exec_module(example)
-    time, omega = np.arange(8000.0), 2 * np.pi * 3400 * example.SPEED_OF_LIGHT  # fs, 1/fs
+    time, omega = (
+        np.arange(8000.0),
+        2 * np.pi * 3400 * example.SPEED_OF_LIGHT,
+    )  # fs, 1/fs
     dipole = np.stack([np.cos(omega * time), 0 * time, 0 * time], axis=1)
-    wavenumber, absorption = example.spectrum(dipole, 1.0, volume=1000.0, temperature=300.0)
+    wavenumber, absorption = example.spectrum(
+        dipole, 1.0, volume=1000.0, temperature=300.0
+    )
     assert wavenumber[absorption.argmax()] == pytest.approx(3400, abs=2)
     assert np.ptp(wavenumber[absorption > absorption.max() / 2]) == pytest.approx(
         example.WIDTH, abs=4

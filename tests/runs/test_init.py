@@ -51,10 +51,18 @@ def write_extxyz(path, frames, labels=True):
             if cell is not None
             else 'pbc="F F F" '
         )
-        energy, columns = (f"energy={rng.normal()} ", ":forces:R:3") if labels else ("", "")
-        lines += [str(len(symbols)), f"{box}{energy}Properties=species:S:1:pos:R:3{columns}"]
+        energy, columns = (
+            (f"energy={rng.normal()} ", ":forces:R:3") if labels else ("", "")
+        )
+        lines += [
+            str(len(symbols)),
+            f"{box}{energy}Properties=species:S:1:pos:R:3{columns}",
+        ]
         forces = rng.normal(size=coord.shape) if labels else np.zeros((len(coord), 0))
-        lines += [" ".join([s, *map(str, [*x, *f])]) for s, x, f in zip(symbols, coord, forces)]
+        lines += [
+            " ".join([s, *map(str, [*x, *f])])
+            for s, x, f in zip(symbols, coord, forces)
+        ]
     Path(path).write_text("\n".join(lines) + "\n")
 
 
@@ -62,7 +70,9 @@ def water(rng, cell):
     """Eight molecules far from each other."""
     centers = np.array(list(product((0, 3.5), repeat=3)))
     one = np.array([[0, 0, 0], [0.96, 0, 0], [-0.24, 0.93, 0]])
-    coord = (centers[:, None] + one).reshape(-1, 3) + rng.normal(scale=0.02, size=(24, 3))
+    coord = (centers[:, None] + one).reshape(-1, 3) + rng.normal(
+        scale=0.02, size=(24, 3)
+    )
     return ["O", "H", "H"] * 8, coord, cell
 
 
@@ -98,7 +108,9 @@ def test_the_kind_of_data_is_found_and_its_input_trains(kind):
     of_kind = read_preset("models")[descriptor["type"]]["kinds"][kind]
     assert values["learning_rate"]["start_lr"] == of_kind["start_lr"]
     assert descriptor["n_radial"] == (6 if kind == "molecules" else 16)
-    assert values["loss"]["start_pref_e"] == read_preset("muon")[kind]["prefactors"]["e"]
+    assert (
+        values["loss"]["start_pref_e"] == read_preset("muon")[kind]["prefactors"]["e"]
+    )
     assert values["model"]["type_map"] == (["Cu"] if kind == "solid" else ["H", "O"])
     assert main(["train", "input.yaml"]) == 0
     assert {"model.ckpt-3.pt", "model_ema.ckpt-3.pt", "val_ema.log"} <= {
@@ -110,7 +122,10 @@ def test_a_short_run_validates_rarely_and_a_long_one_ten_times():
     """Ten validations of 16 frames took longer than 50 steps of 2 frames."""
     write_extxyz("data.extxyz", frames_of("liquid", 160))
     for steps, validations in ((50, 4), (300, 5), (5000, 10)):
-        assert main(["init", "data.extxyz", "--steps", str(steps), "-o", f"{steps}.yaml"]) == 0
+        assert (
+            main(["init", "data.extxyz", "--steps", str(steps), "-o", f"{steps}.yaml"])
+            == 0
+        )
         values = to_dict(load_config(f"{steps}.yaml"))
         assert values["validating"]["validation_freq"] == steps // validations
         assert values["training"]["save_freq"] == steps // 10
@@ -129,7 +144,9 @@ def test_an_input_of_any_length_has_no_warning(tmp_path):
 def test_every_model_and_size_can_be_trained(name, size, tmp_path):
     data = str(write_system(tmp_path / "data", frames=8))
     for kind in KINDS:
-        found = propose(Wishes([data], [data], model=name, size=size, kind=kind, steps=2))
+        found = propose(
+            Wishes([data], [data], model=name, size=size, kind=kind, steps=2)
+        )
         file = Path(f"{kind}.yaml")
         file.write_text(found.text(file))
         open_run(load_config(file))
@@ -151,11 +168,16 @@ def test_steps_fill_the_time_and_too_little_time_or_a_file_that_is_there_is_repo
     slow = replace(COST, step_of_first_epoch_s=2.0, step_s=2.0)
     monkeypatch.setattr(proposal, "measure_steps", lambda config, device: slow)
     assert main(["init", data, "--validation", data, "--hours", "0.01"]) == 2
-    assert "a run needs 3 min 40 s (--hours 0.07) for 100 steps" in capsys.readouterr().err
+    assert (
+        "a run needs 3 min 40 s (--hours 0.07) for 100 steps" in capsys.readouterr().err
+    )
     assert not Path("input.yaml").exists()
     Path("input.yaml").write_text("mine")
     assert main(["init", data]) == 2
-    assert "input.yaml: is there already. Name another file with -o" in capsys.readouterr().err
+    assert (
+        "input.yaml: is there already. Name another file with -o"
+        in capsys.readouterr().err
+    )
     assert Path("input.yaml").read_text() == "mine"
     assert main(["init", data, "-o", "input.txt"]) == 2
     assert "expected a file that ends in .yaml, .yml, .json" in capsys.readouterr().err
@@ -169,7 +191,10 @@ def test_a_slab_is_a_solid_and_a_molecule_alone_in_a_small_cell_is_a_molecule(va
     cell[2, 2] += vacuum  # 40: more than 60 cubic angstrom for each atom
     write_extxyz(
         "slab.extxyz",
-        [(symbols, coord + rng.normal(scale=0.02, size=coord.shape), cell) for _ in range(12)],
+        [
+            (symbols, coord + rng.normal(scale=0.02, size=coord.shape), cell)
+            for _ in range(12)
+        ],
     )
     water = np.array([[0, 0, 0], [0.96, 0, 0], [-0.24, 0.93, 0]])
     small = [
@@ -177,7 +202,9 @@ def test_a_slab_is_a_solid_and_a_molecule_alone_in_a_small_cell_is_a_molecule(va
         for _ in range(12)
     ]
     write_extxyz("molecule.extxyz", small)
-    slab, molecule = (propose(Wishes([f"{name}.extxyz"])).head[1] for name in ("slab", "molecule"))
+    slab, molecule = (
+        propose(Wishes([f"{name}.extxyz"])).head[1] for name in ("slab", "molecule")
+    )
     assert slab.startswith("Data: solid (bonds continue from cell to cell, in 11 of 11")
     assert molecule.startswith("Data: molecules (")
 
@@ -194,12 +221,16 @@ def test_a_slab_is_a_solid_and_a_molecule_alone_in_a_small_cell_is_a_molecule(va
         ),
     ],
 )
-def test_data_that_nothing_can_be_learned_from_end_in_one_message(content, message, capsys):
+def test_data_that_nothing_can_be_learned_from_end_in_one_message(
+    content, message, capsys
+):
     rng = np.random.default_rng(0)
     data = "OUTCAR" if content == "foreign" else "data.extxyz"
     coord, _types, box = toy_frame(rng, 6)
     if content == "unlabelled":
-        write_extxyz("data.extxyz", [(["O"] * 6, coord, box.reshape(3, 3))] * 12, labels=False)
+        write_extxyz(
+            "data.extxyz", [(["O"] * 6, coord, box.reshape(3, 3))] * 12, labels=False
+        )
     elif content == "foreign":
         Path("OUTCAR").write_text(" vasp.6.4.2\n")
     assert main(["init", data]) == 2
@@ -224,7 +255,16 @@ def test_files_of_other_programs_are_converted_first_and_the_input_trains(capsys
     write_extxyz("old.xyz", [copper(np.random.default_rng(11))])
     assert (
         main(
-            ["init", "md.traj", "old.xyz", "more.traj", "--validation", "test.traj", "--steps", "2"]
+            [
+                "init",
+                "md.traj",
+                "old.xyz",
+                "more.traj",
+                "--validation",
+                "test.traj",
+                "--steps",
+                "2",
+            ]
         )
         == 0
     )
@@ -263,7 +303,9 @@ def test_test_data_are_converted_and_evaluated_after_the_last_step(capsys):
     assert "  # evaluated once, after the last step\n" in Path("input.yaml").read_text()
     validating = yaml.safe_load(Path("input.yaml").read_text())["validating"]
     assert validating["test_data"] == {"systems": ["held_out_test"]}
-    assert [system.num_frames for system in open_run(load_config("input.yaml"))[""].test] == [2]
+    assert [
+        system.num_frames for system in open_run(load_config("input.yaml"))[""].test
+    ] == [2]
 
 
 def test_mistakes_in_test_data_are_those_of_the_command(capsys):
@@ -296,7 +338,9 @@ def write_tensors(folder, elements, counts, selected, label="atomic_dipole", fra
 @pytest.mark.parametrize("label", ["atomic_dipole", "atom_polarizability"])
 @pytest.mark.parametrize("elements", [["O", "H", "Na"], ["Na", "H", "O"]])
 @pytest.mark.parametrize("selected", [["O"], ["H", "Na"], ["H", "Na", "O"]])
-def test_elements_with_tensors_are_found_by_their_rows_in_all_systems(label, elements, selected):
+def test_elements_with_tensors_are_found_by_their_rows_in_all_systems(
+    label, elements, selected
+):
     # the numbers of rows of one of them alone would be those of O or of Na
     second = {"O": 3, "H": 4, "Na": 1}
     data = {"a": {"O": 2, "H": 4, "Na": 2}, "b": second}
@@ -315,7 +359,9 @@ def test_elements_with_tensors_are_found_by_their_rows_in_all_systems(label, ele
     for source in of_run:
         stored, atoms = rows[source.name]
         label_read = source.frame(1).labels[f"atom_{quantity}"].reshape(stored[1].shape)
-        np.testing.assert_array_equal(label_read, np.where(atoms[:, None], stored[1], 0))
+        np.testing.assert_array_equal(
+            label_read, np.where(atoms[:, None], stored[1], 0)
+        )
     assert main(["convert", "a", "b", "all.xyz"]) == 0
 
 
@@ -330,18 +376,25 @@ def test_elements_with_tensors_that_are_not_clear_must_be_named(capsys):
     assert main(["init", "a", "--property", "dipole", "--sel-type", "Cl"]) == 0
     assert load_config("input.yaml").task(None).model.fitting_net.sel_type == [1]
     assert main(["convert", "a", "out", "--sel-type", "Cl"]) == 0
-    assert "tensors are those of Cl (--sel-type), and 0 of other atoms" in capsys.readouterr().out
+    assert (
+        "tensors are those of Cl (--sel-type), and 0 of other atoms"
+        in capsys.readouterr().out
+    )
     stored = np.load("a/set.000/atomic_dipole.npy").reshape(4, 4, 3)
     written = np.load("out/Cl4Na4/set.000/atom_dipole.npy").reshape(4, 8, 3)
-    np.testing.assert_array_equal(written, np.concatenate([np.zeros((4, 4, 3)), stored], axis=1))
+    np.testing.assert_array_equal(
+        written, np.concatenate([np.zeros((4, 4, 3)), stored], axis=1)
+    )
     # the zeros of the others were learned without a word
     for options in ([], ["--sel-type", "Cl"]):
         Path("input.yaml").unlink()
         assert main(["init", "out", "--property", "dipole", *options]) == 0
-        words = "warning: atom_dipole: is 0 for all atoms of Na. If these have none, set "
-        assert (f"{words}model.fitting_net.sel_type = [1]." in capsys.readouterr().out) == (
-            not options
+        words = (
+            "warning: atom_dipole: is 0 for all atoms of Na. If these have none, set "
         )
+        assert (
+            f"{words}model.fitting_net.sel_type = [1]." in capsys.readouterr().out
+        ) == (not options)
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,18 @@ def one_batch(model, natoms=40, seed=1):
     return batch_of(model, (coord, types, CELL))
 
 
-def controlled(descriptor="se_e2_a", activation="tanh", choice="auto", natoms=40, **changes):
+def controlled(
+    descriptor="se_e2_a", activation="tanh", choice="auto", natoms=40, **changes
+):
     """Return the interpolation of a model after a run has begun with it, its control and a
     batch.
     """
     changes |= {"interpolate": choice, "activation_function": activation}
     _, model = toy_model(descriptor, changes)
     batch = one_batch(model, natoms)
-    control = InterpolationControl(ModelSet({"": model}), World(), {"": batch}, {}, interval=1)
+    control = InterpolationControl(
+        ModelSet({"": model}), World(), {"": batch}, {}, interval=1
+    )
     return model.descriptor.interpolation, control, batch
 
 
@@ -78,7 +82,9 @@ def test_a_series_that_is_too_short_for_a_batch_is_not_used_for_it():
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("precision", [torch.float64, torch.float32])
-def test_no_derivative_of_a_series_of_tanh_nets_is_off_by_more_than_is_accepted(seed, precision):
+def test_no_derivative_of_a_series_of_tanh_nets_is_off_by_more_than_is_accepted(
+    seed, precision
+):
     """Nets of many kinds over ranges of many lengths, beside their derivatives on a fine grid."""
     source = np.random.default_rng(seed)
     for _ in range(8):
@@ -102,7 +108,9 @@ def test_no_derivative_of_a_series_of_tanh_nets_is_off_by_more_than_is_accepted(
         )
         interpolation = Interpolation("always", precision)
         interpolation.use(int(source.choice([16, 32, 48, 96])))
-        found = interpolation(torch.ones(len(s), 1, 1, dtype=torch.float64), s[:, None], net)
+        found = interpolation(
+            torch.ones(len(s), 1, 1, dtype=torch.float64), s[:, None], net
+        )
         expected = net.value_and_derivative(s[:, None])[1]
         assert (slopes_of(found) - expected).abs().max() <= MAX_ERROR[
             precision
@@ -114,7 +122,9 @@ def slopes_of(found):
     of one.
     """
     rows = torch.eye(found.value.shape[-1], dtype=torch.float64)
-    return torch.stack([found.vjp(row.expand(len(found.value), 1, -1))[1][:, 0] for row in rows], 1)
+    return torch.stack(
+        [found.vjp(row.expand(len(found.value), 1, -1))[1][:, 0] for row in rows], 1
+    )
 
 
 def test_terms_are_added_when_a_net_gets_steeper_and_taken_away_when_it_is_smooth_again():
@@ -156,7 +166,9 @@ def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(
     assert "terms of a Chebyshev series" in caplog.text
     weights = [load(folder / "model.ckpt-20.pt") for folder in (direct, whole)]
     for name, value in weights[0]["model"].items():
-        torch.testing.assert_close(weights[1]["model"][name], value, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            weights[1]["model"][name], value, rtol=1e-6, atol=1e-8
+        )
     assert any(weights[1]["interpolation"]["terms"].values())
     assert all(weights[1]["interpolation"]["needed"].values())
 
@@ -165,7 +177,9 @@ def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(
         (parts / name).unlink()
     start("parts", 20, ALWAYS, restart="model.ckpt-10.pt")
     assert_same(weights[1], load(parts / "model.ckpt-20.pt"))
-    assert_same(load(whole / "model_ema.ckpt-20.pt"), load(parts / "model_ema.ckpt-20.pt"))
+    assert_same(
+        load(whole / "model_ema.ckpt-20.pt"), load(parts / "model_ema.ckpt-20.pt")
+    )
 
 
 def test_ranks_agree_on_the_knots_where_each_has_frames_of_its_own(
@@ -189,14 +203,17 @@ def test_a_validation_has_the_numbers_of_a_test_to_the_last_bit_though_weights_m
     }
     folder = start("run", 20, ALWAYS | fast)
     for weights, suffix in (("live", ""), ("ema", "_ema")):
-        for value, step in load(folder / "model.ckpt-20.pt")["best"][weights]["records"]:
+        for value, step in load(folder / "model.ckpt-20.pt")["best"][weights][
+            "records"
+        ]:
             (file,) = folder.glob(f"best{suffix}.ckpt-{step}.t-*.pt")
             report = measure(file, [water_like_valid])
             assert report.total.metric("E:MAE") == value
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("spline", "always"), ("direct", "never"), (True, "always"), (False, "never")]
+    ("old", "new"),
+    [("spline", "always"), ("direct", "never"), (True, "always"), (False, "never")],
 )
 def test_former_names_of_the_option_and_of_its_state_in_checkpoints_are_read(old, new):
     known, old_name = (
@@ -207,7 +224,9 @@ def test_former_names_of_the_option_and_of_its_state_in_checkpoints_are_read(old
     assert known.descriptor.interpolate == new
     _, control, batch = controlled(choice=new)
     saved = {"wanted": {"descriptor.spline": old}, "terms": {"descriptor.spline": 52}}
-    state = InterpolationControl(control.models, World(), {"": batch}, saved).state_dict()
+    state = InterpolationControl(
+        control.models, World(), {"": batch}, saved
+    ).state_dict()
     assert state["terms"] == {"descriptor": 0 if new == "never" else 52}
 
 
@@ -251,7 +270,8 @@ def test_energies_and_forces_from_tables_are_those_of_the_nets_also_of_pairs_nea
 
 def potential_of(config, model):
     return Potential(
-        LoadedModel(model.eval(), config, Provenance(Path("model"), "weights")), device="cpu"
+        LoadedModel(model.eval(), config, Provenance(Path("model"), "weights")),
+        device="cpu",
     )
 
 
@@ -264,23 +284,32 @@ def test_a_potential_reads_tables_where_there_are_many_pairs_with_the_numbers_of
     found = {}
     few, many = (toy_atoms(1, natoms) for natoms in (3, 40))
     for choice in ("auto", "never"):
-        changes = {"neuron": [25, 50, 100], "type_one_side": True, "interpolate": choice}
+        changes = {
+            "neuron": [25, 50, 100],
+            "type_one_side": True,
+            "interpolate": choice,
+        }
         config, model = toy_model(descriptor_changes=changes)
         model.descriptor.embeddings[0].layers[0].weight.data *= 32
         model.min_nbor_dist = nearest
-        potential, interpolation = potential_of(config, model), model.descriptor.interpolation
+        potential, interpolation = (
+            potential_of(config, model),
+            model.descriptor.interpolation,
+        )
         potential.evaluate(*few)
         assert interpolation.tables is None or not interpolation.tables.made
         found[choice] = potential.evaluate(*many, CELL)
-        assert (interpolation.tables is not None and len(interpolation.tables.made) == used) == (
-            choice == "auto"
-        )
+        assert (
+            interpolation.tables is not None and len(interpolation.tables.made) == used
+        ) == (choice == "auto")
     for name, error in (("force", 1e-9), ("energy", 1e-11)):
         tables, nets = (getattr(found[choice], name) for choice in ("auto", "never"))
         assert np.abs(tables - nets).max() < error * np.abs(nets).max()
 
 
-@pytest.mark.parametrize("descriptor", ["se_e2_a", "se_e2_r", "se_atten_no_attention", "dpa2"])
+@pytest.mark.parametrize(
+    "descriptor", ["se_e2_a", "se_e2_r", "se_atten_no_attention", "dpa2"]
+)
 def test_forces_are_those_of_the_weights_of_now(descriptor):
     """Also if they are changed in ways of which torch keeps no count."""
     frame = (*toy_atoms(0, 9), TRICLINIC)
@@ -288,7 +317,9 @@ def test_forces_are_those_of_the_weights_of_now(descriptor):
     potential = potential_of(*model)
     before = potential.evaluate(*frame).force
     weights = [
-        p for n, p in model[1].named_parameters() if ".embedding" in n and n.endswith("weight")
+        p
+        for n, p in model[1].named_parameters()
+        if ".embedding" in n and n.endswith("weight")
     ]  # not of types
     for change in (
         lambda p: p.data.mul_(1.1),
@@ -303,5 +334,7 @@ def test_forces_are_those_of_the_weights_of_now(descriptor):
             potential.evaluate(*frame).force,
         )
         assert np.abs(before - known).max() > 1e-2 * np.abs(known).max()
-        np.testing.assert_allclose(found, known, rtol=0, atol=1e-8 * np.abs(known).max())
+        np.testing.assert_allclose(
+            found, known, rtol=0, atol=1e-8 * np.abs(known).max()
+        )
         before = found

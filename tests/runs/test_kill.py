@@ -22,7 +22,10 @@ from deepmd_ema.report import curves
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 
-BEFORE, LAST = 2, 4  # the run is after BEFORE; all writes of the next step are hit; LAST is its end
+BEFORE, LAST = (
+    2,
+    4,
+)  # the run is after BEFORE; all writes of the next step are hit; LAST is its end
 MAX_WRITES = 80  # of one restart and one step
 
 
@@ -155,7 +158,9 @@ def newest():
 
 def train_and_die(at, reaper=Reaper, callback=EndAfterOneStep):
     """Continue in a child process, killed at write ``at``; return whether it was."""
-    pid = os.fork()  # as a fork: starting torch anew for each write would take seconds each
+    pid = (
+        os.fork()
+    )  # as a fork: starting torch anew for each write would take seconds each
     if pid == 0:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
@@ -163,7 +168,9 @@ def train_and_die(at, reaper=Reaper, callback=EndAfterOneStep):
         try:
             reaper = reaper(at)
             reaper.stand_behind()
-            run_training("input.json", restart=newest(), device="cpu", callback=callback(reaper))
+            run_training(
+                "input.json", restart=newest(), device="cpu", callback=callback(reaper)
+            )
         finally:
             os._exit(9)  # neither killed nor at the end of the step: a fault of the run
     _, status = os.waitpid(pid, 0)
@@ -185,7 +192,9 @@ def assert_same_end(stand, parts):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.timeout(480)  # half a minute, but each of its many runs waits for a disk
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_run_that_is_killed_at_any_write_restarts_to_the_same_end(stand, monkeypatch, every):
+def test_a_run_that_is_killed_at_any_write_restarts_to_the_same_end(
+    stand, monkeypatch, every
+):
     struck = 0
     for at in range(1, MAX_WRITES, every):
         parts = stand / f"parts_{every}_{at}"
@@ -238,7 +247,13 @@ def test_a_run_that_is_killed_again_and_again_from_its_first_write_on_ends_as_an
     assert_same_end(stand, parts)
 
 
-SNAPSHOTS = {"name": "p", "type": "power", "sigma_rel": 0.2, "snapshots": True, "snapshot_freq": 2}
+SNAPSHOTS = {
+    "name": "p",
+    "type": "power",
+    "sigma_rel": 0.2,
+    "snapshots": True,
+    "snapshot_freq": 2,
+}
 OPTIONS = validated(
     2, training__averaging=[SNAPSHOTS], training__disp_freq=1, training__save_freq=2
 )

@@ -38,7 +38,8 @@ def in_lammps(test):
     """Mark a test that runs LAMMPS."""
     for mark in (
         pytest.mark.skipif(
-            LAMMPS is None, reason="DP_LAMMPS is not set: an environment with DeePMD-kit's LAMMPS"
+            LAMMPS is None,
+            reason="DP_LAMMPS is not set: an environment with DeePMD-kit's LAMMPS",
         ),
         pytest.mark.slow,
         pytest.mark.timeout(900),
@@ -65,12 +66,15 @@ def test_the_elements_are_in_the_order_of_the_type_map():
 
 
 @pytest.mark.parametrize("descriptor", [*sorted(SECTIONS), "hybrid_of_messages"])
-def test_compiled_models_that_pass_messages_need_a_map_of_atoms_and_run_on_one_rank(descriptor):
+def test_compiled_models_that_pass_messages_need_a_map_of_atoms_and_run_on_one_rank(
+    descriptor,
+):
     passes = descriptor in ("dpa2", "dpa3", "dpa4", "hybrid_of_messages")
     compiled, other = lines_of(descriptor), lines_of(descriptor, "m.pth")
     assert ("atom_modify  map yes  # before the box is defined" in compiled) == passes
     assert (
-        "in LAMMPS on one rank; for several: dp-ema freeze -o m.pth (tried: " in compiled
+        "in LAMMPS on one rank; for several: dp-ema freeze -o m.pth (tried: "
+        in compiled
     ) == passes
     assert "atom_modify" not in other
     assert "one rank" not in other
@@ -78,11 +82,19 @@ def test_compiled_models_that_pass_messages_need_a_map_of_atoms_and_run_on_one_r
 
 def test_dipoles_are_computed_beside_a_pair_style_that_reaches_as_far():
     found = lines_of(
-        "se_e2_a", "run/w.pth", fitting_changes={"type": "dipole"}, type_map=["Na", "O", "H"]
+        "se_e2_a",
+        "run/w.pth",
+        fitting_changes={"type": "dipole"},
+        type_map=["Na", "O", "H"],
     )
     assert [line.split() for line in found.splitlines()[1:]] == [
         ["units", "metal"],
-        ["pair_style", "zero", "4", *["#", "or", "another", "one", "that", "reaches", "as", "far"]],
+        [
+            "pair_style",
+            "zero",
+            "4",
+            *["#", "or", "another", "one", "that", "reaches", "as", "far"],
+        ],
         ["pair_coeff", "*", "*"],
         [
             "compute",
@@ -98,7 +110,9 @@ def test_dipoles_are_computed_beside_a_pair_style_that_reaches_as_far():
 
 
 def test_a_file_of_dipoles_has_the_method_that_lammps_calls(tmp_path):
-    method = "  def get_type_map(self: __torch__.DipoleModel) -> List[str]:\n    return []\n"
+    method = (
+        "  def get_type_map(self: __torch__.DipoleModel) -> List[str]:\n    return []\n"
+    )
     with zipfile.ZipFile(tmp_path / "old", "w") as file:
         file.writestr("m/code/dipole_model.py", method)
         file.writestr("m/data/0", b"\0\1")
@@ -126,7 +140,11 @@ def test_the_printed_lines_compute_our_dipoles_in_lammps(tmp_path, capsys):
     ]
     assert cli.main(words) == 0
     coord, types, box = toy_frame(np.random.default_rng(0), 12)
-    known = Potential(tmp_path / "m.dp", device="cpu").evaluate(coord, types, box).atom_dipole[0]
+    known = (
+        Potential(tmp_path / "m.dp", device="cpu")
+        .evaluate(coord, types, box)
+        .atom_dipole[0]
+    )
     units, pair_style, after = (
         capsys.readouterr().out.partition("in LAMMPS")[2].partition("pair_style")
     )
@@ -162,14 +180,29 @@ def test_a_torch_that_cannot_compile_is_refused_before_anything_is_compiled(
 
 @in_lammps
 @pytest.mark.filterwarnings("ignore")  # torch's own, of compiling
-def test_the_printed_lines_run_in_lammps_with_our_numbers_on_one_rank_and_two(tmp_path, capsys):
+def test_the_printed_lines_run_in_lammps_with_our_numbers_on_one_rank_and_two(
+    tmp_path, capsys
+):
     run = write_run(tmp_path / "run", **SMALL)
     assert (
-        cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2"), "--device", "cpu"])
+        cli.main(
+            [
+                "freeze",
+                "-c",
+                str(run[0]),
+                "-o",
+                str(tmp_path / "m.pt2"),
+                "--device",
+                "cpu",
+            ]
+        )
         == 0
     )
     assert_same_numbers(
-        tmp_path, capsys.readouterr().out, run[0], *toy_frame(np.random.default_rng(0), 12)
+        tmp_path,
+        capsys.readouterr().out,
+        run[0],
+        *toy_frame(np.random.default_rng(0), 12),
     )
 
 
@@ -187,7 +220,11 @@ def test_one_environment_goes_from_training_to_lammps(tmp_path):
         places = {"PATH": f"{LAMMPS}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         command = [f"{LAMMPS}/bin/python", "-m", "deepmd_ema", *words]
         done = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, **places}, capture_output=True, text=True
+            command,
+            cwd=tmp_path,
+            env={**os.environ, **places},
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -195,7 +232,8 @@ def test_one_environment_goes_from_training_to_lammps(tmp_path):
     printed("train", "input.json")
     system = tmp_path / "data" / "validation"
     coord, box = (
-        np.load(system / "set.000" / f"{name}.npy")[0].reshape(-1, 3) for name in ("coord", "box")
+        np.load(system / "set.000" / f"{name}.npy")[0].reshape(-1, 3)
+        for name in ("coord", "box")
     )
     frame = coord, np.loadtxt(system / "type.raw", dtype=int), box
     for name in ("water.pth", "water.pt2"):
@@ -208,7 +246,9 @@ def assert_same_numbers(folder, printed, model, coord, types, box):
     evaluated here.
     """
     known = Potential(model, device="cpu").evaluate(coord, types, box)
-    before, pair_style, after = printed.partition("in LAMMPS")[2].partition("pair_style")
+    before, pair_style, after = printed.partition("in LAMMPS")[2].partition(
+        "pair_style"
+    )
     (folder / "frame").write_text(data_file(coord, types, box, 2))
     (folder / "in").write_text(
         f"{before.partition(chr(10))[2]}\nread_data frame\nmass * 1.0\n{pair_style}{after}\n"
@@ -220,7 +260,9 @@ def assert_same_numbers(folder, printed, model, coord, types, box):
     for ranks in (1, 2):
         energy, p_xx, p_xz = run_lammps(folder, ranks)
         np.testing.assert_allclose(energy, float(np.ravel(known.energy)[0]), rtol=1e-10)
-        np.testing.assert_allclose([p_xx, p_xz], virial[0, [0, 2]] / volume * BAR, rtol=1e-8)
+        np.testing.assert_allclose(
+            [p_xx, p_xz], virial[0, [0, 2]] / volume * BAR, rtol=1e-8
+        )
         force = np.loadtxt(folder / "forces", skiprows=9)[:, 1:]
         np.testing.assert_allclose(
             force, known.force[0], rtol=0, atol=1e-10 * np.abs(known.force).max()
@@ -257,8 +299,15 @@ def run_lammps(folder, ranks):
     launcher = [f"{LAMMPS}/bin/mpirun", "-np", str(ranks)] if ranks > 1 else []
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [*launcher, f"{LAMMPS}/bin/lmp", "-in", "in", "-log", "none"]
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    row = next(k for k, line in enumerate(lines) if line.split()[:2] == ["Step", "PotEng"]) + 1
+    row = (
+        next(
+            k for k, line in enumerate(lines) if line.split()[:2] == ["Step", "PotEng"]
+        )
+        + 1
+    )
     return [float(word) for word in lines[row].split()[1:]]

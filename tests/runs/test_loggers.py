@@ -26,19 +26,37 @@ LINES = {"type": "lines"}
 @pytest.fixture(autouse=True)
 def site(here, tmp_path, monkeypatch):
     """The distribution of the loggers is installed for one test, in a folder on ``sys.path``."""
-    places = {"lines": "fake_logger:LinesLogger", "raising": "fake_logger:RaisingLogger"}
+    places = {
+        "lines": "fake_logger:LinesLogger",
+        "raising": "fake_logger:RaisingLogger",
+    }
     install(tmp_path / "site", "fake-logger", places, group="deepmd_ema.loggers")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.setattr(logging.getLogger("deepmd_ema"), "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(
+        logging.getLogger("deepmd_ema"), "handlers", [logging.NullHandler()]
+    )
 
 
 @pytest.fixture
 def values(water_like, water_like_valid):
     """An input of six steps with an average, shown every second step and validated every third."""
     validating = {"full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
-    average = {"name": "half", "type": "ema", "decay": 0.5, "full_validation": True, "lcurve": True}
-    options = {"averaging": [average], "disp_freq": 2, "save_freq": 2, "loggers": [LINES]}
-    values = tiny_input([water_like], [water_like_valid], num_steps=6, validating=validating)
+    average = {
+        "name": "half",
+        "type": "ema",
+        "decay": 0.5,
+        "full_validation": True,
+        "lcurve": True,
+    }
+    options = {
+        "averaging": [average],
+        "disp_freq": 2,
+        "save_freq": 2,
+        "loggers": [LINES],
+    }
+    values = tiny_input(
+        [water_like], [water_like_valid], num_steps=6, validating=validating
+    )
     values["training"] |= options
     return values
 
@@ -65,7 +83,12 @@ def test_a_logger_gets_the_rows_of_every_file_under_names_that_say_which(values)
     assert lines()[0] == ["start", 0, None, 6]
     assert lines()[-1] == ["finish", "finished"]
     steps = points()
-    assert steps["lr"] == steps["train/live/rmse_f"] == steps["batch/half/rmse_e"] == [1, 2, 4, 6]
+    assert (
+        steps["lr"]
+        == steps["train/live/rmse_f"]
+        == steps["batch/half/rmse_e"]
+        == [1, 2, 4, 6]
+    )
     assert steps["val/live/rmse_f"] == steps["val/half/mae_e_peratom"] == [3, 6]
     logged = {
         name: value for _, of_step in lines("log") for name, value in of_step.items()
@@ -93,9 +116,9 @@ def test_a_restart_continues_what_was_logged_and_repeats_nothing(values):
 
 
 def test_the_class_of_the_documentation_logs_a_run(values, tmp_path):
-    source = next(text for text in blocks(ARCHITECTURE, "python") if "LinesLogger" in text).replace(
-        '"lines"', '"text"'
-    )
+    source = next(
+        text for text in blocks(ARCHITECTURE, "python") if "LinesLogger" in text
+    ).replace('"lines"', '"text"')
     install(
         tmp_path / "site",
         "text",
@@ -105,7 +128,9 @@ def test_the_class_of_the_documentation_logs_a_run(values, tmp_path):
     )
     values["training"]["loggers"] = [{"type": "text", "path": "mine.txt"}]
     train(values, device="cpu")
-    assert Path("mine.txt").read_text().startswith("1 {'lr': 0.001, 'train/live/rmse': ")
+    assert (
+        Path("mine.txt").read_text().startswith("1 {'lr': 0.001, 'train/live/rmse': ")
+    )
 
 
 @pytest.mark.parametrize("where", ["start", "log", "finish"])
@@ -174,14 +199,22 @@ def test_the_tags_of_tensorboard_are_those_of_deepmd_kit(values):
 # ---- packages of services, in place of which there are stubs
 
 
-def test_a_package_that_is_missing_is_named_before_training(values, monkeypatch, capsys):
-    values["training"]["loggers"] = [{"type": "wandb", "project": "water"}, {"type": "mlflow"}]
+def test_a_package_that_is_missing_is_named_before_training(
+    values, monkeypatch, capsys
+):
+    values["training"]["loggers"] = [
+        {"type": "wandb", "project": "water"},
+        {"type": "mlflow"},
+    ]
     monkeypatch.setattr("deepmd_ema.report.loggers.find_spec", lambda name: None)
     Path("input.json").write_text(json.dumps(values))
     assert cli.main(["train", "input.json"]) == 2
     said = capsys.readouterr().err
     for n, name in enumerate(("wandb", "mlflow")):
-        assert f'training.loggers[{n}] ("{name}"): the package {name} is not installed.' in said
+        assert (
+            f'training.loggers[{n}] ("{name}"): the package {name} is not installed.'
+            in said
+        )
         assert f'`pip install "dp-ema[{name}]"`' in said
     assert not Path("out.json").exists()
 
@@ -212,7 +245,9 @@ def test_a_run_of_wandb_is_continued_by_its_id(values, monkeypatch):
         return _Service(calls, id=options["id"] or "abc")
 
     _stub(monkeypatch, "wandb", init=init)
-    values["training"]["loggers"] = [{"type": "wandb", "project": "water", "mode": "offline"}]
+    values["training"]["loggers"] = [
+        {"type": "wandb", "project": "water", "mode": "offline"}
+    ]
     train(values, device="cpu")
     train(
         values | {"training": values["training"] | {"numb_steps": 8}},
@@ -225,9 +260,15 @@ def test_a_run_of_wandb_is_continued_by_its_id(values, monkeypatch):
         ("abc", "allow", "water", "offline"),
     ]
     assert starts[0]["config"]["training"]["numb_steps"] == 6
-    logged = [(options["step"], args[0].keys()) for name, args, options in calls if name == "log"]
+    logged = [
+        (options["step"], args[0].keys())
+        for name, args, options in calls
+        if name == "log"
+    ]
     assert [step for step, names in logged if "lr" in names] == [1, 2, 4, 6, 8]
-    assert [options for name, _, options in calls if name == "finish"] == [{"exit_code": 0}] * 2
+    assert [options for name, _, options in calls if name == "finish"] == [
+        {"exit_code": 0}
+    ] * 2
 
 
 def test_a_run_of_mlflow_is_continued_by_its_id(values, monkeypatch):
@@ -239,7 +280,9 @@ def test_a_run_of_mlflow_is_continued_by_its_id(values, monkeypatch):
     )
     _stub(monkeypatch, "mlflow", MlflowClient=lambda uri: client)
     _stub(monkeypatch, "mlflow.entities", Param=lambda *of: of, Metric=lambda *of: of)
-    values["training"]["loggers"] = [{"type": "mlflow", "experiment": "water", "name": "first"}]
+    values["training"]["loggers"] = [
+        {"type": "mlflow", "experiment": "water", "name": "first"}
+    ]
     train(values, device="cpu")
     train(
         values | {"training": values["training"] | {"numb_steps": 8}},
@@ -249,11 +292,19 @@ def test_a_run_of_mlflow_is_continued_by_its_id(values, monkeypatch):
     run = "experiment of water, first"
     batches = [(args, options) for name, args, options in calls if name == "log_batch"]
     assert {args[0] for args, _ in batches} == {run}
-    params = dict(param for _, options in batches for param in options.get("params", ()))
+    params = dict(
+        param for _, options in batches for param in options.get("params", ())
+    )
     assert params["training.numb_steps"] == "6"
     assert max(len(options.get("params", ())) for _, options in batches) <= 100
-    metrics = [metric for args, _ in batches for metric in (args[1] if len(args) > 1 else ())]
+    metrics = [
+        metric for args, _ in batches for metric in (args[1] if len(args) > 1 else ())
+    ]
     assert [step for name, _, _, step in metrics if name == "lr"] == [1, 2, 4, 6, 8]
-    others = [(name, *args) for name, args, _ in calls if name in ("update_run", "set_terminated")]
+    others = [
+        (name, *args)
+        for name, args, _ in calls
+        if name in ("update_run", "set_terminated")
+    ]
     ended = ("set_terminated", run, "FINISHED")
     assert others == [ended, ("update_run", run), ended]

@@ -29,7 +29,11 @@ VALIDATED = {
 def atomic(tmp_path_factory):
     """6 frames of 9 atoms with atomic energies."""
     return write_system(
-        tmp_path_factory.mktemp("data") / "atomic", frames=6, natoms=9, seed=8, atom_ener=True
+        tmp_path_factory.mktemp("data") / "atomic",
+        frames=6,
+        natoms=9,
+        seed=8,
+        atom_ener=True,
     )
 
 
@@ -47,7 +51,10 @@ def start(tmp_path, monkeypatch, systems):
 
 
 def with_rule(rule, **more):
-    sections = ("training__training_data__batch_size", "training__validation_data__batch_size")
+    sections = (
+        "training__training_data__batch_size",
+        "training__validation_data__batch_size",
+    )
     return {**dict.fromkeys(sections, rule), **more}
 
 
@@ -59,20 +66,26 @@ def test_mixed_batches_of_one_system_train_to_the_same_bits_as_batches_of_that_s
     plain, mixed = start("plain", 14, with_rule(3)), start("mixed", 14, with_rule(rule))
     for name in ("lcurve.out", "val.log", "val_ema.log"):
         assert (plain / name).read_bytes() == (mixed / name).read_bytes()
-    assert_same(load(plain / "model.ckpt.pt")["model"], load(mixed / "model.ckpt.pt")["model"])
+    assert_same(
+        load(plain / "model.ckpt.pt")["model"], load(mixed / "model.ckpt.pt")["model"]
+    )
 
 
 @pytest.mark.parametrize("auto_prob", ["prob_sys_size", DP_GEN])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_restart_continues_to_the_last_bit(start, rule, auto_prob):
-    options = with_rule(rule, training__training_data__auto_prob=auto_prob, loss__start_pref_ae=1)
+    options = with_rule(
+        rule, training__training_data__auto_prob=auto_prob, loss__start_pref_ae=1
+    )
     whole = start("whole", 16, options)
     for at in (5, 12):
         with pytest.raises(Interrupted, match=f"after step {at} of 16"):
             start(f"parts{at}", 16, options, callback=StopAfter(at))
         parts = start(f"parts{at}", 16, options, restart="model.ckpt.pt")
         for name in ("model", "model_ema"):
-            assert_same(load(whole / f"{name}.ckpt-16.pt"), load(parts / f"{name}.ckpt-16.pt"))
+            assert_same(
+                load(whole / f"{name}.ckpt-16.pt"), load(parts / f"{name}.ckpt-16.pt")
+            )
         for name in ("lcurve.out", "val.log", "val_ema.log"):
             assert (whole / name).read_bytes() == (parts / name).read_bytes()
 

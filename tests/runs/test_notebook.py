@@ -21,7 +21,9 @@ CODE = [
 
 def test_the_notebook_is_stored_without_outputs():
     assert CODE
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CODE)
+    assert all(
+        cell["outputs"] == [] and cell["execution_count"] is None for cell in CODE
+    )
 
 
 @pytest.mark.slow
@@ -30,14 +32,20 @@ def test_the_cells_of_the_notebook_run(tmp_path):
     for package in ("ase", "matplotlib"):
         pytest.importorskip(package)
     (tmp_path / "data").symlink_to(EXAMPLE / "data")
-    (tmp_path / "cells.py").write_text("\n".join("".join(cell["source"]) for cell in CODE))
+    (tmp_path / "cells.py").write_text(
+        "\n".join("".join(cell["source"]) for cell in CODE)
+    )
     environ = {
         **os.environ,
         "MPLBACKEND": "Agg",
         "PYTHONPATH": str(Path(deepmd_ema.__file__).parents[1]),
     }
     done = subprocess.run(
-        [sys.executable, "cells.py"], cwd=tmp_path, env=environ, capture_output=True, text=True
+        [sys.executable, "cells.py"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     found = re.search(

@@ -64,7 +64,11 @@ KINDS = {
     "mixed": (None, ["water_like", "odd", "lone"], MIXED),
     **{
         kind: (6, ["odd", "water_like"], options)
-        for kind, options in {**LOSSES, "hessian": HESSIANS, "messages": MESSAGES}.items()
+        for kind, options in {
+            **LOSSES,
+            "hessian": HESSIANS,
+            "messages": MESSAGES,
+        }.items()
     },
     **{
         kind: (8, ["water_like"], {**OPTIMIZED, "optimizer": {"type": kind, **options}})
@@ -125,20 +129,29 @@ def run(tmp_path_factory, request, water_like_valid):
             KINDS[kind],
         )
         systems = [request.getfixturevalue(name) for name in names]
-        config = config_of(systems, water_like_valid, stage, ranks, options, num_steps or steps)
+        config = config_of(
+            systems, water_like_valid, stage, ranks, options, num_steps or steps
+        )
         if kind == "AdamW":
             config["training"]["training_data"]["batch_size"] = f"mixed:{4 // ranks}"
         how = {}
         if origin is not None:
             is_other = origin != (stage, ranks) or num_steps is not None
-            how = {"restart": f"model.ckpt-{steps // 2}.pt", "allow_config_change": is_other}
-        ended = train(folder, ranks, config, origin=origin and made(kind, *origin)[0], **how)
+            how = {
+                "restart": f"model.ckpt-{steps // 2}.pt",
+                "allow_config_change": is_other,
+            }
+        ended = train(
+            folder, ranks, config, origin=origin and made(kind, *origin)[0], **how
+        )
         return folder, [end.value for end in ended]
 
     return made
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 3), (1, 3), (2, 3), (3, 3), (1, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "ranks"), [(0, 3), (1, 3), (2, 3), (3, 3), (1, 2), (3, 2)]
+)
 def test_F4_every_stage_follows_one_process_with_all_the_frames(run, stage, ranks):
     folder, _ = run("bank", stage, ranks)
     assert_same_run(folder, run("bank", 0, 1)[0])
@@ -155,12 +168,16 @@ def test_F4_every_stage_follows_one_process_with_all_the_frames(run, stage, rank
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 3), (3, 2), (3, 3)])
-def test_uneven_batches_missing_elements_clipping_and_bias_follow_one_process(run, stage, ranks):
+def test_uneven_batches_missing_elements_clipping_and_bias_follow_one_process(
+    run, stage, ranks
+):
     folder, _ = run("mixed", stage, ranks)
     assert_same_run(folder, run("mixed", 0, 1)[0])
     file = load(folder / "model.ckpt.pt")
     assert file["refitted"].keys() == {"live", "ema"}
-    assert file["step"] == 2 * 7  # 3 batches of water, 2 of the odd frames, 2 of the open ones
+    assert (
+        file["step"] == 2 * 7
+    )  # 3 batches of water, 2 of the odd frames, 2 of the open ones
 
 
 @pytest.mark.parametrize(
@@ -190,7 +207,10 @@ def test_ranks_hold_the_parts_that_are_promised_agree_on_the_rest_and_take_part_
     assert held[0]["facts"]["whole"]["decay"] == pytest.approx(
         0.5 ** (16 / 3 / 24)
     )  # 16 frames in 3 steps
-    assert all(h["counts"] == held[0]["counts"] and h["facts"] == held[0]["facts"] for h in held)
+    assert all(
+        h["counts"] == held[0]["counts"] and h["facts"] == held[0]["facts"]
+        for h in held
+    )
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -206,20 +226,35 @@ def test_a_run_continues_at_another_stage_with_the_state_of_its_optimizer(run, k
     assert_same_run(run(kind, 3, 2, (1, 2))[0], run(kind, 0, 1)[0], 1e-6)
 
 
-def test_the_kalman_filter_is_refused_on_several_processes(tmp_path, water_like, water_like_valid):
-    options = {"optimizer": {"type": "LKF"}, "loss__start_pref_v": 0, "loss__limit_pref_v": 0}
+def test_the_kalman_filter_is_refused_on_several_processes(
+    tmp_path, water_like, water_like_valid
+):
+    options = {
+        "optimizer": {"type": "LKF"},
+        "loss__start_pref_v": 0,
+        "loss__limit_pref_v": 0,
+    }
     ended = train(
-        tmp_path, 2, config_of([water_like], water_like_valid, 0, 2, options), may_fail=True
+        tmp_path,
+        2,
+        config_of([water_like], water_like_valid, 0, 2, options),
+        may_fail=True,
     )
     first, second = sorted(ended, key=lambda end: end.error)
     assert (first.error, second.error) == ("ConfigError", "ReportedElsewhere")
     assert (
-        'optimizer.type = "LKF": trains in one process only, and 2 were launched' in first.message
+        'optimizer.type = "LKF": trains in one process only, and 2 were launched'
+        in first.message
     )
     assert not list(tmp_path.glob("*.pt"))
 
 
-OTHER = [((0, 2), (3, 3)), ((3, 3), (0, 1)), ((2, 2), (1, 3)), ((1, 2), (2, 2))]  # (stage, ranks)
+OTHER = [
+    ((0, 2), (3, 3)),
+    ((3, 3), (0, 1)),
+    ((2, 2), (1, 3)),
+    ((1, 2), (2, 2)),
+]  # (stage, ranks)
 
 
 @pytest.mark.parametrize("place", [(0, 2), (1, 2), (2, 2), (3, 3)], ids=str)
@@ -237,10 +272,19 @@ def test_a_restart_on_the_same_ranks_continues_to_the_last_bit(run, place):
 def test_a_checkpoint_is_the_same_bits_after_loading_at_another_stage_on_other_ranks(
     run, origin, place
 ):
-    (before, _), (after, _) = run("bank", *origin), run("bank", *place, origin, STEPS // 2)
+    (before, _), (after, _) = (
+        run("bank", *origin),
+        run("bank", *place, origin, STEPS // 2),
+    )
     for name in ("model", "model_ema", *(f"model_{entry['name']}" for entry in BANK)):
-        old, new = (load(folder / f"{name}.ckpt-{STEPS // 2}.pt") for folder in (before, after))
-        for part in ("config", "num_steps", "digest"):  # the digest is of the other two as well
+        old, new = (
+            load(folder / f"{name}.ckpt-{STEPS // 2}.pt") for folder in (before, after)
+        )
+        for part in (
+            "config",
+            "num_steps",
+            "digest",
+        ):  # the digest is of the other two as well
             del old[part], new[part]
         assert_same(old, new, name)
 

@@ -53,7 +53,9 @@ def start(folder, faults, environ=None):
     """Start one rank per fault; return their numbers."""
     port = free_port()
     return [
-        start_rank(folder, launcher_environment(k, len(faults), port) | (environ or {}), fault)
+        start_rank(
+            folder, launcher_environment(k, len(faults), port) | (environ or {}), fault
+        )
         for k, fault in enumerate(faults)
     ]
 
@@ -76,7 +78,10 @@ def assert_continues(folder, step):
         free_port(),
         ("train", "input.json", "--device", "cpu", "--restart", "model.ckpt.pt"),
     )
-    pids = [start_rank(folder, launcher_environment(k, 2, port), "", words) for k in range(2)]
+    pids = [
+        start_rank(folder, launcher_environment(k, 2, port), "", words)
+        for k in range(2)
+    ]
     assert wait_for(pids, LIMIT_S) == [0, 0], (folder / "reported.txt").read_text()
     assert last_words(folder) == []
     assert load(folder / "model.ckpt.pt")["step"] == LAST
@@ -86,7 +91,8 @@ SAVED = AT_STEP // SAVE_EVERY * SAVE_EVERY
 
 
 OTHER_DATA = (
-    rf"dp-ema \(rank 1\): rank 1 on {re.escape(socket.gethostname())} has other data than rank 0: "
+    rf"dp-ema \(rank 1\): rank 1 on {re.escape(socket.gethostname())} has other "
+    r"data than rank 0: "
 )
 STOPPED = r"stopped by (SIGTERM|SIGINT) after step {} of 20; everything is saved. Continue with"
 USABLE = rf"cannot be written .*model.ckpt-{SAVED}.pt is whole and still usable"
@@ -151,7 +157,13 @@ FAULTS = {
         r"stopped by SIGTERM outside the training steps; nothing was saved",
         None,
     ),
-    "no input": (["", "lose_input speak_late"], {}, [1, 2], r"dp-ema \(rank 1\): input.json", None),
+    "no input": (
+        ["", "lose_input speak_late"],
+        {},
+        [1, 2],
+        r"dp-ema \(rank 1\): input.json",
+        None,
+    ),
     "a signal": (
         ["", "ask_to_stop"],
         {"training__zero_stage": 2},
@@ -210,7 +222,11 @@ def test_a_fault_on_one_rank_ends_all_with_one_message_and_leaves_a_run_that_con
             "have_other_moments",
             r"step 10, sha256 \w{16} here, step 10, sha256 \w{16} on rank 0",
         ),
-        ("--restart", "have_another_step", "step 20, sha256 .* here, step 10, sha256 .* on rank 0"),
+        (
+            "--restart",
+            "have_another_step",
+            "step 20, sha256 .* here, step 10, sha256 .* on rank 0",
+        ),
         ("--init-model", "have_another_step", "sha256 .* here, sha256 .* on rank 0"),
         ("--finetune", "have_another_step", "sha256 .* here, sha256 .* on rank 0"),
     ],
@@ -218,11 +234,16 @@ def test_a_fault_on_one_rank_ends_all_with_one_message_and_leaves_a_run_that_con
 def test_ranks_that_start_from_other_files_say_so_before_the_first_step(
     tmp_path, monkeypatch, option, fault, difference
 ):
-    folder = make_run(tmp_path / "run", validating__full_validation=False, training__zero_stage=1)
+    folder = make_run(
+        tmp_path / "run", validating__full_validation=False, training__zero_stage=1
+    )
     monkeypatch.chdir(folder)
     assert main(["train", "input.json", "--device", "cpu"]) == 0
     Path(f"model.ckpt-{SAVE_EVERY}.pt").rename("start.pt")
-    port, words = free_port(), ("train", "input.json", "--device", "cpu", option, "start.pt")
+    port, words = (
+        free_port(),
+        ("train", "input.json", "--device", "cpu", option, "start.pt"),
+    )
     pids = [
         start_rank(folder, launcher_environment(k, 2, port), of, words)
         for k, of in enumerate(("", fault))
@@ -270,10 +291,15 @@ def test_two_runs_of_several_ranks_in_one_folder_are_reported_once(tmp_path):
         codes, said = run(folder, "", "")
     assert codes == [2, 1]
     (line,) = said
-    assert f"another run writes here (process {os.getpid()} on {socket.gethostname()}" in line
+    assert (
+        f"another run writes here (process {os.getpid()} on {socket.gethostname()}"
+        in line
+    )
 
 
-def test_one_rank_that_is_out_of_time_ends_all_after_the_same_step_without_an_error(tmp_path):
+def test_one_rank_that_is_out_of_time_ends_all_after_the_same_step_without_an_error(
+    tmp_path,
+):
     folder = make_run(tmp_path / "run", 1)
     codes, said = run(folder, "", "run_out_of_time")
     assert (codes, said) == ([0, 0], [])
@@ -283,13 +309,18 @@ def test_one_rank_that_is_out_of_time_ends_all_after_the_same_step_without_an_er
 
 
 def test_ranks_that_are_held_up_are_waited_for(tmp_path):
-    assert run(make_run(tmp_path / "run"), "leave_late", "come_late meet_late") == ([0, 0], [])
+    assert run(make_run(tmp_path / "run"), "leave_late", "come_late meet_late") == (
+        [0, 0],
+        [],
+    )
 
 
 @pytest.mark.parametrize("fault", ["", "fail"])
 def test_ranks_that_an_agent_has_started_train_twice(tmp_path, fault):
     """Its store has the keys of their first run."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
     environ = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     folder = make_run(tmp_path / "run")
     codes, said = run(folder, "train_before", f"train_before {fault}", environ=environ)
@@ -315,8 +346,14 @@ def test_ranks_that_cannot_meet_say_why(tmp_path, environ, fault, message):
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK = 5: expected 0 to 1, because WORLD_SIZE = 2."),
-        ({"WORLD_SIZE": "²", "RANK": "0"}, "WORLD_SIZE = '²': expected a whole number."),
+        (
+            {"WORLD_SIZE": "2", "RANK": "5"},
+            "RANK = 5: expected 0 to 1, because WORLD_SIZE = 2.",
+        ),
+        (
+            {"WORLD_SIZE": "²", "RANK": "0"},
+            "WORLD_SIZE = '²': expected a whole number.",
+        ),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE = 2, but RANK is not set"),
     ],
 )
@@ -329,9 +366,13 @@ def test_a_port_in_use_is_named(tmp_path):
     folder = make_run(tmp_path / "run")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert wait_for([start_rank(folder, launcher_environment(0, 2, port))], LIMIT_S) == [2]
+        assert wait_for(
+            [start_rank(folder, launcher_environment(0, 2, port))], LIMIT_S
+        ) == [2]
     (line,) = last_words(folder)
-    assert line.startswith(f"dp-ema (rank 0): rank 0 of 2: cannot meet at 127.0.0.1:{port} (")
+    assert line.startswith(
+        f"dp-ema (rank 0): rank 0 of 2: cannot meet at 127.0.0.1:{port} ("
+    )
     assert "address already in use). MASTER_ADDR and MASTER_PORT must be" in line
 
 
@@ -375,11 +416,14 @@ def most_memory(folder):
 
 def resident(what):
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
+    return next(
+        1024 * int(line.split()[1]) for line in lines if line.startswith(f"{what}:")
+    )
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="no way to ask for the largest memory"
+    not Path("/proc/self/clear_refs").exists(),
+    reason="no way to ask for the largest memory",
 )
 def test_a_rank_that_writes_nothing_never_takes_the_memory_of_a_whole_model(
     tmp_path, water_like, water_like_valid
@@ -422,24 +466,30 @@ class Drift(Callback):
                 weight.copy_(torch.nextafter(weight, weight + 1))
 
 
-@pytest.mark.parametrize(("stage", "rank", "at", "noticed"), [(0, 2, 3, 4), (0, 1, 0, 0)])
+@pytest.mark.parametrize(
+    ("stage", "rank", "at", "noticed"), [(0, 2, 3, 4), (0, 1, 0, 0)]
+)
 def test_a_rank_that_holds_another_weight_ends_the_run_unsaved(
     tmp_path, water_like, stage, rank, at, noticed
 ):
     config = tiny_input(
         [water_like], num_steps=6, training__zero_stage=stage, training__save_freq=2
     )
-    ended = train(tmp_path, 3 if rank == 2 else 2, config, may_fail=True, callback=Drift(rank, at))
-    assert [e.error for e in ended] == ["UserError"] + ["ReportedElsewhere"] * (len(ended) - 1)
+    ended = train(
+        tmp_path, 3 if rank == 2 else 2, config, may_fail=True, callback=Drift(rank, at)
+    )
+    assert [e.error for e in ended] == ["UserError"] + ["ReportedElsewhere"] * (
+        len(ended) - 1
+    )
     for words in (
         f"step {noticed}: rank {rank} holds other weights than rank 0",
         "fitting.nets.1.layers.0.weight",
         "training.zero_stage 1",
     ):
         assert words in ended[0].message
-    assert [file.name for file in tmp_path.glob("model.ckpt-*.pt")] == ["model.ckpt-2.pt"] * (
-        noticed > 0
-    )
+    assert [file.name for file in tmp_path.glob("model.ckpt-*.pt")] == [
+        "model.ckpt-2.pt"
+    ] * (noticed > 0)
 
 
 @pytest.mark.parametrize(
@@ -450,15 +500,22 @@ def test_a_rank_that_holds_another_weight_ends_the_run_unsaved(
             "stopped by SIGTERM outside the training steps; nothing was saved; rank 0 has ended; "
             "if it left no",
         ),
-        (RankLostError("lost"), "rank 0 has ended; if it left no message, it was killed."),
+        (
+            RankLostError("lost"),
+            "rank 0 has ended; if it left no message, it was killed.",
+        ),
     ],
 )
-def test_a_rank_that_was_stopped_says_so_where_rank_0_is_gone(monkeypatch, error, reported):
+def test_a_rank_that_was_stopped_says_so_where_rank_0_is_gone(
+    monkeypatch, error, reported
+):
     """SIGTERM to all ranks at their start was reported as the end of rank 0."""
     for name, value in launcher_environment(1, 2, free_port()).items():
         monkeypatch.setenv(name, value)
     address = {"host_name": "127.0.0.1", "port": int(os.environ["MASTER_PORT"])}
-    store = torch.distributed.TCPStore(**address, is_master=True, wait_for_workers=False)
+    store = torch.distributed.TCPStore(
+        **address, is_master=True, wait_for_workers=False
+    )
     meeting = rendezvous.Rendezvous(find_launch())
     del store
     report = meeting.report_of(error)

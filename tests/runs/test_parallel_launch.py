@@ -20,7 +20,9 @@ pytestmark = pytest.mark.timeout(480)
 
 
 def config(system):
-    return tiny_input([system], num_steps=STEPS, training__zero_stage=3, training__enable_ema=True)
+    return tiny_input(
+        [system], num_steps=STEPS, training__zero_stage=3, training__enable_ema=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,9 @@ def folder(tmp_path, monkeypatch, water_like):
     monkeypatch.setenv(
         "PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    )
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -46,7 +50,8 @@ def folder(tmp_path, monkeypatch, water_like):
 
 def assert_trained(folder, forked):
     left, right = (
-        torch.load(f / f"model.ckpt-{STEPS}.pt", weights_only=True) for f in (folder, forked)
+        torch.load(f / f"model.ckpt-{STEPS}.pt", weights_only=True)
+        for f in (folder, forked)
     )
     assert_same(left, right)
     assert (folder / "lcurve.out").read_bytes() == (forked / "lcurve.out").read_bytes()
@@ -68,20 +73,35 @@ def test_torchrun_starts_a_run(folder, forked, monkeypatch, command):
     done = subprocess.run(command.split(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_trained(folder, forked)
-    assert done.stderr.count("trained model: model.ckpt.pt") == 1  # reported by one rank
+    assert (
+        done.stderr.count("trained model: model.ckpt.pt") == 1
+    )  # reported by one rank
 
 
 def test_the_environment_of_srun_starts_a_run(folder, forked):
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2"}
+    meeting = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "SLURM_NTASKS": "2",
+    }
     words, ranks = (
         [sys.executable, "-m", "deepmd_ema", "train", "input.json", "--device", "cpu"],
         [],
     )
     for rank in range(2):
-        env = {**os.environ, **meeting, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        env = {
+            **os.environ,
+            **meeting,
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+        }
         ranks.append(
             subprocess.Popen(
-                words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
+                words,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=env,
             )
         )
     try:
@@ -128,11 +148,22 @@ def test_processes_that_cannot_be_started_are_one_message(folder, monkeypatch, c
 
 def test_torchrun_gets_the_command_without_the_option(folder, monkeypatch):
     started = []
-    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments) or sys.exit(0))
+    monkeypatch.setattr(
+        os, "execve", lambda *arguments: started.append(arguments) or sys.exit(0)
+    )
     for number, gpus, size in (("gpu", 4, 4), ("auto", 0, 1), ("2", 4, 2)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         with pytest.raises(SystemExit):
-            cli.main(["--pt", "train", f"--nproc-per-node={number}", "input.json", "-o", "x.json"])
+            cli.main(
+                [
+                    "--pt",
+                    "train",
+                    f"--nproc-per-node={number}",
+                    "input.json",
+                    "-o",
+                    "x.json",
+                ]
+            )
         launcher = [
             sys.executable,
             "-m",
@@ -140,7 +171,16 @@ def test_torchrun_gets_the_command_without_the_option(folder, monkeypatch):
             "--standalone",
             f"--nproc-per-node={size}",
         ]
-        command = [*launcher, "-m", "deepmd_ema", "--pt", "train", "input.json", "-o", "x.json"]
+        command = [
+            *launcher,
+            "-m",
+            "deepmd_ema",
+            "--pt",
+            "train",
+            "input.json",
+            "-o",
+            "x.json",
+        ]
         program, words, environ = started.pop()
         assert (program, words) == (sys.executable, command)
         assert {"SIGTERM", "SIGINT", "SIGUSR1", "SIGXCPU"} < {

@@ -43,7 +43,8 @@ def change(path, **changes):
     payload = checkpoint.load(path)
     checkpoint.save(
         path,
-        payload | {key: new(payload) if callable(new) else new for key, new in changes.items()},
+        payload
+        | {key: new(payload) if callable(new) else new for key, new in changes.items()},
     )
 
 
@@ -57,28 +58,49 @@ def test_the_best_length_is_ranked_written_and_said(run, tmp_path, monkeypatch, 
     assert cli.main(["posthoc", str(run), "--shapes", "none"]) == 0
     said = capsys.readouterr()
     assert not said.err
-    assert f"{run}: step 400, 40 snapshots of p05 (sigma_rel 0.05), p10 (sigma_rel 0.1)" in said.out
+    assert (
+        f"{run}: step 400, 40 snapshots of p05 (sigma_rel 0.05), p10 (sigma_rel 0.1)"
+        in said.out
+    )
     assert re.search(
-        r"combined: condition \S+; sigma_rel that the snapshots can give: 0\.0\d+ to 0\.2", said.out
+        r"combined: condition \S+; sigma_rel that the snapshots can give: 0\.0\d+ to 0\.2",
+        said.out,
     )
     assert "errors on 6 frames of 1 system" in said.out
     with (run / "posthoc.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["weights"] for row in rows[:6]] == ["live", "p05", "p10", "p07", "fast", "flat"]
+    assert [row["weights"] for row in rows[:6]] == [
+        "live",
+        "p05",
+        "p10",
+        "p07",
+        "fast",
+        "flat",
+    ]
     made = [row for row in rows if row["kind"] == "posthoc"]
     assert len(made) == 9
     assert float(rows[0]["score_overall"]) == pytest.approx(1)
     (chosen,) = [row for row in rows if row["chosen"] == "1"]
-    assert float(chosen["score_overall"]) == min(float(row["score_overall"]) for row in made)
+    assert float(chosen["score_overall"]) == min(
+        float(row["score_overall"]) for row in made
+    )
     (marked,) = [line for line in said.out.splitlines() if line.endswith("<- chosen")]
     assert f"{float(chosen['sigma_rel']):.4f}" in marked
     assert all(float(row["residual"]) <= 0.05 for row in made)
     payload = checkpoint.load(run / "model_posthoc.pt")
-    assert (payload["kind"], payload["weights"], payload["step"]) == ("weights", "posthoc", 400)
+    assert (payload["kind"], payload["weights"], payload["step"]) == (
+        "weights",
+        "posthoc",
+        400,
+    )
     average = payload["average"]
     assert average["sigma_rel"] == float(chosen["sigma_rel"])
     assert average["condition"] == float(chosen["condition"]) > 1
-    assert (average["profile"], average["type"], average["snapshots"]) == ("posthoc", "power", 40)
+    assert (average["profile"], average["type"], average["snapshots"]) == (
+        "posthoc",
+        "power",
+        40,
+    )
     assert (run / "posthoc.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -86,14 +108,20 @@ def test_the_written_file_is_the_best_by_the_metric_and_has_the_errors_of_its_ro
     run, tmp_path, water_like_valid
 ):
     report = run_posthoc(
-        run, ["0.04:0.2:5"], metric="f:mae", output=tmp_path / "m.pt", say=lambda _: None
+        run,
+        ["0.04:0.2:5"],
+        metric="f:mae",
+        output=tmp_path / "m.pt",
+        say=lambda _: None,
     )
     made = [row.errors.metric("F:MAE") for row in report.rows if row.kind == "posthoc"]
     assert len(made) == 5
     assert report.scores()[report.best] == min(made)
     found = measure(str(tmp_path / "m.pt"), [str(water_like_valid)]).total
     for metric in ("E:RMSE", "F:RMSE", "V:RMSE"):
-        assert found.metric(metric) == pytest.approx(report.chosen.errors.metric(metric), rel=1e-9)
+        assert found.metric(metric) == pytest.approx(
+            report.chosen.errors.metric(metric), rel=1e-9
+        )
 
 
 def test_a_length_that_was_also_tracked_agrees_in_weights_and_errors(run):
@@ -117,7 +145,9 @@ def test_a_length_that_was_also_tracked_agrees_in_weights_and_errors(run):
         tracked.errors.metric("F:RMSE"), rel=2e-3
     )
     assert report.chosen.mean_age == pytest.approx(tracked.mean_age, rel=1e-9)
-    kept = find_snapshots(run, step=200)  # what is not averaged is that of the last step
+    kept = find_snapshots(
+        run, step=200
+    )  # what is not averaged is that of the last step
     (weights,) = combine(
         kept, find_combinations(kept.tracks, [0.07], 200).combinations, most_bytes=1
     )
@@ -125,21 +155,28 @@ def test_a_length_that_was_also_tracked_agrees_in_weights_and_errors(run):
     assert {weights[name].dtype for name in kept.averaged} == {torch.float64}
 
 
-def test_the_file_is_a_model_for_every_reader(run, tmp_path, water_like, capsys, monkeypatch):
+def test_the_file_is_a_model_for_every_reader(
+    run, tmp_path, water_like, capsys, monkeypatch
+):
     path = tmp_path / "m.pt"
     run_posthoc(run, [0.06], output=path, say=lambda _: None)
     capsys.readouterr()
     assert cli.main(["show", str(path)]) == 0
     said = capsys.readouterr().out
     assert (
-        "average posthoc: sigma_rel 0.06, gamma 13.63, made of 40 snapshots, looks back 25" in said
+        "average posthoc: sigma_rel 0.06, gamma 13.63, made of 40 snapshots, looks back 25"
+        in said
     )
     assert cli.main(["freeze", "-c", str(path), "-o", str(tmp_path / "m.dp")]) == 0
     frozen = load_model(tmp_path / "m.dp")
     assert frozen.info.average["sigma_rel"] == pytest.approx(0.06)
-    assert_same(dict(frozen.model.state_dict()), dict(load_model(path).model.state_dict()))
+    assert_same(
+        dict(frozen.model.state_dict()), dict(load_model(path).model.state_dict())
+    )
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "input.json").write_text(json.dumps(tiny_input([water_like], num_steps=1)))
+    (tmp_path / "input.json").write_text(
+        json.dumps(tiny_input([water_like], num_steps=1))
+    )
     capsys.readouterr()
     assert cli.main(["train", "--restart", str(path), "input.json"]) == 2
     said = capsys.readouterr().err
@@ -147,7 +184,9 @@ def test_the_file_is_a_model_for_every_reader(run, tmp_path, water_like, capsys,
     assert f"--init-model {path}" in said
     assert cli.main(["train", "--init-model", str(path), "input.json"]) == 0
     started = checkpoint.load(tmp_path / "model.ckpt-1.pt")["model"]
-    assert_same(started["descriptor.mean"], checkpoint.load(path)["model"]["descriptor.mean"])
+    assert_same(
+        started["descriptor.mean"], checkpoint.load(path)["model"]["descriptor.mean"]
+    )
 
 
 def test_files_that_do_not_belong_to_the_run_are_left_out_with_a_note(copy, capsys):
@@ -161,7 +200,9 @@ def test_files_that_do_not_belong_to_the_run_are_left_out_with_a_note(copy, caps
     for step in range(320, 401, 20):
         path = snapshots / f"model_p05.ckpt-{step}.pt"
         change(path, average={**checkpoint.load(path)["average"], "gamma": 3.5})
-    change(snapshots / "model_p05.ckpt-40.pt", average={**late["average"], "updates": 0})
+    change(
+        snapshots / "model_p05.ckpt-40.pt", average={**late["average"], "updates": 0}
+    )
     assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.11"]) == 0
     said = capsys.readouterr().out
     assert "of another run, left out: model_p05.ckpt-20.pt" in said
@@ -172,7 +213,11 @@ def test_files_that_do_not_belong_to_the_run_are_left_out_with_a_note(copy, caps
 
 def test_lengths_are_numbers_and_ranges_and_shapes_are_names_with_or_without_a_part():
     assert parse_sigma_rels(["0.1", "0.03", "0.03"]) == [0.03, 0.1]
-    assert parse_sigma_rels(["0.02:0.2:3"]) == [0.02, pytest.approx(math.sqrt(0.004)), 0.2]
+    assert parse_sigma_rels(["0.02:0.2:3"]) == [
+        0.02,
+        pytest.approx(math.sqrt(0.004)),
+        0.2,
+    ]
     assert len(parse_sigma_rels(["0.02:0.2"])) == 9
     assert parse_shapes(["1-sqrt:1", "linear:0.1", "1-sqrt:1.0"]) == [
         ("1-sqrt", 1),
@@ -212,22 +257,33 @@ def test_lengths_and_decays_are_ranked_together_and_the_file_says_its_shape_and_
         "--table",
         str(tmp_path / "m.csv"),
     ]
-    assert cli.main(["posthoc", str(run), "--shapes", "linear:0.2", "1-sqrt:0.4", *options]) == 0
+    assert (
+        cli.main(
+            ["posthoc", str(run), "--shapes", "linear:0.2", "1-sqrt:0.4", *options]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     with (tmp_path / "m.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["residual"]]
-    assert [(row["weights"], row["kind"], row["shape"], row["part"]) for row in rows] == [
+    assert [
+        (row["weights"], row["kind"], row["shape"], row["part"]) for row in rows
+    ] == [
         ("linear 20 %", "shape", "linear", "0.2"),
         ("1-sqrt 40 %", "shape", "1-sqrt", "0.4"),
     ]
     (chosen,) = [row for row in rows if row["chosen"] == "1"]
-    assert float(chosen["score_overall"]) == min(float(row["score_overall"]) for row in rows)
+    assert float(chosen["score_overall"]) == min(
+        float(row["score_overall"]) for row in rows
+    )
     (line,) = [
         line
         for line in said.splitlines()
         if line.startswith("best length, and best decay of each shape: ")
     ]
-    assert line.index(chosen["weights"]) == min(line.index(row["weights"]) for row in rows)
+    assert line.index(chosen["weights"]) == min(
+        line.index(row["weights"]) for row in rows
+    )
     average = checkpoint.load(tmp_path / "m.pt")["average"]
     assert (average["type"], average["shape"], average["part"]) == (
         "decay",
@@ -235,7 +291,10 @@ def test_lengths_and_decays_are_ranked_together_and_the_file_says_its_shape_and_
         float(chosen["part"]),
     )
     assert cli.main(["show", str(tmp_path / "m.pt")]) == 0
-    assert f"{chosen['shape']} decay of the learning rate, over the last" in capsys.readouterr().out
+    assert (
+        f"{chosen['shape']} decay of the learning rate, over the last"
+        in capsys.readouterr().out
+    )
 
 
 def flip_a_bit(copy):
@@ -259,11 +318,16 @@ def validated_on(data):
 def not_a_number(payload):
     """Return the weights of a file with one that is not a number."""
     name = "fitting.nets.0.layers.0.bias"
-    return {**payload["model"], name: torch.full_like(payload["model"][name], torch.nan)}
+    return {
+        **payload["model"],
+        name: torch.full_like(payload["model"][name], torch.nan),
+    }
 
 
 def without_age(payload):
-    return {name: fact for name, fact in payload["average"].items() if name != "mean_age"}
+    return {
+        name: fact for name, fact in payload["average"].items() if name != "mean_age"
+    }
 
 
 P05, P10, LAST = (
@@ -304,7 +368,11 @@ P05, P10, LAST = (
             "model_p05.ckpt-20.pt: a file of kind snapshot",
         ),
         (None, ["-o", "RUN/m.dp"], "expected a name that ends in .pt"),
-        (None, ["--table", "RUN/snapshots"], "snapshots: cannot be written (Is a directory)"),
+        (
+            None,
+            ["--table", "RUN/snapshots"],
+            "snapshots: cannot be written (Is a directory)",
+        ),
         (
             lambda copy: shutil.rmtree(copy / "snapshots"),
             [],
@@ -321,7 +389,15 @@ P05, P10, LAST = (
         ),
         (flip_a_bit, [], "model_p10.ckpt-40.pt: damaged"),
         (
-            (P10, {"model": lambda p: {**p["model"], p["averaged"][0]: torch.zeros(3, 3)}}),
+            (
+                P10,
+                {
+                    "model": lambda p: {
+                        **p["model"],
+                        p["averaged"][0]: torch.zeros(3, 3),
+                    }
+                },
+            ),
             [],
             "of another shape",
         ),
@@ -351,13 +427,29 @@ P05, P10, LAST = (
             "model_p05.ckpt-60.pt: other tensors were averaged",
         ),
         (
-            (P05, {"average": lambda p: {**p["average"], "should_update": "every_second"}}),
+            (
+                P05,
+                {
+                    "average": lambda p: {
+                        **p["average"],
+                        "should_update": "every_second",
+                    }
+                },
+            ),
             [],
             "updated when every_second decided",
         ),
         *(
             (
-                (P05, {"average": lambda p, gamma=gamma: {**p["average"], "gamma": gamma}}),
+                (
+                    P05,
+                    {
+                        "average": lambda p, gamma=gamma: {
+                            **p["average"],
+                            "gamma": gamma,
+                        }
+                    },
+                ),
                 [],
                 f"60.pt: average.gamma is {gamma}, expected a number >= 0",
             )
@@ -389,7 +481,10 @@ def test_what_is_wrong_is_reported_before_the_work_and_nothing_is_written_over(
     before = sorted(path.name for path in copy.iterdir())
     words = ["--sigma-rel", "0.06", *words] if words[:1] != ["--sigma-rel"] else words
     assert (
-        cli.main(["posthoc", str(copy), *(word.replace("RUN", str(copy)) for word in words)]) == 2
+        cli.main(
+            ["posthoc", str(copy), *(word.replace("RUN", str(copy)) for word in words)]
+        )
+        == 2
     )
     said = capsys.readouterr()
     assert phrase in said.err
@@ -402,7 +497,12 @@ def test_the_data_of_the_run_are_not_needed_where_others_are_given(
     copy, tmp_path, water_like_valid, capsys
 ):
     change(copy / LAST, **validated_on(None))
-    assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.06", "-s", str(water_like_valid)]) == 0
+    assert (
+        cli.main(
+            ["posthoc", str(copy), "--sigma-rel", "0.06", "-s", str(water_like_valid)]
+        )
+        == 0
+    )
     (tmp_path / "other.json").write_text(
         json.dumps(tiny_input([water_like_valid], [water_like_valid]))
     )

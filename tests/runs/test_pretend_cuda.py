@@ -4,7 +4,9 @@ import pytest
 import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.pretended_gpu]
-pretend_cuda = pytest.importorskip("pretend_cuda", reason="only on the pretended device")
+pretend_cuda = pytest.importorskip(
+    "pretend_cuda", reason="only on the pretended device"
+)
 
 
 @pytest.fixture(autouse=True)

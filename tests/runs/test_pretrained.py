@@ -47,11 +47,16 @@ def test_every_model_has_addresses_and_a_digest(home, capsys):
     assert list(home.iterdir()) == []
 
 
-def test_a_file_with_the_name_of_a_model_and_other_content_is_refused_before_a_run(home, capsys):
+def test_a_file_with_the_name_of_a_model_and_other_content_is_refused_before_a_run(
+    home, capsys
+):
     (home / "DPA-3.1-3M.pt").write_bytes(b"half a download")
     (home / "input.json").write_text(json.dumps(tiny_input([home / "data"])))
     digest = hashlib.sha256(b"half a download").hexdigest()
-    for words in (["pretrained"], ["train", "input.json", "--finetune", "DPA-3.1-3M.pt"]):
+    for words in (
+        ["pretrained"],
+        ["train", "input.json", "--finetune", "DPA-3.1-3M.pt"],
+    ):
         assert cli.main(words) == 2
         err = capsys.readouterr().err
         assert (
@@ -77,13 +82,17 @@ class Answers(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         if kind not in ("unsized", "endless", "slow"):
-            self.send_header("Content-Length", "abc" if kind == "misstated" else str(len(content)))
+            self.send_header(
+                "Content-Length", "abc" if kind == "misstated" else str(len(content))
+            )
         self.end_headers()
         with suppress(ConnectionError):  # until the client has had enough
             while kind in ("endless", "slow"):
                 self.wfile.write(content if kind == "endless" else b"x")
                 time.sleep(0 if kind == "endless" else 0.05)
-        sent = {"broken": content[:1000], "wrong": content[:-1] + b"x"}.get(kind, content)
+        sent = {"broken": content[:1000], "wrong": content[:-1] + b"x"}.get(
+            kind, content
+        )
         self.wfile.write(sent)
         self.close_connection = True
 
@@ -101,9 +110,15 @@ def server(home, monkeypatch):
         server.content, server.requested = content, []
 
         def publish(*paths):
-            urls = tuple(f"http://127.0.0.1:{server.server_port}/{path}" for path in paths)
+            urls = tuple(
+                f"http://127.0.0.1:{server.server_port}/{path}" for path in paths
+            )
             model = PublishedModel(
-                "Known-1M", "se_e2_a", "known.pt", urls, hashlib.sha256(content).hexdigest()
+                "Known-1M",
+                "se_e2_a",
+                "known.pt",
+                urls,
+                hashlib.sha256(content).hexdigest(),
             )
             monkeypatch.setattr(pretrained, "PUBLISHED", (model,))
 
@@ -133,7 +148,10 @@ def test_a_download_that_fails_is_one_line_and_leaves_nothing(
     server.publish(kind)
     assert cli.main(["pretrained", "Known-1M"]) == 2
     err = capsys.readouterr().err
-    assert f"Known-1M: cannot be downloaded (127.0.0.1:{server.server_port}: {reason}" in err
+    assert (
+        f"Known-1M: cannot be downloaded (127.0.0.1:{server.server_port}: {reason}"
+        in err
+    )
     assert "dp-ema: " in err.splitlines()[-1]
     assert list(pretrained.DOWNLOADS.iterdir()) == []
 
@@ -147,7 +165,9 @@ def test_addresses_are_tried_in_turn_until_the_digest_is_right(server, last):
     assert len(server.requested) == 3  # the file was there
 
 
-@pytest.mark.parametrize("words", [["download", "Known-1M", "--cache-dir"], ["Known-1M", "-o"]])
+@pytest.mark.parametrize(
+    "words", [["download", "Known-1M", "--cache-dir"], ["Known-1M", "-o"]]
+)
 def test_a_model_is_downloaded_into_a_folder(server, capsys, words):
     server.publish("right")
     assert cli.main(["pretrained", *words, "here"]) == 0
@@ -157,7 +177,10 @@ def test_a_model_is_downloaded_into_a_folder(server, capsys, words):
 
 def test_a_name_that_is_close_to_that_of_a_model_is_named(home, capsys):
     assert cli.main(["pretrained", "DPA-3.1-3"]) == 2
-    assert "DPA-3.1-3: no published model. Did you mean DPA-3.1-3M?" in capsys.readouterr().err
+    assert (
+        "DPA-3.1-3: no published model. Did you mean DPA-3.1-3M?"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_name_is_taken_for_its_file_by_all_that_read_a_model(server, home, capsys):

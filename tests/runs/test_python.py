@@ -34,17 +34,23 @@ def config(here, tmp_path):
 
 @pytest.fixture(autouse=True)
 def _messages_are_left_alone(monkeypatch):
-    monkeypatch.setattr(logging.getLogger("deepmd_ema"), "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(
+        logging.getLogger("deepmd_ema"), "handlers", [logging.NullHandler()]
+    )
 
 
-def test_values_and_the_file_that_holds_them_train_the_same(config, tmp_path, monkeypatch):
+def test_values_and_the_file_that_holds_them_train_the_same(
+    config, tmp_path, monkeypatch
+):
     results, handler = [], signal.getsignal(signal.SIGINT)
     for name in ("values", "file"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         if name == "file":
             Path("given.json").write_text(json.dumps(config))
-        results.append(train(config if name == "values" else "given.json", device="cpu"))
+        results.append(
+            train(config if name == "values" else "given.json", device="cpu")
+        )
     (tmp_path / "file" / "given.json").unlink()
     assert_same_files(tmp_path / "values", tmp_path / "file")
     assert results[0].errors == results[1].errors
@@ -77,6 +83,8 @@ def test_a_restart_from_python_names_the_file_that_continues_it(config, caplog):
     caplog.set_level(logging.INFO, "deepmd_ema")
     train(config, device="cpu")
     longer = config | {"training": config["training"] | {"numb_steps": 9}}
-    found = train(longer, restart="model.ckpt.pt", device="cpu", allow_config_change=True)
+    found = train(
+        longer, restart="model.ckpt.pt", device="cpu", allow_config_change=True
+    )
     assert found.step == 9
     assert "dp-ema test -m model_ema.ckpt.pt --valid-data out.json" in caplog.text

@@ -45,10 +45,14 @@ def write_input(*options):
     return main(["init", "new", "--finetune", "old.pt", "--steps", "8", *options])
 
 
-def test_the_input_has_one_model_for_new_and_old_data_and_trains_from_the_file(desk, capsys):
+def test_the_input_has_one_model_for_new_and_old_data_and_trains_from_the_file(
+    desk, capsys
+):
     assert main(["init", "new", "--finetune", "nothing.pt"]) == 2
     assert "nothing.pt" in capsys.readouterr().err
-    assert write_input("--replay", "old", "--validation", "valid", "--test", "valid") == 0
+    assert (
+        write_input("--replay", "old", "--validation", "valid", "--test", "valid") == 0
+    )
     assert "dp-ema train --finetune old.pt input.yaml" in capsys.readouterr().out
     config = load_config("input.yaml")
     assert [link.key for link in config.links if link.task == "old"] == [
@@ -57,17 +61,21 @@ def test_the_input_has_one_model_for_new_and_old_data_and_trains_from_the_file(d
         "fitting",
     ]
     assert config.training.model_prob == {"new": 0.7, "old": 0.3}
-    assert {task: data.systems for task, data in config.validating.test_data_dict.items()} == {
-        "new": ["valid"]
-    }
-    assert not [text for text in config_warnings(config) if "share this network" in text]
+    assert {
+        task: data.systems for task, data in config.validating.test_data_dict.items()
+    } == {"new": ["valid"]}
+    assert not [
+        text for text in config_warnings(config) if "share this network" in text
+    ]
     assert main(["train", "input.yaml", "--finetune", "old.pt"]) == 0
     said = capsys.readouterr().err
     table = said.partition("errors before the first step")[2].splitlines()
     assert [line.split()[2] for line in table[3:5]] == ["new", "old"]
     weights = load("model.ckpt.pt")["model"]
     of = {
-        task: {n.removeprefix(task): t for n, t in weights.items() if n.startswith(task)}
+        task: {
+            n.removeprefix(task): t for n, t in weights.items() if n.startswith(task)
+        }
         for task in ("new", "old")
     }
     assert not torch.equal(
@@ -76,9 +84,12 @@ def test_the_input_has_one_model_for_new_and_old_data_and_trains_from_the_file(d
     assert not torch.equal(*(of[task].pop(".out_std") for task in of))
     assert_same(of["new"], of["old"])
     before = load("old.pt")["model"]
-    torch.testing.assert_close(weights["old.out_bias"], before["out_bias"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        weights["old.out_bias"], before["out_bias"], rtol=0, atol=0
+    )
     assert not torch.equal(
-        weights["new.fitting.nets.0.layers.0.weight"], before["fitting.nets.0.layers.0.weight"]
+        weights["new.fitting.nets.0.layers.0.weight"],
+        before["fitting.nets.0.layers.0.weight"],
     )
     assert main(["freeze", "--head", "new", "-o", "new.dp"]) == 0
 
@@ -93,7 +104,9 @@ def test_a_restart_with_replay_is_bitwise(desk):
         assert_same(straight[part], again[part])
 
 
-def test_labels_of_a_model_are_its_predictions_whatever_the_labels_of_the_frames_are(desk, capsys):
+def test_labels_of_a_model_are_its_predictions_whatever_the_labels_of_the_frames_are(
+    desk, capsys
+):
     write_system("bare", frames=3, seed=7)
     for name in ("energy", "force", "virial"):
         Path(f"bare/set.000/{name}.npy").unlink(missing_ok=True)
@@ -111,7 +124,9 @@ def test_labels_of_a_model_are_its_predictions_whatever_the_labels_of_the_frames
     found = Potential("old.pt").evaluate(arrays["coord"], types, arrays["box"])
     for name in ("energy", "force", "virial"):
         value = getattr(found, name)
-        np.testing.assert_allclose(arrays[name].reshape(value.shape), value, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(
+            arrays[name].reshape(value.shape), value, rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("choice", ["fit", "keep"])
@@ -120,11 +135,15 @@ def test_the_bias_is_kept_where_the_input_says_so(desk, capsys, choice):
     Path("input.json").write_text(json.dumps(config))
     assert main(["train", "input.json", "--finetune", "old.pt"]) == 0
     same = torch.equal(
-        load("model.ckpt-1.pt")["model"]["out_bias"], load("old.pt")["model"]["out_bias"]
+        load("model.ckpt-1.pt")["model"]["out_bias"],
+        load("old.pt")["model"]["out_bias"],
     )
     assert same == (choice == "keep")
     if same:
-        assert main(["train", "input.json", "--finetune", "old.pt", "--head", "RANDOM"]) == 2
+        assert (
+            main(["train", "input.json", "--finetune", "old.pt", "--head", "RANDOM"])
+            == 2
+        )
         assert (
             'model.finetune_bias = "keep": the fitting network starts anew'
             in capsys.readouterr().err

@@ -64,7 +64,9 @@ def test_sections_come_in_order_and_warnings_last(write, capsys):
     assert main(["check", "input.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     heads = [
-        re.split(r"[:(]", line)[0].strip() for line in lines if line and not line.startswith(" ")
+        re.split(r"[:(]", line)[0].strip()
+        for line in lines
+        if line and not line.startswith(" ")
     ]
     assert heads == [
         "input.json",
@@ -119,7 +121,10 @@ def test_problems_of_the_data_are_in_the_document(write, capsys):
     [problem] = found["problems"]
     assert problem["message"].startswith("data/set.000/force.npy: frame 3")
     assert (problem["path"], problem["line"]) == (None, None)
-    assert [system["system"] for system in found["data"][0]["systems"]] == ["data", "valid"]
+    assert [system["system"] for system in found["data"][0]["systems"]] == [
+        "data",
+        "valid",
+    ]
 
 
 def test_numbers_of_the_document_are_those_of_the_data(write, capsys):
@@ -140,13 +145,21 @@ def test_numbers_of_the_document_are_those_of_the_data(write, capsys):
     energy = np.load("data/set.000/energy.npy") / 12
     assert data["labels"]["energy"]["min_eV_per_atom"] == pytest.approx(energy.min())
     assert [row["element"] for row in task["elements"]] == ["O", "H"]
-    every = np.concatenate([force, np.load("valid/set.000/force.npy")]).reshape(17, 12, 3)
+    every = np.concatenate([force, np.load("valid/set.000/force.npy")]).reshape(
+        17, 12, 3
+    )
     for k, row in enumerate(task["elements"]):
         own = every[:, np.loadtxt("data/type.raw", dtype=int) == k]
-        assert row["force_rms_eV_per_angstrom"] == pytest.approx(np.sqrt((own**2).mean()))
+        assert row["force_rms_eV_per_angstrom"] == pytest.approx(
+            np.sqrt((own**2).mean())
+        )
         assert row["force_max_eV_per_angstrom"] == np.abs(own).max()
     assert sum(row["training_atoms"] for row in task["elements"]) == 144
-    assert task["checks"]["duplicates"] == {"frames": 0, "of_frames": 12, "example": None}
+    assert task["checks"]["duplicates"] == {
+        "frames": 0,
+        "of_frames": 12,
+        "example": None,
+    }
     assert found["plan"]["num_steps"] == 12
     assert found["plan"]["tasks"][0]["epochs"] == pytest.approx(
         12 / found["plan"]["tasks"][0]["batches_per_epoch"]

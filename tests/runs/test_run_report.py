@@ -62,7 +62,9 @@ def trained(tmp_path_factory):
         for name, of in (("ice", "data"), ("gas", "other"))
     }
     training = {
-        name: value for name, value in single["training"].items() if name != "training_data"
+        name: value
+        for name, value in single["training"].items()
+        if name != "training_data"
     }
     several = {
         "model": {
@@ -91,7 +93,16 @@ def trained(tmp_path_factory):
 def page(trained):
     """The page of the first of them."""
     assert (
-        main(["report", str(trained / "run"), "-o", str(trained / "page.html"), "--device", "cpu"])
+        main(
+            [
+                "report",
+                str(trained / "run"),
+                "-o",
+                str(trained / "page.html"),
+                "--device",
+                "cpu",
+            ]
+        )
         == 0
     )
     return Page(trained / "page.html")
@@ -162,9 +173,16 @@ class Page(HTMLParser):
         return {row[0]: row[1:] for row in found}
 
 
-def test_the_page_has_the_errors_of_the_last_validation_and_needs_nothing_else(trained, page):
+def test_the_page_has_the_errors_of_the_last_validation_and_needs_nothing_else(
+    trained, page
+):
     table = page.table("6 validation frames")
-    assert table["6 validation frames"] == ["live", "emaaveraged", "slowaveraged", "labelsRMS"]
+    assert table["6 validation frames"] == [
+        "live",
+        "emaaveraged",
+        "slowaveraged",
+        "labelsRMS",
+    ]
     last = [
         line.split()
         for line in (trained / "run/val_ema.log").read_text().splitlines()
@@ -182,7 +200,9 @@ def test_the_page_has_the_errors_of_the_last_validation_and_needs_nothing_else(t
     assert "<h1>run</h1>" in page.source
     rows = page.table("weights, frames")
     assert {
-        f"{name}, {part}" for name in ("live", "ema", "slow") for part in ("validation", "training")
+        f"{name}, {part}"
+        for name in ("live", "ema", "slow")
+        for part in ("validation", "training")
     } < rows.keys()
     assert rows["ema, validation"][0] == rows["ema, training"][0] == "6"
     assert all(link.startswith(("data:image/", "#")) for link in page.links)
@@ -202,15 +222,21 @@ def test_errors_are_those_of_the_test_of_the_same_frames(runs, capsys):
     report(capsys, "second", "--average", "slow")
     tested = measure("second", ["other"], average="slow")
     table = Page().table("6 validation frames")
-    assert table["Energy RMSE, meV/atom"][1] == significant(1000 * tested.total.metric("E:RMSE"), 3)
-    assert table["Force RMSE, meV/Å"][1] == significant(1000 * tested.total.metric("F:RMSE"), 3)
+    assert table["Energy RMSE, meV/atom"][1] == significant(
+        1000 * tested.total.metric("E:RMSE"), 3
+    )
+    assert table["Force RMSE, meV/Å"][1] == significant(
+        1000 * tested.total.metric("F:RMSE"), 3
+    )
     assert "Virial RMSE, meV/atom" not in table  # open frames have none
     assert (
         table["6 validation frames"][1] == "slowaveraged"
     )  # the chosen one is beside the live weights
 
 
-def test_virials_have_validation_curves_where_the_volumes_are_alike(trained, page, runs, capsys):
+def test_virials_have_validation_curves_where_the_volumes_are_alike(
+    trained, page, runs, capsys
+):
     """Rows of val.log have the stress; another metric would change its columns, which are
     DeePMD-kit's.
     """
@@ -220,11 +246,14 @@ def test_virials_have_validation_curves_where_the_volumes_are_alike(trained, pag
         if line[0] != "#"
     ]
     volume = float(
-        re.search(r"Virial: errors of stresses times the mean volume, ([\d.]+) Å³/atom", page.text)[
-            1
-        ]
+        re.search(
+            r"Virial: errors of stresses times the mean volume, ([\d.]+) Å³/atom",
+            page.text,
+        )[1]
     )
-    [words] = [text for text in page.images if text.startswith("Virial RMSE over steps: live ")]
+    [words] = [
+        text for text in page.images if text.startswith("Virial RMSE over steps: live ")
+    ]
     shown = float(re.search(r"ema ([\d.]+) meV/atom at the end", words)[1])
     assert shown == pytest.approx(volume * float(rows[-1][6]), rel=1e-2)
     assert shown == pytest.approx(
@@ -236,13 +265,18 @@ def test_virials_have_validation_curves_where_the_volumes_are_alike(trained, pag
     report(capsys, "run")
     unlike = Page()
     assert "Virial RMSE over steps: of single batches" in unlike.images
-    assert any(text.startswith("Stress RMSE over steps: live ") for text in unlike.images)
+    assert any(
+        text.startswith("Stress RMSE over steps: live ") for text in unlike.images
+    )
     assert "times the mean volume" not in unlike.text
 
 
 def test_test_data_are_those_of_the_option(runs, capsys):
     report(capsys, "run", "-s", "other")
-    page, tested = Page(), measure("run", ["other"], use_average=True, average="slow").total
+    page, tested = (
+        Page(),
+        measure("run", ["other"], use_average=True, average="slow").total,
+    )
     assert page.table("6 test frames")["Force RMSE, meV/Å"][2] == significant(
         1000 * tested.metric("F:RMSE"), 3
     )
@@ -264,9 +298,14 @@ def test_deviations_are_relative_distances_from_the_live_weights(trained, page):
             names = [n for n in weights if n.startswith(part)]
             live = torch.cat([payload["model"][n].ravel() for n in names])
             apart = torch.cat([weights[n].ravel() for n in names]) - live
-            assert table[part][column] == significant(100 * float(apart.norm() / live.norm()), 3)
+            assert table[part][column] == significant(
+                100 * float(apart.norm() / live.norm()), 3
+            )
     ages = page.table("average")
-    assert ages["ema"][1:] == ["6", f"{payload['averages']['profiles']['ema']['mean_age']:,.1f}"]
+    assert ages["ema"][1:] == [
+        "6",
+        f"{payload['averages']['profiles']['ema']['mean_age']:,.1f}",
+    ]
 
 
 def test_times_add_up_to_that_of_the_run(runs, capsys):
@@ -300,7 +339,9 @@ def test_each_of_several_tasks_has_its_errors_curves_and_worst_frames(runs, caps
     assert "Stress RMSE, meV/Å³" in page.table("ice: 24 validation frames")
     assert "Stress RMSE, meV/Å³" not in page.table("gas: 6 validation frames")
     assert page.images.count("Learning rate over steps") == 2
-    assert {"ice descriptor", "ice fitting", "gas fitting"} < page.table("part of the model").keys()
+    assert {"ice descriptor", "ice fitting", "gas fitting"} < page.table(
+        "part of the model"
+    ).keys()
     assert "gas descriptor" not in page.table("part of the model")  # it is that of ice
 
 
@@ -310,7 +351,12 @@ QUANTITIES = {
     "property": ["Property RMSE"],
     "dos": ["Density of states RMSE, 1/eV/atom", "Atomic density of states RMSE, 1/eV"],
 }
-HEADINGS = {"dipole": "Dipole", "polar": "Polarizability", "property": "Gap", "dos": "Dos"}
+HEADINGS = {
+    "dipole": "Dipole",
+    "polar": "Polarizability",
+    "property": "Gap",
+    "dos": "Dos",
+}
 
 
 @pytest.mark.parametrize("kind", QUANTITIES)
@@ -322,15 +368,19 @@ def test_a_model_of_another_quantity_has_its_errors_parity_and_worst_frames(
     """
     monkeypatch.chdir(tmp_path)
     data = [
-        write_labelled(tmp_path / name, seed) for seed, name in enumerate(("a", "valid", "unseen"))
+        write_labelled(tmp_path / name, seed)
+        for seed, name in enumerate(("a", "valid", "unseen"))
     ]
-    values = tiny_input([data[0]], [data[1]], num_steps=4, validating=VALIDATED, **RUNS[kind][0])
+    values = tiny_input(
+        [data[0]], [data[1]], num_steps=4, validating=VALIDATED, **RUNS[kind][0]
+    )
     train_in(tmp_path / "run", values)
     report(capsys, "run", "-s", "unseen")
     page = Page()
     assert "<h1>run</h1>" in page.source
     assert (
-        f"{HEADINGS[kind]} model se_e2_a for O, H, trained on 6 frames of 1 system" in page.source
+        f"{HEADINGS[kind]} model se_e2_a for O, H, trained on 6 frames of 1 system"
+        in page.source
     )
     for part, system in (("validation", data[1]), ("test", data[2])):
         table = page.table(f"6 {part} frames")
@@ -338,7 +388,9 @@ def test_a_model_of_another_quantity_has_its_errors_parity_and_worst_frames(
         for row, letter in zip(QUANTITIES[kind], RUNS[kind][1]):
             error = measured.total.metric(f"{letter}:RMSE")
             rms = np.sqrt(
-                np.mean([np.mean(label_of(frame, letter) ** 2) for frame in measured.frames])
+                np.mean(
+                    [np.mean(label_of(frame, letter) ** 2) for frame in measured.frames]
+                )
             )
             assert table[row] == [significant(error, 3), significant(rms, 3)]
     names = {
@@ -349,7 +401,9 @@ def test_a_model_of_another_quantity_has_its_errors_parity_and_worst_frames(
     }
     assert sum(image.startswith(names[kind]) for image in page.images) == 2
     assert "frames of largest" in page.text
-    best = re.search(r"best.*?live: (\w) MAE [\d.]+ ?(\S*) at step", page.text, re.DOTALL)
+    best = re.search(
+        r"best.*?live: (\w) MAE [\d.]+ ?(\S*) at step", page.text, re.DOTALL
+    )
     assert best[1] == RUNS[kind][1][0]
 
 
@@ -357,15 +411,22 @@ def label_of(frame, letter):
     """Return the label of a frame that a metric is about, of dipoles, polarizabilities and
     densities per atom.
     """
-    name = next(n for n in frame.label if letter in [error.metric for error in LABELS[n].errors])
+    name = next(
+        n for n in frame.label if letter in [error.metric for error in LABELS[n].errors]
+    )
     is_per_atom = not LABELS[name].per_atom and letter != "P"
     return frame.label[name] / (len(frame.atom_type) if is_per_atom else 1)
 
 
-def test_the_best_of_each_task_is_named_by_an_error_of_its_own(tmp_path, monkeypatch, capsys):
+def test_the_best_of_each_task_is_named_by_an_error_of_its_own(
+    tmp_path, monkeypatch, capsys
+):
     """Of energies and dipoles that are ranked by dipoles only the latter were named."""
     monkeypatch.chdir(tmp_path)
-    data = [write_labelled(tmp_path / name, seed) for seed, name in enumerate(("a", "valid"))]
+    data = [
+        write_labelled(tmp_path / name, seed)
+        for seed, name in enumerate(("a", "valid"))
+    ]
     train_in(tmp_path / "run", with_energies(([data[0]], [data[1]])))
     report(capsys, "run")
     page = Page()
@@ -384,7 +445,8 @@ def test_the_details_are_those_of_the_average_that_is_named(runs, capsys):
     assert "<h1>Water &amp; &lt;ice&gt;</h1>" in Page().source
     assert main(["report", "run", "--average", "fast"]) == 2
     assert (
-        "no average is called 'fast'. Give --average one of: ema, slow." in capsys.readouterr().err
+        "no average is called 'fast'. Give --average one of: ema, slow."
+        in capsys.readouterr().err
     )
 
 
@@ -427,7 +489,10 @@ def test_data_that_have_moved_leave_the_errors_of_the_last_validation(runs, caps
             ["report", "run/model_ema.ckpt.pt"],
             "is of the kind average. Expected the folder of a run",
         ),
-        (["report", "run", "-o", "run/input.json"], "a file is there that is not an HTML page"),
+        (
+            ["report", "run", "-o", "run/input.json"],
+            "a file is there that is not an HTML page",
+        ),
     ],
 )
 def test_wrong_use_ends_in_one_line_and_changes_nothing(runs, words, message, capsys):

@@ -11,7 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import assert_same, checkpoint_payload, killed_at, tiny_input, validated, write_system
+from helpers import (
+    assert_same,
+    checkpoint_payload,
+    killed_at,
+    tiny_input,
+    validated,
+    write_system,
+)
 from parallel_runs import run_ranks, train
 
 from deepmd_ema import checkpoint
@@ -35,7 +42,9 @@ OPTIONS = validated(
     training__checkpoint_format="sharded",
     training__save_freq=2,
     training__disp_freq=2,
-    training__averaging=[{"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True}],
+    training__averaging=[
+        {"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True}
+    ],
     validating__ema_full_validation=False,
     validating__max_best_ckpt=9,
 )
@@ -54,7 +63,11 @@ def payload(step=1):
     whole["model"] |= {"w": weight, "again": weight, "none": none}
     same, state = own.owned(weight), {"w": {"exp_avg": own.owned(moment)}}
     model = {**whole["model"], "w": same, "again": same, "none": own.owned(none)}
-    return {**whole, "model": model, "optimizer": {"type": "Adam", "state": state}}, whole
+    return {
+        **whole,
+        "model": model,
+        "optimizer": {"type": "Adam", "state": state},
+    }, whole
 
 
 def write(path, step=1):
@@ -74,7 +87,9 @@ def test_rows_that_every_rank_holds_are_shared_out_without_gaps():
         [OwnRows(rank, 4, HostCopies())(t) for rank in range(4)] for t in (small, large)
     )
     assert all(torch.equal(part, small) for part in of_small)  # rank 0 writes all of it
-    assert all(part.part.untyped_storage().nbytes() == part.part.nbytes for part in parts)
+    assert all(
+        part.part.untyped_storage().nbytes() == part.part.nbytes for part in parts
+    )
     assert torch.equal(torch.cat([part.part for part in parts]), large)
     assert [part.first for part in parts] == [0, 1025, 2050, 3075]
 
@@ -88,12 +103,18 @@ CHANGED, MISSING = "{} is not what was written", "incomplete: {} missing"
         ("__0_0.distcp", damage, CHANGED),
         (".metadata", damage, CHANGED),
         (HEAD, damage, "{}: "),
-        ("__0_0.distcp", Path.unlink, f"{MISSING}, of 2 files with shards. Copy the whole folder"),
+        (
+            "__0_0.distcp",
+            Path.unlink,
+            f"{MISSING}, of 2 files with shards. Copy the whole folder",
+        ),
         (".metadata", Path.unlink, MISSING),
         (HEAD, Path.unlink, "incomplete: {} is missing"),
     ],
 )
-def test_a_damaged_folder_is_reported_with_the_one_before(tmp_path, capsys, file, change, says):
+def test_a_damaged_folder_is_reported_with_the_one_before(
+    tmp_path, capsys, file, change, says
+):
     older, newest = (
         write(tmp_path / "model.ckpt-1.dcp"),
         write(tmp_path / "model.ckpt-2.dcp", step=2),
@@ -117,7 +138,9 @@ def test_a_table_of_tensors_cannot_run_a_program(tmp_path):
     head["shards"]["files"][".metadata"] = file_digest(folder / ".metadata")
     del head["digest"]
     torch.save(head, folder / HEAD)
-    with pytest.raises(CheckpointError, match=r"\.metadata is not the table of its tensors"):
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata is not the table of its tensors"
+    ):
         checkpoint.load(folder)
     assert not (tmp_path / "was here").exists()
 
@@ -129,10 +152,12 @@ def test_the_folder_around_a_checkpoint_is_made_if_it_is_missing(tmp_path):
 
 def test_a_folder_that_a_rank_cannot_see_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "deepmd_ema.checkpoint.sharded._make_part", lambda path: path.with_name("elsewhere")
+        "deepmd_ema.checkpoint.sharded._make_part",
+        lambda path: path.with_name("elsewhere"),
     )
     with pytest.raises(
-        CheckpointError, match=r"rank 0 does not see the folder.*a folder that all ranks share"
+        CheckpointError,
+        match=r"rank 0 does not see the folder.*a folder that all ranks share",
     ):
         write(tmp_path / "model.ckpt-1.dcp")
 
@@ -173,15 +198,22 @@ def run(data):
     """
 
     @cache
-    def made(stage, ranks, origin=None, form="sharded", num_steps=STEPS, whole=False, **more):
+    def made(
+        stage, ranks, origin=None, form="sharded", num_steps=STEPS, whole=False, **more
+    ):
         options = {
             **OPTIONS,
             "training__zero_stage": stage,
             "training__checkpoint_format": form,
             **more,
         }
-        options["training__averaging"] = [*OPTIONS["training__averaging"], *WHOLE * whole]
-        config = tiny_input([data / "data"], [data / "valid"], num_steps=num_steps, **options)
+        options["training__averaging"] = [
+            *OPTIONS["training__averaging"],
+            *WHOLE * whole,
+        ]
+        config = tiny_input(
+            [data / "data"], [data / "valid"], num_steps=num_steps, **options
+        )
         for section in ("training_data", "validation_data"):
             config["training"][section]["batch_size"] = 2 // ranks
         folder, how = data / f"{stage}-{ranks}-{len(list(data.iterdir()))}", {}
@@ -204,7 +236,9 @@ def restart_and_count(folder, start):
         mock.patch.object(
             sharded, "_read_rows", lambda *given: rows.append(read(*given)) or rows[-1]
         ),
-        mock.patch.object(tensors, "all_gather_rows", wraps=tensors.all_gather_rows) as gather,
+        mock.patch.object(
+            tensors, "all_gather_rows", wraps=tensors.all_gather_rows
+        ) as gather,
     ):
         run_training("input.json", device="cpu", restart=start)
     return sum(part.numel() for part in rows), gather.call_count
@@ -215,10 +249,14 @@ def contents(folder, form="dcp"):
     and the run.
     """
     found = {}
-    for path in sorted([*folder.glob(f"*.{form}"), *folder.glob(f"snapshots/*.{form}")]):
+    for path in sorted(
+        [*folder.glob(f"*.{form}"), *folder.glob(f"snapshots/*.{form}")]
+    ):
         content = checkpoint.load(path)
         found[path.stem] = {
-            name: part for name, part in content.items() if name not in ("config", "run")
+            name: part
+            for name, part in content.items()
+            if name not in ("config", "run")
         }
     return found
 
@@ -242,12 +280,16 @@ def assert_same_run(one, other):
         assert (one / table).read_text() == (other / table).read_text()
 
 
-def test_a_restart_at_stage_3_is_bitwise_and_no_rank_gathers_a_tensor_to_save_or_load(run, data):
+def test_a_restart_at_stage_3_is_bitwise_and_no_rank_gathers_a_tensor_to_save_or_load(
+    run, data
+):
     whole, again = run(3, 2), data / "again"
     shutil.copytree(whole, again, symlinks=True)
     start = again / f"model.ckpt-{STEPS // 2}.dcp"
     total = sum(stored.numel() for stored in _stored(checkpoint.load_shards(start)))
-    counts = [ended.value for ended in run_ranks(2, restart_and_count, str(again), start.name)]
+    counts = [
+        ended.value for ended in run_ranks(2, restart_and_count, str(again), start.name)
+    ]
     for read, gathered in counts:
         assert gathered == 0
         assert read < 0.6 * total  # rows of 7 are 4 and 3
@@ -259,12 +301,16 @@ def test_a_restart_at_stage_3_is_bitwise_and_no_rank_gathers_a_tensor_to_save_or
     assert_same_run(whole, again)
 
 
-def test_a_restart_at_stage_1_is_bitwise_and_sharded_weights_are_the_same_bits_on_one_rank(run):
+def test_a_restart_at_stage_1_is_bitwise_and_sharded_weights_are_the_same_bits_on_one_rank(
+    run,
+):
     whole = run(1, 2, whole=True)
     assert_same_run(whole, run(1, 2, whole, whole=True))
     before = run(3, 2)
     folders = before, run(0, 1, before, num_steps=STEPS // 2)
-    old, new = (checkpoint.load(folder / f"model.ckpt-{STEPS // 2}.dcp") for folder in folders)
+    old, new = (
+        checkpoint.load(folder / f"model.ckpt-{STEPS // 2}.dcp") for folder in folders
+    )
     for part in ("model", "optimizer", "averages", "streams"):
         assert_same(old[part], new[part], part)
 
@@ -277,7 +323,9 @@ def test_the_format_may_change_at_a_restart(run):
     assert_same(contents(folder)["model.ckpt"], contents(gathered, "pt")["model.ckpt"])
 
 
-def test_every_command_reads_a_sharded_checkpoint(run, data, tmp_path, monkeypatch, capsys):
+def test_every_command_reads_a_sharded_checkpoint(
+    run, data, tmp_path, monkeypatch, capsys
+):
     sharded, gathered = run(0, 1), run(0, 1, form="gathered")
     for folder, form in ((sharded, "dcp"), (gathered, "pt")):
         out = tmp_path / form
@@ -338,7 +386,9 @@ def test_a_new_run_starts_from_sharded_weights_and_sets_the_folders_of_an_earlie
     shutil.copytree(run(0, 1), tmp_path / "run", symlinks=True)
     before = contents(tmp_path / "run")
     monkeypatch.chdir(tmp_path / "run")
-    run_training("input.json", device="cpu", init_model=str(run(0, 1) / "model_ema.ckpt.dcp"))
+    run_training(
+        "input.json", device="cpu", init_model=str(run(0, 1) / "model_ema.ckpt.dcp")
+    )
     assert_same(contents(tmp_path / "run" / "earlier-1"), before)
     assert (
         checkpoint.load("earlier-1")["step"] == checkpoint.load(".")["step"] == STEPS

@@ -36,7 +36,9 @@ def scripts():
 
 
 @pytest.mark.slow
-def test_a_program_without_memory_for_a_frame_is_shown_and_not_tried_with_larger_ones(tmp_path):
+def test_a_program_without_memory_for_a_frame_is_shown_and_not_tried_with_larger_ones(
+    tmp_path,
+):
     folder = tmp_path / "peer" / "bin"
     folder.mkdir(parents=True)
     (tmp_path / "dp.py").write_text(DP)
@@ -70,7 +72,9 @@ def test_a_program_without_memory_for_a_frame_is_shown_and_not_tried_with_larger
         "--output",
         tmp_path / "speed.md",
     ]
-    subprocess.run([sys.executable, FOLDER / "speed.py", *words], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, FOLDER / "speed.py", *words], check=True, capture_output=True
+    )
     rows = [
         line.split(" | ")
         for line in (tmp_path / "speed.md").read_text().splitlines()
@@ -79,7 +83,11 @@ def test_a_program_without_memory_for_a_frame_is_shown_and_not_tried_with_larger
     (_, _, _, atoms, *cells, _), failed, skipped = rows
     assert atoms == "96"
     assert all(float(cell.split(";")[0]) > 10 for cell in cells)
-    assert failed[3:6] == ["192", "out of memory (35.0 GB more requested)", "out of memory"]
+    assert failed[3:6] == [
+        "192",
+        "out of memory (35.0 GB more requested)",
+        "out of memory",
+    ]
     assert skipped[3:6] == ["288", "-", "-"]
     assert (tmp_path / "speed-growth.png").exists()
     (config,) = tmp_path.rglob(
@@ -93,7 +101,9 @@ def test_times_of_the_processor_are_without_those_of_waiting(scripts, tmp_path):
     (tmp_path / "type.raw").write_text("0\n")
     config = {"training": {"training_data": {"systems": [str(tmp_path)]}}}
     command = [sys.executable, str(tmp_path / "dp.py")]
-    run = scripts("common").HaltedRun.start(command, tmp_path / "run", config, os.environ)
+    run = scripts("common").HaltedRun.start(
+        command, tmp_path / "run", config, os.environ
+    )
     run.wait_for(0, time.perf_counter() + 60)
     wall, processor = run.turn(0.2, 60), run.turn(0.2, 60, "processor")
     run.end()

@@ -97,7 +97,9 @@ def test_a_finished_run_shows_its_errors_files_and_time(runs, capsys):
 
 def test_json_holds_the_same_without_nan(runs, capsys):
     assert main(["show", "whole", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    found = json.loads(
+        capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name)
+    )
     assert (found["state"], found["step"], found["num_steps"], found["left"]) == (
         "ended",
         6,
@@ -105,7 +107,10 @@ def test_json_holds_the_same_without_nan(runs, capsys):
         None,
     )
     assert found["validation"]["ema"]["step"] == found["last_row"]["step"] == 6
-    assert found["best"]["ema"][found["metric"]] <= found["validation"]["ema"][found["metric"]]
+    assert (
+        found["best"]["ema"][found["metric"]]
+        <= found["validation"]["ema"][found["metric"]]
+    )
     assert found["checkpoint"] == "model.ckpt-6.pt"
     assert found["averages"] == {"ema": "model_ema.ckpt-6.pt"}
 
@@ -125,7 +130,9 @@ def test_an_interrupted_run_differs_from_a_killed_one(runs, capsys):
 
 def test_a_run_that_trains_has_a_time_left_that_runs_down(runs, capsys):
     folder = runs / "stopped"
-    written = (datetime.now().astimezone() - timedelta(seconds=100)).isoformat(" ", "seconds")
+    written = (datetime.now().astimezone() - timedelta(seconds=100)).isoformat(
+        " ", "seconds"
+    )
     change_record(folder, ended="", left=1000.0, elapsed=50.0, updated=written)
     take_lock(folder, os.getpid())
     found = RunStatus(folder)
@@ -147,12 +154,16 @@ def test_nothing_is_changed_and_half_written_lines_do_no_harm(runs, capsys):
     with (folder / "val_ema.log").open("a") as file:
         file.write("      6    1.0e")
     (folder / RECORD).write_text((folder / RECORD).read_text()[:200])
-    before = {path: (path.stat().st_mtime_ns, path.lstat().st_ino) for path in folder.iterdir()}
+    before = {
+        path: (path.stat().st_mtime_ns, path.lstat().st_ino)
+        for path in folder.iterdir()
+    }
     text = shown(capsys, folder)
     assert "last row    step 4" in text
     assert "ema, step 3" in text
     assert {
-        path: (path.stat().st_mtime_ns, path.lstat().st_ino) for path in folder.iterdir()
+        path: (path.stat().st_mtime_ns, path.lstat().st_ino)
+        for path in folder.iterdir()
     } == before
 
 
@@ -170,8 +181,14 @@ def test_what_is_no_run_is_answered_in_one_line(runs, command, capsys):
         pytest.importorskip("matplotlib")
     (runs / "empty").mkdir()
     for folder, message in [
-        ("empty", "empty: no run here. Give the folder in which `dp-ema train` was started."),
-        (".", ".: no run here, but 2 runs in folders: stopped, whole. Give one of them."),
+        (
+            "empty",
+            "empty: no run here. Give the folder in which `dp-ema train` was started.",
+        ),
+        (
+            ".",
+            ".: no run here, but 2 runs in folders: stopped, whole. Give one of them.",
+        ),
     ]:
         assert main([command, folder]) == 2
         assert capsys.readouterr().err == f"dp-ema: {message}\n"

@@ -58,7 +58,10 @@ def _without_settings(monkeypatch):
             "  system  frames  energy  forces  virials",
             ["  system  frames  energy  forces  virials"],
         ),
-        ("it is a well-known-word-with-hyphens", ["it is a", "  well-known-word-with-hyphens"]),
+        (
+            "it is a well-known-word-with-hyphens",
+            ["it is a", "  well-known-word-with-hyphens"],
+        ),
         (
             "then: dp-ema train --restart a.pt in.json",
             ["then:", "  dp-ema train --restart a.pt in.json"],
@@ -100,7 +103,9 @@ def test_an_error_on_a_terminal_fits_it(monkeypatch):
     assert max(map(len, lines[1:])) <= 40
 
 
-def test_a_warning_in_the_log_is_yellow_and_wrapped_on_a_terminal_only(monkeypatch, tmp_path):
+def test_a_warning_in_the_log_is_yellow_and_wrapped_on_a_terminal_only(
+    monkeypatch, tmp_path
+):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     set_up_logging("INFO", tmp_path / "log")
@@ -121,12 +126,14 @@ def test_only_the_colors_of_this_program_remain_and_only_where_they_are_shown():
     text = f"{colored('1 warning', YELLOW, Terminal())}: a\tb {ESCAPE}\nand more"
     clean = f"\\x1b[33m1 warning\\x1b[0m: a\tb {SHOWN}\nand more"
     assert printable(text) == printable(text, io.StringIO()) == clean
-    assert printable(text, Terminal()) == clean.replace("\\x1b[33m", "\x1b[33m").replace(
-        "\\x1b[0m", "\x1b[0m"
-    )
+    assert printable(text, Terminal()) == clean.replace(
+        "\\x1b[33m", "\x1b[33m"
+    ).replace("\\x1b[0m", "\x1b[0m")
 
 
-def test_a_name_in_a_file_of_another_does_not_steer_the_terminal(monkeypatch, tmp_path, capsys):
+def test_a_name_in_a_file_of_another_does_not_steer_the_terminal(
+    monkeypatch, tmp_path, capsys
+):
     monkeypatch.chdir(tmp_path)
     folder = f"data{ESCAPE}"
     write_system(folder)

@@ -46,7 +46,9 @@ def systems(tmp_path_factory):
 
 @pytest.fixture
 def start(tmp_path, monkeypatch, systems):
-    return trains_in(tmp_path, monkeypatch, ([systems["train"]], [systems["valid"]]), VALIDATED)
+    return trains_in(
+        tmp_path, monkeypatch, ([systems["train"]], [systems["valid"]]), VALIDATED
+    )
 
 
 def with_test(*paths):
@@ -64,15 +66,21 @@ def assert_errors_are_those_of(folder, found, test, files=FILES):
     for row, file in zip(ROWS, files, strict=True):
         errors = measure(folder / file, [test], device="cpu").total
         for metric in ("E:MAE", "E:RMSE", "F:RMSE", "V:MAE"):
-            column = next(key for key in found[row] if key.startswith(metric.replace(":", "_")))
-            assert found[row][column] == pytest.approx(1000 * errors.metric(metric), rel=SAME), (
+            column = next(
+                key for key in found[row] if key.startswith(metric.replace(":", "_"))
+            )
+            assert found[row][column] == pytest.approx(
+                1000 * errors.metric(metric), rel=SAME
+            ), (
                 row,
                 metric,
             )
         assert found[row]["step"] == checkpoint.load(folder / file)["step"]
 
 
-def test_rows_are_the_errors_of_the_files_and_the_run_is_the_same(start, systems, capsys, caplog):
+def test_rows_are_the_errors_of_the_files_and_the_run_is_the_same(
+    start, systems, capsys, caplog
+):
     caplog.set_level("INFO", "deepmd_ema")
     left = {}
 
@@ -86,24 +94,39 @@ def test_rows_are_the_errors_of_the_files_and_the_run_is_the_same(start, systems
             )
 
     # each with a bias of its own, and with the best of several files
-    options = {"training__change_bias_after_training": True, "validating__max_best_ckpt": 3}
-    folder = start("tested", 10, {**options, **with_test(systems["test"])}, callback=Look())
+    options = {
+        "training__change_bias_after_training": True,
+        "validating__max_best_ckpt": 3,
+    }
+    folder = start(
+        "tested", 10, {**options, **with_test(systems["test"])}, callback=Look()
+    )
     plain = start("plain", 10, options)
     assert_same(left, dict(load(folder / "model.ckpt-10.pt")["model"]))
     found = status_of(folder, capsys)
     assert tuple(found) == ROWS
     assert found["best live"]["step"] < 10, "a best file of an earlier step is loaded"
     assert_errors_are_those_of(folder, found, systems["test"])
-    assert any("test" in line and "best ema, step" in line for line in caplog.text.splitlines())
+    assert any(
+        "test" in line and "best ema, step" in line for line in caplog.text.splitlines()
+    )
     for name in ("model.ckpt-10.pt", "model_ema.ckpt-10.pt"):
         one, other = load(folder / name), load(plain / name)
-        for key in {"refitted", "model", "averages", "optimizer", "streams"} & one.keys():
+        for key in {
+            "refitted",
+            "model",
+            "averages",
+            "optimizer",
+            "streams",
+        } & one.keys():
             assert_same(one[key], other[key])
 
 
 def test_the_page_shows_the_rows_without_the_data(start, systems, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    folder = start("page", 4, with_test(shutil.copytree(systems["test"], tmp_path / "moved")))
+    folder = start(
+        "page", 4, with_test(shutil.copytree(systems["test"], tmp_path / "moved"))
+    )
     shutil.rmtree(tmp_path / "moved")
     assert cli.main(["report", str(folder), "-o", str(folder / "page.html")]) == 0
     page = (folder / "page.html").read_text()
@@ -177,7 +200,9 @@ def test_wrong_test_data_are_reported_before_the_first_step(
 def test_test_frames_that_are_training_frames_or_near_them_are_named(
     here, tmp_path, capsys, systems
 ):
-    same, near = (shutil.copytree(systems["train"], tmp_path / name) for name in ("same", "near"))
+    same, near = (
+        shutil.copytree(systems["train"], tmp_path / name) for name in ("same", "near")
+    )
     for file in near.rglob("coord.npy"):
         np.save(
             file, np.load(file) + 1e-5
@@ -190,11 +215,16 @@ def test_test_frames_that_are_training_frames_or_near_them_are_named(
     assert "near copies 16 of 16 test frames are near a training frame" in said
     assert "leaks 8 of 16 test frames are also training frames (first: " in said
     assert "16 of 16 test frames are near copies of training frames (first: " in said
-    assert "test errors will look too good. Take test frames from other trajectories." in said
+    assert (
+        "test errors will look too good. Take test frames from other trajectories."
+        in said
+    )
     assert cli.main(["check", "input.json", "--json"]) == 0
     [data] = json.loads(capsys.readouterr().out)["data"]
     assert [
-        system["suspicious_frames"] for system in data["systems"] if system["part"] == "test"
+        system["suspicious_frames"]
+        for system in data["systems"]
+        if system["part"] == "test"
     ] == [8, 8]
     assert data["checks"]["in_training_and_test"]["frames"] == 8
     assert data["checks"]["test_near_training_frames"]["frames"] == 16

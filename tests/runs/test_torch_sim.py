@@ -40,7 +40,9 @@ def state_of(systems, dtype=torch.float64):
 @pytest.mark.parametrize("skin", [0.0, 1.0])
 def test_it_fulfils_the_interface_of_torch_sim(tmp_path, skin):
     elements = ["Si", "Fe", "Mg", "C", "H"]  # of the systems of the check
-    run = write_run(tmp_path, model__type_map=elements, model__descriptor__sel=[24] * len(elements))
+    run = write_run(
+        tmp_path, model__type_map=elements, model__descriptor__sel=[24] * len(elements)
+    )
     model = DPModel(run[0], device="cpu", skin=skin)
     interface.validate_model_outputs(model, model.device, model.dtype)
 
@@ -68,40 +70,53 @@ def test_systems_of_any_sizes_have_the_results_that_they_have_alone(
             atoms.positions += rng.uniform(-0.1, 0.1, atoms.positions.shape)
         found = model(state_of(systems))
         known = [
-            potential.evaluate(a.positions, a.get_chemical_symbols(), a.cell.array if pbc else None)
+            potential.evaluate(
+                a.positions, a.get_chemical_symbols(), a.cell.array if pbc else None
+            )
             for a in systems
         ]
-        np.testing.assert_allclose(found["energy"], [one.energy[0] for one in known], rtol=1e-12)
+        np.testing.assert_allclose(
+            found["energy"], [one.energy[0] for one in known], rtol=1e-12
+        )
         np.testing.assert_allclose(
             found["forces"], np.concatenate([one.force[0] for one in known]), atol=1e-11
         )
         stress = [
-            -one.virial.reshape(3, 3) / a.get_volume() * pbc for one, a in zip(known, systems)
+            -one.virial.reshape(3, 3) / a.get_volume() * pbc
+            for one, a in zip(known, systems)
         ]
         np.testing.assert_allclose(found["stress"], stress, atol=1e-12)
 
 
 def test_what_it_cannot_evaluate_is_one_message(potential, tmp_path):
     model = DPModel(potential)
-    with pytest.raises(UserError, match=r"^Fe: is not an element of the model, which has O H\.$"):
+    with pytest.raises(
+        UserError, match=r"^Fe: is not an element of the model, which has O H\.$"
+    ):
         model(state_of([atoms_of(5, 0, elements=["O", "Fe"])]))
     state = state_of([atoms_of(5, 0)])
     state.pbc = torch.tensor([True, True, False])
     with pytest.raises(
-        UserError, match=r"^pbc: periodic in some directions only. Expected all of them, or none\.$"
+        UserError,
+        match=r"^pbc: periodic in some directions only. Expected all of them, or none\.$",
     ):
         model(state)
     near = [atoms_of(5, 0), atoms_of(5, 1)]
     near[1].positions[3] = near[1].positions[0]
-    with pytest.raises(UserError, match=r"frame 1 \(from 0\): atoms (0|3) .* 0 angstrom apart"):
+    with pytest.raises(
+        UserError, match=r"frame 1 \(from 0\): atoms (0|3) .* 0 angstrom apart"
+    ):
         model(state_of(near))
-    with pytest.raises(UserError, match="kept: pairs of 1 systems, expected those of 2 or more"):
+    with pytest.raises(
+        UserError, match="kept: pairs of 1 systems, expected those of 2 or more"
+    ):
         potential.evaluate_systems([([[0.0, 0, 0]], ["O"], None)] * 2, [KeptPairs(1.0)])
     with pytest.raises(UserError, match="skin = -1: expected a length in angstrom"):
         DPModel(potential, skin=-1)
     path = write_run(tmp_path, model__fitting_net__numb_aparam=1)[0]
     with pytest.raises(
-        UserError, match=r"the model takes aparam \(1 numbers\), which torch-sim does not have"
+        UserError,
+        match=r"the model takes aparam \(1 numbers\), which torch-sim does not have",
     ):
         DPModel(path)
 

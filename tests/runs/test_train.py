@@ -57,7 +57,11 @@ def test_a_run_that_learns_nothing_is_warned_about_once_with_both_errors(
     start(
         "run",
         num_steps,
-        {"learning_rate__start_lr": rate, "learning_rate__stop_lr": rate, "training__disp_freq": 1},
+        {
+            "learning_rate__start_lr": rate,
+            "learning_rate__stop_lr": rate,
+            "training__disp_freq": 1,
+        },
     )
     said = [text for text in caplog.messages if "nothing is learned" in text]
     assert len(said) == bool(rows)
@@ -84,7 +88,9 @@ def test_a_new_run_writes_through_no_link_that_is_in_its_folder(start, tmp_path)
         (tmp_path / "theirs" / name).write_bytes(b"no path\0\xff")
         (tmp_path / "run" / name).symlink_to(tmp_path / "theirs" / name)
     start("run", num_steps=4)
-    assert {path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == {b"no path\0\xff"}
+    assert {path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == {
+        b"no path\0\xff"
+    }
     assert Path("checkpoint").read_text() == "model.ckpt-4.pt"
 
 
@@ -103,7 +109,10 @@ def test_a_run_writes_the_files_that_a_user_of_deepmd_kit_expects(whole):
         "model_ema.ckpt-10.pt",
         "model_ema.ckpt-20.pt",
     } <= names
-    assert all(any(n.startswith(f"{best}.ckpt-") for n in names) for best in ("best", "best_ema"))
+    assert all(
+        any(n.startswith(f"{best}.ckpt-") for n in names)
+        for best in ("best", "best_ema")
+    )
     assert (whole / "checkpoint").read_text().strip() == "model.ckpt-20.pt"
     rows = np.genfromtxt(whole / "lcurve.out", names=True)
     assert rows["step"].tolist() == [1, 5, 10, 15, 20]
@@ -119,7 +128,9 @@ def test_a_run_of_no_steps_writes_its_starting_point_and_can_be_checked(
     monkeypatch.chdir(tmp_path)
     write_system("data", frames=3)
     rate = {**schedule, "start_lr": 1e-3, "warmup_steps": 3}
-    values = tiny_input(["data"], num_steps=0, training__enable_ema=True, learning_rate=rate)
+    values = tiny_input(
+        ["data"], num_steps=0, training__enable_ema=True, learning_rate=rate
+    )
     Path("input.json").write_text(json.dumps(values))
     assert cli.main(["check", "input.json", "--time"]) == 0
     assert "0 steps = 0.0 epochs" in capsys.readouterr().out
@@ -130,7 +141,9 @@ def test_a_run_of_no_steps_writes_its_starting_point_and_can_be_checked(
 
 
 @pytest.mark.parametrize("where", [1, 4, 7, "in a validation"])
-def test_a_restart_with_or_without_the_input_continues_to_the_last_bit(whole, start, caplog, where):
+def test_a_restart_with_or_without_the_input_continues_to_the_last_bit(
+    whole, start, caplog, where
+):
     """Also a second one from that checkpoint: no row that the first has written is there twice."""
     step, callback = where, StopAfter(where)
     if where == "in a validation":
@@ -147,7 +160,9 @@ def test_a_restart_with_or_without_the_input_continues_to_the_last_bit(whole, st
     for input_file in (None, "inputs/no_seed.json"):
         caplog.clear()
         run_training(input_file, restart=f"model.ckpt-{step}.pt", device="cpu")
-        written = {path.name for path in Path().glob("*.*") if path.is_file()} - {"run_record.json"}
+        written = {path.name for path in Path().glob("*.*") if path.is_file()} - {
+            "run_record.json"
+        }
         assert {
             "model.ckpt-20.pt",
             "model_ema.ckpt-20.pt",
@@ -171,7 +186,9 @@ def test_a_restart_without_an_input_says_how_that_of_the_folder_differs(
     Path("input.json").write_text(json.dumps(given))
     assert cli.main(["train", "--restart", "model.ckpt.pt", "--device", "cpu"]) == 0
     line = next(
-        record.getMessage() for record in caplog.records if "is not read" in record.getMessage()
+        record.getMessage()
+        for record in caplog.records
+        if "is not read" in record.getMessage()
     )
     assert line == (
         "input.json is not read, the config of model.ckpt.pt counts. The former differs: "
@@ -211,13 +228,16 @@ def test_rows_are_on_the_disk_before_a_checkpoint_that_follows_them(start, monke
         return lambda *given: events.append(event(*given)) or call(*given)
 
     flushed = noted(
-        lambda handle: ("flushed", Path(os.readlink(f"/proc/self/fd/{handle}")).name), fsync
+        lambda handle: ("flushed", Path(os.readlink(f"/proc/self/fd/{handle}")).name),
+        fsync,
     )
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(
         curves.RowTable, "_add", noted(lambda table, _: ("row", table.path.name), add)
     )
-    monkeypatch.setattr(os, "replace", noted(lambda _, new: ("moved", Path(new).name), move))
+    monkeypatch.setattr(
+        os, "replace", noted(lambda _, new: ("moved", Path(new).name), move)
+    )
     start("run", 20)
     waiting, saved = set(), 0
     for kind, name in events:
@@ -237,13 +257,19 @@ def break_off(_trainer):
 
 ENDINGS = {
     "the end": (None, None, {3, 6, 9, 12}),
-    "a signal": (lambda trainer: trainer.stop.request(signal.SIGTERM), Interrupted, {3, 6, 8}),
+    "a signal": (
+        lambda trainer: trainer.stop.request(signal.SIGTERM),
+        Interrupted,
+        {3, 6, 8},
+    ),
     "an exception": (break_off, ValueError, {3, 6}),
 }
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step(start, ending):
+def test_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step(
+    start, ending
+):
     """Files of a run, best files too, beside what model and average were after each step; also when
     a run ends while the average is in the model."""
     act, error, saved = ENDINGS[ending]
@@ -272,13 +298,19 @@ def test_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step(st
         assert_same(content["model"], seen[content["step"]][content["weights"]], path)
         if content["kind"] == "training":
             kept = content["averages"]["profiles"]["ema"]["weights"]
-            assert_same(kept, {name: seen[content["step"]]["ema"][name] for name in kept}, path)
+            assert_same(
+                kept, {name: seen[content["step"]]["ema"][name] for name in kept}, path
+            )
     for kind, weights in (("training", "live"), ("average", "ema")):
         assert {
-            c["step"] for c in written.values() if (c["kind"], c["weights"]) == (kind, weights)
+            c["step"]
+            for c in written.values()
+            if (c["kind"], c["weights"]) == (kind, weights)
         } == saved
     for weights in ("live", "ema"):
-        assert any((c["kind"], c["weights"]) == ("best", weights) for c in written.values())
+        assert any(
+            (c["kind"], c["weights"]) == ("best", weights) for c in written.values()
+        )
     last = seen[max(seen)]
     assert not torch.equal(flat(last["live"]), flat(last["ema"]))
     (task,) = look.trainer.tasks
@@ -294,14 +326,21 @@ STANDING = {"learning_rate__start_lr": 1e-30, "learning_rate__stop_lr": 1e-31}
 
 def test_a_new_run_starts_from_an_averaged_file(whole, start):
     average = load(whole / "model_ema.ckpt-10.pt")["model"]
-    assert not torch.equal(flat(average), flat(load(whole / "model.ckpt-10.pt")["model"]))
+    assert not torch.equal(
+        flat(average), flat(load(whole / "model.ckpt-10.pt")["model"])
+    )
     start("from_average", 1, STANDING, init_model=str(whole / "model_ema.ckpt-10.pt"))
     for name in ("model.ckpt-1.pt", "model_ema.ckpt-1.pt"):
         found = load(name)["model"]
-        assert all(torch.allclose(found[n], average[n], rtol=0, atol=1e-20) for n in average), name
+        assert all(
+            torch.allclose(found[n], average[n], rtol=0, atol=1e-20) for n in average
+        ), name
 
 
-WITHOUT_AVERAGES = {"training__enable_ema": False, "validating__ema_full_validation": False}
+WITHOUT_AVERAGES = {
+    "training__enable_ema": False,
+    "validating__ema_full_validation": False,
+}
 
 
 def test_averaging_switched_on_at_a_restart_starts_from_the_live_weights(start, caplog):
@@ -309,7 +348,10 @@ def test_averaging_switched_on_at_a_restart_starts_from_the_live_weights(start, 
     loaded = load("model.ckpt-10.pt")["model"]
     with caplog.at_level("INFO"):
         start("run", 11, {}, restart="model.ckpt-10.pt")
-    assert "the checkpoint has no average ema: it starts from the loaded weights" in caplog.text
+    assert (
+        "the checkpoint has no average ema: it starts from the loaded weights"
+        in caplog.text
+    )
     live, average = load("model.ckpt-11.pt")["model"], load("model_ema.ckpt-11.pt")
     assert average["average"]["updates"] == 1
     assert average["average"]["mean_age"] == pytest.approx(0.1)
@@ -320,7 +362,9 @@ def test_averaging_switched_on_at_a_restart_starts_from_the_live_weights(start, 
         ), name
 
 
-def test_averaging_switched_off_at_a_restart_leaves_the_raw_weights(whole, start, caplog):
+def test_averaging_switched_off_at_a_restart_leaves_the_raw_weights(
+    whole, start, caplog
+):
     with pytest.raises(Interrupted):
         start("parts", callback=StopAfter(10))
     with caplog.at_level("INFO"):
@@ -333,7 +377,9 @@ def test_averaging_switched_off_at_a_restart_leaves_the_raw_weights(whole, start
     assert "averages" not in two
 
 
-def test_a_non_finite_loss_stops_the_run_with_step_and_frames_and_no_bad_checkpoint(start):
+def test_a_non_finite_loss_stops_the_run_with_step_and_frames_and_no_bad_checkpoint(
+    start,
+):
     wild = {
         "learning_rate__start_lr": 1e200,
         "learning_rate__stop_lr": 1e199,
@@ -345,7 +391,9 @@ def test_a_non_finite_loss_stops_the_run_with_step_and_frames_and_no_bad_checkpo
         assert all(torch.isfinite(t).all() for t in load(file)["model"].values()), file
 
 
-def test_a_long_window_is_warned_of_and_commands_at_the_end_can_be_given_to_a_shell(start, caplog):
+def test_a_long_window_is_warned_of_and_commands_at_the_end_can_be_given_to_a_shell(
+    start, caplog
+):
     folder = start("run", 2)
     values = json.loads((folder / "input.json").read_text())
     values["training"]["ema_decay"] = 0.9999
@@ -382,11 +430,23 @@ def test_a_signal_saves_the_current_step_and_says_how_to_continue(
     """A run under nohup inherits that SIGHUP is ignored, and outlives its terminal."""
     config = tiny_input([water_like], num_steps=100000, training__save_freq=100000)
     (tmp_path / "input.json").write_text(json.dumps(config))
-    words = [sys.executable, "-m", "deepmd_ema", "train", "input.json", "--device", "cpu"]
+    words = [
+        sys.executable,
+        "-m",
+        "deepmd_ema",
+        "train",
+        "input.json",
+        "--device",
+        "cpu",
+    ]
     before = signal.signal(signal.SIGHUP, inherited)
     try:
         process = subprocess.Popen(
-            words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            words,
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -464,7 +524,9 @@ def test_a_checkpoint_alone_does_not_choose_places_outside_of_the_folder(
     Path("input.json").write_text(json.dumps(values))
     assert cli.main(["train", "input.json", "--device", "cpu"]) == 0
     payload = checkpoint.load("model.ckpt-2.pt")
-    payload["config"] = to_dict(config_from_dict(changed(values, {option: OUTSIDE[option]})))
+    payload["config"] = to_dict(
+        config_from_dict(changed(values, {option: OUTSIDE[option]}))
+    )
     checkpoint.save("model.ckpt-2.pt", payload)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     capsys.readouterr()
@@ -482,7 +544,9 @@ def test_a_run_that_writes_elsewhere_names_its_input_in_the_command_that_continu
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
     values = tiny_input(
-        [water_like], num_steps=6, training__save_ckpt=str(tmp_path / "far" / "model.ckpt")
+        [water_like],
+        num_steps=6,
+        training__save_ckpt=str(tmp_path / "far" / "model.ckpt"),
     )
     Path("input.json").write_text(json.dumps(values))
     with pytest.raises(
@@ -571,7 +635,11 @@ class StopIn(StopAfter):
 
 
 def validated_steps(file):
-    return [int(row.split()[0]) for row in file.read_text().splitlines() if not row.startswith("#")]
+    return [
+        int(row.split()[0])
+        for row in file.read_text().splitlines()
+        if not row.startswith("#")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -582,7 +650,9 @@ def validated_steps(file):
         ({"validating__full_val_start": 7}, [7, 10]),
     ],
 )
-def test_the_last_step_is_validated_once_whatever_the_pace(start, options, steps, caplog):
+def test_the_last_step_is_validated_once_whatever_the_pace(
+    start, options, steps, caplog
+):
     with caplog.at_level("INFO"):
         folder = start("run", 10, {"training__disp_freq": 100, **options})
     for log, best in (("val.log", "best.ckpt-*"), ("val_ema.log", "best_ema.ckpt-*")):
@@ -599,12 +669,18 @@ def test_a_stop_in_the_last_step_is_validated_by_the_restart(start):
     with pytest.raises(Interrupted, match="after step 10 of 10"):
         start("parts", 10, options, callback=StopIn(10))
     parts = start("parts", 10, options, restart="model.ckpt.pt")
-    assert_same(torch.load(whole / "model.ckpt.pt"), torch.load(parts / "model.ckpt.pt"))
+    assert_same(
+        torch.load(whole / "model.ckpt.pt"), torch.load(parts / "model.ckpt.pt")
+    )
     assert (whole / "val_ema.log").read_bytes() == (parts / "val_ema.log").read_bytes()
 
 
-def test_a_run_that_is_extended_has_the_weights_of_one_without_a_break_and_one_more_row(start):
-    constant = {"learning_rate__stop_lr": 1e-3}  # any other depends on the number of steps
+def test_a_run_that_is_extended_has_the_weights_of_one_without_a_break_and_one_more_row(
+    start,
+):
+    constant = {
+        "learning_rate__stop_lr": 1e-3
+    }  # any other depends on the number of steps
     whole = start("whole", 14, constant)
     start("parts", 10, constant)
     parts = start("parts", 14, constant, restart="model.ckpt.pt")
@@ -628,7 +704,10 @@ def start_without_forces(tmp_path, monkeypatch):
         write_system(tmp_path / f"forces {force}", frames=4, seed=force, force=force)
         for force in (True, False)
     ]
-    options = {f"training__{part}__batch_size": 4 for part in ("training_data", "validation_data")}
+    options = {
+        f"training__{part}__batch_size": 4
+        for part in ("training_data", "validation_data")
+    }
     return trains_in(tmp_path, monkeypatch, (data, data), options), data
 
 
@@ -637,9 +716,15 @@ def test_a_batch_without_a_label_does_not_count_in_the_displayed_mean_of_its_err
 ):
     start, (with_forces, _) = start_without_forces
     every_step = {"training__disp_freq": 1}
-    both = rows_of(start("both", 4, {**every_step, "training__validation_data__numb_btch": 2}))
+    both = rows_of(
+        start("both", 4, {**every_step, "training__validation_data__numb_btch": 2})
+    )
     one = rows_of(
-        start("one", 4, {**every_step, "training__validation_data__systems": [str(with_forces)]})
+        start(
+            "one",
+            4,
+            {**every_step, "training__validation_data__systems": [str(with_forces)]},
+        )
     )
     assert np.isnan(both["rmse_f_trn"]).sum() == 2  # such a batch alone has none
     assert np.isfinite(both["rmse_f_val"]).all()

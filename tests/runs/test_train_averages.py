@@ -49,7 +49,13 @@ BANK = [
         "device": "cpu",
         "lcurve": True,
     },
-    {"name": "flat", "type": "swa", "start_epoch": 0.75, "ckpt_keep": 1, "buffers": "average"},
+    {
+        "name": "flat",
+        "type": "swa",
+        "start_epoch": 0.75,
+        "ckpt_keep": 1,
+        "buffers": "average",
+    },
 ]
 # the second: the whole validation set
 OPTIONS = validated(
@@ -69,7 +75,9 @@ def whole(tmp_path_factory, water_like, water_like_valid):
     logger.addHandler(handler)
     logger.setLevel("INFO")
     with pytest.MonkeyPatch.context() as patch:
-        folder = trains_in(home, patch, ([water_like], [water_like_valid]), OPTIONS)("whole")
+        folder = trains_in(home, patch, ([water_like], [water_like_valid]), OPTIONS)(
+            "whole"
+        )
     logger.removeHandler(handler)
     handler.close()
     return folder
@@ -81,15 +89,24 @@ def files_of(folder):
 
 def test_each_average_has_files_logs_and_facts_of_its_own(whole):
     found = files_of(whole)
-    facts = {name: checkpoint.load(whole / f"model_{name}.ckpt.pt")["average"] for name in NAMES}
+    facts = {
+        name: checkpoint.load(whole / f"model_{name}.ckpt.pt")["average"]
+        for name in NAMES
+    }
     for name in NAMES:
         assert (whole / f"model_{name}.ckpt.pt").is_symlink()
         assert facts[name]["profile"] == name
-        own = f"val_{name}.log" in found, any(f.startswith(f"best_{name}.ckpt-") for f in found)
+        own = (
+            f"val_{name}.log" in found,
+            any(f.startswith(f"best_{name}.ckpt-") for f in found),
+        )
         assert own == (
             (True, True) if name in ("slow", "p05", "ema") else (False, False)
         )  # where it is requested
-    assert {f for f in found if f.startswith("lcurve_")} == {"lcurve_slow.out", "lcurve_p15.out"}
+    assert {f for f in found if f.startswith("lcurve_")} == {
+        "lcurve_slow.out",
+        "lcurve_p15.out",
+    }
     assert "model_flat.ckpt-10.pt" not in found  # keeps one
     assert "model_slow.ckpt-10.pt" in found
     assert (facts["flat"]["type"], facts["flat"]["updates"]) == (
@@ -104,8 +121,12 @@ def test_each_average_has_files_logs_and_facts_of_its_own(whole):
 def test_an_averaged_learning_curve_has_the_errors_of_the_average_on_the_same_batches(
     whole, water_like_valid
 ):
-    curve, live = (np.genfromtxt(whole / f"lcurve{name}.out", names=True) for name in ("_slow", ""))
-    errors = measure(str(whole / "model_slow.ckpt-20.pt"), [str(water_like_valid)]).total
+    curve, live = (
+        np.genfromtxt(whole / f"lcurve{name}.out", names=True) for name in ("_slow", "")
+    )
+    errors = measure(
+        str(whole / "model_slow.ckpt-20.pt"), [str(water_like_valid)]
+    ).total
     assert curve["step"].tolist() == live["step"].tolist() == [1, 5, 10, 15, 20]
     assert curve["rmse_f_val"][-1] == pytest.approx(
         errors.metric("F:RMSE"), rel=5e-3
@@ -117,7 +138,9 @@ def test_an_averaged_learning_curve_has_the_errors_of_the_average_on_the_same_ba
 def test_an_average_out_of_a_training_checkpoint_is_that_of_its_own_file(whole):
     for name in NAMES:
         one = load_model(
-            whole / "model.ckpt-10.pt" if name != "flat" else whole / "model.ckpt-20.pt",
+            whole / "model.ckpt-10.pt"
+            if name != "flat"
+            else whole / "model.ckpt-20.pt",
             average=name,
         )
         two = load_model(whole / f"model_{name}.ckpt-{10 if name != 'flat' else 20}.pt")
@@ -154,7 +177,11 @@ def test_a_restart_continues_the_whole_bank_to_the_last_bit(whole, start, at):
 
 def test_a_bank_with_all_that_it_writes_leaves_the_live_trajectory_alone(whole, start):
     off = dict.fromkeys(
-        ("training__enable_ema", "validating__full_validation", "validating__ema_full_validation"),
+        (
+            "training__enable_ema",
+            "validating__full_validation",
+            "validating__ema_full_validation",
+        ),
         False,
     )
     without = start("without", 20, {**off, "training__averaging": []})
@@ -171,8 +198,18 @@ def test_snapshots_are_kept_at_their_own_pace_in_float32_and_after_the_last_step
     with pytest.raises(Interrupted):
         start("run", 18, callback=StopAfter(7))
     folder = start("run", 18, restart="model.ckpt-7.pt")
-    steps = {f: load(folder / "snapshots" / f)["step"] for f in files_of(folder / "snapshots")}
-    assert sorted(step for f, step in steps.items() if "p05" in f) == [4, 7, 8, 12, 16, 18]
+    steps = {
+        f: load(folder / "snapshots" / f)["step"]
+        for f in files_of(folder / "snapshots")
+    }
+    assert sorted(step for f, step in steps.items() if "p05" in f) == [
+        4,
+        7,
+        8,
+        12,
+        16,
+        18,
+    ]
     assert sorted(step for f, step in steps.items() if "p15" in f) == [7, 10, 18]
     kept, own = (
         load(folder / "snapshots/model_p05.ckpt-18.pt"),
@@ -205,9 +242,16 @@ def test_snapshots_of_another_run_are_set_aside_and_those_of_a_left_branch_go(st
     assert first not in kept.values()
     assert load(folder / "earlier-1/snapshots/model_p05.ckpt-12.pt")["run"] == first
     shutil.copy(
-        folder / "snapshots/model_p05.ckpt-10.pt", folder / "snapshots/model_p05.ckpt-11.pt"
+        folder / "snapshots/model_p05.ckpt-10.pt",
+        folder / "snapshots/model_p05.ckpt-11.pt",
     )
-    start("run", 12, {"training__seed": 4}, restart="model.ckpt-10.pt", allow_config_change=True)
+    start(
+        "run",
+        12,
+        {"training__seed": 4},
+        restart="model.ckpt-10.pt",
+        allow_config_change=True,
+    )
     assert not (folder / "snapshots/model_p05.ckpt-11.pt").exists()
 
 

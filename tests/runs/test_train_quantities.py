@@ -30,7 +30,11 @@ def data(tmp_path_factory):
 def rows_of(file):
     """Return the head and the rows of numbers of a table."""
     lines = [line for line in file.read_text().splitlines() if line.strip()]
-    numbers = [[float(word) for word in line.split()] for line in lines if not line.startswith("#")]
+    numbers = [
+        [float(word) for word in line.split()]
+        for line in lines
+        if not line.startswith("#")
+    ]
     return lines[0].removeprefix("#").split(), np.array(numbers)
 
 
@@ -49,9 +53,15 @@ def test_a_run_ranks_by_the_errors_of_its_quantity_and_a_restart_is_bitwise(
         assert (rows[:, 0] == [4, 8, 12]).all()
         assert np.isfinite(rows).all()
         lowest = min((row[1], int(row[0])) for row in rows)[1]
-        assert (whole / f"{best}.ckpt.pt").resolve().name.startswith(f"{best}.ckpt-{lowest}.")
+        assert (
+            (whole / f"{best}.ckpt.pt")
+            .resolve()
+            .name.startswith(f"{best}.ckpt-{lowest}.")
+        )
     names, rows = rows_of(whole / "lcurve.out")
-    assert {f"{column}_{part}" for column in columns for part in ("trn", "val")} == set(names) - {
+    assert {f"{column}_{part}" for column in columns for part in ("trn", "val")} == set(
+        names
+    ) - {
         "step",
         "lr",
     }
@@ -68,7 +78,9 @@ def assert_same_end(whole, parts):
     """
     for name in ("model", "model_ema"):
         assert_same(
-            load(whole / f"{name}.ckpt-{STEPS}.pt"), load(parts / f"{name}.ckpt-{STEPS}.pt"), name
+            load(whole / f"{name}.ckpt-{STEPS}.pt"),
+            load(parts / f"{name}.ckpt-{STEPS}.pt"),
+            name,
         )
     for file in (*whole.glob("*.out"), *whole.glob("val*.log")):
         assert file.read_bytes() == (parts / file.name).read_bytes(), file.name
@@ -79,7 +91,11 @@ def assert_same_end(whole, parts):
 
 def test_a_run_of_dipoles_learns_them(data, tmp_path, monkeypatch):
     rates = {"type": "exp", "start_lr": 0.02, "stop_lr": 1e-3, "decay_steps": 75}
-    options = {**RUNS["dipole"][0], "model__fitting_net__neuron": [7, 7], "learning_rate": rates}
+    options = {
+        **RUNS["dipole"][0],
+        "model__fitting_net__neuron": [7, 7],
+        "learning_rate": rates,
+    }
     names, rows = rows_of(
         trains_in(tmp_path, monkeypatch, data, options)("run", 150) / "lcurve.out"
     )
@@ -97,9 +113,16 @@ def ranks(data, tmp_path_factory):
     @cache
     def run(stage, restarted=False):
         folder, options = base / f"{stage}{restarted}", {**COMMON, **RUNS["dipole"][0]}
-        options |= {"training__zero_stage": stage, "training__training_data__batch_size": 1}
+        options |= {
+            "training__zero_stage": stage,
+            "training__training_data__batch_size": 1,
+        }
         how = (
-            {"origin": run(0), "restart": "model.ckpt-4.pt", "allow_config_change": stage > 0}
+            {
+                "origin": run(0),
+                "restart": "model.ckpt-4.pt",
+                "allow_config_change": stage > 0,
+            }
             if restarted
             else {}
         )
@@ -139,7 +162,11 @@ def test_energies_and_dipoles_share_a_descriptor(data, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["se_e2_a", "se_atten", "dpa2", "dpa3"])
 def test_two_ranks_train_energies_and_dipoles_as_one_process_does(kind, data, tmp_path):
     """A shared descriptor is sharded on its own, and each task has its own way into it."""
-    changes = {"model__descriptor": {**SECTIONS[kind], "seed": 1}} if kind != "se_e2_a" else {}
+    changes = (
+        {"model__descriptor": {**SECTIONS[kind], "seed": 1}}
+        if kind != "se_e2_a"
+        else {}
+    )
     for ranks, stage in ((1, 0), (2, 3)):
         sizes = {f"training__{section}__batch_size": 2 // ranks for section in DATA}
         values = with_energies(data, training__zero_stage=stage, **changes, **sizes)

@@ -29,7 +29,9 @@ def shared_names(weights):
     """Return the names, without the task, of tensors that both tasks have with equal values."""
     own = {
         task: {
-            n.removeprefix(f"{task}."): t for n, t in weights.items() if n.startswith(f"{task}.")
+            n.removeprefix(f"{task}."): t
+            for n, t in weights.items()
+            if n.startswith(f"{task}.")
         }
         for task in ("water", "ice")
     }
@@ -37,7 +39,8 @@ def shared_names(weights):
     return {
         n
         for n in both
-        if own["water"][n].is_floating_point() and torch.equal(own["water"][n], own["ice"][n])
+        if own["water"][n].is_floating_point()
+        and torch.equal(own["water"][n], own["ice"][n])
     }
 
 
@@ -61,10 +64,18 @@ def test_what_is_shared_stays_equal_and_what_is_not_goes_apart(way, desk, capsys
         if way == "a part of a hybrid":
             weights = load(desk / file)["model"]
             first, second = "water.descriptor.parts.0.", "ice.descriptor."
-            same = {n.removeprefix(first): t for n, t in weights.items() if n.startswith(first)}
+            same = {
+                n.removeprefix(first): t
+                for n, t in weights.items()
+                if n.startswith(first)
+            }
             assert_same(
                 same,
-                {n.removeprefix(second): t for n, t in weights.items() if n.startswith(second)},
+                {
+                    n.removeprefix(second): t
+                    for n, t in weights.items()
+                    if n.startswith(second)
+                },
             )
         assert "out_bias" not in shared
         assert "fitting.case_embd" not in shared
@@ -94,9 +105,14 @@ def test_each_head_is_a_model_of_its_own_live_and_averaged(at_run):
         for head in ("water", "ice"):
             loaded = load_model("model.ckpt.pt", head=head, use_average=bool(words))
             energy = Potential(loaded, device="cpu").evaluate(coord, types).energy
-            assert cli.main(["freeze", "--head", head.upper(), "-o", "head.dp", *words]) == 0
+            assert (
+                cli.main(["freeze", "--head", head.upper(), "-o", "head.dp", *words])
+                == 0
+            )
             np.testing.assert_allclose(
-                Potential("head.dp", device="cpu").evaluate(coord, types).energy, energy, rtol=1e-12
+                Potential("head.dp", device="cpu").evaluate(coord, types).energy,
+                energy,
+                rtol=1e-12,
             )
             energies.add(float(np.ravel(energy)[0]))
         own = load_model("model_ema.ckpt.pt", head="ice").model.state_dict()
@@ -107,11 +123,25 @@ def test_each_head_is_a_model_of_its_own_live_and_averaged(at_run):
 def test_the_energies_of_one_head_change_in_a_file_of_all(at_run, capsys):
     before = load("model.ckpt-8.pt")["model"]
     assert (
-        cli.main(["change-bias", "model.ckpt.pt", "-s", "ice2", "--head", "ICE", "-o", "one.pt"])
+        cli.main(
+            [
+                "change-bias",
+                "model.ckpt.pt",
+                "-s",
+                "ice2",
+                "--head",
+                "ICE",
+                "-o",
+                "one.pt",
+            ]
+        )
         == 0
     )
     said = capsys.readouterr().out
-    assert "model.ckpt.pt: ice, live weights of step 8\noutput bias: moved by a fit" in said
+    assert (
+        "model.ckpt.pt: ice, live weights of step 8\noutput bias: moved by a fit"
+        in said
+    )
     assert "wrote one.pt, in which water stays as it is" in said
     after = load("one.pt")["model"]
     own = {"ice.out_bias", "ice.out_std"}
@@ -121,7 +151,19 @@ def test_the_energies_of_one_head_change_in_a_file_of_all(at_run, capsys):
     )
     assert not torch.equal(after["ice.out_bias"], before["ice.out_bias"])
     assert (
-        cli.main(["change-bias", "one.pt", "-b", "-3", "-2", "--head", "water", "-o", "both.pt"])
+        cli.main(
+            [
+                "change-bias",
+                "one.pt",
+                "-b",
+                "-3",
+                "-2",
+                "--head",
+                "water",
+                "-o",
+                "both.pt",
+            ]
+        )
         == 0
     )
     capsys.readouterr()
@@ -154,7 +196,17 @@ def test_without_a_head_the_message_names_them(at_run, capsys):
         assert cli.main(words) == 2
         assert phrase in capsys.readouterr().err
     assert (
-        cli.main(["test", "-m", "model.ckpt.pt", "--head", "ICE", "--valid-data", "input.json"])
+        cli.main(
+            [
+                "test",
+                "-m",
+                "model.ckpt.pt",
+                "--head",
+                "ICE",
+                "--valid-data",
+                "input.json",
+            ]
+        )
         == 0
     )
     assert "model.ckpt.pt: ice, live weights of step 8" in capsys.readouterr().out
@@ -162,9 +214,12 @@ def test_without_a_head_the_message_names_them(at_run, capsys):
 
 def test_averages_found_after_training_are_ranked_by_the_errors_of_a_task(desk, capsys):
     averages = [
-        {"name": f"p{n}", "type": "power", "sigma_rel": n / 100, "snapshots": True} for n in (5, 10)
+        {"name": f"p{n}", "type": "power", "sigma_rel": n / 100, "snapshots": True}
+        for n in (5, 10)
     ]
-    values = input_of("all", averaging=averages, numb_steps=24, save_freq=2, save_dir="files")
+    values = input_of(
+        "all", averaging=averages, numb_steps=24, save_freq=2, save_dir="files"
+    )
     del values["training"]["enable_ema"], values["training"]["ema_decay"]
     write(desk, values)
     assert cli.main(["train", "input.json"]) == 0
@@ -201,31 +256,50 @@ def with_steam(values):
 @pytest.mark.parametrize(
     ("way", "change"), [("all", "added"), ("all", "removed"), ("nothing", "removed")]
 )
-def test_tasks_that_stay_continue_bitwise_when_another_comes_or_goes(way, change, desk, capsys):
+def test_tasks_that_stay_continue_bitwise_when_another_comes_or_goes(
+    way, change, desk, capsys
+):
     # room for a third case
-    few = json.loads(json.dumps(input_of(way)).replace('"dim_case_embd": 2', '"dim_case_embd": 3'))
+    few = json.loads(
+        json.dumps(input_of(way)).replace('"dim_case_embd": 2', '"dim_case_embd": 3')
+    )
     many = with_steam(few)
     before, after = (few, many) if change == "added" else (many, few)
     write(desk, before)
     write(desk, after, "after.json")
     assert cli.main(["train", "input.json"]) == 0
-    whole = {name: load(desk / name) for name in ("model.ckpt-8.pt", "model_ema.ckpt-8.pt")}
+    whole = {
+        name: load(desk / name) for name in ("model.ckpt-8.pt", "model_ema.ckpt-8.pt")
+    }
     assert cli.main(["train", "--restart", "model.ckpt-4.pt", "after.json"]) == 2
     assert (
         f"task steam: {'new' if change == 'added' else 'in the checkpoint only'}"
         in capsys.readouterr().err
     )
     assert (
-        cli.main(["train", "--restart", "model.ckpt-4.pt", "after.json", "--allow-config-change"])
+        cli.main(
+            [
+                "train",
+                "--restart",
+                "model.ckpt-4.pt",
+                "after.json",
+                "--allow-config-change",
+            ]
+        )
         == 0
     )
     for name, unbroken in whole.items():
         now = load(desk / name)
         stay = [n for n in now["model"] if n.startswith(("water.", "ice."))]
         assert_same(
-            {n: now["model"][n] for n in stay}, {n: unbroken["model"][n] for n in stay}, name
+            {n: now["model"][n] for n in stay},
+            {n: unbroken["model"][n] for n in stay},
+            name,
         )
-    cases = [now["model"][f"{task}.fitting.case_embd"] for task in after["model"]["model_dict"]]
+    cases = [
+        now["model"][f"{task}.fitting.case_embd"]
+        for task in after["model"]["model_dict"]
+    ]
     assert len({int(case.argmax()) for case in cases}) == len(cases)
     if change == "added":
         first, second = (
@@ -262,7 +336,9 @@ def config_of(way, kind, **training):
         ("all", "HybridMuon", 2),
     ],
 )
-def test_two_ranks_train_what_tasks_share_as_one_process_does(tmp_path, way, kind, stage):
+def test_two_ranks_train_what_tasks_share_as_one_process_does(
+    tmp_path, way, kind, stage
+):
     """With all in common stages 2 and 3 had failed."""
     for ranks, zero_stage in ((1, 0), (2, stage)):
         values = config_of(way, kind, zero_stage=zero_stage)
@@ -271,7 +347,9 @@ def test_two_ranks_train_what_tasks_share_as_one_process_does(tmp_path, way, kin
         write_data(tmp_path / str(ranks))
         train_ranks(tmp_path / str(ranks), ranks, values)
     for name in FILES:  # moments of Adam beside Muon are in float32
-        assert_near(load(tmp_path / "1" / name), load(tmp_path / "2" / name), tolerance=1e-6)
+        assert_near(
+            load(tmp_path / "1" / name), load(tmp_path / "2" / name), tolerance=1e-6
+        )
 
 
 def trained(values, *options):
@@ -290,22 +368,27 @@ def test_a_restart_with_shared_parts_is_the_same_run_to_the_last_bit(kind):
     for part in ("model", "optimizer", "averages"):
         assert_same(whole[part], again[part])
     for name in first:
-        assert not (name.endswith("weight") and torch.equal(first[name], whole["model"][name])), (
-            name
-        )
+        assert not (
+            name.endswith("weight") and torch.equal(first[name], whole["model"][name])
+        ), name
 
 
 def test_weights_of_other_tasks_share_no_block_and_stay_as_they_are():
     tasks = {"shared": ["a", "b"], "own": ["a"], "other": ["b"]}
-    parameters = {name: torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in tasks}
+    parameters = {
+        name: torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in tasks
+    }
     alone = {
-        name: torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in ("shared", "own")
+        name: torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+        for name in ("shared", "own")
     }
     both, one = LKF(parameters.items(), 100, tasks), LKF(alone.items(), 3)
     assert [len(c) for c in both.state_dict()["covariances"]] == [3, 3, 3]
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
-        gradients = [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(2)]
+        gradients = [
+            torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(2)
+        ]
         error = torch.tensor(0.3, dtype=torch.float64)
         both.update(gradients, error, torch.ones(()), "a")
         one.update(gradients, error, torch.ones(()))
@@ -330,7 +413,18 @@ def test_covariances_do_not_continue_with_other_tasks(capsys):
         del section["ice"]
     write(Path(), values)
     assert (
-        cli.main(["train", "input.json", "--restart", "model.ckpt-2.pt", "--allow-config-change"])
+        cli.main(
+            [
+                "train",
+                "input.json",
+                "--restart",
+                "model.ckpt-2.pt",
+                "--allow-config-change",
+            ]
+        )
         == 2
     )
-    assert 'optimizer.type = "LKF": its covariances are of blocks' in capsys.readouterr().err
+    assert (
+        'optimizer.type = "LKF": its covariances are of blocks'
+        in capsys.readouterr().err
+    )

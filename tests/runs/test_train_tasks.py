@@ -53,10 +53,16 @@ def test_two_tasks_train_and_are_validated_and_saved_each(train):
     last = load(folder / "model.ckpt-12.pt")["model"]
     assert {name.partition(".")[0] for name in last} == {"water", "salt"}
     rows = np.genfromtxt(folder / "lcurve.out", names=True)
-    assert {"rmse_v_val_water", "rmse_e_trn_salt", "rmse_f_val_salt"} <= set(rows.dtype.names)
+    assert {"rmse_v_val_water", "rmse_e_trn_salt", "rmse_f_val_salt"} <= set(
+        rows.dtype.names
+    )
     assert "rmse_v_val_salt" not in rows.dtype.names
-    assert all(np.isfinite(rows[f"rmse_f_val_{task}"]).all() for task in ("water", "salt"))
-    assert (folder / "val_water.log").read_text() != (folder / "val_salt.log").read_text()
+    assert all(
+        np.isfinite(rows[f"rmse_f_val_{task}"]).all() for task in ("water", "salt")
+    )
+    assert (folder / "val_water.log").read_text() != (
+        folder / "val_salt.log"
+    ).read_text()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -78,7 +84,12 @@ def test_a_step_of_one_task_leaves_the_model_of_the_other_as_it_is(train):
     class Look(Callback):
         def on_start(self, trainer, task=None):
             models = next(iter(trainer.tasks)).models
-            seen.append((task, {name: p.detach().clone() for name, p in models.named_parameters()}))
+            seen.append(
+                (
+                    task,
+                    {name: p.detach().clone() for name, p in models.named_parameters()},
+                )
+            )
 
         def after_update(self, trainer):
             self.on_start(trainer, trainer.tasks.draw(trainer.step).name)
@@ -87,7 +98,9 @@ def test_a_step_of_one_task_leaves_the_model_of_the_other_as_it_is(train):
     assert {task for task, _ in seen[1:]} == {"water", "salt"}
     for (_, before), (task, after) in pairwise(seen):
         assert {
-            name.partition(".")[0] for name in after if not torch.equal(before[name], after[name])
+            name.partition(".")[0]
+            for name in after
+            if not torch.equal(before[name], after[name])
         } == {task}
 
 

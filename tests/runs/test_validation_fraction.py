@@ -30,7 +30,9 @@ def write_npy():
 
 
 def write_mixed():
-    return [write_system("m", frames=20, natoms=10, seed=4, mixed=True, virtual=2, sets=2)]
+    return [
+        write_system("m", frames=20, natoms=10, seed=4, mixed=True, virtual=2, sets=2)
+    ]
 
 
 def write_hdf5():
@@ -63,7 +65,9 @@ FORMATS = {
 
 def parts(config, seed=3, memories=None):
     data = open_run(config, memories)
-    return data, split_off(config, data, choose_validation(config, data, seed, memories))
+    return data, split_off(
+        config, data, choose_validation(config, data, seed, memories)
+    )
 
 
 def energies_of(sources):
@@ -79,7 +83,9 @@ def test_every_frame_of_every_format_is_in_one_part_and_reads_as_before(
     tmp_path, monkeypatch, name
 ):
     monkeypatch.chdir(tmp_path)
-    config = config_from_dict(tiny_input(FORMATS[name](), training__validation_fraction=0.2))
+    config = config_from_dict(
+        tiny_input(FORMATS[name](), training__validation_fraction=0.2)
+    )
     (whole, _), (train_part, valid_part) = (of_run[""][:2] for of_run in parts(config))
     every = energies_of(whole)
     assert sorted(energies_of(train_part) + energies_of(valid_part)) == sorted(every)
@@ -95,10 +101,15 @@ def test_every_frame_of_every_format_is_in_one_part_and_reads_as_before(
                 assert np.array_equal(chunk.arrays["coord"][row][exists], frame.coord)
                 assert chunk.arrays["energy"][row].item() == frame.labels["energy"]
                 where, own = source.where(chunk.first + row), source.whole
-                assert where == own.where(frame.source[1])  # messages name the frame of the file
+                assert where == own.where(
+                    frame.source[1]
+                )  # messages name the frame of the file
 
 
-VALIDATED = {"training__validation_fraction": 0.2, **validated(4, training__disp_freq=1)}
+VALIDATED = {
+    "training__validation_fraction": 0.2,
+    **validated(4, training__disp_freq=1),
+}
 
 
 class Parts(Callback):
@@ -117,7 +128,9 @@ class Parts(Callback):
             for k in range(s.num_frames)
         }
         self.displayed = {
-            s.frame(k).source for s in task.display_loader.systems for k in range(s.num_frames)
+            s.frame(k).source
+            for s in task.display_loader.systems
+            for k in range(s.num_frames)
         }
         self.loader, self.first = task.train_loader, task.train_loader.position
 
@@ -145,7 +158,9 @@ def test_validation_frames_are_not_trained_on_and_a_restart_has_the_same(start):
         start("parts", 16, callback=before)
     folder = start("parts", 16, restart="model.ckpt.pt", callback=after)
     assert before.valid == after.valid == seen.valid
-    assert_same(torch.load(whole / "model.ckpt.pt"), torch.load(folder / "model.ckpt.pt"))
+    assert_same(
+        torch.load(whole / "model.ckpt.pt"), torch.load(folder / "model.ckpt.pt")
+    )
     for name in ("lcurve.out", "val.log"):
         assert (whole / name).read_bytes() == (folder / name).read_bytes()
 
@@ -156,16 +171,26 @@ def test_statistics_are_of_training_frames_only(start, tmp_path):
     chosen = choose_validation(config, open_run(config), 10)[""].mask
     blocks = path.read_text().splitlines(keepends=True)
     frames = ["".join(blocks[k : k + 14]) for k in range(0, len(blocks), 14)]
-    (tmp_path / "t.extxyz").write_text("".join(f for f, c in zip(frames, chosen) if not c))
-    options = {"training__training_data__batch_size": 25, "model__data_stat_nbatch": 100}
+    (tmp_path / "t.extxyz").write_text(
+        "".join(f for f, c in zip(frames, chosen) if not c)
+    )
+    options = {
+        "training__training_data__batch_size": 25,
+        "model__data_stat_nbatch": 100,
+    }
     split = start("split", 1, options)
     alone = {
         "training__training_data__systems": [str(tmp_path / "t.extxyz")],
         "training__validation_fraction": None,
     }
-    alone |= {"validating__full_validation": False, "validating__ema_full_validation": False}
+    alone |= {
+        "validating__full_validation": False,
+        "validating__ema_full_validation": False,
+    }
     other = start("alone", 1, {**options, **alone})
-    one, two = (torch.load(folder / "model.ckpt.pt")["model"] for folder in (split, other))
+    one, two = (
+        torch.load(folder / "model.ckpt.pt")["model"] for folder in (split, other)
+    )
     for name in ("out_bias", "descriptor.mean", "descriptor.stddev"):
         assert torch.allclose(one[name], two[name], rtol=1e-12, atol=0), name
 
@@ -185,14 +210,17 @@ def test_a_choice_for_another_model_is_made_anew(tmp_path, monkeypatch):
 @pytest.mark.parametrize("fraction", [0, 0.5])
 def test_wrong_fractions_are_refused(fraction):
     with pytest.raises(
-        ConfigError, match=rf"validation_fraction = {fraction}: expected a number > 0 and < 0.5"
+        ConfigError,
+        match=rf"validation_fraction = {fraction}: expected a number > 0 and < 0.5",
     ):
         config_from_dict(tiny_input(["a"], training__validation_fraction=fraction))
 
 
 def test_check_says_that_a_run_without_a_seed_draws_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    config = tiny_input(write_extxyz(), training__validation_fraction=0.2, training__seed=None)
+    config = tiny_input(
+        write_extxyz(), training__validation_fraction=0.2, training__seed=None
+    )
     Path("input.json").write_text(json.dumps(config))
     assert cli.main(["check", "input.json"]) == 0
     assert (
@@ -207,7 +235,9 @@ def test_another_fraction_at_a_restart_is_another_run():
         config_from_dict(tiny_input(["data"], training__validation_fraction=fraction))
         for fraction in (0.2, 0.3)
     )
-    start = Start(path=Path("model.ckpt.pt"), config=to_dict(before), saved={"": before.model})
+    start = Start(
+        path=Path("model.ckpt.pt"), config=to_dict(before), saved={"": before.model}
+    )
     check_resumable(start, before, False)
     text = "training.validation_fraction: 0.2 in the checkpoint, 0.3 in the input"
     with pytest.raises(ConfigError, match=re.escape(text)):

@@ -55,7 +55,9 @@ def refusing(check, name):
 def test_what_dargs_refuses_is_refused(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, spoiled({"training.enable_ema": True, "training.ema_decay": 0.9}))
-    monkeypatch.setattr(Argument, "check_value", refusing(Argument.check_value, "ema_decay"))
+    monkeypatch.setattr(
+        Argument, "check_value", refusing(Argument.check_value, "ema_decay")
+    )
     assert cli.main([command, "input.json"]) == 2
     assert "ema_decay" in capsys.readouterr().err
 
@@ -68,7 +70,9 @@ def test_nothing_else_judges_a_type(monkeypatch):
     assert config_from_dict(wrong).training.disp_freq == "often"
 
 
-def test_a_wrong_option_does_not_hide_wrong_data(tmp_path, monkeypatch, capsys, water_like):
+def test_a_wrong_option_does_not_hide_wrong_data(
+    tmp_path, monkeypatch, capsys, water_like
+):
     """An input with a misspelled option hid a NaN in the data until the option was mended."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(water_like, tmp_path / "data")
@@ -98,7 +102,9 @@ def test_programs_of_dargs_know_the_schema(tmp_path):
     ]
     subprocess.run(command, check=True)
     file = write(tmp_path, spoiled({"training.numb_stepss": 1}))
-    done = subprocess.run([*command[:-1], str(file)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command[:-1], str(file)], capture_output=True, text=True, check=False
+    )
     assert done.returncode != 0
     assert "numb_stepss" in done.stderr
     command = [

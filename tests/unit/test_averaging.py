@@ -42,7 +42,9 @@ PACKAGES = {"averaging", "config", "distributed", "errors", "findings", "text", 
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    text = deepmd_ema.averaging.__doc__.partition("::\n")[2].partition("\nA bank can be pickled")[0]
+    text = deepmd_ema.averaging.__doc__.partition("::\n")[2].partition(
+        "\nA bank can be pickled"
+    )[0]
     names = {}
     exec(compile(ast.parse(textwrap.dedent(text)), "example", "exec"), names)
     bank, published = names["bank"], names["published"]
@@ -50,7 +52,8 @@ def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     assert bank.info("ema")["updates"] == 100
     assert bank.info("slow")["updates"] == 10
     assert_same(
-        copies(published), {name: tensor.float() for name, tensor in bank.weights("p1").items()}
+        copies(published),
+        {name: tensor.float() for name, tensor in bank.weights("p1").items()},
     )
 
 
@@ -65,13 +68,17 @@ def test_copy_to_publishes_an_average_into_a_module_of_the_same_shape():
         for name, value in copies(other).items()
     }
     assert_same(copies(other), averages)
-    with pytest.raises(CheckpointError, match=r"first.weight is \(2, 3\) there, \(5, 3\) here"):
+    with pytest.raises(
+        CheckpointError, match=r"first.weight is \(2, 3\) there, \(5, 3\) here"
+    ):
         bank.copy_to("ema", other, task="ice")
 
 
 def test_a_bank_can_be_pickled_with_its_network_and_continues():
     net = make_net()
-    bank = AverageBank(net, [WARM, PowerProfile("p", 3.0, update_every=2, device="cpu")])
+    bank = AverageBank(
+        net, [WARM, PowerProfile("p", 3.0, update_every=2, device="cpu")]
+    )
     train(net, bank, range(4))
     module, again = pickle.loads(pickle.dumps((net, bank)))
     train(net, bank, range(4, 7))
@@ -96,7 +103,9 @@ def test_importing_averages_imports_neither_the_trainer_nor_what_reads_data():
 
 
 def test_names_that_clash_are_an_error():
-    with pytest.raises(ConfigError, match="averages ema, flat, ema: the names must differ"):
+    with pytest.raises(
+        ConfigError, match="averages ema, flat, ema: the names must differ"
+    ):
         AverageBank(make_net(), [PLAIN, SwaProfile("flat"), WARM])
 
 
@@ -108,7 +117,9 @@ def test_names_that_clash_are_an_error():
     ],
 )
 def test_a_length_in_epochs_is_an_error_that_says_what_to_give(profile):
-    with pytest.raises(ConfigError, match=r"averaging: a length in epochs.*Give it in steps"):
+    with pytest.raises(
+        ConfigError, match=r"averaging: a length in epochs.*Give it in steps"
+    ):
         AverageBank(make_net(), [profile])
 
 
@@ -139,12 +150,16 @@ def test_a_parameter_that_is_switched_on_starts_from_its_live_value(net, caplog)
     train(net, bank, range(3, 5))
     net.first.requires_grad_(True)
     bank.update()
-    assert torch.equal(bank.weights("ema")["first.weight"], net.first.weight)  # and starts again
+    assert torch.equal(
+        bank.weights("ema")["first.weight"], net.first.weight
+    )  # and starts again
     assert bank.info("ema")["updates"] == 5
 
 
 @pytest.mark.parametrize("profile", [PLAIN, POWER])
-def test_a_tensor_shared_by_tasks_has_one_average_and_a_task_may_be_idle_come_and_go(profile):
+def test_a_tensor_shared_by_tasks_has_one_average_and_a_task_may_be_idle_come_and_go(
+    profile,
+):
     water, ice = make_net(), Net()
     ice.first = water.first
     bank, apart = (
@@ -159,11 +174,18 @@ def test_a_tensor_shared_by_tasks_has_one_average_and_a_task_may_be_idle_come_an
     weights, alone = bank.weights("ema"), apart.weights("ema")
     assert len(bank["ema"].tensors) == 6
     assert_same(
-        {n.removeprefix("water."): t for n, t in weights.items() if n.startswith("water.")}, alone
+        {
+            n.removeprefix("water."): t
+            for n, t in weights.items()
+            if n.startswith("water.")
+        },
+        alone,
     )
     of_ice = {n: t for n, t in weights.items() if n.startswith("ice.")}
     assert torch.equal(of_ice["ice.first.weight"], alone["first.weight"])
-    assert torch.equal(of_ice["ice.second.weight"], idle["second.weight"])  # without a drift
+    assert torch.equal(
+        of_ice["ice.second.weight"], idle["second.weight"]
+    )  # without a drift
     saved = bank.state_dict()
     of_file = saved["profiles"]["ema"]["weights"]
     assert of_file["water.first.weight"] is of_file["ice.first.weight"]
@@ -174,7 +196,9 @@ def test_a_tensor_shared_by_tasks_has_one_average_and_a_task_may_be_idle_come_an
     removed.load_state_dict(saved)
     assert_same(removed.weights("ema"), of_ice)
     added.load_state_dict(removed.state_dict())
-    assert_same({n: t for n, t in added.weights("ema").items() if n.startswith("ice.")}, of_ice)
+    assert_same(
+        {n: t for n, t in added.weights("ema").items() if n.startswith("ice.")}, of_ice
+    )
     assert torch.equal(added.weights("ema")["water.second.weight"], water.second.weight)
 
 
@@ -307,7 +331,9 @@ def train_by_gradients(model, bank, steps):
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("profile", SHARDED, ids=lambda p: p.name)
-def test_a_sharded_module_sees_the_average_and_gets_its_weights_back(tmp_path, profile, staged):
+def test_a_sharded_module_sees_the_average_and_gets_its_weights_back(
+    tmp_path, profile, staged
+):
     with sharded_references(tmp_path) as (net, reference):
         if staged:
             with through_staging():
@@ -342,7 +368,9 @@ def test_an_update_of_shards_does_not_communicate(tmp_path, monkeypatch, host_kn
         shards = [profile for profile in SHARDED if profile.layout == "local_shard"]
         bank, whole = AverageBank(net, shards), AverageBank(net, [SHARDED[1]])
         for name in ("full_tensor", "redistribute", "from_local"):
-            monkeypatch.setattr(DTensor, name, lambda *_, **__: pytest.fail("communication"))
+            monkeypatch.setattr(
+                DTensor, name, lambda *_, **__: pytest.fail("communication")
+            )
         with nullcontext() if host_knows else on_device(), Recorded() as seen:
             bank.update(torch.ones(()))
         assert seen.names

@@ -28,7 +28,13 @@ from averaging_nets import (
 )
 from torch import nn
 
-from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile, storage
+from deepmd_ema.averaging import (
+    AverageBank,
+    EmaProfile,
+    PowerProfile,
+    SwaProfile,
+    storage,
+)
 from deepmd_ema.averaging.average import Average
 from deepmd_ema.errors import ConfigError
 
@@ -73,7 +79,9 @@ SPARSE = EmaProfile("ema", 0.9, start_step=2, update_every=3)
 
 
 @pytest.mark.parametrize("where", ["host", "device", "staged"])
-@pytest.mark.parametrize("profile", [WARM, POWER, BUFFERED], ids=["ema", "power", "buffers"])
+@pytest.mark.parametrize(
+    "profile", [WARM, POWER, BUFFERED], ids=["ema", "power", "buffers"]
+)
 def test_a_step_that_is_not_finite_does_not_poison_an_average(net, where, profile):
     with through_staging() if where == "staged" else nullcontext():
         bank = AverageBank(net, [profile])
@@ -111,7 +119,10 @@ AFTER_ONE = SwaProfile("ema", start_step=1)
 
 @pytest.mark.parametrize("profile", [POWER, SWA, LATE, AFTER_ONE], ids=lambda p: p.name)
 def test_every_formula_gives_the_same_on_host_and_device(profile):
-    net, profile = make_net(width=37, dtype=torch.float32), replace(profile, dtype="float32")
+    net, profile = (
+        make_net(width=37, dtype=torch.float32),
+        replace(profile, dtype="float32"),
+    )
     host, device = AverageBank(net, [profile]), AverageBank(net, [profile])
     for step in range(40):
         move(net, step)
@@ -165,20 +176,27 @@ def test_the_fate_of_a_step_is_never_read_by_the_host(net, profile):
     ]
 
 
-@pytest.mark.parametrize(("dtype", "rate"), [(torch.float32, 1e-3), (torch.bfloat16, 0.02)])
-def test_an_average_of_narrow_weights_does_not_stay_behind_in_a_run_that_decays(dtype, rate):
+@pytest.mark.parametrize(
+    ("dtype", "rate"), [(torch.float32, 1e-3), (torch.bfloat16, 0.02)]
+)
+def test_an_average_of_narrow_weights_does_not_stay_behind_in_a_run_that_decays(
+    dtype, rate
+):
     """In float32 it lost 7 to 10 % of its distance from the live weights: updates fell below its
     rounding.
     """
     generator, decay = torch.Generator().manual_seed(0), 0.9999
     net = Net(width=40, dtype=dtype)
     bank = AverageBank(
-        net, [EmaProfile("default", decay), EmaProfile("narrow", decay, dtype="float32")]
+        net,
+        [EmaProfile("default", decay), EmaProfile("narrow", decay, dtype="float32")],
     )
     expected, steps = net.first.weight.detach().double().clone(), 12_000
     with torch.no_grad():
         for step in range(steps):
-            change = rate * 1e-3 ** (step / steps) * torch.randn(40, 3, generator=generator)
+            change = (
+                rate * 1e-3 ** (step / steps) * torch.randn(40, 3, generator=generator)
+            )
             net.first.weight.add_(change.to(dtype))
             bank.update()
             share = 1 - min(decay, (1 + step) / (10 + step))
@@ -208,7 +226,9 @@ def test_an_exception_inside_a_swap_restores_the_live_weights(net, error):
     assert_same(bank.weights("ema"), average)
 
 
-def test_a_second_signal_in_an_exchange_is_delivered_although_the_first_raises(net, monkeypatch):
+def test_a_second_signal_in_an_exchange_is_delivered_although_the_first_raises(
+    net, monkeypatch
+):
     bank = AverageBank(net, [PLAIN])
     live, whole, seen = copies(net), Average.swap_in, []
 
@@ -223,7 +243,10 @@ def test_a_second_signal_in_an_exchange_is_delivered_although_the_first_raises(n
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Average, "swap_in", swap_in)
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, stop)
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         with pytest.raises(KeyboardInterrupt), bank.swapped_in("ema"):
             pytest.fail("the body must not run")
@@ -256,10 +279,12 @@ def test_names_are_those_of_the_bare_model_whatever_wraps_it(net):
     wrapped = nn.DataParallel(torch.compile(nn.DataParallel(net), backend="eager"))
     bank = AverageBank(wrapped, [PLAIN])
     assert sorted(bank.weights("ema")) == sorted(net.state_dict())
-    inside = nn.ModuleDict({"module": torch.compile(net, backend="eager"), "last": nn.Linear(1, 1)})
-    assert {"module.first.weight", "last.weight"} < AverageBank(inside, [PLAIN]).weights(
-        "ema"
-    ).keys()
+    inside = nn.ModuleDict(
+        {"module": torch.compile(net, backend="eager"), "last": nn.Linear(1, 1)}
+    )
+    assert {"module.first.weight", "last.weight"} < AverageBank(
+        inside, [PLAIN]
+    ).weights("ema").keys()
 
 
 def test_a_model_without_trained_parameters_is_an_error(net):
@@ -270,7 +295,9 @@ def test_a_model_without_trained_parameters_is_an_error(net):
 
 @pytest.mark.parametrize("profile", [POWER, SwaProfile("ema", dtype="float32")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_live_weights_averages_and_states_are_the_same_bits_inside_and_after_a_swap(profile, dtype):
+def test_live_weights_averages_and_states_are_the_same_bits_inside_and_after_a_swap(
+    profile, dtype
+):
     net = make_net(dtype=dtype)
     late = EmaProfile("late", 0.9, start_step=100)  # it still is the live weights
     bank = AverageBank(net, [profile, EmaProfile("slow", 0.999, warmup=False), late])
@@ -279,7 +306,10 @@ def test_live_weights_averages_and_states_are_the_same_bits_inside_and_after_a_s
     averages = {name: bank.weights(name) for name in bank.names}
     for _ in range(2):
         with bank.swapped_in("ema"):
-            assert_same(copies(net), {n: t.to(live[n].dtype) for n, t in averages["ema"].items()})
+            assert_same(
+                copies(net),
+                {n: t.to(live[n].dtype) for n, t in averages["ema"].items()},
+            )
             assert_same(bank.weights("live"), live)
             for name in bank.names:
                 assert_same(
@@ -306,15 +336,21 @@ def test_what_would_mix_live_and_averaged_weights_is_refused_inside_a_swap(net):
         ):
             with pytest.raises(AssertionError, match="while an average is swapped in"):
                 act()
-        with pytest.raises(RuntimeError, match="'slow' cannot be swapped in: 'ema' is already"):
+        with pytest.raises(
+            RuntimeError, match="'slow' cannot be swapped in: 'ema' is already"
+        ):
             bank.swapped_in("slow").__enter__()
     assert_same(copies(net), live)
 
 
-@pytest.mark.parametrize("profile", [WARM, POWER, SWA, BUFFERED, SPARSE], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "profile", [WARM, POWER, SWA, BUFFERED, SPARSE], ids=lambda p: p.name
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("read_every", [1, 4])
-def test_staged_averages_are_the_same_bits_however_often_they_are_read(profile, dtype, read_every):
+def test_staged_averages_are_the_same_bits_however_often_they_are_read(
+    profile, dtype, read_every
+):
     net = make_net(dtype=dtype)
     with through_staging():
         staged = AverageBank(net, [profile])

@@ -34,7 +34,9 @@ def bank_of(profile):
 
 def test_a_width_and_its_exponent_are_each_others_inverse():
     for gamma in (0.0, 0.3, 1.0, 6.94, 16.97, 500.0):
-        assert gamma_of(sigma_rel_of(gamma)) == pytest.approx(gamma, rel=1e-10, abs=1e-12)
+        assert gamma_of(sigma_rel_of(gamma)) == pytest.approx(
+            gamma, rel=1e-10, abs=1e-12
+        )
     # the numbers of the paper (section 3.1)
     assert gamma_of(0.05) == pytest.approx(16.97, abs=5e-3)
     assert gamma_of(0.10) == pytest.approx(6.94, abs=5e-3)
@@ -50,7 +52,10 @@ def test_a_width_and_its_exponent_are_each_others_inverse():
 # a profile without its pace -> the decay after t steps since its start
 FORMULAS = {
     "ema": (EmaProfile("e", 0.9, warmup=False), lambda t: 0.9),
-    "half-life": (EmaProfile.from_half_life("e", 7, warmup=False), lambda t: 0.5 ** (1 / 7)),
+    "half-life": (
+        EmaProfile.from_half_life("e", 7, warmup=False),
+        lambda t: 0.5 ** (1 / 7),
+    ),
     "warm-up": (EmaProfile("e", 0.6), lambda t: min(0.6, (1 + t) / (10 + t))),
     "power": (PowerProfile("e", 2.5), lambda t: (t / (t + 1)) ** 3.5),
     "power of the paper": (
@@ -68,12 +73,17 @@ def test_an_average_has_the_weights_and_the_mean_age_of_its_formula(name, start,
     weights.
     """
     profile, decay_of_step = FORMULAS[name]
-    profile, num_steps = replace(profile, start_step=start, update_every=every), start + 37
+    profile, num_steps = (
+        replace(profile, start_step=start, update_every=every),
+        start + 37,
+    )
     weights, info = weights_of_steps(profile, num_steps)
     expected = torch.zeros(num_steps + 1, dtype=torch.float64)
     expected[start] = 1
     for step in range(start + every, num_steps + 1, every):
-        decay = math.prod(decay_of_step(t) for t in range(step - start - every, step - start))
+        decay = math.prod(
+            decay_of_step(t) for t in range(step - start - every, step - start)
+        )
         expected *= decay
         expected[step] += 1 - decay
     assert torch.allclose(weights, expected, rtol=1e-12, atol=1e-15)
@@ -87,7 +97,8 @@ def test_an_average_has_the_weights_and_the_mean_age_of_its_formula(name, start,
 
 
 @pytest.mark.parametrize(
-    "profile", [EmaProfile("e", 0.9, warmup=False), PowerProfile("e", 3.0), SwaProfile("e")]
+    "profile",
+    [EmaProfile("e", 0.9, warmup=False), PowerProfile("e", 3.0), SwaProfile("e")],
 )
 def test_D6_skipped_steps_count_nothing_and_the_others_sum_to_one(profile):
     skipped = (1, 4, 5, 11)
@@ -104,7 +115,9 @@ def test_D6_skipped_steps_count_nothing_and_the_others_sum_to_one(profile):
 
 def test_a_start_in_epochs_after_any_run_is_never():
     assert (
-        EmaProfile("e", half_life=1, half_life_unit="epochs").in_steps({"epochs": 2}).decay
+        EmaProfile("e", half_life=1, half_life_unit="epochs")
+        .in_steps({"epochs": 2})
+        .decay
         == 0.5**0.5
     )
     late = SwaProfile("s", start_epoch=1e300).in_steps({"epochs": 20.0})
@@ -119,7 +132,10 @@ def test_a_start_in_epochs_after_any_run_is_never():
     ("make", "phrase"),
     [
         (lambda: EmaProfile("e", 1.0), "decay = 1.0: expected a number >= 0 and < 1"),
-        (lambda: SwaProfile("e", update_every=0), "update_every = 0: expected a whole number > 0"),
+        (
+            lambda: SwaProfile("e", update_every=0),
+            "update_every = 0: expected a whole number > 0",
+        ),
         (
             lambda: SwaProfile("e", should_update=lambda step, epoch: True),
             "should_update: cannot be pickled",
@@ -147,7 +163,9 @@ def test_a_wrong_setting_is_reported_with_its_average(make, phrase):
 
 
 def test_a_hook_decides_which_steps_after_the_start_count():
-    profile = SwaProfile("even", start_step=3, should_update=EveryOther(0, from_epoch=0.5))
+    profile = SwaProfile(
+        "even", start_step=3, should_update=EveryOther(0, from_epoch=0.5)
+    )
     net = make_net()
     bank, history = AverageBank(net, [profile]), {}
     for step in range(1, 12):

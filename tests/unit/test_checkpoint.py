@@ -57,7 +57,8 @@ def test_a_damaged_file_is_named_with_the_newest_intact_one_before_it(here, how)
         checkpoint.load("model.ckpt-3.pt")
     os.remove("model.ckpt-1.pt")
     with pytest.raises(
-        CheckpointError, match=r"damaged.* There is no older intact checkpoint beside it"
+        CheckpointError,
+        match=r"damaged.* There is no older intact checkpoint beside it",
     ):
         checkpoint.load(here / "model.ckpt-2.pt")
 
@@ -68,7 +69,9 @@ def test_a_damaged_file_is_named_with_the_newest_intact_one_before_it(here, how)
         ("torch.load", MemoryError(), "out of memory"),
         (
             "torch.load",
-            RuntimeError("unable to mmap 8 bytes from <x>: Cannot allocate memory (12)"),
+            RuntimeError(
+                "unable to mmap 8 bytes from <x>: Cannot allocate memory (12)"
+            ),
             "out of memory",
         ),
         (
@@ -102,9 +105,13 @@ def test_a_missing_file_lists_what_is_there(here):
         checkpoint.load("model.ckpt.pt")
     for step in (2, 10):
         checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
-    with pytest.raises(CheckpointError, match=r"Available in .: model.ckpt-10.pt, model.ckpt-2.pt"):
+    with pytest.raises(
+        CheckpointError, match=r"Available in .: model.ckpt-10.pt, model.ckpt-2.pt"
+    ):
         checkpoint.load("modle.ckpt.pt")
-    with pytest.raises(CheckpointError, match="no file 'checkpoint' here that names the newest"):
+    with pytest.raises(
+        CheckpointError, match="no file 'checkpoint' here that names the newest"
+    ):
         checkpoint.resolve(here)
     (here / "checkpoint").write_text("model.ckpt-10.pt")
     for link in ("model.ckpt.pt", "model.ckpt"):  # a file system without links has none
@@ -115,23 +122,34 @@ def test_a_missing_file_lists_what_is_there(here):
     ):
         checkpoint.load("model.ckpt.pt")
     (here / "checkpoint").write_text("model.ckpt-9.pt")
-    with pytest.raises(CheckpointError, match=r"names model.ckpt-9.pt, which is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"names model.ckpt-9.pt, which is missing"
+    ):
         checkpoint.load(".")
     for content, phrase in (
-        (b"a\x00b", "not the path of a checkpoint, which a run writes there .it is no text."),
+        (
+            b"a\x00b",
+            "not the path of a checkpoint, which a run writes there .it is no text.",
+        ),
         (b"x" * 10_000, "not the path of a checkpoint"),
         (b"", "names nothing, which is missing"),
     ):
         (here / "checkpoint").write_bytes(content)
         with pytest.raises(
-            CheckpointError, match=rf"checkpoint: {phrase}.*Available in .: model.ckpt-10.pt"
+            CheckpointError,
+            match=rf"checkpoint: {phrase}.*Available in .: model.ckpt-10.pt",
         ):
             checkpoint.load(".")
 
 
 def test_files_of_other_programs_are_recognised(here):
     torch.save(
-        {"model": {"_extra_state": {"model_params": {}}, "model.Default.x": torch.zeros(1)}},
+        {
+            "model": {
+                "_extra_state": {"model_params": {}},
+                "model.Default.x": torch.zeros(1),
+            }
+        },
         "dp.pt",
     )
     torch.save({"weight": torch.zeros(1)}, "plain.pt")
@@ -177,16 +195,26 @@ def test_a_restart_from_an_average_or_a_best_file_names_the_file_to_use(here):
         checkpoint.require_training(average, "model_ema.ckpt.pt")
     for stem in ("best", "best_ice_ema"):  # the last one of a task
         with pytest.raises(
-            CheckpointError, match=r"best weights.* of step 4 .*--restart model.ckpt-7.pt"
+            CheckpointError,
+            match=r"best weights.* of step 4 .*--restart model.ckpt-7.pt",
         ):
-            checkpoint.require_training(payload(4, "best", "live"), f"{stem}.ckpt-4.t-1.pt")
+            checkpoint.require_training(
+                payload(4, "best", "live"), f"{stem}.ckpt-4.t-1.pt"
+            )
     os.remove("model.ckpt-7.pt")
-    with pytest.raises(CheckpointError, match=r"Use a training checkpoint \(model.ckpt-\*.pt\)"):
+    with pytest.raises(
+        CheckpointError, match=r"Use a training checkpoint \(model.ckpt-\*.pt\)"
+    ):
         checkpoint.require_training(average, "model_ema.ckpt-7.pt")
 
 
 def test_weights_of_another_model_are_listed_in_one_message():
-    expected = {"kept": (2,), "lost": (3,), "net.layers.0.weight": (1, 4), "wide": (5, 5)}
+    expected = {
+        "kept": (2,),
+        "lost": (3,),
+        "net.layers.0.weight": (1, 4),
+        "wide": (5, 5),
+    }
     found = {
         "kept": (2,),
         "net.layers.0.matrix": torch.zeros(1, 4),
@@ -208,16 +236,22 @@ def test_weights_of_another_model_are_listed_in_one_message():
 
 def names(folder, pattern="*"):
     return sorted(
-        str(p.relative_to(folder)) for p in folder.rglob(pattern) if p.is_file() or p.is_symlink()
+        str(p.relative_to(folder))
+        for p in folder.rglob(pattern)
+        if p.is_file() or p.is_symlink()
     )
 
 
 def test_names_links_and_pointer_are_those_of_deepmd_kit(here):
     # what `dp --pt train` of DeePMD-kit 3.2.0 leaves behind with these options
     live = CheckpointSeries("out/mm.ckpt", save_dir="ck/sub", keep=2, start=0)
-    average = CheckpointSeries("out/mm.ckpt", "_ema", save_dir="ck/sub", keep=1, start=0)
+    average = CheckpointSeries(
+        "out/mm.ckpt", "_ema", save_dir="ck/sub", keep=1, start=0
+    )
     for step in (5, 10, 12):
-        save_together(step, [(live, payload(step)), (average, payload(step, "average", "ema"))])
+        save_together(
+            step, [(live, payload(step)), (average, payload(step, "average", "ema"))]
+        )
     assert " ".join(names(here)) == (
         "checkpoint ck/sub/mm.ckpt-10.pt ck/sub/mm.ckpt-12.pt ck/sub/mm_ema.ckpt-12.pt "
         "out/mm.ckpt.pt out/mm_ema.ckpt.pt"
@@ -233,11 +267,16 @@ def test_names_links_and_pointer_are_those_of_deepmd_kit(here):
         "checkpoint",
         here,
     ):
-        assert checkpoint.resolve(way).resolve() == (here / "ck/sub/mm.ckpt-12.pt").resolve()
+        assert (
+            checkpoint.resolve(way).resolve()
+            == (here / "ck/sub/mm.ckpt-12.pt").resolve()
+        )
         assert checkpoint.load(way)["step"] == 12
 
 
-def test_a_write_that_fails_names_the_newest_whole_checkpoint_before_it(here, monkeypatch):
+def test_a_write_that_fails_names_the_newest_whole_checkpoint_before_it(
+    here, monkeypatch
+):
     live = CheckpointSeries("model.ckpt", keep=5, start=0)
     for step in (10, 20, 40):
         save_together(step, [(live, payload(step))])
@@ -296,7 +335,9 @@ def test_a_restart_leaves_its_own_files_and_drops_the_branch_that_it_leaves(here
     assert live.steps() == [10, 20, 30, 40]
 
 
-def test_half_written_files_of_killed_processes_are_swept_and_those_of_living_ones_stay(here):
+def test_half_written_files_of_killed_processes_are_swept_and_those_of_living_ones_stay(
+    here,
+):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     mine, token = this_machine(), "0123456789abcdef"
@@ -311,7 +352,10 @@ def test_half_written_files_of_killed_processes_are_swept_and_those_of_living_on
     for name in (
         *stay,
         old,
-        *(f"{name}.{mine}-{dead.pid}-{token}.part" for name in ("model.ckpt-3.pt", "checkpoint")),
+        *(
+            f"{name}.{mine}-{dead.pid}-{token}.part"
+            for name in ("model.ckpt-3.pt", "checkpoint")
+        ),
     ):
         Path(name).write_text("x")
     os.utime(old, (1e9, 1e9))
@@ -323,7 +367,9 @@ def save_step(step, best, value, series):
     submit(best, value, step)
     content = payload(step, best={"live": best.state_dict()})
     save_together(
-        step, [(series[0], content), (series[1], payload(step, "average", "ema"))], [best]
+        step,
+        [(series[0], content), (series[1], payload(step, "average", "ema"))],
+        [best],
     )
 
 

@@ -40,7 +40,8 @@ def run(tmp_path_factory):
 def tree(run, tmp_path_factory):
     return read_tree(
         freeze(
-            load_model(run[0], use_average=True), tmp_path_factory.mktemp("frozen") / "m.dp"
+            load_model(run[0], use_average=True),
+            tmp_path_factory.mktemp("frozen") / "m.dp",
         ).path
     )
 
@@ -65,15 +66,22 @@ def places(tree, above=()):
 def test_a_checkpoint_that_lacks_a_part_is_reported_with_its_name(run, tmp_path, part):
     payload, path = checkpoint.load(run[0]), tmp_path / "m.pt"
     without = {name: value for name, value in payload.items() if name != part}
-    no_number = {**payload, "model": {**payload["model"], "descriptor.mean": torch.zeros(2).int()}}
+    no_number = {
+        **payload,
+        "model": {**payload["model"], "descriptor.mean": torch.zeros(2).int()},
+    }
     for content, said in (
         (without, rf"{part}(\.\w+)? is missing"),
-        ({**without, part: "text"}, rf"{part}(\.\w+)? is (missing|str 'text', expected)"),
+        (
+            {**without, part: "text"},
+            rf"{part}(\.\w+)? is (missing|str 'text', expected)",
+        ),
         (no_number, "model.descriptor.mean is .*expected a tensor"),
     ):
         checkpoint.save(path, content)
         with pytest.raises(
-            CheckpointError, match=rf"m.pt: not a file of kind training as dp-ema writes it: {said}"
+            CheckpointError,
+            match=rf"m.pt: not a file of kind training as dp-ema writes it: {said}",
         ):
             checkpoint.load(path)
 
@@ -143,7 +151,8 @@ def test_an_array_that_says_to_be_larger_than_its_file_is_not_read(tree, tmp_pat
         del file["variable_0001"]
         file.create_dataset("variable_0001", shape=(1 << 33,), dtype="f8")
     with pytest.raises(
-        CheckpointError, match=r"/variable_0001 says that it is larger than the file can hold"
+        CheckpointError,
+        match=r"/variable_0001 says that it is larger than the file can hold",
     ):
         load_model(path)
 
@@ -173,16 +182,24 @@ def test_no_bit_of_the_directory_of_an_archive_makes_other_weights(run, tmp_path
     ],
     ids=["model", "config", "step"],
 )
-def test_content_that_was_changed_under_right_checksums_is_refused(run, tmp_path, change):
+def test_content_that_was_changed_under_right_checksums_is_refused(
+    run, tmp_path, change
+):
     payload = torch.load(run[0], weights_only=True)
     change(payload)
     torch.save(payload, tmp_path / "m.pt")
-    with pytest.raises(CheckpointError, match="damaged, its content is not what was written"):
+    with pytest.raises(
+        CheckpointError, match="damaged, its content is not what was written"
+    ):
         checkpoint.load(tmp_path / "m.pt")
 
 
 def test_a_digest_reports_content_apart_and_nothing_else():
-    one = {"a": torch.arange(3.0), "b": [1, 2.0, "x", None, True], "c": {"d": np.float64(2)}}
+    one = {
+        "a": torch.arange(3.0),
+        "b": [1, 2.0, "x", None, True],
+        "c": {"d": np.float64(2)},
+    }
     same = {
         "a": torch.arange(6.0).view(3, 2)[:, 0] / 2,
         "b": (1, 2.0, "x", None, True),
@@ -203,7 +220,9 @@ def test_a_digest_reports_content_apart_and_nothing_else():
 
 @pytest.fixture(params=[".dp", ".yaml"])
 def frozen(request, run, tmp_path):
-    return freeze(load_model(run[0], use_average=True), tmp_path / f"m{request.param}").path
+    return freeze(
+        load_model(run[0], use_average=True), tmp_path / f"m{request.param}"
+    ).path
 
 
 def test_a_frozen_model_whose_facts_or_numbers_were_changed_is_refused(run, frozen):
@@ -220,7 +239,9 @@ def test_a_frozen_model_whose_facts_or_numbers_were_changed_is_refused(run, froz
     with h5py.File(path, "r+") as file:
         name = next(name for name in file if file[name].size > 4)
         file[name][...] = file[name][()] * (1 + 2**-52)
-    with pytest.raises(CheckpointError, match="damaged, its content is not what was written"):
+    with pytest.raises(
+        CheckpointError, match="damaged, its content is not what was written"
+    ):
         load_model(path)
 
 
@@ -253,5 +274,7 @@ def test_what_average_a_file_holds_survives_what_deepmd_kit_keeps_of_it(frozen):
     write_tree(frozen, tree)
     words = "weights of an unknown step; the file does not say whether they are live or averaged"
     assert load_model(frozen).info.describe() == words
-    with pytest.raises(CheckpointError, match=r"holds unnamed weights \(frozen\), no average"):
+    with pytest.raises(
+        CheckpointError, match=r"holds unnamed weights \(frozen\), no average"
+    ):
         load_model(frozen, use_average=True)

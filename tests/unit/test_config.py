@@ -25,9 +25,13 @@ from deepmd_ema.config.schema.optim import AdamWConfig, EnerLossConfig
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 ROOT = Path(__file__).parents[2]
-READY = sorted(f for f in (ROOT / "configs").iterdir() if f.suffix in (".json", ".yaml"))
+READY = sorted(
+    f for f in (ROOT / "configs").iterdir() if f.suffix in (".json", ".yaml")
+)
 EXAMPLES = sorted(
-    f for each in ("*", "infrared/*") for f in (ROOT / "examples").glob(f"{each}/input.json")
+    f
+    for each in ("*", "infrared/*")
+    for f in (ROOT / "examples").glob(f"{each}/input.json")
 )
 
 # from `normalize` of DeePMD-kit 3.2.0 (deepmd.utils.argcheck) for an input with required keys only;
@@ -81,7 +85,12 @@ PEER_DEFAULTS = {
         "warmup_ratio": None,
         "warmup_start_factor": 0.0,
     },
-    "optimizer": {"type": "Adam", "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0},
+    "optimizer": {
+        "type": "Adam",
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "weight_decay": 0.0,
+    },
     "loss": {
         "type": "ener",
         "start_pref_e": 0.02,
@@ -171,7 +180,11 @@ PEER_LEFT_ALONE = {
     "validating.tf32_infer": False,
 }
 REQUIRED_ONLY = {
-    "model": {"type_map": ["O", "H"], "descriptor": {"type": "se_e2_a"}, "fitting_net": {}},
+    "model": {
+        "type_map": ["O", "H"],
+        "descriptor": {"type": "se_e2_a"},
+        "fitting_net": {},
+    },
     "learning_rate": {"start_lr": 0.001},
     "training": {
         "training_data": {"systems": "data"},
@@ -195,8 +208,16 @@ def test_defaults_are_those_of_deepmd_kit(section):
     assert {key: written[key] for key in PEER_DEFAULTS[section] if key in written} == {
         key: value for key, value in PEER_DEFAULTS[section].items() if key in written
     }
-    short_form = {"enable_ema", "ema_decay", "ema_warmup", "ema_ckpt_keep", "ema_full_validation"}
-    assert set(found) - set(written) <= short_form  # an entry of averaging in the normalized config
+    short_form = {
+        "enable_ema",
+        "ema_decay",
+        "ema_warmup",
+        "ema_ckpt_keep",
+        "ema_full_validation",
+    }
+    assert (
+        set(found) - set(written) <= short_form
+    )  # an entry of averaging in the normalized config
 
 
 def test_the_learning_rate_ends_at_5e_8_unless_said_otherwise():
@@ -236,7 +257,10 @@ def test_aliases_stand_for_the_canonical_keys():
     }
     config = config_from_dict(spoiled(changes))
     assert isinstance(config.model.descriptor, SeE2AConfig)
-    assert (config.model.descriptor.axis_neuron, config.model.fitting_net.neuron) == (8, [5])
+    assert (config.model.descriptor.axis_neuron, config.model.fitting_net.neuron) == (
+        8,
+        [5],
+    )
     assert config.training.numb_steps == 7
     assert config.training.training_data.sys_probs == [1.0]
     assert config.training.validation_data.numb_btch == 4
@@ -250,9 +274,9 @@ def test_keys_that_begin_with_an_underscore_are_comments():
         "model.descriptor._note": {},
         "training.training_data._x": "y",
     }
-    assert config_from_dict(spoiled({**changes, "$schema": "schema.json"})) == config_from_dict(
-        GOOD
-    )
+    assert config_from_dict(
+        spoiled({**changes, "$schema": "schema.json"})
+    ) == config_from_dict(GOOD)
 
 
 # ---- older inputs
@@ -262,7 +286,12 @@ def test_an_input_of_version_1_is_read_with_a_note_for_each_change():
     old = {
         "_comment": "as of 2019",
         "model": GOOD["model"],
-        "learning_rate": {"type": "exp", "start_lr": 0.001, "decay_steps": 50, "stop_lr": 1e-8},
+        "learning_rate": {
+            "type": "exp",
+            "start_lr": 0.001,
+            "decay_steps": 50,
+            "stop_lr": 1e-8,
+        },
         "training": {
             "systems": ["data"],
             "set_prefix": "set",
@@ -307,12 +336,18 @@ WITHOUT_EFFECT = [
         "training.averaging[1].snapshot_freq = 5: no effect, snapshots is false",
     ),
     (
-        {"training.averaging": [{**SLOW, "ckpt_keep": 5}], "training.ckpt_keep_ratio": 0.5},
+        {
+            "training.averaging": [{**SLOW, "ckpt_keep": 5}],
+            "training.ckpt_keep_ratio": 0.5,
+        },
         "training.averaging[0].ckpt_keep = 5: no effect, ckpt_keep_ratio says how many "
         "checkpoints are kept",
     ),
     (
-        {"training.averaging": [{**SLOW, "full_validation": True}], "validating.full_val_start": 1},
+        {
+            "training.averaging": [{**SLOW, "full_validation": True}],
+            "validating.full_val_start": 1,
+        },
         "training.averaging[0].full_validation = true: no effect, validating.full_val_start = 1 "
         "means never",
     ),
@@ -381,12 +416,17 @@ WITHOUT_EFFECT = [
         {"model.descriptor": {"type": "se_e3", "sel": [4, 8], "set_davg_zero": True}},
         "model.descriptor.set_davg_zero = true: no effect, only angular columns enter",
     ),
-    ({"model.fitting_net.layer_name": ["a", None, None]}, "model.fitting_net.layer_name"),
+    (
+        {"model.fitting_net.layer_name": ["a", None, None]},
+        "model.fitting_net.layer_name",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"), WITHOUT_EFFECT, ids=lambda v: v if isinstance(v, str) else None
+    ("changes", "message"),
+    WITHOUT_EFFECT,
+    ids=lambda v: v if isinstance(v, str) else None,
 )
 def test_an_option_without_effect_is_listed(changes, message):
     found = ignored_options(config_from_dict(spoiled(changes)))
@@ -399,7 +439,11 @@ def test_what_is_too_long_for_the_run_is_warned_about():
         "learning_rate.decay_steps = 5000: not less than the 2,000 steps of the decay; 100 is used"
     )
     by_epochs = spoiled(
-        {"training.enable_ema": True, "training.numb_steps": REMOVE, "training.numb_epoch": 5}
+        {
+            "training.enable_ema": True,
+            "training.numb_steps": REMOVE,
+            "training.numb_epoch": 5,
+        }
     )
     assert config_warnings(config_from_dict(by_epochs)) == []
     assert len(config_warnings(config_from_dict(by_epochs), num_steps=2000)) == 2
@@ -411,7 +455,10 @@ def test_the_summary_says_what_the_input_requests():
         "training.ema_decay": 0.99,
         "validating.ema_full_validation": True,
     }
-    lines = [f"{name}  {text}" for name, text in config_summary(config_from_dict(spoiled(changes)))]
+    lines = [
+        f"{name}  {text}"
+        for name, text in config_summary(config_from_dict(spoiled(changes)))
+    ]
     text = "\n".join(lines)
     for phrase in (
         "O H",
@@ -435,7 +482,9 @@ def test_the_summary_says_what_the_input_requests():
         }
     )
     text = "\n".join(text for _, text in config_summary(config_from_dict(wsd)))
-    assert "rises to 0.001 in 5 steps, stays, and falls with its inverse linear to" in text
+    assert (
+        "rises to 0.001 in 5 steps, stays, and falls with its inverse linear to" in text
+    )
     assert "none (training.validation_data is missing)" in text
     rate = spoiled(
         {
@@ -470,15 +519,27 @@ training:
   numb_steps: 2000
 validating: {}
 """
-    assert load_config(write(tmp_path, text, "a.yaml")) == load_config(write(tmp_path, GOOD))
+    assert load_config(write(tmp_path, text, "a.yaml")) == load_config(
+        write(tmp_path, GOOD)
+    )
 
 
 def test_elements_are_not_taken_for_booleans_in_yaml(tmp_path):
-    text = (ROOT / "configs" / "water_wsd.yaml").read_text().replace("[O, H]", "[No, Y, N]")
-    assert load_config(write(tmp_path, text, "a.yml")).model.type_map == ["No", "Y", "N"]
+    text = (
+        (ROOT / "configs" / "water_wsd.yaml")
+        .read_text()
+        .replace("[O, H]", "[No, Y, N]")
+    )
+    assert load_config(write(tmp_path, text, "a.yml")).model.type_map == [
+        "No",
+        "Y",
+        "N",
+    ]
 
 
-@pytest.mark.parametrize("path", READY + EXAMPLES, ids=lambda p: f"{p.parent.name}/{p.name}")
+@pytest.mark.parametrize(
+    "path", READY + EXAMPLES, ids=lambda p: f"{p.parent.name}/{p.name}"
+)
 def test_a_ready_input_is_good_and_wastes_no_option(path):
     config = load_config(path)
     assert ignored_options(config) == []

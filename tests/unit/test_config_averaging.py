@@ -5,7 +5,13 @@ the rest.
 import json
 
 import pytest
-from config_inputs import REMOVE, assert_refused, assert_refused_by_dargs, spoiled, write
+from config_inputs import (
+    REMOVE,
+    assert_refused,
+    assert_refused_by_dargs,
+    spoiled,
+    write,
+)
 
 from deepmd_ema.config import (
     config_from_dict,
@@ -59,7 +65,9 @@ def test_an_average_has_these_defaults():
         ckpt_keep=None,
     )
     assert bank_of(POWER) == [
-        PowerProfile(name="p1", sigma_rel=0.05, gamma=None, snapshots=False, snapshot_freq=None)
+        PowerProfile(
+            name="p1", sigma_rel=0.05, gamma=None, snapshots=False, snapshot_freq=None
+        )
     ]
     assert bank_of({"name": "flat", "type": "swa", "start_step": 5}) == [
         SwaProfile(name="flat", start_step=5, snapshots=False, snapshot_freq=None)
@@ -75,7 +83,12 @@ def test_the_short_form_is_an_entry_named_ema_before_the_others():
         *bank_of(POWER),
         *bank_of(FLAT),
     ]
-    changes = {"ema_decay": 0.9, "ema_warmup": False, "ema_ckpt_keep": 3, "enable_ema": True}
+    changes = {
+        "ema_decay": 0.9,
+        "ema_warmup": False,
+        "ema_ckpt_keep": 3,
+        "enable_ema": True,
+    }
     (average,) = config_from_dict(
         spoiled(
             {f"training.{k}": v for k, v in changes.items()}
@@ -92,7 +105,10 @@ def test_the_normalized_config_has_the_short_form_as_an_entry_and_is_read_back_t
         bank(SLOW, training__enable_ema=True, validating__ema_full_validation=True)
     )
     written = json.loads(json.dumps(to_dict(config)))
-    assert [entry["name"] for entry in written["training"]["averaging"]] == ["ema", "slow"]
+    assert [entry["name"] for entry in written["training"]["averaging"]] == [
+        "ema",
+        "slow",
+    ]
     assert not {"enable_ema", "ema_decay", "ema_full_validation"} & {
         *written["training"],
         *written["validating"],
@@ -100,7 +116,9 @@ def test_the_normalized_config_has_the_short_form_as_an_entry_and_is_read_back_t
     assert config_from_dict(written) == config
 
 
-def test_messages_name_entries_and_options_of_the_short_form_as_the_input_has_them(tmp_path):
+def test_messages_name_entries_and_options_of_the_short_form_as_the_input_has_them(
+    tmp_path,
+):
     values = bank(
         {**SLOW, "lcurve": True},
         SLOW,
@@ -127,7 +145,10 @@ def test_messages_name_entries_and_options_of_the_short_form_as_the_input_has_th
 # ---- mistakes of an entry: entry -> where the one message is, what it holds
 
 WRONG = [
-    ({"decay": 0.9}, ".name ... required, but missing ... at most 40 letters, digits, _ and -"),
+    (
+        {"decay": 0.9},
+        ".name ... required, but missing ... at most 40 letters, digits, _ and -",
+    ),
     ({**SLOW, "nmae": 1}, ".nmae ... unknown key. Did you mean name?"),
     (
         {"name": "a", "sigma_rel": 0.1},
@@ -142,8 +163,14 @@ WRONG = [
         '.type = "edm" ... unknown ... Known: ema, power, swa, schedule_free.',
     ),
     ({"name": "", "decay": 0.99}, '.name = "" ... a name of at most 40 letters'),
-    ({"name": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "decay": 0.99}, ".name ... at most 40"),
-    ({"name": "posthoc", "decay": 0.99}, '.name = "posthoc" ... and not live or posthoc'),
+    (
+        {"name": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "decay": 0.99},
+        ".name ... at most 40",
+    ),
+    (
+        {"name": "posthoc", "decay": 0.99},
+        '.name = "posthoc" ... and not live or posthoc',
+    ),
     ({**SLOW, "update_every": 0}, ".update_every = 0 ... a whole number > 0"),
     ({**SLOW, "dtype": "float16"}, '.dtype = "float16" ... Known: float32, float64'),
     (
@@ -244,16 +271,22 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("entries", "changes", "text"), BROKEN, ids=[text for *_, text in BROKEN])
+@pytest.mark.parametrize(
+    ("entries", "changes", "text"), BROKEN, ids=[text for *_, text in BROKEN]
+)
 def test_each_rule_for_averages_has_a_message(entries, changes, text):
-    assert_refused(spoiled({"training.averaging": entries, **changes}), f"training.averaging{text}")
+    assert_refused(
+        spoiled({"training.averaging": entries, **changes}), f"training.averaging{text}"
+    )
 
 
 # ---- what is likely not meant; the good input has 2000 steps
 
 
 def warned(*entries, steps_per=None, **changes):
-    found = config_warnings(config_from_dict(bank(*entries, **changes)), steps_per=steps_per)
+    found = config_warnings(
+        config_from_dict(bank(*entries, **changes)), steps_per=steps_per
+    )
     return [line for line in found if "averaging" in line]
 
 
@@ -271,7 +304,8 @@ def test_a_half_life_is_measured_in_steps_before_it_is_warned_about():
     assert "half_life = 3 epochs: the average is over about 433 steps" in found
     assert found.endswith("Try 1.39.")
     (found,) = warned(
-        {**epochs, "half_life": 1000, "half_life_unit": "frames"}, steps_per={"frames": 0.5}
+        {**epochs, "half_life": 1000, "half_life_unit": "frames"},
+        steps_per={"frames": 0.5},
     )
     assert "half_life = 1000 frames: the average is over about 722 steps" in found
 
@@ -287,7 +321,9 @@ def test_an_average_that_never_starts_is_warned_about():
     assert warned(late) == []
     assert warned(late, steps_per={"epochs": 399.0}) == []
     (found,) = warned(late, steps_per={"epochs": 400.0})
-    assert found.startswith("training.averaging[0].start_epoch = 5: the run ends at step 2,000")
+    assert found.startswith(
+        "training.averaging[0].start_epoch = 5: the run ends at step 2,000"
+    )
 
 
 def test_too_few_snapshots_are_warned_about_with_a_frequency_that_is_enough():
@@ -320,7 +356,9 @@ def test_snapshots_with_different_buffers_are_warned_about():
     (found,) = warned(stored, {**other, "buffers": "average"})
     assert "averages with different buffers (p1 copy, p2 average)" in found
     (found,) = warned(stored, {**POWER, "name": "p2", "sigma_rel": 0.1})
-    assert found.startswith("training.averaging: all snapshots are of averages of one length (p1).")
+    assert found.startswith(
+        "training.averaging: all snapshots are of averages of one length (p1)."
+    )
     assert warned(stored, other) == []
 
 
@@ -343,9 +381,20 @@ def test_the_summary_has_a_line_for_each_average():
             "device": "cpu",
             "dtype": "float32",
         },
-        {"name": "half", "half_life": 2.5, "half_life_unit": "epochs", "start_epoch": 1.5},
+        {
+            "name": "half",
+            "half_life": 2.5,
+            "half_life_unit": "epochs",
+            "start_epoch": 1.5,
+        },
         {**POWER, "snapshots": True},
-        {"type": "power", "name": "p0", "gamma": 0, "snapshots": True, "snapshot_freq": 250},
+        {
+            "type": "power",
+            "name": "p0",
+            "gamma": 0,
+            "snapshots": True,
+            "snapshot_freq": 250,
+        },
         {"type": "swa", "name": "flat", "layout": "full_tensor", "buffers": "average"},
         training__enable_ema=True,
     )

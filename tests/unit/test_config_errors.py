@@ -39,7 +39,10 @@ WRONG = [
         {"training.zzz": 1},
         "training.zzz ... unknown key. Known: training_data, ... numb_steps, stop_batch",
     ),
-    ({"training.start_lr": 1.0}, "training.start_lr ... It belongs to learning_rate.start_lr"),
+    (
+        {"training.start_lr": 1.0},
+        "training.start_lr ... It belongs to learning_rate.start_lr",
+    ),
     (
         {"learning_rate.type": "cosine", "learning_rate.decay_steps": 5},
         "learning_rate.decay_steps ... type exp",
@@ -57,8 +60,14 @@ WRONG = [
         {"validating.early_stop": {"metric": "P:LIMITS", "patience": 2}},
         'validating.early_stop.metric = "P:LIMITS" ... was removed. Use F:RMSE or another error',
     ),
-    ({"model": REMOVE}, "model ... required, but missing ... the model that is trained"),
-    ({"model.type_map": REMOVE}, 'model.type_map ... required, but missing ... ["O", "H"]'),
+    (
+        {"model": REMOVE},
+        "model ... required, but missing ... the model that is trained",
+    ),
+    (
+        {"model.type_map": REMOVE},
+        'model.type_map ... required, but missing ... ["O", "H"]',
+    ),
     (
         {"model.type_map": REMOVE, "model.typemap": ["O"]},
         "model.typemap ... Did you mean type_map, which is required",
@@ -71,7 +80,10 @@ WRONG = [
         {"training.numb_steps": 1000.0},
         "training.numb_steps = 1000.0 ... a number with a fraction part; write 1000",
     ),
-    ({"training.numb_steps": True}, "training.numb_steps = true ... a whole number >= 0"),
+    (
+        {"training.numb_steps": True},
+        "training.numb_steps = true ... a whole number >= 0",
+    ),
     (
         {"training.enable_ema": "true"},
         'training.enable_ema = "true" ... true or false. Write true, without quotes',
@@ -85,7 +97,10 @@ WRONG = [
         {"learning_rate.start_lr": "0.001"},
         'learning_rate.start_lr = "0.001" ... Write the number without quotes',
     ),
-    ({"model.descriptor.neuron": 20}, "model.descriptor.neuron = 20 ... list ... Write [20]"),
+    (
+        {"model.descriptor.neuron": 20},
+        "model.descriptor.neuron = 20 ... list ... Write [20]",
+    ),
     ({"model.descriptor.neuron": []}, "model.descriptor.neuron = [] ... at least one"),
     (
         {"training.training_data": "data"},
@@ -97,14 +112,20 @@ WRONG = [
     ),
     ({"training.ema_decay": 1.0}, "training.ema_decay = 1.0 ... >= 0 and < 1"),
     ({"training.zero_stage": 4}, "training.zero_stage = 4 ... expected 0, 1, 2 or 3"),
-    ({"training.ckpt_keep_ratio": 1.0}, "training.ckpt_keep_ratio = 1.0 ... > 0 and < 1"),
+    (
+        {"training.ckpt_keep_ratio": 1.0},
+        "training.ckpt_keep_ratio = 1.0 ... > 0 and < 1",
+    ),
     ({"training.seed": 10**18}, "training.seed = 1000 ... at most 18 digits"),
     ({"training.save_ckpt": "out/"}, 'training.save_ckpt = "out/" ... name of a file'),
     (
         {"learning_rate.stop_lr_ratio": 2.0, "learning_rate.stop_lr": REMOVE},
         "learning_rate.stop_lr_ratio ... <= 1",
     ),
-    ({"model.descriptor.sel": "auto:0.5"}, 'model.descriptor.sel = "auto:0.5" ... "auto:1.2"'),
+    (
+        {"model.descriptor.sel": "auto:0.5"},
+        'model.descriptor.sel = "auto:0.5" ... "auto:1.2"',
+    ),
     (
         {"training.training_data.batch_size": "auto:²"},
         'training.training_data.batch_size = "auto:²": expected',
@@ -139,7 +160,10 @@ WRONG = [
         {"loss.loss_func": "rmse"},
         'loss.loss_func = "rmse" ... Did you mean mse? ... Known: mse, mae',
     ),
-    ({"training.stop_batch": 5}, "training.stop_batch ... the same option as numb_steps"),
+    (
+        {"training.stop_batch": 5},
+        "training.stop_batch ... the same option as numb_steps",
+    ),
     (
         {"model.descriptor.type": "loc_frame"},
         'model.descriptor.type = "loc_frame" ... not available in dp-ema ... se_e2_a',
@@ -220,12 +244,18 @@ BROKEN = [
         {"model.descriptor.axis_neuron": 41},
         "model.descriptor.axis_neuron = 41 ... at most 40, the last number of neuron",
     ),
-    ({"model.descriptor.sel": [46]}, "model.descriptor.sel = [46] ... length 1, expected 2"),
+    (
+        {"model.descriptor.sel": [46]},
+        "model.descriptor.sel = [46] ... length 1, expected 2",
+    ),
     (
         {"model.preset_out_bias": {"energy": [1.0]}},
         "model.preset_out_bias = [1.0] ... length 1, expected 2",
     ),
-    ({"model.pair_exclude_types": [[0, 2]]}, "model.pair_exclude_types ... type 2 does not exist"),
+    (
+        {"model.pair_exclude_types": [[0, 2]]},
+        "model.pair_exclude_types ... type 2 does not exist",
+    ),
     (
         {"model.descriptor.exclude_types": [[0, 2]]},
         "model.descriptor.exclude_types ... expected 0 to 1",
@@ -250,7 +280,10 @@ BROKEN = [
         {"learning_rate.stop_lr_ratio": 0.1},
         "learning_rate.stop_lr_ratio = 0.1 ... stop_lr is given too",
     ),
-    ({"learning_rate.stop_lr": 1.0}, "learning_rate.stop_lr = 1 ... at most start_lr = 0.001"),
+    (
+        {"learning_rate.stop_lr": 1.0},
+        "learning_rate.stop_lr = 1 ... at most start_lr = 0.001",
+    ),
     (
         {"learning_rate.type": "wsd", "learning_rate.stop_lr": 0},
         "learning_rate.stop_lr = 0 ... inverse_linear",
@@ -315,18 +348,27 @@ BROKEN = [
         },
         "loss ... every weight is 0",
     ),
-    ({"training.numb_epoch": 2}, "training.numb_epoch = 2 ... numb_steps = 2000 is given too"),
+    (
+        {"training.numb_epoch": 2},
+        "training.numb_epoch = 2 ... numb_steps = 2000 is given too",
+    ),
     (
         {"training.validation_fraction": 0.1},
         "training.validation_fraction = 0.1 ... validation_data is given too",
     ),
-    ({"training.stat_file_mode": "read"}, "training.stat_file_mode ... needs stat_file beside it"),
+    (
+        {"training.stat_file_mode": "read"},
+        "training.stat_file_mode ... needs stat_file beside it",
+    ),
     (
         {"training.validation_data": REMOVE, "validating.full_validation": True},
         "validating.full_validation = true ... needs training.validation_data",
     ),
     (
-        {"validating.full_validation": True, "validating.full_val_file": "./lcurve.out"},
+        {
+            "validating.full_validation": True,
+            "validating.full_val_file": "./lcurve.out",
+        },
         "validating.full_val_file: validation of live would be written to lcurve.out, as the "
         "learning curve of live is. ",
     ),
@@ -380,7 +422,9 @@ BROKEN = [
 @pytest.mark.parametrize(("changes", "text"), WRONG, ids=[text for _, text in WRONG])
 def test_a_mistake_gets_one_message_with_its_place(changes, text):
     assert_refused(spoiled(changes), text)
-    if not {"training.stop_batch", "model.use_compile"} & set(changes):  # an option at two places
+    if not {"training.stop_batch", "model.use_compile"} & set(
+        changes
+    ):  # an option at two places
         assert_refused_by_dargs(spoiled(changes))
 
 
@@ -411,16 +455,21 @@ def test_mixed_precision_is_accepted_with_one_line():
     given = {"compute_prec": "float16", "output_prec": "float32"}
     config = config_from_dict(spoiled({"training.mixed_precision": given}))
     (line,) = [
-        text for text in ignored_options(config) if text.startswith("training.mixed_precision")
+        text
+        for text in ignored_options(config)
+        if text.startswith("training.mixed_precision")
     ]
-    assert line.endswith(": no effect, the precision is that of descriptor and fitting_net")
+    assert line.endswith(
+        ": no effect, the precision is that of descriptor and fitting_net"
+    )
 
 
 @pytest.mark.parametrize("name", ["input.json", "input.yaml"])
 def test_comments_may_repeat(name, tmp_path):
     text = json.dumps(GOOD)
     comments = (
-        '{"_comment": "the first", "_comment": {"a": 1, "a": 2}, "model": {"_a": 1, "_a": 2, '
+        '{"_comment": "the first", "_comment": {"a": 1, "a": 2}, '
+        '"model": {"_a": 1, "_a": 2, '
     )
     path = tmp_path / name
     path.write_text(text.replace('{"model": {', comments, 1))
@@ -455,7 +504,9 @@ def test_an_option_given_twice_is_reported_for_each():
         for name in ("numb_steps", "num_steps")
     ]
     with pytest.raises(ConfigError, match=r"n_neuron: the same option as neuron\."):
-        model_config_from_dict({**GOOD["model"], "fitting_net": {"neuron": [4], "n_neuron": [5]}})
+        model_config_from_dict(
+            {**GOOD["model"], "fitting_net": {"neuron": [4], "n_neuron": [5]}}
+        )
 
 
 def test_all_mistakes_come_at_once_with_lines_in_the_order_of_the_file(tmp_path):
@@ -538,7 +589,10 @@ BROKEN_YAML = [
     ("a: &x\n  b: *x\n", "an anchor that contains itself"),
     ("model: a: b\n", ":1:9: not YAML: a colon where none can be"),
     ("a: 1\nb:\n  c: 1\n  c: 2\n", ":4: b.c: given twice, first on line 3"),
-    ("a: !!python/object:os.system x\n", "not YAML ... could not determine a constructor"),
+    (
+        "a: !!python/object:os.system x\n",
+        "not YAML ... could not determine a constructor",
+    ),
     ("a: !!timestamp x\n", "not YAML ... a tag"),
     ("a: \x07\n", "not YAML ... special characters"),
     ("a: " + "[" * 200 + "]" * 200, "nested too deeply"),
@@ -546,7 +600,10 @@ BROKEN_YAML = [
         "\n".join(
             [
                 "a0: &a0 [1, 1]",
-                *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)),
+                *(
+                    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]"
+                    for n in range(1, 12)
+                ),
             ]
         ),
         "anchors that expand to more than 100,000 values",
@@ -555,7 +612,10 @@ BROKEN_YAML = [
         "\n".join(
             [
                 "a0: &a0 {x: 1}",
-                *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 12)),
+                *(
+                    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}"
+                    for n in range(1, 12)
+                ),
             ]
         ),
         "anchors that expand to more than 100,000 values",
@@ -565,7 +625,8 @@ BROKEN_YAML = [
 
 @pytest.mark.parametrize(
     ("name", "text", "phrases"),
-    [("input.json", *row) for row in BROKEN_JSON] + [("input.yaml", *row) for row in BROKEN_YAML],
+    [("input.json", *row) for row in BROKEN_JSON]
+    + [("input.yaml", *row) for row in BROKEN_YAML],
 )
 def test_a_text_that_cannot_be_read_says_where_and_why(tmp_path, name, text, phrases):
     path = tmp_path / name
@@ -575,17 +636,26 @@ def test_a_text_that_cannot_be_read_says_where_and_why(tmp_path, name, text, phr
         load_config(path)
     message = str(caught.value)
     assert message.startswith(str(path)), message
-    assert re.search(".*".join(map(re.escape, phrases.split(" ... "))), message, re.DOTALL), message
-    assert time.process_time() - began < 5  # all memory or for ever, if anchors are not refused
+    assert re.search(
+        ".*".join(map(re.escape, phrases.split(" ... "))), message, re.DOTALL
+    ), message
+    assert (
+        time.process_time() - began < 5
+    )  # all memory or for ever, if anchors are not refused
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     write(tmp_path, GOOD)
-    with pytest.raises(ConfigError, match=r"inputt\.json: no such file\. There is: input\.json\."):
+    with pytest.raises(
+        ConfigError, match=r"inputt\.json: no such file\. There is: input\.json\."
+    ):
         load_config(tmp_path / "inputt.json")
-    with pytest.raises(ConfigError, match=r"is a folder, expected a \.json, \.yaml or \.yml file"):
+    with pytest.raises(
+        ConfigError, match=r"is a folder, expected a \.json, \.yaml or \.yml file"
+    ):
         load_config(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"input\.toml: expected a file that ends in \.json, \.yaml or \.yml"
+        ConfigError,
+        match=r"input\.toml: expected a file that ends in \.json, \.yaml or \.yml",
     ):
         load_config(write(tmp_path, "a = 1", "input.toml"))

@@ -14,7 +14,13 @@ from deepmd_ema.config.schema.run import MultiTaskRun, SingleTaskRun
 from deepmd_ema.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-KINDS = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+KINDS = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+}
 
 
 def sections(kind):
@@ -59,16 +65,19 @@ def fits(value, schema):
         and all(fits(value, s) for s in schema.get("allOf", []))
         and ("anyOf" not in schema or any(fits(value, s) for s in schema["anyOf"]))
         and ("oneOf" not in schema or sum(fits(value, s) for s in schema["oneOf"]) == 1)
-        and (not isinstance(value, list) or all(fits(v, schema.get("items", {})) for v in value))
+        and (
+            not isinstance(value, list)
+            or all(fits(v, schema.get("items", {})) for v in value)
+        )
         and (not isinstance(value, dict) or keys_fit(value, schema))
     )
 
 
 def is_of(value, kind):
     if kind in ("number", "integer"):
-        return isinstance(value, int if kind == "integer" else (int, float)) and not isinstance(
-            value, bool
-        )
+        return isinstance(
+            value, int if kind == "integer" else (int, float)
+        ) and not isinstance(value, bool)
     return isinstance(value, KINDS[kind])
 
 
@@ -76,12 +85,20 @@ def keys_fit(value, schema):
     if any(key not in value for key in schema.get("required", [])):
         return False
     for key, item in value.items():
-        found = [schema["properties"][key]] if key in schema.get("properties", {}) else []
-        found += [s for p, s in schema.get("patternProperties", {}).items() if re.search(p, key)]
+        found = (
+            [schema["properties"][key]] if key in schema.get("properties", {}) else []
+        )
+        found += [
+            s
+            for p, s in schema.get("patternProperties", {}).items()
+            if re.search(p, key)
+        ]
         other = schema.get("additionalProperties", True)
         if not found and other is False:
             return False
-        if not all(fits(item, s) for s in (found or [other if isinstance(other, dict) else {}])):
+        if not all(
+            fits(item, s) for s in (found or [other if isinstance(other, dict) else {}])
+        ):
             return False
     return True
 
@@ -125,14 +142,18 @@ def test_a_topic_that_is_nearly_right_gets_the_whole_path(topic, suggested):
 def test_an_option_is_found_by_its_name_or_alias_alone():
     assert manual("ema_decay").startswith("training.ema_decay\n")
     words = manual("ema").splitlines()
-    assert {"training.enable_ema", "training.ema_decay", "validating.ema_full_validation"} <= set(
-        words
-    )
+    assert {
+        "training.enable_ema",
+        "training.ema_decay",
+        "validating.ema_full_validation",
+    } <= set(words)
     assert manual("stop_batch").startswith("training.numb_steps\n")
 
 
 @pytest.mark.parametrize(
-    "path", sorted(CONFIGS.glob("*.*ml")) + sorted(CONFIGS.glob("*.json")), ids=lambda p: p.name
+    "path",
+    sorted(CONFIGS.glob("*.*ml")) + sorted(CONFIGS.glob("*.json")),
+    ids=lambda p: p.name,
 )
 def test_ready_inputs_fit_the_schema(path):
     text = path.read_text()

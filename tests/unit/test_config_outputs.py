@@ -10,7 +10,9 @@ EMA = {"type": "power", "name": "ema", "sigma_rel": 0.1}
 
 
 def schedule_of(num_steps, **changes):
-    return Schedule(config_from_dict(tiny_input(["data"], ["data"], **changes)), num_steps)
+    return Schedule(
+        config_from_dict(tiny_input(["data"], ["data"], **changes)), num_steps
+    )
 
 
 @pytest.mark.parametrize(
@@ -21,14 +23,18 @@ def schedule_of(num_steps, **changes):
         (5, 0.5, 100, 0, 1),
     ],
 )
-def test_a_keep_ratio_is_a_share_of_all_checkpoints_of_the_run(most, ratio, num_steps, every, kept):
+def test_a_keep_ratio_is_a_share_of_all_checkpoints_of_the_run(
+    most, ratio, num_steps, every, kept
+):
     options = {
         "training__max_ckpt_keep": most,
         "training__ckpt_keep_ratio": ratio,
         "training__save_freq": every,
     }
     assert schedule_of(num_steps, **options).num_kept() == kept
-    assert schedule_of(num_steps, **options).num_kept(2) == (2 if ratio is None else kept)
+    assert schedule_of(num_steps, **options).num_kept(2) == (
+        2 if ratio is None else kept
+    )
 
 
 def test_rows_begin_with_the_first_step_and_all_else_ends_with_the_last():
@@ -38,7 +44,11 @@ def test_rows_begin_with_the_first_step_and_all_else_ends_with_the_last():
         {**EMA, "name": "no"},
     ]
     validating = {"full_validation": True, "validation_freq": 3, "full_val_start": 0.25}
-    options = {"training__disp_freq": 4, "training__save_freq": 5, "training__averaging": averages}
+    options = {
+        "training__disp_freq": 4,
+        "training__save_freq": 5,
+        "training__averaging": averages,
+    }
     schedule = schedule_of(17, validating=validating, **options)
 
     def steps(due):

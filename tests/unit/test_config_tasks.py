@@ -91,7 +91,10 @@ def test_what_tasks_have_alike_is_reported_once_and_what_they_share_is_reported(
         ("fitting", "water: ener, neuron 8-8, float64"),
         ("fitting", "ice: ener, neuron 4, float64"),
         ("shared", "elements: type_map of water and ice"),
-        ("shared", "dpa: descriptor of water, embedding of elements of the descriptor of ice"),
+        (
+            "shared",
+            "dpa: descriptor of water, embedding of elements of the descriptor of ice",
+        ),
     ]
 
 
@@ -110,7 +113,9 @@ def test_tasks_that_share_a_fitting_net_and_are_not_distinguished_are_warned_abo
     shared = {"elements": ["O", "H"], "dpa": DPA, "net": NET}
     both = {name: model(fitting_net="net") for name in ("water", "ice")}
     (found,) = warnings_of(model__shared_dict=shared, model__model_dict=both)
-    assert found.startswith("model.shared_dict.net: the tasks water, ice share this network")
+    assert found.startswith(
+        "model.shared_dict.net: the tasks water, ice share this network"
+    )
     assert '"dim_case_embd": 2' in found
     shared["net"] = {**NET, "dim_case_embd": 2}
     assert warnings_of(model__shared_dict=shared, model__model_dict=both) == []
@@ -123,15 +128,19 @@ def test_an_input_without_any_task_has_one_message():
     ]
 
 
-def test_mistakes_in_a_shared_part_are_reported_once_and_where_the_input_has_it(tmp_path):
+def test_mistakes_in_a_shared_part_are_reported_once_and_where_the_input_has_it(
+    tmp_path,
+):
     values = tasks(
-        model__shared_dict__dpa={**DPA, "rcutt": 5.0, "neuron": "many"}, model__data_stat_nbatch=-1
+        model__shared_dict__dpa={**DPA, "rcutt": 5.0, "neuron": "many"},
+        model__data_stat_nbatch=-1,
     )
     path = write(tmp_path, values)
     with pytest.raises(Exception, match="rcutt") as caught:
         load_config(path)
     places = [
-        line.partition(": ")[2].split(" = ")[0].split(":")[0] for line in caught.value.problems
+        line.partition(": ")[2].split(" = ")[0].split(":")[0]
+        for line in caught.value.problems
     ]
     assert sorted(places) == [
         "model.data_stat_nbatch",
@@ -173,7 +182,10 @@ WRONG = [
         },
         'model.model_dict.ice: descriptor = "dpa:1": se_e2_a has no embedding',
     ),
-    ({"training__model_prob": {"water": -1, "ice": 1}}, "training.model_prob ... numbers >= 0"),
+    (
+        {"training__model_prob": {"water": -1, "ice": 1}},
+        "training.model_prob ... numbers >= 0",
+    ),
     (
         {"training__num_epoch_dict": {"water": 1, "ice": 1}},
         "training.numb_steps ... num_epoch_dict is given too",

@@ -21,12 +21,16 @@ ELEMENTS = ["O", "H"]
 LABELS = ("energy", "force", "virial")
 
 
-def check(training, validation=(), type_map=ELEMENTS, labels=LABELS, sel="auto", **arguments):
+def check(
+    training, validation=(), type_map=ELEMENTS, labels=LABELS, sel="auto", **arguments
+):
     opened = [
         open_data([str(p) for p in paths], type_map, labels) if paths else []
         for paths in (training, validation)
     ]
-    return check_systems(*opened, type_map, SeE2AConfig(rcut=4.0, sel=sel), labels, **arguments)
+    return check_systems(
+        *opened, type_map, SeE2AConfig(rcut=4.0, sel=sel), labels, **arguments
+    )
 
 
 @pytest.fixture
@@ -55,7 +59,9 @@ def lines_of(report):
     return list(data_lines(check))
 
 
-def test_the_summary_reports_systems_elements_labels_ranges_pairs_and_neighbors(water, tmp_path):
+def test_the_summary_reports_systems_elements_labels_ranges_pairs_and_neighbors(
+    water, tmp_path
+):
     write_system("open", frames=5, natoms=7, seed=2, pbc=False)
     report = check(["water", "open"], ["open"])
     text = "\n".join(lines_of(report))
@@ -66,9 +72,14 @@ def test_the_summary_reports_systems_elements_labels_ranges_pairs_and_neighbors(
     assert "virial: 12 of 17 frames" in text
     assert re.search(r"\n  O +92 +20 ", text)
     assert re.search(r"\n  H +87 +15 ", text)
-    force = np.concatenate([np.load(f).ravel() for f in sorted(tmp_path.glob("*/set.*/force.npy"))])
+    force = np.concatenate(
+        [np.load(f).ravel() for f in sorted(tmp_path.glob("*/set.*/force.npy"))]
+    )
     every = re.search(r"\n  all +17 .*", text)[0].split()
-    assert every[-4:-2] == [f"{np.sqrt((force**2).mean()):.3f}", f"{np.abs(force).max():.2f}"]
+    assert every[-4:-2] == [
+        f"{np.sqrt((force**2).mean()):.3f}",
+        f"{np.abs(force).max():.2f}",
+    ]
     most, closest = 0, (np.inf, "")
     for system in open_data(["water", "open"], ELEMENTS):
         for k in range(system.num_frames):
@@ -78,7 +89,9 @@ def test_the_summary_reports_systems_elements_labels_ranges_pairs_and_neighbors(
             most = max(most, np.bincount(pairs.i).max())
             closest = min(closest, (distance.min(), f"{system.name} frame {k}"))
     assert f"at most {most} within 4 angstrom" in text
-    assert f"the nearest atoms are {closest[0]:.3f} angstrom apart ({closest[1]})" in text
+    assert (
+        f"the nearest atoms are {closest[0]:.3f} angstrom apart ({closest[1]})" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +112,9 @@ def test_the_summary_reports_systems_elements_labels_ranges_pairs_and_neighbors(
         ),
     ],
 )
-def test_broken_numbers_are_reported_with_file_and_frame(water, file, index, value, message):
+def test_broken_numbers_are_reported_with_file_and_frame(
+    water, file, index, value, message
+):
     edit(water / "set.001" / f"{file}.npy", put(index, value))
     report = check(["water"])
     assert len(report.problems) == 1
@@ -116,7 +131,9 @@ def test_numbers_are_expected_up_to_1e30(water, value, is_reported):
 
 
 def test_atoms_that_are_too_close_are_reported_with_their_places_in_the_file(tmp_path):
-    path = write_system(tmp_path / "w", frames=4, natoms=6, mixed=True, virtual=2, seed=1)
+    path = write_system(
+        tmp_path / "w", frames=4, natoms=6, mixed=True, virtual=2, seed=1
+    )
     file = path / "set.000" / "coord.npy"
     types = np.load(path / "set.000" / "real_atom_types.npy")
     a, b = np.flatnonzero(types[2] >= 0)[[1, 4]]
@@ -134,18 +151,27 @@ def test_atoms_that_are_too_close_are_reported_with_their_places_in_the_file(tmp
         for j, k in ((a, b), (b, a))
     ]
     assert problem.startswith(tuple(expected))
-    assert problem.endswith("leaves such training frames out, a smaller number accepts them.")
+    assert problem.endswith(
+        "leaves such training frames out, a smaller number accepts them."
+    )
     assert check([path], min_distance=0.05).problems == []
     assert len(check([path], min_distance=2.5).problems) == 4
 
 
 @pytest.mark.parametrize(("distance", "is_reported"), [(0.29, True), (0.31, False)])
-def test_atoms_are_too_close_below_three_tenths_of_an_angstrom(water, distance, is_reported):
+def test_atoms_are_too_close_below_three_tenths_of_an_angstrom(
+    water, distance, is_reported
+):
     edit(
         water / "set.001" / "coord.npy",
-        lambda coord: coord.__setitem__((1, slice(3, 6)), coord[1, :3] + [distance, 0, 0]),
+        lambda coord: coord.__setitem__(
+            (1, slice(3, 6)), coord[1, :3] + [distance, 0, 0]
+        ),
     )
-    assert any("expected at least 0.3" in text for text in check(["water"]).problems) == is_reported
+    assert (
+        any("expected at least 0.3" in text for text in check(["water"]).problems)
+        == is_reported
+    )
 
 
 def test_a_label_that_some_systems_lack_is_a_warning_with_numbers(water):
@@ -192,31 +218,51 @@ def test_data_without_any_label_cannot_be_trained_on(tmp_path):
             "polarizability",
             "pref_atomic",
         ),
-        ("virial", (9,), ("energy", "force", "virial"), "energy", "start_pref_v and limit_pref_v"),
+        (
+            "virial",
+            (9,),
+            ("energy", "force", "virial"),
+            "energy",
+            "start_pref_v and limit_pref_v",
+        ),
     ],
 )
 def test_labels_without_a_weight_are_named_with_their_options(
     tmp_path, stored, shape, predicted, in_loss, options
 ):
     path = write_system(
-        tmp_path / "w", energy=False, force=False, virial=False, sets=1, natoms=6, frames=4
+        tmp_path / "w",
+        energy=False,
+        force=False,
+        virial=False,
+        sets=1,
+        natoms=6,
+        frames=4,
     )
     np.save(path / "set.000" / f"{stored}.npy", np.ones((4, *shape)))
     systems = open_data([str(path)], ELEMENTS, predicted)
-    report = check_systems(systems, [], ELEMENTS, SeE2AConfig(rcut=4.0, sel="auto"), [in_loss])
+    report = check_systems(
+        systems, [], ELEMENTS, SeE2AConfig(rcut=4.0, sel="auto"), [in_loss]
+    )
     assert report.problems[-1].endswith(
         f"there is nothing to learn. {stored}.npy is there: the loss learns it with {options} "
         "above 0."
     )
-    assert not any("the loss has a prefactor for it" in text for text in report.warnings)
+    assert not any(
+        "the loss has a prefactor for it" in text for text in report.warnings
+    )
 
 
 def test_files_of_other_names_are_listed_where_nothing_can_be_learned(tmp_path):
     path = write_system(tmp_path / "w", energy=False, force=False, virial=False, sets=1)
     np.save(path / "set.000" / "band_gap.npy", np.ones(4))
     systems = open_data([str(path)], ELEMENTS, ["gap[1]", "atom_gap[1]"])
-    report = check_systems(systems, [], ELEMENTS, SeE2AConfig(rcut=4.0, sel="auto"), ["gap[1]"])
-    assert report.problems[-1].endswith(f"there is nothing to learn. {path} has band_gap.npy.")
+    report = check_systems(
+        systems, [], ELEMENTS, SeE2AConfig(rcut=4.0, sel="auto"), ["gap[1]"]
+    )
+    assert report.problems[-1].endswith(
+        f"there is nothing to learn. {path} has band_gap.npy."
+    )
 
 
 def test_a_sel_too_small_is_a_warning_with_the_numbers_needed(water):
@@ -255,7 +301,9 @@ def test_elements_that_no_training_frame_has_are_a_warning(water):
     assert warnings[1] == "validation frames have C, but no training frame does."
 
 
-def test_validation_frames_that_are_training_frames_are_counted_even_in_another_precision(water):
+def test_validation_frames_that_are_training_frames_are_counted_even_in_another_precision(
+    water,
+):
     shutil.copytree("water", "valid")
     shutil.rmtree("valid/set.000")
     write_system("fresh", frames=3, seed=9)
@@ -270,7 +318,9 @@ def test_validation_frames_that_are_training_frames_are_counted_even_in_another_
 
 def test_an_energy_outlier_is_named(tmp_path):
     path = write_system(tmp_path / "w", frames=40, seed=1)
-    other = write_system(tmp_path / "o", frames=20, seed=2, elements=("H", "O"), natoms=7)
+    other = write_system(
+        tmp_path / "o", frames=20, seed=2, elements=("H", "O"), natoms=7
+    )
     assert check([path, other]).warnings == []
     edit(path / "set.000" / "energy.npy", lambda e: e.__setitem__(17, e[17] + 40))
     [warning] = check([path, other]).warnings
@@ -288,7 +338,10 @@ def test_an_energy_is_judged_by_the_spread_of_its_system(tmp_path):
         values[17] = factor * 1.4826 * np.median(np.abs(deviation))
         np.save(path / "set.000" / "energy.npy", 12 * (values - 100))
         warnings = check([path]).warnings
-        assert any("has an energy far from the others" in text for text in warnings) == is_named
+        assert (
+            any("has an energy far from the others" in text for text in warnings)
+            == is_named
+        )
 
 
 @pytest.mark.parametrize(("factor", "is_named"), [(0.9, False), (1.1, True)])
@@ -304,7 +357,10 @@ def test_bounds_of_energies_have_a_least_and_a_largest_size(
     values[frames // 2] = factor * bound
     np.save(path / "set.000" / "energy.npy", 12 * (values - 100))
     warnings = check([path]).warnings
-    assert any("has an energy far from the others" in text for text in warnings) == is_named
+    assert (
+        any("has an energy far from the others" in text for text in warnings)
+        == is_named
+    )
 
 
 @pytest.mark.parametrize(("number", "is_named"), [(4, True), (5, False)])
@@ -312,7 +368,10 @@ def test_outliers_are_named_up_to_a_tenth_of_the_frames(tmp_path, number, is_nam
     path = write_system(tmp_path / "w", frames=40, seed=1)
     edit(path / "set.000" / "energy.npy", lambda e: e[:number].__iadd__(40))
     report = check([path])
-    assert any("an energy far from the others" in text for text in report.warnings) == is_named
+    assert (
+        any("an energy far from the others" in text for text in report.warnings)
+        == is_named
+    )
     assert any(f"({number} of 40)" in text for text in report.notes) == (not is_named)
 
 
@@ -325,9 +384,14 @@ def test_an_isolated_atom_is_no_outlier_beside_a_crystal_of_its_element(tmp_path
         head = 'Lattice="4 0 0 0 4 0 0 0 4" Properties=species:S:1:pos:R:3 pbc="T T T"'
         lines += ["8", f"{head} energy={-40 + 0.01 * number}"]
         lines += [
-            f"O {x:.8f} {y:.8f} {z:.8f}" for x, y, z in sites + rng.normal(0, 0.05, sites.shape)
+            f"O {x:.8f} {y:.8f} {z:.8f}"
+            for x, y, z in sites + rng.normal(0, 0.05, sites.shape)
         ]
-    lines += ["1", 'Properties=species:S:1:pos:R:3 pbc="F F F" energy=0.0', "O 0.0 0.0 0.0"]
+    lines += [
+        "1",
+        'Properties=species:S:1:pos:R:3 pbc="F F F" energy=0.0',
+        "O 0.0 0.0 0.0",
+    ]
     path = tmp_path / "oxygen.xyz"
     path.write_text("\n".join(lines) + "\n")
     report = check([path], type_map=["O"], labels=("energy",))
@@ -335,17 +399,24 @@ def test_an_isolated_atom_is_no_outlier_beside_a_crystal_of_its_element(tmp_path
     assert any("one isolated atom" in text for text in report.notes)
 
 
-def test_energies_per_element_explain_other_compositions_beside_isolated_atoms(tmp_path):
+def test_energies_per_element_explain_other_compositions_beside_isolated_atoms(
+    tmp_path,
+):
     """Isolated atoms, which are a cohesive energy above the others, are left out of the fit."""
     atom = write_system(tmp_path / "atom", frames=4, natoms=1, pbc=False)
     bulk = [
-        write_system(tmp_path / str(size), frames=8, natoms=size, seed=size) for size in (7, 12)
+        write_system(tmp_path / str(size), frames=8, natoms=size, seed=size)
+        for size in (7, 12)
     ]
     for path in (atom, *bulk):
         num_oxygen = (np.loadtxt(path / "type.raw") == 0).sum()
         edit(path / "set.000" / "energy.npy", partial(shift, by=-2000.0 * num_oxygen))
     for systems in (bulk, [atom, *bulk]):
-        assert not [text for text in check(systems).warnings if "do not fit the energies" in text]
+        assert not [
+            text
+            for text in check(systems).warnings
+            if "do not fit the energies" in text
+        ]
 
 
 @pytest.mark.parametrize(("spacing", "is_isolated"), [(3.9, False), (4.1, True)])
@@ -376,7 +447,13 @@ OTHER_SYSTEMS = [
     ((12, 12, 12), -600, 1, 1, " eV/atom, expected -5."),
     ((12, 12), -600, 1, 1, " eV/atom, expected -5."),
     ((12, 7, 11, 16), -600, 1, 1, " eV/atom, expected -"),
-    ((12, 12, 12), 0, 1 / HARTREE, 0.5292 / HARTREE, " eV/atom as in Hartree, expected -5."),
+    (
+        (12, 12, 12),
+        0,
+        1 / HARTREE,
+        0.5292 / HARTREE,
+        " eV/atom as in Hartree, expected -5.",
+    ),
     ((12, 12, 12), 0, 1 / HARTREE, 1, " eV/atom as in Hartree, expected -5."),
     ((12, 7, 11, 12), -150, 1 / HARTREE, 1, " eV/atom as in Hartree, expected -15"),
     ((12, 12, 12), 0, 23.060548, 23.060548, " eV/atom as in kcal/mol, expected -5."),
@@ -384,7 +461,9 @@ OTHER_SYSTEMS = [
 
 
 @pytest.mark.parametrize(("sizes", "zero", "energy", "force", "words"), OTHER_SYSTEMS)
-def test_a_system_of_another_unit_or_code_is_named(tmp_path, sizes, zero, energy, force, words):
+def test_a_system_of_another_unit_or_code_is_named(
+    tmp_path, sizes, zero, energy, force, words
+):
     """Training started 51,500 meV/atom off, after "No warnings"."""
     systems = [
         write_system(tmp_path / str(k), frames=8, seed=k, natoms=size, virial=False)
@@ -393,13 +472,17 @@ def test_a_system_of_another_unit_or_code_is_named(tmp_path, sizes, zero, energy
     common = zero if energy != 1 else 0
     for path, size in zip(systems, sizes):
         edit(path / "set.000" / "energy.npy", partial(shift, by=common * size))
-    assert not [line for line in check(systems).warnings if not line.startswith("no virial")]
+    assert not [
+        line for line in check(systems).warnings if not line.startswith("no virial")
+    ]
     odd = systems[-1]
     edit(odd / "set.000" / "energy.npy", partial(shift, by=(zero - common) * sizes[-1]))
     edit(odd / "set.000" / "energy.npy", lambda e: np.multiply(e, energy, out=e))
     edit(odd / "set.000" / "force.npy", lambda f: np.multiply(f, force, out=f))
     [warning] = [
-        line for line in check(systems).warnings if "do not fit the energies per element" in line
+        line
+        for line in check(systems).warnings
+        if "do not fit the energies per element" in line
     ]
     assert f"of the others: {odd} (" in warning
     assert words in warning
@@ -419,7 +502,9 @@ def test_of_many_systems_of_another_code_some_are_named(tmp_path):
     [warning] = check(systems).warnings
     assert warning.startswith("the energies of 4 systems do not fit")
     assert f"{systems[5]} (" in warning
-    assert " and 1 more. Expected eV, and one code and method, in all systems." in warning
+    assert (
+        " and 1 more. Expected eV, and one code and method, in all systems." in warning
+    )
 
 
 def test_systems_of_large_forces_and_isolated_atoms_are_not_of_another_code(tmp_path):
@@ -431,7 +516,9 @@ def test_systems_of_large_forces_and_isolated_atoms_are_not_of_another_code(tmp_
     atom = write_system(tmp_path / "atom", frames=4, natoms=1, pbc=False)
     edit(atom / "set.000" / "energy.npy", partial(shift, by=300))
     assert not [
-        line for line in check([*bulk, near, atom]).warnings if "do not fit the energies" in line
+        line
+        for line in check([*bulk, near, atom]).warnings
+        if "do not fit the energies" in line
     ]
 
 
@@ -447,7 +534,10 @@ def test_a_system_is_of_another_code_beyond_20_ev_and_its_forces_over_an_angstro
     edit(file, lambda force: force.__imul__(rms / np.sqrt((force**2).mean())))
     edit(systems[2] / "set.000" / "energy.npy", partial(shift, by=factor * bound * 12))
     warnings = check(systems).warnings
-    assert any("do not fit the energies per element" in text for text in warnings) == is_named
+    assert (
+        any("do not fit the energies per element" in text for text in warnings)
+        == is_named
+    )
 
 
 def test_frames_of_three_are_judged_and_those_of_several_kinds_are_not(tmp_path):
@@ -457,13 +547,17 @@ def test_frames_of_three_are_judged_and_those_of_several_kinds_are_not(tmp_path)
     few = write_system(tmp_path / "few", frames=3, seed=1)
     edit(few / "set.000" / "energy.npy", lambda e: e.__setitem__(1, e[1] - 40))
     edit(
-        few / "set.000" / "force.npy", lambda f: f.__setitem__(2, 2000 / np.abs(f[2]).max() * f[2])
+        few / "set.000" / "force.npy",
+        lambda f: f.__setitem__(2, 2000 / np.abs(f[2]).max() * f[2]),
     )
     energy, force = check([few]).warnings
     assert f"{few} frame 1 (-3." in energy
     assert f"{few} frame 2 (2000 eV/angstrom)" in force
     kinds = write_system(tmp_path / "kinds", frames=60, seed=2)
-    edit(kinds / "set.000" / "energy.npy", lambda e: e.__setitem__(slice(24), e[:24] + 30))
+    edit(
+        kinds / "set.000" / "energy.npy",
+        lambda e: e.__setitem__(slice(24), e[:24] + 30),
+    )
     report = check([kinds])
     assert report.warnings == []
     [note] = report.notes
@@ -474,7 +568,9 @@ def test_large_forces_of_atoms_near_each_other_are_no_outliers(tmp_path):
     """A rattled cell beside relaxed ones was accused."""
     for name, factor in (("rattled", 0.55), ("spike", 1.0)):
         path = write_system(tmp_path / name, frames=20, seed=1)
-        edit(path / "set.000" / "force.npy", lambda f: f.__imul__(0.01 / np.abs(f).max()))
+        edit(
+            path / "set.000" / "force.npy", lambda f: f.__imul__(0.01 / np.abs(f).max())
+        )
         edit(
             path / "set.000" / "force.npy",
             lambda f: f.__setitem__(4, f[4] * 40 / np.abs(f[4]).max()),
@@ -486,7 +582,10 @@ def test_large_forces_of_atoms_near_each_other_are_no_outliers(tmp_path):
         edit(path / "set.000" / "coord.npy", put(4, frame.coord.ravel()))
         large = [text for text in check([path]).warnings if "30 times" in text]
         assert len(large) == (name == "spike"), name
-        assert all(f"{path} frame 4 (40 eV/angstrom). Has it converged?" in text for text in large)
+        assert all(
+            f"{path} frame 4 (40 eV/angstrom). Has it converged?" in text
+            for text in large
+        )
 
 
 @pytest.mark.parametrize(("factor", "is_named"), [(0.95, False), (1.05, True)])
@@ -510,11 +609,18 @@ def test_forces_that_are_zero_are_a_problem_unless_symmetry_explains_them(tmp_pa
         f"{path}: all forces are zero, which the positions do not explain. Remove set.*/force"
     )
     crystal = write_system(
-        tmp_path / "c", frames=6, natoms=8, seed=1, jitter=0.0, triclinic=False, elements=("O",)
+        tmp_path / "c",
+        frames=6,
+        natoms=8,
+        seed=1,
+        jitter=0.0,
+        triclinic=False,
+        elements=("O",),
     )
     edit(crystal / "set.000" / "force.npy", put(slice(None), 0.0))
     edit(
-        crystal / "set.000" / "box.npy", lambda box: box.__imul__(np.linspace(0.9, 1.1, 6)[:, None])
+        crystal / "set.000" / "box.npy",
+        lambda box: box.__imul__(np.linspace(0.9, 1.1, 6)[:, None]),
     )
     edit(
         crystal / "set.000" / "coord.npy",
@@ -523,7 +629,9 @@ def test_forces_that_are_zero_are_a_problem_unless_symmetry_explains_them(tmp_pa
     assert check([crystal], type_map=["O"]).problems == []
 
 
-def test_frames_without_forces_among_others_are_named_unless_symmetry_explains_them(tmp_path):
+def test_frames_without_forces_among_others_are_named_unless_symmetry_explains_them(
+    tmp_path,
+):
     path = write_system(tmp_path / "w", frames=6, natoms=8, seed=1)
     symmetric = write_system(
         tmp_path / "c", frames=1, natoms=8, jitter=0.0, triclinic=False, elements=("O",)
@@ -552,7 +660,9 @@ def test_forces_that_do_not_add_up_to_zero_are_a_warning(water):
 
 @pytest.mark.parametrize(("factor", "is_named"), [(0.8, False), (1.2, True)])
 @pytest.mark.parametrize("rms", [1e-3, 10.0])
-def test_net_forces_are_judged_by_their_size_and_by_the_rms_force(tmp_path, rms, factor, is_named):
+def test_net_forces_are_judged_by_their_size_and_by_the_rms_force(
+    tmp_path, rms, factor, is_named
+):
     """They are named above 0.1 eV/angstrom and sqrt(N) tenths of the RMS force, as doc/data.md
     says.
     """
@@ -562,21 +672,33 @@ def test_net_forces_are_judged_by_their_size_and_by_the_rms_force(tmp_path, rms,
     file = path / "set.000" / "force.npy"
     edit(file, lambda force: force.__imul__(rms / np.sqrt((force**2).mean())))
     # on all atoms: the RMS force hardly changes
-    edit(file, lambda force: force.reshape(4, natoms, 3)[2, :, 0].__iadd__(factor * bound / natoms))
+    edit(
+        file,
+        lambda force: force.reshape(4, natoms, 3)[2, :, 0].__iadd__(
+            factor * bound / natoms
+        ),
+    )
     is_warned = any("do not add up to zero" in text for text in check([path]).warnings)
     assert is_warned == is_named
 
 
 def test_forces_of_weight_zero_are_not_judged(tmp_path):
     """They may be unknown; a warning of net forces of 800 eV/angstrom was about them."""
-    system = write_system(tmp_path / "s", frames=12, seed=1, jitter=0.02, atom_pref=True)
+    system = write_system(
+        tmp_path / "s", frames=12, seed=1, jitter=0.02, atom_pref=True
+    )
     pref = np.load(system / "set.000" / "atom_pref.npy")
     pref[:, 6:] = 0
     np.save(system / "set.000" / "atom_pref.npy", pref)
-    edit(system / "set.000" / "force.npy", lambda f: f.reshape(12, 12, 3)[:, 6:].__iadd__(77.0))
+    edit(
+        system / "set.000" / "force.npy",
+        lambda f: f.reshape(12, 12, 3)[:, 6:].__iadd__(77.0),
+    )
     assert check([system], labels=(*LABELS, "atom_pref")).warnings == []
     # without the weights all forces are learned
-    assert [line for line in check([system]).warnings if "do not add up to zero" in line]
+    assert [
+        line for line in check([system]).warnings if "do not add up to zero" in line
+    ]
     np.save(system / "set.000" / "atom_pref.npy", np.ones_like(pref))
     weighted = check([system], labels=(*LABELS, "atom_pref")).warnings
     assert [line for line in weighted if "do not add up to zero" in line]
@@ -585,11 +707,14 @@ def test_forces_of_weight_zero_are_not_judged(tmp_path):
 def test_pressures_without_virials_and_in_one_cell_mean_nothing(tmp_path):
     """A model of such data had pressures of 55 to 75 GPa."""
     first, second = (
-        write_system(tmp_path / name, frames=4, seed=k, virial=False) for k, name in enumerate("ab")
+        write_system(tmp_path / name, frames=4, seed=k, virial=False)
+        for k, name in enumerate("ab")
     )
 
     def notes(*systems, labels=LABELS):
-        return [line for line in check(systems, labels=labels).notes if "pressures" in line]
+        return [
+            line for line in check(systems, labels=labels).notes if "pressures" in line
+        ]
 
     [note] = notes(first, second)
     assert note.startswith(
@@ -600,7 +725,12 @@ def test_pressures_without_virials_and_in_one_cell_mean_nothing(tmp_path):
         len(notes(tmp_path / "v", labels=("energy", "force"))) == 1
     )  # the loss does not read them
     assert notes(write_system(tmp_path / "open", frames=4, pbc=False)) == []
-    assert notes(first, write_system(tmp_path / "larger", frames=4, natoms=18, virial=False)) == []
+    assert (
+        notes(
+            first, write_system(tmp_path / "larger", frames=4, natoms=18, virial=False)
+        )
+        == []
+    )
     edit(
         second / "set.000" / "box.npy",
         lambda box: box.__imul__(np.linspace(0.99, 1.01, 4)[:, None]),

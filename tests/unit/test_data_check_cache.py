@@ -128,7 +128,11 @@ def test_flipped_bits_of_a_memory_are_ignored(place):
         changed[bit // 8] ^= 1 << bit % 8
         file.write_bytes(changed)
         found = recall(MEMORY, file.stem)
-        taken += [bit] if found is not None and json.dumps(found) != json.dumps(whole) else []
+        taken += (
+            [bit]
+            if found is not None and json.dumps(found) != json.dumps(whole)
+            else []
+        )
     assert len(taken) == 0
 
 
@@ -141,9 +145,13 @@ def test_a_damaged_memory_is_no_memory(place, content):
     assert check().date
 
 
-def test_a_second_run_from_the_same_statistics_is_the_same_run(place, monkeypatch, capsys):
+def test_a_second_run_from_the_same_statistics_is_the_same_run(
+    place, monkeypatch, capsys
+):
     """Its curve is the same to the last digit, and arrays are read for its batches only."""
-    change_input(training__stat_file="statistics", training__numb_steps=2, training__disp_freq=1)
+    change_input(
+        training__stat_file="statistics", training__numb_steps=2, training__disp_freq=1
+    )
     curves = []
     for number in range(2):
         if number:
@@ -151,7 +159,9 @@ def test_a_second_run_from_the_same_statistics_is_the_same_run(place, monkeypatc
                 DeepmdSystem, "chunks", lambda *_: pytest.fail("all frames are read")
             )
         assert main(["train", "input.json", "--device", "cpu", "-v", "DEBUG"]) == 0
-        assert ("s (this content was checked before: 20" in capsys.readouterr().err) is bool(number)
+        assert (
+            "s (this content was checked before: 20" in capsys.readouterr().err
+        ) is bool(number)
         curves.append(Path("lcurve.out").read_text())
         assert len(list(Path("statistics.checked").iterdir())) == 1
     assert curves[0] == curves[1]

@@ -23,7 +23,9 @@ def make_frame(seed, natoms=12, pbc=True, index=0, **labels):
     coord, types, box = toy_frame(rng, natoms, 3, pbc)
     types = rng.permutation(types)
     energy, force, virial, _ = toy_labels(coord, types, box)
-    values = {"energy": np.array(energy), "force": force} | ({"virial": virial} if pbc else {})
+    values = {"energy": np.array(energy), "force": force} | (
+        {"virial": virial} if pbc else {}
+    )
     return Frame(coord, types, box, values | labels, source=("toy", index))
 
 
@@ -46,10 +48,19 @@ def expected_neighbors(frame, atom, layout):
     sections = range(layout.num_types) if layout.by_type else [None]
     out = []
     for k, kind in enumerate(sections):
-        chosen = [p for p in mine if kind is None or frame.atom_type[pairs.j[p]] == kind]
-        chosen = sorted(chosen, key=lambda p: np.linalg.norm(vector[p]))[: layout.sel[k]]
-        kinds = [(int(frame.atom_type[atom]), int(frame.atom_type[pairs.j[p]])) for p in chosen]
-        kept = [p for p, k in zip(chosen, kinds) if not {k, k[::-1]} & layout.excluded_pairs]
+        chosen = [
+            p for p in mine if kind is None or frame.atom_type[pairs.j[p]] == kind
+        ]
+        chosen = sorted(chosen, key=lambda p: np.linalg.norm(vector[p]))[
+            : layout.sel[k]
+        ]
+        kinds = [
+            (int(frame.atom_type[atom]), int(frame.atom_type[pairs.j[p]]))
+            for p in chosen
+        ]
+        kept = [
+            p for p, k in zip(chosen, kinds) if not {k, k[::-1]} & layout.excluded_pairs
+        ]
         out.append([(pairs.j[p], vector[p]) for p in kept])
     return out
 
@@ -68,8 +79,13 @@ def check_batch(batch, frames, layout):
         np.testing.assert_array_equal(batch.coord[row], frame.coord[atom])
         for section, wanted in enumerate(expected_neighbors(frame, atom, layout)):
             here = slice(offsets[section], offsets[section + 1])
-            neighbor, vector = batch.neighbor[row, here].numpy(), batch.vector[row, here].numpy()
-            assert neighbor[: len(wanted)].tolist() == [row_of[starts[k] + j] for j, _ in wanted]
+            neighbor, vector = (
+                batch.neighbor[row, here].numpy(),
+                batch.vector[row, here].numpy(),
+            )
+            assert neighbor[: len(wanted)].tolist() == [
+                row_of[starts[k] + j] for j, _ in wanted
+            ]
             for slot, (_, expected) in enumerate(wanted):
                 np.testing.assert_allclose(vector[slot], expected, atol=1e-12)
             assert (neighbor[len(wanted) :] == row).all()
@@ -81,7 +97,9 @@ def check_batch(batch, frames, layout):
 LAYOUTS = {
     "by_type": LAYOUT,
     "truncated": NeighborLayout(RCUT, (3, 5, 2), 3),
-    "excluded": NeighborLayout(RCUT, (30, 4, 30), 3, excluded_pairs=frozenset({(0, 1), (2, 2)})),
+    "excluded": NeighborLayout(
+        RCUT, (30, 4, 30), 3, excluded_pairs=frozenset({(0, 1), (2, 2)})
+    ),
     "one_section": NeighborLayout(RCUT, (60,), 3, by_type=False),
     "one_section_truncated_and_excluded": NeighborLayout(
         RCUT, (9,), 3, by_type=False, excluded_pairs=frozenset({(1, 0)})
@@ -103,7 +121,9 @@ def test_reverse_slots_name_each_use_of_an_atom_once_in_order(chosen):
     natoms, slots = batch.neighbor.shape
     filled = torch.linalg.norm(batch.vector, dim=-1) < RCUT
     for row in range(natoms):
-        uses = torch.nonzero(((batch.neighbor == row) & filled).ravel()).ravel().tolist()
+        uses = (
+            torch.nonzero(((batch.neighbor == row) & filled).ravel()).ravel().tolist()
+        )
         mine = [r for r in batch.reverse[row].tolist() if r != natoms * slots]
         assert mine == uses
         assert batch.reverse[row].tolist()[: len(mine)] == mine
@@ -117,10 +137,12 @@ def test_slots_are_trimmed_rounded_up_and_never_above_sel():
         pairs = find_pairs(frame.coord, frame.box, RCUT)
         for atom in range(frame.num_atoms):
             most = np.maximum(
-                most, np.bincount(frame.atom_type[pairs.j[pairs.i == atom]], minlength=3)
+                most,
+                np.bincount(frame.atom_type[pairs.j[pairs.i == atom]], minlength=3),
             )
     expected = [
-        min(sel, -(-min(n, sel) // round_to) * round_to) for n, sel in zip(most, layout.sel)
+        min(sel, -(-min(n, sel) // round_to) * round_to)
+        for n, sel in zip(most, layout.sel)
     ]
     assert collate(
         [pair_frame(f, layout, round_to=round_to) for f in frames], layout
@@ -131,7 +153,9 @@ def test_prepared_frames_and_kept_pairs_make_the_same_batch():
     plain = collate(FRAMES, LAYOUT)
     kept = collate([pair_frame(f, LAYOUT, KeptPairs(0.7).find) for f in FRAMES], LAYOUT)
     for name in ("neighbor", "vector", "reverse", "coord", "atom_order"):
-        torch.testing.assert_close(getattr(plain, name), getattr(kept, name), rtol=0, atol=0)
+        torch.testing.assert_close(
+            getattr(plain, name), getattr(kept, name), rtol=0, atol=0
+        )
 
 
 def test_labels_follow_their_atoms_and_missing_ones_are_not_found():
@@ -154,15 +178,20 @@ def test_labels_follow_their_atoms_and_missing_ones_are_not_found():
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_molecules_paired_together_are_bitwise_those_paired_one_by_one(name):
     molecules = [
-        make_frame(k, size, pbc=False, index=k) for k, size in enumerate((9, 1, 12, 9, 64, 2))
+        make_frame(k, size, pbc=False, index=k)
+        for k, size in enumerate((9, 1, 12, 9, 64, 2))
     ]
     line = Frame(
-        np.arange(12.0).reshape(4, 3), np.array([0, 2, 2, 1]), labels={"energy": np.array(1.0)}
+        np.arange(12.0).reshape(4, 3),
+        np.array([0, 2, 2, 1]),
+        labels={"energy": np.array(1.0)},
     )  # ties
     frames = [*molecules, line]
     together = collate(frames, LAYOUTS[name], ["energy", "force", "virial"])
     one_by_one = collate(
-        [pair_frame(f, LAYOUTS[name]) for f in frames], LAYOUTS[name], ["energy", "force", "virial"]
+        [pair_frame(f, LAYOUTS[name]) for f in frames],
+        LAYOUTS[name],
+        ["energy", "force", "virial"],
     )
     assert together.frames == one_by_one.frames
     for item in (item for item in fields(together) if item.name != "frames"):
@@ -181,5 +210,7 @@ def test_atoms_may_be_many_cells_outside_of_theirs(cells):
     far = Frame(frame.coord + moves @ frame.box, frame.atom_type, frame.box)
     here, there = collate([frame], LAYOUT), collate([far], LAYOUT)
     torch.testing.assert_close(there.neighbor, here.neighbor)
-    torch.testing.assert_close(there.vector, here.vector, rtol=0, atol=1e-13 * max(10, cells))
+    torch.testing.assert_close(
+        there.vector, here.vector, rtol=0, atol=1e-13 * max(10, cells)
+    )
     torch.testing.assert_close(there.reverse, here.reverse)

@@ -29,7 +29,9 @@ def read_all(path, labels=LABELS):
     for source in open_data([str(path)], list(TYPES), labels):
         for k in range(source.num_frames):
             frame = source.frame(k)
-            rows = np.column_stack([frame.atom_type, frame.coord, frame.labels["force"]])
+            rows = np.column_stack(
+                [frame.atom_type, frame.coord, frame.labels["force"]]
+            )
             others = {
                 name: value
                 for name, value in frame.labels.items()
@@ -45,9 +47,13 @@ def assert_holds(path, expected):
     """
     found = read_all(path)
     assert len(found) == len(expected)
-    by_energy = {float(others["energy"]): (rows, box, others) for rows, box, others in found}
+    by_energy = {
+        float(others["energy"]): (rows, box, others) for rows, box, others in found
+    }
     for atoms in expected:
-        rows, box, others = by_energy[atoms.get_potential_energy(apply_constraint=False)]
+        rows, box, others = by_energy[
+            atoms.get_potential_energy(apply_constraint=False)
+        ]
         own = np.column_stack(
             [
                 [TYPES.index(s) for s in atoms.symbols],
@@ -62,7 +68,9 @@ def assert_holds(path, expected):
             continue
         np.testing.assert_array_equal(box, atoms.cell.array)
         stress = -others["virial"].reshape(3, 3) / atoms.get_volume()
-        np.testing.assert_allclose(stress, atoms.get_stress(voigt=False), rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(
+            stress, atoms.get_stress(voigt=False), rtol=1e-12, atol=1e-15
+        )
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -107,10 +115,18 @@ def outcar(steps=2, ended=True, converged=True, energies=(-10.0, -10.5)):
         out += ["------ aborting loop because EDIFF is reached ------"] * converged
         out += [" number of electron      8.0 magnetization       1.5"]
         out += ["  in kB      10.0    20.0    30.0    1.0    2.0    3.0"]
-        out += ["      direct lattice vectors                 reciprocal lattice vectors"]
+        out += [
+            "      direct lattice vectors                 reciprocal lattice vectors"
+        ]
         out += [f"  {a}  {b}  {c}  0 0 0" for a, b, c in np.eye(3) * 4.0]
-        out += [" POSITION                                       TOTAL-FORCE (eV/Angst)", " -----"]
-        out += [f"  0.0 0.0 {z + 0.01 * k:.2f}  0.1 0.2 {0.3 * z - 0.3:.1f}" for z in (0, 1, 2)]
+        out += [
+            " POSITION                                       TOTAL-FORCE (eV/Angst)",
+            " -----",
+        ]
+        out += [
+            f"  0.0 0.0 {z + 0.01 * k:.2f}  0.1 0.2 {0.3 * z - 0.3:.1f}"
+            for z in (0, 1, 2)
+        ]
         free, zero = energies
         out += [
             "  FREE ENERGIE OF THE ION-ELECTRON SYSTEM (eV)",
@@ -120,7 +136,9 @@ def outcar(steps=2, ended=True, converged=True, energies=(-10.0, -10.5)):
             f"  energy  without entropy=   {free}  energy(sigma->0) =   {zero - k}",
         ]
     return (
-        "\n".join(out + [" General timing and accounting informations for this job:"] * ended)
+        "\n".join(
+            out + [" General timing and accounting informations for this job:"] * ended
+        )
         + "\n"
     )
 
@@ -136,7 +154,10 @@ def test_an_outcar_with_constraints_smearing_and_spin():
         "free_energy differs, and forces belong to it: FILE#energy=free_energy reads it (2 frames)"
         in reported
     )
-    assert "constraints are not applied: forces are those that were computed (2 frames)" in reported
+    assert (
+        "constraints are not applied: forces are those that were computed (2 frames)"
+        in reported
+    )
     assert "does not read free_energy, magmom" in reported
     first, second = sorted(read_all("out"), key=lambda found: -found[2]["energy"])
     assert [first[2]["energy"], second[2]["energy"]] == [-10.5, -11.5]
@@ -156,7 +177,10 @@ def test_an_outcar_that_is_cut_off_or_did_not_converge_is_reported():
     Path("OUTCAR").write_text(outcar(3, ended=False, converged=False)[:-150])
     reported = "\n".join(convert_data(["OUTCAR"], "out"))
     assert "read OUTCAR: 2 frames" in reported
-    assert "the end of the file is missing: a frame that was not finished is left out" in reported
+    assert (
+        "the end of the file is missing: a frame that was not finished is left out"
+        in reported
+    )
     assert "EDIFF was not reached: these are read, and may be wrong" in reported
 
 
@@ -173,8 +197,12 @@ def electronic_steps(number, last_change):
     )
 
 
-@pytest.mark.parametrize(("version", "is_reported"), [("5.4.4.18Apr17", True), ("6.3.0", False)])
-def test_steps_of_vasp_5_that_took_all_electronic_steps_are_reported(version, is_reported):
+@pytest.mark.parametrize(
+    ("version", "is_reported"), [("5.4.4.18Apr17", True), ("6.3.0", False)]
+)
+def test_steps_of_vasp_5_that_took_all_electronic_steps_are_reported(
+    version, is_reported
+):
     text = outcar(4).replace("vasp.6.3.0", f"vasp.{version}")
     head, *parts = text.split("--- Iteration")
     # the third has converged in its last step
@@ -252,7 +280,8 @@ def test_frames_with_numbers_that_are_not_finite_are_left_out_by_name():
     )
     reported = "\n".join(convert_data(["energies.xml"], "out"))
     assert (
-        "warning: left out, since numbers are not finite: 1 frame (from 0): 1 (energy)" in reported
+        "warning: left out, since numbers are not finite: 1 frame (from 0): 1 (energy)"
+        in reported
     )
     assert len(read_all("out")) == 2
     Path("only.xyz").write_text(
@@ -271,7 +300,8 @@ def assert_same_frames(name, origins, spec):
     atoms.
     """
     [own], sources = (
-        open_data(paths, list(TYPES), EVERY_LABEL, **spec) for paths in ([name], origins)
+        open_data(paths, list(TYPES), EVERY_LABEL, **spec)
+        for paths in ([name], origins)
     )
     frames = [source.frame(k) for source in sources for k in range(source.num_frames)]
     assert own.num_frames == len(frames)
@@ -322,17 +352,23 @@ def test_validation_is_of_every_kind_that_the_files_name_and_the_same_for_a_seed
     write_kinds("a.extxyz")
     lines = convert_data(["a.extxyz"], "out", validation=0.2)
     start = lines.index("validation: 6 of 31 frames (fraction 0.2, seed 1)")
-    assert lines[start + 1] == "  by config_type or group: bulk 4 of 20, surface 2 of 10"
+    assert (
+        lines[start + 1] == "  by config_type or group: bulk 4 of 20, surface 2 of 10"
+    )
     chosen = []
     for name, seed in (("out", 1), ("again", 1), ("other", 2)):
         if name != "out":
             convert_data(["a.extxyz"], name, validation=0.2, seed=seed)
-        chosen.append({float(found[2]["energy"]) for found in read_all(f"{name}/validation")})
+        chosen.append(
+            {float(found[2]["energy"]) for found in read_all(f"{name}/validation")}
+        )
     assert chosen[0] == chosen[1] != chosen[2]
     assert len(read_all("out/train")) == 25
 
 
-@pytest.mark.parametrize("words", [["-o", "out.extxyz", "a.extxyz"], ["a.extxyz", "out.extxyz"]])
+@pytest.mark.parametrize(
+    "words", [["-o", "out.extxyz", "a.extxyz"], ["a.extxyz", "out.extxyz"]]
+)
 def test_the_output_is_named_last_or_as_of_other_commands(words, capsys):
     write_kinds("a.extxyz")
     assert main(["convert", *words]) == 0
@@ -345,7 +381,11 @@ def test_the_output_is_named_last_or_as_of_other_commands(words, capsys):
     ("inputs", "options", "message"),
     [
         (["a.xyz"], {"validation": 1.5}, "--validation 1.5: expected a share"),
-        (["a.xyz"], {"file_format": "nothing"}, "--format nothing: ASE has no such format"),
+        (
+            ["a.xyz"],
+            {"file_format": "nothing"},
+            "--format nothing: ASE has no such format",
+        ),
         (["noise.bin"], {}, "noise.bin: cannot be read by ASE"),
         (["a.xyz", "cut.xyz"], {}, "cut.xyz: is cut off: frame 0"),
         (
@@ -358,7 +398,11 @@ def test_the_output_is_named_last_or_as_of_other_commands(words, capsys):
             {},
             "slab.traj: frame 0: pbc = [True, True, False]: is periodic in some directions only",
         ),
-        (["two.xyz"], {}, "two.xyz: energy may be energy (1 frame) or ref_energy (1 frame)."),
+        (
+            ["two.xyz"],
+            {},
+            "two.xyz: energy may be energy (1 frame) or ref_energy (1 frame).",
+        ),
     ],
 )
 def test_what_cannot_be_converted_is_reported(inputs, options, message):
@@ -399,7 +443,9 @@ def test_the_command_refuses_what_it_cannot_do(words, message, capsys):
 
 
 def test_frames_without_labels_are_counted():
-    bare = text(energy=None, Properties="species:S:1:pos:R:3", rows="O 0 0 0\nH 0 0 1\n")
+    bare = text(
+        energy=None, Properties="species:S:1:pos:R:3", rows="O 0 0 0\nH 0 0 1\n"
+    )
     Path("a.xyz").write_text(
         text() + bare + text(energy=None) + text(rows="H 0 0 0 1 2 3\nO 0 0 1 4 5 6\n")
     )

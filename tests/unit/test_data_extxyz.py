@@ -59,10 +59,14 @@ def test_frames_are_those_that_ase_reads(tmp_path):
     assert len({*source.frame_sizes.tolist()}) > 3
     for k, atoms in enumerate(expected):
         frame = source.frame(k)
-        assert [["H", "C", "O"][t] for t in frame.atom_type] == atoms.get_chemical_symbols()
+        assert [
+            ["H", "C", "O"][t] for t in frame.atom_type
+        ] == atoms.get_chemical_symbols()
         np.testing.assert_array_equal(frame.coord, atoms.positions)
         np.testing.assert_array_equal(frame.labels["force"], atoms.get_forces())
-        np.testing.assert_array_equal(frame.labels["atom_energy"], atoms.calc.results["energies"])
+        np.testing.assert_array_equal(
+            frame.labels["atom_energy"], atoms.calc.results["energies"]
+        )
         assert frame.labels["energy"] == atoms.get_potential_energy()
         assert (frame.box is None) == (not atoms.pbc.any())
         if frame.box is not None:
@@ -128,7 +132,9 @@ def test_names_are_found_chosen_and_reported_once(write_text):
     assert chosen.frame(0).labels["force"].tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
-def test_all_labels_with_several_names_are_in_one_line_with_the_commonest_names(write_text):
+def test_all_labels_with_several_names_are_in_one_line_with_the_commonest_names(
+    write_text,
+):
     rows, properties = (
         "O 0 0 0 1 2 3 1 2 3\nH 0 0 1 4 5 6 4 5 6\n",
         "species:S:1:pos:R:3:forces:R:3:REF_forces:R:3",
@@ -148,7 +154,9 @@ def test_all_labels_with_several_names_are_in_one_line_with_the_commonest_names(
         "a.xyz#energy=energy,force=forces,stress=REF_stress."
     )
     found = problems_of(f"{write_text(*[text(**full)] * 2)}#virial=virial")
-    assert found.endswith("such as a.xyz#virial=virial,energy=REF_energy,force=REF_forces.")
+    assert found.endswith(
+        "such as a.xyz#virial=virial,energy=REF_energy,force=REF_forces."
+    )
     source = open_one("a.xyz#energy=REF_energy,force=REF_forces,stress=REF_stress")
     assert source.frame(0).labels["energy"] == -2
 
@@ -165,8 +173,12 @@ def test_all_labels_with_several_names_are_in_one_line_with_the_commonest_names(
         ("band_gap", "band-gap"),
     ],
 )
-def test_names_of_a_property_are_found_as_those_of_energies_are(write_text, label, stored):
-    source = open_one(write_text(text(**{stored: 1.5}, dft_energy=2)), labels=[f"{label}[1]"])
+def test_names_of_a_property_are_found_as_those_of_energies_are(
+    write_text, label, stored
+):
+    source = open_one(
+        write_text(text(**{stored: 1.5}, dft_energy=2)), labels=[f"{label}[1]"]
+    )
     assert source.frame(0).labels == {f"{label}[1]": 1.5}
     # what is not read may have several names
     assert source.notes == [
@@ -176,20 +188,29 @@ def test_names_of_a_property_are_found_as_those_of_energies_are(write_text, labe
 
 
 def test_a_name_of_another_origin_is_no_property(write_text):
-    assert open_one(write_text(text(gap=1.5)), labels=["ref_gap[1]"]).frame(0).labels == {}
+    assert (
+        open_one(write_text(text(gap=1.5)), labels=["ref_gap[1]"]).frame(0).labels == {}
+    )
 
 
 @pytest.mark.parametrize("key", ["gap", "gap[1]"])
 def test_names_of_a_property_can_be_chosen(write_text, key):
     name = write_text(text(ref_gap=1, dft_gap=2))
-    assert problems_of(name, labels=["gap[1]"]).endswith("such as a.xyz#gap[1]=dft_gap.")
-    assert open_one(f"{name}#{key}=ref_gap", labels=["gap[1]"]).frame(0).labels == {"gap[1]": 1}
+    assert problems_of(name, labels=["gap[1]"]).endswith(
+        "such as a.xyz#gap[1]=dft_gap."
+    )
+    assert open_one(f"{name}#{key}=ref_gap", labels=["gap[1]"]).frame(0).labels == {
+        "gap[1]": 1
+    }
 
 
 @pytest.mark.parametrize(
     ("frames", "message"),
     [
-        ([text(), text(energy="abc")], "frame 1 (from 0): energy: is 'abc', expected numbers."),
+        (
+            [text(), text(energy="abc")],
+            "frame 1 (from 0): energy: is 'abc', expected numbers.",
+        ),
         ([text(virial="1 2 3")], "virial: has 3 numbers, expected 9 (3x3) or 6"),
         ([text(Lattice="1 2 3")], "Lattice: has 3 numbers, expected 9."),
         ([text(pbc="T T F")], 'pbc = "T T F": periodic in some directions only'),
@@ -203,7 +224,12 @@ def test_names_of_a_property_can_be_chosen(write_text, key):
             'cell without volume (9 0 0 0 9 0 0 0 0). Molecules have pbc = "F F F"',
         ),
         (
-            [text(Properties="Z:I:1:pos:R:3:forces:R:3", rows="8 0 0 0 1 2 3\n-1 0 0 1 4 5 6\n")],
+            [
+                text(
+                    Properties="Z:I:1:pos:R:3:forces:R:3",
+                    rows="8 0 0 0 1 2 3\n-1 0 0 1 4 5 6\n",
+                )
+            ],
             "Z: '-1' is no atomic",
         ),
         ([text(pbc="yes")], "pbc = 'yes': expected T or F"),
@@ -215,14 +241,23 @@ def test_names_of_a_property_can_be_chosen(write_text, key):
             [text(Properties="pos:R:3:species:S:1", rows="0 0 0 H 5\n0 0 H\n")],
             "atom 0 (from 0): '0 0 0 H 5' has 5 columns, expected 4",
         ),
-        ([text(Properties="species:S:1:forces:R:3:x:R:3")], "expected name:kind:columns"),
+        (
+            [text(Properties="species:S:1:forces:R:3:x:R:3")],
+            "expected name:kind:columns",
+        ),
         (
             [text(rows="O 0 0 0 1 2 3\nHe 0 0 1 4 5 6\n")],
             "element 'He' is not in model.type_map. Did you mean H?",
         ),
         ([text(rows="O 0 0 x 1 2 3\nH 0 0 1 4 5 6\n")], "positions: could not convert"),
-        ([text(), "2\n\nO 0 0 0\n"], "is cut off: frame 1 (from line 5) has 1 of 2 atoms."),
-        ([text(natoms=1)], "line 4: 'H 0 0 1 4 5 6', expected the number of atoms of frame 1."),
+        (
+            [text(), "2\n\nO 0 0 0\n"],
+            "is cut off: frame 1 (from line 5) has 1 of 2 atoms.",
+        ),
+        (
+            [text(natoms=1)],
+            "line 4: 'H 0 0 1 4 5 6', expected the number of atoms of frame 1.",
+        ),
         ([""], "no frames: the file is empty."),
     ],
 )
@@ -247,7 +282,10 @@ def test_damaged_bytes_are_reported(write_text):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("energy=REF_energy", "#energy=REF_energy: no frame has it. Did you mean energy?"),
+        (
+            "energy=REF_energy",
+            "#energy=REF_energy: no frame has it. Did you mean energy?",
+        ),
         ("energy", "'energy' is not understood. Expected e.g. energy=REF_energy"),
         ("stress=a,virial=b", "names a virial and a stress"),
     ],
@@ -264,10 +302,14 @@ def test_parameters_are_read_and_missed(write_text):
     assert frame.fparam.tolist() == [0.5, 1]
     assert frame.aparam.tolist() == [[7, 8], [9, 10]]
     assert set(open_one(name).unread) == {"fparam", "aparam"}
-    assert "fparam: has 2 numbers, but numb_fparam = 1." in problems_of(name, numb_fparam=1)
+    assert "fparam: has 2 numbers, but numb_fparam = 1." in problems_of(
+        name, numb_fparam=1
+    )
     name = write_text(text())
     assert "aparam: has none, but numb_aparam = 1." in problems_of(name, numb_aparam=1)
-    assert open_one(name, numb_fparam=1, default_fparam=[3.0]).frame(0).fparam.tolist() == [3.0]
+    assert open_one(name, numb_fparam=1, default_fparam=[3.0]).frame(
+        0
+    ).fparam.tolist() == [3.0]
 
 
 def test_a_run_on_a_file_is_checked_trained_validated_tested_and_restarted_bitwise(
@@ -293,17 +335,27 @@ def test_a_run_on_a_file_is_checked_trained_validated_tested_and_restarted_bitwi
     assert main(["check", "input.json"]) == 0
     reported = capsys.readouterr().out
     assert "1 system, 14 frames" in reported
-    assert "train.extxyz: reads energy, force from forces, virial = -volume * stress" in reported
+    assert (
+        "train.extxyz: reads energy, force from forces, virial = -volume * stress"
+        in reported
+    )
     assert main(["train", "input.json"]) == 0
     assert "valid.extxyz: reads energy" in capsys.readouterr().err
     shutil.copytree(".", tmp_path / "unbroken", symlinks=True)
     assert main(["train", "input.json", "--restart", "model.ckpt-6.pt"]) == 0
     names = assert_same_files(tmp_path / "unbroken", Path())
-    assert {"lcurve.out", "model.ckpt-12.pt", "model_ema.ckpt-12.pt", "val.log"} <= names
+    assert {
+        "lcurve.out",
+        "model.ckpt-12.pt",
+        "model_ema.ckpt-12.pt",
+        "val.log",
+    } <= names
     assert main(["test", "-m", "model.ckpt-12.pt", "-s", "../valid.extxyz"]) == 0
 
 
-def test_isolated_atoms_fix_the_energies_of_elements_that_one_composition_leaves_open(here):
+def test_isolated_atoms_fix_the_energies_of_elements_that_one_composition_leaves_open(
+    here,
+):
     """A sample of the frames rarely has one: each element then had the mean energy, hundreds of eV
     from its atom's.
     """
@@ -312,7 +364,11 @@ def test_isolated_atoms_fix_the_energies_of_elements_that_one_composition_leaves
     from ase.io import write
 
     def labelled(atoms, energy):
-        forces = np.outer([0.2, -0.1, -0.1], [1, 1, 0]) if len(atoms) == 3 else np.zeros((1, 3))
+        forces = (
+            np.outer([0.2, -0.1, -0.1], [1, 1, 0])
+            if len(atoms) == 3
+            else np.zeros((1, 3))
+        )
         atoms.calc = SinglePointCalculator(atoms, energy=energy, forces=forces)
         return atoms
 
@@ -323,21 +379,32 @@ def test_isolated_atoms_fix_the_energies_of_elements_that_one_composition_leaves
         for _ in range(60)
     ]
     frames = [labelled(atoms, single["O"] + 2 * single["H"] - 9.0) for atoms in water]
-    frames += [labelled(Atoms(symbol, [[0, 0, 0]]), energy) for symbol, energy in single.items()]
+    frames += [
+        labelled(Atoms(symbol, [[0, 0, 0]]), energy)
+        for symbol, energy in single.items()
+    ]
     # a crystal of one atom is not isolated
     frames.append(labelled(Atoms("O", [[0, 0, 0]], cell=[3, 3, 3], pbc=True), -2050.0))
     write("train.extxyz", frames, format="extxyz")
     no_virial = {"loss__start_pref_v": 0.0, "loss__limit_pref_v": 0.0}
-    config = tiny_input(["train.extxyz"], num_steps=1, model__data_stat_nbatch=1, **no_virial)
+    config = tiny_input(
+        ["train.extxyz"], num_steps=1, model__data_stat_nbatch=1, **no_virial
+    )
     Path("input.json").write_text(json.dumps(config))
     assert main(["train", "input.json"]) == 0
-    bias = torch.load("model.ckpt.pt", weights_only=True)["model"]["out_bias"].ravel().numpy()
+    bias = (
+        torch.load("model.ckpt.pt", weights_only=True)["model"]["out_bias"]
+        .ravel()
+        .numpy()
+    )
     counts, energies = (
         [[1, 2]] * 2 + [[1, 0], [0, 1]],
         [single["O"] + 2 * single["H"] - 9.0] * 2 + [*single.values()],
     )
     np.testing.assert_allclose(
-        bias, np.linalg.lstsq(np.array(counts, float), energies, rcond=None)[0], rtol=1e-12
+        bias,
+        np.linalg.lstsq(np.array(counts, float), energies, rcond=None)[0],
+        rtol=1e-12,
     )
     assert np.all(np.abs(bias - [*single.values()]) < 5)
 
@@ -352,7 +419,9 @@ def test_isolated_atoms_offer_the_energies_of_the_elements(tmp_path):
         "".join([*(text(energy=-440 - k / 9) for k in range(9)), *atoms])
     )
     source = open_one(str(tmp_path / "a.xyz"))
-    report = check_systems([source], [], ["O", "H"], SeE2AConfig(rcut=4.0, sel="auto"), LABELS)
+    report = check_systems(
+        [source], [], ["O", "H"], SeE2AConfig(rcut=4.0, sel="auto"), LABELS
+    )
     assert not [w for w in report.warnings if "far from the others" in w]
     [note] = [note for note in report.notes if "isolated atom" in note]
     assert note.startswith("2 frames of one isolated atom (first: ")
@@ -365,7 +434,9 @@ def test_isolated_atoms_offer_the_energies_of_the_elements(tmp_path):
 def test_a_folder_of_files_says_their_names(write_text, tmp_path):
     write_text(text())
     assert "Name its XYZ files themselves: " in problems_of(str(tmp_path))
-    with pytest.raises(DataError, match="rglob_patterns has '/abs\\*', expected names below it"):
+    with pytest.raises(
+        DataError, match="rglob_patterns has '/abs\\*', expected names below it"
+    ):
         open_data(["."], ["O", "H"], LABELS, rglob_patterns=["/abs*"])
     found = problems_of(write_text(*[text(energy=f"x{k}") for k in range(9)]))
     assert "the frames after this one were not read" in found
@@ -393,14 +464,38 @@ VOLUME = 9.0**3
             HARTREE / BOHR,
             1 / 160.2176634,
         ),
-        ({"energy_unit": "kcal/mol", "forces_unit": "kcal mol^-1 Å^-1"}, 1, KCAL, KCAL, 1),
+        (
+            {"energy_unit": "kcal/mol", "forces_unit": "kcal mol^-1 Å^-1"},
+            1,
+            KCAL,
+            KCAL,
+            1,
+        ),
         ({"stress_units": "kbar"}, 1, 1, 1, 0.1 / 160.2176634),
-        ({"stress_units": "eV/Ang^3", "energyUnit": "eV", "forces_units": "eV/Ang"}, 1, 1, 1, 1),
+        (
+            {"stress_units": "eV/Ang^3", "energyUnit": "eV", "forces_units": "eV/Ang"},
+            1,
+            1,
+            1,
+            1,
+        ),
         ({"units": "metal"}, 1, 1, 1, 1),
         ({"units": "atomic"}, BOHR, HARTREE, HARTREE / BOHR, HARTREE / BOHR**3),
-        ({"units": "bohr, Ry"}, BOHR, HARTREE / 2, HARTREE / 2 / BOHR, HARTREE / 2 / BOHR**3),
+        (
+            {"units": "bohr, Ry"},
+            BOHR,
+            HARTREE / 2,
+            HARTREE / 2 / BOHR,
+            HARTREE / 2 / BOHR**3,
+        ),
         ({"units": "eV/A"}, 1, 1, 1, 1),
-        ({"units_of_energy": "meV", "units_of_force": "meV/angstrom"}, 1, 1e-3, 1e-3, 1),
+        (
+            {"units_of_energy": "meV", "units_of_force": "meV/angstrom"},
+            1,
+            1e-3,
+            1e-3,
+            1,
+        ),
         (
             {"length_unit": "nm", "force_unit": "kJ/(mol*nm)", "energy_unit": "kJ/mol"},
             10,
@@ -411,16 +506,28 @@ VOLUME = 9.0**3
         ({"time_unit": "fs", "magmom_units": "anything"}, 1, 1, 1, 1),
     ],
 )
-def test_units_that_a_file_states_are_converted(write_text, stated, length, energy, force, stress):
-    has_stress = {"stress": "1 0 0 0 2 0 0 0 3"} if stress != 1 or "stress_units" in stated else {}
-    system = open_data([write_text(text(**has_stress, **stated))], ["O", "H"], LABELS)[0]
+def test_units_that_a_file_states_are_converted(
+    write_text, stated, length, energy, force, stress
+):
+    has_stress = (
+        {"stress": "1 0 0 0 2 0 0 0 3"}
+        if stress != 1 or "stress_units" in stated
+        else {}
+    )
+    system = open_data([write_text(text(**has_stress, **stated))], ["O", "H"], LABELS)[
+        0
+    ]
     frame = system.frame(0)
     assert frame.coord[1, 2] == pytest.approx(length)
     assert frame.box[0, 0] == pytest.approx(9 * length)
     assert frame.labels["energy"] == pytest.approx(-1.5 * energy)
-    np.testing.assert_allclose(frame.labels["force"], force * np.arange(1.0, 7).reshape(2, 3))
+    np.testing.assert_allclose(
+        frame.labels["force"], force * np.arange(1.0, 7).reshape(2, 3)
+    )
     if has_stress:
-        np.testing.assert_allclose(frame.labels["virial"][8], -3 * stress * VOLUME * length**3)
+        np.testing.assert_allclose(
+            frame.labels["virial"][8], -3 * stress * VOLUME * length**3
+        )
     notes = "\n".join(system.notes)
     assert notes.count("converted to eV and angstrom") == (
         not length == energy == force == stress == 1
@@ -458,7 +565,10 @@ def test_units_that_a_file_states_are_converted(write_text, stated, length, ener
             {"force_unit": "Ha/bohr"},
             "force_unit = Ha/bohr, and the unit of energy is not stated. Add energy_unit, such",
         ),
-        ({"length_unit": "bohr"}, "length_unit = bohr, and the unit of forces is not stated."),
+        (
+            {"length_unit": "bohr"},
+            "length_unit = bohr, and the unit of forces is not stated.",
+        ),
         (
             {"pos_unit": "bohr", "cell_unit": "nm"},
             "cell_unit = nm and pos_unit = bohr: expected one unit of lengths.",
@@ -491,7 +601,9 @@ def test_the_unit_of_the_name_that_is_read_is_taken(write_text):
 def test_convert_takes_no_units_beside_those_of_the_file(write_text, capsys):
     path = write_text(text(energy_unit="hartree", forces_unit="hartree/bohr"))
     assert main(["convert", path, "out", "--units", "bohr,hartree"]) == 2
-    assert "a.xyz: states its units itself. Leave --units out" in capsys.readouterr().err
+    assert (
+        "a.xyz: states its units itself. Leave --units out" in capsys.readouterr().err
+    )
     assert main(["convert", path, "out"]) == 0
     energy = np.load("out/H1O1/set.000/energy.npy")
     np.testing.assert_allclose(energy, [-1.5 * HARTREE])

@@ -54,14 +54,18 @@ def test_an_output_of_cp2k_is_known_by_its_content_and_read_by_dpdata(dpdata, ca
     Path("md.out").write_text(OUTPUT)
     reported = convert_data(["md.out"], "out")
     assert dpdata == ["cp2k/output"]
-    assert "  kinds of atoms are read as elements: Fe1 as Fe, O_s as O, Fe2 as Fe" in reported
+    assert (
+        "  kinds of atoms are read as elements: Fe1 as Fe, O_s as O, Fe2 as Fe"
+        in reported
+    )
     assert Path("out/Fe2O1Xx11/type_map.raw").read_text().split() == ["Fe", "O", "Xx1"]
     assert "  dpdata as cp2k/output says: the stress is missing" in reported
     assert "  dpdata as cp2k/output says: a line for the screen" in reported
     assert "numpy changes" not in "\n".join(reported)
     assert capfd.readouterr() == ("", "")
     with pytest.raises(
-        DataError, match=r"md.out: is read by dpdata as cp2k/output, which knows the units: nearest"
+        DataError,
+        match=r"md.out: is read by dpdata as cp2k/output, which knows the units: nearest",
     ):
         convert_data(["md.out"], "out2", units="bohr,hartree")
 
@@ -92,7 +96,10 @@ def write_runner(path, length=1.0, energy=1.0):
     )
     lines = []
     for k in range(2):
-        lines += ["begin", *("lattice " + " ".join(map(str, row * length)) for row in cell)]
+        lines += [
+            "begin",
+            *("lattice " + " ".join(map(str, row * length)) for row in cell),
+        ]
         for place in basis:
             force = (k + 1) * place * energy / length
             lines.append(
@@ -115,7 +122,9 @@ def assert_is_copper(folder, basis):
 
 def test_data_of_runner_are_read_in_bohr_and_hartree_where_distances_agree():
     basis = write_runner("input.data", 1 / BOHR, 1 / HARTREE)
-    assert "  by ASE as runnerdata, in bohr and hartree" in convert_data(["input.data"], "out")
+    assert "  by ASE as runnerdata, in bohr and hartree" in convert_data(
+        ["input.data"], "out"
+    )
     assert_is_copper("out", basis)
     text = Path("input.data").read_text()
     Path("input.data.Cu").write_text(
@@ -135,7 +144,10 @@ def test_data_of_runner_in_angstrom_need_their_units():
         "which units it has: --units angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
     )
     reported = convert_data(["input.data"], "out", units="Angstrom,EV")
-    assert "  by ASE as runnerdata, in Angstrom and EV (--units), not bohr and hartree" in reported
+    assert (
+        "  by ASE as runnerdata, in Angstrom and EV (--units), not bohr and hartree"
+        in reported
+    )
     assert_is_copper("out", basis)
     convert_data(["input.data"], "as_said", units="bohr,hartree")
     assert open_data(["as_said"], ["Cu"])[0].frame(0).box[0, 0] == pytest.approx(
@@ -149,14 +161,21 @@ def test_units_change_every_array_of_a_file(name):
     from ase.calculators.singlepoint import SinglePointCalculator
     from ase.io import write
 
-    atoms = Atoms("Cu2", [[0, 0, 0], [1.8, 1.8, 0]], cell=3.6 * np.eye(3) / BOHR, pbc=True)
+    atoms = Atoms(
+        "Cu2", [[0, 0, 0], [1.8, 1.8, 0]], cell=3.6 * np.eye(3) / BOHR, pbc=True
+    )
     stress = np.arange(6.0)
-    atoms.calc = SinglePointCalculator(atoms, energy=-1.0, forces=np.ones((2, 3)), stress=stress)
+    atoms.calc = SinglePointCalculator(
+        atoms, energy=-1.0, forces=np.ones((2, 3)), stress=stress
+    )
     write(name, atoms)
     reader = "dp-ema" if name == "a.xyz" else "ASE as traj"
     assert f"  by {reader}, in angstrom and eV" in convert_data([name], "plain")
     reported = convert_data([name], "out", units="bohr,kcal/mol")
-    assert f"  by {reader}, in bohr and kcal/mol (--units), not angstrom and eV" in reported
+    assert (
+        f"  by {reader}, in bohr and kcal/mol (--units), not angstrom and eV"
+        in reported
+    )
     kcal = 4.184 / 96.48533212331
     plain, frame = (
         open_data([folder], ["Cu"], ("energy", "force", "virial"))[0].frame(0)
@@ -165,8 +184,12 @@ def test_units_change_every_array_of_a_file(name):
     np.testing.assert_allclose(frame.coord, plain.coord * BOHR, rtol=1e-12)
     np.testing.assert_allclose(frame.box, 3.6 * np.eye(3), rtol=1e-12)
     np.testing.assert_allclose(frame.labels["energy"], -kcal, rtol=1e-12)
-    np.testing.assert_allclose(frame.labels["force"], np.full((2, 3), kcal / BOHR), rtol=1e-12)
-    np.testing.assert_allclose(frame.labels["virial"], plain.labels["virial"] * kcal, rtol=1e-12)
+    np.testing.assert_allclose(
+        frame.labels["force"], np.full((2, 3), kcal / BOHR), rtol=1e-12
+    )
+    np.testing.assert_allclose(
+        frame.labels["virial"], plain.labels["virial"] * kcal, rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,9 +206,18 @@ def test_units_change_every_array_of_a_file(name):
         ("CP2K", " *** WARNING in qs_scf.F:542 :: SCF run NOT converged ***"),
         ("FHI-aims", "  ** WARNING! SELF-CONSISTENCY CYCLE DID NOT CONVERGE"),
         ("Gaussian", " >>>>>>>>>> Convergence criterion not met."),
-        ("ORCA", "FINAL SINGLE POINT ENERGY  -76.1 (Wavefunction not fully converged!)"),
-        ("ORCA", "               *        SCF NOT CONVERGED AFTER  125 CYCLES        *"),
-        ("Quantum ESPRESSO", "     convergence NOT achieved after 100 iterations: stopping"),
+        (
+            "ORCA",
+            "FINAL SINGLE POINT ENERGY  -76.1 (Wavefunction not fully converged!)",
+        ),
+        (
+            "ORCA",
+            "               *        SCF NOT CONVERGED AFTER  125 CYCLES        *",
+        ),
+        (
+            "Quantum ESPRESSO",
+            "     convergence NOT achieved after 100 iterations: stopping",
+        ),
         ("SIESTA", "SCF_NOT_CONV: SCF did not converge  in maximum number of steps."),
     ],
 )
@@ -212,10 +244,15 @@ def test_electrons_that_did_not_converge_are_reported_in_the_words_of_the_progra
 
 def test_the_logs_of_a_program_that_is_read_as_a_folder_are_looked_at(dpdata):
     Path("run/OUT.ABACUS").mkdir(parents=True)
-    Path("run/OUT.ABACUS/running_md.log").write_text(" convergence has NOT been achieved!\n")
+    Path("run/OUT.ABACUS/running_md.log").write_text(
+        " convergence has NOT been achieved!\n"
+    )
     Path("run/empty.log").touch()
     reported = "\n".join(convert_data(["run"], "out", file_format="abacus/md"))
-    assert 'electrons did not converge ("convergence has NOT been achieved", ABACUS)' in reported
+    assert (
+        'electrons did not converge ("convergence has NOT been achieved", ABACUS)'
+        in reported
+    )
 
 
 def test_an_error_of_a_reader_names_the_electrons_that_did_not_converge(monkeypatch):
@@ -225,7 +262,9 @@ def test_an_error_of_a_reader_names_the_electrons_that_did_not_converge(monkeypa
     Path("md.out").write_text(OUTPUT + "\n *** SCF run NOT converged ***\n")
     with pytest.raises(DataError) as caught:
         convert_data(["md.out"], "out")
-    assert 'md.out: electrons did not converge ("SCF run NOT converged", CP2K)' in str(caught.value)
+    assert 'md.out: electrons did not converge ("SCF run NOT converged", CP2K)' in str(
+        caught.value
+    )
     assert "(it has no frames)" in caught.value.problems[0]
 
 
@@ -267,7 +306,9 @@ def test_of_virials_and_stresses_in_one_frame_the_virials_are_read(monkeypatch):
     Path("run.out").write_text("a relaxation\n")
     convert_data(["run.out"], "out", file_format="abacus/relax")
     [source] = open_data(["out/H1"], ["H"], ["virial"])
-    np.testing.assert_array_equal(source.frame(0).labels["virial"].reshape(3, 3), 2.0 * np.eye(3))
+    np.testing.assert_array_equal(
+        source.frame(0).labels["virial"].reshape(3, 3), 2.0 * np.eye(3)
+    )
 
 
 def parts(name, *ends):
@@ -299,7 +340,10 @@ MANY = "head\n" * 6000
         (INPUT, "run/INPUT", "abacus/{}", "run"),
         (INPUT, "run/OUT.x/running_{}.log", "abacus/{}", "run"),
         (
-            {"d/dftb_pin.hsd": "", "d/detailed.out": " iSCC Total electronic   Diff electronic\n"},
+            {
+                "d/dftb_pin.hsd": "",
+                "d/detailed.out": " iSCC Total electronic   Diff electronic\n",
+            },
             "d/detailed.out",
             "dftbplus",
             ("d/dftb_pin.hsd", "d/detailed.out"),
@@ -317,14 +361,24 @@ MANY = "head\n" * 6000
             "siesta/aimd_output",
             "a.log",
         ),
-        ({"M": "  72 atoms,Iteration (fs) = 0.1E+01, Etot\n"}, "M", "pwmat/movement", "M"),
+        (
+            {"M": "  72 atoms,Iteration (fs) = 0.1E+01, Etot\n"},
+            "M",
+            "pwmat/movement",
+            "M",
+        ),
         (
             {"a.fchk": "water\nFreq RB3LYP\nNumber of atoms            I      3\n"},
             "a.fchk",
             "gaussian/fchk",
             "a.fchk",
         ),
-        ({"sqm.out": "          AMBER SQM VERSION 19\n"}, "sqm.out", "sqm/out", "sqm.out"),
+        (
+            {"sqm.out": "          AMBER SQM VERSION 19\n"},
+            "sqm.out",
+            "sqm/out",
+            "sqm.out",
+        ),
     ],
 )
 @pytest.mark.parametrize("kind", ["md", "scf"])
@@ -338,7 +392,9 @@ def test_outputs_that_ase_does_not_read_go_to_dpdata(
         calls.append((path, fmt))
         raise ValueError("no frames")
 
-    monkeypatch.setitem(sys.modules, "dpdata", types.SimpleNamespace(LabeledSystem=read))
+    monkeypatch.setitem(
+        sys.modules, "dpdata", types.SimpleNamespace(LabeledSystem=read)
+    )
     given, name = given.format(kind), name.format(kind)
     for file, text in files.items():
         place = Path(file.format(kind))
@@ -354,7 +410,12 @@ def test_outputs_that_ase_does_not_read_go_to_dpdata(
 @pytest.mark.parametrize(
     ("name", "text", "reason", "option"),
     [
-        ("OUTCAR", " vasp.6.4.2\n", "ASE as vasp-out (Incomplete OUTCAR)", "vasp/outcar"),
+        (
+            "OUTCAR",
+            " vasp.6.4.2\n",
+            "ASE as vasp-out (Incomplete OUTCAR)",
+            "vasp/outcar",
+        ),
         ("vasprun.xml", "<modeling>\n", "ASE as vasp-xml (", "vasp/xml"),
         (
             "md.log",
@@ -364,7 +425,9 @@ def test_outputs_that_ase_does_not_read_go_to_dpdata(
         ),
     ],
 )
-def test_a_file_that_ase_cannot_read_names_the_format_of_dpdata(name, text, reason, option):
+def test_a_file_that_ase_cannot_read_names_the_format_of_dpdata(
+    name, text, reason, option
+):
     Path(name).write_text(text)
     with pytest.raises(DataError) as caught:
         convert_data([name], "out")
@@ -378,7 +441,8 @@ def test_files_that_a_format_needs_are_named():
     Path("d").mkdir()
     Path("d/dftb_pin.hsd").write_text("Geometry = GenFormat {\n 2 S\n Si\n")
     with pytest.raises(
-        DataError, match=r"dftb_pin\.hsd: is periodic, and dpdata does not read the cell"
+        DataError,
+        match=r"dftb_pin\.hsd: is periodic, and dpdata does not read the cell",
     ):
         convert_data(["d"], "out", file_format="dftbplus")
 
@@ -399,22 +463,29 @@ def test_an_array_of_dpdata_without_frames_is_none(monkeypatch, name):
     )
     monkeypatch.setitem(sys.modules, "dpdata", package)
     Path("run.out").write_text("a calculation\n")
-    assert "  reads energy" in convert_data(["run.out"], "out", file_format="abacus/scf")
+    assert "  reads energy" in convert_data(
+        ["run.out"], "out", file_format="abacus/scf"
+    )
 
 
 def test_a_reader_that_lacks_a_package_names_it(monkeypatch):
     def read(path, fmt):
         raise ModuleNotFoundError("No module named 'parmed'", name="parmed")
 
-    monkeypatch.setitem(sys.modules, "dpdata", types.SimpleNamespace(LabeledSystem=read))
+    monkeypatch.setitem(
+        sys.modules, "dpdata", types.SimpleNamespace(LabeledSystem=read)
+    )
     Path("run.out").write_text("a calculation\n")
     with pytest.raises(
-        DataError, match=r"needs the package parmed, which is not installed: pip install parmed"
+        DataError,
+        match=r"needs the package parmed, which is not installed: pip install parmed",
     ):
         convert_data(["run.out"], "out", file_format="amber/md")
 
 
-def test_what_a_reader_logs_and_turned_molecules_of_gaussian_are_reported(monkeypatch, capfd):
+def test_what_a_reader_logs_and_turned_molecules_of_gaussian_are_reported(
+    monkeypatch, capfd
+):
     data = {
         "atom_names": ["H"],
         "atom_types": np.zeros(1, int),
@@ -429,18 +500,24 @@ def test_what_a_reader_logs_and_turned_molecules_of_gaussian_are_reported(monkey
         logging.getLogger("ase").warning("positions are of another orientation")
         return types.SimpleNamespace(data=data)
 
-    monkeypatch.setitem(sys.modules, "dpdata", types.SimpleNamespace(LabeledSystem=read))
+    monkeypatch.setitem(
+        sys.modules, "dpdata", types.SimpleNamespace(LabeledSystem=read)
+    )
     text = "  Standard orientation:\n  Forces (Hartrees/Bohr)\n"
     Path("run.out").write_text(text)
     reported = "\n".join(convert_data(["run.out"], "out", file_format="gaussian/log"))
-    assert "dpdata as gaussian/log says: positions are of another orientation" in reported
+    assert (
+        "dpdata as gaussian/log says: positions are of another orientation" in reported
+    )
     assert (
         "warning: positions are of Gaussian's standard orientation, and forces of that of the input"
         in reported
     )
     assert capfd.readouterr() == ("", "")
     Path("run.out").write_text(f"  Input orientation:\n{text}")
-    assert "warning" not in "\n".join(convert_data(["run.out"], "out2", file_format="gaussian/log"))
+    assert "warning" not in "\n".join(
+        convert_data(["run.out"], "out2", file_format="gaussian/log")
+    )
 
 
 def test_dpdata_that_is_not_installed_is_named(monkeypatch):

@@ -34,7 +34,9 @@ def crystal(num, energy=1, force=1, virial=1, seed=9, size=0.01, strains=True):
         moved, cell = (coord + rng.normal(0, size, coord.shape)) @ strain, box @ strain
         e, f, w, _ = toy_labels(moved, types, cell)
         labels = {"energy": e * energy, "force": f * force, "virial": w * virial}
-        frames.append(Frame(moved + rng.integers(-1, 2, (12, 1)) @ cell[:1], types, cell, labels))
+        frames.append(
+            Frame(moved + rng.integers(-1, 2, (12, 1)) @ cell[:1], types, cell, labels)
+        )
     return frames
 
 
@@ -50,7 +52,10 @@ def molecules(num, seed=1, size=0.05, energy=1, force=1, virial=1):
         e, f, w, _ = toy_labels(moved, types)
         frames.append(
             Frame(
-                moved, types, None, {"energy": e * energy, "force": f * force, "virial": w * virial}
+                moved,
+                types,
+                None,
+                {"energy": e * energy, "force": f * force, "virial": w * virial},
             )
         )
     return frames
@@ -63,7 +68,8 @@ def stored(path, frames, virial=True, names=("O", "H")):
     np.savetxt(path / "type.raw", frames[0].atom_type, fmt="%d")
     (path / "type_map.raw").write_text("\n".join(names) + "\n")
     arrays = {
-        name: [np.ravel(frame.labels[name]) for frame in frames] for name in LABELS[: 2 + virial]
+        name: [np.ravel(frame.labels[name]) for frame in frames]
+        for name in LABELS[: 2 + virial]
     }
     arrays |= {"coord": [frame.coord.ravel() for frame in frames]}
     if frames[0].box is None:
@@ -105,7 +111,10 @@ def test_of_three_quantities_the_one_that_does_not_fit_the_others_is_named(
     [warning] = map(str, report.units.findings())
     assert warning.startswith(f"{tmp_path / 's'}: {words}"), warning
     assert warning.count(" the energy changes by ") == 2
-    assert "Expected eV, eV/angstrom and angstrom, and virial = -volume * stress in eV" in warning
+    assert (
+        "Expected eV, eV/angstrom and angstrom, and virial = -volume * stress in eV"
+        in warning
+    )
     assert set(report.units.verified.values()) <= {0, 1}
     assert "energies and forces" in report.units.unverified
 
@@ -156,9 +165,13 @@ def test_a_shift_of_all_atoms_by_half_a_cell_changes_no_ratio():
     shifted = []
     for number, frame in enumerate(frames):
         inside = (
-            frame.coord @ np.linalg.inv(frame.box) + 0.5 * (number % 2) + rng.normal(0, 1e-3, 3)
+            frame.coord @ np.linalg.inv(frame.box)
+            + 0.5 * (number % 2)
+            + rng.normal(0, 1e-3, 3)
         )
-        shifted.append(Frame((inside % 1.0) @ frame.box, frame.atom_type, frame.box, frame.labels))
+        shifted.append(
+            Frame((inside % 1.0) @ frame.box, frame.atom_type, frame.box, frame.labels)
+        )
     assert ratios_of(shifted).force == pytest.approx(ratios_of(frames).force, rel=1e-6)
 
 
@@ -179,7 +192,8 @@ def test_right_data_are_quiet():
 )
 def test_open_systems_hold_virials_against_forces(tmp_path, factors, words):
     [warning] = map(
-        str, report_of(stored(tmp_path / "s", molecules(24, **factors))).units.findings()
+        str,
+        report_of(stored(tmp_path / "s", molecules(24, **factors))).units.findings(),
     )
     assert words in warning
     assert "times the sum of positions and forces" in warning
@@ -193,7 +207,9 @@ def test_forces_that_were_moved_by_a_frame_or_sorted_are_found(tmp_path):
     ]
     order = np.argsort(frames[0].atom_type, kind="stable")
     by_type = [
-        Frame(f.coord, f.atom_type, f.box, f.labels | {"force": f.labels["force"][order]})
+        Frame(
+            f.coord, f.atom_type, f.box, f.labels | {"force": f.labels["force"][order]}
+        )
         for f in frames
     ]
     for name, wrong, place in (
@@ -212,15 +228,22 @@ def test_forces_that_were_moved_by_a_frame_or_sorted_are_found(tmp_path):
             1 / BOHR,
             "lengths look like bohr, or were converted from bohr although they were in angstrom",
         ),
-        (BOHR, "lengths look like angstrom that were divided by 1.89 as if they were in bohr"),
+        (
+            BOHR,
+            "lengths look like angstrom that were divided by 1.89 as if they were in bohr",
+        ),
     ],
 )
-def test_lengths_beyond_their_bounds_are_reported_with_a_pair_of_atoms(tmp_path, factor, words):
+def test_lengths_beyond_their_bounds_are_reported_with_a_pair_of_atoms(
+    tmp_path, factor, words
+):
     source = EXAMPLES / "water" / "data" / "train_400K"
     path = tmp_path / "s"
     shutil.copytree(source, path)
     for file in path.rglob("*.npy"):
-        np.save(file, np.load(file)[:20] * (factor if file.stem in ("coord", "box") else 1))
+        np.save(
+            file, np.load(file)[:20] * (factor if file.stem in ("coord", "box") else 1)
+        )
     report = report_of(path, names=(source / "type_map.raw").read_text().split())
     [warning] = [text for text in report.warnings if "lengths" in text]
     assert words in warning
@@ -232,7 +255,11 @@ def test_lengths_beyond_their_bounds_are_reported_with_a_pair_of_atoms(tmp_path,
 WATER_ORDERS = [
     (lambda types: np.sort(types), ["O", "H"], "nearest neighbors O and O are "),
     (lambda types: np.sort(types)[::-1], ["O", "H"], "hydrogen atoms"),
-    (lambda types: np.random.default_rng(3).permutation(types), ["O", "H"], "hydrogen atoms"),
+    (
+        lambda types: np.random.default_rng(3).permutation(types),
+        ["O", "H"],
+        "hydrogen atoms",
+    ),
     (
         lambda types: 1 - types,
         ["O", "H"],
@@ -257,7 +284,9 @@ def water_frames(number):
         coord = []
         for site in np.ndindex(2, 2, 1):
             turn = np.linalg.qr(rng.normal(size=(3, 3)))[0]
-            coord.append(3.1 * np.array(site) + bonds @ turn + rng.normal(0, 0.03, (3, 3)))
+            coord.append(
+                3.1 * np.array(site) + bonds @ turn + rng.normal(0, 0.03, (3, 3))
+            )
         labels = {"energy": 0.0, "force": np.zeros((12, 3)), "virial": np.zeros(9)}
         frames.append(
             Frame(
@@ -279,7 +308,9 @@ def test_types_in_another_order_than_the_positions_are_reported(order, names, wo
     """
     frames = water_frames(8)
     assert misplaced_types(frames, ["O", "H"]) == []
-    moved = [replace(frame, atom_type=np.asarray(order(frame.atom_type))) for frame in frames]
+    moved = [
+        replace(frame, atom_type=np.asarray(order(frame.atom_type))) for frame in frames
+    ]
     texts = misplaced_types(moved, names)
     assert words in "; ".join(texts)
 
@@ -318,7 +349,11 @@ def test_short_bonds_and_atoms_in_random_places_are_in_their_order():
         coord = np.outer(places, [1.0, 0, 0])
         frames = [
             Frame(
-                coord + rng.normal(0, 0.02, coord.shape), np.array(types), None, {}, source=("s", k)
+                coord + rng.normal(0, 0.02, coord.shape),
+                np.array(types),
+                None,
+                {},
+                source=("s", k),
             )
             for k in range(8)
         ]
@@ -358,7 +393,9 @@ def test_what_cannot_be_verified_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("strains", [False, True])
-def test_crystals_that_were_turned_or_mirrored_give_the_ratios_of_those_that_were_not(strains):
+def test_crystals_that_were_turned_or_mirrored_give_the_ratios_of_those_that_were_not(
+    strains,
+):
     """The mean of two such cells is singular, and `check` ended with a LinAlgError."""
     frames, turn = (
         crystal(24, strains=strains),
@@ -367,11 +404,21 @@ def test_crystals_that_were_turned_or_mirrored_give_the_ratios_of_those_that_wer
     turned = []
     for frame in frames[::2]:
         virial = turn.T @ frame.labels["virial"].reshape(3, 3) @ turn
-        labels = frame.labels | {"force": frame.labels["force"] @ turn, "virial": virial.ravel()}
-        turned.append(Frame(frame.coord @ turn, frame.atom_type, frame.box @ turn, labels))
-    found, expected = ratios_of([*turned, *frames[1::2]]), ratios_of([*frames[::2], *frames[1::2]])
+        labels = frame.labels | {
+            "force": frame.labels["force"] @ turn,
+            "virial": virial.ravel(),
+        }
+        turned.append(
+            Frame(frame.coord @ turn, frame.atom_type, frame.box @ turn, labels)
+        )
+    found, expected = (
+        ratios_of([*turned, *frames[1::2]]),
+        ratios_of([*frames[::2], *frames[1::2]]),
+    )
     assert found.force == pytest.approx(expected.force, rel=1e-6)
-    assert found.virial == (pytest.approx(expected.virial, rel=1e-6) if strains else None)
+    assert found.virial == (
+        pytest.approx(expected.virial, rel=1e-6) if strains else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -383,12 +430,17 @@ def test_crystals_that_were_turned_or_mirrored_give_the_ratios_of_those_that_wer
             "they change by ",
         ),
         # of 1,000 angstrom^3
-        (1e-3, "the virials look like a stress: between frames in one cell they change by "),
+        (
+            1e-3,
+            "the virials look like a stress: between frames in one cell they change by ",
+        ),
     ],
 )
 def test_virials_far_from_the_size_of_the_forces_are_reported(tmp_path, factor, words):
     """A virial RMS of 1,875 eV/atom passed where frames are far from each other."""
-    report = report_of(stored(tmp_path / "s", crystal(12, size=0.3, strains=False, virial=factor)))
+    report = report_of(
+        stored(tmp_path / "s", crystal(12, size=0.3, strains=False, virial=factor))
+    )
     [warning] = map(str, report.units.findings())
     assert words in warning
     assert (
@@ -398,23 +450,30 @@ def test_virials_far_from_the_size_of_the_forces_are_reported(tmp_path, factor, 
     assert report.units.verified["virials"] == 0
 
 
-@pytest.mark.parametrize(("part", "is_judged"), [(np.eye(3), False), (np.ones((3, 3)), True)])
+@pytest.mark.parametrize(
+    ("part", "is_judged"), [(np.eye(3), False), (np.ones((3, 3)), True)]
+)
 def test_virials_that_differ_by_a_pressure_are_not_held_against_forces(part, is_judged):
     """Moving atoms have a pressure beside that of their forces, the same in all directions."""
     frames = crystal(12, size=0.3, strains=False)
     rng = np.random.default_rng(2)
     for frame in frames:
-        frame.labels["virial"] = frame.labels["virial"] + 1000 * rng.normal() * part.ravel()  # eV
+        frame.labels["virial"] = (
+            frame.labels["virial"] + 1000 * rng.normal() * part.ravel()
+        )  # eV
     assert (ratios_of(frames).change is not None) == is_judged
 
 
 def test_virials_of_open_systems_that_are_placeholders_are_found(tmp_path):
     """A virial.npy of ones or zeros was trained on."""
     frames = [
-        Frame(f.coord, f.atom_type, None, f.labels | {"virial": np.ones(9)}) for f in molecules(24)
+        Frame(f.coord, f.atom_type, None, f.labels | {"virial": np.ones(9)})
+        for f in molecules(24)
     ]
     warnings = report_of(stored(tmp_path / "s", frames)).warnings
-    assert any("the virials are placeholders, or another quantity" in text for text in warnings)
+    assert any(
+        "the virials are placeholders, or another quantity" in text for text in warnings
+    )
 
 
 @pytest.mark.filterwarnings("error")
@@ -427,7 +486,12 @@ def test_atoms_in_one_place_are_reported_and_no_logarithm_of_their_ratios_is_tak
     frames = make(13)
     for frame in frames[: number + 1]:
         frame.coord[:] = 1.0
-    frames[-1].labels["force"][0] = 1e4  # its contacts are compared with those of the others
+    frames[-1].labels["force"][0] = (
+        1e4  # its contacts are compared with those of the others
+    )
     report = report_of(stored(tmp_path / "a", frames))
-    assert "atoms 0 (O) and 1 (H) are 0.000 angstrom apart, expected at least" in report.problems[0]
+    assert (
+        "atoms 0 (O) and 1 (H) are 0.000 angstrom apart, expected at least"
+        in report.problems[0]
+    )
     assert not [line for line in report.warnings if "lengths" in line]

@@ -15,9 +15,9 @@ def test_a_scan_holds_few_bytes_of_each_frame(tmp_path, monkeypatch):
     """Many frames of one molecule, of which a chunk of the checks holds few."""
     monkeypatch.setattr(source, "_NUMBERS_AT_ONCE", 20_000)
     rng = np.random.default_rng(0)
-    rest = 1.5 * np.stack(np.meshgrid(*map(np.arange, (3, 2, 2)), indexing="ij"), -1).reshape(
-        ATOMS, 3
-    )
+    rest = 1.5 * np.stack(
+        np.meshgrid(*map(np.arange, (3, 2, 2)), indexing="ij"), -1
+    ).reshape(ATOMS, 3)
     folder = tmp_path / "molecules"
     (folder / "set.000").mkdir(parents=True)
     (folder / "type.raw").write_text("0\n1\n1\n" * 4)

@@ -20,19 +20,31 @@ def problems_of(path, type_map=("O", "H"), **spec):
 @pytest.mark.parametrize("virtual", [False, True])
 def test_frames_of_all_sizes_are_read(tmp_path, virtual):
     records = toy_records(virtual=virtual)
-    [source] = open_data([write_lmdb(tmp_path / "a.lmdb", records)], ["H", "C", "O"], LABELS)
+    [source] = open_data(
+        [write_lmdb(tmp_path / "a.lmdb", records)], ["H", "C", "O"], LABELS
+    )
     assert source.frame_sizes.tolist() == [len(r["atom_types"]) for r in records]
     for k, record in enumerate(records):
         frame, real = source.frame(k), record["atom_types"] >= 0
-        np.testing.assert_array_equal(frame.atom_type, np.array([2, 0])[record["atom_types"][real]])
+        np.testing.assert_array_equal(
+            frame.atom_type, np.array([2, 0])[record["atom_types"][real]]
+        )
         np.testing.assert_array_equal(frame.coord, record["coords"][real])
         np.testing.assert_array_equal(frame.labels["force"], record["forces"][real])
         assert frame.labels["energy"] == record["energies"][0]
-        assert (frame.box is None) == ("cells" not in record) == ("virial" not in frame.labels)
+        assert (
+            (frame.box is None)
+            == ("cells" not in record)
+            == ("virial" not in frame.labels)
+        )
         if frame.box is not None:
-            np.testing.assert_array_equal(frame.labels["virial"], record["virials"].ravel())
+            np.testing.assert_array_equal(
+                frame.labels["virial"], record["virials"].ravel()
+            )
         assert (frame.file_index is not None) == virtual
-    again = open_data([str(tmp_path / "a.lmdb")], ["O", "H"], LABELS)  # open twice in one process
+    again = open_data(
+        [str(tmp_path / "a.lmdb")], ["O", "H"], LABELS
+    )  # open twice in one process
     assert again[0].num_frames == source.num_frames
     assert source.notes == []
 
@@ -75,14 +87,24 @@ def test_flags_other_names_and_parameters(tmp_path):
         ({}, {"nframes": 2}, "frame 1 (from 0): there is no record 000000000001."),
         ({}, {"nframes": 0}, "no frames"),
         ({"atom_types": 3}, {}, "atom_types: missing or wrong"),
-        ({"coords": np.zeros(4)}, {}, "coord: has shape (4,) of float64, expected numbers for"),
+        (
+            {"coords": np.zeros(4)},
+            {},
+            "coord: has shape (4,) of float64, expected numbers for",
+        ),
         ({"cells": np.zeros(4)}, {}, "box: has 4 numbers, expected 9."),
         ({"energies": np.zeros(2)}, {}, "energy: has 2 numbers, expected one"),
-        ({"forces": {"type": "float64", "shape": [9, 9], "data": b"12345678"}}, {}, NO_LMDB),
+        (
+            {"forces": {"type": "float64", "shape": [9, 9], "data": b"12345678"}},
+            {},
+            NO_LMDB,
+        ),
     ],
 )
 def test_faults_are_reported_with_file_and_frame(tmp_path, change, meta, message):
-    found = problems_of(write_lmdb(tmp_path / "a.lmdb", [toy_records(1)[0] | change], **meta))
+    found = problems_of(
+        write_lmdb(tmp_path / "a.lmdb", [toy_records(1)[0] | change], **meta)
+    )
     assert message in found
     assert "a.lmdb" in found
 

@@ -22,12 +22,18 @@ LABELS = ("energy", "force", "virial")
 
 @pytest.fixture
 def systems(water_like, open_like, mixed_like):
-    return open_data([str(water_like), str(open_like), str(mixed_like)], ["O", "H"], LABELS)
+    return open_data(
+        [str(water_like), str(open_like), str(mixed_like)], ["O", "H"], LABELS
+    )
 
 
 def make_sampler(systems, seed=1, **arguments):
     return Sampler(
-        [s.num_frames for s in systems], [s.natoms for s in systems], 2, seed=seed, **arguments
+        [s.num_frames for s in systems],
+        [s.natoms for s in systems],
+        2,
+        seed=seed,
+        **arguments,
     )
 
 
@@ -39,9 +45,11 @@ def assert_same(a, b):
             assert one.keys() == other.keys()
             assert all(torch.equal(one[key], other[key]) for key in one), f.name
         else:
-            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, (
-                f.name
-            )
+            assert (
+                torch.equal(one, other)
+                if isinstance(one, torch.Tensor)
+                else one == other
+            ), f.name
 
 
 def test_a_loader_started_at_a_position_continues_as_one_that_ran_there(systems):
@@ -52,7 +60,14 @@ def test_a_loader_started_at_a_position_continues_as_one_that_ran_there(systems)
     for start in (1, 17, 18, 41):
         fresh = open_data([s.name for s in systems], ["O", "H"], LABELS)
         with closing(
-            Loader(fresh, make_sampler(fresh), LAYOUT, start=start, labels=LABELS, prefetch=1)
+            Loader(
+                fresh,
+                make_sampler(fresh),
+                LAYOUT,
+                start=start,
+                labels=LABELS,
+                prefetch=1,
+            )
         ) as resumed:
             for expected in batches[start : start + 10]:
                 assert_same(next(resumed), expected)
@@ -96,27 +111,39 @@ def test_the_cache_holds_no_more_than_its_bound_and_changes_nothing(systems):
         some.get(systems[0], k, LAYOUT)
     assert 2 <= len(some) <= 3
     assert some.num_bytes <= some.max_bytes
-    a, b = (Loader(systems, make_sampler(systems), LAYOUT, cache=cache) for cache in (some, kept))
+    a, b = (
+        Loader(systems, make_sampler(systems), LAYOUT, cache=cache)
+        for cache in (some, kept)
+    )
     for _ in range(20):  # not closed: loaders that are forgotten end their threads
         assert_same(next(a), next(b))
 
 
 @pytest.mark.parametrize("max_atoms", [1, 40, 10_000])
 def test_sequential_batches_have_all_frames_in_order_and_few_atoms(systems, max_atoms):
-    batches = list(sequential_batches(systems, LAYOUT, max_atoms=max_atoms, labels=LABELS))
+    batches = list(
+        sequential_batches(systems, LAYOUT, max_atoms=max_atoms, labels=LABELS)
+    )
     frames = [f for b in batches for f in b.frames]
     assert frames == [(s.name, k) for s in systems for k in range(s.num_frames)]
     assert all(len(b.atom_type) <= max_atoms or b.num_frames == 1 for b in batches)
     assert len(batches) == {1: 35, 40: 5 + 1 + 1 + 4, 10_000: 1}[max_atoms]
     energies = np.concatenate([b.labels["energy"].numpy() for b in batches])
-    expected = [s.frame(k).labels["energy"] for s in systems for k in range(s.num_frames)]
+    expected = [
+        s.frame(k).labels["energy"] for s in systems for k in range(s.num_frames)
+    ]
     np.testing.assert_array_equal(energies, expected)
 
 
 def test_ranks_share_sequential_batches(systems):
     whole = [b.frames for b in sequential_batches(systems, LAYOUT, max_atoms=30)]
     shares = [
-        [b.frames for b in sequential_batches(systems, LAYOUT, max_atoms=30, rank=r, world_size=3)]
+        [
+            b.frames
+            for b in sequential_batches(
+                systems, LAYOUT, max_atoms=30, rank=r, world_size=3
+            )
+        ]
         for r in range(3)
     ]
     assert [shares[n % 3][n // 3] for n in range(len(whole))] == whole
@@ -133,9 +160,11 @@ def test_a_packed_batch_is_the_batch_in_one_aligned_buffer(systems):
             for t in (made.vector, made.periodic, *made.labels.values())
         } == {packed.data.data_ptr()}
         assert all(
-            place.start * place.dtype.itemsize % ALIGNMENT == 0 for place in packed.layout.tensors
+            place.start * place.dtype.itemsize % ALIGNMENT == 0
+            for place in packed.layout.tensors
         )
         assert all(
-            tensor.is_contiguous() for tensor in (made.vector, made.coord, made.labels["force"])
+            tensor.is_contiguous()
+            for tensor in (made.vector, made.coord, made.labels["force"])
         )
         assert_same(packed.as_padding().to(torch.device("cpu")), batch.as_padding())

@@ -23,7 +23,9 @@ LABELS = ("energy", "force", "virial", "atom_energy", "atom_pref")
 def problems_of(*paths, rcut=4.0, **spec):
     """Return the messages of opening and checking."""
     try:
-        opened = open_data([str(path) for path in paths], ["O", "H"], LABELS[:3], **spec)
+        opened = open_data(
+            [str(path) for path in paths], ["O", "H"], LABELS[:3], **spec
+        )
         return check_systems(
             opened, [], ["O", "H"], SeE2AConfig(rcut=rcut, sel="auto"), LABELS[:3]
         ).problems
@@ -47,12 +49,25 @@ def system(here):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_frames_have_the_numbers_of_the_files_in_order_of_the_sets(tmp_path, dtype):
-    more = {"atom_ener": True, "atom_pref": True, "fparam": 2, "aparam": 3, "dtype": dtype}
+    more = {
+        "atom_ener": True,
+        "atom_pref": True,
+        "fparam": 2,
+        "aparam": 3,
+        "dtype": dtype,
+    }
     path = write_system(
         tmp_path / "w", elements=("H", "O"), frames=7, natoms=5, seed=2, sets=3, **more
     )
-    [system] = open_data(str(path), ["C", "O", "N", "H"], LABELS, numb_fparam=2, numb_aparam=3)
-    assert (system.num_frames, system.natoms, system.periodic, system.atom_type is None) == (
+    [system] = open_data(
+        str(path), ["C", "O", "N", "H"], LABELS, numb_fparam=2, numb_aparam=3
+    )
+    assert (
+        system.num_frames,
+        system.natoms,
+        system.periodic,
+        system.atom_type is None,
+    ) == (
         7,
         5,
         True,
@@ -60,9 +75,9 @@ def test_frames_have_the_numbers_of_the_files_in_order_of_the_sets(tmp_path, dty
     )
 
     def stored(name, k, *shape):
-        return np.concatenate([np.load(path / f"set.00{s}" / f"{name}.npy") for s in range(3)])[
-            k
-        ].reshape(shape)
+        return np.concatenate(
+            [np.load(path / f"set.00{s}" / f"{name}.npy") for s in range(3)]
+        )[k].reshape(shape)
 
     for k in range(7):
         frame = system.frame(k)
@@ -127,7 +142,13 @@ def test_mixed_frames_lose_their_virtual_atoms_and_keep_their_own_types(tmp_path
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_single_frame_that_was_saved_without_its_axis_is_read(tmp_path, mixed):
     path = write_system(
-        tmp_path / "w", frames=1, natoms=5, mixed=mixed, atom_ener=True, fparam=2, aparam=1
+        tmp_path / "w",
+        frames=1,
+        natoms=5,
+        mixed=mixed,
+        atom_ener=True,
+        fparam=2,
+        aparam=1,
     )
     parameters = {"numb_fparam": 2, "numb_aparam": 1}
     expected = open_data([str(path)], ["O", "H"], LABELS, **parameters)[0].frame(0)
@@ -177,7 +198,9 @@ def test_parents_are_searched_at_any_depth_in_order_and_links_do_not_loop(tmp_pa
 def test_hdf5_groups_read_as_the_folders_they_came_from(tmp_path, address, names):
     folders = {
         "water/one": write_system(tmp_path / "1", frames=4, seed=1, sets=2),
-        "water/two": write_system(tmp_path / "2", frames=2, seed=2, mixed=True, virtual=1),
+        "water/two": write_system(
+            tmp_path / "2", frames=2, seed=2, mixed=True, virtual=1
+        ),
         "mol": write_system(tmp_path / "3", frames=3, natoms=5, seed=3, pbc=False),
     }
     import h5py
@@ -189,7 +212,9 @@ def test_hdf5_groups_read_as_the_folders_they_came_from(tmp_path, address, names
     found = open_data([str(file) + address], ["O", "H"], LABELS)
     assert [s.name for s in found] == [f"{file}#{n}" for n in names]
     for system in found:
-        [plain] = open_data([str(folders[system.name.split("#/")[1]])], ["O", "H"], LABELS)
+        [plain] = open_data(
+            [str(folders[system.name.split("#/")[1]])], ["O", "H"], LABELS
+        )
         assert system.num_frames == plain.num_frames
         for k in range(plain.num_frames):
             assert_same_frame(system.frame(k), plain.frame(k))
@@ -200,9 +225,13 @@ def test_all_problems_of_all_systems_come_at_once(system):
     (system / "set.000" / "box.npy").unlink()
     np.save("other/set.000/virial.npy", np.zeros((3, 6)))
     np.save("other/set.001/force.npy", np.zeros((3, 7)))
-    found = problems_of("water", "other", "absent", where="training.training_data.systems")
+    found = problems_of(
+        "water", "other", "absent", where="training.training_data.systems"
+    )
     assert len(found) == 4
-    assert found[0].startswith("training.training_data.systems[2]: absent: no such file or folder.")
+    assert found[0].startswith(
+        "training.training_data.systems[2]: absent: no such file or folder."
+    )
     assert found[1] == (
         "water/set.000/box.npy: missing. A periodic system needs it; for open boundaries add an "
         "empty file water/nopbc."
@@ -214,13 +243,22 @@ def test_all_problems_of_all_systems_come_at_once(system):
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda p: shutil.rmtree(p / "set.000"), "no frames: it has type.raw but no set.* folder"),
-        (lambda p: (p / "type.raw").unlink(), "type.raw is missing (the folder has set.000)"),
+        (
+            lambda p: shutil.rmtree(p / "set.000"),
+            "no frames: it has type.raw but no set.* folder",
+        ),
+        (
+            lambda p: (p / "type.raw").unlink(),
+            "type.raw is missing (the folder has set.000)",
+        ),
         (
             lambda p: (p / "set.000" / "coord.npy").unlink(),
             "set.000/coord.npy: missing. Every set needs it.",
         ),
-        (lambda p: np.save(p / "set.000" / "numb_copy.npy", [1, 2]), "numb_copy is not supported"),
+        (
+            lambda p: np.save(p / "set.000" / "numb_copy.npy", [1, 2]),
+            "numb_copy is not supported",
+        ),
         (
             lambda p: (p / "set.000").rename(p / "set.old"),
             "backups do: set.old. Rename one to set.000, or leave it out.",
@@ -230,7 +268,9 @@ def test_all_problems_of_all_systems_come_at_once(system):
             "Did you mean H? Known: O, H. Add it to model.type_map",
         ),
         (
-            lambda p: write_system(p, frames=1, mixed=True) and (p / "type_map.raw").unlink(),
+            lambda p: (
+                write_system(p, frames=1, mixed=True) and (p / "type_map.raw").unlink()
+            ),
             "A mixed system (with",
         ),
         (
@@ -246,7 +286,10 @@ def test_all_problems_of_all_systems_come_at_once(system):
             "'²' is not a type. Expected one integer from 0 per atom.",
         ),
         (
-            lambda p: write_system(p, frames=2, mixed=True) and put(p, "real_atom_types", 1, -1),
+            lambda p: (
+                write_system(p, frames=2, mixed=True)
+                and put(p, "real_atom_types", 1, -1)
+            ),
             "frame 1 has only virtual",
         ),
         (
@@ -271,7 +314,9 @@ def npy(shape, descr="'<f8'"):
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + b"\0" * 32
 
 
-NO_NPY = "is not an npy file, or it is damaged. Expected an array written by numpy.save."
+NO_NPY = (
+    "is not an npy file, or it is damaged. Expected an array written by numpy.save."
+)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +380,9 @@ def test_a_file_that_shrinks_while_it_is_in_use_is_reported(system):
     [opened] = open_data(["water"], ["O", "H"])
     file = system / "set.000" / "coord.npy"
     file.write_bytes(file.read_bytes()[:-300])
-    with pytest.raises(DataError, match=r"coord.npy: has become shorter while it was in use"):
+    with pytest.raises(
+        DataError, match=r"coord.npy: has become shorter while it was in use"
+    ):
         opened.frame(1)
 
 
@@ -386,11 +433,15 @@ def test_a_system_that_is_a_link_to_nowhere_is_not_skipped(system, tmp_path):
         ),
     ],
 )
-def test_positions_of_no_atom_are_reported_with_the_frame(tmp_path, pbc, value, reported):
+def test_positions_of_no_atom_are_reported_with_the_frame(
+    tmp_path, pbc, value, reported
+):
     path = write_system(tmp_path / "w", frames=4, natoms=6, seed=1, pbc=pbc)
     put(path, "coord", (2, 3), value)
     [problem] = problems_of(path)
-    assert problem.startswith(f"{path}/set.000/coord.npy: frame 2 (of 4, from 0): {reported}")
+    assert problem.startswith(
+        f"{path}/set.000/coord.npy: frame 2 (of 4, from 0): {reported}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -403,11 +454,15 @@ def test_positions_of_no_atom_are_reported_with_the_frame(tmp_path, pbc, value, 
         (np.diag([1e6, 10, 10]), "an edge of the cell is 1e+06 angstrom long"),
     ],
 )
-def test_a_cell_that_cannot_be_searched_is_reported_with_the_frame(system, cell, reported):
+def test_a_cell_that_cannot_be_searched_is_reported_with_the_frame(
+    system, cell, reported
+):
     """Some took all memory, some never ended, some ended the process without a word."""
     put(system, "box", 1, np.ravel(cell))
     [problem] = problems_of("water", rcut=6.0)
-    assert problem.startswith(f"water/set.000/box.npy: frame 1 (of 3, from 0): {reported}")
+    assert problem.startswith(
+        f"water/set.000/box.npy: frame 1 (of 3, from 0): {reported}"
+    )
 
 
 # HDF5
@@ -424,7 +479,9 @@ def stored_outside(file, name):
     values = file[name][:]
     Path("secret").write_bytes(values.tobytes())
     del file[name]
-    file.create_dataset(name, values.shape, values.dtype, external=[("secret", 0, values.nbytes)])
+    file.create_dataset(
+        name, values.shape, values.dtype, external=[("secret", 0, values.nbytes)]
+    )
 
 
 def composed_of(source):
@@ -469,7 +526,9 @@ def test_hdf5_data_that_are_in_another_file_are_refused(system, damage, name):
     ]
 
 
-@pytest.mark.parametrize("name", ["type.raw", "set.000/energy.npy", "set.000/coord.npy"])
+@pytest.mark.parametrize(
+    "name", ["type.raw", "set.000/energy.npy", "set.000/coord.npy"]
+)
 def test_hdf5_that_lacks_something_is_reported(system, name):
     import h5py
 
@@ -488,7 +547,8 @@ def test_hdf5_that_lacks_something_is_reported(system, name):
         problem = problems_of(path)[0]
         assert f"data.h5#/w/{name}" in problem
         assert re.search(
-            "a link to what does not exist|is a group|holds no data|cannot be read as HDF5", problem
+            "a link to what does not exist|is a group|holds no data|cannot be read as HDF5",
+            problem,
         ), problem
 
 
@@ -512,13 +572,14 @@ def test_hdf5_of_which_a_part_was_never_written_is_reported(system):
     with h5py.File(path, "a") as file:
         data = file["w/set.000/force.npy"][()]
         del file["w/set.000/force.npy"]
-        file.create_dataset("w/set.000/force.npy", data.shape, "f8", chunks=(1, data.shape[1]))[
-            :1
-        ] = data[:1]
+        file.create_dataset(
+            "w/set.000/force.npy", data.shape, "f8", chunks=(1, data.shape[1])
+        )[:1] = data[:1]
     [problem] = problems_of(path)
     assert problem.startswith("data.h5#/w/set.000/force.npy: has shape (")
     assert (
-        f"and 1 of its {len(data)} chunks were written. Was the file written completely?" in problem
+        f"and 1 of its {len(data)} chunks were written. Was the file written completely?"
+        in problem
     )
 
 
@@ -529,7 +590,9 @@ def test_hdf5_with_damaged_bytes_is_reported(system):
     with h5py.File(path, "a") as file:
         data = file["w/set.000/force.npy"][()]
         del file["w/set.000/force.npy"]
-        file.create_dataset("w/set.000/force.npy", data=data, chunks=data.shape, fletcher32=True)
+        file.create_dataset(
+            "w/set.000/force.npy", data=data, chunks=data.shape, fletcher32=True
+        )
     content = Path(path).read_bytes()
     start = data.tobytes()[:64]
     assert start in content

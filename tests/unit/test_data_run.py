@@ -38,7 +38,11 @@ def write_data_base(path, energy):
     from data_files import toy_records, write_lmdb
 
     write_lmdb(
-        path, [{**record, "energies": record["energies"] + energy} for record in toy_records(4)]
+        path,
+        [
+            {**record, "energies": record["energies"] + energy}
+            for record in toy_records(4)
+        ],
     )
 
 
@@ -65,13 +69,19 @@ def test_copies_of_data_are_equal_and_a_changed_label_is_found(
         write(Path(name), energy)
         found.append(content_of(open_run(config_from_dict(tiny_input([name])))))
     assert difference(found[1], found[0]) == ""
-    assert re.fullmatch(rf"{name}\S*: \S*{files}: other content", difference(found[2], found[0]))
+    assert re.fullmatch(
+        rf"{name}\S*: \S*{files}: other content", difference(found[2], found[0])
+    )
     assert difference({}, found[0]).endswith("frames: none here, 4 on rank 0")
 
 
-def test_frames_with_atoms_closer_than_min_pair_dist_are_left_out_of_training(tmp_path, water_like):
+def test_frames_with_atoms_closer_than_min_pair_dist_are_left_out_of_training(
+    tmp_path, water_like
+):
     close = with_close_atoms(tmp_path / "close", [1, 4], 0.2)
-    assert len(checked(config_from_dict(tiny_input([water_like, close])))[2].problems) == 2
+    assert (
+        len(checked(config_from_dict(tiny_input([water_like, close])))[2].problems) == 2
+    )
     options = {
         "training__training_data__min_pair_dist": 0.21,
         "training__training_data__batch_size": [2, 3],
@@ -110,7 +120,9 @@ def test_systems_without_a_frame_that_is_left_are_reported_where_options_count_t
     options["training__training_data__sys_probs"] = [0.5, 0.5]
     with pytest.raises(
         DataError,
-        match=re.escape(f"{lost}, and batch_size, sys_probs or auto_prob counts systems."),
+        match=re.escape(
+            f"{lost}, and batch_size, sys_probs or auto_prob counts systems."
+        ),
     ):
         open_run(config_from_dict(tiny_input([water_like, close], **options)))
 
@@ -121,7 +133,9 @@ def test_a_system_that_is_listed_twice_is_named_as_such(here):
     with pytest.importorskip("h5py").File("c.h5", "w") as file:
         for name in "ab":
             to_hdf5(Path("all", name), file.create_group(name))
-    *_, report = checked(config_from_dict(tiny_input(["all/a", "./all", "c.h5#/a", "c.h5#/b"])))
+    *_, report = checked(
+        config_from_dict(tiny_input(["all/a", "./all", "c.h5#/a", "c.h5#/b"]))
+    )
     assert report.warnings[0] == (
         "listed more than once: all/a (2 times). Their frames count as often; list each system "
         "once."
@@ -153,7 +167,9 @@ def test_warnings_of_a_task_begin_with_its_name_and_errors_with_the_file(tmp_pat
 
 
 @pytest.mark.parametrize("pref_atomic", [0.0, 1.0])
-def test_elements_without_tensors_are_named_if_the_loss_learns_the_tensors(tmp_path, pref_atomic):
+def test_elements_without_tensors_are_named_if_the_loss_learns_the_tensors(
+    tmp_path, pref_atomic
+):
     system = write_system(
         tmp_path / "s", frames=4, natoms=6, energy=False, force=False, virial=False
     )

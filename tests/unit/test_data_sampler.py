@@ -17,7 +17,9 @@ FRAMES, ATOMS = (17, 5, 8), (10, 20, 3)
 def frames_of_epoch(sampler, epoch):
     length = sampler.batches_per_epoch
     return [
-        frame for n in range(epoch * length, (epoch + 1) * length) for frame in sampler.batch(n)
+        frame
+        for n in range(epoch * length, (epoch + 1) * length)
+        for frame in sampler.batch(n)
     ]
 
 
@@ -37,10 +39,14 @@ def test_an_epoch_has_every_frame_exactly_once(batch_size):
         assert sorted(frames_of_epoch(sampler, epoch)) == every
 
 
-@pytest.mark.parametrize("auto_prob", ["prob_sys_size", "prob_sys_size;0:2:0.9;2:3:0.1"])
+@pytest.mark.parametrize(
+    "auto_prob", ["prob_sys_size", "prob_sys_size;0:2:0.9;2:3:0.1"]
+)
 @pytest.mark.parametrize("rule", [2, "mixed:2", "mix:25"])
 def test_a_batch_is_a_function_of_seed_and_number_only(rule, auto_prob):
-    one, other, third = (Sampler(FRAMES, ATOMS, rule, auto_prob, seed=s) for s in (1, 1, 2))
+    one, other, third = (
+        Sampler(FRAMES, ATOMS, rule, auto_prob, seed=s) for s in (1, 1, 2)
+    )
     numbers = [300, 5, 17, 0, 5, 299, 16, 15]
     fresh = [Sampler(FRAMES, ATOMS, rule, auto_prob, seed=1).batch(n) for n in numbers]
     assert [one.batch(n) for n in numbers] == fresh
@@ -64,14 +70,17 @@ def test_the_order_never_changes_between_versions():
 def test_ranks_share_the_batches_of_one_process_with_a_larger_batch(world, size, form):
     whole = Sampler(FRAMES, ATOMS, form(size * world), seed=3)
     ranks = [
-        Sampler(FRAMES, ATOMS, form(size), seed=3, rank=r, world_size=world) for r in range(world)
+        Sampler(FRAMES, ATOMS, form(size), seed=3, rank=r, world_size=world)
+        for r in range(world)
     ]
     assert {r.batches_per_epoch for r in ranks} == {whole.batches_per_epoch}
     for n in range(3 * whole.batches_per_epoch):
         together = whole.batch(n)
         shares = [r.batch(n) for r in ranks]
         for rank, mine in enumerate(shares):
-            assert mine == (together[rank::world] or together[rank % len(together) :][:1])
+            assert mine == (
+                together[rank::world] or together[rank % len(together) :][:1]
+            )
             assert 1 <= len(mine) <= size
         assert set().union(*shares) == set(together)
 
@@ -81,7 +90,9 @@ def test_probabilities_are_followed_within_two_batches_at_any_epoch():
     assert sampler.probabilities == pytest.approx((0.01, 0.33, 0.66))
     total, per_epoch = Counter(), []
     for epoch in range(200):
-        counts = Counter(system_of(sampler.batch(n)) for n in range(epoch * 16, epoch * 16 + 16))
+        counts = Counter(
+            system_of(sampler.batch(n)) for n in range(epoch * 16, epoch * 16 + 16)
+        )
         total += counts
         per_epoch.append(counts)
         for k, p in enumerate(sampler.probabilities):
@@ -165,7 +176,8 @@ def test_a_wrong_rule_is_reported(arguments, message):
     with pytest.raises(DataError, match="every system has more atoms"):
         Sampler(FRAMES, ATOMS, "filter:2")
     left_out = (
-        'batch_size = "filter:10": left out are 1 of 3 systems, of more than 10 atoms a frame.'
+        'batch_size = "filter:10": left out are 1 of 3 systems, of more than 10 atoms a '
+        "frame."
     )
     [finding] = Sampler(FRAMES, ATOMS, "filter:10").findings
     assert str(finding) == left_out
@@ -176,7 +188,10 @@ def test_frames_larger_than_a_rule_allows_are_counted_in_a_warning():
     plan = Sampler([5, 4], [sizes, 1], "filter:10")
     assert plan.num_frames == (3, 4)
     [finding] = plan.findings
-    assert str(finding) == 'batch_size = "filter:10": left out: 2 frames of more than 10 atoms.'
+    assert (
+        str(finding)
+        == 'batch_size = "filter:10": left out: 2 frames of more than 10 atoms.'
+    )
 
 
 # ---- batches of several systems
@@ -195,7 +210,8 @@ def test_no_rank_has_more_atoms_than_mix_allows_unless_one_frame_has(world):
     natoms = (10, 20, 3, np.arange(60) % 45 + 1)
     frames = (*FRAMES, 60)
     ranks = [
-        Sampler(frames, natoms, "mix:40", seed=3, rank=r, world_size=world) for r in range(world)
+        Sampler(frames, natoms, "mix:40", seed=3, rank=r, world_size=world)
+        for r in range(world)
     ]
     batches = [r.batch(n) for n in range(5 * ranks[0].batches_per_epoch) for r in ranks]
     for atoms in (atoms_of(batch, natoms) for batch in batches):
@@ -212,7 +228,9 @@ def test_no_rank_has_more_atoms_than_mix_allows_unless_one_frame_has(world):
         ("prob_sys_size", [0.01, 0.33, -1], (0.01, 0.33, 0.66)),
     ],
 )
-def test_probabilities_of_mixed_batches_are_those_of_frames(rule, auto_prob, sys_probs, expected):
+def test_probabilities_of_mixed_batches_are_those_of_frames(
+    rule, auto_prob, sys_probs, expected
+):
     sampler = Sampler(FRAMES, ATOMS, rule, auto_prob, sys_probs, seed=3)
     assert sampler.probabilities == pytest.approx(expected)
     total, seen = Counter(), Counter()
@@ -224,11 +242,20 @@ def test_probabilities_of_mixed_batches_are_those_of_frames(rule, auto_prob, sys
         for k, p in enumerate(sampler.probabilities):
             assert abs(total[k] - (epoch + 1) * 30 * p) < 2
             counts = [seen[k, frame] for frame in range(FRAMES[k])]
-            assert max(counts) - min(counts) <= 1  # a system's frames come in permutations
+            assert (
+                max(counts) - min(counts) <= 1
+            )  # a system's frames come in permutations
 
 
 def test_more_ranks_than_frames_repeat_some():
-    ranks = [Sampler((2, 1), (4, 5), "mix:100", seed=1, rank=r, world_size=5) for r in range(5)]
+    ranks = [
+        Sampler((2, 1), (4, 5), "mix:100", seed=1, rank=r, world_size=5)
+        for r in range(5)
+    ]
     assert [r.is_repeat(0) for r in ranks] == [False, False, False, True, True]
-    assert sorted(frame for r in ranks[:3] for frame in r.batch(0)) == [(0, 0), (0, 1), (1, 0)]
+    assert sorted(frame for r in ranks[:3] for frame in r.batch(0)) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+    ]
     assert all(r.batches_per_epoch == 1 and len(r.batch(0)) == 1 for r in ranks)

@@ -48,7 +48,9 @@ def rng():
     return np.random.default_rng(5)
 
 
-def test_each_kind_is_split_at_the_fraction_and_a_kind_with_one_structure_is_for_training(rng):
+def test_each_kind_is_split_at_the_fraction_and_a_kind_with_one_structure_is_for_training(
+    rng,
+):
     parts = [
         ("a", thermal(rng, n), kind)
         for kind, n in (("bulk", 60), ("surface", 20), ("only", 1), ("bulk", 40))
@@ -65,7 +67,9 @@ def test_each_kind_is_split_at_the_fraction_and_a_kind_with_one_structure_is_for
         "  by config_type or group: bulk 10 of 100, surface 2 of 20",
         "  in training alone: only (1 frame)",
     ]
-    assert np.diff(np.flatnonzero(split.mask[:60])).max() > 1  # at random, not the last ones
+    assert (
+        np.diff(np.flatnonzero(split.mask[:60])).max() > 1
+    )  # at random, not the last ones
 
 
 @pytest.mark.parametrize("pbc", [True, False])
@@ -89,7 +93,10 @@ def test_copies_in_another_order_rotated_or_moved_are_in_one_part(rng, pbc):
         moved = (coord + rng.normal(size=3))[order] @ rotation
         if box is not None:
             moved += rng.integers(-1, 2, (len(coord), 3)) @ (box @ rotation)
-        table.add([chunk_of([moved], types[order], None if box is None else box @ rotation)], 2)
+        table.add(
+            [chunk_of([moved], types[order], None if box is None else box @ rotation)],
+            2,
+        )
     chosen = split_frames(table, 0.2, 3).mask
     assert chosen.sum() == 16
     assert np.array_equal(chosen[:40], chosen[40:])
@@ -123,7 +130,9 @@ def test_frames_whose_elements_are_exchanged_are_no_copies(rng, pbc):
     exchanged = types.copy()
     first, second = np.flatnonzero(types == 0)[0], np.flatnonzero(types == 1)[0]
     exchanged[[first, second]] = 1, 0
-    one, other = (describe_frames(chunk_of([coord], of, box), 2)[0] for of in (types, exchanged))
+    one, other = (
+        describe_frames(chunk_of([coord], of, box), 2)[0] for of in (types, exchanged)
+    )
     assert np.linalg.norm(one - other) > 0.01
     same = describe_frames(chunk_of([coord[::-1]], types[::-1], box), 2)[0]
     assert np.linalg.norm(one - same) < 1e-5
@@ -139,7 +148,10 @@ def test_parts_whose_forces_differ_by_two_are_reported(rng):
     for split in found:
         assert any(split.findings()) == bool(split.mask[4] or (~split.mask)[4])
     with_strong = next(split for split in found if split.mask[4])
-    assert with_strong.lines[-1] == "  force RMS (eV/angstrom): 1 in training, 10 in validation"
+    assert (
+        with_strong.lines[-1]
+        == "  force RMS (eV/angstrom): 1 in training, 10 in validation"
+    )
     assert str(next(with_strong.findings())).startswith(
         "force RMS is 1 eV/angstrom in training and 10 in validation: their errors"
     )
@@ -164,12 +176,16 @@ def test_numbers_of_a_strained_cell_change_by_the_rms_displacement_of_its_atoms(
     coord[:, :, 0] = edge * np.outer([1, 1 + strain], np.arange(atoms) / atoms)
     cells = np.diag([edge] * 3) * np.array([np.ones(3), [1 + strain, 1, 1]])[:, None]
     one, other = (
-        describe_frames(chunk_of([coord[k]], np.zeros(atoms, int), cells[k]), 1)[0].astype(float)
+        describe_frames(chunk_of([coord[k]], np.zeros(atoms, int), cells[k]), 1)[
+            0
+        ].astype(float)
         for k in range(2)
     )
     lengths = slice(-6, -3)  # of the three edges
     displacement = np.std(coord[1] - coord[0], axis=0)
-    np.testing.assert_allclose((other - one)[lengths], displacement, atol=tolerance * edge * strain)
+    np.testing.assert_allclose(
+        (other - one)[lengths], displacement, atol=tolerance * edge * strain
+    )
 
 
 @pytest.mark.parametrize(("ratio", "is_reported"), [(1.9, False), (2.1, True)])
@@ -181,6 +197,7 @@ def test_forces_of_two_parts_may_differ_by_less_than_two(ratio, is_reported):
 def test_frames_that_leave_a_part_empty_are_refused(rng):
     coord, types, box = toy_frame(rng)
     with pytest.raises(
-        DataError, match=r"20 frames of 1 different structure leave none for one of the parts"
+        DataError,
+        match=r"20 frames of 1 different structure leave none for one of the parts",
     ):
         split_frames(table_of(("a", chunk_of([coord] * 20, types, box), "")), 0.1, 1)

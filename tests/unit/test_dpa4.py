@@ -18,7 +18,10 @@ from deepmd_ema.model.families.dpa4c.moments import slopes
 from deepmd_ema.model.ops.operations import REFERENCE, use_operations
 
 GOLDEN = Path(__file__).parents[1] / "golden"  # made_by: see golden/README.md
-CASES = {kind: json.loads((GOLDEN / f"{kind}.json").read_text()) for kind in ("dpa4", "dpa4c")}
+CASES = {
+    kind: json.loads((GOLDEN / f"{kind}.json").read_text())
+    for kind in ("dpa4", "dpa4c")
+}
 SAME_MATH, SERIES, GRADIENTS = (
     1e-11,
     1e-9,
@@ -70,9 +73,9 @@ def model_of(kind, name):
 
 def assert_close(found, expected, error=SAME_MATH):
     expected = torch.as_tensor(expected, dtype=torch.float64)
-    assert float((torch.as_tensor(found).detach() - expected).abs().max()) <= error * float(
-        expected.abs().max()
-    )
+    assert float(
+        (torch.as_tensor(found).detach() - expected).abs().max()
+    ) <= error * float(expected.abs().max())
 
 
 @pytest.mark.parametrize(
@@ -100,28 +103,42 @@ def test_numbers_and_gradients_are_those_of_deepmd_kit(kind, name, way):
     if way == "reference":
         use_operations(model, REFERENCE)
     out = model.train()(batch)
-    found = (out["energy"].sum(), batch.in_file_order(out["force"]), out["virial"].reshape(9))
+    found = (
+        out["energy"].sum(),
+        batch.in_file_order(out["force"]),
+        out["virial"].reshape(9),
+    )
     for key, value in zip(("energy", "force", "virial"), found):
         assert_close(value, expected[key], error)
-    gradients = torch.autograd.grad(loss_of(*found), list(named.values()), materialize_grads=True)
+    gradients = torch.autograd.grad(
+        loss_of(*found), list(named.values()), materialize_grads=True
+    )
     ours, theirs = (
         torch.tensor(one)
         for one in (projections(dict(zip(named, gradients))), expected["gradients"])
     )
-    torch.testing.assert_close(ours, theirs, rtol=GRADIENTS, atol=error * float(theirs.abs().max()))
+    torch.testing.assert_close(
+        ours, theirs, rtol=GRADIENTS, atol=error * float(theirs.abs().max())
+    )
 
 
-@pytest.mark.parametrize(("file", "case"), [("dpa4c.dp", "degree_4"), ("dpa4c.pt", "small")])
+@pytest.mark.parametrize(
+    ("file", "case"), [("dpa4c.dp", "degree_4"), ("dpa4c.pt", "small")]
+)
 def test_files_of_deepmd_kit_give_its_numbers(file, case):
     coord, types, box = frames(2)
-    found = Potential(load_model(GOLDEN / file), device="cpu").evaluate(coord[:1], types, box[:1])
+    found = Potential(load_model(GOLDEN / file), device="cpu").evaluate(
+        coord[:1], types, box[:1]
+    )
     assert_close(found.energy, [CASES["dpa4c"][case]["energy"]])
     assert_close(found.force[0], CASES["dpa4c"][case]["force"])
 
 
 @pytest.mark.parametrize("roll", [0.3, 2.0])
 @pytest.mark.parametrize("case", ["example", "streams", "both_atoms", "directions"])
-def test_results_do_not_depend_on_the_rotation_of_frames_about_their_axes(monkeypatch, case, roll):
+def test_results_do_not_depend_on_the_rotation_of_frames_about_their_axes(
+    monkeypatch, case, roll
+):
     model, _, batch = model_of("dpa4", case)
     before = model(batch, create_graph=False)
 
@@ -129,13 +146,17 @@ def test_results_do_not_depend_on_the_rotation_of_frames_about_their_axes(monkey
         angle = roll * (1 + direction[:, 0])  # another one for each pair
         w, x, y, z = quaternions(direction).unbind(-1)
         c, s = torch.cos(angle / 2), torch.sin(angle / 2)
-        return torch.stack([c * w - s * z, c * x - s * y, c * y + s * x, c * z + s * w], -1)
+        return torch.stack(
+            [c * w - s * z, c * x - s * y, c * y + s * x, c * z + s * w], -1
+        )
 
     monkeypatch.setattr(dpa4_module, "quaternions", rolled)
     after = model(batch, create_graph=False)
     for name in ("energy", "force", "virial"):
         scale = float(before[name].abs().max())
-        torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-11 * scale)
+        torch.testing.assert_close(
+            after[name], before[name], rtol=0, atol=1e-11 * scale
+        )
 
 
 @pytest.mark.gpu
@@ -149,7 +170,9 @@ def test_blocks_are_computed_in_bfloat16_in_training_on_a_gpu(use_amp):
     in_validation = float(
         (model.eval()(there, create_graph=False)["energy"].cpu() - expected).abs().max()
     )
-    in_training = float((model.train()(there)["energy"].detach().cpu() - expected).abs().max())
+    in_training = float(
+        (model.train()(there)["energy"].detach().cpu() - expected).abs().max()
+    )
     assert in_validation < 1e-4
     assert (1e-4 < in_training < 1e-1) == use_amp
 
@@ -161,7 +184,9 @@ def test_derivatives_of_harmonics_are_the_same_whatever_was_in_memory():
     for _ in range(8):
         # what a fit may find in memory that it does not set
         left = [
-            torch.randint(-(2**30), 2**30, (4 << k,), dtype=torch.int32, generator=generator)
+            torch.randint(
+                -(2**30), 2**30, (4 << k,), dtype=torch.int32, generator=generator
+            )
             for k in range(5)
             for _ in range(4)
         ]

@@ -38,7 +38,12 @@ BRIDGED = {
 CASES = {
     "defaults": {},
     "no_blocks": {"n_blocks": 0},
-    "norms": {"so2_norm": True, "layer_scale": True, "mlp_bias": True, "sandwich_norm": [True] * 4},
+    "norms": {
+        "so2_norm": True,
+        "layer_scale": True,
+        "mlp_bias": True,
+        "sandwich_norm": [True] * 4,
+    },
     "heads": {
         "n_focus": 2,
         "n_atten_head": 2,
@@ -76,7 +81,8 @@ def made(changes=None, fitting=None, **more):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(
-                torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2
+                torch.randn(parameter.shape, generator=generator, dtype=torch.float64),
+                alpha=0.2,
             )
         model.out_bias.copy_(torch.tensor([-3.0, -1.0, 0.5]).view(1, 3, 1))
     return config, model
@@ -89,11 +95,16 @@ def test_a_file_gives_back_the_bits(tmp_path, case, suffix):
         {"exclude_types": [[0, 2]]},
         {"dim_case_embd": 2, "case_film_embd": True, "numb_fparam": 1},
     )
-    config, model = made(*bridged, **BRIDGED) if case == "bridged" else made(CASES[case])
+    config, model = (
+        made(*bridged, **BRIDGED) if case == "bridged" else made(CASES[case])
+    )
     if case == "bridged":
         model.fitting.set_case(1)
         model.descriptor.version_tensor.fill_(1.0)
-    file, more = tmp_path / f"a{suffix}", {"fparam": np.array([0.3])} if case == "bridged" else {}
+    file, more = (
+        tmp_path / f"a{suffix}",
+        {"fparam": np.array([0.3])} if case == "bridged" else {},
+    )
     if suffix == ".pt":
         write_deepmd_pt(file, {"": (config, model, {})})
     else:
@@ -103,7 +114,9 @@ def test_a_file_gives_back_the_bits(tmp_path, case, suffix):
     assert (loaded.config.type, loaded.config.bridging) == ("dpa4", config.bridging)
     assert loaded.config.atom_exclude_types == config.atom_exclude_types
     assert loaded.config.pair_exclude_types == config.pair_exclude_types
-    found, expected = (evaluate(one, ATOMS, **more)["force"] for one in (loaded.model, model))
+    found, expected = (
+        evaluate(one, ATOMS, **more)["force"] for one in (loaded.model, model)
+    )
     np.testing.assert_array_equal(found, expected)
 
 
@@ -118,7 +131,9 @@ def test_files_of_deepmd_kit_give_its_energies_forces_and_virials(name):
     assert float(found["energy"][0]) == pytest.approx(expected["energy"], rel=1e-10)
     force, virial = np.array(expected["force"]), np.array(expected["virial"])
     np.testing.assert_allclose(
-        batch.in_file_order(found["force"]).detach(), force, atol=1e-10 * np.abs(force).max()
+        batch.in_file_order(found["force"]).detach(),
+        force,
+        atol=1e-10 * np.abs(force).max(),
     )
     np.testing.assert_allclose(
         found["virial"][0].detach(), virial, atol=1e-10 * np.abs(virial).max()
@@ -126,7 +141,9 @@ def test_files_of_deepmd_kit_give_its_energies_forces_and_virials(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NUMBERS if name.endswith(".pt")])
-def test_arrays_that_follow_from_options_are_written_as_deepmd_kit_writes_them(tmp_path, name):
+def test_arrays_that_follow_from_options_are_written_as_deepmd_kit_writes_them(
+    tmp_path, name
+):
     loaded, theirs = (
         load_model(GOLDEN / name),
         torch.load(GOLDEN / name, weights_only=True)["model"],
@@ -161,11 +178,15 @@ def test_a_checkpoint_of_before_versions_is_of_the_first(tmp_path):
             "dens, a fitting network of forces, is not available",
         ),
         (
-            lambda tree: tree["atomic_model"]["descriptor"]["config"].update(use_spin=[True]),
+            lambda tree: tree["atomic_model"]["descriptor"]["config"].update(
+                use_spin=[True]
+            ),
             "uses spin, which is not",
         ),
         (
-            lambda tree: tree["atomic_model"]["descriptor"]["config"].update(add_chg_spin_ebd=True),
+            lambda tree: tree["atomic_model"]["descriptor"]["config"].update(
+                add_chg_spin_ebd=True
+            ),
             "charge and spin",
         ),
     ],

@@ -45,7 +45,13 @@ def as_sum(inner=None, learned=None, **changes):
     """Return the section as DeePMD-kit keeps it: a sum of a model and an analytic part."""
     parts = [
         {"type": "dpa4", "descriptor": SMALL, "fitting_net": {}, **(learned or {})},
-        {"type": "inner_potential", "mode": "zbl", "r_inner": 0.4, "r_outer": 0.9, **(inner or {})},
+        {
+            "type": "inner_potential",
+            "mode": "zbl",
+            "r_inner": 0.4,
+            "r_outer": 0.9,
+            **(inner or {}),
+        },
     ]
     return {
         "type": "linear_ener",
@@ -57,11 +63,17 @@ def as_sum(inner=None, learned=None, **changes):
 
 
 def test_a_sum_with_an_inner_potential_is_the_model_with_bridging():
-    bridging = {"bridging_method": "zbl", "bridging_r_inner": 0.4, "bridging_r_outer": 0.9}
+    bridging = {
+        "bridging_method": "zbl",
+        "bridging_r_inner": 0.4,
+        "bridging_r_outer": 0.9,
+    }
     expected = model_config_from_dict(section(**bridging))
     assert model_config_from_dict(as_sum()) == expected
     assert (
-        model_config_from_dict(as_sum(data_stat_nbatch=10, learned={"type_map": ["O", "H"]}))
+        model_config_from_dict(
+            as_sum(data_stat_nbatch=10, learned={"type_map": ["O", "H"]})
+        )
         == expected
     )
     assert (
@@ -100,13 +112,22 @@ def test_a_run_reads_such_a_sum_with_its_switches_and_says_so():
 @pytest.mark.parametrize(
     ("changes", "phrase"),
     [
-        ({"weights": "mean"}, 'model.weights = "mean": expected "sum" beside inner_potential.'),
+        (
+            {"weights": "mean"},
+            'model.weights = "mean": expected "sum" beside inner_potential.',
+        ),
         (
             {"models": as_sum()["models"][1:]},
             "model.models: expected a model with a descriptor and one inner_potential.",
         ),
-        ({"inner": {"mode": "lj"}}, 'model.models[1].mode = "lj": expected "zbl", or "none".'),
-        ({"inner": {"r_outer": 0.3}}, "model.models[1].r_outer = 0.3: expected more than"),
+        (
+            {"inner": {"mode": "lj"}},
+            'model.models[1].mode = "lj": expected "zbl", or "none".',
+        ),
+        (
+            {"inner": {"r_outer": 0.3}},
+            "model.models[1].r_outer = 0.3: expected more than",
+        ),
         (
             {"learned": {"descriptor": {"type": "se_atten", "sel": 20}}},
             'model.models[0].descriptor.type = "se_atten": inner_potential is for dpa4',
@@ -133,7 +154,11 @@ def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so(caplog):
             {},
             f"model.descriptor.use_amp = true: {line}",
         ),
-        (section(), {"validating.amp_infer": True}, f"validating.amp_infer = true: {line}"),
+        (
+            section(),
+            {"validating.amp_infer": True},
+            f"validating.amp_infer = true: {line}",
+        ),
         (section(), {}, None),  # the default is no request
     ):
         config = config_from_dict(spoiled({"model": model, **more}))
@@ -145,12 +170,17 @@ def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so(caplog):
                 device == "cpu" and said is not None
             )
             with validating():
-                assert built.descriptor.infers_in_bfloat16 == (device == "cuda" and bool(more))
+                assert built.descriptor.infers_in_bfloat16 == (
+                    device == "cuda" and bool(more)
+                )
             assert not built.descriptor.infers_in_bfloat16
 
 
 def test_a_standard_model_of_its_parts_is_the_model():
-    parts = {"descriptor": {"type": "dpa4", **SMALL}, "fitting_net": {"type": "dpa4_ener"}}
+    parts = {
+        "descriptor": {"type": "dpa4", **SMALL},
+        "fitting_net": {"type": "dpa4_ener"},
+    }
     saved = {"use_srtab": None, "smin_alpha": 0.1, "sw_rmin": None, "sw_rmax": None}
     assert model_config_from_dict(
         section(type="standard", **parts, **saved)
@@ -158,4 +188,7 @@ def test_a_standard_model_of_its_parts_is_the_model():
     other = section(type="standard", **{**parts, "fitting_net": {"type": "ener"}})
     assert model_config_from_dict(other).type == "standard"
     table = {**TABLE, "use_srtab": [row[:4] for row in TABLE["use_srtab"]]}
-    assert model_config_from_dict(section(type="standard", **parts, **table)).type == "standard"
+    assert (
+        model_config_from_dict(section(type="standard", **parts, **table)).type
+        == "standard"
+    )

@@ -26,4 +26,6 @@ def test_names_that_are_no_elements_are_refused(descriptor):
         ConfigError,
         match=r"use_econf_tebd = true: type_map has \"OW\", expected symbols of elements",
     ):
-        model_config_from_dict({"type_map": ["OW", "H"], "descriptor": section, "fitting_net": {}})
+        model_config_from_dict(
+            {"type_map": ["OW", "H"], "descriptor": section, "fitting_net": {}}
+        )

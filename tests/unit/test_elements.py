@@ -28,14 +28,24 @@ def with_sel_for(section, num_types):
     elements.
     """
     if "list" in section:
-        return {**section, "list": [with_sel_for(part, num_types) for part in section["list"]]}
-    return {**section, "sel": [20] * num_types} if isinstance(section.get("sel"), list) else section
+        return {
+            **section,
+            "list": [with_sel_for(part, num_types) for part in section["list"]],
+        }
+    return (
+        {**section, "sel": [20] * num_types}
+        if isinstance(section.get("sel"), list)
+        else section
+    )
 
 
 def model_of(descriptor, type_map, descriptor_changes=None, **changes):
     """Return a model of some elements, of other weights than a toy model."""
     own = with_sel_for(SECTIONS[descriptor], len(type_map)) | (descriptor_changes or {})
-    section = model_section(descriptor, **changes) | {"type_map": type_map, "descriptor": own}
+    section = model_section(descriptor, **changes) | {
+        "type_map": type_map,
+        "descriptor": own,
+    }
     model = build_model(model_config_from_dict(section), seed=77).eval()
     disturb(model, seed=9)
     return model
@@ -48,7 +58,9 @@ def assert_same_numbers(old, new, elements=TYPES, **parameters):
     one = evaluate(old, (coord, there, TRICLINIC), **parameters)
     two = evaluate(new, (coord, here, TRICLINIC), **parameters)
     for name, value in one.items():
-        assert abs(value - two[name]).max() <= SAME_MATH * max(1, abs(value).max()), name
+        assert abs(value - two[name]).max() <= SAME_MATH * max(1, abs(value).max()), (
+            name
+        )
 
 
 @every_descriptor
@@ -61,7 +73,8 @@ def test_the_order_of_the_elements_does_not_matter(descriptor, type_map):
 
 
 @pytest.mark.parametrize(
-    "descriptor", [name for name in sorted(SECTIONS) if isinstance(SECTIONS[name].get("sel"), list)]
+    "descriptor",
+    [name for name in sorted(SECTIONS) if isinstance(SECTIONS[name].get("sel"), list)],
 )
 def test_networks_of_pairs_of_many_elements_stay_with_their_elements(descriptor):
     elements = ["O", "H", "Na", "C", "S"]
@@ -75,7 +88,9 @@ def test_networks_of_pairs_of_many_elements_stay_with_their_elements(descriptor)
 def test_fewer_and_more_elements_leave_the_energies_of_the_others(descriptor, type_map):
     old = toy_model(descriptor)[1]
     new = model_of(descriptor, type_map)
-    if any("embeddings.1." in name for name in old.state_dict()):  # a network for each element
+    if any(
+        "embeddings.1." in name for name in old.state_dict()
+    ):  # a network for each element
         with pytest.raises(
             ElementsError,
             match=f"elements O H Na there, {' '.join(type_map)} here: .*same elements",
@@ -96,7 +111,12 @@ def test_parts_of_a_hybrid_by_type_keep_the_neighbors_of_each_element():
 
     def parts(*first, second):
         cut = {"sel": second, "rcut": 3.5}
-        return {"list": [SECTIONS["se_e2_a"] | {"sel": list(first)}, SECTIONS["se_e2_r"] | cut]}
+        return {
+            "list": [
+                SECTIONS["se_e2_a"] | {"sel": list(first)},
+                SECTIONS["se_e2_r"] | cut,
+            ]
+        }
 
     old = toy_model("hybrid", parts(4, 20, 9, second=[12, 3, 25]))[1]
     new = model_of("hybrid", ["Na", "O", "H"], parts(9, 4, 20, second=[25, 12, 3]))
@@ -105,8 +125,13 @@ def test_parts_of_a_hybrid_by_type_keep_the_neighbors_of_each_element():
     cut = evaluate(old, (*toy_atoms(), TRICLINIC))["energy"]
     roomy = toy_model("hybrid", parts(40, 40, 40, second=[40, 40, 40]))[1]
     assert abs(cut - evaluate(roomy, (*toy_atoms(), TRICLINIC))["energy"]).max() > 1e-3
-    with pytest.raises(ElementsError, match=r"list\[1\]\.sel must be \[25, 12, 3\] for Na O H"):
-        carried_over(old, model_of("hybrid", ["Na", "O", "H"], parts(9, 4, 20, second=[12, 3, 25])))
+    with pytest.raises(
+        ElementsError, match=r"list\[1\]\.sel must be \[25, 12, 3\] for Na O H"
+    ):
+        carried_over(
+            old,
+            model_of("hybrid", ["Na", "O", "H"], parts(9, 4, 20, second=[12, 3, 25])),
+        )
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,16 @@ def predict(path):
 
 @pytest.mark.parametrize("suffix", [".dp", ".yaml"])
 @pytest.mark.parametrize("use_average", [False, True])
-def test_a_frozen_file_computes_what_the_checkpoint_computes(run, tmp_path, suffix, use_average):
-    frozen = freeze(load_model(run[0], use_average=use_average), tmp_path / f"m{suffix}")
+def test_a_frozen_file_computes_what_the_checkpoint_computes(
+    run, tmp_path, suffix, use_average
+):
+    frozen = freeze(
+        load_model(run[0], use_average=use_average), tmp_path / f"m{suffix}"
+    )
     assert max(frozen.difference.values()) == 0
-    np.testing.assert_array_equal(predict(frozen.path), predict(run[1] if use_average else run[0]))
+    np.testing.assert_array_equal(
+        predict(frozen.path), predict(run[1] if use_average else run[0])
+    )
 
 
 def test_weights_that_are_not_finite_are_the_fault_of_the_checkpoint(run, tmp_path):
@@ -52,7 +58,9 @@ def test_weights_that_are_not_finite_are_the_fault_of_the_checkpoint(run, tmp_pa
 
 
 def test_a_frozen_file_says_which_weights_it_holds(run, tmp_path):
-    averaged = load_model(freeze(load_model(run[0], use_average=True), tmp_path / "a.dp").path).info
+    averaged = load_model(
+        freeze(load_model(run[0], use_average=True), tmp_path / "a.dp").path
+    ).info
     live = load_model(freeze(load_model(run[0]), tmp_path / "b.dp").path).info
     assert (
         averaged.describe()
@@ -63,17 +71,29 @@ def test_a_frozen_file_says_which_weights_it_holds(run, tmp_path):
     assert live.describe() == "live weights of step 7"
     assert live.config["training"]["seed"] == 10
     assert load_model(tmp_path / "a.dp", use_average=True).info.weights == "ema"
-    with pytest.raises(CheckpointError, match=r"b.dp: holds live weights \(frozen\), no average"):
+    with pytest.raises(
+        CheckpointError, match=r"b.dp: holds live weights \(frozen\), no average"
+    ):
         load_model(tmp_path / "b.dp", use_average=True)
 
 
-def test_the_command_freezes_the_newest_checkpoint_of_a_folder(run, tmp_path, monkeypatch, capsys):
+def test_the_command_freezes_the_newest_checkpoint_of_a_folder(
+    run, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(run[0].parent)
     assert cli.main(["freeze", "-o", str(tmp_path / "live")]) == 0
     assert cli.main(["freeze", "--use-ema", "-o", str(tmp_path / "ema.dp")]) == 0
     assert (
         cli.main(
-            ["freeze", "--profile", "ema", "-c", "model.ckpt", "-o", str(tmp_path / "profile.dp")]
+            [
+                "freeze",
+                "--profile",
+                "ema",
+                "-c",
+                "model.ckpt",
+                "-o",
+                str(tmp_path / "profile.dp"),
+            ]
         )
         == 0
     )
@@ -82,7 +102,11 @@ def test_the_command_freezes_the_newest_checkpoint_of_a_folder(run, tmp_path, mo
     assert "averaged weights (ema) of step 7: decay 0.99" in out
     assert "largest differences: energy 0.0e+00 eV, " in out
     assert "for LAMMPS with DeePMD-kit: dp-ema freeze -c" in out
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["ema.dp", "live.dp", "profile.dp"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "ema.dp",
+        "live.dp",
+        "profile.dp",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -95,11 +119,17 @@ def test_the_command_freezes_the_newest_checkpoint_of_a_folder(run, tmp_path, mo
         ({"loss_dict": {"a": {"start_pref_v": 1}, "b": {}}}, True),
     ],
 )
-def test_pressures_of_a_model_without_virials_are_named(run, tmp_path, changes, is_said):
+def test_pressures_of_a_model_without_virials_are_named(
+    run, tmp_path, changes, is_said
+):
     loaded = load_model(run[0])
-    config = {name: value for name, value in loaded.info.config.items() if name != "loss"}
+    config = {
+        name: value for name, value in loaded.info.config.items() if name != "loss"
+    }
     info = replace(
-        loaded.info, config={**config, **changes}, head="b" if "loss_dict" in changes else ""
+        loaded.info,
+        config={**config, **changes},
+        head="b" if "loss_dict" in changes else "",
     )
     text = freeze(replace(loaded, info=info), tmp_path / "m.dp").text()
     said = (
@@ -121,7 +151,8 @@ def test_a_file_that_came_out_wrong_is_not_kept(run, tmp_path, monkeypatch):
     true = dp.read_dp
     monkeypatch.setattr(dp, "read_dp", bent)
     with pytest.raises(
-        CheckpointError, match=r"differs from the checkpoint by 8.0e-03 in energy.*was not kept"
+        CheckpointError,
+        match=r"differs from the checkpoint by 8.0e-03 in energy.*was not kept",
     ):
         freeze(load_model(run[1]), old)
     assert old.read_bytes() == before
@@ -132,7 +163,8 @@ def test_a_missing_folder_and_a_foreign_suffix_are_refused(run, tmp_path):
     with pytest.raises(UserError, match=r"the folder .*nowhere is not there"):
         freeze(load_model(run[0]), tmp_path / "nowhere" / "m.dp")
     with pytest.raises(
-        UserError, match=r"Write .*m.dp, then `dp convert-backend .*m.dp .*m.savedmodel`"
+        UserError,
+        match=r"Write .*m.dp, then `dp convert-backend .*m.dp .*m.savedmodel`",
     ):
         freeze(load_model(run[0]), tmp_path / "m.savedmodel")
 
@@ -141,9 +173,12 @@ def test_a_disk_that_fills_up_while_freezing_is_reported_and_ends_nothing(tmp_pa
     """HDF5 ended the process by a signal when its file could not grow."""
     path, _ = write_run(tmp_path)
     command = (
-        f"ulimit -f 1; exec {sys.executable} -m deepmd_ema freeze -c {path} -o {tmp_path / 'm.dp'}"
+        f"ulimit -f 1; exec {sys.executable} -m deepmd_ema freeze -c {path} -o "
+        f"{tmp_path / 'm.dp'}"
     )
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 2, done.stderr
     assert "m.dp: cannot be written (" in done.stderr
     assert not (tmp_path / "m.dp").exists()

@@ -21,7 +21,12 @@ from toy_models import SECTIONS
 
 import deepmd_ema
 from deepmd_ema import cli
-from deepmd_ema.config import config_from_dict, model_config_from_dict, run_arguments, to_dict
+from deepmd_ema.config import (
+    config_from_dict,
+    model_config_from_dict,
+    run_arguments,
+    to_dict,
+)
 from deepmd_ema.config.manual import json_schema, manual
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.errors import ConfigError
@@ -50,7 +55,9 @@ def fake(tmp_path_factory, monkeypatch):
     site = tmp_path_factory.mktemp("site")
     install(site, "fake-descriptor", {"fake": "fake_descriptor:FAMILY"})
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setitem(SECTIONS, "fake", {"type": "fake", **DESCRIPTORS["fake"].example})
+    monkeypatch.setitem(
+        SECTIONS, "fake", {"type": "fake", **DESCRIPTORS["fake"].example}
+    )
     return site
 
 
@@ -81,7 +88,9 @@ def test_the_whole_way_from_check_to_test(folder, capsys, water_like_valid):
     assert saved["model"]["descriptor.share"] < 0.2  # measured in the data
     for log in ("val.log", "val_ema.log"):
         assert [
-            line.split()[0] for line in Path(log).read_text().splitlines() if line[0] != "#"
+            line.split()[0]
+            for line in Path(log).read_text().splitlines()
+            if line[0] != "#"
         ] == ["1", "2", "3"]
     assert "fake, rcut 4 angstrom" in run(capsys, "show", "model.ckpt-3.pt")
     assert "Force" in run(
@@ -93,7 +102,9 @@ def test_the_whole_way_from_check_to_test(folder, capsys, water_like_valid):
         name: torch.load(name, weights_only=True)
         for name in ("model.ckpt-3.pt", "model_ema.ckpt-3.pt")
     }
-    run(capsys, "train", "input.json", "--restart", "model.ckpt-1.pt", "--device", "cpu")
+    run(
+        capsys, "train", "input.json", "--restart", "model.ckpt-1.pt", "--device", "cpu"
+    )
     for name, payload in whole.items():
         assert_same(torch.load(name, weights_only=True), payload)
 
@@ -102,7 +113,10 @@ def test_the_whole_way_from_check_to_test(folder, capsys, water_like_valid):
     ("changes", "message"),
     [
         ({"widht": 4}, r"model\.descriptor\.widht: unknown key\. Did you mean width\?"),
-        ({"width": 1}, r"model\.descriptor\.width = 1: expected at least 2, one for each element"),
+        (
+            {"width": 1},
+            r"model\.descriptor\.width = 1: expected at least 2, one for each element",
+        ),
         (
             {"type": "fakee"},
             r'model\.descriptor\.type = "fakee": unknown\. Did you mean fake\? Known: se_e2_a, '
@@ -122,7 +136,9 @@ def test_the_manual_the_schema_and_dargs_know_its_options():
     assert {"fake", "make_believe"} <= set(
         model["properties"]["descriptor"]["properties"]["type"]["enum"]
     )
-    values = tiny_input(["train"], model__descriptor={"type": "make_believe", "width": 3})
+    values = tiny_input(
+        ["train"], model__descriptor={"type": "make_believe", "width": 3}
+    )
     whole = run_arguments()
     normal = whole.normalize_value(values)
     assert normal["model"]["descriptor"]["rcut"] == 4.0
@@ -144,11 +160,15 @@ def laws():
         }:  # of the options of one, or of its vectors
             continue
         marks = [
-            m.args for m in law.pytestmark if m.name == "parametrize" and m.args[0] != "descriptor"
+            m.args
+            for m in law.pytestmark
+            if m.name == "parametrize" and m.args[0] != "descriptor"
         ]
         # one beside the descriptor, such as its options
         marks = [
-            m if isinstance(m[0], str) else (m[0][1], dict.fromkeys(value for _, value in m[1]))
+            m
+            if isinstance(m[0], str)
+            else (m[0][1], dict.fromkeys(value for _, value in m[1]))
             for m in marks
         ]
         choices = [
@@ -158,11 +178,14 @@ def laws():
         for case in itertools.product(*choices):
             arguments_of = dict(case)
             own_options = (
-                arguments_of.get("changes") or test_laws.OPTIONS[arguments_of.get("option", "tanh")]
+                arguments_of.get("changes")
+                or test_laws.OPTIONS[arguments_of.get("option", "tanh")]
             )
             if not own_options:
                 yield pytest.param(
-                    law, arguments_of, id="-".join([name, *(str(v) for v in arguments_of.values())])
+                    law,
+                    arguments_of,
+                    id="-".join([name, *(str(v) for v in arguments_of.values())]),
                 )
 
 
@@ -190,14 +213,21 @@ print(*(name for name in sys.modules if name.startswith("deepmd_ema.")))
     )
     env = {**os.environ, "PYTHONPATH": path}
     found = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     modules = [
-        name for name in found.split() if re.search(r"families\.\w+\.(module|layers|tree)", name)
+        name
+        for name in found.split()
+        if re.search(r"families\.\w+\.(module|layers|tree)", name)
     ]
     # se_e2_r is se_e2_a without directions
     assert modules == [
-        f"deepmd_ema.model.families.{name}.module" for name in ("se_e2_a", "se_e2_r", "ener")
+        f"deepmd_ema.model.families.{name}.module"
+        for name in ("se_e2_a", "se_e2_r", "ener")
     ]
     assert not {
         "deepmd_ema.interop.pt2",
@@ -226,7 +256,9 @@ def site(tmp_path, monkeypatch):
 
 def check(capsys, descriptor, code):
     """Return the output of the check of an input with this descriptor; it ends with ``code``."""
-    Path("input.json").write_text(json.dumps(tiny_input(["train"], model__descriptor=descriptor)))
+    Path("input.json").write_text(
+        json.dumps(tiny_input(["train"], model__descriptor=descriptor))
+    )
     return run(capsys, "check", "--config-only", "input.json", code=code)
 
 

@@ -85,7 +85,10 @@ def test_a_device_and_a_pipe_get_the_bytes_and_stay(tmp_path):
     assert Path("/dev/null").is_char_device()
     (tmp_path / "full").symlink_to("/dev/full")
     full_disk = r"full: cannot be written \(No space left on device\). Make room"
-    with pytest.raises(WriteError, match=full_disk), atomic_write(tmp_path / "full") as part:
+    with (
+        pytest.raises(WriteError, match=full_disk),
+        atomic_write(tmp_path / "full") as part,
+    ):
         part.write_text("too much")
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
@@ -132,18 +135,25 @@ def test_only_a_file_of_the_same_kind_is_written_over(tmp_path):
     (tmp_path / "link.json").symlink_to("input.json")
     refuse_to_lose(tmp_path / "link.json", "-o", JSON)
     with pytest.raises(
-        UserError, match=r"-o .*link.json: this is .*input.json, which the command reads"
+        UserError,
+        match=r"-o .*link.json: this is .*input.json, which the command reads",
     ):
-        refuse_to_lose(tmp_path / "link.json", "-o", JSON, [None, tmp_path / "input.json"])
+        refuse_to_lose(
+            tmp_path / "link.json", "-o", JSON, [None, tmp_path / "input.json"]
+        )
 
 
-def test_a_place_that_cannot_be_written_is_reported_before_the_work(tmp_path, monkeypatch):
+def test_a_place_that_cannot_be_written_is_reported_before_the_work(
+    tmp_path, monkeypatch
+):
     with pytest.raises(
-        UserError, match=r"^-o .*x.json: the folder .*gone is not there. Make it, or choose"
+        UserError,
+        match=r"^-o .*x.json: the folder .*gone is not there. Make it, or choose",
     ):
         check_output(tmp_path / "gone" / "x.json", "-o", JSON)
     with pytest.raises(
-        WriteError, match=r": cannot be written \(Is a directory.*Or choose another -o\.$"
+        WriteError,
+        match=r": cannot be written \(Is a directory.*Or choose another -o\.$",
     ):
         check_output(tmp_path, "-o", JSON)
 
@@ -164,7 +174,9 @@ def test_an_error_of_the_system_is_a_message_where_the_user_can_act():
         (errno.EACCES, "x: Permission denied. Change its permissions"),
         (errno.EMFILE, "x: Too many open files. Too many files are open: raise"),
     ):
-        assert os_error_message(OSError(number, os.strerror(number), "x")).startswith(phrase)
+        assert os_error_message(OSError(number, os.strerror(number), "x")).startswith(
+            phrase
+        )
     assert os_error_message(OSError(errno.ENOSPC, "")).startswith(
         "No space left on device. Make room"
     )
@@ -178,7 +190,14 @@ def lock(tmp_path):
 
 def write_lock(lock, machine="ffffffff", pid=7, host="node12"):
     lock.write_text(
-        json.dumps({"machine": machine, "host": host, "pid": pid, "since": "2026-01-02 03:04:05"})
+        json.dumps(
+            {
+                "machine": machine,
+                "host": host,
+                "pid": pid,
+                "since": "2026-01-02 03:04:05",
+            }
+        )
     )
 
 
@@ -192,7 +211,9 @@ with locked([Path(sys.argv[1])]):
 """
 
 
-def test_a_second_run_names_the_first_and_takes_its_lock_at_once_when_it_is_killed(lock, caplog):
+def test_a_second_run_names_the_first_and_takes_its_lock_at_once_when_it_is_killed(
+    lock, caplog
+):
     caplog.set_level("INFO")
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True
@@ -215,7 +236,9 @@ def test_a_second_run_names_the_first_and_takes_its_lock_at_once_when_it_is_kill
 def test_a_lock_that_is_a_link_is_refused_by_name(lock, tmp_path):
     lock.symlink_to(tmp_path / "elsewhere")
     with (
-        pytest.raises(UserError, match=r"dp-ema\.lock.*It is a link, which is not followed here"),
+        pytest.raises(
+            UserError, match=r"dp-ema\.lock.*It is a link, which is not followed here"
+        ),
         locked([lock]),
     ):
         pass
@@ -225,7 +248,10 @@ def test_a_lock_that_is_a_link_is_refused_by_name(lock, tmp_path):
 def test_of_several_places_none_is_held_if_one_cannot_be(lock, tmp_path):
     with locked([lock]):
         other = tmp_path / "other.lock"
-        with pytest.raises(UserError, match="another run writes here"), locked([other, lock]):
+        with (
+            pytest.raises(UserError, match="another run writes here"),
+            locked([other, lock]),
+        ):
             pytest.fail("both run")
         assert not other.exists()
 
@@ -253,7 +279,9 @@ def test_a_run_on_another_machine_is_reported_by_its_signs_of_life(lock, monkeyp
         assert json.loads(lock.read_text())["machine"] == this_machine()
 
 
-def test_the_clock_of_this_machine_does_not_decide_whether_another_run_lives(lock, monkeypatch):
+def test_the_clock_of_this_machine_does_not_decide_whether_another_run_lives(
+    lock, monkeypatch
+):
     watched, now = [], time.time
     write_lock(lock)
     monkeypatch.setattr(time, "time", lambda: now() + 3600 * 48)
@@ -274,7 +302,10 @@ def test_without_locks_of_the_file_system_processes_of_this_machine_are_requeste
 ):
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "")))
     write_lock(lock, this_machine(), os.getppid(), "here")
-    with pytest.raises(UserError, match=f"process {os.getppid()} on here"), locked([lock]):
+    with (
+        pytest.raises(UserError, match=f"process {os.getppid()} on here"),
+        locked([lock]),
+    ):
         pytest.fail("both run")
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -309,7 +340,9 @@ def without(monkeypatch):
             raise OSError(code, os.strerror(code), source)
 
         for name in names:
-            monkeypatch.setattr(os if hasattr(os, name) else links.shutil, name, refused)
+            monkeypatch.setattr(
+                os if hasattr(os, name) else links.shutil, name, refused
+            )
 
     return refuse
 
@@ -362,7 +395,9 @@ def test_a_frozen_model_is_written_over_but_no_checkpoint(tmp_path):
 
     layer = torch.nn.Linear(2, 3)
     torch.jit.save(torch.jit.script(layer), tmp_path / "frozen.pth")
-    torch.export.save(torch.export.export(layer, (torch.ones(1, 2),)), tmp_path / "frozen.pt2")
+    torch.export.save(
+        torch.export.export(layer, (torch.ones(1, 2),)), tmp_path / "frozen.pt2"
+    )
     torch.save({"model": layer.state_dict()}, tmp_path / "model.pth")
     for name in ("frozen.pth", "frozen.pt2"):  # the second is a .pte of DeePMD-kit
         refuse_to_lose(tmp_path / name, "-o", MODEL_FILE)

@@ -33,7 +33,11 @@ ROUNDS = {
 # elements of the atoms of each frame, and its cell
 BATCHES = {
     "one frame": [((0, 1, 2, 1, 0), TRICLINIC)],
-    "several": [((2, 1, 1), None), ((0, 0, 1, 2, 2, 1, 0), TRICLINIC), ((1, 1), TRICLINIC)],
+    "several": [
+        ((2, 1, 1), None),
+        ((0, 0, 1, 2, 2, 1, 0), TRICLINIC),
+        ((1, 1), TRICLINIC),
+    ],
     "one element": [((1, 1, 1, 1), TRICLINIC)],
     "one atom alone": [((1,), None)],
 }
@@ -41,7 +45,8 @@ BATCHES = {
 
 def batch_with(model, kinds, seed=0, **conditions):
     frames = [
-        (toy_atoms(seed + k, len(types))[0], types, box) for k, (types, box) in enumerate(kinds)
+        (toy_atoms(seed + k, len(types))[0], types, box)
+        for k, (types, box) in enumerate(kinds)
     ]
     return batch_of(model, *frames, **conditions)
 
@@ -56,7 +61,8 @@ def outputs_and_gradients(model, batch, take=lambda out: out):
 
 
 @pytest.mark.parametrize(
-    ("kind", "up"), [*itertools.product(SECTIONS, ROUNDS), *((kind, "primes") for kind in VARIANTS)]
+    ("kind", "up"),
+    [*itertools.product(SECTIONS, ROUNDS), *((kind, "primes") for kind in VARIANTS)],
 )
 def test_filling_changes_no_prediction_and_no_gradient(kind, up):
     _, model = toy_model(kind, {"neuron": [2, 4], "nlayers": 2}, {"neuron": [4]})
@@ -78,7 +84,8 @@ def labelled(batch, names, seed=5):
     has_label[1:2] = 0
     shapes = {name: LABELS[name].shape_of(*batch.sizes) for name in names}
     labels = {
-        name: torch.from_numpy(np.abs(rng.normal(size=shape))) for name, shape in shapes.items()
+        name: torch.from_numpy(np.abs(rng.normal(size=shape)))
+        for name, shape in shapes.items()
     }
     return replace(batch, labels=labels, has_label=dict.fromkeys(names, has_label))
 
@@ -112,7 +119,11 @@ def test_the_loss_of_a_padded_batch_its_gradient_and_what_is_displayed_are_those
     for one in (batch, *(pad(batch, model.layout, up()) for up in ROUNDS.values())):
         total, shown = loss(model(one, create_graph=True), one, 5e-4)
         found.append(
-            [total.detach(), *shown.values(), *torch.autograd.grad(total, list(model.parameters()))]
+            [
+                total.detach(),
+                *shown.values(),
+                *torch.autograd.grad(total, list(model.parameters())),
+            ]
         )
     for of_padded in found[1:]:
         for value, expected in zip(of_padded, found[0], strict=True):
@@ -130,7 +141,9 @@ def test_the_errors_of_a_padded_batch_and_of_its_frames_are_those_of_the_batch(n
     found.add(model(padded), padded)
     expected.add(model(batch), batch)
     torch.testing.assert_close(found.sums, expected.sums, rtol=1e-12, atol=1e-12)
-    assert [frame.source for frame in found.frames] == [frame.source for frame in expected.frames]
+    assert [frame.source for frame in found.frames] == [
+        frame.source for frame in expected.frames
+    ]
     for one, other in zip(found.frames, expected.frames):
         assert one.label.keys() == other.label.keys()
         np.testing.assert_array_equal(one.atom_type, other.atom_type)

@@ -13,7 +13,9 @@ LEFT_HANDED = np.array([[0, 3.1, 0], [3.3, 0, 0], [0, 0, 4.1]])
 
 def brute_pairs(coord, box, rcut, reach=9):
     steps = np.arange(-reach, reach + 1) if box is not None else np.zeros(1, int)
-    shifts = np.stack(np.meshgrid(steps, steps, steps, indexing="ij"), -1).reshape(-1, 3)
+    shifts = np.stack(np.meshgrid(steps, steps, steps, indexing="ij"), -1).reshape(
+        -1, 3
+    )
     moved = shifts @ (box if box is not None else np.eye(3))
     found = {}
     for i in range(len(coord)):
@@ -55,7 +57,9 @@ def searches(monkeypatch):
     made = []
     plain = geometry._search
     monkeypatch.setattr(
-        geometry, "_search", lambda *words, **more: made.append(words[2]) or plain(*words, **more)
+        geometry,
+        "_search",
+        lambda *words, **more: made.append(words[2]) or plain(*words, **more),
     )
     return made
 
@@ -92,7 +96,10 @@ def test_statistics_are_those_of_the_brute_force_pairs():
         for (i, j, *_), r in pairs.items():
             counts[i, types[j]] += 1
             nearest[types[i], types[j]] = min(nearest[types[i], types[j]], r)
-        most, total = np.maximum(most, counts.max(axis=0)), max(total, counts.sum(axis=1).max())
+        most, total = (
+            np.maximum(most, counts.max(axis=0)),
+            max(total, counts.sum(axis=1).max()),
+        )
         per_frame.append(min(pairs.values(), default=np.inf))
     assert statistics.max_neighbors == tuple(most)
     assert statistics.max_total == total
@@ -120,12 +127,18 @@ BOUNDS = {
         spread_atoms(0.0),
         np.diag([2 * RCUT * 9 / (1e5 * factor), 1e3, 1e3]),
     ),
-    "an edge of the cell is": lambda factor: (spread_atoms(0.0), np.diag([1e5 * factor, 10, 10])),
+    "an edge of the cell is": lambda factor: (
+        spread_atoms(0.0),
+        np.diag([1e5 * factor, 10, 10]),
+    ),
     "the cell has no volume": lambda factor: (
         spread_atoms(0.0),
         np.array([[9e4, 0, 0], [9e4, 0.09 / factor, 0], [0, 0, 10]]),
     ),
-    "the atoms of this open system are": lambda factor: (spread_atoms(1e5 * factor), None),
+    "the atoms of this open system are": lambda factor: (
+        spread_atoms(1e5 * factor),
+        None,
+    ),
     "a position of": lambda factor: (spread_atoms(0.0, start=1e6 * factor), None),
 }
 
@@ -135,7 +148,10 @@ def test_frames_of_no_atoms_are_reported_beyond_their_bounds(words):
     for factor, is_reported in ((0.95, False), (1.05, True)):
         coord, box = BOUNDS[words](factor)
         faults = frame_faults(
-            coord[None], None if box is None else box[None], np.array([len(coord)]), RCUT
+            coord[None],
+            None if box is None else box[None],
+            np.array([len(coord)]),
+            RCUT,
         )
         assert any(words in fault for fault in faults.values()) == is_reported, factor
         assert bool(faults) == is_reported

@@ -20,11 +20,15 @@ NATOMS = 12
 @pytest.fixture
 def atoms(potential):
     coord, types, box = toy_frame(np.random.default_rng(5), NATOMS)
-    return ase.Atoms(["OH"[t] for t in types], coord, cell=box, pbc=True, calculator=DP(potential))
+    return ase.Atoms(
+        ["OH"[t] for t in types], coord, cell=box, pbc=True, calculator=DP(potential)
+    )
 
 
 def test_results_are_those_of_the_python_interface(atoms, potential):
-    found = potential.evaluate(atoms.positions, atoms.get_chemical_symbols(), atoms.cell.array)
+    found = potential.evaluate(
+        atoms.positions, atoms.get_chemical_symbols(), atoms.cell.array
+    )
     assert atoms.get_potential_energy() == found.energy[0]
     assert atoms.get_potential_energy(force_consistent=True) == found.energy[0]
     np.testing.assert_array_equal(atoms.get_forces(), found.force[0])
@@ -35,10 +39,14 @@ def test_results_are_those_of_the_python_interface(atoms, potential):
 
 def test_forces_and_stress_are_derivatives(atoms):
     np.testing.assert_allclose(
-        atoms.get_forces(), numerical.calculate_numerical_forces(atoms, eps=1e-4), atol=1e-6
+        atoms.get_forces(),
+        numerical.calculate_numerical_forces(atoms, eps=1e-4),
+        atol=1e-6,
     )
     np.testing.assert_allclose(
-        atoms.get_stress(), numerical.calculate_numerical_stress(atoms, eps=1e-5), atol=1e-7
+        atoms.get_stress(),
+        numerical.calculate_numerical_stress(atoms, eps=1e-5),
+        atol=1e-7,
     )
 
 
@@ -67,7 +75,8 @@ def test_an_open_system_has_no_stress_and_other_atoms_are_refused(atoms, potenti
         atoms.get_stress()
     atoms.pbc = (True, True, False)
     with pytest.raises(
-        UserError, match=r"periodic in some directions only.*vacuum of more than 4 angstrom"
+        UserError,
+        match=r"periodic in some directions only.*vacuum of more than 4 angstrom",
     ):
         atoms.get_potential_energy()
     with pytest.raises(UserError, match=r"skin = .*expected a length in angstrom"):
@@ -89,7 +98,8 @@ def test_parameters_are_taken_from_info(tmp_path, atoms):
     first = atoms.get_potential_energy()
     atoms.calc = DP(atoms.calc.potential)
     with pytest.raises(
-        UserError, match=r'needs 1 number per frame. Set atoms.info\["fparam"\], or give'
+        UserError,
+        match=r'needs 1 number per frame. Set atoms.info\["fparam"\], or give',
     ):
         atoms.get_potential_energy()
     with pytest.raises(
@@ -98,7 +108,9 @@ def test_parameters_are_taken_from_info(tmp_path, atoms):
         DP(atoms.calc.potential, heads="water")
     atoms.info |= {"fparam": [0.3], "aparam": aparam}
     assert atoms.get_potential_energy() == first
-    atoms.info["fparam"] = [0.6]  # ASE does not look at `info` to see whether something has changed
+    atoms.info["fparam"] = [
+        0.6
+    ]  # ASE does not look at `info` to see whether something has changed
     assert abs(atoms.get_potential_energy() - first) > 1e-6
     atoms.calc.set(fparam=[0.3])
     assert atoms.get_potential_energy() == first
@@ -137,5 +149,7 @@ def test_an_atom_that_has_left_the_others_is_reported_once(tmp_path, caplog):
     (text,) = [r.getMessage() for r in caplog.records]
     assert text.startswith("atom 2 (H) has no neighbor within 4 angstrom")
     caplog.clear()
-    ase.Atoms("H", calculator=DP(path, device="cpu")).get_potential_energy()  # meant to be alone
+    ase.Atoms(
+        "H", calculator=DP(path, device="cpu")
+    ).get_potential_energy()  # meant to be alone
     assert not caplog.records

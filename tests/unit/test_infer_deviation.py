@@ -44,10 +44,14 @@ def prediction(energy, force, virial):
 def test_the_numbers_of_two_models_are_those_of_the_formulas():
     """Two models are half their difference away from the mean."""
     one = prediction(3.0, [[1, 0, 0], [0, 2, 0]], np.arange(9))
-    two = prediction(5.0, [[1, 0, 6], [8, 2, 6]], np.arange(9) + np.where(np.arange(9) == 0, 4, 2))
+    two = prediction(
+        5.0, [[1, 0, 6], [8, 2, 6]], np.arange(9) + np.where(np.arange(9) == 0, 4, 2)
+    )
     numbers, atoms = frame_deviation([one, two], None, DeviationOptions())
     np.testing.assert_allclose(atoms, [3, 5])
-    np.testing.assert_allclose(numbers, [1, 0.5, np.sqrt(1 + 8 * 0.25) / 3, 5, 3, 4, 0.5])
+    np.testing.assert_allclose(
+        numbers, [1, 0.5, np.sqrt(1 + 8 * 0.25) / 3, 5, 3, 4, 0.5]
+    )
     numbers, atoms = frame_deviation(
         [one, two], None, DeviationOptions(relative=0.5, relative_v=2.0)
     )
@@ -57,7 +61,9 @@ def test_the_numbers_of_two_models_are_those_of_the_formulas():
     mean = (np.arange(9) + np.where(np.arange(9) == 0, 2, 1)) / 2
     np.testing.assert_allclose(numbers[0], 1 / (np.linalg.norm(mean) + 2.0))
     label = {"energy": np.array(2.0), "force": one["force"]}
-    numbers, atoms = frame_deviation([one, two], label, DeviationOptions(real_error=True))
+    numbers, atoms = frame_deviation(
+        [one, two], label, DeviationOptions(real_error=True)
+    )
     np.testing.assert_allclose(atoms, np.sqrt([18, 50]))
     assert np.isnan(numbers[:3]).all()  # no virial to compare with
 
@@ -70,11 +76,15 @@ def test_averages_of_one_run_are_models(runs, data):
     )
     assert ["live" in word for word in by_file.models] == [True, False]
     assert all("averaged weights (ema)" in word for word in both.models)
-    by_name = measure_deviation([live.parent], [data], averages=["live", "ema"], device="cpu")
+    by_name = measure_deviation(
+        [live.parent], [data], averages=["live", "ema"], device="cpu"
+    )
     for system, rows in by_file.systems.items():
         np.testing.assert_array_equal(by_name.systems[system], rows)
     assert (
-        by_file.systems.keys() == both.systems.keys() == {str(data / "open"), str(data / "water")}
+        by_file.systems.keys()
+        == both.systems.keys()
+        == {str(data / "open"), str(data / "water")}
     )
 
 
@@ -97,7 +107,9 @@ def test_the_file_is_that_of_deepmd_kit(here, runs, data, capsys):
     assert [len(line) for line in lines[2:4]] == [12 + 19 * (7 + 8)] * 2
     assert lines[4] == f"# {data / 'water'}"
     assert len(lines) == 4 + 2 + 3
-    assert cli.main(words) == 0  # a table is written over, DeePMD-kit would append to it
+    assert (
+        cli.main(words) == 0
+    )  # a table is written over, DeePMD-kit would append to it
     assert len(Path("model_devi.out").read_text().splitlines()) == len(lines)
     Path("model_devi.out").write_text("mine")
     assert cli.main(words) == 2
@@ -109,13 +121,21 @@ def test_the_file_is_that_of_deepmd_kit(here, runs, data, capsys):
     [
         (["-m", "A"], "-m: one model, and deviations are those of two or more"),
         (["-m", "A", "C"], "type_map is ['H', 'O'], and ['O', 'H'] in"),
-        (["-m", "E", "B", "--average", "live"], "holds ema weights (average), not the live ones"),
+        (
+            ["-m", "E", "B", "--average", "live"],
+            "holds ema weights (average), not the live ones",
+        ),
         (["-m", "A", "B", "--relative", "-1"], "expected a number above 0"),
     ],
 )
 def test_a_wrong_request_is_reported(runs, data, tmp_path, capsys, words, message):
     other = write_run(tmp_path, model__type_map=["H", "O"])[0]
-    places = {"A": str(runs[0][0]), "B": str(runs[1][0]), "C": str(other), "E": str(runs[0][1])}
+    places = {
+        "A": str(runs[0][0]),
+        "B": str(runs[1][0]),
+        "C": str(other),
+        "E": str(runs[0][1]),
+    }
     words = [places.get(word, word) for word in words]
     assert (
         cli.main(
@@ -153,7 +173,9 @@ def test_neighbor_statistics_name_the_elements_of_the_data(data, tmp_path, capsy
         "type_map.raw: names no elements in the order of their numbers. Name them all with -t"
         in capsys.readouterr().err
     )
-    assert cli.main(["neighbor-stat", "-s", str(tmp_path), "-r", "4", "-t", "O", "H"]) == 0
+    assert (
+        cli.main(["neighbor-stat", "-s", str(tmp_path), "-r", "4", "-t", "O", "H"]) == 0
+    )
 
 
 def test_atoms_in_one_place_are_reported(data, tmp_path, capsys):

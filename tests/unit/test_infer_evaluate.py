@@ -31,12 +31,22 @@ def labelled(tmp_path_factory):
     root = tmp_path_factory.mktemp("labelled")
     write_system(root / "cell", frames=4, natoms=8, seed=1, sets=2, atom_ener=True)
     write_system(root / "open", frames=3, natoms=5, seed=2, pbc=False, atom_ener=True)
-    write_system(root / "mixed", frames=3, natoms=6, seed=3, mixed=True, virtual=2, atom_ener=True)
+    write_system(
+        root / "mixed",
+        frames=3,
+        natoms=6,
+        seed=3,
+        mixed=True,
+        virtual=2,
+        atom_ener=True,
+    )
     return root
 
 
 def read(root, name, array):
-    return np.concatenate([np.load(f) for f in sorted((root / name).glob(f"set.*/{array}.npy"))])
+    return np.concatenate(
+        [np.load(f) for f in sorted((root / name).glob(f"set.*/{array}.npy"))]
+    )
 
 
 def test_the_errors_are_those_of_the_python_interface(run, labelled):
@@ -88,18 +98,33 @@ def test_the_lines_are_those_of_the_peer(run, labelled):
         "# all frames, MAE / RMSE",
     ]
     in_mev = lines[start + 18 : start + 25]
-    assert [line[:4] for line in in_mev] == ["# E ", "# F ", "# S ", "# V ", "# RM", "# --", "# er"]
-    forces = np.concatenate([read(labelled, name, "force").ravel() for name in ("cell", "open")])
+    assert [line[:4] for line in in_mev] == [
+        "# E ",
+        "# F ",
+        "# S ",
+        "# V ",
+        "# RM",
+        "# --",
+        "# er",
+    ]
+    forces = np.concatenate(
+        [read(labelled, name, "force").ravel() for name in ("cell", "open")]
+    )
     rms = float(
         re.match(
-            r"# RMS of the labels: F ([\d.]+) meV/Å, S [\d.]+ meV/Å³, V [\d.]+ meV/atom$", in_mev[4]
+            r"# RMS of the labels: F ([\d.]+) meV/Å, S [\d.]+ meV/Å³, V [\d.]+ meV/atom$",
+            in_mev[4],
         )[1]
     )
     assert rms == pytest.approx(1000 * np.sqrt(np.mean(forces**2)), rel=1e-4)
     stress = [float(line.split()[3]) for line in lines[start + 12 : start + 14]]
-    in_gpa = [float(number) for number in re.findall(r"[\d.]+", in_mev[2].partition("(")[2])]
+    in_gpa = [
+        float(number) for number in re.findall(r"[\d.]+", in_mev[2].partition("(")[2])
+    ]
     assert in_gpa == pytest.approx([GPA * value for value in stress], rel=1e-4)
-    assert sum(line.startswith("Virial MAE  ") for line in lines) == 2  # the open system has none
+    assert (
+        sum(line.startswith("Virial MAE  ") for line in lines) == 2
+    )  # the open system has none
     assert lines[start + 2].endswith(" eV")
     assert float(lines[start + 6].split()[3]) > 0
 
@@ -112,7 +137,9 @@ def test_forces_weighted_by_atom_have_errors_of_their_own(run, tmp_path):
     pref[:, :3] = 0
     np.save(file, pref)
     report = measure(run[0], [system])
-    errors = np.array([frame.prediction["force"] - frame.label["force"] for frame in report.frames])
+    errors = np.array(
+        [frame.prediction["force"] - frame.label["force"] for frame in report.frames]
+    )
     weights = np.repeat(pref[:, :, None], 3, axis=2)
     absolute, squared = (
         (weights * size).sum() / weights.sum() for size in (abs(errors), errors**2)
@@ -125,7 +152,9 @@ def test_forces_weighted_by_atom_have_errors_of_their_own(run, tmp_path):
         re.search(r"^Force weighted RMSE : (\S+) eV/Å$", text, re.MULTILINE)[1]
     ) == pytest.approx(squared**0.5)
     assert report.total.metric("Q:RMSE") == pytest.approx(squared**0.5, rel=SAME_MATH)
-    assert report.by_system[str(system)].metric("Q:MAE") == pytest.approx(absolute, rel=SAME_MATH)
+    assert report.by_system[str(system)].metric("Q:MAE") == pytest.approx(
+        absolute, rel=SAME_MATH
+    )
     assert f"# Q {mae_rmse(report.total, 'Q')} meV/Å" in text
     assert report.total.metric("F:RMSE") == pytest.approx(
         np.sqrt(np.mean(errors**2)), rel=SAME_MATH
@@ -135,7 +164,8 @@ def test_forces_weighted_by_atom_have_errors_of_their_own(run, tmp_path):
 def test_forces_by_element_and_worst_frames_are_listed(run, labelled):
     text = measure(run[0], [labelled]).text()
     elements = [
-        line.split()[1:3] for line in text.split("# forces by element")[1].splitlines()[3:5]
+        line.split()[1:3]
+        for line in text.split("# forces by element")[1].splitlines()[3:5]
     ]
     assert elements == [
         ["O", "34"],
@@ -144,11 +174,15 @@ def test_forces_by_element_and_worst_frames_are_listed(run, labelled):
     worst = text.split("# the 10 frames of largest force error")[1].splitlines()[3:13]
     sizes = [float(line.split()[1]) for line in worst]
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == pytest.approx(measure(run[0], [labelled]).worst().rows[0][0], abs=1e-3)
+    assert sizes[0] == pytest.approx(
+        measure(run[0], [labelled]).worst().rows[0][0], abs=1e-3
+    )
     assert any(f"{labelled / 'cell'}/set.001 frame 1" in line for line in worst)
 
 
-def test_errors_are_listed_by_config_type_and_by_composition_the_worst_first(run, tmp_path):
+def test_errors_are_listed_by_config_type_and_by_composition_the_worst_first(
+    run, tmp_path
+):
     from ase import Atoms
     from ase.calculators.singlepoint import SinglePointCalculator
     from ase.io import write
@@ -160,15 +194,26 @@ def test_errors_are_listed_by_config_type_and_by_composition_the_worst_first(run
         ("md", "O2H", 0.2),
         ("", "O2H", 0.2),
     ] * 2:
-        atoms = Atoms(symbols, [[0, 0, 0], [1, 0, 0], [0, 1, 0]] + 0.1 * rng.normal(size=(3, 3)))
-        atoms.calc = SinglePointCalculator(atoms, energy=1.0, forces=size * rng.normal(size=(3, 3)))
+        atoms = Atoms(
+            symbols, [[0, 0, 0], [1, 0, 0], [0, 1, 0]] + 0.1 * rng.normal(size=(3, 3))
+        )
+        atoms.calc = SinglePointCalculator(
+            atoms, energy=1.0, forces=size * rng.normal(size=(3, 3))
+        )
         atoms.info.update({"config_type": kind} if kind else {})
         frames.append(atoms)
     write(tmp_path / "data.xyz", frames, format="extxyz")
     report = measure(run[0], [tmp_path / "data.xyz"])
     kinds, compositions = report.groups()
-    assert [(row[0], row[1]) for row in kinds.rows] == [("scan", 2), ("none", 2), ("md", 4)]
-    assert [(row[0], row[1]) for row in compositions.rows] == [("O1 H2", 4), ("O2 H1", 4)]
+    assert [(row[0], row[1]) for row in kinds.rows] == [
+        ("scan", 2),
+        ("none", 2),
+        ("md", 4),
+    ]
+    assert [(row[0], row[1]) for row in compositions.rows] == [
+        ("O1 H2", 4),
+        ("O2 H1", 4),
+    ]
     scan = [f for f in report.frames if f.source[1] % 4 == 1]
     error = np.concatenate([f.prediction[FORCE] - f.label[FORCE] for f in scan])
     assert kinds.rows[0][-1] == pytest.approx(
@@ -179,16 +224,21 @@ def test_errors_are_listed_by_config_type_and_by_composition_the_worst_first(run
     write(tmp_path / "data.xyz", frames, format="extxyz")
     text = measure(run[0], [tmp_path / "data.xyz"]).text()
     assert (
-        "# config_type or group names single frames and no groups (8 values in 8 frames)\n" in text
+        "# config_type or group names single frames and no groups (8 values in 8 frames)\n"
+        in text
     )
 
 
 def test_detail_files_hold_labels_beside_predictions(run, labelled, tmp_path):
     report = measure(run[0], [labelled], atomic=True)
     written = report.write_details(tmp_path / "detail")
-    names = [f"detail.{e}.out" for e in ("e", "e_peratom", "f", "v", "v_peratom", "s", "ae")]
+    names = [
+        f"detail.{e}.out" for e in ("e", "e_peratom", "f", "v", "v_peratom", "s", "ae")
+    ]
     assert [p.name for p in written] == names
-    tables = {path.name.split(".")[1]: np.loadtxt(path, encoding="utf-8") for path in written}
+    tables = {
+        path.name.split(".")[1]: np.loadtxt(path, encoding="utf-8") for path in written
+    }
     assert tables["f"].shape == (4 * 8 + 3 * 5 + 3 * 6, 6)
     order = ("cell", "mixed", "open")
     np.testing.assert_array_equal(
@@ -202,7 +252,9 @@ def test_detail_files_hold_labels_beside_predictions(run, labelled, tmp_path):
     assert np.isnan(tables["v"][-3:, :9]).all()
     assert np.isfinite(tables["v"][:, 9:]).all()
     errors = tables["e_peratom"][:, 1] - tables["e_peratom"][:, 0]
-    assert abs(errors).mean() == pytest.approx(report.total.metric("E:MAE"), rel=SAME_MATH)
+    assert abs(errors).mean() == pytest.approx(
+        report.total.metric("E:MAE"), rel=SAME_MATH
+    )
     stress = tables["s"][:, 9:] - tables["s"][:, :9]
     assert np.sqrt((stress**2).mean()) == pytest.approx(
         report.total.metric("S:RMSE"), rel=SAME_MATH
@@ -226,15 +278,21 @@ def test_systems_are_named_in_a_file_or_by_an_input(tmp_path):
     assert chosen_systems(Namespace(valid_data=str(config)))[0] == ["valid"]
     config.write_text(json.dumps(tiny_input(["train"])))
     with pytest.raises(
-        ConfigError, match=r"input.json: training.validation_data is not there. Give .* with -s"
+        ConfigError,
+        match=r"input.json: training.validation_data is not there. Give .* with -s",
     ):
         chosen_systems(Namespace(valid_data=str(config)))
 
 
-def test_the_command_prints_and_writes(here, run, labelled, tmp_path, capsys, monkeypatch):
+def test_the_command_prints_and_writes(
+    here, run, labelled, tmp_path, capsys, monkeypatch
+):
     titles, drawn = [], "deepmd_ema.report.plots.plot_parity"
     monkeypatch.setattr(
-        drawn, lambda pairs, path, title: titles.append(title) or plot_parity(pairs, path, title)
+        drawn,
+        lambda pairs, path, title: (
+            titles.append(title) or plot_parity(pairs, path, title)
+        ),
     )
     words = [
         "test",
@@ -274,9 +332,12 @@ def test_what_cannot_be_tested_or_written_is_named(run, labelled, tmp_path):
     path = write_system(
         tmp_path / "bare", frames=2, natoms=4, energy=False, force=False, virial=False
     )
-    with pytest.raises(UserError, match=r"no frame of .*bare has an energy, a force or a virial"):
+    with pytest.raises(
+        UserError, match=r"no frame of .*bare has an energy, a force or a virial"
+    ):
         measure(run[0], [path])
     with pytest.raises(
-        UserError, match=r"nowhere/x.e.out: cannot be written \(No such file or directory\)"
+        UserError,
+        match=r"nowhere/x.e.out: cannot be written \(No such file or directory\)",
     ):
         measure(run[0], [labelled / "open"]).write_details(tmp_path / "nowhere" / "x")

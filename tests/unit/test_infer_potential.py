@@ -42,7 +42,9 @@ def frames():
 def potential_of(*toy, **changes):
     """Return the potential of a toy model."""
     config, model = toy_model(*toy, **changes)
-    return Potential(LoadedModel(model, config, Provenance("toy", "frozen")), device="cpu")
+    return Potential(
+        LoadedModel(model, config, Provenance("toy", "frozen")), device="cpu"
+    )
 
 
 def same(one, two, tolerance=EXACT):
@@ -55,12 +57,22 @@ def same(one, two, tolerance=EXACT):
 def test_every_accepted_shape_means_the_same(potential, frames, monkeypatch):
     coord, types, box = frames
     expected = potential.evaluate(coord, types, box)
-    shapes = {"energy": (3,), "force": (3, NATOMS, 3), "virial": (3, 9), "atom_energy": (3, NATOMS)}
+    shapes = {
+        "energy": (3,),
+        "force": (3, NATOMS, 3),
+        "virial": (3, 9),
+        "atom_energy": (3, NATOMS),
+    }
     assert {name: value.shape for name, value in vars(expected).items()} == shapes
     assert all(value.dtype == np.float64 for value in vars(expected).values())
-    np.testing.assert_allclose(expected.atom_energy.sum(1), expected.energy, **SAME_MATH)
+    np.testing.assert_allclose(
+        expected.atom_energy.sum(1), expected.energy, **SAME_MATH
+    )
     symbols = ["OH"[t] for t in types]
-    same(potential.evaluate(coord.reshape(3, -1), types.tolist(), box.reshape(3, 9)), expected)
+    same(
+        potential.evaluate(coord.reshape(3, -1), types.tolist(), box.reshape(3, 9)),
+        expected,
+    )
     same(potential.evaluate(coord, np.tile(types, (3, 1)), box), expected)
     one = potential.evaluate(coord[0], types, box[0])
     same(potential.evaluate(coord[0].ravel(), symbols, box[0].ravel()), one)
@@ -86,7 +98,10 @@ def test_every_accepted_shape_means_the_same(potential, frames, monkeypatch):
         (([[0, 0, np.nan]], [0]), r"coord: \[0, 2\] is not a finite number"),
         (([[0, 0, 0]], [0], [1, 1, 1]), r"box: shape \(3,\), expected \(1, 3, 3\)"),
         (([[0, 0, 0]], [0], np.zeros(9)), "box: frame 0 has a cell without volume"),
-        (([[0, 0, 0]], [0], None, None, [1.0]), "aparam: given, but this model takes none"),
+        (
+            ([[0, 0, 0]], [0], None, None, [1.0]),
+            "aparam: given, but this model takes none",
+        ),
     ],
 )
 def test_a_wrong_array_gets_one_message(potential, arguments, message):
@@ -100,18 +115,27 @@ def test_parameters_of_frames_and_atoms_reach_the_model(tmp_path, frames):
         tmp_path, model__fitting_net__numb_fparam=2, model__fitting_net__numb_aparam=1
     )
     potential = Potential(path)
-    frame, atom = np.arange(6.0).reshape(3, 2), np.linspace(0, 1, 3 * NATOMS).reshape(3, NATOMS, 1)
+    frame, atom = (
+        np.arange(6.0).reshape(3, 2),
+        np.linspace(0, 1, 3 * NATOMS).reshape(3, NATOMS, 1),
+    )
     found = potential.evaluate(coord, types, box, frame, atom)
-    single = potential.evaluate(coord[1], types, box[1], frame[1], atom[1], kept=KeptPairs(1.0))
+    single = potential.evaluate(
+        coord[1], types, box[1], frame[1], atom[1], kept=KeptPairs(1.0)
+    )
     np.testing.assert_allclose(single.energy, found.energy[1:2], **SAME_MATH)
     everywhere = potential.evaluate(coord, types, box, frame[1], atom[1])
     np.testing.assert_allclose(everywhere.energy[1], found.energy[1], **SAME_MATH)
     assert abs(everywhere.energy[0] - found.energy[0]) > 1e-6
     with pytest.raises(UserError, match="fparam: this model needs 2 numbers per frame"):
         potential.evaluate(coord, types, box, aparam=atom)
-    with pytest.raises(UserError, match="aparam: this model needs 12 x 1 numbers per frame"):
+    with pytest.raises(
+        UserError, match="aparam: this model needs 12 x 1 numbers per frame"
+    ):
         potential.evaluate(coord, types, box, frame)
-    with pytest.raises(UserError, match=r"fparam: shape \(\), expected \(3, 2\) or \(2,\)"):
+    with pytest.raises(
+        UserError, match=r"fparam: shape \(\), expected \(3, 2\) or \(2,\)"
+    ):
         potential.evaluate(coord, types, box, 1.0, atom)
 
 
@@ -125,18 +149,22 @@ def test_the_package_offers_the_class_and_its_facts(run):
         assert load_model(run[0].parent / name).info.step == 7
 
 
-def test_the_average_of_a_training_checkpoint_is_the_averaged_file(run, frames, tmp_path):
+def test_the_average_of_a_training_checkpoint_is_the_averaged_file(
+    run, frames, tmp_path
+):
     live, averaged = run
     inside = load_model(live, use_average=True)
     same(Potential(inside).evaluate(*frames), Potential(averaged).evaluate(*frames))
     assert (
         abs(
-            Potential(live).evaluate(*frames).energy - Potential(inside).evaluate(*frames).energy
+            Potential(live).evaluate(*frames).energy
+            - Potential(inside).evaluate(*frames).energy
         ).max()
         > 1e-6
     )
     text = (
-        "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+        "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps "
+        "on average"
     )
     assert inside.info.describe() == load_model(averaged).info.describe() == text
     assert load_model(live).info.describe() == "live weights of step 7"
@@ -146,10 +174,13 @@ def test_the_average_of_a_training_checkpoint_is_the_averaged_file(run, frames, 
     ):
         load_model(write_run(tmp_path, averages=False)[0], use_average=True)
     with pytest.raises(
-        CheckpointError, match=r"no average is called 'slow'. Give --average one of: ema"
+        CheckpointError,
+        match=r"no average is called 'slow'. Give --average one of: ema",
     ):
         load_model(live, average="slow")
-    with pytest.raises(CheckpointError, match="holds the weights 'ema', not the average 'slow'"):
+    with pytest.raises(
+        CheckpointError, match="holds the weights 'ema', not the average 'slow'"
+    ):
         load_model(averaged, average="slow")
 
 
@@ -166,18 +197,23 @@ def test_atoms_in_one_place_or_nearer_than_a_table_begins_are_named(potential, f
             potential.evaluate(coord, types, box, kept=kept)
     table = potential_of("se_e2_a", **TABLE)
     with pytest.raises(
-        UserError, match=r"\) are 0.25 angstrom apart, and the table of .* covers 0.3 to 4 angstrom"
+        UserError,
+        match=r"\) are 0.25 angstrom apart, and the table of .* covers 0.3 to 4 angstrom",
     ):
         table.evaluate([[0.0, 0, 0], [0.25, 0, 0]], [0, 1])
     assert np.isfinite(table.evaluate([[0.0, 0, 0], [0.35, 0, 0]], [0, 1]).energy).all()
-    with pytest.raises(UserError, match=r"atom 0 \(O\) and an image of it are 0.29 angstrom apart"):
+    with pytest.raises(
+        UserError, match=r"atom 0 \(O\) and an image of it are 0.29 angstrom apart"
+    ):
         table.evaluate([[0.0, 0, 0]], [0], np.diag([0.29, 4.0, 4.0]))
 
 
 def test_numbers_that_are_not_finite_are_reported(run, frames):
     loaded = load_model(run[0])
     loaded.model.out_bias.fill_(np.nan)
-    with pytest.raises(UserError, match="the model gives no finite energies and forces"):
+    with pytest.raises(
+        UserError, match="the model gives no finite energies and forces"
+    ):
         Potential(loaded, device="cpu").evaluate(*frames)
 
 
@@ -227,12 +263,21 @@ def test_whatever_changes_between_two_frames_is_noticed(tmp_path, case):
             (teleported, types, box),
             (coord + box[0], types, box),
             (30.0 * np.arange(NATOMS)[:, None] * np.eye(3)[0], types, None),
-            (coord, types, 0.6 * box),  # smaller than the cutoff: atoms see their images
+            (
+                coord,
+                types,
+                0.6 * box,
+            ),  # smaller than the cutoff: atoms see their images
         ):
             for one, (c, t, b) in ((kept, frame), (other, (coord, types, box))):
-                found, fresh = potential.evaluate(c, t, b, kept=one), potential.evaluate(c, t, b)
+                found, fresh = (
+                    potential.evaluate(c, t, b, kept=one),
+                    potential.evaluate(c, t, b),
+                )
                 same(
-                    found, fresh, {"rtol": 0, "atol": 1e-12 * max(1.0, np.abs(fresh.energy).max())}
+                    found,
+                    fresh,
+                    {"rtol": 0, "atol": 1e-12 * max(1.0, np.abs(fresh.energy).max())},
                 )
 
 
@@ -240,18 +285,24 @@ def test_whatever_changes_between_two_frames_is_noticed(tmp_path, case):
 
 
 @pytest.mark.parametrize(
-    "make", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
+    "make",
+    [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))],
+    ids=["copy", "pickle"],
 )
 @pytest.mark.parametrize("descriptor", ["se_e2_a", "dpa2"])
 def test_a_potential_that_was_used_can_be_copied(descriptor, make):
     """Neither could be pickled, and tables that dpa2 makes inside torch.func could not be
     copied.
     """
-    potential, kept = potential_of(descriptor, {"interpolate": "always"}), KeptPairs(1.0)
+    potential, kept = (
+        potential_of(descriptor, {"interpolate": "always"}),
+        KeptPairs(1.0),
+    )
     frame = (*toy_atoms(0, 9), TRICLINIC)
     known = potential.evaluate(*frame, kept=kept)
     assert all(
-        interpolation.tables.made for interpolation in interpolations_of(potential._model).values()
+        interpolation.tables.made
+        for interpolation in interpolations_of(potential._model).values()
     )
     made = make(potential)
     same(made.evaluate(*frame, kept=make(kept)), known)
@@ -260,12 +311,19 @@ def test_a_potential_that_was_used_can_be_copied(descriptor, make):
 
 
 @pytest.mark.parametrize(
-    "mode", [torch.inference_mode, lambda: torch.autocast("cpu"), lambda: torch.device("meta")]
+    "mode",
+    [torch.inference_mode, lambda: torch.autocast("cpu"), lambda: torch.device("meta")],
 )
 def test_modes_of_torch_change_nothing(tmp_path, mode):
-    single = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}
+    single = {
+        "model__descriptor__precision": "float32",
+        "model__fitting_net__precision": "float32",
+    }
     path, _ = write_run(tmp_path, model__descriptor__interpolate="always", **single)
-    outside, frame = Potential(path, device="cpu"), toy_frame(np.random.default_rng(3), NATOMS)
+    outside, frame = (
+        Potential(path, device="cpu"),
+        toy_frame(np.random.default_rng(3), NATOMS),
+    )
     known = outside.evaluate(*frame)
     with mode():
         inside = Potential(path, device="cpu")
@@ -282,7 +340,10 @@ def test_four_threads_with_one_potential_get_the_numbers_of_one(interpolate):
         for coord, types in map(toy_atoms, range(4))
     ]
     known = [
-        [potential_of("se_e2_a", {"interpolate": interpolate}).evaluate(*f) for f in one]
+        [
+            potential_of("se_e2_a", {"interpolate": interpolate}).evaluate(*f)
+            for f in one
+        ]
         for one in systems
     ]
     begin = threading.Barrier(4)
@@ -290,7 +351,10 @@ def test_four_threads_with_one_potential_get_the_numbers_of_one(interpolate):
     def evaluate(frames):
         kept = KeptPairs(1.0)
         begin.wait()  # together, also where the first call prepares something
-        return [(shared.evaluate(*frame), shared.evaluate(*frame, kept=kept)) for frame in frames]
+        return [
+            (shared.evaluate(*frame), shared.evaluate(*frame, kept=kept))
+            for frame in frames
+        ]
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(evaluate, systems))
@@ -321,7 +385,10 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_process_that_forks_evaluates_with_one_thread(run):
     """It waited for threads that only its parent has."""
     done = subprocess.run(
-        [sys.executable, "-c", FORKED, run[0]], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", FORKED, run[0]],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     assert "torch computes with one thread here. Start processes with" in done.stderr

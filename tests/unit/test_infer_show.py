@@ -13,7 +13,9 @@ from deepmd_ema.infer.load import load_model
 
 def row(text, name):
     return next(
-        line.split(None, 1)[1] for line in text.splitlines() if line.startswith(f"  {name}")
+        line.split(None, 1)[1]
+        for line in text.splitlines()
+        if line.startswith(f"  {name}")
     )
 
 
@@ -28,7 +30,8 @@ def test_a_training_checkpoint_is_described(run):
     assert text.splitlines()[0].startswith(f"{run[0]}: training checkpoint of dp-ema 0")
     assert row(text, "weights") == "live, step 7"
     average = (
-        "ema: decay 0.99, 7 updates, looks back 4.5 steps on average (freeze it with --use-ema)"
+        "ema: decay 0.99, 7 updates, looks back 4.5 steps on average (freeze it with "
+        "--use-ema)"
     )
     assert row(text, "average ") == average
     assert row(text, "elements") == "O H"
@@ -44,10 +47,13 @@ def test_a_training_checkpoint_is_described(run):
 
 
 def test_a_frozen_file_is_described(run, tmp_path):
-    text = describe(freeze(load_model(run[0], use_average=True), tmp_path / "m.dp").path)
+    text = describe(
+        freeze(load_model(run[0], use_average=True), tmp_path / "m.dp").path
+    )
     assert "frozen model of dp-ema 0" in text
     weights = (
-        "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+        "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps "
+        "on average"
     )
     assert row(text, "weights") == weights
     assert row(text, "sizes") == row(describe(run[0]), "sizes")
@@ -59,7 +65,9 @@ def test_the_whole_config_is_json_that_describes_the_run(run, capsys):
     assert config_from_dict(values).training.numb_steps == 20
 
 
-def test_a_checkpoint_with_a_model_of_another_version_is_described_without_it(run, tmp_path):
+def test_a_checkpoint_with_a_model_of_another_version_is_described_without_it(
+    run, tmp_path
+):
     payload = checkpoint.load(run[0])
     payload["config"]["model"]["type_map"] = True
     checkpoint.save(tmp_path / "other.pt", payload)

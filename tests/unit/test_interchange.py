@@ -34,7 +34,9 @@ def precision_as_text(config):
 def test_a_model_comes_back_to_the_bit(variant, suffix, tmp_path):
     config, model = toy_model(**VARIANTS[variant])
     path = tmp_path / f"model{suffix}"
-    write_dp(path, model, config, min_nbor_dist=0.87, extra={"weights": "live", "step": 12})
+    write_dp(
+        path, model, config, min_nbor_dist=0.87, extra={"weights": "live", "step": 12}
+    )
     again, loaded, info = read_dp(path)
     same_bits(loaded, model)
     assert again == precision_as_text(config)
@@ -50,7 +52,9 @@ def test_a_file_of_deepmd_kit_written_again_holds_the_same_entries(name, tmp_pat
     config, model, info = read_dp(GOLDEN / f"{name}.dp")
     assert info["dp_ema"] == {}
     write_dp(tmp_path / "ours.dp", model, config)
-    theirs, ours = (tree_of(path) for path in (GOLDEN / f"{name}.dp", tmp_path / "ours.dp"))
+    theirs, ours = (
+        tree_of(path) for path in (GOLDEN / f"{name}.dp", tmp_path / "ours.dp")
+    )
     assert missing_or_other(theirs["model"], ours["model"]) == OTHERWISE.get(
         name, ["/fitting/atom_ener"]
     )
@@ -115,14 +119,22 @@ def missing_or_other(theirs, ours, path=""):
             p
             for k, v in theirs.items()
             for p in (
-                [f"{path}/{k}"] if k not in ours else missing_or_other(v, ours[k], f"{path}/{k}")
+                [f"{path}/{k}"]
+                if k not in ours
+                else missing_or_other(v, ours[k], f"{path}/{k}")
             )
         ]
-    if isinstance(theirs, list) and any(isinstance(one, dict | np.ndarray) for one in theirs):
+    if isinstance(theirs, list) and any(
+        isinstance(one, dict | np.ndarray) for one in theirs
+    ):
         both = enumerate(zip(theirs, ours, strict=True))
         return [p for k, (a, b) in both for p in missing_or_other(a, b, f"{path}/{k}")]
     if isinstance(theirs, np.ndarray):
-        return [] if theirs.dtype == ours.dtype and np.array_equal(theirs, ours) else [path]
+        return (
+            []
+            if theirs.dtype == ours.dtype and np.array_equal(theirs, ours)
+            else [path]
+        )
     return [] if theirs == ours else [path]
 
 

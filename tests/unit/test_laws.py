@@ -51,7 +51,10 @@ def every_model_in(*cells):
     """Every descriptor in all ``cells``, and every variant, which computes the same pairs in
     another way, in one.
     """
-    cases = [*product(sorted(DESCRIPTORS), cells), *((name, "triclinic") for name in VARIANTS)]
+    cases = [
+        *product(sorted(DESCRIPTORS), cells),
+        *((name, "triclinic") for name in VARIANTS),
+    ]
     return pytest.mark.parametrize(("descriptor", "cell"), cases)
 
 
@@ -74,7 +77,9 @@ def slopes(model, frames):
 
 
 def close(a, b, tol=SAME_MATH):
-    np.testing.assert_allclose(a, b, rtol=0, atol=tol * max(1.0, np.abs(b).max(initial=0)))
+    np.testing.assert_allclose(
+        a, b, rtol=0, atol=tol * max(1.0, np.abs(b).max(initial=0))
+    )
 
 
 def test_every_registered_descriptor_has_a_small_section_for_these_tests():
@@ -102,7 +107,9 @@ def check_an_atom_without_neighbors(model):
 
 
 @every_model
-def test_an_atom_without_neighbors_has_the_energy_that_it_has_in_a_larger_batch(descriptor):
+def test_an_atom_without_neighbors_has_the_energy_that_it_has_in_a_larger_batch(
+    descriptor,
+):
     check_an_atom_without_neighbors(toy_model(descriptor)[1])
 
 
@@ -121,11 +128,17 @@ def test_forces_and_virials_turn_with_the_frame(descriptor):
     ]:  # the second one mirrors as well
         there = evaluate(
             model,
-            *((c @ turn, types, None if box is None else box @ turn) for c, types, box in frames),
+            *(
+                (c @ turn, types, None if box is None else box @ turn)
+                for c, types, box in frames
+            ),
         )
         close(there["energy"], here["energy"])
         close(there["force"], here["force"] @ turn)
-        close(there["virial"].reshape(-1, 3, 3), turn.T @ here["virial"].reshape(-1, 3, 3) @ turn)
+        close(
+            there["virial"].reshape(-1, 3, 3),
+            turn.T @ here["virial"].reshape(-1, 3, 3) @ turn,
+        )
 
 
 @every_model
@@ -133,9 +146,16 @@ def test_a_frame_may_be_written_in_any_way(descriptor):
     """Atoms in any order, in any periodic image, all somewhere else, in any batch, in a cell or in
     twice the cell.
     """
-    _, model = toy_model(descriptor, more_neighbors(model_section(descriptor)["descriptor"]))
+    _, model = toy_model(
+        descriptor, more_neighbors(model_section(descriptor)["descriptor"])
+    )
     rng = np.random.default_rng(4)
-    frames = [frame("triclinic"), frame("open", 1, 4), frame("tiny", 2, 7), frame("open", 3, 1)]
+    frames = [
+        frame("triclinic"),
+        frame("open", 1, 4),
+        frame("tiny", 2, 7),
+        frame("open", 3, 1),
+    ]
     together, alone = evaluate(model, *frames), [evaluate(model, one) for one in frames]
     for name in ("energy", "atom_energy", "force", "virial"):
         close(together[name], np.concatenate([a[name] for a in alone]))
@@ -144,7 +164,8 @@ def test_a_frame_may_be_written_in_any_way(descriptor):
         moved = (
             coord
             + [0.7, -9.2, 5.9]
-            + rng.integers(-3, 4, coord.shape) @ (np.zeros((3, 3)) if box is None else box)
+            + rng.integers(-3, 4, coord.shape)
+            @ (np.zeros((3, 3)) if box is None else box)
         )
         order = rng.permutation(len(types))
         there = evaluate(model, (moved[order], types[order], box))
@@ -156,7 +177,12 @@ def test_a_frame_may_be_written_in_any_way(descriptor):
             close(there[name], here[name][order], 1e-10)
     (coord, types, box), one = frames[0], alone[0]
     two = evaluate(
-        model, (np.concatenate([coord, coord + box[1]]), np.tile(types, 2), box * [[1], [2], [1]])
+        model,
+        (
+            np.concatenate([coord, coord + box[1]]),
+            np.tile(types, 2),
+            box * [[1], [2], [1]],
+        ),
     )
     close(two["energy"], 2 * one["energy"])
     close(two["virial"], 2 * one["virial"])
@@ -164,14 +190,16 @@ def test_a_frame_may_be_written_in_any_way(descriptor):
 
 
 @every_model_in("triclinic", "open")
-def test_the_hessian_is_minus_the_derivative_of_the_forces_and_symmetric(descriptor, cell):
+def test_the_hessian_is_minus_the_derivative_of_the_forces_and_symmetric(
+    descriptor, cell
+):
     """Beside a frame of another size, whose coordinates move in the same passes."""
     _, model = toy_model(descriptor)
     coord, types, box = frame(cell, natoms=4)
     moves = STEP * np.concatenate([np.eye(12), -np.eye(12)]).reshape(24, 4, 3)
-    up, down = evaluate(model, *((coord + move, types, box) for move in moves))["force"].reshape(
-        2, 12, 12
-    )
+    up, down = evaluate(model, *((coord + move, types, box) for move in moves))[
+        "force"
+    ].reshape(2, 12, 12)
     batch = batch_of(model, frame("triclinic", 1, 3), (coord, types, box))
     quiet, out = model(batch), model(batch, need_hessian=True)
     found = out["hessian"][81:].view(12, 12).numpy()
@@ -190,9 +218,9 @@ def test_forces_are_the_derivative_of_the_energy(descriptor, cell):
     _, model = toy_model(descriptor)
     coord, types, box = frame(cell, natoms=6)
     moves = STEP * np.eye(coord.size).reshape(-1, *coord.shape)
-    numerical = -slopes(model, [(coord + move, types, box) for move in (*moves, *-moves)]).reshape(
-        coord.shape
-    )
+    numerical = -slopes(
+        model, [(coord + move, types, box) for move in (*moves, *-moves)]
+    ).reshape(coord.shape)
     found = evaluate(model, (coord, types, box))["force"]
     assert np.abs(found).max() > 1e-3
     close(found, numerical, DIFFERENCES)
@@ -204,9 +232,16 @@ def test_the_virial_is_minus_the_derivative_of_the_energy_by_strain(descriptor, 
     _, model = toy_model(descriptor)
     coord, types, box = frame(cell)
     strains = STEP * np.eye(9).reshape(-1, 3, 3)
-    ends = [(coord @ (np.eye(3) + s), types, box @ (np.eye(3) + s)) for s in (*strains, *-strains)]
+    ends = [
+        (coord @ (np.eye(3) + s), types, box @ (np.eye(3) + s))
+        for s in (*strains, *-strains)
+    ]
     numerical = -slopes(model, ends).reshape(3, 3)
-    close(evaluate(model, (coord, types, box))["virial"].reshape(3, 3), numerical, 10 * DIFFERENCES)
+    close(
+        evaluate(model, (coord, types, box))["virial"].reshape(3, 3),
+        numerical,
+        10 * DIFFERENCES,
+    )
     out = evaluate(model, (coord, types, None))
     close(out["virial"].reshape(3, 3), coord.T @ out["force"])
     close(out["force"].sum(0), np.zeros(3))
@@ -258,7 +293,8 @@ def cutoffs(model):
         *(p.layout(frozenset()) for p in getattr(model.descriptor, "descriptors", [])),
     ]
     return sorted(
-        {one.rcut for one in layouts} | {rcut for one in layouts for rcut, _ in one.inner}
+        {one.rcut for one in layouts}
+        | {rcut for one in layouts for rcut, _ in one.inner}
     )
 
 
@@ -268,7 +304,8 @@ def test_the_number_of_empty_slots_does_not_matter(descriptor):
     coord, types, _ = frame()
     one = Frame(coord, types.astype(np.int64), None)
     few, many = (
-        collate([pair_frame(one, model.layout, round_to=slots)], model.layout) for slots in (1, 60)
+        collate([pair_frame(one, model.layout, round_to=slots)], model.layout)
+        for slots in (1, 60)
     )
     assert sum(few.slots) < sum(many.slots)
     expected = model(few)
@@ -279,7 +316,8 @@ def test_the_number_of_empty_slots_does_not_matter(descriptor):
 @every_model
 def test_float32_is_near_float64(descriptor):
     (_, double), (_, single) = (
-        toy_model(descriptor, {"precision": p}, {"precision": p}) for p in ("float64", "float32")
+        toy_model(descriptor, {"precision": p}, {"precision": p})
+        for p in ("float64", "float32")
     )
     assert single.descriptor.dtype == torch.float32
     for cell in CELLS:
@@ -314,7 +352,11 @@ def test_parameter_gradients_of_a_loss_of_all_outputs_are_right(descriptor, thir
     """Against finite differences along random directions of a third of them: the forces are
     differentiated too.
     """
-    changes = [{}, {"type_one_side": True}, {"activation_function": "silu", "resnet_dt": True}]
+    changes = [
+        {},
+        {"type_one_side": True},
+        {"activation_function": "silu", "resnet_dt": True},
+    ]
     _, model = toy_model(descriptor, changes[third])
     batch = batch_of(model, frame("triclinic", natoms=5), frame("open", 1, 4))
     generator = torch.Generator().manual_seed(1)
@@ -325,7 +367,8 @@ def test_parameter_gradients_of_a_loss_of_all_outputs_are_right(descriptor, thir
 
     def loss():
         return sum(
-            (weights[name] * value).sum() for name, value in model(batch, create_graph=True).items()
+            (weights[name] * value).sum()
+            for name, value in model(batch, create_graph=True).items()
         )
 
     assert_parameter_gradients(model, loss, slice(third, None, 3))
@@ -343,13 +386,16 @@ def test_parameter_gradients_of_the_hessian_are_right(descriptor):
 
     def loss(create_graph=False):
         return (
-            weights * model(batch, create_graph=create_graph, need_hessian=True)["hessian"]
+            weights
+            * model(batch, create_graph=create_graph, need_hessian=True)["hessian"]
         ).sum()
 
     loss(create_graph=True).backward()
     used = [p for p in model.parameters() if p.grad is not None]
     for _ in range(2):
-        directions = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in used]
+        directions = [
+            torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in used
+        ]
         ends = []
         for step in (1e-5, -1e-5):
             for parameter, direction in zip(used, directions):
@@ -358,7 +404,9 @@ def test_parameter_gradients_of_the_hessian_are_right(descriptor):
             for parameter, direction in zip(used, directions):
                 parameter.data.sub_(direction, alpha=step)
         expected = (ends[0] - ends[1]) / 2e-5
-        found = sum(float((p.grad * direction).sum()) for p, direction in zip(used, directions))
+        found = sum(
+            float((p.grad * direction).sum()) for p, direction in zip(used, directions)
+        )
         assert abs(expected - found) < 5 * DIFFERENCES * max(abs(expected), 0.1)
 
 
@@ -392,7 +440,8 @@ EVERY_OPTION = [
 
 # with gelu the test below has the features of these frames and their gradients
 @pytest.mark.parametrize(
-    ("descriptor", "option"), [case for case in EVERY_OPTION if not case[1].endswith("gelu")]
+    ("descriptor", "option"),
+    [case for case in EVERY_OPTION if not case[1].endswith("gelu")],
 )
 def test_frames_may_lack_elements_or_neighbors(descriptor, option):
     """A batch in which no atom had a neighbor of some element ended with "cannot reshape tensor of
@@ -409,26 +458,34 @@ def test_frames_may_lack_elements_or_neighbors(descriptor, option):
             assert np.isfinite(quiet[name]).all()
             in_files = batch.in_file_order(value) if LABELS[name].per_atom else value
             close(in_files.detach().numpy(), quiet[name])
-        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+        assert all(
+            p.grad is not None and torch.isfinite(p.grad).all()
+            for p in model.parameters()
+        )
         # beside a frame with everything, the lonely ones have the same energies
         beside = evaluate(model.eval(), *frames, frame("triclinic"))
         close(beside["energy"][: len(quiet["energy"])], quiet["energy"])
 
 
 @pytest.mark.parametrize(("descriptor", "option"), EVERY_OPTION)
-def test_the_written_out_gradient_is_that_of_automatic_differentiation(descriptor, option):
+def test_the_written_out_gradient_is_that_of_automatic_differentiation(
+    descriptor, option
+):
     """Features, their vector-Jacobian product, and the parameter gradients of both, against
     ``torch.func.vjp``.
     """
     _, model = toy_model(descriptor, OPTIONS[option])
     for frames in (*LONELY.values(), [frame("triclinic"), frame("open", 1, 4)]):
-        assert_gradient_is_automatic(model.descriptor.requires_grad_(), batch_of(model, *frames))
+        assert_gradient_is_automatic(
+            model.descriptor.requires_grad_(), batch_of(model, *frames)
+        )
 
 
 ROUGH = {"smooth": False}
 ONE_TERM = {f"update_g1_has_{term}": False for term in ("conv", "drrd", "grrg", "attn")}
 SUMS_ONLY = {
-    f"update_{what}": False for what in ("g1_has_attn", "g2_has_attn", "g2_has_g1g1", "h2")
+    f"update_{what}": False
+    for what in ("g1_has_attn", "g2_has_attn", "g2_has_g1g1", "h2")
 }  # has a kernel
 # options of one descriptor, as changes of its small section
 OWN_OPTIONS = {
@@ -500,10 +557,14 @@ def test_every_option_of_a_descriptor_has_right_derivatives_and_is_in_its_tree(
         monkeypatch.setattr(silu, "MIN_NUMBERS", 1)
     config, model = toy_model(descriptor, OWN_OPTIONS[descriptor][number])
     coord, types, box = frame(natoms=6)
-    move, strain = (np.random.default_rng(3).normal(size=shape) for shape in (coord.shape, (3, 3)))
+    move, strain = (
+        np.random.default_rng(3).normal(size=shape) for shape in (coord.shape, (3, 3))
+    )
     grown = [(coord + s * move, np.eye(3) + s * strain) for s in (STEP, -STEP)]
     found = evaluate(model, (coord, types, box))
-    by_rule = (found["force"] * move).sum() + (found["virial"].reshape(3, 3) * strain).sum()
+    by_rule = (found["force"] * move).sum() + (
+        found["virial"].reshape(3, 3) * strain
+    ).sum()
     close(
         by_rule,
         -slopes(model, [(c @ grow, types, box @ grow) for c, grow in grown])[0],
@@ -516,7 +577,9 @@ def test_every_option_of_a_descriptor_has_right_derivatives_and_is_in_its_tree(
     again = model_from_tree(config_from_tree({"model": tree}), tree)
     assert all(
         torch.equal(a, b)
-        for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True)
+        for a, b in zip(
+            again.state_dict().values(), model.state_dict().values(), strict=True
+        )
     )
     one = Frame(coord, types.astype(np.int64), None)
     few, many = (
@@ -528,7 +591,9 @@ def test_every_option_of_a_descriptor_has_right_derivatives_and_is_in_its_tree(
     out = model.train()(batch_of(model, frame(natoms=4)))
     sum(value.square().sum() for value in out.values()).backward()
     # also those that no energy depends on: ranks that average gradients wait for all of them
-    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+    assert all(
+        p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters()
+    )
 
 
 def assert_gradient_is_automatic(part, batch):
@@ -542,7 +607,9 @@ def assert_gradient_is_automatic(part, batch):
         return [
             features,
             grad,
-            *torch.autograd.grad(total, list(part.parameters()), materialize_grads=True),
+            *torch.autograd.grad(
+                total, list(part.parameters()), materialize_grads=True
+            ),
         ]
 
     def automatic():
@@ -552,7 +619,9 @@ def assert_gradient_is_automatic(part, batch):
         )
         return features, lambda grad: vjp(grad)[0]
 
-    for ours, expected in zip(results(lambda: part(batch)), results(automatic), strict=True):
+    for ours, expected in zip(
+        results(lambda: part(batch)), results(automatic), strict=True
+    ):
         close(ours.detach().numpy(), expected.detach().numpy())
 
 
@@ -581,7 +650,9 @@ def test_attention_with_logits_too_large_for_their_exponentials_is_that_of_the_r
 
 
 @every_descriptor
-def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(descriptor):
+def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(
+    descriptor,
+):
     config = model_config_from_dict(
         {
             "type_map": ["O", "H", "Na"],
@@ -598,17 +669,26 @@ def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(d
 
 @every_descriptor
 @pytest.mark.parametrize(
-    "changes", [{}, {"exclude_types": [[0, 1]], "tebd_input_mode": "strip", "smooth": False}]
+    "changes",
+    [{}, {"exclude_types": [[0, 1]], "tebd_input_mode": "strip", "smooth": False}],
 )
-def test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it(descriptor, changes):
+def test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it(
+    descriptor, changes
+):
     """On the device ``meta`` a tensor of another device, or a number that is requested, is an
     error.
     """
     net = {"dim_case_embd": 2} if changes else {}
     _, model = toy_model(
-        descriptor, changes, net, **TABLE, **({"atom_exclude_types": [1]} if changes else {})
+        descriptor,
+        changes,
+        net,
+        **TABLE,
+        **({"atom_exclude_types": [1]} if changes else {}),
     )
-    batch = batch_of(model, frame(natoms=4), frame("open", 1, 3)).to(torch.device("meta"))
+    batch = batch_of(model, frame(natoms=4), frame("open", 1, 3)).to(
+        torch.device("meta")
+    )
     make = torch.tensor
 
     def made_here(values, *args, device=None, **kwargs):
@@ -619,7 +699,9 @@ def test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it(descripto
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "tensor", made_here)
         sum(value.square().sum() for value in model(batch).values()).backward()
-    assert all(p.grad.device.type == "meta" for p in model.parameters() if p.requires_grad)
+    assert all(
+        p.grad.device.type == "meta" for p in model.parameters() if p.requires_grad
+    )
     assert model.eval()(batch, need_hessian=True)["hessian"].shape == (12**2 + 9**2,)
 
 
@@ -640,7 +722,10 @@ def unchanged(value, turn):
 # networks of other quantities: their sections, and the value after a turn of the frame
 QUANTITIES = {
     "dipole": ({"type": "dipole"}, lambda value, turn: value @ turn),
-    "polar": ({"type": "polar", "fit_diag": False, "scale": [1.0, 0.5, 2.0]}, turned_tensors),
+    "polar": (
+        {"type": "polar", "fit_diag": False, "scale": [1.0, 0.5, 2.0]},
+        turned_tensors,
+    ),
     "polar_diagonal": ({"type": "polar", "shift_diag": False}, turned_tensors),
     "property": (
         {"type": "property", "property_name": "gap", "intensive": True, "task_dim": 2},
@@ -655,7 +740,11 @@ QUANTITIES = {
 WITH_VECTORS = [
     name
     for name in (*sorted(DESCRIPTORS), *VARIANTS)
-    if getattr(model_config_from_dict(model_section(name)).descriptor, "has_equivariants", False)
+    if getattr(
+        model_config_from_dict(model_section(name)).descriptor,
+        "has_equivariants",
+        False,
+    )
     and not name.startswith("table")
 ]
 MAIN = ("se_e2_a", "se_atten", "dpa2", "dpa3")
@@ -679,7 +768,9 @@ def quantity_model(quantity, descriptor="se_e2_a", more=None, **changes):
     """Return a model of a quantity with twice as many neighbors as the toy models have."""
     more = more_neighbors(model_section(descriptor)["descriptor"]) | (more or {})
     _, model = toy_model(descriptor, more, QUANTITIES[quantity][0], **changes)
-    model.out_std.copy_(torch.linspace(0.5, 2, model.out_std.numel()).view_as(model.out_std))
+    model.out_std.copy_(
+        torch.linspace(0.5, 2, model.out_std.numel()).view_as(model.out_std)
+    )
     return model
 
 
@@ -691,7 +782,10 @@ def test_a_quantity_turns_with_the_frame_or_stays(quantity, descriptor):
     for turn in [rotation(), *([] if descriptor in CHIRAL else [-rotation(2)])]:
         there = evaluate(
             model,
-            *((c @ turn, types, None if box is None else box @ turn) for c, types, box in frames),
+            *(
+                (c @ turn, types, None if box is None else box @ turn)
+                for c, types, box in frames
+            ),
         )
         for name in model.labels:
             assert np.abs(here[name]).max() > 1e-3
@@ -713,7 +807,12 @@ def test_a_quantity_does_not_depend_on_how_its_frame_is_written(quantity, descri
     is_mean = quantity == "property"
     close(here[whole][0], here[atomic].mean(0) if is_mean else here[atomic].sum(0))
     double = evaluate(
-        model, (np.concatenate([coord, coord + box[1]]), np.tile(types, 2), box * [[1], [2], [1]])
+        model,
+        (
+            np.concatenate([coord, coord + box[1]]),
+            np.tile(types, 2),
+            box * [[1], [2], [1]],
+        ),
     )
     close(double[whole], here[whole] if is_mean else 2 * here[whole])
     close(double[atomic], np.tile(here[atomic], (2, 1)))
@@ -731,14 +830,18 @@ def test_a_quantity_is_smooth_where_an_atom_crosses_a_cutoff(quantity, descripto
         ]
         near, far = (evaluate(model, (c, [*types, 2, 1], None)) for c in ends)
         for name in model.labels:
-            assert abs(near[name] - far[name]).max() < 100 * GAP * max(1, abs(near[name]).max()), (
+            assert abs(near[name] - far[name]).max() < 100 * GAP * max(
+                1, abs(near[name]).max()
+            ), (
                 cutoff,
                 name,
             )
 
 
 @pytest.mark.parametrize(("quantity", "how"), LEFT_OUT)
-def test_atoms_of_types_that_are_left_out_have_nothing_and_are_not_counted(quantity, how):
+def test_atoms_of_types_that_are_left_out_have_nothing_and_are_not_counted(
+    quantity, how
+):
     section = QUANTITIES[quantity][0]
     _, part = (
         toy_model("se_e2_a", {}, section | how)
@@ -747,7 +850,9 @@ def test_atoms_of_types_that_are_left_out_have_nothing_and_are_not_counted(quant
     )
     _, all_types = toy_model("se_e2_a", {}, section)
     (coord, types, box), (whole, atomic) = frame(), part.labels
-    found, expected = (evaluate(model, (coord, types, box)) for model in (part, all_types))
+    found, expected = (
+        evaluate(model, (coord, types, box)) for model in (part, all_types)
+    )
     counted, (value,) = expected[atomic][types != 1], found[whole]
     close(found[atomic][types != 1], counted)
     assert not found[atomic][types == 1].any()
@@ -756,15 +861,21 @@ def test_atoms_of_types_that_are_left_out_have_nothing_and_are_not_counted(quant
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
 def test_parameter_gradients_of_a_quantity_are_right(quantity):
-    model = quantity_model(quantity, more={"type_one_side": True})  # a third of the networks
+    model = quantity_model(
+        quantity, more={"type_one_side": True}
+    )  # a third of the networks
     batch, generator = (
         batch_of(model, frame("triclinic", natoms=5), frame("open", 1, 4)),
         torch.Generator().manual_seed(1),
     )
     weights = {
-        n: torch.randn(v.shape, generator=generator, dtype=v.dtype) for n, v in model(batch).items()
+        n: torch.randn(v.shape, generator=generator, dtype=v.dtype)
+        for n, v in model(batch).items()
     }
     assert_parameter_gradients(
         model,
-        lambda: sum((weights[n] * model(batch, create_graph=True)[n]).sum() for n in model.labels),
+        lambda: sum(
+            (weights[n] * model(batch, create_graph=True)[n]).sum()
+            for n in model.labels
+        ),
     )

@@ -27,7 +27,10 @@ def golden_frames(kind, missing=""):
         frame = {"types": np.array([1, 0, 0, 1, 0]), "box": np.eye(3)}
         for name in ("energy", "force", "virial", "atom_energy"):
             frame[name] = np.array(GOLDEN[kind][name][k])
-        frame |= {"energy": frame["energy"][0], "atom_energy": frame["atom_energy"][:, 0]}
+        frame |= {
+            "energy": frame["energy"][0],
+            "atom_energy": frame["atom_energy"][:, 0],
+        }
         frame["atom_pref"] = np.array(GOLDEN["weight"][k])
         frames.append({name: value for name, value in frame.items() if name != missing})
     return frames
@@ -35,7 +38,9 @@ def golden_frames(kind, missing=""):
 
 def compute(config, labelled, predictions, lr=1e-3, start_lr=1e-3, names=LABELS):
     batch = flat_batch(labelled, names=names)
-    total, shown = EnergyLoss(config, start_lr, World())(predicted(predictions, batch), batch, lr)
+    total, shown = EnergyLoss(config, start_lr, World())(
+        predicted(predictions, batch), batch, lr
+    )
     return total.item(), {name: value.item() for name, value in shown.items()}
 
 
@@ -78,7 +83,8 @@ def test_forces_are_pooled_and_energies_are_averaged_over_frames_of_different_si
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"loss_func": "mae"}, {"intensive_ener_virial": True}, {"relative_f": 0.2}]
+    "options",
+    [{}, {"loss_func": "mae"}, {"intensive_ener_virial": True}, {"relative_f": 0.2}],
 )
 def test_a_frame_without_a_label_changes_nothing_of_that_term(options):
     rng = np.random.default_rng(2)
@@ -93,14 +99,19 @@ def test_a_frame_without_a_label_changes_nothing_of_that_term(options):
     assert shown == pytest.approx(expected, rel=SAME_MATH)
 
 
-@pytest.mark.parametrize(("name", "symbol"), [(name, LABELS[name].symbol) for name in COMPARED])
+@pytest.mark.parametrize(
+    ("name", "symbol"), [(name, LABELS[name].symbol) for name in COMPARED]
+)
 def test_a_label_that_no_frame_has_shows_nan_and_gives_no_gradient(name, symbol):
     rng = np.random.default_rng(3)
     labelled = [random_frame(rng, 3)]
     del labelled[0][name]
     for names in (LABELS, tuple(n for n in LABELS if n != name)):
         batch = flat_batch(labelled, names=names)
-        guess = {k: v.requires_grad_() for k, v in predicted([random_frame(rng, 3)], batch).items()}
+        guess = {
+            k: v.requires_grad_()
+            for k, v in predicted([random_frame(rng, 3)], batch).items()
+        }
         total, shown = EnergyLoss(Config(**ALL), 1e-3, World())(guess, batch, 1e-3)
         total.backward()
         assert shown[f"rmse_{symbol}"].isnan()
@@ -120,8 +131,12 @@ def test_frames_without_weights_of_atoms_count_with_ones_only_if_the_input_says_
     with_ones = [{**lacking[0], "atom_pref": np.ones(3)}, labelled[1]]
     prefactors = {"start_pref_pf": 7, "limit_pref_pf": 2}
     default = Config(**prefactors, use_default_pf=True)
-    assert compute(default, lacking, guess) == compute(Config(**prefactors), with_ones, guess)
-    assert compute(default, labelled, guess) == compute(Config(**prefactors), labelled, guess)
+    assert compute(default, lacking, guess) == compute(
+        Config(**prefactors), with_ones, guess
+    )
+    assert compute(default, labelled, guess) == compute(
+        Config(**prefactors), labelled, guess
+    )
     assert (
         compute(Config(**prefactors), lacking, guess)[1]["rmse_pf"]
         != compute(default, lacking, guess)[1]["rmse_pf"]
@@ -134,7 +149,9 @@ def prefactors(loss, rate):
 
 def test_weights_go_from_start_to_limit_with_the_learning_rate():
     loss = EnergyLoss(
-        Config(start_pref_e=0.02, limit_pref_e=1, start_pref_f=1000, limit_pref_f=1), 2e-3, World()
+        Config(start_pref_e=0.02, limit_pref_e=1, start_pref_f=1000, limit_pref_f=1),
+        2e-3,
+        World(),
     )
     assert prefactors(loss, 2e-3) == pytest.approx({"e": 0.02, "f": 1000})
     assert prefactors(loss, 1e-3) == pytest.approx({"e": 0.51, "f": 500.5})

@@ -38,15 +38,20 @@ def frames_and_guesses(seed=0, boxes=(BOX, 1.5 * BOX, None)):
         for k, (n, box) in enumerate(zip(SIZES, boxes))
     ]
     guesses = [
-        random_frame(rng, n, types=f["types"], box=f["box"]) for n, f in zip(SIZES, labelled)
+        random_frame(rng, n, types=f["types"], box=f["box"])
+        for n, f in zip(SIZES, labelled)
     ]
     return labelled, guesses
 
 
 def measure(labelled, guesses, per_batch=2, **options):
-    batches = [flat_batch(labelled[k : k + per_batch]) for k in range(0, len(labelled), per_batch)]
+    batches = [
+        flat_batch(labelled[k : k + per_batch])
+        for k in range(0, len(labelled), per_batch)
+    ]
     predictions = [
-        predicted(guesses[k * per_batch : (k + 1) * per_batch], b) for k, b in enumerate(batches)
+        predicted(guesses[k * per_batch : (k + 1) * per_batch], b)
+        for k, b in enumerate(batches)
     ]
     return evaluate(Parrot(predictions), batches, torch.device("cpu"), **options)
 
@@ -69,7 +74,9 @@ def test_every_error_equals_its_plain_formula():
         "ae": np.concatenate(difference["atom_energy"]),
     }
     for name, values in expected.items():
-        assert found[f"mae_{name}"] == pytest.approx(np.mean(np.abs(values)), rel=1e-13), name
+        assert found[f"mae_{name}"] == pytest.approx(
+            np.mean(np.abs(values)), rel=1e-13
+        ), name
         assert found[f"rmse_{name}"] == pytest.approx(
             np.sqrt(np.mean(np.square(values))), rel=1e-13
         ), name
@@ -116,10 +123,14 @@ def test_frames_group_by_system_rank_by_error_and_split_by_element():
     assert groups["system0"].summary() == pytest.approx(expected, nan_ok=True)
     worst = worst_frames(errors.frames, "F:RMSE", 2)
     scores = [frame.errors.metric("F:RMSE") for frame in errors.frames]
-    assert [frame.errors.metric("F:RMSE") for frame in worst] == sorted(scores, reverse=True)[:2]
+    assert [frame.errors.metric("F:RMSE") for frame in worst] == sorted(
+        scores, reverse=True
+    )[:2]
     by_type = force_errors_by_type(errors.frames, 3)
     types = np.concatenate([f["types"] for f in labelled])
-    difference = np.concatenate([g["force"] - f["force"] for f, g in zip(labelled, guesses)])
+    difference = np.concatenate(
+        [g["force"] - f["force"] for f, g in zip(labelled, guesses)]
+    )
     for kind in (0, 1):
         assert by_type[kind].metric("F:MAE") == pytest.approx(
             np.abs(difference[types == kind]).mean()

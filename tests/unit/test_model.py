@@ -5,7 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from toy_models import TRICLINIC, batch_of, evaluate, model_section, toy_atoms, toy_model
+from toy_models import (
+    TRICLINIC,
+    batch_of,
+    evaluate,
+    model_section,
+    toy_atoms,
+    toy_model,
+)
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.errors import DataError
@@ -46,7 +53,9 @@ VALUES = {
 @pytest.mark.parametrize("name", sorted(VALUES))
 def test_activation_functions_have_the_values_of_deepmd_kit(name):
     z = torch.tensor([-3.0, -0.3, 0.5, 3.2, 6.5], dtype=torch.float64)
-    np.testing.assert_allclose(activation(name).value(z).numpy(), VALUES[name], atol=6e-9)
+    np.testing.assert_allclose(
+        activation(name).value(z).numpy(), VALUES[name], atol=6e-9
+    )
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -65,7 +74,8 @@ def test_the_derivative_of_an_activation_function_is_its_derivative(name):
 
 def test_an_isolated_atom_has_the_energy_given_in_the_config():
     _, model = toy_model(
-        descriptor_changes={"set_davg_zero": True}, fitting_changes={"atom_ener": [-1.5, None, 0.0]}
+        descriptor_changes={"set_davg_zero": True},
+        fitting_changes={"atom_ener": [-1.5, None, 0.0]},
     )
     model.descriptor.mean.zero_()
     model.fitting.bias_atom_e.zero_()
@@ -77,10 +87,14 @@ def test_an_isolated_atom_has_the_energy_given_in_the_config():
 
 def test_missing_parameters_are_named():
     _, model = toy_model(fitting_changes={"numb_fparam": 2})
-    with pytest.raises(DataError, match="this model needs fparam: 2 numbers for each frame"):
+    with pytest.raises(
+        DataError, match="this model needs fparam: 2 numbers for each frame"
+    ):
         evaluate(model, (*toy_atoms(), None))
     _, model = toy_model(fitting_changes={"numb_aparam": 3})
-    with pytest.raises(DataError, match="this model needs aparam: 3 numbers for each atom"):
+    with pytest.raises(
+        DataError, match="this model needs aparam: 3 numbers for each atom"
+    ):
         evaluate(model, (*toy_atoms(), None))
 
 

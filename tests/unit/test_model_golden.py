@@ -48,10 +48,14 @@ def golden(request):
 def frames_of(name, fitting):
     """Return the frames of a system with the parameters that make_golden.py gave them."""
     with np.load(GOLDEN / "systems.npz") as systems:
-        coord, types, box = (systems[f"{name}_{key}"] for key in ("coord", "type", "box"))
+        coord, types, box = (
+            systems[f"{name}_{key}"] for key in ("coord", "type", "box")
+        )
     frames, atoms = coord.shape[:2]
     fparam = 0.1 * np.arange(frames * fitting.numb_fparam).reshape(frames, -1)
-    aparam = 0.01 * np.arange(frames * atoms * fitting.numb_aparam).reshape(frames, atoms, -1)
+    aparam = 0.01 * np.arange(frames * atoms * fitting.numb_aparam).reshape(
+        frames, atoms, -1
+    )
     return [
         Frame(
             x.reshape(-1, 3),
@@ -86,11 +90,15 @@ def with_order_of_the_peer(model, batch, atom_energy):
         for s in itertools.product((False, True), repeat=3)
     ]
     wrong = torch.stack(
-        [(model(replace(batch, vector=v))["atom_energy"] - atom_energy).abs() for v in orders]
+        [
+            (model(replace(batch, vector=v))["atom_energy"] - atom_energy).abs()
+            for v in orders
+        ]
     )
     best = wrong.argmin(0)
     return replace(
-        batch, vector=torch.stack([orders[k][atom] for atom, k in enumerate(best.tolist())])
+        batch,
+        vector=torch.stack([orders[k][atom] for atom, k in enumerate(best.tolist())]),
     )
 
 
@@ -100,14 +108,22 @@ def test_numbers_are_those_of_deepmd_kit(golden, system, training):
     config, model, expected = golden
     batch = collate(frames_of(system, config.fitting_net), model.layout)
     if system == "triclinic":
-        theirs = torch.from_numpy(expected[f"{system}_atom_energy"]).reshape(-1)[batch.atom_order]
+        theirs = torch.from_numpy(expected[f"{system}_atom_energy"]).reshape(-1)[
+            batch.atom_order
+        ]
         batch = with_order_of_the_peer(model, batch, theirs)
     out = model(batch, create_graph=training)
     for name in ("energy", "atom_energy", "force", "virial"):
-        value = batch.in_file_order(out[name]) if name in ("atom_energy", "force") else out[name]
+        value = (
+            batch.in_file_order(out[name])
+            if name in ("atom_energy", "force")
+            else out[name]
+        )
         reference = expected[f"{system}_{name}"]
         found = value.detach().numpy().reshape(reference.shape)
-        assert np.abs(found - reference).max() <= SAME_MATH * np.abs(reference).max(), name
+        assert np.abs(found - reference).max() <= SAME_MATH * np.abs(reference).max(), (
+            name
+        )
 
 
 def test_the_slots_of_a_batch_do_not_matter(golden):
@@ -116,7 +132,10 @@ def test_the_slots_of_a_batch_do_not_matter(golden):
     frames = frames_of("molecule", config.fitting_net)
     few = collate(frames, model.layout)
     many = collate(
-        [pair_frame(frame, model.layout, round_to=max(model.layout.sel)) for frame in frames],
+        [
+            pair_frame(frame, model.layout, round_to=max(model.layout.sel))
+            for frame in frames
+        ],
         model.layout,
     )
     assert sum(few.slots) < sum(many.slots) == sum(model.layout.sel)

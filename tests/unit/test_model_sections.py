@@ -93,8 +93,16 @@ OF_DESCRIPTORS = {
             {},
             "descriptor.repflow.a_rcut_smth = 3: expected less than a_rcut = 3",
         ),
-        ({"a_rcut": 5.0}, {}, "descriptor.repflow.a_rcut = 5: expected at most e_rcut = 4"),
-        ({"a_sel": 61}, {}, "descriptor.repflow.a_sel = 61: expected at most e_sel = 60"),
+        (
+            {"a_rcut": 5.0},
+            {},
+            "descriptor.repflow.a_rcut = 5: expected at most e_rcut = 4",
+        ),
+        (
+            {"a_sel": 61},
+            {},
+            "descriptor.repflow.a_sel = 61: expected at most e_sel = 60",
+        ),
         ({"e_sel": "many"}, {}, 'repflow.e_sel = "many": expected a whole number > 0'),
         (
             {"axis_neuron": 7},
@@ -107,7 +115,11 @@ OF_DESCRIPTORS = {
             "a_compress_rate = 3: expected a number of which twice divides a_dim = 4",
         ),
         (
-            {"a_compress_rate": 1, "a_compress_use_split": True, "a_compress_e_rate": 4},
+            {
+                "a_compress_rate": 1,
+                "a_compress_use_split": True,
+                "a_compress_e_rate": 4,
+            },
             {},
             "e_dim = 6: expected at",
         ),
@@ -149,7 +161,11 @@ OF_DESCRIPTORS = {
             'use_srtab = "missing.txt": expected a readable text file',
         ),
         ({}, {**SHORT, "use_srtab": [[1.0, 2.0], [2.0, 1.0]]}, "at least three rows"),
-        ({}, {**SHORT, "use_srtab": [[1.0, 2.0], [2.0, 1.0], [4.0, 0.0]]}, "even steps"),
+        (
+            {},
+            {**SHORT, "use_srtab": [[1.0, 2.0], [2.0, 1.0], [4.0, 0.0]]},
+            "even steps",
+        ),
         (
             {},
             {**SHORT, "use_srtab": [row[:4] for row in SHORT["use_srtab"]]},
@@ -161,7 +177,11 @@ OF_DESCRIPTORS = {
             "with energies that are not 0, and rcut is 4",
         ),
         ({}, {**SHORT, "sw_rmin": None}, "model.sw_rmin: required beside use_srtab"),
-        ({}, {**SHORT, "sw_rmax": 0.5}, "expected more than sw_rmin = 0.7, at most rcut = 4"),
+        (
+            {},
+            {**SHORT, "sw_rmax": 0.5},
+            "expected more than sw_rmin = 0.7, at most rcut = 4",
+        ),
         (
             {"interpolate": "sometimes"},
             {},
@@ -174,13 +194,21 @@ OF_DESCRIPTORS = {
         ),
     ],
     "dpa4": [
-        ({}, {"bridging_method": "lj"}, 'bridging_method = "lj": expected "zbl", or "none".'),
+        (
+            {},
+            {"bridging_method": "lj"},
+            'bridging_method = "lj": expected "zbl", or "none".',
+        ),
         (
             {},
             {"bridging_method": "zbl", "bridging_r_inner": 0.9},
             "bridging_r_outer = 0.8: expected more than bridging",
         ),
-        ({}, {"bridging_method": "zbl", "bridging_r_outer": 5}, "at most rcut = 4 (angstrom)"),
+        (
+            {},
+            {"bridging_method": "zbl", "bridging_r_outer": 5},
+            "at most rcut = 4 (angstrom)",
+        ),
         (
             {},
             {"bridging_method": "zbl", "type_map": ["O", "H", "X"]},
@@ -216,14 +244,23 @@ def test_what_does_not_fit_together_is_named(descriptor, number):
 @pytest.mark.parametrize(
     ("changes", "phrase"),
     [
-        ({"weights": [1.0, 2.0]}, "model.weights = [1.0, 2.0]: has length 2, expected 3"),
-        ({"weights": "avg"}, 'model.weights = "avg": expected "mean", "sum", or a list of numbers'),
+        (
+            {"weights": [1.0, 2.0]},
+            "model.weights = [1.0, 2.0]: has length 2, expected 3",
+        ),
+        (
+            {"weights": "avg"},
+            'model.weights = "avg": expected "mean", "sum", or a list of numbers',
+        ),
         (
             {"models": [TABLE], "weights": "sum"},
             "model.models: expected at least one part with a descriptor",
         ),
         (
-            {"models": [NETWORKS[0], {"type": "frozen", "model_file": "a.dp"}], "weights": "sum"},
+            {
+                "models": [NETWORKS[0], {"type": "frozen", "model_file": "a.dp"}],
+                "weights": "sum",
+            },
             'model.models[1].type = "frozen": known to DeePMD-kit, not available',
         ),
         (
@@ -232,20 +269,29 @@ def test_what_does_not_fit_together_is_named(descriptor, number):
         ),
         (
             {
-                "models": [NETWORKS[0], {**TABLE, "rcut": 9.0, "tab_file": rows()[:30]}],
+                "models": [
+                    NETWORKS[0],
+                    {**TABLE, "rcut": 9.0, "tab_file": rows()[:30]},
+                ],
                 "weights": "sum",
             },
             "with energies that are not 0, and rcut is 9",
         ),
         (
-            {"models": [NETWORKS[0], {**TABLE, "type_map": ["O", "H"]}], "weights": "sum"},
+            {
+                "models": [NETWORKS[0], {**TABLE, "type_map": ["O", "H"]}],
+                "weights": "sum",
+            },
             'model.models[1].type_map = ["O", "H"]: expected all elements of the model; Na is '
             "missing",
         ),
         (
             {
                 "models": [
-                    {**NETWORKS[0], "fitting_net": FIT | {"atom_ener": [1.0, 2.0, 3.0]}},
+                    {
+                        **NETWORKS[0],
+                        "fitting_net": FIT | {"atom_ener": [1.0, 2.0, 3.0]},
+                    },
                     TABLE,
                 ],
                 "weights": "sum",
@@ -256,7 +302,8 @@ def test_what_does_not_fit_together_is_named(descriptor, number):
         (
             {
                 "models": [
-                    {**NETWORKS[0], "fitting_net": FIT | {"numb_fparam": n}} for n in (1, 2)
+                    {**NETWORKS[0], "fitting_net": FIT | {"numb_fparam": n}}
+                    for n in (1, 2)
                 ],
                 "weights": "sum",
             },
@@ -283,7 +330,9 @@ def test_options_without_effect_are_listed():
         line.removeprefix("model.descriptor.")
         for name, parts in descriptors.items()
         for line in ignored_options(
-            config_from_dict(tiny_input(["data"], model__descriptor={"type": name, **parts}))
+            config_from_dict(
+                tiny_input(["data"], model__descriptor={"type": name, **parts})
+            )
         )
     ]
     assert {
@@ -295,7 +344,9 @@ def test_options_without_effect_are_listed():
 
 
 def test_skip_stat_is_the_older_name_of_a_fixed_spread():
-    flow = toy_model("dpa3", {"skip_stat": True, "fix_stat_std": 0.7})[0].descriptor.repflow
+    flow = toy_model("dpa3", {"skip_stat": True, "fix_stat_std": 0.7})[
+        0
+    ].descriptor.repflow
     assert (flow.skip_stat, flow.fix_stat_std) == (False, 0.3)
 
 
@@ -305,7 +356,11 @@ def test_numbers_of_neighbors_are_counted_at_the_cutoff_of_each_part():
     descriptor = model_config_from_dict(model_section("dpa2", auto)).descriptor
     assert descriptor.neighbors is None
     counted = descriptor.with_neighbors(found)
-    assert (counted.repinit.nsel, counted.repformer.nsel, counted.repinit.three_body_sel) == (
+    assert (
+        counted.repinit.nsel,
+        counted.repformer.nsel,
+        counted.repinit.three_body_sel,
+    ) == (
         56,
         24,
         20,
@@ -316,7 +371,9 @@ def test_numbers_of_neighbors_are_counted_at_the_cutoff_of_each_part():
         ("repinit.three_body_sel", 3.0, 20),
         ("repformer.nsel", 3.2, 24),
     ]
-    few = descriptor.with_neighbors(SimpleNamespace(max_total=0, max_within=lambda rcut: 0))
+    few = descriptor.with_neighbors(
+        SimpleNamespace(max_total=0, max_within=lambda rcut: 0)
+    )
     # as in small molecules: still one more where it looks farther
     assert texts_of(ERROR, few.findings(["O", "H", "Na"])) == []
     assert (few.repinit.nsel, few.repformer.nsel) == (8, 4)
@@ -325,12 +382,19 @@ def test_numbers_of_neighbors_are_counted_at_the_cutoff_of_each_part():
 def test_auto_counts_neighbors_within_each_cutoff():
     coord, types = toy_atoms()
     found = neighbor_statistics([(coord, TRICLINIC, types)], 4.0, 3)
-    images = np.einsum("nk,kx->nx", np.indices((9, 9, 9)).reshape(3, -1).T - 4, TRICLINIC)
+    images = np.einsum(
+        "nk,kx->nx", np.indices((9, 9, 9)).reshape(3, -1).T - 4, TRICLINIC
+    )
     distance = np.linalg.norm(coord[:, None] - coord + images[:, None, None], axis=-1)
-    most = [((distance < rcut) & (distance > 0)).sum((0, 2)).max() for rcut in (4.0, 3.0)]
+    most = [
+        ((distance < rcut) & (distance > 0)).sum((0, 2)).max() for rcut in (4.0, 3.0)
+    ]
     assert [found.max_within(rcut) for rcut in (4.0, 3.0)] == most
     assert found.max_total == most[0]
-    for e_sel, a_sel, ratios in (("auto", "auto:1.5", (1.1, 1.5)), (90, "auto", (None, 1.1))):
+    for e_sel, a_sel, ratios in (
+        ("auto", "auto:1.5", (1.1, 1.5)),
+        (90, "auto", (None, 1.1)),
+    ):
         config = model_config_from_dict(
             model_section("dpa3", {"e_sel": e_sel, "a_sel": a_sel})
         ).descriptor
@@ -348,7 +412,9 @@ def test_statistics_of_each_part_stand_in_its_own_folder():
     sums = model.descriptor.measure(batch_of(model, (*toy_atoms(0, 7), TRICLINIC)))
     assert set(sums) == set(model.descriptor.sum_names)
     folders = {name.partition("/")[0] for name in sums}
-    assert [len(folder) for folder in folders] == [40] * 3  # SHA-1, as DeePMD-kit names them
+    assert [len(folder) for folder in folders] == [
+        40
+    ] * 3  # SHA-1, as DeePMD-kit names them
     model.descriptor.apply_statistics(sums)
     for name, sel in (("repinit", 60), ("repformer", 40), ("angles", 30)):
         mean = getattr(model.descriptor, name).mean
@@ -358,7 +424,9 @@ def test_statistics_of_each_part_stand_in_its_own_folder():
 
 
 def test_the_spread_of_the_environment_comes_from_the_data_only_if_it_is_not_fixed():
-    (_, fixed), (_, measured) = (toy_model("dpa3", {"fix_stat_std": value}) for value in (0.4, 0.0))
+    (_, fixed), (_, measured) = (
+        toy_model("dpa3", {"fix_stat_std": value}) for value in (0.4, 0.0)
+    )
     batch = batch_of(fixed, (*toy_atoms(), TRICLINIC))
     assert fixed.descriptor.measure(batch) == {}
     sums = measured.descriptor.measure(batch)

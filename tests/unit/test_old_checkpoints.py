@@ -19,7 +19,11 @@ KEPT = sorted(
     for p in (Path(__file__).parents[1] / "golden" / "checkpoints").iterdir()
     if (p / "predictions.npz").exists()
 )
-BANKS = [p for p in KEPT if "averaging" in json.loads((p / "input.json").read_text())["training"]]
+BANKS = [
+    p
+    for p in KEPT
+    if "averaging" in json.loads((p / "input.json").read_text())["training"]
+]
 
 
 def assert_predicts_as_kept(file, kept):
@@ -37,13 +41,25 @@ def continue_run(folder, steps, *options):
     Path("input.json").write_text(json.dumps(config))
     shutil.copy(folder / "model.ckpt-4.pt", ".")
     assert (
-        main(["train", "--restart", "model.ckpt-4.pt", "input.json", "--device", "cpu", *options])
+        main(
+            [
+                "train",
+                "--restart",
+                "model.ckpt-4.pt",
+                "input.json",
+                "--device",
+                "cpu",
+                *options,
+            ]
+        )
         == 0
     )
 
 
 @pytest.mark.parametrize("folder", KEPT, ids=lambda p: p.name)
-@pytest.mark.parametrize("name", ["model.ckpt-4.pt", "model_ema.ckpt-4.pt", "average.dp"])
+@pytest.mark.parametrize(
+    "name", ["model.ckpt-4.pt", "model_ema.ckpt-4.pt", "average.dp"]
+)
 def test_a_file_of_an_earlier_version_predicts_what_it_did(folder, name):
     assert_predicts_as_kept(folder / name, np.load(folder / "predictions.npz"))
 
@@ -76,22 +92,40 @@ def test_a_checkpoint_with_a_removed_layout_is_read_and_restarted(
     monkeypatch.chdir(tmp_path)
     payload = checkpoint.load(folder / "model.ckpt-4.pt")
     old = {"layout": "rank_range"}
-    averages, sections = payload["averages"]["profiles"], payload["config"]["training"]["averaging"]
+    averages, sections = (
+        payload["averages"]["profiles"],
+        payload["config"]["training"]["averaging"],
+    )
     payload["averages"]["profiles"] = {
         name: {**average, **old} for name, average in averages.items()
     }
-    payload["config"]["training"]["averaging"] = [{**section, **old} for section in sections]
+    payload["config"]["training"]["averaging"] = [
+        {**section, **old} for section in sections
+    ]
     (tmp_path / "old").mkdir()
     checkpoint.save(tmp_path / "old" / "model.ckpt-4.pt", payload)
     shutil.copy(folder / "input.json", tmp_path / "old")
     continue_run(tmp_path / "old", 6)
-    assert "layout was rank_range in the checkpoint and is local_shard from now on" in caplog.text
+    assert (
+        "layout was rank_range in the checkpoint and is local_shard from now on"
+        in caplog.text
+    )
     kept = np.load(folder / "predictions.npz")
     for name in {name.rpartition("_")[0] for name in kept if "ckpt-6" in name}:
         assert_predicts_as_kept(name, kept)
     assert main(["show", "model.ckpt-4.pt"]) == 0
     assert (
-        main(["freeze", "-c", "model.ckpt-4.pt", "--average", next(iter(averages)), "-o", "a.dp"])
+        main(
+            [
+                "freeze",
+                "-c",
+                "model.ckpt-4.pt",
+                "--average",
+                next(iter(averages)),
+                "-o",
+                "a.dp",
+            ]
+        )
         == 0
     )
 
@@ -110,7 +144,10 @@ def test_a_checkpoint_with_a_removed_option_is_restarted(
 ):
     monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO", "deepmd_ema")
-    payload, (section, option) = checkpoint.load(KEPT[-1] / "model.ckpt-4.pt"), place.split(".")
+    payload, (section, option) = (
+        checkpoint.load(KEPT[-1] / "model.ckpt-4.pt"),
+        place.split("."),
+    )
     payload["config"][section] = {**payload["config"][section], option: value}
     if value == "P:LIMITS":
         payload["best"] = {"live": {"metric": value, "records": [[3.0, 2]]}}

@@ -44,7 +44,9 @@ def gathering(request, monkeypatch):
     """Both ways to gather: a CPU reads rows and adds up in order, a graph or a GPU writes them into
     slots.
     """
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: request.param == "compiled")
+    monkeypatch.setattr(
+        torch.compiler, "is_compiling", lambda: request.param == "compiled"
+    )
 
 
 @pytest.mark.parametrize("name", ["silu", "silut:1"])
@@ -60,19 +62,34 @@ def test_activations_have_the_second_derivatives_of_the_reference(name, monkeypa
         results.append(
             [
                 grad,
-                *torch.autograd.grad((grad * draw(*x.shape, seed=9).detach()).sum(), [x, weight]),
+                *torch.autograd.grad(
+                    (grad * draw(*x.shape, seed=9).detach()).sum(), [x, weight]
+                ),
             ]
         )
     for cpu, reference in zip(*results, strict=True):
         close(cpu, reference)
-    assert torch.autograd.gradgradcheck(lambda x: CPU.activated(x, function), (draw(2, 3),))
+    assert torch.autograd.gradgradcheck(
+        lambda x: CPU.activated(x, function), (draw(2, 3),)
+    )
 
 
 def test_functions_of_a_gpu_have_the_second_derivatives_of_the_reference():
-    x, rows, weight, bias = draw(5, 4, 8), draw(5, 4, 3, seed=1), draw(8, seed=2), draw(8, seed=3)
+    x, rows, weight, bias = (
+        draw(5, 4, 8),
+        draw(5, 4, 3, seed=1),
+        draw(8, seed=2),
+        draw(8, seed=3),
+    )
     cases = {
-        "symmetrized": lambda ops: (lambda x, rows: ops.symmetrized(x, rows, 3), (x, rows)),
-        "normalised": lambda ops: (lambda x: ops.normalised(x, weight, bias, 1e-5), (x,)),
+        "symmetrized": lambda ops: (
+            lambda x, rows: ops.symmetrized(x, rows, 3),
+            (x, rows),
+        ),
+        "normalised": lambda ops: (
+            lambda x: ops.normalised(x, weight, bias, 1e-5),
+            (x,),
+        ),
         "activated": lambda ops: (lambda x: ops.activated(x, activation("silu")), (x,)),
     }
     for case in cases.values():
@@ -81,7 +98,9 @@ def test_functions_of_a_gpu_have_the_second_derivatives_of_the_reference():
             function, inputs = case(ops)
             value, vjp = torch.func.vjp(function, *inputs)
             grads = vjp(draw(*value.shape, seed=8).detach())
-            total = sum((grad * draw(*grad.shape, seed=9).detach()).sum() for grad in grads)
+            total = sum(
+                (grad * draw(*grad.shape, seed=9).detach()).sum() for grad in grads
+            )
             results.append([value, *grads, *torch.autograd.grad(total, inputs)])
         for gpu, reference in zip(*results, strict=True):
             close(gpu, reference)
@@ -104,16 +123,23 @@ def test_sums_over_neighbors_do_not_depend_on_the_number_of_threads():
     try:
         for number in (1, 2, 7, 7):
             torch.set_num_threads(number)
-            gradients += torch.autograd.grad(gather_neighbors(node, neighbor, reverse), node, grad)
+            gradients += torch.autograd.grad(
+                gather_neighbors(node, neighbor, reverse), node, grad
+            )
             sums.append(sum_over_reverse(grad, neighbor, reverse))
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(found[0], other) for found in (gradients, sums) for other in found[1:])
+    assert all(
+        torch.equal(found[0], other)
+        for found in (gradients, sums)
+        for other in found[1:]
+    )
 
 
 @pytest.mark.parametrize("cells", [["triclinic"], ["tiny", "open"], ["open"]])
 @pytest.mark.parametrize(
-    ("rcut", "most"), [(4.0, None), (3.0, None), (4.0, 5), (2.2, 5), (3.0, 500), (0.1, 7)]
+    ("rcut", "most"),
+    [(4.0, None), (3.0, None), (4.0, 5), (2.2, 5), (3.0, 500), (0.1, 7)],
 )
 def test_a_view_holds_the_nearest_neighbors_within_its_cutoff(cells, rcut, most):
     batch = batch_by_distance(*cells)
@@ -121,7 +147,9 @@ def test_a_view_holds_the_nearest_neighbors_within_its_cutoff(cells, rcut, most)
     num_atoms, total = batch.neighbor.shape
     width = total if most is None else min(most, total)
     assert neighborhood.neighbor.shape == (num_atoms, width)
-    torch.testing.assert_close(neighborhood.vector, batch.vector[:, :width], rtol=0, atol=0)
+    torch.testing.assert_close(
+        neighborhood.vector, batch.vector[:, :width], rtol=0, atol=0
+    )
     distance = torch.linalg.vector_norm(batch.vector, dim=-1)
     uses = [[] for _ in range(num_atoms)]
     for i in range(num_atoms):
@@ -139,7 +167,9 @@ def test_a_view_holds_the_nearest_neighbors_within_its_cutoff(cells, rcut, most)
             uses[int(batch.neighbor[i, k])].append(i * width + k)
     assert (neighborhood.neighbor[~neighborhood.mask] == num_atoms).all()
     for j, slots in enumerate(uses):
-        assert [r for r in neighborhood.reverse[j].tolist() if r != num_atoms * width] == slots
+        assert [
+            r for r in neighborhood.reverse[j].tolist() if r != num_atoms * width
+        ] == slots
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -41,9 +41,13 @@ def network(frozen=()):
     shapes = {"weight": (6, 5), "1.weight": (5, 7), "bias": (5,), "1.bias": (7,)}
     names = [f"{part}.{name}" for part in ("first", "second") for name in shapes]
     values = {
-        n: torch.randn(shapes[n.split(".", 1)[1]], generator=generator).double() for n in names
+        n: torch.randn(shapes[n.split(".", 1)[1]], generator=generator).double()
+        for n in names
     }
-    return {n: nn.Parameter(value, requires_grad=n not in frozen) for n, value in values.items()}
+    return {
+        n: nn.Parameter(value, requires_grad=n not in frozen)
+        for n, value in values.items()
+    }
 
 
 def build(kind, named, **options):
@@ -66,22 +70,33 @@ def train(optimizer, named, steps, rate=RATE, found_inf=0.0):
 def everything(optimizer, named):
     """Return copies of all weights and all state."""
     return copy.deepcopy(
-        [{n: p.detach() for n, p in named.items()}, optimizer_state(optimizer, named.items())]
+        [
+            {n: p.detach() for n, p in named.items()},
+            optimizer_state(optimizer, named.items()),
+        ]
     )
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("Adam", {"weight_decay": 0.1, "adam_beta1": 0.8}), ("AdamW", {"adam_beta2": 0.99})],
+    [
+        ("Adam", {"weight_decay": 0.1, "adam_beta1": 0.8}),
+        ("AdamW", {"adam_beta2": 0.99}),
+    ],
 )
 def test_steps_equal_those_of_torch_without_fusing(kind, options):
     named, reference = network(), network()
-    optimizer, config = build(kind, named, **options), getattr(sections, f"{kind}Config")(**options)
+    optimizer, config = (
+        build(kind, named, **options),
+        getattr(sections, f"{kind}Config")(**options),
+    )
     betas, how = (
         (config.adam_beta1, config.adam_beta2),
         {"weight_decay": config.weight_decay, "foreach": False},
     )
-    plain = getattr(torch.optim, kind)(reference.values(), lr=RATE, betas=betas, eps=1e-8, **how)
+    plain = getattr(torch.optim, kind)(
+        reference.values(), lr=RATE, betas=betas, eps=1e-8, **how
+    )
     for step in range(5):
         train(optimizer, named, [step])
         for name, p in reference.items():
@@ -112,7 +127,10 @@ def test_state_by_name_continues_to_the_last_bit_also_in_other_groups(kind, tmp_
     optimizer = build(kind, named)
     train(optimizer, named, range(3))
     torch.save(optimizer_state(optimizer, named.items()), tmp_path / "state.pt")
-    state, other = torch.load(tmp_path / "state.pt", weights_only=True), copy.deepcopy(named)
+    state, other = (
+        torch.load(tmp_path / "state.pt", weights_only=True),
+        copy.deepcopy(named),
+    )
     restored, regrouped = (
         build(kind, other),
         build(kind, other, groups=[Group(pattern="*.1.*", lr_scale=2)]),
@@ -126,7 +144,9 @@ def test_state_by_name_continues_to_the_last_bit_also_in_other_groups(kind, tmp_
 
 
 @pytest.mark.parametrize("kind", KINDS[2:])
-def test_updates_do_not_depend_on_how_many_entries_are_updated_at_once(kind, monkeypatch):
+def test_updates_do_not_depend_on_how_many_entries_are_updated_at_once(
+    kind, monkeypatch
+):
     named, other = network(), network()
     train(build(kind, named), named, range(3))
     monkeypatch.setitem(guarded.BATCH_ENTRIES, "cpu", 10)
@@ -142,20 +162,27 @@ def test_state_of_other_parameters_is_refused_by_name_and_changes_nothing():
     state["state"]["first.bias"]["exp_avg"] = torch.ones(9)
     state["state"]["first.weight"]["exp_avg"] += 1
     with pytest.raises(
-        CheckpointError, match=r"of another shape: first.bias.exp_avg is \(9,\) there, \(5,\) here"
+        CheckpointError,
+        match=r"of another shape: first.bias.exp_avg is \(9,\) there, \(5,\) here",
     ):
         load_optimizer_state(optimizer, named.items(), state)
     assert not optimizer.state[named["first.weight"]]["exp_avg"].any()
 
 
 def test_clipping_scales_all_gradients_to_the_norm():
-    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    first, second = (
+        nn.Parameter(torch.zeros(2)),
+        nn.Parameter(torch.zeros(2, dtype=torch.float64)),
+    )
     for limit, scale in ((None, 1), (1e6, 1), (1.0, 0.2)):
         first.grad, second.grad = (
             torch.tensor([3.0, 0.0]),
             torch.tensor([0.0, 4.0], dtype=torch.float64),
         )
-        assert clip_gradients([first, second, nn.Parameter(torch.ones(1))], limit).item() == 5
+        assert (
+            clip_gradients([first, second, nn.Parameter(torch.ones(1))], limit).item()
+            == 5
+        )
         assert (first.grad[0].item(), second.grad[1].item()) == pytest.approx(
             (3 * scale, 4 * scale)
         )
@@ -181,8 +208,12 @@ def test_a_group_is_updated_as_by_an_optimizer_of_its_own(kind):
 
 def test_a_parameter_that_tasks_share_is_matched_by_each_of_its_names():
     config = config_from_dict(input_of("all"))
-    models = build_models({name: task.model for name, task in config.tasks.items()}, config.links)
-    shared, rest = split_by_pattern([Group(pattern="ice.descriptor.*")], models.first_names())
+    models = build_models(
+        {name: task.model for name, task in config.tasks.items()}, config.links
+    )
+    shared, rest = split_by_pattern(
+        [Group(pattern="ice.descriptor.*")], models.first_names()
+    )
     assert shared
     assert all(name.startswith("water.descriptor.") for name in shared)
     assert rest
@@ -205,7 +236,9 @@ def run(tmp_path, monkeypatch, water_like, capsys):
             "training__disp_freq": 1,
             **changes,
         }
-        config = tiny_input([water_like], num_steps=4, model__descriptor__sel="auto", **options)
+        config = tiny_input(
+            [water_like], num_steps=4, model__descriptor__sel="auto", **options
+        )
         (tmp_path / "input.json").write_text(json.dumps(config))
         code = cli.main([*words, "input.json"])
         found = capsys.readouterr()
@@ -214,12 +247,15 @@ def run(tmp_path, monkeypatch, water_like, capsys):
     return called
 
 
-def test_a_run_has_the_rates_of_its_groups_and_a_restart_continues_it_to_the_last_bit(run):
+def test_a_run_has_the_rates_of_its_groups_and_a_restart_continues_it_to_the_last_bit(
+    run,
+):
     code, text = run(GROUPS, "train")
     assert code == 0
     assert "optimizer AdamW, weight decay 0.001, 1 group of parameters" in text
     assert (
-        " group descriptor.*: 192 trained parameters, learning rate x 0.1, weight decay 0\n" in text
+        " group descriptor.*: 192 trained parameters, learning rate x 0.1, weight decay 0\n"
+        in text
     )
     assert " group others: 706 trained parameters\n" in text
     grouped, whole = load("model.ckpt-2.pt")["model"], load("model.ckpt-4.pt")
@@ -241,12 +277,16 @@ def test_a_run_has_the_rates_of_its_groups_and_a_restart_continues_it_to_the_las
         rates, np.genfromtxt("lcurve.out", names=True)["lr"]
     )  # those of the schedule
     assert not any(
-        torch.equal(grouped[name], plain[name]) for name in plain if name.endswith("0.weight")
+        torch.equal(grouped[name], plain[name])
+        for name in plain
+        if name.endswith("0.weight")
     )
 
 
 @pytest.mark.parametrize("command", ["train", "check"])
-def test_patterns_that_match_nothing_end_a_command_with_names_that_there_are(run, command):
+def test_patterns_that_match_nothing_end_a_command_with_names_that_there_are(
+    run, command
+):
     code, text = run([{"pattern": "descriptors.*"}, {"pattern": "fitting"}], command)
     assert code == 2
     said = (

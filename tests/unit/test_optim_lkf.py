@@ -35,7 +35,11 @@ def golden():
 
 
 def numbered(golden, prefix):
-    names = [name for name in golden if name.startswith(prefix) and name[len(prefix) :].isdigit()]
+    names = [
+        name
+        for name in golden
+        if name.startswith(prefix) and name[len(prefix) :].isdigit()
+    ]
     return [golden[f"{prefix}{k}"] for k in range(len(names))]
 
 
@@ -49,14 +53,18 @@ def parameters(golden):
 def measurement(golden, k):
     divisor = golden[f"filter/divisor/{k}"]
     gradients = [
-        golden[f"filter/g/{i}/{k}"] / divisor for i in range(len(numbered(golden, "filter/w/")))
+        golden[f"filter/g/{i}/{k}"] / divisor
+        for i in range(len(numbered(golden, "filter/w/")))
     ]
     return gradients, golden[f"filter/error/{k}"]
 
 
 def everything(named, lkf):
     state = lkf.state_dict()
-    return [p.detach().clone() for _, p in named] + [state["memory"], *state["covariances"]]
+    return [p.detach().clone() for _, p in named] + [
+        state["memory"],
+        *state["covariances"],
+    ]
 
 
 def test_updates_are_those_of_deepmd_kit_also_after_one_called_off_and_from_a_saved_state(
@@ -67,7 +75,9 @@ def test_updates_are_those_of_deepmd_kit_also_after_one_called_off_and_from_a_sa
     for k in range(2):
         lkf.update(*measurement(golden, k), GOOD)
     before = everything(named, lkf)
-    lkf.update([g * torch.nan for g in measurement(golden, 2)[0]], torch.tensor(torch.inf), BAD)
+    lkf.update(
+        [g * torch.nan for g in measurement(golden, 2)[0]], torch.tensor(torch.inf), BAD
+    )
     assert all(torch.equal(a, b) for a, b in zip(before, everything(named, lkf)))
     torch.save(lkf.state_dict(), tmp_path / "state.pt")
     others = [(name, nn.Parameter(p.detach().clone())) for name, p in named]
@@ -77,7 +87,8 @@ def test_updates_are_those_of_deepmd_kit_also_after_one_called_off_and_from_a_sa
         lkf.update(*measurement(golden, k), GOOD)
         restored.update(*measurement(golden, k), GOOD)
     assert all(
-        torch.equal(a, b) for a, b in zip(everything(named, lkf), everything(others, restored))
+        torch.equal(a, b)
+        for a, b in zip(everything(named, lkf), everything(others, restored))
     )
     for (name, p), start, after in zip(
         named, numbered(golden, "filter/w/"), numbered(golden, "filter/after/")
@@ -90,7 +101,11 @@ def test_covariances_stay_symmetric_to_the_last_bit():
     generator, dtype = torch.Generator().manual_seed(2), torch.float32
     sizes = (7, 64, 33)
     lkf = LKF(
-        [(f"p{k}", nn.Parameter(torch.zeros(n, dtype=dtype))) for k, n in enumerate(sizes)], 64
+        [
+            (f"p{k}", nn.Parameter(torch.zeros(n, dtype=dtype)))
+            for k, n in enumerate(sizes)
+        ],
+        64,
     )
     for _ in range(20):
         gradients = [torch.randn(n, generator=generator, dtype=dtype) for n in sizes]
@@ -108,15 +123,21 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(golden):
     fresh = LKF(parameters(golden), 12)
     before = everything([], fresh)
     with pytest.raises(
-        CheckpointError, match=r"blocks of up to 10 weights, optimizer\.kf_blocksize makes"
+        CheckpointError,
+        match=r"blocks of up to 10 weights, optimizer\.kf_blocksize makes",
     ):
         fresh.load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"it is of Adam, optimizer\.type is LKF"):
         fresh.load_state_dict({"type": "Adam", "state": {}})
     renamed = dict(
-        state, parameters={("other" if k == "p0" else k): v for k, v in state["parameters"].items()}
+        state,
+        parameters={
+            ("other" if k == "p0" else k): v for k, v in state["parameters"].items()
+        },
     )
-    with pytest.raises(CheckpointError, match="other parameters than this model's: other, p0"):
+    with pytest.raises(
+        CheckpointError, match="other parameters than this model's: other, p0"
+    ):
         fresh.load_state_dict(renamed)
     assert all(torch.equal(a, b) for a, b in zip(before, everything([], fresh)))
 
@@ -131,7 +152,10 @@ def test_errors_go_down_and_a_restart_is_the_same_run_to_the_last_bit(kind, star
     }
     options = {"optimizer": KINDS[kind], "training__save_freq": 30, **rates}
     folder = start("run", 60, options)
-    rows, whole = np.genfromtxt(folder / "lcurve.out", names=True), load("model.ckpt-60.pt")
+    rows, whole = (
+        np.genfromtxt(folder / "lcurve.out", names=True),
+        load("model.ckpt-60.pt"),
+    )
     for name in ("rmse_e_trn", "rmse_f_trn"):
         first, last = rows[name][:3].mean(), rows[name][-3:].mean()
         assert last < 0.8 * first, (name, first, last)
@@ -146,12 +170,17 @@ class Itself(nn.Module):
 
     def __init__(self, energy, force, poison=None):
         super().__init__()
-        self.energy, self.force = nn.Parameter(energy.clone()), nn.Parameter(force.clone())
+        self.energy, self.force = (
+            nn.Parameter(energy.clone()),
+            nn.Parameter(force.clone()),
+        )
         self.poison, self.calls = poison, 0
 
     def forward(self, batch, need_virial=False):
         self.calls += 1
-        force = self.force.flatten(0, 1) * (torch.inf if self.calls == self.poison else 1)
+        force = self.force.flatten(0, 1) * (
+            torch.inf if self.calls == self.poison else 1
+        )
         return {ENERGY: self.energy.flatten() * 1, FORCE: force}
 
 
@@ -176,7 +205,10 @@ def measured(golden):
     counts = torch.stack(numbered(golden, "wrapper/counts/"))
     atoms = counts.shape[1]
     numbers = torch.stack(
-        [(torch.repeat_interleave(torch.arange(atoms), c) + 0.5) / atoms for c in counts]
+        [
+            (torch.repeat_interleave(torch.arange(atoms), c) + 0.5) / atoms
+            for c in counts
+        ]
     )
     return (
         model,
@@ -188,12 +220,19 @@ def measured(golden):
 
 def kalman_step(model, **factors):
     optimizer = LKFConfig(
-        kf_blocksize=100, **(factors or {"kf_start_pref_e": 1.5, "kf_limit_pref_e": 1.5})
+        kf_blocksize=100,
+        **(factors or {"kf_start_pref_e": 1.5, "kf_limit_pref_e": 1.5}),
     )
-    config = SimpleNamespace(optimizer=optimizer, learning_rate=ExpScheduleConfig(start_lr=1.0))
-    model.tasks_of_parameters = lambda: {name: [""] for name, _ in model.named_parameters()}
+    config = SimpleNamespace(
+        optimizer=optimizer, learning_rate=ExpScheduleConfig(start_lr=1.0)
+    )
+    model.tasks_of_parameters = lambda: {
+        name: [""] for name, _ in model.named_parameters()
+    }
     loss = EnergyLoss(EnerLossConfig(), 1.0, World())
-    task = SimpleNamespace(models=lambda _, batch, **how: model(batch, **how), loss=loss, name="")
+    task = SimpleNamespace(
+        models=lambda _, batch, **how: model(batch, **how), loss=loss, name=""
+    )
     return task, KalmanStep(SimpleNamespace(models=model, config=config, seed=0), 10)
 
 
@@ -234,7 +273,9 @@ def test_frames_of_other_sizes_count_per_atom_and_choose_their_own_atoms():
     (gradient,) = torch.autograd.grad(scalar, force)
     # atoms 0 and 1 of the first frame, 0 and 2 of the second; errors are all negative: labels are
     # zero
-    expected = torch.tensor([1 / 2, 1 / 2, 1 / 3, 0, 1 / 3], dtype=torch.float64)[:, None] / 6
+    expected = (
+        torch.tensor([1 / 2, 1 / 2, 1 / 3, 0, 1 / 3], dtype=torch.float64)[:, None] / 6
+    )
     signs = torch.where(force > 0, -1, 1)
     torch.testing.assert_close(gradient, expected * signs)
     means = [force[[0, 1]].mean().item() / 2, force[[2, 4]].mean().item() / 3]

@@ -41,10 +41,15 @@ def parameters(dtype=torch.float64):
         for name, value in arrays.items()
         if name.startswith("w/")
     }
-    steps = 1 + max(int(name.rpartition("/")[2]) for name in arrays if name.startswith("g/"))
+    steps = 1 + max(
+        int(name.rpartition("/")[2]) for name in arrays if name.startswith("g/")
+    )
     return (
         start,
-        [{name: arrays[f"g/{name}/{k}"].to(dtype) for name in start} for k in range(steps)],
+        [
+            {name: arrays[f"g/{name}/{k}"].to(dtype) for name in start}
+            for k in range(steps)
+        ],
         arrays,
     )
 
@@ -82,9 +87,15 @@ def test_updates_are_those_of_deepmd_kit(case):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_without_gradient_or_with_zeros_stays_finite(kind):
     named, gradients, _ = parameters(torch.float32)
-    optimizer = build_optimizer(getattr(sections, f"{kind}Config")(weight_decay=0.0), named)
+    optimizer = build_optimizer(
+        getattr(sections, f"{kind}Config")(weight_decay=0.0), named
+    )
     before = {name: p.detach().clone() for name, p in named.items()}
-    take(optimizer, named, {name: torch.zeros_like(g) for name, g in gradients[0].items()})
+    take(
+        optimizer,
+        named,
+        {name: torch.zeros_like(g) for name, g in gradients[0].items()},
+    )
     assert all(torch.equal(p, before[name]) for name, p in named.items())
     for p in named.values():
         p.grad = None

@@ -52,7 +52,10 @@ def weights_of(rates, r):
     r, as a product.
     """
     largest = [max(rates[: k + 1]) for k in range(len(rates))]
-    return [rate**2 * math.gamma(k + 1 + r) / math.gamma(k + 1) for k, rate in enumerate(largest)]
+    return [
+        rate**2 * math.gamma(k + 1 + r) / math.gamma(k + 1)
+        for k, rate in enumerate(largest)
+    ]
 
 
 def reference(start, rates, gradients, b1, b2, decay, r):
@@ -76,7 +79,9 @@ def reference(start, rates, gradients, b1, b2, decay, r):
 @pytest.mark.parametrize(("warmup", "first"), [(0, 0.0), (1, 0.0), (6, 0.25)])
 @pytest.mark.parametrize(("decay", "r"), [(0.0, 0.0), (0.02, 2.5), (0.0, 12.0)])
 def test_x_y_and_z_are_those_of_the_paper(decay, r, warmup, first):
-    config = AdamWScheduleFreeConfig(adam_beta1=0.85, adam_beta2=0.99, weight_decay=decay, r=r)
+    config = AdamWScheduleFreeConfig(
+        adam_beta1=0.85, adam_beta2=0.99, weight_decay=decay, r=r
+    )
     rate = build_schedule(
         ExpScheduleConfig(
             start_lr=0.02,
@@ -92,7 +97,11 @@ def test_x_y_and_z_are_those_of_the_paper(decay, r, warmup, first):
         nn.ParameterDict(named),
         [
             ScheduleFreeProfile(
-                "x", adam_beta1=0.85, warmup_steps=warmup, warmup_start_factor=first, r=r
+                "x",
+                adam_beta1=0.85,
+                warmup_steps=warmup,
+                warmup_start_factor=first,
+                r=r,
             )
         ],
     )
@@ -102,7 +111,9 @@ def test_x_y_and_z_are_those_of_the_paper(decay, r, warmup, first):
         [gradients_of(step, named) for step in range(30)],
     )
     for step in range(30):
-        gradients[step]["bias"] = None if step % 3 == 1 else gradients[step]["bias"]  # another task
+        gradients[step]["bias"] = (
+            None if step % 3 == 1 else gradients[step]["bias"]
+        )  # another task
         for name, p in named.items():
             p.grad = gradients[step][name]
         set_learning_rate(optimizer, rates[step])
@@ -111,12 +122,22 @@ def test_x_y_and_z_are_those_of_the_paper(decay, r, warmup, first):
     averaged = bank.weights("x")
     for name, p in named.items():
         expected = reference(
-            network()[name].detach(), rates, [g[name] for g in gradients], 0.85, 0.99, decay, r
+            network()[name].detach(),
+            rates,
+            [g[name] for g in gradients],
+            0.85,
+            0.99,
+            decay,
+            r,
         )
         found = {"x": averaged[name], "y": p.detach(), "z": optimizer.state[p]["z"]}
         for point, value in found.items():
             torch.testing.assert_close(
-                value, expected[point], rtol=SAME_MATH, atol=SAME_MATH, msg=f"{name} {point}"
+                value,
+                expected[point],
+                rtol=SAME_MATH,
+                atol=SAME_MATH,
+                msg=f"{name} {point}",
             )
         assert (averaged[name] - p).abs().max() > (1e-3 if r < 5 else 1e-4)
 
@@ -130,15 +151,21 @@ def test_the_averaged_point_is_added_to_the_averages_of_an_input_once():
     assert [a.type for a in others] == [
         a.type for a in config_from_dict(spoiled({})).training.averaging
     ]
-    own = {**values, "training.averaging": [{"name": "x", "type": "schedule_free", "lcurve": True}]}
+    own = {
+        **values,
+        "training.averaging": [{"name": "x", "type": "schedule_free", "lcurve": True}],
+    }
     found = [
-        a for a in config_from_dict(spoiled(own)).training.averaging if a.type == "schedule_free"
+        a
+        for a in config_from_dict(spoiled(own)).training.averaging
+        if a.type == "schedule_free"
     ]
     assert [(a.name, a.lcurve) for a in found] == [("x", True)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "stop", "warned"), [("exp", 1e-3, False), ("exp", 1e-5, True), ("invsqrt", 1e-3, True)]
+    ("kind", "stop", "warned"),
+    [("exp", 1e-3, False), ("exp", 1e-5, True), ("invsqrt", 1e-3, True)],
 )
 def test_a_rate_that_falls_is_warned_about(kind, stop, warned):
     rate = {"type": kind, "start_lr": 1e-3, "stop_lr": stop}
@@ -161,7 +188,9 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid):
     )
 
 
-def test_the_averaged_point_is_saved_and_validated_and_continues_under_other_names(start):
+def test_the_averaged_point_is_saved_and_validated_and_continues_under_other_names(
+    start,
+):
     points = [
         {"name": "a", "decay": 0.9},
         {"name": "b", "type": "schedule_free", "full_validation": True},
@@ -178,9 +207,16 @@ def test_the_averaged_point_is_saved_and_validated_and_continues_under_other_nam
     points = [
         {"name": name, "type": "schedule_free"} for name in ("a", "c")
     ]  # a was another average
-    start("run", 20, {"training__averaging": points, **options}, restart="model.ckpt-10.pt")
+    start(
+        "run",
+        20,
+        {"training__averaging": points, **options},
+        restart="model.ckpt-10.pt",
+    )
     again = load("model.ckpt-20.pt")
     for part in ("model", "optimizer"):
         assert_same(whole[part], again[part])
     for name in ("a", "c"):
-        assert_same(again["averages"]["profiles"][name], whole["averages"]["profiles"]["b"])
+        assert_same(
+            again["averages"]["profiles"][name], whole["averages"]["profiles"]["b"]
+        )

@@ -15,9 +15,16 @@ from deepmd_ema.optim.build import build_optimizer, guarded_step, set_learning_r
 from deepmd_ema.training.modes import launches_graphs, why_no_graphs
 
 LR = 0.01
-SAME_MATH = 1e-9  # bases are of covariances with a ridge of 1e-6, which amplifies rounding
+SAME_MATH = (
+    1e-9  # bases are of covariances with a ridge of 1e-6, which amplifies rounding
+)
 IN_FLOAT32 = 1e-6  # Adam of vectors
-OPTIONS = {"adam_beta1": 0.9, "adam_beta2": 0.97, "shampoo_beta": 0.8, "weight_decay": 0.05}
+OPTIONS = {
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.97,
+    "shampoo_beta": 0.8,
+    "weight_decay": 0.05,
+}
 
 
 def network():
@@ -25,7 +32,13 @@ def network():
     and a vector.
     """
     generator = torch.Generator().manual_seed(4)
-    shapes = {"a": (6, 4), "b": (6, 4), "wide": (3, 9), "cube": (3, 2, 4), "thin": (1, 5, 3)}
+    shapes = {
+        "a": (6, 4),
+        "b": (6, 4),
+        "wide": (3, 9),
+        "cube": (3, 2, 4),
+        "thin": (1, 5, 3),
+    }
     shapes |= {"bias": (7,), "col": (5, 1)}
     return {
         name: nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64))
@@ -59,15 +72,26 @@ def reference(weights, gradients, frequency, longest=1000):
         g = gradient.reshape(w.shape)
         mean = b1 * mean + (1 - b1) * g
         square = b2 * square + (1 - b2) * (u.T @ g @ v) ** 2
-        direction = (u.T @ mean @ v) / (1 - b1**t) / ((square / (1 - b2**t)).sqrt() + 1e-8)
+        direction = (
+            (u.T @ mean @ v) / (1 - b1**t) / ((square / (1 - b2**t)).sqrt() + 1e-8)
+        )
         w = (1 - LR * decay) * w - LR * u @ direction @ v.T
-        sides = [bs * s + (1 - bs) * product for s, product in zip(sides, (g @ g.T, g.T @ g))]
+        sides = [
+            bs * s + (1 - bs) * product for s, product in zip(sides, (g @ g.T, g.T @ g))
+        ]
         if t <= frequency or t % frequency == 0:
             bases = []
             for side, basis in zip(sides, (u, v)):
-                ridge = 1e-6 * side.trace() / len(side) * torch.eye(len(side), dtype=w.dtype)
+                ridge = (
+                    1e-6
+                    * side.trace()
+                    / len(side)
+                    * torch.eye(len(side), dtype=w.dtype)
+                )
                 bases.append(
-                    basis if len(side) > longest else torch.linalg.qr((side + ridge) @ basis)[0]
+                    basis
+                    if len(side) > longest
+                    else torch.linalg.qr((side + ridge) @ basis)[0]
                 )
             u, v = bases
     return w.reshape(weights.shape), u, v
@@ -77,13 +101,17 @@ def reference(weights, gradients, frequency, longest=1000):
 @pytest.mark.parametrize("longest", [1000, 8, 5])
 def test_matrices_are_updated_by_the_algorithm(frequency, longest):
     named = network()
-    config = SOAPConfig(**OPTIONS, precondition_frequency=frequency, max_precond_dim=longest)
+    config = SOAPConfig(
+        **OPTIONS, precondition_frequency=frequency, max_precond_dim=longest
+    )
     optimizer = build_optimizer(config, named)
     for number in range(1, 14):
         take(optimizer, named, number)
     for name in ("a", "b", "wide", "cube", "thin"):
         gradients = [gradients_of(number, named)[name] for number in range(1, 14)]
-        expected, u, v = reference(network()[name].detach(), gradients, frequency, longest)
+        expected, u, v = reference(
+            network()[name].detach(), gradients, frequency, longest
+        )
         torch.testing.assert_close(
             named[name].detach(), expected, rtol=SAME_MATH, atol=SAME_MATH, msg=name
         )
@@ -91,7 +119,9 @@ def test_matrices_are_updated_by_the_algorithm(frequency, longest):
             assert (side in optimizer.state[named[name]]) == (len(basis) <= longest)
             if len(basis) <= longest:
                 found = optimizer.state[named[name]][f"{side}_basis"]
-                torch.testing.assert_close(found, basis, rtol=1e-6, atol=1e-6, msg=f"{name} {side}")
+                torch.testing.assert_close(
+                    found, basis, rtol=1e-6, atol=1e-6, msg=f"{name} {side}"
+                )
 
 
 def test_vectors_are_updated_as_by_adamw():
@@ -141,5 +171,10 @@ def test_steps_on_a_gpu_are_launched_as_cuda_graphs_where_nothing_forbids_it(
 ):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     config = config_from_dict(spoiled(options))
-    assert launches_graphs(config, SimpleNamespace(device=torch.device("cuda"), size=1)) is launches
-    assert not launches_graphs(config, SimpleNamespace(device=torch.device("cpu"), size=1))
+    assert (
+        launches_graphs(config, SimpleNamespace(device=torch.device("cuda"), size=1))
+        is launches
+    )
+    assert not launches_graphs(
+        config, SimpleNamespace(device=torch.device("cpu"), size=1)
+    )

@@ -64,7 +64,10 @@ class PairModel:
             energies.append(energy.sum())
             forces.append(force)
         return Prediction(
-            np.array(energies), np.array(forces), np.zeros((len(energies), 9)), np.zeros((1, 1))
+            np.array(energies),
+            np.array(forces),
+            np.zeros((len(energies), 9)),
+            np.zeros((1, 1)),
         )
 
 
@@ -137,16 +140,19 @@ def test_the_report_names_what_fails():
     for steps, verdict in ((50, None), (PhysicsOptions().md_steps, True)):
         good = physics_of(PairModel(rcut=12.0), frames, PhysicsOptions(md_steps=steps))
         assert steps != 50 or not good.failed
-        assert ("the dynamics are too short for a verdict, which takes 1 ps" in good.text()) == (
-            verdict is None
-        )
+        assert (
+            "the dynamics are too short for a verdict, which takes 1 ps" in good.text()
+        ) == (verdict is None)
         verdicts = [
-            row.ok for row in good.rows if row.quantity.startswith(("NVE", "time to failure"))
+            row.ok
+            for row in good.rows
+            if row.quantity.startswith(("NVE", "time to failure"))
         ]
         assert all((ok is None) == (verdict is None) for ok in verdicts)
     bad = physics_of(PairModel(with_bump), frames, PhysicsOptions(md_steps=50))
     assert any(
-        row.quantity == "extrema beyond one well, Cu-Cu" and row.value == 2 for row in bad.failed
+        row.quantity == "extrema beyond one well, Cu-Cu" and row.value == 2
+        for row in bad.failed
     )
     assert "FAILED" in bad.text()
 
@@ -161,7 +167,9 @@ def tested(here, tmp_path, capsys):
     capsys.readouterr()
 
     def run(*words):
-        code = main(["test", "-m", "run/model.ckpt.pt", "-s", "data", "--device", "cpu", *words])
+        code = main(
+            ["test", "-m", "run/model.ckpt.pt", "-s", "data", "--device", "cpu", *words]
+        )
         return code, *capsys.readouterr()
 
     return run
@@ -178,7 +186,9 @@ def test_the_command_prints_a_table_with_limits_or_one_document(tested):
         "extrema beyond",
     ):
         assert quantity in table
-    code, out, _ = tested("--physics", "--md-steps", "20", "--time-step", "0.25", "--json")
+    code, out, _ = tested(
+        "--physics", "--md-steps", "20", "--time-step", "0.25", "--json"
+    )
     found = json.loads(out)
     assert code == 0
     assert found["errors"]["num_frames"] == 3

@@ -29,7 +29,9 @@ def every_tenth(steps, *sigma_rels, count=10, start=0, every=1):
     """Return averages kept ``count`` times up to ``steps``."""
     each = (steps - start) // every // count
     return [
-        Track(gamma_of(s), each * n, start, every) for n in range(1, count + 1) for s in sigma_rels
+        Track(gamma_of(s), each * n, start, every)
+        for n in range(1, count + 1)
+        for s in sigma_rels
     ]
 
 
@@ -39,7 +41,9 @@ def test_the_shares_of_a_long_run_keep_their_digits():
     """
     shares = shares_of(Track(200.0, 10_000_000))
     assert shares.sum() == pytest.approx(1, abs=1e-12)
-    assert shares[-1] == pytest.approx(-np.expm1(201 * np.log1p(-1e-7)), rel=EXACT, abs=0)
+    assert shares[-1] == pytest.approx(
+        -np.expm1(201 * np.log1p(-1e-7)), rel=EXACT, abs=0
+    )
     assert Track(16.97, 10**12).mean_age() == pytest.approx(10**12 / 18.97)
 
 
@@ -61,16 +65,21 @@ def made_and_wanted(tracks, one):
     """
     walk = np.cumsum(np.random.default_rng(1).normal(size=(tracks[-1].end, 20)), 0)
     averages = [
-        shares_of(t) @ walk[t.start + t.every - 1 : t.end : t.every] for t in (*tracks, one.target)
+        shares_of(t) @ walk[t.start + t.every - 1 : t.end : t.every]
+        for t in (*tracks, one.target)
     ]
-    return np.linalg.norm(one.coefficients @ averages[:-1] - averages[-1]), np.linalg.norm(
-        averages[-1] - walk[-1]
-    )
+    return np.linalg.norm(
+        one.coefficients @ averages[:-1] - averages[-1]
+    ), np.linalg.norm(averages[-1] - walk[-1])
 
 
 @pytest.mark.parametrize(("start", "every"), [(0, 1), (4, 3)])
-def test_a_combination_differs_from_the_average_of_its_width_by_its_residual(start, every):
-    tracks = every_tenth(start + 3000 * every, 0.05, 0.10, count=20, start=start, every=every)
+def test_a_combination_differs_from_the_average_of_its_width_by_its_residual(
+    start, every
+):
+    tracks = every_tenth(
+        start + 3000 * every, 0.05, 0.10, count=20, start=start, every=every
+    )
     *made, same = find_combinations(
         [*tracks, *tracks], [0.03, 0.07, 0.2, 0.05], tracks[-1].end
     ).combinations
@@ -93,7 +102,9 @@ def test_widths_in_the_resolvable_range_are_resolved_and_others_are_refused_with
     beyond = find_combinations(kept, [low / 1.2, high * 1.2], 20_000)
     assert min(combination.residual for combination in beyond.combinations) > TOLERANCE
     with pytest.raises(UserError) as caught:
-        refuse_unresolvable(find_combinations(kept, [0.008, 0.05, 0.28], 20_000), kept, 20_000)
+        refuse_unresolvable(
+            find_combinations(kept, [0.008, 0.05, 0.28], 20_000), kept, 20_000
+        )
     first, second = caught.value.problems
     assert first.startswith("sigma_rel 0.008: ")
     assert "% of its profile would be missing, more than 5 %" in first
@@ -112,17 +123,26 @@ def test_the_shares_of_a_decay_leave_what_its_learning_rate_leaves(shape):
     linear in between.
     """
     decay, update = Decay(shape, NODES, start=7, every=3), np.arange(1, 101)
-    shares, at_nodes = shares_of(decay), [SHAPES[shape]((node - 60) / 40) for node in NODES]
-    assert 1 - np.cumsum(shares) == pytest.approx(np.interp(update, NODES, at_nodes), abs=1e-12)
+    shares, at_nodes = (
+        shares_of(decay),
+        [SHAPES[shape]((node - 60) / 40) for node in NODES],
+    )
+    assert 1 - np.cumsum(shares) == pytest.approx(
+        np.interp(update, NODES, at_nodes), abs=1e-12
+    )
     assert decay.mean_age() == pytest.approx(3 * shares @ (100 - update))
-    assert decay.sigma_rel == pytest.approx(np.sqrt(shares @ (update - shares @ update) ** 2) / 100)
+    assert decay.sigma_rel == pytest.approx(
+        np.sqrt(shares @ (update - shares @ update) ** 2) / 100
+    )
     assert (decay.end, decay.part, decay.steps) == (307, 0.4, 120)
 
 
 def test_two_profiles_resolve_the_decays_that_begin_at_a_snapshot():
     tracks = every_tenth(4000, 0.05, 0.10, count=20)
     decays, left_out = place_decays(parse_shapes(list(SHAPES)), tracks, 4000)
-    assert len(decays) + sum(map(len, left_out.values())) == len(SHAPES) * len(DEFAULT_PARTS)
+    assert len(decays) + sum(map(len, left_out.values())) == len(SHAPES) * len(
+        DEFAULT_PARTS
+    )
     for one in find_combinations(tracks, [], 4000, decays).combinations:
         error, distance = made_and_wanted(tracks, one)
         assert error < one.residual * distance

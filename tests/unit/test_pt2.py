@@ -55,7 +55,9 @@ def with_images(coord, types, box, reach, seed):
         )  # every neighbor is an image of its own
     extended = np.concatenate([coord, coord[pairs.j] + pairs.shift @ box])
     mapping = np.concatenate([np.arange(natoms), pairs.j])
-    return [torch.as_tensor(a)[None] for a in (extended, types[mapping], nlist, mapping)]
+    return [
+        torch.as_tensor(a)[None] for a in (extended, types[mapping], nlist, mapping)
+    ]
 
 
 @pytest.mark.parametrize("descriptor", [*sorted(DESCRIPTORS), *VARIANTS])
@@ -70,7 +72,9 @@ def test_energies_with_images_are_those_of_the_batch(descriptor):
     args = with_images(coord, TYPES, TRICLINIC, model.layout.rcut + 0.5, 0)
     found = ExtendedModel(model)(*args)
     on_images = found["energy_derv_r"][0, :, 0]
-    force = torch.zeros(len(TYPES), 3, dtype=torch.float64).index_add(0, args[3][0], on_images)
+    force = torch.zeros(len(TYPES), 3, dtype=torch.float64).index_add(
+        0, args[3][0], on_images
+    )
     pairs = [
         (found["energy_redu"][:, 0], known[ENERGY]),
         (found["energy"][0, :, 0], batch.in_file_order(known[ATOM_ENERGY])),
@@ -91,7 +95,9 @@ def as_if_compiled(monkeypatch):
     def compiled_of(path):
         loaded = replace(load_model(path), is_compiled=True)
         function = pt2._with_conditions(loaded.model, loaded.config)
-        monkeypatch.setattr(pt2, "load_compiled", lambda *_: (function, torch.device("cpu")))
+        monkeypatch.setattr(
+            pt2, "load_compiled", lambda *_: (function, torch.device("cpu"))
+        )
         return loaded
 
     return compiled_of
@@ -108,20 +114,28 @@ def as_if_compiled(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("skin", [0.0, 0.6])
-def test_frames_that_follow_each_other_keep_their_images(tmp_path, as_if_compiled, changes, skin):
+def test_frames_that_follow_each_other_keep_their_images(
+    tmp_path, as_if_compiled, changes, skin
+):
     path = write_run(tmp_path, **changes)[0]
     plain, other = Potential(path, device="cpu"), Potential(as_if_compiled(path))
     rng = np.random.default_rng(0)
     coord, types, box = toy_frame(rng, 12)
     has_parameters = plain.num_conditions["fparam"] > 0
-    given = {"fparam": [0.3, 0.4], "aparam": rng.normal(size=(12, 1))} if has_parameters else {}
+    given = (
+        {"fparam": [0.3, 0.4], "aparam": rng.normal(size=(12, 1))}
+        if has_parameters
+        else {}
+    )
     kept, lists = KeptPairs(skin) if skin else None, set()
     for step in range(12):
         cell = None if step in (5, 6) else 1.01 * box if step > 8 else box
         known = plain.evaluate(coord, types, cell, **given)
         found = other.evaluate(coord, types, cell, **given, kept=kept)
         for name, value in vars(known).items():
-            np.testing.assert_allclose(getattr(found, name), value, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(
+                getattr(found, name), value, rtol=1e-12, atol=1e-12
+            )
         lists.add(id(other._images.pairs))
         coord = coord + rng.uniform(-0.05, 0.05, coord.shape)
     assert (
@@ -144,11 +158,18 @@ def arrays_of(potential, seed, natoms, periodic=True):
     coord, types, box = toy_frame(np.random.default_rng(seed), natoms)
     found = potential.evaluate(coord, types, box if periodic else None)
     return np.concatenate(
-        [found.energy, found.force.ravel(), found.virial.ravel(), found.atom_energy.ravel()]
+        [
+            found.energy,
+            found.force.ravel(),
+            found.virial.ravel(),
+            found.atom_energy.ravel(),
+        ]
     )
 
 
-def test_it_computes_what_the_checkpoint_computes_for_any_number_of_atoms(run, compiled):
+def test_it_computes_what_the_checkpoint_computes_for_any_number_of_atoms(
+    run, compiled
+):
     assert max(compiled.difference.values()) < 1e-12
     one, two = Potential(run[1], device="cpu"), Potential(compiled.path)
     for natoms in (1, 2, 12, 30):
@@ -159,7 +180,9 @@ def test_it_computes_what_the_checkpoint_computes_for_any_number_of_atoms(run, c
 
 def test_it_says_which_weights_it_holds_and_gives_them_back(run, compiled, tmp_path):
     loaded = load_model(compiled.path)
-    assert loaded.info.describe() == load_model(run[0], use_average=True).info.describe()
+    assert (
+        loaded.info.describe() == load_model(run[0], use_average=True).info.describe()
+    )
     again = export.freeze(loaded, tmp_path / "again.dp")
     assert max(again.difference.values()) == 0
     with zipfile.ZipFile(compiled.path) as package:
@@ -197,7 +220,9 @@ def test_a_terminal_shows_which_part_of_compiling_is_done_and_since_when(
         )
         shown.append(stream.getvalue())
     assert f"{tmp_path / 'm.pt2'}: compiling (2 of 3)  00:02" in shown[0]
-    assert not shown[0].rpartition("\r")[0].rpartition("\r")[2].strip()  # the line is gone
+    assert (
+        not shown[0].rpartition("\r")[0].rpartition("\r")[2].strip()
+    )  # the line is gone
     assert shown[1] == ""
 
 
@@ -217,17 +242,22 @@ def test_a_file_that_was_cut_short_or_changed_is_an_error(compiled, tmp_path):
     short, changed = tmp_path / "short.pt2", tmp_path / "changed.pt2"
     short.write_bytes(content[: len(content) // 2])
     place = len(content) // 2  # inside of the machine code
-    changed.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    changed.write_bytes(
+        content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+    )
     for path in (short, changed):
         with pytest.raises(
-            CheckpointError, match=f"{path.name}: .*[Ff]reeze the model again|{path.name}: damaged"
+            CheckpointError,
+            match=f"{path.name}: .*[Ff]reeze the model again|{path.name}: damaged",
         ):
             Potential(path)
 
 
 def test_without_a_compiler_the_message_says_what_to_install(run, tmp_path, capsys):
     with inductor_options.patch({"cpp.cxx": (None, "no-such-compiler")}):
-        assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 2
+        assert (
+            cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 2
+        )
     assert "no C++ compiler was found (no-such-compiler)" in capsys.readouterr().err
     assert not (tmp_path / "m.pt2").exists()
 
@@ -275,7 +305,15 @@ def test_code_of_an_old_torch_that_does_not_compile_is_made_again_without_vector
         monkeypatch.setattr(pt2, "CODE_OPTIONS", options)
         assert (
             cli.main(
-                ["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2"), "--device", "cpu"]
+                [
+                    "freeze",
+                    "-c",
+                    str(run[0]),
+                    "-o",
+                    str(tmp_path / "m.pt2"),
+                    "--device",
+                    "cpu",
+                ]
             )
             == code
         )
@@ -297,11 +335,28 @@ def test_a_file_with_tables_says_so_and_computes_what_the_networks_do_at_any_dis
     tmp_path, capsys
 ):
     # of few networks, and without angles: a fifth of the time to compile
-    descriptor = {"type": "se_e2_r", "sel": [46, 92], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2]}
+    descriptor = {
+        "type": "se_e2_r",
+        "sel": [46, 92],
+        "rcut": 4.0,
+        "rcut_smth": 1.0,
+        "neuron": [2],
+    }
     descriptor["type_one_side"] = True
-    run = write_run(tmp_path / "run", model__descriptor=descriptor, model__fitting_net__neuron=[2])
+    run = write_run(
+        tmp_path / "run", model__descriptor=descriptor, model__fitting_net__neuron=[2]
+    )
     path = tmp_path / "tables.pt2"
-    words = ["freeze", "-c", str(run[0]), "-o", str(path), "--device", "cpu", "--compress"]
+    words = [
+        "freeze",
+        "-c",
+        str(run[0]),
+        "-o",
+        str(path),
+        "--device",
+        "cpu",
+        "--compress",
+    ]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     assert re.search(
@@ -315,7 +370,9 @@ def test_a_file_with_tables_says_so_and_computes_what_the_networks_do_at_any_dis
         coord, types, box = toy_frame(np.random.default_rng(natoms), natoms)
         for distance in (0.95, 0.5):
             coord[1] = coord[0] + [0.0, distance, 0.0]
-            one, two = (potential.evaluate(coord, types, box) for potential in (known, found))
+            one, two = (
+                potential.evaluate(coord, types, box) for potential in (known, found)
+            )
             for name, value in vars(one).items():
                 np.testing.assert_allclose(
                     getattr(two, name), value, rtol=0, atol=1e-8 * abs(value).max()
@@ -326,14 +383,18 @@ def test_tables_are_refused_where_they_would_be_ignored(run, tmp_path, capsys):
     path = str(tmp_path / "m.dp")
     for option in ("--compress", "--no-compress"):
         assert cli.main(["freeze", "-c", str(run[0]), option, "-o", path]) == 2
-        assert f"{option}: {path} holds the networks themselves" in capsys.readouterr().err
+        assert (
+            f"{option}: {path} holds the networks themselves" in capsys.readouterr().err
+        )
     with pytest.raises(
-        UserError, match="--compress: tables are for CPUs, and this is compiled for cuda"
+        UserError,
+        match="--compress: tables are for CPUs, and this is compiled for cuda",
     ):
         export._with_tables(load_model(run[0]), torch.device("cuda"), True)
     config, model = toy_model("se_e3")
     loaded = LoadedModel(model.eval(), config, Provenance(tmp_path, "weights"))
     with pytest.raises(
-        UserError, match="--compress: the descriptor se_e3 has no network of one distance alone"
+        UserError,
+        match="--compress: the descriptor se_e3 has no network of one distance alone",
     ):
         export._with_tables(loaded, torch.device("cpu"), True)

@@ -40,20 +40,23 @@ def test_two_members_of_one_name_are_refused(tmp_path, members, name):
     """One program would read the first, another the last."""
     path = written(tmp_path / "a.pt2", [*members.items(), (name, "{}")])
     with pytest.raises(
-        CheckpointError, match=f"a.pt2: damaged, it holds '{name}' twice. Freeze the model again"
+        CheckpointError,
+        match=f"a.pt2: damaged, it holds '{name}' twice. Freeze the model again",
     ):
         read_dp(path)
 
 
 @pytest.mark.parametrize(
-    "name", ["/tmp/a", "../a", "model/data/aotinductor/model/../../../../a", "model\\..\\a"]
+    "name",
+    ["/tmp/a", "../a", "model/data/aotinductor/model/../../../../a", "model\\..\\a"],
 )
 def test_members_outside_of_the_package_are_refused(tmp_path, members, name):
     """torch unpacks them where their names say."""
     path = written(tmp_path / "a.pt2", [*members.items(), (name, "x")])
     for load in (read_dp, load_compiled):
         with pytest.raises(
-            CheckpointError, match=r"would be written outside of the folder .*Do not use this file"
+            CheckpointError,
+            match=r"would be written outside of the folder .*Do not use this file",
         ):
             load(path)
 
@@ -65,7 +68,8 @@ def test_sizes_that_the_file_cannot_hold_are_refused(tmp_path, members):
     content[last + 20 : last + 28] = b"\xf0\xff\xff\xff" * 2
     path.write_bytes(content)
     with pytest.raises(
-        CheckpointError, match="its members say that they are larger than the file can hold"
+        CheckpointError,
+        match="its members say that they are larger than the file can hold",
     ):
         read_dp(path)
 
@@ -75,4 +79,7 @@ def test_commands_say_that_a_pt2_is_code(command, capsys):
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     words = " ".join(capsys.readouterr().out.split())
-    assert ".pt2 (machine code, which runs when it is loaded: only from whom you trust)" in words
+    assert (
+        ".pt2 (machine code, which runs when it is loaded: only from whom you trust)"
+        in words
+    )

@@ -36,7 +36,9 @@ from deepmd_ema.model.quantity import COUNTED, SPREAD
 from deepmd_ema.model.statistics import collect_statistics
 from deepmd_ema.training.loss import LOSSES, LossOverBatches
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "quantities"  # made_by: see golden/README.md
+GOLDEN = (
+    Path(__file__).parents[1] / "golden" / "quantities"
+)  # made_by: see golden/README.md
 DPA4_UNUSED = (
     "config/sel/0",
     "config/use_amp",
@@ -44,7 +46,9 @@ DPA4_UNUSED = (
 )  # entries of files of DPA-4 without effect
 MODELS = sorted(file.stem for file in GOLDEN.glob("*.dp"))
 SAME_MATH = 1e-10
-FLOAT32_COUNTS = 1e-7  # DeePMD-kit divides displayed errors by numbers of atoms in float32
+FLOAT32_COUNTS = (
+    1e-7  # DeePMD-kit divides displayed errors by numbers of atoms in float32
+)
 
 
 def close(found, expected, tolerance=SAME_MATH):
@@ -54,7 +58,9 @@ def close(found, expected, tolerance=SAME_MATH):
 def frames_of(stored, system=""):
     """Return the frames that a golden file holds, with their parameters."""
     arrays = {
-        key.removeprefix(system): value for key, value in stored.items() if key.startswith(system)
+        key.removeprefix(system): value
+        for key, value in stored.items()
+        if key.startswith(system)
     }
     number = len(arrays["coord"])
     types = np.broadcast_to(arrays["atype"], arrays["coord"].shape[:2]).astype(np.int64)
@@ -75,7 +81,10 @@ def assert_values(model, stored, system=""):
     out = model(batch)
     whole, atomic = (out[name].detach() for name in model.labels)
     close(whole.numpy(), stored[f"{system}global"].reshape(whole.shape))
-    close(batch.in_file_order(atomic).numpy(), stored[f"{system}atomic"].reshape(atomic.shape))
+    close(
+        batch.in_file_order(atomic).numpy(),
+        stored[f"{system}atomic"].reshape(atomic.shape),
+    )
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -90,7 +99,9 @@ def test_values_are_those_of_deepmd_kit(golden, system):
     assert_values(model, np.load(GOLDEN / f"{name}.npz"), system)
 
 
-def test_a_model_is_written_as_deepmd_kit_writes_it_and_comes_back_to_the_bit(golden, tmp_path):
+def test_a_model_is_written_as_deepmd_kit_writes_it_and_comes_back_to_the_bit(
+    golden, tmp_path
+):
     name, config, model = golden
     write_dp(tmp_path / "model.dp", model, config)
     same_bits(read_dp(tmp_path / "model.dp")[1], model)
@@ -102,7 +113,9 @@ def test_a_model_is_written_as_deepmd_kit_writes_it_and_comes_back_to_the_bit(go
     assert set(ours) - unused == set(theirs) - unused
     for place in set(theirs) - unused:
         assert np.array_equal(ours[place], theirs[place]), place
-    write_deepmd_pt(tmp_path / "model.pt", {"": (config, model, {"weights": "live", "step": 3})})
+    write_deepmd_pt(
+        tmp_path / "model.pt", {"": (config, model, {"weights": "live", "step": 3})}
+    )
     loaded = load_model(tmp_path / "model.pt")
     same_bits(loaded.model, model)
     assert_values(loaded.model, np.load(GOLDEN / f"{name}.npz"), "cell_")
@@ -125,7 +138,8 @@ def leaves(tree, place=""):
 
 def test_a_checkpoint_of_deepmd_kit_gives_its_dipoles():
     assert_values(
-        load_model(GOLDEN / "checkpoint.pt").model, dict(np.load(GOLDEN / "checkpoint.npz"))
+        load_model(GOLDEN / "checkpoint.pt").model,
+        dict(np.load(GOLDEN / "checkpoint.npz")),
     )
 
 
@@ -147,10 +161,14 @@ def loss_of(kind, options, fitting, world=None, excluded=()):
     """
     model = {"model__fitting_net": fitting, "model__atom_exclude_types": [*excluded]}
     (task,) = (
-        run := config_from_dict(tiny_input(["data"], loss={"type": kind, **options}, **model))
+        run := config_from_dict(
+            tiny_input(["data"], loss={"type": kind, **options}, **model)
+        )
     ).tasks.values()
     ranks = task.metric(run.validating.validation_metric).quantity
-    assert any(ranks == error.metric for name in task.labels for error in LABELS[name].errors)
+    assert any(
+        ranks == error.metric for name in task.labels for error in LABELS[name].errors
+    )
     return LOSSES[kind](
         task.loss, 1e-3, world or World(), task.model
     ), task.model.fitting_net.labels
@@ -186,13 +204,19 @@ def test_losses_and_displayed_values_are_those_of_deepmd_kit(number):
         prediction[SPREAD] = double(case["out_std"])[:, 0]
     total, shown = loss(prediction, batch, case["learning_rate"])
     assert total.item() == pytest.approx(case["value"], rel=SAME_MATH)
-    expected = {name: value for name, value in case["shown"].items() if not name.startswith("l2_")}
+    expected = {
+        name: value
+        for name, value in case["shown"].items()
+        if not name.startswith("l2_")
+    }
     assert list(loss.display_names) == sorted(expected)
     for name, value in expected.items():
         # DeePMD-kit divides the root of the mean by the mean of different numbers of atoms
         if len(set(mask.sum(1))) > 1 and name.startswith("rmse_global"):
             continue
-        assert shown[name].item() == pytest.approx(value, rel=FLOAT32_COUNTS, nan_ok=True), name
+        assert shown[name].item() == pytest.approx(
+            value, rel=FLOAT32_COUNTS, nan_ok=True
+        ), name
 
 
 # a loss, its options, and the fitting network
@@ -230,7 +254,10 @@ def labelled(names, chosen):
     for k, natoms in enumerate((2, 5, 4, 3)):
         about = {"types": rng.integers(0, 2, natoms)}
         draws = [
-            {n: rng.normal(size=LABELS[n].shape_in_frame(natoms)) for n in (*names, "atom_weight")}
+            {
+                n: rng.normal(size=LABELS[n].shape_in_frame(natoms))
+                for n in (*names, "atom_weight")
+            }
             for _ in "pl"
         ]
         lacking = {1: names[0], 2: names[-1]}.get(k)
@@ -295,9 +322,9 @@ def test_batches_of_a_step_add_up_to_one_with_all_their_frames(name):
     parts = [evaluated(loss, names, chosen) for chosen in ([0], [1, 2], [3])]
     whole = LossOverBatches(loss, [batch for batch, _ in parts], 7e-4)
     sum(whole.add(prediction, batch) for batch, prediction in parts).backward()
-    assert {key: value.item() for key, value in whole.displayed().items()} == pytest.approx(
-        shown, rel=SAME_MATH
-    )
+    assert {
+        key: value.item() for key, value in whole.displayed().items()
+    } == pytest.approx(shown, rel=SAME_MATH)
     assert_gradients(gradients(parts, names), expected)
 
 
@@ -308,8 +335,12 @@ def test_two_ranks_have_the_loss_and_the_gradient_of_one_batch(name):
     ranks = [ended.value for ended in run_ranks(2, on_rank, name)]
     for displayed, _ in ranks:
         assert displayed == pytest.approx(shown, rel=SAME_MATH)
-    found = [part for of_rank in zip(*(parts for _, parts in ranks)) for part in of_rank]
-    assert_gradients([part / 2 for part in found], expected)  # ranks average their gradients
+    found = [
+        part for of_rank in zip(*(parts for _, parts in ranks)) for part in of_rank
+    ]
+    assert_gradients(
+        [part / 2 for part in found], expected
+    )  # ranks average their gradients
 
 
 def assert_gradients(found, expected):
@@ -324,12 +355,19 @@ def assert_gradients(found, expected):
         ("tensor", {"pref": 0.0, "pref_atomic": 1.0}, {"type": "dipole"}),
         (
             "dos",
-            {"start_pref_ados": 1, "limit_pref_ados": 1, "start_pref_dos": 0, "limit_pref_dos": 0},
+            {
+                "start_pref_ados": 1,
+                "limit_pref_ados": 1,
+                "start_pref_dos": 0,
+                "limit_pref_dos": 0,
+            },
             {"type": "dos", "numb_dos": 4},
         ),
     ],
 )
-def test_atoms_of_an_excluded_element_do_not_count_in_the_loss_of_atoms(kind, options, fitting):
+def test_atoms_of_an_excluded_element_do_not_count_in_the_loss_of_atoms(
+    kind, options, fitting
+):
     """Neither their errors nor their number, in frames that have weights, too."""
     loss, (_, name) = loss_of(kind, options, fitting, excluded=[1])
     rng = np.random.default_rng(4)
@@ -351,14 +389,16 @@ def test_atoms_of_an_excluded_element_do_not_count_in_the_loss_of_atoms(kind, op
         float((weight * squares).sum() / counted.sum()), rel=SAME_MATH
     )
     mean = float((counted * squares).sum() / counted.sum())
-    assert next(v for k, v in shown.items() if "local" in k or "ados" in k).item() == pytest.approx(
-        mean**0.5
-    )
+    assert next(
+        v for k, v in shown.items() if "local" in k or "ados" in k
+    ).item() == pytest.approx(mean**0.5)
     # metrics of atoms are over the same ones
     measured = Errors()
     measured.add({**prediction, COUNTED: counted}, batch)
     [quantity] = (error.name for error in LABELS[name].errors)
-    assert measured.summary()[f"rmse_{quantity}"] == pytest.approx(mean**0.5, rel=SAME_MATH)
+    assert measured.summary()[f"rmse_{quantity}"] == pytest.approx(
+        mean**0.5, rel=SAME_MATH
+    )
 
 
 # ---- statistics
@@ -368,15 +408,24 @@ STATISTICS = dict(np.load(GOLDEN / "statistics.npz"))
 # the means of the others leave of those of frames, in DeePMD-kit as if these were not known
 OTHERS = ("property_preset", "dos_missing_type")
 SETS = {
-    name: case for name, case in json.loads(str(STATISTICS["cases"])).items() if name not in OTHERS
+    name: case
+    for name, case in json.loads(str(STATISTICS["cases"])).items()
+    if name not in OTHERS
 }
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_biases_and_spreads_are_those_of_deepmd_kit(name):
     label, with_frames, with_atoms, options = SETS[name]
-    about = {"property_name": "band", "task_dim": 2, "intensive": options.get("intensive", False)}
-    about |= {"type": "property", "distinguish_types": options.get("stats_distinguish_types", True)}
+    about = {
+        "property_name": "band",
+        "task_dim": 2,
+        "intensive": options.get("intensive", False),
+    }
+    about |= {
+        "type": "property",
+        "distinguish_types": options.get("stats_distinguish_types", True),
+    }
     fitting = {
         "polarizability": {"type": "polar"},
         "dos": {"type": "dos", "numb_dos": 4},
@@ -387,7 +436,9 @@ def test_biases_and_spreads_are_those_of_deepmd_kit(name):
         "descriptor": SECTIONS["se_e2_a"],
         "fitting_net": fitting,
     }
-    config = model_config_from_dict({**section, "atom_exclude_types": options.get("exclude", [])})
+    config = model_config_from_dict(
+        {**section, "atom_exclude_types": options.get("exclude", [])}
+    )
     model, (of_frame, of_atom) = build_model(config), config.fitting_net.labels
     batches = []
     for system in sorted({*with_frames, *with_atoms}):
@@ -398,7 +449,9 @@ def test_biases_and_spreads_are_those_of_deepmd_kit(name):
             of_atom: STATISTICS[f"{system}_atom_{label}"],
         }
         files = {key: rows for key, rows in files.items() if system in chosen[key]}
-        places = 1.3 * np.stack(np.unravel_index(np.arange(types.shape[1]), (2, 2, 2)), 1)
+        places = 1.3 * np.stack(
+            np.unravel_index(np.arange(types.shape[1]), (2, 2, 2)), 1
+        )
         frames = [
             Frame(places, t, None, {n: rows[k] for n, rows in files.items()})
             for k, t in enumerate(types)
@@ -418,8 +471,14 @@ DIAGONAL = np.eye(3).ravel()
 EQUAL = dict.fromkeys(("O", "H", "Na"), (5.5, 0.0))
 LAWS = {
     "energy": ({"O": -3.1, "H": 0.4, "Na": 7.0}, {}),
-    "polar": ({"O": 2 * DIAGONAL, "H": 0.5 * DIAGONAL, "Na": DIAGONAL}, {"type": "polar"}),
-    "dos": ({"O": [1.0, 0.0], "H": [0.2, 0.0], "Na": [3.0, 0.0]}, {"type": "dos", "numb_dos": 2}),
+    "polar": (
+        {"O": 2 * DIAGONAL, "H": 0.5 * DIAGONAL, "Na": DIAGONAL},
+        {"type": "polar"},
+    ),
+    "dos": (
+        {"O": [1.0, 0.0], "H": [0.2, 0.0], "Na": [3.0, 0.0]},
+        {"type": "dos", "numb_dos": 2},
+    ),
     "sum": ({"O": [5.5, 0.0], "H": [0.4, 0.0], "Na": [7.0, 0.0]}, {"intensive": False}),
     "mean": ({"O": [5.5, 0.0], "H": [0.4, 0.0], "Na": [7.0, 0.0]}, {"intensive": True}),
     "sum of equals": (EQUAL, {"distinguish_types": False}),
@@ -442,7 +501,11 @@ def test_a_model_without_network_explains_labels_that_are_sums_over_its_atoms(
     )
     fitting = options if options.get("type") else {**fitting, **options}
     fitting = fitting if name != "energy" else {}
-    section = {"type_map": type_map, "descriptor": SECTIONS["se_e2_a"], "fitting_net": fitting}
+    section = {
+        "type_map": type_map,
+        "descriptor": SECTIONS["se_e2_a"],
+        "fitting_net": fitting,
+    }
     left_out = [type_map.index(excluded)] if excluded else []
     config = model_config_from_dict({**section, "atom_exclude_types": left_out})
     model, of_frame = build_model(config), config.fitting_net.labels[0]
@@ -480,15 +543,22 @@ def test_the_loss_of_a_property_without_spread_is_finite(function):
     model_config = model_config_from_dict(section)
     model = build_model(model_config)
     batch = collate(
-        [Frame(np.eye(3), np.zeros(3, int), None, {label: np.array([3.0, 0.0])})], model.layout
+        [Frame(np.eye(3), np.zeros(3, int), None, {label: np.array([3.0, 0.0])})],
+        model.layout,
     )
     model.apply_statistics(collect_statistics(model, model_config, [batch]))
     for spread in (model.out_std.clone(), torch.zeros_like(model.out_std)):
         model.out_std.copy_(spread)
         total, _ = loss(model(batch), batch, 1e-3)
-        gradients = torch.autograd.grad(total, list(model.fitting.parameters()), allow_unused=True)
+        gradients = torch.autograd.grad(
+            total, list(model.fitting.parameters()), allow_unused=True
+        )
         assert torch.isfinite(total)
-        assert all(torch.isfinite(gradient).all() for gradient in gradients if gradient is not None)
+        assert all(
+            torch.isfinite(gradient).all()
+            for gradient in gradients
+            if gradient is not None
+        )
 
 
 # ---- mistakes and data
@@ -514,7 +584,11 @@ WRONG = [
         {"loss": {}},
         'loss.type = "ener": expected "loss": {"type": "tensor", "pref": 1, "pref_atomic": 0}',
     ),
-    (GAP, {"loss": {"type": "dos"}}, 'loss.type = "dos": expected "loss": {"type": "property"}'),
+    (
+        GAP,
+        {"loss": {"type": "dos"}},
+        'loss.type = "dos": expected "loss": {"type": "property"}',
+    ),
     (
         {},
         {"loss": {"type": "dos"}},
@@ -619,10 +693,17 @@ def test_a_mistake_is_one_line_that_says_what_to_do(given, changes, message):
 @pytest.mark.parametrize("is_hdf5", [False, True])
 def test_labels_of_atoms_may_have_rows_of_the_selected_ones_only(is_hdf5, tmp_path):
     system = write_system(tmp_path / "data", frames=3, natoms=5)
-    is_oxygen, file = np.loadtxt(system / "type.raw") == 0, system / "set.000" / "atomic_dipole.npy"
+    is_oxygen, file = (
+        np.loadtxt(system / "type.raw") == 0,
+        system / "set.000" / "atomic_dipole.npy",
+    )
     atomic = np.random.default_rng(0).normal(size=(3, 5, 3)) * is_oxygen[:, None]
     section = spoiled(
-        {**copy.deepcopy(DIPOLE), "model.type_map": ["H", "O"], "model.fitting_net.sel_type": 1}
+        {
+            **copy.deepcopy(DIPOLE),
+            "model.type_map": ["H", "O"],
+            "model.fitting_net.sel_type": 1,
+        }
     )["model"]
     spec = ReadSpec.of_model(model_config_from_dict(section), ("dipole", "atom_dipole"))
     for rows in (atomic, atomic[:, is_oxygen]):

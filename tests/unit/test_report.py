@@ -21,7 +21,9 @@ TABLES = Path(__file__).parents[1] / "golden" / "tables"
 # written by `dp --pt train` of DeePMD-kit 3.2.0 (12 steps, disp_freq 4, validation_freq 4, se_e2_a
 # on random frames)
 LCURVE = (TABLES / "lcurve.txt").read_text(encoding="utf-8")
-LCURVE_WITHOUT_VALIDATION = (TABLES / "lcurve_without_validation.txt").read_text(encoding="utf-8")
+LCURVE_WITHOUT_VALIDATION = (TABLES / "lcurve_without_validation.txt").read_text(
+    encoding="utf-8"
+)
 VAL_LOG = (TABLES / "val.txt").read_text(encoding="utf-8")
 VAL_LOG_OPEN = (TABLES / "val_wide_and_missing.txt").read_text(encoding="utf-8")
 VAL_LOG_VIRIAL = (TABLES / "val_virial.txt").read_text(encoding="utf-8")
@@ -50,10 +52,17 @@ def write_lcurve(file, text, steps=()):
             continue
         values = [float(c) for c in cells[1:-1]]
         if len(values) == 8:
-            training, validation = dict(zip(NAMES, values[1::2])), dict(zip(NAMES, values[::2]))
-            file.write(int(cells[0]), float(cells[-1]), {"": training}, {"": validation})
+            training, validation = (
+                dict(zip(NAMES, values[1::2])),
+                dict(zip(NAMES, values[::2])),
+            )
+            file.write(
+                int(cells[0]), float(cells[-1]), {"": training}, {"": validation}
+            )
         else:
-            file.write(int(cells[0]), float(cells[-1]), {"": dict(zip(NAMES, values))}, {})
+            file.write(
+                int(cells[0]), float(cells[-1]), {"": dict(zip(NAMES, values))}, {}
+            )
 
 
 def write_validation(log, text, steps=()):
@@ -61,12 +70,17 @@ def write_validation(log, text, steps=()):
         if line.startswith("# saved") and (
             not steps or int(line.split("ckpt-")[1].split(".")[0]) in steps
         ):
-            metric, value = line.split("(")[1].split()[0], float(line.split("= ")[1].split()[0])
+            metric, value = (
+                line.split("(")[1].split()[0],
+                float(line.split("= ")[1].split()[0]),
+            )
             log.write_best(line.split()[4], metric, value / 1000)
         elif not line.startswith("#"):
             cells = line.split()
             if not steps or int(cells[0]) in steps:
-                log.write(int(cells[0]), Given(cells[1:], "V" if "V_MAE" in text else "S"))
+                log.write(
+                    int(cells[0]), Given(cells[1:], "V" if "V_MAE" in text else "S")
+                )
 
 
 @pytest.mark.parametrize("text", [LCURVE, LCURVE_WITHOUT_VALIDATION])
@@ -74,7 +88,9 @@ def test_lcurve_has_the_bytes_of_deepmd_kit(here, text):
     frames = ("val", "trn") if "_val" in text else ("trn",)
     file = LcurveFile("lcurve.out", [("", name, frames) for name in NAMES])
     write_lcurve(file, text)
-    assert (here / "lcurve.out").read_text() == text  # before close: every row is flushed
+    assert (
+        here / "lcurve.out"
+    ).read_text() == text  # before close: every row is flushed
 
 
 @pytest.mark.parametrize("text", [VAL_LOG, VAL_LOG_OPEN, VAL_LOG_VIRIAL])
@@ -87,7 +103,11 @@ def test_val_log_has_the_bytes_of_deepmd_kit(here, text):
 def test_the_columns_of_tasks_have_the_bytes_that_deepmd_kit_writes(here):
     """Tasks stand in their own order; one without validation data has columns of training only."""
     both = ("val", "trn")
-    columns = [("water", "rmse", both), ("water", "rmse_f", both), ("ice", "rmse", ("trn",))]
+    columns = [
+        ("water", "rmse", both),
+        ("water", "rmse_f", both),
+        ("ice", "rmse", ("trn",)),
+    ]
     file = LcurveFile("lcurve.out", columns)
     file.write(
         100,
@@ -100,7 +120,11 @@ def test_the_columns_of_tasks_have_the_bytes_that_deepmd_kit_writes(here):
         ("rmse_f_val_water", "rmse_f_trn_water"),
         ("rmse_trn_ice",),
     ]
-    values = [("   4.00e+00", "   1.00e+00"), ("        nan", "   2.00e+00"), ("   3.00e+00",)]
+    values = [
+        ("   4.00e+00", "   1.00e+00"),
+        ("        nan", "   2.00e+00"),
+        ("   3.00e+00",),
+    ]
     header, _, row = (here / "lcurve.out").read_text().splitlines()
     assert (
         header
@@ -121,7 +145,9 @@ def test_rows_after_the_restored_step_are_cut_and_written_again_under_one_header
         (here / "lcurve.out").write_text(LCURVE + torn)
         file = LcurveFile("lcurve.out", COLUMNS)
         file.cut_after(5)
-        assert (here / "lcurve.out").read_text() == "".join(LCURVE.splitlines(keepends=True)[:4])
+        assert (here / "lcurve.out").read_text() == "".join(
+            LCURVE.splitlines(keepends=True)[:4]
+        )
         write_lcurve(file, LCURVE, steps=(8, 12))
         assert (here / "lcurve.out").read_text() == LCURVE
 
@@ -131,12 +157,16 @@ def test_best_lines_of_later_steps_are_cut_from_val_log(here):
         (here / "val.log").write_text(VAL_LOG + torn)
         log = ValidationLog("val.log", 12)
         log.cut_after(8)
-        assert (here / "val.log").read_text() == "".join(VAL_LOG.splitlines(keepends=True)[:6])
+        assert (here / "val.log").read_text() == "".join(
+            VAL_LOG.splitlines(keepends=True)[:6]
+        )
         write_validation(log, VAL_LOG, steps=(12,))
         assert (here / "val.log").read_text() == VAL_LOG
 
 
-@pytest.mark.parametrize("before", [None, "", "# st", LCURVE.splitlines(keepends=True)[0]])
+@pytest.mark.parametrize(
+    "before", [None, "", "# st", LCURVE.splitlines(keepends=True)[0]]
+)
 def test_a_restart_without_a_whole_file_starts_it_with_a_header(here, before):
     if before is not None:
         (here / "lcurve.out").write_text(before)
@@ -172,7 +202,9 @@ def bar_text(monkeypatch, progress):
 
 def show(progress, step):
     errors = {"": {"rmse_e": 0.2, "rmse": 41.9}}
-    progress.show(step, 1e-3, {"train": errors, "valid": {"": {"rmse": 35.0, "rmse_f": 0.0661}}})
+    progress.show(
+        step, 1e-3, {"train": errors, "valid": {"": {"rmse": 35.0, "rmse_f": 0.0661}}}
+    )
 
 
 def test_each_of_several_tasks_has_a_line_of_its_own(caplog, monkeypatch):
@@ -188,7 +220,13 @@ def test_each_of_several_tasks_has_a_line_of_its_own(caplog, monkeypatch):
         "steam": {},
     }
     progress.show(
-        1, 1e-3, {"train": errors, "valid": {"water": {}, "ice": {"rmse_v": 4.0}}, "ema": errors}
+        1,
+        1e-3,
+        {
+            "train": errors,
+            "valid": {"water": {}, "ice": {"rmse_v": 4.0}},
+            "ema": errors,
+        },
     )
     progress.close()
     assert [r.getMessage() for r in caplog.records] == [
@@ -205,7 +243,10 @@ def take_steps(times, clock, steps, seconds):
 
 def test_the_time_left_has_the_validations_and_checkpoints_that_are_due(clock):
     """It followed from the intervals so far, and jumped when the first validation came."""
-    due = {"validation": Due(range(40, 101, 40), 100), "checkpoint": Due(range(100, 101), 100)}
+    due = {
+        "validation": Due(range(40, 101, 40), 100),
+        "checkpoint": Due(range(100, 101), 100),
+    }
     times = RunTimes(due, expected={"validation": 8.0})
     assert times.left(0, 100) is None  # nothing is known yet
     take_steps(times, clock, 2, 9.0)  # they prepare memory
@@ -230,13 +271,21 @@ def test_the_bar_shows_the_first_average_or_live_weights_and_each_task(monkeypat
     progress = Progress(100, RunTimes(), interactive=True)
     rows = {
         f"{task} {name}": k
-        for k, (name, task) in enumerate(product(("live", "ema", "swa"), ("ice", "water")))
+        for k, (name, task) in enumerate(
+            product(("live", "ema", "swa"), ("ice", "water"))
+        )
     }
-    progress.show_validation(30, {name: Given([1, 2, 3, k, 5, 6]) for name, k in rows.items()})
-    assert bar_text(monkeypatch, progress).endswith("40/100, ema F ice 2.00, water 3.00 meV/Å")
+    progress.show_validation(
+        30, {name: Given([1, 2, 3, k, 5, 6]) for name, k in rows.items()}
+    )
+    assert bar_text(monkeypatch, progress).endswith(
+        "40/100, ema F ice 2.00, water 3.00 meV/Å"
+    )
 
 
-def test_without_a_terminal_a_line_comes_every_minute_that_has_no_row(caplog, clock, monkeypatch):
+def test_without_a_terminal_a_line_comes_every_minute_that_has_no_row(
+    caplog, clock, monkeypatch
+):
     caplog.set_level(logging.INFO)
     times = RunTimes()
     monkeypatch.setattr(times, "left", lambda step, num_steps: 30.0)
@@ -291,7 +340,12 @@ def test_the_time_of_an_interval_is_split_by_category(clock, caplog):
     caplog.set_level(logging.INFO)
     times = RunTimes()
     for _ in range(2):
-        for category, seconds in {"data": 2, "step": 95, "validation": 2, "checkpoint": 1}.items():
+        for category, seconds in {
+            "data": 2,
+            "step": 95,
+            "validation": 2,
+            "checkpoint": 1,
+        }.items():
             with times.of(category):
                 clock[0] += seconds
         assert times.split() == "data 2 % | step 95 % | validation 2 % | checkpoint 1 %"
@@ -312,7 +366,15 @@ def test_the_time_of_an_interval_is_split_by_category(clock, caplog):
 
 def test_numbers_have_an_exponent_only_where_a_run_has_failed():
     numbers = (0.0, -0.00012345, 94.363, 123456.78, 987654321012.0, 1.5e63, math.inf)
-    shown = ["0.000", "-0.0001234", "94.36", "123500", "987700000000", "1.500e+63", "inf"]
+    shown = [
+        "0.000",
+        "-0.0001234",
+        "94.36",
+        "123500",
+        "987700000000",
+        "1.500e+63",
+        "inf",
+    ]
     assert [significant(number, 4) for number in numbers] == shown
 
 
@@ -320,7 +382,9 @@ def test_messages_go_to_the_terminal_and_the_log_file_by_level(here, monkeypatch
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     set_up_logging("DEBUG", here / "logs" / "train.log")
-    set_up_logging("INFO", here / "logs" / "train.log")  # again, without doubling the messages
+    set_up_logging(
+        "INFO", here / "logs" / "train.log"
+    )  # again, without doubling the messages
     logger = logging.getLogger("deepmd_ema.some.module")
     logger.debug("hidden")
     logger.info("plain")

@@ -44,15 +44,21 @@ def test_files_of_tasks_know_their_task_and_weights(tmp_path):
         json.dumps({"model": {"model_dict": {"ice": {}, "ice_ih": {}}}})
     )
     rows = LCURVE_TEXT.splitlines()
-    names = [f"{name}_{task}" for task in ("ice", "ice_ih") for name in rows[0].split()[2:-1]]
-    values = [[*row.split()[:-1], *row.split()[1:-1], row.split()[-1]] for row in rows[2:]]
+    names = [
+        f"{name}_{task}" for task in ("ice", "ice_ih") for name in rows[0].split()[2:-1]
+    ]
+    values = [
+        [*row.split()[:-1], *row.split()[1:-1], row.split()[-1]] for row in rows[2:]
+    ]
     lines = [f"# step {' '.join(names)} lr", *(" ".join(row) for row in values)]
     (tmp_path / "lcurve.out").write_text("\n".join(lines) + "\n")
     expected = {"ice": ("ice", "live"), "ice_ih": ("ice_ih", "live"), "ice_ema": ("ice", "ema"),
                 "ice_ih_ema": ("ice_ih", "ema")}  # fmt: skip
     for name, of in expected.items():
         path = tmp_path / f"val_{name}.log"
-        path.write_text(VAL_TEXT.replace("best.ckpt", f"best_{name}.ckpt"), encoding="utf-8")
+        path.write_text(
+            VAL_TEXT.replace("best.ckpt", f"best_{name}.ckpt"), encoding="utf-8"
+        )
         assert (Curve(path).task, Curve(path).weights) == of
     (whole,) = Curve(tmp_path / "val_ice.log").of_tasks()
     assert whole.task == "ice"
@@ -67,7 +73,10 @@ def test_a_header_and_steps_that_a_restart_wrote_again_count_once(run):
     one.
     """
     header, rows = LCURVE_TEXT.splitlines()[:2], LCURVE_TEXT.splitlines()[2:]
-    again = [rows[1].replace("2.86e-02", "9.99e-02"), rows[1].replace("    100", "    200")]
+    again = [
+        rows[1].replace("2.86e-02", "9.99e-02"),
+        rows[1].replace("    100", "    200"),
+    ]
     path = run / "lcurve.out"
     path.write_text("\n".join([*header, *rows, *header, *again]) + "\n")
     curve = Curve(path)
@@ -100,8 +109,13 @@ def test_before_the_first_full_validation_the_learning_curve_is_drawn_and_what_i
         ([run], [run / name for name in ("lcurve.out", "val.log", "val_ema.log")])
     ):
         assert plot_curves(files, tmp_path / f"{number}.png").read_bytes()[:4] == PNG
-        assert f"not drawn: {run / 'val.log'}: has a header but no rows yet" in caplog.text
-        assert f"not drawn: {run / 'val_ema.log'}: cannot be read: No such file" in caplog.text
+        assert (
+            f"not drawn: {run / 'val.log'}: has a header but no rows yet" in caplog.text
+        )
+        assert (
+            f"not drawn: {run / 'val_ema.log'}: cannot be read: No such file"
+            in caplog.text
+        )
         caplog.clear()
     (run / "val.log").write_text("other")
     with pytest.raises(UserError, match=r"val.log: has no header line"):
@@ -109,15 +123,24 @@ def test_before_the_first_full_validation_the_learning_curve_is_drawn_and_what_i
 
 
 def test_the_folder_of_a_run_is_drawn_with_all_its_curves(run, tmp_path):
-    assert [path.name for path in curve_files(run)] == ["lcurve.out", "val.log", "val_ema.log"]
-    config = tiny_input(["a"], ["b"], training__disp_file="rows.out", training__enable_ema=True)
-    (run / "out.json").write_text(json.dumps(config | {"validating": {"full_validation": True}}))
+    assert [path.name for path in curve_files(run)] == [
+        "lcurve.out",
+        "val.log",
+        "val_ema.log",
+    ]
+    config = tiny_input(
+        ["a"], ["b"], training__disp_file="rows.out", training__enable_ema=True
+    )
+    (run / "out.json").write_text(
+        json.dumps(config | {"validating": {"full_validation": True}})
+    )
     (run / "rows.out").write_text(LCURVE_TEXT)
     assert [path.name for path in curve_files(run)] == ["rows.out", "val.log"]
     assert plot_curves([run], tmp_path / "all.png").read_bytes()[:4] == PNG
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        UserError, match=r"empty: no lcurve.out or val.log in this folder. Give the folder of a run"
+        UserError,
+        match=r"empty: no lcurve.out or val.log in this folder. Give the folder of a run",
     ):
         plot_curves([tmp_path / "empty"], tmp_path / "x.png")
 
@@ -134,7 +157,9 @@ def test_nothing_of_a_figure_lies_beyond_its_edges(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure")
     seen, save = [], figure.Figure.savefig
     monkeypatch.setattr(
-        figure.Figure, "savefig", lambda self, *a, **k: (seen.append(self), save(self, *a, **k))
+        figure.Figure,
+        "savefig",
+        lambda self, *a, **k: (seen.append(self), save(self, *a, **k)),
     )
     runs = [tmp_path / f"a_run_with_a_long_name_{n}" / "of_water" for n in range(3)]
     for folder in runs:
@@ -165,7 +190,8 @@ def test_nothing_of_a_figure_lies_beyond_its_edges(tmp_path, monkeypatch):
 def test_curves_without_a_finite_error_are_refused(here, tmp_path):
     (tmp_path / "lcurve.out").write_text("# step rmse_trn lr\n1 nan nan\n2 inf inf\n")
     with pytest.raises(
-        UserError, match=r"lcurve\.out: nothing to draw, no number of an error is finite"
+        UserError,
+        match=r"lcurve\.out: nothing to draw, no number of an error is finite",
     ):
         plot_curves(["lcurve.out"], "curves.png")
     assert not (tmp_path / "curves.png").exists()

@@ -34,7 +34,12 @@ from deepmd_ema.data.run import check_task, open_run
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.dp import read_dp
 from deepmd_ema.interop.tree_files import read_tree
-from deepmd_ema.model.bridging import ZblEnergies, clamped_distance, pair_switch, source_gate
+from deepmd_ema.model.bridging import (
+    ZblEnergies,
+    clamped_distance,
+    pair_switch,
+    source_gate,
+)
 from deepmd_ema.model.build import build_model
 
 PEER = json.loads((Path(__file__).parents[1] / "golden" / "bridging.json").read_text())
@@ -47,14 +52,20 @@ def test_the_network_alone_counts_far_away_and_the_table_alone_nearby():
     _, model = toy_model("se_atten", **TABLE)
     network = toy_model("se_atten")[1]
     far = ([[0.0, 0, 0], [3.5, 0, 0], [0, 2.6, 0]], [0, 1, 2], None)
-    np.testing.assert_array_equal(evaluate(model, far)["force"], evaluate(network, far)["force"])
-    np.testing.assert_array_equal(evaluate(model, far)["energy"], evaluate(network, far)["energy"])
+    np.testing.assert_array_equal(
+        evaluate(model, far)["force"], evaluate(network, far)["force"]
+    )
+    np.testing.assert_array_equal(
+        evaluate(model, far)["energy"], evaluate(network, far)["energy"]
+    )
     bias = model.out_bias.view(-1)[:2].numpy()
     table = {round(row[0], 6): row[1:] for row in TABLE["use_srtab"]}
     np.testing.assert_allclose(
         evaluate(model, NEAR)["energy"], bias.sum() + table[0.5][1], rtol=1e-12
     )
-    assert np.isnan(evaluate(model, ([[0.0, 0, 0], [0.29, 0, 0]], [0, 1], None))["energy"]).all()
+    assert np.isnan(
+        evaluate(model, ([[0.0, 0, 0], [0.29, 0, 0]], [0, 1], None))["energy"]
+    ).all()
 
 
 @pytest.mark.parametrize("suffix", [".dp", ".yaml"])
@@ -68,20 +79,28 @@ def test_a_frozen_model_gives_the_same_bits(tmp_path, suffix):
     assert (again.sw_rmin, again.sw_rmax, again.smin_alpha) == (0.7, 2.2, 0.15)
     write_dp(tmp_path / f"b{suffix}", loaded, again)
     once, twice = (
-        read_tree(tmp_path / f"{name}{suffix}")["model"]["models"][1]["tab"] for name in "ab"
+        read_tree(tmp_path / f"{name}{suffix}")["model"]["models"][1]["tab"]
+        for name in "ab"
     )
-    assert np.array_equal(once["@variables"]["tab_data"], twice["@variables"]["tab_data"])
+    assert np.array_equal(
+        once["@variables"]["tab_data"], twice["@variables"]["tab_data"]
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "phrase"),
     [
         (
-            lambda model: model["models"][0]["@variables"].update(out_bias=np.ones((1, 3, 1))),
+            lambda model: model["models"][0]["@variables"].update(
+                out_bias=np.ones((1, 3, 1))
+            ),
             "out_bias of its own",
         ),
         (lambda model: model["models"][1].update(rcut=9.0), "extrapolated"),
-        (lambda model: model["models"][0].update(atom_exclude_types=[1]), "excludes types"),
+        (
+            lambda model: model["models"][0].update(atom_exclude_types=[1]),
+            "excludes types",
+        ),
     ],
 )
 def test_what_a_blended_model_of_another_program_may_have_beside_is_refused(
@@ -92,7 +111,11 @@ def test_what_a_blended_model_of_another_program_may_have_beside_is_refused(
 
 
 def test_the_config_holds_the_rows_of_the_file(tmp_path):
-    np.savetxt(tmp_path / "table.txt", TABLE["use_srtab"], header="r O-O O-H O-Na H-H H-Na Na-Na")
+    np.savetxt(
+        tmp_path / "table.txt",
+        TABLE["use_srtab"],
+        header="r O-O O-H O-Na H-H H-Na Na-Na",
+    )
     config = model_config_from_dict(
         model_section("se_atten", **{**TABLE, "use_srtab": str(tmp_path / "table.txt")})
     )
@@ -107,7 +130,9 @@ def test_the_config_holds_the_rows_of_the_file(tmp_path):
     ) in config.summary()
 
 
-@pytest.mark.parametrize(("descriptor", "only_here"), [("se_e2_a", True), ("se_atten", False)])
+@pytest.mark.parametrize(
+    ("descriptor", "only_here"), [("se_e2_a", True), ("se_atten", False)]
+)
 def test_a_frozen_model_that_only_dp_ema_reads_says_so(tmp_path, descriptor, only_here):
     config, model = toy_model(descriptor, **TABLE)
     write_dp(tmp_path / "a.dp", model, config)
@@ -130,11 +155,16 @@ def test_distances_weights_and_gates_are_those_of_deepmd_kit():
     )
     gates = PEER["gate"]
     lengths = torch.full((3, 3), 8.0, dtype=torch.float64)
-    slots = [(atom, gates["source"][:n].count(atom)) for n, atom in enumerate(gates["source"])]
+    slots = [
+        (atom, gates["source"][:n].count(atom))
+        for n, atom in enumerate(gates["source"])
+    ]
     for (atom, slot), length in zip(slots, gates["length"], strict=True):
         lengths[atom, slot] = length
     found = source_gate(lengths, lengths < 8, WINDOW)
-    np.testing.assert_allclose(found[torch.tensor(gates["source"])], gates["value"], rtol=SAME_MATH)
+    np.testing.assert_allclose(
+        found[torch.tensor(gates["source"])], gates["value"], rtol=SAME_MATH
+    )
     assert found[0] == 0
     assert 0 < found[1] < found[2] == 1
 
@@ -161,10 +191,13 @@ def test_pair_energies_and_their_slopes_are_those_of_deepmd_kit():
                 )
 
 
-@pytest.mark.parametrize("changes", [{"atom_exclude_types": [1]}, {"pair_exclude_types": [[0, 1]]}])
+@pytest.mark.parametrize(
+    "changes", [{"atom_exclude_types": [1]}, {"pair_exclude_types": [[0, 1]]}]
+)
 def test_excluded_atoms_have_no_pair_energy(changes):
     of_all, of_some = (
-        evaluate(toy_model("dpa4_bridged", **more)[1], NEAR)[ENERGY][0] for more in ({}, changes)
+        evaluate(toy_model("dpa4_bridged", **more)[1], NEAR)[ENERGY][0]
+        for more in ({}, changes)
     )
     assert of_all > 30 + of_some
 
@@ -174,14 +207,21 @@ def test_the_method_may_be_in_capitals_and_none_is_none(method):
     config = model_config_from_dict(model_section("dpa4", bridging_method=method))
     assert (config.bridging is not None) == (method in ("zbl", "ZBL"))
     assert model_config_from_dict(to_dict(config)) == config
-    assert (build_model(config).short_range is not None) == (config.bridging is not None)
+    assert (build_model(config).short_range is not None) == (
+        config.bridging is not None
+    )
 
 
-def test_close_atoms_are_a_warning_in_data_of_a_bridged_model_and_a_problem_in_others(tmp_path):
+def test_close_atoms_are_a_warning_in_data_of_a_bridged_model_and_a_problem_in_others(
+    tmp_path,
+):
     def report_of(system, **options):
         config = config_from_dict(
             tiny_input(
-                [system], model__descriptor=SECTIONS["dpa4"], model__fitting_net={}, **options
+                [system],
+                model__descriptor=SECTIONS["dpa4"],
+                model__fitting_net={},
+                **options,
             )
         )
         return check_task(config.tasks[""], open_run(config)[""])
@@ -199,4 +239,11 @@ def test_close_atoms_are_a_warning_in_data_of_a_bridged_model_and_a_problem_in_o
         f"{close}: leaves out 2 of 6 frames: two atoms are closer than min_pair_dist = 0.5 angstrom"
         in found.notes
     )
-    assert len(report_of(with_close_atoms(tmp_path / "same", [2], 0.001), **bridged).problems) == 1
+    assert (
+        len(
+            report_of(
+                with_close_atoms(tmp_path / "same", [2], 0.001), **bridged
+            ).problems
+        )
+        == 1
+    )

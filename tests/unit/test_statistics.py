@@ -54,26 +54,35 @@ def frames_of(folder):
                 stored["box"][k].reshape(3, 3) if "box" in stored else None,
                 {ENERGY: stored["energy"][k]},
                 stored["fparam"][k] if "fparam" in stored else None,
-                stored["aparam"][k].reshape(len(types), -1) if "aparam" in stored else None,
+                stored["aparam"][k].reshape(len(types), -1)
+                if "aparam" in stored
+                else None,
             )
 
 
 def case(name, folders, frames_per_batch=3):
     """Return the config of a case and its statistics."""
-    config, systems = model_config_from_dict(CASES[name]["model"]), CASES[name]["systems"]
+    config, systems = (
+        model_config_from_dict(CASES[name]["model"]),
+        CASES[name]["systems"],
+    )
     model = build_model(config)
     batches = []
     for system in systems:
         frames = list(frames_of(folders[system]))
         starts = range(0, len(frames), frames_per_batch)
-        batches += [collate(frames[k : k + frames_per_batch], model.layout) for k in starts]
+        batches += [
+            collate(frames[k : k + frames_per_batch], model.layout) for k in starts
+        ]
     return config, collect_statistics(model, config, batches)
 
 
 def collected(config, frames, **options):
     """Return the statistics of frames in one batch."""
     model = build_model(config)
-    return collect_statistics(model, config, [collate(list(frames), model.layout, **options)])
+    return collect_statistics(
+        model, config, [collate(list(frames), model.layout, **options)]
+    )
 
 
 def environment(config, found):
@@ -127,11 +136,16 @@ def test_means_spreads_and_biases_reach_the_buffers(folders):
     close(model.out_bias.numpy().ravel(), found.fit.bias)
     count, total, squares = found.conditions["fparam"].T
     close(model.fitting.fparam_avg.numpy(), total / count)
-    close(model.fitting.fparam_inv_std.numpy(), 1 / np.sqrt(squares / count - (total / count) ** 2))
+    close(
+        model.fitting.fparam_inv_std.numpy(),
+        1 / np.sqrt(squares / count - (total / count) ** 2),
+    )
 
 
 def test_energies_of_isolated_atoms_given_in_the_config_are_the_bias(folders):
-    section = CASES["preset"]["model"] | {"fitting_net": {"neuron": [4], "atom_ener": [-3.2, None]}}
+    section = CASES["preset"]["model"] | {
+        "fitting_net": {"neuron": [4], "atom_ener": [-3.2, None]}
+    }
     config = model_config_from_dict(
         {key: value for key, value in section.items() if key != "preset_out_bias"}
     )
@@ -147,7 +161,9 @@ def test_elements_that_the_compositions_do_not_report_apart_are_named(folders):
     _, together = case("parameters", folders)  # one composition only
     assert apart.fit.undetermined == ()
     assert together.fit.undetermined == ("O", "H")
-    assert "the energies of O, H cannot be determined separately" in together.lines()[-1]
+    assert (
+        "the energies of O, H cannot be determined separately" in together.lines()[-1]
+    )
     assert f"{1000 * apart.fit.rmse_per_atom:.4g} meV/atom" in apart.lines()[1]
     assert f"O {apart.fit.bias[0]:.6g} eV" in apart.lines()[0]
 
@@ -169,7 +185,9 @@ def test_a_stat_file_gives_back_what_was_written(name, file, folders, tmp_path):
     one, other = build_model(config), build_model(config)
     one.apply_statistics(found)
     other.apply_statistics(back)
-    assert all(torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True)
+    )
     assert back.observed == found.observed
 
 
@@ -194,8 +212,12 @@ def test_a_stat_file_of_other_options_is_not_taken(folders, tmp_path):
     config, found = case("plain", folders)
     write_stat_file(tmp_path / "stat", config, found)
     longer = replace(config, descriptor=replace(config.descriptor, rcut=4.5))
-    excluded = replace(config, descriptor=replace(config.descriptor, exclude_types=[[0, 1]]))
-    with_fparam = replace(config, fitting_net=replace(config.fitting_net, numb_fparam=1))
+    excluded = replace(
+        config, descriptor=replace(config.descriptor, exclude_types=[[0, 1]])
+    )
+    with_fparam = replace(
+        config, fitting_net=replace(config.fitting_net, numb_fparam=1)
+    )
     assert (
         read(tmp_path / "stat", longer)
         == "it is of other options: model.descriptor.rcut = 4.0, now 4.5"
@@ -203,7 +225,9 @@ def test_a_stat_file_of_other_options_is_not_taken(folders, tmp_path):
     assert read(tmp_path / "stat", excluded).endswith(
         "model.descriptor.exclude_types = [], now [[0, 1]]"
     )
-    assert read(tmp_path / "stat", with_fparam).endswith("model.fitting_net.numb_fparam = 0, now 1")
+    assert read(tmp_path / "stat", with_fparam).endswith(
+        "model.fitting_net.numb_fparam = 0, now 1"
+    )
     wider = replace(config, fitting_net=replace(config.fitting_net, neuron=[7]))
     for same in (config, wider):
         assert isinstance(read(tmp_path / "stat", same), Statistics)
@@ -220,7 +244,9 @@ def test_a_stat_file_of_an_earlier_version_is_made_anew(folders, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["property", "dos"])
-def test_a_stat_file_of_deepmd_kit_with_another_number_of_values_is_not_taken(kind, tmp_path):
+def test_a_stat_file_of_deepmd_kit_with_another_number_of_values_is_not_taken(
+    kind, tmp_path
+):
     """It does not say of which options it is."""
     width = {"property": "task_dim", "dos": "numb_dos"}[kind]
     config = quantity(kind, **{width: 3})
@@ -228,7 +254,9 @@ def test_a_stat_file_of_deepmd_kit_with_another_number_of_values_is_not_taken(ki
     (tmp_path / "stat" / "O H" / SETTINGS).unlink()
     assert isinstance(read(tmp_path / "stat", config), Statistics)
     found = read(tmp_path / "stat", quantity(kind, **{width: 2}))
-    assert re.fullmatch(r"bias_atom_(gap|dos) has shape \[2, 3\], expected \[2, 2\]", found), found
+    assert re.fullmatch(
+        r"bias_atom_(gap|dos) has shape \[2, 3\], expected \[2, 2\]", found
+    ), found
 
 
 def quantity(kind, **fitting):
@@ -263,7 +291,11 @@ def _fparam(fitting, natoms):
     """
     if fitting.default_fparam and natoms == 7:
         return np.array(fitting.default_fparam)
-    return np.arange(1.0, 1 + fitting.numb_fparam) * natoms if fitting.numb_fparam else None
+    return (
+        np.arange(1.0, 1 + fitting.numb_fparam) * natoms
+        if fitting.numb_fparam
+        else None
+    )
 
 
 WITH_ONE_VALUE = {  # or needs another option; the elements are in the path of the statistics
@@ -307,7 +339,9 @@ def is_same(one, other):
 
 
 @pytest.mark.parametrize("name", MODELS_OF_TYPES)
-def test_a_stat_file_is_not_taken_where_an_option_changes_the_statistics(name, tmp_path):
+def test_a_stat_file_is_not_taken_where_an_option_changes_the_statistics(
+    name, tmp_path
+):
     """Options are those of the declaration: a new one is tried as well."""
     config = model_config_from_dict(MODELS_OF_TYPES[name])
     stored = collected(config, labelled(config))

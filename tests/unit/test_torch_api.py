@@ -15,7 +15,10 @@ from torch.torch_version import TorchVersion
 @pytest.mark.parametrize(
     ("version", "guards"),
     [
-        ("2.10", "settle_shards of distributed/tensors.py and the refusal in interop/pt2.py"),
+        (
+            "2.10",
+            "settle_shards of distributed/tensors.py and the refusal in interop/pt2.py",
+        ),
         ("2.11", "the filter of warnings in checkpoint/sharded.py"),
         (
             "2.13",
@@ -24,10 +27,14 @@ from torch.torch_version import TorchVersion
         ),
     ],
 )
-def test_what_guards_against_an_older_torch_goes_when_that_is_not_supported(version, guards):
+def test_what_guards_against_an_older_torch_goes_when_that_is_not_supported(
+    version, guards
+):
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     lowest = TorchVersion(re.search(r'"torch>=([\d.]+)"', text)[1])
-    assert lowest < version, f"torch before {version} cannot be installed: remove {guards}"
+    assert lowest < version, (
+        f"torch before {version} cannot be installed: remove {guards}"
+    )
 
 
 def test_the_number_of_a_backward_pass_differs_from_pass_to_pass_and_is_minus_one_outside():

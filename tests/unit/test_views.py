@@ -14,9 +14,9 @@ def test_an_excluded_neighbor_does_not_matter_beyond_the_cutoff_of_a_part():
     _, model = toy_model("hybrid", {"list": [near, SECTIONS["se_e2_r"]]})
     part = model.descriptor.parts[0]
     inside, beyond = (
-        model.descriptor(batch_of(model, ([[0.0, 0, 0], [0, 1.5, 0], [x, 0, 0]], [0, 2, 1], None)))[
-            0
-        ][0, : part.dim_out]
+        model.descriptor(
+            batch_of(model, ([[0.0, 0, 0], [0, 1.5, 0], [x, 0, 0]], [0, 2, 1], None))
+        )[0][0, : part.dim_out]
         for x in (2.0, 3.5)
     )
     torch.testing.assert_close(inside, beyond, rtol=1e-14, atol=0)

@@ -79,7 +79,9 @@ class Track:
         # Counted back from the last update, as the start in the settings is not that of an average
         # that was added at a restart. The average may be saved between two updates.
         last = step - (step - int(info["start_step"])) % every
-        return cls(float(info.get("gamma", 0.0)), updates, last - updates * every, every)
+        return cls(
+            float(info.get("gamma", 0.0)), updates, last - updates * every, every
+        )
 
     @property
     def end(self) -> int:
@@ -103,7 +105,9 @@ class Track:
         p = gamma + 1.
         """
         log_ratio = np.log(update / updates)
-        with np.errstate(divide="ignore"):  # no update comes before the first one: log(0) is -inf
+        with np.errstate(
+            divide="ignore"
+        ):  # no update comes before the first one: log(0) is -inf
             step_back = np.log1p(-1 / update)
         # (j / n)^p * (1 - (1 - 1 / j)^p): the difference of neighboring powers itself would cancel
         return np.exp(self.power * log_ratio) * -np.expm1(self.power * step_back)
@@ -116,7 +120,10 @@ class Track:
         # correction, exact to rounding here. With a steep power the next terms would count.
         if n > CHUNK and n > 10 * p:
             return self.every * (
-                n / (p + 1) - 1 / 2 + p / (12 * n) - p * (p - 1) * (p - 2) / (720 * n**3)
+                n / (p + 1)
+                - 1 / 2
+                + p / (12 * n)
+                - p * (p - 1) * (p - 2) / (720 * n**3)
             )
         return self.every * float(np.sum((np.arange(1, n, dtype=np.float64) / n) ** p))
 
@@ -206,7 +213,9 @@ class Decay:
         """Return the sum of the shares between each two nodes."""
         # a_j = eta_j - eta_(j+1) adds up to the difference of the rates at both nodes
         first, last = self.nodes[0], self.nodes[-1]
-        factors = [SHAPES[self.shape]((node - first) / (last - first)) for node in self.nodes]
+        factors = [
+            SHAPES[self.shape]((node - first) / (last - first)) for node in self.nodes
+        ]
         return -np.diff(factors)
 
 
@@ -271,7 +280,11 @@ def place_decays(
     start, every = _grid(tracks)
     last = (step - start) // every
     marks = sorted(
-        {0, last, *(min(last, max(0, (track.end - start) // every)) for track in tracks)}
+        {
+            0,
+            last,
+            *(min(last, max(0, (track.end - start) // every)) for track in tracks),
+        }
     )
     # two parts may begin at one snapshot: they are one decay, and the dict keeps the order
     decays: dict[Decay, None] = {}
@@ -289,7 +302,10 @@ def place_decays(
 
 
 def find_combinations(
-    tracks: Sequence[Track], sigma_rels: Sequence[float], step: int, decays: Sequence[Decay] = ()
+    tracks: Sequence[Track],
+    sigma_rels: Sequence[float],
+    step: int,
+    decays: Sequence[Decay] = (),
 ) -> Combinations:
     """Return the combinations of ``tracks`` nearest to averages of ``sigma_rels`` after ``step``.
 
@@ -334,7 +350,9 @@ def find_combinations(
         z = start + directions @ (directions.T @ (b - matrix @ start))
         missing = square - 2 * z @ b + z @ matrix @ z
         x = z / length[:num]
-        residual = float(np.sqrt(max(missing, 0.0) / square))  # rounding may make it negative
+        residual = float(
+            np.sqrt(max(missing, 0.0) / square)
+        )  # rounding may make it negative
         combinations.append(Combination(target, x, residual, float(np.linalg.norm(x))))
     condition = float(values[good].max() / values[good].min()) if good.any() else 1.0
     return Combinations(combinations, condition, int((~good).sum()))
@@ -354,7 +372,9 @@ def resolvable_range(tracks: Sequence[Track], step: int) -> tuple[float, float] 
     return None if longest is None else (longest[0][0], longest[-1][0])
 
 
-def refuse_unresolvable(combinations: Combinations, tracks: Sequence[Track], step: int) -> None:
+def refuse_unresolvable(
+    combinations: Combinations, tracks: Sequence[Track], step: int
+) -> None:
     """Check that snapshots of ``tracks`` resolve every width of ``combinations`` after ``step``.
 
     Raises:
@@ -369,15 +389,20 @@ def refuse_unresolvable(combinations: Combinations, tracks: Sequence[Track], ste
         return
     ends = resolvable_range(tracks, step)
     stored = sorted({round(track.sigma_rel, 4) for track in tracks})
-    about = f"{len(tracks)} snapshots of sigma_rel {', '.join(f'{w:g}' for w in stored)}"
-    resolved = "no sigma_rel" if ends is None else f"sigma_rel {ends[0]:.3g} to {ends[1]:.3g}"
+    about = (
+        f"{len(tracks)} snapshots of sigma_rel {', '.join(f'{w:g}' for w in stored)}"
+    )
+    resolved = (
+        "no sigma_rel" if ends is None else f"sigma_rel {ends[0]:.3g} to {ends[1]:.3g}"
+    )
     advice = (
         f"{about} resolve {resolved}. For more, keep snapshots of two profiles, one on either "
         "side of the widths in question (type power, sigma_rel 0.05 and 0.10), and more often (a "
         "smaller snapshot_freq)."
     )
     problems = [
-        f"{combination.target.describe()}: {combination.describe_missing()}." for combination in bad
+        f"{combination.target.describe()}: {combination.describe_missing()}."
+        for combination in bad
     ]
     problems[-1] += f" {advice}"  # once, after all widths
     raise UserError(problems)
@@ -404,9 +429,14 @@ def _products(tracks: Sequence[Track | Decay]) -> Array:
     # place m of the axis is step origin + m * stride, m = 1, 2, ...: one per update when all are
     # updated at the same steps, else one per step
     grids = {(track.start, track.every) for track in tracks}
-    origin, stride = grids.pop() if len(grids) == 1 else (min(track.start for track in tracks), 1)
+    origin, stride = (
+        grids.pop() if len(grids) == 1 else (min(track.start for track in tracks), 1)
+    )
     # tracks whose shares differ by a factor, and by where they end, are one class
-    alike = [replace(track, updates=1) if isinstance(track, Track) else track for track in tracks]
+    alike = [
+        replace(track, updates=1) if isinstance(track, Track) else track
+        for track in tracks
+    ]
     classes = list(dict.fromkeys(alike))
     kind = np.array([classes.index(profile) for profile in alike])  # (T,) class of each
     power = np.array([profile.power for profile in classes])
@@ -433,7 +463,9 @@ def _products(tracks: Sequence[Track | Decay]) -> Array:
                 [max(1, update(profile, high)) for profile in classes], dtype=np.float64
             )
             places = np.arange(low + 1, high + 1)
-            part = np.zeros((len(classes), high - low))  # shares of the classes at these places
+            part = np.zeros(
+                (len(classes), high - low)
+            )  # shares of the classes at these places
             for c, profile in enumerate(classes):
                 each = update(profile, places).astype(np.float64)
                 begun = each >= 1
@@ -452,5 +484,7 @@ def _products(tracks: Sequence[Track | Decay]) -> Array:
         # Both reach up to the end of the shorter one, i; the longer one is scaled by its own number
         # of updates. Pairs in the other order are the transpose.
         scale = (number[which[i]][kind] / updates) ** power[kind]
-        gram[i] = np.where(which >= which[i], sums[which[i], kind[i], kind] * scale, 0.0)
+        gram[i] = np.where(
+            which >= which[i], sums[which[i], kind[i], kind] * scale, 0.0
+        )
     return np.where(which[:, None] <= which[None, :], gram, gram.T)

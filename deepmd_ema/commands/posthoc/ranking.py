@@ -83,7 +83,9 @@ class Row:
         back = f"looks back {self.mean_age:,.0f} steps on average"
         if self.decay is None:
             return f"sigma_rel {self.sigma_rel:.4g}, gamma {self.gamma:.4g}, {back}"
-        length = f"the last {percent(self.decay.part)} ({counted(self.decay.steps, 'step')})"
+        length = (
+            f"the last {percent(self.decay.part)} ({counted(self.decay.steps, 'step')})"
+        )
         return f"{self.decay.shape} decay over {length}, {back}"
 
 
@@ -124,11 +126,17 @@ class PosthocReport:
         combined = self.combinations
         ends = combined.resolvable
         scores = self.scores()
-        names = dict.fromkeys((s.profile, f"{s.track.sigma_rel:.4g}") for s in run.snapshots)
+        names = dict.fromkeys(
+            (s.profile, f"{s.track.sigma_rel:.4g}") for s in run.snapshots
+        )
         profiles = ", ".join(f"{name} (sigma_rel {width})" for name, width in names)
         number = combined.dropped
         dropped = f", {number} directions below rounding dropped" if number else ""
-        widths = "those that were tracked" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
+        widths = (
+            "those that were tracked"
+            if ends is None
+            else f"{ends[0]:.3g} to {ends[1]:.3g}"
+        )
         lines = [
             f"{run.folder}: step {run.step:,}, {counted(len(run.snapshots), 'snapshot')} of "
             f"{profiles}",
@@ -147,30 +155,42 @@ class PosthocReport:
             f"chosen by {self.metric}: {self.chosen.describe()}",
         ]
         # NaN compares with nothing: such rows come last
-        order = sorted(range(len(scores)), key=lambda k: (math.isnan(scores[k]), scores[k]))
+        order = sorted(
+            range(len(scores)), key=lambda k: (math.isnan(scores[k]), scores[k])
+        )
         # text by "posthoc" (the lengths) and by shape of the decays, the best first
         best: dict[str, str] = {}
-        for k, row in ((k, self.rows[k]) for k in order if self.rows[k].combination is not None):
+        for k, row in (
+            (k, self.rows[k]) for k in order if self.rows[k].combination is not None
+        ):
             name = row.name if row.decay else f"sigma_rel {row.sigma_rel:.4g}"
             best.setdefault(
                 row.decay.shape if row.decay else row.kind,
                 f"{name} ({scores[k] / scores[0]:.4g} of live)",
             )
         if best.keys() & SHAPES.keys():
-            lines.append(f"best length, and best decay of each shape: {', '.join(best.values())}")
+            lines.append(
+                f"best length, and best decay of each shape: {', '.join(best.values())}"
+            )
         # live or tracked weights may be better than all that was made of snapshots
         if order[0] != self.best:
             better = 1 - scores[order[0]] / scores[self.best]
-            lines.append(f"{self.rows[order[0]].name} is better still, by {100 * better:.2g} %")
+            lines.append(
+                f"{self.rows[order[0]].name} is better still, by {100 * better:.2g} %"
+            )
         # rows of lengths are in rising order of sigma_rel; with one or two each is at an end
         lengths = [row for row in self.rows if row.kind == POSTHOC]
-        at_ends = (lengths[0].sigma_rel, lengths[-1].sigma_rel) if len(lengths) > 2 else ()
+        at_ends = (
+            (lengths[0].sigma_rel, lengths[-1].sigma_rel) if len(lengths) > 2 else ()
+        )
         if self.chosen.sigma_rel in at_ends:
             lines.append(
                 "the chosen one is at an end of the range: a sigma_rel beyond it may be better "
                 "still"
             )
-            if ends and any(math.isclose(self.chosen.sigma_rel or 0, end) for end in ends):
+            if ends and any(
+                math.isclose(self.chosen.sigma_rel or 0, end) for end in ends
+            ):
                 lines.append(
                     "more frequent snapshots (a smaller snapshot_freq) widen the resolvable range"
                 )
@@ -186,7 +206,8 @@ class PosthocReport:
     def table(self) -> Table:
         """Return one row per set of weights, with a star at the best of each column of errors."""
         errors = [
-            [displayed(row.errors, f"{name}:RMSE") for row in self.rows] for name in self._ranked
+            [displayed(row.errors, f"{name}:RMSE") for row in self.rows]
+            for name in self._ranked
         ]
         scores = self.scores()
         unit = "of live"
@@ -206,7 +227,9 @@ class PosthocReport:
             cells = zip((column[k] for column in (*errors, scores)), best)
             # a space in place of the star keeps the numbers in line
             starred = [
-                None if math.isnan(value) else f"{value:.4g}{'*' if value == least else ' '}"
+                None
+                if math.isnan(value)
+                else f"{value:.4g}{'*' if value == least else ' '}"
                 for value, least in cells
             ]
             solution = row.combination
@@ -216,13 +239,26 @@ class PosthocReport:
                 else (None, None)
             )
             mark = "<- chosen" if k == self.best else ""
-            rows.append((row.name, row.sigma_rel, row.gamma, row.mean_age, *starred, *solved, mark))
+            rows.append(
+                (
+                    row.name,
+                    row.sigma_rel,
+                    row.gamma,
+                    row.mean_age,
+                    *starred,
+                    *solved,
+                    mark,
+                )
+            )
         heads = [
             Column("weights"),
             Column("sigma_rel", "", ".4f"),
             Column("gamma", "", ".4g"),
             Column("looks back", "steps", ",.0f"),
-            *(Column(f"{q} RMSE", METRICS[q].display_unit, ".4g") for q in self._ranked),
+            *(
+                Column(f"{q} RMSE", METRICS[q].display_unit, ".4g")
+                for q in self._ranked
+            ),
             Column(self.metric, unit, ".4g"),
             Column("residual", "", ".2g"),
             Column("rounding", "x", ".2g"),
@@ -257,11 +293,17 @@ class PosthocReport:
             writer = csv.writer(file)
             writer.writerow(columns)
             for k, (row, score) in enumerate(zip(self.rows, self.scores())):
-                values = [1000 * row.errors.metric(f"{q.metric}:{kind}") for q, kind in errors]
+                values = [
+                    1000 * row.errors.metric(f"{q.metric}:{kind}") for q, kind in errors
+                ]
                 solution = row.combination
                 # live and tracked weights have empty cells here
                 solved = (
-                    [solution.residual, solution.amplification, self.combinations.condition]
+                    [
+                        solution.residual,
+                        solution.amplification,
+                        self.combinations.condition,
+                    ]
                     if solution
                     else [None] * 3
                 )

@@ -22,7 +22,13 @@ from deepmd_ema.commands.posthoc.combination import (
     Combinations,
     Decay,
 )
-from deepmd_ema.commands.posthoc.ranking import OVERALL, SHAPE, TRACKED, PosthocReport, Row
+from deepmd_ema.commands.posthoc.ranking import (
+    OVERALL,
+    SHAPE,
+    TRACKED,
+    PosthocReport,
+    Row,
+)
 from deepmd_ema.commands.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.config import RunConfig, TaskConfig, saved_config
 from deepmd_ema.config.outputs import with_absolute_paths
@@ -42,7 +48,12 @@ from deepmd_ema.utils import LIVE, POSTHOC
 
 NUM_SIGMA_RELS = 9  # widths of a range without a number
 MAX_SIGMA_RELS = 999  # widths of one range: each is validated
-DEFAULT_PARTS = [0.05, 0.1, 0.2, 0.4]  # parts of the run in which a shape without a part decays
+DEFAULT_PARTS = [
+    0.05,
+    0.1,
+    0.2,
+    0.4,
+]  # parts of the run in which a shape without a part decays
 NONE = "none"
 
 
@@ -91,7 +102,10 @@ def run_posthoc(
     decays = parse_shapes(shapes)
     metrics = {
         name.upper(): name
-        for name in (OVERALL, *(f"{q}:{kind}" for q in METRICS for kind in ("RMSE", "MAE")))
+        for name in (
+            OVERALL,
+            *(f"{q}:{kind}" for q in METRICS for kind in ("RMSE", "MAE")),
+        )
     }
     if metric.upper() not in metrics:
         raise UserError(
@@ -118,7 +132,8 @@ def run_posthoc(
 
     # the model and the validation data
     config = saved_config(
-        with_absolute_paths(run.payload["config"], run.folder), source=str(run.reference)
+        with_absolute_paths(run.payload["config"], run.folder),
+        source=str(run.reference),
     )
     task = config.task(head)
     sources = _open(config, task, run, systems, rglob_patterns)
@@ -135,7 +150,9 @@ def run_posthoc(
     # thousand averages.
     combined = (
         (_row_of(candidate), weights)
-        for candidate, weights in zip(requested.combinations, combine(run, requested.combinations))
+        for candidate, weights in zip(
+            requested.combinations, combine(run, requested.combinations)
+        )
     )
     # read in whole, so that a fault of the file is reported before anything is evaluated
     with checkpoint.reading(run.reference):
@@ -146,9 +163,13 @@ def run_posthoc(
     candidates = chain(tracked, combined)
     total = len(tracked) + len(requested.combinations)
     num_atoms = atoms_at_once(torch_device)
-    for row, weights in tqdm(candidates, total=total, unit=" models", disable=None, leave=False):
+    for row, weights in tqdm(
+        candidates, total=total, unit=" models", disable=None, leave=False
+    ):
         models.load_state_dict(weights)
-        batches = sequential_batches(sources, model.layout, cache, num_atoms, model.labels)
+        batches = sequential_batches(
+            sources, model.layout, cache, num_atoms, model.labels
+        )
         errors = evaluate(model, prefetch(batches, torch_device), torch_device)
         rows.append(replace(row, errors=errors))
         score = rows[-1].score(metric, rows[0].errors)
@@ -276,11 +297,19 @@ def find_requested(
     if not widths and not requests:
         # snapshots that resolve no range have at least their own widths
         tracked = sorted(
-            {snapshot.track.sigma_rel for snapshot in run.snapshots if snapshot.step == run.step}
+            {
+                snapshot.track.sigma_rel
+                for snapshot in run.snapshots
+                if snapshot.step == run.step
+            }
         )
         widths = _spaced(*resolvable) if resolvable else tracked
     # None means the defaults, an empty list ("none") no decay
-    wanted = parse_shapes(list(SHAPES)) if requests is None and not sigma_rels else requests or []
+    wanted = (
+        parse_shapes(list(SHAPES))
+        if requests is None and not sigma_rels
+        else requests or []
+    )
     decays, left_out = combination.place_decays(wanted, tracks, run.step)
     solved = combination.find_combinations(tracks, widths, run.step, decays)
     problems: list[str] = []
@@ -305,13 +334,19 @@ def find_requested(
             for name in names
         ]
     UserError.raise_if_any(problems)
-    return replace(solved, combinations=resolved, resolvable=resolvable, left_out=left_out)
+    return replace(
+        solved, combinations=resolved, resolvable=resolvable, left_out=left_out
+    )
 
 
 def _spaced(low: float, high: float, count: int = NUM_SIGMA_RELS) -> list[float]:
     """Return ``count`` widths from ``low`` to ``high``, both exactly, on a logarithmic scale."""
     # geomspace() may round the ends, and a width just beyond the range would be refused
-    return [low] if low == high else [low, *np.geomspace(low, high, count)[1:-1].tolist(), high]
+    return (
+        [low]
+        if low == high
+        else [low, *np.geomspace(low, high, count)[1:-1].tolist(), high]
+    )
 
 
 def _row_of(candidate: combination.Combination) -> Row:
@@ -320,7 +355,9 @@ def _row_of(candidate: combination.Combination) -> Row:
     if isinstance(target, Decay):
         name = target.describe()
         return Row(SHAPE, name, target.sigma_rel, None, target.mean_age(), candidate)
-    return Row(POSTHOC, POSTHOC, target.sigma_rel, target.gamma, target.mean_age(), candidate)
+    return Row(
+        POSTHOC, POSTHOC, target.sigma_rel, target.gamma, target.mean_age(), candidate
+    )
 
 
 def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
@@ -339,7 +376,11 @@ def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
         if state["updates"] < 1:
             continue  # it still is the live weights
         weights, facts = checkpoint.weights_in(payload, run.reference, name)
-        gamma = float(facts.get("gamma", 0.0)) if facts.get("type") in ("power", "swa") else None
+        gamma = (
+            float(facts.get("gamma", 0.0))
+            if facts.get("type") in ("power", "swa")
+            else None
+        )
         sigma_rel = None if gamma is None else sigma_rel_of(gamma)
         yield Row(TRACKED, f"{name}{at}", sigma_rel, gamma, facts["mean_age"]), weights
 
@@ -354,7 +395,10 @@ def _open(
     """Return the validation systems: ``systems``, or those that the run has split off or names."""
     if systems is not None:
         return open_labelled(
-            [str(path) for path in systems], task.model, task.model.fitting_net.labels, patterns
+            [str(path) for path in systems],
+            task.model,
+            task.model.fitting_net.labels,
+            patterns,
         )
     if task.data.validation_fraction is not None:
         return open_split(config)[task.name].valid
@@ -366,25 +410,35 @@ def _open(
         )
     try:
         return open_labelled(
-            list(data.systems), task.model, task.model.fitting_net.labels, data.rglob_patterns
+            list(data.systems),
+            task.model,
+            task.model.fitting_net.labels,
+            data.rglob_patterns,
         )
     except DataError as error:
         hint = (
             "These are the validation data of the run's input. Give others with -s, or an input "
             "with --valid-data."
         )
-        raise DataError([*error.problems[:-1], f"{error.problems[-1]} {hint}"]) from error
+        raise DataError(
+            [*error.problems[:-1], f"{error.problems[-1]} {hint}"]
+        ) from error
 
 
 def _payload(
-    run: SnapshotRun, chosen: Row, combinations: Combinations, weights: Mapping[str, Tensor]
+    run: SnapshotRun,
+    chosen: Row,
+    combinations: Combinations,
+    weights: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     """Return the content of the model file of the chosen average."""
     config, distance = run.payload["config"], run.payload.get("min_nbor_dist")
     about: dict[str, Any] = {
         name: run.payload[name] for name in ("run", "num_steps") if name in run.payload
     }
-    head = checkpoint.payload_head("weights", POSTHOC, run.step, config, distance, **about)
+    head = checkpoint.payload_head(
+        "weights", POSTHOC, run.step, config, distance, **about
+    )
     assert chosen.combination is not None
     profile: dict[str, Any] = {"type": "power", "gamma": chosen.gamma}
     if (decay := chosen.decay) is not None:

@@ -93,7 +93,9 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
     folder = Path(folder)
     if not folder.is_dir():
         what = "is a file" if folder.is_file() else "no such folder"
-        raise CheckpointError(f"{folder}: {what}. Give the folder in which the run was started.")
+        raise CheckpointError(
+            f"{folder}: {what}. Give the folder in which the run was started."
+        )
     newest = checkpoint.resolve(folder)
     payload = checkpoint.load(newest)
     place = newest.parent / SNAPSHOTS
@@ -123,7 +125,9 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
     # where the run still has it, else the newest one, whose rows name another step.
     series = series_and_step(newest.name)
     reference = (
-        newest.with_name(f"{series[0]}-{step}{newest.suffix}") if series is not None else newest
+        newest.with_name(f"{series[0]}-{step}{newest.suffix}")
+        if series is not None
+        else newest
     )
     if reference != newest and reference.exists():
         other = checkpoint.load(reference)
@@ -160,8 +164,12 @@ def combine(
         last: dict[str, Tensor] = {}
         for k, snapshot in enumerate(run.snapshots):
             last = checkpoint.load(snapshot.path)["model"]
-            flat = torch.cat([last[name].to(torch.float64).ravel() for name in run.averaged])
-            sums.addr_(coefficients[:, k], flat)  # outer product of (combinations,) and (numbers,)
+            flat = torch.cat(
+                [last[name].to(torch.float64).ravel() for name in run.averaged]
+            )
+            sums.addr_(
+                coefficients[:, k], flat
+            )  # outer product of (combinations,) and (numbers,)
         for row in sums:
             averaged = {}
             for name, part in zip(run.averaged, row.split(sizes)):
@@ -177,7 +185,9 @@ def _read_all(
     snapshots: list[Snapshot] = []
     left_out: dict[str, list[str]] = {}  # files by reason
     problems: list[str] = []
-    for path in sorted(path for suffix in SUFFIXES for path in place.glob(f"*{suffix}")):
+    for path in sorted(
+        path for suffix in SUFFIXES for path in place.glob(f"*{suffix}")
+    ):
         with collect_problems(problems), checkpoint.reading(path):
             # one model at a time is in memory: shapes and facts are enough until they are combined
             facts = checkpoint.load(path)
@@ -191,16 +201,22 @@ def _read_all(
             elif step > payload["step"]:
                 left_out.setdefault(f"beyond {newest.name}", []).append(path.name)
             elif (hook := average.get("should_update")) is not None:
-                problems.append(f"{path}: was updated when {hook} decided, and not at known steps.")
+                problems.append(
+                    f"{path}: was updated when {hook} decided, and not at known steps."
+                )
             elif not 0 <= (gamma := average.get("gamma", 0.0)) < math.inf:
-                problems.append(f"{path}: average.gamma is {gamma}, expected a number >= 0.")
+                problems.append(
+                    f"{path}: average.gamma is {gamma}, expected a number >= 0."
+                )
             # before the first update it is the live weights, and has no profile
             elif average["updates"] > 0:
                 track = Track.of(average, step)
                 # The age in the file was counted at each update. The age of the track follows from
                 # its settings, and differs if they were others in some part of the run.
                 mean_age = track.mean_age() + step - track.end
-                if math.isclose(average["mean_age"], mean_age, rel_tol=1e-6, abs_tol=1e-3):
+                if math.isclose(
+                    average["mean_age"], mean_age, rel_tol=1e-6, abs_tol=1e-3
+                ):
                     averaged = frozenset(map(str, facts["averaged"]))
                     snapshots.append(
                         Snapshot(path, step, facts["weights"], track, averaged, shapes)
@@ -210,11 +226,17 @@ def _read_all(
                         "of averages whose settings were changed at a restart", []
                     ).append(path.name)
     CheckpointError.raise_if_any(problems)
-    notes = [f"{what}, left out: {first_few(files, 5)}" for what, files in left_out.items()]
+    notes = [
+        f"{what}, left out: {first_few(files, 5)}" for what, files in left_out.items()
+    ]
     if not snapshots:
         why = f"({'; '.join(notes)}) " if notes else ""
-        raise CheckpointError(f"{place}: no snapshots of the run of {newest}. {why}{HOW_TO_KEEP}")
-    return sorted(snapshots, key=lambda snapshot: (snapshot.step, snapshot.profile)), notes
+        raise CheckpointError(
+            f"{place}: no snapshots of the run of {newest}. {why}{HOW_TO_KEEP}"
+        )
+    return sorted(
+        snapshots, key=lambda snapshot: (snapshot.step, snapshot.profile)
+    ), notes
 
 
 def _check_alike(snapshots: Sequence[Snapshot], payload: Mapping[str, Any]) -> None:

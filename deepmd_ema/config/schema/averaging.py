@@ -109,7 +109,11 @@ class EmaProfile(Profile):
             return self.decay
         rising = (1 + done) / (10 + done)
         # min() of a tensor on a GPU would wait for the device
-        return min(self.decay, rising) if isinstance(done, int) else rising.clamp(max=self.decay)
+        return (
+            min(self.decay, rising)
+            if isinstance(done, int)
+            else rising.clamp(max=self.decay)
+        )
 
     def decay_of_update(self, updates: Any) -> Any:
         """Return the decay of an update."""
@@ -123,7 +127,9 @@ class EmaProfile(Profile):
         unit = self.half_life_unit
         warmup = ", warm-up" if self.warmup else ""
         if name == "decay":
-            return f"EMA over about {1 / (1 - value):,.0f} steps, decay {value:g}{warmup}"
+            return (
+                f"EMA over about {1 / (1 - value):,.0f} steps, decay {value:g}{warmup}"
+            )
         steps = f" ({value * steps_per[unit]:,.0f} steps)" if unit in steps_per else ""
         return f"EMA, half-life {value:g} {unit}{steps}{warmup}"
 
@@ -144,14 +150,19 @@ class SwaProfile(Profile):
         "averages.",
     )
     snapshot_freq: int | None = option(  # type: ignore[misc]
-        None, "Steps between two snapshots; null: `save_freq`.", positive_int, unit="steps"
+        None,
+        "Steps between two snapshots; null: `save_freq`.",
+        positive_int,
+        unit="steps",
     )
 
     def decay_at(self, done: Any) -> Any:
         """Return the decay of a step."""
         assert self.gamma is not None, "in_steps() takes it from sigma_rel"
         decay = done / (done + 1)
-        return decay ** (self.gamma + 1) if self.gamma else decay  # one kernel less on a GPU
+        return (
+            decay ** (self.gamma + 1) if self.gamma else decay
+        )  # one kernel less on a GPU
 
     def decay_of_update(self, updates: Any) -> Any:
         """Return the decay of an update, which follows their number as that of a step does."""
@@ -217,7 +228,11 @@ class PowerProfile(SwaProfile):
     def describe_length(self, steps_per: StepsPer) -> str:
         """Return the width or the power."""
         name, value = self.length
-        width = f" over about {100 * value:g} % of the steps so far" if name == "sigma_rel" else ""
+        width = (
+            f" over about {100 * value:g} % of the steps so far"
+            if name == "sigma_rel"
+            else ""
+        )
         return f"power{width}, {name} {value:g}"
 
 
@@ -375,7 +390,9 @@ class EmaShorthand:
         "Only in dp-ema.",
     )
     ema_ckpt_keep: int | None = option(
-        None, "Averaged checkpoints kept; null: as many as `max_ckpt_keep`.", positive_int
+        None,
+        "Averaged checkpoints kept; null: as many as `max_ckpt_keep`.",
+        positive_int,
     )
 
 
@@ -449,7 +466,11 @@ def share_of_next(done: Any, warmup_steps: int, start_factor: float, r: float) -
     rising = u * (start**2 / (r + 1) + linear + square)
     # sums are in units of the product of point n, so that none overflows; `last` is the product of
     # point m, the last one of the warm-up
-    last = ((m + r).lgamma() - m.lgamma() + n.lgamma() - (n + r).lgamma()).exp() if r else 1.0
+    last = (
+        ((m + r).lgamma() - m.lgamma() + n.lgamma() - (n + r).lgamma()).exp()
+        if r
+        else 1.0
+    )
     rate = first + slope * done.clamp(max=length)
     constant = (n + r - last * u) / (r + 1)
     # a first rate of 0 has a sum of 0, and no share

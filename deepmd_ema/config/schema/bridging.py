@@ -26,7 +26,9 @@ class Window:
     outer: float
 
 
-bridging_method = Check(lambda v: method_name(v) in (None, *METHODS), '"zbl", or "none"')
+bridging_method = Check(
+    lambda v: method_name(v) in (None, *METHODS), '"zbl", or "none"'
+)
 
 
 def method_name(value: str) -> str | None:

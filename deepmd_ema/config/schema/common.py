@@ -22,7 +22,9 @@ layer_widths = Check(
     lambda v: len(v) > 0 and all(0 < n <= MAX_SIZE for n in v),
     f"a list of at least one whole number > 0, none above {MAX_SIZE:,}",
 )
-num_parameters = Check(lambda v: 0 <= v <= MAX_SIZE, f"a whole number from 0 to {MAX_SIZE:,}")
+num_parameters = Check(
+    lambda v: 0 <= v <= MAX_SIZE, f"a whole number from 0 to {MAX_SIZE:,}"
+)
 # angstrom; atoms farther away do not matter
 _cutoff = Check(lambda v: 0 < v <= 100, "a number > 0 and at most 100")
 type_pairs = Check(
@@ -30,7 +32,8 @@ type_pairs = Check(
     "a list of pairs of type numbers, e.g. [[0, 1]]",
 )
 _bent_silu = Check(
-    lambda v: v.startswith("silut:") and ActivationName.is_readable(v), "silut:T, e.g. silut:3"
+    lambda v: v.startswith("silut:") and ActivationName.is_readable(v),
+    "silut:T, e.g. silut:3",
 )
 
 
@@ -46,7 +49,9 @@ def auto_sel(max_neighbors: Iterable[int], sel: str = "auto") -> list[int]:
     """
     ratio = float(sel.partition(":")[2] or 1.1)
     # int() before ceil() is DeePMD-kit's order; other numbers would change the model
-    numbers = [SEL_MULTIPLE * math.ceil(int(n * ratio) / SEL_MULTIPLE) for n in max_neighbors]
+    numbers = [
+        SEL_MULTIPLE * math.ceil(int(n * ratio) / SEL_MULTIPLE) for n in max_neighbors
+    ]
     return numbers if any(numbers) else [SEL_MULTIPLE for _ in numbers]
 
 
@@ -54,13 +59,17 @@ def _is_sel(value: Any) -> bool:
     """Whether numbers of neighbors have a possible sum, or a text is ``auto`` or ``auto:1.2``."""
     if isinstance(value, str):
         match = re.fullmatch(r"auto(?::(\d+(?:\.\d*)?))?", value)
-        return match is not None and (match[1] is None or 1 <= float(match[1]) <= MAX_SEL_RATIO)
+        return match is not None and (
+            match[1] is None or 1 <= float(match[1]) <= MAX_SEL_RATIO
+        )
     numbers = value if isinstance(value, list) else [value]
     return len(numbers) > 0 and min(numbers) >= 0 and 0 < sum(numbers) <= MAX_SIZE
 
 
 def sel_option(
-    doc: str, default: Any = MISSING, numbers: str = f"a whole number > 0, at most {MAX_SIZE:,}"
+    doc: str,
+    default: Any = MISSING,
+    numbers: str = f"a whole number > 0, at most {MAX_SIZE:,}",
 ) -> Any:
     """Declare an option of the most neighbors, of which ``auto`` is a value.
 
@@ -101,7 +110,9 @@ def sel_text(sel: int | list[int] | str) -> str:
     return " ".join(map(str, sel)) if isinstance(sel, list) else str(sel)
 
 
-def in_order(first: tuple[str, float], last: tuple[str, float], rcut: float) -> Findings:
+def in_order(
+    first: tuple[str, float], last: tuple[str, float], rcut: float
+) -> Findings:
     """Yield an error if the last of two distances is not between the first and the cutoff.
 
     Args:
@@ -189,7 +200,8 @@ interpolate_option = partial(
     "evaluation. The trained networks are ordinary ones.",
     choices=("auto", "always", "never"),
     check=Check(
-        lambda v: isinstance(v, bool) or v in _OLD_VALUES, "auto, always, never, true or false"
+        lambda v: isinstance(v, bool) or v in _OLD_VALUES,
+        "auto, always, never, true or false",
     ),
     convert=interpolate_choice,
     also=(bool,),

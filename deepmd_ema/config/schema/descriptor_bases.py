@@ -8,7 +8,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.fields import not_negative, not_negative_int, option, positive_int, section
+from deepmd_ema.config.fields import (
+    not_negative,
+    not_negative_int,
+    option,
+    positive_int,
+    section,
+)
 from deepmd_ema.config.messages import Names, Values, show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.text_options import ActivationName
@@ -45,7 +51,10 @@ class DescriptorOptions:
         common.type_pairs,
     )
     env_protection: float = option(
-        0.0, "Added to distances before they are divided by.", not_negative, unit="angstrom"
+        0.0,
+        "Added to distances before they are divided by.",
+        not_negative,
+        unit="angstrom",
     )
 
 
@@ -67,9 +76,15 @@ class TypeEmbeddedOptions(DescriptorOptions):
 
     def element_findings(self, type_map: Sequence[str]) -> Findings:
         """Yield errors of options that contradict the elements."""
-        yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
+        yield from common.unknown_types(
+            "exclude_types", chain(*self.exclude_types), type_map
+        )
         # names of types are free otherwise: O_water and O_ion may be two of them
-        unknown = [name for name in type_map if name not in SYMBOLS] if self.use_econf_tebd else []
+        unknown = (
+            [name for name in type_map if name not in SYMBOLS]
+            if self.use_econf_tebd
+            else []
+        )
         if unknown:
             yield error(
                 "use_econf_tebd",
@@ -133,15 +148,21 @@ class NeighborLists:
         # another type of descriptor gives the numbers another meaning
         if not isinstance(saved, type(self)):
             return self
-        left_open = [name for name in self.sel_options if isinstance(attrgetter(name)(self), str)]
-        return common.with_options(self, {name: attrgetter(name)(saved) for name in left_open})
+        left_open = [
+            name for name in self.sel_options if isinstance(attrgetter(name)(self), str)
+        ]
+        return common.with_options(
+            self, {name: attrgetter(name)(saved) for name in left_open}
+        )
 
 
 @section
 class ChargeSpinOptions:
     """Options of descriptors that may see charge and spin of a frame in DeePMD-kit."""
 
-    add_chg_spin_ebd: bool = common.unavailable_option(False, "charge and spin as an input are")
+    add_chg_spin_ebd: bool = common.unavailable_option(
+        False, "charge and spin as an input are"
+    )
     default_chg_spin: list[float] | None = common.unavailable_option(
         None, "charge and spin of frames without them are"
     )
@@ -180,7 +201,9 @@ class ListSection(DescriptorOptions, NeighborLists):
         "Activation function of the embedding network; `linear` and `none` are none. `silut:T` is "
         "silu up to T and bends into a tanh above; T of `silut` is 3.",
     )
-    resnet_dt: bool = option(False, "Whether skip connections have a trained step size.")
+    resnet_dt: bool = option(
+        False, "Whether skip connections have a trained step size."
+    )
 
     def summary(self) -> str:
         """Return the main options as text."""
@@ -224,7 +247,9 @@ class PerElementSection(ListSection):
         yield from common.smooth_before(self.rcut_smth, self.rcut)
         if not isinstance(self.sel, str):
             yield from common.not_one_per_element("sel", self.sel, type_map)
-        yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
+        yield from common.unknown_types(
+            "exclude_types", chain(*self.exclude_types), type_map
+        )
 
     @property
     def vacuum_needs(self) -> str:

@@ -116,18 +116,27 @@ class FittingOptions:
     def metrics(self) -> Names:
         """Letters of the errors in tables."""
         return tuple(
-            error.metric for name in self.labels for error in LABELS[name].errors if error.metric
+            error.metric
+            for name in self.labels
+            for error in LABELS[name].errors
+            if error.metric
         )
 
     def findings(self, type_map: Sequence[str]) -> Findings:
         """Yield errors of lists with a wrong length."""
-        if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
+        if (
+            self.default_fparam is not None
+            and len(self.default_fparam) != self.numb_fparam
+        ):
             yield error(
                 "default_fparam",
                 f" = {show(self.default_fparam)}: has length "
                 f"{len(self.default_fparam)}, expected numb_fparam = {self.numb_fparam}.",
             )
-        if isinstance(self.trainable, list) and len(self.trainable) != len(self.neuron) + 1:
+        if (
+            isinstance(self.trainable, list)
+            and len(self.trainable) != len(self.neuron) + 1
+        ):
             yield error(
                 "trainable",
                 f" = {show(self.trainable)}: has length {len(self.trainable)}, expected "

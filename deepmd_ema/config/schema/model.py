@@ -29,7 +29,11 @@ from deepmd_ema.config.schema.bridging import (
     bridging_method,
     method_name,
 )
-from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasBridging
+from deepmd_ema.config.schema.descriptor import (
+    DESCRIPTORS,
+    DescriptorConfig,
+    HasBridging,
+)
 from deepmd_ema.config.schema.pair_table import pair_table, read_table, table_findings
 from deepmd_ema.findings import Findings, error, inside, unused, warning
 from deepmd_ema.utils import is_number
@@ -64,7 +68,13 @@ class ModelConfig:
     """
 
     type: ClassVar[str]
-    first_options: ClassVar[Names] = ("type_map", "descriptor", "fitting_net", "models", "weights")
+    first_options: ClassVar[Names] = (
+        "type_map",
+        "descriptor",
+        "fitting_net",
+        "models",
+        "weights",
+    )
     without_effect: ClassVar[WithoutEffect] = {
         "data_bias_nsample": (10, "the bias is fitted on data_stat_nbatch batches")
     }
@@ -74,13 +84,18 @@ class ModelConfig:
         doc='Names of the elements, e.g. ["O", "H"]; type numbers are places in this list.',
     )
     data_stat_nbatch: int = option(
-        10, "Number of batches of each system that the statistics are taken from.", positive_int
+        10,
+        "Number of batches of each system that the statistics are taken from.",
+        positive_int,
     )
     data_stat_protect: float = option(
-        0.01, "Smallest spread that statistics may have, against division by zero.", positive
+        0.01,
+        "Smallest spread that statistics may have, against division by zero.",
+        positive,
     )
     model_branch_alias: list[str] = option(
-        [], "Other names by which `--head` finds the model of a task. No effect with one task."
+        [],
+        "Other names by which `--head` finds the model of a task. No effect with one task.",
     )
     pair_exclude_types: list[list[int]] = option(
         [], "Pairs of types without any interaction, e.g. [[0, 1]].", common.type_pairs
@@ -93,7 +108,8 @@ class ModelConfig:
         "Energy bias of each element instead of the fitted one; null is fitted. Needs "
         "`set_davg_zero`.",
         Check(
-            lambda v: set(v) <= {"energy"}, 'like {"energy": [-13.6, null]}, one entry per element'
+            lambda v: set(v) <= {"energy"},
+            'like {"energy": [-13.6, null]}, one entry per element',
         ),
     )
     finetune_head: str = option(
@@ -205,7 +221,9 @@ class NetworkConfig(ModelConfig):
         registry=DESCRIPTORS, doc="How the surroundings of an atom are described."
     )
     fitting_net: Any = option(
-        registry=FITTINGS, default_type="ener", doc="What follows from the descriptor, and how."
+        registry=FITTINGS,
+        default_type="ener",
+        doc="What follows from the descriptor, and how.",
     )
     bridging_method: str | None = option(
         None,
@@ -242,7 +260,10 @@ class NetworkConfig(ModelConfig):
 
     def summary(self) -> list[tuple[str, str]]:
         """Return names and texts of the parts of the model."""
-        parts = [("descriptor", self.descriptor.summary()), ("fitting", self.fitting_net.summary())]
+        parts = [
+            ("descriptor", self.descriptor.summary()),
+            ("fitting", self.fitting_net.summary()),
+        ]
         if self.bridging is not None:
             text = (
                 f"{self.bridging_method}, distances clamped from "
@@ -268,7 +289,9 @@ class NetworkConfig(ModelConfig):
         """Yield errors of options that contradict each other, also those of bridging."""
         yield from super().conflicts()
         fitting = self.fitting_net
-        if fitting.is_equivariant and not getattr(self.descriptor, "has_equivariants", False):
+        if fitting.is_equivariant and not getattr(
+            self.descriptor, "has_equivariants", False
+        ):
             text = (
                 f": the descriptor {self.descriptor.type} has no vectors of which a "
                 f"{fitting.labels[0]} is made."
@@ -348,7 +371,8 @@ class StandardConfig(NetworkConfig):
             return super().summary()
         first, last = self.use_srtab[0][0], self.use_srtab[-1][0]
         text = (
-            f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
+            f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} "
+            f"to {self.sw_rmax}"
         )
         return [*super().summary(), ("short range", text)]
 
@@ -357,7 +381,9 @@ class StandardConfig(NetworkConfig):
         yield from super().conflicts()
         if self.use_srtab is not None:
             rcut = self.descriptor.cutoff
-            yield from table_findings("use_srtab", self.use_srtab, len(self.type_map), rcut)
+            yield from table_findings(
+                "use_srtab", self.use_srtab, len(self.type_map), rcut
+            )
             if self.bridging is not None:
                 yield error(
                     "use_srtab",
@@ -366,7 +392,9 @@ class StandardConfig(NetworkConfig):
                 )
             for name in ("sw_rmin", "sw_rmax"):
                 if getattr(self, name) is None:
-                    yield error(name, ": required beside use_srtab, in angstrom, but missing.")
+                    yield error(
+                        name, ": required beside use_srtab, in angstrom, but missing."
+                    )
         if self.sw_rmin is not None and self.sw_rmax is not None:
             # the switch reads distances to neighbors, of which there are none beyond the cutoff
             rmin = ("sw_rmin", self.sw_rmin)

@@ -45,14 +45,20 @@ class _Schedule:
         "scale_by_worker": ("linear", "the learning rate is taken as it is")
     }
 
-    start_lr: float = option(check=positive, doc="Learning rate at the start, after the warm-up.")
+    start_lr: float = option(
+        check=positive, doc="Learning rate at the start, after the warm-up."
+    )
     stop_lr: float | None = option(
         None,
         "Learning rate at the end; null is 5e-8, unless `stop_lr_ratio` is given.",
         not_negative,
     )
-    stop_lr_ratio: float | None = option(None, "`stop_lr` as a fraction of `start_lr`.", _ratio)
-    warmup_steps: int = option(0, "Length of the linear warm-up.", not_negative_int, unit="steps")
+    stop_lr_ratio: float | None = option(
+        None, "`stop_lr` as a fraction of `start_lr`.", _ratio
+    )
+    warmup_steps: int = option(
+        0, "Length of the linear warm-up.", not_negative_int, unit="steps"
+    )
     warmup_ratio: float | None = option(
         None,
         "Length of the warm-up as a fraction of all steps, instead of `warmup_steps`.",
@@ -99,11 +105,17 @@ class ExpScheduleConfig(_Schedule):
 
     type = "exp"
 
-    decay_steps: int = option(5000, "Steps between two decays.", positive_int, unit="steps")
-    decay_rate: float | None = option(
-        None, "Factor of one decay; null: such that the last step has `stop_lr`.", _ratio
+    decay_steps: int = option(
+        5000, "Steps between two decays.", positive_int, unit="steps"
     )
-    smooth: bool = option(False, "Whether to decay at each step instead of at every `decay_steps`.")
+    decay_rate: float | None = option(
+        None,
+        "Factor of one decay; null: such that the last step has `stop_lr`.",
+        _ratio,
+    )
+    smooth: bool = option(
+        False, "Whether to decay at each step instead of at every `decay_steps`."
+    )
 
     def used_decay_steps(self, num_steps: int) -> int:
         """Return the steps between two decays of a run of ``num_steps`` steps."""
@@ -139,9 +151,13 @@ class WsdScheduleConfig(_Schedule):
 
     type = "wsd"
 
-    decay_phase_ratio: float = option(0.1, "Part of the run in which the rate goes down.", _ratio)
+    decay_phase_ratio: float = option(
+        0.1, "Part of the run in which the rate goes down.", _ratio
+    )
     decay_type: str = option(
-        "inverse_linear", "How the rate goes down.", choices=("inverse_linear", "cosine", "linear")
+        "inverse_linear",
+        "How the rate goes down.",
+        choices=("inverse_linear", "cosine", "linear"),
     )
 
     def _shape_words(self, num_steps: int) -> str:
@@ -174,7 +190,9 @@ class InvSqrtScheduleConfig(WsdScheduleConfig):
         unit="steps",
     )
     decay_phase_ratio: float = option(
-        0.0, "Part of the run, its last, in which the rate goes down to `stop_lr`; 0: none.", _part
+        0.0,
+        "Part of the run, its last, in which the rate goes down to `stop_lr`; 0: none.",
+        _part,
     )
 
     def _shape_words(self, num_steps: int) -> str:
@@ -197,7 +215,8 @@ class GroupConfig:
 
     pattern: str = option(
         check=Check(
-            lambda v: v.strip() != "", 'a pattern of names of parameters, e.g. "descriptor.*"'
+            lambda v: v.strip() != "",
+            'a pattern of names of parameters, e.g. "descriptor.*"',
         ),
         doc="Names of parameters as checkpoints have them, with `*`, `?` and `[...]` as in names "
         "of files.",
@@ -221,7 +240,9 @@ class AdamConfig:
     type = "Adam"
 
     adam_beta1: float = option(0.9, "Decay of the mean of the gradient.", fraction)
-    adam_beta2: float = option(0.999, "Decay of the mean of the squared gradient.", fraction)
+    adam_beta2: float = option(
+        0.999, "Decay of the mean of the squared gradient.", fraction
+    )
     weight_decay: float = option(0.0, "Weight of the L2 term.", not_negative)
     groups: list[GroupConfig] = option([], _GROUPS)
 
@@ -246,7 +267,9 @@ class AdamWScheduleFreeConfig(AdamWConfig):
 
     type = "AdamWScheduleFree"
 
-    adam_beta1: float = option(0.9, "Part of x in the live weights; the rest is z.", fraction)
+    adam_beta1: float = option(
+        0.9, "Part of x in the live weights; the rest is z.", fraction
+    )
     r: float = option(
         0.0,
         "Power of the step with which the weights of points in x grow: the mean age of x is 1 / "
@@ -262,13 +285,20 @@ class AdaMuonConfig:
     type = "AdaMuon"
 
     momentum: float = option(
-        0.95, "Decay of the mean gradient of a matrix.", fraction, alias=("muon_momentum",)
+        0.95,
+        "Decay of the mean gradient of a matrix.",
+        fraction,
+        alias=("muon_momentum",),
     )
-    adam_beta1: float = option(0.9, "Decay of the mean of the gradient of a vector.", fraction)
+    adam_beta1: float = option(
+        0.9, "Decay of the mean of the gradient of a vector.", fraction
+    )
     adam_beta2: float = option(
         0.95, "Decay of the mean of the squared gradient of a vector.", fraction
     )
-    weight_decay: float = option(0.001, "Decoupled weight decay, of matrices only.", not_negative)
+    weight_decay: float = option(
+        0.001, "Decoupled weight decay, of matrices only.", not_negative
+    )
     lr_adjust: float = option(
         10.0,
         "Above 0: vectors have the learning rate divided by this, and updates of a matrix of R "
@@ -351,9 +381,15 @@ class LKFConfig:
         "size.",
         positive_int,
     )
-    kf_start_pref_e: float = option(1.0, "Factor of energy errors at the start.", positive)
-    kf_limit_pref_e: float = option(1.0, "Factor of energy errors at the end.", positive)
-    kf_start_pref_f: float = option(1.0, "Factor of force errors at the start.", positive)
+    kf_start_pref_e: float = option(
+        1.0, "Factor of energy errors at the start.", positive
+    )
+    kf_limit_pref_e: float = option(
+        1.0, "Factor of energy errors at the end.", positive
+    )
+    kf_start_pref_f: float = option(
+        1.0, "Factor of force errors at the start.", positive
+    )
     kf_limit_pref_f: float = option(1.0, "Factor of force errors at the end.", positive)
 
 
@@ -368,7 +404,9 @@ GradientConfig = (
 OptimizerConfig = GradientConfig | LKFConfig
 
 
-_weight = partial(option, check=not_negative)  # declares the weight of a term of the loss
+_weight = partial(
+    option, check=not_negative
+)  # declares the weight of a term of the loss
 
 
 Weights: TypeAlias = dict[str, tuple[float, float]]
@@ -436,7 +474,9 @@ class TensorLossConfig(QuantityLossConfig):
     type = "tensor"
 
     pref: float = option(check=not_negative, doc="Weight of the tensor of a frame.")
-    pref_atomic: float = option(check=not_negative, doc="Weight of the tensors of atoms.")
+    pref_atomic: float = option(
+        check=not_negative, doc="Weight of the tensors of atoms."
+    )
     enable_atomic_weight: bool = option(
         False,
         "Whether errors of an atom are multiplied by its number in `atomic_weight.npy`, 1 without "
@@ -464,22 +504,38 @@ class DosLossConfig(QuantityLossConfig):
 
     type = "dos"
 
-    start_pref_dos: float = _weight(0.0, "Weight of the density of states at the start.")
+    start_pref_dos: float = _weight(
+        0.0, "Weight of the density of states at the start."
+    )
     limit_pref_dos: float = _weight(
         0.0, "Weight of the density of states when the learning rate is 0."
     )
     start_pref_cdf: float = _weight(0.0, "Weight of its sums at the start.")
-    limit_pref_cdf: float = _weight(0.0, "Weight of its sums when the learning rate is 0.")
+    limit_pref_cdf: float = _weight(
+        0.0, "Weight of its sums when the learning rate is 0."
+    )
     start_pref_ados: float = _weight(1.0, "Weight of those of atoms at the start.")
-    limit_pref_ados: float = _weight(1.0, "Weight of those of atoms when the learning rate is 0.")
+    limit_pref_ados: float = _weight(
+        1.0, "Weight of those of atoms when the learning rate is 0."
+    )
     start_pref_acdf: float = _weight(0.0, "Weight of their sums at the start.")
-    limit_pref_acdf: float = _weight(0.0, "Weight of their sums when the learning rate is 0.")
+    limit_pref_acdf: float = _weight(
+        0.0, "Weight of their sums when the learning rate is 0."
+    )
 
     @property
     def weights(self) -> Weights:
         """First and last weight of each active term: either of them is not zero."""
-        names = {"ados": "local_dos", "acdf": "local_cdf", "dos": "global_dos", "cdf": "global_cdf"}
-        return {f"rmse_{names[term]}": pair for term, pair in active_weights(self, names).items()}
+        names = {
+            "ados": "local_dos",
+            "acdf": "local_cdf",
+            "dos": "global_dos",
+            "cdf": "global_cdf",
+        }
+        return {
+            f"rmse_{names[term]}": pair
+            for term, pair in active_weights(self, names).items()
+        }
 
 
 _METRICS = ("smooth_mae", "mae", "mse", "rmse", "mape")
@@ -525,11 +581,17 @@ class EnerLossConfig:
     aliases = ("ener_hess",)  # DeePMD-kit's type for a loss with Hessians
 
     start_pref_e: float = _weight(0.02, "Weight of the energy at the start.")
-    limit_pref_e: float = _weight(1.0, "Weight of the energy when the learning rate is 0.")
+    limit_pref_e: float = _weight(
+        1.0, "Weight of the energy when the learning rate is 0."
+    )
     start_pref_f: float = _weight(1000.0, "Weight of the forces at the start.")
-    limit_pref_f: float = _weight(1.0, "Weight of the forces when the learning rate is 0.")
+    limit_pref_f: float = _weight(
+        1.0, "Weight of the forces when the learning rate is 0."
+    )
     start_pref_v: float = _weight(0.0, "Weight of the virial at the start.")
-    limit_pref_v: float = _weight(0.0, "Weight of the virial when the learning rate is 0.")
+    limit_pref_v: float = _weight(
+        0.0, "Weight of the virial when the learning rate is 0."
+    )
     start_pref_ae: float = _weight(0.0, "Weight of the atomic energies at the start.")
     limit_pref_ae: float = _weight(
         0.0, "Weight of the atomic energies when the learning rate is 0."
@@ -541,7 +603,8 @@ class EnerLossConfig:
         0.0, "Weight of the forces weighted per atom when the learning rate is 0."
     )
     start_pref_h: float = _weight(
-        0.0, "Weight, at the start, of the second derivatives of the energy (`hessian.npy`)."
+        0.0,
+        "Weight, at the start, of the second derivatives of the energy (`hessian.npy`).",
     )
     limit_pref_h: float = _weight(
         0.0, "Weight of the second derivatives when the learning rate is 0."
@@ -555,15 +618,20 @@ class EnerLossConfig:
         positive,
         unit="eV/angstrom",
     )
-    use_huber: bool = option(False, "Whether errors above `huber_delta` count linearly.")
+    use_huber: bool = option(
+        False, "Whether errors above `huber_delta` count linearly."
+    )
     huber_delta: float | list[float] = option(
-        0.01, "Where the Huber loss turns linear: one number, or [energy, force, virial].", _delta
+        0.01,
+        "Where the Huber loss turns linear: one number, or [energy, force, virial].",
+        _delta,
     )
     loss_func: str = option(
         "mse", "Squared (`mse`) or absolute (`mae`) errors.", choices=("mse", "mae")
     )
     f_use_norm: bool = option(
-        False, "Whether the length of the force error of an atom counts instead of its components."
+        False,
+        "Whether the length of the force error of an atom counts instead of its components.",
     )
     intensive_ener_virial: bool = option(
         False,
@@ -585,7 +653,9 @@ class EnerLossConfig:
 
     def labels(self, predicted: Sequence[str]) -> Names:
         """Return the labels that the active terms compare with, whatever the model predicts."""
-        return tuple(dict.fromkeys(label for term in self.weights for label in _TERMS[term][1]))
+        return tuple(
+            dict.fromkeys(label for term in self.weights for label in _TERMS[term][1])
+        )
 
     def summary(self) -> str:
         """Return kind of the errors and the active terms as text."""

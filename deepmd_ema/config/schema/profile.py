@@ -15,7 +15,14 @@ from deepmd_ema.config.messages import Names, Values
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.findings import Findings, error, unused
 from deepmd_ema.text import every_steps
-from deepmd_ema.utils import LIVE, POSTHOC, Check, not_negative, not_negative_int, positive_int
+from deepmd_ema.utils import (
+    LIVE,
+    POSTHOC,
+    Check,
+    not_negative,
+    not_negative_int,
+    positive_int,
+)
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.run import RunConfig
@@ -151,10 +158,14 @@ class Profile(ABC):
         "`lcurve_NAME.out`.",
     )
     ckpt_keep: int | None = option(
-        None, "Checkpoints of the average kept; null: as many as `max_ckpt_keep`.", positive_int
+        None,
+        "Checkpoints of the average kept; null: as many as `max_ckpt_keep`.",
+        positive_int,
     )
     # only Python code can give it; without metadata it is no option of inputs
-    should_update: Callable[[int, Any], bool] | None = field(default=None, compare=False)
+    should_update: Callable[[int, Any], bool] | None = field(
+        default=None, compare=False
+    )
 
     def __post_init__(self) -> None:
         hook = self.should_update
@@ -163,10 +174,16 @@ class Profile(ABC):
         if hook is None and callable(type(self).should_update):
             object.__delattr__(self, "should_update")
             hook = self.should_update
-        from deepmd_ema.config.argcheck import fault, field_of  # argcheck imports this module
+        from deepmd_ema.config.argcheck import (
+            fault,
+            field_of,
+        )  # argcheck imports this module
 
         # an average that Python code builds has not been through the checks of an input
-        faults = ((o.name, fault(field_of(o), getattr(self, o.name))) for o in options(type(self)))
+        faults = (
+            (o.name, fault(field_of(o), getattr(self, o.name)))
+            for o in options(type(self))
+        )
         problems = [f"{name}{fault}" for name, fault in faults if fault]
         if hook is not None and not callable(hook):
             problems.append(
@@ -182,7 +199,9 @@ class Profile(ABC):
                     f"should_update: cannot be pickled ({error}); use a function or a class of a "
                     "module."
                 )
-        ConfigError.raise_if_any([f"average {self.name!r}: {problem}" for problem in problems])
+        ConfigError.raise_if_any(
+            [f"average {self.name!r}: {problem}" for problem in problems]
+        )
 
     @abstractmethod
     def decay_at(self, done: Any) -> Any:
@@ -206,7 +225,8 @@ class Profile(ABC):
             return self.decay_at(updates)
         if isinstance(updates, int):
             return math.prod(
-                self.decay_at(done) for done in range(updates * every, (updates + 1) * every)
+                self.decay_at(done)
+                for done in range(updates * every, (updates + 1) * every)
             )
         # (..., every): the steps of each update. cumsum makes 0, 1, ... in float64 on the device,
         # without importing torch here.
@@ -222,7 +242,9 @@ class Profile(ABC):
             return step == self.start_step
         if self.should_update is not None:
             return bool(self.should_update(step, epoch))
-        return self.update_every == 1 or (step - self.start_step) % self.update_every == 0
+        return (
+            self.update_every == 1 or (step - self.start_step) % self.update_every == 0
+        )
 
     def in_steps(self: P, steps_per: StepsPer, **changes: Any) -> P:
         """Return the average with its start in steps and its length as the decay needs it.
@@ -235,7 +257,9 @@ class Profile(ABC):
             # any later start is never as well, and would not fit 64 bits
             start = min(self.start_epoch * steps_per["epochs"], MAX_INTEGER - 1)
             changes |= {"start_step": math.ceil(start), "start_epoch": None}
-        return replace(self, **{"should_update": vars(self).get("should_update"), **changes})
+        return replace(
+            self, **{"should_update": vars(self).get("should_update"), **changes}
+        )
 
     def settings(self) -> Values:
         """Return the settings as plain values, ``type`` first, without the name of the average.
@@ -258,13 +282,19 @@ class Profile(ABC):
                 f"{REMOVE_ONE}",
             )
         if self.should_update is not None and self.update_every != 1:
-            who = "should_update" if "should_update" in vars(self) else f"type {self.type}"
+            who = (
+                "should_update"
+                if "should_update" in vars(self)
+                else f"type {self.type}"
+            )
             yield error(
                 "update_every",
                 f" = {self.update_every}: {who} says itself which steps count. Remove it.",
             )
         lengths = [
-            (name, value) for name in self.lengths if (value := getattr(self, name)) is not None
+            (name, value)
+            for name in self.lengths
+            if (value := getattr(self, name)) is not None
         ]
         if len(lengths) > 1:
             (first, a), (second, b) = lengths
@@ -306,7 +336,9 @@ class Profile(ABC):
             yield unused("full_validation", f"validating.{NEVER}")
         if self.layout == "full_tensor" and training.zero_stage <= 1:
             stage = training.zero_stage
-            yield unused("layout", f"every process holds all weights at zero_stage {stage}")
+            yield unused(
+                "layout", f"every process holds all weights at zero_stage {stage}"
+            )
 
     @property
     def length(self) -> tuple[str, float]:
@@ -329,7 +361,9 @@ class Profile(ABC):
         if self.start_epoch:
             texts.append(f"from epoch {self.start_epoch:g}")
             if "epochs" in steps_per:
-                texts[-1] += f" (step {math.ceil(self.start_epoch * steps_per['epochs']):,})"
+                texts[-1] += (
+                    f" (step {math.ceil(self.start_epoch * steps_per['epochs']):,})"
+                )
         if self.start_step:
             texts.append(f"from step {self.start_step:,}")
         if self.update_every > 1:
@@ -344,7 +378,11 @@ class Profile(ABC):
         values = (self.device, self.dtype, self.layout, self.buffers)
         texts += [descriptions[value] for value in values if value in descriptions]
         if self.snapshots:
-            interval = every_steps(self.snapshot_freq) if self.snapshot_freq else _WITH_CHECKPOINTS
+            interval = (
+                every_steps(self.snapshot_freq)
+                if self.snapshot_freq
+                else _WITH_CHECKPOINTS
+            )
             texts.append(f"snapshots {interval}")
         return ", ".join(texts)
 

@@ -63,14 +63,20 @@ class TaskConfig:
         if metric.quantity in predicted:
             return metric
         in_loss = (
-            error.metric for name in self.labels for error in LABELS[name].errors if error.metric
+            error.metric
+            for name in self.labels
+            for error in LABELS[name].errors
+            if error.metric
         )
         return Metric(f"{next(in_loss, predicted[0])}:{metric.error}")
 
     @property
     def is_validated(self) -> bool:
         """Whether it has validation frames, of their own or split off."""
-        return self.data.validation_data is not None or self.data.validation_fraction is not None
+        return (
+            self.data.validation_data is not None
+            or self.data.validation_fraction is not None
+        )
 
     @property
     def displayed_data(self) -> ValidationDataConfig | None:
@@ -109,7 +115,13 @@ class RunConfig:
         links: parts of models that are in ``model.shared_dict``; only with several tasks.
     """
 
-    first_options: ClassVar[Names] = ("model", "learning_rate", "optimizer", "loss", "loss_dict")
+    first_options: ClassVar[Names] = (
+        "model",
+        "learning_rate",
+        "optimizer",
+        "loss",
+        "loss_dict",
+    )
 
     model: Any = option(doc="The model that is trained.")
     learning_rate: ScheduleConfig = option(
@@ -118,7 +130,9 @@ class RunConfig:
     optimizer: OptimizerConfig = option(
         AdamConfig(), "How parameters follow gradients.", default_type="Adam"
     )
-    training: TrainingOptions = option(doc="How long, on which data, and what is written when.")
+    training: TrainingOptions = option(
+        doc="How long, on which data, and what is written when."
+    )
     validating: ValidatingConfig = option(
         ValidatingConfig(), "Full validation and the best weights."
     )
@@ -147,7 +161,9 @@ class RunConfig:
         """Return the input of one task that trains the model of that task as the run does."""
         # without links and shares of steps: a model alone shares nothing, and has all the steps
         data = {f.name: getattr(task.data, f.name) for f in fields(TaskDataConfig)}
-        length = {f.name: getattr(self.training, f.name) for f in fields(TrainingOptions)}
+        length = {
+            f.name: getattr(self.training, f.name) for f in fields(TrainingOptions)
+        }
         return SingleTaskRun(
             model=task.model,
             loss=task.loss,
@@ -209,13 +225,21 @@ class SingleTaskRun(RunConfig):
     model: ModelConfig = option(
         registry=MODELS, default_type="standard", doc="The model that is trained."
     )
-    loss: LossConfig = option(EnerLossConfig(), "The loss that is minimized.", default_type="ener")
-    training: TrainingConfig = option(doc="How long, on which data, and what is written when.")
+    loss: LossConfig = option(
+        EnerLossConfig(), "The loss that is minimized.", default_type="ener"
+    )
+    training: TrainingConfig = option(
+        doc="How long, on which data, and what is written when."
+    )
 
     @property
     def tasks(self) -> dict[str, TaskConfig]:
         """The only task, called ``""``."""
-        return {"": TaskConfig("", self.model, self.loss, self.training, self.validating.test_data)}
+        return {
+            "": TaskConfig(
+                "", self.model, self.loss, self.training, self.validating.test_data
+            )
+        }
 
 
 @section
@@ -263,7 +287,9 @@ class MultiTaskRun(RunConfig):
         test = self.validating.test_data_dict
         tasks = {}
         for name, model in self.model.model_dict.items():
-            if name in data:  # a rule refuses a task without data; other rules still look at tasks
+            if (
+                name in data
+            ):  # a rule refuses a task without data; other rules still look at tasks
                 loss = self.loss_dict.get(name, EnerLossConfig())
                 tasks[name] = TaskConfig(name, model, loss, data[name], test.get(name))
         return tasks
@@ -288,7 +314,10 @@ def to_dict(config: RunConfig | ModelConfig) -> Values:
 
 
 def choose_head(
-    names: Mapping[str, Sequence[str]], head: str | None, source: str, option: str = "--head"
+    names: Mapping[str, Sequence[str]],
+    head: str | None,
+    source: str,
+    option: str = "--head",
 ) -> str:
     """Return the model with a name or alias, in upper or lower case.
 
@@ -308,7 +337,9 @@ def choose_head(
         raise ConfigError(
             f"{source}: holds one model without a name, so there is no head {head!r}. Leave it out."
         )
-    by_lower = {alias.lower(): name for name, aliases in names.items() for alias in aliases}
+    by_lower = {
+        alias.lower(): name for name, aliases in names.items() for alias in aliases
+    }
     by_lower |= {name.lower(): name for name in names}  # a name counts before an alias
     if head is None or head.lower() not in by_lower:
         wanted = "several models; which?" if head is None else f"no head {head!r}."

@@ -115,13 +115,17 @@ class SystemProbability(TextOption):
         matches = [block.fullmatch(text) for text in texts if text]
         # fractions, so that weights of blocks are added up and divided without rounding
         self.blocks = tuple(
-            (int(m[1]), int(m[2]), Fraction(float(m[3]))) for m in matches if m is not None
+            (int(m[1]), int(m[2]), Fraction(float(m[3])))
+            for m in matches
+            if m is not None
         )
         if self.kind not in ("prob_uniform", "prob_sys_size") or (
             texts and self.kind == "prob_uniform"
         ):
             return False
-        in_order = None not in matches and all(start < stop for start, stop, _ in self.blocks)
+        in_order = None not in matches and all(
+            start < stop for start, stop, _ in self.blocks
+        )
         return in_order and (not texts or any(weight for *_, weight in self.blocks))
 
 

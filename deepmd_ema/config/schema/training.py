@@ -15,10 +15,18 @@ from deepmd_ema.config.fields import (
     positive_int,
     section,
 )
-from deepmd_ema.config.schema.averaging import AVERAGES, EmaShorthand, EmaValidationShorthand
+from deepmd_ema.config.schema.averaging import (
+    AVERAGES,
+    EmaShorthand,
+    EmaValidationShorthand,
+)
 from deepmd_ema.config.schema.loggers import LOGGERS, Logger
 from deepmd_ema.config.schema.profile import Profile
-from deepmd_ema.config.schema.text_options import BatchSizeRule, Metric, SystemProbability
+from deepmd_ema.config.schema.text_options import (
+    BatchSizeRule,
+    Metric,
+    SystemProbability,
+)
 from deepmd_ema.config.unsupported import REMOVED_METRICS
 
 # angstrom, longer than any bond: a larger value would leave out every frame
@@ -102,7 +110,8 @@ class _Data(TestDataConfig):
         "Probability of each system, instead of `auto_prob`; negative: a share of the rest by "
         "number of batches.",
         Check(
-            _is_probs, "probabilities that add up to 1; negative ones share what the others leave"
+            _is_probs,
+            "probabilities that add up to 1; negative ones share what the others leave",
         ),
         alias=("sys_weights",),
     )
@@ -117,7 +126,8 @@ class TrainingDataConfig(_Data):
         "Frames with two atoms closer than this are left out of training. 0 leaves none out; "
         "atoms closer than 0.3 angstrom are then an error.",
         Check(
-            lambda v: 0 <= v <= _MAX_PAIR_DISTANCE, f"a number >= 0 and <= {_MAX_PAIR_DISTANCE:g}"
+            lambda v: 0 <= v <= _MAX_PAIR_DISTANCE,
+            f"a number >= 0 and <= {_MAX_PAIR_DISTANCE:g}",
         ),
         unit="angstrom",
     )
@@ -133,7 +143,10 @@ class ValidationDataConfig(_Data):
     """The validation frames."""
 
     numb_btch: int = option(
-        1, "Batches of each validation that is displayed.", positive_int, alias=("numb_batch",)
+        1,
+        "Batches of each validation that is displayed.",
+        positive_int,
+        alias=("numb_batch",),
     )
 
 
@@ -175,7 +188,12 @@ class CompileConfig:
         "default",
         "What inductor tries: `reduce-overhead` runs CUDA graphs, `max-autotune` compares "
         "kernels, slowly.",
-        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        choices=(
+            "default",
+            "reduce-overhead",
+            "max-autotune",
+            "max-autotune-no-cudagraphs",
+        ),
     )
     dynamic: bool = option(
         True,
@@ -184,7 +202,9 @@ class CompileConfig:
         "few sizes.",
     )
     cache_dir: str | None = option(
-        None, "Folder where code is kept for later runs; null: that of torch.", file_name
+        None,
+        "Folder where code is kept for later runs; null: that of torch.",
+        file_name,
     )
 
     @property
@@ -200,7 +220,10 @@ class TrainingOptions:
     shorthand = EmaShorthand
     without_effect: ClassVar[WithoutEffect] = {
         "time_training": (True, "times are always shown"),
-        "mixed_precision": (None, "the precision is that of descriptor and fitting_net"),
+        "mixed_precision": (
+            None,
+            "the precision is that of descriptor and fitting_net",
+        ),
     }
 
     numb_steps: int | None = option(
@@ -229,7 +252,9 @@ class TrainingOptions:
         1000, "Steps between two lines of `disp_file`.", positive_int, unit="steps"
     )
     save_freq: int = option(
-        1000, "Steps between two checkpoints; 0 or less writes only the last one.", unit="steps"
+        1000,
+        "Steps between two checkpoints; 0 or less writes only the last one.",
+        unit="steps",
     )
     save_ckpt: str = option(
         "model.ckpt", "Prefix of checkpoint files; may have a folder.", file_name
@@ -275,7 +300,9 @@ class TrainingOptions:
     tensorboard: bool = option(
         False, "Whether to write files for TensorBoard (extra `tensorboard`)."
     )
-    tensorboard_log_dir: str = option("log", "Folder of the TensorBoard files.", file_name)
+    tensorboard_log_dir: str = option(
+        "log", "Folder of the TensorBoard files.", file_name
+    )
     tensorboard_freq: int = option(
         1, "Steps between two TensorBoard points.", positive_int, unit="steps"
     )
@@ -286,7 +313,9 @@ class TrainingOptions:
         registry=LOGGERS,
     )
     gradient_max_norm: float = option(
-        0.0, "Gradients with a larger norm are scaled down to it; 0: no clipping.", not_negative
+        0.0,
+        "Gradients with a larger norm are scaled down to it; 0: no clipping.",
+        not_negative,
     )
     accumulate: int = option(
         1,

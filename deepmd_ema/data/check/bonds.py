@@ -14,15 +14,37 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import Array, find_pairs_once
 
-SHORT, LONG = 0.65, 1.8  # bounds of the distance of nearest neighbors, in sums of covalent radii
+SHORT, LONG = (
+    0.65,
+    1.8,
+)  # bounds of the distance of nearest neighbors, in sums of covalent radii
 REACH = 2.6  # sums of covalent radii within which neighbors are searched: beyond bonds in bohr
 # least median distance of nearest neighbors, in sums of covalent radii: it is 0.77 in N2, 0.79 in
 # CO and acetylene; bonds of metals may be shorter: U=O has 0.67, Cr2 0.60
 _MIN_BOND = 0.76
 # largest ratio of the quartiles of lengths of bonds: it is 1.03 to 1.1 from 300 to 3,000 K
 _BOND_SPREAD = 1.15
-_REPULSION = 15.0  # eV/angstrom; median force on atoms that are pressed together beyond any bond
-_NONMETALS = {"H", "B", "C", "N", "O", "F", "Si", "P", "S", "Cl", "Ge", "As", "Se", "Br", "Te", "I"}
+_REPULSION = (
+    15.0  # eV/angstrom; median force on atoms that are pressed together beyond any bond
+)
+_NONMETALS = {
+    "H",
+    "B",
+    "C",
+    "N",
+    "O",
+    "F",
+    "Si",
+    "P",
+    "S",
+    "Cl",
+    "Ge",
+    "As",
+    "Se",
+    "Br",
+    "Te",
+    "I",
+}
 # angstrom; bonds of H have 0.74 (H2), 0.92 (HF), 0.97 (water), 1.02 (ammonia) and 1.09 (methane),
 # and one that moves from a molecule of water to another is 1.2 from both
 _REACH_OF_HYDROGEN = 1.12
@@ -43,7 +65,9 @@ Ge 120 As 119 Se 120 Br 120 Kr 116 Rb 220 Sr 195 Y 190 Zr 175 Nb 164 Mo 154 Tc 1
 162 Re 151 Os 144 Ir 141 Pt 136 Au 136 Hg 132 Tl 145 Pb 146 Bi 148 Po 140 At 150 Rn 150 Fr 260 Ra
 221 Ac 215 Th 206 Pa 200 U 196 Np 190 Pu 187 Am 180 Cm 169
 """
-COVALENT_RADII = {name: int(r) / 100 for name, r in zip(_RADII.split()[::2], _RADII.split()[1::2])}
+COVALENT_RADII = {
+    name: int(r) / 100 for name, r in zip(_RADII.split()[::2], _RADII.split()[1::2])
+}
 
 
 class Neighbor(NamedTuple):
@@ -101,7 +125,9 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
             if FORCE in bond.frame.labels
         ]
         # atoms that were moved at random have distances of any length, which are no bonds
-        is_bond = highest < _BOND_SPREAD * lowest and np.median(forces or [0.0]) < _REPULSION
+        is_bond = (
+            highest < _BOND_SPREAD * lowest and np.median(forces or [0.0]) < _REPULSION
+        )
         if is_bond and 2 * number > len(several):
             sizes = COVALENT_RADII[names[0]] + COVALENT_RADII[names[1]]
             texts.append(
@@ -114,9 +140,15 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
     shares = list[float]()
     for frame in several:
         symbols = np.array(type_map)[frame.atom_type]
-        if "H" in symbols and _NONMETALS.issuperset(symbols) and frame.num_atoms <= MAX_SEARCHED:
+        if (
+            "H" in symbols
+            and _NONMETALS.issuperset(symbols)
+            and frame.num_atoms <= MAX_SEARCHED
+        ):
             near = find_pairs_once(frame.coord, frame.box, _REACH_OF_HYDROGEN)
-            num_near = np.bincount(np.concatenate([near.i, near.j]), minlength=len(symbols))
+            num_near = np.bincount(
+                np.concatenate([near.i, near.j]), minlength=len(symbols)
+            )
             shares.append(float((num_near[symbols == "H"] > 1).mean()))
     share = float(np.median(shares)) if shares else 0.0
     if share > _MAX_BRIDGES:
@@ -149,7 +181,10 @@ def bonds_by_elements(bonds: Sequence[Bond]) -> dict[tuple[int, int], list[Bond]
 def bond_radii(symbols: Sequence[str]) -> Array:
     """Return covalent radii, angstrom; NaN of noble gases and of names that are no elements."""
     return np.array(
-        [math.nan if name in _NOBLE else COVALENT_RADII.get(name, math.nan) for name in symbols]
+        [
+            math.nan if name in _NOBLE else COVALENT_RADII.get(name, math.nan)
+            for name in symbols
+        ]
     )
 
 
@@ -165,8 +200,14 @@ def nearest_neighbors(coord: Array, box: Array | None, radii: Array) -> list[Nei
         return []
     # at most the cutoff that gives about _MAX_PAIRS pairs at the density of the frame: if lengths
     # are in nm, all pairs are within REACH
-    size = np.ptp(coord, axis=0) + 1.0 if box is None else np.linalg.svd(box, compute_uv=False)
-    most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / len(coord) ** (2 / 3)
+    size = (
+        np.ptp(coord, axis=0) + 1.0
+        if box is None
+        else np.linalg.svd(box, compute_uv=False)
+    )
+    most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / len(
+        coord
+    ) ** (2 / 3)
     try:
         rcut = min(REACH * 2 * float(np.nanmax(radii)), most)
         pairs = find_pairs_once(coord, box, rcut)
@@ -185,4 +226,7 @@ def nearest_neighbors(coord: Array, box: Array | None, radii: Array) -> list[Nei
     order = np.lexsort((ratio, i))
     order = order[np.isfinite(ratio[order]) & (i[order] != j[order])]
     first = order[np.unique(i[order], return_index=True)[1]]
-    return [Neighbor(float(ratio[k]), float(distance[k]), int(i[k]), int(j[k])) for k in first]
+    return [
+        Neighbor(float(ratio[k]), float(distance[k]), int(i[k]), int(j[k]))
+        for k in first
+    ]

@@ -69,7 +69,9 @@ _EXPONENTS = {
 # ratio of equal quantities: 0.83 to 1.2 in right data, where a line explains the share _EXPLAINED
 _SAME = 1.5
 _SAME_UNIT = 1.2  # ratio to that of a unit that is named: kcal/mol is 1.18 / hartree
-_EXPLAINED = 0.95  # least share of the squares of the energy differences that a line explains
+_EXPLAINED = (
+    0.95  # least share of the squares of the energy differences that a line explains
+)
 _HALF = 0.5  # forces that belong to their frames explain a larger share than this
 # least share in each half of the frames, whose ratios differ by at most _SAME
 _EXPLAINED_BY_HALF = 0.9
@@ -87,7 +89,9 @@ _SMALL_CHANGE, _LARGE_CHANGE = 5e-3, 10.0
 _MIN_WORK = 1e-6  # eV, RMS; forces that are zero by symmetry do less
 _MIN_FRAMES = 8  # frames in the pairs
 _MIN_OPEN = 3  # frames of an open system, whose virials or torques are compared
-_MIN_FORCE = 0.1  # eV/angstrom, the largest of a frame; those of relaxed molecules are noise
+_MIN_FORCE = (
+    0.1  # eV/angstrom, the largest of a frame; those of relaxed molecules are noise
+)
 # antisymmetric part of sum_i r_i F_i^T over the symmetric one: rounding in right data, 1 by chance
 _MAX_TORQUE = 0.3
 # The shortest bonds have a ratio of 0.64 in angstrom and of 1.2 in bohr. Where the nearest pair has
@@ -157,9 +161,14 @@ class UnitReport:
         # a unit or sign that energies and forces have in common changes no identity
         remarks = {"energies and forces": "(with each other) "}
         verified = ", ".join(
-            f"{what} {remarks.get(what, '')}in {n:,}" for what, n in self.verified.items()
+            f"{what} {remarks.get(what, '')}in {n:,}"
+            for what, n in self.verified.items()
         )
-        names = {what: first_few(names, 3) for what, names in self.unverified.items() if names}
+        names = {
+            what: first_few(names, 3)
+            for what, names in self.unverified.items()
+            if names
+        }
         return [
             f"verified: {verified} of {many}",
             *(f"not verified: {what} of {systems}" for what, systems in names.items()),
@@ -194,7 +203,9 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
     for k in even_places(len(groups), most):
         name, places = groups[k]
         frames = [scan.system.frame(index) for scan, index in places]
-        frames = [_without_unknown_forces(f) if ATOM_PREF in f.labels else f for f in frames]
+        frames = [
+            _without_unknown_forces(f) if ATOM_PREF in f.labels else f for f in frames
+        ]
         sample = [frames[k] for k in even_places(len(frames), _SEARCHED)]
         lengths = _judge_lengths(sample, type_map)
         # distances in a wrong unit are no bonds of any elements
@@ -234,7 +245,9 @@ def _without_unknown_forces(frame: Frame) -> Frame:
     return replace(frame, labels=labels)
 
 
-def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[SystemScan, int]]]]:
+def _groups(
+    scans: Sequence[SystemScan],
+) -> Iterator[tuple[str, list[tuple[SystemScan, int]]]]:
     """Yield the name and some frames of each system, or of all small systems together.
 
     Frames are taken in runs of consecutive frames, which are near each other.
@@ -257,13 +270,23 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
         if len(usable) < _MIN_FRAMES:
             small[part_scans[0].open_frames == 0] += usable
             continue
-        atoms = max(int(scan.type_counts.sum(axis=1).max(initial=1)) for scan in part_scans)
+        atoms = max(
+            int(scan.type_counts.sum(axis=1).max(initial=1)) for scan in part_scans
+        )
         runs = max(min(_MAX_FRAMES, _MAX_ATOMS // atoms) // _RUN, 2)
         starts = even_places(len(usable) - _RUN + 1, runs)
-        yield name, [usable[k] for k in np.unique(np.add.outer(starts, np.arange(_RUN))).tolist()]
+        yield (
+            name,
+            [
+                usable[k]
+                for k in np.unique(np.add.outer(starts, np.arange(_RUN))).tolist()
+            ],
+        )
     for places in filter(None, small.values()):
         num_more = len({scan.system.whole.name for scan, _ in places}) - 1
-        more = f" and {counted(num_more, 'more system')} of few frames" if num_more else ""
+        more = (
+            f" and {counted(num_more, 'more system')} of few frames" if num_more else ""
+        )
         yield f"{places[0][0].system.whole.name}{more}", places[:_MAX_FRAMES]
 
 
@@ -301,9 +324,15 @@ def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> _Lengths
         return _Lengths()
     factor = min(_LENGTHS, key=lambda factor: abs(math.log(ratio / factor)))
     is_near = abs(math.log(ratio / factor)) < math.log(1.4)
-    looks = f"lengths look like {_LENGTHS[factor]}" if is_near else "lengths have another unit"
+    looks = (
+        f"lengths look like {_LENGTHS[factor]}"
+        if is_near
+        else "lengths have another unit"
+    )
     groups = bonds_by_elements(bonds).values()
-    middles = sorted((group[len(group) // 2] for group in groups), key=attrgetter("ratio"))
+    middles = sorted(
+        (group[len(group) // 2] for group in groups), key=attrgetter("ratio")
+    )
     pairs = [
         f"{bond.ratio:.2g} ({bond.distance:.3g} apart: {bond.describe(type_map)})"
         for bond in middles
@@ -331,7 +360,9 @@ def _judge_ratios(
     between = ratios.open_virial and ratios.open_virial / length
     if ratios.torque is not None and ratios.torque > _MAX_TORQUE:
         why = f"their torque is {ratios.torque:.2g} of the sum of positions and forces, expected 0"
-        return [f"the forces belong to other atoms or frames, or act from outside: {why}"], set()
+        return [
+            f"the forces belong to other atoms or frames, or act from outside: {why}"
+        ], set()
     if between is not None and math.isnan(between):
         why = "they are no multiple of the sum of positions and forces, which an open system has"
         return [f"the virials are placeholders, or another quantity: {why}"], set()
@@ -344,10 +375,18 @@ def _judge_ratios(
         if ratio is not None
     ]
     if between is not None:
-        evidence.append(f"the virials are {between:.3g} times the sum of positions and forces")
-    boxes = [abs(float(np.linalg.det(frame.box))) for frame in frames if frame.box is not None]
+        evidence.append(
+            f"the virials are {between:.3g} times the sum of positions and forces"
+        )
+    boxes = [
+        abs(float(np.linalg.det(frame.box)))
+        for frame in frames
+        if frame.box is not None
+    ]
     virials = _VIRIALS | (
-        {f"a stress in {u}": n / np.mean(boxes) for u, n in _STRESSES.items()} if boxes else {}
+        {f"a stress in {u}": n / np.mean(boxes) for u, n in _STRESSES.items()}
+        if boxes
+        else {}
     )
     by_force = _rounded(by_force)
     by_virial = _rounded(by_virial)
@@ -393,47 +432,73 @@ def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> st
     """
     # factors of the quantities that are in another unit, by the text of the explanation
     units = {"energies": ENERGY_UNITS, "forces": _FORCES, "virials": virials}
-    options = {"the forces have the wrong sign (gradients instead of forces)": {"forces": -1.0}}
-    options |= {f"the {what} have the wrong sign": {what: -1.0} for what in ("energies", "virials")}
+    options = {
+        "the forces have the wrong sign (gradients instead of forces)": {"forces": -1.0}
+    }
+    options |= {
+        f"the {what} have the wrong sign": {what: -1.0}
+        for what in ("energies", "virials")
+    }
     for what, table in units.items():
         options |= {
-            f"the {what} look like {name}": {what: number} for name, number in table.items()
+            f"the {what} look like {name}": {what: number}
+            for name, number in table.items()
         }
         options |= {
             f"the {what} look like {name} with the wrong sign": {what: -number}
             for name, number in table.items()
         }
     options |= {
-        f"the lengths look like {name}": {"lengths": factor} for factor, name in _LENGTHS.items()
+        f"the lengths look like {name}": {"lengths": factor}
+        for factor, name in _LENGTHS.items()
     }
     for (a, x), (b, y) in product(ENERGY_UNITS.items(), _FORCES.items()):
         if b.startswith(a):
-            options[f"the energies and forces look like {a} and {b}"] = {"energies": x, "forces": y}
+            options[f"the energies and forces look like {a} and {b}"] = {
+                "energies": x,
+                "forces": y,
+            }
     if None not in ratios:
         options |= {
-            f"the energies and virials look like {a}": dict.fromkeys(("energies", "virials"), x)
+            f"the energies and virials look like {a}": dict.fromkeys(
+                ("energies", "virials"), x
+            )
             for a, x in ENERGY_UNITS.items()
         }
     # explanations by the largest of the logarithms by which their ratios differ
     off = dict[str, float]()
     for text, numbers in options.items():
         expected = [
-            math.prod(n ** _EXPONENTS[what][k] for what, n in numbers.items()) for k in range(3)
+            math.prod(n ** _EXPONENTS[what][k] for what, n in numbers.items())
+            for k in range(3)
         ]
-        parts = [ratio / number for ratio, number in zip(ratios, expected) if ratio is not None]
-        off[text] = max(abs(math.log(part)) for part in parts) if min(parts) > 0 else math.inf
+        parts = [
+            ratio / number
+            for ratio, number in zip(ratios, expected)
+            if ratio is not None
+        ]
+        off[text] = (
+            max(abs(math.log(part)) for part in parts) if min(parts) > 0 else math.inf
+        )
     near = sorted(
-        (text for text in off if off[text] < math.log(_SAME_UNIT)), key=lambda text: off[text]
+        (text for text in off if off[text] < math.log(_SAME_UNIT)),
+        key=lambda text: off[text],
     )[:2]
     if near:
         return " or ".join(near)
     wrong = {k: ratio for k, ratio in enumerate(ratios) if ratio not in (None, 1.0)}
     # one quantity may not fit the two others, which fit each other
-    names = [what for what in units if len(wrong) == 3 or all(_EXPONENTS[what][k] for k in wrong)]
+    names = [
+        what
+        for what in units
+        if len(wrong) == 3 or all(_EXPONENTS[what][k] for k in wrong)
+    ]
     if len(names) > 1:
         return f"{' and '.join(names)} do not fit together"
     k, ratio = next(iter(wrong.items()))
-    return f"the {names[0]} are {ratio ** _EXPONENTS[names[0]][k]:.3g} times the expected"
+    return (
+        f"the {names[0]} are {ratio ** _EXPONENTS[names[0]][k]:.3g} times the expected"
+    )
 
 
 def ratios_of(frames: Sequence[Frame]) -> Ratios:
@@ -451,17 +516,26 @@ def ratios_of(frames: Sequence[Frame]) -> Ratios:
     ]
     # sum_i r_i F_i^T, (3, 3), from the center of the atoms: forces may have a small sum
     sums = [
-        (f, (f.coord - f.coord.mean(axis=0)).T @ f.labels[FORCE].reshape(-1, 3)) for f in opened
+        (f, (f.coord - f.coord.mean(axis=0)).T @ f.labels[FORCE].reshape(-1, 3))
+        for f in opened
     ]
     if len(sums) < _MIN_OPEN:
         return ratios
-    sizes = np.array([[np.linalg.norm(m - m.T), np.linalg.norm(m + m.T)] for _, m in sums])
+    sizes = np.array(
+        [[np.linalg.norm(m - m.T), np.linalg.norm(m + m.T)] for _, m in sums]
+    )
     torque = float(np.median(sizes[:, 0] / np.maximum(sizes[:, 1], 1e-12)))
-    both = [(np.reshape(f.labels[VIRIAL], -1), m.ravel()) for f, m in sums if VIRIAL in f.labels]
+    both = [
+        (np.reshape(f.labels[VIRIAL], -1), m.ravel())
+        for f, m in sums
+        if VIRIAL in f.labels
+    ]
     between = None
     if len(both) >= _MIN_OPEN and torque <= _MAX_TORQUE:
         virials, expected = (np.concatenate(part) for part in zip(*both))
-        if np.isfinite(virials).all() and expected.any():  # atoms in one place have no sum
+        if (
+            np.isfinite(virials).all() and expected.any()
+        ):  # atoms in one place have no sum
             # least squares; the share of the virials that the line explains must be large
             between = float(virials @ expected / (expected @ expected))
             if between**2 * (expected @ expected) <= _EXPLAINED * (virials @ virials):
@@ -489,7 +563,9 @@ def misplaced_forces(frames: Sequence[Frame]) -> str:
         for (name, number), frame in labelled.items():
             other = labelled.get((name, number + step))
             order = np.arange(frame.num_atoms)
-            if not step:  # the atoms were sorted by their types, and the forces were not
+            if (
+                not step
+            ):  # the atoms were sorted by their types, and the forces were not
                 order = np.argsort(frame.atom_type, kind="stable")
             if (
                 other is not None
@@ -550,7 +626,9 @@ def _slope(pairs: Array, column: int, other: int) -> float | None:
         pairs[(pairs[:, :2] >= middle).all(axis=1)],
     )
     (slope, explained), *halves = (_partial(part, column, other) for part in parts)
-    agree = (_is_one(half / slope) and share > _EXPLAINED_BY_HALF for half, share in halves)
+    agree = (
+        _is_one(half / slope) and share > _EXPLAINED_BY_HALF for half, share in halves
+    )
     return slope if slope and explained > _EXPLAINED and all(agree) else None
 
 
@@ -584,12 +662,15 @@ def _pairs_of(frames: Sequence[Frame]) -> Array:
     groups: dict[tuple[bytes, bool], list[Frame]] = {}
     for frame in frames:
         if ENERGY in frame.labels and np.isfinite(frame.labels[ENERGY]):
-            groups.setdefault((frame.atom_type.tobytes(), frame.box is None), []).append(frame)
+            groups.setdefault(
+                (frame.atom_type.tobytes(), frame.box is None), []
+            ).append(frame)
     several = [group for group in groups.values() if len(group) > 1]
     # frames are numbered through all groups
     shift = np.cumsum([0, *map(len, several)])
     rows = [
-        _pairs(group) + np.array([k, k, 0, 0, 0, 0, 0, 0, 0]) for group, k in zip(several, shift)
+        _pairs(group) + np.array([k, k, 0, 0, 0, 0, 0, 0, 0])
+        for group, k in zip(several, shift)
     ]
     return np.concatenate([np.zeros((0, 9)), *rows])
 
@@ -606,7 +687,10 @@ def _pairs(frames: Sequence[Frame]) -> Array:
     force = np.stack([frame.labels[FORCE].reshape(-1, 3) for frame in frames])
     energy = np.array([float(frame.labels[ENERGY]) for frame in frames])
     virial = np.stack(
-        [np.reshape(frame.labels.get(VIRIAL, np.full(9, np.nan)), (3, 3)) for frame in frames]
+        [
+            np.reshape(frame.labels.get(VIRIAL, np.full(9, np.nan)), (3, 3))
+            for frame in frames
+        ]
     )
     box = (
         np.stack([frame.box for frame in frames if frame.box is not None])
@@ -618,8 +702,12 @@ def _pairs(frames: Sequence[Frame]) -> Array:
         if box is None:
             start = coord[k] - coord[k].mean(axis=0)
             ends = coord[k + 1 :] - coord[k + 1 :].mean(axis=1, keepdims=True)
-            left, _, right = np.linalg.svd(ends.transpose(0, 2, 1) @ start)  # Kabsch 1976
-            left[:, :, 2] *= np.linalg.det(left @ right)[:, None]  # a rotation, no reflection
+            left, _, right = np.linalg.svd(
+                ends.transpose(0, 2, 1) @ start
+            )  # Kabsch 1976
+            left[:, :, 2] *= np.linalg.det(left @ right)[
+                :, None
+            ]  # a rotation, no reflection
             turn = left @ right
             step = ends @ turn - start
             strain = np.zeros_like(turn)
@@ -631,9 +719,13 @@ def _pairs(frames: Sequence[Frame]) -> Array:
             other = box[k + 1 :] @ turn
             middle = 0.5 * (box[k] + other)
             # displacements in cells, to the nearest image, without a shift of all atoms
-            step = coord[k + 1 :] @ np.linalg.inv(box[k + 1 :]) - coord[k] @ np.linalg.inv(box[k])
+            step = coord[k + 1 :] @ np.linalg.inv(box[k + 1 :]) - coord[
+                k
+            ] @ np.linalg.inv(box[k])
             step -= np.round(step)
-            step -= np.round(step - step[:, :1])  # a shift by half a cell rounds either way
+            step -= np.round(
+                step - step[:, :1]
+            )  # a shift by half a cell rounds either way
             step -= step.mean(axis=1, keepdims=True)
             step = step @ middle
             strain = np.linalg.solve(middle, other - box[k])
@@ -648,15 +740,25 @@ def _pairs(frames: Sequence[Frame]) -> Array:
         change = turned - virial[k]
         pull = np.linalg.norm(force[k + 1 :] @ turn - force[k], axis=(1, 2))
         pull[pull < _MIN_CHANGE * math.sqrt(force[k].size)] = np.nan
-        traceless = change - np.trace(change, axis1=1, axis2=2)[:, None, None] / 3 * np.eye(3)
-        spacing = np.nan if box is None else abs(np.linalg.det(box[k]) / len(force[k])) ** (1 / 3)
+        traceless = change - np.trace(change, axis1=1, axis2=2)[
+            :, None, None
+        ] / 3 * np.eye(3)
+        spacing = (
+            np.nan
+            if box is None
+            else abs(np.linalg.det(box[k]) / len(force[k])) ** (1 / 3)
+        )
         changes = [
-            np.linalg.norm(part, axis=(1, 2)) / (pull * spacing) for part in (change, traceless)
+            np.linalg.norm(part, axis=(1, 2)) / (pull * spacing)
+            for part in (change, traceless)
         ]
         rise = energy[k + 1 :] - energy[k]
         first, second = np.full(len(rise), k), np.arange(k + 1, len(frames))
         longest = np.linalg.norm(step, axis=2).max(axis=1)
         rows.append(
-            np.stack([first, second, rise, by_force, by_strain, longest, size, *changes], axis=1)
+            np.stack(
+                [first, second, rise, by_force, by_strain, longest, size, *changes],
+                axis=1,
+            )
         )
     return np.concatenate(rows)

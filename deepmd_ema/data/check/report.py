@@ -50,7 +50,9 @@ from deepmd_ema.text import counted, first_few
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
 
-MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
+MIN_DISTANCE = (
+    0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
+)
 _MAX_MESSAGES = 5  # messages of one kind about one system
 # a part with fewer than one of so many frames is read frame by frame, not among all frames
 _FEW = 16
@@ -93,7 +95,11 @@ class DataReport:
     @property
     def parts(self) -> dict[str, list[SystemScan]]:
         """Scans of training, validation and test systems by the name of the part."""
-        return {"training": self.training, "validation": self.validation, "test": self.test}
+        return {
+            "training": self.training,
+            "validation": self.validation,
+            "test": self.test,
+        }
 
     @property
     def problems(self) -> list[str]:
@@ -118,8 +124,12 @@ class DataReport:
         """Return findings, messages of errors and neighbors as JSON values."""
         findings = list(map(astuple, self.findings))
         values: dict[str, Any] = {"problems": self.problems, "findings": findings}
-        for name, value in asdict(self.neighbors).items() if self.neighbors is not None else ():
-            if not name.startswith("frame_"):  # arrays of all frames, which messages alone need
+        for name, value in (
+            asdict(self.neighbors).items() if self.neighbors is not None else ()
+        ):
+            if not name.startswith(
+                "frame_"
+            ):  # arrays of all frames, which messages alone need
                 values[name] = np.asarray(value).tolist()
         return values
 
@@ -168,13 +178,17 @@ def check_systems(
     report = DataReport(tuple(type_map), descriptor.cutoff)
     sources = {"training": training, "validation": validation, "test": test}
     for part, scans in report.parts.items():
-        scans += [scan_system(s, len(type_map), descriptor.cutoff) for s in sources[part]]
+        scans += [
+            scan_system(s, len(type_map), descriptor.cutoff) for s in sources[part]
+        ]
     # nothing in a run depends on test data, such as the number of neighbors (sel: auto)
     in_run = report.training + report.validation
     every = in_run + report.test
     # a source whose frames are split between parts has two scans with the same notes
     remarks = (
-        note(scan.system.whole.name, f": {text}") for scan in every for text in scan.system.notes
+        note(scan.system.whole.name, f": {text}")
+        for scan in every
+        for text in scan.system.notes
     )
     # energies of test data are not proposed for the model
     findings = [*dict.fromkeys(remarks), *_isolated_atom_notes(in_run, type_map)]
@@ -183,15 +197,21 @@ def check_systems(
     for scans in (in_run, report.test):
         # neighbors in the frames whose geometry is valid, or of an even sample of them
         usable = [
-            np.delete(np.arange(scan.system.num_frames), sorted(scan.bad_frames)) for scan in scans
+            np.delete(np.arange(scan.system.num_frames), sorted(scan.bad_frames))
+            for scan in scans
         ]
         searched = evenly_spaced(
-            [FrameSubset(s.system, frames) for s, frames in zip(scans, usable)], max_searched
+            [FrameSubset(s.system, frames) for s, frames in zip(scans, usable)],
+            max_searched,
         )
-        frames = [(part, index) for part in searched for index in range(part.num_frames)]
+        frames = [
+            (part, index) for part in searched for index in range(part.num_frames)
+        ]
         if not frames:
             continue
-        near = neighbor_statistics(_geometries(searched), descriptor.cutoff, len(type_map))
+        near = neighbor_statistics(
+            _geometries(searched), descriptor.cutoff, len(type_map)
+        )
         if near.min_distance < min_distance:
             findings += _too_close(frames, near, min_distance, type_map)
         # a warning about neighbors of training data is not repeated for test data
@@ -201,7 +221,9 @@ def check_systems(
             report.neighbors, report.num_searched = near, len(frames)
             if math.isfinite(near.min_distance):
                 report.closest = name_of(searched, int(near.frame_min.argmin()))
-    has_labels = any(scan.label_frames.get(label) for scan in report.training for label in labels)
+    has_labels = any(
+        scan.label_frames.get(label) for scan in report.training for label in labels
+    )
     if labels and not has_labels:
         findings.append(_nothing_to_learn(report.training, labels))
     else:
@@ -247,7 +269,11 @@ def _geometries(sources: Sequence[FrameSource]) -> Iterator[FrameGeometry]:
             continue
         for chunk in source.chunks((COORD, BOX)):
             for row, types in enumerate(chunk.types):
-                box = chunk.arrays[BOX][row].reshape(3, 3) if BOX in chunk.arrays else None
+                box = (
+                    chunk.arrays[BOX][row].reshape(3, 3)
+                    if BOX in chunk.arrays
+                    else None
+                )
                 yield chunk.arrays[COORD][row][types >= 0], box, types[types >= 0]
 
 
@@ -266,7 +292,9 @@ def _too_close(
             continue
         place = source.where(index, COORD)
         frame = source.frame(index)
-        pair = " and ".join(frame.describe_atom(a, type_map) for a in near.frame_pair[number])
+        pair = " and ".join(
+            frame.describe_atom(a, type_map) for a in near.frame_pair[number]
+        )
         yield error(
             place.file,
             f": frame {place.frame} (of {place.num_frames}, from 0): atoms {pair} are "
@@ -277,7 +305,9 @@ def _too_close(
     for name, number in counts.items():
         more = number - _MAX_MESSAGES
         if more > 0:
-            yield error(name, f": {more} more frames have atoms closer than {bound:g} angstrom")
+            yield error(
+                name, f": {more} more frames have atoms closer than {bound:g} angstrom"
+            )
 
 
 def _neighbor_warnings(
@@ -293,23 +323,31 @@ def _neighbor_warnings(
         rcut = descriptor.cutoff
         by_type = len(limits) == len(near.max_neighbors)
         needed = list(near.max_neighbors) if by_type else [near.max_total]
-        short = [(k, n, most) for k, (n, most) in enumerate(zip(needed, limits)) if n > most]
+        short = [
+            (k, n, most) for k, (n, most) in enumerate(zip(needed, limits)) if n > most
+        ]
         if short and len(limits) > _MAX_ELEMENTS:
-            names = first_few([f"{type_map[k]} {n} (kept: {most})" for k, n, most in short])
+            names = first_few(
+                [f"{type_map[k]} {n} (kept: {most})" for k, n, most in short]
+            )
             yield warning(
                 option,
                 f" is too small: within {rcut:g} angstrom an atom has up to {names} neighbors, "
                 f"and {jumps}. Use {option} auto.",
             )
         elif short:
-            small.append((option, list(limits), needed, rcut, list(map(max, needed, limits))))
+            small.append(
+                (option, list(limits), needed, rcut, list(map(max, needed, limits)))
+            )
     if isinstance(descriptor, HasInnerNeighbors):
         lists = [
             (option, limit, near.max_within(rcut), rcut)
             for option, rcut, limit in descriptor.inner_neighbors()
         ]
         small += [
-            (option, limit, most, rcut, most) for option, limit, most, rcut in lists if most > limit
+            (option, limit, most, rcut, most)
+            for option, limit, most, rcut in lists
+            if most > limit
         ]
     for option, limit, needs, rcut, enough in small:
         yield warning(
@@ -332,12 +370,17 @@ def _nothing_to_learn(scans: Sequence[SystemScan], labels: Sequence[str]) -> Fin
         options = "pref_atomic" if label.per_atom else "pref"
         if label.symbol:
             options = f"start_pref_{label.symbol} and limit_pref_{label.symbol}"
-        elif not label.unit:  # weights of frames, and properties of atoms, which no loss learns
+        elif (
+            not label.unit
+        ):  # weights of frames, and properties of atoms, which no loss learns
             continue
         text += f" {label.files[0]}.npy is there: the loss learns it with {options} above 0."
     folder = scans[0].system.whole.name
     # files whose names are not those of a label
-    unread = {path.name for path in Path(folder).glob("set.*/*.npy")} - {"coord.npy", "box.npy"}
+    unread = {path.name for path in Path(folder).glob("set.*/*.npy")} - {
+        "coord.npy",
+        "box.npy",
+    }
     if unread and not scans[0].label_frames:
         text += f" {folder} has {', '.join(sorted(unread))}."
     return error("training data", text)
@@ -433,7 +476,9 @@ def _element_warnings(report: DataReport, task: str) -> Iterator[Finding]:
             yield warning("", text)
 
 
-def _isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Iterator[Finding]:
+def _isolated_atom_notes(
+    scans: Sequence[SystemScan], type_map: Sequence[str]
+) -> Iterator[Finding]:
     """Yield a note with the energies of isolated atoms, if any, as an option of the model."""
     lowest = dict[int, float]()
     first = ""
@@ -442,7 +487,9 @@ def _isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) -
         for frame in np.flatnonzero(scan.isolated & np.isfinite(scan.energy)).tolist():
             # several calculations of one atom: the ground state counts
             element = int(scan.type_counts[frame].argmax())
-            lowest[element] = min(lowest.get(element, math.inf), float(scan.energy[frame]))
+            lowest[element] = min(
+                lowest.get(element, math.inf), float(scan.energy[frame])
+            )
             first = first or name_of([scan.system], frame)
             number += 1
     energies = ", ".join(

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, ATOM_PREF, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
+from deepmd_ema.config.labels import (
+    APARAM,
+    ATOM_PREF,
+    ENERGY,
+    FORCE,
+    FPARAM,
+    LABELS,
+    WEIGHTS,
+)
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, rows_per
 from deepmd_ema.findings import Finding, error
 from deepmd_ema.geometry import Array, frame_faults
@@ -78,7 +86,11 @@ class SystemScan:
         """Yield an error for each fault."""
         for fault in self.faults.values():
             place = fault.place
-            more = f" and {fault.num_frames - 1} more frames" if fault.num_frames > 1 else ""
+            more = (
+                f" and {fault.num_frames - 1} more frames"
+                if fault.num_frames > 1
+                else ""
+            )
             text = f": frame {place.frame}{more} (of {place.num_frames}, from 0): {fault.text}"
             yield error(place.file, text)
 
@@ -211,7 +223,12 @@ def _faults_of(chunk: Chunk, rcut: float) -> Iterator[tuple[int, str, str, str]]
     coord = np.where(exists, chunk.arrays[COORD], 0.0)
     for k, fault in frame_faults(coord, box, exists.sum(axis=(1, 2)), rcut).items():
         if k not in reported:
-            yield k, COORD if "position" in fault or box is None else BOX, "geometry", fault
+            yield (
+                k,
+                COORD if "position" in fault or box is None else BOX,
+                "geometry",
+                fault,
+            )
 
 
 def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
@@ -248,7 +265,10 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
         label = LABELS[name]
         scan.label_frames[name] = scan.label_frames.get(name, 0) + len(types)
         reference = scan.first.setdefault(name, arrays[name][0])
-        if arrays[name].shape[1:] != reference.shape or (arrays[name] != reference).any():
+        if (
+            arrays[name].shape[1:] != reference.shape
+            or (arrays[name] != reference).any()
+        ):
             scan.varying.add(name)
         if any(quantity.metric for quantity in label.errors):
             values = arrays[name]
@@ -267,7 +287,9 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
             scan.element_forces[:, column] += np.bincount(
                 types[exists], values, len(scan.element_forces)
             )
-        np.maximum.at(scan.element_forces[:, 2], types[exists], sizes.max(axis=1, initial=0.0))
+        np.maximum.at(
+            scan.element_forces[:, 2], types[exists], sizes.max(axis=1, initial=0.0)
+        )
         scan.net_force[rows] = np.linalg.norm(force.sum(axis=1), axis=1)
         scan.force_rms[rows] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
         scan.max_force[rows] = np.abs(force).max(axis=(1, 2))
@@ -285,7 +307,9 @@ def is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
     if box is not None and single.any():
         cell = box[single].reshape(-1, 3, 3)
         # distance of the nearest opposite faces, which no image is nearer than
-        faces = np.linalg.norm(np.cross(cell[:, [1, 2, 0]], cell[:, [2, 0, 1]]), axis=2).max(axis=1)
+        faces = np.linalg.norm(
+            np.cross(cell[:, [1, 2, 0]], cell[:, [2, 0, 1]]), axis=2
+        ).max(axis=1)
         single[single] = np.abs(np.linalg.det(cell)) > rcut * faces
     return single
 
@@ -296,11 +320,16 @@ def _digests(chunk: Chunk) -> Array:
     # precision; -0 + 0 is 0
     types = chunk.types.astype(np.int32)
     coord = chunk.arrays[COORD].astype(np.float32) + np.float32(0)
-    boxes = [chunk.arrays[BOX].astype(np.float32) + np.float32(0)] if BOX in chunk.arrays else []
+    boxes = (
+        [chunk.arrays[BOX].astype(np.float32) + np.float32(0)]
+        if BOX in chunk.arrays
+        else []
+    )
     exists = types >= 0
     if exists.all():
         arrays = (
-            np.ascontiguousarray(array).reshape(len(types), -1) for array in (types, coord, *boxes)
+            np.ascontiguousarray(array).reshape(len(types), -1)
+            for array in (types, coord, *boxes)
         )
         contents: Iterable[Any] = iter(
             np.concatenate([array.view(np.uint8) for array in arrays], axis=1)
@@ -312,5 +341,7 @@ def _digests(chunk: Chunk) -> Array:
             b"".join((t[e].tobytes(), c[e].tobytes(), *(b.tobytes() for b in box)))
             for e, t, c, *box in rows
         )
-    digests = b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents)
+    digests = b"".join(
+        hashlib.blake2b(content, digest_size=8).digest() for content in contents
+    )
     return np.frombuffer(digests, np.uint64)

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepmd_ema.config.labels import ATOM_DIPOLE, ATOM_POLAR, ENERGY, FORCE, LABELS, VIRIAL
+from deepmd_ema.config.labels import (
+    ATOM_DIPOLE,
+    ATOM_POLAR,
+    ENERGY,
+    FORCE,
+    LABELS,
+    VIRIAL,
+)
 from deepmd_ema.data.check.bonds import COVALENT_RADII
 from deepmd_ema.data.check.identities import ENERGY_UNITS
 from deepmd_ema.data.check.scan import SystemScan
@@ -22,7 +29,9 @@ from deepmd_ema.utils import even_places
 _TENSORS_LOOKED_AT = 30  # frames
 # robust standard deviations of a system; strained cells are many of them from cells at rest
 OUTLIER_SIGMAS = 15.0
-OUTLIER_ENERGY = 0.2  # eV/atom; a smaller residual is no outlier: near copies have no spread
+OUTLIER_ENERGY = (
+    0.2  # eV/atom; a smaller residual is no outlier: near copies have no spread
+)
 FAR_ENERGY = 1.0  # eV/atom; a larger residual is one
 # Systems are compared with each other. Cohesive energies are at most 8.9 eV/atom (tungsten), and
 # atoms that repel each other have forces that lead to a minimum within about an angstrom.
@@ -32,7 +41,8 @@ _NEAR_MINIMUM = 1.0  # angstrom
 _NEAR_UNIT = 1.05
 _IN_UNITS = {f" as in {unit}": number for unit, number in ENERGY_UNITS.items()}
 _IN_UNITS |= {
-    f" as if the others were in {unit}": 1 / number for unit, number in ENERGY_UNITS.items()
+    f" as if the others were in {unit}": 1 / number
+    for unit, number in ENERGY_UNITS.items()
 }
 OUTLIER_FORCE = 15.0  # eV/angstrom, of the largest component
 OUTLIER_FACTOR = 30.0  # ratio to the median of the system
@@ -41,7 +51,9 @@ OUTLIER_FACTOR = 30.0  # ratio to the median of the system
 # right data beyond 15 eV/angstrom
 _CONTACT = 1.2
 _STEEPNESS = 8
-_MIN_CONTACT = 1e-3  # angstrom, for atoms in one place, so that ratios of distances are finite
+_MIN_CONTACT = (
+    1e-3  # angstrom, for atoms in one place, so that ratios of distances are finite
+)
 # frames of a system in which such pairs are searched, with usual and with large forces
 _NUM_USUAL = 8
 _MAX_SEARCHED = 64
@@ -51,7 +63,9 @@ _SEVERAL = 0.1  # a larger share of the frames of a system is another kind of fr
 NET_FORCE = 0.1
 _MAX_NAMES = 3
 _NUM_FITS = 40  # largest number of fits of energies per element
-_FIT_TOLERANCE = 0.01  # eV, change of an energy per element with which the last fit is reached
+_FIT_TOLERANCE = (
+    0.01  # eV, change of an energy per element with which the last fit is reached
+)
 _FITTED = 0.01  # eV/atom, size of a residual from which on it counts by its size
 # frames of the same elements to judge outliers, and frames of a system to judge labels that do not
 # vary
@@ -66,7 +80,8 @@ SHARED_TEST, NEAR_TEST = "in_training_and_test", "test_near_training_frames"
 # checks of equal frames by the check of near copies, which names equal frames as well
 SHARED_OF = {NEAR_COPIES: SHARED, NEAR_TEST: SHARED_TEST}
 _FAR_ENERGY = (
-    "an energy far from the others of its system (after subtraction of energies per element)"
+    "an energy far from the others of its system (after subtraction of energies "
+    "per element)"
 )
 _LARGE_FORCE = (
     f"forces {OUTLIER_FACTOR:g} times as large as usual in its system, though its atoms are not "
@@ -136,7 +151,9 @@ def findings_of(suspects: Mapping[str, Suspects]) -> Iterator[Finding]:
                 part="test" if "test" in check else "validation",
                 frames=counted(number, "frame"),
                 have=counted(number, "frame has", "frames have"),
-                copies=counted(number, "training frame is a copy", "training frames are copies"),
+                copies=counted(
+                    number, "training frame is a copy", "training frames are copies"
+                ),
                 named=", ".join(frames.named),
                 more=f" and {number - _MAX_NAMES} more" if number > _MAX_NAMES else "",
             )
@@ -144,7 +161,9 @@ def findings_of(suspects: Mapping[str, Suspects]) -> Iterator[Finding]:
         if frames.mixed:
             systems = first_few(frames.mixed, _MAX_NAMES)
             what = _KINDS[check]
-            yield note("", f"frames with {what} are of another kind, none is named: {systems}")
+            yield note(
+                "", f"frames with {what} are of another kind, none is named: {systems}"
+            )
 
 
 def name_of(sources: Sequence[FrameSource], frame: int) -> str:
@@ -172,11 +191,15 @@ def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
     scans = [scan for part in parts for scan in part]
     sources = [scan.system for scan in scans]
     total = [sum(scan.system.num_frames for scan in part) for part in parts]
-    digests = np.concatenate([np.zeros(0, np.uint64), *(scan.digests for scan in scans)])
+    digests = np.concatenate(
+        [np.zeros(0, np.uint64), *(scan.digests for scan in scans)]
+    )
     places, inverse = np.unique(digests, return_index=True, return_inverse=True)[1:]
     first = places[inverse]  # the first frame that is equal to each
     part_of = np.repeat(np.arange(len(parts)), total)
-    owner = np.repeat(np.arange(len(sources)), [source.num_frames for source in sources])
+    owner = np.repeat(
+        np.arange(len(sources)), [source.num_frames for source in sources]
+    )
     names = [source.whole.name for source in sources]
     # sources whose name is new: of a dictionary from the last to the first the first remains
     first_sources = {name: k for k, name in reversed(list(enumerate(names)))}
@@ -196,7 +219,9 @@ def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
     return kinds
 
 
-def energy_residuals(training: Sequence[SystemScan], rest: Sequence[SystemScan]) -> list[Array]:
+def energy_residuals(
+    training: Sequence[SystemScan], rest: Sequence[SystemScan]
+) -> list[Array]:
     """Return energies (F,) minus energies per element, eV/atom, of each system.
 
     Energies per element are fitted to the training frames. Residuals are NaN of isolated atoms and
@@ -205,9 +230,12 @@ def energy_residuals(training: Sequence[SystemScan], rest: Sequence[SystemScan])
     scans = [*training, *rest]
     # isolated atoms are left out: they are a cohesive energy above all other frames
     energies = [
-        np.where(scan.isolated | ~np.isfinite(scan.energy), np.nan, scan.energy) for scan in scans
+        np.where(scan.isolated | ~np.isfinite(scan.energy), np.nan, scan.energy)
+        for scan in scans
     ]
-    num_known = sum(int(np.isfinite(energy).sum()) for energy in energies[: len(training)])
+    num_known = sum(
+        int(np.isfinite(energy).sum()) for energy in energies[: len(training)]
+    )
     if num_known < _MIN_FRAMES:
         return []
     num_types = training[0].type_counts.shape[1]
@@ -224,9 +252,15 @@ def energy_residuals(training: Sequence[SystemScan], rest: Sequence[SystemScan])
             for begin in range(0, len(energy), _AT_ONCE):
                 part = np.arange(begin, min(begin + _AT_ONCE, len(energy)))
                 part = part[weight[part] > 0]
-                rows = np.concatenate([scan.type_counts[part], energy[part, None]], axis=1)
-                rows *= (np.sqrt(weight[part]) / scan.type_counts[part].sum(axis=1))[:, None]
-                reduced = np.asarray(np.linalg.qr(np.concatenate([reduced, rows]), mode="r"))
+                rows = np.concatenate(
+                    [scan.type_counts[part], energy[part, None]], axis=1
+                )
+                rows *= (np.sqrt(weight[part]) / scan.type_counts[part].sum(axis=1))[
+                    :, None
+                ]
+                reduced = np.asarray(
+                    np.linalg.qr(np.concatenate([reduced, rows]), mode="r")
+                )
         before = fit
         fit = np.linalg.lstsq(reduced[:, :-1], reduced[:, -1], rcond=smallest)[0]
         residuals = [  # eV/atom
@@ -243,7 +277,9 @@ def energy_residuals(training: Sequence[SystemScan], rest: Sequence[SystemScan])
     return residuals
 
 
-def shifted_systems(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> Iterator[Finding]:
+def shifted_systems(
+    scans: Sequence[SystemScan], residuals: Sequence[Array]
+) -> Iterator[Finding]:
     """Yield a warning about systems whose energies have another unit or zero than the others.
 
     Args:
@@ -259,7 +295,9 @@ def shifted_systems(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> 
             continue
         # not the median: between two systems with as many frames it would be a mean of both
         shift = float(np.median(residual[is_known]) - usual[len(usual) // 2])
-        energy = float(np.median(scan.energy[is_known] / scan.type_counts[is_known].sum(axis=1)))
+        energy = float(
+            np.median(scan.energy[is_known] / scan.type_counts[is_known].sum(axis=1))
+        )
         expected = energy - shift
         forces = scan.force_rms[np.isfinite(scan.force_rms)]
         size = float(np.median(forces)) if len(forces) else 0.0
@@ -267,7 +305,8 @@ def shifted_systems(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> 
         unit = ""
         if abs(shift) > FAR_ENERGY and energy * expected > 0:
             distances = {
-                text: abs(math.log(energy / expected / ratio)) for text, ratio in _IN_UNITS.items()
+                text: abs(math.log(energy / expected / ratio))
+                for text, ratio in _IN_UNITS.items()
             }
             nearest = min(distances, key=lambda text: distances[text])
             if distances[nearest] < math.log(_NEAR_UNIT):
@@ -287,7 +326,9 @@ def shifted_systems(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> 
         )
 
 
-def energy_outliers(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> Suspects:
+def energy_outliers(
+    scans: Sequence[SystemScan], residuals: Sequence[Array]
+) -> Suspects:
     """Return frames far from energies per element, by the spread of their system.
 
     Args:
@@ -301,7 +342,9 @@ def energy_outliers(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> 
         deviations.append(residual - middles)
         # median absolute deviation to standard deviation of a normal distribution
         spread = 1.4826 * _middles(scan, np.abs(deviations[-1]))[0]
-        bound = np.minimum(np.maximum(OUTLIER_SIGMAS * spread, OUTLIER_ENERGY), FAR_ENERGY)
+        bound = np.minimum(
+            np.maximum(OUTLIER_SIGMAS * spread, OUTLIER_ENERGY), FAR_ENERGY
+        )
         bounds.append(np.where(number < _MIN_SPREAD, FAR_ENERGY, bound))
     return _outliers(scans, deviations, bounds, "eV/atom")
 
@@ -318,7 +361,9 @@ def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Susp
         # 0 times a force is NaN where it is missing
         size = np.where(is_large, scan.max_force, 0.0 * scan.max_force)
         large = np.flatnonzero(size > OUTLIER_FORCE)
-        usual = np.setdiff1d(np.flatnonzero(size <= OUTLIER_FORCE), list(scan.bad_frames))
+        usual = np.setdiff1d(
+            np.flatnonzero(size <= OUTLIER_FORCE), list(scan.bad_frames)
+        )
         if 0 < len(large) <= max(1, _SEVERAL * len(size)) and len(usual):
             # large forces of right frames come from atoms near each other, as in rattled cells
             # beside relaxed ones
@@ -355,7 +400,10 @@ def _contacts(frame: Frame, radii: Array) -> Array:
 
 
 def _outliers(
-    scans: Sequence[SystemScan], sizes: Sequence[Array], bounds: Sequence[Any], unit: str
+    scans: Sequence[SystemScan],
+    sizes: Sequence[Array],
+    bounds: Sequence[Any],
+    unit: str,
 ) -> Suspects:
     """Return the frames of systems of at least three whose size is beyond a bound.
 
@@ -425,7 +473,9 @@ def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
         return
     if num_frames < _MIN_FRAMES or len(np.unique(scan.digests)) < _MIN_FRAMES:
         return
-    constant = [label for label in (ENERGY, VIRIAL) if label in scan.first.keys() - scan.varying]
+    constant = [
+        label for label in (ENERGY, VIRIAL) if label in scan.first.keys() - scan.varying
+    ]
     for label in constant:
         # a virial that is the same is a fault only beside energies that are not
         if label == ENERGY or ENERGY in scan.varying:
@@ -439,7 +489,10 @@ def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
 
 
 def elements_without_tensors(
-    scans: Sequence[SystemScan], labels: Sequence[str], type_map: Sequence[str], excluded: Set[int]
+    scans: Sequence[SystemScan],
+    labels: Sequence[str],
+    type_map: Sequence[str],
+    excluded: Set[int],
 ) -> Iterator[Finding]:
     """Yield warnings about elements of which all atoms have a tensor of exactly 0.
 
@@ -453,21 +506,31 @@ def elements_without_tensors(
     """
     for label in (ATOM_DIPOLE, ATOM_POLAR):
         systems = [
-            scan.system for scan in scans if label in labels and scan.label_frames.get(label)
+            scan.system
+            for scan in scans
+            if label in labels and scan.label_frames.get(label)
         ]
         sources = evenly_spaced(systems, _TENSORS_LOOKED_AT)
         frames = [
-            frame for source in sources for frame in map(source.frame, range(source.num_frames))
+            frame
+            for source in sources
+            for frame in map(source.frame, range(source.num_frames))
         ]
         frames = [frame for frame in frames if label in frame.labels]
         present = {k for frame in frames for k in frame.atom_type.tolist()}
         with_tensor = {
-            k for frame in frames for k in frame.atom_type[frame.labels[label].any(1)].tolist()
+            k
+            for frame in frames
+            for k in frame.atom_type[frame.labels[label].any(1)].tolist()
         }
         absent = [type_map[k] for k in sorted(present - with_tensor - excluded)]
         if with_tensor and absent:
-            text = f": is 0 for all atoms of {', '.join(absent)}. If these have none, set"
-            yield warning(label, f"{text} model.fitting_net.sel_type = {sorted(with_tensor)}.")
+            text = (
+                f": is 0 for all atoms of {', '.join(absent)}. If these have none, set"
+            )
+            yield warning(
+                label, f"{text} model.fitting_net.sel_type = {sorted(with_tensor)}."
+            )
 
 
 def zero_forces(scans: Sequence[SystemScan]) -> Suspects:
@@ -527,5 +590,7 @@ def net_forces(scans: Sequence[SystemScan]) -> Suspects:
             frame = int(np.where(off, each, 0).argmax())
             worst = float(each[frame])
             name = name_of([scan.system], frame)
-            named = [f"{net[frame]:.3g} eV/angstrom in {name}, RMS force {rms[frame]:.3g}"]
+            named = [
+                f"{net[frame]:.3g} eV/angstrom in {name}, RMS force {rms[frame]:.3g}"
+            ]
     return Suspects(tuple(by_system), num_known, named)

@@ -69,14 +69,21 @@ def notes_of_output(
         has_forces: whether the reader found forces.
         other: option that may find them.
     """
-    files = [path] if path.is_file() else [*path.glob("OUT.*/running_*.log"), *path.glob("*.log")]
+    files = (
+        [path]
+        if path.is_file()
+        else [*path.glob("OUT.*/running_*.log"), *path.glob("*.log")]
+    )
     for file in files:
         if not file.stat().st_size:
             continue
         with _mapped(file) as text:
             for program, failures in _FAILURES.items():
                 # ORCA writes two texts for one step: the number is that of the most frequent
-                numbers = {failure.decode(): len(_places(text, failure)) for failure in failures}
+                numbers = {
+                    failure.decode(): len(_places(text, failure))
+                    for failure in failures
+                }
                 failure = max(numbers, key=lambda name: numbers[name])
                 if numbers[failure]:
                     yield _describe(failure, program), numbers[failure]
@@ -84,7 +91,11 @@ def notes_of_output(
                 yield _describe(_GAUSSIAN_FAILURE.decode(), "Gaussian"), number
             # tables of positions without "Input orientation" are those of the turned molecule, and
             # Gaussian prints forces in the orientation of the input
-            is_turned = text.find(b"Standard orientation:") >= 0 > text.find(b"Input orientation:")
+            is_turned = (
+                text.find(b"Standard orientation:")
+                >= 0
+                > text.find(b"Input orientation:")
+            )
             if is_turned and text.find(b"Forces (Hartrees/Bohr)") >= 0:
                 turned = (
                     "warning: positions are of Gaussian's standard orientation, and forces of "
@@ -98,7 +109,10 @@ def notes_of_output(
                 continue
             tables = [head.decode() for head in _FORCE_TABLES if text.find(head) >= 0]
             if tables:
-                yield f'forces are in the file ("{tables[0]}") and were not read: try {other}', 0
+                yield (
+                    f'forces are in the file ("{tables[0]}") and were not read: try {other}',
+                    0,
+                )
 
 
 def unconverged_steps_of_vasp(path: Path, is_xml: bool) -> int:
@@ -126,7 +140,9 @@ def _of_outcar(text: mmap.mmap) -> int:
         if event["step"]:
             step = int(event["step"])
         elif event["change"]:
-            change = max(abs(_number(event["change"])), abs(_number(event["eigenvalues"])))
+            change = max(
+                abs(_number(event["change"])), abs(_number(event["eigenvalues"]))
+            )
         elif event["most"]:
             most = most or int(event["most"])
         elif event["limit"]:
@@ -174,9 +190,15 @@ def _gaussian_failures(text: mmap.mmap) -> int:
 
     With SCF=XQC a second method follows where the first one fails.
     """
-    marks = {b"SCF Done:": "end", _GAUSSIAN_FAILURE: "failure", b"Forces (Hartrees/Bohr)": "forces"}
+    marks = {
+        b"SCF Done:": "end",
+        _GAUSSIAN_FAILURE: "failure",
+        b"Forces (Hartrees/Bohr)": "forces",
+    }
     events = sorted(
-        (place, mark) for pattern, mark in marks.items() for place in _places(text, pattern)
+        (place, mark)
+        for pattern, mark in marks.items()
+        for place in _places(text, pattern)
     )
     # Gaussian prints an energy after a failure as well: a second energy is that of another method
     number = 0
@@ -219,5 +241,8 @@ def _places(text: mmap.mmap, pattern: bytes) -> list[int]:
 
 @contextmanager
 def _mapped(path: Path) -> Iterator[mmap.mmap]:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
+    ):
         yield text

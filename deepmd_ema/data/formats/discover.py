@@ -22,7 +22,13 @@ from deepmd_ema.data.formats.extxyz import (
 )
 from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb, lmdb_frames
 from deepmd_ema.data.formats.properties import StoredFrame
-from deepmd_ema.data.formats.stores import Hdf5Store, NpyStore, hdf5_stores, is_hdf5, is_there
+from deepmd_ema.data.formats.stores import (
+    Hdf5Store,
+    NpyStore,
+    hdf5_stores,
+    is_hdf5,
+    is_there,
+)
 from deepmd_ema.data.formats.system import ArrayStore, open_system, read_type_map
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, collect_problems
@@ -57,10 +63,16 @@ FORMATS = [
     Format(is_lmdb, find_lmdb, lmdb_frames),
     Format(
         is_hdf5,
-        lambda file, group: [partial(open_system, store) for store in hdf5_stores(file, group)],
+        lambda file, group: [
+            partial(open_system, store) for store in hdf5_stores(file, group)
+        ],
         None,
     ),
-    Format(is_extxyz, lambda file, choice: [partial(open_extxyz, file, choice)], extxyz_frames),
+    Format(
+        is_extxyz,
+        lambda file, choice: [partial(open_extxyz, file, choice)],
+        extxyz_frames,
+    ),
 ]
 
 
@@ -113,7 +125,9 @@ def open_systems(
     return sources
 
 
-def stored_type_map(paths: Sequence[str], rglob_patterns: Sequence[str] | None = None) -> list[str]:
+def stored_type_map(
+    paths: Sequence[str], rglob_patterns: Sequence[str] | None = None
+) -> list[str]:
     """Return the elements in type_map.raw of the systems at ``paths``, each once, in their order.
 
     Raises:
@@ -133,7 +147,9 @@ def stored_type_map(paths: Sequence[str], rglob_patterns: Sequence[str] | None =
     return list(elements)
 
 
-def find_stores(path: str, rglob_patterns: Sequence[str] | None = None) -> list[ArrayStore | None]:
+def find_stores(
+    path: str, rglob_patterns: Sequence[str] | None = None
+) -> list[ArrayStore | None]:
     """Return the files of each system at ``path``; None for formats without systems.
 
     Systems are in a folder, in folders below it, or in HDF5.
@@ -144,7 +160,9 @@ def find_stores(path: str, rglob_patterns: Sequence[str] | None = None) -> list[
     return [_store_of(opener) for opener in _find(path, rglob_patterns)]
 
 
-def selected_elements(paths: Iterable[str], type_map: Sequence[str] = ()) -> tuple[str, ...] | None:
+def selected_elements(
+    paths: Iterable[str], type_map: Sequence[str] = ()
+) -> tuple[str, ...] | None:
     """Return the elements whose atoms alone have rows in tensors of atoms; None if all have.
 
     The numbers of rows show them: they are the sum of the numbers of atoms of some elements.
@@ -159,24 +177,36 @@ def selected_elements(paths: Iterable[str], type_map: Sequence[str] = ()) -> tup
     """
     # name, atoms of each element, and rows of each array
     tensors = list[tuple[str, Counter[str], float]]()
-    for store in (store for path in paths for store in find_stores(path) if store is not None):
+    for store in (
+        store for path in paths for store in find_stores(path) if store is not None
+    ):
         names = read_type_map(store) or type_map
         system = open_system(store, ReadSpec(names))
         if system.atom_type is None:  # tensors of mixed systems have rows of all atoms
             continue
         counts = Counter(names[number] for number in system.atom_type.tolist())
-        for part, label in product(system.sets, (LABELS[ATOM_DIPOLE], LABELS[ATOM_POLAR])):
+        for part, label in product(
+            system.sets, (LABELS[ATOM_DIPOLE], LABELS[ATOM_POLAR])
+        ):
             for file in label.files:
-                array = store.array(f"{part.name.removeprefix(store.name)[1:]}/{file}.npy")
+                array = store.array(
+                    f"{part.name.removeprefix(store.name)[1:]}/{file}.npy"
+                )
                 if array is not None:
-                    rows = math.prod(array.shape) / part.num_frames / math.prod(label.shape)
+                    rows = (
+                        math.prod(array.shape)
+                        / part.num_frames
+                        / math.prod(label.shape)
+                    )
                     tensors.append((array.name, counts, rows))
     elements = sorted({element for _, counts, _ in tensors for element in counts})
     choices = [
         chosen
         for number in range(1, len(elements) + 1)
         for chosen in combinations(elements, number)
-        if all(sum(map(counts.__getitem__, chosen)) == rows for _, counts, rows in tensors)
+        if all(
+            sum(map(counts.__getitem__, chosen)) == rows for _, counts, rows in tensors
+        )
     ]
     if len(choices) > 1:
         name, counts, rows = tensors[0]
@@ -196,7 +226,9 @@ def is_cp2k_trajectory(path: Path) -> bool:
     # are bounded, as the file may be anything
     with path.open("rb") as file:
         file.readline(100)
-        return re.match(rb"\s*i\s*=\s*\d+\s*,.*\bE\s*=", file.readline(1000)) is not None
+        return (
+            re.match(rb"\s*i\s*=\s*\d+\s*,.*\bE\s*=", file.readline(1000)) is not None
+        )
 
 
 def split_address(path: str) -> tuple[Path, str]:
@@ -225,7 +257,11 @@ def repeated(
             # after # only HDF5 has a group; other formats have choices of names of the same frames
             place = f"{path.resolve()}#{group if is_hdf5(path) else ''}"
             parts[-1].setdefault(place, []).append(name)
-        often = [f"{same[0]} ({len(same)} times)" for same in parts[-1].values() if len(same) > 1]
+        often = [
+            f"{same[0]} ({len(same)} times)"
+            for same in parts[-1].values()
+            if len(same) > 1
+        ]
         if often:
             advice = "Their frames count as often; list each system once."
             yield warning("", f"listed more than once: {first_few(often)}. {advice}")
@@ -241,7 +277,11 @@ def repeated(
 
 def _store_of(opener: Opener) -> ArrayStore | None:
     """Return the files of a system that ``opener`` opens; None of other formats."""
-    return opener.args[0] if isinstance(opener, partial) and opener.func is open_system else None
+    return (
+        opener.args[0]
+        if isinstance(opener, partial) and opener.func is open_system
+        else None
+    )
 
 
 def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
@@ -264,7 +304,8 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
         openers = file_format.find(file, group)
     else:
         openers = [
-            partial(open_system, NpyStore(str(folder))) for folder in _folders(Path(path), patterns)
+            partial(open_system, NpyStore(str(folder)))
+            for folder in _folders(Path(path), patterns)
         ]
     if openers:
         return openers
@@ -277,7 +318,9 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
         has = f"{path}: type.raw is missing (the folder has {sets[0].name})"
         raise DataError(f"{has}. It lists the type of each atom.")
     names = os.listdir(path) if Path(path).is_dir() else []
-    xyz = sorted(f"{path}/{name}" for name in names if name.lower().endswith(XYZ_SUFFIXES))
+    xyz = sorted(
+        f"{path}/{name}" for name in names if name.lower().endswith(XYZ_SUFFIXES)
+    )
     system = (
         f"Name its XYZ files themselves: {first_few(xyz)}"
         if xyz
@@ -294,7 +337,9 @@ def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
         patterns: of folders below ``root``; None for all of them and ``root`` itself.
     """
     if patterns:
-        absolute = [pattern for pattern in patterns if not pattern or pattern.startswith("/")]
+        absolute = [
+            pattern for pattern in patterns if not pattern or pattern.startswith("/")
+        ]
         if absolute:
             raise DataError(
                 f"{root}: rglob_patterns has {absolute[0]!r}, expected names below it, e.g. "
@@ -314,7 +359,10 @@ def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
     while waiting:
         folder = waiting.pop()
         status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in seen:  # a link to a folder above would never end
+        if (
+            status.st_dev,
+            status.st_ino,
+        ) in seen:  # a link to a folder above would never end
             continue
         seen.add((status.st_dev, status.st_ino))
         with os.scandir(folder) as entries:
@@ -324,21 +372,32 @@ def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
         for name, is_folder in sorted(names.items()):
             if is_folder and not name.startswith("set."):
                 waiting.append(folder / name)
-            elif not is_folder and not name.startswith("."):  # hidden ones are locks of editors
-                is_there(folder / name)  # a link that leads nowhere may have been a system
+            elif not is_folder and not name.startswith(
+                "."
+            ):  # hidden ones are locks of editors
+                is_there(
+                    folder / name
+                )  # a link that leads nowhere may have been a system
     return sorted(systems)
 
 
 def _similar(path: Path) -> str:
-    parent, from_here = path.parent, "" if path.is_absolute() else f" (looked up from {Path.cwd()})"
+    parent, from_here = (
+        path.parent,
+        "" if path.is_absolute() else f" (looked up from {Path.cwd()})",
+    )
     while not parent.exists():
         path, parent = parent, parent.parent
     names = (
-        sorted(n for n in os.listdir(parent) if not n.startswith(".")) if parent.is_dir() else []
+        sorted(n for n in os.listdir(parent) if not n.startswith("."))
+        if parent.is_dir()
+        else []
     )
     close = get_close_matches(path.name, names, n=1, cutoff=0.6)
     if close:
         return f" Did you mean {parent / close[0]}?"
-    listed = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
+    listed = ", ".join(names[:_MAX_NAMES]) + (
+        ", ..." if len(names) > _MAX_NAMES else ""
+    )
     place = str(Path.cwd()) if parent == Path() else f"{parent}{from_here}"
     return f" {place} holds: {listed or 'nothing'}."

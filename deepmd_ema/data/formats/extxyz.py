@@ -101,7 +101,9 @@ class ExtxyzFile(FrameSource):
             stored = read_block(block)
             if len(stored.symbols) != self.frame_sizes[index]:
                 raise DataError("has another number of atoms")
-            return make_frame(stored, self.inventory.sources(stored), self.spec, (self.name, index))
+            return make_frame(
+                stored, self.inventory.sources(stored), self.spec, (self.name, index)
+            )
         # each frame was read without an error when the file was opened
         except DataError as error:
             raise DataError(
@@ -144,7 +146,9 @@ def open_extxyz(path: Path, choice: str, spec: ReadSpec) -> ExtxyzFile:
             sizes.append(len(stored.symbols))
             kinds.append(kind_of(stored))
         if len(problems) >= _MAX_PROBLEMS:
-            raise DataError([*problems, f"{name}: the frames after this one were not read."])
+            raise DataError(
+                [*problems, f"{name}: the frames after this one were not read."]
+            )
         starts.append(start)
     # mistakes in names are judged over all frames, which must have been read
     if not problems:
@@ -153,7 +157,11 @@ def open_extxyz(path: Path, choice: str, spec: ReadSpec) -> ExtxyzFile:
         problems.append(f"{name}: no frames: the file is empty. Leave it out.")
     DataError.raise_if_any(problems)
     ends = np.array([*starts, path.stat().st_size], np.int64)
-    unread = [name for name in spec.ignored if name in inventory.read or name in inventory.unused]
+    unread = [
+        name
+        for name in spec.ignored
+        if name in inventory.read or name in inventory.unused
+    ]
     return ExtxyzFile(
         name,
         np.array(sizes, np.int64),
@@ -194,7 +202,9 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
                 line_number += 1
                 continue
             if not re.fullmatch(rb"\s*\d{1,9}\s*", line) or not int(line):
-                is_text = b"\0" not in line and line.decode(errors="ignore").encode() == line
+                is_text = (
+                    b"\0" not in line and line.decode(errors="ignore").encode() == line
+                )
                 shown = show_text(line.decode().strip()) if is_text else "is not text"
                 raise DataError(
                     f"{path}: line {line_number}: {shown}, expected the number of atoms of frame "
@@ -215,7 +225,9 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
             line_number += len(rest) + 1
 
 
-def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = "") -> str:
+def frame_text(
+    symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = ""
+) -> str:
     """Return a frame of N atoms in extended XYZ.
 
     ``read_block`` returns the same numbers, bit for bit.
@@ -259,10 +271,18 @@ def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = 
             head.append(f"{written}={_quoted(_numbers(value))}")
     if kind:
         head.append(f"{KIND_NAMES[0]}={_quoted(kind)}")
-    head += ["Properties=" + ":".join(properties), f'pbc="{" ".join("FT"[box is not None] * 3)}"']
+    head += [
+        "Properties=" + ":".join(properties),
+        f'pbc="{" ".join("FT"[box is not None] * 3)}"',
+    ]
     rows = np.concatenate(columns, axis=1).tolist()
     return "\n".join(
-        [str(len(symbols)), " ".join(head), *(" ".join(map(str, row)) for row in rows), ""]
+        [
+            str(len(symbols)),
+            " ".join(head),
+            *(" ".join(map(str, row)) for row in rows),
+            "",
+        ]
     )
 
 
@@ -273,15 +293,26 @@ def read_block(block: bytes) -> StoredFrame:
         DataError: if it is not extended XYZ; the message does not name file and frame.
     """
     try:
-        lines = block.decode().splitlines() if b"\r" in block else block.decode().split("\n")
+        lines = (
+            block.decode().splitlines()
+            if b"\r" in block
+            else block.decode().split("\n")
+        )
     except UnicodeDecodeError:
         raise DataError("is not UTF-8 text, or it is damaged.") from None
     natoms = int(lines[0])
     values = _read_values(lines[1])
-    special = {name.lower(): values.pop(name) for name in list(values) if name.lower() in _SPECIAL}
+    special = {
+        name.lower(): values.pop(name)
+        for name in list(values)
+        if name.lower() in _SPECIAL
+    }
     # these two are stored column by column, as ASE reads and writes them
     for name in ("virial", "stress"):
-        if name in values and len(nine := re.split(r"[\s,]+", values[name].strip())) == 9:
+        if (
+            name in values
+            and len(nine := re.split(r"[\s,]+", values[name].strip())) == 9
+        ):
             values[name] = " ".join(nine[k] for k in (0, 3, 6, 1, 4, 7, 2, 5, 8))
     properties = special.get("properties", _PLAIN)
     lattice = special.get("lattice")
@@ -291,7 +322,9 @@ def read_block(block: bytes) -> StoredFrame:
     columns = dict[str, tuple[int, int]]()
     width = 0
     for name, kind, number in zip(fields[::3], fields[1::3], fields[2::3]):
-        if kind not in ("S", "R", "I", "L") or not re.fullmatch(r"[1-9]\d{0,3}", number):
+        if kind not in ("S", "R", "I", "L") or not re.fullmatch(
+            r"[1-9]\d{0,3}", number
+        ):
             columns = {}
             break
         columns[name] = (width, width + int(number))
@@ -308,7 +341,9 @@ def read_block(block: bytes) -> StoredFrame:
     # the cell of a frame, None of an open one
     flags = list(filter(None, re.split(r"[\s,\[\]]+", pbc or "")))
     if any(flag not in _BOOLEANS for flag in flags):
-        raise DataError(f"pbc = {show_text(pbc or '')}: expected T or F for each direction.")
+        raise DataError(
+            f"pbc = {show_text(pbc or '')}: expected T or F for each direction."
+        )
     periodic = {_BOOLEANS[flag] for flag in flags} or {lattice is not None}
     if len(periodic) > 1:
         raise DataError(
@@ -349,7 +384,9 @@ def read_block(block: bytes) -> StoredFrame:
         assert atomic_numbers is not None, "one of the two is there"
         # a file without names of elements has their atomic numbers
         symbol_of = {str(number): symbol for number, symbol in enumerate(SYMBOLS, 1)}
-        if unknown := [number for number in atomic_numbers[:, 0] if number not in symbol_of]:
+        if unknown := [
+            number for number in atomic_numbers[:, 0] if number not in symbol_of
+        ]:
             raise DataError(
                 f"Z: {show_text(unknown[0])} is no atomic number. Expected 1 to {len(SYMBOLS)}."
             )
@@ -366,7 +403,9 @@ def _read_values(line: str) -> dict[str, str]:
     place = 0
     while word := _WORD.match(line, place):
         place = word.end()
-        if equals := _EQUALS.match(line, place):  # a word alone holds nothing that is read
+        if equals := _EQUALS.match(
+            line, place
+        ):  # a word alone holds nothing that is read
             value = _VALUE.match(line, equals.end())
             if value is None:
                 break

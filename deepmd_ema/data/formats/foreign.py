@@ -18,10 +18,23 @@ import numpy as np
 
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.labels import ATOM_DIPOLE, ATOM_POLAR, FORCE, NAMES_OF_DPDATA
-from deepmd_ema.data.formats.convergence import notes_of_output, unconverged_steps_of_vasp
+from deepmd_ema.data.formats.convergence import (
+    notes_of_output,
+    unconverged_steps_of_vasp,
+)
 from deepmd_ema.data.formats.discover import find_stores, format_of, split_address
-from deepmd_ema.data.formats.programs import Output, argument_of, is_of_dpdata, recognized
-from deepmd_ema.data.formats.properties import Inventory, StoredFrame, in_angstrom, parse_choice
+from deepmd_ema.data.formats.programs import (
+    Output,
+    argument_of,
+    is_of_dpdata,
+    recognized,
+)
+from deepmd_ema.data.formats.properties import (
+    Inventory,
+    StoredFrame,
+    in_angstrom,
+    parse_choice,
+)
 from deepmd_ema.data.formats.system import backups_of, system_frames
 from deepmd_ema.errors import DataError
 
@@ -30,9 +43,8 @@ if TYPE_CHECKING:
 
 _MAX_PROBLEMS = 5
 _MAX_REASON_CHARACTERS = 1000  # letters of a message of another program
-_TAIL_BYTES = (
-    100_000  # bytes at the end of a file, in which an output of VASP says that it is complete
-)
+# bytes at the end of a file, in which an output of VASP says that it is complete
+_TAIL_BYTES = 100_000
 # Units that readers of ASE and dpdata assume, by the names of formats that have one unit of length
 # and one of energy. Other formats are outputs of programs whose units their readers know.
 _UNITS_OF = {
@@ -47,7 +59,9 @@ _UNITS_OF = {
 }
 _UNITS = {name: units for units, names in _UNITS_OF.items() for name in names.split()}
 _NESTED = ("key_value_pairs", "data")  # names in `info` of ASE
-_KIND = re.compile(r"([A-Z][a-z]?)[\d_].*")  # kinds of atoms of one element: Fe1, O_surface
+_KIND = re.compile(
+    r"([A-Z][a-z]?)[\d_].*"
+)  # kinds of atoms of one element: Fe1, O_surface
 # arrays of atoms among the results of a calculator of ASE
 _PER_ATOM = ("forces", "energies", "stresses", "charges", "magmoms")
 _OPEN_IN_PART = (
@@ -92,10 +106,14 @@ def stored_parts(
     inventory = Inventory(parse_choice(choice))
     name = file_format or ("" if output is None or output.name_of_ase else output.name)
     place = argument_of(path, name)
-    if path.is_file() and not path.stat().st_size:  # ASE would make a new data base of it
+    if (
+        path.is_file() and not path.stat().st_size
+    ):  # ASE would make a new data base of it
         raise DataError(f"{path}: is empty.")
     try:
-        stored = _all_frames(str(path), _frames(path, name, output, inventory), inventory)
+        stored = _all_frames(
+            str(path), _frames(path, name, output, inventory), inventory
+        )
     except DataError as error:
         # electrons that did not converge are often the reason for which a reader finds no frames
         said = notes_of_output(place, has_forces=True)
@@ -108,7 +126,9 @@ def stored_parts(
             else f"--format {output.name}"
         )
         # not |=: it drops entries of 0, which are remarks on the whole file
-        inventory.other.update(dict(notes_of_output(place, FORCE in inventory.read, other)))
+        inventory.other.update(
+            dict(notes_of_output(place, FORCE in inventory.read, other))
+        )
         if output is not None and output.name.startswith("vasp/"):
             _note_what_vasp_left_out(path, output.name == "vasp/xml", inventory)
     yield address, inventory, stored
@@ -159,16 +179,22 @@ def _frames(
     if stored_as is not None and stored_as.frames is not None:
         return stored_as.frames(path)
     try:
-        return _ase_frames(path, "" if output is None else output.name_of_ase, inventory)
+        return _ase_frames(
+            path, "" if output is None else output.name_of_ase, inventory
+        )
     except DataError as error:
         if output is not None:
-            raise DataError(f"{error} dpdata may read it: --format {output.name}.") from None
+            raise DataError(
+                f"{error} dpdata may read it: --format {output.name}."
+            ) from None
         with suppress(DataError):
             return _dpdata_frames(path, "auto", inventory)
         raise
 
 
-def _ase_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
+def _ase_frames(
+    path: Path, file_format: str, inventory: Inventory
+) -> Iterator[StoredFrame]:
     from ase.db import connect
     from ase.io import iread
     from ase.io.formats import filetype, ioformats
@@ -177,15 +203,21 @@ def _ase_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[
         raise DataError(
             f"--format {file_format}: ASE has no such format; `ase info --formats` lists them."
         )
-    with _readable(path, f"ASE{f' as {file_format}' if file_format else ''}", inventory):
+    with _readable(
+        path, f"ASE{f' as {file_format}' if file_format else ''}", inventory
+    ):
         name = file_format or ("db" if path.suffix == ".db" else filetype(str(path)))
-        if name not in ioformats:  # filetype returns the suffix of a file that it does not know
+        if (
+            name not in ioformats
+        ):  # filetype returns the suffix of a file that it does not know
             raise ValueError("which does not know its format")
         inventory.reader, inventory.units = f"ASE as {name}", _UNITS.get(name)
         if name == "db":
             # entries that a user has added to a row, often labels, are not in the frames of iread
             base = connect(str(path))
-            every = [row.toatoms(add_additional_information=True) for row in base.select()]
+            every = [
+                row.toatoms(add_additional_information=True) for row in base.select()
+            ]
             # SchNetPack states the units of all rows in one place
             units = base.metadata.get("_property_unit_dict", {})
             stated = {f"{name}_unit": unit for name, unit in units.items()}
@@ -221,26 +253,38 @@ def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
     if atoms.pbc.any() and not atoms.pbc.all():
         raise DataError(f"pbc = {atoms.pbc.tolist()}: {_OPEN_IN_PART}")
     results = (
-        {} if atoms.calc is None else {n: v for n, v in atoms.calc.results.items() if v is not None}
+        {}
+        if atoms.calc is None
+        else {n: v for n, v in atoms.calc.results.items() if v is not None}
     )
-    per_atom = {n: a for n, a in atoms.arrays.items() if n not in ("numbers", "positions")}
-    per_atom |= {name: np.asarray(results.pop(name)) for name in _PER_ATOM if name in results}
+    per_atom = {
+        n: a for n, a in atoms.arrays.items() if n not in ("numbers", "positions")
+    }
+    per_atom |= {
+        name: np.asarray(results.pop(name)) for name in _PER_ATOM if name in results
+    }
     # RuNNer requires this column, and few programs fill it
     if not per_atom.get("atom_energy", np.ones(1)).any():
         del per_atom["atom_energy"]
     if len(atoms.constraints):
-        inventory.other["constraints are not applied: forces are those that were computed"] += 1
+        inventory.other[
+            "constraints are not applied: forces are those that were computed"
+        ] += 1
     # ASE's data bases keep entries of users in dictionaries in `info`
     nested = [atoms.info[n] for n in _NESTED if isinstance(atoms.info.get(n), dict)]
     direct = {n: v for n, v in atoms.info.items() if n not in (*_NESTED, "unique_id")}
-    entries = {str(name): value for part in (*nested, direct) for name, value in part.items()}
+    entries = {
+        str(name): value for part in (*nested, direct) for name, value in part.items()
+    }
     coord = atoms.get_positions().astype(np.float64)
     box = np.array(atoms.cell.array, np.float64) if atoms.pbc.all() else None
     symbols = atoms.get_chemical_symbols()
     return in_angstrom(StoredFrame(symbols, coord, box, entries | results, per_atom))
 
 
-def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
+def _dpdata_frames(
+    path: Path, file_format: str, inventory: Inventory
+) -> Iterator[StoredFrame]:
     place = argument_of(path, file_format)
     files = (
         (f"{place}/dftb_pin.hsd", f"{place}/detailed.out")
@@ -255,24 +299,39 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
             raise ValueError("it has no frames")
     # forces and stresses that an output does not have are arrays without frames
     data = {name: value for name, value in data.items() if np.size(value)}
-    name = path.name.rpartition(".")[2].lower() if file_format == "auto" else file_format
+    name = (
+        path.name.rpartition(".")[2].lower() if file_format == "auto" else file_format
+    )
     inventory.reader, inventory.units = f"dpdata as {name}", _UNITS.get(name)
     element_of = {}  # element by kind of atoms
     for name in data["atom_names"]:
         # names of AMBER are those of its force field
         kind = _KIND.fullmatch(name) if file_format != "amber/md" else None
         element_of[name] = kind[1] if kind and kind[1] in SYMBOLS else name
-    if kinds := [f"{name} as {element}" for name, element in element_of.items() if name != element]:
+    if kinds := [
+        f"{name} as {element}"
+        for name, element in element_of.items()
+        if name != element
+    ]:
         inventory.other[f"kinds of atoms are read as elements: {', '.join(kinds)}"] = 0
     symbols = [element_of[data["atom_names"][number]] for number in data["atom_types"]]
-    understood = {*NAMES_OF_DPDATA, "atom_names", "atom_types", "atom_numbs", "orig", "nopbc"}
+    understood = {
+        *NAMES_OF_DPDATA,
+        "atom_names",
+        "atom_types",
+        "atom_numbs",
+        "orig",
+        "nopbc",
+    }
     if "virials" in data:
         understood.add("stress")  # the same quantity
     more = {name: value for name, value in data.items() if name not in understood}
 
     def frame(k: int) -> StoredFrame:
         per_frame = {
-            NAMES_OF_DPDATA[name]: data[name][k] for name in ("energies", "virials") if name in data
+            NAMES_OF_DPDATA[name]: data[name][k]
+            for name in ("energies", "virials")
+            if name in data
         }
         # arrays of parameters, and of labels that dpdata does not know, have a row for each frame;
         # other values are those of all frames
@@ -311,7 +370,9 @@ def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
             if text:
                 inventory.other[f"{reader} says: {_shortened(text)}"] = 0
     except ModuleNotFoundError as error:
-        needs = f"{path}: {reader} needs the package {error.name}, which is not installed"
+        needs = (
+            f"{path}: {reader} needs the package {error.name}, which is not installed"
+        )
         raise DataError(f"{needs}: pip install {error.name}.") from error
     except Exception as error:
         reason = _shortened(" ".join(str(error).split())) or type(error).__name__
@@ -321,10 +382,16 @@ def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
                 " Name its format: --format vasp-out, vasp-xml, db (of ASE), cp2k/output (of "
                 "dpdata) or another."
             )
-        raise DataError(f"{path}: cannot be read by {reader} ({reason}). {advice}") from error
+        raise DataError(
+            f"{path}: cannot be read by {reader} ({reason}). {advice}"
+        ) from error
     finally:
         logging.getLogger().removeHandler(log)
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_REASON_CHARACTERS else f"{text[:_MAX_REASON_CHARACTERS]} ..."
+    return (
+        text
+        if len(text) <= _MAX_REASON_CHARACTERS
+        else f"{text[:_MAX_REASON_CHARACTERS]} ..."
+    )

@@ -23,7 +23,15 @@ from deepmd_ema.data.check_cache import recall_or_find
 from deepmd_ema.data.formats.properties import StoredFrame, make_frame
 from deepmd_ema.data.formats.stores import is_there, readable_as
 from deepmd_ema.data.formats.system import type_table
-from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, of_atoms, rows_per
+from deepmd_ema.data.source import (
+    BOX,
+    COORD,
+    Frame,
+    FrameSource,
+    ReadSpec,
+    of_atoms,
+    rows_per,
+)
 from deepmd_ema.errors import DataError, collect_problems
 from deepmd_ema.geometry import Array
 from deepmd_ema.text import counted, first_few, show_text
@@ -71,7 +79,11 @@ class _Store:
         # no readahead: frames are read in random order
         with readable_as(_KIND, str(path), self._failures):
             self._env = lmdb.open(
-                str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False
+                str(path),
+                subdir=path.is_dir(),
+                readonly=True,
+                lock=False,
+                readahead=False,
             )
             needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         # LMDB maps the file: to read pages that it does not have would end the process (SIGBUS)
@@ -91,14 +103,19 @@ class _Store:
                     return None
                 values = {str(name): value for name, value in self._unpack(raw).items()}
             for name, value in values.items():
-                if isinstance(value, dict):  # an array is written as {type, shape, data}
+                if isinstance(
+                    value, dict
+                ):  # an array is written as {type, shape, data}
                     parts = {
-                        k.decode() if isinstance(k, bytes) else k: part for k, part in value.items()
+                        k.decode() if isinstance(k, bytes) else k: part
+                        for k, part in value.items()
                     }
                     if {"type", "data"} <= parts.keys():
                         flat = np.frombuffer(parts["data"], np.dtype(parts["type"]))
                         values[name] = (
-                            flat.reshape(tuple(parts["shape"])) if "shape" in parts else flat
+                            flat.reshape(tuple(parts["shape"]))
+                            if "shape" in parts
+                            else flat
                         )
             return values
 
@@ -110,7 +127,9 @@ class _Store:
         key = format(index, self.key_format)
         record = self.record(key)
         if record is None:
-            raise DataError(f"there is no record {key}. Was the data set written completely?")
+            raise DataError(
+                f"there is no record {key}. Was the data set written completely?"
+            )
         arrays = {_NAME_OF.get(name, name): value for name, value in record.items()}
         absent = {
             name.removeprefix("find_")
@@ -119,10 +138,16 @@ class _Store:
         }
         # flags have the names of DeePMD-kit or of dpdata
         absent |= {_NAME_OF.get(name, name) for name in absent}
-        arrays = {n: a for n, a in arrays.items() if n not in absent and not n.startswith("find_")}
+        arrays = {
+            n: a
+            for n, a in arrays.items()
+            if n not in absent and not n.startswith("find_")
+        }
         arrays[_ATYPE] = types = np.asarray(arrays.get(_ATYPE, ()))
         if types.ndim != 1 or not types.size or types.dtype.kind not in "iu":
-            raise DataError("atom_types: missing or wrong. Expected one integer per atom.")
+            raise DataError(
+                "atom_types: missing or wrong. Expected one integer per atom."
+            )
         return arrays
 
 
@@ -167,7 +192,9 @@ def is_lmdb(path: Path) -> bool:
 def find_lmdb(path: Path, group: str) -> list[partial[LmdbFile]]:
     """Return the function that opens the data base at ``path``."""
     if group:
-        raise DataError(f"{path}#{group}: an LMDB data set has no parts. Remove the part after #.")
+        raise DataError(
+            f"{path}#{group}: an LMDB data set has no parts. Remove the part after #."
+        )
     return [partial(open_lmdb, path)]
 
 
@@ -205,7 +232,12 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     store.key_format = key_format
     num_types = len(names if names is not None else spec.type_map)
     num_frames = meta["nframes"]
-    options = [list(spec.labels), spec.numb_fparam, spec.numb_aparam, spec.default_fparam]
+    options = [
+        list(spec.labels),
+        spec.numb_fparam,
+        spec.numb_aparam,
+        spec.default_fparam,
+    ]
     # the options that the result depends on: sizes and names do not depend on the model's elements
     about = {
         "lmdb": str(path),
@@ -234,7 +266,10 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
                 occurring.update(record.keys())
             if len(problems) >= _MAX_PROBLEMS:
                 raise DataError(
-                    [*problems, f"{store.path}: the frames after this one were not read."]
+                    [
+                        *problems,
+                        f"{store.path}: the frames after this one were not read.",
+                    ]
                 )
         DataError.raise_if_any(problems)
         return {
@@ -268,7 +303,9 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     ]
     notes = [f"does not read {first_few(left)}"] if left else []
     unread = tuple(name for name in spec.ignored if name in contents["names"])
-    return LmdbFile(str(path), sizes, unread, notes, store=store, spec=spec, index_of=index_of)
+    return LmdbFile(
+        str(path), sizes, unread, notes, store=store, spec=spec, index_of=index_of
+    )
 
 
 def lmdb_frames(path: Path) -> Iterator[StoredFrame]:
@@ -283,17 +320,25 @@ def lmdb_frames(path: Path) -> Iterator[StoredFrame]:
 
 
 def _frame(
-    record: Mapping[str, Array], index_of: Array, spec: ReadSpec, source: tuple[str, int]
+    record: Mapping[str, Array],
+    index_of: Array,
+    spec: ReadSpec,
+    source: tuple[str, int],
 ) -> Frame:
     # labels whose width the model sets are not in the table of names
     names = {
-        file: name for name in spec.labels if name not in record for file in LABELS[name].files
+        file: name
+        for name in spec.labels
+        if name not in record
+        for file in LABELS[name].files
     }
     record = {names.get(key, key): value for key, value in record.items()}
     stored, real = _stored(record, index_of, spec.type_map)
     sources = {name: name for name in (*stored.per_frame, *stored.per_atom)}
     frame = make_frame(stored, sources, spec, source)
-    return frame if len(real) == len(record[_ATYPE]) else replace(frame, file_index=real)
+    return (
+        frame if len(real) == len(record[_ATYPE]) else replace(frame, file_index=real)
+    )
 
 
 def _stored(
@@ -311,9 +356,15 @@ def _stored(
     for name in record:
         if rows_per(name) == "atom":
             values = np.asarray(record[name])
-            if values.dtype.kind not in "fiu" or not values.size or values.size % len(types):
+            if (
+                values.dtype.kind not in "fiu"
+                or not values.size
+                or values.size % len(types)
+            ):
                 has = f"has shape {values.shape} of {values.dtype}"
-                raise DataError(f"{name}: {has}, expected numbers for {len(types)} atoms.")
+                raise DataError(
+                    f"{name}: {has}, expected numbers for {len(types)} atoms."
+                )
             per_atom[name] = values.reshape(len(types), -1).astype(np.float64)[real]
     coord = per_atom.pop(COORD, None)
     if coord is None or coord.shape[1] != 3 or not real.size:
@@ -327,8 +378,12 @@ def _stored(
     names = (name for name in record if name in LABELS or name == FPARAM)
     per_frame = {name: record[name] for name in names if rows_per(name) != "atom"}
     # a Hessian has rows and columns of virtual atoms too
-    if HESSIAN in per_frame and np.size(per_frame[HESSIAN]) == LABELS[HESSIAN].num_rows(len(types)):
+    if HESSIAN in per_frame and np.size(per_frame[HESSIAN]) == LABELS[HESSIAN].num_rows(
+        len(types)
+    ):
         per_frame[HESSIAN] = of_atoms(HESSIAN, np.asarray(per_frame[HESSIAN]), real)
     symbols = [type_map[number] for number in index_of[types[real]].tolist()]
-    cell = box.reshape(3, 3) if box.any() else None  # open frames have a cell of zeros, or none
+    cell = (
+        box.reshape(3, 3) if box.any() else None
+    )  # open frames have a cell of zeros, or none
     return StoredFrame(symbols, coord, cell, per_frame, per_atom), real

@@ -7,7 +7,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from deepmd_ema.data.formats.discover import format_of, is_cp2k_trajectory, split_address
+from deepmd_ema.data.formats.discover import (
+    format_of,
+    is_cp2k_trajectory,
+    split_address,
+)
 from deepmd_ema.data.formats.extxyz import is_extxyz
 from deepmd_ema.data.formats.stores import is_there
 from deepmd_ema.errors import DataError
@@ -60,7 +64,13 @@ _PARTS = {
 }
 _MORE_ENDS = ("cel", "str", "mden", "mdout")  # suffixes of files that some data have
 _ABACUS = {"md": "abacus/md", "relax": "abacus/relax", "cell-relax": "abacus/relax"}
-_PLAIN_NAMES = ("n2p2", "dftbplus", "movement", "mlmd", "outcar")  # names of dpdata without a slash
+_PLAIN_NAMES = (
+    "n2p2",
+    "dftbplus",
+    "movement",
+    "mlmd",
+    "outcar",
+)  # names of dpdata without a slash
 
 
 def is_of_dpdata(file_format: str) -> bool:
@@ -89,7 +99,9 @@ def recognized(path: Path) -> Output | None:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     matching = (
-        output for mark, output in _MARKS.items() if re.search(mark, head, re.DOTALL | re.MULTILINE)
+        output
+        for mark, output in _MARKS.items()
+        if re.search(mark, head, re.DOTALL | re.MULTILINE)
     )
     output = next(matching, None)
     if output is None:
@@ -100,7 +112,9 @@ def recognized(path: Path) -> Output | None:
         input_file = argument_of(path, name) / "INPUT"
         text = input_file.read_text(errors="replace") if input_file.is_file() else ""
         kind = re.search(
-            r"^running_(.+)\.log|^\s*calculation\s+(\S+)", f"{path.name}\n{text}", re.MULTILINE
+            r"^running_(.+)\.log|^\s*calculation\s+(\S+)",
+            f"{path.name}\n{text}",
+            re.MULTILINE,
         )
         name = _ABACUS.get((kind[1] or kind[2]) if kind else "", name)
     elif name in _TRAJECTORIES:
@@ -111,7 +125,11 @@ def recognized(path: Path) -> Output | None:
         ):
             if content.find(mark) >= 0:
                 name = trajectory_name
-    elif name == "cp2k/output" and path.suffix == ".log" and any(path.parent.glob("*pos*.xyz")):
+    elif (
+        name == "cp2k/output"
+        and path.suffix == ".log"
+        and any(path.parent.glob("*pos*.xyz"))
+    ):
         name = "cp2k/aimd_output"
     return output._replace(name=name)
 

@@ -76,7 +76,10 @@ _NAMES = {
         )
     ),
 }
-KIND_NAMES = ("config_type", "group")  # under which files name the kind of calculation of a frame
+KIND_NAMES = (
+    "config_type",
+    "group",
+)  # under which files name the kind of calculation of a frame
 _ORIGIN = re.compile(r"^(ref|reference|dft|qm|target)[_-]")
 # places of the nine components, row by row, among xx yy zz yz xz xy, as ASE orders them
 _VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]
@@ -86,10 +89,24 @@ _MAX_SHOWN = 40  # letters of a value in a message
 # there is no other energy
 _FREE = "free_energy"
 _SMEARED = 1e-5  # eV; VASP and ASE round to less
-_OTHER = {VIRIAL: STRESS, STRESS: VIRIAL}  # one is enough, and where both are they may differ
+_OTHER = {
+    VIRIAL: STRESS,
+    STRESS: VIRIAL,
+}  # one is enough, and where both are they may differ
 # energy_unit, units_of_force
-_UNIT_KEY = re.compile(r"(.*?)[_\- ]?units?|units?[_\- ](?:of[_\- ])?(.+)", re.IGNORECASE)
-_LENGTH_NAMES = {COORD, "length", "lengths", "distance", "pos", "position", "positions", "coords"}
+_UNIT_KEY = re.compile(
+    r"(.*?)[_\- ]?units?|units?[_\- ](?:of[_\- ])?(.+)", re.IGNORECASE
+)
+_LENGTH_NAMES = {
+    COORD,
+    "length",
+    "lengths",
+    "distance",
+    "pos",
+    "position",
+    "positions",
+    "coords",
+}
 _LENGTH_NAMES |= {"coordinates", "lattice", "cell", BOX}
 # quantities whose units are powers of those of energy and length
 _MECHANICAL = (ENERGY, FORCE, VIRIAL, STRESS, ATOM_ENERGY, HESSIAN)
@@ -177,10 +194,14 @@ class Inventory:
                 usual = set(map(str.lower, names))
                 plain = {name: name.lower().replace("-", "_") for name in stored}
                 matching = [
-                    name for name in stored if usual & {plain[name], _ORIGIN.sub("", plain[name])}
+                    name
+                    for name in stored
+                    if usual & {plain[name], _ORIGIN.sub("", plain[name])}
                 ]
                 if what == ENERGY and not matching:
-                    matching = [name for name in stored if _ORIGIN.sub("", plain[name]) == _FREE]
+                    matching = [
+                        name for name in stored if _ORIGIN.sub("", plain[name]) == _FREE
+                    ]
                 label = VIRIAL if what == STRESS else what
                 if matching and self.wanted is not None and label not in self.wanted:
                     self.unused.add(what)
@@ -212,7 +233,9 @@ class Inventory:
             self.states_units = True
             factors = unit_factors(frame.per_frame, sources)
             converted = [
-                f"{what} by {factor:.9g}" for what, factor in factors.items() if factor != 1
+                f"{what} by {factor:.9g}"
+                for what, factor in factors.items()
+                if factor != 1
             ]
             if converted:
                 values = ", ".join(
@@ -224,7 +247,11 @@ class Inventory:
                 ] += 1
         if frame.box is None and STRESS in sources:
             self.other["stress is left out, open frames have no volume"] += 1
-        if sources.get(ENERGY) != _FREE and ENERGY in sources and _FREE in frame.per_frame:
+        if (
+            sources.get(ENERGY) != _FREE
+            and ENERGY in sources
+            and _FREE in frame.per_frame
+        ):
             free = numbers(_FREE, frame.per_frame[_FREE])[0]
             energy = numbers(sources[ENERGY], frame.per_frame[sources[ENERGY]])[0]
             if abs(free - energy) > _SMEARED:
@@ -249,24 +276,34 @@ class Inventory:
             )
             # the proposal is the name of most frames; among equals the one with a prefix of origin,
             # as names without a prefix may be those of a model's predictions
-            name = max(names, key=lambda name: (names[name], bool(_ORIGIN.match(name.lower()))))
-            choice[STRESS if what == VIRIAL and name in self.read.get(STRESS, ()) else what] = name
+            name = max(
+                names, key=lambda name: (names[name], bool(_ORIGIN.match(name.lower())))
+            )
+            choice[
+                STRESS if what == VIRIAL and name in self.read.get(STRESS, ()) else what
+            ] = name
         if shown:
             which = ",".join(f"{what}={name}" for what, name in choice.items())
             problems.append(
                 f"{'; '.join(shown)}. Say which after the name of the file, such as {file}#{which}."
             )
-        every = sorted({*self.left, *(name for names in self.read.values() for name in names)})
+        every = sorted(
+            {*self.left, *(name for names in self.read.values() for name in names)}
+        )
         for what, name in self.chosen.items():
             if name not in self.read.get(what, {}):
-                problems.append(f"#{what}={name}: no frame has it. {did_you_mean(name, every)}")
+                problems.append(
+                    f"#{what}={name}: no frame has it. {did_you_mean(name, every)}"
+                )
         return problems
 
     def lines(self) -> list[str]:
         """Return lines with the names that are read, and those that are not."""
 
         def in_frames(number: int) -> str:
-            return "" if number == self.num_frames else f" in {counted(number, 'frame')}"
+            return (
+                "" if number == self.num_frames else f" in {counted(number, 'frame')}"
+            )
 
         parts = list[str]()
         for what, names in self.read.items():
@@ -289,7 +326,8 @@ class Inventory:
                 f"{name} has {counted(len(kinds), 'value')} in {counted(kinds.total(), 'frame')}"
             )
         return lines + [
-            text + (f" ({counted(n, 'frame')})" if n else "") for text, n in self.other.items()
+            text + (f" ({counted(n, 'frame')})" if n else "")
+            for text, n in self.other.items()
         ]
 
 
@@ -341,7 +379,9 @@ def parse_choice(text: str, wanted: Collection[str] = ()) -> dict[str, str]:
     for part in filter(None, text.split(",")):
         what, _, name = (word.strip() for word in part.partition("="))
         keys = [
-            key for key, names in _names_of(wanted).items() if {what, what.lower()} & {key, *names}
+            key
+            for key, names in _names_of(wanted).items()
+            if {what, what.lower()} & {key, *names}
         ]
         if not name or not keys:
             raise DataError(
@@ -378,7 +418,9 @@ def labels_of(
             width = 0 if label == APARAM else math.prod(LABELS[label].shape)
             rows = _rows(name, frame.per_atom[name], width)
             arrays[label] = (
-                rows.reshape(len(rows), *LABELS[label].shape) if label != APARAM else rows
+                rows.reshape(len(rows), *LABELS[label].shape)
+                if label != APARAM
+                else rows
             )
             if what in factors:
                 arrays[label] = arrays[label] * factors[what]
@@ -395,7 +437,9 @@ def labels_of(
         elif label == HESSIAN:
             sizes = (9 * natoms**2,)
             expected = f"{sizes[0]} for {counted(natoms, 'atom')}: (3 N)^2"
-        elif label == FPARAM:  # any number here: make_frame compares it with numb_fparam
+        elif (
+            label == FPARAM
+        ):  # any number here: make_frame compares it with numb_fparam
             sizes = (values.size,)
             expected = ""
         else:
@@ -438,7 +482,9 @@ def stated_units(per_frame: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     return stated
 
 
-def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, float]:
+def unit_factors(
+    per_frame: Mapping[str, Any], sources: Mapping[str, str]
+) -> dict[str, float]:
     """Return factors to the units of ``config.labels`` of everything whose unit a frame states.
 
     Positions are among it. A unit that is not stated follows from others: that of virials and of
@@ -475,7 +521,13 @@ def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> di
         unusual["angstrom"] += [f"{key} = {value}" for key, value in lengths]
     unstated = []
     for what, name in sources.items():
-        unit = STRESS_UNIT if what == STRESS else LABELS[what].unit if what in LABELS else ""
+        unit = (
+            STRESS_UNIT
+            if what == STRESS
+            else LABELS[what].unit
+            if what in LABELS
+            else ""
+        )
         if not unit or what not in _NAMES:
             continue
         fallback = stated.get(ENERGY) if what in (VIRIAL, ATOM_ENERGY) else None
@@ -490,7 +542,9 @@ def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> di
         elif what in _MECHANICAL:
             unstated.append((name, unit))
     for name, unit in unstated:
-        if reasons := [text for base, texts in unusual.items() if base in unit for text in texts]:
+        if reasons := [
+            text for base, texts in unusual.items() if base in unit for text in texts
+        ]:
             raise DataError(
                 f"{reasons[0]}, and the unit of {name} is not stated. Add {name}_unit, such as "
                 f"{unit}."
@@ -504,12 +558,17 @@ def in_angstrom(stored: StoredFrame) -> StoredFrame:
     if factor == 1:
         return stored
     return replace(
-        stored, coord=stored.coord * factor, box=None if stored.box is None else stored.box * factor
+        stored,
+        coord=stored.coord * factor,
+        box=None if stored.box is None else stored.box * factor,
     )
 
 
 def make_frame(
-    stored: StoredFrame, sources: Mapping[str, str], spec: ReadSpec, source: tuple[str, int]
+    stored: StoredFrame,
+    sources: Mapping[str, str],
+    spec: ReadSpec,
+    source: tuple[str, int],
 ) -> Frame:
     """Return a frame with the types of the model and what it reads.
 
@@ -522,7 +581,9 @@ def make_frame(
     Raises:
         DataError: if the frame lacks parameters of the model, or has other elements.
     """
-    conditions = {name: number for name, number in spec.num_conditions.items() if number}
+    conditions = {
+        name: number for name, number in spec.num_conditions.items() if number
+    }
     read = labels_of(stored, sources, {*spec.labels, *conditions})
     if spec.numb_fparam and spec.default_fparam is not None:
         read.setdefault(FPARAM, np.array(spec.default_fparam, np.float64))
@@ -541,7 +602,13 @@ def make_frame(
     atom_type = np.array([type_of[element] for element in stored.symbols], np.int64)
     labels = {name: read[name] for name in spec.labels if name in read}
     return Frame(
-        stored.coord, atom_type, stored.box, labels, read.get(FPARAM), read.get(APARAM), source
+        stored.coord,
+        atom_type,
+        stored.box,
+        labels,
+        read.get(FPARAM),
+        read.get(APARAM),
+        source,
     )
 
 
@@ -568,10 +635,14 @@ def _rows(name: str, array: Array, width: int) -> Array:
     """Return (N, width) rows, (N,) numbers where the width is 1; any width where it is 0."""
     rows = array.reshape(len(array), -1)
     if width and rows.shape[1] != width:
-        raise DataError(f"{name}: has {counted(rows.shape[1], 'column')}, expected {width}.")
+        raise DataError(
+            f"{name}: has {counted(rows.shape[1], 'column')}, expected {width}."
+        )
     try:
         rows = rows.astype(np.float64)
     except (TypeError, ValueError) as error:
         text = str(error).rpartition(": ")[2].strip("'")  # the word that is no number
-        raise DataError(f"{name}: has {show_text(text, _MAX_SHOWN)}, expected numbers.") from None
+        raise DataError(
+            f"{name}: has {show_text(text, _MAX_SHOWN)}, expected numbers."
+        ) from None
     return rows[:, 0] if width == 1 else rows

@@ -28,11 +28,14 @@ from deepmd_ema.text import first_few
 _MAX_ROWS = 2**48  # rows of any array that a computer can hold
 _MAX_REASON_CHARACTERS = 200  # letters of the message of a reader
 _HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
-_MAX_OPEN_FILES = 1000  # files kept open, and at most a quarter of what the process may have open
+_MAX_OPEN_FILES = (
+    1000  # files kept open, and at most a quarter of what the process may have open
+)
 # the end of the name of a set that someone has put aside: set.000.bak, set.000_old2, set.orig,
 # set.000~
 _BACKUP = re.compile(
-    r"[._-](bak|bkp|backup|orig|original|old|copy|save|saved)[._-]?\d*$|~$", re.IGNORECASE
+    r"[._-](bak|bkp|backup|orig|original|old|copy|save|saved)[._-]?\d*$|~$",
+    re.IGNORECASE,
 )
 
 
@@ -42,7 +45,9 @@ class NpyStore:
 
     name: str
     # names of files in each folder
-    _names: dict[str, frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
+    _names: dict[str, frozenset[str]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def set_names(self, backups: bool = False) -> list[str]:
         """Return the names of the set.* folders, sorted; DataError if one is a file.
@@ -53,7 +58,9 @@ class NpyStore:
         self.has("")
         names = sorted(name for name in self._names[""] if name.startswith("set."))
         folders = [
-            name for name in names if self.has(name) and os.path.isdir(f"{self.name}/{name}")
+            name
+            for name in names
+            if self.has(name) and os.path.isdir(f"{self.name}/{name}")
         ]
         for name in set(names) - set(folders):
             # a file such as set.000.tar.gz is no mistake
@@ -118,7 +125,9 @@ class NpyStore:
                 "float64."
             )
         if dtype.kind not in "fiu":
-            raise DataError(f"{path}: holds {dtype}, expected float64, float32 or integers.")
+            raise DataError(
+                f"{path}: holds {dtype}, expected float64, float32 or integers."
+            )
         # integers of Python: a damaged header may state 2**64 rows
         needed = offset + dtype.itemsize * math.prod(shape)
         if min(shape, default=0) < 0 or max(shape, default=0) > _MAX_ROWS:
@@ -126,13 +135,18 @@ class NpyStore:
             raise DataError(f"{said}. Copy it again, or save the array anew.")
         if status.st_size < needed:
             size = (
-                f"{path}: is truncated: {status.st_size} bytes, expected {needed} for shape {shape}"
+                f"{path}: is truncated: {status.st_size} bytes, expected "
+                f"{needed} for shape {shape}"
             )
             raise DataError(f"{size}. Copy it again.")
-        array = StoredArray(str(path), shape, path, dtype, offset, (status.st_dev, status.st_ino))
+        array = StoredArray(
+            str(path), shape, path, dtype, offset, (status.st_dev, status.st_ino)
+        )
         # in the order of Fortran the numbers of a row are not next to each other
         if fortran and len(shape) > 1:
-            array.load = lambda start, stop: np.array(np.load(path, mmap_mode="r")[start:stop])
+            array.load = lambda start, stop: np.array(
+                np.load(path, mmap_mode="r")[start:stop]
+            )
         return array
 
 
@@ -170,7 +184,9 @@ class Hdf5Store:
             return None
         with _readable_hdf5(f"{self.name}/{file}"):
             values = np.atleast_1d(dataset[()]).ravel().tolist()
-            return " ".join(v.decode() if isinstance(v, bytes) else str(v) for v in values).split()
+            return " ".join(
+                v.decode() if isinstance(v, bytes) else str(v) for v in values
+            ).split()
 
     def close(self) -> None:
         """Close the file, with all its groups; another program may write it then."""
@@ -200,7 +216,12 @@ class Hdf5Store:
             array = StoredArray(name, shape, path, dataset.dtype)
             # place of the numbers in a file of the plain driver; None if they are in chunks
             offset = dataset.id.get_offset()
-            if dataset.file.driver == "sec2" and offset is not None and shape and dataset.size:
+            if (
+                dataset.file.driver == "sec2"
+                and offset is not None
+                and shape
+                and dataset.size
+            ):
                 status = path.stat()
                 array.offset = offset
                 array.identity = (status.st_dev, status.st_ino)
@@ -245,7 +266,9 @@ class Hdf5Store:
         if not hasattr(item, "shape"):
             raise DataError(f"{name}: is a group, expected a dataset.")
         with _readable_hdf5(name):
-            if item.shape is not None and (not math.prod(item.shape) or item.is_virtual):
+            if item.shape is not None and (
+                not math.prod(item.shape) or item.is_virtual
+            ):
                 return item
             if item.shape is None or not item.id.get_storage_size():
                 raise DataError(
@@ -253,9 +276,13 @@ class Hdf5Store:
                     "completely?"
                 )
             parts = math.prod(
-                -(-length // chunk) for length, chunk in zip(item.shape, item.chunks or ())
+                -(-length // chunk)
+                for length, chunk in zip(item.shape, item.chunks or ())
             )
-            if item.chunks is not None and (written := item.id.get_num_chunks()) < parts:
+            if (
+                item.chunks is not None
+                and (written := item.id.get_num_chunks()) < parts
+            ):
                 raise DataError(
                     f"{name}: has shape {item.shape}, and {written:,} of its {parts:,} chunks "
                     "were written. Was the file written completely? Write it again with the "
@@ -321,7 +348,9 @@ class StoredArray:
                     )
                 _OPEN[self.identity] = file
                 while len(_OPEN) > most:
-                    _OPEN.popitem(last=False)  # a thread that reads from it still refers to it
+                    _OPEN.popitem(
+                        last=False
+                    )  # a thread that reads from it still refers to it
             # the system may return a part of a large array
             while size < len(target) and (
                 number := os.preadv(file.handle, [target[size:]], offset + size)
@@ -363,11 +392,15 @@ def is_there(path: Path) -> bool:
         except (FileNotFoundError, NotADirectoryError):
             if path.is_symlink():
                 link = f"{path}: is a link to {os.readlink(path)}, which does not exist"
-                raise DataError(f"{link}. Restore its target, or remove the link.") from None
+                raise DataError(
+                    f"{link}. Restore its target, or remove the link."
+                ) from None
             return False
     # to read from a pipe would wait for its writer for ever
     if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-        raise DataError(f"{path}: is a pipe or a device, expected a file. Put the data there.")
+        raise DataError(
+            f"{path}: is a pipe or a device, expected a file. Put the data there."
+        )
     return True
 
 
@@ -379,7 +412,9 @@ def readable(
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror or error}."
+        ) from error
     except (
         ValueError,
         EOFError,
@@ -390,7 +425,9 @@ def readable(
         tokenize.TokenError,
     ) as error:
         # errors of numpy and of codecs for damaged content
-        raise DataError(f"{path}: is not {kind}, or it is damaged. Expected {expected}.") from error
+        raise DataError(
+            f"{path}: is not {kind}, or it is damaged. Expected {expected}."
+        ) from error
 
 
 def _refuse_other_files(item: Any, file: str, name: str) -> None:
@@ -433,7 +470,9 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
                 "Wait until it has closed it, or set HDF5_USE_FILE_LOCKING=FALSE if it does not "
                 "write any more."
             )
-            raise DataError(f"{file}: another program has it open for writing. {advice}") from error
+            raise DataError(
+                f"{file}: another program has it open for writing. {advice}"
+            ) from error
         raise
     top = "/" + group.strip("/")
     with ExitStack() as stack, _readable_hdf5(f"{file}#{top}"):
@@ -446,15 +485,20 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
         _refuse_other_files(root[top], root.filename, f"{file}#{top}")
         groups = {"": root[top]}  # groups by their names below ``top``
         root[top].visititems(
-            lambda name, item: groups.update({name: item}) if isinstance(item, h5py.Group) else None
+            lambda name, item: (
+                groups.update({name: item}) if isinstance(item, h5py.Group) else None
+            )
         )
         # a link that leads nowhere counts: it is reported when it is read
         systems = sorted(
-            (name, group) for name, group in groups.items() if group.id.links.exists(b"type.raw")
+            (name, group)
+            for name, group in groups.items()
+            if group.id.links.exists(b"type.raw")
         )
         stack.pop_all()  # the file stays open for the systems
     return [
-        Hdf5Store(group, f"{file}#{top.rstrip('/')}/{name}".rstrip("/")) for name, group in systems
+        Hdf5Store(group, f"{file}#{top.rstrip('/')}/{name}".rstrip("/"))
+        for name, group in systems
     ]
 
 
@@ -467,13 +511,16 @@ def _readable_hdf5(
 
 
 @contextmanager
-def readable_as(kind: str, name: str, failures: tuple[type[Exception], ...]) -> Iterator[None]:
+def readable_as(
+    kind: str, name: str, failures: tuple[type[Exception], ...]
+) -> Iterator[None]:
     """Raise DataError for every failure to read ``name`` as a ``kind`` of file, with its reason."""
     try:
         yield
     except failures as error:
         reason = (
-            " ".join(str(error.args[-1] if error.args else error).split()) or type(error).__name__
+            " ".join(str(error.args[-1] if error.args else error).split())
+            or type(error).__name__
         )
         raise DataError(
             f"{name}: cannot be read as {kind} ({reason[:_MAX_REASON_CHARACTERS]})."

@@ -96,7 +96,9 @@ class DeepmdSystem(FrameSource):
         if types.min() < 0:
             real = np.flatnonzero(types >= 0)
             types = types[real]
-            arrays = {name: of_atoms(name, array, real) for name, array in arrays.items()}
+            arrays = {
+                name: of_atoms(name, array, real) for name, array in arrays.items()
+            }
         fparam = arrays.get(FPARAM)
         # open_system has refused sets without parameters if there is no default
         if fparam is None and self.spec.numb_fparam:
@@ -109,7 +111,14 @@ class DeepmdSystem(FrameSource):
         }
         labels = {name: arrays[name].reshape(shape) for name, shape in shapes.items()}
         return Frame(
-            arrays[COORD], types, box, labels, fparam, arrays.get(APARAM), (self.name, index), real
+            arrays[COORD],
+            types,
+            box,
+            labels,
+            fparam,
+            arrays.get(APARAM),
+            (self.name, index),
+            real,
         )
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
@@ -118,27 +127,37 @@ class DeepmdSystem(FrameSource):
             wanted = [name for name in part.arrays if names is None or name in names]
             step = frames_at_once(self.natoms, wanted)
             for start in range(0, part.num_frames, step):
-                yield self._read(part, wanted, start, min(start + step, part.num_frames))
+                yield self._read(
+                    part, wanted, start, min(start + step, part.num_frames)
+                )
 
     def where(self, index: int, array: str = "") -> Place:
         """Return the set of a frame, or the file of one of its arrays, and its number there."""
         part, k = self._locate(index)
-        return Place(part.arrays[array].name if array else part.name, k, part.num_frames)
+        return Place(
+            part.arrays[array].name if array else part.name, k, part.num_frames
+        )
 
     def _locate(self, index: int) -> tuple[FrameSet, int]:
         """Return the set of a frame and the frame's number in the set."""
         if not 0 <= index < self.num_frames:
             raise IndexError(f"{self.name}: frame {index} of {self.num_frames}")
-        part = self.sets[bisect_right(self.sets, index, key=lambda place: place.first) - 1]
+        part = self.sets[
+            bisect_right(self.sets, index, key=lambda place: place.first) - 1
+        ]
         return part, index - part.first
 
-    def _read(self, part: FrameSet, names: Iterable[str], start: int, stop: int) -> Chunk:
+    def _read(
+        self, part: FrameSet, names: Iterable[str], start: int, stop: int
+    ) -> Chunk:
         """Return some frames of a set."""
         number = stop - start
         arrays = {}
         for name in names:
             if name != TYPES:
-                rows = part.arrays[name].read(start, stop).astype(np.float64, copy=False)
+                rows = (
+                    part.arrays[name].read(start, stop).astype(np.float64, copy=False)
+                )
                 per = rows_per(name)
                 # Tensors may have rows of the selected atoms alone (sel_type), which their size
                 # shows: they get their places among all atoms, and the other rows are 0.
@@ -191,9 +210,15 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     """
     entries = store.words("type.raw") or []
     if not entries:
-        raise DataError(f"{store.name}/type.raw: is empty. Expected one integer per atom.")
+        raise DataError(
+            f"{store.name}/type.raw: is empty. Expected one integer per atom."
+        )
     # isdigit alone takes superscript digits, which are no numbers
-    bad = [e for e in entries if not (e.isascii() and e.isdigit() and len(e) <= _MAX_TYPE_DIGITS)]
+    bad = [
+        e
+        for e in entries
+        if not (e.isascii() and e.isdigit() and len(e) <= _MAX_TYPE_DIGITS)
+    ]
     if bad:
         shown = f"{store.name}/type.raw: {show_text(bad[0], _MAX_SHOWN)}"
         raise DataError(f"{shown} is not a type. Expected one integer from 0 per atom.")
@@ -227,7 +252,8 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     periodic = not store.has("nopbc")
     if periodic:
         reason = (
-            f"A periodic system needs it; for open boundaries add an empty file {store.name}/nopbc."
+            "A periodic system needs it; for open boundaries add an empty file "
+            f"{store.name}/nopbc."
         )
         expected.append(_Expected(BOX, (BOX,), 9, reason))
     if mixed:
@@ -243,7 +269,9 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     for label in labels:
         entry = _Expected(label.name, label.files, math.prod(label.shape_of(natoms)))
         if label.per_atom and selected is not None:
-            entry = entry._replace(selected_numbers=math.prod(label.shape_of(len(selected))))
+            entry = entry._replace(
+                selected_numbers=math.prod(label.shape_of(len(selected)))
+            )
         expected.append(entry)
     expected += _conditions(spec, natoms)
     # all sets are opened before the first problem is raised, so that a user sees every one at once
@@ -262,15 +290,21 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     # elements of type_map.raw that occur nowhere need not be in the model
     used = _used_in_mixed(sets, problems) if mixed else np.unique(file_types)
     place = f"{store.name}/set.*/{TYPES}.npy" if mixed else f"{store.name}/type.raw"
-    index_of = type_table(f"{store.name}/type_map.raw", place, spec, names, used, problems)
+    index_of = type_table(
+        f"{store.name}/type_map.raw", place, spec, names, used, problems
+    )
     DataError.raise_if_any(problems)
     unread = [
-        name for name in spec.ignored if any(store.has(f"{part}/{name}.npy") for part in set_names)
+        name
+        for name in spec.ignored
+        if any(store.has(f"{part}/{name}.npy") for part in set_names)
     ]
     # one number for all frames, which takes no memory
     sizes = np.broadcast_to(np.int64(natoms), sum(part.num_frames for part in sets))
     # compressed arrays of HDF5, and npy files in the order of Fortran
-    is_slow = any(array.load is not None for part in sets for array in part.arrays.values())
+    is_slow = any(
+        array.load is not None for part in sets for array in part.arrays.values()
+    )
     return DeepmdSystem(
         store.name,
         sizes,
@@ -295,7 +329,9 @@ def _conditions(spec: ReadSpec, natoms: int) -> Iterator[_Expected]:
         has_default = spec.default_fparam is not None
         yield _Expected(FPARAM, (FPARAM,), number, "" if has_default else reason)
     if number := spec.numb_aparam:
-        yield _Expected(APARAM, (APARAM,), number * natoms, f"numb_aparam = {number} needs it.")
+        yield _Expected(
+            APARAM, (APARAM,), number * natoms, f"numb_aparam = {number} needs it."
+        )
 
 
 def _open_set(
@@ -324,8 +360,12 @@ def _open_set(
     with collect_problems(problems):
         copies = store.array(f"{name}/numb_copy.npy")
         # one number per frame; arrays of other shapes cannot be numbers of copies
-        is_counted = copies is not None and copies.shape and math.prod(copies.shape[1:]) == 1
-        if copies is not None and (not is_counted or (copies.read(0, copies.shape[0]) != 1).any()):
+        is_counted = (
+            copies is not None and copies.shape and math.prod(copies.shape[1:]) == 1
+        )
+        if copies is not None and (
+            not is_counted or (copies.read(0, copies.shape[0]) != 1).any()
+        ):
             reason = "numb_copy is not supported. Remove the file and write such frames repeatedly."
             problems.append(f"{copies.name}: {reason}")
     if COORD not in arrays:
@@ -340,10 +380,15 @@ def _open_set(
         if frames == 1 and math.prod(array.shape) == entry.numbers:
             # whatever its axes, the array is one row; a loader reads rows of the axes in the file
             if (load := array.load) is not None:
-                array.load = lambda start, stop, load=load, width=entry.numbers: load(0, width)
+                array.load = lambda start, stop, load=load, width=entry.numbers: load(
+                    0, width
+                )
             array.shape = (1, entry.numbers)
         shape = tuple(int(n) for n in array.shape)
-        fits = bool(shape) and math.prod(shape[1:]) in (entry.numbers, entry.selected_numbers)
+        fits = bool(shape) and math.prod(shape[1:]) in (
+            entry.numbers,
+            entry.selected_numbers,
+        )
         if not fits or shape[0] != frames:
             wanted = (frames, entry.numbers) if entry.numbers > 1 else (frames,)
             unit = ""
@@ -389,11 +434,17 @@ def system_frames(
             rows *= natoms if name == APARAM else 1
             widths[name] = max(widths[name], math.prod(array.shape) // rows)
     system = open_system(
-        store, ReadSpec(names, tuple(LABELS), widths[FPARAM], widths[APARAM], selected=selected)
+        store,
+        ReadSpec(
+            names, tuple(LABELS), widths[FPARAM], widths[APARAM], selected=selected
+        ),
     )
     for frame in map(system.frame, range(system.num_frames)):
         parameters = {FPARAM: frame.fparam, APARAM: frame.aparam}
-        arrays = {**frame.labels, **{n: a for n, a in parameters.items() if a is not None}}
+        arrays = {
+            **frame.labels,
+            **{n: a for n, a in parameters.items() if a is not None},
+        }
         per_atom = {n: a for n, a in arrays.items() if rows_per(n) == "atom"}
         per_frame = {n: a for n, a in arrays.items() if n not in per_atom}
         symbols = [names[t] for t in frame.atom_type.tolist()]
@@ -405,7 +456,9 @@ def backups_of(store: ArrayStore) -> list[str]:
     names = store.set_names(backups=True)
     if not names:
         return []
-    return [f"left out, since their names end as those of backups do: {first_few(names)}."]
+    return [
+        f"left out, since their names end as those of backups do: {first_few(names)}."
+    ]
 
 
 def read_type_map(store: ArrayStore) -> list[str] | None:
@@ -415,7 +468,9 @@ def read_type_map(store: ArrayStore) -> list[str] | None:
         DataError: if one is named twice.
     """
     names = store.words("type_map.raw")
-    if twice := sorted(name for name, count in Counter(names or []).items() if count > 1):
+    if twice := sorted(
+        name for name, count in Counter(names or []).items() if count > 1
+    ):
         raise DataError(
             f"{store.name}/type_map.raw: names {', '.join(twice)} more than once, so that a type "
             "of type.raw may be either. Expected each element once; merge their numbers in "
@@ -474,12 +529,20 @@ def _used_in_mixed(sets: Sequence[FrameSet], problems: list[str]) -> Array:
     """Return the types that occur in a mixed system, and add the first problems of each set."""
     used: set[int] = set()
     for part in sets:
-        array = part.arrays[TYPES]  # (frames, natoms), of integers or of floating-point numbers
+        array = part.arrays[
+            TYPES
+        ]  # (frames, natoms), of integers or of floating-point numbers
         before = len(problems)
-        for start in range(0, part.num_frames, step := frames_at_once(math.prod(array.shape[1:]))):
+        for start in range(
+            0, part.num_frames, step := frames_at_once(math.prod(array.shape[1:]))
+        ):
             types = array.read(start, min(start + step, part.num_frames))
             # NaN and fractions are no types, and a conversion to integers would hide them
-            is_type = (types >= -1) & (types < 10**_MAX_TYPE_DIGITS) & (types == np.floor(types))
+            is_type = (
+                (types >= -1)
+                & (types < 10**_MAX_TYPE_DIGITS)
+                & (types == np.floor(types))
+            )
             if not is_type.all():
                 wrong = types[~is_type][0]
                 problems.append(

@@ -34,7 +34,10 @@ class SeE2ATree(parts.PartTree):
 
     type: ClassVar[str] = "se_e2_a"
     version: ClassVar[float] = 2
-    modules: ClassVar[parts.Names] = {"pt": ((r"^", "sea."), *parts.STATISTICS), "pt_expt": ()}
+    modules: ClassVar[parts.Names] = {
+        "pt": ((r"^", "sea."), *parts.STATISTICS),
+        "pt_expt": (),
+    }
 
     def write(self, part: ByTypeDescriptor, config: ModelConfig) -> Tree:
         """Return the tree of a descriptor."""
@@ -88,7 +91,10 @@ class SeE3Tree(SeE2ATree):
     """
 
     type: ClassVar[str] = "se_e3"
-    modules: ClassVar[parts.Names] = {"pt": ((r"^", "seat."), *parts.STATISTICS), "pt_expt": ()}
+    modules: ClassVar[parts.Names] = {
+        "pt": ((r"^", "seat."), *parts.STATISTICS),
+        "pt_expt": (),
+    }
 
     def write(self, part: ByTypeDescriptor, config: ModelConfig) -> Tree:
         """Return the tree of a descriptor.

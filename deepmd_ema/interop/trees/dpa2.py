@@ -24,7 +24,11 @@ OF_ALL_LAYERS = (
     "update_residual_init",
     "set_davg_zero",
 )
-PAIR_OPTIONS = ("update_g2_has_g1g1", "update_g2_has_attn", "update_h2")  # false in the last layer
+PAIR_OPTIONS = (
+    "update_g2_has_g1g1",
+    "update_g2_has_attn",
+    "update_h2",
+)  # false in the last layer
 # names of the parts of a layer there, names here
 DENSE = {
     "linear1": "linear_node",
@@ -45,7 +49,11 @@ RESIDUALS = {
     "g2_residual": "pair_update",
     "h2_residual": "vector_update",
 }
-LATER_OPTIONS = ("use_sqrt_nnei", "g1_out_conv", "g1_out_mlp")  # false in files before version 3
+LATER_OPTIONS = (
+    "use_sqrt_nnei",
+    "g1_out_conv",
+    "g1_out_mlp",
+)  # false in files before version 3
 
 
 class DPA2Tree(parts.PartTree):
@@ -67,7 +75,10 @@ class DPA2Tree(parts.PartTree):
         options = plain(section)
         types = config.type_map
         former = part.repformer
-        repformer_args = {**options["repformer"], "ln_eps": eps_of(options["repformer"]["ln_eps"])}
+        repformer_args = {
+            **options["repformer"],
+            "ln_eps": eps_of(options["repformer"]["ln_eps"]),
+        }
         tree: Tree = {
             **parts.node("Descriptor", 3),
             "type": "dpa2",
@@ -81,18 +92,24 @@ class DPA2Tree(parts.PartTree):
                 part.type_embedding, types, options["trainable"]
             ),
             "g1_shape_tranform": {"@class": "Identity", "@version": 1},
-            "repinit_variable": block_tree(part.repinit, options["repinit"], len(types)),
+            "repinit_variable": block_tree(
+                part.repinit, options["repinit"], len(types)
+            ),
             "repformers_variable": {
                 "g2_embd": parts.layer_tree(former.pair_embedding),
                 "repformer_layers": [
                     _layer_tree(layer, part, repformer_args) for layer in former.layers
                 ],
-                "env_mat": parts.env_mat_tree(former.rcut, former.rcut_smth, former.protection),
+                "env_mat": parts.env_mat_tree(
+                    former.rcut, former.rcut_smth, former.protection
+                ),
                 VARIABLES: parts.statistics_tree(former),
             },
         }
         dense = {"g1_shape_tranform": "to_repformer", "tebd_transform": "add_element"}
-        tree |= {name: parts.layer_tree(layer) for name, layer in parts.parts_of(part, dense)}
+        tree |= {
+            name: parts.layer_tree(layer) for name, layer in parts.parts_of(part, dense)
+        }
         if part.angles is not None:
             tree["repinit_three_body_variable"] = block_tree(
                 part.angles, options["repinit"], len(types)
@@ -115,11 +132,15 @@ class DPA2Tree(parts.PartTree):
     def upgraded(self, tree: Tree) -> Tree:
         """Return the tree if its statistics are those of its blocks."""
         if "repinit_three_body_variable" in tree:
-            parts.refuse_angular_means(tree["repinit_three_body_variable"], "repinit_three_body: ")
+            parts.refuse_angular_means(
+                tree["repinit_three_body_variable"], "repinit_three_body: "
+            )
         return tree
 
 
-def _layer_tree(layer: RepformerLayer, part: DPA2Descriptor, args: Mapping[str, Any]) -> Tree:
+def _layer_tree(
+    layer: RepformerLayer, part: DPA2Descriptor, args: Mapping[str, Any]
+) -> Tree:
     """Return the tree of one layer."""
     precision = parts.precision_of(part.dtype)
     common = {"@version": 1, "precision": precision}
@@ -159,7 +180,8 @@ def _layer_tree(layer: RepformerLayer, part: DPA2Descriptor, args: Mapping[str, 
         owner: Any = tree.setdefault(head[0], heads[head[0]]) if head else tree
         owner[name] = parts.layer_tree(dense)
     tree |= {
-        name: parts.norm_tree(norm) for name, norm in parts.parts_of(layer, {"attn2_lm": "norm"})
+        name: parts.norm_tree(norm)
+        for name, norm in parts.parts_of(layer, {"attn2_lm": "norm"})
     }
     if args["update_style"] == "res_residual":
         tree |= parts.residuals_tree(layer, RESIDUALS)

@@ -14,7 +14,13 @@ from deepmd_ema.model.families.dpa3.module import DPA3Descriptor, RepflowLayer
 from deepmd_ema.model.families.dpa3.section import RepflowConfig
 
 # options of all layers together
-OF_ALL_LAYERS = ("nlayers", "skip_stat", "fix_stat_std", "edge_init_use_dist", "use_exp_switch")
+OF_ALL_LAYERS = (
+    "nlayers",
+    "skip_stat",
+    "fix_stat_std",
+    "edge_init_use_dist",
+    "use_exp_switch",
+)
 # names there, names here
 LINEAR = {
     "node_self_mlp": "node_self",
@@ -27,7 +33,11 @@ LINEAR = {
     "a_compress_n_linear": "compress_node",
     "a_compress_e_linear": "compress_edge",
 }
-RESIDUALS = {"n_residual": "node_update", "e_residual": "edge_update", "a_residual": "angle_update"}
+RESIDUALS = {
+    "n_residual": "node_update",
+    "e_residual": "edge_update",
+    "a_residual": "angle_update",
+}
 
 
 class DPA3Tree(parts.PartTree):
@@ -60,9 +70,13 @@ class DPA3Tree(parts.PartTree):
             "repflow_variable": {
                 "edge_embd": parts.layer_tree(part.edge_embedding),
                 "angle_embd": parts.layer_tree(part.angle_embedding),
-                "repflow_layers": [_layer_tree(layer, part, options) for layer in part.layers],
+                "repflow_layers": [
+                    _layer_tree(layer, part, options) for layer in part.layers
+                ],
                 # what DeePMD-kit writes whatever the options, and does not read
-                "env_mat": parts.env_mat_tree(part.flow.e_rcut, part.flow.e_rcut_smth, 0.0),
+                "env_mat": parts.env_mat_tree(
+                    part.flow.e_rcut, part.flow.e_rcut_smth, 0.0
+                ),
                 VARIABLES: parts.statistics_tree(part),
             },
         }
@@ -87,9 +101,15 @@ class DPA3Tree(parts.PartTree):
         return {**tree, "repflow_variable": {**values, "repflow_layers": layers}}
 
 
-def _layer_tree(layer: RepflowLayer, part: DPA3Descriptor, options: Mapping[str, Any]) -> Tree:
+def _layer_tree(
+    layer: RepflowLayer, part: DPA3Descriptor, options: Mapping[str, Any]
+) -> Tree:
     args = parts.tree_without_effect(part.flow)
-    args |= {name: value for name, value in options["repflow"].items() if name not in OF_ALL_LAYERS}
+    args |= {
+        name: value
+        for name, value in options["repflow"].items()
+        if name not in OF_ALL_LAYERS
+    }
     tree = {
         **parts.node("RepFlowLayer", 2),
         **args,
@@ -97,7 +117,10 @@ def _layer_tree(layer: RepflowLayer, part: DPA3Descriptor, options: Mapping[str,
         "ntypes": part.num_types,
         "activation_function": options["activation_function"],
         "precision": parts.precision_of(part.dtype),
-        **{key: parts.layer_tree(linear) for key, linear in parts.parts_of(layer, LINEAR)},
+        **{
+            key: parts.layer_tree(linear)
+            for key, linear in parts.parts_of(layer, LINEAR)
+        },
     }
     if args["update_style"] == "res_residual":
         tree |= parts.residuals_tree(layer, RESIDUALS)

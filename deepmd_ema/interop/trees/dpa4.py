@@ -22,7 +22,12 @@ from deepmd_ema.interop.parts import (
 )
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.families.dpa4.frames import OrderLinear, RadialMixer, pair_degrees
-from deepmd_ema.model.families.dpa4.layers import DegreeGate, DegreeLinear, DegreeNorm, OrderedNorm
+from deepmd_ema.model.families.dpa4.layers import (
+    DegreeGate,
+    DegreeLinear,
+    DegreeNorm,
+    OrderedNorm,
+)
 from deepmd_ema.model.families.dpa4.rotations import degrees, orders
 
 if TYPE_CHECKING:
@@ -52,7 +57,9 @@ class DPA4Tree(PartTree):
             "precision": precision_of(part.dtype),
         }
         del options["type"]
-        trained = {_name(name): array(tensor) for name, tensor in part.state_dict().items()}
+        trained = {
+            _name(name): array(tensor) for name, tensor in part.state_dict().items()
+        }
         return {
             "@class": "Descriptor",
             "type": "SeZM",
@@ -90,7 +97,9 @@ def _name(place: str) -> str:
     return re.sub(r"\bso2_conv\.(mixing|attention)\.", "so2_conv.", place)
 
 
-def _constants(part: DPA4Descriptor, section: DPA4Config) -> Iterator[tuple[str, np.ndarray]]:
+def _constants(
+    part: DPA4Descriptor, section: DPA4Config
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield arrays that DeePMD-kit keeps beside parameters.
 
     l is the degree, m the order of a coefficient.
@@ -156,7 +165,8 @@ def _constants_of(
         for m in orders(mmax):
             places = np.flatnonzero(order == m)
             compact.append(
-                sum((lmax + 1 - k) ** 2 for k in range(abs(m))) + np.arange(len(places) ** 2)
+                sum((lmax + 1 - k) ** 2 for k in range(abs(m)))
+                + np.arange(len(places) ** 2)
             )
             dense.append(np.add.outer(places, len(order) * places).ravel())
         yield "kernel_compact_index", np.concatenate(compact)

@@ -34,7 +34,9 @@ class DPA4ModelTree(StandardTree):
     def write(self, whole: Tree, model: EnergyModel, config: Any) -> Tree:
         """Return the tree of a model."""
         networks = network_trees(model.descriptor, model.fitting, config)
-        networks["fitting"]["exclude_types"] = []  # the model excludes them, not its network
+        networks["fitting"][
+            "exclude_types"
+        ] = []  # the model excludes them, not its network
         return {
             **node("Model", 1),
             "type": "SeZMProperty" if config.fitting_net.type == "property" else "SeZM",
@@ -61,11 +63,21 @@ class DPA4ModelTree(StandardTree):
         """
         inner = dict(tree.get(INSIDE, tree))
         if tree.get("lora") is not None:
-            raise ValueError("lora, low-rank additions to weights, is not available here")
-        if inner.get("dens_fitting") is not None or inner.get("active_mode", "ener") != "ener":
+            raise ValueError(
+                "lora, low-rank additions to weights, is not available here"
+            )
+        if (
+            inner.get("dens_fitting") is not None
+            or inner.get("active_mode", "ener") != "ener"
+        ):
             raise ValueError("dens, a fitting network of forces, is not available here")
         statistics = chosen(inner[VARIABLES], ("out_bias", "out_std"))
-        return {**inner, **chosen(tree, _BRIDGING), "type": "dpa4", VARIABLES: statistics}
+        return {
+            **inner,
+            **chosen(tree, _BRIDGING),
+            "type": "dpa4",
+            VARIABLES: statistics,
+        }
 
     def section(self, tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
         """Return the sections of the parts and the options of bridging."""

@@ -18,13 +18,21 @@ class DPA4CTree(parts.PartTree):
     """Tree of dpa4c."""
 
     modules: ClassVar[parts.Names] = {
-        "pt_expt": ((r"^(radial_embedding|pair_film\.network)\.(\d+)\.matrix$", r"\1.layers.\2.w"),)
+        "pt_expt": (
+            (
+                r"^(radial_embedding|pair_film\.network)\.(\d+)\.matrix$",
+                r"\1.layers.\2.w",
+            ),
+        )
     }
 
     def write(self, part: DPA4CDescriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""
         options = plain(config.descriptor)
-        common = {"precision": parts.precision_of(part.dtype), "trainable": options["trainable"]}
+        common = {
+            "precision": parts.precision_of(part.dtype),
+            "trainable": options["trainable"],
+        }
         return {
             "@class": "Descriptor",
             "type": "dpa4c",
@@ -48,7 +56,9 @@ class DPA4CTree(parts.PartTree):
                     "seed": None,
                 },
                 VARIABLES: {
-                    "adam_type_embedding": parts.array(part.type_embedding.adam_type_embedding)
+                    "adam_type_embedding": parts.array(
+                        part.type_embedding.adam_type_embedding
+                    )
                 },
             },
             "radial_basis": {
@@ -94,7 +104,8 @@ def _readout_tree(readout: InvariantReadout, options: Tree) -> Tree:
         **parts.node("InvariantReadout", 1),
         **options,
         "channel_alignment": [
-            _dense_tree(layer, common, resnet=True) for layer in readout.channel_alignment
+            _dense_tree(layer, common, resnet=True)
+            for layer in readout.channel_alignment
         ],
         "probe_projections": [
             _dense_tree(probes.get(str(k)), common) for k in range(len(readout.ranks))

@@ -31,9 +31,13 @@ class EnerTree(parts.PartTree):
         section: Any = config.fitting_net
         ntypes = len(config.type_map)
         options = plain(section) | {"precision": parts.precision_of(part.dtype)}
-        common = parts.chosen(options, ("neuron", "activation_function", "resnet_dt", "precision"))
+        common = parts.chosen(
+            options, ("neuron", "activation_function", "resnet_dt", "precision")
+        )
         trained = (
-            section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
+            section.trainable
+            if isinstance(section.trainable, bool)
+            else all(section.trainable)
         )
         more, networks = self._networks(part, section, common)
         return {
@@ -43,7 +47,8 @@ class EnerTree(parts.PartTree):
             "dim_descrpt": part.dim_in,
             **common,
             **parts.chosen(
-                options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam")
+                options,
+                ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam"),
             ),
             "rcond": options.get("rcond"),
             "mixed_types": part.mixed_types,
@@ -67,7 +72,9 @@ class EnerTree(parts.PartTree):
             **more,
         }
 
-    def _networks(self, part: Any, section: Any, common: Tree) -> tuple[Tree, list[Tree]]:
+    def _networks(
+        self, part: Any, section: Any, common: Tree
+    ) -> tuple[Tree, list[Tree]]:
         """Return entries of this type of fitting network, and the trees of its networks.
 
         Args:
@@ -75,7 +82,12 @@ class EnerTree(parts.PartTree):
             section: its section.
             common: entries of each network.
         """
-        first = {"in_dim": part.num_inputs, "out_dim": part.num_out, **common, "bias_out": True}
+        first = {
+            "in_dim": part.num_inputs,
+            "out_dim": part.num_out,
+            **common,
+            "bias_out": True,
+        }
         networks = [
             {
                 **parts.node("FittingNetwork", 1),
@@ -110,9 +122,14 @@ class DPA4EnerTree(EnerTree):
         "pt_expt": ((r"\.linear\.", "."), (r"\.matrix$", ".w"), (r"\.bias$", ".b")),
     }
 
-    def _networks(self, part: Any, section: Any, common: Tree) -> tuple[Tree, list[Tree]]:
+    def _networks(
+        self, part: Any, section: Any, common: Tree
+    ) -> tuple[Tree, list[Tree]]:
         """Return entries of this type of fitting network, and the trees of its networks."""
-        widths, film = section.widths(part.num_inputs), {"case_film_embd": section.case_film_embd}
+        widths, film = (
+            section.widths(part.num_inputs),
+            {"case_film_embd": section.case_film_embd},
+        )
         shape = {
             **parts.node("GLUFittingNet", 1),
             "in_dim": part.num_inputs,
@@ -150,18 +167,28 @@ class QuantityTree(EnerTree):
                 }
                 more |= {"@version": 6, "var_name": section.property_name}
             return {**tree, "var_name": "dos", **more}
-        more = {"type": kind, "var_name": kind, "embedding_width": part.dim_equivariants}
+        more = {
+            "type": kind,
+            "var_name": kind,
+            "embedding_width": part.dim_equivariants,
+        }
         if kind == "dipole":
             more |= {"r_differentiable": True, "c_differentiable": True}
         else:
-            more |= {"@version": 5, "fit_diag": section.fit_diag, "shift_diag": section.shift_diag}
+            more |= {
+                "@version": 5,
+                "fit_diag": section.fit_diag,
+                "shift_diag": section.shift_diag,
+            }
             scales = {
                 "scale": parts.array(part.scale),
                 "constant_matrix": np.zeros(len(config.type_map)),
             }
             more[VARIABLES] = {**tree[VARIABLES], **scales}
         return {
-            name: value for name, value in tree.items() if name not in ("dim_out", "atom_ener")
+            name: value
+            for name, value in tree.items()
+            if name not in ("dim_out", "atom_ener")
         } | more
 
     def section(self, tree: Mapping[str, Any]) -> Tree:

@@ -36,11 +36,17 @@ class HybridTree(PartTree):
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of its section that the tree gives."""
-        return {"type": "hybrid", "list": [reader.section(part) for part, reader in _readers(tree)]}
+        return {
+            "type": "hybrid",
+            "list": [reader.section(part) for part, reader in _readers(tree)],
+        }
 
     def upgraded(self, tree: Tree) -> Tree:
         """Return the tree with those of its parts as they are written."""
-        return {**tree, "list": [reader.upgraded(part) for part, reader in _readers(tree)]}
+        return {
+            **tree,
+            "list": [reader.upgraded(part) for part, reader in _readers(tree)],
+        }
 
     def name_of(self, place: str, section: HybridConfig, backend: str) -> str:
         """Return the name of the array at a place in the tree in checkpoints of a backend."""

@@ -27,7 +27,9 @@ class LinearTree(dp.StandardTree):
                 table = dp.table_entries(descriptor.pairs, descriptor.sel)
                 parts.append(dp.part_tree(whole, "pairtab", table))
             else:
-                networks = dp.network_trees(descriptor, fitting, config.standard(section))
+                networks = dp.network_trees(
+                    descriptor, fitting, config.standard(section)
+                )
                 parts.append(dp.part_tree(whole, "standard", networks))
         return {
             **whole,
@@ -57,7 +59,11 @@ class LinearTree(dp.StandardTree):
                     "here"
                 )
             if np.any(added := np.asarray(part[VARIABLES]["out_bias"])):
-                bias = bias + weight * added[:, [part_elements.index(name) for name in elements]]
+                bias = (
+                    bias
+                    + weight
+                    * added[:, [part_elements.index(name) for name in elements]]
+                )
             if is_table:
                 table = {
                     "type": "pairtab",
@@ -82,7 +88,9 @@ class LinearTree(dp.StandardTree):
         scripts = [*scripts, *[{}] * (len(tree["models"]) - len(scripts))]
         both = zip(tree["models"], scripts, strict=True)
         parts = [
-            part if part.get("type") == "pairtab" else dp.network_sections(part, part_script)
+            part
+            if part.get("type") == "pairtab"
+            else dp.network_sections(part, part_script)
             for part, part_script in both
         ]
         return {"type": "linear_ener", "models": parts, "weights": tree["weights"]}

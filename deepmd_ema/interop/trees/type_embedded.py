@@ -35,7 +35,9 @@ class SeAttenTree(parts.PartTree):
             "@version": 2,
             "type": "dpa1" if section.type == "se_atten" else section.type,
             "ln_eps": eps_of(options["ln_eps"]),
-            **one_block_tree(part, config, "sel", "lmax", "ln_eps", "stripped_type_embedding"),
+            **one_block_tree(
+                part, config, "sel", "lmax", "ln_eps", "stripped_type_embedding"
+            ),
             "attention_layers": attention_tree(part.block, options),
             "spin": None,
         }
@@ -76,7 +78,9 @@ class SeE3TebdTree(parts.PartTree):
         return tree
 
 
-def one_block_tree(part: OneBlockDescriptor, config: StandardConfig, *left_out: str) -> Tree:
+def one_block_tree(
+    part: OneBlockDescriptor, config: StandardConfig, *left_out: str
+) -> Tree:
     """Return the entries of a descriptor of one block, without the options ``left_out``."""
     options, ntypes = plain(config.descriptor), len(config.type_map)
     return {
@@ -93,7 +97,9 @@ def one_block_tree(part: OneBlockDescriptor, config: StandardConfig, *left_out: 
     }
 
 
-def block_tree(block: SeAttenBlock | SeTTebdBlock, options: Mapping[str, Any], ntypes: int) -> Tree:
+def block_tree(
+    block: SeAttenBlock | SeTTebdBlock, options: Mapping[str, Any], ntypes: int
+) -> Tree:
     """Return the entries of a block: embedding networks, environment matrix, means and spreads."""
     nets = {"embeddings": block.embedding, "embeddings_strip": block.pair_embedding}
     return {
@@ -118,7 +124,10 @@ def attention_tree(block: SeAttenBlock, options: Mapping[str, Any]) -> Tree:
         **parts.chosen(options, ("scaling_factor", "normalize", "temperature")),
         "precision": parts.precision_of(block.dtype),
     }
-    norms = {"trainable_ln": options["trainable_ln"], "ln_eps": eps_of(options["ln_eps"])}
+    norms = {
+        "trainable_ln": options["trainable_ln"],
+        "ln_eps": eps_of(options["ln_eps"]),
+    }
 
     layers = [
         {

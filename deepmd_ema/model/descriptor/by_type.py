@@ -40,7 +40,9 @@ class ByTypeDescriptor(EnvironmentDescriptor, EnvironmentMatrix, UsesOperations)
         num_columns: C, 4 or, of a descriptor that is radial only, 1.
     """
 
-    mixed_types = False  # features do not distinguish elements: each has a fitting network
+    mixed_types = (
+        False  # features do not distinguish elements: each has a fitting network
+    )
     passes_messages = False
     num_columns: ClassVar[int] = 4
 
@@ -62,7 +64,9 @@ class ByTypeDescriptor(EnvironmentDescriptor, EnvironmentMatrix, UsesOperations)
         # networks differ by their index: one seed gives each its own numbers
         start = seed if config.seed is None else config.seed
         self.embeddings = module_list(
-            embedding_network(config, 1, self.dtype, seed_for("embedding", start, index))
+            embedding_network(
+                config, 1, self.dtype, seed_for("embedding", start, index)
+            )
             for index in range(num_networks)
         )
         freeze(self, config.trainable)
@@ -75,7 +79,11 @@ class ByTypeDescriptor(EnvironmentDescriptor, EnvironmentMatrix, UsesOperations)
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return the layout of neighbors of this descriptor."""
         return NeighborLayout(
-            self.rcut, self.sel, self.num_types, by_type=True, excluded_pairs=excluded_pairs
+            self.rcut,
+            self.sel,
+            self.num_types,
+            by_type=True,
+            excluded_pairs=excluded_pairs,
         )
 
     def slots_of(self, batch: Batch) -> Tensor:

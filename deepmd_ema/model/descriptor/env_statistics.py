@@ -65,7 +65,9 @@ class EnvironmentMatrix(nn.Module):
         largest = weight / (distance + self.protection)
         # normalised numbers: 0 of an excluded pair; at the cutoff and in an empty slot, where the
         # raw number is 0; of the nearest pair
-        ends = torch.stack([torch.zeros_like(mean), -mean / spread, (largest - mean) / spread])
+        ends = torch.stack(
+            [torch.zeros_like(mean), -mean / spread, (largest - mean) / spread]
+        )
         return float(ends.min()), float(ends.max())
 
     def environment_matrix(
@@ -102,7 +104,9 @@ class EnvironmentMatrix(nn.Module):
         c = s * inverse
         ds = (radial.dweight - s) * inverse
         ds_over_r = ds / distance
-        mean, spread = self.normalisation(vector.shape[1] if slots is None else slots, atom_type)
+        mean, spread = self.normalisation(
+            vector.shape[1] if slots is None else slots, atom_type
+        )
         scale = spread.reciprocal()
         # after normalisation: a dropped pair has 0, not the number of an empty slot
         keep = None if dropped is None else (~dropped).unsqueeze(-1).to(scale.dtype)
@@ -111,9 +115,15 @@ class EnvironmentMatrix(nn.Module):
             scale = scale if keep is None else scale * keep
             ds_dvector = scale * ds_over_r.unsqueeze(-1) * vector
             rows = (s.unsqueeze(-1) - mean) * scale
-            return rows.to(self.dtype), lambda grad_rows: grad_rows.double() * ds_dvector
+            return rows.to(
+                self.dtype
+            ), lambda grad_rows: grad_rows.double() * ds_dvector
         dc_over_r = (ds - c) * inverse / distance
-        rows = torch.cat([s.unsqueeze(-1), c.unsqueeze(-1) * vector], -1).sub_(mean).mul_(scale)
+        rows = (
+            torch.cat([s.unsqueeze(-1), c.unsqueeze(-1) * vector], -1)
+            .sub_(mean)
+            .mul_(scale)
+        )
         if keep is not None:
             rows = rows * keep
             scale = scale * keep
@@ -127,7 +137,9 @@ class EnvironmentMatrix(nn.Module):
 
         return rows.to(self.dtype), vjp
 
-    def normalisation(self, slots: Tensor | int, atom_type: Tensor) -> tuple[Tensor, Tensor]:
+    def normalisation(
+        self, slots: Tensor | int, atom_type: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return mean and spread (A, K, C) in float64 of slots, by type of centre (A,).
 
         Slots are (K,) places, or a number: the first ones.
@@ -137,7 +149,9 @@ class EnvironmentMatrix(nn.Module):
             # then would
             if not isinstance(slots, Tensor):  # a number, or a symbol of a graph
                 slots = torch.arange(slots, device=atom_type.device)
-            tables = [table.index_select(1, slots) for table in (self.mean, self.stddev)]
+            tables = [
+                table.index_select(1, slots) for table in (self.mean, self.stddev)
+            ]
         else:
             tables = [self.mean[:, :slots], self.stddev[:, :slots]]
         mean, stddev = (table.double()[atom_type] for table in tables)
@@ -182,8 +196,12 @@ class EnvironmentStatistics:
             "sel": sel,
             "mixed_types": mixed_types,
         }
-        folder = hashlib.sha1(json.dumps(identity).encode(), usedforsecurity=False).hexdigest()
-        self.sum_names = tuple(f"{folder}/{kind}_{t}" for kind in kinds for t in range(num_types))
+        folder = hashlib.sha1(
+            json.dumps(identity).encode(), usedforsecurity=False
+        ).hexdigest()
+        self.sum_names = tuple(
+            f"{folder}/{kind}_{t}" for kind in kinds for t in range(num_types)
+        )
 
     def measure(self, batch: Batch, excluded: ExcludedPairs) -> dict[str, np.ndarray]:
         """Return count, sum and sum of squares (3,) of columns by type of centre.
@@ -260,7 +278,9 @@ class EnvironmentDescriptor(nn.Module):
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return the layout of neighbors of this descriptor: one list for all elements."""
         section = self.section
-        inner = section.inner_neighbors() if isinstance(section, HasInnerNeighbors) else ()
+        inner = (
+            section.inner_neighbors() if isinstance(section, HasInnerNeighbors) else ()
+        )
         return NeighborLayout(
             section.cutoff,
             section.neighbors,
@@ -276,7 +296,9 @@ class EnvironmentDescriptor(nn.Module):
 
         Matrices of equal options have one set of sums.
         """
-        names = (name for environment in self.environments for name in environment.sum_names)
+        names = (
+            name for environment in self.environments for name in environment.sum_names
+        )
         return tuple(dict.fromkeys(names))
 
     def measure(self, batch: Batch) -> dict[str, np.ndarray]:

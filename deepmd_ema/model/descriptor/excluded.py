@@ -29,7 +29,9 @@ class ExcludedPairs(nn.Module):
         )
         self._table = nn.Buffer(table, persistent=False)
 
-    def forward(self, batch: Batch, neighborhood: Neighborhood | None = None) -> Tensor | None:
+    def forward(
+        self, batch: Batch, neighborhood: Neighborhood | None = None
+    ) -> Tensor | None:
         """Return (A, K) bool, pairs that are excluded at any distance, or None without such pairs.
 
         They are those of a neighborhood; without one, of the whole list of the batch.
@@ -37,4 +39,9 @@ class ExcludedPairs(nn.Module):
         if not self.any:
             return None
         mask = (neighborhood or batch.within()).mask
-        return self._table[batch.atom_type[:, None], batch.neighbor_type[:, : mask.shape[1]]] & mask
+        return (
+            self._table[
+                batch.atom_type[:, None], batch.neighbor_type[:, : mask.shape[1]]
+            ]
+            & mask
+        )

@@ -86,7 +86,9 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
             features = torch.cat([features, pick(table, batch.atom_type)], 1)
         return features, vectors
 
-    def _features_and_equivariants(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _features_and_equivariants(
+        self, table: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
         """Return features of the neighbors (A, num_features) and equivariant vectors (A, M, 3)."""
         raise NotImplementedError
 
@@ -112,7 +114,12 @@ class ElementBlock(EnvironmentMatrix, UsesOperations):
     """
 
     def __init__(
-        self, options: OneListSection, sel: int, num_types: int, dtype: torch.dtype, seed: int
+        self,
+        options: OneListSection,
+        sel: int,
+        num_types: int,
+        dtype: torch.dtype,
+        seed: int,
     ) -> None:
         super().__init__()
         self.rcut = options.rcut
@@ -122,7 +129,9 @@ class ElementBlock(EnvironmentMatrix, UsesOperations):
         self.dtype = dtype
         self.smooth = options.smooth
         # type embeddings that a network sees at once: that of the neighbor alone, or of two atoms
-        width = options.tebd_dim * (1 if getattr(options, "type_one_side", False) else 2)
+        width = options.tebd_dim * (
+            1 if getattr(options, "type_one_side", False) else 2
+        )
         self.num_channels = options.neuron[-1]
         # strip: one network of s and one of the elements, whose outputs are multiplied
         strip = options.tebd_input_mode == "strip"
@@ -156,10 +165,14 @@ class OneBlockDescriptor(TypeEmbeddedDescriptor):
 
     def __init__(self, config: Any, num_types: int, seed: int) -> None:
         super().__init__(config, num_types, seed, config.tebd_dim)
-        self.block: Any = self.make_block(config, self.sel, num_types, self.dtype, self.start)
+        self.block: Any = self.make_block(
+            config, self.sel, num_types, self.dtype, self.start
+        )
         self.num_features = self.block.dim_out
         self.environments = [
-            EnvironmentStatistics(self.block, config.exclude_types, config.set_davg_zero)
+            EnvironmentStatistics(
+                self.block, config.exclude_types, config.set_davg_zero
+            )
         ]
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:

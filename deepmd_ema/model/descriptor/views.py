@@ -67,7 +67,9 @@ def view_of(
     if inside and not part.by_type:
         requested = (part.rcut, sum(part.sel))
         # a batch may be trimmed to the neighbors inside of this cutoff
-        trimmed = [used for rcut, most, used in batch.inner if (rcut, most) == requested]
+        trimmed = [
+            used for rcut, most, used in batch.inner if (rcut, most) == requested
+        ]
         slots = tuple(min([slots[0], *trimmed]) for _ in slots)
     if part.by_type == layout.by_type:
         # the list itself, without a copy
@@ -104,11 +106,15 @@ def view_of(
     place = torch.full((num_atoms * total + 1,), none, device=device)
     # each slot of the list occurs once. Only the last entry, for none, may be written several
     # times, and it is not read
-    place = place.index_put((slot,), torch.arange(none, device=device).view(num_atoms, width))
+    place = place.index_put(
+        (slot,), torch.arange(none, device=device).view(num_atoms, width)
+    )
     # torch.compile takes no filling but a number
     place = torch.nn.functional.pad(place[:-1] - none, (0, 1)) + none
     is_none = slot == num_atoms * total
-    neighbor = torch.where(is_none, atom, batch.neighbor.flatten()[torch.where(is_none, 0, slot)])
+    neighbor = torch.where(
+        is_none, atom, batch.neighbor.flatten()[torch.where(is_none, 0, slot)]
+    )
     vector = gather_neighbors(batch.vector.flatten(0, 1), slot, place[:-1, None])
     # a tensor made of a list would be waited for
     beyond = torch.nn.functional.pad(vector.new_full((1,), 2 * layout.rcut), (0, 2))

@@ -76,11 +76,15 @@ class Interpolation(nn.Module):
         self.needed = self.direct_numbers = self.evaluated_sites = 0
         self.tables: Tables | None = None
         for name in Transform._fields:  # buffers, because graphs take these as inputs
-            self.register_buffer(name, torch.empty(0, dtype=torch.float64), persistent=False)
+            self.register_buffer(
+                name, torch.empty(0, dtype=torch.float64), persistent=False
+            )
 
     def serves(self, batch: Batch) -> bool:
         """Whether the nets are evaluated here for a batch."""
-        return self.terms > 0 if self.tables is None else self.tables.serve(batch.neighbor)
+        return (
+            self.terms > 0 if self.tables is None else self.tables.serve(batch.neighbor)
+        )
 
     def use(self, terms: int) -> None:
         """Evaluate nets as series that have this length at first from now on; 0: directly."""
@@ -120,16 +124,22 @@ class Interpolation(nn.Module):
         if self.tables is not None:
             return self.tables.sum(left, s, net, beside, which, in_place, further)
         # the ends of this batch, so that no s is outside; a list of no pairs has none
-        low, high = s.detach().aminmax() if s.numel() else (s.new_zeros(()), s.new_ones(()))
+        low, high = (
+            s.detach().aminmax() if s.numel() else (s.new_zeros(()), s.new_ones(()))
+        )
         centre = 0.5 * (low + high)
         half = (0.5 * STRETCH * (high - low)).clamp(min=MIN_HALF)
         constants = Transform(*(getattr(self, name) for name in Transform._fields))
-        fitted = fit(net, beside, centre.unsqueeze(0), half, constants, self.max_error, further)
+        fitted = fit(
+            net, beside, centre.unsqueeze(0), half, constants, self.max_error, further
+        )
         series = fitted.series
         terms = fitted.terms
         # evaluations without gradients may be those of averages; how many averages there are must
         # not change the training
-        if not torch.compiler.is_dynamo_compiling() and (torch.is_grad_enabled() or self.recording):
+        if not torch.compiler.is_dynamo_compiling() and (
+            torch.is_grad_enabled() or self.recording
+        ):
             self.direct_numbers += s.numel() * net.numbers_per_row
             self.evaluated_sites += terms if beside is None else terms * len(beside)
             enough = MAX_TERMS + MULTIPLE

@@ -58,7 +58,9 @@ UNRESOLVED = 0.1
 RESOLVED = 1e-13  # an estimate below it is one of rounding
 # error of coefficients, over the largest one: measured 3e-15 to 8e-15 with 64 to 512 terms
 ROUNDING = 1e-14
-MAX_DECAY = 0.98  # from part to part: a slower decay is not resolved, or is that of rounding
+MAX_DECAY = (
+    0.98  # from part to part: a slower decay is not resolved, or is that of rounding
+)
 _TINY = 1e-300
 
 
@@ -128,7 +130,11 @@ class Series:
     error: float
 
     def sum(
-        self, left: Tensor, s: Tensor, in_place: bool = True, beyond: Tensor | None = None
+        self,
+        left: Tensor,
+        s: Tensor,
+        in_place: bool = True,
+        beyond: Tensor | None = None,
     ) -> SeriesSum:
         """Return the sums over neighbors.
 
@@ -147,11 +153,18 @@ class Series:
         if panels > 1:
             width = self.centres[1] - centre
             # nan has no panel: it takes the first one, and shows in the sums
-            place = ((s.detach() - centre) / width).round().nan_to_num(0.0).clamp(0, panels - 1)
+            place = (
+                ((s.detach() - centre) / width)
+                .round()
+                .nan_to_num(0.0)
+                .clamp(0, panels - 1)
+            )
             panel = place.long()
             index = panel[..., None, None].expand(*left.shape, 1)
             # (A, K, C F P): a column of a pair is 0 but for the panel of its s
-            wide = left.new_zeros(*left.shape, panels).scatter(3, index, left.unsqueeze(3))
+            wide = left.new_zeros(*left.shape, panels).scatter(
+                3, index, left.unsqueeze(3)
+            )
             wide = wide.flatten(2)
             centre = centre + width * place
         value, basis = sums(wide, s, self.coefficients, centre, self.half, self.terms)
@@ -208,7 +221,9 @@ def fit(
         sites = (centres.double().unsqueeze(1) + wide * constants.sites).flatten()
         numbers = sites if further is None else torch.cat([sites, further.double()])
         inputs = inputs_at(numbers, beside)
-        values, beyond = net(inputs).split([panels * terms, inputs.shape[1] - panels * terms], 1)
+        values, beyond = net(inputs).split(
+            [panels * terms, inputs.shape[1] - panels * terms], 1
+        )
         values = values.unflatten(1, (panels, terms)).flatten(0, 1)  # (F P, N, M)
         # the coefficients of the functions and of their derivatives, (F P, 2 N, M)
         coefficients = torch.cat([constants.solve, constants.slope / wide]) @ values
@@ -217,11 +232,15 @@ def fit(
         with torch.no_grad():
             left_out, rounding = estimated_errors(coefficients, constants, wide)
         if torch.compiler.is_dynamo_compiling():
-            coefficients = torch.where(left_out + rounding > max_error, torch.nan, coefficients)
+            coefficients = torch.where(
+                left_out + rounding > max_error, torch.nan, coefficients
+            )
             series = Series(centres, half, coefficients.to(half.dtype), terms, 0.0)
             return Fit(series, beyond, terms, 0.0)
         left_out, rounding = float(left_out), float(rounding)
-        if not left_out + rounding > max_error:  # also for nan, which then shows in the sums
+        if (
+            not left_out + rounding > max_error
+        ):  # also for nan, which then shows in the sums
             error = left_out + rounding
             series = Series(centres, half, coefficients.to(half.dtype), terms, error)
             return Fit(series, beyond, terms, left_out)
@@ -243,7 +262,9 @@ def terms_for(terms: int, error: float, accepted: float) -> int:
     return max(MIN_TERMS, MULTIPLE * math.ceil(growth * terms / MULTIPLE))
 
 
-def estimated_errors(coefficients: Tensor, constants: Transform, half: Tensor) -> tuple[Any, Any]:
+def estimated_errors(
+    coefficients: Tensor, constants: Transform, half: Tensor
+) -> tuple[Any, Any]:
     """Return the errors of the derivative by the terms left out and by rounding.
 
     Both are over its largest value.
@@ -263,7 +284,9 @@ def estimated_errors(coefficients: Tensor, constants: Transform, half: Tensor) -
     """
     terms = len(constants.sites)
     part = terms // PARTS
-    values, slopes = coefficients.view(2, -1, terms, coefficients.shape[1]).unbind(0)  # (F P, N, M)
+    values, slopes = coefficients.view(2, -1, terms, coefficients.shape[1]).unbind(
+        0
+    )  # (F P, N, M)
     sizes = values.abs().amax((0, 2))  # (N,)
     last = sizes[-3 * part :] * constants.steepest[-3 * part :]
     noise: Any = sizes.amax() * constants.steepest[-1]
@@ -329,13 +352,20 @@ class SeriesSum(NeighborSum):
             rows = 2 * columns * functions
             grads = grads.view(num_atoms, rows, grads.shape[1] // rows, num_slots)
             grads = grads.gather(2, self.panel[:, None, None].expand(-1, rows, 1, -1))
-        grad_left, through_s = grads.view(num_atoms, columns, 2, functions, num_slots).unbind(2)
+        grad_left, through_s = grads.view(
+            num_atoms, columns, 2, functions, num_slots
+        ).unbind(2)
         grad_s = (through_s.flatten(1, 2) * self.left.transpose(1, 2)).sum(1)
         return grad_left.flatten(1, 2).transpose(1, 2), grad_s
 
 
 def _sum_in_place(
-    left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int
+    left: Tensor,
+    s: Tensor,
+    coefficients: Tensor,
+    centre: Tensor,
+    half: Tensor,
+    terms: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of series of one panel, and the basis (N, A, K).
 
@@ -354,7 +384,9 @@ def _sum_in_place(
     parts[0].fill_(1.0)
     torch.mul(twice, 0.5, out=parts[1])
     for n in range(2, terms):
-        torch.addcmul(parts[n - 2], twice, parts[n - 1], value=1 - 2 * (n % 2 == 0), out=parts[n])
+        torch.addcmul(
+            parts[n - 2], twice, parts[n - 1], value=1 - 2 * (n % 2 == 0), out=parts[n]
+        )
     # torch reads the signature of a function at each ``apply``, which takes longer than many an
     # operation
     sums = _SeriesSum.apply if torch.is_grad_enabled() else _SeriesSum.forward
@@ -362,7 +394,12 @@ def _sum_in_place(
 
 
 def _plain_sum(
-    left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int
+    left: Tensor,
+    s: Tensor,
+    coefficients: Tensor,
+    centre: Tensor,
+    half: Tensor,
+    terms: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the same by ``T_m+j = 2 T_m T_j - T_m-j``.
 
@@ -401,7 +438,9 @@ class _SeriesSum(torch.autograd.Function):
         return value.view(num_atoms, rows, coefficients.shape[1]), summed
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
+    ) -> None:
         left, _, coefficients, basis = inputs
         ctx.save_for_backward(left, coefficients, basis, output[1])
         ctx.mark_non_differentiable(output[1])

@@ -41,7 +41,9 @@ class NeighborSum(ABC):
         Both ways of s are added up: as a column of ``left`` and as the input of the net.
         """
         grad_left, grad_s = self.vjp(grad_value)
-        return grad_left + functional.pad(grad_s.unsqueeze(2), (0, grad_left.shape[2] - 1))
+        return grad_left + functional.pad(
+            grad_s.unsqueeze(2), (0, grad_left.shape[2] - 1)
+        )
 
 
 class DirectSum(NeighborSum):

@@ -30,7 +30,9 @@ from deepmd_ema.model.nn.layers import RadialFunctions
 # slots of which some are evaluated directly
 
 PANELS = 4  # a sum costs about as much with 2 and with 4; with one it is up to 1.7 times slower
-MARGIN = 10  # tables aim at an error so many times smaller than the one that is accepted
+MARGIN = (
+    10  # tables aim at an error so many times smaller than the one that is accepted
+)
 _ENDS = 1e-6  # part of the range that is added at its ends, for the rounding of s
 _MIN_DIRECT = 2  # slots that a graph evaluates directly
 
@@ -73,7 +75,12 @@ class Tables:
     """
 
     def __init__(
-        self, low: float, high: float, precision: torch.dtype, min_pairs: int, longest: float
+        self,
+        low: float,
+        high: float,
+        precision: torch.dtype,
+        min_pairs: int,
+        longest: float,
     ) -> None:
         margin = _ENDS * (high - low)
         self.low = low - margin
@@ -97,7 +104,9 @@ class Tables:
     def made(self) -> list[Series]:
         """The series that are used."""
         return [
-            t.series for t in self._tables.values() if t.series and t.series.terms <= self.longest
+            t.series
+            for t in self._tables.values()
+            if t.series and t.series.terms <= self.longest
         ]
 
     @property
@@ -131,12 +140,22 @@ class Tables:
         if table is None or not self.sealed:
             # numbers, not versions of tensors: `.data` and views of other libraries change weights
             # without a trace
-            made_of = [*net.parameters(), *(t for t in (beside, further) if t is not None)]
+            made_of = [
+                *net.parameters(),
+                *(t for t in (beside, further) if t is not None),
+            ]
             source = torch.cat([t.detach().flatten() for t in made_of])
             if table is None or not torch.equal(source, table.source):
                 with torch.no_grad():
                     table = make_table(
-                        net, beside, self.low, self.high, self.precision, s, source, further
+                        net,
+                        beside,
+                        self.low,
+                        self.high,
+                        self.precision,
+                        s,
+                        source,
+                        further,
                     )
                 self._tables[net, which] = table
         if table.series is None or table.series.terms > self.longest:
@@ -151,7 +170,9 @@ class Tables:
         # each pair is in one of two sums: with the table, or with the net in the first slots
         keep = inside.unsqueeze(-1).to(left.dtype)
         far = table.series.sum(left * keep, torch.where(inside, s, table.low), in_place)
-        near = DirectSum(_first(left * (1 - keep), width), _first(s, width), net, beside)
+        near = DirectSum(
+            _first(left * (1 - keep), width), _first(s, width), net, beside
+        )
         return SplitSum(left, far, near, _first(keep, width), table.beyond)
 
 
@@ -167,7 +188,12 @@ class SplitSum(NeighborSum):
     """
 
     def __init__(
-        self, left: Tensor, far: NeighborSum, near: NeighborSum, keep: Tensor, beyond: Tensor
+        self,
+        left: Tensor,
+        far: NeighborSum,
+        near: NeighborSum,
+        keep: Tensor,
+        beyond: Tensor,
     ) -> None:
         self.left = left
         self.value = far.value + near.value
@@ -182,8 +208,12 @@ class SplitSum(NeighborSum):
         far_left, far_s = self._far.vjp(grad_value)
         width = self._keep.shape[1]
         inside = _placed(self._keep, torch.ones_like(far_left[..., :1]), width)
-        beyond = _placed(near_left * (1 - self._keep), torch.zeros_like(far_left), width)
-        return far_left * inside + beyond, far_s + _placed(near_s, torch.zeros_like(far_s), width)
+        beyond = _placed(
+            near_left * (1 - self._keep), torch.zeros_like(far_left), width
+        )
+        return far_left * inside + beyond, far_s + _placed(
+            near_s, torch.zeros_like(far_s), width
+        )
 
 
 def make_table(
@@ -233,7 +263,9 @@ def make_table(
 def _cloned(value: Any) -> Any:
     """Return a copy of what a table holds with new tensors."""
     if isinstance(value, Table | Series):
-        return replace(value, **{name: _cloned(part) for name, part in vars(value).items()})
+        return replace(
+            value, **{name: _cloned(part) for name, part in vars(value).items()}
+        )
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -49,7 +49,9 @@ def activation(name: str) -> Activation:
         derivative = partial(_silut_derivative, bend=read.bend)
         return Activation(str(name), value, derivative, read.bend)
     # infinity: silu has no bend, so that written-out derivatives hold for all numbers
-    return Activation(str(name), *_KNOWN[read.kind], math.inf if read.kind == "silu" else None)
+    return Activation(
+        str(name), *_KNOWN[read.kind], math.inf if read.kind == "silu" else None
+    )
 
 
 def _gelu(z: Tensor) -> Tensor:
@@ -73,7 +75,9 @@ def _silu_derivative(z: Tensor, _: Tensor) -> Tensor:
 def _silut(z: Tensor, bend: float) -> Tensor:
     # tanh continues value and slope of silu at the bend, so that large numbers stay bounded
     value, slope = _silu_at(bend)
-    return torch.where(z < bend, functional.silu(z), torch.tanh(slope * (z - bend)) + value)
+    return torch.where(
+        z < bend, functional.silu(z), torch.tanh(slope * (z - bend)) + value
+    )
 
 
 def _silut_derivative(z: Tensor, y: Tensor, bend: float) -> Tensor:
@@ -89,7 +93,9 @@ def _silu_at(z: float) -> tuple[float, float]:
 
 
 # y(z) and dy/dz as a function of z and y
-_KNOWN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+_KNOWN: dict[
+    str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+] = {
     "tanh": (torch.tanh, lambda _, y: 1 - y * y),
     "relu": (functional.relu, lambda z, _: (z > 0).to(z.dtype)),
     "relu6": (functional.relu6, lambda z, _: ((z > 0) & (z < 6)).to(z.dtype)),

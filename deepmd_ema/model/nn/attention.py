@@ -37,7 +37,9 @@ class GatedAttention(nn.Module):
         seed: of the initial parameters.
     """
 
-    def __init__(self, width: int, hidden: int, *, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, width: int, hidden: int, *, dtype: torch.dtype, seed: int
+    ) -> None:
         super().__init__()
         self.in_proj = linear(width, 3 * hidden, dtype, seed_for("in_proj", seed))
         self.out_proj = linear(hidden, width, dtype, seed_for("out_proj", seed))
@@ -75,4 +77,6 @@ class AttentionLayer(nn.Module):
         first = self.attention.in_proj
         last = self.attention.out_proj
         norm = self.norm
-        return Weights(first.weight, first.bias, last.weight, last.bias, norm.weight, norm.bias)
+        return Weights(
+            first.weight, first.bias, last.weight, last.bias, norm.weight, norm.bias
+        )

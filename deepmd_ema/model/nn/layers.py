@@ -53,16 +53,22 @@ class Layer(nn.Module):
         super().__init__()
         self.activation = activation(act)
         # the widths of DeePMD-kit's residual networks; 0 copies: no skip connection
-        self.copies = num_out // num_in if residual and num_out in (num_in, 2 * num_in) else 0
+        self.copies = (
+            num_out // num_in if residual and num_out in (num_in, 2 * num_in) else 0
+        )
 
         def draw(shape: tuple[int, ...], mean: float, spread: float) -> nn.Parameter:
             # in float64 whatever the precision, so that both precisions start from the same numbers
-            values = mean + spread * torch.randn(shape, dtype=torch.float64, generator=generator)
+            values = mean + spread * torch.randn(
+                shape, dtype=torch.float64, generator=generator
+            )
             return nn.Parameter(values.to(dtype))
 
         # means and spreads as in DeePMD-kit
         self.weight = draw((num_in, num_out), 0.0, (num_in + num_out) ** -0.5)
-        self.bias: Any = draw((num_out,), 0.0, 1.0) if bias else None  # a parameter, or None
+        self.bias: Any = (
+            draw((num_out,), 0.0, 1.0) if bias else None
+        )  # a parameter, or None
         self.idt = draw((num_out,), 0.1, 0.001) if timestep and self.copies else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +102,9 @@ class Layer(nn.Module):
         if self.copies:
             # the skip connection of M == 2 N copied x: both halves lead back to it
             width = back.shape[-1]
-            back = back + (grad if self.copies == 1 else grad[..., :width] + grad[..., width:])
+            back = back + (
+                grad if self.copies == 1 else grad[..., :width] + grad[..., width:]
+            )
         return back
 
     def _affine(self, x: Tensor) -> Tensor:
@@ -108,7 +116,9 @@ class Layer(nn.Module):
         if len(weight) == 1:
             return torch.addcmul(bias, x, weight[0])
         # all leading dimensions as rows of one product, with the addition of the bias in it
-        return torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], len(bias))
+        return torch.addmm(bias, x.flatten(0, -2), weight).view(
+            *x.shape[:-1], len(bias)
+        )
 
     def _add_skip(self, y: Tensor, x: Tensor) -> Tensor:
         if not self.copies:
@@ -188,7 +198,10 @@ class Network(nn.Module):
             hidden.append(linear(widths[-1], num_out, dtype, generator))
         self.layers = module_list(hidden)
         # ops/cpu has kernels for networks of these two forms
-        tanhs = [layer.activation.name == "tanh" and layer.bias is not None for layer in hidden]
+        tanhs = [
+            layer.activation.name == "tanh" and layer.bias is not None
+            for layer in hidden
+        ]
         has_steps = any(layer.idt is not None for layer in hidden)
         self.is_tanh = all(tanhs) and not hidden[0].copies and not has_steps
         self.is_scalar_tanh = num_out == 1 and bias and all(tanhs[:-1])
@@ -229,13 +242,19 @@ class Network(nn.Module):
 
 
 def linear(
-    num_in: int, num_out: int, dtype: torch.dtype, source: torch.Generator | int, bias: bool = True
+    num_in: int,
+    num_out: int,
+    dtype: torch.dtype,
+    source: torch.Generator | int,
+    bias: bool = True,
 ) -> Layer:
     """Return a layer without activation function.
 
     Its parameters are drawn from ``source``, a generator or a seed.
     """
-    generator = torch.Generator().manual_seed(source) if isinstance(source, int) else source
+    generator = (
+        torch.Generator().manual_seed(source) if isinstance(source, int) else source
+    )
     return Layer(
         num_in,
         num_out,
@@ -248,11 +267,17 @@ def linear(
     )
 
 
-def embedding_network(options: ListSection, num_in: int, dtype: torch.dtype, seed: int) -> Network:
+def embedding_network(
+    options: ListSection, num_in: int, dtype: torch.dtype, seed: int
+) -> Network:
     """Return the embedding network of ``num_in`` inputs for the options of a descriptor."""
     widths = [num_in, *options.neuron]
     return Network(
-        widths, options.activation_function, timestep=options.resnet_dt, dtype=dtype, seed=seed
+        widths,
+        options.activation_function,
+        timestep=options.resnet_dt,
+        dtype=dtype,
+        seed=seed,
     )
 
 

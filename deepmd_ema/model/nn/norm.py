@@ -25,12 +25,18 @@ class LayerNorm(nn.Module):
         dtype: precision of the parameters.
     """
 
-    def __init__(self, width: int, *, eps: float, trainable: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, width: int, *, eps: float, trainable: bool, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.eps = eps
         # parameters even where they are not trained: files of DeePMD-kit have them
-        self.weight = nn.Parameter(torch.ones(width, dtype=dtype), requires_grad=trainable)
-        self.bias = nn.Parameter(torch.zeros(width, dtype=dtype), requires_grad=trainable)
+        self.weight = nn.Parameter(
+            torch.ones(width, dtype=dtype), requires_grad=trainable
+        )
+        self.bias = nn.Parameter(
+            torch.zeros(width, dtype=dtype), requires_grad=trainable
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y, of the shape of x."""
@@ -43,5 +49,10 @@ def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     That takes mean and variance as constants in its third derivative, without an error (torch
     2.13). Hessians in a loss need it.
     """
-    centred = x - x.mean(-1, keepdim=True)  # torch.var_mean warns of inputs without rows
-    return centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + bias
+    centred = x - x.mean(
+        -1, keepdim=True
+    )  # torch.var_mean warns of inputs without rows
+    return (
+        centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+        + bias
+    )

@@ -53,7 +53,12 @@ class TypeEmbedding(nn.Module):
         )
         self._rows = nn.Buffer(rows, persistent=False)
         self.net = Network(
-            [rows.shape[1], width], "linear", timestep=False, dtype=dtype, seed=seed, bias=bias
+            [rows.shape[1], width],
+            "linear",
+            timestep=False,
+            dtype=dtype,
+            seed=seed,
+            bias=bias,
         )
         freeze(self.net, options.trainable)
 

@@ -28,7 +28,13 @@ class Update(nn.Module):
     """
 
     def __init__(
-        self, width: int, num_updates: int, options: Any, *, dtype: torch.dtype, seed: int
+        self,
+        width: int,
+        num_updates: int,
+        options: Any,
+        *,
+        dtype: torch.dtype,
+        seed: int,
     ) -> None:
         super().__init__()
         style = options.update_style
@@ -43,14 +49,18 @@ class Update(nn.Module):
             # drawn in float64 whatever the precision, so that both precisions start from the same
             # numbers
             drawn = torch.randn(width, dtype=torch.float64, generator=generator)
-            self.factors.append((size * (drawn if is_random else torch.ones_like(drawn))).to(dtype))
+            self.factors.append(
+                (size * (drawn if is_random else torch.ones_like(drawn))).to(dtype)
+            )
 
     def forward(self, features: Tensor, updates: Sequence[Tensor]) -> Tensor:
         """Return the updated features (..., width)."""
         if len(self.factors) and features.dim() == 2:
             # features of atoms are few: all updates take one product and one sum. Those of pairs
             # are many, and a stack would copy them
-            factors = torch.stack([self.factors[k] for k in range(len(updates))])  # (n, width)
+            factors = torch.stack(
+                [self.factors[k] for k in range(len(updates))]
+            )  # (n, width)
             scaled = torch.stack(list(updates), 1) * factors  # (A, n, width)
             features = features + scaled.sum(1)
         else:

@@ -74,11 +74,15 @@ def attended_moments(
     both = neighbors.switch[:, :, None] * neighbors.switch[:, None, :]  # (A, K, K)
     for weights in layers:
         flat = torch.addmm(weights.in_bias, pairs.flatten(0, -2), weights.in_weight)
-        projected = flat.view(*pairs.shape[:-1], len(weights.in_bias)).unflatten(-1, (3, -1))
+        projected = flat.view(*pairs.shape[:-1], len(weights.in_bias)).unflatten(
+            -1, (3, -1)
+        )
         if options.unit:
             # torch.nn.functional.normalize in fewer operations; only rows about as short as EPS
             # differ
-            projected = projected * (projected.square().sum(-1, keepdim=True) + EPS**2).rsqrt()
+            projected = (
+                projected * (projected.square().sum(-1, keepdim=True) + EPS**2).rsqrt()
+            )
         query, key, value = projected.unbind(-2)
         logits = torch.bmm(query * options.scaling, key.transpose(1, 2))
         # smooth: the logit of a pair that leaves goes to that of an empty slot, its factor to 0
@@ -93,9 +97,14 @@ def attended_moments(
             direction = neighbors.direction
             factor = factor * torch.bmm(direction, direction.transpose(1, 2))
         attended = torch.bmm(attention * factor, value)
-        flat = torch.addmm(weights.out_bias, attended.flatten(0, -2), weights.out_weight)
+        flat = torch.addmm(
+            weights.out_bias, attended.flatten(0, -2), weights.out_weight
+        )
         pairs = normalised(
-            pairs + flat.view(pairs.shape), weights.norm_weight, weights.norm_bias, options.eps
+            pairs + flat.view(pairs.shape),
+            weights.norm_weight,
+            weights.norm_bias,
+            options.eps,
         )
     return torch.bmm(neighbors.rows.transpose(1, 2), pairs)
 
@@ -105,7 +114,10 @@ def softmax_with_absent(logits: Tensor, num_slots: int) -> Tensor:
 
     Slots beyond K are empty: each has the logit -20.
     """
-    absent = torch.full_like(logits[..., :1], num_slots - logits.shape[-1]).log() - LOGIT_SHIFT
+    absent = (
+        torch.full_like(logits[..., :1], num_slots - logits.shape[-1]).log()
+        - LOGIT_SHIFT
+    )
     return torch.cat([logits, absent], -1).softmax(-1)[..., :-1]
 
 

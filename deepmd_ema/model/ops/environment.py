@@ -11,7 +11,9 @@ from torch import Tensor
 # A atoms, K neighbor slots
 
 
-def switch_and_derivative(distance: Tensor, rcut: float, rcut_smth: float) -> tuple[Tensor, Tensor]:
+def switch_and_derivative(
+    distance: Tensor, rcut: float, rcut_smth: float
+) -> tuple[Tensor, Tensor]:
     """Return w(r) and dw/dr (1/angstrom), of any shape.
 
     w is 1 below ``rcut_smth``, 0 beyond ``rcut``, with two continuous derivatives between.
@@ -61,7 +63,9 @@ def switch_and_vjp(
     """Return w (A, K) of vectors (A, K, 3), 0 outside of ``mask`` (A, K), and the vjp of it."""
     # dw/dr times the unit vector, 1/angstrom
     along = torch.where(mask, radial.dweight / radial.distance, 0)[..., None] * vector
-    return torch.where(mask, radial.weight, 0), lambda grad: grad.double()[..., None] * along
+    return torch.where(
+        mask, radial.weight, 0
+    ), lambda grad: grad.double()[..., None] * along
 
 
 def directions_and_vjp(
@@ -74,6 +78,9 @@ def directions_and_vjp(
     def vjp(grad: Tensor) -> Tensor:
         # the derivative of a direction has no part along it: (g - u (u . g)) / r
         grad = grad.double()
-        return torch.addcmul(grad, unit, (unit * grad).sum(-1, keepdim=True), value=-1) * inverse
+        return (
+            torch.addcmul(grad, unit, (unit * grad).sum(-1, keepdim=True), value=-1)
+            * inverse
+        )
 
     return unit, vjp

@@ -67,7 +67,9 @@ class _Vjp(torch.autograd.Function):
         return *rule.vjp_of_vjp(x, option, grad, change), None, None
 
 
-def _silu_vjp_of_vjp(z: Tensor, _: None, grad: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+def _silu_vjp_of_vjp(
+    z: Tensor, _: None, grad: Tensor, change: Tensor
+) -> tuple[Tensor, Tensor]:
     # with s = sigmoid(z): silu'' = s (1 - s) (2 + z (1 - 2 s)). s is made again: to keep it would
     # take as much memory as z, for every layer
     s = torch.sigmoid(z)
@@ -111,7 +113,9 @@ moment_products = Rule(
 
 def symmetrized(features: Tensor, vectors: Tensor, num_axis: int) -> Tensor:
     """Do :func:`deepmd_ema.model.ops.reference.symmetrized`."""
-    return moment_products(torch.bmm(vectors.transpose(1, 2), features), num_axis).flatten(1)
+    return moment_products(
+        torch.bmm(vectors.transpose(1, 2), features), num_axis
+    ).flatten(1)
 
 
 def _normal(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,7 +146,9 @@ def _by_normal_and_grad(
     # L(h) by g, -L(r (b g + a h)) - r q n by x
     normal, _, scale = _normal(x, eps)
     a, b = ((factor * normal).mean(-1, keepdim=True) for factor in (grad, change))
-    by_grad, by_x = _by_normal(x, eps, change, torch.addcmul(b * grad, a, change) * scale)
+    by_grad, by_x = _by_normal(
+        x, eps, change, torch.addcmul(b * grad, a, change) * scale
+    )
     stretch = (grad * by_grad).mean(-1, keepdim=True) * scale
     return -torch.addcmul(by_x, stretch, normal), by_grad
 

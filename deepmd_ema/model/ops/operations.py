@@ -32,9 +32,13 @@ class Operations(NamedTuple):
 
     activated: Callable[..., Tensor] = reference.activated
     moments: Callable[..., reference.Moments] = reference.moments
-    values_and_gradients: Callable[..., tuple[Tensor, Tensor]] = reference.values_and_gradients
+    values_and_gradients: Callable[..., tuple[Tensor, Tensor]] = (
+        reference.values_and_gradients
+    )
     attended_moments: Callable[..., Tensor] = attention.attended_moments
-    triple_sums_and_vjp: Callable[..., tuple[Tensor, Any]] = reference.triple_sums_and_vjp
+    triple_sums_and_vjp: Callable[..., tuple[Tensor, Any]] = (
+        reference.triple_sums_and_vjp
+    )
     normalised: Callable[..., Tensor] = norm.normalised
     symmetrized: Callable[..., Tensor] = reference.symmetrized
     is_for_cpu: bool = False
@@ -55,11 +59,16 @@ GPU = Operations(
     activated=silu.activated_on_gpu,
     moments=moments.tanh_moments,
     values_and_gradients=tanh_gradients.stacked_values_and_gradients,
-    attended_moments=partial(attention.attended_moments, normalised=few_kernels.normalised),
+    attended_moments=partial(
+        attention.attended_moments, normalised=few_kernels.normalised
+    ),
     normalised=few_kernels.normalised,
     symmetrized=few_kernels.symmetrized,
 )
-OF_DEVICE = {"cpu": CPU, "cuda": GPU}  # for models that are evaluated eagerly; REFERENCE on others
+OF_DEVICE = {
+    "cpu": CPU,
+    "cuda": GPU,
+}  # for models that are evaluated eagerly; REFERENCE on others
 
 
 class UsesOperations(nn.Module):

@@ -42,12 +42,18 @@ def main(name):
             "training__averaging": BANK,
             "training__save_freq": 2,
             "training__disp_freq": 1,
-            "validating": {"full_validation": True, "validation_freq": 2, "full_val_start": 0},
+            "validating": {
+                "full_validation": True,
+                "validation_freq": 2,
+                "full_val_start": 0,
+            },
         }
         config = tiny_input(["data"], ["data"], num_steps=4, **options)
         Path("input.json").write_text(json.dumps(config))
         assert dp_ema(["train", "input.json", "--device", "cpu"]) == 0
-        assert dp_ema(["freeze", "--use-ema", "--profile", "ema", "-o", "average.dp"]) == 0
+        assert (
+            dp_ema(["freeze", "--use-ema", "--profile", "ema", "-o", "average.dp"]) == 0
+        )
         for file in KEPT:
             shutil.copy(file, folder / file)
         coord, types, box = toy_frame(np.random.default_rng(0))
@@ -60,7 +66,17 @@ def main(name):
             json.dumps({**config, "training": {**config["training"], "numb_steps": 6}})
         )
         assert (
-            dp_ema(["train", "--restart", "model.ckpt-4.pt", "input.json", "--device", "cpu"]) == 0
+            dp_ema(
+                [
+                    "train",
+                    "--restart",
+                    "model.ckpt-4.pt",
+                    "input.json",
+                    "--device",
+                    "cpu",
+                ]
+            )
+            == 0
         )
         for weights in ("", "_ema", *(f"_{average['name']}" for average in BANK)):
             file = f"model{weights}.ckpt-6.pt"

@@ -13,7 +13,11 @@ from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer, linear
 from deepmd_ema.model.nn.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.update import Update
-from deepmd_ema.model.ops.attention import LOGIT_SHIFT, masked_softmax, softmax_with_absent
+from deepmd_ema.model.ops.attention import (
+    LOGIT_SHIFT,
+    masked_softmax,
+    softmax_with_absent,
+)
 from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
 from deepmd_ema.model.ops.operations import UsesOperations
 from deepmd_ema.utils import seed_for
@@ -91,7 +95,9 @@ class RepformerLayer(UsesOperations):
             return linear(num_in, num_out, dtype, seed_for(name, seed), bias)
 
         def update(num_changes: int, width: int, name: str) -> Update:
-            return Update(width, num_changes, options, dtype=dtype, seed=seed_for(name, seed))
+            return Update(
+                width, num_changes, options, dtype=dtype, seed=seed_for(name, seed)
+            )
 
         # the width of all terms of `forward` side by side
         num_terms = options.axis_neuron * (
@@ -107,26 +113,38 @@ class RepformerLayer(UsesOperations):
         widths = (pair_width, width) if conv_outside else (width, pair_width)
         self.conv = dense(*widths, "conv", bias=False) if has_conv else None
         self.attention = (
-            AtomAttention(options, dtype, seed_for("attention", seed)) if has_attn else None
+            AtomAttention(options, dtype, seed_for("attention", seed))
+            if has_attn
+            else None
         )
         self.node_update = update(
-            1 + options.g1_out_mlp + (has_conv and conv_outside) + has_attn, width, "node"
+            1 + options.g1_out_mlp + (has_conv and conv_outside) + has_attn,
+            width,
+            "node",
         )
         # pairs after the last layer have no effect on atoms: there are no parameters for them
         if last:
             return
         self.linear_pair = dense(pair_width, pair_width, "linear_pair")
         self.product = (
-            dense(width, pair_width, "product", bias=False) if options.update_g2_has_g1g1 else None
+            dense(width, pair_width, "product", bias=False)
+            if options.update_g2_has_g1g1
+            else None
         )
         self.pair_attention: PairAttention | None = None
         if attends or options.update_h2:
-            self.pair_attention = PairAttention(options, dtype, seed_for("pair_attention", seed))
+            self.pair_attention = PairAttention(
+                options, dtype, seed_for("pair_attention", seed)
+            )
         self.norm: LayerNorm | None = None
         if attends:
             eps = eps_of(options.ln_eps)
-            self.norm = LayerNorm(pair_width, eps=eps, trainable=options.trainable_ln, dtype=dtype)
-        self.pair_update = update(1 + options.update_g2_has_g1g1 + attends, pair_width, "pair")
+            self.norm = LayerNorm(
+                pair_width, eps=eps, trainable=options.trainable_ln, dtype=dtype
+            )
+        self.pair_update = update(
+            1 + options.update_g2_has_g1g1 + attends, pair_width, "pair"
+        )
         # one factor for all three components, or vectors would not rotate with the atoms
         self.vector_update = update(1, 1, "vector") if options.update_h2 else None
 
@@ -162,9 +180,13 @@ class RepformerLayer(UsesOperations):
             # products of two moments are means over x, y, z: 3^-1/2 is a factor of each
             scaled = vectors * (around.per_moment * 3**-0.5)
             if options.update_g1_has_grrg:
-                terms.append(self.ops.symmetrized(pair * weight, scaled, options.axis_neuron))
+                terms.append(
+                    self.ops.symmetrized(pair * weight, scaled, options.axis_neuron)
+                )
             if options.update_g1_has_drrd:
-                terms.append(self.ops.symmetrized(messages, scaled, options.axis_neuron))
+                terms.append(
+                    self.ops.symmetrized(messages, scaled, options.axis_neuron)
+                )
         changes.append(self.act(self.linear_node(torch.cat(terms, -1))))
         if self.attention is not None:
             changes.append(self.attention(node, around))
@@ -180,7 +202,9 @@ class RepformerLayer(UsesOperations):
             if self.norm is not None:
                 change = self.pair_attention.change_of_channels(weights, pair)
                 changes.append(
-                    self.ops.normalised(change, self.norm.weight, self.norm.bias, self.norm.eps)
+                    self.ops.normalised(
+                        change, self.norm.weight, self.norm.bias, self.norm.eps
+                    )
                 )
             # weights follow from the old vectors
             if self.vector_update is not None:
@@ -194,7 +218,9 @@ class RepformerLayer(UsesOperations):
         """Whether :meth:`with_vjp` serves its options."""
         options = self.options
         has_terms = (
-            options.update_g1_has_conv and options.update_g1_has_drrd and options.update_g1_has_grrg
+            options.update_g1_has_conv
+            and options.update_g1_has_drrd
+            and options.update_g1_has_grrg
         )
         has_attention = options.update_g1_has_attn or options.update_g2_has_attn
         is_apart = options.g1_out_conv and options.g1_out_mlp
@@ -250,7 +276,10 @@ class RepformerLayer(UsesOperations):
         sums = torch.bmm(factors.transpose(1, 2), gathered)
         # O (A, G, C) and D (A, 3, C); a slice would be differentiated by a sum with zeros
         outer, atom_moments = sums.split([width, 3], 1)
-        moments = torch.bmm(sides.transpose(1, 2), pair), atom_moments  # R (A, 3, G) and D
+        moments = (
+            torch.bmm(sides.transpose(1, 2), pair),
+            atom_moments,
+        )  # R (A, 3, G) and D
         columns = [m[..., :axis] for m in moments]
         # sums of three products: batches of such small matrices take three times as long
         products = [
@@ -258,7 +287,9 @@ class RepformerLayer(UsesOperations):
             for first, m in zip(columns, moments)
         ]
         mlp = torch.addmm(self.node_mlp.bias, node, mlp_weight).tanh()
-        terms = torch.addmm(self.linear_node.bias, torch.cat(products, 1), terms_weight).tanh()
+        terms = torch.addmm(
+            self.linear_node.bias, torch.cat(products, 1), terms_weight
+        ).tanh()
         conv = (outer * conv_weight).sum(1)
         out = (
             torch.addcmul(node, mlp, mlp_factor)
@@ -268,14 +299,20 @@ class RepformerLayer(UsesOperations):
         changed, channels = pair, None
         if not self.last:
             channels = self.linear_pair(pair).tanh()
-            changed = torch.addcmul(pair, channels, self.pair_update.each_factor(pair)[0])
+            changed = torch.addcmul(
+                pair, channels, self.pair_update.each_factor(pair)[0]
+            )
             changed = _times(changed, self.pair_update.scale)
 
-        def vjp(by_node: Tensor, by_pair: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        def vjp(
+            by_node: Tensor, by_pair: Tensor | None
+        ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             by_node = _times(by_node, scale)
             by_mlp = _by_tanh(by_node * mlp_factor, mlp)
             by_terms = _by_tanh(by_node * terms_factor, terms)
-            by_products = (by_terms @ terms_weight.T).split([axis * width, axis * node.shape[1]], 1)
+            by_products = (by_terms @ terms_weight.T).split(
+                [axis * width, axis * node.shape[1]], 1
+            )
             # gradients by R (A, 3, G) and by D (A, 3, C)
             by_pair_moments, by_atom_moments = (
                 _by_moments(m, first, by.unflatten(1, (axis, -1)))
@@ -295,8 +332,12 @@ class RepformerLayer(UsesOperations):
             by_sides = torch.baddbmm(by_sides, pair, by_pair_moments.transpose(1, 2))
             if by_pair is not None and channels is not None:
                 by_pair = _times(by_pair, self.pair_update.scale)
-                by_tanh = _by_tanh(by_pair * self.pair_update.each_factor(pair)[0], channels)
-                by_old_pair = by_old_pair + by_pair + by_tanh @ self.linear_pair.weight.T
+                by_tanh = _by_tanh(
+                    by_pair * self.pair_update.each_factor(pair)[0], channels
+                )
+                by_old_pair = (
+                    by_old_pair + by_pair + by_tanh @ self.linear_pair.weight.T
+                )
             by_weight = (by_weighted * pair).sum(-1, keepdim=True)
             return by_old_node, by_old_pair, by_weight, by_sides
 
@@ -311,7 +352,9 @@ def _by_moments(moments: Tensor, columns: Tensor, by_products: Tensor) -> Tensor
     whole = (columns.unsqueeze(3) * by_products.unsqueeze(1)).sum(2)
     by_columns = (moments.unsqueeze(2) * by_products.unsqueeze(1)).sum(3)
     # moments are both factors; the first of them has the first columns only
-    first, rest = whole.split([by_products.shape[1], moments.shape[2] - by_products.shape[1]], 2)
+    first, rest = whole.split(
+        [by_products.shape[1], moments.shape[2] - by_products.shape[1]], 2
+    )
     return torch.cat([first + by_columns, rest], 2)
 
 
@@ -344,11 +387,19 @@ class AtomAttention(nn.Module):
         width = self.width
         hidden = self.hidden
         num_heads = self.num_heads
-        self.query = linear(width, hidden * num_heads, dtype, seed_for("query", seed), bias=False)
-        self.key_value = linear(
-            width, (hidden + width) * num_heads, dtype, seed_for("key_value", seed), bias=False
+        self.query = linear(
+            width, hidden * num_heads, dtype, seed_for("query", seed), bias=False
         )
-        self.head_map = linear(width * num_heads, width, dtype, seed_for("head_map", seed))
+        self.key_value = linear(
+            width,
+            (hidden + width) * num_heads,
+            dtype,
+            seed_for("key_value", seed),
+            bias=False,
+        )
+        self.head_map = linear(
+            width * num_heads, width, dtype, seed_for("head_map", seed)
+        )
 
     def forward(self, node: Tensor, around: Surroundings) -> Tensor:
         """Return the update of ``node`` (A, C) by attention."""
@@ -393,7 +444,11 @@ class PairAttention(nn.Module):
         num_heads = self.num_heads
         self.gated = options.attn2_has_gate
         self.query_key = linear(
-            width, 2 * hidden * num_heads, dtype, seed_for("query_key", seed), bias=False
+            width,
+            2 * hidden * num_heads,
+            dtype,
+            seed_for("query_key", seed),
+            bias=False,
         )
         self.value: Layer | None = None
         self.head_map: Layer | None = None
@@ -402,16 +457,22 @@ class PairAttention(nn.Module):
             self.value = linear(
                 width, width * num_heads, dtype, seed_for("value", seed), bias=False
             )
-            self.head_map = linear(width * num_heads, width, dtype, seed_for("head_map", seed))
+            self.head_map = linear(
+                width * num_heads, width, dtype, seed_for("head_map", seed)
+            )
         if options.update_h2:
-            self.vector_map = linear(num_heads, 1, dtype, seed_for("vector_map", seed), bias=False)
+            self.vector_map = linear(
+                num_heads, 1, dtype, seed_for("vector_map", seed), bias=False
+            )
 
     def weights(self, pair: Tensor, vectors: Tensor, around: Surroundings) -> Tensor:
         """Return W (A, H, J, K) from channels (A, K, G) and vectors (A, K, 3).
 
         It is 0 where either neighbor is none.
         """
-        query_key = self.query_key(pair).unflatten(-1, (self.hidden, 2 * self.num_heads))
+        query_key = self.query_key(pair).unflatten(
+            -1, (self.hidden, 2 * self.num_heads)
+        )
         query, key = query_key.chunk(2, -1)  # (A, K, D, H)
         logits = torch.einsum("ajdh,akdh->ahjk", query, key) * self.hidden**-0.5
         products = torch.bmm(vectors, vectors.transpose(1, 2))[:, None]  # (A, 1, J, K)
@@ -432,11 +493,15 @@ class PairAttention(nn.Module):
         assert self.head_map is not None
         # (A, K, G, H), heads last
         value = self.value(pair).unflatten(-1, (self.width, self.num_heads))
-        changed: Tensor = self.head_map(torch.einsum("ahjk,akgh->ajgh", weights, value).flatten(2))
+        changed: Tensor = self.head_map(
+            torch.einsum("ahjk,akgh->ajgh", weights, value).flatten(2)
+        )
         return changed
 
     def change_of_vectors(self, weights: Tensor, vectors: Tensor) -> Tensor:
         """Return the update of the vectors (A, K, 3) by attention."""
         assert self.vector_map is not None
-        changed: Tensor = self.vector_map(torch.einsum("ahjk,akx->ajxh", weights, vectors))
+        changed: Tensor = self.vector_map(
+            torch.einsum("ahjk,akx->ajxh", weights, vectors)
+        )
         return changed.squeeze(-1)

@@ -12,7 +12,10 @@ from torch.nn import functional
 
 from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.by_type import joined
-from deepmd_ema.model.descriptor.env_statistics import EnvironmentMatrix, EnvironmentStatistics
+from deepmd_ema.model.descriptor.env_statistics import (
+    EnvironmentMatrix,
+    EnvironmentStatistics,
+)
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
 from deepmd_ema.model.families.dpa2.layers import RepformerLayer, Surroundings
 from deepmd_ema.model.families.se_atten.module import SeAttenBlock
@@ -48,7 +51,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         seed: of the initial parameters.
     """
 
-    def __init__(self, config: DPA2Config, num_types: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, config: DPA2Config, num_types: int, dtype: torch.dtype, seed: int
+    ) -> None:
         super().__init__()
         options = self.options = config.repformer
         self.smooth = config.smooth
@@ -58,17 +63,26 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         self.rcut_smth = options.rcut_smth
         self.sel = int(options.nsel)
         self.act = activation(options.activation_function).value
-        self.pair_embedding = linear(1, options.g2_dim, dtype, seed_for("pair_embedding", seed))
+        self.pair_embedding = linear(
+            1, options.g2_dim, dtype, seed_for("pair_embedding", seed)
+        )
         self.layers = module_list(
             RepformerLayer(
-                options, last=n == options.nlayers - 1, dtype=dtype, seed=seed_for("layer", seed, n)
+                options,
+                last=n == options.nlayers - 1,
+                dtype=dtype,
+                seed=seed_for("layer", seed, n),
             )
             for n in range(options.nlayers)
         )
         self.add_normalisation((num_types, self.sel, 4), dtype)
 
     def features_and_vjp(
-        self, node: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
+        self,
+        node: Tensor,
+        neighborhood: Neighborhood,
+        batch: Batch,
+        dropped: Tensor | None,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
         """Return the features (A, C), and their vjp to ``node`` and the vectors (A, K, 3) float64.
 
@@ -82,7 +96,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         """
         rows, rows_vjp, around = self._inputs(neighborhood, batch, dropped)
         # with the default options of attention off, layers have a vjp that is faster than autograd
-        evaluated = self._written_out if self.layers[0].is_written_out else self._evaluated
+        evaluated = (
+            self._written_out if self.layers[0].is_written_out else self._evaluated
+        )
         features, features_vjp = evaluated(node, rows, around)
 
         def vjp(grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +108,11 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         return features, vjp
 
     def features_and_equivariants(
-        self, node: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
+        self,
+        node: Tensor,
+        neighborhood: Neighborhood,
+        batch: Batch,
+        dropped: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the features (A, C), and moments of pairs ``sum_k q w_k h_k g_k^T`` (A, G, 3)."""
         rows, _, around = self._inputs(neighborhood, batch, dropped)
@@ -127,7 +147,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         if not self.smooth:
             count = weight.sum(1, keepdim=True)
             per_neighbor = 1 / (COUNT_EPS + count)
-            per_moment = (1 / (COUNT_EPS + (count.sqrt() if root else count)))[..., None]
+            per_moment = (1 / (COUNT_EPS + (count.sqrt() if root else count)))[
+                ..., None
+            ]
         around = Surroundings(
             neighborhood.neighbor,
             neighborhood.reverse,
@@ -141,7 +163,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
 
         def vjp(by_rows: Tensor, by_weight: Tensor) -> Tensor:
             if self.options.direct_dist:
-                by_vector = (by_rows[..., 1:] + by_rows[..., :1] * vector / distance) * scale
+                by_vector = (
+                    by_rows[..., 1:] + by_rows[..., :1] * vector / distance
+                ) * scale
             else:
                 by_vector = rows_vjp(by_rows)
             # weights that are not smooth do not depend on the vectors
@@ -149,7 +173,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
 
         return rows, vjp, around
 
-    def _after_layers(self, node: Tensor, rows: Tensor, around: Surroundings) -> tuple[Tensor, ...]:
+    def _after_layers(
+        self, node: Tensor, rows: Tensor, around: Surroundings
+    ) -> tuple[Tensor, ...]:
         """Return features (A, C), channels (A, K, G) and vectors (A, K, 3) of pairs in the end."""
         pair, vectors = rows.split([1, 3], -1)
         node, pair = self.act(node), self.act(self.pair_embedding(pair))
@@ -175,7 +201,9 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         options = self.options
 
         def features(node: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-            node, pair, vectors = self._after_layers(node, rows, replace(around, weight=weight))
+            node, pair, vectors = self._after_layers(
+                node, rows, replace(around, weight=weight)
+            )
             # channels and vectors that no atom takes are tied by 0: in training with several ranks
             # every parameter must have a gradient
             if not (options.update_g1_has_conv or options.update_g1_has_grrg):
@@ -216,12 +244,15 @@ class Repformer(EnvironmentMatrix, UsesOperations):
             by_weight, by_sides = torch.zeros_like(weight), torch.zeros_like(sides)
             for layer_vjp in reversed(layer_vjps):
                 grad, by_pair, more_by_weight, more_by_sides = layer_vjp(grad, by_pair)
-                by_weight, by_sides = by_weight + more_by_weight, by_sides + more_by_sides
+                by_weight, by_sides = (
+                    by_weight + more_by_weight,
+                    by_sides + more_by_sides,
+                )
             by_radial = slope(by_pair, first_pair) @ self.pair_embedding.weight.T
             # layers return the gradient by w with the sides fixed, of which w is a factor as well
-            by_weight = by_weight + (by_sides * vectors * (around.per_moment * 3**-0.5)).sum(
-                -1, keepdim=True
-            )
+            by_weight = by_weight + (
+                by_sides * vectors * (around.per_moment * 3**-0.5)
+            ).sum(-1, keepdim=True)
             return (
                 slope(grad, first_node),
                 torch.cat([by_radial, by_sides * side_factor], -1),
@@ -275,13 +306,21 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         if config.repinit.use_three_body:
             most = int(config.repinit.three_body_sel)
             self.angles = SeTTebdBlock(
-                config.angle_block, most, num_types, self.dtype, seed_for("angles", start)
+                config.angle_block,
+                most,
+                num_types,
+                self.dtype,
+                seed_for("angles", start),
             )
             num_first += self.angles.dim_out
         self.to_repformer = None
         if num_first != later.g1_dim:
             self.to_repformer = linear(
-                num_first, later.g1_dim, self.dtype, seed_for("to_repformer", start), bias=False
+                num_first,
+                later.g1_dim,
+                self.dtype,
+                seed_for("to_repformer", start),
+                bias=False,
             )
             with torch.no_grad():
                 # DeePMD-kit draws this map with another spread than those of layers
@@ -289,16 +328,25 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         self.add_element = None
         if config.add_tebd_to_repinit_out:
             self.add_element = linear(
-                first.tebd_dim, later.g1_dim, self.dtype, seed_for("add_element", start), bias=False
+                first.tebd_dim,
+                later.g1_dim,
+                self.dtype,
+                seed_for("add_element", start),
+                bias=False,
             )
-        self.repformer = Repformer(config, num_types, self.dtype, seed_for("repformer", start))
+        self.repformer = Repformer(
+            config, num_types, self.dtype, seed_for("repformer", start)
+        )
         if not config.trainable:
             freeze(self, False)
         parts = (self.repinit, first), (self.repformer, later), (self.angles, first)
         # each part has an environment matrix of its own, which the data normalise
-        zero_means = [(part, options.set_davg_zero) for part, options in parts if part is not None]
+        zero_means = [
+            (part, options.set_davg_zero) for part, options in parts if part is not None
+        ]
         self.environments = [
-            EnvironmentStatistics(part, config.exclude_types, zero) for part, zero in zero_means
+            EnvironmentStatistics(part, config.exclude_types, zero)
+            for part, zero in zero_means
         ]
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
@@ -307,7 +355,8 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         # one function of the vectors instead of one of each block: a compiled graph leaks tensors
         # of torch.func where functions follow each other (torch 2.13)
         return with_vjp(
-            lambda vector: self._by_blocks(table, replace(batch, vector=vector))[0], batch.vector
+            lambda vector: self._by_blocks(table, replace(batch, vector=vector))[0],
+            batch.vector,
         )
 
     def _by_blocks(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
@@ -323,7 +372,10 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
             if self.to_repformer is not None:
                 by_node = by_node @ self.to_repformer.weight.T
             by_first = by_node.split([part.shape[1] for part in first.blocks], 1)
-            by_blocks = [block_vjp(by) for block_vjp, by in zip(first.vjps, by_first, strict=True)]
+            by_blocks = [
+                block_vjp(by)
+                for block_vjp, by in zip(first.vjps, by_first, strict=True)
+            ]
             # a block reads the first slots of the list, which is sorted by distance: (A, K of the
             # block, 3) is filled up with zeros
             width = batch.vector.shape[1]
@@ -340,7 +392,9 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         """Number of equivariant vectors of an atom."""
         return self.repformer.options.g2_dim
 
-    def _features_and_equivariants(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _features_and_equivariants(
+        self, table: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
         neighborhood = batch.within(self.repformer.rcut, self.repformer.sel)
         node = self._first(table, batch).node
         return self.repformer.features_and_equivariants(

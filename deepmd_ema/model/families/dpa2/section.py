@@ -64,12 +64,15 @@ class RepinitConfig:
         check=common.layer_widths,
         doc="Widths of the hidden layers of the embedding network of angles.",
     )
-    three_body_sel: int | str = common.sel_option("Most neighbors of an atom that form angles.", 40)
+    three_body_sel: int | str = common.sel_option(
+        "Most neighbors of an atom that form angles.", 40
+    )
     three_body_rcut: float = common.cutoff_option(
         4.0, "Cutoff radius of the angles, at most `rcut`."
     )
     three_body_rcut_smth: float = common.length_option(
-        0.5, "Distance from which 1/r is switched off smoothly towards `three_body_rcut`."
+        0.5,
+        "Distance from which 1/r is switched off smoothly towards `three_body_rcut`.",
     )
 
     def findings(self) -> Iterator[Finding]:
@@ -94,7 +97,9 @@ class RepinitConfig:
 class RepformerConfig:
     """Layers in which atoms and pairs of neighbors exchange their features."""
 
-    rcut: float = common.cutoff_option(doc="Cutoff radius of the messages, below `repinit.rcut`.")
+    rcut: float = common.cutoff_option(
+        doc="Cutoff radius of the messages, below `repinit.rcut`."
+    )
     rcut_smth: float = common.length_option(
         doc="Distance from which messages are switched off smoothly towards `rcut`."
     )
@@ -125,7 +130,9 @@ class RepformerConfig:
         doc="Whether an atom takes the scalar products of the moments of the features of its "
         "pairs.",
     )
-    update_g1_has_attn: bool = option(True, doc="Whether an atom attends to its neighbors.")
+    update_g1_has_attn: bool = option(
+        True, doc="Whether an atom attends to its neighbors."
+    )
     update_g2_has_g1g1: bool = option(
         True, doc="Whether a pair takes the product of the features of its atoms."
     )
@@ -198,7 +205,12 @@ class RepformerConfig:
         """Return the number of inputs of the layer of all terms."""
         # numbers, not booleans, from here: true counts as 1
         conv = self.update_g1_has_conv and not self.g1_out_conv
-        return (not self.g1_out_mlp) + self.update_g1_has_grrg + self.update_g1_has_drrd + conv
+        return (
+            (not self.g1_out_mlp)
+            + self.update_g1_has_grrg
+            + self.update_g1_has_drrd
+            + conv
+        )
 
     def findings(self) -> Iterator[Finding]:
         """Yield errors of options that contradict each other."""
@@ -212,7 +224,9 @@ class RepformerConfig:
             yield error("axis_neuron", text)
         if not self.terms:
             why = "the layer of all terms would have no input"
-            instead = "Set it to false, or update_g1_has_grrg or update_g1_has_drrd to true."
+            instead = (
+                "Set it to false, or update_g1_has_grrg or update_g1_has_drrd to true."
+            )
             yield error("g1_out_mlp", f" = true: {why}. {instead}")
 
     def unused_options(self) -> Iterator[Finding]:
@@ -221,7 +235,9 @@ class RepformerConfig:
         attends = self.update_g2_has_attn and self.nlayers > 1
         if self.nlayers == 1:
             for name in ("update_g2_has_g1g1", "update_g2_has_attn", "update_h2"):
-                yield unused(name, "pairs do not change in the last layer, and there is one")
+                yield unused(
+                    name, "pairs do not change in the last layer, and there is one"
+                )
         if not self.update_g1_has_attn:
             for name in ("attn1_hidden", "attn1_nhead"):
                 yield unused(name, "update_g1_has_attn is false")
@@ -231,10 +247,14 @@ class RepformerConfig:
         if not attends:
             # the only layer normalisation is behind that attention
             for name in ("trainable_ln", "ln_eps"):
-                yield unused(name, "channels of pairs have no attention, which is normalised")
+                yield unused(
+                    name, "channels of pairs have no attention, which is normalised"
+                )
         if not (self.update_g1_has_grrg or self.update_g1_has_drrd):
             for name in ("axis_neuron", "use_sqrt_nnei"):
-                yield unused(name, "update_g1_has_grrg and update_g1_has_drrd are false")
+                yield unused(
+                    name, "update_g1_has_grrg and update_g1_has_drrd are false"
+                )
         if not self.update_g1_has_conv:
             yield unused("g1_out_conv", "update_g1_has_conv is false")
         if self.direct_dist:
@@ -293,11 +313,18 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
         if first.use_three_body:
             if isinstance(later.nsel, str) and later.rcut >= first.three_body_rcut:
                 nsel = max(nsel, angles)
-            if isinstance(first.three_body_sel, str) and later.rcut <= first.three_body_rcut:
+            if (
+                isinstance(first.three_body_sel, str)
+                and later.rcut <= first.three_body_rcut
+            ):
                 angles = max(nsel, angles)
         if isinstance(first.nsel, str):
-            most = max(most, nsel + common.SEL_MULTIPLE, angles if first.use_three_body else 0)
-        return common.with_options(self, dict(zip(self.sel_options, (most, angles, nsel))))
+            most = max(
+                most, nsel + common.SEL_MULTIPLE, angles if first.use_three_body else 0
+            )
+        return common.with_options(
+            self, dict(zip(self.sel_options, (most, angles, nsel)))
+        )
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
         """Yield the numbers of neighbors of the parts that look less far."""
@@ -317,8 +344,14 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
             yield error("repformer.rcut", f" = {later.rcut:g}: expected {expected}.")
         # parts with a longer cutoff that have fewer neighbors, which DeePMD-kit refuses: in the
         # order of cutoffs, each is compared with the next
-        named = sorted((rcut, most, name) for name, rcut, most in self.inner_neighbors())
-        named += [(first.rcut, first.nsel, "repinit.nsel")] if isinstance(first.nsel, int) else []
+        named = sorted(
+            (rcut, most, name) for name, rcut, most in self.inner_neighbors()
+        )
+        named += (
+            [(first.rcut, first.nsel, "repinit.nsel")]
+            if isinstance(first.nsel, int)
+            else []
+        )
         for (_, fewer, name), (_, more, beyond) in pairwise(named):
             if fewer > more:
                 expected = f"at most {beyond} = {more}, which is within a larger cutoff"
@@ -333,7 +366,9 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
     def summary(self) -> str:
         """Return the main options as text."""
         first, later = self.repinit, self.repformer
-        angles = f", angles within {first.three_body_rcut:g}" if first.use_three_body else ""
+        angles = (
+            f", angles within {first.three_body_rcut:g}" if first.use_three_body else ""
+        )
         return (
             f"dpa2 (DPA-2), rcut {first.rcut:g} angstrom (smooth from {first.rcut_smth:g}), nsel "
             f"{first.nsel}, neuron {common.dashes(first.neuron)}{angles}, {later.nlayers} layers "
@@ -379,6 +414,7 @@ def _block(whole: DPA2Config, kind: type[Block], **changes: Any) -> Block:
     both = {f.name for f in fields(RepinitConfig)} & {f.name for f in fields(kind)}
     values = {name: getattr(whole.repinit, name) for name in both}
     values |= {
-        name: getattr(whole, name) for name in ("trainable", "exclude_types", "env_protection")
+        name: getattr(whole, name)
+        for name in ("trainable", "exclude_types", "env_protection")
     }
     return kind(**(values | changes))

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, Neighborhood
-from deepmd_ema.model.descriptor.env_statistics import EnvironmentMatrix, EnvironmentStatistics
+from deepmd_ema.model.descriptor.env_statistics import (
+    EnvironmentMatrix,
+    EnvironmentStatistics,
+)
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer, freeze, linear, module_list
@@ -86,7 +89,9 @@ class RepflowLayer(UsesOperations):
         angles_matter: the same of the angles.
     """
 
-    def __init__(self, config: DPA3Config, index: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, config: DPA3Config, index: int, dtype: torch.dtype, seed: int
+    ) -> None:
         super().__init__()
         options = config.repflow
         self.options, self.activation = options, activation(config.activation_function)
@@ -104,23 +109,35 @@ class RepflowLayer(UsesOperations):
         self.node_sym = linear((n + e) * options.axis_neuron, n, dtype, generator)
         self.node_edge = linear(2 * n + e, heads * n, dtype, generator)
         self.edge_self = linear(2 * n + e, e, dtype, generator)
-        self.node_update = Update(n, 2 + heads, options, dtype=dtype, seed=seed_for("node", seed))
+        self.node_update = Update(
+            n, 2 + heads, options, dtype=dtype, seed=seed_for("node", seed)
+        )
         # updates by the edge itself, and by its angles
         self.edge_update = Update(
-            e, 1 + options.update_angle, options, dtype=dtype, seed=seed_for("edge", seed)
+            e,
+            1 + options.update_angle,
+            options,
+            dtype=dtype,
+            seed=seed_for("edge", seed),
         )
         # a layer without angles has no parameters for them, as in DeePMD-kit
         if not options.update_angle:
             return
         n_part, e_part = options.n_angle_dim, options.e_angle_dim
         compressed = options.a_compress_rate > 0 and not options.a_compress_use_split
-        self.compress_node = linear(n, n_part, dtype, generator, bias=False) if compressed else None
-        self.compress_edge = linear(e, e_part, dtype, generator, bias=False) if compressed else None
+        self.compress_node = (
+            linear(n, n_part, dtype, generator, bias=False) if compressed else None
+        )
+        self.compress_edge = (
+            linear(e, e_part, dtype, generator, bias=False) if compressed else None
+        )
         # inputs a_ijk, n_i, e_ik and e_ij
         self.edge_angle = linear(a + n_part + 2 * e_part, e, dtype, generator)
         self.edge_angle_out = linear(e, e, dtype, generator)
         self.angle_self = linear(a + n_part + 2 * e_part, a, dtype, generator)
-        self.angle_update = Update(a, 1, options, dtype=dtype, seed=seed_for("angle", seed))
+        self.angle_update = Update(
+            a, 1, options, dtype=dtype, seed=seed_for("angle", seed)
+        )
 
     def idle_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of updates that have no effect."""
@@ -149,23 +166,39 @@ class RepflowLayer(UsesOperations):
             # angles, nodes
             to_node, to_edge = ends.split(widths, -1)
             for_node, for_edge = edge_weight.split(widths, 1)
-            edge = edge + self.edge_update.factors[0] * self._act(to_edge + edge @ for_edge)
+            edge = edge + self.edge_update.factors[0] * self._act(
+                to_edge + edge @ for_edge
+            )
             seen = self._seen_by_angles(node, edge, geometry)
-            angle = self.angle_update(angle, self._angle_messages([self.angle_self], angle, *seen))
+            angle = self.angle_update(
+                angle, self._angle_messages([self.angle_self], angle, *seen)
+            )
             (message,) = self._angle_messages([self.edge_angle], angle, *seen)
-            edge = edge + self.edge_update.factors[1] * self._from_angles(message, edge, geometry)
+            edge = edge + self.edge_update.factors[1] * self._from_angles(
+                message, edge, geometry
+            )
             message = self._act(to_node + edge @ for_node)
-            return self._updated_node(node, neighbor, edge, message, geometry), edge, angle
+            return (
+                self._updated_node(node, neighbor, edge, message, geometry),
+                edge,
+                angle,
+            )
         # all messages see the nodes, edges and angles of the layer before: one product for both
-        messages = self._act(ends + edge @ edge_weight).split(widths[: 1 + self.edges_matter], -1)
+        messages = self._act(ends + edge @ edge_weight).split(
+            widths[: 1 + self.edges_matter], -1
+        )
         to_node, *edge_messages = messages
         new_node = self._updated_node(node, neighbor, edge, to_node, geometry)
         if self.options.update_angle and (self.edges_matter or self.angles_matter):
-            layers = [self.edge_angle] * self.edges_matter + [self.angle_self] * self.angles_matter
+            layers = [self.edge_angle] * self.edges_matter + [
+                self.angle_self
+            ] * self.angles_matter
             seen = self._seen_by_angles(node, edge, geometry)
             angle_messages = self._angle_messages(layers, angle, *seen)
             if self.edges_matter:
-                edge_messages.append(self._from_angles(angle_messages[0], edge, geometry))
+                edge_messages.append(
+                    self._from_angles(angle_messages[0], edge, geometry)
+                )
             if self.angles_matter:
                 angle = self.angle_update(angle, angle_messages[-1:])
         if self.edges_matter:
@@ -196,7 +229,12 @@ class RepflowLayer(UsesOperations):
         return neighbor, ends, edge_weight
 
     def _updated_node(
-        self, node: Tensor, neighbor: Tensor, edge: Tensor, message: Tensor, geometry: Geometry
+        self,
+        node: Tensor,
+        neighbor: Tensor,
+        edge: Tensor,
+        message: Tensor,
+        geometry: Geometry,
     ) -> Tensor:
         """Return the nodes (A, N) after their messages; ``message`` (A, K, C) is that of edges."""
         options = self.options
@@ -205,7 +243,9 @@ class RepflowLayer(UsesOperations):
             for x in (edge, neighbor)
         ]
         # (A, 2 N), two messages that are activated at once
-        from_node = torch.cat([self.node_self(node), self.node_sym(torch.cat(symmetric, -1))], 1)
+        from_node = torch.cat(
+            [self.node_self(node), self.node_sym(torch.cat(symmetric, -1))], 1
+        )
         # the switch over e_norm is the weight of an edge
         from_edges = torch.bmm(geometry.edge_switch[:, None], message).squeeze(1)
         messages = [
@@ -222,7 +262,9 @@ class RepflowLayer(UsesOperations):
         edge = edge[:, : geometry.has_angles.shape[1]]
         if self.compress_node is not None and self.compress_edge is not None:
             return self.compress_node(node), self.compress_edge(edge)
-        return node[..., : self.options.n_angle_dim], edge[..., : self.options.e_angle_dim]
+        return node[..., : self.options.n_angle_dim], edge[
+            ..., : self.options.e_angle_dim
+        ]
 
     def _angle_messages(
         self, layers: Sequence[Layer], angle: Tensor, node: Tensor, edge: Tensor
@@ -313,14 +355,20 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         self.edge_embedding = linear(1, flow.e_dim, self.dtype, generator)
         self.angle_embedding = linear(1, flow.a_dim, self.dtype, generator, bias=False)
         self.layers = module_list(
-            RepflowLayer(config, index, self.dtype, seed_for("repflow", self.start, index))
+            RepflowLayer(
+                config, index, self.dtype, seed_for("repflow", self.start, index)
+            )
             for index in range(flow.nlayers)
         )
         # the first angles act on nodes in the second layer, or at once if updates are sequential
-        self.has_angles = flow.update_angle and (flow.sequential_update or flow.nlayers >= 2)
+        self.has_angles = flow.update_angle and (
+            flow.sequential_update or flow.nlayers >= 2
+        )
         freeze(self, config.trainable)
         # fix_stat_std is the spread of all columns; 0 measures them
-        self.add_normalisation((num_types, self.sel, 4), self.dtype, flow.fix_stat_std or 1.0)
+        self.add_normalisation(
+            (num_types, self.sel, 4), self.dtype, flow.fix_stat_std or 1.0
+        )
         self.rcut = flow.e_rcut
         self.rcut_smth = flow.e_rcut_smth
         self.protection = config.env_protection
@@ -341,19 +389,27 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         """Number of equivariant vectors of an atom."""
         return self.flow.e_dim
 
-    def _features_and_equivariants(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _features_and_equivariants(
+        self, table: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
         # equivariant vectors are made of the last edges, so that those of all layers are updated
         for number, layer in enumerate(self.layers, 1):
             layer.edges_matter = True
             layer.angles_matter |= number < len(self.layers)
         self.has_angles = self.flow.update_angle
         numbers = self._numbers(batch)
-        node, edge, weighted = self._nodes_and_edges(numbers.values, numbers, table, batch)
+        node, edge, weighted = self._nodes_and_edges(
+            numbers.values, numbers, table, batch
+        )
         # weighted rows have the factor 3^-1/2 of symmetrised products, which vectors do not have
         return node, torch.bmm(edge.transpose(1, 2), weighted) * 3**0.5
 
     def _nodes_and_edges(
-        self, values: Sequence[Tensor], numbers: EdgeNumbers, table: Tensor, batch: Batch
+        self,
+        values: Sequence[Tensor],
+        numbers: EdgeNumbers,
+        table: Tensor,
+        batch: Batch,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return nodes (A, N), edges (A, K, E), and weighted rows (A, K, 3) of the edges.
 
@@ -410,7 +466,11 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         is_angle = nn.functional.pad(has_angles, (0, mask.shape[1] - num_with_angles))
 
         distance = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
-        switch = exponential_switch_and_derivative if flow.use_exp_switch else switch_and_derivative
+        switch = (
+            exponential_switch_and_derivative
+            if flow.use_exp_switch
+            else switch_and_derivative
+        )
         weight, dweight = switch(distance, self.rcut, self.rcut_smth)
         inverse = (distance + self.protection).reciprocal()
         # the environment matrix (s, c x, c y, c z) and derivatives by the distance, each (A, K, 1)
@@ -445,7 +505,13 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
             value * factor for value in switch(distance, flow.a_rcut, flow.a_rcut_smth)
         )
 
-        values = [first, angular * weight, weight / flow.e_norm, direction, angle_switch]
+        values = [
+            first,
+            angular * weight,
+            weight / flow.e_norm,
+            direction,
+            angle_switch,
+        ]
         # derivatives of these along the distance (A, K, 8), but that of the edge switch
         slopes = torch.cat([dfirst, dweighted, -direction * inverse, dangle_switch], -1)
         dedge_switch = dweight / flow.e_norm
@@ -453,12 +519,16 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
 
         def vjp(*grads: Tensor) -> Tensor:
             by_first, by_weighted, by_switch, by_direction, by_angle_switch = grads
-            by_values = torch.cat([by_first, by_weighted, by_direction, by_angle_switch], -1)
+            by_values = torch.cat(
+                [by_first, by_weighted, by_direction, by_angle_switch], -1
+            )
             # products of whole rows: a part of a row would be multiplied, in the derivative, one
             # atom at a time on a CPU
             along = (by_values * slopes).sum(-1, keepdim=True)
             along = torch.addcmul(along, by_switch, dedge_switch)
-            by_vector = torch.addcmul(by_weighted * weighted_factor, by_direction, direction_factor)
+            by_vector = torch.addcmul(
+                by_weighted * weighted_factor, by_direction, direction_factor
+            )
             return torch.addcmul(by_vector, along, unit)
 
         return EdgeNumbers(values, vjp, neighborhood, has_angles)

@@ -27,7 +27,9 @@ from deepmd_ema.findings import Finding, error, inside, unused
 from deepmd_ema.model.families.dpa2.section import RepformerConfig
 
 # widths of tensors, which a mistyped number must not fill the memory with
-_width = Check(lambda v: 0 < v <= common.MAX_SIZE, f"a whole number from 1 to {common.MAX_SIZE:,}")
+_width = Check(
+    lambda v: 0 < v <= common.MAX_SIZE, f"a whole number from 1 to {common.MAX_SIZE:,}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +43,21 @@ class RepflowConfig:
     }
 
     # names of DeePMD-kit: n, e and a for nodes, edges and angles
-    n_dim: int = option(128, check=_width, doc="Numbers of a node, the features of an atom.")
+    n_dim: int = option(
+        128, check=_width, doc="Numbers of a node, the features of an atom."
+    )
     e_dim: int = option(
         64, check=_width, doc="Numbers of an edge, the features of a pair of atoms."
     )
     a_dim: int = option(
-        64, check=_width, doc="Numbers of an angle, the features of two neighbors of an atom."
+        64,
+        check=_width,
+        doc="Numbers of an angle, the features of two neighbors of an atom.",
     )
     nlayers: int = option(
-        6, check=positive_int, doc="Number of layers. One layer sees as far as `e_rcut`, two twice."
+        6,
+        check=positive_int,
+        doc="Number of layers. One layer sees as far as `e_rcut`, two twice.",
     )
     e_rcut: float = common.cutoff_option(doc="Cutoff radius of edges.")
     e_rcut_smth: float = common.length_option(
@@ -103,9 +111,13 @@ class RepflowConfig:
     # as the options of the repformer, with the defaults of DPA-3
     update_style: str = redefined(RepformerConfig, "update_style", "res_residual")
     update_residual: float = option(
-        0.1, check=not_negative, doc="Size of the trained numbers of `res_residual` at the start."
+        0.1,
+        check=not_negative,
+        doc="Size of the trained numbers of `res_residual` at the start.",
     )
-    update_residual_init: str = redefined(RepformerConfig, "update_residual_init", "const")
+    update_residual_init: str = redefined(
+        RepformerConfig, "update_residual_init", "const"
+    )
     smooth_edge_update: bool = option(
         False,
         doc="Whether an edge without angles gets nothing from them. False gives it itself, as in "
@@ -130,7 +142,9 @@ class RepflowConfig:
         "`e_sel` (angles alike), so that `e_sel` and `a_sel` may be far more than needed. "
         "Needs `smooth_edge_update`.",
     )
-    sel_reduce_factor: float = option(10.0, check=positive, doc="See `use_dynamic_sel`.")
+    sel_reduce_factor: float = option(
+        10.0, check=positive, doc="See `use_dynamic_sel`."
+    )
     sequential_update: bool = option(
         False,
         doc="Whether each update of a layer sees the ones before it: edges, angles, edges by "
@@ -160,7 +174,9 @@ class RepflowConfig:
     def n_angle_dim(self) -> int:
         """Numbers of a node that angles see."""
         # compressed or split numbers; without compression angles see all
-        return self.a_dim // self.a_compress_rate if self.a_compress_rate else self.n_dim
+        return (
+            self.a_dim // self.a_compress_rate if self.a_compress_rate else self.n_dim
+        )
 
     @property
     def e_angle_dim(self) -> int:
@@ -177,18 +193,28 @@ class RepflowConfig:
         if self.a_rcut > self.e_rcut:
             expected = f"at most e_rcut = {self.e_rcut:g} (angstrom)"
             yield error("a_rcut", f" = {self.a_rcut:g}: expected {expected}.")
-        if isinstance(self.a_sel, int) and isinstance(self.e_sel, int) and self.a_sel > self.e_sel:
-            yield error("a_sel", f" = {self.a_sel}: expected at most e_sel = {self.e_sel}.")
+        if (
+            isinstance(self.a_sel, int)
+            and isinstance(self.e_sel, int)
+            and self.a_sel > self.e_sel
+        ):
+            yield error(
+                "a_sel", f" = {self.a_sel}: expected at most e_sel = {self.e_sel}."
+            )
         for name in ("e_rcut_smth", "a_rcut_smth"):
             # its exponent is divided by the length where it begins
             if self.use_exp_switch and getattr(self, name) == 0:
-                yield error(name, " = 0: use_exp_switch divides by it. Expected a number > 0.")
+                yield error(
+                    name, " = 0: use_exp_switch divides by it. Expected a number > 0."
+                )
         if self.use_dynamic_sel and not self.smooth_edge_update:
             yield error("use_dynamic_sel", " = true: needs smooth_edge_update = true.")
         # it multiplies each message by the trained numbers of its own
         if self.sequential_update and self.update_style != "res_residual":
             needs = 'needs update_style = "res_residual"'
-            yield error("sequential_update", f' = true: {needs}, not "{self.update_style}".')
+            yield error(
+                "sequential_update", f' = true: {needs}, not "{self.update_style}".'
+            )
         if self.sequential_update and not self.update_angle:
             yield error("sequential_update", " = true: needs update_angle = true.")
         yield from self._width_findings()
@@ -228,7 +254,9 @@ class RepflowConfig:
             edges = ("e_dim", self.e_dim, self.e_angle_dim)
             for name, width, least in (nodes, edges):
                 if width < least:
-                    expected = f"at least {least}, the first numbers of it that angles see"
+                    expected = (
+                        f"at least {least}, the first numbers of it that angles see"
+                    )
                     yield error(name, f" = {width}: expected {expected}.")
 
 
@@ -251,7 +279,9 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions, NeighborLists):
     vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'
 
     repflow: RepflowConfig = option(doc="Layers of the descriptor.")
-    concat_output_tebd: bool = redefined(TypeEmbeddedOptions, "concat_output_tebd", False)
+    concat_output_tebd: bool = redefined(
+        TypeEmbeddedOptions, "concat_output_tebd", False
+    )
     activation_function: ActivationName = common.activation_option(
         ActivationName("silu"), "Activation function of all layers."
     )
@@ -271,7 +301,9 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions, NeighborLists):
     def summary(self) -> str:
         """Return the main options as text."""
         flow = self.repflow
-        angles = f"angles of {flow.a_dim} within {flow.a_rcut:g} angstrom (sel {flow.a_sel})"
+        angles = (
+            f"angles of {flow.a_dim} within {flow.a_rcut:g} angstrom (sel {flow.a_sel})"
+        )
         return (
             f"dpa3 (DPA-3), {flow.nlayers} layers, nodes of {flow.n_dim}, edges of {flow.e_dim} "
             f"within {flow.e_rcut:g} angstrom (sel {flow.e_sel}), "

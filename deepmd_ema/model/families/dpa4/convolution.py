@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.model.families.dpa4.frames import Edges, Frames, Mixing, RadialMixer, pair_places
+from deepmd_ema.model.families.dpa4.frames import (
+    Edges,
+    Frames,
+    Mixing,
+    RadialMixer,
+    pair_places,
+)
 from deepmd_ema.model.families.dpa4.grids import GridNet, GridOptions
 from deepmd_ema.model.families.dpa4.layers import (
     ALMOST_NONE,
@@ -28,7 +34,10 @@ from deepmd_ema.model.families.dpa4.layers import (
     StreamLinear,
     by_degree,
 )
-from deepmd_ema.model.families.dpa4.rotations import num_coefficients, truncation_factors
+from deepmd_ema.model.families.dpa4.rotations import (
+    num_coefficients,
+    truncation_factors,
+)
 from deepmd_ema.model.nn.layers import module_list
 
 if TYPE_CHECKING:
@@ -55,19 +64,25 @@ class Convolution(nn.Module):
         source: of the initial parameters.
     """
 
-    def __init__(self, config: DPA4Config, lmax: int, mmax: int, source: Source) -> None:
+    def __init__(
+        self, config: DPA4Config, lmax: int, mmax: int, source: Source
+    ) -> None:
         super().__init__()
         self.streams, width = config.n_focus, config.focus_dim or config.channels
         wide, bias = self.streams * width, config.mlp_bias
         self.frames = Frames(lmax, mmax, source.dtype)
         self.mixing = Mixing(config, self.frames, source.part("mixing"))
         self.attention = (
-            Attention(config, lmax, wide, source.part("attention")) if config.n_atten_head else None
+            Attention(config, lmax, wide, source.part("attention"))
+            if config.n_atten_head
+            else None
         )
         # radial numbers have C channels; streams of another width need a map of them
         needs_map = wide != config.channels
         self.radial_hidden_proj = (
-            StreamLinear(config.channels, wide, source.part("radial")) if needs_map else None
+            StreamLinear(config.channels, wide, source.part("radial"))
+            if needs_map
+            else None
         )
         self.radial_degree_mixer: RadialMixer | None = None
         if config.radial_so2_mode != "none":
@@ -84,9 +99,16 @@ class Convolution(nn.Module):
             place: int, part: str, order: int, places: Sequence[int], on_rotations: bool
         ) -> GridNet:
             operation = config.grid_operation(place)
-            options = GridOptions(lmax, order, kmax if on_rotations else None, places, *operation)
+            options = GridOptions(
+                lmax, order, kmax if on_rotations else None, places, *operation
+            )
             return GridNet(
-                width, options, source.part(part), streams=self.streams, bias=bias, is_cross=True
+                width,
+                options,
+                source.part(part),
+                streams=self.streams,
+                bias=bias,
+                is_cross=True,
             )
 
         self.node_wise_grid_product: GridNet | None = None
@@ -121,7 +143,11 @@ class Convolution(nn.Module):
         """Return the messages (D, A, C) to atoms from their coefficients (D, A, C)."""
         x = self.pre_focus_mix(x)
         by_atom = x.transpose(0, 1).contiguous()  # (A, D, W), whose rows neighbors read
-        out = self._summed(by_atom, edges) if self.needs_frame else self._scaled(by_atom, edges)
+        out = (
+            self._summed(by_atom, edges)
+            if self.needs_frame
+            else self._scaled(by_atom, edges)
+        )
         if self.attention is not None:
             out = self.attention.gated(out, x)
         if self.message_node_grid_product is not None:
@@ -133,12 +159,18 @@ class Convolution(nn.Module):
     @property
     def _projection(self) -> Tensor | None:
         """The map of radial numbers (C, W), or None where W is C."""
-        return None if self.radial_hidden_proj is None else self.radial_hidden_proj.weight
+        return (
+            None if self.radial_hidden_proj is None else self.radial_hidden_proj.weight
+        )
 
     def _radial(self, edges: Edges) -> Tensor:
         """Return the radial numbers (E, L + 1, W)."""
         radial = edges.radial.values(self.frames.lmax)
-        return radial if self.radial_hidden_proj is None else self.radial_hidden_proj(radial)
+        return (
+            radial
+            if self.radial_hidden_proj is None
+            else self.radial_hidden_proj(radial)
+        )
 
     def _summed(self, x: Tensor, edges: Edges) -> Tensor:
         """Return (D, A, W), weighted sums of coefficients that are mixed in the frames of pairs.
@@ -153,7 +185,9 @@ class Convolution(nn.Module):
         else:
             mixed = self.radial_degree_mixer(x, self._projection, rows, edges)
         if self.node_wise_grid_product is not None:
-            mixed = mixed + self._times_centre(self.node_wise_grid_product, mixed, x, rows, edges)
+            mixed = mixed + self._times_centre(
+                self.node_wise_grid_product, mixed, x, rows, edges
+            )
         mixed = self.mixing(mixed, self._projection, edges)
         if self.attention is not None:
             mixed = self.attention.mapped(mixed, self.frames)
@@ -166,8 +200,12 @@ class Convolution(nn.Module):
         # rotation back (the transposed matrix) and sum over neighbors in one product for each atom:
         # (A, D, S R) times (A, S R, W)
         num_atoms, slots = edges.neighbor.shape
-        back = rows.view(num_atoms, slots * rows.shape[1], rows.shape[2]).transpose(1, 2)
-        out = torch.bmm(back, mixed.reshape(num_atoms, slots * mixed.shape[1], mixed.shape[2]))
+        back = rows.view(num_atoms, slots * rows.shape[1], rows.shape[2]).transpose(
+            1, 2
+        )
+        out = torch.bmm(
+            back, mixed.reshape(num_atoms, slots * mixed.shape[1], mixed.shape[2])
+        )
         return out.transpose(0, 1).contiguous() * self._enlarged
 
     def _scaled(self, x: Tensor, edges: Edges) -> Tensor:
@@ -179,7 +217,11 @@ class Convolution(nn.Module):
             sent = _times(sent, share[..., None])
         if self.attention is not None:
             for linear in (self.attention.attn_focus_mix, self.attention.attn_v_proj):
-                sent = sent if linear is None else linear(sent.transpose(0, 1)).transpose(0, 1)
+                sent = (
+                    sent
+                    if linear is None
+                    else linear(sent.transpose(0, 1)).transpose(0, 1)
+                )
         weighted = _times(sent, self._weights(x, edges))
         messages = weighted.view(*edges.neighbor.shape, *sent.shape[1:])  # (A, S, D, W)
         return messages.sum(1).transpose(0, 1).contiguous()
@@ -192,20 +234,27 @@ class Convolution(nn.Module):
         # the coefficients of the centre in the frames of all its pairs, one product for each atom
         turns = rows.view(num_atoms, slots * rows.shape[1], rows.shape[2])
         centre = torch.bmm(turns, x).view(mixed.shape)
-        both = (part.unflatten(-1, (self.streams, -1)).transpose(0, 1) for part in (mixed, centre))
+        both = (
+            part.unflatten(-1, (self.streams, -1)).transpose(0, 1)
+            for part in (mixed, centre)
+        )
         out: Tensor = product(*both)
         return out.flatten(2).transpose(0, 1)
 
     def _weights(self, x: Tensor, edges: Edges) -> Tensor:
         """Return the weights of the pairs (E, G, H)."""
         if self.attention is not None:
-            return self.attention.weights(x[:, 0], self._projection, edges).flatten(0, 1)
+            return self.attention.weights(x[:, 0], self._projection, edges).flatten(
+                0, 1
+            )
         return (edges.weight * edges.scale[:, None]).view(-1, 1, 1)
 
 
 def _times(values: Tensor, factors: Tensor) -> Tensor:
     """Return values (N, rows, W) times factors (N, G, H) of the channels of groups and heads."""
-    return (values.unflatten(-1, (*factors.shape[1:], -1)) * factors[:, None, ..., None]).flatten(2)
+    return (
+        values.unflatten(-1, (*factors.shape[1:], -1)) * factors[:, None, ..., None]
+    ).flatten(2)
 
 
 class Attention(nn.Module):
@@ -218,28 +267,43 @@ class Attention(nn.Module):
         source: of the initial parameters.
     """
 
-    def __init__(self, config: DPA4Config, lmax: int, wide: int, source: Source) -> None:
+    def __init__(
+        self, config: DPA4Config, lmax: int, wide: int, source: Source
+    ) -> None:
         super().__init__()
         self.heads, self.eps = config.n_atten_head, config.eps
         self.groups = 1 if config.atten_f_mix else config.n_focus
         width = wide // self.groups
         self.attn_qk_norm = ScalarNorm((self.groups, width), self.eps, source)
-        self.attn_q_proj = StreamLinear(width, width, source.part("query"), streams=self.groups)
-        self.attn_k_proj = StreamLinear(width, width, source.part("key"), streams=self.groups)
+        self.attn_q_proj = StreamLinear(
+            width, width, source.part("query"), streams=self.groups
+        )
+        self.attn_k_proj = StreamLinear(
+            width, width, source.part("key"), streams=self.groups
+        )
         self.attn_focus_mix = (
-            DegreeLinear(lmax, wide, wide, source.part("mix")) if config.atten_f_mix else None
+            DegreeLinear(lmax, wide, wide, source.part("mix"))
+            if config.atten_f_mix
+            else None
         )
         # maps of the values before the sum, and of the sum
         self.attn_v_proj, self.attn_o_proj = (
             DegreeLinear(lmax, width, width, source.part(part), streams=self.groups)
             if is_used
             else None
-            for part, is_used in (("value", config.atten_v_proj), ("out", config.atten_o_proj))
+            for part, is_used in (
+                ("value", config.atten_v_proj),
+                ("out", config.atten_o_proj),
+            )
         )
-        self.adamw_attn_logit_w = source.normal("logit", (width, self.groups, self.heads), SMALL)
+        self.adamw_attn_logit_w = source.normal(
+            "logit", (width, self.groups, self.heads), SMALL
+        )
         self.adamw_attn_z_bias_raw = source.filled((self.groups, self.heads), Z_BIAS)
         self.attn_output_gate_norm = ScalarNorm((self.groups, width), self.eps, source)
-        self.adamw_attn_gate_w = source.normal("gate", (width, self.groups, self.heads), SMALL)
+        self.adamw_attn_gate_w = source.normal(
+            "gate", (width, self.groups, self.heads), SMALL
+        )
 
     def weights(self, scalar: Tensor, project: Tensor | None, edges: Edges) -> Tensor:
         """Return the weights of the neighbors (A, S, G, H).
@@ -253,12 +317,18 @@ class Attention(nn.Module):
         query, key = self.attn_q_proj(normed), self.attn_k_proj(normed)
         keys = edges.sent(key.flatten(1))
         products = (
-            (query.flatten(1)[:, None] * keys).unflatten(-1, (self.groups, self.heads, -1)).sum(-1)
+            (query.flatten(1)[:, None] * keys)
+            .unflatten(-1, (self.groups, self.heads, -1))
+            .sum(-1)
         )
         # logits have a bias by the radial numbers of degree 0; channels of a group act on its heads
         radial_map = torch.block_diag(*self.adamw_attn_logit_w.unbind(1))  # (W, G H)
-        bias = edges.radial.map((radial_map if project is None else project @ radial_map)[None])
-        logits = products * (query.shape[-1] // self.heads) ** -0.5 + bias.view(products.shape)
+        bias = edges.radial.map(
+            (radial_map if project is None else project @ radial_map)[None]
+        )
+        logits = products * (query.shape[-1] // self.heads) ** -0.5 + bias.view(
+            products.shape
+        )
         # beside the neighbors there is a mass of nothing in the softmax. Masses of neighbors have
         # the envelope as a factor, so that all weights go to 0 with it
         nothing = nn.functional.softplus(self.adamw_attn_z_bias_raw) + self.eps
@@ -286,8 +356,12 @@ class Attention(nn.Module):
         """Return the sums of attention (D, A, W) times a factor of each head."""
         # degree 0 of the atom, (A, G, channels)
         scalars = self.attn_output_gate_norm(x[0].unflatten(-1, (self.groups, -1)))
-        gate = torch.sigmoid(torch.einsum("agi,igh->agh", scalars, self.adamw_attn_gate_w))
-        out = (out.unflatten(-1, (self.groups, self.heads, -1)) * gate[..., None]).flatten(2)
+        gate = torch.sigmoid(
+            torch.einsum("agi,igh->agh", scalars, self.adamw_attn_gate_w)
+        )
+        out = (
+            out.unflatten(-1, (self.groups, self.heads, -1)) * gate[..., None]
+        ).flatten(2)
         return out if self.attn_o_proj is None else self.attn_o_proj(out)
 
 
@@ -306,7 +380,12 @@ class FeedForward(nn.Module):
     """
 
     def __init__(
-        self, config: DPA4Config, lmax: int, hidden: int, grid: GridOptions | None, source: Source
+        self,
+        config: DPA4Config,
+        lmax: int,
+        hidden: int,
+        grid: GridOptions | None,
+        source: Source,
     ) -> None:
         super().__init__()
         channels, bias = config.channels, config.mlp_bias
@@ -314,10 +393,16 @@ class FeedForward(nn.Module):
         self.has_two = grid is not None or config.glu_activation
         wide = hidden * (1 if grid is None else grid.num_frames)
         self.so3_linear_1 = DegreeLinear(
-            lmax, channels, wide * (2 if self.has_two else 1), source.part("first"), bias=bias
+            lmax,
+            channels,
+            wide * (2 if self.has_two else 1),
+            source.part("first"),
+            bias=bias,
         )
         self.act: nn.Module = (
-            DegreeGate(lmax, hidden, config.activation_function, source.part("gate"), bias=bias)
+            DegreeGate(
+                lmax, hidden, config.activation_function, source.part("gate"), bias=bias
+            )
             if grid is None
             else GridNet(hidden, grid, source.part("grid"), bias=bias)
         )
@@ -357,7 +442,9 @@ class Block(nn.Module):
         before_network, after_network = config.sandwich_norm[2:]
 
         def norm(wanted: bool, degree: int, eps: float = NORM_EPS) -> nn.Module:
-            return DegreeNorm(degree, channels, eps, source) if wanted else nn.Identity()
+            return (
+                DegreeNorm(degree, channels, eps, source) if wanted else nn.Identity()
+            )
 
         self.pre_so2_norm = norm(before, lmax)
         # without norms of pairs (edge_norm), a small message keeps its size: it is divided by 1 or
@@ -365,13 +452,19 @@ class Block(nn.Module):
         self.post_so2_norm = norm(after, lmax, NORM_EPS if config.edge_norm else 1.0)
         self.so2_conv = Convolution(config, lmax, mmax, source.part("convolution"))
         networks = range(config.ffn_blocks)
-        self.pre_ffn_norms = nn.ModuleList(norm(before_network, atom_lmax) for _ in networks)
-        self.post_ffn_norms = nn.ModuleList(norm(after_network, atom_lmax) for _ in networks)
+        self.pre_ffn_norms = nn.ModuleList(
+            norm(before_network, atom_lmax) for _ in networks
+        )
+        self.post_ffn_norms = nn.ModuleList(
+            norm(after_network, atom_lmax) for _ in networks
+        )
         places = range(num_coefficients(atom_lmax))
         grid: GridOptions | None = None
         if config.ffn_so3_grid or config.s2_activation[1]:
             kmax = min(config.kmax, lmax) if config.ffn_so3_grid else None
-            grid = GridOptions(atom_lmax, atom_lmax, kmax, places, *config.grid_operation(2))
+            grid = GridOptions(
+                atom_lmax, atom_lmax, kmax, places, *config.grid_operation(2)
+            )
         hidden = config.hidden_width(config.glu_activation or grid is not None)
         self.ffns = module_list(
             FeedForward(config, atom_lmax, hidden, grid, source.part("network", k))

@@ -60,17 +60,25 @@ class Radial:
     def map(self, weight: Tensor) -> Tensor:
         """Return (E, O), products with ``weight`` (L' + 1, C, O), L' <= L, summed over degrees."""
         # maps are multiplied first: H and T are small, and E is the number of all pairs
-        hidden_map = torch.einsum("hlc,lco->ho", self.last[:, : len(weight)], weight)  # (H, O)
+        hidden_map = torch.einsum(
+            "hlc,lco->ho", self.last[:, : len(weight)], weight
+        )  # (H, O)
         # the embeddings are added to the numbers of every degree
         type_map = self.table @ weight.sum(0)  # (T, O)
-        element_terms = (self.atom_type @ type_map)[:, None] + self.neighbor_type @ type_map
+        element_terms = (self.atom_type @ type_map)[
+            :, None
+        ] + self.neighbor_type @ type_map
         return torch.addmm(element_terms.flatten(0, 1), self.hidden, hidden_map)
 
     def values(self, lmax: int) -> Tensor:
         """Return the numbers of the degrees up to ``lmax`` (E, lmax + 1, C)."""
         table = self.table
-        element_terms = (self.atom_type @ table)[:, None] + self.neighbor_type @ table  # (A, S, C)
-        hidden_terms = torch.einsum("eh,hlc->elc", self.hidden, self.last[:, : lmax + 1])
+        element_terms = (self.atom_type @ table)[
+            :, None
+        ] + self.neighbor_type @ table  # (A, S, C)
+        hidden_terms = torch.einsum(
+            "eh,hlc->elc", self.hidden, self.last[:, : lmax + 1]
+        )
         return hidden_terms + element_terms.flatten(0, 1)[:, None]
 
 
@@ -101,13 +109,15 @@ class Edges:
 
     def sent(self, values: Tensor) -> Tensor:
         """Return the values of neighbors (A, S, ...) from those of atoms (A, ...)."""
-        return gather_neighbors(values.flatten(1), self.neighbor, self.reverse).unflatten(
-            -1, values.shape[1:]
-        )
+        return gather_neighbors(
+            values.flatten(1), self.neighbor, self.reverse
+        ).unflatten(-1, values.shape[1:])
 
     def turned(self, matrices: Tensor, x: Tensor) -> Tensor:
         """Return (E, R, W), matrices of pairs (E, R, D) times those of neighbors (A, D, W)."""
-        if not self.reverse.shape[1]:  # a batch from inside of an exported graph has no reverse
+        if not self.reverse.shape[
+            1
+        ]:  # a batch from inside of an exported graph has no reverse
             return torch.bmm(matrices, self.sent(x).flatten(0, 1))
         # pairs are sorted by their neighbor, so that there is one product of matrices for each atom
         # instead of a small one for each pair
@@ -120,7 +130,9 @@ class Edges:
         products = torch.bmm(by_neighbor.view(num_atoms, most * rows, columns), x)
         # the order of pairs is that of the slots again
         back = gather_neighbors(
-            products.view(num_atoms * most, rows * width), self.place, self.reverse.reshape(-1, 1)
+            products.view(num_atoms * most, rows * width),
+            self.place,
+            self.reverse.reshape(-1, 1),
         )
         return back.view(matrices.shape[0], rows, width)
 
@@ -140,7 +152,11 @@ def pair_degrees(lmax: int, mmax: int) -> list[int]:
 
 def pair_places(lmax: int, mmax: int) -> list[int]:
     """Return the numbers of the R coefficients among all D."""
-    return [degree * (degree + 1) + m for m in orders(mmax) for degree in range(abs(m), lmax + 1)]
+    return [
+        degree * (degree + 1) + m
+        for m in orders(mmax)
+        for degree in range(abs(m), lmax + 1)
+    ]
 
 
 class Frames(nn.Module):
@@ -166,7 +182,9 @@ class Frames(nn.Module):
     def of_order(self, edges: Edges, m: int) -> Tensor:
         """Return the elements of the Wigner matrices in rows -m and m (E, 2, D); (E, 1, D) of 0."""
         # rows are 0, -1, 1, ...; a block may have a smaller degree than the largest of all blocks
-        return edges.rotation[:, max(0, 2 * m - 1) : 2 * m + 1, : num_coefficients(self.lmax)]
+        return edges.rotation[
+            :, max(0, 2 * m - 1) : 2 * m + 1, : num_coefficients(self.lmax)
+        ]
 
     def rows(self, edges: Edges) -> Tensor:
         """Return the rows of the Wigner matrices (E, R, D) that turn coefficients into frames."""
@@ -180,7 +198,10 @@ class Frames(nn.Module):
     def of_rows(self, values: Tensor, dim: int = 0) -> Tensor:
         """Return the values of degrees, in a dimension of L + 1, for each of the R coefficients."""
         # order m has the degrees from |m| on
-        parts = [values.narrow(dim, abs(m), self.lmax + 1 - abs(m)) for m in orders(self.mmax)]
+        parts = [
+            values.narrow(dim, abs(m), self.lmax + 1 - abs(m))
+            for m in orders(self.mmax)
+        ]
         return torch.cat(parts, dim)
 
 
@@ -196,7 +217,9 @@ class RadialMixer(nn.Module):
         source: of the initial parameters.
     """
 
-    def __init__(self, frames: Frames, channels: int, mode: str, rank: int, source: Source) -> None:
+    def __init__(
+        self, frames: Frames, channels: int, mode: str, rank: int, source: Source
+    ) -> None:
         super().__init__()
         self.frames = frames
         self.counts = [frames.lmax + 1 - m for m in range(frames.mmax + 1)]
@@ -205,12 +228,19 @@ class RadialMixer(nn.Module):
         # map from the radial numbers of all degrees to the elements of the matrices of all |m|
         self.weight = source.truncated(
             "weight",
-            (self.counts[0] * channels, sum(count**2 for count in self.counts) * self.rank),
+            (
+                self.counts[0] * channels,
+                sum(count**2 for count in self.counts) * self.rank,
+            ),
         )
         has_basis = mode == "degree_channel" and rank > 0
-        self.channel_basis = source.truncated("basis", (rank, channels)) if has_basis else None
+        self.channel_basis = (
+            source.truncated("basis", (rank, channels)) if has_basis else None
+        )
 
-    def forward(self, x: Tensor, project: Tensor | None, rows: Tensor, edges: Edges) -> Tensor:
+    def forward(
+        self, x: Tensor, project: Tensor | None, rows: Tensor, edges: Edges
+    ) -> Tensor:
         """Return the coefficients (E, R, W) in the frames, mixed between the degrees.
 
         Args:
@@ -220,19 +250,25 @@ class RadialMixer(nn.Module):
             edges: pairs.
         """
         weight = self.weight.unflatten(0, (self.counts[0], -1))
-        flat = edges.radial.map(weight if project is None else project @ weight).unflatten(
-            1, (-1, self.rank)
-        )
+        flat = edges.radial.map(
+            weight if project is None else project @ weight
+        ).unflatten(1, (-1, self.rank))
         # for each |m| (E, L + 1 - m, L + 1 - m, rank), from the degrees of a neighbor to those of
         # the pair
         parts = flat.split([count**2 for count in self.counts], 1)
-        kernels = [part.unflatten(1, (count, count)) for part, count in zip(parts, self.counts)]
+        kernels = [
+            part.unflatten(1, (count, count)) for part, count in zip(parts, self.counts)
+        ]
         if self.is_full:
             turned = edges.turned(rows, x).split(self.frames.sizes, 1)
             mixed = []
             for part, kernel in zip(turned, kernels):
-                signs = part.unflatten(1, (-1, kernel.shape[1]))  # (E, orders -m and m, degrees, W)
-                mixed.append(torch.einsum("eioc,esic->esoc", kernel, signs).flatten(1, 2))
+                signs = part.unflatten(
+                    1, (-1, kernel.shape[1])
+                )  # (E, orders -m and m, degrees, W)
+                mixed.append(
+                    torch.einsum("eioc,esic->esoc", kernel, signs).flatten(1, 2)
+                )
             return torch.cat(mixed, 1)
         # all channels share a matrix, or a few of them: these are multiplied with the rotation,
         # which has fewer numbers than the coefficients of W channels
@@ -241,7 +277,8 @@ class RadialMixer(nn.Module):
         if self.channel_basis is None:
             return edges.turned(whole[:, 0], x)
         terms = [
-            edges.turned(whole[:, rank], x * basis) for rank, basis in enumerate(self.channel_basis)
+            edges.turned(whole[:, rank], x * basis)
+            for rank, basis in enumerate(self.channel_basis)
         ]
         return torch.stack(terms).sum(0) if self.rank > 1 else terms[0]
 
@@ -300,7 +337,9 @@ class OrderLinear(nn.Module):
         for weight in self.weight_m:
             # the product of complex numbers (u + i v) (x_-m + i x_m), which commutes with rotations
             u, v = weight.unflatten(1, (self.streams, -1)).transpose(0, 1).chunk(2, -1)
-            matrices.append(torch.cat([torch.cat([u, v], -1), torch.cat([-v, u], -1)], 1))
+            matrices.append(
+                torch.cat([torch.cat([u, v], -1), torch.cat([-v, u], -1)], 1)
+            )
         return matrices
 
 
@@ -323,7 +362,10 @@ class Mixing(nn.Module):
         lmax, mmax = frames.lmax, frames.mmax
         self.streams, self.width = config.n_focus, config.focus_dim or config.channels
         self.sizes, self.has_bias = frames.sizes, config.mlp_bias
-        layers, coefficient_degrees = range(config.mixing_layers), pair_degrees(lmax, mmax)
+        layers, coefficient_degrees = (
+            range(config.mixing_layers),
+            pair_degrees(lmax, mmax),
+        )
         # the last layer has no function behind it, and no norm before it
         on_grid, last = config.s2_activation[0], config.mixing_layers - 1
         act = "silu" if on_grid else config.activation_function
@@ -380,7 +422,9 @@ class Mixing(nn.Module):
                 if config.edge_norm
                 else nn.Identity()
             )
-            self.adamw_focus_compete_w = source.normal("focus", (self.width, self.streams), SMALL)
+            self.adamw_focus_compete_w = source.normal(
+                "focus", (self.width, self.streams), SMALL
+            )
             self.focus_compete_bias = (
                 source.filled((self.streams,), 0.0) if config.mlp_bias else None
             )
@@ -420,21 +464,34 @@ class Mixing(nn.Module):
         """
         by_stream = x.unflatten(-1, (self.streams, -1)).movedim(2, 0)  # (F, E, R, C)
         # (F, E, rows C) for each |m|: a layer is one batched product for each of them
-        parts: Sequence[Tensor] = [part.flatten(2) for part in by_stream.split(self.sizes, 2)]
+        parts: Sequence[Tensor] = [
+            part.flatten(2) for part in by_stream.split(self.sizes, 2)
+        ]
         layers = zip(self.so2_linears, self.so2_inter_norms, self.non_linearities)
         for index, (linear, norm, act) in enumerate(layers):
             scales = self.adam_so2_layer_scales
             scale = None if scales is None else scales[index]
-            parts = self._layer(parts, linear, norm, act, scale, near if index == 0 else None)
-        return torch.cat(list(parts), -1).unflatten(-1, (-1, self.width)).movedim(0, 2).flatten(2)
+            parts = self._layer(
+                parts, linear, norm, act, scale, near if index == 0 else None
+            )
+        return (
+            torch.cat(list(parts), -1)
+            .unflatten(-1, (-1, self.width))
+            .movedim(0, 2)
+            .flatten(2)
+        )
 
     def competition(self, scalars: Tensor) -> Tensor:
         """Return the weights of the streams (E, F) by their scalars (E, W)."""
-        normed = self.focus_compete_norm(scalars.unflatten(-1, (self.streams, -1)))  # (E, F, C)
+        normed = self.focus_compete_norm(
+            scalars.unflatten(-1, (self.streams, -1))
+        )  # (E, F, C)
         logits = (normed * self.adamw_focus_compete_w.T).sum(-1)
         if self.focus_compete_bias is not None:
             logits = logits + self.focus_compete_bias
-        return logits.softmax(-1) * (1 - FOCUS_SMOOTHING) + FOCUS_SMOOTHING / self.streams
+        return (
+            logits.softmax(-1) * (1 - FOCUS_SMOOTHING) + FOCUS_SMOOTHING / self.streams
+        )
 
     def _layer(
         self,
@@ -448,9 +505,13 @@ class Mixing(nn.Module):
         """Return the coefficients of each |m| (F, E, rows C) after one layer."""
         inputs = parts
         if not isinstance(norm, nn.Identity):
-            whole: Tensor = norm(torch.cat(list(parts), -1).unflatten(-1, (-1, self.width)))
+            whole: Tensor = norm(
+                torch.cat(list(parts), -1).unflatten(-1, (-1, self.width))
+            )
             inputs = whole.flatten(2).split([part.shape[-1] for part in parts], -1)
-        outputs = [torch.bmm(part, matrix) for part, matrix in zip(inputs, linear.matrices())]
+        outputs = [
+            torch.bmm(part, matrix) for part, matrix in zip(inputs, linear.matrices())
+        ]
         if linear.bias0 is not None:
             bias = linear.bias0.view(self.streams, 1, -1)
             if near is not None:
@@ -471,12 +532,19 @@ class Mixing(nn.Module):
     def _activated(self, parts: Sequence[Tensor], act: nn.Module) -> list[Tensor]:
         """Return the coefficients of each order after the function between two layers."""
         if isinstance(act, DegreeGate):
-            scalar, higher = parts[0].split([self.width, parts[0].shape[-1] - self.width], -1)
+            scalar, higher = parts[0].split(
+                [self.width, parts[0].shape[-1] - self.width], -1
+            )
             factors = act.gates(scalar)  # (F, E, L, C), of the degrees from 1 on
-            first = torch.cat([act.activation.value(scalar), higher * factors.flatten(2)], -1)
+            first = torch.cat(
+                [act.activation.value(scalar), higher * factors.flatten(2)], -1
+            )
             # order m + 1 has the degrees from m + 1 on, twice: for -(m + 1) and m + 1
             rest = [
-                (part.unflatten(-1, (2, -1)) * factors[:, :, m:].flatten(2)[:, :, None]).flatten(2)
+                (
+                    part.unflatten(-1, (2, -1))
+                    * factors[:, :, m:].flatten(2)[:, :, None]
+                ).flatten(2)
                 for m, part in enumerate(parts[1:])
             ]
             return [first, *rest]

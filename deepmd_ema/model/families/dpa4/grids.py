@@ -9,7 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.model.families.dpa4.layers import ALMOST_NONE, SMALL, Source, StreamLinear, swiglu
+from deepmd_ema.model.families.dpa4.layers import (
+    ALMOST_NONE,
+    SMALL,
+    Source,
+    StreamLinear,
+    swiglu,
+)
 from deepmd_ema.model.families.dpa4.rotations import degrees, rotation_grid, sphere_grid
 
 # J coefficients, K orders of frames (1 on a sphere), N atoms or pairs, F streams, C channels, G
@@ -54,7 +60,8 @@ class GridOptions:
         to_grid, from_grid = rotation_grid(self.lmax, self.kmax)
         # coefficient j of frame k is column j K + k of all
         columns = (
-            np.array(self.places)[:, None] * self.num_frames + np.arange(self.num_frames)
+            np.array(self.places)[:, None] * self.num_frames
+            + np.arange(self.num_frames)
         ).ravel()
         return to_grid[:, columns], from_grid[columns]
 
@@ -69,7 +76,9 @@ class GridProduct(nn.Module):
         source: of the initial parameters.
     """
 
-    def __init__(self, channels: int, options: GridOptions, is_cross: bool, source: Source) -> None:
+    def __init__(
+        self, channels: int, options: GridOptions, is_cross: bool, source: Source
+    ) -> None:
         super().__init__()
         self.operation = options.operation
         self.branches = options.branches
@@ -79,7 +88,9 @@ class GridProduct(nn.Module):
         # buffers follow from the options, and are not saved
         for name, matrix in zip(("_to_grid", "_from_grid"), options.matrices()):
             self.register_buffer(
-                name, torch.tensor(matrix, dtype=source.dtype).contiguous(), persistent=False
+                name,
+                torch.tensor(matrix, dtype=source.dtype).contiguous(),
+                persistent=False,
             )
         # "glu" has no parameters: it is the product itself
         if options.operation == "mlp":
@@ -95,7 +106,9 @@ class GridProduct(nn.Module):
             self.right_proj = StreamLinear(
                 channels, options.branches * channels, source.part("right")
             )
-            self.router = StreamLinear(2 * channels, options.branches, source.part("router"))
+            self.router = StreamLinear(
+                2 * channels, options.branches, source.part("router")
+            )
             self.out_proj = StreamLinear(channels, channels, source.part("out"))
 
     def forward(self, left: Tensor, right: Tensor, scalars: Tensor) -> Tensor:
@@ -116,7 +129,9 @@ class GridProduct(nn.Module):
         # weights of the branches (N, F, B, 1) by the scalars: they do not change under rotation
         share = torch.softmax(self.router(scalars), -1)[..., None]
         left = (left.unflatten(-1, (self.branches, -1)) * share).flatten(-2)
-        return self.out_proj(self._product(left, right).unflatten(-1, (self.branches, -1)).sum(-2))
+        return self.out_proj(
+            self._product(left, right).unflatten(-1, (self.branches, -1)).sum(-2)
+        )
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         # pointwise on the grid, (G, N F C)
@@ -134,17 +149,25 @@ class DegreeMaps(nn.Module):
         source: of the initial parameters.
     """
 
-    def __init__(self, degrees: Sequence[int], num_in: int, num_out: int, source: Source) -> None:
+    def __init__(
+        self, degrees: Sequence[int], num_in: int, num_out: int, source: Source
+    ) -> None:
         super().__init__()
-        self.weight = source.uniform("weight", (max(degrees) + 1, num_in, num_out), num_in**-0.5)
+        self.weight = source.uniform(
+            "weight", (max(degrees) + 1, num_in, num_out), num_in**-0.5
+        )
         # (J, L + 1): a product instead of an index, whose derivative adds in any order on a GPU
-        one_hot = nn.functional.one_hot(torch.tensor(degrees), max(degrees) + 1).to(source.dtype)
+        one_hot = nn.functional.one_hot(torch.tensor(degrees), max(degrees) + 1).to(
+            source.dtype
+        )
         self._degrees = nn.Buffer(one_hot, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (J, N, F, O) from (J, N, F, I)."""
         # (J, I, O), the map of the degree of each coefficient
-        weight = (self._degrees @ self.weight.flatten(1)).view(-1, *self.weight.shape[1:])
+        weight = (self._degrees @ self.weight.flatten(1)).view(
+            -1, *self.weight.shape[1:]
+        )
         return torch.bmm(x.flatten(1, 2), weight).view(*x.shape[:3], -1)
 
 
@@ -177,16 +200,25 @@ class GridNet(nn.Module):
         self.num_frames = options.num_frames
         # small weights: gates begin near sigmoid(0) = 1/2
         self.scalar_gate = StreamLinear(
-            2 * channels, channels, source.part("gate"), streams=streams, bias=bias, spread=SMALL
+            2 * channels,
+            channels,
+            source.part("gate"),
+            streams=streams,
+            bias=bias,
+            spread=SMALL,
         )
         self.grid_op = GridProduct(channels, options, is_cross, source.part("product"))
         # a product of different places is added to what there is, and small at the start
-        self.residual_scale = source.filled((streams, channels), ALMOST_NONE) if is_cross else None
+        self.residual_scale = (
+            source.filled((streams, channels), ALMOST_NONE) if is_cross else None
+        )
         self.makes_frames = is_cross and options.kmax is not None
         if self.makes_frames:
             # frames are made of channels, and go back into them, by a map of each degree
             wide = options.num_frames * channels
-            self.frame_expand = DegreeMaps(options.degrees, channels, wide, source.part("expand"))
+            self.frame_expand = DegreeMaps(
+                options.degrees, channels, wide, source.part("expand")
+            )
             self.frame_contract = DegreeMaps(
                 options.degrees, wide, channels, source.part("contract")
             )
@@ -198,7 +230,9 @@ class GridNet(nn.Module):
         scalars = torch.cat([left[0, ..., :channels], right[0, ..., :channels]], -1)
         if self.makes_frames:
             left, right = self.frame_expand(left), self.frame_expand(right)
-        product = self.grid_op(self._frames_outside(left), self._frames_outside(right), scalars)
+        product = self.grid_op(
+            self._frames_outside(left), self._frames_outside(right), scalars
+        )
         product = product * torch.sigmoid(self.scalar_gate(scalars))
         product = torch.cat([product[:1] + swiglu(scalars), product[1:]])
         # (J K, N, F, C) to (J, N, F, K C)

@@ -49,7 +49,8 @@ class Source:
     def normal(self, name: str, shape: Sequence[int], spread: float) -> nn.Parameter:
         """Return a parameter drawn from a normal distribution."""
         return self._parameter(
-            torch.randn(*shape, dtype=torch.float64, generator=self._generator(name)) * spread
+            torch.randn(*shape, dtype=torch.float64, generator=self._generator(name))
+            * spread
         )
 
     def uniform(self, name: str, shape: Sequence[int], bound: float) -> nn.Parameter:
@@ -57,7 +58,9 @@ class Source:
         drawn = torch.rand(*shape, dtype=torch.float64, generator=self._generator(name))
         return self._parameter((2 * drawn - 1) * bound)
 
-    def truncated(self, name: str, shape: Sequence[int], factor: float = 1.0) -> nn.Parameter:
+    def truncated(
+        self, name: str, shape: Sequence[int], factor: float = 1.0
+    ) -> nn.Parameter:
         """Return matrices with a spread of ``(rows + columns)^-1/2``, cut at three times of it."""
         spread = (shape[-2] + shape[-1]) ** -0.5
         # drawn in float64, as all numbers here
@@ -151,7 +154,9 @@ class Dense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., O) from (..., I)."""
         products = x @ self.matrix
-        return self.activation.value(products if self.bias is None else products + self.bias)
+        return self.activation.value(
+            products if self.bias is None else products + self.bias
+        )
 
 
 class TypeTable(nn.Module):
@@ -214,7 +219,9 @@ class DegreeLinear(nn.Module):
         shape = (lmax + 1, num_in, streams * num_out)
         # streams are side by side, as in files of DeePMD-kit; degrees above 0 have no bias, because
         # a constant would not rotate with the atoms
-        self.weight = source.filled(shape, 0.0) if zero else source.truncated("weight", shape)
+        self.weight = (
+            source.filled(shape, 0.0) if zero else source.truncated("weight", shape)
+        )
         self.bias = source.filled((streams * num_out,), 0.0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -227,7 +234,9 @@ class DegreeLinear(nn.Module):
             out = torch.cat(parts) if len(parts) > 1 else parts[0]
         else:
             streams = x.unflatten(-1, (self.streams, -1)).movedim(2, 1)  # D, F, N, I
-            maps = self.weight.unflatten(-1, (self.streams, -1)).transpose(1, 2)  # L + 1, F, I, O
+            maps = self.weight.unflatten(-1, (self.streams, -1)).transpose(
+                1, 2
+            )  # L + 1, F, I, O
             out = (streams @ by_degree(maps)).movedim(1, 2).flatten(2)
         return out if self.bias is None else with_bias(out, self.bias)
 
@@ -273,7 +282,9 @@ class StreamLinear(nn.Module):
         """Return (N, F, O) from (N, F, I)."""
         if self.streams == 1:
             # all rows in one dimension: with (N, 1, I), torch would multiply each row alone
-            out = (x.flatten(0, -2) @ self.weight).view(*x.shape[:-1], self.weight.shape[1])
+            out = (x.flatten(0, -2) @ self.weight).view(
+                *x.shape[:-1], self.weight.shape[1]
+            )
         else:
             out = torch.einsum("nfi,fio->nfo", x, self.matrices())
         return out if self.bias is None else out + self.bias.view(self.streams, -1)
@@ -297,7 +308,9 @@ class ScalarNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised values; the last dimensions of x are those of the scale."""
-        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.adam_scale
+        return (
+            x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.adam_scale
+        )
 
 
 class DegreeNorm(nn.Module):
@@ -318,7 +331,9 @@ class DegreeNorm(nn.Module):
         self.adam_scale = source.filled((lmax + 1, 1, channels), 1.0)
         self.bias = source.filled((1, channels), 0.0)
         # a mean over the degrees of means over their 2 l + 1 orders and their channels
-        share = [1 / ((2 * degree + 1) * (lmax + 1) * channels) for degree in range(lmax + 1)]
+        share = [
+            1 / ((2 * degree + 1) * (lmax + 1) * channels) for degree in range(lmax + 1)
+        ]
         self._share = nn.Buffer(
             by_degree(torch.tensor(share, dtype=source.dtype)), persistent=False
         )
@@ -343,25 +358,37 @@ class OrderedNorm(nn.Module):
         source: of the initial parameters.
     """
 
-    def __init__(self, degrees: Sequence[int], channels: int, streams: int, source: Source) -> None:
+    def __init__(
+        self, degrees: Sequence[int], channels: int, streams: int, source: Source
+    ) -> None:
         super().__init__()
         lmax = max(degrees)
         # all orders of a degree share a scale, or the result would depend on the orientation
         self.adam_scale = source.filled((streams, lmax + 1, channels), 1.0)
         self.bias0 = source.filled((streams, channels), 0.0)
         # means over the orders that a degree has here
-        share = [1 / (degrees.count(degree) * (lmax + 1) * channels) for degree in degrees]
-        self._share = nn.Buffer(torch.tensor(share, dtype=source.dtype), persistent=False)
-        one_hot = nn.functional.one_hot(torch.tensor(degrees), lmax + 1).to(source.dtype)
+        share = [
+            1 / (degrees.count(degree) * (lmax + 1) * channels) for degree in degrees
+        ]
+        self._share = nn.Buffer(
+            torch.tensor(share, dtype=source.dtype), persistent=False
+        )
+        one_hot = nn.functional.one_hot(torch.tensor(degrees), lmax + 1).to(
+            source.dtype
+        )
         self._degrees = nn.Buffer(one_hot, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (F, E, R, C) from (F, E, R, C)."""
-        centred = torch.cat([x[:, :, :1] - x[:, :, :1].mean(-1, keepdim=True), x[:, :, 1:]], 2)
+        centred = torch.cat(
+            [x[:, :, :1] - x[:, :, :1].mean(-1, keepdim=True), x[:, :, 1:]], 2
+        )
         # (F, E, 1, 1), and the scale of each coefficient (F, 1, R, C)
         mean_square = (centred.square().sum(-1) @ self._share)[..., None, None]
         out = (
-            centred * (mean_square + NORM_EPS).rsqrt() * (self._degrees @ self.adam_scale)[:, None]
+            centred
+            * (mean_square + NORM_EPS).rsqrt()
+            * (self._degrees @ self.adam_scale)[:, None]
         )
         return torch.cat([out[:, :, :1] + self.bias0[:, None, None], out[:, :, 1:]], 2)
 
@@ -381,13 +408,25 @@ class DegreeGate(nn.Module):
     """
 
     def __init__(
-        self, lmax: int, channels: int, act: str, source: Source, *, streams: int = 1, bias: bool
+        self,
+        lmax: int,
+        channels: int,
+        act: str,
+        source: Source,
+        *,
+        streams: int = 1,
+        bias: bool,
     ) -> None:
         super().__init__()
         self.lmax, self.activation = lmax, activation(act)
         if lmax:
             self.gate_linear = StreamLinear(
-                channels, lmax * channels, source, streams=streams, bias=bias, spread=SMALL
+                channels,
+                lmax * channels,
+                source,
+                streams=streams,
+                bias=bias,
+                spread=SMALL,
             )
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -398,7 +437,9 @@ class DegreeGate(nn.Module):
             first = x[:1] * self.activation.value(gate[:1])
         if not self.lmax:
             return first
-        gates = self.gates((x if gate is None else gate)[:1])[0].transpose(0, 1)  # (L, N, C)
+        gates = self.gates((x if gate is None else gate)[:1])[0].transpose(
+            0, 1
+        )  # (L, N, C)
         # degree 0 is filled up and dropped again, so that one expansion serves all degrees
         return torch.cat([first, x[1:] * by_degree(torch.cat([gates[:1], gates]))[1:]])
 

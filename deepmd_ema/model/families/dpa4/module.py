@@ -27,7 +27,11 @@ from deepmd_ema.model.families.dpa4.layers import (
     Source,
     TypeTable,
 )
-from deepmd_ema.model.families.dpa4.rotations import FrameRotations, num_coefficients, quaternions
+from deepmd_ema.model.families.dpa4.rotations import (
+    FrameRotations,
+    num_coefficients,
+    quaternions,
+)
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import freeze, module_list
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
@@ -86,7 +90,10 @@ class Pairs:
         if dropped is not None:
             envelope = envelope.masked_fill(dropped, 0)
         return cls(
-            distance, vector / distance[..., None], envelope, None if dropped is None else ~dropped
+            distance,
+            vector / distance[..., None],
+            envelope,
+            None if dropped is None else ~dropped,
         )
 
 
@@ -147,7 +154,9 @@ class RadialNetwork(nn.Module):
             if config.edge_norm:
                 modules.append(ScalarNorm((width,), RADIAL_NORM_EPS, source))
             modules.append(Activated(config.activation_function))
-        modules.append(Dense([config.n_radial, *hidden][-1], num_out, source.part("last")))
+        modules.append(
+            Dense([config.n_radial, *hidden][-1], num_out, source.part("last"))
+        )
         self.net = module_list(modules)
 
     def forward(self, basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,7 +201,9 @@ class EnvironmentSeed(nn.Module):
             radial_width + 2 * type_width, hidden, source.part("pairs", 1), act, bias
         )
         self.g_layer2 = Dense(hidden, width, source.part("pairs", 2), bias=bias)
-        self.output_proj = Dense(width * self.axis, 2 * channels, source.part("out"), zero=True)
+        self.output_proj = Dense(
+            width * self.axis, 2 * channels, source.part("out"), zero=True
+        )
 
     def forward(
         self, pairs: Pairs, basis: Tensor, gate: Tensor, scale: Tensor, batch: Batch
@@ -207,12 +218,16 @@ class EnvironmentSeed(nn.Module):
             batch: for the elements.
         """
         strength = (pairs.envelope * gate / pairs.distance * scale[:, None])[..., None]
-        rows = torch.cat([strength, strength * pairs.direction], -1).transpose(1, 2)  # (A, 4, S)
+        rows = torch.cat([strength, strength * pairs.direction], -1).transpose(
+            1, 2
+        )  # (A, 4, S)
         table = self.env_type_embed()
         neighbor = pick(table, batch.neighbor_type)
         centre = pick(table, batch.atom_type)[:, None].expand_as(neighbor)
         radial = self.rbf_proj_layer2(self.rbf_proj_layer1(basis))
-        embedded = self.g_layer2(self.g_layer1(torch.cat([radial, neighbor, centre], -1)))
+        embedded = self.g_layer2(
+            self.g_layer1(torch.cat([radial, neighbor, centre], -1))
+        )
         moments = torch.bmm(rows, embedded)  # (A, 4, width)
         out: Tensor = self.output_proj(axis_features(moments, self.axis))
         return out
@@ -223,7 +238,9 @@ class EnvironmentSeed(nn.Module):
 
 # versions of the formulas, which files of DeePMD-kit carry
 LATEST_VERSION = 1.2
-SMOOTH_VERSION = 1.1  # from here on, few neighbors near the cutoff count as little as they should
+SMOOTH_VERSION = (
+    1.1  # from here on, few neighbors near the cutoff count as little as they should
+)
 FLOOR = 0.25  # added to sums of squared envelopes before they are divided by
 FILM_STRENGTH = 0.01  # first factor of scales and shifts by the surroundings
 
@@ -254,21 +271,29 @@ class DPA4Descriptor(EnvironmentDescriptor):
         self.infers_in_bfloat16 = False
         self.dim_out, self.dtype = config.channels, precision(config.precision)
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
-        source = Source(seed_for("dpa4", seed if config.seed is None else config.seed), self.dtype)
+        source = Source(
+            seed_for("dpa4", seed if config.seed is None else config.seed), self.dtype
+        )
         lmax, channels = config.largest_degree + config.extra_node_l, config.channels
         self.type_embedding = TypeTable(num_types, channels, source.part("elements"))
         self.env_seed_embedding: EnvironmentSeed | None = None
         if config.use_env_seed:
-            self.env_seed_embedding = EnvironmentSeed(config, num_types, source.part("environment"))
+            self.env_seed_embedding = EnvironmentSeed(
+                config, num_types, source.part("environment")
+            )
             norms = [
-                ScalarNorm((1, channels), config.eps, source) if config.edge_norm else nn.Identity()
+                ScalarNorm((1, channels), config.eps, source)
+                if config.edge_norm
+                else nn.Identity()
                 for _ in range(2)
             ]
             self.film_scale_norm, self.film_shift_norm = norms
             self.film_scale_strength_log = source.filled((1,), math.log(FILM_STRENGTH))
             self.film_shift_strength_log = source.filled((1,), math.log(FILM_STRENGTH))
         self.radial_basis = RadialBasis(config, self.dtype)
-        self.radial_embedding = RadialNetwork(config, (lmax + 1) * channels, source.part("radial"))
+        self.radial_embedding = RadialNetwork(
+            config, (lmax + 1) * channels, source.part("radial")
+        )
         self.rotations = FrameRotations(lmax, max(config.orders, default=0), self.dtype)
         # they are called blocks in DeePMD-kit, which is the name of a method here
         self.layers = module_list(
@@ -281,7 +306,9 @@ class DPA4Descriptor(EnvironmentDescriptor):
         )
         self.output_ffn = self._readout(config, source.part("output"))
         # a buffer, so that a model of an older version keeps its formulas in checkpoints
-        self.version_tensor = nn.Buffer(torch.tensor(LATEST_VERSION, dtype=torch.float64))
+        self.version_tensor = nn.Buffer(
+            torch.tensor(LATEST_VERSION, dtype=torch.float64)
+        )
         self._version_vector = self.version_tensor.view(1)
         freeze(self, config.trainable)
 
@@ -290,8 +317,12 @@ class DPA4Descriptor(EnvironmentDescriptor):
         grid: GridOptions | None = None
         if config.so3_readout != "none":
             places = range(num_coefficients(lmax))
-            grid = GridOptions(lmax, lmax, min(config.kmax, lmax), places, config.so3_readout)
-        return FeedForward(config, lmax, config.hidden_width(config.glu_activation), grid, source)
+            grid = GridOptions(
+                lmax, lmax, min(config.kmax, lmax), places, config.so3_readout
+            )
+        return FeedForward(
+            config, lmax, config.hidden_width(config.glu_activation), grid, source
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert all tensors."""
@@ -322,19 +353,25 @@ class DPA4Descriptor(EnvironmentDescriptor):
         hidden, last = self.radial_embedding(basis)
         hidden = hidden * torch.where(is_smooth, pairs.envelope, 1)[..., None]
         last = last.unflatten(-1, (-1, self.section.channels))  # (H, L + 1, C)
-        rotation = self.rotations(quaternions(pairs.direction.flatten(0, 1)))  # (E, 2 M + 1, D)
+        rotation = self.rotations(
+            quaternions(pairs.direction.flatten(0, 1))
+        )  # (E, 2 M + 1, D)
         gate = self._gate(pairs, neighborhood)
         scalar = embedding = atom_type @ table  # (A, C)
         if self.env_seed_embedding is not None:
             logits = self.env_seed_embedding(pairs, basis, gate, scale, batch)
             # FiLM (Perez et al., arXiv:1709.07871): embeddings are scaled and shifted
             by_scale, by_shift = logits.chunk(2, -1)
-            factor = self.film_scale_strength_log.exp() * torch.tanh(self.film_scale_norm(by_scale))
+            factor = self.film_scale_strength_log.exp() * torch.tanh(
+                self.film_scale_norm(by_scale)
+            )
             scalar = embedding * (1 + factor)
             scalar = scalar + self.film_shift_strength_log.exp() * torch.tanh(
                 self.film_shift_norm(by_shift)
             )
-        x = scalar[None]  # (1, A, C), to which coefficients of higher degrees are joined
+        x = scalar[
+            None
+        ]  # (1, A, C), to which coefficients of higher degrees are joined
         if self.env_seed_embedding is not None and rotation.shape[-1] > 1:
             # the row of order 0 of a rotation has the harmonics of the direction of the pair
             harmonics = rotation[:, 0, 1:].unflatten(0, gate.shape)  # (A, S, D - 1)
@@ -343,14 +380,19 @@ class DPA4Descriptor(EnvironmentDescriptor):
             # maps are applied to the sums (D - 1, A, H), not to every pair
             moments = torch.bmm(weighted.transpose(1, 2), hidden).transpose(0, 1)
             maps = last.transpose(0, 1)
-            higher = [moments[n**2 - 1 : (n + 1) ** 2 - 1] @ maps[n] for n in range(1, len(maps))]
+            higher = [
+                moments[n**2 - 1 : (n + 1) ** 2 - 1] @ maps[n]
+                for n in range(1, len(maps))
+            ]
             x = torch.cat([x, *higher])
         else:
             x = nn.functional.pad(x, (0, 0, 0, 0, 0, rotation.shape[-1] - 1))
         neighbor, reverse = neighborhood.neighbor, neighborhood.reverse
         # the place of each slot in `reverse`; entries of `reverse` that are none write to the last
         # element, which is thrown away
-        place = torch.full((neighbor.numel() + 1,), reverse.numel(), device=reverse.device)
+        place = torch.full(
+            (neighbor.numel() + 1,), reverse.numel(), device=reverse.device
+        )
         place = place.index_put(
             (reverse.flatten(),), torch.arange(reverse.numel(), device=reverse.device)
         )
@@ -376,7 +418,9 @@ class DPA4Descriptor(EnvironmentDescriptor):
         with torch.autocast("cuda", torch.bfloat16) if is_mixed else nullcontext():
             for layer, lmax in zip(self.layers, self.section.degrees):
                 # degrees may fall from block to block: the highest coefficients are dropped
-                x = layer(x[: num_coefficients(lmax + self.section.extra_node_l)], edges)
+                x = layer(
+                    x[: num_coefficients(lmax + self.section.extra_node_l)], edges
+                )
         x = x.to(self.dtype)
         # features are invariant: coefficients of degree 0, after networks that may read higher ones
         x = x[: num_coefficients(self.section.readout_degree)]

@@ -61,7 +61,9 @@ def quaternions(direction: Tensor) -> Tensor:
         torch.where(is_up, zero, y),
     )
     # abs(z) has a derivative of 0 at 0, which is that of neither half space
-    return torch.stack(parts, -1) * (2 + 2 * torch.where(is_up, z, -z)).rsqrt()[..., None]
+    return (
+        torch.stack(parts, -1) * (2 + 2 * torch.where(is_up, z, -z)).rsqrt()[..., None]
+    )
 
 
 class FrameRotations(nn.Module):
@@ -146,7 +148,8 @@ def rotation_grid(lmax: int, kmax: int) -> tuple[np.ndarray, np.ndarray]:
     # (G, K, D) to (G, D K)
     values = values.transpose(0, 2, 1).reshape(len(values), -1)
     weights = np.broadcast_to(
-        weight[None, :, None] / (2 * len(first) * len(last)), (len(last), len(z), len(first))
+        weight[None, :, None] / (2 * len(first) * len(last)),
+        (len(last), len(z), len(first)),
     )
     # the mean square of an element of degree l over all rotations is 1 / (2 l + 1)
     norms = np.repeat(2 * np.array(degrees(lmax)) + 1, 2 * kmax + 1)
@@ -154,7 +157,9 @@ def rotation_grid(lmax: int, kmax: int) -> tuple[np.ndarray, np.ndarray]:
     return values, back.T
 
 
-def sphere_grid(lmax: int, mmax: int, places: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def sphere_grid(
+    lmax: int, mmax: int, places: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the matrices from coefficients to values on a grid of directions, and back.
 
     They are normalised as those of e3nn with ``component``. Coefficients of a degree that lacks its
@@ -174,7 +179,11 @@ def sphere_grid(lmax: int, mmax: int, places: Sequence[int]) -> tuple[np.ndarray
     angle = 2 * math.pi / turns * np.arange(turns)
     rho = np.sqrt(1 - z**2)
     points = np.stack(
-        [np.outer(rho, np.cos(angle)), np.outer(rho, np.sin(angle)), np.outer(z, np.ones(turns))],
+        [
+            np.outer(rho, np.cos(angle)),
+            np.outer(rho, np.sin(angle)),
+            np.outer(z, np.ones(turns)),
+        ],
         -1,
     )
     degree = np.array(degrees(lmax))[list(places)]
@@ -194,7 +203,10 @@ def truncation_factors(lmax: int, mmax: int) -> np.ndarray:
     They are roots of the number of all orders of a degree over that of the orders left.
     """
     return np.array(
-        [math.sqrt(max(1.0, (2 * degree + 1) / (2 * mmax + 1))) for degree in range(lmax + 1)]
+        [
+            math.sqrt(max(1.0, (2 * degree + 1) / (2 * mmax + 1)))
+            for degree in range(lmax + 1)
+        ]
     )
 
 
@@ -208,7 +220,9 @@ def real_harmonics(lmax: int, points: np.ndarray) -> np.ndarray:
     for degree in range(lmax + 1):
         for m in range(degree + 1):
             scale = math.sqrt(
-                (2 if m else 1) * math.factorial(degree - m) / math.factorial(degree + m)
+                (2 if m else 1)
+                * math.factorial(degree - m)
+                / math.factorial(degree + m)
             )
             # the derivative of the polynomial times rho^m exp(i m phi): no division by rho at poles
             values = scale * Legendre.basis(degree).deriv(m)(z) * (x + 1j * y) ** m
@@ -259,7 +273,11 @@ def _wigner_matrices(lmax: int, quaternion: np.ndarray) -> np.ndarray:
     angle = 2 * math.pi / points * np.arange(points)
     rho = np.sqrt(1 - z**2)
     grid = np.stack(
-        [np.outer(rho, np.cos(angle)), np.outer(rho, np.sin(angle)), np.outer(z, np.ones(points))],
+        [
+            np.outer(rho, np.cos(angle)),
+            np.outer(rho, np.sin(angle)),
+            np.outer(z, np.ones(points)),
+        ],
         -1,
     )
     grid = grid.reshape(-1, 3)

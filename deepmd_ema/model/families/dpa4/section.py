@@ -37,19 +37,24 @@ if TYPE_CHECKING:
 # tables of rotations grow fast: 455 monomials for each of 49 x 49 elements at degree 6
 MAX_DEGREE = 6
 
-_degree = Check(lambda v: 0 <= v <= MAX_DEGREE, f"a whole number from 0 to {MAX_DEGREE}")
+_degree = Check(
+    lambda v: 0 <= v <= MAX_DEGREE, f"a whole number from 0 to {MAX_DEGREE}"
+)
 _some_degrees = Check(
     lambda v: all(0 <= n <= MAX_DEGREE for n in v),
     f"a list of whole numbers from 0 to {MAX_DEGREE}",
 )
 # the first of radial functions, the second of messages
-_exponents = Check(lambda v: len(v) == 2 and min(v) > 0, "a list of two whole numbers > 0")
+_exponents = Check(
+    lambda v: len(v) == 2 and min(v) > 0, "a list of two whole numbers > 0"
+)
 
 
 def _flags(number: int) -> Check:
     """Return the check of an option that is one boolean or a list of ``number``."""
     return Check(
-        lambda v: not isinstance(v, list) or len(v) == number, f"a list of {number} booleans"
+        lambda v: not isinstance(v, list) or len(v) == number,
+        f"a list of {number} booleans",
     )
 
 
@@ -84,7 +89,9 @@ class AllNeighborsSection(ChargeSpinOptions, NeighborLists):
     basis_type: str = option(
         "bessel", choices=("bessel", "gaussian"), doc="Functions of the distance."
     )
-    n_radial: int = option(16, check=positive_int, doc="Number of functions of the distance.")
+    n_radial: int = option(
+        16, check=positive_int, doc="Number of functions of the distance."
+    )
     precision: str = redefined(DescriptorOptions, "precision", "float32")
     trainable: bool = redefined(DescriptorOptions, "trainable")
     seed: int | None = redefined(DescriptorOptions, "seed")
@@ -106,7 +113,9 @@ class AllNeighborsSection(ChargeSpinOptions, NeighborLists):
 
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
         """Yield errors of options that contradict each other."""
-        yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
+        yield from common.unknown_types(
+            "exclude_types", chain(*self.exclude_types), type_map
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +131,10 @@ class DPA4Config(AllNeighborsSection):
     # defaults of DeePMD-kit; other values are read, and reported as without effect
     without_effect: ClassVar[WithoutEffect] = {
         "sel": (256, "all neighbors inside the cutoff count"),
-        "random_gamma": (True, "results do not depend on a rotation of each pair about its axis"),
+        "random_gamma": (
+            True,
+            "results do not depend on a rotation of each pair about its axis",
+        ),
     }
     first_options: ClassVar[tuple[str, ...]] = (
         "rcut",
@@ -140,7 +152,9 @@ class DPA4Config(AllNeighborsSection):
         doc="Exponents of the envelopes of radial functions and of messages. The larger they are, "
         "the later the envelope falls from 1.",
     )
-    channels: int = option(64, check=positive_int, doc="Channels of each coefficient of an atom.")
+    channels: int = option(
+        64, check=positive_int, doc="Channels of each coefficient of an atom."
+    )
     radial_mlp: list[int] = option(
         [0],
         check=some_widths,
@@ -158,10 +172,14 @@ class DPA4Config(AllNeighborsSection):
     )
     # options of DeePMD-kit that change formulas: only their defaults are read
     edge_cartesian: bool = common.unavailable_option(False, "Cartesian messages are")
-    node_cartesian: str | int = common.unavailable_option("none", "Cartesian products are")
+    node_cartesian: str | int = common.unavailable_option(
+        "none", "Cartesian products are"
+    )
     # degrees and orders of coefficients; schedules have one number for each block
     lmax: int = option(
-        3, check=_degree, doc=f"Largest degree of the spherical harmonics, at most {MAX_DEGREE}."
+        3,
+        check=_degree,
+        doc=f"Largest degree of the spherical harmonics, at most {MAX_DEGREE}.",
     )
     l_schedule: list[int] | None = option(
         None,
@@ -191,7 +209,8 @@ class DPA4Config(AllNeighborsSection):
     )
     # layers in the frames of pairs
     so2_norm: bool = option(
-        False, doc="Whether coefficients are normalised before each layer but the last of a frame."
+        False,
+        doc="Whether coefficients are normalised before each layer but the last of a frame.",
     )
     mixing_layers: int = option(
         4,
@@ -199,7 +218,9 @@ class DPA4Config(AllNeighborsSection):
         check=not_negative_int,
         doc="Number of linear layers in the frames of pairs.",
     )
-    so2_attn_res: str = common.unavailable_option("none", "attention over layers of a frame is")
+    so2_attn_res: str = common.unavailable_option(
+        "none", "attention over layers of a frame is"
+    )
     radial_so2_mode: str = option(
         "degree_channel",
         choices=("none", "degree", "degree_channel"),
@@ -213,9 +234,13 @@ class DPA4Config(AllNeighborsSection):
     )
     # streams of messages, and the attention by which messages are summed
     n_focus: int = option(
-        1, check=positive_int, doc="Number of streams of messages, with their own layers."
+        1,
+        check=positive_int,
+        doc="Number of streams of messages, with their own layers.",
     )
-    focus_dim: int = option(0, check=not_negative_int, doc="Channels of a stream; 0 is `channels`.")
+    focus_dim: int = option(
+        0, check=not_negative_int, doc="Channels of a stream; 0 is `channels`."
+    )
     n_atten_head: int = option(
         1,
         check=not_negative_int,
@@ -242,7 +267,9 @@ class DPA4Config(AllNeighborsSection):
         check=_branches,
         doc="Number of products on grids among which scalars choose; a list as for `grid_mlp`.",
     )
-    ffn_blocks: int = option(1, check=positive_int, doc="Networks of atoms in each block.")
+    ffn_blocks: int = option(
+        1, check=positive_int, doc="Networks of atoms in each block."
+    )
     sandwich_norm: list[bool] = option(
         [False, True, True, False],
         check=_flags(4),
@@ -251,7 +278,8 @@ class DPA4Config(AllNeighborsSection):
     )
     mlp_bias: bool = option(False, doc="Whether layers have biases.")
     layer_scale: bool = option(
-        False, doc="Whether each layer is added with trained factors, small at the start."
+        False,
+        doc="Whether each layer is added with trained factors, small at the start.",
     )
     full_attn_res: str = common.unavailable_option("none", "attention over layers is")
     block_attn_res: str = common.unavailable_option("none", "attention over blocks is")
@@ -266,11 +294,13 @@ class DPA4Config(AllNeighborsSection):
         False, doc="Whether networks of atoms multiply functions of rotations."
     )
     node_wise_s2: bool = option(
-        False, doc="Whether functions of directions of both atoms of a pair are multiplied."
+        False,
+        doc="Whether functions of directions of both atoms of a pair are multiplied.",
     )
     node_wise_so3: bool = option(False, doc="The same of functions of rotations.")
     message_node_s2: bool = option(
-        False, doc="Whether messages are multiplied with the atom, as functions of directions."
+        False,
+        doc="Whether messages are multiplied with the atom, as functions of directions.",
     )
     message_node_so3: bool = option(False, doc="The same as functions of rotations.")
     so3_readout: str = option(
@@ -280,7 +310,9 @@ class DPA4Config(AllNeighborsSection):
         "all, as with `grid_mlp` off (`glu`) or on (`mlp`).",
     )
     readout_layers: int = option(
-        1, check=positive_int, doc="Number of networks between coefficients and features."
+        1,
+        check=positive_int,
+        doc="Number of networks between coefficients and features.",
     )
     lebedev_quadrature: bool | list[bool] = option(
         True,
@@ -298,7 +330,9 @@ class DPA4Config(AllNeighborsSection):
         True,
         doc="Whether blocks are computed in bfloat16 in training on a GPU. No effect on a CPU.",
     )
-    eps: float = option(1e-7, check=positive, doc="Added to numbers before they are divided by.")
+    eps: float = option(
+        1e-7, check=positive, doc="Added to numbers before they are divided by."
+    )
     # no option: it follows from model.bridging_method, see `bridged`
     window: Window | None = None
 
@@ -306,7 +340,9 @@ class DPA4Config(AllNeighborsSection):
     def degrees(self) -> tuple[int, ...]:
         """Return the largest degree of the messages in each block."""
         return (
-            tuple(self.l_schedule) if self.l_schedule is not None else (self.lmax,) * self.n_blocks
+            tuple(self.l_schedule)
+            if self.l_schedule is not None
+            else (self.lmax,) * self.n_blocks
         )
 
     @property
@@ -316,7 +352,8 @@ class DPA4Config(AllNeighborsSection):
         if self.m_schedule is not None:
             return tuple(self.m_schedule)
         return tuple(
-            degree if self.mmax is None else min(self.mmax, degree) for degree in self.degrees
+            degree if self.mmax is None else min(self.mmax, degree)
+            for degree in self.degrees
         )
 
     @property
@@ -330,14 +367,20 @@ class DPA4Config(AllNeighborsSection):
         if self.so3_readout == "none":
             return 0
         # the last block decides; without blocks, the first coefficients are read
-        return (self.degrees[-1] if self.degrees else self.largest_degree) + self.extra_node_l
+        return (
+            self.degrees[-1] if self.degrees else self.largest_degree
+        ) + self.extra_node_l
 
     def grid_operation(self, place: int) -> tuple[str, int]:
         """Return kind and number of the products of pairs (0), messages (1) or networks (2)."""
         branches = (
-            self.grid_branch[place] if isinstance(self.grid_branch, list) else self.grid_branch
+            self.grid_branch[place]
+            if isinstance(self.grid_branch, list)
+            else self.grid_branch
         )
-        is_mlp = self.grid_mlp[place] if isinstance(self.grid_mlp, list) else self.grid_mlp
+        is_mlp = (
+            self.grid_mlp[place] if isinstance(self.grid_mlp, list) else self.grid_mlp
+        )
         return ("branch", branches) if branches else ("mlp" if is_mlp else "glu", 1)
 
     def hidden_width(self, gated: bool) -> int:
@@ -363,7 +406,9 @@ class DPA4Config(AllNeighborsSection):
             yield error("m_schedule", f"{text}, expected {expected}.")
         elif any(order > degree for order, degree in zip(self.orders, self.degrees)):
             expected = f"at most the degrees of the blocks, {show(list(self.degrees))}"
-            yield error("m_schedule", f" = {show(self.m_schedule)}: expected {expected}.")
+            yield error(
+                "m_schedule", f" = {show(self.m_schedule)}: expected {expected}."
+            )
         if self.kmax > self.largest_degree:
             expected = f"at most the largest degree, {self.largest_degree}"
             yield error("kmax", f" = {self.kmax}: expected {expected}.")
@@ -392,7 +437,9 @@ class DPA4Config(AllNeighborsSection):
             and (self.s2_activation[0] or self.node_wise_s2)
         ):
             text = "the points of DeePMD-kit are too few for products of orders above 3. Use true."
-            yield error("lebedev_quadrature", f" = {show(self.lebedev_quadrature)}: {text}")
+            yield error(
+                "lebedev_quadrature", f" = {show(self.lebedev_quadrature)}: {text}"
+            )
         if self.l_schedule is not None:
             # a schedule replaces these options
             yield unused("lmax", "l_schedule gives the degrees")
@@ -400,7 +447,9 @@ class DPA4Config(AllNeighborsSection):
         if self.m_schedule is not None:
             yield unused("mmax", "m_schedule gives the orders")
         if self.radial_so2_mode != "degree_channel":
-            yield unused("radial_so2_rank", f"radial_so2_mode is {self.radial_so2_mode}")
+            yield unused(
+                "radial_so2_rank", f"radial_so2_mode is {self.radial_so2_mode}"
+            )
         if not self.n_atten_head:
             for name in ("atten_f_mix", "atten_v_proj", "atten_o_proj"):
                 yield unused(name, "there is no attention")

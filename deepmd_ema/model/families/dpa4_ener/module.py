@@ -26,7 +26,9 @@ class DPA4Fitting(EnergyFitting):
     """Atomic energies by gated layers; otherwise as `EnergyFitting`."""
 
     def _network(self, config: DPA4EnerConfig, seed: int) -> GatedNetwork:
-        return GatedNetwork(config, self.num_inputs, self.dim_in, Source(seed, self.dtype))
+        return GatedNetwork(
+            config, self.num_inputs, self.dim_in, Source(seed, self.dtype)
+        )
 
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs of the networks (A,) and their gradients by the inputs (A, N)."""
@@ -139,7 +141,9 @@ class CaseModulation(nn.Module):
         source: of the initial parameters.
     """
 
-    def __init__(self, num_cases: int, widths: Sequence[int], act: str, source: Source) -> None:
+    def __init__(
+        self, num_cases: int, widths: Sequence[int], act: str, source: Source
+    ) -> None:
         super().__init__()
         self.widths = list(widths)
         # widths of DeePMD-kit: 4 Q rounded up to a multiple of 32, and 4 D
@@ -151,8 +155,12 @@ class CaseModulation(nn.Module):
             source.filled((wide, 2 * width), 0.0) for width in widths
         )
         # names with adam: a Muon optimizer leaves these parameters to Adam (see dpa4.layers)
-        self.adam_case_film_scale_strength_log = source.filled((len(widths),), math.log(SMALL))
-        self.adam_case_film_shift_strength_log = source.filled((len(widths),), math.log(SMALL))
+        self.adam_case_film_scale_strength_log = source.filled(
+            (len(widths),), math.log(SMALL)
+        )
+        self.adam_case_film_shift_strength_log = source.filled(
+            (len(widths),), math.log(SMALL)
+        )
 
     def code(self, case: Tensor) -> Tensor:
         """Return the code of a task (4 D,) from the vector of it (Q,)."""
@@ -163,7 +171,10 @@ class CaseModulation(nn.Module):
         """Return the numbers of a layer (B, M), those of ``widths[index]``, scaled and shifted."""
         # (M,) each, the same for all atoms; bounded, so that no task switches a layer off at once
         scale, shift = torch.tanh(code @ self.projectors[index]).chunk(2)
-        strengths = self.adam_case_film_scale_strength_log, self.adam_case_film_shift_strength_log
+        strengths = (
+            self.adam_case_film_scale_strength_log,
+            self.adam_case_film_shift_strength_log,
+        )
         scale_strength, shift_strength = (
             strength[index : index + 1].exp() for strength in strengths
         )

@@ -51,7 +51,9 @@ class DPA4ModelConfig(NetworkConfig):
         """Exclude pairs that the descriptor excludes from the whole model, as DeePMD-kit does."""
         # a frozen dataclass: its own fields can be set in here only so
         if not self.pair_exclude_types:
-            pairs = [list(pair) for pair in cast("DPA4Config", self.descriptor).exclude_types]
+            pairs = [
+                list(pair) for pair in cast("DPA4Config", self.descriptor).exclude_types
+            ]
             object.__setattr__(self, "pair_exclude_types", pairs)
 
     def conflicts(self) -> Iterator[Finding]:
@@ -59,7 +61,9 @@ class DPA4ModelConfig(NetworkConfig):
         yield from super().conflicts()
         # both are given: pairs may be in any order, also within a pair
         pairs = cast("DPA4Config", self.descriptor).exclude_types
-        if pairs and sorted(map(sorted, pairs)) != sorted(map(sorted, self.pair_exclude_types)):
+        if pairs and sorted(map(sorted, pairs)) != sorted(
+            map(sorted, self.pair_exclude_types)
+        ):
             why = f"model.pair_exclude_types = {show(self.pair_exclude_types)} is another choice"
             text = f" = {show(pairs)}: {why}. Give one of the two."
             yield error("descriptor.exclude_types", text)

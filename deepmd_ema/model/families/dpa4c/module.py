@@ -15,7 +15,11 @@ from deepmd_ema.distributed.tensors import precision
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.families.dpa4.layers import Source, TypeTable
-from deepmd_ema.model.families.dpa4c.moments import InvariantReadout, pair_numbers, slopes
+from deepmd_ema.model.families.dpa4c.moments import (
+    InvariantReadout,
+    pair_numbers,
+    slopes,
+)
 from deepmd_ema.model.families.dpa4c.radial import (
     PairNetwork,
     PairTables,
@@ -39,7 +43,9 @@ if TYPE_CHECKING:
 
 # added to sums of envelopes before they are divided by: few neighbors near the cutoff count little
 FLOOR = 0.25
-NUM_MASSES = 2  # sums of the second and of the fourth powers of the envelopes of neighbors
+NUM_MASSES = (
+    2  # sums of the second and of the fourth powers of the envelopes of neighbors
+)
 # elements of a batch up to which sums over neighbors are separated by element: they have a column
 # for each element, while without them radial functions are mixed for each pair
 MAX_SPECIES = 8
@@ -67,8 +73,12 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         self.section, self.num_types = config, num_types
         self.dtype = precision(config.precision)
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
-        source = Source(seed_for("dpa4c", seed if config.seed is None else config.seed), self.dtype)
-        self.type_embedding = TypeTable(num_types, config.channels, source.part("elements"))
+        source = Source(
+            seed_for("dpa4c", seed if config.seed is None else config.seed), self.dtype
+        )
+        self.type_embedding = TypeTable(
+            num_types, config.channels, source.part("elements")
+        )
         # derivatives of the harmonics, see `pair_numbers`; not saved
         self._slopes = nn.Buffer(slopes(config.lmax).to(self.dtype), persistent=False)
         self.radial = RadialNetwork(config, source.part("radial"))
@@ -122,7 +132,9 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         scale = size / (target if target > 0 else 1.0)
         # 0, nan and numbers whose inverse is infinite
         smallest = (
-            np.finfo(np.float32).tiny if self.dtype == torch.float32 else np.finfo(np.float64).tiny
+            np.finfo(np.float32).tiny
+            if self.dtype == torch.float32
+            else np.finfo(np.float64).tiny
         )
         scale[~(scale > smallest)] = 1.0
         number = len(scale)
@@ -137,8 +149,14 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         """Return the features (A, D) and their vector-Jacobian product."""
         # the types that neighbors may have are those of the batch, unless a graph must serve all
         # batches or the batch does not count its atoms by type
-        all_types = torch.compiler.is_compiling() or len(batch.type_counts) != self.num_types
-        species = [kind for kind in range(self.num_types) if all_types or batch.type_counts[kind]]
+        all_types = (
+            torch.compiler.is_compiling() or len(batch.type_counts) != self.num_types
+        )
+        species = [
+            kind
+            for kind in range(self.num_types)
+            if all_types or batch.type_counts[kind]
+        ]
         is_apart = self.ops.is_for_cpu or self.interpolation.serves(batch)
         if is_apart and len(species) <= MAX_SPECIES:
             invariants, vjp = self._invariants_by_species(batch, species)
@@ -158,14 +176,20 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         Amplitudes are computed for each pair of atoms.
         """
         numbers, numbers_vjp = self._numbers(batch)
-        features, features_vjp = vjp_of(lambda *parts: self._pair_features(batch, *parts), *numbers)
+        features, features_vjp = vjp_of(
+            lambda *parts: self._pair_features(batch, *parts), *numbers
+        )
         return features, lambda grad_features: numbers_vjp(*features_vjp(grad_features))
 
-    def _numbers(self, batch: Batch) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[..., Tensor]]:
+    def _numbers(
+        self, batch: Batch
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[..., Tensor]]:
         """Return rows, distances and sums of envelopes of the pairs, and their vjp."""
         dropped = self.excluded(batch, batch.within()) if self.excluded.any else None
         vector, section = batch.vector.to(self.dtype), self.section
-        numbers, vjp = pair_numbers(vector, dropped, section.rcut, section.lmax, self._slopes)
+        numbers, vjp = pair_numbers(
+            vector, dropped, section.rcut, section.lmax, self._slopes
+        )
         return numbers, lambda *grads: vjp(*grads).double()
 
     def _pair_features(
@@ -174,25 +198,35 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         """Return the features (A, G) from the numbers of pairs."""
         section, widths = self.section, self.section.widths
         # tables of the pairs of each atom, (A, T, ...) by the type of the neighbor
-        tables = _rows_of_centres(self.pair_film(self.type_embedding()), batch.atom_type)
+        tables = _rows_of_centres(
+            self.pair_film(self.type_embedding()), batch.atom_type
+        )
         is_reduced = section.use_amp and self.training and rows.is_cuda
         with torch.autocast("cuda", torch.bfloat16, enabled=is_reduced):
-            radial = self.radial(distance[..., None])  # (A, K, M), channels and then modes
+            radial = self.radial(
+                distance[..., None]
+            )  # (A, K, M), channels and then modes
             # (A, K, T): a product picks the rows of tables, because the derivative of an index adds
             # in any order on a GPU
             is_type = one_hot(batch.neighbor_type, self.num_types, self.dtype)
             scale, shift = is_type @ tables.scale, is_type @ tables.shift
             amplitude = radial[..., : section.channels] * scale + shift
             if tables.mix is not None:
-                mix = (is_type @ tables.mix.flatten(2)).unflatten(-1, tables.mix.shape[2:])
-                amplitude = amplitude + (mix * radial[..., None, section.channels :]).sum(-1)
+                mix = (is_type @ tables.mix.flatten(2)).unflatten(
+                    -1, tables.mix.shape[2:]
+                )
+                amplitude = amplitude + (
+                    mix * radial[..., None, section.channels :]
+                ).sum(-1)
         amplitude = amplitude.to(self.dtype)
         # sums over neighbors (A, C) and (A, Q - 1, C_1): higher degrees have the first channels
         scalar = torch.bmm(rows[:, :1], amplitude)[:, 0]
         higher = torch.bmm(rows[:, 1:], amplitude[..., : widths[1]])
         return self._products(scalar, higher, masses)
 
-    def _invariants_by_species(self, batch: Batch, species: list[int]) -> tuple[Tensor, Vjp]:
+    def _invariants_by_species(
+        self, batch: Batch, species: list[int]
+    ) -> tuple[Tensor, Vjp]:
         """Return the same and their vjp, from sums over the neighbors of each element.
 
         The network of the distance then has one output for all pairs of elements.
@@ -201,9 +235,13 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         rows, distance, masses = numbers
         kinds = torch.tensor(species, device=rows.device)[:, None]
         is_type = (batch.neighbor_type[:, None] == kinds).to(rows)  # (A, S, K)
-        left = (rows[:, :, None] * is_type[:, None]).flatten(1, 2).transpose(1, 2)  # (A, K, Q S)
+        left = (
+            (rows[:, :, None] * is_type[:, None]).flatten(1, 2).transpose(1, 2)
+        )  # (A, K, Q S)
         if self.interpolation.serves(batch):
-            sums = self.interpolation(left, distance, self.radial, in_place=self.ops.is_for_cpu)
+            sums = self.interpolation(
+                left, distance, self.radial, in_place=self.ops.is_for_cpu
+            )
         else:
             sums = DirectSum(left, distance, self.radial, None)
 
@@ -227,7 +265,12 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         return features, vjp
 
     def _sum_features(
-        self, value: Tensor, plain: Tensor, masses: Tensor, batch: Batch, species: list[int]
+        self,
+        value: Tensor,
+        plain: Tensor,
+        masses: Tensor,
+        batch: Batch,
+        species: list[int],
     ) -> Tensor:
         """Return the features (A, G) from sums over the neighbors of each element.
 
@@ -250,10 +293,16 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
 
         def moments(first: int, last: int | None, width: int) -> Tensor:
             """Return (A, harmonics from first to last, width)."""
-            scaled = amplitude[:, first:last, :, :width] * tables.scale[:, None, :, :width]
-            sums = scaled.sum(2) + torch.bmm(plain[:, first:last], tables.shift[..., :width])
+            scaled = (
+                amplitude[:, first:last, :, :width] * tables.scale[:, None, :, :width]
+            )
+            sums = scaled.sum(2) + torch.bmm(
+                plain[:, first:last], tables.shift[..., :width]
+            )
             if tables.mix is not None:
-                maps = tables.mix[:, :, :width].permute(0, 1, 3, 2).flatten(1, 2)  # (A, S R, width)
+                maps = (
+                    tables.mix[:, :, :width].permute(0, 1, 3, 2).flatten(1, 2)
+                )  # (A, S R, width)
                 sums = sums + torch.bmm(modes[:, first:last].flatten(2), maps)
             return sums
 

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 Triple = tuple[int, int, int]
 
-NEGLIGIBLE = 1e-14  # elements of coupling tensors below it are round-off of the quadrature
-QUADRATURE = 8  # nodes of the polar angle: exact for products of three harmonics of degree 4
+NEGLIGIBLE = (
+    1e-14  # elements of coupling tensors below it are round-off of the quadrature
+)
+QUADRATURE = (
+    8  # nodes of the polar angle: exact for products of three harmonics of degree 4
+)
 
 
 def harmonics(u: Sequence[Tensor], lmax: int) -> list[Tensor]:
@@ -102,7 +106,9 @@ def couplings(lmax: int) -> dict[Triple, Tensor]:
     """
     points, weight = sphere()
     basis = torch.stack(harmonics(points.unbind(0), lmax), -1).numpy()
-    blocks = [basis[:, degree**2 - 1 : (degree + 1) ** 2 - 1] for degree in range(1, lmax + 1)]
+    blocks = [
+        basis[:, degree**2 - 1 : (degree + 1) ** 2 - 1] for degree in range(1, lmax + 1)
+    ]
     tensors = {}
     for degrees in triples(lmax):
         factors = [blocks[degree - 1] for degree in degrees]
@@ -128,7 +134,9 @@ def sphere() -> tuple[Tensor, np.ndarray]:
     return torch.from_numpy(points.reshape(3, -1)), np.repeat(weights, len(angles))
 
 
-def distinct_products(degrees: Triple, ranks: Sequence[int]) -> tuple[list[int], list[float]]:
+def distinct_products(
+    degrees: Triple, ranks: Sequence[int]
+) -> tuple[list[int], list[float]]:
     """Return the places of products of channels that differ, and the roots of their numbers.
 
     With the roots as factors, the features have the norm of all products, equal ones included.
@@ -188,7 +196,8 @@ class InvariantReadout(nn.Module):
             self._add_buffer(f"_coupling_{_digits(degrees)}", tensor.to(source.dtype))
             self._add_buffer(f"_places_{_digits(degrees)}", torch.tensor(places))
             self._add_buffer(
-                f"_factors_{_digits(degrees)}", torch.tensor(factors, dtype=source.dtype)
+                f"_factors_{_digits(degrees)}",
+                torch.tensor(factors, dtype=source.dtype),
             )
         for degree, width in enumerate(self.widths[1:], 1):
             row, column = torch.triu_indices(width, width)
@@ -218,10 +227,14 @@ class InvariantReadout(nn.Module):
             # (A, C_l^2), a symmetric matrix whose upper triangle is read
             gram = torch.bmm(moment.transpose(1, 2), moment).flatten(1)
             places = self.get_buffer(f"_pairs_{degree}")
-            features.append(gram.index_select(1, places) * self.get_buffer(f"_scales_{degree}"))
+            features.append(
+                gram.index_select(1, places) * self.get_buffer(f"_scales_{degree}")
+            )
         # (A, 2 l + 1, K_l)
         probes = [
-            self.probe_projections[str(k)](moment) if str(k) in self.probe_projections else moment
+            self.probe_projections[str(k)](moment)
+            if str(k) in self.probe_projections
+            else moment
             for k, moment in enumerate(aligned)
         ]
         quartic = scalar[:, :0]
@@ -232,7 +245,8 @@ class InvariantReadout(nn.Module):
             pair = torch.einsum("ijk,ajn,akm->ainm", coupling, *pair_factors)
             full = torch.bmm(first.transpose(1, 2), pair.flatten(2)).flatten(1)
             places, factors = (
-                self.get_buffer(f"_{name}_{_digits(degrees)}") for name in ("places", "factors")
+                self.get_buffer(f"_{name}_{_digits(degrees)}")
+                for name in ("places", "factors")
             )
             features.append(full.index_select(1, places) * factors)
             # products of four: squared lengths of a matrix of degree 2 times a vector, which the
@@ -299,7 +313,9 @@ def pair_numbers(
         fourth = by_masses[:, 1:]
         by_squared = (by_angular * angular).sum(1) + second + 2 * squared * fourth
         # gradient by the length, (A, K): envelope, its square in the rows, and the distance itself
-        along = (by_rows[:, 0] + 2 * envelope * by_squared) * slope + by_distance * inside
+        along = (
+            by_rows[:, 0] + 2 * envelope * by_squared
+        ) * slope + by_distance * inside
         terms = (slopes.flatten(0, 1) @ by_angular).unflatten(1, slopes.shape[:2])
         # gradient by the unit vector, (A, 3, K): derivatives of harmonics are sums of harmonics of
         # lower degrees, of which that of degree 0 is 1
@@ -321,7 +337,8 @@ def slopes(lmax: int) -> Tensor:
     """
     points = sphere()[0]
     basis = torch.stack(
-        [torch.ones_like(points[0]), *harmonics(points.unbind(0), lmax)[: lmax**2 - 1]], 1
+        [torch.ones_like(points[0]), *harmonics(points.unbind(0), lmax)[: lmax**2 - 1]],
+        1,
     )
     derivatives = torch.func.jacrev(lambda u: torch.stack(harmonics(u.unbind(0), lmax)))
     values = torch.vmap(derivatives)(points.T)  # (P, Q - 1, 3)

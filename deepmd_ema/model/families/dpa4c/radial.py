@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.model.families.dpa4.layers import Dense, DistanceFunctions, Source, swiglu
+from deepmd_ema.model.families.dpa4.layers import (
+    Dense,
+    DistanceFunctions,
+    Source,
+    swiglu,
+)
 from deepmd_ema.model.nn.layers import module_list
 
 if TYPE_CHECKING:
@@ -17,7 +22,9 @@ if TYPE_CHECKING:
 # B pairs of atoms, N radial functions, H hidden numbers, T types, C channels, R modes, M = C + R
 
 WIDTH_MULTIPLE = 8  # hidden widths are multiples of it
-PAIR_SCALE = 0.1  # of the outputs of the network of pairs of elements, before they are bounded
+PAIR_SCALE = (
+    0.1  # of the outputs of the network of pairs of elements, before they are bounded
+)
 
 
 def gated_width(width: int) -> int:
@@ -38,7 +45,9 @@ class GatedNetwork(nn.Module):
         source: of the initial parameters.
     """
 
-    def __init__(self, num_in: int, num_hidden: int, num_out: int, source: Source) -> None:
+    def __init__(
+        self, num_in: int, num_hidden: int, num_out: int, source: Source
+    ) -> None:
         super().__init__()
         self.layers = module_list(
             [
@@ -62,7 +71,9 @@ class RadialNetwork(DistanceFunctions):
     def __init__(self, config: DPA4CConfig, source: Source) -> None:
         super().__init__(config, source.dtype)
         count, hidden = config.n_radial, gated_width(config.channels)
-        self.embedding = GatedNetwork(count, hidden, config.channels, source.part("channels"))
+        self.embedding = GatedNetwork(
+            count, hidden, config.channels, source.part("channels")
+        )
         self.mode_head = (
             Dense(hidden, config.radial_modes, source.part("modes"))
             if config.radial_modes
@@ -79,7 +90,9 @@ class RadialNetwork(DistanceFunctions):
 
     def forward(self, distance: Tensor) -> Tensor:
         """Return (..., M) from distances (..., 1), angstrom."""
-        return swiglu(self.functions(distance) @ self._first(distance)) @ self._last(distance)
+        return swiglu(self.functions(distance) @ self._first(distance)) @ self._last(
+            distance
+        )
 
     def value_and_derivative(self, distance: Tensor) -> tuple[Tensor, Tensor]:
         """Return the value (..., M) and its derivative (..., M) by the distances (..., 1)."""

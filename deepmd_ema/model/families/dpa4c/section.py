@@ -20,7 +20,12 @@ class DPA4CConfig(AllNeighborsSection):
 
     type: ClassVar[str] = "dpa4c"
     aliases: ClassVar[tuple[str, ...]] = ("DPA4C",)
-    first_options: ClassVar[tuple[str, ...]] = ("rcut", "channels", "lmax", "radial_modes")
+    first_options: ClassVar[tuple[str, ...]] = (
+        "rcut",
+        "channels",
+        "lmax",
+        "radial_modes",
+    )
 
     channels: int = option(
         32,

@@ -54,7 +54,12 @@ class EnergyFitting(UsesOperations, Fitting):
     num_out = 1
 
     def __init__(
-        self, config: FittingOptions, dim_in: int, num_types: int, seed: int, mixed_types: bool
+        self,
+        config: FittingOptions,
+        dim_in: int,
+        num_types: int,
+        seed: int,
+        mixed_types: bool,
     ) -> None:
         super().__init__()
         self.mixed_types = mixed_types
@@ -65,8 +70,12 @@ class EnergyFitting(UsesOperations, Fitting):
         # networks whose energy is counted from that of an atom without neighbors, so that such an
         # atom has exactly its energy of atom_ener. DeePMD-kit does so for the one network of all
         # types as soon as one type has an energy
-        fixed_types = {t for t, energy in enumerate(config.atom_ener or ()) if energy is not None}
-        self.from_vacuum = frozenset({0} if fixed_types and mixed_types else fixed_types)
+        fixed_types = {
+            t for t, energy in enumerate(config.atom_ener or ()) if energy is not None
+        }
+        self.from_vacuum = frozenset(
+            {0} if fixed_types and mixed_types else fixed_types
+        )
         start = seed if config.seed is None else config.seed
         # gated layers (dpa4_ener) may take the case as a modulation of all layers instead
         self.case_is_input = not getattr(config, "case_film_embd", False)
@@ -83,16 +92,26 @@ class EnergyFitting(UsesOperations, Fitting):
         freeze(self, config.trainable)
         # float64 in any precision: energies of elements may be hundreds of eV, of which float32
         # would keep 1e-5 eV
-        self.bias_atom_e = nn.Buffer(torch.zeros(num_types, self.num_out, dtype=torch.float64))
+        self.bias_atom_e = nn.Buffer(
+            torch.zeros(num_types, self.num_out, dtype=torch.float64)
+        )
         # only what the networks read has buffers: `apply_statistics` and `share_networks` look for
         # them, and checkpoints have no entries without use
         for name, count in ((FPARAM, self.num_fparam), (APARAM, self.num_aparam)):
             if count:
-                self.register_buffer(f"{name}_avg", torch.zeros(count, dtype=self.dtype))
-                self.register_buffer(f"{name}_inv_std", torch.ones(count, dtype=self.dtype))
+                self.register_buffer(
+                    f"{name}_avg", torch.zeros(count, dtype=self.dtype)
+                )
+                self.register_buffer(
+                    f"{name}_inv_std", torch.ones(count, dtype=self.dtype)
+                )
         # a buffer, so that the model of a task keeps in its file which task it is
         self.case_embd: Tensor | None
-        case = torch.zeros(config.dim_case_embd, dtype=self.dtype) if config.dim_case_embd else None
+        case = (
+            torch.zeros(config.dim_case_embd, dtype=self.dtype)
+            if config.dim_case_embd
+            else None
+        )
         self.register_buffer("case_embd", case)
         # the section holds the same numbers: they are not saved again
         default = (
@@ -131,7 +150,9 @@ class EnergyFitting(UsesOperations, Fitting):
             )
         self.nets = other.nets
         # shared networks need inputs on one scale; biases of elements stay those of each task
-        for name in (f"{part}_{what}" for part in (FPARAM, APARAM) for what in ("avg", "inv_std")):
+        for name in (
+            f"{part}_{what}" for part in (FPARAM, APARAM) for what in ("avg", "inv_std")
+        ):
             if hasattr(self, name):
                 setattr(self, name, getattr(other, name))
 
@@ -196,19 +217,27 @@ class EnergyFitting(UsesOperations, Fitting):
         ):
             if count:
                 values = batch.conditions.get(name)
-                if values is None and name == FPARAM and self._default_fparam is not None:
+                if (
+                    values is None
+                    and name == FPARAM
+                    and self._default_fparam is not None
+                ):
                     values = self._default_fparam.expand(batch.num_frames, -1)
                 if values is None:
-                    raise DataError(f"this model needs {name}: {count} numbers for each {owner}.")
+                    raise DataError(
+                        f"this model needs {name}: {count} numbers for each {owner}."
+                    )
                 # (F, P) of frames or (A, Q) of atoms; those of a frame are repeated for its atoms
-                values = (values.to(self.dtype) - getattr(self, f"{name}_avg")) * getattr(
-                    self, f"{name}_inv_std"
-                )
+                values = (
+                    values.to(self.dtype) - getattr(self, f"{name}_avg")
+                ) * getattr(self, f"{name}_inv_std")
                 parts.append(values[batch.atom_frame] if name == FPARAM else values)
         if self.case_embd is not None and self.case_is_input:
             parts.append(self.case_embd.expand(features.shape[0], -1))
         inputs = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        return inputs, [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
+        return inputs, [inputs.shape[0]] if self.mixed_types else list(
+            batch.type_counts
+        )
 
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs of the networks (A,) and their gradients by the inputs (A, N)."""

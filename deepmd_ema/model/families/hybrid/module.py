@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 def build_hybrid(config: HybridConfig, num_types: int, seed: int) -> HybridDescriptor:
     """Return a hybrid with its parts, each of which starts from random numbers of its own."""
     parts = [
-        DESCRIPTORS[part.type].load("module")(part, num_types, seed_for("part", seed, index))
+        DESCRIPTORS[part.type].load("module")(
+            part, num_types, seed_for("part", seed, index)
+        )
         for index, part in enumerate(config.list)
     ]
     return HybridDescriptor(config, parts)
@@ -60,7 +62,9 @@ class HybridDescriptor(nn.Module):
         self.mixed_types = any(part.mixed_types for part in parts)
         self.passes_messages = any(part.passes_messages for part in parts)
         # the higher precision, so that no part loses digits where features are concatenated
-        self.dtype = max((part.dtype for part in parts), key=lambda dtype: torch.finfo(dtype).bits)
+        self.dtype = max(
+            (part.dtype for part in parts), key=lambda dtype: torch.finfo(dtype).bits
+        )
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return a layout in which every part finds its neighbors."""
@@ -83,13 +87,19 @@ class HybridDescriptor(nn.Module):
             excluded_pairs=excluded_pairs,
             type_sel=type_sel,
             # the shorter lists that parts take from the batch, each once
-            inner=tuple(dict.fromkeys(inner for part in layouts for inner in part.inner)),
+            inner=tuple(
+                dict.fromkeys(inner for part in layouts for inner in part.inner)
+            ),
         )
 
     @property
     def sum_names(self) -> tuple[str, ...]:
         """The names of the sums of each part after its place in the list."""
-        return tuple(f"{k}_{name}" for k, part in enumerate(self.parts) for name in part.sum_names)
+        return tuple(
+            f"{k}_{name}"
+            for k, part in enumerate(self.parts)
+            for name in part.sum_names
+        )
 
     def measure(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return the sums of all parts."""
@@ -103,21 +113,28 @@ class HybridDescriptor(nn.Module):
     def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
         """Hand each part its own sums."""
         for k, part in enumerate(self.parts):
-            part.apply_statistics({name: sums[f"{k}_{name}"] for name in part.sum_names})
+            part.apply_statistics(
+                {name: sums[f"{k}_{name}"] for name in part.sum_names}
+            )
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vjp, the sum of those of the parts."""
         views = self._views(batch)
-        outputs = [part(view.batch) for part, view in zip(self.parts, views, strict=True)]
+        outputs = [
+            part(view.batch) for part, view in zip(self.parts, views, strict=True)
+        ]
         features, vjps = zip(*outputs, strict=True)
         # (A, D_k) of part k, in its precision
         widths = [values.shape[1] for values in features]
 
         def vjp(grad_features: Tensor) -> Tensor:
-            parts = zip(grad_features.split(widths, 1), features, views, vjps, strict=True)
+            parts = zip(
+                grad_features.split(widths, 1), features, views, vjps, strict=True
+            )
             # a part gets the gradient in its own precision; its view puts the slots back in place
             by_vector = [
-                view.vjp(part_vjp(grad.to(values.dtype))) for grad, values, view, part_vjp in parts
+                view.vjp(part_vjp(grad.to(values.dtype)))
+                for grad, values, view, part_vjp in parts
             ]
             return reduce(torch.add, by_vector)
 
@@ -136,7 +153,8 @@ class HybridDescriptor(nn.Module):
         ]
         # both are concatenated in their second dimension: (A, D_k) and (A, M_k, 3) of part k
         features, vectors = (
-            torch.cat([values.to(self.dtype) for values in tensors], 1) for tensors in zip(*outputs)
+            torch.cat([values.to(self.dtype) for values in tensors], 1)
+            for tensors in zip(*outputs)
         )
         return features, vectors
 

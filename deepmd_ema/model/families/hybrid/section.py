@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from deepmd_ema.config.fields import option
-from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasInnerNeighbors
+from deepmd_ema.config.schema.descriptor import (
+    DESCRIPTORS,
+    DescriptorConfig,
+    HasInnerNeighbors,
+)
 from deepmd_ema.findings import Finding, error, inside
 
 if TYPE_CHECKING:
@@ -48,7 +52,11 @@ class HybridConfig:
     @property
     def precision(self) -> str:
         """Return the higher precision of the parts."""
-        return "float32" if all(part.precision == "float32" for part in self.list) else "float64"
+        return (
+            "float32"
+            if all(part.precision == "float32" for part in self.list)
+            else "float64"
+        )
 
     @property
     def cutoff(self) -> float:
@@ -72,14 +80,18 @@ class HybridConfig:
     def with_neighbors(self, statistics: NeighborStatistics) -> HybridConfig:
         """Return the section with the numbers of neighbors of all parts."""
         # the numbers of a part by element may be upper bounds (see the option `list`)
-        parts = [part.with_neighbors(statistics.within(part.cutoff)) for part in self.list]
+        parts = [
+            part.with_neighbors(statistics.within(part.cutoff)) for part in self.list
+        ]
         return replace(self, list=parts)
 
     def with_neighbors_of(self, saved: DescriptorConfig) -> HybridConfig:
         """Return the section with the numbers of ``saved`` where a part leaves them to the data."""
         if not isinstance(saved, HybridConfig) or len(saved.list) != len(self.list):
             return self
-        parts = [part.with_neighbors_of(other) for part, other in zip(self.list, saved.list)]
+        parts = [
+            part.with_neighbors_of(other) for part, other in zip(self.list, saved.list)
+        ]
         return replace(self, list=parts)
 
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
@@ -94,7 +106,11 @@ class HybridConfig:
         for k, part in enumerate(self.list):
             # a part by element is no list of the nearest: its own numbers bound each element
             if part.neighbors is not None and len(part.neighbors) == 1:
-                yield f"{self.part(k)}.{part.neighbors_option}", part.cutoff, part.neighbors[0]
+                yield (
+                    f"{self.part(k)}.{part.neighbors_option}",
+                    part.cutoff,
+                    part.neighbors[0],
+                )
             # dpa2 and dpa3 read shorter lists beside their own
             if isinstance(part, HasInnerNeighbors):
                 yield from (

@@ -55,7 +55,9 @@ class PairTableDescriptor(EnvironmentDescriptor):
         energy, slope = self.pairs(batch, distance, distance < self.pairs.rcut)
         # (A, K, 3): each of both atoms of a pair has half of its energy
         along = (0.5 * slope / distance).unsqueeze(-1) * batch.vector
-        return 0.5 * energy.sum(1, keepdim=True), lambda grad: grad.unsqueeze(-1) * along
+        return 0.5 * energy.sum(
+            1, keepdim=True
+        ), lambda grad: grad.unsqueeze(-1) * along
 
 
 class PairTableFitting(Fitting):

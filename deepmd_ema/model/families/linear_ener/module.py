@@ -13,7 +13,10 @@ from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.model.build import build_networks
 from deepmd_ema.model.families.hybrid.module import HybridDescriptor
-from deepmd_ema.model.families.linear_ener.layers import PairTableDescriptor, PairTableFitting
+from deepmd_ema.model.families.linear_ener.layers import (
+    PairTableDescriptor,
+    PairTableFitting,
+)
 from deepmd_ema.model.families.linear_ener.section import PairTableConfig
 from deepmd_ema.model.interface import Block, Fitting, Sums
 from deepmd_ema.model.nn.layers import module_list
@@ -21,7 +24,10 @@ from deepmd_ema.model.pair_table import PairTable
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.model.families.linear_ener.section import LinearConfig, PartDescriptors
+    from deepmd_ema.model.families.linear_ener.section import (
+        LinearConfig,
+        PartDescriptors,
+    )
     from deepmd_ema.model.interface import Descriptor
 
 # A atoms, D features of all parts together
@@ -99,9 +105,14 @@ class LinearFitting(Fitting):
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energies (A,) float64, eV, and their gradient by the features (A, D)."""
         # a list of gradients, (A, D_k) of part k
-        energy, grads = torch.zeros(len(features), dtype=torch.float64, device=features.device), []
+        energy, grads = (
+            torch.zeros(len(features), dtype=torch.float64, device=features.device),
+            [],
+        )
         split = features.split(self._widths, 1)
-        for part, weight, part_features in zip(self.parts, self._weights, split, strict=True):
+        for part, weight, part_features in zip(
+            self.parts, self._weights, split, strict=True
+        ):
             part_energy, grad = part(part_features, batch)
             energy = energy + weight * part_energy
             grads.append(weight * grad)

@@ -13,7 +13,12 @@ from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor import DescriptorConfig
 from deepmd_ema.config.schema.descriptor_bases import NeighborLists, OneListSection
 from deepmd_ema.config.schema.model import FITTINGS, ModelConfig, StandardConfig
-from deepmd_ema.config.schema.pair_table import Table, pair_table, read_table, table_findings
+from deepmd_ema.config.schema.pair_table import (
+    Table,
+    pair_table,
+    read_table,
+    table_findings,
+)
 from deepmd_ema.findings import Finding, error, unused
 from deepmd_ema.model.families.ener.section import EnerFittingConfig
 from deepmd_ema.model.families.hybrid.section import HybridConfig
@@ -23,7 +28,9 @@ _OF_WHOLE = "the energies of the elements are fitted for the whole model"
 # negative weights are allowed: a part may be subtracted
 _weights = Check(
     lambda v: (
-        v in ("mean", "sum") if isinstance(v, str) else len(v) > 0 and all(map(math.isfinite, v))
+        v in ("mean", "sum")
+        if isinstance(v, str)
+        else len(v) > 0 and all(map(math.isfinite, v))
     ),
     '"mean", "sum", or a list of numbers, one for each model',
 )
@@ -36,7 +43,8 @@ class NetworkPartConfig:
     type: ClassVar[str] = "standard"
 
     type_map: list[str] | None = option(
-        None, doc="Names of the elements of this part; null takes those of the whole model."
+        None,
+        doc="Names of the elements of this part; null takes those of the whole model.",
     )
     descriptor: DescriptorConfig = redefined(StandardConfig, "descriptor")
     fitting_net: Any = option(
@@ -92,7 +100,9 @@ class PairTableConfig(NeighborLists):
             for b in places[n:]
         ]
         # a row begins with its distance
-        return [[row[0], *(row[1 + column] for column in columns)] for row in self.tab_file]
+        return [
+            [row[0], *(row[1 + column] for column in columns)] for row in self.tab_file
+        ]
 
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
         """Yield errors of a table that does not fit to the elements and the cutoff."""
@@ -158,7 +168,8 @@ class LinearConfig(ModelConfig):
     def descriptor(self) -> DescriptorConfig:
         """Return a section that represents the descriptors of all parts, also of tables."""
         parts = [
-            part if isinstance(part, PairTableConfig) else part.descriptor for part in self.models
+            part if isinstance(part, PairTableConfig) else part.descriptor
+            for part in self.models
         ]
         return PartDescriptors(list=parts)
 
@@ -166,12 +177,18 @@ class LinearConfig(ModelConfig):
     def fitting_net(self) -> EnerFittingConfig:
         """Return a section with the numbers of conditions, on which parts that read any agree."""
         # no network is built from it: checks, batches and biases read numbers of conditions here
-        nets = [part.fitting_net for part in self.models if isinstance(part, NetworkPartConfig)]
+        nets = [
+            part.fitting_net
+            for part in self.models
+            if isinstance(part, NetworkPartConfig)
+        ]
         return EnerFittingConfig(
             numb_fparam=max((net.numb_fparam for net in nets), default=0),
             numb_aparam=max((net.numb_aparam for net in nets), default=0),
             dim_case_embd=max((net.dim_case_embd for net in nets), default=0),
-            default_fparam=next((net.default_fparam for net in nets if net.numb_fparam), None),
+            default_fparam=next(
+                (net.default_fparam for net in nets if net.numb_fparam), None
+            ),
         )
 
     @property
@@ -199,7 +216,9 @@ class LinearConfig(ModelConfig):
     def standard(self, part: NetworkPartConfig) -> StandardConfig:
         """Return a part as the section of a model, without options of the whole."""
         return StandardConfig(
-            type_map=self.type_map, descriptor=part.descriptor, fitting_net=part.fitting_net
+            type_map=self.type_map,
+            descriptor=part.descriptor,
+            fitting_net=part.fitting_net,
         )
 
     def summary(self) -> list[tuple[str, str]]:
@@ -207,7 +226,10 @@ class LinearConfig(ModelConfig):
         parts = enumerate(zip(self.models, self.part_weights))
         return [
             *super().summary(),
-            *((f"part {k}", f"{weight:g} x {part.summary()}") for k, (part, weight) in parts),
+            *(
+                (f"part {k}", f"{weight:g} x {part.summary()}")
+                for k, (part, weight) in parts
+            ),
         ]
 
     def findings(self) -> Iterator[Finding]:
@@ -223,7 +245,9 @@ class LinearConfig(ModelConfig):
         yield from super().conflicts()
         # tables have no parameters, and an optimizer needs some
         if not any(isinstance(part, NetworkPartConfig) for part in self.models):
-            expected = "at least one part with a descriptor, because nothing else is trained"
+            expected = (
+                "at least one part with a descriptor, because nothing else is trained"
+            )
             yield error("models", f": expected {expected}.")
         # the type of values is checked before, so that a text is one of the two words
         if not isinstance(self.weights, str) and len(self.weights) != len(self.models):
@@ -245,7 +269,11 @@ class LinearConfig(ModelConfig):
                 instead = "Remove it, or give model.preset_out_bias."
                 yield error(f"models[{k}].fitting_net.atom_ener", f"{text} {instead}")
         # all parts get the same frame and atom parameters; 0 of a part means that it reads none
-        nets = [part.fitting_net for part in self.models if isinstance(part, NetworkPartConfig)]
+        nets = [
+            part.fitting_net
+            for part in self.models
+            if isinstance(part, NetworkPartConfig)
+        ]
         for name in ("numb_fparam", "numb_aparam", "default_fparam", "dim_case_embd"):
             count = "numb_fparam" if name == "default_fparam" else name
             values = [getattr(net, name) for net in nets if getattr(net, count)]

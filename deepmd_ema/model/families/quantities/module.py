@@ -16,7 +16,10 @@ from deepmd_ema.model.families.ener.module import EnergyFitting
 from deepmd_ema.model.interface import Block
 
 if TYPE_CHECKING:
-    from deepmd_ema.model.families.quantities.section import DosFittingConfig, PolarFittingConfig
+    from deepmd_ema.model.families.quantities.section import (
+        DosFittingConfig,
+        PolarFittingConfig,
+    )
 
 # A atoms, D features, M equivariant vectors of an atom, W components, T types
 
@@ -49,7 +52,10 @@ class QuantityFitting(EnergyFitting):
         # before the base class, which builds networks of `num_out` outputs
         self.section, self.dim_equivariants = config, dim_equivariants
         self.width = math.prod(LABELS[config.labels[0]].shape)
-        self.is_mean, self.distinguishes_types = config.intensive, config.distinguish_types
+        self.is_mean, self.distinguishes_types = (
+            config.intensive,
+            config.distinguish_types,
+        )
         self.num_out = self._num_out()
         super().__init__(config, dim_in, num_types, seed, mixed_types)
 
@@ -69,11 +75,18 @@ class QuantityFitting(EnergyFitting):
         """Return the outputs of the networks (A, num_out)."""
         inputs, shares = self._inputs(features, batch)
         parts = inputs.split(shares)
-        outputs = [net(net_inputs) for net, net_inputs in zip(self.nets, parts, strict=True)]
+        outputs = [
+            net(net_inputs) for net, net_inputs in zip(self.nets, parts, strict=True)
+        ]
         return torch.cat(outputs) + self.bias_atom_e[batch.atom_type].to(self.dtype)
 
     def values(
-        self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor
+        self,
+        features: Tensor,
+        vectors: Tensor | None,
+        batch: Batch,
+        bias: Tensor,
+        std: Tensor,
     ) -> Tensor:
         """Return the values of the atoms (A, W) float64.
 
@@ -96,7 +109,12 @@ class InvariantFitting(QuantityFitting):
     section: DosFittingConfig
 
     def values(
-        self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor
+        self,
+        features: Tensor,
+        vectors: Tensor | None,
+        batch: Batch,
+        bias: Tensor,
+        std: Tensor,
     ) -> Tensor:
         """Return the values of the atoms (A, W) float64."""
         kind = batch.atom_type
@@ -104,7 +122,9 @@ class InvariantFitting(QuantityFitting):
         if not self.distinguishes_types:
             kind = torch.zeros_like(kind)
         out = self.outputs(features, batch).double()
-        return (out * std[kind] if self.section.type == "property" else out) + bias[kind]
+        return (out * std[kind] if self.section.type == "property" else out) + bias[
+            kind
+        ]
 
 
 class TensorFitting(QuantityFitting):
@@ -120,7 +140,11 @@ class TensorFitting(QuantityFitting):
     def __init__(self, config: Any, dim_in: int, num_types: int, *args: Any) -> None:
         super().__init__(config, dim_in, num_types, *args)
         if self.width > 3:  # a polarizability, which has 9 components
-            scale = config.scale if isinstance(config.scale, list) else [config.scale] * num_types
+            scale = (
+                config.scale
+                if isinstance(config.scale, list)
+                else [config.scale] * num_types
+            )
             self.scale = nn.Buffer(
                 torch.tensor(scale, dtype=torch.float64)[:, None], persistent=False
             )
@@ -131,11 +155,19 @@ class TensorFitting(QuantityFitting):
         return self.dim_equivariants if is_diagonal else self.dim_equivariants**2
 
     def values(
-        self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor
+        self,
+        features: Tensor,
+        vectors: Tensor | None,
+        batch: Batch,
+        bias: Tensor,
+        std: Tensor,
     ) -> Tensor:
         """Return the values of the atoms (A, W) float64."""
         assert vectors is not None
-        out, rows = self.outputs(features, batch), vectors.to(self.dtype)  # (A, M) and (A, M, 3)
+        out, rows = (
+            self.outputs(features, batch),
+            vectors.to(self.dtype),
+        )  # (A, M) and (A, M, 3)
         if self.width == 3:
             return torch.bmm(out.unsqueeze(1), rows).squeeze(1).double()
         scale = self.scale[batch.atom_type]
@@ -150,7 +182,9 @@ class TensorFitting(QuantityFitting):
         if self.section.shift_diag:
             # a multiple of the unit matrix is the only bias that does not depend on the orientation
             mean = bias.unflatten(1, (3, 3)).diagonal(dim1=1, dim2=2).mean(1)
-            unit = torch.eye(3, dtype=polarizability.dtype, device=polarizability.device)
+            unit = torch.eye(
+                3, dtype=polarizability.dtype, device=polarizability.device
+            )
             shift = mean[batch.atom_type, None] * scale
             polarizability = polarizability + shift.unsqueeze(2) * unit
         return polarizability.flatten(1)

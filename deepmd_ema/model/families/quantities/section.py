@@ -30,13 +30,16 @@ def _as_list(types: int | list[int]) -> list[int]:
 
 # numbers, not symbols, as in DeePMD-kit; whether there are so many is checked with the type map
 _types = Check(
-    lambda v: v != [] and all(t >= 0 for t in _as_list(v)), "type numbers, e.g. [0]; null is all"
+    lambda v: v != [] and all(t >= 0 for t in _as_list(v)),
+    "type numbers, e.g. [0]; null is all",
 )
 _SELECTED = (
     "Types whose atoms have a {0}, as `model.atom_exclude_types` names the others; null is all. "
     "Files of atoms "
 )
-_SELECTED += "may then have rows of these atoms only. DeePMD-kit's torch backends ignore it."
+_SELECTED += (
+    "may then have rows of these atoms only. DeePMD-kit's torch backends ignore it."
+)
 
 # names of files that a set of frames may have already: a property of this name would be read from
 # them
@@ -100,7 +103,8 @@ class PolarFittingConfig(DipoleFittingConfig):
         "all of it.",
     )
     scale: float | list[float] = option(
-        1.0, doc="Factor of the network for all elements, or of each, for numbers of about 1."
+        1.0,
+        doc="Factor of the network for all elements, or of each, for numbers of about 1.",
     )
     shift_diag: bool = option(
         True,
@@ -140,7 +144,11 @@ class PropertyFittingConfig(FittingOptions):
     # names of atomic and of spectral labels are made by a prefix
     property_name: str = option(
         check=Check(
-            lambda v: v.isidentifier() and v not in _TAKEN and not v.startswith(("atom_", DOS)),
+            lambda v: (
+                v.isidentifier()
+                and v not in _TAKEN
+                and not v.startswith(("atom_", DOS))
+            ),
             "the name of a file without .npy that is no other label, e.g. band_gap",
         ),
         doc="Name of the labels: `NAME.npy` of a set, or that of `info` of a frame.",
@@ -151,7 +159,9 @@ class PropertyFittingConfig(FittingOptions):
         doc="Whether the property is the mean over atoms (a band gap), not their sum (a "
         "magnetization).",
     )
-    distinguish_types: bool = option(True, doc="Whether each element has a bias of its own.")
+    distinguish_types: bool = option(
+        True, doc="Whether each element has a bias of its own."
+    )
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -169,7 +179,9 @@ class DosFittingConfig(FittingOptions):
     loss: ClassVar[str] = "dos"
 
     numb_dos: int = option(
-        300, check=positive_int, doc="Number of energies at which the density of states is given."
+        300,
+        check=positive_int,
+        doc="Number of energies at which the density of states is given.",
     )
     # bounds the biases of elements in fixed proportions, as in the fitting network ener
     rcond: float | None = option(

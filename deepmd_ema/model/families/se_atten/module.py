@@ -53,19 +53,28 @@ class SeAttenBlock(ElementBlock):
     """
 
     def __init__(
-        self, options: SeAttenV2Config, sel: int, num_types: int, dtype: torch.dtype, seed: int
+        self,
+        options: SeAttenV2Config,
+        sel: int,
+        num_types: int,
+        dtype: torch.dtype,
+        seed: int,
     ) -> None:
         super().__init__(options, sel, num_types, dtype, seed)
         self.one_side, self.num_axis = options.type_one_side, options.axis_neuron
         self.dim_out = self.num_channels * self.num_axis
-        self.interpolation = Interpolation(options.interpolate, dtype, sum(options.neuron))
+        self.interpolation = Interpolation(
+            options.interpolate, dtype, sum(options.neuron)
+        )
         # the usual 1 / sqrt(width of queries), unless a temperature replaces it
         scaling = options.temperature
         if scaling is None:
             scaling = (options.attn * options.scaling_factor) ** -0.5
         # without a shift, logits jump where a neighbor enters, as in DeePMD-kit
         shift, eps = LOGIT_SHIFT if options.smooth else None, eps_of(options.ln_eps)
-        self.attends = AttentionOptions(options.attn_dotr, options.normalize, scaling, shift, eps)
+        self.attends = AttentionOptions(
+            options.attn_dotr, options.normalize, scaling, shift, eps
+        )
         self.layers = module_list(
             AttentionLayer(
                 self.num_channels,
@@ -82,7 +91,11 @@ class SeAttenBlock(ElementBlock):
             freeze(self, False)
 
     def features_and_vjp(
-        self, table: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
+        self,
+        table: Tensor,
+        neighborhood: Neighborhood,
+        batch: Batch,
+        dropped: Tensor | None,
     ) -> tuple[Tensor, Vjp]:
         """Return the features (A, M X), and their vjp to the vectors (A, K, 3) float64.
 
@@ -95,7 +108,11 @@ class SeAttenBlock(ElementBlock):
         )
 
     def moments_and_vjp(
-        self, table: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
+        self,
+        table: Tensor,
+        neighborhood: Neighborhood,
+        batch: Batch,
+        dropped: Tensor | None,
     ) -> tuple[Tensor, Vjp]:
         """Return the moments g^T R (A, 4, M), and their vjp to the vectors (A, K, 3) float64.
 
@@ -114,7 +131,9 @@ class SeAttenBlock(ElementBlock):
         filler = first_type[batch.atom_frame][:, None]
         neighbor_type = torch.where(mask, batch.neighbor_type[:, :width], filler)
         radial = Radial.of(vector, self.rcut, self.rcut_smth)
-        rows, rows_vjp = self.environment_matrix(vector, dropped, batch.atom_type, radial=radial)
+        rows, rows_vjp = self.environment_matrix(
+            vector, dropped, batch.atom_type, radial=radial
+        )
         # the inputs of the moments that depend on positions, each with its vjp to the vectors
         inputs = [rows]
         vjps = [rows_vjp]
@@ -132,16 +151,25 @@ class SeAttenBlock(ElementBlock):
         )
         if self.layers:
             # (A, K, 3) unit vectors, whose products weight the attention (attn_dotr)
-            direction, direction_vjp = directions_and_vjp(vector, mask, radial.distance, self.rcut)
+            direction, direction_vjp = directions_and_vjp(
+                vector, mask, radial.distance, self.rcut
+            )
             counts = self._counts(neighborhood.mask)
             options = [layer.weights for layer in self.layers], self.attends
 
-            def attention_moments(rows: Tensor, switch: Tensor, direction: Tensor) -> Tensor:
+            def attention_moments(
+                rows: Tensor, switch: Tensor, direction: Tensor
+            ) -> Tensor:
                 if counts is not None:
                     # slots beyond the last neighbor of an atom are added by `_absent_moments`
                     is_near = torch.arange(width, device=rows.device) < counts[:, None]
                     rows = torch.where(is_near[..., None], rows, 0)
-                pairs = rows[..., :1], batch.atom_type[:, None], neighbor_type, switch[..., None]
+                pairs = (
+                    rows[..., :1],
+                    batch.atom_type[:, None],
+                    neighbor_type,
+                    switch[..., None],
+                )
                 attended = Attended(
                     rows,
                     partial(self._embed, table),
@@ -158,7 +186,9 @@ class SeAttenBlock(ElementBlock):
             moments, moments_vjp = vjp_of(attention_moments, *inputs)
         elif self.interpolation.serves(batch) and in_order:
             interpolated = (
-                self._interpolated if self.pair_embedding is None else self._interpolated_strip
+                self._interpolated
+                if self.pair_embedding is None
+                else self._interpolated_strip
             )
             moments, moments_vjp = interpolated(inputs, neighbor_type, table, batch)
         else:
@@ -166,18 +196,25 @@ class SeAttenBlock(ElementBlock):
             def evaluated(rows: Tensor, switch: Tensor | None = None) -> Tensor:
                 weight = None if switch is None else switch[..., None]
                 pairs = self._embed(
-                    table, rows[..., :1], batch.atom_type[:, None], neighbor_type, weight
+                    table,
+                    rows[..., :1],
+                    batch.atom_type[:, None],
+                    neighbor_type,
+                    weight,
                 )
                 return torch.bmm(rows.transpose(1, 2), pairs)
 
             moments, moments_vjp = vjp_of(evaluated, *inputs)
         if counts is not None or width < self.sel:
-            moments = moments + self._absent_moments(counts, width, table, first_type, batch)
+            moments = moments + self._absent_moments(
+                counts, width, table, first_type, batch
+            )
 
         def vjp(grad: Tensor) -> Tensor:
             by_inputs = moments_vjp(grad / self.sel)
             by_vector = [
-                input_vjp(by_input) for input_vjp, by_input in zip(vjps, by_inputs, strict=True)
+                input_vjp(by_input)
+                for input_vjp, by_input in zip(vjps, by_inputs, strict=True)
             ]
             return reduce(torch.add, by_vector)
 
@@ -198,7 +235,9 @@ class SeAttenBlock(ElementBlock):
         s = rows[..., 0]
         in_place = self.ops.is_for_cpu
         if self.one_side:
-            sums = [self.interpolation(left, s, self.embedding, table, in_place=in_place)]
+            sums = [
+                self.interpolation(left, s, self.embedding, table, in_place=in_place)
+            ]
         else:
             # a function for each element of the centre as well: atoms of one element at once
             parts = zip(
@@ -221,7 +260,9 @@ class SeAttenBlock(ElementBlock):
 
         def vjp(grad: Tensor) -> tuple[Tensor, ...]:
             shares = grad.split([part.left.shape[0] for part in sums])
-            by_parts = [part.vjp(share) for part, share in zip(sums, shares, strict=True)]
+            by_parts = [
+                part.vjp(share) for part, share in zip(sums, shares, strict=True)
+            ]
             by_left, by_s = (joined(list(grads)) for grads in zip(*by_parts))
             by_rows = (by_left.unflatten(2, (4, -1)) * is_type).sum(3)
             # s is the first column of the rows
@@ -245,20 +286,35 @@ class SeAttenBlock(ElementBlock):
         summed = self.interpolation(
             left, rows[..., 0], self.embedding, in_place=self.ops.is_for_cpu
         )
-        gates = self._gates(table, batch.atom_type).unsqueeze(-3)  # (A, 1, T, M) or (1, T, M)
+        gates = self._gates(table, batch.atom_type).unsqueeze(
+            -3
+        )  # (A, 1, T, M) or (1, T, M)
 
         def vjp(grad: Tensor) -> tuple[Tensor, ...]:
             by_gated = (grad.unsqueeze(2) * gates).flatten(1, 2)
             by_left, by_s = summed.vjp(torch.cat([grad, by_gated], 1))
             by_rows, by_type = by_left[..., :4], by_left[..., 4:].unflatten(2, (4, -1))
-            by_rows = by_rows + (by_type * gated).sum(3) + functional.pad(by_s.unsqueeze(2), (0, 3))
+            by_rows = (
+                by_rows
+                + (by_type * gated).sum(3)
+                + functional.pad(by_s.unsqueeze(2), (0, 3))
+            )
             # one gradient by the switch, or none
-            return by_rows, *((by_type * rows.unsqueeze(3) * is_type).sum((2, 3)) for _ in weights)
+            return by_rows, *(
+                (by_type * rows.unsqueeze(3) * is_type).sum((2, 3)) for _ in weights
+            )
 
-        return summed.value[:, :4] + (summed.value[:, 4:].unflatten(1, (4, -1)) * gates).sum(2), vjp
+        return summed.value[:, :4] + (
+            summed.value[:, 4:].unflatten(1, (4, -1)) * gates
+        ).sum(2), vjp
 
     def _embed(
-        self, table: Tensor, s: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor | None
+        self,
+        table: Tensor,
+        s: Tensor,
+        centre: Tensor,
+        neighbor: Tensor,
+        switch: Tensor | None,
     ) -> Tensor:
         """Return the channels (..., K, M) of pairs.
 
@@ -276,7 +332,9 @@ class SeAttenBlock(ElementBlock):
             return cast("Tensor", self.embedding(torch.cat([s, *beside], -1)))
         gate = pick(self._gates(table, centre[..., 0]), neighbor)
         radial: Tensor = self.embedding(s)
-        return radial + radial * (gate if switch is None or not self.smooth else gate * switch)
+        return radial + radial * (
+            gate if switch is None or not self.smooth else gate * switch
+        )
 
     def _gates(self, table: Tensor, centre: Tensor) -> Tensor:
         """Return the gates of all elements of neighbors, (T, M) or (..., T, M) by ``centre`` (...).
@@ -302,12 +360,19 @@ class SeAttenBlock(ElementBlock):
         if not self.ops.is_for_cpu:
             return None
         # statistics of a run are equal for all slots, but files of DeePMD-kit may hold others
-        alike = (self.mean == self.mean[:, :1]).all() & (self.stddev == self.stddev[:, :1]).all()
+        alike = (self.mean == self.mean[:, :1]).all() & (
+            self.stddev == self.stddev[:, :1]
+        ).all()
         places = torch.arange(mask.shape[1], device=mask.device) + 1
         return functional.pad(mask * places, (0, 1)).amax(1) if alike else None
 
     def _absent_moments(
-        self, counts: Tensor | None, width: int, table: Tensor, filler: Tensor, batch: Batch
+        self,
+        counts: Tensor | None,
+        width: int,
+        table: Tensor,
+        filler: Tensor,
+        batch: Batch,
     ) -> Tensor:
         """Return the part of the moments (A, 4, M) from slots that are not evaluated as pairs.
 
@@ -355,8 +420,12 @@ class DPA1Descriptor(OneBlockDescriptor):
         """M, number of equivariant vectors of an atom."""
         return self.block.num_channels
 
-    def _features_and_equivariants(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _features_and_equivariants(
+        self, table: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
         neighborhood = batch.within()
         dropped = self.excluded(batch, neighborhood)
         moments, _ = self.block.moments_and_vjp(table, neighborhood, batch, dropped)
-        return axis_features(moments, self.block.num_axis), moments[:, 1:].transpose(1, 2)
+        return axis_features(moments, self.block.num_axis), moments[:, 1:].transpose(
+            1, 2
+        )

@@ -42,9 +42,13 @@ class SeAttenV2Config(OneListSection):
         "the centre.",
     )
     attn: int = option(
-        128, check=positive_int, doc="Width of queries, keys and values of the attention."
+        128,
+        check=positive_int,
+        doc="Width of queries, keys and values of the attention.",
     )
-    attn_layer: int = option(2, check=not_negative_int, doc="Number of attention layers.")
+    attn_layer: int = option(
+        2, check=not_negative_int, doc="Number of attention layers."
+    )
     attn_dotr: bool = option(
         True,
         doc="Whether attention weights are multiplied by the cosines of the angles between "
@@ -66,7 +70,9 @@ class SeAttenV2Config(OneListSection):
         True, doc="Whether shift and scale of the layer normalisation are trained."
     )
     ln_eps: float | None = option(
-        None, check=positive, doc="Added to the variance in the layer normalisation; null is 1e-5."
+        None,
+        check=positive,
+        doc="Added to the variance in the layer normalisation; null is 1e-5.",
     )
     scaling_factor: float = option(
         1.0,
@@ -74,9 +80,13 @@ class SeAttenV2Config(OneListSection):
         doc="Factor s in the scale 1 / sqrt(attn * s) of queries; without effect beside "
         "`temperature`.",
     )
-    normalize: bool = option(True, doc="Whether queries, keys and values have length 1.")
+    normalize: bool = option(
+        True, doc="Whether queries, keys and values have length 1."
+    )
     temperature: float | None = option(
-        None, check=positive, doc="Scale of queries; null is 1 / sqrt(attn * scaling_factor)."
+        None,
+        check=positive,
+        doc="Scale of queries; null is 1 / sqrt(attn * scaling_factor).",
     )
 
     # tables of G(s) serve all pairs, as long as no pair changes another

@@ -40,13 +40,20 @@ class SeE2ADescriptor(ByTypeDescriptor):
         interpolation: of the networks.
     """
 
-    def __init__(self, config: SeE2AConfig | SeE2RConfig, num_types: int, seed: int) -> None:
+    def __init__(
+        self, config: SeE2AConfig | SeE2RConfig, num_types: int, seed: int
+    ) -> None:
         super().__init__(
             config, num_types, seed, num_types if config.type_one_side else num_types**2
         )
-        self.one_side, self.num_axis = config.type_one_side, getattr(config, "axis_neuron", 1)
+        self.one_side, self.num_axis = (
+            config.type_one_side,
+            getattr(config, "axis_neuron", 1),
+        )
         self.dim_out = self.num_channels * self.num_axis
-        self.interpolation = Interpolation(config.interpolate, self.dtype, sum(config.neuron))
+        self.interpolation = Interpolation(
+            config.interpolate, self.dtype, sum(config.neuron)
+        )
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, M X) and their vector-Jacobian product."""
@@ -71,17 +78,25 @@ class SeE2ADescriptor(ByTypeDescriptor):
     def _sums(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return ``sum_k R_k G(s_k)`` (A, C, M) over all S slots, and its vjp to the vectors."""
         dropped, slots = self.excluded(batch), self.slots_of(batch)
-        rows, rows_vjp = self.environment_matrix(batch.vector, dropped, batch.atom_type, slots)
+        rows, rows_vjp = self.environment_matrix(
+            batch.vector, dropped, batch.atom_type, slots
+        )
         # an empty slot has the row -mean / stddev of its type of centre: slots that the batch left
         # out are constants per type, whose embedding is evaluated once
         empty = -(self.mean.double() / self.stddev.double()).to(self.dtype)  # (T, S, C)
         # atoms, and types of the centre, that have networks in common; split, not sliced: a slice
         # compares its ends with the size, on which a compiled graph would depend
         atoms, types = (
-            ([rows.shape[0]], self.num_types) if self.one_side else (list(batch.type_counts), 1)
+            ([rows.shape[0]], self.num_types)
+            if self.one_side
+            else (list(batch.type_counts), 1)
         )
         neighbors = zip(
-            rows.split(batch.slots, 1), empty.split(self.sel, 1), self.sel, batch.slots, strict=True
+            rows.split(batch.slots, 1),
+            empty.split(self.sel, 1),
+            self.sel,
+            batch.slots,
+            strict=True,
         )
         nets = list(self.embeddings)  # at neighbor, or at neighbor * T + centre
         sums: list[Tensor] = []  # of each type of the neighbor
@@ -102,20 +117,27 @@ class SeE2ADescriptor(ByTypeDescriptor):
             )
             # slots that the batch holds have weight 0; a shorter slice would make a compiled graph
             # depend on whether it is empty
-            weight = (torch.arange(sel, device=rows.device) >= used).to(self.dtype)[:, None]
+            weight = (torch.arange(sel, device=rows.device) >= used).to(self.dtype)[
+                :, None
+            ]
             left = padding if self.num_columns > 1 else torch.ones_like(padding)
             beyond.append(torch.bmm((left * weight).transpose(1, 2), embedded))
         # each atom takes the sum of its type (1, C, M) by expanding, because atoms are in the order
         # of their types: an index has a derivative that adds in any order on a GPU
         type_sums = reduce(torch.add, beyond).split(1)
         atom_sums = torch.cat(
-            [type_sum.expand(n, -1, -1) for type_sum, n in zip(type_sums, batch.type_counts)]
+            [
+                type_sum.expand(n, -1, -1)
+                for type_sum, n in zip(type_sums, batch.type_counts)
+            ]
         )
 
         def vjp(grad: Tensor) -> Tensor:
             shares = grad.split(atoms)
             by_section = [
-                joined([part_vjp(share) for part_vjp, share in zip(section_vjps, shares)])
+                joined(
+                    [part_vjp(share) for part_vjp, share in zip(section_vjps, shares)]
+                )
                 for section_vjps in vjps
             ]
             return rows_vjp(joined(by_section, 1))

@@ -54,4 +54,8 @@ class SeE2RDescriptor(SeE2ADescriptor):
             summed = DirectSum(unit_rows, s, net, None, net(vacant[:, None]))
         # the gradient by the factors is not used, because they are constants
         assert summed.beyond is not None
-        return summed.value, lambda grad: summed.vjp(grad)[1].unsqueeze(-1), summed.beyond
+        return (
+            summed.value,
+            lambda grad: summed.vjp(grad)[1].unsqueeze(-1),
+            summed.beyond,
+        )

@@ -46,7 +46,9 @@ class SeE3Descriptor(ByTypeDescriptor):
             batch.vector, self.excluded(batch), batch.atom_type, slots
         )
         # without the radial column: (A, K, 3)
-        features, features_vjp = with_vjp(lambda rows: self._features(rows, batch), matrix[..., 1:])
+        features, features_vjp = with_vjp(
+            lambda rows: self._features(rows, batch), matrix[..., 1:]
+        )
         return features, lambda grad_features: matrix_vjp(
             functional.pad(features_vjp(grad_features), (1, 0))
         )
@@ -58,5 +60,8 @@ class SeE3Descriptor(ByTypeDescriptor):
             products = torch.bmm(by_type[a], by_type[b].transpose(1, 2))
             products = products.unsqueeze(-1)  # (A, J, K, 1)
             # slots up to sel, of which the batch holds J and K; 1 for types without slots
-            parts.append((products * net(products)).sum((1, 2)) / max(self.sel[a] * self.sel[b], 1))
+            parts.append(
+                (products * net(products)).sum((1, 2))
+                / max(self.sel[a] * self.sel[b], 1)
+            )
         return reduce(torch.add, parts)

@@ -30,4 +30,6 @@ class SeE3Config(PerElementSection):
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
         """Yield errors of options that contradict each other, and the option without effect."""
         yield from super().findings(type_map)
-        yield unused("set_davg_zero", "only angular columns enter, and their mean is zero")
+        yield unused(
+            "set_davg_zero", "only angular columns enter, and their mean is zero"
+        )

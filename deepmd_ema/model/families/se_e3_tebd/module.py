@@ -46,14 +46,23 @@ class SeTTebdBlock(ElementBlock):
     """
 
     def __init__(
-        self, options: SeE3TebdConfig, sel: int, num_types: int, dtype: torch.dtype, seed: int
+        self,
+        options: SeE3TebdConfig,
+        sel: int,
+        num_types: int,
+        dtype: torch.dtype,
+        seed: int,
     ) -> None:
         super().__init__(options, sel, num_types, dtype, seed)
         self.dim_out = self.num_channels
         freeze(self, options.trainable)
 
     def features_and_vjp(
-        self, table: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
+        self,
+        table: Tensor,
+        neighborhood: Neighborhood,
+        batch: Batch,
+        dropped: Tensor | None,
     ) -> tuple[Tensor, Vjp]:
         """Return the features (A, M), and their vjp to the vectors (A, K, 3) float64.
 
@@ -83,7 +92,9 @@ class SeTTebdBlock(ElementBlock):
             # (A, K, T): a row times the switch sums neighbors by element in `_gated_by_elements`
             elements = one_hot(neighbor_type, len(table), self.dtype)
             switch, switch_vjp = switch_and_vjp(vector, mask, radial)
-            switch = switch.to(self.dtype) if self.smooth else torch.ones_like(rows[..., 0])
+            switch = (
+                switch.to(self.dtype) if self.smooth else torch.ones_like(rows[..., 0])
+            )
             summed, sums_vjp = vjp_of(
                 lambda products, switch: self._gated_by_elements(
                     products, elements * switch[..., None], table
@@ -98,11 +109,17 @@ class SeTTebdBlock(ElementBlock):
             by_rows = torch.bmm(by_products + by_products.transpose(1, 2), rows)
             # the radial column is not used: its gradient is 0
             by_vector = matrix_vjp(functional.pad(by_rows, (1, 0)))
-            return by_vector + switch_vjp(by_switch[0]) if by_switch and self.smooth else by_vector
+            return (
+                by_vector + switch_vjp(by_switch[0])
+                if by_switch and self.smooth
+                else by_vector
+            )
 
         return summed / self.sel**2, vjp
 
-    def _gated_by_elements(self, products: Tensor, elements: Tensor, table: Tensor) -> Tensor:
+    def _gated_by_elements(
+        self, products: Tensor, elements: Tensor, table: Tensor
+    ) -> Tensor:
         """Return the sums (A, M) from ``products`` (A, J, K) and ``elements`` (A, K, T).
 
         A neighbor has its switch, or 1, in the column of its element. Neighbors are added up by
@@ -110,7 +127,9 @@ class SeTTebdBlock(ElementBlock):
         """
         assert self.pair_embedding is not None
         num_types = len(table)
-        pairs = torch.cat([table.repeat_interleave(num_types, 0), table.repeat(num_types, 1)], -1)
+        pairs = torch.cat(
+            [table.repeat_interleave(num_types, 0), table.repeat(num_types, 1)], -1
+        )
         # (T, T, M), by the elements of j and of k
         gate = self.pair_embedding(pairs).view(num_types, num_types, self.num_channels)
         embedded = cast("Tensor", self.embedding(products[..., None]))

@@ -8,7 +8,10 @@ from typing import ClassVar
 
 from deepmd_ema.config.fields import option, redefined
 from deepmd_ema.config.schema import common
-from deepmd_ema.config.schema.descriptor_bases import OneListSection, TypeEmbeddedOptions
+from deepmd_ema.config.schema.descriptor_bases import (
+    OneListSection,
+    TypeEmbeddedOptions,
+)
 from deepmd_ema.findings import Finding, unused
 
 
@@ -42,7 +45,9 @@ class SeE3TebdConfig(OneListSection):
         """Yield errors of options that contradict each other, and options without effect."""
         yield from common.smooth_before(self.rcut_smth, self.rcut)
         yield from self.element_findings(type_map)
-        yield unused("set_davg_zero", "only angular columns enter, and their mean is zero")
+        yield unused(
+            "set_davg_zero", "only angular columns enter, and their mean is zero"
+        )
         # concat needs no switch: rows at the cutoff are zero, and so are products with them
         if self.tebd_input_mode == "concat":
             yield unused("smooth", "only the gate of strip is switched off")

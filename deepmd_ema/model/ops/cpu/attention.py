@@ -73,10 +73,16 @@ def attended_moments(
     most = max(1, int(counts[-1]))
     parts = portions(counts, most * len(layers[0].in_bias))
     sized = [(part, max(1, int(counts[part][-1]))) for part in parts]
-    embedded = neighbors.embed(*(tensor.index_select(0, order) for tensor in neighbors.inputs))
+    embedded = neighbors.embed(
+        *(tensor.index_select(0, order) for tensor in neighbors.inputs)
+    )
     mask = mask.index_select(0, order)
-    inputs = Inputs(embedded, *(tensor.index_select(0, order) for tensor in (rows, switch, sides)))
-    evaluation = _Attention(options, sized, None if smooth else mask, neighbors.num_slots)
+    inputs = Inputs(
+        embedded, *(tensor.index_select(0, order) for tensor in (rows, switch, sides))
+    )
+    evaluation = _Attention(
+        options, sized, None if smooth else mask, neighbors.num_slots
+    )
     weights = [weight for layer in layers for weight in layer]
     moments: Tensor = Value.apply(evaluation, len(inputs), *inputs, *weights)
     return moments.index_select(0, order.argsort())  # back in the order of the batch
@@ -139,7 +145,9 @@ class _Attention:
         for part, width in self._parts:
             local = Inputs(*(tensor[part, :width] for tensor in inputs))
             mask = None if self._mask is None else self._mask[part, :width]
-            around = Surroundings(local.switch, local.sides, mask, self._num_slots - width)
+            around = Surroundings(
+                local.switch, local.sides, mask, self._num_slots - width
+            )
             values = []
             pairs = local.pairs.flatten(0, 1)
             for layer in _by_layer(weights):
@@ -150,7 +158,9 @@ class _Attention:
             moments.append(torch.bmm(local.rows.transpose(1, 2), out))
         return torch.cat(moments)
 
-    def gradient(self, grad: Tensor, weights: Sequence[Any]) -> tuple[Sequence[Tensor], Any]:
+    def gradient(
+        self, grad: Tensor, weights: Sequence[Any]
+    ) -> tuple[Sequence[Tensor], Any]:
         """Return the gradients by the inputs, and their details by portion and layer."""
         grads = [torch.zeros_like(tensor) for tensor in self._inputs]
         cotangents = []
@@ -162,7 +172,9 @@ class _Attention:
             by_out = torch.bmm(portion.rows, portion_grad).flatten(0, 1)
             by_layers = []
             for values, layer in zip(portion.values[::-1], _by_layer(weights)[::-1]):
-                by_out, by_layer = pull(values, by_out, layer, None, None, self._options)
+                by_out, by_layer = pull(
+                    values, by_out, layer, None, None, self._options
+                )
                 by_switch, by_sides = by_surroundings(values, by_layer, self._options)
                 by.switch.add_(by_switch)
                 by.sides.add_(by_sides)
@@ -171,7 +183,9 @@ class _Attention:
             cotangents.append(by_layers[::-1])
         return grads, (grad, cotangents)
 
-    def change(self, changes: Sequence[Tensor], weights: Sequence[Any]) -> tuple[Tensor, Any]:
+    def change(
+        self, changes: Sequence[Tensor], weights: Sequence[Any]
+    ) -> tuple[Tensor, Any]:
         """Return the change of the moments as inputs change, and details by portion and layer."""
         moments = []
         details = []
@@ -180,7 +194,9 @@ class _Attention:
             pairs = d.pairs.flatten(0, 1)
             d_layers = []
             for values, layer in zip(portion.values, _by_layer(weights)):
-                pairs, d_layer = push(values, pairs, d.switch, d.sides, layer, self._options)
+                pairs, d_layer = push(
+                    values, pairs, d.switch, d.sides, layer, self._options
+                )
                 d_layers.append(d_layer)
             # both factors of rows^T Y change
             change = torch.bmm(d.rows.transpose(1, 2), portion.out)
@@ -207,14 +223,19 @@ class _Attention:
             # from the last layer to the first; `sums` are added to in place
             backwards = zip(portion.values[::-1], layers[::-1], pasts[::-1])
             for values, (layer, layer_sums), before in backwards:
-                by_out, _ = pull(values, by_out, layer, layer_sums, before, self._options)
+                by_out, _ = pull(
+                    values, by_out, layer, layer_sums, before, self._options
+                )
             by_pairs[portion.part, : portion.width] = by_out.view(portion.out.shape)
         return by_pairs, sums
 
 
 def _by_layer(weights: Sequence[Tensor]) -> list[Weights]:
     size = len(Weights._fields)
-    return [Weights(*weights[start : start + size]) for start in range(0, len(weights), size)]
+    return [
+        Weights(*weights[start : start + size])
+        for start in range(0, len(weights), size)
+    ]
 
 
 class Surroundings(NamedTuple):
@@ -297,7 +318,9 @@ def evaluate(
         weights: of the layer.
         options: of the layer.
     """
-    projected = _in_three(torch.addmm(weights.in_bias, pairs, weights.in_weight), around.switch)
+    projected = _in_three(
+        torch.addmm(weights.in_bias, pairs, weights.in_weight), around.switch
+    )
     column = around.switch.unsqueeze(-1)
     scale = torch.stack([column * options.scaling, column, torch.ones_like(column)])
     inverse = torch.ones_like(scale)
@@ -399,7 +422,9 @@ def pull(
     logits = by_weights * v.weights
     if past is not None:
         # terms of the change of by_L = by_U U - P total
-        logits.addcmul_(cot.weights, change.weights).addcmul_(change.attention, cot.total, value=-1)
+        logits.addcmul_(cot.weights, change.weights).addcmul_(
+            change.attention, cot.total, value=-1
+        )
     total = logits.sum(-1, keepdim=True)
     along_p = total if past is None else total + cot.total * change.mean * v.absent
     logits.addcmul_(v.attention, along_p, value=-1)
@@ -463,21 +488,29 @@ def _pull_rows(
 ) -> Tensor:
     """Return the gradient by ``Z`` (A N, 3 H) from that by the rows."""
     flat = rows.new_empty(v.pairs.shape[0], 3 * rows.shape[-1])
-    out = _in_three(flat, v.around.switch)  # a view: the caller multiplies `flat` at once
+    out = _in_three(
+        flat, v.around.switch
+    )  # a view: the caller multiplies `flat` at once
     factor = v.inverse * v.scale
     if not options.unit:
         torch.mul(rows, factor, out=out)
         if past is not None:
             out.addcmul_(past[0].rows, past[1].scale)
     elif past is None:
-        torch.addcmul(rows * factor, v.rows, along * v.inverse * v.share, value=-1, out=out)
+        torch.addcmul(
+            rows * factor, v.rows, along * v.inverse * v.share, value=-1, out=out
+        )
     else:
         cot, change = past
         turned = (change.rows * cot.rows).sum(-1, keepdim=True).add_(along)
         past_along = v.inverse * cot.along * v.share
         both = v.inverse * change.along
-        by_projected = (rows * factor).addcmul_(cot.rows, v.inverse * (change.scale - both))
-        stretch = (change.scale + both) * past_along * v.share - v.inverse * v.share * turned
+        by_projected = (rows * factor).addcmul_(
+            cot.rows, v.inverse * (change.scale - both)
+        )
+        stretch = (
+            change.scale + both
+        ) * past_along * v.share - v.inverse * v.share * turned
         by_projected.addcmul_(v.rows, stretch)
         torch.addcmul(by_projected, change.rows, past_along, value=-1, out=out)
     return flat
@@ -495,12 +528,16 @@ def _add_up(sums: Weights, v: Values, by: Cotangents, past: Past | None) -> None
         sums.out_weight.addmm_(change.attended.T, cot.summed)
 
 
-def by_surroundings(v: Values, by: Cotangents, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def by_surroundings(
+    v: Values, by: Cotangents, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
     """Return the gradients by the switch (A, N) and by the factors h (A, N, C)."""
     by_products = by.weights * v.attention  # (A, N, N), by G = h h^T
     switch = v.around.switch
     sides = v.around.sides
-    by_sides = torch.bmm(by_products, sides).baddbmm_(by_products.transpose(1, 2), sides)
+    by_sides = torch.bmm(by_products, sides).baddbmm_(
+        by_products.transpose(1, 2), sides
+    )
     if options.shift is None:
         return torch.zeros_like(switch), by_sides
     # only queries and keys have the switch: their factors are constants times w
@@ -543,7 +580,9 @@ def push(
     rows.addcmul_(v.rows, stretch)
     query, key, value = v.rows.unbind(0)
     d_query, d_key, d_value = rows.unbind(0)
-    logits = torch.bmm(d_query, key.transpose(1, 2)).baddbmm_(query, d_key.transpose(1, 2))
+    logits = torch.bmm(d_query, key.transpose(1, 2)).baddbmm_(
+        query, d_key.transpose(1, 2)
+    )
     if options.shift is not None:
         # the change of w w^T as one product of (N, 2) and (2, N)
         both = torch.stack([d_switch, switch], 2)
@@ -560,7 +599,16 @@ def push(
     summed = torch.addmm(d_pairs, attended, weights.out_weight)
     # the matrix of the layer norm without its weight is symmetric
     spread: Tensor = torch.ops.aten.native_layer_norm_backward(
-        summed, v.summed, summed.shape[-1:], v.mean, v.spread, None, None, [True, False, False]
+        summed,
+        v.summed,
+        summed.shape[-1:],
+        v.mean,
+        v.spread,
+        None,
+        None,
+        [True, False, False],
     )[0]
-    changes = Changes(d_pairs, scale, rows, along, attention, mean, mixed, attended, summed, spread)
+    changes = Changes(
+        d_pairs, scale, rows, along, attention, mean, mixed, attended, summed, spread
+    )
     return spread * weights.norm_weight, changes

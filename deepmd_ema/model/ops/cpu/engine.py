@@ -62,7 +62,9 @@ class Value(torch.autograd.Function):
                 )
             # D is an input of the gradient, so that in a backward pass the gradient comes before
             # the value
-            grads = _Gradient.apply(evaluation, SimpleNamespace(), number, grad, output, *tensors)
+            grads = _Gradient.apply(
+                evaluation, SimpleNamespace(), number, grad, output, *tensors
+            )
             return None, None, *grads, *[None] * len(weights)
         # entries of another pass were left by one that did not reach the value, for example because
         # it raised
@@ -111,7 +113,9 @@ class _Gradient(torch.autograd.Function):
         return tuple(grads)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+    ) -> None:
         # evaluation, store, number, gradient, D, the inputs and the weights
         ctx.evaluation = inputs[0]
         ctx.store = inputs[1]

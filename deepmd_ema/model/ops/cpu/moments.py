@@ -55,7 +55,11 @@ class _TanhMoments(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, parts: list[slice], copies: tuple[int, ...], *flat: Tensor
+        ctx: Any,
+        rows: Tensor,
+        parts: list[slice],
+        copies: tuple[int, ...],
+        *flat: Tensor,
     ) -> tuple[Tensor, Tensor]:
         jets = _tanh_jets(rows[..., 0], parts, copies, flat, keep=True)
         ctx.save_for_backward(rows, *flat, *jets)
@@ -65,7 +69,9 @@ class _TanhMoments(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_value: Tensor, grad_jet: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_value: Tensor, grad_jet: Tensor
+    ) -> tuple[Tensor | None, ...]:
         copies = ctx.copies
         num_layers = len(copies)
         rows, *saved = ctx.saved_tensors
@@ -78,23 +84,33 @@ class _TanhMoments(torch.autograd.Function):
                 # grad is by the jet after layer `index`, grad_z by (z, dz/ds), below by the jet
                 # before it
                 before = jets[index - 1][part]
-                grad_z = _tanh_layer_backward(grad, jets[index][part], before, copies[index])
+                grad_z = _tanh_layer_backward(
+                    grad, jets[index][part], before, copies[index]
+                )
                 num_in, num_out = flat[2 * index].shape
                 # weights are sums over atoms, slots, and both rows of the jet
                 factors = before.reshape(-1, num_in).T, grad_z.view(-1, num_out)
                 so_far = grads[2 * index]
-                grads[2 * index] = torch.mm(*factors) if so_far is None else so_far.addmm_(*factors)
-                grads[2 * index + 1] = _plus(grads[2 * index + 1], grad_z[:, 0].sum((0, 1)))
+                grads[2 * index] = (
+                    torch.mm(*factors) if so_far is None else so_far.addmm_(*factors)
+                )
+                grads[2 * index + 1] = _plus(
+                    grads[2 * index + 1], grad_z[:, 0].sum((0, 1))
+                )
                 below = torch.mm(grad_z.view(-1, num_out), flat[2 * index].T)
                 if copies[index]:
                     skipped = grad.reshape(-1, copies[index], num_in)
                     below.view(-1, 1, num_in).add_(
-                        skipped if copies[index] == 1 else skipped[:, :1] + skipped[:, 1:]
+                        skipped
+                        if copies[index] == 1
+                        else skipped[:, :1] + skipped[:, 1:]
                     )
                 grad = below.view(before.shape)
             # the first layer has the input s and its derivative 1, not a jet
             grad_z = _tanh_layer_backward(grad, jets[0][part], None, 0)
-            by_weight = torch.addcmul(grad_z[:, 1], rows[part][..., :1], grad_z[:, 0]).sum((0, 1))
+            by_weight = torch.addcmul(
+                grad_z[:, 1], rows[part][..., :1], grad_z[:, 0]
+            ).sum((0, 1))
             grads[0] = _plus(grads[0], by_weight[None])
             grads[1] = _plus(grads[1], grad_z[:, 0].sum((0, 1)))
         return (
@@ -134,7 +150,9 @@ def _tanh_jets(
         torch.addcmul(weights[0][0], square, weights[0][0], value=-1, out=jet[:, 1])
         for index in range(1, last + 1):
             num_in, num_out = weights[index].shape
-            z = torch.mm(jet.view(-1, num_in), weights[index]).view(-1, 2, num_slots, num_out)
+            z = torch.mm(jet.view(-1, num_in), weights[index]).view(
+                -1, 2, num_slots, num_out
+            )
             value = z[:, 0].add_(biases[index]).tanh_()
             z[:, 1].addcmul_(value.square(), z[:, 1], value=-1)
             out = jets[index][part] if keep or index == last else z
@@ -148,7 +166,9 @@ def _tanh_jets(
     return jets
 
 
-def _tanh_layer_backward(grad: Tensor, jet: Tensor, before: Tensor | None, copies: int) -> Tensor:
+def _tanh_layer_backward(
+    grad: Tensor, jet: Tensor, before: Tensor | None, copies: int
+) -> Tensor:
     """Return the gradient by z and dz/ds from that by ``(y, dy/ds)``, y = tanh(z) + skip.
 
     y' = (1 - y^2) z', so the gradient of y' reaches z through -2 y y': only values that are at hand
@@ -158,9 +178,13 @@ def _tanh_layer_backward(grad: Tensor, jet: Tensor, before: Tensor | None, copie
         # without the skip connection the jet is that of tanh alone
         assert before is not None
         width = before.shape[-1]
-        tanh_jet = torch.sub(jet.reshape(-1, copies, width), before.reshape(-1, 1, width))
+        tanh_jet = torch.sub(
+            jet.reshape(-1, copies, width), before.reshape(-1, 1, width)
+        )
         jet = tanh_jet.view(jet.shape)
     value, derivative = jet[:, 0], jet[:, 1]
-    grad_z = grad * torch.addcmul(value.new_ones(()), value, value, value=-1).unsqueeze(1)
+    grad_z = grad * torch.addcmul(value.new_ones(()), value, value, value=-1).unsqueeze(
+        1
+    )
     grad_z[:, 0].addcmul_(value * derivative, grad[:, 1], value=-2)
     return grad_z

@@ -10,7 +10,9 @@ from torch import Tensor
 
 # N rows, K columns of the first, M columns of the second
 
-MIN_WORK = 1 << 20  # N K M, below which the call of the other library costs more than it saves
+MIN_WORK = (
+    1 << 20
+)  # N K M, below which the call of the other library costs more than it saves
 
 
 @cache
@@ -48,8 +50,14 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     """
     single = a.dtype == torch.float32 and a.device.type == "cpu"
     is_stack = a.ndim > 2
-    if not (single and a.shape[-2] * a.shape[-1] * b.shape[-1] >= MIN_WORK and uses_onednn()):
+    if not (
+        single and a.shape[-2] * a.shape[-1] * b.shape[-1] >= MIN_WORK and uses_onednn()
+    ):
         return torch.bmm(a, b) if is_stack else torch.mm(a, b)
     # oneDNN has no product of batches here: a loop pays as soon as each matrix alone is large
     # enough
-    return torch.stack([by_onednn(x, y) for x, y in zip(a, b)]) if is_stack else by_onednn(a, b)
+    return (
+        torch.stack([by_onednn(x, y) for x, y in zip(a, b)])
+        if is_stack
+        else by_onednn(a, b)
+    )

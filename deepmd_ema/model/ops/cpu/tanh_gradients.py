@@ -67,7 +67,9 @@ def stacked_values_and_gradients(
     most = max(shares)
     if not nets[0].is_scalar_tanh or len(nets) * most * x.shape[1] > MAX_STACKED:
         return values_and_gradients(x, nets, shares)
-    padded = nn.utils.rnn.pad_sequence(list(x.split(list(shares))), batch_first=True)  # (T, B, N)
+    padded = nn.utils.rnn.pad_sequence(
+        list(x.split(list(shares))), batch_first=True
+    )  # (T, B, N)
     values, grads = _of_stack(padded, nets)
     flat_values = values.flatten()
     flat_grads = grads.flatten(0, 1)
@@ -94,8 +96,13 @@ def _of_stack(x: Tensor, nets: Sequence[Network]) -> tuple[Tensor, Tensor]:
             _stack([layer.weight for layer in layers]),
             _stack([layer.bias for layer in layers]),
         ]
-        flat.append(None if layers[0].idt is None else _stack([layer.idt for layer in layers]))
-    flat += [_stack([layer.weight for layer in last]), _stack([layer.bias for layer in last])]
+        flat.append(
+            None if layers[0].idt is None else _stack([layer.idt for layer in layers])
+        )
+    flat += [
+        _stack([layer.weight for layer in last]),
+        _stack([layer.bias for layer in last]),
+    ]
     copies = tuple(layers[0].copies for layers in hidden)
     return cast("Any", _ValuesAndGradients.apply(x, copies, *flat))
 
@@ -120,7 +127,11 @@ class _Layer(NamedTuple):
         return y if self.idt is None else y.mul_(self.idt)
 
     def add_skip(self, y: Tensor, x: Tensor) -> Tensor:
-        return y if not self.copies else y.add_(x if self.copies == 1 else torch.cat([x, x], -1))
+        return (
+            y
+            if not self.copies
+            else y.add_(x if self.copies == 1 else torch.cat([x, x], -1))
+        )
 
     def below(self, by_z: Tensor, by_y: Tensor) -> Tensor:
         """Return the gradient by x (T, B, N) from those by ``x W + b`` and by y (T, B, M)."""
@@ -155,7 +166,9 @@ class _ValuesAndGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: tuple[int, ...], *flat: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, copies: tuple[int, ...], *flat: Any
+    ) -> tuple[Tensor, Tensor]:
         layers = _layers(flat, copies)
         last, bias = flat[-2:]
         inputs = [x]
@@ -195,7 +208,10 @@ class _ValuesAndGradients(torch.autograd.Function):
             grad_values = top.new_zeros(top.shape[:-1])
         grad_value = grad_values.unsqueeze(-1)  # (T, B, 1)
         size = len(_Values._fields)
-        values = [_Values(*saved[start : start + size]) for start in range(0, len(saved), size)]
+        values = [
+            _Values(*saved[start : start + size])
+            for start in range(0, len(saved), size)
+        ]
         by_last = products(top.mT, grad_value)
         # upwards: H through the layers
         past: list[_Past] = []
@@ -208,7 +224,9 @@ class _ValuesAndGradients(torch.autograd.Function):
                 by_tanh = layer.times_idt_(by_slope.mul_(v.tanh).mul_(-2))
                 past.append(_Past(by_weight, by_tanh, row_by_idt))
                 # in place: `change` is not read any more
-                grad_grads = layer.add_skip(layer.times_idt_(change.mul_(v.slope)), grad_grads)
+                grad_grads = layer.add_skip(
+                    layer.times_idt_(change.mul_(v.slope)), grad_grads
+                )
             by_last += grad_grads.sum(-2).unsqueeze(-1)
         # downwards: P through the layers
         grad = grad_value * last.mT
@@ -218,7 +236,11 @@ class _ValuesAndGradients(torch.autograd.Function):
             v = values[k]
             x = v.x
             by_tanh = grad if layer.idt is None else grad * layer.idt
-            by_z = by_tanh * v.slope if not past else (by_tanh + past[k].by_tanh).mul_(v.slope)
+            by_z = (
+                by_tanh * v.slope
+                if not past
+                else (by_tanh + past[k].by_tanh).mul_(v.slope)
+            )
             # x^T p, added to H^T q in one operation on a GPU; products of a CPU have no such form
             if x.is_cpu or not past:
                 by_weight = products(x.mT, by_z)
@@ -228,10 +250,18 @@ class _ValuesAndGradients(torch.autograd.Function):
                 by_weight = add_product_(x.mT, by_z)
             if x.is_cpu and past:
                 by_weight += past[k].by_weight
-            row_by_idt = torch.addcmul(past[k].row_by_idt, grad, v.tanh) if past else grad * v.tanh
-            by_idt = None if layer.idt is None else row_by_idt.sum(-2).view(layer.idt.shape)
+            row_by_idt = (
+                torch.addcmul(past[k].row_by_idt, grad, v.tanh)
+                if past
+                else grad * v.tanh
+            )
+            by_idt = (
+                None if layer.idt is None else row_by_idt.sum(-2).view(layer.idt.shape)
+            )
             grads = [by_weight, by_z.sum(-2).view(layer.bias.shape), by_idt, *grads]
-            if k or wants_x:  # features of a descriptor that is not trained need no gradient
+            if (
+                k or wants_x
+            ):  # features of a descriptor that is not trained need no gradient
                 grad = layer.below(by_z, grad)
         return grad if wants_x else None, None, *grads
 

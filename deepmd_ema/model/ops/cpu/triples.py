@@ -61,7 +61,9 @@ def triple_sums_and_vjp(
     first, second = (table @ weight for weight in element_weights)  # (T, M)
     # index_select is differentiated by an addition in the order of the pairs, with any number of
     # threads
-    z = (first + start.bias).T.index_select(1, kinds[0]) + second.T.index_select(1, kinds[1])
+    z = (first + start.bias).T.index_select(1, kinds[0]) + second.T.index_select(
+        1, kinds[1]
+    )
     value = torch.addr(z, c_weight[0], c).tanh()
     # (M, P), the derivative by c
     slope = torch.ops.aten.tanh_backward(c_weight.T.expand_as(value), value)
@@ -77,6 +79,8 @@ def triple_sums_and_vjp(
 
     def vjp(grad: Tensor) -> tuple[Tensor]:
         by_c = (grad.T.index_select(1, atom) * slopes).sum(0)
-        return (by_c.new_zeros(products.numel()).index_copy(0, place, by_c).view(shape),)
+        return (
+            by_c.new_zeros(products.numel()).index_copy(0, place, by_c).view(shape),
+        )
 
     return value.new_zeros(len(value), shape[0]).index_add(1, atom, value * c).T, vjp
