@@ -165,6 +165,12 @@ class Run:
         """Train and evaluate, unless that was done; return what was found."""
         if self.result.exists():
             return ""
+        try:
+            return self._race()
+        except SystemExit as error:  # the others go on
+            return f"failed: {error}"
+
+    def _race(self) -> str:
         short, longer = json.loads(self._probes.read_text())
         first, second = self.recipe["probes"]
         length = first + int(
