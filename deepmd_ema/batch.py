@@ -40,6 +40,8 @@ class NeighborLayout:
         inner: cutoffs and maximum numbers of neighbors that parts of the model request from
             ``Batch.within``; one section only. These neighborhoods then have no more slots than the
             batch needs.
+        nearest_first: whether a part of the model reads the first slots of a section only, in which
+            the nearest neighbors must be.
     """
 
     rcut: float
@@ -49,6 +51,7 @@ class NeighborLayout:
     excluded_pairs: frozenset[tuple[int, int]] = frozenset()
     type_sel: tuple[int, ...] = ()
     inner: tuple[tuple[float, int], ...] = ()
+    nearest_first: bool = False
 
 
 @dataclass(frozen=True)

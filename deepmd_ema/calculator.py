@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -128,7 +129,8 @@ class DP(Calculator):
                 f"{unknown[0]}: models take no such parameter. Known: "
                 f"{', '.join(self.default_parameters)}."
             )
-        changed = super().set(**parameters)
+        # copies: an array that the caller changes in place would be compared with itself
+        changed = super().set(**deepcopy(parameters))
         if changed:
             self.reset()
         return changed

@@ -97,9 +97,10 @@ class DeviationReport:
             most = deviations[:, place]
             # deviations from labels are nan where a frame has none
             worst = int(np.argmax(np.nan_to_num(most, nan=-math.inf)))
-            rows.append(
-                [name, len(deviations), float(most.mean()), float(most[worst]), worst]
-            )
+            labelled = most[~np.isnan(most)]
+            mean = float(labelled.mean()) if len(labelled) else math.nan
+            frame = worst if len(labelled) else math.nan
+            rows.append([name, len(deviations), mean, float(most[worst]), frame])
         numbers = {"frames": ".0f", "mean": ".4g", "largest": ".4g", "in frame": ".0f"}
         columns = (
             Column("system"),

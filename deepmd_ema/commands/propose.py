@@ -287,6 +287,16 @@ def propose(wishes: Wishes) -> Proposal:
             )
         # elements of the file keep their types; new ones follow
         elements = list(dict.fromkeys([*source.config.type_map, *elements]))
+        predicted = source.model.labels[0].partition("[")[0]
+        if wishes.property is None and ENERGY not in source.model.labels:
+            raise UserError(
+                f"--finetune {wishes.finetune}: predicts {predicted}, not energies. Give "
+                f"--property {predicted}."
+            )
+        if wishes.sel_type and predicted == wishes.property:
+            raise UserError(
+                "init --sel-type: the elements are those of --finetune. Leave it out."
+            )
         wishes = replace(
             wishes,
             rcut=source.config.descriptor.cutoff,
@@ -317,9 +327,10 @@ def propose(wishes: Wishes) -> Proposal:
             problem.replace("model.type_map", "-t") for problem in error.problems
         ) from None
     proposal = Proposal(wishes, data, source, old)
+    # options of a file may not fit to new elements or to another quantity
+    config = config_from_dict(proposal.values, "the proposed input")
     if wishes.hours is not None:
         # the time of a step is that of the proposed model, whatever the number of steps
-        config = config_from_dict(proposal.values, "the proposed input")
         cost = measure_steps(config, wishes.device)
         wishes = replace(wishes, steps=_steps_in(3600 * wishes.hours, cost))
         proposal = Proposal(wishes, data, source, old)
@@ -493,9 +504,11 @@ def _fine_tuned_section(
     """Return the section ``model`` of the model of a file."""
     type_map = list(wishes.type_map or ())
     section = model_section(source.config, type_map, wishes.head, wishes.train)
-    # a fitting network for another quantity starts from its seed
-    if wishes.property is not None and source.model.labels != data.predicted:
+    # a fitting network for another quantity starts from its seed, and its elements are others
+    if source.model.labels != data.predicted:
         section |= {"fitting_net": recipe.fitting_net, "finetune_head": "RANDOM"}
+        section.pop("atom_exclude_types", None)
+        section.pop("preset_out_bias", None)
     bias, _ = data.bias
     if bias:
         section["finetune_bias"] = bias

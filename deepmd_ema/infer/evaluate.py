@@ -669,11 +669,14 @@ def _write_table(
         reference = np.full_like(predicted, np.nan)
         if label.name in frame.label:
             reference = (frame.label[label.name] / scale).reshape(-1, len(axes))
-        blocks.setdefault(frame.source[0], []).append(np.hstack([reference, predicted]))
+        rows = np.hstack([reference, predicted])
+        if label.per_atom and frame.counted is not None:
+            rows = rows[frame.counted]  # atoms that have what is predicted
+        blocks.setdefault(frame.source[0], []).append(rows)
     with (
         atomic_write(path, "Choose another -d.") as part,
         part.open("w", encoding="utf-8", errors="replace") as file,
     ):
-        for system, rows in blocks.items():
-            np.savetxt(file, np.vstack(rows), header=f"{system}{unit}: {columns}")
+        for system, parts in blocks.items():
+            np.savetxt(file, np.vstack(parts), header=f"{system}{unit}: {columns}")
     return path

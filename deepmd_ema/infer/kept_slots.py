@@ -76,7 +76,12 @@ class MovingFrame:
     @staticmethod
     def serves(layout: NeighborLayout) -> bool:
         """Whether a model neither uses the order of its neighbors nor leaves pairs out."""
-        return not (layout.inner or layout.type_sel or layout.excluded_pairs)
+        return not (
+            layout.inner
+            or layout.type_sel
+            or layout.excluded_pairs
+            or layout.nearest_first
+        )
 
     def holds(self, frame: Frame, pairs: Pairs) -> bool:
         """Whether these are the slots of ``frame``, whose pairs are ``pairs``."""

@@ -103,7 +103,11 @@ def rewrite_bias(
         CheckpointError: if a file cannot be read or written.
     """
     tree = read_tree(Path(path))
-    variables = tree["model"].get(INSIDE, tree["model"])[VARIABLES]
+    model = tree["model"].get(INSIDE, tree["model"])
+    # a reader adds the biases of the parts of a linear model to that of the whole
+    for part in model.get("models", ()):
+        part[VARIABLES]["out_bias"] = np.zeros_like(part[VARIABLES]["out_bias"])
+    variables = model[VARIABLES]
     # (outputs, T, components): one output, the energy, of one component
     variables["out_bias"] = np.array(bias, dtype=np.float64).reshape(
         variables["out_bias"].shape

@@ -17,6 +17,8 @@ from deepmd_ema.cli import main
 from deepmd_ema.config import config_warnings, load_config
 from deepmd_ema.training.run import run_training
 
+DIPOLES = Path(__file__).parents[1] / "golden" / "quantities" / "dipole_se_e2_a.dp"
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
@@ -165,3 +167,41 @@ def test_the_fitting_network_alone_is_trained_where_it_is_requested(desk, capsys
     Path("input.yaml").unlink()
     assert main(["init", "new", "--finetune", "model.ckpt.pt", "--steps", "8"]) == 0
     assert load_config("input.yaml").task(None).model.descriptor.trainable is True
+
+
+def test_options_of_the_file_fit_to_the_input_or_are_named(desk, tmp_path, capsys):
+    energies = {
+        "model__fitting_net__atom_ener": [-1.0, -2.0],
+        "model__preset_out_bias": {"energy": [-1.0, None]},
+        "model__atom_exclude_types": [1],
+    }
+    (tmp_path / "given").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path / "given")
+        run_training(tiny_input(["../old"], num_steps=1, **energies), device="cpu")
+    given = ["--finetune", "given/model.ckpt.pt", "--steps", "8"]
+    # a new element has no energies that were given
+    write_system("sodium", frames=10, seed=3, elements=("O", "H", "Na"))
+    assert main(["init", "sodium", *given, "-o", "sodium.yaml"]) == 0
+    model = load_config("sodium.yaml").task(None).model
+    assert model.descriptor.sel == [24, 24, 24]
+    assert model.fitting_net.atom_ener == [-1.0, -2.0, None]
+    assert model.preset_out_bias == {"energy": [-1.0, None, None]}
+    # elements without energies have dipoles
+    tensors = Path("sodium/set.000")
+    np.save(tensors / "dipole.npy", np.ones((10, 3)))
+    dipole = ["--property", "dipole", "--sel-type", "H", "-o", "dipole.yaml"]
+    assert main(["init", "sodium", *given, *dipole]) == 0
+    model = load_config("dipole.yaml").task(None).model
+    assert (model.fitting_net.sel_type, model.atom_exclude_types) == ([1], [])
+    capsys.readouterr()
+    of_dipoles = ["init", "sodium", "--finetune", str(DIPOLES), "-o", "other.yaml"]
+    assert main(of_dipoles) == 2
+    assert "predicts dipole, not energies. Give --property dipole." in error(capsys)
+    assert main([*of_dipoles, "--property", "dipole", "--sel-type", "H"]) == 2
+    assert "init --sel-type: the elements are those of --finetune." in error(capsys)
+    assert not Path("other.yaml").exists()
+
+
+def error(capsys):
+    return capsys.readouterr().err

@@ -94,6 +94,12 @@ def test_parameters_are_taken_from_info(tmp_path, atoms):
         tmp_path, model__fitting_net__numb_fparam=1, model__fitting_net__numb_aparam=2
     )
     aparam = np.linspace(0, 1, 2 * NATOMS).reshape(NATOMS, 2)
+
+    def energy_at(value):
+        frame = atoms.positions, atoms.get_chemical_symbols(), atoms.cell.array
+        parameters = {"fparam": [value], "aparam": aparam}
+        return atoms.calc.potential.evaluate(*frame, **parameters).energy[0]
+
     atoms.calc = DP(path, fparam=[0.3], aparam=aparam)
     first = atoms.get_potential_energy()
     atoms.calc = DP(atoms.calc.potential)
@@ -114,6 +120,15 @@ def test_parameters_are_taken_from_info(tmp_path, atoms):
     assert abs(atoms.get_potential_energy() - first) > 1e-6
     atoms.calc.set(fparam=[0.3])
     assert atoms.get_potential_energy() == first
+    # an array that the caller changes in place, in both ways of giving it
+    values = np.array([0.3])
+    for changed, give in ((0.6, atoms.calc.set), (0.9, atoms.calc.set)):
+        values[0] = changed
+        give(fparam=values)
+        assert atoms.get_potential_energy() == energy_at(changed)
+    atoms.calc = DP(atoms.calc.potential, fparam=values, aparam=aparam)
+    values[0] = 0.3
+    assert atoms.get_potential_energy() == energy_at(0.9)
 
 
 def test_what_the_model_was_not_trained_for_is_said_once(tmp_path, atoms, caplog):

@@ -13,6 +13,7 @@ from deepmd_ema import cli
 from deepmd_ema.commands.deviation import (
     COLUMNS,
     DeviationOptions,
+    DeviationReport,
     frame_deviation,
     measure_deviation,
 )
@@ -66,6 +67,15 @@ def test_the_numbers_of_two_models_are_those_of_the_formulas():
     )
     np.testing.assert_allclose(atoms, np.sqrt([18, 50]))
     assert np.isnan(numbers[:3]).all()  # no virial to compare with
+
+
+def test_frames_without_a_label_have_no_part_in_the_mean_of_their_system():
+    rows = np.full((3, len(COLUMNS)), np.nan)
+    rows[1:] = [[1.0], [3.0]]
+    report = DeviationReport([], {"some": rows, "none": rows[:1]})
+    some, none = report.text().splitlines()[-2:]
+    assert some.split() == ["some", "3", "2", "3", "2"]
+    assert none.split() == ["none", "1", "-", "-", "-"]
 
 
 def test_averages_of_one_run_are_models(runs, data):

@@ -227,12 +227,33 @@ ATTENTION = {
     "neuron": [4, 8],
     "attn_layer": 0,
 }
+BY_TYPE = {
+    "type": "se_e2_a",
+    "rcut": 4.0,
+    "rcut_smth": 0.5,
+    "sel": [60, 60],
+    "neuron": [4, 8],
+    "axis_neuron": 2,
+}
 KEPT = {
     "by_type": {},
     "by_distance": {"model__descriptor": ATTENTION},
     "excluded_types": {"model__descriptor__exclude_types": [[0, 1]]},
     "excluded_pairs": {"model__pair_exclude_types": [[0, 1]]},
     "few_slots": {"model__descriptor__sel": [4, 60]},
+    # parts that read the first slots of the list, which the nearest neighbors must be in
+    "few_slots_of_a_part": {
+        "model__descriptor": {
+            "type": "hybrid",
+            "list": [ATTENTION, ATTENTION | {"rcut": 3.0, "sel": 2}],
+        }
+    },
+    "few_slots_of_a_part_by_type": {
+        "model__descriptor": {
+            "type": "hybrid",
+            "list": [BY_TYPE, BY_TYPE | {"rcut": 3.0, "sel": [3, 4]}],
+        }
+    },
 }
 
 
@@ -260,6 +281,7 @@ def test_whatever_changes_between_two_frames_is_noticed(tmp_path, case):
             (coord[1:], types[1:], box),
             (coord, types, box),
             (coord + rng.normal(scale=0.05, size=coord.shape), types, box),
+            (coord + rng.uniform(-0.25, 0.25, size=coord.shape), types, box),
             (teleported, types, box),
             (coord + box[0], types, box),
             (30.0 * np.arange(NATOMS)[:, None] * np.eye(3)[0], types, None),

@@ -16,6 +16,8 @@ from deepmd_ema.config import model_config_from_dict, to_dict
 from deepmd_ema.config.schema.common import auto_sel
 from deepmd_ema.distributed.tensors import content_digest
 from deepmd_ema.geometry import neighbor_statistics
+from deepmd_ema.interop.dp import file_tree, read_dp, rewrite_bias
+from deepmd_ema.interop.tree_files import write_tree
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.statistics import collect_statistics
 
@@ -178,3 +180,20 @@ def test_a_run_restarts_exactly_and_goes_through_all_commands(desk, capsys):
         checkpoint.load("model.ckpt-4.pt")["model"][bias].shape
         == straight["model"][bias].shape
     )
+
+
+def test_a_new_bias_takes_the_place_of_those_of_the_parts(tmp_path):
+    """A reader adds those of the parts, which other programs write, to that of the whole."""
+    config, model = linear(NETWORKS, [0.6, -0.3])
+    tree = file_tree(model, config)
+    whole = tree["model"]["@variables"]
+    own = whole["out_bias"].copy()
+    whole["out_bias"] = np.zeros_like(own)
+    tree["model"]["models"][0]["@variables"]["out_bias"] = own
+    write_tree(tmp_path / "parts.dp", tree)
+    bias = read_dp(tmp_path / "parts.dp")[1].out_bias
+    np.testing.assert_allclose(bias.numpy(), 0.6 * own, atol=SAME_MATH)
+    given = np.array([-1.0, -2.0, -3.0])
+    rewrite_bias(tmp_path / "parts.dp", tmp_path / "new.dp", given, None, {})
+    read = read_dp(tmp_path / "new.dp")[1].out_bias
+    np.testing.assert_allclose(read.numpy().ravel(), given, atol=SAME_MATH)

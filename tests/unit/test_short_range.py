@@ -120,6 +120,14 @@ def test_the_config_holds_the_rows_of_the_file(tmp_path):
         model_section("se_atten", **{**TABLE, "use_srtab": str(tmp_path / "table.txt")})
     )
     np.testing.assert_allclose(config.use_srtab, TABLE["use_srtab"], rtol=1e-15)
+    # distances of few digits: the spacing of the first two rows is not that of the table
+    few = np.array(TABLE["use_srtab"])
+    few[:, 0] += np.where(np.arange(len(few)) % 2, 1e-4, 0)[: len(few)]
+    few[-1, 0] = TABLE["use_srtab"][-1][0]
+    printed = model_config_from_dict(
+        model_section("se_atten", **{**TABLE, "use_srtab": few.tolist()})
+    )
+    np.testing.assert_allclose(printed.use_srtab, TABLE["use_srtab"], rtol=1e-12)
     (tmp_path / "table.txt").unlink()
     again = model_config_from_dict(to_dict(config))
     assert again == config

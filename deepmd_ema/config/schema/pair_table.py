@@ -13,15 +13,30 @@ from deepmd_ema.findings import Findings, error
 Table = list[list[float]]
 """Rows of a distance, angstrom, and energies of pairs, eV: O-O, O-H, H-H for ["O", "H"]."""
 
-_UNEVEN = 1e-2  # fraction of the spacing: tables are printed with few digits
+# fractions of the spacing: tables are printed with few digits, and a sum of steps is rounded
+_UNEVEN = 1e-2
+_ROUNDED = 1e-9
 
 
 def read_table(value: str | Table) -> Table:
-    """Return the rows of a table.
+    """Return the rows of a table, with distances in even steps from the first to the last.
+
+    Whoever takes the difference of the first two rows as the step of all, as DeePMD-kit does, would
+    be off by the digits that the file does not have, times the number of the row.
 
     Args:
         value: the name of a text file; in the config of a checkpoint the rows.
     """
+    table = _rows_of(value)
+    first = table[0][0]
+    step = (table[-1][0] - first) / max(1, len(table) - 1)
+    even = [first + k * step for k in range(len(table))]
+    if all(abs(row[0] - r) <= _ROUNDED * step for r, row in zip(even, table)):
+        return table
+    return [[r, *row[1:]] for r, row in zip(even, table)]
+
+
+def _rows_of(value: str | Table) -> Table:
     if not isinstance(value, str):
         return [list(map(float, row)) for row in value]
     lines = (
@@ -51,7 +66,7 @@ def table_findings(name: str, table: Table, num_types: int, rcut: float) -> Find
 
 def _is_table(value: Any) -> bool:
     try:
-        table = read_table(value)
+        table = _rows_of(value)
     except (OSError, ValueError, TypeError):
         return False
     widths = {len(row) for row in table}

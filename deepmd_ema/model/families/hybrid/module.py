@@ -75,7 +75,12 @@ class HybridDescriptor(nn.Module):
         type_sel = tuple(max(sel) for sel in zip(*sels_by_type))
         if len(sels_by_type) == len(layouts):
             return NeighborLayout(
-                rcut, type_sel, num_types, by_type=True, excluded_pairs=excluded_pairs
+                rcut,
+                type_sel,
+                num_types,
+                by_type=True,
+                excluded_pairs=excluded_pairs,
+                nearest_first=any(sel != type_sel for sel in sels_by_type),
             )
         # one list of the nearest; type_sel lets views of parts by type have slots of fixed number
         total = max(sum(part.sel) for part in layouts)
@@ -90,6 +95,7 @@ class HybridDescriptor(nn.Module):
             inner=tuple(
                 dict.fromkeys(inner for part in layouts for inner in part.inner)
             ),
+            nearest_first=any(sum(part.sel) < total for part in layouts),
         )
 
     @property
