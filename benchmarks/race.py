@@ -167,7 +167,7 @@ class Run:
             return ""
         try:
             return self._race()
-        except SystemExit as error:  # the others go on
+        except SystemExit as error:  # others continue
             return f"failed: {error}"
 
     def _race(self) -> str:
