@@ -8,6 +8,7 @@ from typing import Any
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
+from deepmd_ema.config.new_elements import continue_lists
 
 ALL, FITTING = "all", "fitting"
 TRAINED = {ALL: "all weights", FITTING: "its fitting network alone"}
@@ -43,32 +44,8 @@ def model_section(
     rest = {
         name: value for name, value in _changed(config).items() if name not in excluded
     }
-    _extend(config, len(type_map), descriptor, fitting, rest)
+    continue_lists(config, len(type_map), descriptor, fitting, rest)
     return {**parts, **rest, "finetune_head": head or "Default"}
-
-
-def _extend(
-    config: ModelConfig,
-    num_types: int,
-    descriptor: dict[str, Any],
-    fitting: dict[str, Any],
-    rest: dict[str, Any],
-) -> None:
-    """Give new elements entries in the lists that have one for each element."""
-    num_new = num_types - len(config.type_map)
-    sections = getattr(config.descriptor, "list", [config.descriptor])
-    for part, section in zip(descriptor.get("list", [descriptor]), sections):
-        # as many neighbors as of the most frequent element; `check` compares with the data
-        if getattr(section, "counts_elements", False) and isinstance(part["sel"], list):
-            part["sel"] = [*part["sel"], *[max(part["sel"])] * num_new]
-    # no energy that was given, and values as they are
-    for name, value in (("atom_ener", None), ("scale", 1.0)):
-        if isinstance(fitting.get(name), list):
-            fitting[name] = [*fitting[name], *[value] * num_new]
-    if presets := rest.get("preset_out_bias"):
-        rest["preset_out_bias"] = {
-            name: [*values, *[None] * num_new] for name, values in presets.items()
-        }
 
 
 def with_replay(

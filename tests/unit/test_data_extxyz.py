@@ -246,6 +246,18 @@ def test_names_of_a_property_can_be_chosen(write_text, key):
             "expected name:kind:columns",
         ),
         (
+            [text(Properties="species:S:1:pos:R:3:pos:R:3")],
+            "expected name:kind:columns, each name once",
+        ),
+        (
+            [text(some="1").replace("some=", "some=2 some=")],
+            "some: is there twice, as '2' and '1'. Keep one of them.",
+        ),
+        (
+            [text(energy_unit="Ha", forces_unit="Ha/bohr"), text(), text()],
+            "energy: 1 frame of 3 state its unit. Add it to all frames.",
+        ),
+        (
             [text(rows="O 0 0 0 1 2 3\nHe 0 0 1 4 5 6\n")],
             "element 'He' is not in model.type_map. Did you mean H?",
         ),

@@ -549,3 +549,77 @@ def test_files_of_one_name_are_data_for_both_commands(monkeypatch, capsys):
     assert main(["convert", "oh-md", "out"]) == 0
     assert main(["init", "oh-md"]) == 0
     assert "converted oh-md to oh-md_data" in capsys.readouterr().out
+
+
+_SIESTA = " WELCOME TO SIESTA\nsiesta: Pressure (static):"
+_TABLE = "\nsiesta:  Solid  Molecule  Units\nsiesta:  -1.0  0.1  Ry/Bohr**3"
+
+
+@pytest.mark.parametrize(
+    ("text", "cell", "factor"),
+    [
+        ("a run of another program", np.eye(3), 1),
+        ("a run of another program", np.eye(3)[[1, 0, 2]], None),
+        (f"{_SIESTA} 7.646 kBar", np.eye(3), 1),
+        (f"{_SIESTA} -7.646 kBar", np.eye(3), -1),
+        (f"{_SIESTA}{_TABLE}\nsiesta:  -7.646  0.1  kBar", np.eye(3), -1),
+        (" WELCOME TO SIESTA\n", np.eye(3), None),
+    ],
+    ids=["other", "left-handed", "pressure", "opposite", "table", "no pressure"],
+)
+def test_virials_of_dpdata_have_the_sign_of_the_pressure_or_are_left_out(
+    monkeypatch, text, cell, factor
+):
+    """Its reader of SIESTA gives the sign of the stress, and some multiply by the determinant."""
+    data = {
+        "atom_names": ["H"],
+        "atom_types": np.zeros(1, int),
+        "coords": np.zeros((1, 1, 3)),
+        "energies": np.ones(1),
+        "forces": np.zeros((1, 1, 3)),
+        "cells": 4 * cell[None],
+        "virials": 2.0 * np.eye(3)[None],
+    }
+    package = types.SimpleNamespace(
+        LabeledSystem=lambda path, fmt: types.SimpleNamespace(data=dict(data))
+    )
+    monkeypatch.setitem(sys.modules, "dpdata", package)
+    Path("run.out").write_text(text)
+    reported = "\n".join(convert_data(["run.out"], "out", file_format="cp2k/output"))
+    [source] = open_data(["out/H1"], ["H"], ["virial"])
+    labels = source.frame(0).labels
+    assert ("virials of dpdata are left out" in reported) == (factor is None)
+    if factor is None:
+        assert "virial" not in labels
+    else:
+        np.testing.assert_array_equal(
+            labels["virial"].reshape(3, 3), factor * 2.0 * np.eye(3)
+        )
+
+
+@pytest.mark.parametrize(
+    "text", ["E(TD-HF/TD-DFT)", "ONIOM: extrapolated energy", "DF-MP2 Energies"]
+)
+def test_forces_of_another_energy_than_the_one_that_is_read_are_refused(dpdata, text):
+    Path("run.out").write_text(f"{OUTPUT} {text} = -1.0\n")
+    with pytest.raises(DataError) as caught:
+        convert_data(["run.out"], "out")
+    assert f'run.out: "{text}" is in it. Its forces belong to that' in str(caught.value)
+    assert not Path("out").exists()
+
+
+def test_a_label_beside_another_result_of_the_calculator_of_ase_is_refused():
+    io = pytest.importorskip("ase.io")
+    from ase import Atoms
+    from ase.calculators.singlepoint import SinglePointCalculator
+
+    atoms = Atoms("H2", [[0, 0, 0], [0, 0, 1]])
+    atoms.calc = SinglePointCalculator(atoms, energy=-1.0, forces=np.zeros((2, 3)))
+    for energy in (-1.0, -100.0):
+        atoms.info["energy"] = energy
+        io.write("some.traj", atoms)
+        if energy == -1.0:
+            convert_data(["some.traj"], "same")
+            continue
+        with pytest.raises(DataError, match="frame 0: energy: atoms"):
+            convert_data(["some.traj"], "out")

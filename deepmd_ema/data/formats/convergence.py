@@ -43,6 +43,19 @@ _FORCE_TABLES = (
     b"Gradient of SCF Energy",
     b"Total Gradient:",
 )
+# energies of methods beyond the one whose energy readers take, in outputs whose forces are theirs
+_OTHER_ENERGIES = (
+    b"E(TD-HF/TD-DFT)",
+    b"ONIOM: extrapolated energy",
+    b"DF-MP2 Energies",
+)
+_STANDARD, _INPUT = b"Standard orientation:", b"Input orientation:"
+_SIESTA = re.compile(rb"WELCOME TO SIESTA|\ASiesta Version")
+# in one line, or in a table with the unit at the end of its last line
+_PRESSURE = re.compile(
+    rb"siesta: Pressure \(static\):(?:[^\n]*\n){0,4}?(?:siesta:)?\s*(-?\d+\.\d+)"
+    rb"(?:\s+-?\d+\.\d+)?\s+kBar"
+)
 # FREE ENERGIE closes an ionic step; "ML FREE ENERGIE" is the step of a machine-learned potential
 _VASP_EVENT = re.compile(
     rb"Iteration +\d+\( *(?P<step>\d+)\)"
@@ -91,11 +104,7 @@ def notes_of_output(
                 yield _describe(_GAUSSIAN_FAILURE.decode(), "Gaussian"), number
             # tables of positions without "Input orientation" are those of the turned molecule, and
             # Gaussian prints forces in the orientation of the input
-            is_turned = (
-                text.find(b"Standard orientation:")
-                >= 0
-                > text.find(b"Input orientation:")
-            )
+            is_turned = text.find(_STANDARD) >= 0 > text.find(_INPUT)
             if is_turned and text.find(b"Forces (Hartrees/Bohr)") >= 0:
                 turned = (
                     "warning: positions are of Gaussian's standard orientation, and forces of "
@@ -113,6 +122,39 @@ def notes_of_output(
                     f'forces are in the file ("{tables[0]}") and were not read: try {other}',
                     0,
                 )
+
+
+def other_energy(path: Path) -> str:
+    """Return the text of an energy in an output that readers do not take; empty without one."""
+    if not path.is_file():
+        return ""
+    with _mapped(path) as text:
+        return next((t.decode() for t in _OTHER_ENERGIES if text.find(t) >= 0), "")
+
+
+def has_turned_dipole(path: Path) -> bool:
+    """Whether dipoles of an output of Gaussian may be turned against its positions.
+
+    Dipoles are those of the standard orientation, and positions those of the input if it is there.
+    """
+    with _mapped(path) as text:
+        return text.find(_STANDARD) >= 0 and text.find(_INPUT) >= 0
+
+
+def is_of_siesta(path: Path) -> bool:
+    """Whether a file is an output of SIESTA."""
+    if not path.is_file():
+        return False
+    with _mapped(path) as text:
+        return _SIESTA.search(text) is not None
+
+
+def pressures_of_siesta(path: Path) -> list[float]:
+    """Return the pressures of an output of SIESTA, kbar, those of static atoms."""
+    if not path.is_file():
+        return []
+    with _mapped(path) as text:
+        return [float(match[1]) for match in _PRESSURE.finditer(text)]
 
 
 def unconverged_steps_of_vasp(path: Path, is_xml: bool) -> int:

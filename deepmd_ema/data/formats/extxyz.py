@@ -331,12 +331,13 @@ def read_block(block: bytes) -> StoredFrame:
         width += int(number)
     width_of = {name: last - start for name, (start, last) in columns.items()}
     if (
-        len(fields) % 3
+        len(fields) != 3 * len(columns)  # a name that repeats has one entry
         or width_of.get("pos") != 3
         or 1 not in (width_of.get("species"), width_of.get("Z"))
     ):
         raise DataError(
-            f"Properties={show_text(properties)}: expected name:kind:columns, such as {_PLAIN}."
+            f"Properties={show_text(properties)}: expected name:kind:columns, each name "
+            f"once, such as {_PLAIN}."
         )
     # the cell of a frame, None of an open one
     flags = list(filter(None, re.split(r"[\s,\[\]]+", pbc or "")))
@@ -409,7 +410,12 @@ def _read_values(line: str) -> dict[str, str]:
             value = _VALUE.match(line, equals.end())
             if value is None:
                 break
-            values[_unquoted(word[1])] = _unquoted(value[0])
+            name, text = _unquoted(word[1]), _unquoted(value[0])
+            if values.setdefault(name, text) != text:
+                raise DataError(
+                    f"{name}: is there twice, as {show_text(values[name])} and {show_text(text)}. "
+                    "Keep one of them."
+                )
             place = value.end()
     if line[place:].strip():
         raise DataError(

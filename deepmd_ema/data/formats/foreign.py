@@ -12,14 +12,18 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.labels import ATOM_DIPOLE, ATOM_POLAR, FORCE, NAMES_OF_DPDATA
 from deepmd_ema.data.formats.convergence import (
+    has_turned_dipole,
+    is_of_siesta,
     notes_of_output,
+    other_energy,
+    pressures_of_siesta,
     unconverged_steps_of_vasp,
 )
 from deepmd_ema.data.formats.discover import find_stores, format_of, split_address
@@ -64,6 +68,12 @@ _KIND = re.compile(
 )  # kinds of atoms of one element: Fe1, O_surface
 # arrays of atoms among the results of a calculator of ASE
 _PER_ATOM = ("forces", "energies", "stresses", "charges", "magmoms")
+# labels that a frame of ASE may have beside the results of its calculator
+_TWICE = {"energy", "free_energy", "stress", "dipole"}
+_TURNED_DIPOLE = (
+    "dipoles of Gaussian's standard orientation are left out: positions are those of the input. "
+    "Compute with NoSymm"
+)
 _OPEN_IN_PART = (
     "is periodic in some directions only, which models do not know. Set pbc to True in all "
     "directions, with a vacuum larger than the cutoff along the open ones."
@@ -120,6 +130,11 @@ def stored_parts(
         notes = [f"{path}: {text}" for text, _ in said if text.startswith("electrons")]
         raise DataError([*error.problems, *notes]) from None
     if inventory.reader != "dp-ema":
+        if FORCE in inventory.read and (text := other_energy(place)):
+            raise DataError(
+                f'{path}: "{text}" is in it. Its forces belong to that energy, and '
+                f"{inventory.reader} reads another one: not available."
+            )
         other = (
             "another --format"
             if output is None or name == output.name
@@ -228,6 +243,11 @@ def _ase_frames(
         else:
             # ASE would read numbers of frames after an @ in a name
             every = list(iread(str(path), ":", name, do_not_split_by_at_sign=True))
+        if name == "gaussian-out" and has_turned_dipole(path):
+            for atoms in every:
+                if atoms.calc is not None and "dipole" in atoms.calc.results:
+                    del atoms.calc.results["dipole"]
+                    inventory.other[_TURNED_DIPOLE] += 1
     return (_of_atoms(atoms, inventory) for atoms in every)
 
 
@@ -276,6 +296,11 @@ def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
     entries = {
         str(name): value for part in (*nested, direct) for name, value in part.items()
     }
+    for name in sorted(_TWICE & results.keys() & entries.keys()):
+        if not np.array_equal(np.asarray(entries[name]), np.asarray(results[name])):
+            raise DataError(
+                f"{name}: atoms.info has another value than the calculator. Remove one of them."
+            )
     coord = atoms.get_positions().astype(np.float64)
     box = np.array(atoms.cell.array, np.float64) if atoms.pbc.all() else None
     symbols = atoms.get_chemical_symbols()
@@ -299,6 +324,8 @@ def _dpdata_frames(
             raise ValueError("it has no frames")
     # forces and stresses that an output does not have are arrays without frames
     data = {name: value for name, value in data.items() if np.size(value)}
+    if "virials" in data:
+        _correct_virials(path, data, inventory)
     name = (
         path.name.rpartition(".")[2].lower() if file_format == "auto" else file_format
     )
@@ -346,6 +373,28 @@ def _dpdata_frames(
         )
 
     return map(frame, range(len(data["coords"])))
+
+
+def _correct_virials(path: Path, data: dict[str, Any], inventory: Inventory) -> None:
+    """Give virials of dpdata the sign that they have in all data, or leave them out.
+
+    Its readers multiply stresses by the determinant of the cell, which is negative where the
+    vectors are left-handed, some of them by its absolute value. Those of SIESTA have the sign of
+    the stress: here the pressures in the file decide.
+    """
+    reason = ""
+    if (np.linalg.det(data["cells"]) < 0).any():
+        reason = "cell vectors are left-handed, where its readers differ in the sign"
+    elif pressures := pressures_of_siesta(path):
+        traces = np.trace(data["virials"], axis1=1, axis2=2)
+        number = min(len(pressures), len(traces))
+        if np.dot(pressures[:number], traces[:number]) < 0:
+            data["virials"] = -data["virials"]
+    elif is_of_siesta(path):
+        reason = "the file has no pressures, which show their sign"
+    if reason:
+        del data["virials"]
+        inventory.other[f"virials of dpdata are left out: {reason}"] = 0
 
 
 @contextmanager

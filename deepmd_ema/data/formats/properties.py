@@ -149,6 +149,8 @@ class Inventory:
         other: further remarks, with the number of frames they are about; 0 of the whole file.
         unused: what frames have that is not wanted.
         states_units: whether frames name the units of their numbers.
+        stating: by what is read, the number of frames whose unit of it is stated.
+        converts: whether a unit is not the usual one.
         reader: the program that reads the file, and the name that it has for the format.
         units: units of length and energy that this reader takes the numbers for; None for those
             that the format says.
@@ -164,6 +166,8 @@ class Inventory:
     other: Counter[str] = field(default_factory=Counter)
     unused: set[str] = field(default_factory=set)
     states_units: bool = False
+    stating: Counter[str] = field(default_factory=Counter)
+    converts: bool = False
     reader: str = "dp-ema"
     units: tuple[str, str] | None = ("angstrom", "eV")
     _names: dict[tuple[frozenset[str], frozenset[str]], dict[str, list[str]]] = field(
@@ -232,6 +236,8 @@ class Inventory:
         if stated:
             self.states_units = True
             factors = unit_factors(frame.per_frame, sources)
+            self.stating.update(factors.keys())
+            self.converts |= any(factor != 1 for factor in factors.values())
             converted = [
                 f"{what} by {factor:.9g}"
                 for what, factor in factors.items()
@@ -287,6 +293,14 @@ class Inventory:
             problems.append(
                 f"{'; '.join(shown)}. Say which after the name of the file, such as {file}#{which}."
             )
+        frames_with = {what: names.total() for what, names in self.read.items()}
+        frames_with[COORD] = self.num_frames
+        for what, number in self.stating.items():
+            if self.converts and 0 < number < frames_with.get(what, 0):
+                problems.append(
+                    f"{what}: {counted(number, 'frame')} of {frames_with[what]} state its unit. "
+                    "Add it to all frames."
+                )
         every = sorted(
             {*self.left, *(name for names in self.read.values() for name in names)}
         )
@@ -472,6 +486,8 @@ def stated_units(per_frame: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
             continue
         name = (match[1] or match[2] or "").lower()
         plain = _ORIGIN.sub("", name).replace("-", "_")
+        # a pressure has the unit of a stress
+        plain = "stress" if plain == "pressure" else plain
         labels = [what for what, names in _NAMES.items() if plain in (what, *names)]
         quantities = labels[:1]
         if not quantities and plain in _LENGTH_NAMES:
