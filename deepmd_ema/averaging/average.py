@@ -332,7 +332,16 @@ class Average:
         # Files of 0.1.0 have the mean age only. It is 0 before the start, where the mean step does
         # not matter: the update at the start has the decay 0.
         mean_step = float(saved.get("mean_step", state["steps"] - saved["mean_age"]))
-        self.set_counts(int(saved["updates"]), mean_step)
+        updates = int(saved["updates"])
+        # updates stand for steps, of which each was of `update_every`: an average of equal weights
+        # would count the steps so far too little or too much
+        every = saved_settings.get("update_every", profile.update_every)
+        if updates > 0 and every != profile.update_every:
+            updates = round(updates * every / profile.update_every)
+        if state["steps"] < profile.start_step:
+            self.seed(int(state["steps"]))  # it starts later than in the file
+        else:
+            self.set_counts(updates, mean_step)
 
 
 def host_decay(profile: Profile, updates: int) -> float:

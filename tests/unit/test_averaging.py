@@ -290,9 +290,49 @@ def test_every_setting_that_changed_is_warned_of_and_counts_from_now_on(net, cap
         "average e: was of type ema in the checkpoint and is swa from now on",
         "average ema: decay was 0.9 in the checkpoint and is 0.5 from now on",
     ]
-    assert again.info("p")["updates"] == 5
+    assert again.info("p")["updates"] == 2  # 5 steps, of which each update has 2 now
     assert again.info("ema")["decay"] == 0.5
     assert_same(again.weights("p"), bank.weights("p"))
+
+
+def moved_to(net, step):
+    """Make all weights equal to ``step``."""
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.fill_(float(step))
+
+
+@pytest.mark.parametrize(("before", "after"), [(10, 1), (1, 10)])
+def test_equal_weights_of_all_steps_stay_so_when_updates_are_rarer_or_more_frequent(
+    net, before, after
+):
+    bank = AverageBank(net, [SwaProfile("flat", update_every=before)])
+    for step in range(1, 201):
+        if step == 101:
+            state = bank.state_dict()
+            bank = AverageBank(net, [SwaProfile("flat", update_every=after)])
+            bank.load_state_dict(state)
+        moved_to(net, step)
+        bank.update()
+    for name, _ in net.named_parameters():
+        value = bank.weights("flat")[name]
+        torch.testing.assert_close(value, torch.full_like(value, 103), rtol=0, atol=3)
+
+
+def test_an_average_that_starts_later_than_in_the_file_starts_anew(net):
+    bank = AverageBank(net, [EmaProfile("late", 0.9)])
+    for step in range(1, 31):
+        if step == 11:
+            state = bank.state_dict()
+            bank = AverageBank(net, [EmaProfile("late", 0.9, start_step=20)])
+            bank.load_state_dict(state)
+        moved_to(net, step)
+        bank.update()
+        if 11 <= step <= 20:
+            for name, _ in net.named_parameters():
+                value = bank.weights("late")[name]
+                torch.testing.assert_close(value, torch.full_like(value, step))
+    assert bank.info("late")["updates"] == 10
 
 
 SHARDED = [
