@@ -171,6 +171,8 @@ def _enter(connection, environ, function, args):
     gc.freeze()  # what the server has loaded is not collected, nor copied by a collection
     os.environ.update(environ)
     warnings.simplefilter("error")
+    # of torch, with Python 3.13.0
+    warnings.filterwarnings("ignore", "Guards may run slower on Python")
     text = io.StringIO()
     logger = logging.getLogger("deepmd_ema")
     logger.setLevel(logging.INFO)

@@ -583,12 +583,26 @@ class Trainer:
                 start, self.validator.models, self.tasks.state_dict()
             )
         self.step = self._saved = step
+        training = self.prepared.config.training
+        in_epochs = ("numb_epoch", "num_epoch_dict")
+        chosen = (o for o in in_epochs if getattr(training, o, None))
+        option = next(chosen, "numb_steps")
+        before = start.payload.get("num_steps", self.num_steps)
+        if option in in_epochs and before != self.num_steps:
+            logger.warning(
+                "the epochs of the input are %d steps now and were %d: a decaying learning rate "
+                "continues along its new curve. Steps before the restart count as steps of today, "
+                "so that the run has another number of epochs in all.",
+                self.num_steps,
+                before,
+            )
         if step >= self.num_steps:
             logger.warning(
-                "step %d is the last of %d already: nothing is left to train. Raise "
-                "training.numb_steps to continue.",
+                "step %d is the last of %d already: nothing is left to train. Raise training.%s "
+                "to continue.",
                 step,
                 self.num_steps,
+                option,
             )
         if self.bank.names or not state.get("averages"):
             with checkpoint.reading(path, "averages"):

@@ -271,3 +271,14 @@ def test_lengths_and_frames_are_those_of_steps_of_several_batches(start, caplog)
         in text
     )
     assert "from epoch 2 (step 3)" in text
+
+
+def test_epochs_that_are_other_steps_after_a_restart_are_named(start, caplog):
+    options = {"training__numb_epoch": 4, "training__save_freq": 3}
+    start("run", "mixed:2", 1, options, num_steps=None)
+    assert "the epochs of the input" not in caplog.text
+    how = {"restart": "model.ckpt-3.pt", "allow_config_change": True}
+    start("run", "mixed:2", 2, options, num_steps=None, **how)
+    assert "the epochs of the input are 6 steps now and were 12" in caplog.text
+    start("run", "mixed:2", 2, options, num_steps=None, restart="model.ckpt.pt")
+    assert "nothing is left to train. Raise training.numb_epoch" in caplog.text
