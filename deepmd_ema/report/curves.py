@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ SYNC_S = 10.0
 _BEST_LINE = re.compile(
     rf"# saved best checkpoint: (?:.*/)?{BEST}(?:_([^/]+))?\.ckpt-(\d+)\.t-\d+\.(?:pt|dcp) "
 )
+_HEADER = re.compile(r"#\s*step\s")
 _LCURVE_NOTE = (
     "# If there is no available reference data, rmse_*_{val,trn} will print nan\n"
 )
@@ -87,8 +89,11 @@ class RowTable:
                 lines.append(line)
         header = self.header.splitlines(keepends=True)
         rows = [line for line in lines if line not in header]
-        if lines[: len(header)] == header or not rows:
+        columns = [line for line in lines if _HEADER.match(line)]
+        if set(columns) == {header[0]} or not rows:
             text = self.header + "".join(rows)
+        elif columns[-1:] == header[:1]:  # they changed at a restart before this one
+            text = "".join(lines)
         else:
             logger.warning(
                 "%s: the columns have changed, a second header follows the old rows",
@@ -224,8 +229,8 @@ class NoRowsError(UserError):
 class Curve:
     """Content of one file of rows: what was measured at which steps.
 
-    A header that is repeated after a restart is skipped. If a step was done twice, its last row
-    counts.
+    A header that is repeated after a restart is skipped; after one with other columns, values of
+    columns that rows do not have are nan. If a step was done twice, its last row counts.
 
     Args:
         path: a learning curve or validation log.
@@ -257,20 +262,16 @@ class Curve:
                 f"{path}: cannot be read: {reason}. Give lcurve.out, val.log or val_ema.log."
             ) from error
         lines = text.splitlines()
-        header = next(
-            (
-                line.lstrip("# ").split()
-                for line in lines
-                if re.match(r"#\s*step\s", line)
-            ),
-            None,
-        )
-        if header is None:
+        if not any(map(_HEADER.match, lines)):
             raise UserError(
                 f"{path}: has no header line '# step ...'. Give lcurve.out, val.log or val_ema.log."
             )
-        rows: dict[int, list[float]] = {}  # by step, rising
+        header = list[str]()
+        # by step, rising: names and values; names change where a restart has other columns
+        rows: dict[int, tuple[list[str], list[float]]] = {}
         for number, line in enumerate(lines, 1):
+            if _HEADER.match(line) and (names := line.lstrip("# ").split()) != header:
+                header = names
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
             try:
@@ -288,12 +289,20 @@ class Curve:
             # a restart did these steps again and did not cut the file
             if rows and step <= next(reversed(rows)):
                 rows = {earlier: row for earlier, row in rows.items() if earlier < step}
-            rows[int(step)] = values
+            rows[int(step)] = header, values
         if not rows:
             raise NoRowsError(f"{path}: has a header but no rows yet.")
-        table = np.array(list(rows.values()), np.float64)
         self.steps = np.array(list(rows), np.int64)
-        self.columns = {name: table[:, k] for k, name in enumerate(header[1:])}
+        self.columns: dict[str, NDArray[np.float64]] = {}
+        end = 0
+        # rows under one header at once
+        for _, group in groupby(rows.values(), key=lambda row: id(row[0])):
+            same = list(group)
+            start, end = end, end + len(same)
+            table = np.array([values for _, values in same], np.float64)
+            for name, values in zip(same[0][0][1:], table.T):
+                column = self.columns.setdefault(name, np.full(len(rows), np.nan))
+                column[start:end] = values
         self.kind = VALIDATION if any("(" in name for name in header) else LCURVE
         best = [match for line in lines if (match := _BEST_LINE.match(line))]
         self.best_steps = [int(match[2]) for match in best]

@@ -152,6 +152,23 @@ def test_rows_after_the_restored_step_are_cut_and_written_again_under_one_header
         assert (here / "lcurve.out").read_text() == LCURVE
 
 
+def test_a_second_header_is_written_once_for_other_columns(here, caplog):
+    (here / "lcurve.out").write_text(LCURVE)
+    other = LcurveFile("lcurve.out", [("", "mae_e", ("trn",))])
+    other.cut_after(5)
+    other.write(6, 1e-3, {"": {"mae_e": 1.0}}, {})
+    text = (here / "lcurve.out").read_text()
+    assert text.endswith(f"{other.header}      6      1.00e+00    1.0e-03\n")
+    again = LcurveFile("lcurve.out", [("", "mae_e", ("trn",))])
+    again.cut_after(6)
+    assert (here / "lcurve.out").read_text() == text
+    assert len(caplog.records) == 1
+    # and the first columns again
+    LcurveFile("lcurve.out", COLUMNS).cut_after(6)
+    header = "".join(LCURVE.splitlines(keepends=True)[:2])
+    assert (here / "lcurve.out").read_text() == text + header
+
+
 def test_best_lines_of_later_steps_are_cut_from_val_log(here):
     for torn in ("", "# saved best checkpoint: best.ck"):
         (here / "val.log").write_text(VAL_LOG + torn)

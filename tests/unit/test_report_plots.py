@@ -84,6 +84,20 @@ def test_a_header_and_steps_that_a_restart_wrote_again_count_once(run):
     assert curve.columns["rmse_e_val"].tolist() == [0.0586, 0.0999, 0.0286]
 
 
+def test_rows_are_read_under_the_header_before_them(tmp_path):
+    """The columns of a run change where a restart has other data or another metric."""
+    path = tmp_path / "lcurve.out"
+    path.write_text(
+        "# step rmse_e_trn lr\n1 10 0.3\n2 20 0.2\n"
+        "# step rmse_e_val rmse_e_trn lr\n3 31 30 0.1\n"
+        "# step rmse_e_trn lr\n4 40 0.05\n"
+    )
+    columns = Curve(path).columns
+    assert columns["rmse_e_trn"].tolist() == [10, 20, 30, 40]
+    np.testing.assert_array_equal(columns["rmse_e_val"], [np.nan, np.nan, 31, np.nan])
+    assert columns["lr"].tolist() == [0.3, 0.2, 0.1, 0.05]
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("", "no header line"), (LCURVE_TEXT.split("      1 ")[0], "no rows yet"),
     (LCURVE_TEXT + "  200  1.0\n", "line 5: 2 numbers, expected 8"),
