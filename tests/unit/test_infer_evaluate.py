@@ -4,6 +4,7 @@ import json
 import math
 import re
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.report.facts import mae_rmse
 from deepmd_ema.report.plots import plot_parity
+
+DIPOLES = Path(__file__).parents[1] / "golden" / "quantities" / "dipole_se_e2_a.dp"
 
 SAME_MATH = 1e-10
 
@@ -341,3 +344,17 @@ def test_what_cannot_be_tested_or_written_is_named(run, labelled, tmp_path):
         match=r"nowhere/x.e.out: cannot be written \(No such file or directory\)",
     ):
         measure(run[0], [labelled / "open"]).write_details(tmp_path / "nowhere" / "x")
+
+
+def test_detail_files_of_tensors_have_rows_of_the_atoms_that_have_them(tmp_path):
+    """In the file H has no dipoles."""
+    system = write_system(tmp_path / "data", frames=3, natoms=6)
+    is_oxygen = np.loadtxt(system / "type.raw") == 0
+    labels = np.random.default_rng(0).normal(size=(3, 6, 3)) * is_oxygen[:, None]
+    np.save(system / "set.000" / "atomic_dipole.npy", labels.reshape(3, -1))
+    report = measure(DIPOLES, [system], atomic=True)
+    report.write_details(tmp_path / "detail")
+    label, predicted = np.split(np.loadtxt(tmp_path / "detail.adipole.out"), 2, axis=1)
+    np.testing.assert_allclose(label, labels[:, is_oxygen].reshape(-1, 3))
+    rmse = report.total.summary()["rmse_adipole"]
+    assert np.sqrt(np.mean((predicted - label) ** 2)) == pytest.approx(rmse)
