@@ -254,6 +254,24 @@ KEPT = {
             "list": [BY_TYPE, BY_TYPE | {"rcut": 3.0, "sel": [3, 4]}],
         }
     },
+    # of a part of a part
+    "few_slots_inside_of_a_part": {
+        "model": {
+            "type": "linear_ener",
+            "type_map": ["O", "H"],
+            "weights": "sum",
+            "models": [
+                {
+                    "descriptor": {
+                        "type": "hybrid",
+                        "list": [ATTENTION, ATTENTION | {"rcut": 3.0, "sel": 2}],
+                    },
+                    "fitting_net": {"neuron": [4]},
+                },
+                {"descriptor": ATTENTION, "fitting_net": {"neuron": [4]}},
+            ],
+        }
+    },
 }
 
 

@@ -50,7 +50,6 @@ _OTHER_ENERGIES = (
     b"DF-MP2 Energies",
 )
 _STANDARD, _INPUT = b"Standard orientation:", b"Input orientation:"
-_SIESTA = re.compile(rb"WELCOME TO SIESTA|\ASiesta Version")
 # in one line, or in a table with the unit at the end of its last line
 _PRESSURE = re.compile(
     rb"siesta: Pressure \(static\):(?:[^\n]*\n){0,4}?(?:siesta:)?\s*(-?\d+\.\d+)"
@@ -139,14 +138,6 @@ def has_turned_dipole(path: Path) -> bool:
     """
     with _mapped(path) as text:
         return text.find(_STANDARD) >= 0 and text.find(_INPUT) >= 0
-
-
-def is_of_siesta(path: Path) -> bool:
-    """Whether a file is an output of SIESTA."""
-    if not path.is_file():
-        return False
-    with _mapped(path) as text:
-        return _SIESTA.search(text) is not None
 
 
 def pressures_of_siesta(path: Path) -> list[float]:

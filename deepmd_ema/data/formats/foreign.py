@@ -17,10 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.labels import ATOM_DIPOLE, ATOM_POLAR, FORCE, NAMES_OF_DPDATA
+from deepmd_ema.config.labels import (
+    ATOM_DIPOLE,
+    ATOM_POLAR,
+    FORCE,
+    GPA,
+    NAMES_OF_DPDATA,
+)
 from deepmd_ema.data.formats.convergence import (
     has_turned_dipole,
-    is_of_siesta,
     notes_of_output,
     other_energy,
     pressures_of_siesta,
@@ -70,6 +75,7 @@ _KIND = re.compile(
 _PER_ATOM = ("forces", "energies", "stresses", "charges", "magmoms")
 # labels that a frame of ASE may have beside the results of its calculator
 _TWICE = {"energy", "free_energy", "stress", "dipole"}
+_ROUNDED_STRESS = 5e-6  # eV/angstrom^3; SIESTA prints six decimals
 _TURNED_DIPOLE = (
     "dipoles of Gaussian's standard orientation are left out: positions are those of the input. "
     "Compute with NoSymm"
@@ -324,12 +330,12 @@ def _dpdata_frames(
             raise ValueError("it has no frames")
     # forces and stresses that an output does not have are arrays without frames
     data = {name: value for name, value in data.items() if np.size(value)}
-    if "virials" in data:
-        _correct_virials(path, data, inventory)
     name = (
         path.name.rpartition(".")[2].lower() if file_format == "auto" else file_format
     )
     inventory.reader, inventory.units = f"dpdata as {name}", _UNITS.get(name)
+    if "virials" in data:
+        _correct_virials(path, data, inventory)
     element_of = {}  # element by kind of atoms
     for name in data["atom_names"]:
         # names of AMBER are those of its force field
@@ -385,13 +391,19 @@ def _correct_virials(path: Path, data: dict[str, Any], inventory: Inventory) -> 
     reason = ""
     if (np.linalg.det(data["cells"]) < 0).any():
         reason = "cell vectors are left-handed, where its readers differ in the sign"
-    elif pressures := pressures_of_siesta(path):
-        traces = np.trace(data["virials"], axis1=1, axis2=2)
-        number = min(len(pressures), len(traces))
-        if np.dot(pressures[:number], traces[:number]) < 0:
+    elif "dpdata as siesta/" in inventory.reader:
+        volumes = np.abs(np.linalg.det(data["cells"]))
+        read = np.trace(data["virials"], axis1=1, axis2=2) / (3 * volumes)
+        # that of the last step may be there twice
+        stated = np.resize(pressures_of_siesta(path), len(read)) * 0.1 / GPA
+        is_same, is_opposite = (
+            np.allclose(sign * read, stated, rtol=1e-3, atol=_ROUNDED_STRESS)
+            for sign in (1, -1)
+        )
+        if is_same == is_opposite:
+            reason = "the pressures in the file do not show their sign"
+        elif is_opposite:
             data["virials"] = -data["virials"]
-    elif is_of_siesta(path):
-        reason = "the file has no pressures, which show their sign"
     if reason:
         del data["virials"]
         inventory.other[f"virials of dpdata are left out: {reason}"] = 0

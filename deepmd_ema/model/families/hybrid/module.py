@@ -73,6 +73,8 @@ class HybridDescriptor(nn.Module):
         # for each type, the largest number of neighbors that a part by type reads
         sels_by_type = [part.sel for part in layouts if part.by_type]
         type_sel = tuple(max(sel) for sel in zip(*sels_by_type))
+        # a part may be a hybrid, whose parts read the first slots only
+        inner_order = any(part.nearest_first for part in layouts)
         if len(sels_by_type) == len(layouts):
             return NeighborLayout(
                 rcut,
@@ -80,7 +82,8 @@ class HybridDescriptor(nn.Module):
                 num_types,
                 by_type=True,
                 excluded_pairs=excluded_pairs,
-                nearest_first=any(sel != type_sel for sel in sels_by_type),
+                nearest_first=inner_order
+                or any(sel != type_sel for sel in sels_by_type),
             )
         # one list of the nearest; type_sel lets views of parts by type have slots of fixed number
         total = max(sum(part.sel) for part in layouts)
@@ -95,7 +98,7 @@ class HybridDescriptor(nn.Module):
             inner=tuple(
                 dict.fromkeys(inner for part in layouts for inner in part.inner)
             ),
-            nearest_first=any(sum(part.sel) < total for part in layouts),
+            nearest_first=inner_order or any(sum(part.sel) < total for part in layouts),
         )
 
     @property
