@@ -53,6 +53,7 @@ _OPTIONAL: dict[str, Any] = {
             "average",
             "best",
             "early_stop",
+            "validated",
             "interpolation",
             "refitted",
             "refitted_bias",

@@ -160,8 +160,8 @@ class RunCheck:
         )
         data = run.split_off(self.config, data, self.splits)
         self.reports = {
-            name: run.check_task(task, data[name])
-            for name, task in self.config.tasks.items()
+            name: run.check_task(self.config, name, data[name])
+            for name in self.config.tasks
         }
         for name, report in self.reports.items():
             # near copies are searched in validation data that were given, as a split keeps copies

@@ -402,7 +402,7 @@ class _Data:
             else:
                 data = split_off(config, data, {"": split})
                 self.why_split = split.lines[0].partition(": ")[2]
-        self.report = check_task(config.task(None), data[""])
+        self.report = check_task(config, "", data[""])
         self.labels = {
             name
             for scan in self.report.training

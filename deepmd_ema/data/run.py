@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from deepmd_ema.config.data_options import data_options
-from deepmd_ema.config.labels import FORCE, WEIGHTS
+from deepmd_ema.config.labels import FORCE, LABELS, WEIGHTS
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.check.suspects import elements_without_tensors
 from deepmd_ema.data.check_cache import recall_or_find
@@ -44,6 +44,7 @@ from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config import InputFile, RunConfig, TaskConfig
+    from deepmd_ema.config.schema.text_options import Metric
     from deepmd_ema.config.schema.training import (
         TrainingDataConfig,
         ValidationDataConfig,
@@ -141,8 +142,8 @@ def _mistakes_in_data(config: RunConfig) -> list[Finding]:
         return error.findings
     findings = (
         finding
-        for name, task in config.tasks.items()
-        for finding in check_task(task, data[name]).findings
+        for name in config.tasks
+        for finding in check_task(config, name, data[name]).findings
     )
     return [finding for finding in findings if finding.severity == ERROR]
 
@@ -414,20 +415,23 @@ def difference(content: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
 
 
 def check_task(
-    task: TaskConfig, data: TaskData, results: Path | None = None
+    config: RunConfig, name: str, data: TaskData, results: Path | None = None
 ) -> DataReport:
     """Return the report of the checks of the data of one task: findings and a summary.
 
     Args:
-        task: its options.
+        config: of the run.
+        name: of the task.
         data: its sources.
         results: folder of reports. A report of the same data and options is returned from there,
             without a summary, and a new report without errors is stored there. None to check the
             data always.
     """
+    task = config.tasks[name]
     model = task.model
     descriptor = task.model.descriptor
     bridging = task.model.bridging
+    deciding = config.deciding_metrics(task) if config.fully_validated else {}
     chosen = task.data.training_data.min_pair_dist
     weights = WEIGHTS if task.data.training_data.frame_weights else ()
     # frames in which atoms are closer than a larger min_pair_dist are left out
@@ -448,10 +452,12 @@ def check_task(
             task=task.name,
             test=data.test,
         )
-        findings = [*with_task(task.name, _task_findings(task, data, report))]
-        warnings = with_severity(WARNING, findings)
-        notes = with_severity(NOTE, findings)
-        report.findings = [*warnings, *report.findings, *notes]
+        in_task = [*_task_findings(task, data, report)]
+        if deciding:
+            in_task += _unknown_errors(task, deciding, report)
+        findings = [*with_task(task.name, in_task)]
+        first = [*with_severity(ERROR, findings), *with_severity(WARNING, findings)]
+        report.findings = [*first, *report.findings, *with_severity(NOTE, findings)]
         return report.to_dict()
 
     sources = [*data.train, *data.valid, *data.test]
@@ -464,6 +470,7 @@ def check_task(
         "parts": _parts(sources),
         "validation": [len(data.valid), len(data.test)],
         "labels": [*task.labels, *weights],
+        "deciding": deciding,
         "min_pair_dist": [least, chosen],
     }
     stored = recall_or_find(
@@ -551,6 +558,34 @@ def _task_findings(
             f"bridging_r_inner = {bridging.inner:g}: the network cannot learn from their forces. "
             f"training.training_data.min_pair_dist: {bridging.inner:g} "
             "leaves such training frames out.",
+        )
+
+
+def _unknown_errors(
+    task: TaskConfig, deciding: Mapping[str, Metric], report: DataReport
+) -> Iterator[Finding]:
+    """Yield findings about metrics that choose weights and of which no frame has a label."""
+    label_of = {
+        error.metric: label
+        for label in task.model.fitting_net.labels
+        for error in LABELS[label].errors
+    }
+    labelled = {name for scan in report.validation for name in scan.label_frames}
+    for option, metric in deciding.items() if report.validation else ():
+        label = label_of[metric.quantity]
+        if label in labelled:
+            continue
+        ends = option.endswith("early_stop")
+        effect = "would end the run" if ends else "chooses no best weights"
+        choices = [
+            f"{letter}:{metric.error}"
+            for letter in task.model.fitting_net.metrics
+            if label_of[letter] in labelled
+        ]
+        yield (error if ends and not task.name else warning)(
+            option,
+            f": no validation frame has {label}, so that {metric} {effect}. "
+            f"Choose {' or '.join(choices) or 'other validation data'}.",
         )
 
 

@@ -42,6 +42,7 @@ from deepmd_ema.data.run import (
 )
 from deepmd_ema.data.sampler import batch_sizes, permutation
 from deepmd_ema.data.source import FrameSource
+from deepmd_ema.data.split import Split
 from deepmd_ema.distributed.tensors import prefix_of
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import ConfigError, DataError, UserError
@@ -171,6 +172,13 @@ def prepare(
     with world.all_ranks_ok():
         systems = split_off(config, systems, splits) if splits else systems
 
+    # by these a restart sees whether errors are still of the same frames
+    validated: dict[str, str] = {}
+    if config.fully_validated:
+        validated = world.broadcast_from_rank0(
+            partial(_validation_content, systems, contents, splits)
+        )
+
     # check the training frames that are left, and count their neighbors for `sel`
     checked = world.broadcast_from_rank0(
         partial(_check_data, config, systems, results, start, skip_neighbor_stat)
@@ -197,6 +205,7 @@ def prepare(
             data,
             contents[name],
             splits.get(name),
+            validated.get(name, ""),
             models,
             cache,
             seed,
@@ -226,6 +235,26 @@ def prepare(
     return run
 
 
+def _validation_content(
+    systems: Mapping[str, TaskData],
+    contents: Mapping[str, str],
+    splits: Mapping[str, Split],
+) -> dict[str, str]:
+    """Return digests of the validation data by task; empty where files cannot be read again.
+
+    Args:
+        systems: data by task.
+        contents: digests of the training data as they were opened.
+        splits: validation frames that were split off training data.
+    """
+    return {
+        name: contents[name] and f"{contents[name]} {splits[name].digest}"
+        if name in splits
+        else digest_of(data.valid)
+        for name, data in systems.items()
+    }
+
+
 class _CheckedData(NamedTuple):
     """Result of the checks of the data.
 
@@ -253,7 +282,7 @@ def _check_data(
     dates = []
     problems = list[str | Finding]()
     for name, task in config.tasks.items():
-        report = check_task(task, systems[name], results[name])
+        report = check_task(config, name, systems[name], results[name])
         if report.date:
             dates.append(f"{name} {report.date}".lstrip())
         for line in report.notes:

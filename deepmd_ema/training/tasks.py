@@ -43,6 +43,7 @@ class Task:
         cache: neighbors found so far, of training and validation frames of all tasks.
         content: digest of the training data as they were opened.
         split: hash of the frames that were split off for validation; empty without.
+        validated: digest of the validation data; empty where nothing compares it.
         models: the models of the run, through which that of the task is called: ranks may have
             sharded them as a whole.
         model: the one of its name, which it trains.
@@ -60,6 +61,7 @@ class Task:
     cache: PairCache
     content: str
     split: str
+    validated: str
     models: ModelSet
     model: EnergyModel
     loss: Loss
@@ -213,6 +215,7 @@ def build_task(
     data: TaskData,
     content: str,
     split: Split | None,
+    validated: str,
     models: ModelSet,
     cache: PairCache,
     seed: int,
@@ -226,6 +229,7 @@ def build_task(
         data: its frames.
         content: digest of the training data.
         split: which of them were split off for validation; None: none.
+        validated: digest of the validation data.
         models: those of the run.
         cache: neighbors of the frames of all tasks.
         seed: of the run.
@@ -262,6 +266,7 @@ def build_task(
         cache,
         content,
         split.digest if split is not None else "",
+        validated,
         models,
         model,
         LOSSES[task.loss.type](

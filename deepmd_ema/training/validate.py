@@ -385,16 +385,35 @@ class FullValidation:
             state["best"] = _by_weights(best)
         if self.early_stop is not None:
             state["early_stop"] = self.early_stop.state_dict()
+        if state:
+            state["validated"] = {
+                name: task.validated for name, task in self.tasks.items()
+            }
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """Continue after the validation of ``step``; cut later rows from the logs.
 
-        Rows that ``state`` lacks, of a new task or average, start anew.
+        Rows that ``state`` lacks, of a new task or average, start anew, as do those of tasks whose
+        validation data have changed: errors of other frames are not compared.
         """
+        before = state.get("validated", {})
+        changed = {
+            name
+            for name, task in self.tasks.items()
+            if task.validated and before.get(name, task.validated) != task.validated
+        }
+        for name in changed if self.rows else ():
+            logger.warning(
+                "the validation data%s have changed since the checkpoint was written: best files "
+                "and early stop start without the errors before",
+                f" of task {name}" if name else "",
+            )
         for row in self.rows:
-            if row.best is not None and (
-                records := _of_row(state.get("best", {}), row.key)
+            if (
+                row.best is not None
+                and row.task not in changed
+                and (records := _of_row(state.get("best", {}), row.key))
             ):
                 # rank 0 checks which files are there
                 row.best.records = self._world.broadcast_from_rank0(
@@ -403,9 +422,10 @@ class FullValidation:
             if row.log is not None:
                 row.log.cut_after(step)
         if self.early_stop is not None and "early_stop" in state:
-            self.early_stop.load_state_dict(
-                state["early_stop"], [row.key for row in self.rows]
-            )
+            rows = [row.key for row in self.rows if row.task not in changed]
+            self.early_stop.load_state_dict(state["early_stop"], rows)
+            if changed:
+                self.early_stop.waited = 0
 
 
 def _by_weights(values: Mapping[Row, Any]) -> dict[str, Any]:

@@ -3,8 +3,10 @@ over.
 """
 
 import logging
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_same_files, tiny_input
@@ -153,6 +155,43 @@ def test_a_run_that_no_longer_improves_ends_and_continues_with_more_patience_onl
         step_of(start("run", STEPS, patient, restart="model.ckpt.pt"))
         == END + 2 * EVERY
     )
+
+
+def test_errors_of_other_validation_data_are_not_compared_with_those_before(
+    start, caplog, tmp_path, water_like_valid
+):
+    """A restart on the same frames under another path continues, one on others starts anew."""
+    stop = {"validating": {**VALIDATED, "early_stop": {**STOP, "patience": 4}}}
+    data = {"training__validation_data__systems": [str(tmp_path / "valid")]}
+    moved = {"training__validation_data__systems": [str(tmp_path / "moved")]}
+    for folder in ("valid", "moved"):
+        shutil.copytree(water_like_valid, tmp_path / folder)
+    start("run", STEPS, stop | data, callback=OutOfTime(END + 1))
+    before = checkpoint.load("model.ckpt.pt")
+    assert before["early_stop"]["waited"] == 3
+    best = before["best"]["live"]["records"][0]
+
+    start(
+        "run", STEPS, stop | moved, restart="model.ckpt.pt", callback=OutOfTime(END + 2)
+    )
+    assert checkpoint.load("model.ckpt.pt")["best"] == before["best"]
+    assert "validation data have changed" not in caplog.text
+
+    # other labels: the errors before are of no frame that there is now
+    file = tmp_path / "moved" / "set.000" / "energy.npy"
+    np.save(file, np.load(file) + 1000.0)
+    start(
+        "run", STEPS, moved, restart="model.ckpt.pt"
+    )  # with the patience that is at its end
+    text = (
+        "the validation data have changed since the checkpoint was written: best files"
+    )
+    assert text in caplog.text
+    after = checkpoint.load("model.ckpt.pt")
+    steps = [step for _, step in after["best"]["live"]["records"]]
+    assert min(steps) > END >= best[1]
+    assert not list(Path().glob(f"best.ckpt-{best[1]}.*"))
+    assert after["early_stop"]["improvements"]["live"][1] > END
 
 
 @pytest.mark.parametrize(

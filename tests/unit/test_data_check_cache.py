@@ -30,9 +30,10 @@ def place(here, tmp_path):
 
 
 def check():
-    [(name, task)] = load_config("input.json").tasks.items()
-    data = open_run(load_config("input.json"), {name: MEMORY})[name]
-    return check_task(task, data, MEMORY)
+    config = load_config("input.json")
+    [name] = config.tasks
+    data = open_run(config, {name: MEMORY})[name]
+    return check_task(config, name, data, MEMORY)
 
 
 def test_a_second_check_reads_no_array_and_finds_the_same(place, monkeypatch):

@@ -18,7 +18,7 @@ def checked(config):
     """Return the only task, its data and what the checks find."""
     data = open_run(config)
     [task] = config.tasks.values()
-    return task, data, check_task(task, data[""])
+    return task, data, check_task(config, "", data[""])
 
 
 def write_npy(path, energy):
@@ -159,11 +159,49 @@ def test_warnings_of_a_task_begin_with_its_name_and_errors_with_the_file(tmp_pat
     np.save(file, force)
     config = config_from_dict(input_of_two_tasks(folder))
     data = open_run(config)
-    report = check_task(config.tasks["water"], data["water"])
+    report = check_task(config, "water", data["water"])
     [problem] = report.problems
     assert problem.startswith(f"{file}: frame 3 ")
     [warning] = [text for text in report.warnings if "do not add up to zero" in text]
     assert warning.startswith("task water: ")
+
+
+EARLY_STOP = {"patience": 2}
+
+
+@pytest.mark.parametrize(
+    ("metric", "stop", "errors", "warned"),
+    [
+        ("E:MAE", EARLY_STOP, ["early_stop"], ["validation_metric"]),
+        ("E:MAE", None, [], ["validation_metric"]),
+        ("F:RMSE", EARLY_STOP, [], []),
+        ("E:MAE", {**EARLY_STOP, "metric": "F:MAE"}, [], ["validation_metric"]),
+        ("V:MAE", EARLY_STOP, [], []),
+    ],
+)
+def test_a_metric_that_chooses_weights_has_labels_in_the_validation_data(
+    tmp_path, metric, stop, errors, warned
+):
+    train = write_system(tmp_path / "t", frames=4, natoms=6)
+    valid = write_system(tmp_path / "v", frames=4, natoms=6, energy=False)
+    validating = {"full_validation": True, "validation_metric": metric}
+    if stop is not None:
+        validating["early_stop"] = stop
+    loss = {"loss__start_pref_v": 0.1, "loss__limit_pref_v": 0.1}
+    for is_full in (True, False):
+        validating["full_validation"] = is_full
+        config = config_from_dict(
+            tiny_input([train], [valid], validating=validating, **loss)
+        )
+        *_, report = checked(config)
+        for texts, wanted in ((report.problems, errors), (report.warnings, warned)):
+            named = re.findall(r"validating\.(\w+): no validation frame", str(texts))
+            assert named == (wanted if is_full else [])
+    # validation data of the training files, which have energies
+    split = tiny_input(
+        [train], validating=validating, training__validation_fraction=0.4
+    )
+    assert not checked(config_from_dict(split))[2].problems
 
 
 @pytest.mark.parametrize("pref_atomic", [0.0, 1.0])

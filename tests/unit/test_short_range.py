@@ -232,7 +232,7 @@ def test_close_atoms_are_a_warning_in_data_of_a_bridged_model_and_a_problem_in_o
                 **options,
             )
         )
-        return check_task(config.tasks[""], open_run(config)[""])
+        return check_task(config, "", open_run(config)[""])
 
     close = with_close_atoms(tmp_path / "close", [1, 4], 0.2)
     bridged = {"model__bridging_method": "zbl"}

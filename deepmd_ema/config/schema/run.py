@@ -205,6 +205,18 @@ class RunConfig:
         section = replace(self.model, model_dict={**self.model.model_dict, **models})
         return replace(self, model=section)
 
+    def deciding_metrics(self, task: TaskConfig) -> dict[str, Metric]:
+        """Return the errors of a task that rank weights or end a validated run, by option."""
+        validating, early_stop = self.validating, self.validating.early_stop
+        chosen = {}
+        if validating.save_best:
+            chosen["validation_metric"] = validating.validation_metric
+        if early_stop is not None:
+            chosen["early_stop"] = early_stop.metric or validating.validation_metric
+        return {
+            f"validating.{name}": task.metric(metric) for name, metric in chosen.items()
+        }
+
     @property
     def has_validation_data(self) -> bool:
         """Whether any task has validation frames."""
