@@ -23,6 +23,7 @@ from deepmd_ema.config.schema.optim import (
     ExpScheduleConfig,
     InvSqrtScheduleConfig,
     LKFConfig,
+    LossConfig,
 )
 from deepmd_ema.config.schema.profile import (
     BY_RATIO,
@@ -145,7 +146,7 @@ def as_launched(
         mistake = error(
             "optimizer.type",
             f' = "LKF": trains in one process only, and {num_ranks} were launched. '
-            "Start it without a launcher, or choose Adam, AdamW, AdaMuon or HybridMuon.",
+            "Start it without a launcher, or choose another optimizer.",
         )
         raise ConfigError([run.source.locate(mistake)])
     stage = run.training.zero_stage
@@ -196,7 +197,10 @@ def _learning_rate(run: RunConfig) -> Findings:
             "learning_rate.warmup_steps",
             f" = {lr.warmup_steps}: expected less than training.numb_steps = {steps}.",
         )
-    # the schedules exp and cosine have no decay_phase_ratio and always fall
+    is_constant = (
+        lr.end_lr >= lr.start_lr or getattr(lr, "decay_rate", None) == 1
+    ) and not isinstance(lr, InvSqrtScheduleConfig)
+    # the schedules exp and cosine have no decay_phase_ratio
     falling = (
         "learning_rate.stop_lr learning_rate.stop_lr_ratio learning_rate.decay_type"
     )
@@ -212,7 +216,32 @@ def _learning_rate(run: RunConfig) -> Findings:
             "there is no warm-up",
         ),
         (getattr(lr, "decay_phase_ratio", 1) == 0, falling, "decay_phase_ratio is 0"),
+        (
+            is_constant,
+            "learning_rate.decay_steps learning_rate.smooth learning_rate.decay_type "
+            "learning_rate.decay_phase_ratio",
+            "the rate is constant",
+        ),
     )
+    if isinstance(run.optimizer, AdamWScheduleFreeConfig) and not is_constant:
+        yield warning(
+            "learning_rate",
+            f": the rate falls ({lr.summary()}). AdamWScheduleFree averages in place of a "
+            f'schedule and is made for a constant rate: "stop_lr": {lr.start_lr:g}, with type '
+            "exp, cosine or wsd.",
+        )
+    # weights of the loss follow the rate
+    if is_constant and not (lr.warmup_steps or lr.warmup_ratio):
+        for task in run.tasks.values():
+            yield from inside(task.place("loss"), _unused_limits(task.loss))
+
+
+def _unused_limits(loss: LossConfig) -> Findings:
+    for name in (field.name for field in fields(loss)):
+        first = name.replace("limit_pref_", "start_pref_")
+        if getattr(loss, first) != getattr(loss, name):
+            value = f"{first} = {getattr(loss, first):g}"
+            yield unused(name, f"the learning rate is constant, and so is {value}")
 
 
 def _optimizer(run: RunConfig) -> Findings:
@@ -220,18 +249,6 @@ def _optimizer(run: RunConfig) -> Findings:
         yield from _lkf(run)
     is_adjusted = getattr(run.optimizer, "lr_adjust", 0) > 0
     yield from _idle((is_adjusted, "optimizer.lr_adjust_coeff", "lr_adjust is above 0"))
-    lr = run.learning_rate
-    falls = isinstance(lr, InvSqrtScheduleConfig) or lr.end_lr < lr.start_lr
-    if isinstance(run.optimizer, AdamWScheduleFreeConfig) and falls:
-        text = (
-            f": the rate falls ({lr.summary()}). AdamWScheduleFree averages in place of a "
-            "schedule and is "
-        )
-        constant = (
-            f'made for a constant rate: "stop_lr": {lr.start_lr:g}, with type '
-            "exp, cosine or wsd."
-        )
-        yield warning("learning_rate", text + constant)
 
 
 # options of `training`: their largest value, and the reason and remedy for one above it
@@ -239,7 +256,7 @@ _MAX_WITH_LKF = {
     # a block of the covariance has weights of several layers, which ranks would hold in parts
     "zero_stage": (
         0,
-        "LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon.",
+        "LKF trains in one process only. Use 0, or another optimizer.",
     ),
     # the length of an update is the filter's, not the gradient's
     "gradient_max_norm": (0, f"not possible with optimizer.type LKF. {REMOVE_ONE}"),
@@ -434,20 +451,18 @@ def _averages(run: RunConfig) -> Findings:
     # combination of snapshots, which of one length alone are too much alike.
     averages = [average for average in averages if average.snapshots]
     if len({average.length for average in averages}) == 1:
-        text = (
+        yield warning(
+            "training.averaging",
             f": all snapshots are of averages of one length ({averages[0].name}). `dp-ema "
-            "posthoc` finds other "
+            "posthoc` finds other lengths best from two: add a power average of another "
+            "sigma_rel with snapshots.",
         )
-        advice = "lengths best from two: add a power average of another sigma_rel with snapshots."
-        yield warning("training.averaging", text + advice)
     if len({average.buffers for average in averages}) > 1:
         names = ", ".join(f"{average.name} {average.buffers}" for average in averages)
-        text = (
-            f": snapshots are of averages with different buffers ({names}). `dp-ema posthoc` "
-            "takes averages of the "
-        )
         yield warning(
-            "training.averaging", f"{text}same tensors only: give them the same."
+            "training.averaging",
+            f": snapshots are of averages with different buffers ({names}). `dp-ema posthoc` "
+            "takes averages of the same tensors only: give them the same.",
         )
 
 
@@ -675,7 +690,7 @@ def _lengths_to_look_at(
 ) -> Findings:
     """Yield warnings about lengths that do not fit that of the run."""
     lr = run.learning_rate
-    if isinstance(lr, ExpScheduleConfig):
+    if isinstance(lr, ExpScheduleConfig) and lr.end_lr < lr.start_lr:
         used = lr.used_decay_steps(num_steps)
         length = counted(num_steps - lr.num_warmup_steps(num_steps), "step")
         if used != lr.decay_steps:
@@ -729,8 +744,9 @@ def _lengths_to_look_at(
         ):
             often = "save_freq" if average.snapshot_freq is None else "snapshot_freq"
             better = max(1, int(num_steps - start) // (2 * _MIN_SNAPSHOTS))
-            text = f": {counted(files, 'snapshot')} in the run of {counted(num_steps, 'step')}"
-            text += f" ({often} = {due.steps.step}), too few for `dp-ema posthoc`"
             yield warning(
-                f"{place}.snapshots", f'{text}. Try "snapshot_freq": {better}.'
+                f"{place}.snapshots",
+                f": {counted(files, 'snapshot')} in the run of {counted(num_steps, 'step')} "
+                f"({often} = {due.steps.step}), too few for `dp-ema posthoc`. "
+                f'Try "snapshot_freq": {better}.',
             )

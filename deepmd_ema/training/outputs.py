@@ -70,7 +70,8 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
     if weights is not None:
         file = Path(weights)
         real = (file if file.is_file() else checkpoint.resolve(file)).resolve()
-        if real in {path.resolve() for path in _in_the_way(config)}:
+        others = (*_files_of(config), *_files_of_earlier(config, output))
+        if real in {path.resolve() for path in others}:
             copy = "`cp -r {} start.dcp`" if is_sharded(real) else "`cp {} start.pt`"
             raise CheckpointError(
                 f"{weights}: the file to start from belongs to an earlier run, in whose place "
@@ -146,20 +147,19 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
     links = [o.path for o in outputs if o.is_link and not o.path.is_symlink()]
     files = [path for path in links if not path.is_file() or not is_copy(path)]
     if is_new:
-        files += _in_the_way(config)
+        files += _files_of(config)
         path = Path(output)
-        if (
-            path.is_file()
-            and path.read_text(encoding="utf-8", errors="replace") != text
-        ):
-            files.append(path)
-    files = list(
-        dict.fromkeys(path for path in files if path.is_file() or is_sharded(path))
-    )
+        if path.is_file():
+            files += _files_of_earlier(config, output)
+            if path.read_text(encoding="utf-8", errors="replace") != text:
+                files.append(path)
+    present = [path for path in files if path.is_file() or is_sharded(path)]
+    # each once, also where one config names it in full
+    files = [*{os.path.abspath(path): path for path in present}.values()]
     # A run that ended before its first row leaves its record and its normalized config, which are
     # nothing to keep.
     results = [path for path in files if path != Path(RECORD)]
-    if results and not (results == [Path(output)] and _is_normalized(results[0])):
+    if results and not (results == [Path(output)] and _normalized(results[0])):
         steps = numbered(outputs.checkpoint_folder, outputs.checkpoint_link(LIVE).stem)
         folders = _set_aside(files)
         logger.warning(
@@ -172,28 +172,41 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def _is_normalized(path: Path) -> bool:
-    """Whether a file is a normalized config, as a run writes it, with every default.
+def _normalized(path: Path) -> RunConfig | None:
+    """Return the run of a normalized config, as a run writes it, with every default.
 
-    An input of the user, which says less, is kept.
+    An input of the user, which says less, is none.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return (
-            isinstance(values, dict)
-            and to_dict(config_from_dict(values, str(path))) == values
+        config = (
+            config_from_dict(values, str(path)) if isinstance(values, dict) else None
         )
-    except (ValueError, UserError):
-        return False
+        return config if config is not None and to_dict(config) == values else None
+    except (OSError, ValueError, UserError):
+        return None
 
 
-def _in_the_way(config: RunConfig) -> Iterator[Path]:
-    """Yield the files that a run from step 0 would replace or remove."""
+def _files_of_earlier(config: RunConfig, output: str) -> Iterator[Path]:
+    """Yield the files of an earlier run with the same checkpoints, of which ``output`` is left.
+
+    Some of them the new run may not have, such as files of an average: commands would take them for
+    its own.
+    """
+    earlier = _normalized(Path(output))
+    if earlier is None or earlier.training.save_ckpt != config.training.save_ckpt:
+        return
+    for path in _files_of(earlier):
+        # the config may be of somebody else, and names no places outside of the folder
+        if path.parent.resolve().is_relative_to(Path.cwd()):
+            yield path
+
+
+def _files_of(config: RunConfig) -> Iterator[Path]:
+    """Yield the files of a run: curves and logs, links, its record, checkpoints, best files."""
     outputs = Outputs(config)
     yield from (o.path for o in outputs if o.has_rows or o.is_link)
     yield from (Path(POINTER), Path(RECORD), Path(LOGGED))
-    # numbered checkpoints, snapshots and best files of the weights of this run; it writes no files
-    # of averages that it does not have, so that theirs may stay
     for name in (LIVE, *(average.name for average in config.training.averaging)):
         series = suffixed(config.training.save_ckpt, suffix_of(name)).name
         for folder in (outputs.checkpoint_folder, outputs.snapshot_folder):

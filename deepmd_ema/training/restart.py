@@ -160,6 +160,11 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Star
     if kind in _OF_ALL_TASKS and (came or went):
         text = f'optimizer.type = "{kind}": {_OF_ALL_TASKS[kind]}, and these are others now. '
         raise ConfigError(text + "Start anew from the weights with --finetune.")
+    if frozen := [line for path, line in by_path.items() if ".trainable" in path]:
+        raise ConfigError(
+            f"{frozen[0]}: the checkpoint holds the state of the optimizer for the parameters "
+            "that were trained. Put this back, or start anew from the weights with --init-model."
+        )
     for line in lines:
         logger.warning("the restart continues with a change. %s", line)
     return start

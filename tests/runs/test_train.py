@@ -198,6 +198,32 @@ def test_a_restart_without_an_input_says_how_that_of_the_folder_differs(
     assert_same(load("model.ckpt-20.pt"), load(whole / "model.ckpt-20.pt"))
 
 
+def test_files_of_an_average_that_the_new_run_lacks_are_set_aside_with_the_others(
+    start, tmp_path
+):
+    start("run", 2)
+    others = {path.name for path in Path().glob("*_ema*")}
+    assert {"best_ema.ckpt.pt", "val_ema.log", "model_ema.ckpt.pt"} <= others
+    start("run", 2, {"training__enable_ema": False, "validating": {}})
+    assert not list(Path().glob("*_ema*"))
+    assert others <= {path.name for path in Path("earlier-1").iterdir()}
+
+    # a run with checkpoints of another name in the same folder is no earlier one, and an out.json
+    # that was made up moves nothing outside of the folder
+    other = {"training__save_ckpt": "b", "training__disp_file": "b.out"}
+    start("run", 2, other)
+    assert checkpoint.load("model.ckpt.pt")["step"] == 2
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    file = outside / "best.ckpt-1.t-1.pt"
+    file.touch()
+    values = json.loads(Path("out.json").read_text())
+    values["validating"] |= {"save_best_dir": str(outside), "full_validation": True}
+    Path("out.json").write_text(json.dumps(values))
+    start("run", 2, other)
+    assert file.exists()
+
+
 def test_without_an_input_that_of_the_folder_is_trained(start, capsys):
     start("run", 2)
     before = Path("model.ckpt-2.pt").read_bytes()

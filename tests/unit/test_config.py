@@ -409,6 +409,15 @@ WITHOUT_EFFECT = [
         "learning_rate.start_lr = 0.001: no effect, LKF has no learning rate",
     ),
     (
+        {"learning_rate.stop_lr": 1e-3, "loss.limit_pref_e": 7.5},
+        "loss.limit_pref_e = 7.5: no effect, the learning rate is constant, and so is "
+        "start_pref_e = 0.02",
+    ),
+    (
+        {"learning_rate.decay_rate": 1.0, "learning_rate.smooth": True},
+        "learning_rate.smooth = true: no effect, the rate is constant",
+    ),
+    (
         {"loss.loss_func": "mae", "loss.use_huber": True},
         "loss.use_huber = true: no effect, loss_func is mae",
     ),

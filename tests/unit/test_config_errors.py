@@ -308,7 +308,7 @@ BROKEN = [
     ),
     (
         {"optimizer": {"type": "LKF"}, "training.zero_stage": 2},
-        "training.zero_stage = 2 ... LKF trains in one process only. Use 0, or choose Adam, AdamW,",
+        "training.zero_stage = 2 ... LKF trains in one process only. Use 0, or another optimizer.",
     ),
     (
         {"optimizer": {"type": "LKF"}, "training.gradient_max_norm": 5},

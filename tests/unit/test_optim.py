@@ -283,6 +283,19 @@ def test_a_run_has_the_rates_of_its_groups_and_a_restart_continues_it_to_the_las
     )
 
 
+def test_other_trained_parameters_at_a_restart_are_refused_before_the_data_are_read(
+    run,
+):
+    assert run([], "train")[0] == 0
+    restart = ["train", "--restart", "model.ckpt-2.pt", "--allow-config-change"]
+    for section in ("descriptor", "fitting_net"):
+        code, text = run([], *restart, **{f"model__{section}__trainable": False})
+        assert code == 2
+        option = rf"model\.{section}\.trainable: true in the checkpoint, \[?false"
+        assert re.search(rf"{option}.*: the checkpoint holds the state", text)
+        assert "or start anew from the weights with --init-model" in text
+
+
 @pytest.mark.parametrize("command", ["train", "check"])
 def test_patterns_that_match_nothing_end_a_command_with_names_that_there_are(
     run, command
