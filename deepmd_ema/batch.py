@@ -17,7 +17,7 @@ ALIGNMENT = 256
 # captured or compiled step serves batches with equal ones only.
 _HOST_FIELDS = ("type_counts", "slots", "type_slots", "inner", "sizes")
 # Nothing on the device depends on these: they may differ between batches of one layout.
-_MARKS = ("frames", "padding", "num_dummies")
+_MARKS = ("frames", "most", "padding", "num_dummies")
 _MAPPINGS = ("labels", "has_label", "conditions")
 
 
@@ -52,6 +52,20 @@ class NeighborLayout:
     type_sel: tuple[int, ...] = ()
     inner: tuple[tuple[float, int], ...] = ()
     nearest_first: bool = False
+
+    def describe_dropped(self, most: Sequence[int]) -> str:
+        """Return a warning if atoms have neighbors without a slot; empty without any.
+
+        Args:
+            most: per section, the most neighbors of an atom inside the cutoff.
+        """
+        if all(number <= limit for number, limit in zip(most, self.sel)):
+            return ""
+        return (
+            f"an atom has up to {list(most)} neighbors within {self.rcut:g} angstrom, and the "
+            f"model keeps {list(self.sel)} (sel): the farthest are dropped, which makes the energy "
+            "jump. Train with a larger sel."
+        )
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,8 @@ class Batch:
         type_slots: slots per type that a view of the list by type needs, where the layout has a
             ``type_sel``.
         frames: origin of each frame, for messages: (system, frame number in the system).
+        most: per section, the most neighbors of an atom, with those beyond ``sel``, for messages;
+            empty where it is not known.
         inner: (cutoff, most, slots) of each inner neighborhood of the layout, trimmed like
             ``slots``.
         sizes: atoms of each frame, as ``num_atoms``, on the host: pairs of atoms are split by
@@ -140,6 +156,7 @@ class Batch:
     conditions: Mapping[str, Tensor] = field(default_factory=dict)
     type_slots: tuple[int, ...] = ()
     frames: tuple[tuple[str, int], ...] = ()
+    most: tuple[int, ...] = ()
     inner: tuple[tuple[float, int, int], ...] = ()
     sizes: tuple[int, ...] = ()
     padding: bool = False

@@ -393,6 +393,7 @@ def collate(
         has_label=has_label,
         conditions=conditions_of(raw, order),
         frames=tuple(f.source for f in raw),
+        most=tuple(max(numbers) for numbers in zip(*(p.most for p in paired))),
         sizes=tuple(f.num_atoms for f in raw),
     )
 

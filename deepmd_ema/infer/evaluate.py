@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from tqdm import tqdm
 
+from deepmd_ema.batch import Batch
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.labels import (
     ATOM_ENERGY,
@@ -442,7 +443,16 @@ def predict(
         else:
             tabulate(network)
         evaluated = models.of("")
-    batches = prefetch(new_batches(), where, pad)
+    most: Sequence[int] = ()
+
+    def watched() -> Iterator[Batch]:
+        """Yield the batches, and note the most neighbors of an atom in all of them."""
+        nonlocal most
+        for batch in new_batches():
+            most = [*map(max, batch.most, most or batch.most)]
+            yield batch
+
+    batches = prefetch(watched(), where, pad)
     with tqdm(
         total=sum(map(len, frames)), unit=" frames", disable=None, leave=False
     ) as bar:
@@ -456,6 +466,8 @@ def predict(
             collect=True,
             hessian=has_hessian,
         )
+    if text := network.layout.describe_dropped(most):
+        logger.warning("%s: %s", loaded.info.path, text)
     # frames have numbers of the source that was opened, of which a system may be a part
     opened = {system.whole.name: system.whole for system in systems}
     report = ErrorReport(

@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from operator import gt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -423,16 +422,8 @@ class Potential:
             most: per section, the most neighbors of an atom inside the cutoff.
             nearest: shortest distance of two atoms, angstrom.
         """
-        sel = list(self._layout.sel)
-        if any(map(gt, most, sel)):
-            self._warn(
-                "an atom has up to %s neighbors within %g angstrom, and the model keeps %s (sel): "
-                "the farthest are dropped, which makes the energy jump. Train with a larger sel. "
-                "This is reported once.",
-                most,
-                self.rcut,
-                sel,
-            )
+        if text := self._layout.describe_dropped(most):
+            self._warn("%s This is reported once.", text)
         trained = self.info.min_nbor_dist or 0.0  # unknown in old files
         # it is beyond the cutoff if the training data have no pairs
         if trained < self.rcut and nearest < trained * (1 - _ROUNDING):

@@ -70,8 +70,8 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
     if weights is not None:
         file = Path(weights)
         real = (file if file.is_file() else checkpoint.resolve(file)).resolve()
-        others = (*_files_of(config), *_files_of_earlier(config, output))
-        if real in {path.resolve() for path in others}:
+        set_aside = (*_files_of(config), *_files_of_earlier(config, output))
+        if real in {path.resolve() for path in set_aside}:
             copy = "`cp -r {} start.dcp`" if is_sharded(real) else "`cp {} start.pt`"
             raise CheckpointError(
                 f"{weights}: the file to start from belongs to an earlier run, in whose place "

@@ -2,6 +2,7 @@
 of DeePMD-kit.
 """
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,31 @@ def test_the_numbers_of_two_models_are_those_of_the_formulas():
     )
     np.testing.assert_allclose(atoms, np.sqrt([18, 50]))
     assert np.isnan(numbers[:3]).all()  # no virial to compare with
+
+
+@pytest.mark.parametrize("command", ["test", "model-devi"])
+def test_neighbors_without_a_slot_are_reported(tmp_path, data, caplog, command):
+    """Also of open molecules, whose pairs are found together."""
+    files = [
+        str(write_run(tmp_path / str(k), model__descriptor__sel=sel)[0])
+        for k, sel in enumerate(([2, 24], [24, 24]))
+    ]
+    for system in ("water", "open"):
+        caplog.clear()
+        words = ["-o", "-"] if command == "model-devi" else []
+        models = [files] if command == "model-devi" else [files[:1], files[1:]]
+        for model in models:
+            assert (
+                cli.main([command, "-m", *model, "-s", str(data / system), *words]) == 0
+            )
+        [text] = [
+            r.getMessage() for r in caplog.records if "neighbors" in r.msg % r.args
+        ]
+        assert re.match(
+            rf"{re.escape(files[0])}: an atom has up to \[\d+, \d+\] neighbors within 4 angstrom, "
+            r"and the model keeps \[2, 24\]",
+            text,
+        )
 
 
 def test_frames_without_a_label_have_no_part_in_the_mean_of_their_system():
