@@ -120,7 +120,7 @@ def _shares(run: MultiTaskRun) -> Findings:
     first: dict[str, str] = {}
     for task in run.tasks.values():
         if task.data.stat_file is not None:
-            file = os.path.normpath(task.data.stat_file)
+            file = os.path.realpath(task.data.stat_file)
             if (other := first.setdefault(file, task.name)) != task.name:
                 yield error(
                     f"{task.place('training')}.stat_file",

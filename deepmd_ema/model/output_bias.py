@@ -261,12 +261,15 @@ def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
         atomic: (T, 3, ...) number, sum and sum of squares of the labels of atomic energies, or
             None.
     """
+    # one bias for all elements: the mean of the values per atom, of frames before those of atoms
+    is_one = not frames.config.fitting_net.distinguish_types
+    if is_one and atomic is not None:
+        atomic = None if len(frames) else np.zeros_like(atomic) + atomic.sum(0)
     bias, is_fixed = _given_energies(frames.config, atomic)
     if not len(frames):
         return BiasFit(bias, np.ones_like(bias))
     target = np.concatenate(frames._labels)
-    # one bias for all elements: the mean of the values per atom
-    if not frames.config.fitting_net.distinguish_types:
+    if is_one:
         # the sum of a row is 1 for a mean over atoms, else the atoms that have the quantity
         sizes = frames.counts.sum(1)
         # a frame without such atoms has nothing to do with the bias

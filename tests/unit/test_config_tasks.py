@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 
 import pytest
 from config_inputs import GOOD, assert_refused, problems_of, write
@@ -231,6 +232,13 @@ WRONG = [
         {
             "training__data_dict__water__stat_file": "s.h5",
             "training__data_dict__ice__stat_file": "./s.h5",
+        },
+        "training.data_dict.ice.stat_file ... task water has it too",
+    ),
+    (
+        {
+            "training__data_dict__water__stat_file": "s.h5",
+            "training__data_dict__ice__stat_file": os.path.abspath("s.h5"),
         },
         "training.data_dict.ice.stat_file ... task water has it too",
     ),

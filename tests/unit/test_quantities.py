@@ -531,6 +531,32 @@ def test_a_model_without_network_explains_labels_that_are_sums_over_its_atoms(
         assert (model.out_std == 1).all()
 
 
+@pytest.mark.parametrize("intensive", [False, True])
+@pytest.mark.parametrize("of_frames", [False, True])
+def test_one_bias_of_all_elements_is_a_mean_also_with_labels_of_atoms(
+    of_frames, intensive
+):
+    """Labels of frames count before those of atoms, and are not added to them."""
+    fitting = {"type": "property", "property_name": "band", "task_dim": 1}
+    fitting |= {"distinguish_types": False, "intensive": intensive}
+    section = {
+        "type_map": ["O", "H", "Na"],
+        "descriptor": SECTIONS["se_e2_a"],
+        "fitting_net": fitting,
+    }
+    config = model_config_from_dict(section)
+    model, (of_frame, of_atom) = build_model(config), config.fitting_net.labels
+    frames, coord = [], np.arange(9.0).reshape(-1, 3)
+    for value in (5.0, 8.0):
+        labels = {of_atom: np.array([[value], [value + 1], [value + 2]])}
+        if of_frames:
+            labels[of_frame] = np.array([value if intensive else 3 * value])
+        frames.append(Frame(coord, np.array([0, 1, 1]), None, labels))
+    statistics = collect_statistics(model, config, [collate(frames, model.layout)])
+    expected = 6.5 if of_frames else 7.5
+    np.testing.assert_allclose(statistics.fit.bias, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("function", ["smooth_mae", "mae", "mse", "rmse"])
 def test_the_loss_of_a_property_without_spread_is_finite(function):
     fitting = {"type": "property", "property_name": "band", "task_dim": 2}
