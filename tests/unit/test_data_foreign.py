@@ -625,3 +625,71 @@ def test_a_label_beside_another_result_of_the_calculator_of_ase_is_refused():
             continue
         with pytest.raises(DataError, match="frame 0: energy: atoms"):
             convert_data(["some.traj"], "out")
+
+
+def orca_text(*jobs):
+    """Return an output of ORCA with jobs of energy, position of the second atom, and force."""
+    lines = [" * O   R   C   A *"]
+    for number, (energy, place, force) in enumerate(jobs, 1):
+        lines += [
+            f"   $$$$$$$$$$$$$$$$  JOB NUMBER  {number} $$$$$$$$$$$$$$",
+            "Number of atoms             ...      2",
+            "CARTESIAN COORDINATES (ANGSTROEM)",
+            "---------------------------------",
+            "  H      0.000000    0.000000    0.000000",
+            f"  H      0.000000    0.000000    {place:.6f}",
+            "",
+            f"FINAL SINGLE POINT ENERGY      {energy:.9f}",
+        ]
+        if force is not None:
+            lines += [
+                "------------------",
+                "CARTESIAN GRADIENT",
+                "------------------",
+                "",
+                f"   1   H   :    0.0    0.0    {-force}",
+                f"   2   H   :    0.0    0.0    {force}",
+                "",
+            ]
+    return "\n".join([*lines, "             ****ORCA TERMINATED NORMALLY****", ""])
+
+
+ORCA_JOBS = [(-1.0, 0.7, 0.1), (-2.0, 0.8, None)]
+
+
+def test_forces_and_energies_of_two_jobs_of_orca_are_refused():
+    pytest.importorskip("ase.io")
+    for jobs in (ORCA_JOBS, [(-1.0, 0.7, 0.1), (-2.0, 0.8, 0.2)]):
+        Path("run.out").write_text(orca_text(*jobs))
+        with pytest.raises(DataError) as caught:
+            convert_data(["run.out"], "out")
+        assert str(caught.value) == (
+            'run.out: "FINAL SINGLE POINT ENERGY" is there again after "CARTESIAN GRADIENT": '
+            "ASE as orca-output reads energies and forces of different calculations. Make a file "
+            "of each job ($new_job, %compound)."
+        )
+    # an optimization, whose last step has no forces
+    text = orca_text(*ORCA_JOBS)
+    mark = "$$$$$$$$$$$$$$$$  JOB NUMBER  2 $$$$$$$$$$$$$$"
+    Path("run.out").write_text(text.replace(mark, "ORCA GEOMETRY RELAXATION STEP"))
+    assert "  reads energy, force from forces in 1 frame" in convert_data(
+        ["run.out"], "steps"
+    )
+    # the last job has all of what is read
+    Path("run.out").write_text(orca_text(*reversed(ORCA_JOBS)))
+    convert_data(["run.out"], "right")
+    [source] = open_data(["right"], ["H"], ("energy", "force"))
+    frame = source.frame(0)
+    assert frame.labels["energy"] == pytest.approx(-HARTREE, rel=1e-6)
+    assert frame.coord[1, 2] == 0.7
+    assert frame.labels["force"][0, 2] == pytest.approx(0.1 * HARTREE / BOHR, rel=1e-6)
+
+
+def test_an_energy_of_orca_after_the_last_forces_is_refused_for_dpdata(dpdata):
+    for number, jobs in enumerate([ORCA_JOBS, ORCA_JOBS[::-1], ORCA_JOBS[:1] * 2]):
+        Path("run.out").write_text(orca_text(*jobs))
+        if number:
+            convert_data(["run.out"], f"out{number}", file_format="orca/spout")
+            continue
+        with pytest.raises(DataError, match=r"dpdata as orca/spout reads energies and"):
+            convert_data(["run.out"], "out", file_format="orca/spout")

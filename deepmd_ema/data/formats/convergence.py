@@ -1,4 +1,4 @@
-"""Electrons that did not converge, and forces that a reader left out, in the text of outputs."""
+"""Electrons that did not converge, and steps and jobs that are not read, in texts of outputs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import mmap
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 # texts that a program writes once for each step whose electrons did not converge; the texts of one
@@ -49,6 +50,9 @@ _OTHER_ENERGIES = (
     b"ONIOM: extrapolated energy",
     b"DF-MP2 Energies",
 )
+# ASE reads an output of ORCA in parts that end so: of each the first forces and the last energy
+_ORCA_ENDS = re.compile(rb"ORCA TERMINATED NORMALLY|ORCA GEOMETRY RELAXATION STEP")
+_ORCA_ENERGY = b"FINAL SINGLE POINT ENERGY"
 _STANDARD, _INPUT = b"Standard orientation:", b"Input orientation:"
 # in one line, or in a table with the unit at the end of its last line
 _PRESSURE = re.compile(
@@ -123,12 +127,30 @@ def notes_of_output(
                 )
 
 
-def other_energy(path: Path) -> str:
-    """Return the text of an energy in an output that readers do not take; empty without one."""
+def mismatch(path: Path, reader: str) -> str:
+    """Return why the energy that a reader takes does not belong to the forces; empty if it does."""
     if not path.is_file():
         return ""
     with _mapped(path) as text:
-        return next((t.decode() for t in _OTHER_ENERGIES if text.find(t) >= 0), "")
+        for energy in _OTHER_ENERGIES:
+            if text.find(energy) >= 0:
+                return (
+                    f'"{energy.decode()}" is in it. Its forces belong to that energy, and '
+                    f"{reader} reads another one: not available."
+                )
+        is_ase = reader.startswith("ASE")
+        ends = [end.end() for end in _ORCA_ENDS.finditer(text)]
+        for part in pairwise([0, *ends] if is_ase else [0, len(text)]):
+            find_forces = text.find if is_ase else text.rfind
+            last = text.rfind(_ORCA_ENERGY, *part)
+            is_before = -1 < find_forces(b"CARTESIAN GRADIENT", *part) < last
+            if is_before and text.find(_ORCA_ENERGY, *part) < last:
+                return (
+                    f'"{_ORCA_ENERGY.decode()}" is there again after "CARTESIAN GRADIENT": '
+                    f"{reader} reads energies and forces of different calculations. Make a file "
+                    "of each job ($new_job, %compound)."
+                )
+    return ""
 
 
 def has_turned_dipole(path: Path) -> bool:

@@ -26,8 +26,8 @@ from deepmd_ema.config.labels import (
 )
 from deepmd_ema.data.formats.convergence import (
     has_turned_dipole,
+    mismatch,
     notes_of_output,
-    other_energy,
     pressures_of_siesta,
     unconverged_steps_of_vasp,
 )
@@ -136,11 +136,8 @@ def stored_parts(
         notes = [f"{path}: {text}" for text, _ in said if text.startswith("electrons")]
         raise DataError([*error.problems, *notes]) from None
     if inventory.reader != "dp-ema":
-        if FORCE in inventory.read and (text := other_energy(place)):
-            raise DataError(
-                f'{path}: "{text}" is in it. Its forces belong to that energy, and '
-                f"{inventory.reader} reads another one: not available."
-            )
+        if FORCE in inventory.read and (text := mismatch(place, inventory.reader)):
+            raise DataError(f"{path}: {text}")
         other = (
             "another --format"
             if output is None or name == output.name
