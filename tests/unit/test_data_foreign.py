@@ -283,8 +283,8 @@ def test_forces_in_a_file_that_were_not_read_are_reported(monkeypatch):
     Path("run.out").write_text("                   Forces (Hartrees/Bohr)\n")
     reported = convert_data(["run.out"], "out", file_format="gaussian/log")
     assert (
-        '  forces are in the file ("Forces (Hartrees/Bohr)") and were not read: try another '
-        "--format" in reported
+        '  "Forces (Hartrees/Bohr)" is in the file 1 time, and force was read of 0 frames: try '
+        "another --format" in reported
     )
 
 
@@ -693,3 +693,84 @@ def test_an_energy_of_orca_after_the_last_forces_is_refused_for_dpdata(dpdata):
             continue
         with pytest.raises(DataError, match=r"dpdata as orca/spout reads energies and"):
             convert_data(["run.out"], "out", file_format="orca/spout")
+
+
+def gaussian_text(*jobs, separator="\\"):
+    """Return an output of Gaussian with jobs of kind, method, energy, and force or None."""
+    lines = [" Entering Gaussian System, Link 0=g16"]
+    rule = " " + 69 * "-"
+    for kind, method, energy, force in jobs:
+        lines += [26 * " " + "Input orientation:", rule, "  Number", "  Number", rule]
+        lines += [
+            f"      {k + 1}          1           0        0.0    0.0    {0.7 * k:.6f}"
+            for k in range(2)
+        ]
+        lines += [
+            rule,
+            f" SCF Done:  E({method}) =  {energy}     A.U. after   10 cycles",
+        ]
+        if force is not None:
+            heading = " Center     Atomic                   Forces (Hartrees/Bohr)"
+            lines += [heading, "  Number", rule]
+            lines += [
+                f"      {k + 1}        1           0.000000000    0.000000000 {sign * force:14.9f}"
+                for k, sign in enumerate((-1, 1))
+            ]
+            lines.append(rule)
+        # Gaussian breaks these lines anywhere
+        fields = ["1", "1", "GINC-NODE", kind, method, "6-31\n G(d)", "H2", "ME", "0"]
+        lines += [f" {separator.join(fields)}", " Normal termination of Gaussian 16"]
+    return "\n".join([*lines, ""])
+
+
+def test_jobs_of_gaussian_after_the_first_are_reported_and_left_out():
+    pytest.importorskip("ase.io")
+    jobs = [("SP", "RHF", -1.0, 0.1), ("Freq", "RB3LYP", -2.0, None)]
+    Path("run.log").write_text(gaussian_text(*jobs))
+    assert (
+        "  jobs after the first are left out (1 SCF Done): Freq RB3LYP 6-31G(d) H2"
+        in (convert_data(["run.log"], "out"))
+    )
+    [source] = open_data(["out"], ["H"], ("energy", "force"))
+    assert source.num_frames == 1
+    assert source.frame(0).labels["energy"] == pytest.approx(-HARTREE, rel=1e-6)
+    # a second job that is cut off, and one job
+    text = gaussian_text(*jobs)
+    Path("run.log").write_text(text[: text.rindex("1\\1\\GINC")])
+    assert "  jobs after the first are left out (1 SCF Done): not complete" in (
+        convert_data(["run.log"], "cut")
+    )
+    Path("run.log").write_text(gaussian_text(jobs[0]))
+    assert "left out" not in "\n".join(convert_data(["run.log"], "one"))
+
+
+def test_jobs_of_gaussian_of_several_methods_that_are_read_together_are_reported():
+    """ASE reads the next job of files from Windows, whose separator is another one."""
+    pytest.importorskip("ase.io")
+    jobs = [("SP", "RHF", -1.0, 0.1), ("SP", "RB3LYP", -2.0, 0.1)]
+    for name, second, is_reported in (("a", jobs[1], True), ("b", jobs[0], False)):
+        Path("run.log").write_text(gaussian_text(jobs[0], second, separator="|"))
+        reported = convert_data(["run.log"], name)
+        assert is_reported is any(
+            "warning: methods of the jobs that are read differ: SP RHF 6-31G(d) H2, SP RB3LYP"
+            in line
+            for line in reported
+        )
+
+
+def test_steps_in_a_file_of_which_one_is_read_are_counted(dpdata):
+    Path("run.out").write_text(orca_text(*ORCA_JOBS[:1] * 3))
+    reported = convert_data(["run.out"], "out", file_format="orca/spout")
+    for head, label in (
+        ("CARTESIAN GRADIENT", "force"),
+        ("FINAL SINGLE POINT ENERGY", "energy"),
+    ):
+        assert (
+            f'  "{head}" is in the file 3 times, and {label} was read of 1 frame'
+            in reported
+        )
+    # SIESTA writes the table of the last step twice
+    head = "siesta: Atomic forces (eV/Ang):\n"
+    Path("run.out").write_text(f"{head}  1 0. 0. 0.\n{head}siesta:  1 0. 0. 0.\n")
+    reported = convert_data(["run.out"], "out2", file_format="siesta/output")
+    assert "is in the file" not in "\n".join(reported)

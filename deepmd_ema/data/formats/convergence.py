@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import mmap
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+
+from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
+from deepmd_ema.data.formats.properties import Inventory
+from deepmd_ema.text import counted, first_few
 
 # texts that a program writes once for each step whose electrons did not converge; the texts of one
 # program are of its versions, or of one event
@@ -30,13 +35,13 @@ _FAILURES = {
     "SIESTA": (b"SCF did not converge", b"SCF cycle did not converge"),
 }
 _GAUSSIAN_FAILURE = b"Convergence criterion not met"
-# heads of tables of forces, in the formats of which a reader may leave them out
 _FORCE_TABLES = (
     b"Forces (Hartrees/Bohr)",
     b"CARTESIAN GRADIENT",
     b"Forces acting on atoms",
     b"Total atomic forces (unitary forces cleaned)",
     b"ATOMIC FORCES in [a.u.]",
+    b"FORCES| Atomic forces",
     b"DFT ENERGY GRADIENTS",
     b"siesta: Atomic forces (eV/Ang)",
     b"TOTAL-FORCE (eV/Angst",
@@ -53,6 +58,15 @@ _OTHER_ENERGIES = (
 # ASE reads an output of ORCA in parts that end so: of each the first forces and the last energy
 _ORCA_ENDS = re.compile(rb"ORCA TERMINATED NORMALLY|ORCA GEOMETRY RELAXATION STEP")
 _ORCA_ENERGY = b"FINAL SINGLE POINT ENERGY"
+# heads of tables that a reader may leave out
+_TABLES = {
+    FORCE: _FORCE_TABLES,
+    ENERGY: (_ORCA_ENERGY,),
+    VIRIAL: (b"STRESS| Analytical stress tensor",),
+}
+# ends a job of Gaussian, with its kind, method, basis and formula, broken into lines; the separator
+# on Windows is a bar, with which ASE does not know the end
+_ARCHIVE = re.compile(rb"\n 1([\\|])1[\\|][^\\|]+[\\|]((?:[^\\|]+[\\|]){3}[^\\|]+)")
 _STANDARD, _INPUT = b"Standard orientation:", b"Input orientation:"
 # in one line, or in a table with the unit at the end of its last line
 _PRESSURE = re.compile(
@@ -76,14 +90,14 @@ _XML_EVENT = re.compile(
 
 
 def notes_of_output(
-    path: Path, has_forces: bool, other: str = "another --format"
+    path: Path, inventory: Inventory, other: str = "another --format"
 ) -> Iterator[tuple[str, int]]:
     """Yield remarks on what the program says in an output, with the number of steps they are about.
 
     Args:
         path: file, or folder with the output of a program that is read as a folder.
-        has_forces: whether the reader found forces.
-        other: option that may find them.
+        inventory: of what was read of it.
+        other: option that may find forces.
     """
     files = (
         [path]
@@ -117,14 +131,18 @@ def notes_of_output(
                     f"{turned}, which may be turned. Compute with Geom=PrintInputOrient or NoSymm",
                     0,
                 )
-            if has_forces:
-                continue
-            tables = [head.decode() for head in _FORCE_TABLES if text.find(head) >= 0]
-            if tables:
-                yield (
-                    f'forces are in the file ("{tables[0]}") and were not read: try {other}',
-                    0,
-                )
+            yield from _jobs_of_gaussian(text, inventory)
+            for label, heads in _TABLES.items():
+                frames = inventory.read.get(label, Counter()).total()
+                for head in heads:
+                    # SIESTA writes the last table twice, the second time with its name in each line
+                    number = len(_places(text, head))
+                    number -= len(_places(text, head + b":\nsiesta:"))
+                    if number > frames:
+                        times = f'"{head.decode()}" is in the file {counted(number, "time")}'
+                        advice = "" if frames else f": try {other}"
+                        read = f"{label} was read of {counted(frames, 'frame')}"
+                        yield f"{times}, and {read}{advice}", 0
 
 
 def mismatch(path: Path, reader: str) -> str:
@@ -267,6 +285,24 @@ def _gaussian_failures(text: mmap.mmap) -> int:
             number += ends < 2
             ends = 2
     return number + (ends < 2)
+
+
+def _jobs_of_gaussian(
+    text: mmap.mmap, inventory: Inventory
+) -> Iterator[tuple[str, int]]:
+    """Yield a remark on jobs of Gaussian that are left out, or whose methods differ."""
+    jobs = list(_ARCHIVE.finditer(text))
+    names = [job[2].replace(b"\n ", b"").replace(job[1], b" ").decode() for job in jobs]
+    if jobs and jobs[0][1] == b"\\" and inventory.reader.startswith("ASE"):
+        number = sum(place > jobs[0].end() for place in _places(text, b"SCF Done:"))
+        if number or names[1:]:
+            later = first_few(names[1:]) or "not complete"
+            yield f"jobs after the first are left out ({number} SCF Done): {later}", 0
+    elif inventory.num_frames > 1 and len({tuple(n.split()[1:3]) for n in names}) > 1:
+        yield (
+            f"warning: methods of the jobs that are read differ: {first_few(names)}",
+            0,
+        )
 
 
 def _describe(failure: str, program: str) -> str:

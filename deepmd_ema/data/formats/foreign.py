@@ -132,7 +132,7 @@ def stored_parts(
         )
     except DataError as error:
         # electrons that did not converge are often the reason for which a reader finds no frames
-        said = notes_of_output(place, has_forces=True)
+        said = notes_of_output(place, inventory)
         notes = [f"{path}: {text}" for text, _ in said if text.startswith("electrons")]
         raise DataError([*error.problems, *notes]) from None
     if inventory.reader != "dp-ema":
@@ -144,9 +144,7 @@ def stored_parts(
             else f"--format {output.name}"
         )
         # not |=: it drops entries of 0, which are remarks on the whole file
-        inventory.other.update(
-            dict(notes_of_output(place, FORCE in inventory.read, other))
-        )
+        inventory.other.update(dict(notes_of_output(place, inventory, other)))
         if output is not None and output.name.startswith("vasp/"):
             _note_what_vasp_left_out(path, output.name == "vasp/xml", inventory)
     yield address, inventory, stored
