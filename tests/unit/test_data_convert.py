@@ -6,7 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_files import LABELS, text, toy_atoms, write_kinds
+from data_files import (
+    LABELS,
+    hdf5,
+    text,
+    toy_atoms,
+    toy_records,
+    write_kinds,
+    write_lmdb,
+)
 from helpers import open_data, write_system
 
 from deepmd_ema.cli import main
@@ -453,3 +461,22 @@ def test_frames_without_labels_are_counted():
     assert "left out: 1 frame without energy and forces" in lines
     assert "the atoms of a frame are sorted by element: O H" in lines
     assert lines[-1] == "  H1O1: 3 frames, periodic, energy (2 frames), force"
+
+
+def test_arrays_that_are_not_carried_over_are_named_in_one_line():
+    write_system("plain", 2)
+    for name in ("spin", "force_mag", "dos"):
+        np.save(f"plain/set.000/{name}.npy", np.zeros((2, 3)))
+    lines = ["  does not read dos, force_mag, spin"]
+    write_lmdb("a.lmdb", [r | {"charge_spin": np.ones(2)} for r in toy_records(2)])
+    for number, (path, line) in enumerate(
+        [
+            ("plain", lines),
+            (hdf5(Path("plain")), lines),
+            ("a.lmdb", ["  does not read charge_spin"]),
+        ]
+    ):
+        reported = convert_data([str(path)], f"out{number}")
+        assert [text for text in reported if "does not read" in text] == line
+    # what is written has nothing that is not read
+    assert "does not read" not in "\n".join(convert_data(["out0"], "again"))

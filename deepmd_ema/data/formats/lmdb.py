@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -286,20 +286,9 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     types = np.array(contents["types"], np.int64)
     index_of = type_table(f"{path}/{_META}", str(path), spec, names, types, problems)
     DataError.raise_if_any(problems)
-    understood = {
-        *LABELS,
-        *(file for name in spec.labels for file in LABELS[name].files),
-        FPARAM,
-        APARAM,
-        COORD,
-        BOX,
-        _ATYPE,
-        *_DESCRIBE,
-    }
     left = [
-        f"{name} in {counted(n, 'frame')}"
-        for name, n in sorted(contents["names"].items())
-        if name not in understood
+        f"{name} in {counted(contents['names'][name], 'frame')}"
+        for name in _unread(contents["names"], spec)
     ]
     notes = [f"does not read {first_few(left)}"] if left else []
     unread = tuple(name for name in spec.ignored if name in contents["names"])
@@ -316,7 +305,16 @@ def lmdb_frames(path: Path) -> Iterator[StoredFrame]:
     """
     file = open_lmdb(path, ReadSpec(SYMBOLS, tuple(LABELS), takes_numbers=False))
     for index in range(file.num_frames):
-        yield _stored(file.store.frame(index), file.index_of, SYMBOLS)[0]
+        record = file.store.frame(index)
+        frame = _stored(record, file.index_of, SYMBOLS)[0]
+        yield replace(frame, unread=_unread(record, file.spec))
+
+
+def _unread(names: Iterable[str], spec: ReadSpec) -> list[str]:
+    """Return the names in a data base whose arrays are not read."""
+    files = {file for name in spec.labels for file in LABELS[name].files}
+    read = {*LABELS, *files, FPARAM, APARAM, COORD, BOX, _ATYPE, *_DESCRIBE}
+    return sorted({*names} - read)
 
 
 def _frame(

@@ -122,6 +122,7 @@ class StoredFrame:
         box: (3, 3) float64, angstrom, rows are cell vectors; None for an open frame.
         per_frame: by name, what belongs to the frame: text, number or array.
         per_atom: by name, (N, numbers) arrays.
+        unread: names of what the file has beside that.
     """
 
     symbols: Sequence[str]
@@ -129,6 +130,7 @@ class StoredFrame:
     box: Array | None
     per_frame: Mapping[str, Any]
     per_atom: Mapping[str, Array]
+    unread: Collection[str] = ()
 
 
 @dataclass
@@ -228,7 +230,9 @@ class Inventory:
         for what, matching in names.items():
             self.read.setdefault(what, Counter()).update(matching)
         self.both += VIRIAL in names and STRESS in names
-        left = {*frame.per_frame, *frame.per_atom}.difference(*names.values())
+        left = {*frame.per_frame, *frame.per_atom, *frame.unread}.difference(
+            *names.values()
+        )
         if name := name_of_kind(frame):
             self.kinds.setdefault(name, Counter())[str(frame.per_frame[name])] += 1
         stated = stated_units(frame.per_frame)

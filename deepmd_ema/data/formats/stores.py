@@ -88,6 +88,10 @@ class NpyStore:
         with readable(path, "a text file", "one word per line"):
             return path.read_text(encoding="utf-8").split()
 
+    def array_names(self, folder: str) -> set[str]:
+        """Return the names of the npy files in a folder, without their ends."""
+        return {path.stem for path in Path(self.name, folder).glob("*.npy")}
+
     def text_files(self) -> list[Path]:
         """Return the small files of the folder, which hold no arrays."""
         return [
@@ -192,6 +196,10 @@ class Hdf5Store:
         """Close the file, with all its groups; another program may write it then."""
         if self.group:
             self.group.file.close()
+
+    def array_names(self, folder: str) -> set[str]:
+        """Return the names of the datasets in a group that are named as npy files are."""
+        return {Path(name).stem for name in self.group[folder]}
 
     def text_files(self) -> list[Path]:
         """Return the HDF5 file, which holds the group and its small datasets."""

@@ -36,6 +36,9 @@ from deepmd_ema.geometry import Array
 from deepmd_ema.text import did_you_mean, first_few, show_text
 
 TYPES = "real_atom_types"
+# names of arrays that are read, or looked at
+_FILES = {COORD, BOX, TYPES, FPARAM, APARAM, "numb_copy"}
+_FILES |= {file for label in LABELS.values() for file in label.files}
 _MAX_TYPE_DIGITS = 9  # a larger number is no type, and would not fit into all integers
 _MAX_SHOWN = 40  # letters of a word in a message
 
@@ -426,6 +429,8 @@ def system_frames(
     # without a model, the number of parameters follows from the shapes of their arrays
     natoms = max(1, len(store.words("type.raw") or ()))
     widths = dict.fromkeys((FPARAM, APARAM), 0)
+    files = {name for place in store.set_names() for name in store.array_names(place)}
+    unread = files - _FILES
     for name, place in product(widths, store.set_names()):
         array = store.array(f"{place}/{name}.npy")
         coord = store.array(f"{place}/{COORD}.npy")
@@ -448,7 +453,7 @@ def system_frames(
         per_atom = {n: a for n, a in arrays.items() if rows_per(n) == "atom"}
         per_frame = {n: a for n, a in arrays.items() if n not in per_atom}
         symbols = [names[t] for t in frame.atom_type.tolist()]
-        yield StoredFrame(symbols, frame.coord, frame.box, per_frame, per_atom)
+        yield StoredFrame(symbols, frame.coord, frame.box, per_frame, per_atom, unread)
 
 
 def backups_of(store: ArrayStore) -> list[str]:
