@@ -402,9 +402,7 @@ def _chunks(frames: Sequence[_Labelled], type_map: Sequence[str]) -> Iterator[Ch
     first = 0
     for _, group in groupby(frames, key=shape):
         members = list(group)
-        types = np.array(
-            [[type_map.index(symbol) for symbol in frame.symbols] for frame in members]
-        )
+        types = _types(members, type_map)
         arrays = {
             n: np.stack([f.arrays[n] for f in members])
             for n in (COORD, BOX, FORCE)
@@ -412,6 +410,11 @@ def _chunks(frames: Sequence[_Labelled], type_map: Sequence[str]) -> Iterator[Ch
         }
         yield Chunk(first, types, arrays)
         first += len(members)
+
+
+def _types(frames: Sequence[_Labelled], type_map: Sequence[str]) -> Array:
+    """Return (frames, N) types of atoms, of frames of one size."""
+    return np.array([[*map(type_map.index, frame.symbols)] for frame in frames])
 
 
 def _write_files(parts: Mapping[Path, Sequence[_Labelled]]) -> list[str]:
@@ -466,9 +469,7 @@ def _write_part(
         used.add(place.lower())
         system = folder / place
         system.mkdir(parents=True)
-        types = np.array(
-            [[type_map.index(symbol) for symbol in frame.symbols] for frame in members]
-        )
+        types = _types(members, type_map)
         # plain systems have one order of types: atoms are sorted; mixed ones stay as they are, with
         # type.raw a row of 0 and types in real_atom_types.npy
         order = np.argsort(types * (not mixed), axis=1, kind="stable")  # (frames, N)

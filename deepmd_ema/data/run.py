@@ -218,18 +218,15 @@ def split_off(
         lost = list[str]()
         ends = np.cumsum([source.num_frames for source in sources])
         for source, mask in zip(sources, np.split(split.mask, ends[:-1])):
-            if mask.all() or not mask.any():
-                whole = FrameSubset(source, np.arange(source.num_frames))
-                (parts.valid if mask.all() else parts.train).append(whole)
-                if mask.all():
-                    lost.append(source.name)
-                continue
-            parts.train.append(
-                FrameSubset(source, np.flatnonzero(~mask), "training part")
-            )
-            parts.valid.append(
-                FrameSubset(source, np.flatnonzero(mask), "validation part")
-            )
+            if mask.all():
+                lost.append(source.name)
+            for part, title, is_in in (
+                (parts.train, "training part", ~mask),
+                (parts.valid, "validation part", mask),
+            ):
+                if is_in.any():
+                    title = "" if is_in.all() else title
+                    part.append(FrameSubset(source, np.flatnonzero(is_in), title))
         reason = _Reason(
             "validation_fraction", "are for validation", "Use another seed"
         )

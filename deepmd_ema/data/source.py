@@ -90,17 +90,16 @@ class ReadSpec:
     results: Path | None = field(default=None, repr=False, compare=False)
 
     @property
-    def num_conditions(self) -> dict[str, int]:
-        """Number of values of ``fparam`` per frame and of ``aparam`` per atom; 0 for none."""
-        return {FPARAM: self.numb_fparam, APARAM: self.numb_aparam}
+    def conditions(self) -> dict[str, int]:
+        """Number of values of ``fparam`` per frame and of ``aparam`` per atom, if it is not 0."""
+        numbers = {FPARAM: self.numb_fparam, APARAM: self.numb_aparam}
+        return {name: number for name, number in numbers.items() if number}
 
     @property
     def ignored(self) -> list[str]:
         """Parameters that the model does not take, and weights of frames that are not used."""
-        parameters = [
-            name for name, number in self.num_conditions.items() if not number
-        ]
-        return parameters + [name for name in WEIGHTS if name not in self.labels]
+        used = {*self.labels, *self.conditions}
+        return [name for name in (FPARAM, APARAM, *WEIGHTS) if name not in used]
 
     @classmethod
     def of_model(cls, model: ModelConfig, labels: Sequence[str]) -> ReadSpec:

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import compress, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -438,14 +438,11 @@ def _describe_parts(
     """Return lines about the two parts, ``head`` first, and their force RMS in eV/angstrom."""
     lines = [head]
     force_rms = list[float]()
-    named = Counter(kind or "without a name" for kind in table.kinds)
+    names = [kind or "without a name" for kind in table.kinds]
+    named = Counter(names)
     singles = describe_singles(table.kinds)
     if set(table.kinds) != {""} and not singles:
-        taken = Counter(
-            kind or "without a name"
-            for kind, is_chosen in zip(table.kinds, chosen)
-            if is_chosen
-        )
+        taken = Counter(compress(names, chosen))
         split = [
             f"{kind} {taken[kind]} of {n:,}" for kind, n in named.items() if taken[kind]
         ]

@@ -31,7 +31,8 @@ _PRESSURES = {
     "pa": 1e-9 / GPA,
 }
 STRESS_UNIT = "eV/angstrom^3"
-_OTHER_LENGTHS = {
+# with other spellings
+_LENGTHS = LENGTHS | {
     "ang": 1.0,
     "a": 1.0,
     "angstroms": 1.0,
@@ -40,7 +41,7 @@ _OTHER_LENGTHS = {
     "au": BOHR,
     "nanometer": 10.0,
 }
-_OTHER_ENERGIES = {
+_ENERGIES = ENERGIES | {
     "electronvolt": 1.0,
     "ha": HARTREE,
     "eh": HARTREE,
@@ -110,8 +111,6 @@ def stated_factor(key: str, text: str, unit: str) -> float:
         DataError: if the unit is not known, or one of another quantity.
     """
     spelled, powers = _spelled(text), _POWERS[unit]
-    lengths = {**LENGTHS, **_OTHER_LENGTHS}
-    energies = {**ENERGIES, **_OTHER_ENERGIES}
     # all spellings of units of this quantity: lengths and energies alone or as quotients
     table = {"au": quantity_factor(HARTREE, BOHR, unit)}
     power = "" if abs(powers[1]) == 1 else f"^{abs(powers[1])}"
@@ -121,20 +120,20 @@ def stated_factor(key: str, text: str, unit: str) -> float:
         table |= {
             "debye": _DEBYE,
             "d": _DEBYE,
-            **{f"e*{name}": factor for name, factor in lengths.items()},
+            **{f"e*{name}": factor for name, factor in _LENGTHS.items()},
         }
     elif not powers[0]:
         table |= {
             name + power: quantity_factor(1.0, factor, unit)
-            for name, factor in lengths.items()
+            for name, factor in _LENGTHS.items()
         }
     elif not powers[1]:
-        table |= energies
+        table |= _ENERGIES
     else:
-        for name, factor in energies.items():
-            for length in lengths:
+        for name, factor in _ENERGIES.items():
+            for length in _LENGTHS:
                 table[f"{name}/{length}{power}"] = quantity_factor(
-                    factor, lengths[length], unit
+                    factor, _LENGTHS[length], unit
                 )
     if spelled not in table:
         shown = show_text(text)
@@ -157,18 +156,17 @@ def stated_system(key: str, text: str) -> tuple[float, float]:
     """
     if (spelled := _spelled(text)) in _SYSTEMS:
         return _SYSTEMS[spelled]
-    lengths = {**LENGTHS, **_OTHER_LENGTHS}
     # a list of units: what it does not name is in eV and angstrom
     energy = 1.0
     length = 1.0
     for part in re.split(r"[,;\s]+", text.strip()):
         word = _spelled(part)
         dividend, _, divisor = word.rpartition("/")
-        if dividend and divisor in lengths:  # the unit of forces
+        if dividend and divisor in _LENGTHS:  # the unit of forces
             energy = stated_factor(key, dividend, "eV")
-            length = lengths[divisor]
-        elif word in lengths:
-            length = lengths[word]
+            length = _LENGTHS[divisor]
+        elif word in _LENGTHS:
+            length = _LENGTHS[word]
         else:
             energy = stated_factor(key, part, "eV")
     return energy, length

@@ -440,14 +440,11 @@ def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> st
         for what in ("energies", "virials")
     }
     for what, table in units.items():
-        options |= {
-            f"the {what} look like {name}": {what: number}
-            for name, number in table.items()
-        }
-        options |= {
-            f"the {what} look like {name} with the wrong sign": {what: -number}
-            for name, number in table.items()
-        }
+        for sign, end in ((1, ""), (-1, " with the wrong sign")):
+            options |= {
+                f"the {what} look like {name}{end}": {what: sign * number}
+                for name, number in table.items()
+            }
     options |= {
         f"the lengths look like {name}": {"lengths": factor}
         for factor, name in _LENGTHS.items()

@@ -176,11 +176,8 @@ def check_systems(
         test: test systems, of which neighbors are not counted: nothing in a run depends on them.
     """
     report = DataReport(tuple(type_map), descriptor.cutoff)
-    sources = {"training": training, "validation": validation, "test": test}
-    for part, scans in report.parts.items():
-        scans += [
-            scan_system(s, len(type_map), descriptor.cutoff) for s in sources[part]
-        ]
+    for scans, systems in zip(report.parts.values(), (training, validation, test)):
+        scans += [scan_system(s, len(type_map), descriptor.cutoff) for s in systems]
     # nothing in a run depends on test data, such as the number of neighbors (sel: auto)
     in_run = report.training + report.validation
     every = in_run + report.test

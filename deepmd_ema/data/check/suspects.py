@@ -233,15 +233,13 @@ def energy_residuals(
         np.where(scan.isolated | ~np.isfinite(scan.energy), np.nan, scan.energy)
         for scan in scans
     ]
-    num_known = sum(
-        int(np.isfinite(energy).sum()) for energy in energies[: len(training)]
-    )
+    weights = [np.isfinite(energy) * 1.0 for energy in energies[: len(training)]]
+    num_known = int(sum(weight.sum() for weight in weights))
     if num_known < _MIN_FRAMES:
         return []
     num_types = training[0].type_counts.shape[1]
     # the bound of numpy for singular values, as if all frames were fitted at once
     smallest = np.finfo(np.float64).eps * max(num_known, num_types)
-    weights = [np.isfinite(energy) * 1.0 for energy in energies[: len(training)]]
     fit = np.full(num_types, np.inf)
     for _ in range(_NUM_FITS):
         # The sum of sizes of residuals is minimized, by reweighted least squares: a frame far from
@@ -515,8 +513,8 @@ def elements_without_tensors(
             frame
             for source in sources
             for frame in map(source.frame, range(source.num_frames))
+            if label in frame.labels
         ]
-        frames = [frame for frame in frames if label in frame.labels]
         present = {k for frame in frames for k in frame.atom_type.tolist()}
         with_tensor = {
             k

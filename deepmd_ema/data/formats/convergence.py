@@ -73,6 +73,9 @@ _PRESSURE = re.compile(
     rb"siesta: Pressure \(static\):(?:[^\n]*\n){0,4}?(?:siesta:)?\s*(-?\d+\.\d+)"
     rb"(?:\s+-?\d+\.\d+)?\s+kBar"
 )
+_GAUSSIAN_EVENT = re.compile(
+    rb"(?P<failure>Convergence criterion not met)|(?P<end>SCF Done:)|Forces \(Hartrees/Bohr\)"
+)
 # FREE ENERGIE closes an ionic step; "ML FREE ENERGIE" is the step of a machine-learned potential
 _VASP_EVENT = re.compile(
     rb"Iteration +\d+\( *(?P<step>\d+)\)"
@@ -110,25 +113,20 @@ def notes_of_output(
         with _mapped(file) as text:
             for program, failures in _FAILURES.items():
                 # ORCA writes two texts for one step: the number is that of the most frequent
-                numbers = {
-                    failure.decode(): len(_places(text, failure))
-                    for failure in failures
-                }
-                failure = max(numbers, key=lambda name: numbers[name])
-                if numbers[failure]:
-                    yield _describe(failure, program), numbers[failure]
+                numbers = {len(_places(text, name)): name for name in failures[::-1]}
+                number = max(numbers)
+                if number:
+                    yield _describe(numbers[number].decode(), program), number
             if number := _gaussian_failures(text):
                 yield _describe(_GAUSSIAN_FAILURE.decode(), "Gaussian"), number
             # tables of positions without "Input orientation" are those of the turned molecule, and
             # Gaussian prints forces in the orientation of the input
             is_turned = text.find(_STANDARD) >= 0 > text.find(_INPUT)
             if is_turned and text.find(b"Forces (Hartrees/Bohr)") >= 0:
-                turned = (
-                    "warning: positions are of Gaussian's standard orientation, and forces of "
-                    "that of the input"
-                )
                 yield (
-                    f"{turned}, which may be turned. Compute with Geom=PrintInputOrient or NoSymm",
+                    "warning: positions are of Gaussian's standard orientation, and forces of "
+                    "that of the input, which may be turned. Compute with "
+                    "Geom=PrintInputOrient or NoSymm",
                     0,
                 )
             yield from _jobs_of_gaussian(text, inventory)
@@ -263,23 +261,13 @@ def _gaussian_failures(text: mmap.mmap) -> int:
 
     With SCF=XQC a second method follows where the first one fails.
     """
-    marks = {
-        b"SCF Done:": "end",
-        _GAUSSIAN_FAILURE: "failure",
-        b"Forces (Hartrees/Bohr)": "forces",
-    }
-    events = sorted(
-        (place, mark)
-        for pattern, mark in marks.items()
-        for place in _places(text, pattern)
-    )
     # Gaussian prints an energy after a failure as well: a second energy is that of another method
     number = 0
     ends = 2  # energies since the failure; 2 without one
-    for _, mark in events:
-        if mark == "failure":
+    for event in _GAUSSIAN_EVENT.finditer(text):
+        if event["failure"]:
             ends = 0
-        elif mark == "end":
+        elif event["end"]:
             ends += 1
         else:
             number += ends < 2
@@ -322,12 +310,7 @@ def _number(word: bytes) -> float:
 
 def _places(text: mmap.mmap, pattern: bytes) -> list[int]:
     """Return the places at which ``pattern`` begins in a text."""
-    places = list[int]()
-    place = text.find(pattern)
-    while place >= 0:
-        places.append(place)
-        place = text.find(pattern, place + len(pattern))
-    return places
+    return [match.start() for match in re.finditer(re.escape(pattern), text)]
 
 
 @contextmanager

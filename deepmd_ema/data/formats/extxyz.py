@@ -131,9 +131,8 @@ def open_extxyz(path: Path, choice: str, spec: ReadSpec) -> ExtxyzFile:
     name = str(path)
     if chosen:
         name += "#" + ",".join(f"{what}={key}" for what, key in chosen.items())
-    conditions = [name for name, number in spec.num_conditions.items() if number]
     # a list, not a set: messages are in the same order on all ranks
-    inventory = Inventory(chosen, wanted=[*spec.labels, *conditions])
+    inventory = Inventory(chosen, wanted=[*spec.labels, *spec.conditions])
     starts = list[int]()
     sizes = list[int]()
     kinds = list[str]()

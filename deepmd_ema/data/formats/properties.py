@@ -601,13 +601,10 @@ def make_frame(
     Raises:
         DataError: if the frame lacks parameters of the model, or has other elements.
     """
-    conditions = {
-        name: number for name, number in spec.num_conditions.items() if number
-    }
-    read = labels_of(stored, sources, {*spec.labels, *conditions})
+    read = labels_of(stored, sources, {*spec.labels, *spec.conditions})
     if spec.numb_fparam and spec.default_fparam is not None:
         read.setdefault(FPARAM, np.array(spec.default_fparam, np.float64))
-    for name, number in conditions.items():
+    for name, number in spec.conditions.items():
         if name not in read or read[name].shape[-1] != number:
             has = f"{read[name].shape[-1]} numbers" if name in read else "none"
             raise DataError(f"{name}: has {has}, but numb_{name} = {number}.")
