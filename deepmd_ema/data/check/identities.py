@@ -164,14 +164,13 @@ class UnitReport:
             f"{what} {remarks.get(what, '')}in {n:,}"
             for what, n in self.verified.items()
         )
-        names = {
-            what: first_few(names, 3)
-            for what, names in self.unverified.items()
-            if names
-        }
         return [
             f"verified: {verified} of {many}",
-            *(f"not verified: {what} of {systems}" for what, systems in names.items()),
+            *(
+                f"not verified: {what} of {first_few(names, 3)}"
+                for what, names in self.unverified.items()
+                if names
+            ),
         ]
 
 
@@ -229,7 +228,9 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
             "energies and forces": {ENERGY, FORCE} <= labels,
             "virials": VIRIAL in labels,
         }
-        for what in (what for what, has in had.items() if has):
+        for what, has in had.items():
+            if not has:
+                continue
             report.verified[what] = report.verified.get(what, 0) + (what in verified)
             unverified = report.unverified.setdefault(what, [])
             if what not in verified:
@@ -665,10 +666,7 @@ def _pairs_of(frames: Sequence[Frame]) -> Array:
     several = [group for group in groups.values() if len(group) > 1]
     # frames are numbered through all groups
     shift = np.cumsum([0, *map(len, several)])
-    rows = [
-        _pairs(group) + np.array([k, k, 0, 0, 0, 0, 0, 0, 0])
-        for group, k in zip(several, shift)
-    ]
+    rows = [_pairs(group) + k * (np.arange(9) < 2) for group, k in zip(several, shift)]
     return np.concatenate([np.zeros((0, 9)), *rows])
 
 

@@ -60,6 +60,7 @@ class SystemScan:
     """
 
     def __init__(self, system: FrameSource, num_types: int) -> None:
+        num_frames = system.num_frames
         self.system = system
         self.faults: dict[tuple[str, str], Fault] = {}
         self.bad_frames: set[int] = set()
@@ -67,18 +68,18 @@ class SystemScan:
         # 41 bytes for each frame and, for small frames, one per type, so that millions of frames
         # fit into memory
         small = np.min_scalar_type(-int(system.frame_sizes.max(initial=0)) - 1)
-        self.type_counts = np.zeros((system.num_frames, num_types), small)
-        self.energy = np.full(system.num_frames, np.nan)
-        self.net_force = np.full(system.num_frames, np.nan)
-        self.force_rms = np.full(system.num_frames, np.nan)
-        self.isolated = np.zeros(system.num_frames, bool)
+        self.type_counts = np.zeros((num_frames, num_types), small)
+        self.energy = np.full(num_frames, np.nan)
+        self.net_force = np.full(num_frames, np.nan)
+        self.force_rms = np.full(num_frames, np.nan)
+        self.isolated = np.zeros(num_frames, bool)
         self.element_forces = np.zeros((num_types, 3))
         self.ranges: dict[str, Range] = {}
         self.label_frames: dict[str, int] = {}
         self.conditions: dict[str, tuple[float, float, int]] = {}
         self.open_frames = 0
-        self.digests = np.zeros(system.num_frames, np.uint64)
-        self.max_force = np.full(system.num_frames, np.nan)
+        self.digests = np.zeros(num_frames, np.uint64)
+        self.max_force = np.full(num_frames, np.nan)
         self.first: dict[str, Array] = {}
         self.varying: set[str] = set()
 

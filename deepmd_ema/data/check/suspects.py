@@ -201,9 +201,8 @@ def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
         np.arange(len(sources)), [source.num_frames for source in sources]
     )
     names = [source.whole.name for source in sources]
-    # sources whose name is new: of a dictionary from the last to the first the first remains
-    first_sources = {name: k for k, name in reversed(list(enumerate(names)))}
-    is_new = np.isin(owner, list(first_sources.values()))
+    # sources whose name is new
+    is_new = np.isin(owner, np.unique(names, return_index=True)[1])
     kinds = []
     for k in range(len(parts)):
         is_copy = (part_of == k) & (first < total[0])

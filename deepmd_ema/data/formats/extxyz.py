@@ -376,21 +376,20 @@ def read_block(block: bytes) -> StoredFrame:
         coord = per_atom.pop("pos").astype(np.float64)
     except ValueError as error:
         raise DataError(f"positions: {error}.") from None
-    symbols = per_atom.pop("species", None)
-    atomic_numbers = per_atom.pop("Z", None)
-    if symbols is not None:
-        names = symbols[:, 0].tolist()
-    else:
-        assert atomic_numbers is not None, "one of the two is there"
+    elements = {
+        name: per_atom.pop(name)[:, 0].tolist()
+        for name in ("species", "Z")
+        if name in per_atom
+    }
+    names = elements.get("species")
+    if names is None:
         # a file without names of elements has their atomic numbers
         symbol_of = {str(number): symbol for number, symbol in enumerate(SYMBOLS, 1)}
-        if unknown := [
-            number for number in atomic_numbers[:, 0] if number not in symbol_of
-        ]:
+        if unknown := [n for n in elements["Z"] if n not in symbol_of]:
             raise DataError(
                 f"Z: {show_text(unknown[0])} is no atomic number. Expected 1 to {len(SYMBOLS)}."
             )
-        names = [symbol_of[number] for number in atomic_numbers[:, 0]]
+        names = [symbol_of[number] for number in elements["Z"]]
     return in_angstrom(StoredFrame(names, coord, box, values, per_atom))
 
 

@@ -384,10 +384,10 @@ def _correct_virials(path: Path, data: dict[str, Any], inventory: Inventory) -> 
     the stress: here the pressures in the file decide.
     """
     reason = ""
-    if (np.linalg.det(data["cells"]) < 0).any():
+    volumes = np.linalg.det(data["cells"])
+    if (volumes < 0).any():
         reason = "cell vectors are left-handed, where its readers differ in the sign"
     elif "dpdata as siesta/" in inventory.reader:
-        volumes = np.abs(np.linalg.det(data["cells"]))
         read = np.trace(data["virials"], axis1=1, axis2=2) / (3 * volumes)
         # that of the last step may be there twice
         stated = np.resize(pressures_of_siesta(path), len(read)) * 0.1 / GPA
@@ -420,10 +420,8 @@ def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
             for w in caught
             if not issubclass(w.category, (DeprecationWarning, FutureWarning))
         ]
-        for text in dict.fromkeys(
-            " ".join(line.split()) for line in (*said, *printed.getvalue().splitlines())
-        ):
-            if text:
+        for line in (*said, *printed.getvalue().splitlines()):
+            if text := " ".join(line.split()):
                 inventory.other[f"{reader} says: {_shortened(text)}"] = 0
     except ModuleNotFoundError as error:
         needs = (

@@ -305,9 +305,7 @@ class Inventory:
                     f"{what}: {counted(number, 'frame')} of {frames_with[what]} state its unit. "
                     "Add it to all frames."
                 )
-        every = sorted(
-            {*self.left, *(name for names in self.read.values() for name in names)}
-        )
+        every = sorted({*self.left}.union(*self.read.values()))
         for what, name in self.chosen.items():
             if name not in self.read.get(what, {}):
                 problems.append(
@@ -429,21 +427,20 @@ def labels_of(
     factors = unit_factors(frame.per_frame, sources)
     for what, name in sources.items():
         label = VIRIAL if what == STRESS else what
+        factor = factors.get(what, 1.0)
         # open frames have no volume by which a stress becomes a virial
         if label not in wanted or (what == STRESS and frame.box is None):
             continue
         if rows_per(label) == "atom":
             width = 0 if label == APARAM else math.prod(LABELS[label].shape)
-            rows = _rows(name, frame.per_atom[name], width)
+            rows = factor * _rows(name, frame.per_atom[name], width)
             arrays[label] = (
                 rows.reshape(len(rows), *LABELS[label].shape)
                 if label != APARAM
                 else rows
             )
-            if what in factors:
-                arrays[label] = arrays[label] * factors[what]
             continue
-        values = numbers(name, frame.per_frame[name])
+        values = factor * numbers(name, frame.per_frame[name])
         natoms = len(frame.symbols)
         sizes: tuple[int, ...]
         if label == VIRIAL:
@@ -465,8 +462,6 @@ def labels_of(
             expected = f"{sizes[0]} for the frame"
         if values.size not in sizes:
             raise DataError(f"{name}: has {values.size} numbers, expected {expected}.")
-        if what in factors:
-            values = values * factors[what]
         if label == VIRIAL and values.size == 6:
             values = values[_VOIGT]
         # stress is in eV/angstrom^3 now and positive under tension
