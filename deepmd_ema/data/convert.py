@@ -14,8 +14,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, FORCE, FPARAM, LABELS, WEIGHTS
+from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
 from deepmd_ema.data.check.bonds import LONG, SHORT, bond_radii, nearest_neighbors
+from deepmd_ema.data.check.suspects import coarse_energies
 from deepmd_ema.data.formats.discover import repeated, selected_elements, split_address
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts
@@ -261,6 +262,7 @@ def _read(
                     f"read {name}: {counted(inventory.num_frames, 'frame')}, {num_atoms}"
                 )
                 not_finite = list[str]()
+                first = len(frames)
                 factors, about_units = _factors(name, inventory, stored, units)
                 for index, frame in enumerate(stored):
                     with collect_problems(
@@ -302,6 +304,13 @@ def _read(
                             )
                         )
                 lines += [f"  {line}" for line in (*about_units, *inventory.lines())]
+                part = frames[first:]
+                text = coarse_energies(
+                    np.array([f.arrays.get(ENERGY, np.nan) for f in part]),
+                    np.array([len(f.symbols) for f in part]),
+                )
+                if text:
+                    lines.append(f"  warning: {text}")
                 if not_finite:
                     listed = (
                         f"{counted(len(not_finite), 'frame')} (from 0): "

@@ -12,6 +12,7 @@ from helpers import open_data, write_system
 
 from deepmd_ema.commands.check import RunCheck, data_lines
 from deepmd_ema.data.check.report import check_systems
+from deepmd_ema.data.convert import convert_data
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import find_pairs, find_pairs_once
 from deepmd_ema.model.families.dpa3.section import DPA3Config, RepflowConfig
@@ -772,3 +773,31 @@ def test_training_frames_that_stand_twice_are_counted(water):
         warning
         == "3 training frames are copies of another (first: water frame 3 is water frame 1)."
     )
+
+
+def test_energies_in_single_precision_are_reported_with_their_steps(water):
+    """Of 12 atoms of 8,000 eV: float32 has steps of 1/128 eV."""
+    for file in water.glob("set.*/energy.npy"):
+        edit(file, partial(shift, by=-96_000.0))
+    for dtype in (np.float64, np.float32):
+        for file in water.glob("set.*/energy.npy"):
+            np.save(file, np.load(file).astype(dtype))
+        reported = convert_data(["water"], np.dtype(dtype).name)
+        texts = [
+            [text for text in lines if "precision" in text]
+            for lines in (check(["water"]).warnings, reported)
+        ]
+        if dtype == np.float64:
+            assert texts == [[], []]
+    text = (
+        "energies of -96,060 eV are in single precision (float32), in which they have steps of "
+        "0.65 meV/atom. Write them in float64 from the calculations, or subtract energies of "
+        "the elements before they become float32."
+    )
+    assert texts == [[f"water: {text}"], [f"  warning: {text}"]]
+    # what was converted is in double precision, and as coarse as before
+    assert f"  warning: {text}" in convert_data(["float32"], "again")
+    # energies of pseudopotentials, whose steps are small
+    for file in water.glob("set.*/energy.npy"):
+        np.save(file, (np.load(file) + 95_000).astype(np.float32))
+    assert "precision" not in "".join(check(["water"]).warnings)

@@ -71,6 +71,7 @@ _FITTED = 0.01  # eV/atom, size of a residual from which on it counts by its siz
 # vary
 _MIN_FRAMES = 3
 _MIN_SPREAD = 10  # frames, to judge energies by their spread
+_COARSE = 0.1  # meV/atom; larger steps of energies in single precision are reported
 _AT_ONCE = 20_000  # frames whose compositions are in memory as floating-point numbers
 _MAX_ZERO = 32  # frames of a system whose symmetry is looked at
 _REACH = 5.0  # angstrom, of the pair potential that looks at symmetry
@@ -448,7 +449,7 @@ def _middles(scan: SystemScan, values: Array) -> tuple[Array, Array]:
 
 
 def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
-    """Yield findings about labels that are the same in all frames of a system.
+    """Yield findings about labels that are the same in all frames of a system, or coarse.
 
     The frames differ in something else.
 
@@ -458,6 +459,8 @@ def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
     """
     num_frames = scan.system.num_frames
     name = scan.system.name
+    if text := coarse_energies(scan.energy, scan.type_counts.sum(axis=1)):
+        yield warning(name, f": {text}")
     if FORCE in scan.ranges and scan.ranges[FORCE].size == 0:
         frames = [scan.system.frame(k) for k in even_places(num_frames, 8)]
         if not scan.bad_frames and not all(map(forces_vanish, frames)):
@@ -483,6 +486,27 @@ def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
                 f": {label} is {values} in all {num_frames:,} frames, a placeholder. "
                 f"Remove set.*/{LABELS[label].files[0]}.npy, or compute it again.",
             )
+
+
+def coarse_energies(energy: Array, num_atoms: Array) -> str:
+    """Return how coarse energies in single precision are; empty if they are finer, or no such.
+
+    Args:
+        energy: (F,) eV, NaN where it is not known.
+        num_atoms: (F,) atoms of each frame.
+    """
+    known = np.isfinite(energy)
+    single = energy[known].astype(np.float32)
+    steps = 1e3 * np.spacing(np.abs(single)) / num_atoms[known]  # meV/atom
+    step = steps.max(initial=0.0)
+    # all digits of numbers in double precision are those of single precision by chance never
+    if step < _COARSE or (single != energy[known]).any():
+        return ""
+    return (
+        f"energies of {single[steps.argmax()]:,.0f} eV are in single precision (float32), in which "
+        f"they have steps of {step:.2g} meV/atom. Write them in float64 from the calculations, or "
+        "subtract energies of the elements before they become float32."
+    )
 
 
 def elements_without_tensors(
