@@ -284,12 +284,10 @@ def find_near_copies(
         copy_of |= dict(zip(high[across].tolist(), low[across].tolist()))
     for check, (start, stop) in zip((NEAR_COPIES, NEAR_TEST), pairwise(starts[1:])):
         near = sorted(frame for frame in copy_of if start <= frame < stop)
-        named = list[str]()
-        if near:
-            original = copy_of[near[0]]
-            named.append(
-                f"{name_of(sources, near[0])} is near {name_of(sources, original)}"
-            )
+        named = [
+            f"{name_of(sources, frame)} is near {name_of(sources, copy_of[frame])}"
+            for frame in near[:1]
+        ]
         by_system = tuple(np.histogram(near, ends)[0].tolist()) if sources else ()
         checks[check] = Suspects(by_system, stop - start, named)
     return checks

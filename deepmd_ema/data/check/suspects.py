@@ -210,11 +210,10 @@ def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
         if k == 0:
             is_copy &= is_new & (first < np.arange(len(first)))
         by_system = np.bincount(owner[is_copy], minlength=len(sources)).tolist()
-        named = list[str]()
-        if is_copy.any():
-            frame = int(is_copy.argmax())
-            original = int(first[frame])
-            named.append(f"{name_of(sources, frame)} is {name_of(sources, original)}")
+        named = [
+            f"{name_of(sources, frame)} is {name_of(sources, int(first[frame]))}"
+            for frame in np.flatnonzero(is_copy)[:1].tolist()
+        ]
         kinds.append(Suspects(tuple(by_system), total[k], named))
     return kinds
 
@@ -473,12 +472,10 @@ def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
         return
     if num_frames < _MIN_FRAMES or len(np.unique(scan.digests)) < _MIN_FRAMES:
         return
-    constant = [
-        label for label in (ENERGY, VIRIAL) if label in scan.first.keys() - scan.varying
-    ]
-    for label in constant:
+    constant = scan.first.keys() - scan.varying
+    for label in (ENERGY, VIRIAL):
         # a virial that is the same is a fault only beside energies that are not
-        if label == ENERGY or ENERGY in scan.varying:
+        if label in constant and (label == ENERGY or ENERGY in scan.varying):
             value = scan.first[label].ravel()
             values = "the same" if np.ptp(value) else f"{value[0]:g}"
             yield warning(

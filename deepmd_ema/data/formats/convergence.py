@@ -110,7 +110,7 @@ def notes_of_output(
     for file in files:
         if not file.stat().st_size:
             continue
-        with _mapped(file) as text:
+        with mapped(file) as text:
             for program, failures in _FAILURES.items():
                 # ORCA writes two texts for one step: the number is that of the most frequent
                 numbers = {len(_places(text, name)): name for name in failures[::-1]}
@@ -147,7 +147,7 @@ def mismatch(path: Path, reader: str) -> str:
     """Return why the energy that a reader takes does not belong to the forces; empty if it does."""
     if not path.is_file():
         return ""
-    with _mapped(path) as text:
+    with mapped(path) as text:
         for energy in _OTHER_ENERGIES:
             if text.find(energy) >= 0:
                 return (
@@ -174,7 +174,7 @@ def has_turned_dipole(path: Path) -> bool:
 
     Dipoles are those of the standard orientation, and positions those of the input if it is there.
     """
-    with _mapped(path) as text:
+    with mapped(path) as text:
         return text.find(_STANDARD) >= 0 and text.find(_INPUT) >= 0
 
 
@@ -182,7 +182,7 @@ def pressures_of_siesta(path: Path) -> list[float]:
     """Return the pressures of an output of SIESTA, kbar, those of static atoms."""
     if not path.is_file():
         return []
-    with _mapped(path) as text:
+    with mapped(path) as text:
         return [float(match[1]) for match in _PRESSURE.finditer(text)]
 
 
@@ -193,7 +193,7 @@ def unconverged_steps_of_vasp(path: Path, is_xml: bool) -> int:
     for it: there steps that took NELM electronic steps count, unless the last changes of the energy
     are below EDIFF.
     """
-    with _mapped(path) as text:
+    with mapped(path) as text:
         return _of_xml(text) if is_xml else _of_outcar(text)
 
 
@@ -314,7 +314,8 @@ def _places(text: mmap.mmap, pattern: bytes) -> list[int]:
 
 
 @contextmanager
-def _mapped(path: Path) -> Iterator[mmap.mmap]:
+def mapped(path: Path) -> Iterator[mmap.mmap]:
+    """Open a file, which must not be empty, and give its content."""
     with (
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,

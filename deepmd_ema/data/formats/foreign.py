@@ -26,6 +26,7 @@ from deepmd_ema.config.labels import (
 )
 from deepmd_ema.data.formats.convergence import (
     has_turned_dipole,
+    mapped,
     mismatch,
     notes_of_output,
     pressures_of_siesta,
@@ -254,13 +255,12 @@ def _ase_frames(
 
 def _note_what_vasp_left_out(path: Path, is_xml: bool, inventory: Inventory) -> None:
     """Note a last frame that is cut off, and electrons that did not converge, in a file of VASP."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        tail = file.read()
-    if (b"</modeling>" if is_xml else b"General timing and accounting") not in tail:
-        inventory.other[
-            "the end of the file is missing: a frame that was not finished is left out"
-        ] = 0
+    end = b"</modeling>" if is_xml else b"General timing and accounting"
+    with mapped(path) as text:
+        if text.find(end, -_TAIL_BYTES) < 0:
+            inventory.other[
+                "the end of the file is missing: a frame that was not finished is left out"
+            ] = 0
     if number := unconverged_steps_of_vasp(path, is_xml):
         what = (
             "are left out"

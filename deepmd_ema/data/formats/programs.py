@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import re
 from pathlib import Path
 from typing import NamedTuple
 
+from deepmd_ema.data.formats.convergence import mapped
 from deepmd_ema.data.formats.discover import (
     format_of,
     is_cp2k_trajectory,
@@ -119,11 +119,8 @@ def recognized(path: Path) -> Output | None:
         name = _ABACUS.get((kind[1] or kind[2]) if kind else "", name)
     elif name in _TRAJECTORIES:
         trajectory_name, mark = _TRAJECTORIES[name]
-        with (
-            path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-        ):
-            if content.find(mark) >= 0:
+        with mapped(path) as content:
+            if re.search(mark, content):
                 name = trajectory_name
     elif (
         name == "cp2k/output"

@@ -441,29 +441,22 @@ def labels_of(
             )
             continue
         values = factor * numbers(name, frame.per_frame[name])
-        natoms = len(frame.symbols)
-        sizes: tuple[int, ...]
-        if label == VIRIAL:
-            sizes = (6, 9)
-            expected = "9 (3x3) or 6 (xx, yy, zz, yz, xz, xy)"
-        elif label in (ENERGY, *WEIGHTS):
-            sizes = (1,)
-            expected = "one for the frame"
-        elif label == HESSIAN:
-            sizes = (9 * natoms**2,)
-            expected = f"{sizes[0]} for {counted(natoms, 'atom')}: (3 N)^2"
-        elif (
-            label == FPARAM
-        ):  # any number here: make_frame compares it with numb_fparam
-            sizes = (values.size,)
-            expected = ""
-        else:
-            sizes = (math.prod(LABELS[label].shape),)
-            expected = f"{sizes[0]} for the frame"
-        if values.size not in sizes:
-            raise DataError(f"{name}: has {values.size} numbers, expected {expected}.")
         if label == VIRIAL and values.size == 6:
             values = values[_VOIGT]
+        natoms = len(frame.symbols)
+        # any number of parameters here: make_frame compares it with numb_fparam
+        size = values.size
+        if label != FPARAM:
+            size = math.prod(LABELS[label].shape_of(natoms))
+        if values.size != size:
+            expected = f"{size} for the frame"
+            if label == VIRIAL:
+                expected = "9 (3x3) or 6 (xx, yy, zz, yz, xz, xy)"
+            elif label in (ENERGY, *WEIGHTS):
+                expected = "one for the frame"
+            elif label == HESSIAN:
+                expected = f"{size} for {counted(natoms, 'atom')}: (3 N)^2"
+            raise DataError(f"{name}: has {values.size} numbers, expected {expected}.")
         # stress is in eV/angstrom^3 now and positive under tension
         if what == STRESS and frame.box is not None:
             values = -abs(float(np.linalg.det(frame.box))) * values
