@@ -486,18 +486,18 @@ def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
 
 
 def coarse_energies(energy: Array, num_atoms: Array) -> str:
-    """Return how coarse energies in single precision are; empty if they are finer, or no such.
+    """Return a text on the steps of energies in single precision; empty if they are small.
 
     Args:
         energy: (F,) eV, NaN where it is not known.
         num_atoms: (F,) atoms of each frame.
     """
-    known = np.isfinite(energy)
-    single = energy[known].astype(np.float32)
-    steps = 1e3 * np.spacing(np.abs(single)) / num_atoms[known]  # meV/atom
+    is_known = np.isfinite(energy)
+    single = energy[is_known].astype(np.float32)
+    steps = 1e3 * np.spacing(np.abs(single)) / num_atoms[is_known]  # meV/atom
     step = steps.max(initial=0.0)
-    # all digits of numbers in double precision are those of single precision by chance never
-    if step < _COARSE or (single != energy[known]).any():
+    # numbers in double precision that single precision holds exactly were in it before
+    if step < _COARSE or (single != energy[is_known]).any():
         return ""
     return (
         f"energies of {single[steps.argmax()]:,.0f} eV are in single precision (float32), in which "
