@@ -316,7 +316,7 @@ def parts(name, *ends):
 
 
 INPUT = {
-    "run/INPUT": "INPUT_PARAMETERS\ncalculation {}\n",
+    "run/INPUT": "INPUT_PARAMETERS\ncalculation {}\nsuffix x\n",
     "run/OUT.x/running_{}.log": "   ABACUS v3.2\n",
 }
 QE, AMBER, OPENMX = (
@@ -774,3 +774,21 @@ def test_steps_in_a_file_of_which_one_is_read_are_counted(dpdata):
     Path("run.out").write_text(f"{head}  1 0. 0. 0.\n{head}siesta:  1 0. 0. 0.\n")
     reported = convert_data(["run.out"], "out2", file_format="siesta/output")
     assert "is in the file" not in "\n".join(reported)
+
+
+def test_a_log_of_abacus_in_another_folder_than_that_of_input_is_refused():
+    """It was read from the folder of the suffix, without a word."""
+    for name in ("a", "b"):
+        Path(f"run/OUT.{name}").mkdir(parents=True)
+        Path(f"run/OUT.{name}/running_scf.log").write_text("   ABACUS v3.2\n")
+        Path(f"run/OUT.{name}/MD_dump").write_text("MDSTEP:  0\n")
+    Path("run/INPUT").write_text(
+        "INPUT_PARAMETERS\ncalculation md\nsuffix  a # of run 1\n"
+    )
+    for file in ("running_scf.log", "MD_dump"):
+        with pytest.raises(DataError) as caught:
+            convert_data([f"run/OUT.b/{file}"], "out")
+        assert str(caught.value) == (
+            f"run/OUT.b/{file}: dpdata reads OUT.a, after suffix in run/INPUT (ABACUS without "
+            "one), not OUT.b. Set suffix to that of OUT.b in a copy of run."
+        )

@@ -109,14 +109,9 @@ def recognized(path: Path) -> Output | None:
     name = output.name
     if name == "abacus/scf":
         # INPUT of ABACUS names the kind of calculation, if the name of the log does not
-        input_file = argument_of(path, name) / "INPUT"
-        text = input_file.read_text(errors="replace") if input_file.is_file() else ""
-        kind = re.search(
-            r"^running_(.+)\.log|^\s*calculation\s+(\S+)",
-            f"{path.name}\n{text}",
-            re.MULTILINE,
-        )
-        name = _ABACUS.get((kind[1] or kind[2]) if kind else "", name)
+        log = re.match(r"running_(.+)\.log", path.name)
+        kind = log[1] if log else _abacus_option(argument_of(path, name), "calculation")
+        name = _ABACUS.get(kind, name)
     elif name in _TRAJECTORIES:
         trajectory_name, mark = _TRAJECTORIES[name]
         with mapped(path) as content:
@@ -131,6 +126,14 @@ def recognized(path: Path) -> Output | None:
     return output._replace(name=name)
 
 
+def _abacus_option(folder: Path, name: str) -> str:
+    """Return an option of the INPUT of ABACUS in a folder; empty without it."""
+    file = folder / "INPUT"
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    option = re.search(rf"^\s*{name}\s+(\S+)", text, re.MULTILINE)
+    return option[1] if option else ""
+
+
 def argument_of(path: Path, name: str) -> Path:
     """Return the path that dpdata takes for an output; ``path`` itself for ASE.
 
@@ -143,7 +146,16 @@ def argument_of(path: Path, name: str) -> Path:
         raise DataError(f"{path}: no such file.")
     folder = path if path.is_dir() else path.parent
     if name.startswith("abacus/"):
-        return folder.parent if folder.name.startswith("OUT.") else folder
+        if not folder.name.startswith("OUT."):
+            return folder
+        suffix = _abacus_option(folder.parent, "suffix") or "ABACUS"
+        if folder.name != f"OUT.{suffix}":
+            raise DataError(
+                f"{path}: dpdata reads OUT.{suffix}, after suffix in {folder.parent}/INPUT "
+                f"(ABACUS without one), not {folder.name}. Set suffix to that of {folder.name} in "
+                f"a copy of {folder.parent}."
+            )
+        return folder.parent
     if name == "cp2k/aimd_output":
         if len(list(folder.glob("*pos*.xyz"))) > 1:
             raise DataError(
