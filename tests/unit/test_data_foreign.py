@@ -792,3 +792,61 @@ def test_a_log_of_abacus_in_another_folder_than_that_of_input_is_refused():
             f"run/OUT.b/{file}: dpdata reads OUT.a, after suffix in run/INPUT (ABACUS without "
             "one), not OUT.b. Set suffix to that of OUT.b in a copy of run."
         )
+
+
+def siesta_text(mark, first, steps):
+    """Return an output of SIESTA of some steps, from a number on."""
+    lines = [" WELCOME TO SIESTA"]
+    for k in range(first, first + steps):
+        lines += [f"        {mark} =      {k}", f"siesta: E_KS(eV) = {-1.0 - k}"]
+    return "\n".join([*lines, "siesta: Pressure (static): 50.068 kBar", ""])
+
+
+@pytest.mark.parametrize(
+    ("mark", "first", "steps", "name"),
+    [
+        ("Begin CG opt. move", 0, 1, "siesta/output"),
+        ("Begin CG opt. move", 0, 2, "siesta/aimd_output"),
+        ("Begin FIRE opt. move", 0, 12, "siesta/aimd_output"),
+        ("Begin CG move", 0, 2, "siesta/aimd_output"),
+        ("Begin MD step", 1, 1, "siesta/aimd_output"),
+    ],
+)
+def test_relaxations_of_siesta_of_several_steps_are_trajectories(
+    dpdata, mark, first, steps, name
+):
+    """The format of one step has energy and forces of the first, and the stress of the last."""
+    Path("run.out").write_text(siesta_text(mark, first, steps))
+    convert_data(["run.out"], "out")
+    assert dpdata == [name]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_virials_of_siesta_of_another_step_than_the_frame_are_left_out(
+    monkeypatch, steps
+):
+    data = {
+        "atom_names": ["H"],
+        "atom_types": np.zeros(1, int),
+        "coords": np.zeros((1, 1, 3)),
+        "energies": np.ones(1),
+        "forces": np.zeros((1, 1, 3)),
+        "cells": 4 * np.eye(3)[None],
+        "virials": 2.0 * np.eye(3)[None],
+    }
+    package = types.SimpleNamespace(
+        LabeledSystem=lambda path, fmt: types.SimpleNamespace(data=data)
+    )
+    monkeypatch.setitem(sys.modules, "dpdata", package)
+    Path("run.out").write_text(siesta_text("Begin CG opt. move", 0, steps))
+    reported = convert_data(["run.out"], "out", file_format="siesta/output")
+    assert ("virials of dpdata are left out" in "\n".join(reported)) == (steps > 1)
+
+
+def test_a_stress_of_cp2k_that_dpdata_does_not_read_is_named(dpdata):
+    """CP2K 8 and later write it so."""
+    Path("run.out").write_text(f"{OUTPUT} STRESS| Analytical stress tensor [bar]\n")
+    assert (
+        '  "STRESS| Analytical stress tensor" is in the file 1 time, and virial was read of 0 '
+        "frames: try another --format" in convert_data(["run.out"], "out")
+    )

@@ -178,11 +178,17 @@ def has_turned_dipole(path: Path) -> bool:
         return text.find(_STANDARD) >= 0 and text.find(_INPUT) >= 0
 
 
-def pressures_of_siesta(path: Path) -> list[float]:
-    """Return the pressures of an output of SIESTA, kbar, those of static atoms."""
+def pressures_of_siesta(path: Path, num_frames: int) -> list[float]:
+    """Return the pressures of an output of SIESTA, kbar, those of static atoms.
+
+    None are returned of more than ``num_frames`` steps: the frames are then not those of the
+    pressures, nor of the stresses.
+    """
     if not path.is_file():
         return []
     with mapped(path) as text:
+        if len(_places(text, b"siesta: E_KS(eV)")) > num_frames:
+            return []
         return [float(match[1]) for match in _PRESSURE.finditer(text)]
 
 

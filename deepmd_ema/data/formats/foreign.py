@@ -390,7 +390,7 @@ def _correct_virials(path: Path, data: dict[str, Any], inventory: Inventory) -> 
     elif "dpdata as siesta/" in inventory.reader:
         read = np.trace(data["virials"], axis1=1, axis2=2) / (3 * volumes)
         # that of the last step may be there twice
-        stated = np.resize(pressures_of_siesta(path), len(read)) * 0.1 / GPA
+        stated = np.resize(pressures_of_siesta(path, len(read)), len(read)) * 0.1 / GPA
         is_same, is_opposite = (
             np.allclose(sign * read, stated, rtol=1e-3, atol=_ROUNDED_STRESS)
             for sign in (1, -1)

@@ -51,9 +51,9 @@ _MARKS = {
     # also with blanks before "begin", which ASE does not expect
     rb"\A\s*(?:(?:[#!]|comment)[^\n]*\n\s*)*begin\b": Output("n2p2", "runnerdata"),
 }
-# formats of a trajectory, by a text anywhere in the output
+# formats of a trajectory, by a text anywhere in the output; moves of SIESTA count from 0
 _TRAJECTORIES = {
-    "siesta/output": ("siesta/aimd_output", b"Begin MD step"),
+    "siesta/output": ("siesta/aimd_output", rb"Begin (MD step|[\w. ]+ move = *[1-9])"),
     "fhi_aims/scf": ("fhi_aims/md", b"Molecular dynamics"),
 }
 # formats of several files with one name: the suffixes of files that all data have
