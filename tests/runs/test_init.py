@@ -216,8 +216,8 @@ def test_a_slab_is_a_solid_and_a_molecule_alone_in_a_small_cell_is_a_molecule(va
         ("missing", "data.extxyz: no such file or folder"),
         (
             "foreign",
-            "OUTCAR: cannot be read by ASE as vasp-out (Incomplete OUTCAR). Is it complete? "
-            "dpdata may read it: ",
+            "OUTCAR: cannot be read by ASE as vasp-out (Incomplete OUTCAR). It may be cut off, or "
+            "of a version that the reader does not know. dpdata may read it: ",
         ),
     ],
 )

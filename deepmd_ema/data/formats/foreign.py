@@ -430,7 +430,7 @@ def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
         raise DataError(f"{needs}: pip install {error.name}.") from error
     except Exception as error:
         reason = _shortened(" ".join(str(error).split())) or type(error).__name__
-        advice = "Is it complete?"
+        advice = "It may be cut off, or of a version that the reader does not know."
         if " as " not in reader:
             advice += (
                 " Name its format: --format vasp-out, vasp-xml, db (of ASE), cp2k/output (of "
