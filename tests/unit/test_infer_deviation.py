@@ -79,7 +79,7 @@ def test_neighbors_without_a_slot_are_reported(tmp_path, data, caplog, command):
     ]
     for system in ("water", "open"):
         caplog.clear()
-        words = ["-o", "-"] if command == "model-devi" else []
+        words = ["-o", str(tmp_path / "o")] if command == "model-devi" else []
         models = [files] if command == "model-devi" else [files[:1], files[1:]]
         for model in models:
             assert (
