@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -507,6 +508,16 @@ def _task_findings(
         for part in wholes
     ]
     yield from repeated(*listed)
+    units = dict[tuple[str, str], str]()
+    for source in itertools.chain(*data):
+        for what, unit in source.units.items():
+            units.setdefault((what, unit), source.whole.name)
+    for what, number_of_units in Counter(what for what, _ in units).items():
+        if number_of_units > 1:
+            shown = [f"{u} in {name}" for (w, u), name in units.items() if w == what]
+            yield error(
+                "", f"{what} has several units: {', '.join(shown)}. Expected one."
+            )
     options = task.data.training_data
     place = f"{task.place('training')}.training_data.frame_weights"
     systems = [source.name for source in data.train if set(WEIGHTS) & {*source.unread}]

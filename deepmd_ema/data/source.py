@@ -168,6 +168,7 @@ class FrameSource(ABC):
         is_slow: whether reading a frame takes so long that even small ones are worth keeping.
         warnings: what of the stored frames is not read although it may have been meant, with its
             place.
+        units: unit that the frames state of properties, which have none that labels know.
         numbers: (num_frames,) of the frames in the source that was opened.
     """
 
@@ -178,6 +179,7 @@ class FrameSource(ABC):
     kinds: Sequence[str] | None = field(default=None, repr=False)
     is_slow: bool = True
     warnings: Sequence[str] = field(default=(), repr=False)
+    units: Mapping[str, str] = field(default_factory=dict, repr=False)
     _whole: FrameSource | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -268,6 +270,7 @@ class FrameSubset(FrameSource):
             kinds,
             whole.is_slow,
             whole.warnings,
+            whole.units,
         )
         # a part of a part refers to the source that was opened, so that frames are read in one step
         self._whole = whole.whole

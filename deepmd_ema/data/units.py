@@ -110,7 +110,7 @@ def stated_factor(key: str, text: str, unit: str) -> float:
     Raises:
         DataError: if the unit is not known, or one of another quantity.
     """
-    spelled, powers = _spelled(text), _POWERS[unit]
+    spelled, powers = spelled_unit(text), _POWERS[unit]
     # all spellings of units of this quantity: lengths and energies alone or as quotients
     table = {"au": quantity_factor(HARTREE, BOHR, unit)}
     power = "" if abs(powers[1]) == 1 else f"^{abs(powers[1])}"
@@ -154,13 +154,13 @@ def stated_system(key: str, text: str) -> tuple[float, float]:
     Raises:
         DataError: if they are not known.
     """
-    if (spelled := _spelled(text)) in _SYSTEMS:
+    if (spelled := spelled_unit(text)) in _SYSTEMS:
         return _SYSTEMS[spelled]
     # a list of units: what it does not name is in eV and angstrom
     energy = 1.0
     length = 1.0
     for part in re.split(r"[,;\s]+", text.strip()):
-        word = _spelled(part)
+        word = spelled_unit(part)
         dividend, _, divisor = word.rpartition("/")
         if dividend and divisor in _LENGTHS:  # the unit of forces
             energy = stated_factor(key, dividend, "eV")
@@ -172,7 +172,15 @@ def stated_system(key: str, text: str) -> tuple[float, float]:
     return energy, length
 
 
-def _spelled(text: str) -> str:
+def is_unusual(text: str) -> bool:
+    """Whether a text is another unit of energy or length, or system of them, than eV, angstrom."""
+    spelled = spelled_unit(text)
+    parts = {spelled, *spelled.rsplit("/", 1)}
+    factors = {(_ENERGIES | _LENGTHS).get(part, 1.0) for part in parts}
+    return {*factors, *_SYSTEMS.get(spelled, ())} != {1.0}
+
+
+def spelled_unit(text: str) -> str:
     """Return a unit in one spelling: in small letters, as a quotient, with powers after ^."""
     spelled = text.strip().lower()
     for pattern, replacement in _SPELLINGS:

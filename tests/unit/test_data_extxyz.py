@@ -13,7 +13,9 @@ from data_files import LABELS, text, toy_atoms
 from helpers import assert_same_files, open_data, tiny_input
 
 from deepmd_ema.cli import main
+from deepmd_ema.config import config_from_dict
 from deepmd_ema.data.check.report import check_systems
+from deepmd_ema.data.run import check_task, open_run
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.errors import DataError
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
@@ -591,6 +593,86 @@ def test_units_that_are_not_known_are_errors(write_text, stated, expected):
     with pytest.raises(DataError) as caught:
         open_data([write_text(text(**stated))], ["O", "H"], LABELS)
     assert str(caught.value).startswith(f"a.xyz: frame 0 (from 0): {expected}")
+
+
+@pytest.mark.parametrize(
+    ("stated", "factor"),
+    [
+        ({"energies_unit": "hartree", "forces_unit": "eV/angstrom"}, HARTREE),
+        ({"unit_of_energies": "hartree", "forces_unit": "eV/angstrom"}, HARTREE),
+        ({"unit_system": "atomic"}, HARTREE),
+        (
+            {"energy_units": "Ha", "force_units": "eV/A", "temperature_unit": "au"},
+            HARTREE,
+        ),
+        ({"formula_units": 4, "unit_number": 7}, 1.0),
+    ],
+)
+def test_other_spellings_of_keys_of_units_are_understood(write_text, stated, factor):
+    frame = open_one(write_text(text(**stated))).frame(0)
+    assert frame.labels["energy"] == pytest.approx(-1.5 * factor)
+
+
+@pytest.mark.parametrize(
+    "key", ["e_unit", "E_units", "unit_of_e0", "energy_per_atom_unit"]
+)
+def test_a_unit_of_nothing_that_is_known_is_an_error(write_text, key):
+    expected = (
+        f"{key} = 'hartree': is the unit of nothing that is known. Expected energy_unit"
+    )
+    assert expected in problems_of(write_text(text(**{key: "hartree"})))
+    # eV and angstrom are the units of all that is read
+    assert open_one(write_text(text(**{key: "eV"}))).frame(0).labels["energy"] == -1.5
+
+
+@pytest.mark.parametrize("stated", ["dipole", "dipoles", "atomic_dipole"])
+def test_dipoles_of_frames_and_of_atoms_have_one_unit(write_text, stated):
+    rows = "O 0 0 0 1 0 0\nH 0 0 1 0 1 0\n"
+    head = {
+        "Properties": "species:S:1:pos:R:3:atomic_dipole:R:3",
+        "dipole": "1 0 0",
+        f"{stated}_unit": "debye",
+    }
+    labels = ["dipole", "atom_dipole"]
+    frame = open_one(write_text(text(rows, **head)), labels=labels).frame(0)
+    debye = 0.2081943328
+    assert frame.labels["dipole"] == pytest.approx([debye, 0, 0])
+    assert frame.labels["atom_dipole"][1] == pytest.approx([0, debye, 0])
+    # positions in bohr, and dipoles in e*angstrom or in e*bohr
+    del head[f"{stated}_unit"]
+    lengths = text(rows, **head, energy=None, length_unit="bohr")
+    assert "the unit of dipole is not stated" in problems_of(
+        write_text(lengths), labels=labels
+    )
+
+
+def test_units_of_a_property_are_compared_and_shown(write_text):
+    def gaps(*units, name):
+        frames = [text(gap=1.5, gap_unit=unit) for unit in units]
+        return write_text(*frames, name=name)
+
+    label = ["gap[1]"]
+    files = [
+        gaps("eV", "eV", name="a.xyz"),
+        gaps("hartree", name="b.xyz"),
+        gaps("EV", name="c.xyz"),
+    ]
+    assert problems_of(gaps("eV", "Ha", name="d.xyz"), labels=label) == (
+        "d.xyz: gap[1] is in ev and ha: expected one unit in all frames."
+    )
+    source = open_one(files[1], labels=label)
+    assert source.frame(0).labels == {"gap[1]": 1.5}
+    assert source.notes[0] == "reads gap[1] from gap (stated in hartree)"
+    fitting = {"type": "property", "property_name": "gap", "task_dim": 1}
+    for chosen, number in ((files, 1), (files[::2], 0)):
+        values = tiny_input(
+            chosen, model__fitting_net=fitting, loss={"type": "property"}
+        )
+        config = config_from_dict(values)
+        problems = check_task(config, "", open_run(config)[""]).problems
+        assert [text for text in problems if "units" in text] == [
+            "gap[1] has several units: ev in a.xyz, hartree in b.xyz. Expected one."
+        ] * number
 
 
 def test_the_unit_of_the_name_that_is_read_is_taken(write_text):

@@ -218,6 +218,11 @@ def test_units_change_every_array_of_a_file(name):
             "Quantum ESPRESSO",
             "     convergence NOT achieved after 100 iterations: stopping",
         ),
+        ("GAMESS", " SCF IS UNCONVERGED, TOO MANY ITERATIONS"),
+        (
+            "ABINIT",
+            " scprqt:  WARNING -  nstep=    4 was not enough SCF cycles to converge;",
+        ),
         ("SIESTA", "SCF_NOT_CONV: SCF did not converge  in maximum number of steps."),
     ],
 )

@@ -17,6 +17,7 @@ from deepmd_ema.text import counted, first_few
 # texts that a program writes once for each step whose electrons did not converge; the texts of one
 # program are of its versions, or of one event
 _FAILURES = {
+    "ABINIT": (b"was not enough SCF cycles to converge",),
     "ABACUS": (
         b"convergence has NOT been achieved",
         b"convergence has not been achieved @_@",
@@ -26,6 +27,7 @@ _FAILURES = {
     "CP2K": (b"SCF run NOT converged",),
     "DFTB+": (b"SCC is NOT converged",),
     "FHI-aims": (b"SELF-CONSISTENCY CYCLE DID NOT CONVERGE",),
+    "GAMESS": (b"SCF IS UNCONVERGED, TOO MANY ITERATIONS",),
     "GPAW": (b"Did not converge!",),
     "NWChem": (b"Calculation failed to converge",),
     "ORCA": (b"Wavefunction not fully converged", b"SCF NOT CONVERGED AFTER"),

@@ -167,6 +167,7 @@ def open_extxyz(path: Path, choice: str, spec: ReadSpec) -> ExtxyzFile:
         unread,
         inventory.lines(),
         kinds,
+        units={what: next(iter(units)) for what, units in inventory.stated.items()},
         path=path,
         spec=spec,
         starts=ends,

@@ -31,7 +31,9 @@ from deepmd_ema.config.labels import (
 from deepmd_ema.data.source import BOX, COORD, Frame, ReadSpec, rows_per
 from deepmd_ema.data.units import (
     STRESS_UNIT,
+    is_unusual,
     quantity_factor,
+    spelled_unit,
     stated_factor,
     stated_system,
 )
@@ -97,6 +99,8 @@ _OTHER = {
 _UNIT_KEY = re.compile(
     r"(.*?)[_\- ]?units?|units?[_\- ](?:of[_\- ])?(.+)", re.IGNORECASE
 )
+# quantities that are not read, in units that energies or lengths may have
+_OTHER_UNITS = re.compile("time|mass|charge|mag|temperature|veloc|moment|freq|spin")
 _LENGTH_NAMES = {
     COORD,
     "length",
@@ -108,6 +112,16 @@ _LENGTH_NAMES = {
     "coords",
 }
 _LENGTH_NAMES |= {"coordinates", "lattice", "cell", BOX}
+# the quantity whose unit is that of another one where none is stated for it
+_SAME_UNIT = {
+    VIRIAL: ENERGY,
+    ATOM_ENERGY: ENERGY,
+    ENERGY: ATOM_ENERGY,
+    DIPOLE: ATOM_DIPOLE,
+    ATOM_DIPOLE: DIPOLE,
+    POLAR: ATOM_POLAR,
+    ATOM_POLAR: POLAR,
+}
 # quantities whose units are powers of those of energy and length
 _MECHANICAL = (ENERGY, FORCE, VIRIAL, STRESS, ATOM_ENERGY, HESSIAN)
 
@@ -152,6 +166,7 @@ class Inventory:
         unused: what frames have that is not wanted.
         states_units: whether frames name the units of their numbers.
         stating: by what is read, the number of frames whose unit of it is stated.
+        stated: by property, the number of frames that state each unit of it.
         converts: whether a unit is not the usual one.
         reader: the program that reads the file, and the name that it has for the format.
         units: units of length and energy that this reader takes the numbers for; None for those
@@ -169,6 +184,7 @@ class Inventory:
     unused: set[str] = field(default_factory=set)
     states_units: bool = False
     stating: Counter[str] = field(default_factory=Counter)
+    stated: dict[str, Counter[str]] = field(default_factory=dict)
     converts: bool = False
     reader: str = "dp-ema"
     units: tuple[str, str] | None = ("angstrom", "eV")
@@ -242,6 +258,10 @@ class Inventory:
             factors = unit_factors(frame.per_frame, sources)
             self.stating.update(factors.keys())
             self.converts |= any(factor != 1 for factor in factors.values())
+            for what in sources.keys() - _NAMES.keys():
+                if entry := stated.get(sources[what].lower()):
+                    unit = spelled_unit(entry[1])
+                    self.stated.setdefault(what, Counter())[unit] += 1
             converted = [
                 f"{what} by {factor:.9g}"
                 for what, factor in factors.items()
@@ -299,6 +319,11 @@ class Inventory:
             )
         frames_with = {what: names.total() for what, names in self.read.items()}
         frames_with[COORD] = self.num_frames
+        problems += [
+            f"{what} is in {' and '.join(units)}: expected one unit in all frames."
+            for what, units in self.stated.items()
+            if len(units) > 1
+        ]
         for what, number in self.stating.items():
             if self.converts and 0 < number < frames_with.get(what, 0):
                 problems.append(
@@ -332,6 +357,8 @@ class Inventory:
                 )
             if what == VIRIAL:
                 text += " (eV, -volume * stress)"
+            if units := self.stated.get(what):
+                text += f" (stated in {first_few([*units])})"
             parts.append(text + in_frames(frames))
         lines = [f"reads {', '.join(parts) or 'positions only'}"]
         if self.left:
@@ -469,6 +496,9 @@ def stated_units(per_frame: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
     Quantities are labels, names of arrays, and lengths (``coord``). A unit of all numbers is under
     an empty name. Keys of other quantities, such as ``time_unit``, are left out.
+
+    Raises:
+        DataError: if a unit is not eV or angstrom, and its key names no quantity.
     """
     stated = dict[str, tuple[str, str]]()
     present = {"", *map(str.lower, per_frame)}
@@ -480,13 +510,20 @@ def stated_units(per_frame: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
         plain = _ORIGIN.sub("", name).replace("-", "_")
         # a pressure has the unit of a stress
         plain = "stress" if plain == "pressure" else plain
-        labels = [what for what, names in _NAMES.items() if plain in (what, *names)]
+        name = "" if plain == "system" else name
+        spellings = {plain, plain.removesuffix("s")}
+        labels = [what for what, names in _NAMES.items() if spellings & {what, *names}]
         quantities = labels[:1]
         if not quantities and plain in _LENGTH_NAMES:
             quantities = [COORD]
         if quantities or name in present:
             for quantity in (name, *quantities):
                 stated.setdefault(quantity, (key, str(value)))
+        elif is_unusual(str(value)) and not _OTHER_UNITS.search(plain):
+            raise DataError(
+                f"{key} = {show_text(str(value))}: is the unit of nothing that is known. Expected "
+                "energy_unit, forces_unit, length_unit, NAME_unit of an array, or units of all."
+            )
     return stated
 
 
@@ -495,8 +532,8 @@ def unit_factors(
 ) -> dict[str, float]:
     """Return factors to the units of ``config.labels`` of everything whose unit a frame states.
 
-    Positions are among it. A unit that is not stated follows from others: that of virials and of
-    energies of atoms from that of the energy, all from the unit of all numbers.
+    Positions are among it. A unit that is not stated follows from others: that of a virial from
+    that of the energy, of labels of atoms and of frames from each other, all from the unit of all.
 
     Args:
         per_frame: what belongs to the frame, by name.
@@ -538,7 +575,7 @@ def unit_factors(
         )
         if not unit or what not in _NAMES:
             continue
-        fallback = stated.get(ENERGY) if what in (VIRIAL, ATOM_ENERGY) else None
+        fallback = stated.get(_SAME_UNIT.get(what, what))
         entry = stated.get(name.lower(), stated.get(what, fallback))
         if entry is not None:
             factors[what] = stated_factor(*entry, unit)
@@ -547,7 +584,7 @@ def unit_factors(
                 unusual["eV"].append(f"{entry[0]} = {entry[1]}")
         elif system is not None:
             factors[what] = quantity_factor(*system, unit)
-        elif what in _MECHANICAL:
+        elif what in _MECHANICAL or what in _SAME_UNIT:
             unstated.append((name, unit))
     for name, unit in unstated:
         if reasons := [
