@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = np.ndarray
 
-SETTINGS = (
-    "dp_ema_settings"  # options that DeePMD-kit's hash leaves out; not read by it
-)
+# options that DeePMD-kit's hash leaves out, and the digest of the data; not read by it
+SETTINGS = "dp_ema_settings"
 OBSERVED = "observed_type"
 
 
@@ -41,11 +40,13 @@ def write_stat_file(
     """
     path = Path(path)
     bias, spread = _bias_names(config)
+    options = json.dumps({"model": data_options(config)})
     items: dict[str, Array] = {
         bias: statistics.fit.bias.reshape(len(config.type_map), -1),
         spread: statistics.fit.std.reshape(len(config.type_map), -1),
         OBSERVED: np.array(statistics.observed, dtype=bytes),
-        SETTINGS: np.array([json.dumps({"model": data_options(config)}).encode()]),
+        # versions before the digest read the first text only
+        SETTINGS: np.array([options.encode(), statistics.content.encode()]),
         **statistics.measured,
         **statistics.conditions,
     }
@@ -94,8 +95,9 @@ def read_stat_file(
     names = [bias, spread, OBSERVED, *descriptor.sum_names, *conditions]
     try:
         stored = _read(path, " ".join(config.type_map), [*names, SETTINGS])
+        settings = stored.pop(SETTINGS, np.empty(0)).ravel().tolist()
         # other options are a reason to measure again, not an error
-        reason = _difference(stored.pop(SETTINGS, None), config)
+        reason = _difference(settings, config)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"{path}: statistics that cannot be read ({error}). Remove it to make it anew."
@@ -117,14 +119,16 @@ def read_stat_file(
         fit=BiasFit(stored[bias].reshape(shape), stored[spread].reshape(shape)),
         observed=tuple(name.decode() for name in stored[OBSERVED].ravel()),
         protect=config.data_stat_protect,
+        # DeePMD-kit and earlier versions wrote none
+        content=b"".join(settings[1:]).decode(),
     )
 
 
-def _difference(settings: Array | None, config: ModelConfig) -> str:
+def _difference(settings: Sequence[bytes], config: ModelConfig) -> str:
     """Return the options of a model that differ from those of a file; empty if none does."""
-    if settings is None:  # written by DeePMD-kit
+    if not settings:  # written by DeePMD-kit
         return ""
-    stored = json.loads(np.ravel(settings)[0])
+    stored = json.loads(settings[0])
     if "model" not in stored:
         return "it was written by an earlier version of dp-ema, which did not store all options"
     # as JSON has it: without tuples

@@ -34,6 +34,7 @@ class Statistics:
         fit: energy of each element.
         observed: elements that the data hold, sorted by name.
         protect: smallest spread of frame and atom parameters.
+        content: digest of the data; empty if it is unknown.
     """
 
     type_map: tuple[str, ...]
@@ -42,6 +43,7 @@ class Statistics:
     fit: BiasFit
     observed: tuple[str, ...] = ()
     protect: float = 0.01
+    content: str = ""
 
     def lines(self) -> list[str]:
         """Return lines about the fit of the energies."""

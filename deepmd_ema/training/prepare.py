@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -421,10 +421,21 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
         task.config.data.stat_file,
         f"{task.config.place('training')}.stat_file",
     )
+    # frames that are split off for validation have no share in the statistics
+    content = task.content and f"{task.content} {task.split}"
     if path is not None:
         stored = read_stat_file(path, task.config.model, task.model.descriptor)
         if isinstance(stored, Statistics):
             logger.info("statistics are those of %s", path)
+            # one of them is empty if files of the data could not be read again, or the file does
+            # not say of which data it is
+            if content and stored.content not in ("", content):
+                logger.warning(
+                    "%s = %s: its statistics are of other training data than those of this run. "
+                    "Remove it to compute them anew, or name another file.",
+                    place,
+                    path,
+                )
             return stored
         if task.config.data.stat_file_mode == "read":
             raise DataError(
@@ -437,7 +448,9 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
                 "%s = %s: %s. The statistics are computed anew.", place, path, stored
             )
     batches = _statistics_batches(task, seed, num_ranks)
-    statistics = collect_statistics(task.model, task.config.model, batches)
+    statistics = replace(
+        collect_statistics(task.model, task.config.model, batches), content=content
+    )
     if path is not None:
         advice = "Remove the file that is there, name another place, or leave the option out."
         with writing(f"{place}: {path}", advice):

@@ -208,6 +208,18 @@ def test_a_stat_file_has_the_layout_of_deepmd_kit(folders, golden, tmp_path):
         assert np.load(stream).tolist() == [b"H", b"O"]
 
 
+def test_a_stat_file_has_the_digest_of_its_data_after_what_0_3_0_reads(
+    folders, tmp_path
+):
+    config, found = case("plain", folders)
+    write_stat_file(tmp_path / "stat", config, replace(found, content="0123abcd"))
+    with (tmp_path / "stat" / "O H" / SETTINGS).open("rb") as stream:
+        options, content = np.load(stream)
+    assert json.loads(options).keys() == {"model"}
+    assert content == b"0123abcd"
+    assert read(tmp_path / "stat", config).content == "0123abcd"
+
+
 def test_a_stat_file_of_other_options_is_not_taken(folders, tmp_path):
     config, found = case("plain", folders)
     write_stat_file(tmp_path / "stat", config, found)
