@@ -20,6 +20,7 @@ from deepmd_ema.infer.evaluate import first_frames, open_labelled, predict
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.model.metrics import FrameResult
 from deepmd_ema.report.table import Column, Table, render
+from deepmd_ema.text import printable
 
 # M models, F frames, N atoms
 
@@ -72,7 +73,7 @@ class DeviationReport:
         path = Path(path)
         with (
             atomic_write(path, "Choose another -o.") as part,
-            part.open("w", encoding="utf-8") as file,
+            part.open("w", encoding="utf-8", errors="replace") as file,
         ):
             for name, rows in self.systems.items():
                 head = "step".ljust(10) + "".join(
@@ -84,9 +85,8 @@ class DeviationReport:
                     else ""
                 )
                 formats = ["%12d", *["%19.6e"] * (rows.shape[1] - 1)]
-                np.savetxt(
-                    file, rows, fmt=formats, delimiter="", header=f"{name}\n{head}"
-                )
+                header = f"{printable(name)}\n{head}"
+                np.savetxt(file, rows, fmt=formats, delimiter="", header=header)
         return path
 
     def text(self) -> str:

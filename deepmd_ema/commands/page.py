@@ -40,7 +40,7 @@ from deepmd_ema.report.plots import Figure, Key, curve_figures, parity_figures
 from deepmd_ema.report.record import Part, table_of_times
 from deepmd_ema.report.status import ENDED, RunStatus, describe_row
 from deepmd_ema.report.table import Cell, Column, Table, duration, significant
-from deepmd_ema.text import command, counted
+from deepmd_ema.text import command, counted, printable
 from deepmd_ema.utils import LIVE
 
 VALIDATION = "validation"
@@ -118,9 +118,9 @@ def write_report(
         Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     )
     with atomic_write(output) as part:
-        part.write_text(
-            template.substitute(title=escape(page.title), body=body), encoding="utf-8"
-        )
+        # names of systems and options of an input may be of others
+        text = printable(template.substitute(title=escape(page.title), body=body))
+        part.write_text(text, encoding="utf-8", errors="replace")
     if len(page.weights) > 2 and average is None:
         unshown = ", ".join(page.weights[2:])
         page.remarks.append(

@@ -65,7 +65,7 @@ from deepmd_ema.report.facts import (
     show_metric,
 )
 from deepmd_ema.report.table import Column, Table, render
-from deepmd_ema.text import counted
+from deepmd_ema.text import counted, printable
 
 logger = logging.getLogger(__name__)
 
@@ -690,5 +690,6 @@ def _write_table(
         part.open("w", encoding="utf-8", errors="replace") as file,
     ):
         for system, parts in blocks.items():
-            np.savetxt(file, np.vstack(parts), header=f"{system}{unit}: {columns}")
+            header = printable(f"{system}{unit}: {columns}")
+            np.savetxt(file, np.vstack(parts), header=header)
     return path

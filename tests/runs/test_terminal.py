@@ -137,6 +137,7 @@ def test_a_name_in_a_file_of_another_does_not_steer_the_terminal(
     monkeypatch.chdir(tmp_path)
     folder = f"data{ESCAPE}"
     write_system(folder)
+    other = str(write_system(f"other{ESCAPE}", seed=1, natoms=8))
     model, _ = write_run(tmp_path / "run")
     content = checkpoint.load(model)
     checkpoint.save("model.pt", {**content, "version": f"1{ESCAPE}"})
@@ -152,7 +153,7 @@ def test_a_name_in_a_file_of_another_does_not_steer_the_terminal(
         ["convert", folder, "converted"],
         ["neighbor-stat", "-s", folder, "-r", "3", "-t", "O", "H"],
         ["init", folder, "-o", f"proposed{ESCAPE}.json"],
-        ["report", str(model.parent), "-o", f"page{ESCAPE}.html"],
+        ["report", ".", "-s", folder, other, "-o", f"page{ESCAPE}.html"],
         ["show", folder],
     ):
         main(words)
@@ -162,6 +163,29 @@ def test_a_name_in_a_file_of_another_does_not_steer_the_terminal(
         assert SHOWN in text or words[0] in ("train", "neighbor-stat"), (
             words
         )  # which name no file here
+    # nor does it when a person prints what was written
+    for pattern in ("data*.e.out", "model_devi.out", "page*.html"):
+        (file,) = tmp_path.glob(pattern)
+        written = file.read_text()
+        assert SHOWN in written, pattern
+        assert not set("\x1b\x07\u202e") & set(written), pattern
+
+
+def test_a_name_that_is_no_text_is_written_with_a_question_mark(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    folder = os.fsdecode(b"data\xff")
+    try:
+        write_system(folder)
+    except OSError:
+        pytest.skip("this file system has names in Unicode only")
+    other = str(write_system("other", seed=1, natoms=8))
+    Path("input.json").write_text(json.dumps(tiny_input([other], num_steps=1)))
+    assert main(["train", "input.json", "--device", "cpu"]) == 0
+    assert main(["test", "-m", ".", "-s", folder, "-d", "detail"]) == 0
+    assert main(["model-devi", "-m", ".", ".", "-s", folder, "-o", "devi.out"]) == 0
+    assert main(["report", ".", "-s", folder, other, "-o", "page.html"]) == 0
+    for name in ("detail.e.out", "devi.out", "page.html"):
+        assert "data?" in Path(name).read_text(encoding="utf-8"), name
 
 
 def test_commands_print_by_the_function_that_filters():
