@@ -484,9 +484,9 @@ def _choose_recipe(wishes: Wishes, data: _Data) -> _Recipe:
 
 
 def _average_window(steps: int) -> int:
-    """Return the number of steps that the average of a run is over."""
+    """Return the number of steps that the average of a run is over, at least two."""
     window = max(10, steps // _WINDOW)
-    return max(1, min(window, steps // _MIN_WINDOWS))
+    return max(2, min(window, steps // _MIN_WINDOWS))
 
 
 def _number_of_validations(steps: int, data: _Data) -> int:

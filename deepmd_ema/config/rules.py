@@ -704,16 +704,18 @@ def _lengths_to_look_at(
     for number, average in enumerate(run.training.averaging):
         place = f"training.averaging[{number}]"
         name, value = average.length
-        longest = _MAX_WINDOW * num_steps
+        # an average of one step is none: in a run of a few steps two are not too many
+        longest = max(2.0, _MAX_WINDOW * num_steps)
         # frames and epochs have no length in steps before the data are read
         unit = "steps" if name == "decay" else getattr(average, "half_life_unit", "")
         if isinstance(average, EmaProfile) and unit in steps_per:
             text = f" = {value:g}"
-            # The window is 1 / (1 - d) steps, and the value suggested has half the longest one. Of
-            # a half-life h in steps d is 2^(-1/h); expm1 keeps 1 - d exact where h is long.
+            # The window is 1 / (1 - d) steps, and the value suggested has half the longest one, or
+            # two steps. Of a half-life h in steps d is 2^(-1/h); expm1 keeps 1 - d exact where h is
+            # long.
             if name == "decay":
                 window = 1 / (1 - value)
-                better = max(0.0, 1 - 1 / max(1.0, longest / 2))
+                better = 1 - 1 / max(2.0, longest / 2)
             else:
                 steps = steps_per[unit]
                 window = 1 / -math.expm1(-math.log(2) / (value * steps))

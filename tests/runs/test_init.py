@@ -132,11 +132,15 @@ def test_a_short_run_validates_rarely_and_a_long_one_ten_times():
 
 
 def test_an_input_of_any_length_has_no_warning(tmp_path):
-    """The average of a run of 15 steps was over 10 of them, for which ``check`` warns."""
+    """The average of a run of 15 steps was over 10 of them, for which ``check`` warns, and that of
+    5 steps over one, which is none.
+    """
     data = str(write_system(tmp_path / "data", frames=8))
-    for steps in (5, 15, 49, 50, 399, 1000):
+    for steps in (1, 5, 9, 10, 15, 49, 50, 399, 1000):
         values = propose(Wishes([data], steps=steps)).values
-        assert not config_warnings(config_from_dict(values), steps, {"": 1.0}), steps
+        assert values["training"]["ema_decay"] >= 0.5, steps
+        run = config_from_dict(values)
+        assert not config_warnings(run, steps, {"steps": 1.0}), steps
 
 
 @pytest.mark.parametrize("name", read_preset(MODELS))

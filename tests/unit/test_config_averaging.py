@@ -290,6 +290,21 @@ def warned(*entries, steps_per=None, **changes):
     return [line for line in found if "averaging" in line]
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 5, 9, 10, 20])
+def test_no_average_of_a_single_step_is_proposed(num_steps):
+    def about(decay):
+        average = {"name": "b", "decay": decay}
+        found = warned(
+            average, steps_per={"steps": 1.0}, training__numb_steps=num_steps
+        )
+        return [line for line in found if "may lag" in line]
+
+    (line,) = about(0.99)
+    better = float(line.rpartition("Try ")[2].rstrip("."))
+    assert better >= 0.5
+    assert about(better) == []
+
+
 def test_a_half_life_is_measured_in_steps_before_it_is_warned_about():
     long = {"name": "b", "half_life": 300}  # a window of 433 steps
     assert warned(long) == [
