@@ -190,6 +190,7 @@ SLOW_MODULES = {
     "test_run_report",
     "test_sharded_checkpoint",
     "test_short_range",
+    "test_stat_file",
     "test_test_data",
     "test_torch_sim",
     "test_train",

@@ -163,7 +163,7 @@ def averages(teacher: Runs, student: Runs, picture: Path) -> list[Row]:
             frames[-1].info["seconds"] - frames[0].info["seconds"]
             for frames in runs.values()
         )
-        / picoseconds(runs)
+        / (picoseconds(runs) or np.nan)  # nan where all dynamics have a single frame
         for runs in both
     ]  # of the first frame: also loading
     atoms = next(iter(teacher.values()))[0]
@@ -204,7 +204,9 @@ def averages(teacher: Runs, student: Runs, picture: Path) -> list[Row]:
         )
         series = [radial(runs[kelvin, "same"]) for runs in both]
         means, halves = zip(*map(interval, series))
-        near = np.abs(MIDDLES - MIDDLES[means[0].argmax()]) < PEAK_WIDTH
+        # a slow teacher has too few frames for an average: the peak is then that of the student
+        shown = means[0] if np.isfinite(means[0]).all() else means[1]
+        near = np.abs(MIDDLES - MIDDLES[shown.argmax()]) < PEAK_WIDTH
         for what, unit, of in (
             (
                 "distance",

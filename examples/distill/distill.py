@@ -60,6 +60,9 @@ MAX_FORCE = 50  # eV/angstrom, of a label
 MAX_LABELS = 120  # in a round, and of the end
 MIN_TRAINING = 0.005  # h
 MIN_HOURS = 0.05
+# of an input, each with at least twice the time of the last; each measures some steps
+MAX_TRIES = 3
+MIN_STEPS = 100  # of a training, the fewest that `dp-ema init --hours` writes
 PROGRESS_S = 60.0  # between two lines while students are trained
 MAX_SLOWDOWN = 2.0  # a short training is mostly its start
 # parts of the time: dynamics of the teacher, training and dynamics of a round, last training, end
@@ -237,19 +240,35 @@ def command(folder: Path, *arguments: object) -> str:
 
 
 def propose(folder: Path, hours: float) -> None:
-    """Write the input that `dp-ema init` proposes for this time, or for the least time that it
-    needs here.
+    """Write the input that `dp-ema init` proposes for this time, or for more where it is too little
+    for a training here.
     """
-    words = ("init", "../frames.extxyz", "-o", "proposed.json", "--hours")
+    words = ("init", "../frames.extxyz", "-o", "proposed.json")
+    # of a run that was stopped before it took the input: init replaces no file
+    (folder / "proposed.json").unlink(missing_ok=True)
+    # on a busy machine a step may take many times as long as planned, and as long again when it is
+    # measured the next time: a small student is better than no table
+    for _ in range(MAX_TRIES):
+        least = least_hours(folder, *words, "--hours", hours)
+        if least is None:
+            return
+        hours = max(2 * hours, 1.2 * least)
+    # a number of steps fits any load
+    command(folder, *words, "--steps", MIN_STEPS)
+
+
+def least_hours(folder: Path, *words: object) -> float | None:
+    """Return the least time of a training, for which that of `dp-ema init` is too little; None if
+    it has written the input.
+    """
     try:
-        command(folder, *words, hours)
+        command(folder, *words)
     except RuntimeError as error:
-        # on a busy machine a step may take many times as long as planned: a small student is better
-        # than no table
         least = re.search(r"and a run needs .*?\(--hours ([\d.]+)\)", str(error))
         if least is None:
             raise
-        command(folder, *words, 1.2 * float(least[1]))
+        return float(least[1])
+    return None
 
 
 def train(folder: Path, seed: int, hours: float) -> Source:

@@ -3,6 +3,7 @@ density at its end.
 """
 
 import argparse
+import itertools
 import json
 import re
 import signal
@@ -132,6 +133,7 @@ def test_parts_that_cannot_be_met_get_what_they_need(example, monkeypatch, tmp_p
     example.save(tmp_path / "frames.extxyz", frames)
     (tmp_path / "student").mkdir()
     command, hours = example.command, []
+    (tmp_path / "student/proposed.json").touch()  # of a run that was killed
 
     def command_once(folder, *words):
         """Run the first command, which fails: the second would measure the same steps again."""
@@ -147,6 +149,73 @@ def test_parts_that_cannot_be_met_get_what_they_need(example, monkeypatch, tmp_p
     assert hours == [1e-6, pytest.approx(1.2 * float(least))]
     log.write_text("[2026-01-02 03:04:05] 100  train E 1\n")
     assert example.last_line(log) == "100  train E 1"
+
+
+@pytest.mark.parametrize("slower", [1.5, 3.0, 100.0])
+def test_a_load_that_grows_between_measurements_does_not_end_the_run(
+    example, monkeypatch, tmp_path, slower
+):
+    """Each measurement finds steps that take longer than the last."""
+    calls, needed = [], [0.01]
+
+    def command(folder, *words):
+        option, value = words[-2:]
+        calls.append((option, value))
+        if option == "--hours" and value < needed[0]:
+            text = f"--hours {value:g}: a step takes 0.4 s here, and a run needs 1 min"
+            error = f"dp-ema init: {text} (--hours {needed[0]:g}) for 100 steps. Give more time."
+            needed[0] *= slower
+            raise RuntimeError(error)
+        return ""
+
+    monkeypatch.setattr(example, "command", command)
+    example.propose(tmp_path, 0.005)
+    *refused, accepted = calls
+    if slower > 2:
+        assert accepted == ("--steps", 100)
+    assert 1 <= len(refused) <= 3
+    assert all(
+        later >= 2 * hours for (_, hours), (_, later) in itertools.pairwise(refused)
+    )
+
+
+def test_another_error_of_init_ends_the_run(example, monkeypatch, tmp_path):
+    def command(folder, *words):
+        raise RuntimeError("dp-ema init: ../frames.extxyz: frame 3 has no energy")
+
+    monkeypatch.setattr(example, "command", command)
+    with pytest.raises(RuntimeError, match="frame 3 has no energy"):
+        example.propose(tmp_path, 1.0)
+
+
+@pytest.mark.parametrize(("teacher", "student"), [(6, 60), (60, 1), (6, 1)])
+def test_a_table_is_made_of_few_frames(example, tmp_path, teacher, student):
+    """A slow teacher, or students whose dynamics fail at once."""
+
+    def run(number, cell):
+        frames = []
+        for k in range(number):
+            frame = build.bulk("Al", cubic=True).repeat(2)
+            frame.set_cell(frame.cell * cell, scale_atoms=True)
+            frame.rattle(0.05, seed=k)
+            stress = 0.01 * (1 - cell) * np.eye(3)
+            frame.calc = example.SinglePointCalculator(frame, stress=stress)
+            frame.info = {"seconds": 0.1 * k, "failed": False}
+            frames.append(frame)
+        return frames
+
+    cells = {"small": 0.985, "same": 1.0, "large": 1.02}
+    both = [
+        {(300.0, name): run(number, cell) for name, cell in cells.items()}
+        for number in (teacher, student)
+    ]
+    rows = example.compare.averages(*both, tmp_path / "radial.svg")
+    height = next(row for row in rows if row[0].endswith("height"))
+    assert [value.startswith("nan") for value in height[2:]] == [
+        teacher < 10,
+        student < 10,
+    ]
+    assert example.compare.table(rows).count("\n") > len(rows)
 
 
 @pytest.mark.slow
