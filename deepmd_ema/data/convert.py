@@ -303,7 +303,8 @@ def _read(
                                 number, kind_of(frame), tuple(frame.symbols), arrays
                             )
                         )
-                lines += [f"  {line}" for line in (*about_units, *inventory.lines())]
+                about_names = inventory.lines(units or "angstrom,eV")
+                lines += [f"  {line}" for line in (*about_units, *about_names)]
                 part = frames[first:]
                 text = coarse_energies(
                     np.array([f.arrays.get(ENERGY, np.nan) for f in part]),

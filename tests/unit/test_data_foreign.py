@@ -170,8 +170,11 @@ def test_units_change_every_array_of_a_file(name):
     )
     write(name, atoms)
     reader = "dp-ema" if name == "a.xyz" else "ASE as traj"
-    assert f"  by {reader}, in angstrom and eV" in convert_data([name], "plain")
+    plainly = convert_data([name], "plain")
+    assert f"  by {reader}, in angstrom and eV" in plainly
+    assert any("(stress in eV/angstrom^3, positive" in line for line in plainly)
     reported = convert_data([name], "out", units="bohr,kcal/mol")
+    assert any("(stress in kcal/mol/bohr^3, positive" in line for line in reported)
     assert (
         f"  by {reader}, in bohr and kcal/mol (--units), not angstrom and eV"
         in reported

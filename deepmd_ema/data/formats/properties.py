@@ -338,8 +338,13 @@ class Inventory:
                 )
         return problems
 
-    def lines(self) -> list[str]:
-        """Return lines with the names that are read, and those that are not."""
+    def lines(self, base_units: str = "angstrom,eV") -> list[str]:
+        """Return lines with the names that are read, and those that are not.
+
+        Args:
+            base_units: of length and energy in the file.
+        """
+        length, energy = base_units.split(",")
 
         def in_frames(number: int) -> str:
             return (
@@ -352,11 +357,11 @@ class Inventory:
             text = what if what == name else f"{what} from {name}"
             if what == STRESS:
                 text = (
-                    f"virial = -volume * {name} ({name} in eV/angstrom^3, positive under tension, "
-                    "as in ASE)"
+                    f"virial = -volume * {name} ({name} in {energy}/{length}^3, positive under "
+                    "tension, as in ASE)"
                 )
             if what == VIRIAL:
-                text += " (eV, -volume * stress)"
+                text += f" ({energy}, -volume * stress)"
             if units := self.stated.get(what):
                 text += f" (stated in {first_few([*units])})"
             parts.append(text + in_frames(frames))
