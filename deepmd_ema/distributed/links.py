@@ -27,7 +27,7 @@ def link(path: Path, target: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     refusal = _lay(
-        path, lambda part: part.symlink_to(os.path.relpath(target, path.parent))
+        path, lambda part: os.symlink(os.path.relpath(target, path.parent), part)
     )
     if not refusal:
         return
