@@ -449,7 +449,7 @@ def predict(
         """Yield the batches, and note the most neighbors of an atom in all of them."""
         nonlocal most
         for batch in new_batches():
-            most = [*map(max, batch.most, most or batch.most)]
+            most = [max(counts) for counts in zip(batch.most, most or batch.most)]
             yield batch
 
     batches = prefetch(watched(), where, pad)

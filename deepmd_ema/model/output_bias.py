@@ -264,7 +264,9 @@ def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
     # one bias for all elements: the mean of the values per atom, of frames before those of atoms
     is_one = not frames.config.fitting_net.distinguish_types
     if is_one and atomic is not None:
-        atomic = None if len(frames) else np.zeros_like(atomic) + atomic.sum(0)
+        # atoms of excluded elements do not have the quantity
+        counted = np.delete(atomic, [*frames.config.excluded_types], axis=0).sum(0)
+        atomic = None if len(frames) else np.zeros_like(atomic) + counted
     bias, is_fixed = _given_energies(frames.config, atomic)
     if not len(frames):
         return BiasFit(bias, np.ones_like(bias))

@@ -240,19 +240,20 @@ def _validation_content(
     contents: Mapping[str, str],
     splits: Mapping[str, Split],
 ) -> dict[str, str]:
-    """Return digests of the validation data by task; empty where files cannot be read again.
+    """Return digests of the validation data by task, where files can be read again.
 
     Args:
         systems: data by task.
         contents: digests of the training data as they were opened.
         splits: validation frames that were split off training data.
     """
-    return {
-        name: contents[name] and f"{contents[name]} {splits[name].digest}"
-        if name in splits
-        else digest_of(data.valid)
-        for name, data in systems.items()
-    }
+    validated = {}
+    for name, data in systems.items():
+        if name not in splits:
+            validated[name] = digest_of(data.valid)
+        elif contents[name]:
+            validated[name] = f"{contents[name]} {splits[name].digest}"
+    return validated
 
 
 class _CheckedData(NamedTuple):

@@ -533,27 +533,36 @@ def test_a_model_without_network_explains_labels_that_are_sums_over_its_atoms(
 
 @pytest.mark.parametrize("intensive", [False, True])
 @pytest.mark.parametrize("of_frames", [False, True])
+@pytest.mark.parametrize("excluded", [[], ["H"]])
+@pytest.mark.parametrize("type_map", [["O", "H", "Na"], ["Na", "H", "O"]])
 def test_one_bias_of_all_elements_is_a_mean_also_with_labels_of_atoms(
-    of_frames, intensive
+    type_map, excluded, of_frames, intensive
 ):
     """Labels of frames count before those of atoms, and are not added to them."""
     fitting = {"type": "property", "property_name": "band", "task_dim": 1}
     fitting |= {"distinguish_types": False, "intensive": intensive}
     section = {
-        "type_map": ["O", "H", "Na"],
+        "type_map": type_map,
+        "atom_exclude_types": [type_map.index(name) for name in excluded],
         "descriptor": SECTIONS["se_e2_a"],
         "fitting_net": fitting,
     }
     config = model_config_from_dict(section)
     model, (of_frame, of_atom) = build_model(config), config.fitting_net.labels
     frames, coord = [], np.arange(9.0).reshape(-1, 3)
+    symbols = ["O", "H", "H"]
+    types = np.array([type_map.index(symbol) for symbol in symbols])
+    counted = [symbol not in excluded for symbol in symbols]
     for value in (5.0, 8.0):
-        labels = {of_atom: np.array([[value], [value + 1], [value + 2]])}
+        of_atoms = np.array([[value], [value + 1], [value + 2]])
+        labels = {of_atom: of_atoms}
         if of_frames:
-            labels[of_frame] = np.array([value if intensive else 3 * value])
-        frames.append(Frame(coord, np.array([0, 1, 1]), None, labels))
+            # another mean than that of the labels of atoms
+            label = of_atoms[counted] - 1
+            labels[of_frame] = label.mean(0) if intensive else label.sum(0)
+        frames.append(Frame(coord, types, None, labels))
     statistics = collect_statistics(model, config, [collate(frames, model.layout)])
-    expected = 6.5 if of_frames else 7.5
+    expected = (6.5 if excluded else 7.5) - of_frames
     np.testing.assert_allclose(statistics.fit.bias, expected, rtol=0, atol=1e-12)
 
 
