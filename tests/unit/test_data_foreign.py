@@ -296,10 +296,9 @@ def test_forces_in_a_file_that_were_not_read_are_reported(monkeypatch):
     )
 
 
-def test_of_virials_and_stresses_in_one_frame_the_virials_are_read(monkeypatch):
-    """Relaxations of ABACUS have both in dpdata."""
-    package = types.ModuleType("dpdata")
-    data = {
+def one_atom(**changes):
+    """Return the arrays of dpdata of one frame with one atom."""
+    return {
         "atom_names": ["H"],
         "atom_types": np.zeros(1, int),
         "coords": np.zeros((1, 1, 3)),
@@ -307,8 +306,13 @@ def test_of_virials_and_stresses_in_one_frame_the_virials_are_read(monkeypatch):
         "forces": np.zeros((1, 1, 3)),
         "cells": 4 * np.eye(3)[None],
         "virials": 2.0 * np.eye(3)[None],
-        "stress": 7.0 * np.eye(3)[None],
-    }
+    } | changes
+
+
+def test_of_virials_and_stresses_in_one_frame_the_virials_are_read(monkeypatch):
+    """Relaxations of ABACUS have both in dpdata."""
+    package = types.ModuleType("dpdata")
+    data = one_atom(stress=7.0 * np.eye(3)[None])
     package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data=data)
     monkeypatch.setitem(sys.modules, "dpdata", package)
     Path("run.out").write_text("a relaxation\n")
@@ -583,15 +587,7 @@ def test_virials_of_dpdata_have_the_sign_of_the_pressure_or_are_left_out(
     monkeypatch, text, cell, factor
 ):
     """Its reader of SIESTA gives the sign of the stress, and some multiply by the determinant."""
-    data = {
-        "atom_names": ["H"],
-        "atom_types": np.zeros(1, int),
-        "coords": np.zeros((1, 1, 3)),
-        "energies": np.ones(1),
-        "forces": np.zeros((1, 1, 3)),
-        "cells": 4 * cell[None],
-        "virials": 2.0 * np.eye(3)[None],
-    }
+    data = one_atom(cells=4 * cell[None])
     package = types.SimpleNamespace(
         LabeledSystem=lambda path, fmt: types.SimpleNamespace(data=dict(data))
     )
@@ -836,15 +832,7 @@ def test_relaxations_of_siesta_of_several_steps_are_trajectories(
 def test_virials_of_siesta_of_another_step_than_the_frame_are_left_out(
     monkeypatch, steps
 ):
-    data = {
-        "atom_names": ["H"],
-        "atom_types": np.zeros(1, int),
-        "coords": np.zeros((1, 1, 3)),
-        "energies": np.ones(1),
-        "forces": np.zeros((1, 1, 3)),
-        "cells": 4 * np.eye(3)[None],
-        "virials": 2.0 * np.eye(3)[None],
-    }
+    data = one_atom()
     package = types.SimpleNamespace(
         LabeledSystem=lambda path, fmt: types.SimpleNamespace(data=data)
     )
