@@ -57,7 +57,7 @@ from deepmd_ema.training.weights import (
     load_restart,
     load_weights,
 )
-from deepmd_ema.utils import __version__, peak_memory
+from deepmd_ema.utils import LIVE, __version__, peak_memory
 
 __all__ = ["Callback", "TrainRequest", "TrainedRun", "run_training", "train"]
 
@@ -529,17 +529,25 @@ def end_table(trainer: Trainer, trained: TrainedRun, steps: int) -> list[str]:
         )
     pairs.append(("time", ", ".join(parts)))
 
-    # commands: to continue, and for the model of the run, that of an average if there is one; the
-    # averaged point of a schedule-free optimizer is the model that it trains
+    # Commands: to continue, and for the model of the run, that of an average if there is one; the
+    # averaged point of a schedule-free optimizer is the model that it trains. The best file comes
+    # before where errors have risen since, as they do when few frames are learned by heart.
     pairs.append(
         ("continue", restart_command(trainer) if trainer.is_out_of_time else "")
     )
     trained_points = [
-        averages[a.name]
+        a.name
         for a in config.training.averaging
         if isinstance(a, ScheduleFreeProfile)
     ]
-    model = [*trained_points, *averages.values(), trained.checkpoint][0]
+    weights = [*trained_points, *averages, LIVE][0]
+    model = averages.get(weights, trained.checkpoint)
+    is_validated = trainer.reporter.validated_step == trainer.step
+    # best files have the bias from before it was fitted again
+    if is_validated and not config.training.change_bias_after_training:
+        for best in trainer.validator.best_weights():
+            if best.row.key == (weights, "") and best.step < trainer.step:
+                model = best.file
     validated = [
         name
         for name, task in config.tasks.items()

@@ -317,6 +317,31 @@ def test_the_end_of_a_run_names_its_files_and_the_next_command(clean):
         assert clean.run(*line.split()).code == GOOD
 
 
+@pytest.mark.parametrize("average", ["", "_ema"])
+def test_the_next_commands_take_the_best_file_where_errors_have_risen(clean, average):
+    """The last average was worse than the best by a third, and freeze was advised for it."""
+    clean.write(
+        learning_rate__start_lr=0.5,  # errors rise
+        learning_rate__stop_lr=0.1,
+        training__enable_ema=bool(average),
+        validating__full_validation=True,
+        validating__ema_full_validation=bool(average),
+        validating__validation_freq=1,
+        validating__validation_metric="F:RMSE",
+        validating__full_val_start=0.0,
+    )
+    reported = clean.train()
+    best = f"best{average}.ckpt-1.t-1.pt"
+    reported.must_say(
+        f" {best} (",
+        f" dp-ema test -m {best} --valid-data input.json --plot",
+        f" dp-ema freeze -c {best}\n",
+        code=GOOD,
+    )
+    for line in re.findall(r"dp-ema ((?:test|freeze) .*)", reported.text):
+        assert clean.run(*line.split()).code == GOOD
+
+
 # ---- where a run starts from
 
 
