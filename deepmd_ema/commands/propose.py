@@ -61,6 +61,9 @@ _MAX_ELEMENTS = (
     4  # se_e2_a has networks for each pair of elements, se_atten_v2 one for all
 )
 _MAX_LINE = 110  # columns; a reason that does not fit beside its option is above it
+# Steps above which the rate of matrices falls as 1 / sqrt(steps). Orthogonalized updates have one
+# size, and without weight decay weights grow with their number: long runs at one rate diverged.
+_FULL_RATE = 2000
 _SLOWER = 0.1  # the rate of fine-tuning, as a part of that of a new model
 _LABELS = {"e": ENERGY, "f": FORCE, "v": VIRIAL}  # by letter of the prefactor
 _BIAS = {AUTO: "decided then", FIT: "moved", KEEP: "kept"}  # as printed
@@ -177,6 +180,10 @@ class Proposal:
         validations = _number_of_validations(steps, data)
         window = _average_window(steps)
         start_lr = recipe.options["start_lr"]
+        # vectors keep their rate, start_lr / lr_adjust
+        vector_lr = start_lr / recipe.options["lr_adjust"]
+        start_lr = float(f"{start_lr * min(1.0, math.sqrt(_FULL_RATE / steps)):.2g}")
+        lr_adjust = _rounded(start_lr / vector_lr)
         if source is None:
             model = {
                 "type_map": list(wishes.type_map or ()),
@@ -195,10 +202,7 @@ class Proposal:
             )
         values: dict[str, Any] = {
             "model": model,
-            "optimizer": {
-                **recipe.options["optimizer"],
-                "lr_adjust": recipe.options["lr_adjust"],
-            },
+            "optimizer": {**recipe.options["optimizer"], "lr_adjust": lr_adjust},
             "learning_rate": _rate_section(recipe, steps, start_lr),
             "loss": loss,
             "training": {
@@ -602,6 +606,7 @@ def _reasons(
         "more": data.wider[1],
         "wider": f"{wishes.rcut * _WIDER:.3g}",
         "why": recipe.options["why"],
+        "full_rate": f"{_FULL_RATE:,}",
         "kind": recipe.kind,
         "about_kind": recipe.options["about"],
         "why_split": data.why_split,

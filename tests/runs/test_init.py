@@ -118,6 +118,26 @@ def test_the_kind_of_data_is_found_and_its_input_trains(kind):
     }
 
 
+@pytest.mark.usefixtures("real_radii")
+@pytest.mark.parametrize("model", ["dpa4c", "se_e2_a"])
+def test_the_rate_of_matrices_falls_with_the_length_and_that_of_vectors_does_not(model):
+    """At the rate of 4,000 steps forces of Mo went to 1,450 meV/angstrom within 10,000."""
+    write_extxyz("data.extxyz", frames_of("solid"))
+    of_kind = read_preset("models")[model]["kinds"]["solid"]
+    full = of_kind["start_lr"]
+    rates = []
+    for steps in (500, 2000, 8000, 32000):
+        words = ["init", "data.extxyz", "--model", model, "--steps", str(steps)]
+        assert main([*words, "-o", f"{steps}.yaml"]) == 0
+        values = to_dict(load_config(f"{steps}.yaml"))
+        section = values["learning_rate"]
+        rates.append(section["start_lr"])
+        assert section["stop_lr"] == pytest.approx(section["start_lr"] / 100)
+        of_vectors = section["start_lr"] / values["optimizer"]["lr_adjust"]
+        assert of_vectors == pytest.approx(full / of_kind["lr_adjust"], rel=1e-5)
+    assert rates == pytest.approx([full, full, full / 2, full / 4], rel=0.05)
+
+
 def test_a_short_run_validates_rarely_and_a_long_one_ten_times():
     """Ten validations of 16 frames took longer than 50 steps of 2 frames."""
     write_extxyz("data.extxyz", frames_of("liquid", 160))
