@@ -115,7 +115,37 @@ def vjp_of(
         inputs: any tensors.
     """
     # with parameters as constants of the function, by which autograd differentiates the result
-    return cast("Any", torch.func.vjp(function, *inputs))
+    if torch.compiler.is_compiling():
+        return cast("Any", torch.func.vjp(function, *inputs))
+    evaluated: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+
+    def recorded(*variables: Tensor) -> Tensor:
+        output = function(*variables)
+        evaluated.append((output, variables))
+        return output
+
+    value, vjp = cast("Any", torch.func.vjp(recorded, *inputs))
+    output, variables = evaluated[0]
+    if not output.requires_grad:  # a function of none of the inputs
+        return value, vjp
+
+    def eager_vjp(grad: Tensor) -> tuple[Tensor, ...]:
+        # The call that `vjp` makes. `vjp` also loads torch._dynamo, which takes a second, to turn
+        # off compiled autograd (torch 2.13).
+        grads = torch.autograd.grad(
+            output,
+            variables,
+            grad,
+            retain_graph=True,
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
+        return tuple(
+            torch.zeros_like(x) if by_x is None else by_x
+            for by_x, x in zip(grads, inputs, strict=True)
+        )
+
+    return value, eager_vjp
 
 
 def with_vjp(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Vjp]:

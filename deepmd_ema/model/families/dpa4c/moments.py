@@ -340,8 +340,13 @@ def slopes(lmax: int) -> Tensor:
         [torch.ones_like(points[0]), *harmonics(points.unbind(0), lmax)[: lmax**2 - 1]],
         1,
     )
-    derivatives = torch.func.jacrev(lambda u: torch.stack(harmonics(u.unbind(0), lmax)))
-    values = torch.vmap(derivatives)(points.T)  # (P, Q - 1, 3)
+    with torch.enable_grad():
+        variable = points.clone().requires_grad_()  # (3, P)
+        gradients = [
+            torch.autograd.grad(value.sum(), variable, retain_graph=True)[0]
+            for value in harmonics(variable.unbind(0), lmax)
+        ]
+    values = torch.stack(gradients).permute(2, 0, 1)  # (P, Q - 1, 3)
     # The default driver starts from pivots that torch does not set: the last bits of its solution
     # differ from process to process, and a restart would not be bitwise.
     solution = torch.linalg.lstsq(basis, values.flatten(1), driver="gels").solution
