@@ -346,9 +346,7 @@ def _load_deepmd(
     """Return the models in the content of a checkpoint of DeePMD-kit."""
     models = {}
     for head in choose(deepmd_pt.heads_of(payload, path) or {"": ()}):
-        config, model, facts = deepmd_pt.read_deepmd_pt(
-            payload, path, head or None, use_average
-        )
+        stored = deepmd_pt.read_deepmd_pt(payload, path, head or None, use_average)
         if average not in (None, deepmd_pt.EMA):
             raise CheckpointError(
                 f"{path}: a checkpoint of DeePMD-kit, no average is called {average!r}. Use "
@@ -357,12 +355,12 @@ def _load_deepmd(
         info = Provenance(
             path,
             "deepmd",
-            **facts,
-            min_nbor_dist=model.min_nbor_dist,
-            config={"model": to_dict(config)},
+            **stored.facts,
+            min_nbor_dist=stored.model.min_nbor_dist,
+            config={"model": to_dict(stored.config)},
             head=head,
         )
-        models[head] = LoadedModel(model, config, info)
+        models[head] = LoadedModel(stored.model, stored.config, info)
     sections = {head: loaded.info.config["model"] for head, loaded in models.items()}
     return ModelFile(models, {"model": sections.get("", {"model_dict": sections})})
 
@@ -378,7 +376,8 @@ def _load_frozen(path: Path) -> LoadedModel:
             kit.write(["convert-backend", str(path.absolute()), "{}"], converted)
             loaded = _load_frozen(converted)
         return replace(loaded, info=replace(loaded.info, path=path))
-    config, model, content = dp.read_dp(path)
+    stored = dp.read_dp(path)
+    content = stored.facts
     # what this program has added; empty in a file of DeePMD-kit
     record = content[dp.EXTRA]
     if not isinstance(record, dict) or not isinstance(record.get("average", {}), dict):
@@ -404,5 +403,5 @@ def _load_frozen(path: Path) -> LoadedModel:
         config=config_of_run,
     )
     return LoadedModel(
-        model.eval(), config, info, path.suffix.lower() == COMPILED_SUFFIX
+        stored.model, stored.config, info, path.suffix.lower() == COMPILED_SUFFIX
     )

@@ -30,6 +30,7 @@ from deepmd_ema.interop.dp import (
     EXTRA,
     INSIDE,
     PARTS,
+    StoredModel,
     faults_as_messages,
     fill_model,
     model_tree,
@@ -80,10 +81,9 @@ _CONVERT = (
 
 def read_deepmd_pt(
     payload: Any, path: Path, head: str | None = None, use_average: bool = False
-) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]:
-    """Return the section of a model in a checkpoint of DeePMD-kit, the model, and facts.
+) -> StoredModel:
+    """Return a model in a checkpoint of DeePMD-kit.
 
-    The model is in evaluation mode, with its ``min_nbor_dist``.
     The facts are ``weights`` (``live``, ``ema``, or empty: a file with weights only does not say
     what they are), ``step`` (optimizer steps of the weights, or None), ``average`` (empty for other
     weights), ``bias``, and ``version``, the program that wrote the file.
@@ -144,11 +144,8 @@ def read_deepmd_pt(
             "bias": {},
             **chosen(written, _FACTS),
         }
-        return (
-            config,
-            model.eval(),
-            {**facts, "version": "dp-ema" if written else "DeePMD-kit"},
-        )
+        facts["version"] = "dp-ema" if written else "DeePMD-kit"
+        return StoredModel(config, model.eval(), facts)
 
 
 def write_deepmd_pt(

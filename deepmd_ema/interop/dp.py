@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -119,10 +119,24 @@ def rewrite_bias(
     write_tree(Path(target), _with_facts(tree, {**_facts_of(tree), **facts}))
 
 
-def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]:
-    """Return the section ``model``, the model in evaluation mode, and what else the file says.
+class StoredModel(NamedTuple):
+    """A model in a file of DeePMD-kit.
 
-    The dictionary holds ``software``, ``version``, ``model_def_script``, ``min_nbor_dist`` (or
+    Attributes:
+        config: the section ``model``.
+        model: in evaluation mode, with its ``min_nbor_dist``.
+        facts: what else the file says.
+    """
+
+    config: ModelConfig
+    model: EnergyModel
+    facts: dict[str, Any]
+
+
+def read_dp(path: str | Path) -> StoredModel:
+    """Return the model of a file, which may be one of ``dp-ema freeze``.
+
+    The facts are ``software``, ``version``, ``model_def_script``, ``min_nbor_dist`` (or
     None) and ``dp_ema``, which is empty in files of DeePMD-kit that it has not converted from one
     of ours.
 
@@ -154,12 +168,10 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
             if name != EXTRA
         }
     info = {name: tree.get(name) for name in ("software", "version", "backend")}
-    more = {
-        "model_def_script": script,
-        "min_nbor_dist": model.min_nbor_dist,
-        EXTRA: facts,
-    }
-    return config, model.eval(), {**info, **more}
+    info["model_def_script"] = script
+    info["min_nbor_dist"] = model.min_nbor_dist
+    info[EXTRA] = facts
+    return StoredModel(config, model.eval(), info)
 
 
 def _with_facts(tree: Tree, facts: Mapping[str, Any]) -> Tree:
