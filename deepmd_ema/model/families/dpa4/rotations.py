@@ -176,6 +176,19 @@ def sphere_grid(
     z, weight = leggauss(3 * lmax // 2 + 1)
     # as in `rotation_grid`: exact for products of three functions
     turns = 3 * mmax + 1
+    degree = np.array(degrees(lmax))[list(places)]
+    enlarged = (
+        real_harmonics(lmax, _points_on_circles(z, turns))[:, list(places)]
+        * truncation_factors(lmax, mmax)[degree]
+    )
+    # (G, J), and back with the weights of the points
+    to_grid = enlarged / math.sqrt(lmax + 1)
+    weights = np.repeat(weight / (2 * turns), turns)[:, None]
+    return to_grid, (enlarged * weights * math.sqrt(lmax + 1) * (2 * degree + 1)).T
+
+
+def _points_on_circles(z: np.ndarray, turns: int) -> np.ndarray:
+    """Return unit vectors (Z turns, 3), ``turns`` evenly around the axis at each height (Z,)."""
     angle = 2 * math.pi / turns * np.arange(turns)
     rho = np.sqrt(1 - z**2)
     points = np.stack(
@@ -186,15 +199,7 @@ def sphere_grid(
         ],
         -1,
     )
-    degree = np.array(degrees(lmax))[list(places)]
-    enlarged = (
-        real_harmonics(lmax, points.reshape(-1, 3))[:, list(places)]
-        * truncation_factors(lmax, mmax)[degree]
-    )
-    # (G, J), and back with the weights of the points
-    to_grid = enlarged / math.sqrt(lmax + 1)
-    weights = np.repeat(weight / (2 * turns), turns)[:, None]
-    return to_grid, (enlarged * weights * math.sqrt(lmax + 1) * (2 * degree + 1)).T
+    return points.reshape(-1, 3)
 
 
 def truncation_factors(lmax: int, mmax: int) -> np.ndarray:
@@ -270,17 +275,7 @@ def _wigner_matrices(lmax: int, quaternion: np.ndarray) -> np.ndarray:
     points = int(2 * lmax + 1)
     # points that integrate products of two functions of degrees up to lmax exactly
     z, weight = leggauss(lmax + 1)
-    angle = 2 * math.pi / points * np.arange(points)
-    rho = np.sqrt(1 - z**2)
-    grid = np.stack(
-        [
-            np.outer(rho, np.cos(angle)),
-            np.outer(rho, np.sin(angle)),
-            np.outer(z, np.ones(points)),
-        ],
-        -1,
-    )
-    grid = grid.reshape(-1, 3)
+    grid = _points_on_circles(z, points)
     weights = np.repeat(weight / (2 * points), points)
     degree = np.array(degrees(lmax))
     before = _basis(lmax, grid) * weights[:, None] * (2 * degree + 1)
